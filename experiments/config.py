@@ -1,0 +1,206 @@
+"""What can be run: arms, scales, and the one frozen configuration that describes a run completely."""
+
+import os
+import platform
+import re
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+GIB = 2**30
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work. Its text is one line: the value, the limit, the remedy."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One trainer to compare. `line` is a line of the fork (`trl/UPSTREAM.toml`), `patch` what is applied to it."""
+
+    name: str
+    line: str
+    patch: str | None
+    accumulate: bool  # one completion a forward, gradients accumulated over the batch
+    shows: str
+
+
+ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm("classic-baseline", "classic", None, False, "TRL 0.21.0 untouched: the published baseline"),
+        Arm("classic-string", "classic", "0001-string-level-repeat.patch", False, "the change exactly as published"),
+        Arm(
+            "classic-string-exact",
+            "classic",
+            "0002-string-level-repeat-exact.patch",
+            False,
+            "the same idea with nothing cut: what it saves by itself",
+        ),
+        Arm("classic-lean", "classic", "0003-lean-logits.patch", False, "logits only where they are read"),
+        Arm("stock", "current", None, False, "TRL 1.16.0 untouched, the whole batch in one pass"),
+        Arm("stock-accumulate", "current", None, True, "TRL 1.16.0 untouched, one completion a pass"),
+    )
+}
+BASELINE_ARMS = ("classic-baseline", "stock", "stock-accumulate")
+IMPROVED_ARMS = ("classic-string", "classic-string-exact", "classic-lean")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A workload. Token counts are per sequence, `budget_bytes` is what torch may allocate before "out of memory"."""
+
+    name: str
+    shape: str  # a name in models.SHAPES
+    vocab_size: int
+    prompt_tokens: int
+    completion_tokens: int
+    budget_bytes: int
+    steps: int = 2  # rollouts, each trained on for `epochs` epochs
+    epochs: int = 3
+    learning_rate: float = 3e-6
+    temperature: float = 0.7
+    precision: str = "float32"  # or "bf16": mixed precision, TRL's own default
+    reward: str = "model"  # or "letters", see data.letter_reward
+
+
+# `seed` is the published workload. `cpu` keeps its token counts and divides vocabulary and budget by 8, so that the
+# same cells run out of memory on two cores and a few GiB.
+SCALES = {
+    scale.name: scale
+    for scale in (
+        Scale("seed", "tiny-qwen3", 151_936, 3000, 100, 32 * GIB, steps=10, precision="bf16"),
+        Scale("cpu", "tiny-qwen3", 151_936 // 8, 3000, 100, 4 * GIB),
+        Scale("short", "tiny-qwen3", 151_936 // 8, 512, 100, 4 * GIB),
+        Scale(
+            "learn", "tiny-qwen3", 512, 48, 24, 4 * GIB, steps=30, epochs=1, learning_rate=1e-2, reward="letters",
+            temperature=1.0,
+        ),
+        Scale("test", "tiny-qwen3", 512, 64, 8, 4 * GIB),
+        Scale("qwen3-0.6b", "qwen3-0.6b", 151_936, 3000, 100, 80 * GIB, precision="bf16"),
+        Scale("qwen3-1.7b", "qwen3-1.7b", 151_936, 3000, 100, 80 * GIB, precision="bf16"),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that decides what a run does. Two runs with equal configurations and commits are the same run."""
+
+    arm: str
+    scale: str
+    k: int
+    batch: int
+    repeat: int
+    seed: int
+    shape: str
+    model: str | None  # a local folder or `hub:owner/name`; None builds `shape` with random weights
+    documents: str
+    vocab_size: int
+    prompt_tokens: int
+    completion_tokens: int
+    budget_bytes: int
+    steps: int
+    epochs: int
+    learning_rate: float
+    temperature: float
+    precision: str
+    reward: str
+    device: str  # "cpu" or "cuda"
+    interval: float  # of the memory sampler, in seconds
+    threads: int
+
+    @property
+    def run_id(self) -> str:
+        return f"{self.arm}_{self.scale}_k{self.k}_r{self.repeat}"
+
+    @property
+    def completions_per_forward(self) -> int:
+        return 1 if ARMS[self.arm].accumulate else self.batch
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+def choose(kind: str, name: str, choices) -> None:
+    """Raise `ConfigError` unless `name` is one of `choices`."""
+    if name not in choices:
+        raise ConfigError(f"unknown {kind} {name!r}; choose one of: {', '.join(choices)}")
+
+
+def resolve(arm: str, k: int, scale: str, device: str, repeat: int = 0, **overrides) -> RunConfig:
+    """Fill in a run's configuration from its scale; `overrides` that are None are left to the scale.
+
+    Raises `ConfigError` for an unknown name or a combination that cannot run. Loads nothing.
+    """
+    choose("arm", arm, ARMS)
+    choose("scale", scale, SCALES)
+    base = SCALES[scale]
+    if k < 2:
+        raise ConfigError(f"k={k}: leave-one-out needs at least 2 completions per prompt; use --k 2 or more")
+    config = RunConfig(
+        arm=arm,
+        scale=scale,
+        k=k,
+        batch=k,
+        repeat=repeat,
+        seed=42 + repeat,
+        shape=base.shape,
+        model=None,
+        documents="builtin",
+        vocab_size=base.vocab_size,
+        prompt_tokens=base.prompt_tokens,
+        completion_tokens=base.completion_tokens,
+        budget_bytes=base.budget_bytes,
+        steps=base.steps,
+        epochs=base.epochs,
+        learning_rate=base.learning_rate,
+        temperature=base.temperature,
+        precision=base.precision,
+        reward=base.reward,
+        device=device,
+        interval=0.05,
+        threads=os.cpu_count() or 1,
+    )
+    config = replace(config, **{name: value for name, value in overrides.items() if value is not None})
+    for name in ("batch", "prompt_tokens", "completion_tokens", "steps", "epochs", "budget_bytes", "threads"):
+        if getattr(config, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(config, name)}; it must be at least 1")
+    if config.batch % k:
+        raise ConfigError(
+            f"batch {config.batch} is not divisible by k={k}: completions of a prompt would be split; "
+            f"use --batch {k * max(1, round(config.batch / k))}"
+        )
+    if config.prompt_tokens < 16:
+        raise ConfigError(f"--prompt-tokens {config.prompt_tokens} leaves no room for a chat template; use 16 or more")
+    if not 0.01 <= config.interval <= 1:
+        raise ConfigError(f"--interval {config.interval} s is outside 0.01 to 1 s; the default is 0.05")
+    choose("precision", config.precision, ("float32", "bf16"))
+    choose("reward", config.reward, ("model", "letters"))
+    return config
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from "32GiB", "1.5 GB", "800MiB" or a plain number of bytes. Raises `ConfigError`."""
+    units = {"": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": GIB}
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", text.lower())
+    if not match or match[2] not in units:
+        raise ConfigError(f"cannot read the size {text!r}; write it like 32GiB, 800MiB or 4000000000")
+    return int(float(match[1]) * units[match[2]])
+
+
+def machine_name(device_kind: str, device_name: str) -> str:
+    """Folder name under results/: the GPU's name, or the processor's with its core count."""
+    slug = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)|@.*|\bcpu\b", " ", device_name.lower())).strip("-")
+    return slug if device_kind == "cuda" else f"cpu-{slug}-{os.cpu_count()}-cores"
+
+
+def cpu_name() -> str:
+    """The processor's name as Linux gives it, else what Python knows."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

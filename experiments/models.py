@@ -1,0 +1,141 @@
+"""Models and tokenizer. By default built on the spot: published shapes, random weights, a tokenizer trained on the
+documents themselves. Nothing is downloaded unless a `hub:` name asks for it."""
+
+import hashlib
+import shutil
+import tempfile
+from pathlib import Path
+
+from experiments.config import ROOT, ConfigError, RunConfig
+
+# Shapes as published: tiny-Qwen3 is trl-internal-testing's tiny-Qwen3ForCausalLM, the others are Qwen's own configs.
+SHAPES = {
+    "tiny-qwen3": dict(
+        hidden_size=8, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=128, max_position_embeddings=32_768, tie_word_embeddings=False,
+    ),
+    "qwen3-0.6b": dict(
+        hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
+        head_dim=128, max_position_embeddings=40_960, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    ),
+    "qwen3-1.7b": dict(
+        hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
+        head_dim=128, max_position_embeddings=40_960, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    ),
+}  # fmt: skip
+
+SPECIAL_TOKENS = ["[PAD]", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+MAX_TOKENIZER_VOCAB = 16_000  # enough for 465,000 characters; the model's vocabulary may be larger
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def model_config(config: RunConfig):
+    """The policy's transformers configuration. Raises `ConfigError` when the model is not there."""
+    from transformers import AutoConfig, Qwen3Config
+
+    if config.model is None:
+        if config.shape not in SHAPES:
+            raise ConfigError(f"unknown shape {config.shape!r}; choose one of: {', '.join(SHAPES)}")
+        return Qwen3Config(vocab_size=config.vocab_size, **SHAPES[config.shape])
+    try:
+        return AutoConfig.from_pretrained(model_source(config.model))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load model {config.model!r}: {str(error).splitlines()[0]}") from error
+
+
+def model_source(model: str) -> str:
+    return model.removeprefix("hub:")
+
+
+def check_fits(config: RunConfig, hf_config) -> int:
+    """Bytes that policy, reference, reward model, gradients and Adam's two moments take by themselves.
+
+    Raises `ConfigError` when they exceed the budget, or the sequence exceeds the model's positions. Counts on the
+    meta device: no memory is used.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    length = config.prompt_tokens + config.completion_tokens
+    positions = hf_config.get_text_config().max_position_embeddings
+    if length > positions:
+        raise ConfigError(
+            f"prompt {config.prompt_tokens} + completion {config.completion_tokens} = {length} tokens exceed the "
+            f"model's {positions} positions; lower --prompt-tokens to {positions - config.completion_tokens} or less"
+        )
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(hf_config).parameters())
+    needed = parameters * 4 * 6  # policy, reference, reward model, gradient, two moments, float32
+    if needed > config.budget_bytes:
+        raise ConfigError(
+            f"budget {config.budget_bytes / 2**20:.0f} MiB is below the {needed / 2**20:.0f} MiB that the models, "
+            f"gradients and Adam state take before any activation; raise --budget"
+        )
+    return needed
+
+
+def build_tokenizer(documents: list[str], vocab_size: int):
+    """A byte-level BPE tokenizer trained on `documents`: decoding and encoding again gives the same ids."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=min(vocab_size, MAX_TOKENIZER_VOCAB),
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        eos_token="<|im_end|>",
+        additional_special_tokens=["<|endoftext|>", "<|im_start|>"],
+        chat_template=CHAT_TEMPLATE,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def prepare(config: RunConfig, documents: list[str], cache: Path = ROOT / ".build" / "models"):
+    """Folders of the policy and the reward model, and the tokenizer: `(policy, reward, tokenizer)`.
+
+    Built models are stored below `cache`, because TRL 1.x loads the reference model from where the policy came from.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+    if config.model is not None:
+        source = model_source(config.model)
+        tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left")
+        if tokenizer.pad_token is None:
+            tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+        return source, source, tokenizer
+    tokenizer = build_tokenizer(documents, config.vocab_size)
+    text = hashlib.sha256("\0".join(documents).encode()).hexdigest()[:8]
+    folder = cache / f"{config.shape}-v{config.vocab_size}-s{config.seed}-{text}"
+    if not folder.exists():
+        hf_config = model_config(config)
+        hf_config.pad_token_id = tokenizer.pad_token_id
+        hf_config.eos_token_id = tokenizer.eos_token_id
+        cache.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(dir=cache))  # renamed when whole: a killed run leaves no half model
+        torch.manual_seed(config.seed)
+        AutoModelForCausalLM.from_config(hf_config).save_pretrained(staging / "policy")
+        hf_config.num_labels = 1
+        AutoModelForSequenceClassification.from_config(hf_config).save_pretrained(staging / "reward")
+        for part in ("policy", "reward"):
+            tokenizer.save_pretrained(staging / part)
+        try:
+            staging.rename(folder)
+        except OSError:  # another run was faster
+            shutil.rmtree(staging)
+    return str(folder / "policy"), str(folder / "reward"), tokenizer

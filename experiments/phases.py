@@ -1,0 +1,171 @@
+"""Phase marks: which part of a training step is running, and the exact peak of each part.
+
+The marks come from hooks on the policy and its optimizer, so untouched trainers of both TRL lines are measured alike.
+Per phase, torch's own counters (CUDA) or the kernel's high-water mark of resident memory (Linux) give the exact peak;
+the sampler's file shows the course in between.
+"""
+
+import csv
+import ctypes
+import gc
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+COLUMNS = (
+    "phase", "step", "start", "end", "peak_allocated_bytes", "peak_reserved_bytes", "peak_resident_bytes",
+    "device_used_bytes",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PhasePeak:
+    """A finished phase: times in unix seconds, peaks in bytes, None where this machine cannot tell."""
+
+    phase: str
+    step: int
+    start: float
+    end: float
+    peak_allocated_bytes: int | None
+    peak_reserved_bytes: int | None
+    peak_resident_bytes: int | None
+    device_used_bytes: int | None
+
+
+class HighWater:
+    """Peak memory since the last `reset()`: torch's counters on CUDA, resident memory from /proc on Linux."""
+
+    def __init__(self, device_kind: str):
+        self.cuda = device_kind == "cuda"
+        self.can_reset = self.reset()
+
+    def reset(self) -> bool:
+        """Start a new measurement. Returns whether the resident high-water mark could be reset."""
+        if self.cuda:
+            import torch
+
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM
+        except OSError:
+            return False
+        return True
+
+    def read(self) -> tuple[int | None, int | None, int | None, int | None]:
+        """(peak allocated, peak reserved, peak resident, device used now), bytes."""
+        allocated = reserved = used = None
+        if self.cuda:
+            import torch
+
+            allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+            free, total = torch.cuda.mem_get_info()
+            used = total - free
+        return allocated, reserved, status_bytes("VmHWM") if self.can_reset else None, used
+
+
+def status_bytes(field: str) -> int:
+    """A size from /proc/self/status in bytes, such as VmRSS, VmHWM or VmData. Raises OSError without a /proc."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {field}")
+
+
+def settle() -> None:
+    """Give freed host memory back to the system, so that a level read now is what is in use."""
+    gc.collect()
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):
+        pass  # not glibc
+
+
+def keep_only_live_memory() -> None:
+    """Make glibc return every freed block of 1 MiB or more to the system at once.
+
+    By default it raises that size up to 32 MiB as the program runs and keeps freed blocks below it, so that resident
+    memory would show the heap's fragmentation instead of the tensors that are alive.
+    """
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return  # not glibc
+    m_mmap_threshold = -3  # malloc.h
+    mallopt(m_mmap_threshold, 2**20)
+
+
+class PhaseRecorder:
+    """Writes one row to `path` when a phase ends, and keeps the rows in `peaks`."""
+
+    def __init__(self, path: Path, device_kind: str):
+        self.high_water = HighWater(device_kind)
+        self.peaks: list[PhasePeak] = []
+        self.step = 0
+        self.phase = "load"
+        self.start = time.time()
+        self.prompt_tokens: list[int] = []  # tokens fed per sequence, padding not counted
+        self.rollout_starts: list[float] = []
+        self.grad_norms: dict[int, list[float]] = {}  # step -> norm before each optimizer step
+        self.file = path.open("w", newline="", buffering=1)  # a killed run keeps its finished phases
+        csv.writer(self.file).writerow(COLUMNS)
+
+    def enter(self, phase: str) -> None:
+        """End the current phase and start another. Entering the current phase again is nothing."""
+        if phase == self.phase:
+            return
+        self.close()
+        self.phase = phase
+        self.high_water.reset()
+        self.start = time.time()
+
+    def close(self) -> None:
+        """Write the current phase's row; also called when the run fails in the middle of a phase."""
+        peak = PhasePeak(self.phase, self.step, self.start, time.time(), *self.high_water.read())
+        self.peaks.append(peak)
+        csv.writer(self.file).writerow(["" if value is None else value for value in vars(peak).values()])
+
+    def attach(self, policy, optimizer) -> None:
+        """Mark phases from now on: generate -> score -> (train -> optimizer) x n -> generate ..."""
+        import torch
+
+        generate = policy.generate
+
+        def marked_generate(*args, **kwargs):
+            self.begin_rollout()
+            mask = kwargs.get("attention_mask")
+            inputs = kwargs.get("input_ids", args[0] if args else None)
+            lengths = mask.sum(1) if mask is not None else torch.full((len(inputs),), inputs.shape[1])
+            self.prompt_tokens.extend(lengths.tolist())
+            try:
+                return generate(*args, **kwargs)
+            finally:
+                self.enter("score")
+
+        def before_forward(module, args):
+            if torch.is_grad_enabled() and self.phase != "load":
+                self.enter("train")
+
+        def before_optimizer(optimizer, args, kwargs):
+            self.enter("optimizer")
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients).item() if gradients else 0.0
+            self.grad_norms.setdefault(self.step, []).append(norm)
+
+        policy.generate = marked_generate
+        policy.register_forward_pre_hook(before_forward)
+        optimizer.register_step_pre_hook(before_optimizer)
+        optimizer.register_step_post_hook(lambda *args: self.enter("train"))
+
+    def begin_rollout(self) -> None:
+        """A step starts where its rollout does. Several `generate` calls in a row belong to one rollout."""
+        if self.phase == "score" and not self.grad_norms.get(self.step):
+            self.enter("generate")
+            return
+        self.enter("generate")
+        self.step += 1
+        self.rollout_starts.append(time.time())
+
+    def step_seconds(self, end: float) -> list[float]:
+        """Seconds from each rollout's start to the next one's, the last to `end`."""
+        times = [*self.rollout_starts, end]
+        return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]

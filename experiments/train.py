@@ -1,0 +1,386 @@
+"""ONE run of ONE arm at one k and one scale. Leaves a run folder; the exit code tells what happened.
+
+    python -m experiments.train --arm classic-lean --k 4
+
+Exit codes: 0 finished, 2 a setting that cannot work (nothing was started), 3 out of memory, 1 any other failure.
+"""
+
+import argparse
+import contextlib
+import csv
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from datetime import UTC, datetime
+from pathlib import Path
+
+from experiments import config as cfg
+from experiments.config import ARMS, GIB, ROOT, SCALES, ConfigError, RunConfig
+from experiments.memory_monitor import start_monitor, stop_monitor
+from experiments.phases import PhaseRecorder, keep_only_live_memory, settle, status_bytes
+from experiments.record import RunRecord, source_commit, write_json
+
+EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_OOM = 0, 1, 2, 3
+OOM_TEXTS = (
+    "can't allocate memory", "cannot allocate memory", "out of memory", "bad_alloc", "memory allocation of",
+    "can't start new thread",
+)  # fmt: skip
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m experiments.train", description=__doc__.split("\n")[0])
+    parser.add_argument("--arm", required=True, help=", ".join(ARMS))
+    parser.add_argument("--k", type=int, required=True, help="completions per prompt")
+    parser.add_argument("--scale", help=f"{', '.join(SCALES)}; default: seed on CUDA, cpu elsewhere")
+    parser.add_argument("--repeat", type=int, default=0, help="number of the repeat; the seed is 42 + repeat")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    parser.add_argument("--model", help="local folder or hub:owner/name; default: built here, random weights")
+    parser.add_argument("--documents", help="builtin, a file, a folder of .txt, or hub:owner/dataset[:split]")
+    parser.add_argument("--budget", help="memory that torch may allocate, such as 4GiB")
+    parser.add_argument("--batch", type=int, help="completions per batch; default k, as published")
+    for name in ("prompt-tokens", "completion-tokens", "steps", "epochs", "seed", "vocab-size", "threads"):
+        parser.add_argument(f"--{name}", type=int)
+    for name in ("learning-rate", "temperature", "interval"):
+        parser.add_argument(f"--{name}", type=float)
+    parser.add_argument("--precision", help="float32 or bf16")
+    parser.add_argument("--reward", help="model or letters")
+    parser.add_argument("--results", type=Path, default=ROOT / "results", help="holds one folder a machine")
+    parser.add_argument("--machine", help="folder name below --results; default: from the device's name")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    try:
+        return run(args)
+    except ConfigError as error:
+        print(f"train: {error}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def run(args: argparse.Namespace) -> int:
+    device_kind, device_name, device_bytes = pick_device(args.device)
+    config = cfg.resolve(
+        args.arm,
+        args.k,
+        args.scale or ("seed" if device_kind == "cuda" else "cpu"),
+        device_kind,
+        repeat=args.repeat,
+        budget_bytes=cfg.parse_bytes(args.budget) if args.budget else None,
+        **{
+            name: getattr(args, name)
+            for name in (
+                "model", "documents", "batch", "prompt_tokens", "completion_tokens", "steps", "epochs", "seed",
+                "vocab_size", "threads", "learning_rate", "temperature", "interval", "precision", "reward",
+            )
+        },
+    )  # fmt: skip
+    machine = args.results / (args.machine or cfg.machine_name(device_kind, device_name))
+    folder = machine / config.run_id
+    make_writable(folder)
+    if not (config.model or "").startswith("hub:") and not config.documents.startswith("hub:"):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded unless it was asked for
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # its own allocator sets a GiB aside, unused
+
+    from experiments import data, models
+
+    documents = data.load_documents(config.documents)
+    hf_config = models.model_config(config)
+    models.check_fits(config, hf_config)
+    fork = use_fork(ARMS[config.arm])
+
+    record = RunRecord(
+        run_id=config.run_id,
+        config=config.as_dict(),
+        commit=source_commit(),
+        pid=os.getpid(),
+        started_at=now(),
+        python_version=sys.version.split()[0],
+        device_kind=device_kind,
+        device_name=device_name,
+        device_total_bytes=device_bytes,
+        model=config.model or f"{config.shape}, vocabulary {config.vocab_size}, random weights",
+        prompt_tokens_requested=config.prompt_tokens,
+        completions_per_forward=config.completions_per_forward,
+        **{
+            name: getattr(config, name)
+            for name in ("arm", "scale", "k", "repeat", "completion_tokens", "batch", "steps", "seed", "budget_bytes")
+        },
+    )
+    for stale in folder.iterdir():
+        stale.unlink() if stale.is_file() else shutil.rmtree(stale)
+    record.write(folder)
+    write_machine(machine, record)
+    say = Progress(config)
+    with (folder / "log.txt").open("w", buffering=1) as log, output_to(log):
+        phases = PhaseRecorder(folder / "phases.csv", device_kind)
+        sampled_device = cuda_uuid() if device_kind == "cuda" else "none"
+        monitor = start_monitor(folder / "memory.csv", config.interval, sampled_device)
+        try:
+            record.exit_code = train(config, documents, hf_config, fork, record, phases, say, log)
+            record.status = "ok"
+        except Exception as error:  # every failure is recorded and told by the exit code, none is swallowed
+            lift_budget()  # writing the record needs memory too
+            oom = is_out_of_memory(error)
+            record.status, record.exit_code = ("oom", EXIT_OOM) if oom else ("error", EXIT_ERROR)
+            record.error = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+            traceback.print_exc(file=log)
+            del error
+        finally:
+            phases.close()
+            report = stop_monitor(monitor)
+            fill_peaks(record, phases, folder, report)
+            record.finished_at = now()
+            record.write(folder)
+    say.end(record, folder)
+    return record.exit_code
+
+
+def train(config: RunConfig, documents, hf_config, fork: dict, record: RunRecord, phases, say, log) -> int:
+    """Set up the arm's own trainer, train within the budget, and fill the record."""
+    import torch
+    import transformers
+
+    import trl
+    from experiments import data, models, trainers  # all heavy imports come before the budget is set
+
+    torch.set_num_threads(config.threads)
+    if config.device == "cpu":
+        keep_only_live_memory()
+    record.trl_version, record.trl_file = trl.__version__, str(Path(trl.__file__).parent)
+    record.torch_version, record.transformers_version = torch.__version__, transformers.__version__
+    record.fork_patches = fork["patches"]
+    policy_path, reward_path, tokenizer = models.prepare(config, documents)
+    prompts = data.build_prompts(documents, tokenizer, config.prompt_tokens)
+    enforce_budget(config)
+    build = trainers.build_classic if ARMS[config.arm].line == "classic" else trainers.build_current
+    trainer, policy = build(config, policy_path, reward_path, tokenizer, prompts)
+    record.model_parameters = sum(p.numel() for p in policy.parameters())
+    logs = trainers.LogCollector(phases, say)
+    trainer.add_callback(logs)
+    phases.attach(policy, trainers.torch_optimizer(trainer))
+
+    settle()
+    record.start_bytes = level(config.device)
+    try:
+        trainer.train()
+    finally:
+        end = time.time()
+        record.step_seconds = [round(seconds, 4) for seconds in phases.step_seconds(end)]
+        record.trace = logs.trace(phases)
+        fed = phases.prompt_tokens
+        if fed:
+            record.prompt_tokens_fed_min, record.prompt_tokens_fed_max = min(fed), max(fed)
+            record.prompt_tokens_fed_mean = statistics.fmean(fed)
+    record.step_seconds_median = statistics.median(record.step_seconds)
+    record.final_loss = record.trace[-1]["loss"] if record.trace else None
+    return EXIT_OK
+
+
+def fill_peaks(record: RunRecord, phases: PhaseRecorder, folder: Path, report) -> None:
+    """Peaks after loading: the larger of what was sampled and what torch or the kernel counted."""
+    steps = [peak for peak in phases.peaks if peak.phase != "load"]
+    if not steps:
+        return
+    with (folder / "memory.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if float(row["timestamp"] or 0) >= steps[0].start]
+
+    def sampled(column: str) -> int | None:
+        return max((int(float(row[column])) for row in rows if row.get(column)), default=None)
+
+    def counted(column: str) -> int | None:
+        return max((value for peak in steps if (value := getattr(peak, column)) is not None), default=None)
+
+    def larger(*values: int | None) -> int | None:
+        return max((value for value in values if value is not None), default=None)
+
+    record.peak_allocated_bytes = counted("peak_allocated_bytes")
+    record.peak_reserved_bytes = counted("peak_reserved_bytes")
+    record.peak_resident_bytes = larger(counted("peak_resident_bytes"), sampled("resident_bytes"))
+    record.peak_process_device_bytes = sampled("process_device_bytes")
+    column, seen, main = "peak_resident_bytes", sampled("resident_bytes"), record.peak_resident_bytes
+    if record.device_kind == "cuda":
+        # what torch held reserved at its peak, plus what the device held besides torch's pool
+        outside = [p.device_used_bytes - p.peak_reserved_bytes for p in steps if p.device_used_bytes is not None]
+        with_pool = record.peak_reserved_bytes + max(min(outside), 0) if outside else None
+        seen = sampled("device_used_bytes")
+        record.peak_device_used_bytes = main = larger(seen, counted("device_used_bytes"), with_pool)
+        column = "peak_allocated_bytes"
+    known = [peak for peak in steps if getattr(peak, column) is not None]
+    if known:
+        record.peak_phase = max(known, key=lambda peak: getattr(peak, column)).phase
+    if report is not None:
+        missed = max(main - seen, 0) if main is not None and seen is not None else None
+        record.sampler = {**vars(report), "peak_missed_bytes": missed}
+
+
+def use_fork(arm: cfg.Arm) -> dict:
+    """Build the arm's TRL, put it first on the path, and check that it is what `import trl` gives."""
+    patches = [arm.patch] if arm.patch else []
+    dest = ROOT / ".build" / "fork" / (Path(arm.patch).stem if arm.patch else f"{arm.line}-untouched")
+    choice = ["--patches", arm.patch] if arm.patch else ["--no-patches"]
+    command = [sys.executable, str(ROOT / "trl" / "fork.py"), "build", arm.line, str(dest), *choice]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise ConfigError(result.stderr.strip() or f"{' '.join(command)} failed")
+    sys.path.insert(0, str(dest))
+    import trl
+
+    if Path(trl.__file__).resolve() != (dest / "trl" / "__init__.py").resolve():
+        raise ConfigError(f"`import trl` gives {trl.__file__}, not {dest}; start a fresh Python process for each arm")
+    return {"patches": patches}
+
+
+def pick_device(wanted: str) -> tuple[str, str, int]:
+    """("cpu" or "cuda", name, total bytes). Raises `ConfigError` for a device that is not there."""
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    kind, _, index = wanted.partition(":")
+    cfg.choose("device", kind, ("auto", "cpu", "cuda"))
+    if kind == "cpu":
+        return "cpu", cfg.cpu_name(), host_bytes
+    import torch
+
+    if torch.cuda.is_available():
+        number = int(index or 0)
+        if number >= torch.cuda.device_count():
+            raise ConfigError(f"device {wanted!r} does not exist; this machine has {torch.cuda.device_count()} GPU(s)")
+        torch.cuda.set_device(number)
+        properties = torch.cuda.get_device_properties(number)
+        return "cuda", properties.name, properties.total_memory
+    if kind == "cuda":
+        raise ConfigError("no CUDA device is usable here; use --device cpu, or check nvidia-smi and the torch build")
+    return "cpu", cfg.cpu_name(), host_bytes
+
+
+def cuda_uuid() -> str:
+    """NVML and CUDA number devices differently; the UUID means the same device to both."""
+    import torch
+
+    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+
+
+def enforce_budget(config: RunConfig) -> None:
+    """From here on torch can allocate at most the budget, so that "out of memory" is an outcome and not an accident.
+
+    CUDA: the fraction of the device that this process may reserve. CPU: a limit on the process's data, counted from
+    what the interpreter and its libraries already hold.
+    """
+    if config.device == "cuda":
+        import torch
+
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        if config.budget_bytes < total:
+            torch.cuda.set_per_process_memory_fraction(config.budget_bytes / total)
+        return
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (status_bytes("VmData") + config.budget_bytes, hard))
+
+
+def lift_budget() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+
+def level(device_kind: str) -> int:
+    """Memory in use now, in the device's main measure: device-wide used on CUDA, resident on the CPU. Bytes."""
+    if device_kind == "cuda":
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+    return status_bytes("VmRSS")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: CUDA's own error, Python's, or the text of torch's CPU allocator."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError | OSError) and tells_of_memory(str(error))
+
+
+def tells_of_memory(text: str) -> bool:
+    """Whether an error's text, or the last words of a process that native code aborted, say that memory ran out."""
+    return any(sign in text.lower() for sign in OOM_TEXTS)
+
+
+def make_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".probe"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror}; choose another --results") from error
+
+
+def write_machine(machine: Path, record: RunRecord) -> None:
+    from importlib.metadata import version
+
+    facts = {
+        "device_kind": record.device_kind,
+        "device_name": record.device_name,
+        "device_total_bytes": record.device_total_bytes,
+        "cores": os.cpu_count(),
+        "host_total_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "platform": f"{os.uname().sysname} {os.uname().release} {os.uname().machine}",
+        "python_version": record.python_version,
+        "torch_version": version("torch"),
+        "transformers_version": version("transformers"),
+    }
+    write_json(machine / "machine.json", facts)
+
+
+@contextlib.contextmanager
+def output_to(log):
+    """Everything that libraries print, also from C, goes to the run's log."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = os.dup(1), os.dup(2)
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, copy in enumerate(saved, 1):
+            os.dup2(copy, number)
+            os.close(copy)
+
+
+class Progress:
+    """One line a step on the terminal, while the libraries' output goes to the log."""
+
+    def __init__(self, config: RunConfig):
+        self.config, self.start = config, time.time()
+        self.terminal = os.fdopen(os.dup(1), "w", buffering=1)
+        self.say(f"{config.run_id}: {config.prompt_tokens} + {config.completion_tokens} tokens, batch {config.batch}, "
+                 f"budget {config.budget_bytes / GIB:.2f} GiB, {config.device}")  # fmt: skip
+
+    def say(self, text: str) -> None:
+        print(text, file=self.terminal)
+
+    def step(self, number: int) -> None:
+        self.say(f"  step {number} of {self.config.steps}, {time.time() - self.start:.0f} s")
+
+    def end(self, record: RunRecord, folder: Path) -> None:
+        peak = record.peak_device_used_bytes or record.peak_resident_bytes
+        text = {"ok": "finished", "oom": "OUT OF MEMORY", "error": f"FAILED: {record.error}"}[record.status]
+        if record.status == "ok":
+            above = (peak - record.start_bytes) / GIB
+            text += f", peak {peak / GIB:.2f} GiB, {above:.2f} GiB above the start level ({record.peak_phase})"
+        self.say(f"  {text}; {folder}{'' if record.status == 'ok' else '/log.txt'}")
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""The two trainers, set up alike: TRL 0.21's `rloo_k` trainer and TRL 1.x's, each from whatever TRL was imported."""
+
+import statistics
+import tempfile
+
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
+
+from experiments.config import RunConfig
+from experiments.data import letter_reward, render
+from trl import RLOOConfig, RLOOTrainer
+
+
+def common_arguments(config: RunConfig) -> dict:
+    """Arguments that mean the same in both lines. Training output is thrown away: the run's record is what counts."""
+    return dict(
+        output_dir=tempfile.mkdtemp(prefix="rloo-"),
+        learning_rate=config.learning_rate,
+        temperature=config.temperature,
+        seed=config.seed,
+        bf16=config.precision == "bf16",
+        use_cpu=config.device == "cpu",
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+def build_classic(config: RunConfig, policy_path: str, reward_path: str, tokenizer, prompts):
+    """TRL 0.21's `RLOOTrainer`, the published setting: the batch is one mini-batch, `epochs` passes over a rollout."""
+    policy = AutoModelForCausalLM.from_pretrained(policy_path)
+    reference = AutoModelForCausalLM.from_pretrained(policy_path)
+    if config.reward == "letters":
+        reward = lambda texts: letter_reward(completions=texts)  # noqa: E731
+    else:
+        reward = AutoModelForSequenceClassification.from_pretrained(reward_path, num_labels=1)
+    dataset = Dataset.from_dict({"input_ids": [render(tokenizer, messages) for messages in prompts]})
+    if len(dataset) < config.batch // config.k:  # its data loader drops a last batch that is not full
+        dataset = dataset.select([i % len(dataset) for i in range(config.batch // config.k)])
+    arguments = RLOOConfig(
+        **common_arguments(config),
+        per_device_train_batch_size=config.batch,
+        gradient_accumulation_steps=1,
+        num_ppo_epochs=config.epochs,
+        num_mini_batches=1,
+        rloo_k=config.k,
+        response_length=config.completion_tokens,
+        total_episodes=config.steps * config.batch,
+        num_sample_generations=0,  # sample tables are not part of training
+    )
+    trainer = RLOOTrainer(
+        config=arguments,
+        processing_class=tokenizer,
+        policy=policy,
+        ref_policy=reference,
+        reward_model=reward,
+        train_dataset=dataset,
+        eval_dataset=dataset,
+    )
+    return trainer, policy
+
+
+def build_current(config: RunConfig, policy_path: str, reward_path: str, tokenizer, prompts):
+    """TRL 1.x's `RLOOTrainer` with the same numbers: batch, epochs over a rollout, KL coefficient, clipping."""
+    rows = config.completions_per_forward
+    arguments = RLOOConfig(
+        **common_arguments(config),
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=config.batch // rows,
+        num_generations=config.k,
+        num_iterations=config.epochs,
+        max_completion_length=config.completion_tokens,
+        max_steps=config.steps * config.epochs,
+        beta=0.05,
+        epsilon=0.2,
+        max_grad_norm=0.0 if config.reward == "letters" else 1.0,
+        generation_kwargs={"min_new_tokens": config.completion_tokens},  # as the classic trainer: no early end
+        model_init_kwargs={"dtype": "float32"},
+    )
+    trainer = RLOOTrainer(
+        model=policy_path,
+        reward_funcs=letter_reward if config.reward == "letters" else reward_path,
+        args=arguments,
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        processing_class=tokenizer,
+    )
+    return trainer, trainer.model
+
+
+def torch_optimizer(trainer):
+    """The optimizer whose `step` really runs, without accelerate's wrapper. The current line creates it late."""
+    if trainer.optimizer is None:
+        trainer.create_optimizer()
+    optimizer = trainer.optimizer
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+class LogCollector(TrainerCallback):
+    """Collects what the trainers log, one entry a rollout: the mean over the rollout's updates."""
+
+    NAMES = {
+        "loss": ("loss/policy_avg", "loss"),
+        "reward": ("objective/scores", "reward"),
+        "kl": ("objective/kl", "kl"),
+        "grad_norm": ("grad_norm",),
+    }
+
+    def __init__(self, phases, say):
+        self.phases, self.say, self.logs = phases, say, []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self.phases.step and (not self.logs or self.logs[-1][0] != self.phases.step):
+            self.say.step(self.phases.step)
+        self.logs.append((self.phases.step, dict(logs or {})))
+
+    def trace(self, phases) -> list[dict]:
+        """One dictionary a rollout: step, loss, reward, kl, grad_norm (None where it was not logged)."""
+        steps = []
+        for number in sorted({step for step, _ in self.logs if step}):
+            entry = {"step": number}
+            for name, keys in self.NAMES.items():
+                values = [logs[key] for step, logs in self.logs if step == number for key in keys if key in logs]
+                entry[name] = statistics.fmean(values) if values else None
+            if entry["grad_norm"] is None and phases.grad_norms.get(number):
+                entry["grad_norm"] = statistics.fmean(phases.grad_norms[number])
+            steps.append(entry)
+        return steps

@@ -1,0 +1,44 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+os.environ["OMP_NUM_THREADS"] = "1"  # several workers share few cores
+os.environ["MPLBACKEND"] = "Agg"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Runs `python -m experiments.train` at the smallest scale; returns (exit code, record, run folder, stderr)."""
+
+    def run(arm="classic-baseline", k=2, *options, scale="test"):
+        command = [
+            sys.executable, "-m", "experiments.train", "--arm", arm, "--k", str(k), "--scale", scale,
+            "--device", "cpu", "--results", str(tmp_path), "--machine", "here", "--threads", "1", *options,
+        ]  # fmt: skip
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        repeat = options[options.index("--repeat") + 1] if "--repeat" in options else "0"
+        folder = tmp_path / "here" / f"{arm}_{scale}_k{k}_r{repeat}"
+        record = json.loads((folder / "run.json").read_text()) if (folder / "run.json").exists() else None
+        return result.returncode, record, folder, result.stderr
+
+    return run
+
+
+@pytest.fixture
+def probe():
+    """Runs tests/probes/NAME.py on one arm's TRL in its own process; returns what it printed as JSON."""
+
+    def run(name, *arguments):
+        command = [sys.executable, str(ROOT / "tests" / "probes" / f"{name}.py"), *map(str, arguments)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
+        assert result.returncode == 0, result.stderr[-3000:]
+        return json.loads(result.stdout.splitlines()[-1])
+
+    return run

@@ -1,0 +1,70 @@
+"""The classic arms: what each one does to the data, and that the lean one trains exactly as the untouched one."""
+
+import pytest
+
+PROBED = ("classic-baseline", "classic-string", "classic-string-exact", "classic-lean")
+
+
+def close(left, right, relative=1e-5, absolute=1e-6):
+    """Loss and KL are differences of nearly equal numbers around zero: below `absolute` they are rounding."""
+    return left == pytest.approx(right, rel=relative, abs=absolute)
+
+
+def test_lean_and_exact_string_train_as_the_baseline_step_by_step(train):
+    """Rewards, KL, loss and gradient norm of every step, float32, same seed, sampling on."""
+    options = ("--steps", "3", "--learning-rate", "1e-3")
+    baseline = train("classic-baseline", 4, *options)[1]
+    assert baseline["status"] == "ok" and len(baseline["trace"]) == 3
+    assert any(abs(step["loss"]) > 1e-3 for step in baseline["trace"]), "nothing was learned: the test would be empty"
+    for arm in ("classic-lean", "classic-string-exact"):
+        record = train(arm, 4, *options)[1]
+        assert record["fork_patches"], arm
+        for expected, step in zip(baseline["trace"], record["trace"], strict=True):
+            for name in ("reward", "kl", "loss", "grad_norm"):
+                assert close(step[name], expected[name]), (arm, name, step, expected)
+
+
+@pytest.mark.parametrize("arm", PROBED)
+def test_published_string_repeat_mixes_two_prompts_and_the_others_do_not(probe, tmp_path, arm):
+    """With a reward that depends on the prompt alone, leave-one-out leaves no advantage and so no gradient."""
+    result = probe("advantages", arm, tmp_path)
+    if arm == "classic-string":
+        assert result["order"] in ("aabb", "bbaa")
+        assert result["grad_norm"] > 1e-3
+    else:
+        assert result["order"] in ("abab", "baba")
+        assert result["grad_norm"] < 1e-6
+
+
+@pytest.mark.parametrize("family", ("qwen3", "llama", "mistral", "gpt_neox"))
+@pytest.mark.parametrize("dtype", ("float64", "float32", "bfloat16"))
+def test_lean_logprobs_and_gradients_are_as_exact_as_upstream(probe, family, dtype):
+    """Judged against float64. float64: 1e-12 is its rounding over this depth. float32: 1e-5 is the project's bound.
+    bfloat16: no worse than upstream's own error, with 5 % for the other order of the same sums."""
+    result = probe("lean_exactness", family, dtype)
+    for kind in ("logprob", "gradient"):
+        lean, stock = result[f"{kind}_error_lean"], result[f"{kind}_error_stock"]
+        if dtype == "float64":
+            assert lean < 1e-12
+        elif dtype == "float32":
+            assert lean < 1e-5
+        else:
+            assert 0 < lean <= 1.05 * stock
+    assert result["same_tokens"]
+    # one log-softmax of the same logits either way; in float32, which `generate` converts to
+    assert result["sampled_logprob_difference"] <= 2e-6
+
+
+def test_prompts_below_the_cut_are_fed_whole_by_every_arm(train):
+    fed = {arm: train(arm)[1] for arm in ("classic-baseline", "classic-string-exact")}
+    for record in fed.values():
+        assert record["prompt_tokens_fed_min"] == record["prompt_tokens_fed_max"] == record["prompt_tokens_requested"]
+
+
+def test_published_string_repeat_cuts_at_1024_tokens_silently(train):
+    options = ("--prompt-tokens", "1200", "--completion-tokens", "4", "--steps", "1")
+    cut = train("classic-string", 2, *options)[1]
+    whole = train("classic-string-exact", 2, *options)[1]
+    assert cut["prompt_tokens_requested"] == 1200 and cut["prompt_tokens_fed_max"] == 1024
+    assert whole["prompt_tokens_fed_min"] == 1200
+    assert cut["status"] == whole["status"] == "ok"  # nothing tells the user

@@ -1,0 +1,635 @@
+"""The fork tool on a tiny made-up upstream, and its check on the project's own patches."""
+
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOL = ROOT / "trl" / "fork.py"
+WHEEL = "trl-9.9.9-py3-none-any.whl"
+TOY = "".join(f"line{n} = {n}\n" for n in range(1, 41))
+UPSTREAM = {
+    "trl/__init__.py": "from importlib.metadata import version\n\n__version__ = version('trl')\n",
+    "trl/trainer/__init__.py": "",
+    "trl/trainer/toy.py": TOY,
+    "trl/trainer/other.py": "other = 1\n",
+    "trl-9.9.9.dist-info/METADATA": "Metadata-Version: 2.1\nName: trl\nVersion: 9.9.9\n",
+    "trl-9.9.9.dist-info/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    "trl-9.9.9.dist-info/RECORD": "",
+    "scripts/stray.py": "",
+}
+IN_GIT_ONLY = {"docs/guide.md": "one\ntwo\nthree\n", "tests/test_toy.py": "def test():\n    pass\n"}
+HEADER = "Description: {}\n With a body, é and all.\n .\n Second paragraph.\nOrigin: other\nForwarded: no\n"
+HEADER += "Author: Ada Löve <ada@example.org>\nLast-Update: 2026-01-31\n"
+
+spec = importlib.util.spec_from_file_location("fork", TOOL)
+fork = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(fork)
+
+
+def change(path, number, new, text=TOY):
+    """A git diff that replaces line `number` of `text`, with three lines of context."""
+    rows = text.splitlines()
+    first, last = max(1, number - 3), min(len(rows), number + 3)
+    body = [f"-{row}\n+{new}" if n == number else f" {row}" for n, row in enumerate(rows, 1) if first <= n <= last]
+    count = last - first + 1
+    at = f"@@ -{first},{count} +{first},{count} @@"
+    return f"diff --git a/{path} b/{path}\n--- a/{path}\n+++ b/{path}\n" + "\n".join([at, *body]) + "\n"
+
+
+def patch(subject, *diffs, extra=""):
+    return HEADER.format(subject) + extra + "\n" + "".join(diffs)
+
+
+class Project:
+    """A folder of sources (UPSTREAM.toml, lines, patches) on the made-up upstream, and the tool run on it."""
+
+    def __init__(self, folder, capsys):
+        self.folder, self.capsys = folder, capsys
+        self.root, self.wheels, self.dest = folder / "trl", folder / "wheels", folder / "out" / "build"
+        self.wheels.mkdir()
+        with zipfile.ZipFile(self.wheels / WHEEL, "w") as archive:
+            for name, text in UPSTREAM.items():
+                archive.writestr(name, text)
+        digest = hashlib.sha256((self.wheels / WHEEL).read_bytes()).hexdigest()
+        table = f'version = "9.9.9"\nwheel = "{WHEEL}"\nsha256 = "{digest}"\ntag = "v9.9.9"\n'
+        self.write("UPSTREAM.toml", f'[pick]\n{table}mode = "alternatives"\n[pile]\n{table}mode = "stack"\n')
+        self.patches("pick", a=patch("A", change("trl/trainer/toy.py", 5, "five = 'a'")), b=self.one("b"))
+        second = change("trl/trainer/toy.py", 5, "five = 'second'", TOY.replace("line5 = 5", "five = 'first'"))
+        guide = change("docs/guide.md", 2, "TWO", IN_GIT_ONLY["docs/guide.md"])
+        self.patches("pile", first=self.one("first"), second=patch("Do the second thing", second, guide))
+
+    @staticmethod
+    def one(word):
+        return patch(f"Say {word}", change("trl/trainer/toy.py", 5, f"five = '{word}'"))
+
+    def write(self, name, text):
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def patches(self, line, **texts):
+        """Make `texts` the whole series of `line`."""
+        for path in (self.root / line).glob("*.patch"):
+            path.unlink()
+        for name, text in texts.items():
+            self.write(f"{line}/{name}.patch", text)
+        self.write(f"{line}/series", "# in order\n" + "".join(f"{name}.patch\n" for name in texts))
+
+    def run(self, command, *args):
+        """Exit code, what stdout said, and the lines of stderr."""
+        code = fork.main([command, *map(str, args), "--root", str(self.root), "--wheels", str(self.wheels)])
+        said = self.capsys.readouterr()
+        return code, said.out, said.err.splitlines()
+
+    def build(self, *args, line="pile"):
+        return self.run("build", line, self.dest, *args)
+
+    def refused(self, command, *args):
+        """The lines of stderr of a run that must fail, and leave no scratch folder."""
+        code, out, lines = self.run(command, *args)
+        assert (code, out) == (2, "") and lines and all(line.startswith("fork.py: ") for line in lines)
+        assert not list(self.folder.rglob("*.fork-*"))
+        return [line.removeprefix("fork.py: ") for line in lines]
+
+    def toy(self):
+        return (self.dest / "trl/trainer/toy.py").read_text().splitlines()[4]
+
+
+@pytest.fixture
+def project(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("FORK_WHEELS", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return Project(tmp_path, capsys)
+
+
+def snapshot(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def git(folder, *args):
+    who = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_COMMITTER_NAME": "c", "GIT_COMMITTER_EMAIL": "c@example.org"}
+    who |= {"GIT_AUTHOR_NAME": "a", "GIT_AUTHOR_EMAIL": "a@example.org"}
+    run = subprocess.run(["git", *map(str, args)], cwd=folder, capture_output=True, text=True, env=os.environ | who)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+# build
+
+
+def test_build_is_importable_with_its_version(project):
+    tool = [sys.executable, TOOL, "build", "pile", project.dest, "--root", project.root]
+    subprocess.run(tool, check=True, cwd=project.folder, env=os.environ | {"FORK_WHEELS": str(project.wheels)})
+    code = "import trl, trl.trainer.toy as toy; print(trl.__file__, trl.__version__, toy.five)"
+    python = [sys.executable, "-c", code]
+    environment = os.environ | {"PYTHONPATH": str(project.dest), "PYTHONDONTWRITEBYTECODE": ""}
+    said = subprocess.run(python, capture_output=True, text=True, cwd=ROOT, env=environment, check=True)
+    assert said.stdout.split() == [str(project.dest / "trl/__init__.py"), "9.9.9", "second"]
+    assert not (project.dest / "scripts").exists()  # beside the package in the wheel, not part of it
+    assert project.build()[1].endswith("up to date\n")  # bytecode is no edit
+
+
+def test_record_names_everything_that_went_in(project):
+    project.write("pile/overlay/trl/new.py", "new = 1\n")
+    project.build()
+    record = json.loads((project.dest / "FORK.json").read_text())
+    assert (record["line"], record["version"]) == ("pile", "9.9.9")
+    assert [entry["name"] for entry in record["patches"]] == ["first.patch", "second.patch"]
+    first = (project.root / "pile/first.patch").read_bytes()
+    assert record["patches"][0]["sha256"] == hashlib.sha256(first).hexdigest()
+    assert record["overlay"] == [{"path": "trl/new.py", "sha256": hashlib.sha256(b"new = 1\n").hexdigest()}]
+    assert record["wheel_sha256"] == hashlib.sha256((project.wheels / WHEEL).read_bytes()).hexdigest()
+
+
+def test_second_build_does_nothing_and_needs_no_wheel(project):
+    assert project.build()[1].endswith("second.patch: built\n")
+    before = project.dest.stat().st_ino
+    (project.wheels / WHEEL).unlink()
+    start = time.monotonic()
+    assert project.build()[:2] == (0, f"{project.dest}: trl 9.9.9, first.patch, second.patch: up to date\n")
+    assert project.dest.stat().st_ino == before
+    assert time.monotonic() - start < 1
+
+
+def test_stale_build_is_replaced_whole(project):
+    project.build()
+    project.patches("pile", other=patch("Other", change("trl/trainer/toy.py", 5, "five = 'other'")))
+    assert project.build()[0] == 0
+    assert project.toy() == "five = 'other'"
+    assert os.listdir(project.dest.parent) == ["build"]
+
+
+def test_the_tool_starts_without_torch_and_trl():
+    """Run from the repository root and as a script, where its own folder and a folder named trl are importable."""
+    python = [sys.executable, "-X", "importtime"]
+    said = subprocess.run([*python, TOOL, "--help"], cwd=ROOT, capture_output=True, text=True)
+    loaded = {row.rpartition("|")[2].strip() for row in said.stderr.splitlines()}
+    assert said.returncode == 0 and "tomllib" in loaded and not loaded & {"torch", "trl", "numpy", "transformers"}
+
+
+@pytest.mark.parametrize("line, option, expected", [
+    ("pick", "--patches=a", "five = 'a'"),
+    ("pick", "--patches=b.patch", "five = 'b'"),
+    ("pick", "--no-patches", "line5 = 5"),
+    ("pile", "--patches=first", "five = 'first'"),
+    ("pile", "--no-patches", "line5 = 5"),
+])  # fmt: skip
+def test_choice_of_patches(project, line, option, expected):
+    project.write(f"{line}/overlay/trl/new.py", "new = 1\n")
+    assert project.build(option, line=line)[0] == 0
+    assert project.toy() == expected
+    assert (project.dest / "trl/new.py").exists() is (option != "--no-patches")
+
+
+def test_a_stack_applies_in_series_order_whatever_order_is_asked_for(project):
+    assert project.build("--patches", "second,first")[0] == 0
+    assert project.toy() == "five = 'second'"
+
+
+@pytest.mark.parametrize("line, options, said", [
+    ("pick", [], "pick holds alternatives: pass --no-patches, or --patches with just one of a.patch, b.patch"),
+    ("pick", ["--patches=a,b"], "pick holds alternatives"),
+    ("pile", ["--patches=first,nope"], "pile has no patch nope.patch: its series is first.patch, second.patch"),
+    ("pile", ["--patches="], "pile has no patch"),
+    ("pile", ["--patches=first", "--no-patches"], "not allowed with argument"),
+    ("nope", [], "unknown line 'nope': the lines are pick, pile"),
+])  # fmt: skip
+def test_refused_choices(project, line, options, said):
+    (problem,) = project.refused("build", line, project.dest, *options)
+    assert said in problem
+    assert not project.dest.exists()
+
+
+# where the wheel comes from
+
+
+@pytest.fixture
+def cache(project):
+    folder = project.folder / "cache/rloo-memory/wheels"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def run_from_cache(project, *options):
+    code = fork.main(["build", "pile", str(project.dest), "--root", str(project.root), *options])
+    return code, project.capsys.readouterr().err
+
+
+def test_cached_wheel_is_used(project, cache):
+    (project.wheels / WHEEL).rename(cache / WHEEL)
+    assert run_from_cache(project) == (0, "")
+
+
+def test_wrong_hash_names_both_and_is_never_used(project, cache):
+    pinned = hashlib.sha256((project.wheels / WHEEL).read_bytes()).hexdigest()
+    (cache / WHEEL).write_bytes(b"something else")
+    code, said = run_from_cache(project)
+    assert code == 2 and said.count("\n") == 1
+    assert pinned in said and hashlib.sha256(b"something else").hexdigest() in said and f"{cache / WHEEL}" in said
+    assert "delete it" in said and not project.dest.exists()
+
+
+def test_unobtainable_wheel_names_both_remedies(project, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    code, said = run_from_cache(project)
+    assert code == 2 and said.count("\n") == 1
+    assert "network" in said and f"--wheels DIR (or FORK_WHEELS) where DIR holds {WHEEL}" in said
+    assert not [path for path in project.folder.joinpath("cache").rglob("*") if path.name != "wheels"][1:]
+
+
+def test_named_folder_is_the_only_place(project, cache):
+    (project.wheels / WHEEL).rename(cache / WHEEL)
+    (problem,) = project.refused("build", "pile", project.dest)
+    assert f"{project.wheels} holds no {WHEEL}" in problem
+
+
+def test_download_goes_through_pip_into_the_cache(project, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(project.wheels))
+    assert run_from_cache(project) == (0, "")
+    assert os.listdir(project.folder / "cache/rloo-memory/wheels") == [WHEEL]
+
+
+def repin(project, entries):
+    with zipfile.ZipFile(project.wheels / WHEEL, "w") as archive:
+        for name, text in entries.items():
+            archive.writestr(name, text)
+    toml = (project.root / "UPSTREAM.toml").read_text()
+    old = toml.partition('sha256 = "')[2][:64]
+    new = hashlib.sha256((project.wheels / WHEEL).read_bytes()).hexdigest()
+    project.write("UPSTREAM.toml", toml.replace(old, new))
+
+
+@pytest.mark.parametrize("name", ["../escape.py", "/escape.py", "trl/../../escape.py", "trl\\..\\escape.py"])
+def test_wheel_entry_that_points_outside(project, name):
+    repin(project, UPSTREAM | {name: "bad"})
+    (problem,) = project.refused("build", "pile", project.dest)
+    assert "not safe to unpack" in problem and not list(project.folder.rglob("escape.py"))
+
+
+# what is at DEST
+
+
+@pytest.mark.parametrize("record", [None, "{", "[]", "{}"])
+def test_half_written_dest_is_reported(project, record):
+    (project.dest / "trl").mkdir(parents=True)
+    if record:
+        (project.dest / "FORK.json").write_text(record)
+    (problem,) = project.refused("build", "pile", project.dest)
+    assert "half-written" in problem and "remove it, or pass --force" in problem
+    assert project.build("--force")[0] == 0
+    assert project.toy() == "five = 'second'"
+
+
+def test_foreign_dest_is_left_alone(project):
+    project.dest.mkdir(parents=True)
+    (project.dest / "thesis.txt").write_text("years of work")
+    (problem,) = project.refused("build", "pile", project.dest)
+    assert "no build of this tool" in problem and snapshot(project.dest) == {"thesis.txt": b"years of work"}
+
+
+def test_empty_dest_is_fine(project):
+    project.dest.mkdir(parents=True)
+    assert project.build()[0] == 0
+
+
+def test_edited_build_is_no_build(project):
+    project.build()
+    (project.dest / "trl/trainer/other.py").write_text("other = 2\n")
+    (problem,) = project.refused("build", "pile", project.dest)
+    assert "edited" in problem and (project.dest / "trl/trainer/other.py").read_text() == "other = 2\n"
+    assert project.build("--force")[0] == 0
+    assert (project.dest / "trl/trainer/other.py").read_text() == "other = 1\n"
+
+
+def test_leftover_of_a_killed_build_is_swept(project):
+    leftover = project.dest.parent / ".build.fork-killed"
+    (leftover / "new/trl").mkdir(parents=True)
+    other = project.dest.parent / ".elsewhere.fork-x"
+    other.mkdir()
+    assert project.build()[0] == 0
+    assert not leftover.exists() and other.exists()
+
+
+def test_dest_in_or_around_the_sources(project):
+    for dest in (project.root / "x", project.root, project.folder):
+        (problem,) = project.refused("build", "pile", dest, "--force")
+        assert "would overwrite the fork's sources" in problem
+    assert (project.root / "UPSTREAM.toml").exists()
+
+
+def test_builds_at_the_same_time_build_once(project):
+    said = []
+    arguments = (project.root, "pile", project.dest, None, project.wheels)
+    threads = [threading.Thread(target=lambda: said.append(fork.build(*arguments))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(line.rpartition(" ")[2] for line in said) == ["built", "date", "date", "date"]
+
+
+# how patches apply
+
+
+def test_failing_patch_leaves_nothing_and_names_file_and_hunk(project):
+    project.build()
+    before = snapshot(project.dest)
+    good = change("trl/trainer/toy.py", 5, "five = 5")
+    bad = change("trl/trainer/toy.py", 30, "thirty = 30", TOY.replace("line29 = 29", "line29 = 'elsewhere'"))
+    missing = change("trl/trainer/gone.py", 5, "five = 5")
+    hunk = bad[bad.index("@@") :]
+    project.patches("pile", first=patch("First", good + hunk, missing))
+    problems = project.refused("build", "pile", project.dest)
+    assert problems == [
+        "pile/first.patch does not apply: trl/trainer/toy.py, hunk 2 (line 27) does not match",
+        "pile/first.patch does not apply: trl/trainer/gone.py: No such file or directory",
+    ]
+    assert snapshot(project.dest) == before
+
+
+@pytest.mark.parametrize("old, new", [("line2 = 2", "line2 = 3"), ("line8 = 8", "line8  =  8")])
+def test_fuzz_is_refused(project, old, new):
+    """One line of context differs: at the edge, where `patch` would forgive it, or only in white space."""
+    project.patches("pile", first=patch("First", change("trl/trainer/toy.py", 5, "five = 5", TOY.replace(old, new))))
+    (problem,) = project.refused("build", "pile", project.dest)
+    assert "trl/trainer/toy.py, hunk 1 (line 2) does not match" in problem
+    assert project.refused("check", "pile") == [problem]
+    assert not project.dest.exists()
+
+
+def test_settings_of_the_user_do_not_loosen_the_match(project, monkeypatch):
+    (project.folder / "gitconfig").write_text("[apply]\n\tignoreWhitespace = change\n")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(project.folder / "gitconfig"))
+    text = TOY.replace("line8 = 8", "line8  =  8")
+    project.patches("pile", first=patch("First", change("trl/trainer/toy.py", 5, "five = 5", text)))
+    assert "does not match" in project.refused("build", "pile", project.dest)[0]
+
+
+@pytest.mark.parametrize("in_hook", [False, True])
+def test_inside_an_unrelated_repository(project, monkeypatch, in_hook):
+    """There `git apply` skips every path in silence unless it is kept from finding that repository."""
+    git(project.folder, "init", "-q")
+    if in_hook:
+        monkeypatch.setenv("GIT_DIR", str(project.folder / ".git"))
+        monkeypatch.setenv("GIT_WORK_TREE", str(project.folder))
+    monkeypatch.chdir(project.folder)
+    assert project.build()[0] == 0
+    assert project.toy() == "five = 'second'"
+
+
+def test_a_removed_line_that_looks_like_a_file_header():
+    diff = "--- a/trl/x.py\n+++ b/trl/x.py\n@@ -1,2 +1,2 @@\n--- a/evil\n+++ b/evil\n context\n"
+    assert fork.touched(diff) == {"trl/x.py": (1,)}
+    with pytest.raises(ValueError, match="ends inside a hunk"):
+        fork.touched(diff.removesuffix(" context\n"))
+
+
+def test_renames_and_deletions_are_touched_paths():
+    diff = "diff --git a/trl/a.py b/setup.py\nsimilarity index 100%\nrename from trl/a.py\nrename to setup.py\n"
+    diff += "diff --git a/trl/b.py b/trl/b.py\ndeleted file mode 100644\n"
+    diff += "--- a/trl/b.py\n+++ /dev/null\n@@ -1 +0,0 @@\n-b\n"
+    assert fork.touched(diff) == {"trl/a.py": (), "setup.py": (), "trl/b.py": (1,)}
+
+
+# check
+
+
+def test_check_passes_and_counts(project):
+    assert project.run("check") == (
+        0, "pick: 2 patches apply to trl 9.9.9\npile: 2 patches apply to trl 9.9.9\n", [],
+    )  # fmt: skip
+
+
+def drop(field):
+    text = patch("First", change("trl/trainer/toy.py", 5, "five = 5"))
+    return "".join(row for row in text.splitlines(True) if not row.startswith(field + ":"))
+
+
+@pytest.mark.parametrize("text, said", [
+    (drop("Origin"), "pile/first.patch lacks the DEP-3 field Origin"),
+    (drop("Forwarded"), "pile/first.patch lacks the DEP-3 field Forwarded"),
+    (drop("Last-Update"), "pile/first.patch lacks the DEP-3 field Last-Update"),
+    (drop("Description"), "pile/first.patch lacks the DEP-3 field Description"),
+    (Project.one("x").replace("2026-01-31", "2026-02-31"), "Last-Update '2026-02-31' is no date like 2026-01-31"),
+    (patch("X", change("setup.py", 5, "x")), "pile/first.patch touches 'setup.py', outside trl/, docs/, tests/"),
+    (patch("X", change("trl/../setup.py", 5, "x")), "pile/first.patch touches 'trl/../setup.py', outside"),
+    (patch("X"), "pile/first.patch holds no diff"),
+    (Project.one("x").removesuffix(" line8 = 8\n"), "pile/first.patch is damaged: trl/trainer/toy.py ends inside"),
+    (patch("X", change("trl/trainer/toy.py", 5, "x"), extra="Overlay: trl/no.py\n"), "claims trl/no.py, not in"),
+])  # fmt: skip
+def test_check_of_one_bad_patch(project, text, said):
+    project.patches("pile", first=text)
+    (problem,) = project.refused("check")
+    assert said in problem
+
+
+def test_check_names_unlisted_and_missing(project):
+    project.write("pile/stray.patch", Project.one("x"))
+    project.write("pick/series", "a.patch\nb.patch  # kept\ngone.patch\n")
+    assert project.refused("check") == [
+        "pick/gone.patch is listed in pick/series but missing",
+        "pile/stray.patch is not listed in pile/series",
+    ]
+    assert project.refused("build", "pick", project.dest, "--patches=gone") == [
+        "pick/gone.patch is listed in pick/series but missing"
+    ]
+
+
+@pytest.mark.parametrize("series", ["first.patch\nfirst.patch\n", "../pick/a.patch\n", "first\n"])
+def test_bad_series(project, series):
+    project.write("pile/series", series)
+    assert "is listed twice or is no name" in project.refused("check", "pile")[0]
+
+
+def test_missing_series(project):
+    (project.root / "pile/series").unlink()
+    assert project.refused("check") == ["pile/series is missing (it may be empty)"]
+
+
+def test_stack_replays_one_after_another_and_alternatives_each_alone(project):
+    second = (project.root / "pile/second.patch").read_text()  # fits after the first only
+    project.patches("pile", second=second, first=Project.one("first"))
+    (problem,) = project.refused("check", "pile")
+    assert problem.startswith("pile/second.patch does not apply")
+    project.patches("pick", a=Project.one("first"), b=second, c=Project.one("c"))
+    (problem,) = project.refused("check", "pick")
+    assert problem.startswith("pick/b.patch does not apply")
+
+
+def test_stored_upstream_files_and_shadows(project):
+    project.write("trainer/other.py", "other = 'changed'\n")
+    project.write("notes/copy.txt", TOY)
+    project.write("__init__.py", "")
+    project.write("pile/overlay/trl/trainer/other.py", "mine = 1\n")
+    assert project.refused("check", "pile") == [
+        f"{project.root}/__init__.py would shadow the installed trl: remove it",
+        f"{project.root}/notes/copy.txt is upstream's trl/trainer/toy.py: keep a patch instead of the file",
+        f"{project.root}/trainer/other.py is upstream's trl/trainer/other.py: keep a patch instead of the file",
+        "pile/overlay/trl/trainer/other.py shadows an upstream file",
+    ]
+
+
+# overlay
+
+
+def test_overlay_that_would_overwrite_upstream(project):
+    project.write("pile/overlay/trl/trainer/other.py", "mine = 1\n")
+    (problem,) = project.refused("build", "pile", project.dest)
+    assert "pile/overlay/trl/trainer/other.py would overwrite an upstream file" in problem
+    assert not project.dest.exists()
+
+
+def test_claimed_overlay_files_come_with_their_patch_only(project):
+    project.write("pile/overlay/trl/extra/__init__.py", "")
+    project.write("pile/overlay/trl/extra/claimed.py", "claimed = 1\n")
+    project.write("pile/overlay/tests/test_extra.py", "def test(): pass\n")
+    text = (project.root / "pile/second.patch").read_text()
+    project.write("pile/second.patch", text.replace("Origin:", "Overlay: trl/extra/claimed.py\nOrigin:"))
+    project.build("--patches=first")
+    assert (project.dest / "trl/extra/__init__.py").exists() and not (project.dest / "trl/extra/claimed.py").exists()
+    project.build()
+    assert (project.dest / "trl/extra/claimed.py").read_text() == "claimed = 1\n"
+    assert not (project.dest / "tests").exists()  # belongs to the git repository, not to the wheel
+
+
+@pytest.mark.parametrize("name, text, said", [
+    ("setup.py", "x", "pile/overlay/setup.py lies outside trl/, docs/, tests/"),
+    ("trl/new.py", "a\0b", "pile/overlay/trl/new.py is no plain text"),
+    ("trl/new.py", "a\r\n", "pile/overlay/trl/new.py is no plain text"),
+])  # fmt: skip
+def test_overlay_files_that_cannot_be_carried(project, name, text, said):
+    (project.root / "pile/overlay/trl").mkdir(parents=True)
+    (project.root / "pile/overlay" / name).write_bytes(text.encode())
+    assert said in project.refused("check", "pile")[0]
+
+
+def test_patch_may_not_change_an_overlay_file(project):
+    project.write("pile/overlay/trl/new.py", TOY)
+    project.patches("pile", first=patch("First", change("trl/new.py", 5, "five = 5")))
+    assert "pile/first.patch changes trl/new.py: edit it in overlay/" in project.refused("check", "pile")
+
+
+# export
+
+
+def checkout(folder):
+    """A git repository as upstream's tag has it: the wheel's package, and what only the repository holds."""
+    for name, text in (UPSTREAM | IN_GIT_ONLY).items():
+        if "dist-info" not in name:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+    git(folder, "init", "-q")
+    git(folder, "add", "-A")
+    git(folder, "commit", "-q", "-m", "upstream")
+
+
+def package(folder):
+    return {name: data for name, data in snapshot(folder).items() if name.startswith("trl/")}
+
+
+def test_exported_stack_applies_with_git_am(project, tmp_path):
+    project.write("pile/overlay/trl/extra/__init__.py", "")
+    project.write("pile/overlay/trl/extra/no_newline.py", "x = 1\n\ny = 2")
+    project.write("pile/overlay/trl/extra/claimed.py", "claimed = 'é'\n")
+    project.write("pile/overlay/tests/test_extra.py", "def test(): pass\n")
+    text = (project.root / "pile/second.patch").read_text()
+    project.write("pile/second.patch", text.replace("Origin:", "Overlay: trl/extra/claimed.py\nOrigin:"))
+    mails = tmp_path / "mails"
+    assert project.run("export", "pile", mails) == (0, f"{mails}: 2 patches for git am on v9.9.9\n", [])
+    assert sorted(snapshot(mails)) == ["0001-first.patch", "0002-second.patch"]
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    checkout(repository)
+    git(repository, "am", "-q", *sorted(mails.iterdir()))
+    assert git(repository, "log", "--format=%an <%ae> %ad %s", "--date=iso", "-2").splitlines() == [
+        "Ada Löve <ada@example.org> 2026-01-31 00:00:00 +0000 Do the second thing",
+        "Ada Löve <ada@example.org> 2026-01-31 00:00:00 +0000 Say first",
+    ]
+    assert git(repository, "log", "--format=%b", "-1").strip() == "With a body, é and all.\n\nSecond paragraph."
+    assert git(repository, "rev-list", "--count", "HEAD").strip() == "3"
+    assert git(repository, "status", "--porcelain") == ""
+    project.build()
+    assert package(repository) == package(project.dest)
+    assert (repository / "docs/guide.md").read_text() == "one\nTWO\nthree\n"
+    assert (repository / "tests/test_extra.py").read_text() == "def test(): pass\n"
+    added = git(repository, "show", "--format=", "--name-only", "--diff-filter=A", "HEAD")
+    assert added.split() == ["trl/extra/claimed.py"]
+
+
+def test_exported_alternatives_apply_each_alone(project, tmp_path):
+    mails = tmp_path / "mails"
+    assert project.run("export", "pick", mails)[0] == 0
+    assert sorted(snapshot(mails)) == ["a/0001-a.patch", "b/0001-b.patch"]
+    for name in ("a", "b"):
+        repository = tmp_path / f"repository-{name}"
+        repository.mkdir()
+        checkout(repository)
+        git(repository, "am", "-q", mails / name / f"0001-{name}.patch")
+        project.build("--patches", name, line="pick")
+        assert package(repository) == package(project.dest)
+
+
+def test_export_twice_gives_the_same_bytes(project, tmp_path):
+    project.write("pile/overlay/trl/new.py", "new = 1\n")
+    for folder in ("one", "two", "two"):  # the second time over the first
+        assert project.run("export", "pile", tmp_path / folder)[0] == 0
+    assert snapshot(tmp_path / "one") == snapshot(tmp_path / "two")
+
+
+def test_export_refuses_what_it_must_not_replace_or_cannot_vouch_for(project, tmp_path):
+    mails = tmp_path / "mails"
+    mails.mkdir()
+    (mails / "mine.txt").write_text("mine")
+    assert "more than an earlier export" in project.refused("export", "pile", mails)[0]
+    assert "sources" in project.refused("export", "pile", project.root / "pile")[0]
+    project.write("pile/stray.patch", Project.one("x"))
+    assert project.refused("export", "pile", tmp_path / "new") == ["pile/stray.patch is not listed in pile/series"]
+    assert not (tmp_path / "new").exists()
+    project.patches("pick")
+    assert "nothing to export" in project.refused("export", "pick", tmp_path / "new")[0]
+
+
+# UPSTREAM.toml
+
+
+@pytest.mark.parametrize("old, new, said", [
+    ("[pile]", "[pile", "malformed: "),
+    ('version = "9.9.9"', "", "[pick] needs exactly the texts mode, sha256, tag, version, wheel"),
+    ('version = "9.9.9"', "version = 9", "[pick] needs exactly the texts"),
+    ('"stack"', '"heap"', "[pile] needs mode stack or alternatives"),
+    ('sha256 = "', 'sha256 = "zz', "[pick] needs mode stack or alternatives, and 64 hex digits"),
+])  # fmt: skip
+def test_malformed_toml(project, old, new, said):
+    project.write("UPSTREAM.toml", (project.root / "UPSTREAM.toml").read_text().replace(old, new))
+    (problem,) = project.refused("check")
+    assert problem.startswith(f"{project.root}/UPSTREAM.toml is malformed") and said in problem
+
+
+def test_missing_toml_and_no_command(project, tmp_path):
+    (project.root / "UPSTREAM.toml").unlink()
+    assert project.refused("check") == [f"{project.root}/UPSTREAM.toml is missing"]
+    assert fork.main([]) == 2
+    assert project.capsys.readouterr().err == "fork.py: the following arguments are required: command (see --help)\n"
+
+
+# the project's own patches
+
+
+def test_the_projects_own_patches_apply(capsys):
+    try:
+        for line in fork.load_lines(ROOT / "trl").values():
+            fork.obtain(line)
+    except fork.WheelUnavailable as error:
+        pytest.skip(f"the upstream wheels cannot be obtained here: {error}")
+    assert fork.main(["check"]) == 0, capsys.readouterr().err

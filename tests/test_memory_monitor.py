@@ -1,0 +1,419 @@
+"""The sampler against real processes, and against a stub libnvidia-ml.so.1 through the real pynvml."""
+
+import csv
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from experiments import memory_monitor
+from experiments.memory_monitor import COLUMNS, Device, interval_report, start_monitor, stop_monitor, visible_devices
+
+ROOT = Path(__file__).resolve().parent.parent
+PATIENCE = 20  # seconds a busy machine may take for what normally takes a fraction of one
+A = "GPU-aaaaaaaa-0000-1111-2222-333333333333"
+B = "GPU-bbbbbbbb-0000-1111-2222-333333333333"
+MIG = "MIG-cccccccc-0000-1111-2222-333333333333"
+GIB = 2**30
+
+
+def until(condition):
+    """Wait for `condition` and return what it returned; fail when it stays false."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        if result := condition():
+            return result
+        time.sleep(0.01)
+    pytest.fail("waited in vain")
+
+
+def rows(path):
+    """The whole rows so far."""
+    text = path.read_text() if path.exists() else ""
+    return list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))
+
+
+@pytest.fixture(scope="session")
+def stub(tmp_path_factory):
+    """A folder with the stub NVML library."""
+    compiler = shutil.which("cc")
+    if not compiler:
+        pytest.skip("no C compiler (cc) for the stub NVML library")
+    folder = tmp_path_factory.mktemp("nvml")
+    source = ROOT / "tests" / "stub_nvml.c"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "libnvidia-ml.so.1", source], check=True)
+    return folder
+
+
+@pytest.fixture
+def no_nvml(tmp_path):
+    """A folder whose NVML library cannot be loaded, so that a real one stays out of the test."""
+    folder = tmp_path / "no_nvml"
+    folder.mkdir()
+    (folder / "libnvidia-ml.so.1").write_text("not a library")
+    return folder
+
+
+@pytest.fixture
+def watched():
+    """A process to watch."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def monitor(watched, tmp_path):
+    """Start the sampler as a command: monitor(library folder, *arguments, **environment)."""
+    started = []
+
+    def start(library, *arguments, pid=watched.pid, **environment):
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA_", "STUB_"))}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "experiments.memory_monitor", "--pid", str(pid)]
+            + ["--output", str(tmp_path / "memory.csv"), "--interval", "0.02", *arguments],
+            cwd=ROOT,
+            env=inherited | {"LD_LIBRARY_PATH": str(library)} | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def finish(process):
+    """Stop the sampler with SIGTERM: its report and its stderr."""
+    process.terminate()
+    stdout, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, stderr
+    return json.loads(stdout), stderr
+
+
+def refusal(process):
+    """The one line of a sampler that ends by itself with exit code 2."""
+    stdout, stderr = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, stdout) == (2, "")
+    assert stderr.count("\n") == 1 and stderr.endswith("\n"), stderr
+    return stderr
+
+
+def test_rows_and_report(monitor, no_nvml, watched, tmp_path):
+    before = time.time()
+    process = monitor(no_nvml, "--device", "none")
+    until(lambda: len(rows(tmp_path / "memory.csv")) >= 12)
+    report, stderr = finish(process)
+    assert stderr == ""  # nothing to say: no device was asked for
+    text = (tmp_path / "memory.csv").read_text()
+    assert text.splitlines()[0].split(",") == list(COLUMNS)
+    assert text.endswith("\n") and all(line.count(",") == len(COLUMNS) - 1 for line in text.splitlines())
+    written = rows(tmp_path / "memory.csv")
+    assert report["samples"] == len(written) and report["device"] is None
+    assert report["requested_interval_s"] == 0.02
+    assert 0 < report["achieved_interval_s"] <= report["longest_gap_s"]
+    stamps = [float(row["timestamp"]) for row in written]
+    assert before < stamps[0] and stamps == sorted(stamps) and stamps[-1] < time.time()
+    # Deadlines are multiples of the interval: a row may come late, never early.
+    assert all(float(row["elapsed_s"]) >= 0.02 * index - 1e-3 for index, row in enumerate(written))
+    for row in written:
+        assert row["device_used_bytes"] == row["device_total_bytes"] == row["process_device_bytes"] == ""
+        assert 0 < int(row["resident_bytes"]) < 64 * 2**20 < int(row["host_used_bytes"])
+    assert written[0]["cpu_percent"] == "" and float(written[-1]["cpu_percent"]) >= 0
+
+
+def test_resident_memory_and_cpu_of_a_busy_process(monitor, no_nvml, tmp_path):
+    code = "block = bytearray(96 << 20)\nprint(flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as busy:
+        busy.stdout.readline()
+        monitor(no_nvml, pid=busy.pid)
+        until(lambda: any(float(row["cpu_percent"] or 0) > 5 for row in rows(tmp_path / "memory.csv")))
+        busy.kill()
+    assert all(int(row["resident_bytes"]) > 96 << 20 for row in rows(tmp_path / "memory.csv"))
+
+
+def test_device_memory_follows_the_device(monitor, stub, watched, tmp_path):
+    used = tmp_path / "used"
+
+    def use(text):  # replaced in one step, so that the stub never reads half a number
+        (tmp_path / "next").write_text(str(text))
+        os.replace(tmp_path / "next", used)
+
+    def seen():
+        return [row["device_used_bytes"] for row in rows(tmp_path / "memory.csv")]
+
+    use(2 * GIB)
+    other = os.getpid()  # neither the watched process nor below it
+    listed = f"{watched.pid}:{GIB},{other}:{7 * GIB}"
+    process = monitor(stub, STUB_NVML_USED_FILE=str(used), STUB_NVML_PROCESSES=listed, CUDA_DEVICE_ORDER="PCI_BUS_ID")
+    for level in (2 * GIB, 9 * GIB, 3 * GIB):
+        use(level)
+        until(lambda level=level: str(level) in seen())
+    report, stderr = finish(process)
+    assert report["device"] == "Stub A" and stderr == ""
+    distinct = list(dict.fromkeys(seen()))
+    assert distinct == [str(2 * GIB), str(9 * GIB), str(3 * GIB)]
+    for row in rows(tmp_path / "memory.csv"):
+        assert (row["device_total_bytes"], row["device_utilization_percent"]) == (str(80 * GIB), "37")
+        assert row["process_device_bytes"] == str(GIB)
+
+
+def test_device_memory_of_children_counts(monitor, stub, tmp_path):
+    with subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE) as parent:
+        child = int(parent.stdout.readline())
+        monitor(stub, pid=parent.pid, STUB_NVML_PROCESSES=f"{parent.pid}:1000,{child}:234")
+        first = until(lambda: rows(tmp_path / "memory.csv"))[0]
+        os.kill(child, signal.SIGKILL)
+        parent.kill()
+    assert first["process_device_bytes"] == "1234"
+
+
+@pytest.mark.parametrize("listed", ["", "{pid}:-1"], ids=["not listed", "listed without a size"])
+def test_unknown_process_use_is_empty_not_zero(monitor, stub, watched, tmp_path, listed):
+    monitor(stub, STUB_NVML_PROCESSES=listed.format(pid=watched.pid))
+    first = until(lambda: rows(tmp_path / "memory.csv"))[0]
+    assert first["process_device_bytes"] == "" and first["device_used_bytes"] == str(GIB)
+
+
+@pytest.mark.parametrize(
+    ("visible", "device", "name"),
+    [
+        (None, "1", "Stub B"),
+        ("1,0", "auto", "Stub B"),
+        (f"{B},{A}", "1", "Stub A"),
+        ("GPU-bbbb", "0", "Stub B"),
+        (MIG, "auto", "Stub B MIG 1g"),
+        ("0", B.removeprefix("GPU-"), "Stub B"),
+        ("", "auto", None),
+        ("-1", "auto", None),
+    ],
+)
+def test_device_choice(monitor, stub, tmp_path, visible, device, name):
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    process = monitor(stub, "--device", device, **environment)
+    first = until(lambda: rows(tmp_path / "memory.csv"))[0]
+    report, stderr = finish(process)
+    assert report["device"] == name
+    assert (first["device_used_bytes"] != "") == (name is not None)
+    assert ("resident memory only" in stderr) == (name is None)
+    # Index 1 among unlike GPUs may be another one to CUDA; a UUID cannot be.
+    assert ("CUDA_DEVICE_ORDER" in stderr) == (visible in (None, "1,0"))
+
+
+def test_visible_devices_end_at_the_first_unknown_entry():
+    devices = [Device(A, "first"), Device(B, "second"), Device(MIG, "part")]
+    assert visible_devices(devices, None) == devices[:2]
+    assert visible_devices(devices, "1, 0") == [devices[1], devices[0]]
+    assert visible_devices(devices, "1,7,0") == [devices[1]]
+    assert visible_devices(devices, "GPU-") == []  # the start of two UUIDs names neither
+    assert visible_devices(devices, f"{MIG[:8]},0") == [devices[2], devices[0]]
+
+
+@pytest.mark.parametrize("device", ["2", "GPU-ffff", "GPU-"])
+def test_unknown_device(monitor, stub, tmp_path, device):
+    line = refusal(monitor(stub, "--device", device, CUDA_VISIBLE_DEVICES="1"))
+    assert repr(device) in line and f"0 = {B} (Stub B)" in line and f"{A} (Stub A, by UUID only)" in line
+    assert not (tmp_path / "memory.csv").exists()
+
+
+def test_a_named_device_without_nvml_is_refused(monitor, no_nvml):
+    assert "NVML does not answer" in refusal(monitor(no_nvml, "--device", "0"))
+
+
+def test_without_nvml_it_samples_resident_memory_and_says_so(monitor, no_nvml, tmp_path):
+    process = monitor(no_nvml)
+    until(lambda: len(rows(tmp_path / "memory.csv")) >= 3)
+    report, stderr = finish(process)
+    assert stderr.count("resident memory only") == stderr.count("\n") == 1 and "Library Not Found" in stderr
+    assert report["device"] is None
+    assert all(row["device_used_bytes"] == "" < row["resident_bytes"] for row in rows(tmp_path / "memory.csv"))
+
+
+def test_driver_not_loaded_is_like_no_nvml(monitor, stub, tmp_path):
+    process = monitor(stub, STUB_NVML_INIT="9")
+    until(lambda: rows(tmp_path / "memory.csv"))
+    assert "Driver Not Loaded" in finish(process)[1]
+
+
+def test_device_lost_on_the_way(monitor, stub, watched, tmp_path):
+    used = tmp_path / "used"
+    used.write_text("5000")
+    process = monitor(stub, "--device", A, STUB_NVML_USED_FILE=str(used), STUB_NVML_PROCESSES=f"{watched.pid}:17")
+    until(lambda: rows(tmp_path / "memory.csv"))
+    (tmp_path / "next").write_text("lost")
+    os.replace(tmp_path / "next", used)
+    until(lambda: [row["device_used_bytes"] for row in rows(tmp_path / "memory.csv")].count("") >= 3)
+    report, stderr = finish(process)
+    assert stderr.count("\n") == 1 and "GPU is lost" in stderr
+    written = rows(tmp_path / "memory.csv")
+    device_cells = [COLUMNS[index] for index in range(2, 6)]
+    assert all(written[0][cell] for cell in device_cells)
+    assert not any(written[-1][cell] for cell in device_cells)
+    assert all(int(row["resident_bytes"]) > 0 for row in written)
+    assert report["device"] == "Stub A"  # what was sampled while it lasted
+
+
+def test_sigint_ends_it_with_a_report(monitor, no_nvml, tmp_path):
+    process = monitor(no_nvml, "--device", "none", "--interval", "1")
+    until(lambda: rows(tmp_path / "memory.csv"))
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, stderr) == (0, "")
+    assert json.loads(stdout)["samples"] == len(rows(tmp_path / "memory.csv"))
+
+
+def test_sigkill_of_the_sampler_keeps_every_row(monitor, no_nvml, tmp_path):
+    process = monitor(no_nvml, "--device", "none", "--interval", "0.01")
+    until(lambda: len(rows(tmp_path / "memory.csv")) >= 10)
+    seen = rows(tmp_path / "memory.csv")
+    process.kill()
+    process.wait()
+    written = rows(tmp_path / "memory.csv")
+    assert written[: len(seen)] == seen
+    assert all(float(row["timestamp"]) > 0 and int(row["resident_bytes"]) > 0 for row in written)
+
+
+def test_sigkill_of_the_watched_process_ends_it(monitor, no_nvml, watched, tmp_path):
+    process = monitor(no_nvml, "--device", "none")
+    until(lambda: rows(tmp_path / "memory.csv"))
+    watched.kill()  # and not waited for: a zombie, which still has a pid
+    stdout, stderr = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, stderr) == (0, "")
+    assert psutil.Process(watched.pid).status() == psutil.STATUS_ZOMBIE
+    written = rows(tmp_path / "memory.csv")
+    assert json.loads(stdout)["samples"] == len(written)
+    assert all(int(row["resident_bytes"]) > 0 for row in written)
+
+
+def test_a_reader_that_is_gone_does_not_fail_the_exit(monitor, no_nvml, watched, tmp_path):
+    process = monitor(no_nvml)
+    until(lambda: rows(tmp_path / "memory.csv"))
+    process.stdout.close()
+    process.stderr.close()
+    watched.kill()
+    assert process.wait(timeout=PATIENCE) == 0
+    process.stdout = process.stderr = None
+
+
+def test_a_reused_pid_is_not_the_watched_process(tmp_path):
+    process = psutil.Process()
+    assert process.is_running()
+    process._ident = (process.pid, 0.0)  # as if the pid had belonged to a process that began at boot
+    assert process != psutil.Process()
+    read, write = os.pipe()
+    with open(tmp_path / "memory.csv", "wb", buffering=0) as output:
+        report = memory_monitor.sample(process, output, 0.01, None, read)
+    os.close(read)
+    os.close(write)
+    assert report.samples == 0
+    assert (tmp_path / "memory.csv").read_text() == ",".join(COLUMNS) + "\n"
+
+
+@pytest.mark.parametrize("interval", ["0.001", "5", "nan", "fast"])
+def test_bad_interval(monitor, no_nvml, tmp_path, interval):
+    line = refusal(monitor(no_nvml, "--interval", interval))
+    assert repr(interval) in line and "0.01 to 1 seconds" in line and "choose" in line
+    assert not (tmp_path / "memory.csv").exists()
+
+
+def test_no_such_process(monitor, no_nvml, watched):
+    watched.kill()
+    watched.wait()
+    assert str(watched.pid) in refusal(monitor(no_nvml, "--device", "none"))
+
+
+@pytest.mark.parametrize("place", ["missing/memory.csv", "file/memory.csv", "."])
+def test_unwritable_output(monitor, no_nvml, tmp_path, place):
+    (tmp_path / "file").touch()
+    line = refusal(monitor(no_nvml, "--device", "none", "--output", str(tmp_path / place)))
+    assert f"cannot write {tmp_path / place}" in line
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="needs prlimit to make a write fail part of the way")
+def test_full_disk_keeps_whole_rows(monitor, no_nvml, tmp_path):
+    output = tmp_path / "memory.csv"
+    process = monitor(no_nvml, "--device", "none")
+    until(lambda: rows(output))
+    limit = output.stat().st_size + 1000  # well inside a line, as lines are not 1000 bytes long
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, limit))
+    stdout, stderr = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, stdout) == (3, "")
+    assert stderr.count("\n") == 1 and f"cannot write on {output}" in stderr
+    text = output.read_text()
+    assert limit - 200 < len(text) <= limit and text.endswith("\n")
+    assert all(line.count(",") == len(COLUMNS) - 1 for line in text.splitlines())
+
+
+def test_interval_report():
+    assert interval_report([10.0, 10.1, 10.2, 10.7, 10.8], 0.1) == memory_monitor.IntervalReport(0.1, 0.1, 0.5, 5)
+    assert interval_report([0.0, 0.1, 0.4], 0.1).achieved_interval_s == pytest.approx(0.2)
+    assert interval_report([3.0], 0.1) == memory_monitor.IntervalReport(0.1, None, None, 1)
+    assert interval_report([], 0.1).samples == 0
+
+
+def test_start_and_stop_from_another_folder(stub, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(stub))
+    monkeypatch.setenv("STUB_NVML_PROCESSES", f"{os.getpid()}:4096")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    monkeypatch.chdir(tmp_path)
+    Path("memory.csv").write_text("old\nrows\nof another run\n")
+    process = start_monitor(Path("memory.csv"), interval=0.01, device="auto")
+    try:
+        first = rows(tmp_path / "memory.csv")[0]
+    finally:
+        report = stop_monitor(process)
+    assert first["process_device_bytes"] == "4096"
+    assert report.requested_interval_s == 0.01 and report.samples == len(rows(tmp_path / "memory.csv"))
+    assert "CUDA_DEVICE_ORDER" in capsys.readouterr().err  # what the sampler said is passed on
+    assert process.returncode == 0
+
+
+def test_start_passes_the_refusal_on(tmp_path):
+    with pytest.raises(RuntimeError, match="cannot write"):
+        start_monitor(tmp_path / "missing" / "memory.csv", interval=0.05, device="none")
+
+
+def test_stop_of_a_killed_sampler(tmp_path):
+    process = start_monitor(tmp_path / "memory.csv", interval=0.05, device="none")
+    process.kill()
+    assert stop_monitor(process) is None
+    assert rows(tmp_path / "memory.csv")
+
+
+def test_a_parent_that_raises_leaves_nothing_behind(tmp_path):
+    code = f"""
+from pathlib import Path
+from experiments.memory_monitor import start_monitor
+print(start_monitor(Path({str(tmp_path / "memory.csv")!r}), 0.01, "none").pid, flush=True)
+raise ValueError("the run failed")
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    assert run.returncode == 1 and "the run failed" in run.stderr
+
+    def ended():
+        pid = int(run.stdout)
+        return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+    until(ended)
+    assert rows(tmp_path / "memory.csv")
+
+
+def test_it_starts_without_heavy_modules():
+    code = "import sys, experiments.memory_monitor; print(sorted({name.split('.')[0] for name in sys.modules}))"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "'pynvml'" in run.stdout
+    for name in ("torch", "trl", "transformers", "pandas", "numpy", "datasets"):
+        assert f"'{name}'" not in run.stdout

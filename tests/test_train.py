@@ -1,0 +1,162 @@
+"""One run: its record, its exit code, and its one-line answer to settings that cannot work."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from experiments import config as cfg
+from experiments import train as train_module
+from experiments.config import ROOT
+from experiments.record import SUMMARY_COLUMNS, write_summary
+from experiments.suite import settle_record
+
+
+def samples(folder):
+    with (folder / "memory.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_finished_run_records_what_was_asked_and_what_was_fed(train):
+    code, record, folder, _ = train("classic-lean", 2)
+    assert code == record["exit_code"] == 0 and record["status"] == "ok"
+    assert record["device_kind"] == "cpu" and record["peak_device_used_bytes"] is None
+    assert record["trl_version"] == "0.21.0" and ".build/fork/0003-lean-logits" in record["trl_file"]
+    assert record["prompt_tokens_requested"] == 64 and record["prompt_tokens_fed_mean"] == 64
+    assert len(record["trace"]) == len(record["step_seconds"]) == record["steps"]
+    assert record["start_bytes"] < record["peak_resident_bytes"]
+    assert record["sampler"]["samples"] == len(samples(folder)) > 3
+    assert not (ROOT / "results" / "here").exists()
+    with (folder / "phases.csv").open() as file:
+        phases = [row["phase"] for row in csv.DictReader(file)]
+    # load, then per step: generate, score, and for each of the 3 epochs train and optimizer
+    assert phases == ["load"] + (["generate", "score"] + ["train", "optimizer"] * 3 + ["train"]) * 2
+
+
+def test_no_sample_exceeds_the_recorded_peak(train):
+    _, record, folder, _ = train("stock", 2)
+    assert record["trl_version"] == "1.16.0"
+    rows = samples(folder)
+    with (folder / "phases.csv").open() as file:
+        phases = list(csv.DictReader(file))
+    first = float(phases[1]["start"])
+    highest = max(int(row["resident_bytes"]) for row in rows if float(row["timestamp"]) >= first)
+    counted = max(int(row["peak_resident_bytes"]) for row in phases[1:])
+    assert record["peak_resident_bytes"] == max(highest, counted)
+    assert record["sampler"]["peak_missed_bytes"] == record["peak_resident_bytes"] - highest
+
+
+def test_accumulation_takes_one_completion_a_pass_and_gives_the_same_loss(train):
+    stock, accumulate = train("stock", 2)[1], train("stock-accumulate", 2)[1]
+    assert (stock["completions_per_forward"], accumulate["completions_per_forward"]) == (2, 1)
+    for left, right in zip(stock["trace"], accumulate["trace"], strict=True):
+        assert left["loss"] == pytest.approx(right["loss"], rel=1e-4, abs=1e-6)
+        assert left["reward"] == pytest.approx(right["reward"], rel=1e-5)
+
+
+def test_out_of_memory_is_recorded_with_exit_code_3_and_no_row_lost(train):
+    code, record, folder, _ = train("classic-baseline", 8, "--vocab-size", "20000", "--budget", "100MiB")
+    assert code == record["exit_code"] == 3
+    assert record["status"] == "oom" and "allocate" in record["error"]
+    rows = samples(folder)
+    assert rows and all(row["host_used_bytes"] for row in rows)
+    with (folder / "phases.csv").open() as file:
+        assert len(list(csv.DictReader(file))) >= 2
+    assert "Traceback" in (folder / "log.txt").read_text()
+
+
+def test_any_other_failure_is_status_error_with_exit_code_1(train, tmp_path):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    shape = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 64, "hidden_size": 8}
+    (broken / "config.json").write_text(json.dumps({**shape, "num_hidden_layers": 1, "num_attention_heads": 2}))
+    code, record, folder, _ = train("stock", 2, "--model", str(broken))  # it has no tokenizer and no weights
+    assert code == record["exit_code"] == 1
+    assert record["status"] == "error" and record["error"]
+    assert record["peak_resident_bytes"] is None
+
+
+def test_a_killed_run_keeps_its_samples_and_is_never_called_finished(tmp_path):
+    command = [
+        sys.executable, "-m", "experiments.train", "--arm", "classic-lean", "--k", "2", "--scale", "test", "--device",
+        "cpu", "--steps", "2000", "--results", str(tmp_path), "--machine", "here",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    folder = tmp_path / "here" / "classic-lean_test_k2_r0"
+    deadline = time.time() + 120
+    while not ((folder / "phases.csv").exists() and (folder / "phases.csv").read_text().count("optimizer") > 3):
+        assert process.poll() is None and time.time() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    rows = samples(folder)
+    assert len(rows) > 3 and all(row["resident_bytes"] for row in rows[:-1])
+    assert json.loads((folder / "run.json").read_text())["status"] == "running"
+    record = settle_record(folder, -signal.SIGKILL)
+    assert record["status"] == "error" and "SIGKILL" in record["error"]
+    write_summary(tmp_path / "here")
+    with (tmp_path / "here" / "summary.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert tuple(row) == SUMMARY_COLUMNS and row["status"] == "error" and row["peak_resident_bytes"] == ""
+
+
+BAD = {
+    "unknown arm": (["--arm", "classic-lena", "--k", "2"], "classic-lean"),
+    "leave-one-out needs two": (["--arm", "classic-lean", "--k", "1"], "--k 2"),
+    "batch not divisible by k": (["--arm", "classic-lean", "--k", "4", "--batch", "6"], "--batch 8"),
+    "prompt longer than the positions": (["--arm", "stock", "--k", "2", "--prompt-tokens", "40000"], "32668"),
+    "missing documents": (["--arm", "stock", "--k", "2", "--documents", "/no/such/file.txt"], "/no/such/file.txt"),
+    "budget below the model": (["--arm", "stock", "--k", "2", "--budget", "1MiB"], "raise --budget"),
+    "unreadable size": (["--arm", "stock", "--k", "2", "--budget", "lots"], "32GiB"),
+    "unknown scale": (["--arm", "stock", "--k", "2", "--scale", "huge"], "seed"),
+    "interval too short": (["--arm", "stock", "--k", "2", "--interval", "0.001"], "0.01"),
+    "no such model": (["--arm", "stock", "--k", "2", "--model", "/no/such/model"], "/no/such/model"),
+    "no steps": (["--arm", "stock", "--k", "2", "--steps", "0"], "at least 1"),
+    "prompt below the template": (["--arm", "stock", "--k", "2", "--prompt-tokens", "3"], "16"),
+    "unwritable results": (["--arm", "stock", "--k", "2", "--results", "/proc/nowhere"], "--results"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_setting_that_cannot_work_gets_one_clear_line(case, tmp_path, capsys):
+    arguments, remedy = BAD[case]
+    if "--results" not in arguments:
+        arguments = [*arguments, "--results", str(tmp_path)]
+    before = list(sys.path)
+    code = train_module.main(["--device", "cpu", *arguments])
+    assert sys.path == before, "a fork was built for a run that cannot start"
+    errors = capsys.readouterr().err.splitlines()
+    assert code == 2
+    assert len(errors) == 1 and errors[0].startswith("train: ") and remedy in errors[0]
+    assert not list(tmp_path.rglob("run.json"))
+
+
+@pytest.mark.parametrize("text, size", [("32GiB", 2**35), ("1.5 gb", 1.5e9), ("800MiB", 800 * 2**20), ("7", 7)])
+def test_sizes_are_read_with_their_unit(text, size):
+    assert cfg.parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("number", (1e-3, 1, 7))
+def test_cpu_memory_failures_of_torch_are_told_from_other_errors(number):
+    assert train_module.is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"))
+    assert train_module.is_out_of_memory(MemoryError())
+    assert not train_module.is_out_of_memory(RuntimeError(f"shape '[{number}]' is invalid"))
+
+
+def test_cuda_is_refused_where_there_is_none(capsys, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert train_module.main(["--arm", "stock", "--k", "2", "--device", "cuda"]) == 2
+    assert "--device cpu" in capsys.readouterr().err
+
+
+def test_machine_folders_are_named_by_device():
+    assert cfg.machine_name("cuda", "NVIDIA H200") == "nvidia-h200"
+    name = cfg.machine_name("cpu", "Intel(R) Xeon(R) CPU @ 2.60GHz")
+    assert name == f"cpu-intel-xeon-{os.cpu_count()}-cores"
