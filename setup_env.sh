@@ -78,21 +78,20 @@ fi
 
 echo "environment: setting up .venv with $($python --version) ($build build of torch); this takes a few minutes"
 rm -rf .venv
-if [ "$system_torch" = yes ]; then
-  "$python" -c 'import torch' 2>/dev/null || { echo "setup_env: --use-system-torch, but $python has no torch" >&2; exit 2; }
-  "$python" -m venv --system-site-packages .venv
-else
-  "$python" -m venv .venv
-fi
+"$python" -m venv .venv
 install=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
 if [ "$mode" = offline ]; then
-  [ -d "$dir" ] || { echo "setup_env: folder $dir does not exist; fill it with --download on a machine with network" >&2; exit 2; }
+  [ -d "$dir" ] || { echo "setup_env: no folder $dir; fill it with --download on a machine with network" >&2; exit 2; }
   install+=(--no-index --find-links "$dir")
   export FORK_WHEELS=$dir
 fi
 if [ "$system_torch" = yes ]; then
+  # A path file, because --system-site-packages does not reach the torch of a Python that is itself an environment
+  torch_home=$("$python" -c 'import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))' 2>/dev/null) ||
+    { echo "setup_env: --use-system-torch, but $python cannot import torch" >&2; exit 2; }
+  echo "$torch_home" > "$(echo .venv/lib/python3.*/site-packages)/system-torch.pth"
   grep -v '^torch==' requirements.lock > .venv/requirements.txt
-  "${install[@]}" -r .venv/requirements.txt
+  "${install[@]}" --no-deps -r .venv/requirements.txt # the lock is complete; with dependencies pip would add torch
 else
   if [ "$mode" = offline ]; then "${install[@]}" "$torch"; else get_torch "${install[@]}"; fi
   "${install[@]}" -r requirements.lock

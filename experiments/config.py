@@ -58,6 +58,7 @@ class Scale:
     budget_bytes: int
     steps: int = 2  # rollouts, each trained on for `epochs` epochs
     epochs: int = 3
+    prompts: int = 1  # in a batch, so the batch has k x prompts completions
     learning_rate: float = 3e-6
     temperature: float = 0.7
     precision: str = "float32"  # or "bf16": mixed precision, TRL's own default
@@ -73,8 +74,8 @@ SCALES = {
         Scale("cpu", "tiny-qwen3", 151_936 // 8, 3000, 100, 4 * GIB),
         Scale("short", "tiny-qwen3", 151_936 // 8, 512, 100, 4 * GIB),
         Scale(
-            "learn", "tiny-qwen3", 512, 48, 24, 4 * GIB, steps=30, epochs=1, learning_rate=1e-2, reward="letters",
-            temperature=1.0,
+            "learn", "tiny-qwen3", 512, 48, 24, 4 * GIB, steps=30, epochs=2, prompts=8, learning_rate=3e-2,
+            temperature=1.0, reward="letters",
         ),
         Scale("test", "tiny-qwen3", 512, 64, 8, 4 * GIB),
         Scale("qwen3-0.6b", "qwen3-0.6b", 151_936, 3000, 100, 80 * GIB, precision="bf16"),
@@ -142,7 +143,7 @@ def resolve(arm: str, k: int, scale: str, device: str, repeat: int = 0, **overri
         arm=arm,
         scale=scale,
         k=k,
-        batch=k,
+        batch=k * base.prompts,
         repeat=repeat,
         seed=42 + repeat,
         shape=base.shape,

@@ -105,12 +105,11 @@ def render(tokenizer, messages: list[dict]) -> list[int]:
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
-def letter_reward(completions=None, prompts=None, **kwargs) -> list[float]:
-    """A reward that a tiny model can learn in a few updates: how many letters "e" the text has, per 10 characters of
-    a typical completion.
+def letter_reward(completions=None, **kwargs) -> list[float]:
+    """A reward that a tiny model can learn in a few updates: the number of letters "e" in the completion, over 10.
 
-    Serves both lines: TRL 0.21 calls it with the whole texts (prompt included: the prompt's share is the same within
-    a group, so leave-one-out removes it), TRL 1.x with `completions` as chat messages.
+    Serves both lines: TRL 0.21 calls it with whole texts, special tokens dropped, so the completion is what follows
+    the template's last "assistant" line; TRL 1.x with `completions` as chat messages.
     """
-    texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
+    texts = [text.rsplit("assistant\n")[-1] if isinstance(text, str) else text[-1]["content"] for text in completions]
     return [text.count("e") / 10 for text in texts]

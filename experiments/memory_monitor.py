@@ -3,7 +3,7 @@
     python -m experiments.memory_monitor --pid PID --output memory.csv [--interval 0.05] [--device auto]
 
 --device is auto (the first visible one, or none where there is none), none, an index among the devices that
-CUDA_VISIBLE_DEVICES leaves visible, or the start of a UUID. Without NVML, auto samples resident memory and says so.
+CUDA_VISIBLE_DEVICES leaves visible, or the start of a UUID. Without NVML it samples resident memory and says so.
 
 Sizes are bytes, times are seconds. What the columns hold:
 
@@ -153,7 +153,7 @@ def choose_device(wanted: str, devices: Sequence[Device], visible: str | None) -
 def find_device(wanted: str) -> Device | None:
     """The device to sample for --device `wanted` under this process's CUDA_VISIBLE_DEVICES; None: sample none.
 
-    Says on stderr why "auto" found none. Raises ValueError when a device asked for by index or UUID is not there.
+    Says on stderr why there is none. Raises ValueError when NVML works and does not know the index or UUID asked for.
     """
     if wanted == "none":
         return None
@@ -161,8 +161,6 @@ def find_device(wanted: str) -> Device | None:
     try:
         devices = nvml_devices()
     except pynvml.NVMLError as error:
-        if wanted != "auto":
-            raise ValueError(f"no device {wanted!r}: NVML does not answer ({error}); use auto or none") from None
         _say(f"NVML does not answer ({error}): sampling resident memory only")
         return None
     device = choose_device(wanted, devices, visible)

@@ -42,7 +42,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", help="local folder or hub:owner/name; default: built here, random weights")
     parser.add_argument("--documents", help="builtin, a file, a folder of .txt, or hub:owner/dataset[:split]")
     parser.add_argument("--budget", help="memory that torch may allocate, such as 4GiB")
-    parser.add_argument("--batch", type=int, help="completions per batch; default k, as published")
+    parser.add_argument("--batch", type=int, help="completions per batch; default: one prompt's, as published")
     for name in ("prompt-tokens", "completion-tokens", "steps", "epochs", "seed", "vocab-size", "threads"):
         parser.add_argument(f"--{name}", type=int)
     for name in ("learning-rate", "temperature", "interval"):
@@ -262,7 +262,7 @@ def cuda_uuid() -> str:
     """NVML and CUDA number devices differently; the UUID means the same device to both."""
     import torch
 
-    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
 def enforce_budget(config: RunConfig) -> None:

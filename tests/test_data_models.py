@@ -1,0 +1,101 @@
+"""Prompts and models: real text, stated lengths, published shapes."""
+
+import json
+
+import pytest
+
+from experiments import config as cfg
+from experiments import data, models
+from experiments.config import ConfigError
+
+
+@pytest.fixture(scope="module")
+def documents():
+    return data.load_documents("builtin")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(documents):
+    return models.build_tokenizer(documents, 18_992)
+
+
+def test_builtin_documents_are_long_real_prose(documents):
+    (text,) = documents
+    assert len(text) > 300_000 and "Assert statements are a convenient way to" in text
+
+
+def test_decoding_and_encoding_again_gives_the_same_tokens(documents, tokenizer):
+    """What `classic-string-exact` relies on, special tokens and a cut in the middle of a word included."""
+    for messages in data.build_prompts(documents, tokenizer, 700)[:5]:
+        ids = data.render(tokenizer, messages)
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        assert text.startswith("<|im_start|>user\n") and text.endswith("<|im_start|>assistant\n")
+        assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids
+
+
+@pytest.mark.parametrize("prompt_tokens", (64, 1000, 3000))
+def test_prompts_have_the_stated_number_of_tokens_template_included(documents, tokenizer, prompt_tokens):
+    prompts = data.build_prompts(documents, tokenizer, prompt_tokens)
+    lengths = [len(data.render(tokenizer, messages)) for messages in prompts]
+    assert 30 <= len(prompts) <= data.MAX_PROMPTS
+    assert max(lengths) == prompt_tokens and min(lengths) >= prompt_tokens - 2
+    assert len({messages[0]["content"] for messages in prompts}) == len(prompts)
+
+
+def test_a_short_document_gives_a_short_prompt_and_no_room_is_refused(tokenizer):
+    (messages,) = data.build_prompts(["A short text."], tokenizer, 3000)
+    assert messages[0]["content"].endswith("A short text.")
+    with pytest.raises(ConfigError, match="--prompt-tokens 16 leaves no room"):
+        data.build_prompts(["A short text."], tokenizer, 16)
+
+
+def test_documents_come_from_files_folders_and_tables(tmp_path):
+    (tmp_path / "a.txt").write_text("first")
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "c.jsonl").write_text("\n".join(json.dumps({"report": text, "id": 1}) for text in ("x", "y")))
+    assert data.load_documents(str(tmp_path / "a.txt")) == ["first"]
+    assert data.load_documents(str(tmp_path)) == ["first", "second"]
+    assert data.load_documents(str(tmp_path / "c.jsonl")) == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    "name, content, says",
+    [
+        ("empty.txt", "  \n", "no text"),
+        ("no_column.jsonl", '{"a": 1}', "no text column"),
+        ("broken.jsonl", "{", "cannot read"),
+        ("image.png", "x", "unknown ending"),
+    ],
+)
+def test_a_source_that_cannot_be_used_is_named(tmp_path, name, content, says):
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=says) as error:
+        data.load_documents(str(path))
+    assert name in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("scale, millions", [("seed", 2.4576), ("qwen3-0.6b", 596), ("qwen3-1.7b", 1721)])
+def test_shapes_have_the_published_number_of_parameters(scale, millions):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(models.model_config(cfg.resolve("stock", 2, scale, "cpu")))
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(millions * 1e6, rel=5e-3)
+
+
+def test_the_same_seed_builds_the_same_model_once(tmp_path, documents):
+    config = cfg.resolve("stock", 2, "test", "cpu")
+    first = models.prepare(config, documents, cache=tmp_path)
+    written = (tmp_path / first[0] / "model.safetensors").stat().st_mtime_ns
+    second = models.prepare(config, documents, cache=tmp_path)
+    assert first[:2] == second[:2] and (tmp_path / second[0] / "model.safetensors").stat().st_mtime_ns == written
+    other = models.prepare(config, ["another text " * 50], cache=tmp_path)
+    assert other[0] != first[0], "another tokenizer needs another folder"
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("tmp")]
+
+
+def test_letter_reward_serves_both_lines():
+    assert data.letter_reward(completions=["user\neee\nassistant\neel e"]) == [0.3]
+    assert data.letter_reward(prompts=["p"], completions=[[{"role": "assistant", "content": "tree"}]]) == [0.2]

@@ -1,0 +1,359 @@
+"""Loading, statistics, charts and tables, on small machine folders written here and on synthetic 2025 files."""
+
+import csv
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib.patches import Rectangle
+
+from visualization import create_charts, tables
+from visualization.audit import audit, convergence
+from visualization.combine_memory_data import combined, statistics
+from visualization.load import PHASE_COLUMNS, SAMPLE_COLUMNS, load, load_machine, load_summary
+from visualization.peaks import peak_comparison, phase_peaks
+from visualization.runs import GIB, LoadError, run_cli
+from visualization.timelines import peak_preserving, timeline_peak_preserving, timeline_ultra_smooth
+
+ROOT = Path(__file__).resolve().parent.parent
+LEGACY = ROOT / "tests" / "fixtures" / "legacy_2025"
+MIB = 2**20
+SUMMARY = (
+    "run_id", "arm", "scale", "k", "repeat", "status", "device_kind", "device_name", "trl_version", "torch_version",
+    "transformers_version", "commit", "prompt_tokens_requested", "prompt_tokens_fed_min", "prompt_tokens_fed_mean",
+    "prompt_tokens_fed_max", "completion_tokens", "batch", "completions_per_forward", "steps", "seed", "budget_bytes",
+    "start_bytes", "peak_device_used_bytes", "peak_process_device_bytes", "peak_allocated_bytes",
+    "peak_reserved_bytes", "peak_resident_bytes", "peak_phase", "step_seconds_median", "final_loss",
+)  # fmt: skip
+
+
+def write_csv(path, columns, rows):
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def write_run(
+    machine, arm="classic-baseline", k=2, repeat=0, status="ok", above=1000 * MIB, fed=3000, samples=60, **more
+):
+    """One CPU run: 200 MiB at start; the train phase peaks `above` that, a third over what the sampler saw."""
+    start, begin = 200 * MIB, 1_760_000_000.0
+    run_id = f"{arm}_cpu_k{k}_r{repeat}"
+    folder = machine / run_id
+    folder.mkdir(parents=True)
+    marks = {"load": 2 * start + above, "generate": start + above // 4, "score": start + above // 2,
+             "train": start + above, "optimizer": start + above // 8}
+    phases = [{"phase": phase, "step": int(place > 0), "start": begin + 10 * place, "end": begin + 10 * place + 10,
+               "peak_resident_bytes": mark} for place, (phase, mark) in enumerate(marks.items())]
+    times = np.linspace(0, 49.9, samples)
+    tops = [list(marks.values())[int(t // 10)] for t in times]
+    write_csv(folder / "memory.csv", SAMPLE_COLUMNS, [
+        {"timestamp": begin + t, "elapsed_s": t, "cpu_percent": 100.0, "host_used_bytes": 10**9,
+         "resident_bytes": start + int(0.75 * (top - start) * (0.5 + 0.5 * (t % 10) / 10))}
+        for t, top in zip(times, tops, strict=True)])
+    write_csv(folder / "phases.csv", PHASE_COLUMNS, phases)
+    record = dict.fromkeys(SUMMARY) | {
+        "run_id": run_id, "arm": arm, "scale": "cpu", "k": k, "repeat": repeat, "status": status, "device_kind": "cpu",
+        "device_name": "Test, processor", "trl_version": "0.21.0", "torch_version": "2.13.0",
+        "transformers_version": "5.23.0", "commit": "0123456789abcdef", "prompt_tokens_requested": 3000,
+        "prompt_tokens_fed_mean": float(fed), "completion_tokens": 100, "batch": k, "budget_bytes": 4 * GIB,
+        "start_bytes": start, "peak_resident_bytes": start + above, "peak_phase": "train",
+        "step_seconds_median": 2.0 * k + repeat} | more
+    record |= {"error": None, "trace": [], "sampler": {"achieved_interval_s": 0.05, "peak_missed_bytes": 7 + repeat}}
+    (folder / "run.json").write_text(json.dumps(record))
+    records = [json.loads(path.read_text()) for path in sorted(machine.glob("*/run.json"))]
+    write_csv(machine / "summary.csv", SUMMARY, [{name: record[name] for name in SUMMARY} for record in records])
+    return folder
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """Two arms at k=2 and 4 with three repeats; the baseline is out of memory at k=4, once at k=2."""
+    machine = tmp_path / "results" / "here"
+    for repeat, above in enumerate((1000, 1100, 1300)):
+        write_run(machine, k=2, repeat=repeat, above=above * MIB, status="oom" if repeat == 2 else "ok")
+        write_run(machine, k=4, repeat=repeat, above=3000 * MIB, status="oom")
+        write_run(machine, "classic-lean", 2, repeat, above=(above - 900) * MIB)
+        write_run(machine, "classic-lean", 4, repeat, above=400 * MIB)
+    return machine
+
+
+def texts(figure):
+    return [text.get_text() for text in figure.findobj(lambda artist: hasattr(artist, "get_text")) if text.get_text()]
+
+
+def drawn(figure):
+    """run id -> the line drawn for it."""
+    return {line.get_gid(): line for axes in figure.axes for line in axes.lines if line.get_gid()}
+
+
+def test_recorded_peak_is_the_truth_and_a_failed_run_has_none(machine):
+    runs = {run.run_id: run for run in load_machine(machine)}
+    assert runs["classic-baseline_cpu_k2_r1"].peak_bytes == 1300 * MIB
+    assert runs["classic-baseline_cpu_k2_r1"].above_start_bytes == 1100 * MIB
+    failed = [run for run in runs.values() if run.status == "oom"]
+    assert len(failed) == 4 and all(run.peak_bytes is None and run.above_start_bytes is None for run in failed)
+
+
+def test_record_that_its_own_files_contradict_is_refused(machine):
+    write_run(machine, "stock", samples=500, peak_resident_bytes=500 * MIB)
+    with pytest.raises(LoadError, match=r"stock_cpu_k2_r0/run.json: .* is 524288000 bytes, but .*reach"):
+        load_machine(machine)
+
+
+def test_killed_run_is_an_error_and_its_half_written_line_is_ignored(machine):
+    folder = write_run(machine, "stock", status="running", peak_resident_bytes=None, device_kind=None)
+    with (folder / "memory.csv").open("a") as file:
+        file.write("1760000050.0,50.0,,,,,9999")
+    (folder / "phases.csv").write_bytes(b"phase,st")
+    run = next(run for run in load_machine(machine) if run.arm == "stock")
+    assert (run.status, run.error, run.peak_bytes) == ("error", "killed before it could report", None)
+    assert len(run.samples) == 60 and len(run.phases) == 0
+    assert "error" in texts(peak_comparison(load_machine(machine), "classic-baseline"))
+
+
+def damage(path, old, new):
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(("name", "harm", "told"), [
+    ("memory.csv", lambda path: path.write_bytes(b"\xff\xfe\x00bad\n"), "not a text file"),
+    ("memory.csv", lambda path: path.write_text(""), "holds no complete line"),
+    ("memory.csv", lambda path: damage(path, "resident_bytes", "rss"), "lacks the column resident_bytes"),
+    ("memory.csv", lambda path: damage(path, ",100.0,", ",much,"), "line 2, cpu_percent: 'much' is not a number"),
+    ("memory.csv", lambda path: damage(path, ",100.0,", ","), "line 2 has 8 fields, the header 9"),
+    ("memory.csv", lambda path: (path.unlink(), path.mkdir()), "cannot be read"),
+    ("memory.csv", lambda path: path.unlink(), "the file is missing"),
+    ("phases.csv", lambda path: path.write_text(",".join(PHASE_COLUMNS) + "\n"), "without a training phase"),
+    ("run.json", lambda path: path.write_text('{"run_id": '), "not valid JSON"),
+    ("run.json", lambda path: path.write_text("[]"), "holds no JSON object"),
+    ("run.json", lambda path: damage(path, '"k": 2', '"k": "two"'), "k is 'two', not a number"),
+    ("run.json", lambda path: damage(path, '"status": "ok"', '"status": "fine"'), "status is 'fine'"),
+    ("run.json", lambda path: damage(path, '"device_kind": "cpu"', '"device_kind": "gpu"'), "device_kind is 'gpu'"),
+    ("run.json", lambda path: path.unlink(), "the file is missing"),
+])  # fmt: skip
+def test_unreadable_file_is_one_clear_line_and_exit_2(tmp_path, capsys, name, harm, told):
+    path = write_run(tmp_path / "here") / name
+    harm(path)
+    assert run_cli(lambda: create_charts.main([str(tmp_path / "here")])) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"{path}: " in error and told in error and "; " in error
+
+
+@pytest.mark.parametrize("module", ["combine_memory_data", "create_charts", "tables"])
+def test_commands_refuse_a_missing_folder_without_traceback(module, tmp_path):
+    command = [sys.executable, "-m", f"visualization.{module}", str(tmp_path / "none")]
+    result = subprocess.run([*command, *(["--check"] if module == "tables" else [])], cwd=ROOT, capture_output=True,
+                            text=True, timeout=60)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and "none" in result.stderr
+
+
+def test_empty_folder_unknown_scale_and_unwritable_place(machine, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    for arguments in ([tmp_path / "empty"], [machine, "--scale", "seed"], [machine, "--out", tmp_path / "file" / "x"]):
+        assert run_cli(lambda arguments=arguments: create_charts.main([str(a) for a in arguments])) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_statistics_and_combined_samples(machine):
+    runs = load_machine(machine)
+    table = statistics(runs).set_index(["arm", "k"])
+    row = table.loc["classic-baseline", 2]
+    assert (row["runs"], row["ok"], row["oom"], row["error"]) == (3, 2, 1, 0)
+    assert row[["peak_min_bytes", "peak_median_bytes", "peak_max_bytes"]].tolist() == [
+        1200 * MIB, 1250 * MIB, 1300 * MIB]
+    assert (row["above_start_median_bytes"], row["start_median_bytes"]) == (1050 * MIB, 200 * MIB)
+    assert (row["step_seconds_median"], row["peak_missed_max_bytes"]) == (4.5, 9)
+    assert (row["prompt_tokens_fed_mean"], row["sampler_achieved_interval_s"]) == (3000, 0.05)
+    lost = table.loc["classic-baseline", 4]
+    assert lost["oom"] == 3 and lost.filter(regex="^(peak|above_start|step).*(median|min|max)_").drop(
+        "peak_missed_max_bytes").isna().all()
+    samples = combined(runs)
+    assert list(samples.columns) == ["run_id", "arm", "k", "repeat", "status", *SAMPLE_COLUMNS] and len(samples) == 720
+
+
+def test_cell_without_a_finished_run_is_a_hatched_named_bar_and_never_a_number(machine):
+    figure = peak_comparison(load_machine(machine), "classic-baseline")
+    axes = figure.axes[0]
+    hatched = [bar for bar in axes.patches if isinstance(bar, Rectangle) and bar.get_linestyle() == "--"]
+    assert len(hatched) == 1 and hatched[0].get_hatch() and hatched[0].get_height() == 4  # the budget in GiB
+    left, right = hatched[0].get_x(), hatched[0].get_x() + hatched[0].get_width()
+    above = [text.get_text() for text in axes.texts if left <= text.get_position()[0] <= right
+             or left <= getattr(text, "xy", (-9,))[0] <= right]
+    assert above == ["OOM"]
+    assert "1 of 3\nOOM\n1.22" in texts(figure) and "0.39\n−81 %" in texts(figure)
+    assert any("budget" in text and "4 GiB" in text for text in texts(figure))
+
+
+def test_cell_that_was_not_run_says_so(machine):
+    write_run(machine, "stock", 8)
+    assert texts(peak_comparison(load_machine(machine), "classic-baseline")).count("not run") == 4
+
+
+def test_drawn_maximum_equals_the_recorded_maximum_exactly(machine):
+    write_run(machine, "stock", samples=5000)
+    write_run(machine, "shared", above=777_777_777, peak_resident_bytes=200 * MIB + 888_888_889)  # more than any mark
+    runs = {run.run_id: run for run in load_machine(machine)}
+    lines = drawn(timeline_peak_preserving(list(runs.values())))
+    finished = [run_id for run_id in lines if runs[run_id].status == "ok"]
+    assert len(finished) == 5 and len(lines) == 6
+    for run_id in finished:
+        assert lines[run_id].get_ydata().max() * GIB == runs[run_id].peak_bytes
+        assert len(lines[run_id].get_xdata()) <= 1200
+        at = lines[run_id].get_xdata()[lines[run_id].get_ydata().argmax()]
+        assert 20 <= at <= 30  # inside the train phase, seconds since the first step
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.one_of(st.none(), st.integers(0, 2**45)), max_size=200),
+       st.lists(st.tuples(st.floats(0, 200), st.integers(0, 2**45)), min_size=1, max_size=20), st.integers(4, 60))
+def test_peak_preserving_keeps_the_maximum_and_the_bound(levels, marks, max_points):
+    samples = pd.DataFrame({"t": np.arange(len(levels), dtype=float), "bytes": pd.Series(levels, dtype=float)})
+    phases = pd.DataFrame(marks, columns=["mark_t", "mark_bytes"])
+    t, y = peak_preserving(samples, phases, max_points)
+    known = [level for level in levels if level is not None] + [mark for _, mark in marks]
+    assert y.max() == max(known) and y.min() == min(known) and len(t) <= max_points and (np.diff(t) >= 0).all()
+
+
+def test_oom_run_ends_in_a_cross_named_oom(machine):
+    figure = timeline_peak_preserving(load_machine(machine))
+    k4 = figure.axes[2]
+    crosses = [line for line in k4.lines if line.get_marker() == "x"]
+    assert len(crosses) == 1 and "OOM" in [text.get_text() for text in k4.texts]
+    assert crosses[0].get_xdata()[0] == drawn(figure)["classic-baseline_cpu_k4_r0"].get_xdata()[-1]
+
+
+def test_smooth_chart_says_that_it_hides_peaks(machine):
+    runs = load_machine(machine)
+    figure = timeline_ultra_smooth(runs)
+    assert any("smoothed: does not show true peaks" in text for text in texts(figure))
+    finished = [run for run in runs if run.peak_bytes and run.repeat == 0]
+    assert len(finished) == 3
+    assert all(drawn(figure)[run.run_id].get_ydata().max() * GIB < run.peak_bytes for run in finished)
+
+
+def test_cpu_run_is_never_called_a_gpu_run(machine):
+    runs = load_machine(machine)
+    for _, figure in create_charts.figures(runs, "classic-baseline"):
+        footer = [text for text in texts(figure) if "CPU: Test, processor" in text]
+        assert len(footer) == 1 and "trl 0.21.0" in footer[0] and "commit 0123456789 ·" in footer[0]
+        ours = [text for text in texts(figure) if not text.startswith("published")]
+        assert not re.search(r"GPU|CUDA|cuda|device memory", " ".join(ours))
+    cuda = write_run(machine, "stock", device_kind="cuda", peak_device_used_bytes=9 * GIB)
+    assert next(run for run in load_machine(machine) if run.arm == "stock").measure.label == "device memory used"
+    with pytest.raises(LoadError, match="cpu and cuda"):
+        peak_comparison(load_machine(cuda.parent), "classic-baseline")
+
+
+def test_audit_puts_cut_and_uncut_runs_on_one_line(machine):
+    for k in (2, 4):
+        write_run(machine, "classic-string", k, fed=1024, above=int(k * 1124 / 6200 * 1050 * MIB))
+    figure = audit(load_machine(machine))
+    assert any("classic-baseline,\nclassic-string:" in text and "R² = 1.0000" in text for text in texts(figure))
+    assert any("R² = 0.999" in text and "2.03 GB per 1,000 tokens" in text for text in texts(figure))
+    assert "published 2025, RTX 5090, device-wide used" in texts(figure)
+    assert any("no point: classic-baseline k=4 (OOM)" in text for text in texts(figure))
+
+
+def test_phases_chart_marks_the_phase_that_peaks(machine):
+    figure = phase_peaks(load_machine(machine))
+    by_phase = {axes.get_title(): [text.get_text() for text in axes.texts] for axes in figure.axes}
+    assert by_phase["train"] == ["1.03 ◆", "0.20 ◆"]  # at k=2, the largest k that both arms finish
+    assert by_phase["generate"] == ["0.26", "0.05"]
+
+
+def test_convergence_title_tells_the_largest_difference(machine):
+    (machine / "convergence").mkdir()
+    for arm, shift in (("classic-baseline", 0.0), ("classic-lean", 0.25)):
+        write_csv(machine / "convergence" / f"{arm}.csv", ("step", "arm", "reward", "loss", "kl"), [
+            {"step": step, "arm": arm, "reward": step + shift, "loss": -step, "kl": 0} for step in range(5)])
+    figure = convergence(create_charts.load_convergence(machine), load_machine(machine))
+    assert any("reward 0.25, loss 0" in text for text in texts(figure))
+
+
+def test_command_writes_png_and_svg_the_same_each_time(machine, capsys):
+    assert create_charts.main([str(machine)]) == 0
+    names = {path.name for path in (machine / "charts").iterdir()}
+    assert names == {f"{name}.{kind}" for kind in ("png", "svg") for name in (
+        "peak_comparison", "timeline_peak_preserving", "timeline_ultra_smooth", "audit", "phases")}
+    assert (machine / "charts" / "audit.png").read_bytes().startswith(b"\x89PNG")
+    before = (machine / "charts" / "audit.svg").read_bytes()
+    create_charts.style.save(audit(load_machine(machine)), machine / "charts", "audit")
+    assert (machine / "charts" / "audit.svg").read_bytes() == before
+
+
+@pytest.mark.parametrize("source", [LEGACY, LEGACY / "combined.csv"], ids=["folder", "combined"])
+def test_files_of_2025_load_and_chart_as_they_are(source):
+    runs = load(source)
+    assert [(run.arm, run.k) for run in runs] == [("Basic", 2), ("Basic", 4), ("String", 2), ("String", 4)]
+    assert {run.status for run in runs} == {"unknown"} and len(runs[0].samples) == 30
+    assert runs[1].peak_bytes == 6055 * MIB and runs[1].start_bytes == 900 * MIB
+    charts = dict(create_charts.figures(runs, "classic-baseline"))
+    assert set(charts) == {"peak_comparison", "timeline_peak_preserving", "timeline_ultra_smooth"}
+    for figure in charts.values():
+        assert any("do not say how a run ended" in text for text in texts(figure))
+        assert any("device used (2025: called allocated)" in text for text in texts(figure))
+    assert "5.91*" in texts(charts["peak_comparison"])
+    assert drawn(charts["timeline_peak_preserving"])["Basic_2025_k4_r0"].get_ydata().max() * GIB == 6055 * MIB
+
+
+def test_file_of_2025_without_a_method_in_its_path_is_refused(tmp_path):
+    path = tmp_path / "logs" / "memory.csv"
+    path.parent.mkdir()
+    path.write_bytes(next(LEGACY.glob("results_basic/*2/logs/*.csv")).read_bytes())
+    with pytest.raises(LoadError, match="does not tell method and k"):
+        load(tmp_path)
+
+
+def test_tables_check_fails_on_stale_text_and_passes_after_write(machine, tmp_path, capsys):
+    readme = tmp_path / "README.md"
+    place = "<!-- table:{} results/here -->\nold\n<!-- /table -->\n"
+    readme.write_text("# Title\n" + place.format("peak") + "between\n" + place.format("speed") + "end\n")
+    assert tables.main([str(readme), "--check"]) == 1
+    assert "table peak results/here is out of date" in capsys.readouterr().out
+    assert tables.main([str(readme), "--write"]) == 0
+    text = readme.read_text()
+    assert text.startswith("# Title\n<!-- table:peak results/here -->\n") and "\nbetween\n" in text
+    assert "old" not in text
+    assert tables.main([str(readme), "--check"]) == 0
+    damage(readme, "| `classic-lean` | 0.20", "| `classic-lean` | 0.10")
+    assert tables.main([str(readme), "--check"]) == 1
+
+
+def test_tables_say_out_of_memory_range_and_reduction(machine):
+    peak = "\n".join(tables.peak_table(load_summary(machine)))
+    assert "| `classic-baseline` | 1.03 (0.98 to 1.07) (1 of 3 out of memory) | out of memory |" in peak
+    assert "| `classic-lean` | 0.20 (0.10 to 0.39), −81.0 % | 0.39 |" in peak
+    fed = "\n".join(tables.audit_table(load_summary(machine)))
+    assert "| `classic-lean` | 4 | 3,000 | 3,000 | 0.39 | 0.032 |" in fed
+    assert "| `classic-baseline` | 4 | 3,000 | 3,000 | out of memory |  |" in fed
+    assert "*CPU: Test, processor · torch 2.13.0" in tables.render("speed", machine)
+
+
+@pytest.mark.parametrize(("text", "told"), [
+    ("no markers", "0 complete table places"),
+    ("<!-- table:peak results/here -->\n", "1 opening markers"),
+    ("<!-- table:nonsense results/here -->\n<!-- /table -->\n", "no table is named nonsense"),
+    ("<!-- table:peak results/other -->\n<!-- /table -->\n", "other/summary.csv: the file is missing"),
+])  # fmt: skip
+def test_tables_refuse_broken_markers(machine, tmp_path, text, told):
+    (tmp_path / "README.md").write_text(text)
+    with pytest.raises(LoadError, match=told):
+        tables.main([str(tmp_path / "README.md"), "--check"])
+
+
+@pytest.mark.skipif("<!-- table:" not in ((ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else ""),
+                    reason="the README has no tables yet")
+def test_readme_agrees_with_the_results(capsys):
+    assert tables.main([str(ROOT / "README.md"), "--check"]) == 0, capsys.readouterr().out

@@ -1,0 +1,113 @@
+"""The audit: tokens really fed against the peak, ours beside the published points; and the training curves."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from visualization import style
+from visualization.runs import GIB, Run, cells, in_order
+
+ON_ONE_LINE = ("classic-baseline", "classic-string", "classic-string-exact")
+# arm, k, thousands of tokens in the batch (k x (prompt fed + 100 new)), GB. The string arm's were cut to 1,024 + 100.
+PUBLISHED = (
+    ("classic-baseline", 2, 2 * 3.1, 14.38), ("classic-baseline", 4, 4 * 3.1, 26.99),
+    ("classic-string", 2, 2 * 1.124, 6.40), ("classic-string", 4, 4 * 1.124, 11.01),
+    ("classic-string", 8, 8 * 1.124, 20.25),
+)  # fmt: skip
+
+
+def fit(x: Sequence[float], y: Sequence[float]) -> tuple[float, float, float] | None:
+    """Slope, intercept and R squared of the least-squares line, None with fewer than two different x."""
+    if len(set(x)) < 2:
+        return None
+    slope, intercept = np.polyfit(x, y, 1)
+    spread = np.sum((np.asarray(y) - np.mean(y)) ** 2)
+    rest = np.sum((np.asarray(y) - slope * np.asarray(x) - intercept) ** 2)
+    return float(slope), float(intercept), float(1 - rest / spread) if spread else 1.0
+
+
+def audit(runs: Sequence[Run]) -> Figure | None:
+    """Thousands of tokens in the batch against the peak above start (GiB), median per arm and k, with the line through
+    the baseline and both string arms; the published points beside it. None where no run says what it was fed."""
+    table = cells(runs)
+    points = [(cell.arm, cell.k, cell.median("tokens_in_batch") / 1000, cell.median("above_start_bytes") / GIB)
+              for cell in table if None not in (cell.median("tokens_in_batch"), cell.median("above_start_bytes"))]
+    if not points:
+        return None
+    failed = [f"{cell.arm} k={cell.k} ({cell.failure()})" for cell in table if not cell.finished]
+    note = f"no peak, so no point: {', '.join(failed)}" if failed else ""
+    arms = in_order(arm for arm, _, _, _ in points)
+    ks = sorted({k for _, k, _, _ in points} | {k for _, k, _, _ in PUBLISHED})
+    markers = {k: style.K_MARKERS[place % len(style.K_MARKERS)] for place, k in enumerate(ks)}
+    handles = [Line2D([], [], color=style.colour(arm), linestyle="", marker="o", markersize=8, label=arm)
+               for arm in arms]
+    handles += [Line2D([], [], markerfacecolor="white", markeredgecolor="black", color="black", linestyle="",
+                       marker=mark, markersize=7, label=f"k = {k}") for k, mark in markers.items()]
+    figure = style.new_figure(11, 4.6, "Audit: memory follows the tokens that were really fed", runs, note, handles, 5)
+    ours, published = figure.subplots(1, 2)
+    _scatter(ours, points, markers, "GiB")
+    ours.set_title(f"measured here: {runs[0].measure.label}")
+    ours.set_ylabel("peak above the start level (GiB)")
+    _scatter(published, PUBLISHED, markers, "GB")
+    published.set_title("published 2025, RTX 5090, device-wide used")
+    published.set_ylabel("peak (GB)")
+    return figure
+
+
+def _scatter(axes: Axes, points: Sequence[tuple[str, int, float, float]], markers: dict[int, str], unit: str) -> None:
+    on_line = [point for point in points if point[0] in ON_ONE_LINE]
+    line = fit([point[2] for point in on_line], [point[3] for point in on_line])
+    right = max(point[2] for point in points) * 1.12
+    top = max(point[3] for point in points) * 1.12
+    if line:
+        slope, intercept, r_squared = line
+        axes.plot([0, right], [intercept, intercept + slope * right], color="#404040", linestyle=(0, (5, 3)),
+                  linewidth=1.2, zorder=1)
+        through = ",\n".join(in_order(point[0] for point in on_line))
+        axes.text(0.02, 0.98, f"one line through\n{through}:\n{slope:.3g} {unit} per 1,000 tokens,\nR² = "
+                  f"{r_squared:.4f}", transform=axes.transAxes, va="top", fontsize=8.5, bbox=style.BEHIND_TEXT)
+    for arm, k, tokens, peak in points:
+        # The baseline's marks are larger, so that they show around those of an arm on the same place.
+        axes.plot(tokens, peak, marker=markers[k], markersize=13 if arm == ON_ONE_LINE[0] else 8, linestyle="",
+                  color=style.colour(arm), markeredgecolor="black", markeredgewidth=0.7)
+    for arm, _, tokens, peak in {point[0]: point for point in points}.values():
+        below = arm in ON_ONE_LINE[2:]  # it lies on the baseline's points
+        axes.annotate(arm, (tokens, peak), xytext=(9, -4) if below else (-9, 4), textcoords="offset points",
+                      ha="left" if below else "right", va="top" if below else "bottom", fontsize=8)
+    axes.set_xlim(0, right)
+    axes.set_ylim(0, top * 1.15)
+    axes.set_xlabel("tokens in the batch, fed + generated (thousands)")
+
+
+def convergence(steps: pd.DataFrame, runs: Sequence[Run]) -> Figure:
+    """Reward and loss per update, one curve per arm; `steps` has step, arm, reward, loss. The title gives the largest
+    absolute difference between arms at the same step."""
+    arms = in_order(steps["arm"])
+    differences = {name: _largest_difference(steps, name) for name in ("reward", "loss")}
+    told = ", ".join(f"{name} {value:.2g}" for name, value in differences.items())
+    title = "Training curves" + (f"; largest absolute difference between arms: {told}" if len(arms) > 1 else "")
+    handles = [Line2D([], [], label=arm, **_curve_look(place, arm, len(arms))) for place, arm in enumerate(arms)]
+    figure = style.new_figure(11, 3.4, title, runs, handles=handles)
+    for axes, name in zip(figure.subplots(1, 2), ("reward", "loss"), strict=True):
+        for place, arm in enumerate(arms):
+            rows = steps[steps["arm"] == arm].sort_values("step")
+            axes.plot(rows["step"], rows[name], **_curve_look(place, arm, len(arms)))
+        axes.set_xlabel("update")
+        axes.set_ylabel(name)
+        axes.set_title(name)
+    return figure
+
+
+def _curve_look(place: int, arm: str, count: int) -> dict:
+    """Wide and pale below, thin and dark above: equal curves stay visible as two."""
+    return {"color": style.colour(arm), "linewidth": max(1.2, 6 - 4 * place), "solid_capstyle": "round",
+            "alpha": 0.45 if place < count - 1 else 1, "marker": style.marker(arm) if place else "", "markersize": 4}
+
+
+def _largest_difference(steps: pd.DataFrame, name: str) -> float:
+    by_step = steps.pivot_table(index="step", columns="arm", values=name).dropna()
+    return float((by_step.max(axis=1) - by_step.min(axis=1)).max())

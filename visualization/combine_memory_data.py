@@ -1,0 +1,72 @@
+"""All samples of all runs as one CSV, and the statistics of every cell as another.
+
+    python -m visualization.combine_memory_data RESULTS_MACHINE_DIR [--out DIR]
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from visualization.load import SAMPLE_COLUMNS, load
+from visualization.runs import GIB, Cell, Run, cells, run_cli
+
+
+def combined(runs: Sequence[Run]) -> pd.DataFrame:
+    """One row per sample: run_id, arm, k, repeat, status, then the columns of memory.csv (bytes, seconds)."""
+    # Runs of a CPU have all-empty device columns, which pandas would rather see typed than guessed.
+    frames = [run.samples.reindex(columns=SAMPLE_COLUMNS).astype(float) for run in runs]
+    for run, frame in zip(runs, frames, strict=True):
+        for place, name in enumerate(("run_id", "arm", "k", "repeat", "status")):
+            frame.insert(place, name, getattr(run, name))
+    return pd.concat([frame for frame in frames if len(frame)] or frames[:1], ignore_index=True)
+
+
+def statistics(runs: Sequence[Run]) -> pd.DataFrame:
+    """One row per (scale, arm, k): counts, and medians with ranges over the finished runs (bytes, seconds)."""
+    return pd.DataFrame([_row(cell) for cell in cells(runs)])
+
+
+def _row(cell: Cell) -> dict:
+    row = {"scale": cell.scale, "arm": cell.arm, "k": cell.k, "runs": len(cell.runs)}
+    row |= {status: cell.count(status) for status in ("ok", "oom", "error", "unknown")}
+    for name, column in (("peak", "peak_bytes"), ("above_start", "above_start_bytes"),
+                         ("step_seconds", "step_seconds_median")):
+        values = cell.values(column)
+        unit = "" if name == "step_seconds" else "_bytes"
+        row |= {f"{name}_median{unit}": cell.median(column), f"{name}_min{unit}": min(values, default=None),
+                f"{name}_max{unit}": max(values, default=None)}
+    fed = [run.prompt_tokens_fed_mean for run in cell.runs if run.prompt_tokens_fed_mean is not None]
+    intervals = [run.achieved_interval_s for run in cell.runs if run.achieved_interval_s is not None]
+    missed = [run.peak_missed_bytes for run in cell.runs if run.peak_missed_bytes is not None]
+    return row | {
+        "start_median_bytes": cell.median("start_bytes"),
+        "prompt_tokens_fed_mean": sum(fed) / len(fed) if fed else None,
+        "sampler_achieved_interval_s": max(intervals, default=None),
+        "peak_missed_max_bytes": max(missed, default=None),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write combined_memory.csv and combined_statistics.csv, print a summary. Raises LoadError."""
+    parser = argparse.ArgumentParser(prog="python -m visualization.combine_memory_data", description=__doc__)
+    parser.add_argument("results", type=Path, help="results/<machine>, a folder of 2025, or a combined CSV of 2025")
+    parser.add_argument("--out", type=Path, help="folder to write to (default: the results folder)")
+    args = parser.parse_args(argv)
+    runs = load(args.results)
+    out = args.out or (args.results if args.results.is_dir() else args.results.parent)
+    out.mkdir(parents=True, exist_ok=True)
+    samples = combined(runs)
+    samples.to_csv(out / "combined_memory.csv", index=False)
+    statistics(runs).to_csv(out / "combined_statistics.csv", index=False)
+    print(f"{len(runs)} runs, {len(samples)} samples -> combined_memory.csv, combined_statistics.csv in {out}")
+    for cell in cells(runs):
+        peak = cell.median("peak_bytes")
+        shown = "" if peak is None else f"median peak {peak / GIB:.2f} GiB"
+        print(f"  {cell.scale:8} {cell.arm:22} k={cell.k:<3} {shown:26} {cell.failure()}".rstrip())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_cli(main))

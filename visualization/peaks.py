@@ -1,0 +1,144 @@
+"""Bar charts of peaks: every arm at every k, and every arm's peak in each phase."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from visualization import style
+from visualization.runs import GIB, RESIDENT, Cell, Run, cells, in_order
+
+PHASES = ("generate", "score", "train", "optimizer")
+
+
+def peak_comparison(runs: Sequence[Run], baseline: str) -> Figure:
+    """Bars per k and arm: median peak in GiB with its range, the start level as a dark base, failed cells named.
+
+    A percentage is the change of the peak above the start level against `baseline` at the same k.
+    """
+    arms = in_order(run.arm for run in runs)
+    ks = sorted({run.k for run in runs})
+    table = {(cell.arm, cell.k): cell for cell in cells(runs)}
+    percents = _reductions(table, baseline)
+    measure = next((run.measure.label for run in runs if run.peak_bytes is not None), runs[0].measure.label)
+    note = f"percent: peak above the start level against {baseline} at the same k" if percents else ""
+    handles = [Patch(facecolor=style.colour(arm), hatch=style.hatch(arm), edgecolor="white", label=arm)
+               for arm in arms]
+    start = "level of the first sample" if runs[0].status == "unknown" else "level before the first step"
+    handles.append(Patch(facecolor=style.START_COLOUR, label=start))
+    figure = style.new_figure(max(7.5, 1.2 + 0.45 * (len(arms) + 0.9) * len(ks)), 4.6, f"Peak memory: {measure}", runs,
+                              note, handles)
+    axes = figure.add_subplot()
+    budget = style.draw_budget(axes, runs, GIB)
+    highest = max([budget or 0, *(run.peak_bytes / GIB for run in runs if run.peak_bytes)]) or 1
+    axes.set_ylim(0, highest * 1.18)
+    width = 0.86 / len(arms)
+    for group, k in enumerate(ks):
+        for place, arm in enumerate(arms):
+            x = group + (place - (len(arms) - 1) / 2) * width
+            cell = table.get((arm, k))
+            if cell is None:
+                axes.text(x, highest * 0.015, "not run", rotation=90, ha="center", va="bottom", color="#707070")
+            elif cell.finished:
+                _draw_peak(axes, x, width * 0.9, cell, percents.get((arm, k)))
+            else:
+                _draw_failure(axes, x, width * 0.9, cell, budget or highest)
+    axes.set_xticks(range(len(ks)), [f"k = {k}" for k in ks], fontsize=10)
+    axes.set_xlabel("completions per prompt")
+    axes.tick_params(axis="x", length=0)
+    axes.grid(axis="x", visible=False)
+    axes.set_xlim(-0.55, len(ks) - 0.45)
+    axes.set_ylabel("peak memory (GiB)")
+    return figure
+
+
+def _reductions(table: dict[tuple[str, int], Cell], baseline: str) -> dict[tuple[str, int], float]:
+    """Change of the median peak above start against the baseline's at the same k, as a fraction."""
+    found = {}
+    for (arm, k), cell in table.items():
+        reference = table.get((baseline, k))
+        ours, theirs = cell.median("above_start_bytes"), reference and reference.median("above_start_bytes")
+        # 2025 files hold device-wide figures and no known end of a run: nothing to derive a claim from.
+        if arm != baseline and ours is not None and theirs and not cell.count("unknown"):
+            found[arm, k] = ours / theirs - 1
+    return found
+
+
+def _draw_peak(axes: Axes, x: float, width: float, cell: Cell, change: float | None) -> None:
+    peaks = [peak / GIB for peak in cell.values("peak_bytes")]
+    peak, start = cell.median("peak_bytes") / GIB, (cell.median("start_bytes") or 0) / GIB
+    axes.bar(x, peak - start, width, bottom=start, color=style.colour(cell.arm), hatch=style.hatch(cell.arm),
+             edgecolor="white", linewidth=0)
+    axes.bar(x, start, width, color=style.START_COLOUR, linewidth=0)
+    if len(peaks) > 1:
+        axes.errorbar(x, peak, yerr=[[peak - min(peaks)], [max(peaks) - peak]], color="black", capsize=3, linewidth=1)
+    label = f"{peak:.2f}" + ("*" if cell.count("unknown") else "")
+    if change is not None:
+        label += f"\n{round(change * 100):+d} %".replace("-", "\N{MINUS SIGN}")
+    if cell.failure():
+        label = cell.failure().replace(", ", "\n").replace(" OOM", "\nOOM").replace(" error", "\nerror") + "\n" + label
+    axes.annotate(label, (x, max(peaks)), xytext=(0, 3), textcoords="offset points", ha="center", va="bottom",
+                  fontsize=7.5, linespacing=1.1, bbox=style.BEHIND_TEXT)
+
+
+def _draw_failure(axes: Axes, x: float, width: float, cell: Cell, height: float) -> None:
+    """A cell without any finished run is a named, hatched bar up to the budget: never a number."""
+    axes.bar(x, height, width, facecolor="white", hatch="//////", edgecolor="#9a9a9a", linewidth=1.2, linestyle="--")
+    axes.text(x, height / 2, cell.failure(), rotation=90, ha="center", va="center", fontweight="bold", fontsize=10,
+              bbox={"facecolor": "white", "edgecolor": "none", "pad": 2})
+
+
+def phase_peaks(runs: Sequence[Run]) -> Figure | None:
+    """Per arm the peak in each phase (median over repeats, GiB) at the largest k that every arm finishes.
+
+    CPU: resident memory above the start level. CUDA: torch's allocated peak, because the device's used level does not
+    fall between phases. Arms that never finish are left out and named. None where no run has phases.
+    """
+    done = [run for run in runs if run.peak_bytes is not None and len(run.phases)]
+    if not done:
+        return None
+    arms = in_order(run.arm for run in done)
+    ks = {run.k for run in done}
+    common = [k for k in ks if {run.arm for run in done if run.k == k} == set(arms)]
+    k = max(common or ks, key=lambda k: (len({run.arm for run in done if run.k == k}), k))
+    shown = [cell for cell in cells(done) if cell.k == k]
+    absent = [arm for arm in in_order(run.arm for run in runs) if arm not in {cell.arm for cell in shown}]
+    resident = done[0].measure is RESIDENT
+    what = "resident memory above the start level" if resident else "torch's allocated peak"
+    note = "median over repeats; ◆ marks the phase that peaks" + (
+        f"; without a finished run at k={k}: {', '.join(absent)}" if absent else "")
+    figure = style.new_figure(11, 0.9 + 0.42 * len(shown), f"Which phase peaks, at k = {k}: {what}", done, note)
+    panels = figure.subplots(1, len(PHASES), sharex=True, sharey=True)
+    levels = np.array([[_phase_level(cell, phase, resident) for phase in PHASES] for cell in shown])
+    for column, (axes, phase) in enumerate(zip(panels, PHASES, strict=True)):
+        axes.set_title(phase)
+        axes.set_xlabel("GiB")
+        axes.grid(axis="y", visible=False)
+        for row, cell in enumerate(shown):
+            level = levels[row, column]
+            if np.isnan(level):
+                axes.text(0, row, " not marked", va="center", fontsize=8, color="#707070")
+                continue
+            peaks_here = level == np.nanmax(levels[row])
+            axes.barh(row, level, 0.66, color=style.colour(cell.arm), hatch=style.hatch(cell.arm), edgecolor="white",
+                      linewidth=0)
+            axes.annotate(f"{level:.2f}" + (" ◆" if peaks_here else ""), (max(level, 0), row), xytext=(3, 0),
+                          textcoords="offset points", va="center", fontsize=8.5,
+                          fontweight="bold" if peaks_here else "normal")
+    panels[0].set_yticks(range(len(shown)), [cell.arm for cell in shown])
+    panels[0].invert_yaxis()
+    panels[0].set_xlim(min(0, np.nanmin(levels) * 1.1), np.nanmax(levels) * 1.32)
+    return figure
+
+
+def _phase_level(cell: Cell, phase: str, resident: bool) -> float:
+    """Median over the runs of the phase's highest level in GiB, NaN where the phase was not marked."""
+    highest = []
+    for run in cell.runs:
+        rows = run.phases[(run.phases["phase"] == phase) & (run.phases["step"] > 0)]
+        levels = rows["mark_bytes"] - (run.start_bytes or 0) if resident else rows["peak_allocated_bytes"]
+        if levels.notna().any():
+            highest.append(levels.max() / GIB)
+    return float(np.median(highest)) if highest else np.nan

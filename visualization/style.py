@@ -1,0 +1,100 @@
+"""How every chart looks: colours that colour-blind readers tell apart, marks that survive grey print, one footer."""
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from visualization import legacy
+from visualization.runs import Run, describe
+
+# A fixed salt and no date: the same results give the same SVG, byte for byte.
+matplotlib.rcParams.update({
+    "svg.hashsalt": "charts", "font.size": 9, "axes.titlesize": 10, "axes.grid": True, "axes.axisbelow": True,
+    "axes.spines.top": False, "axes.spines.right": False, "grid.color": "#e3e3e3", "grid.linewidth": 0.7,
+    "hatch.linewidth": 0.8, "legend.frameon": False,
+})  # fmt: skip
+
+# Okabe-Ito; per arm: colour, hatch, line style, marker.
+_LOOKS = {
+    "classic-baseline": ("#D55E00", "", "-", "o"),
+    "classic-string": ("#E69F00", "////", (0, (6, 1.5)), "s"),
+    "classic-string-exact": ("#CC79A7", "\\\\\\\\", (0, (3, 1, 1, 1)), "D"),
+    "classic-lean": ("#009E73", "....", "-", "^"),
+    "stock": ("#0072B2", "xxx", (0, (4, 1, 1, 1, 1, 1)), "v"),
+    "stock-accumulate": ("#56B4E9", "---", (0, (1.5, 1)), "P"),
+    "shared": ("#000000", "||", "-", "*"),
+    "Basic": ("#D55E00", "", "-", "o"),
+    "String": ("#0072B2", "////", (0, (6, 1.5)), "s"),
+}
+_OTHERS = (("#7F7F7F", "oo", "-", "X"), ("#8C6D31", "**", "--", "h"), ("#3F3F3F", "++", ":", "<"))
+PHASE_GREYS = {"generate": "#d9d9d9", "score": "#a6a6a6", "train": "#666666", "optimizer": "#000000"}
+START_COLOUR = "#404040"
+BEHIND_TEXT = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.8}
+K_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+
+
+def colour(arm: str) -> str:
+    """The arm's colour, the same in every chart."""
+    return _look(arm)[0]
+
+
+def hatch(arm: str) -> str:
+    """The arm's hatch for bars."""
+    return _look(arm)[1]
+
+
+def line_style(arm: str) -> str | tuple:
+    """The arm's line style."""
+    return _look(arm)[2]
+
+
+def marker(arm: str) -> str:
+    """The arm's marker."""
+    return _look(arm)[3]
+
+
+def _look(arm: str) -> tuple:
+    return _LOOKS.get(arm) or _OTHERS[sum(arm.encode()) % len(_OTHERS)]
+
+
+def new_figure(width: float, height: float, title: str, runs: Sequence[Run], note: str = "",
+               handles: Sequence[Artist] = (), columns: int = 4) -> Figure:
+    """A figure of that width, with axes area of that height (inches), below title and legend and above the footer that
+    says what was measured on what."""
+    lines = [describe(runs), *([note] if note else []), *([legacy.NOTE] if runs[0].status == "unknown" else [])]
+    footer = "\n".join(textwrap.fill(line, int(width * 18)) for line in lines)
+    above = 0.42 + 0.2 * -(-len(handles) // columns)
+    below = 0.12 + 0.15 * (footer.count("\n") + 1)
+    total = above + height + below
+    figure = Figure(figsize=(width, total), layout="constrained")
+    figure.get_layout_engine().set(rect=(0.005, below / total, 0.99, height / total))
+    figure.text(0.5, 1 - 0.08 / total, title, ha="center", va="top", fontsize=12, fontweight="bold")
+    figure.text(0.012, 0.06 / total, footer, va="bottom", fontsize=7.5, color="#404040", linespacing=1.3)
+    if handles:
+        figure.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 1 - 0.3 / total), ncols=columns,
+                      fontsize=8.5, handlelength=2.8, borderaxespad=0)
+    return figure
+
+
+def draw_budget(axes: Axes, runs: Sequence[Run], unit: float) -> float | None:
+    """A dashed line per distinct budget. Returns the highest budget in that unit of bytes, None without one."""
+    budgets = sorted({run.budget_bytes / unit for run in runs if run.budget_bytes})
+    for budget in budgets:
+        axes.axhline(budget, color="black", linestyle=(0, (5, 3)), linewidth=1.2, zorder=1)
+        axes.annotate(f"budget for torch's allocations: {budget:.3g} GiB", (0, budget), xytext=(4, 3),
+                      xycoords=("axes fraction", "data"), textcoords="offset points", va="bottom", fontsize=8)
+    return budgets[-1] if budgets else None
+
+
+def save(figure: Figure, folder: Path, name: str) -> list[Path]:
+    """Write NAME.png (150 dpi) and NAME.svg. Raises OSError where the folder cannot be written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
+    figure.savefig(paths[0], dpi=150)
+    figure.savefig(paths[1], metadata={"Date": None})
+    return paths

@@ -1,0 +1,137 @@
+"""Memory over time, one panel per k: once with every peak kept, once smoothed and saying so."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.patheffects import withStroke
+
+from visualization import style
+from visualization.runs import GIB, Run, cells, in_order
+
+MAX_POINTS = 1200  # a panel is about 1,400 pixels wide
+OUTLINE = [withStroke(linewidth=2, foreground="white")]
+Curve = Callable[[Run], tuple[np.ndarray, np.ndarray]]
+
+
+def peak_preserving(samples: pd.DataFrame, phases: pd.DataFrame, max_points: int) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds and bytes to draw, at most `max_points` (4 or more), whose maximum is the recorded maximum exactly.
+
+    `samples` has `t` and `bytes`; `phases` has `mark_t` and `mark_bytes`, high-water marks that a sampler can miss.
+    Every bin of time-ordered points keeps its lowest and its highest one. Raises ValueError below four points.
+    """
+    if max_points < 4:
+        raise ValueError(f"max_points is {max_points}, but the ends and one bin's lowest and highest need 4")
+    t = np.concatenate([samples["t"].to_numpy(float), phases["mark_t"].to_numpy(float)])
+    y = np.concatenate([samples["bytes"].to_numpy(float), phases["mark_bytes"].to_numpy(float)])
+    known = ~(np.isnan(t) | np.isnan(y))
+    t, y = t[known], y[known]
+    order = np.argsort(t, kind="stable")
+    t, y = t[order], y[order]
+    if len(t) <= max_points:
+        return t, y
+    keep = {0, len(t) - 1}
+    for part in np.array_split(np.arange(len(t)), (max_points - 2) // 2):
+        keep |= {part[np.argmin(y[part])], part[np.argmax(y[part])]}
+    chosen = sorted(keep)
+    return t[chosen], y[chosen]
+
+
+def smoothed(samples: pd.DataFrame, max_points: int) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds and bytes of a centred rolling mean over a twentieth of the samples, thinned to about `max_points`."""
+    known = samples.dropna(subset=["t", "bytes"])
+    mean = known["bytes"].rolling(max(5, len(known) // 20), center=True, min_periods=1).mean()
+    every = max(1, -(-len(known) // max_points))
+    return known["t"].to_numpy(float)[::every], mean.to_numpy(float)[::every]
+
+
+def timeline_peak_preserving(runs: Sequence[Run]) -> Figure:
+    """The timeline whose drawn maximum is each run's recorded peak."""
+    return _timeline(runs, "Memory over time (every recorded peak is drawn)",
+                     lambda run: peak_preserving(run.samples, run.phases, MAX_POINTS))
+
+
+def timeline_ultra_smooth(runs: Sequence[Run]) -> Figure:
+    """The timeline as a rolling mean."""
+    return _timeline(runs, "Memory over time (smoothed: does not show true peaks)",
+                     lambda run: smoothed(run.samples, MAX_POINTS))
+
+
+def _timeline(runs: Sequence[Run], title: str, curve: Curve) -> Figure:
+    ks = sorted({run.k for run in runs})
+    arms = in_order(run.arm for run in runs)
+    with_phases = any(len(run.phases) for run in runs)
+    strip = 0.13 * len(arms) + 0.1 if with_phases else 0.01
+    note = "one run per arm and k: the first that finished, else the one that failed" + (
+        "; the strips name each run's phases" if with_phases else "")
+    handles = [Line2D([], [], color=style.colour(arm), linestyle=style.line_style(arm), linewidth=1.8,
+                      marker=style.marker(arm), markersize=5, label=arm) for arm in arms]
+    if with_phases:
+        handles += [Patch(facecolor=grey, edgecolor="#808080", linewidth=0.5, label=f"phase: {phase}")
+                    for phase, grey in style.PHASE_GREYS.items()]
+    figure = style.new_figure(11, len(ks) * (3.3 + strip), title, runs, note, handles, 5)
+    figure.get_layout_engine().set(h_pad=0.02, hspace=0)
+    rows = figure.subplots(2 * len(ks), 1, gridspec_kw={"height_ratios": [2.6, strip] * len(ks)})
+    measure = runs[0].measure.label
+    clock = "time since the first step began (s)" if with_phases else "time since the first sample (s)"
+    for k, panel, phases_panel in zip(ks, rows[::2], rows[1::2], strict=True):
+        drawn = [_representative(cell.runs) for cell in cells(run for run in runs if run.k == k)]
+        _draw_curves(panel, drawn, curve)
+        panel.set_title(f"k = {k}", loc="left", fontweight="bold")
+        panel.set_ylabel(f"{measure}\n(GiB)", fontsize=8.5)
+        if with_phases:
+            _draw_phases(phases_panel, drawn)
+            phases_panel.set_xlim(panel.get_xlim())
+            panel.tick_params(labelbottom=False)
+            phases_panel.set_xlabel(clock)
+        else:
+            phases_panel.set_axis_off()
+            panel.set_xlabel(clock)
+    return figure
+
+
+def _representative(runs: Sequence[Run]) -> Run:
+    """The first repeat that finished, else the first that went out of memory, else the first."""
+    return min(runs, key=lambda run: (run.peak_bytes is None, run.status != "oom", run.repeat))
+
+
+def _draw_curves(panel: Axes, drawn: Sequence[Run], curve: Curve) -> None:
+    style.draw_budget(panel, drawn, GIB)
+    failures = 0
+    for run in drawn:
+        t, y = curve(run)
+        panel.plot(t, y / GIB, color=style.colour(run.arm), linestyle=style.line_style(run.arm), linewidth=1.3,
+                   marker=style.marker(run.arm), markersize=4.5, markevery=(0.06, 0.13), gid=run.run_id)
+        if run.status in ("oom", "error") and len(t):
+            panel.plot(t[-1], y[-1] / GIB, marker="x", markersize=10, markeredgewidth=2.5, color=style.colour(run.arm),
+                       zorder=8)
+            panel.annotate(_word(run), (t[-1], y[-1] / GIB), xytext=(9, 2 - 11 * failures), fontsize=8,
+                           textcoords="offset points", fontweight="bold", zorder=9, path_effects=OUTLINE)
+            failures += 1
+    panel.set_ylim(0, panel.get_ylim()[1] * 1.06)
+    panel.set_xlim(left=0)
+
+
+def _word(run: Run) -> str:
+    return "OOM" if run.status == "oom" else "error"
+
+
+def _draw_phases(panel: Axes, drawn: Sequence[Run]) -> None:
+    """One thin strip per arm, from dark to light by phase: colours stay free for the arms."""
+    for row, run in enumerate(drawn):
+        steps = run.phases[run.phases["phase"].isin(style.PHASE_GREYS)]
+        spans = list(zip(steps["t_start"], steps["t_end"] - steps["t_start"], strict=True))
+        greys = [style.PHASE_GREYS[phase] for phase in steps["phase"]]
+        panel.broken_barh(spans, (row - 0.4, 0.8), facecolors=greys, edgecolors="#808080", linewidth=0.3)
+        if run.status in ("oom", "error"):
+            end = max([0, *(start + length for start, length in spans)])
+            panel.text(end, row, f" {_word(run)}", va="center", fontsize=6.5, fontweight="bold")
+    panel.set_yticks(range(len(drawn)), [run.arm for run in drawn], fontsize=6.5)
+    panel.set_ylim(len(drawn) - 0.4, -0.6)
+    panel.tick_params(axis="y", length=0)
+    panel.grid(visible=False)
+    panel.spines["left"].set_visible(False)
