@@ -27,14 +27,19 @@ def common_arguments(config: RunConfig) -> dict:
     )
 
 
+def weights(config: RunConfig) -> str:
+    """The weights' dtype. With mixed precision they stay in float32."""
+    return "float64" if config.precision == "float64" else "float32"
+
+
 def build_classic(config: RunConfig, policy_path: str, reward_path: str, tokenizer, prompts):
     """TRL 0.21's `RLOOTrainer`, the published setting: the batch is one mini-batch, `epochs` passes over a rollout."""
-    policy = AutoModelForCausalLM.from_pretrained(policy_path)
-    reference = AutoModelForCausalLM.from_pretrained(policy_path)
+    policy = AutoModelForCausalLM.from_pretrained(policy_path, dtype=weights(config))
+    reference = AutoModelForCausalLM.from_pretrained(policy_path, dtype=weights(config))
     if config.reward == "letters":
         reward = lambda texts: letter_reward(completions=texts)  # noqa: E731
     else:
-        reward = AutoModelForSequenceClassification.from_pretrained(reward_path, num_labels=1)
+        reward = AutoModelForSequenceClassification.from_pretrained(reward_path, num_labels=1, dtype=weights(config))
     dataset = Dataset.from_dict({"input_ids": [render(tokenizer, messages) for messages in prompts]})
     if len(dataset) < config.batch // config.k:  # its data loader drops a last batch that is not full
         dataset = dataset.select([i % len(dataset) for i in range(config.batch // config.k)])
@@ -76,7 +81,7 @@ def build_current(config: RunConfig, policy_path: str, reward_path: str, tokeniz
         epsilon=0.2,
         max_grad_norm=0.0 if config.reward == "letters" else 1.0,
         generation_kwargs={"min_new_tokens": config.completion_tokens},  # as the classic trainer: no early end
-        model_init_kwargs={"dtype": "float32"},
+        model_init_kwargs={"dtype": weights(config)},
     )
     trainer = RLOOTrainer(
         model=policy_path,
