@@ -25,7 +25,7 @@ from experiments.memory_monitor import start_monitor, stop_monitor
 from experiments.phases import PhaseRecorder, keep_only_live_memory, settle, status_bytes
 from experiments.record import RunRecord, source_commit, write_json
 
-EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_OOM = 0, 1, 2, 3
+EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_OOM, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 OOM_TEXTS = (
     "can't allocate memory", "cannot allocate memory", "out of memory", "bad_alloc", "memory allocation of",
     "can't start new thread",
@@ -131,7 +131,8 @@ def run(args: argparse.Namespace) -> int:
             record.status, record.exit_code = ("oom", EXIT_OOM) if oom else ("error", EXIT_ERROR)
             record.error = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
             traceback.print_exc(file=log)
-            del error
+        except KeyboardInterrupt:
+            record.status, record.exit_code, record.error = "error", EXIT_INTERRUPTED, "interrupted from the keyboard"
         finally:
             phases.close()
             report = stop_monitor(monitor)

@@ -81,7 +81,9 @@ def test_any_other_failure_is_status_error_with_exit_code_1(train, tmp_path):
     assert record["peak_resident_bytes"] is None
 
 
-def test_a_killed_run_keeps_its_samples_and_is_never_called_finished(tmp_path):
+@pytest.fixture
+def running(tmp_path):
+    """A long run that has trained for a few updates: (process, run folder)."""
     command = [
         sys.executable, "-m", "experiments.train", "--arm", "classic-lean", "--k", "2", "--scale", "test", "--device",
         "cpu", "--steps", "2000", "--results", str(tmp_path), "--machine", "here",
@@ -92,6 +94,22 @@ def test_a_killed_run_keeps_its_samples_and_is_never_called_finished(tmp_path):
     while not ((folder / "phases.csv").exists() and (folder / "phases.csv").read_text().count("optimizer") > 3):
         assert process.poll() is None and time.time() < deadline
         time.sleep(0.1)
+    yield process, folder
+    process.kill()
+    process.wait()
+
+
+def test_an_interrupted_run_says_so_and_keeps_what_it_measured(running):
+    process, folder = running
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    record = json.loads((folder / "run.json").read_text())
+    assert record["status"] == "error" and "interrupted" in record["error"]
+    assert record["trace"] and record["sampler"]["samples"] == len(samples(folder))
+
+
+def test_a_killed_run_keeps_its_samples_and_is_never_called_finished(running, tmp_path):
+    process, folder = running
     process.send_signal(signal.SIGKILL)
     process.wait()
     rows = samples(folder)

@@ -6,6 +6,7 @@
 
 A line is a table of UPSTREAM.toml and a folder of the same name: `series` names its patches in order, `overlay/` holds
 whole new files at their upstream paths (`overlay/trl/...`). Standard library only; `git apply` does the patching.
+One file on purpose: it runs before anything is installed, by path, and can be carried to another project as it is.
 """
 
 import argparse

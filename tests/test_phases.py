@@ -1,0 +1,59 @@
+"""Phase marks and exact peaks, on this process."""
+
+import csv
+import time
+
+import pytest
+
+from experiments.phases import PhaseRecorder, status_bytes
+
+MIB = 2**20
+
+
+@pytest.fixture
+def recorder(tmp_path):
+    recorder = PhaseRecorder(tmp_path / "phases.csv", "cpu")
+    if not recorder.high_water.can_reset:
+        pytest.skip("this kernel does not let a process reset its high-water mark")
+    return recorder
+
+
+def test_a_peak_between_two_samples_is_kept_and_stays_in_its_phase(recorder):
+    """64 MiB alive for an instant in one phase: the mark shows it there and in no other phase."""
+    recorder.enter("generate")
+    recorder.enter("train")
+    level = status_bytes("VmRSS")
+    block = bytearray(64 * MIB)  # zero-filled by calloc: not resident until written
+    block[::4096] = b"x" * (len(block) // 4096)
+    del block
+    recorder.enter("optimizer")
+    recorder.close()
+    peaks = {peak.phase: peak.peak_resident_bytes for peak in recorder.peaks}
+    assert peaks["train"] >= level + 60 * MIB
+    assert peaks["optimizer"] < peaks["train"] - 40 * MIB
+    assert peaks["generate"] < peaks["train"] - 40 * MIB
+
+
+def test_rows_are_on_disk_when_their_phase_ends(recorder, tmp_path):
+    recorder.enter("generate")
+    recorder.enter("generate")  # the same phase again is nothing
+    recorder.enter("score")
+    with (tmp_path / "phases.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["phase"] for row in rows] == ["load", "generate"]
+    assert all(float(row["end"]) >= float(row["start"]) for row in rows)
+    assert rows[0]["peak_allocated_bytes"] == "" and int(rows[0]["peak_resident_bytes"]) > MIB
+
+
+def test_several_generate_calls_before_training_are_one_rollout(recorder):
+    for _ in range(2):
+        recorder.begin_rollout()
+        recorder.enter("score")
+    assert recorder.step == 1
+    recorder.grad_norms[1] = [1.0]  # the step was trained on
+    recorder.enter("train")
+    recorder.begin_rollout()
+    assert recorder.step == 2
+    end = time.time()
+    seconds = recorder.step_seconds(end)
+    assert len(seconds) == 2 and sum(seconds) == pytest.approx(end - recorder.rollout_starts[0])
