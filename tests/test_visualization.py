@@ -279,7 +279,7 @@ def test_convergence_title_tells_the_largest_difference(machine):
         write_csv(machine / "convergence" / f"{arm}.csv", ("step", "arm", "reward", "loss", "kl"), [
             {"step": step, "arm": arm, "reward": step + shift, "loss": -step, "kl": 0} for step in range(5)])
     figure = convergence(create_charts.load_convergence(machine), load_machine(machine))
-    assert any("reward 0.25, loss 0" in text for text in texts(figure))
+    assert any("reward 0.25, kl 0, loss 0" in text for text in texts(figure))
 
 
 def test_command_writes_png_and_svg_the_same_each_time(machine, capsys):
@@ -357,3 +357,16 @@ def test_tables_refuse_broken_markers(machine, tmp_path, text, told):
                     reason="the README has no tables yet")
 def test_readme_agrees_with_the_results(capsys):
     assert tables.main([str(ROOT / "README.md"), "--check"]) == 0, capsys.readouterr().out
+
+
+def test_published_table_scales_by_the_budget_and_leaves_other_workloads_out(machine):
+    runs = load_summary(machine)
+    (above,) = {np.median([run.above_start_bytes for run in runs
+                           if (run.arm, run.k) == ("classic-baseline", 2) and run.peak_bytes is not None])}
+    scaled = above * 32 * GIB / runs[0].budget_bytes / 1e9
+    text = "\n".join(tables.published_table(runs))
+    assert f"| `classic-baseline` | 2 | {scaled:.2f} | 14.38 |" in text
+    assert "| `classic-baseline` | 4 | out of memory | 26.99 |" in text
+    summary = machine / "summary.csv"
+    summary.write_text(summary.read_text().replace(",3000,", ",512,"))
+    assert tables.published_table(load_summary(machine)) == []

@@ -9,15 +9,15 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from visualization import style
-from visualization.runs import GIB, Run, cells, in_order
+from visualization.runs import GIB, PUBLISHED_GB, Run, cells, in_order
 
 ON_ONE_LINE = ("classic-baseline", "classic-string", "classic-string-exact")
-# arm, k, thousands of tokens in the batch (k x (prompt fed + 100 new)), GB. The string arm's were cut to 1,024 + 100.
-PUBLISHED = (
-    ("classic-baseline", 2, 2 * 3.1, 14.38), ("classic-baseline", 4, 4 * 3.1, 26.99),
-    ("classic-string", 2, 2 * 1.124, 6.40), ("classic-string", 4, 4 * 1.124, 11.01),
-    ("classic-string", 8, 8 * 1.124, 20.25),
-)  # fmt: skip
+THOUSANDS = {"classic-baseline": 3.1, "classic-string": 1.124}  # tokens a sequence: 3,000 or 1,024 fed + 100 new
+# arm, k, thousands of tokens in the batch, GB
+POINTS_2025 = tuple((arm, k, k * THOUSANDS[arm], peak) for (arm, k), peak in PUBLISHED_GB.items() if peak)
+
+
+LABELS = {"reward": "mean reward", "kl": "KL to the reference (nats per completion)"}
 
 
 def fit(x: Sequence[float], y: Sequence[float]) -> tuple[float, float, float] | None:
@@ -41,7 +41,7 @@ def audit(runs: Sequence[Run]) -> Figure | None:
     failed = [f"{cell.arm} k={cell.k} ({cell.failure()})" for cell in table if not cell.finished]
     note = f"no peak, so no point: {', '.join(failed)}" if failed else ""
     arms = in_order(arm for arm, _, _, _ in points)
-    ks = sorted({k for _, k, _, _ in points} | {k for _, k, _, _ in PUBLISHED})
+    ks = sorted({k for _, k, _, _ in points} | {k for _, k, _, _ in POINTS_2025})
     markers = {k: style.K_MARKERS[place % len(style.K_MARKERS)] for place, k in enumerate(ks)}
     handles = [Line2D([], [], color=style.colour(arm), linestyle="", marker="o", markersize=8, label=arm)
                for arm in arms]
@@ -52,7 +52,7 @@ def audit(runs: Sequence[Run]) -> Figure | None:
     _scatter(ours, points, markers, "GiB")
     ours.set_title(f"measured here: {runs[0].measure.label}")
     ours.set_ylabel("peak above the start level (GiB)")
-    _scatter(published, PUBLISHED, markers, "GB")
+    _scatter(published, POINTS_2025, markers, "GB")
     published.set_title("published 2025, RTX 5090, device-wide used")
     published.set_ylabel("peak (GB)")
     return figure
@@ -74,31 +74,27 @@ def _scatter(axes: Axes, points: Sequence[tuple[str, int, float, float]], marker
         # The baseline's marks are larger, so that they show around those of an arm on the same place.
         axes.plot(tokens, peak, marker=markers[k], markersize=13 if arm == ON_ONE_LINE[0] else 8, linestyle="",
                   color=style.colour(arm), markeredgecolor="black", markeredgewidth=0.7)
-    for arm, _, tokens, peak in {point[0]: point for point in points}.values():
-        below = arm in ON_ONE_LINE[2:]  # it lies on the baseline's points
-        axes.annotate(arm, (tokens, peak), xytext=(9, -4) if below else (-9, 4), textcoords="offset points",
-                      ha="left" if below else "right", va="top" if below else "bottom", fontsize=8)
     axes.set_xlim(0, right)
     axes.set_ylim(0, top * 1.15)
     axes.set_xlabel("tokens in the batch, fed + generated (thousands)")
 
 
 def convergence(steps: pd.DataFrame, runs: Sequence[Run]) -> Figure:
-    """Reward and loss per update, one curve per arm; `steps` has step, arm, reward, loss. The title gives the largest
-    absolute difference between arms at the same step."""
+    """Reward and KL per update, one curve per arm; `steps` has step, arm, reward, kl, loss. The title gives the
+    largest absolute difference between arms at the same step. The loss is in the title alone: on-policy it is zero but
+    for rounding."""
     arms = in_order(steps["arm"])
-    differences = {name: _largest_difference(steps, name) for name in ("reward", "loss")}
+    differences = {name: _largest_difference(steps, name) for name in ("reward", "kl", "loss")}
     told = ", ".join(f"{name} {value:.2g}" for name, value in differences.items())
     title = "Training curves" + (f"; largest absolute difference between arms: {told}" if len(arms) > 1 else "")
     handles = [Line2D([], [], label=arm, **_curve_look(place, arm, len(arms))) for place, arm in enumerate(arms)]
     figure = style.new_figure(11, 3.4, title, runs, handles=handles)
-    for axes, name in zip(figure.subplots(1, 2), ("reward", "loss"), strict=True):
+    for axes, name in zip(figure.subplots(1, 2), ("reward", "kl"), strict=True):
         for place, arm in enumerate(arms):
             rows = steps[steps["arm"] == arm].sort_values("step")
             axes.plot(rows["step"], rows[name], **_curve_look(place, arm, len(arms)))
         axes.set_xlabel("update")
-        axes.set_ylabel(name)
-        axes.set_title(name)
+        axes.set_ylabel(LABELS[name])
     return figure
 
 

@@ -15,6 +15,13 @@ GIB = 2**30
 LEARN = "learn"  # the scale of the convergence runs: another workload, not compared with the others
 ARMS = ("classic-baseline", "classic-string", "classic-string-exact", "classic-lean", "stock", "stock-accumulate",
         "shared", "Basic", "String")
+# Published in 2025 (TRL issue 3829): device-wide peak in GB on an RTX 5090, 32 GiB; None: out of memory
+PUBLISHED_GB = {
+    ("classic-baseline", 2): 14.38, ("classic-baseline", 4): 26.99, ("classic-baseline", 8): None,
+    ("classic-string", 2): 6.40, ("classic-string", 4): 11.01, ("classic-string", 8): 20.25,
+}  # fmt: skip
+PUBLISHED_BUDGET = 32 * GIB
+PUBLISHED_PROMPT = 3000  # tokens
 DEVICE_WORDS = {"cuda": "GPU", "cpu": "CPU"}
 
 

@@ -4,7 +4,8 @@
     python -m visualization.tables RESULTS_MACHINE_DIR
 
 A marked place starts with `<!-- table:NAME results/<machine> -->`, or `<!-- table:NAME results/<machine> SCALE -->`
-for one scale only, and ends with `<!-- /table -->`. Names: peak, audit, speed. The folder is relative to the file.
+for one scale only, and ends with `<!-- /table -->`. Names: peak, audit, speed, published. The folder is relative to
+the file.
 """
 
 import argparse
@@ -13,7 +14,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from visualization.load import load_summary
-from visualization.runs import GIB, LEARN, Cell, LoadError, Run, cells, describe, in_order, read_text, run_cli
+from visualization.runs import (
+    GIB,
+    LEARN,
+    PUBLISHED_BUDGET,
+    PUBLISHED_GB,
+    PUBLISHED_PROMPT,
+    Cell,
+    LoadError,
+    Run,
+    cells,
+    describe,
+    in_order,
+    read_text,
+    run_cli,
+)
 
 BASELINE = "classic-baseline"
 NOISY = 0.02  # a spread above this fraction of the median is shown
@@ -64,8 +79,33 @@ def audit_table(runs: Sequence[Run]) -> list[str]:
     return ["Tokens asked for, tokens really fed, and the memory they took:", "", *_markdown(header, rows)]
 
 
+def published_table(runs: Sequence[Run]) -> list[str]:
+    """The published cells beside ours: peak above start in GB, times the factor by which the scale was made smaller.
+
+    The factor is the published card's 32 GiB over the run's budget, as vocabulary and budget shrink together. Empty
+    for a scale with other prompts than the published 3,000 tokens.
+    """
+    table = {(cell.arm, cell.k): cell for cell in cells(runs)}
+    rows, factors = [], set()
+    for (arm, k), published in PUBLISHED_GB.items():
+        cell = table.get((arm, k))
+        budget = cell.runs[0].budget_bytes if cell else None
+        if not budget or cell.runs[0].prompt_tokens_requested != PUBLISHED_PROMPT:
+            continue
+        factor = PUBLISHED_BUDGET / budget
+        factors.add(f"{factor:g}")
+        above = cell.median("above_start_bytes")
+        ours = _failure(cell) if not cell.finished or above is None else f"{above * factor / 1e9:.2f}"
+        rows.append([f"`{arm}`", str(k), ours, f"{published:.2f}" if published else "out of memory"])
+    if not rows:
+        return []
+    header = ["arm", "k", f"above start x {' or '.join(sorted(factors))}, GB", "published 2025, GB"]
+    return ["Ours, scaled up, beside the published figures (RTX 5090, device-wide, CUDA context included):", "",
+            *_markdown(header, rows)]
+
+
 TABLES: dict[str, Callable[[Sequence[Run]], list[str]]] = {
-    "peak": peak_table, "audit": audit_table, "speed": speed_table}
+    "peak": peak_table, "audit": audit_table, "speed": speed_table, "published": published_table}
 
 
 def render(name: str, folder: Path, scale: str | None = None) -> str:
@@ -83,7 +123,8 @@ def render(name: str, folder: Path, scale: str | None = None) -> str:
     for shown in [scale] if scale else [scale for scale in found if scale != LEARN] or found:
         chosen = [run for run in runs if run.scale == shown]
         measure = next((run.measure.label for run in chosen if run.peak_bytes is not None), chosen[0].measure.label)
-        parts.append("\n".join([f"*{describe(chosen)} · {measure}*", "", *TABLES[name](chosen)]))
+        if lines := TABLES[name](chosen):
+            parts.append("\n".join([f"*{describe(chosen)} · {measure}*", "", *lines]))
     return "\n\n".join(parts) + "\n"
 
 

@@ -64,33 +64,42 @@ def timeline_ultra_smooth(runs: Sequence[Run]) -> Figure:
 def _timeline(runs: Sequence[Run], title: str, curve: Curve) -> Figure:
     ks = sorted({run.k for run in runs})
     arms = in_order(run.arm for run in runs)
+    # TRL's old trainer on the left, today's on the right: curves of one trainer are what is compared
+    columns = [arms for arms in ([arm for arm in arms if arm.startswith("classic")],
+                                 [arm for arm in arms if not arm.startswith("classic")]) if arms]
     with_phases = any(len(run.phases) for run in runs)
-    strip = 0.13 * len(arms) + 0.1 if with_phases else 0.01
+    strip = 0.13 * max(map(len, columns)) + 0.1 if with_phases else 0.01
     note = "one run per arm and k: the first that finished, else the one that failed" + (
         "; the strips name each run's phases" if with_phases else "")
-    handles = [Line2D([], [], color=style.colour(arm), linestyle=style.line_style(arm), linewidth=1.8,
-                      marker=style.marker(arm), markersize=5, label=arm) for arm in arms]
+    handles = [Line2D([], [], color=style.colour(arm), linestyle=style.line_style(arm), linewidth=1.8, label=arm)
+               for arm in arms]
     if with_phases:
         handles += [Patch(facecolor=grey, edgecolor="#808080", linewidth=0.5, label=f"phase: {phase}")
                     for phase, grey in style.PHASE_GREYS.items()]
-    figure = style.new_figure(11, len(ks) * (3.3 + strip), title, runs, note, handles, 5)
+    figure = style.new_figure(13, len(ks) * (2.6 + strip), title, runs, note, handles, 5)
     figure.get_layout_engine().set(h_pad=0.02, hspace=0)
-    rows = figure.subplots(2 * len(ks), 1, gridspec_kw={"height_ratios": [2.6, strip] * len(ks)})
-    measure = runs[0].measure.label
+    grid = figure.subplots(2 * len(ks), len(columns), squeeze=False,
+                           gridspec_kw={"height_ratios": [2.0, strip] * len(ks)})
     clock = "time since the first step began (s)" if with_phases else "time since the first sample (s)"
-    for k, panel, phases_panel in zip(ks, rows[::2], rows[1::2], strict=True):
-        drawn = [_representative(cell.runs) for cell in cells(run for run in runs if run.k == k)]
-        _draw_curves(panel, drawn, curve)
-        panel.set_title(f"k = {k}", loc="left", fontweight="bold")
-        panel.set_ylabel(f"{measure}\n(GiB)", fontsize=8.5)
-        if with_phases:
-            _draw_phases(phases_panel, drawn)
-            phases_panel.set_xlim(panel.get_xlim())
-            panel.tick_params(labelbottom=False)
-            phases_panel.set_xlabel(clock)
-        else:
-            phases_panel.set_axis_off()
-            panel.set_xlabel(clock)
+    for row, k in enumerate(ks):
+        panels, strips = grid[2 * row], grid[2 * row + 1]
+        for column, panel, phases_panel in zip(columns, panels, strips, strict=True):
+            mine = [run for run in runs if run.k == k and run.arm in column]
+            drawn = [_representative(cell.runs) for cell in cells(mine)]
+            _draw_curves(panel, drawn, curve)
+            panel.set_title(f"k = {k}", loc="left", fontweight="bold")
+            if with_phases:
+                _draw_phases(phases_panel, drawn)
+                phases_panel.set_xlim(panel.get_xlim())
+                panel.tick_params(labelbottom=False)
+                phases_panel.set_xlabel(clock)
+            else:
+                phases_panel.set_axis_off()
+                panel.set_xlabel(clock)
+        panels[0].set_ylabel(f"{runs[0].measure.label}\n(GiB)", fontsize=8.5)
+        top = max(panel.get_ylim()[1] for panel in panels)
+        for panel in panels:
+            panel.set_ylim(0, top)
     return figure
 
 
@@ -105,11 +114,11 @@ def _draw_curves(panel: Axes, drawn: Sequence[Run], curve: Curve) -> None:
     for run in drawn:
         t, y = curve(run)
         panel.plot(t, y / GIB, color=style.colour(run.arm), linestyle=style.line_style(run.arm), linewidth=1.3,
-                   marker=style.marker(run.arm), markersize=4.5, markevery=(0.06, 0.13), gid=run.run_id)
+                   gid=run.run_id)
         if run.status in ("oom", "error") and len(t):
             panel.plot(t[-1], y[-1] / GIB, marker="x", markersize=10, markeredgewidth=2.5, color=style.colour(run.arm),
                        zorder=8)
-            panel.annotate(_word(run), (t[-1], y[-1] / GIB), xytext=(9, 2 - 11 * failures), fontsize=8,
+            panel.annotate(_word(run), (t[-1], y[-1] / GIB), xytext=(9, 2 + 14 * failures), fontsize=8,
                            textcoords="offset points", fontweight="bold", zorder=9, path_effects=OUTLINE)
             failures += 1
     panel.set_ylim(0, panel.get_ylim()[1] * 1.06)
