@@ -76,7 +76,7 @@ SCALES = {
         Scale("cpu", "tiny-qwen3", 151_936 // 8, 3000, 100, 4 * GIB),
         Scale("short", "tiny-qwen3", 151_936 // 8, 512, 100, 4 * GIB),
         Scale(
-            "learn", "tiny-qwen3", 512, 48, 24, 4 * GIB, steps=30, epochs=1, prompts=16, learning_rate=3e-2,
+            "learn", "tiny-qwen3", 512, 48, 8, 4 * GIB, steps=30, epochs=1, prompts=12, learning_rate=5e-2,
             temperature=1.0, reward="letters", precision="float64",
         ),
         Scale("test", "tiny-qwen3", 512, 64, 8, 4 * GIB),
