@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make reproduce   set up, run every arm at k = 2, 4, 8, draw charts and tables (about 10 minutes on 2 cores)"
+	@echo "make reproduce   set up, run every arm at k = 2, 4, 8, draw charts and tables (about 14 minutes on 2 cores)"
 	@echo "make test        set up, lint, run the tests"
 	@echo "make charts      draw charts and tables again from the results, update README.md"
 

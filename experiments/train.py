@@ -154,7 +154,7 @@ def train(config: RunConfig, documents, hf_config, fork: dict, record: RunRecord
     torch.set_num_threads(config.threads)
     if config.device == "cpu":
         keep_only_live_memory()
-    record.trl_version, record.trl_file = trl.__version__, str(Path(trl.__file__).parent)
+    record.trl_version, record.trl_file = trl.__version__, os.path.relpath(Path(trl.__file__).parent, ROOT)
     record.torch_version, record.transformers_version = torch.__version__, transformers.__version__
     record.fork_patches = fork["patches"]
     policy_path, reward_path, tokenizer = models.prepare(config, documents)

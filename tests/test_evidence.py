@@ -1,0 +1,91 @@
+"""What README.md and docs/findings.md say, checked against the committed results that the README's tables name."""
+
+import json
+import re
+from statistics import median
+
+import pytest
+
+from experiments.config import ROOT
+
+README = (ROOT / "README.md").read_text()
+MACHINES = sorted({ROOT / name for name in re.findall(r"<!-- table:\w+ (results/\S+)", README)})
+
+
+@pytest.fixture(params=MACHINES, ids=lambda path: path.name)
+def runs(request):
+    """Finished and failed runs of one machine: {(arm, scale, k): [record, ...]}."""
+    found = {}
+    for path in sorted(request.param.glob("*/run.json")):
+        record = json.loads(path.read_text())
+        found.setdefault((record["arm"], record["scale"], record["k"]), []).append(record)
+    return found
+
+
+def above_start(records):
+    assert [record["status"] for record in records] == ["ok"] * len(records)
+    main = "peak_device_used_bytes" if records[0]["device_kind"] == "cuda" else "peak_resident_bytes"
+    return median(record[main] - record["start_bytes"] for record in records)
+
+
+def scale_of(runs):
+    return "seed" if ("classic-baseline", "seed", 2) in runs else "cpu"
+
+
+def test_the_published_change_saves_only_what_it_cuts(runs):
+    scale = scale_of(runs)
+    for k in (2, 4):
+        baseline, string = runs["classic-baseline", scale, k], runs["classic-string", scale, k]
+        assert {record["prompt_tokens_fed_min"] for record in baseline} == {3000}
+        assert {record["prompt_tokens_fed_max"] for record in string} == {1024}
+        tokens = (1024 + 100) / (3000 + 100)
+        assert above_start(string) / above_start(baseline) == pytest.approx(tokens, abs=0.05)
+    short = [above_start(runs[arm, "short", 2]) for arm in ("classic-baseline", "classic-string")]
+    assert short[1] == pytest.approx(short[0], rel=0.02)
+
+
+def test_nothing_cut_nothing_saved(runs):
+    for k in (2, 4):
+        exact, baseline = (runs[arm, scale_of(runs), k] for arm in ("classic-string-exact", "classic-baseline"))
+        assert {record["prompt_tokens_fed_min"] for record in exact} == {3000}
+        assert above_start(exact) == pytest.approx(above_start(baseline), rel=0.02)
+
+
+def test_lean_saves_four_fifths_and_fits_where_the_baseline_does_not(runs):
+    scale = scale_of(runs)
+    lean, baseline = runs["classic-lean", scale, 2], runs["classic-baseline", scale, 2]
+    assert above_start(lean) <= 0.2 * above_start(baseline)
+    assert {record["status"] for record in runs["classic-baseline", scale, 8]} == {"oom"}
+    assert above_start(runs["classic-lean", scale, 8]) < runs["classic-lean", scale, 8][0]["budget_bytes"]
+
+
+def test_lean_and_baseline_trained_alike_at_full_length(runs):
+    """float32, three seeds. The loss is a small mean of terms of the advantage's size, about 0.1, that cancel: 2e-6 is
+    1e-5 of a term, twice. KL is a sum of 100 differences of numbers near 10, each rounded at 1e-6: 2e-5. The gradient
+    norm after the first rollout's updates carries what Adam made of their rounding: 1e-4."""
+    for k in (2, 4):
+        pairs = zip(runs["classic-lean", scale_of(runs), k], runs["classic-baseline", scale_of(runs), k], strict=True)
+        for lean, baseline in pairs:
+            assert lean["seed"] == baseline["seed"] and len(lean["trace"]) == 2
+            for left, right in zip(lean["trace"], baseline["trace"], strict=True):
+                assert left["reward"] == pytest.approx(right["reward"], rel=1e-5)
+                assert left["loss"] == pytest.approx(right["loss"], abs=2e-6)
+                assert left["kl"] == pytest.approx(right["kl"], abs=2e-5)
+                assert left["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-5 if left["step"] == 1 else 1e-4)
+
+
+def test_a_learnable_reward_rises_the_same_way(runs):
+    lean, baseline = (runs[arm, "learn", 4][0]["trace"] for arm in ("classic-lean", "classic-baseline"))
+    assert len(lean) == 30
+    assert [step["reward"] for step in lean] == pytest.approx([step["reward"] for step in baseline], rel=1e-5)
+    assert [step["kl"] for step in lean] == pytest.approx([step["kl"] for step in baseline], rel=1e-5, abs=1e-6)
+    assert median(step["reward"] for step in lean[-5:]) > 2 * median(step["reward"] for step in lean[:5])
+
+
+def test_repeats_agree_and_the_sampler_kept_its_interval(runs):
+    for (arm, scale, _), records in runs.items():
+        if scale == scale_of(runs):
+            assert len(records) == 3, arm
+        for record in records:
+            assert record["commit"] != "unknown" and not record["commit"].endswith("-dirty")
+            assert record["sampler"]["achieved_interval_s"] == pytest.approx(record["config"]["interval"], rel=0.1)
