@@ -105,6 +105,7 @@ class PhaseRecorder:
         self.start = time.time()
         self.prompt_tokens: list[int] = []  # tokens fed per sequence, padding not counted
         self.rollout_starts: list[float] = []
+        self.outside_pool_bytes = 0  # CUDA: what the device holds besides torch's pool, read before the first step
         self.grad_norms: dict[int, list[float]] = {}  # step -> norm before each optimizer step
         self.file = path.open("w", newline="", buffering=1)  # a killed run keeps its finished phases
         csv.writer(self.file).writerow(COLUMNS)

@@ -105,7 +105,7 @@ def run_one(config: RunConfig, machine: Path, args: argparse.Namespace) -> int:
     """One run in its own process; its terminal lines are kept out of the suite's. Returns the exit code."""
     command = [
         sys.executable, "-m", "experiments.train", "--arm", config.arm, "--k", str(config.k), "--scale", config.scale,
-        "--repeat", str(config.repeat), "--device", args.device, "--results", str(machine.parent),
+        "--repeat", str(config.repeat), "--device", config.device, "--results", str(machine.parent),
         "--machine", machine.name,
     ]  # fmt: skip
     for name in PASSED_ON:

@@ -169,6 +169,8 @@ def train(config: RunConfig, documents, hf_config, fork: dict, record: RunRecord
 
     settle()
     record.start_bytes = level(config.device)
+    if config.device == "cuda":
+        phases.outside_pool_bytes = record.start_bytes - torch.cuda.memory_reserved()
     try:
         trainer.train()
     finally:
@@ -207,9 +209,8 @@ def fill_peaks(record: RunRecord, phases: PhaseRecorder, folder: Path, report) -
     record.peak_process_device_bytes = sampled("process_device_bytes")
     column, seen, main = "peak_resident_bytes", sampled("resident_bytes"), record.peak_resident_bytes
     if record.device_kind == "cuda":
-        # what torch held reserved at its peak, plus what the device held besides torch's pool
-        outside = [p.device_used_bytes - p.peak_reserved_bytes for p in steps if p.device_used_bytes is not None]
-        with_pool = record.peak_reserved_bytes + max(min(outside), 0) if outside else None
+        # NVML has no peak counter: torch's pool at its peak, plus what the device held besides the pool at the start
+        with_pool = record.peak_reserved_bytes + phases.outside_pool_bytes
         seen = sampled("device_used_bytes")
         record.peak_device_used_bytes = main = larger(seen, counted("device_used_bytes"), with_pool)
         column = "peak_allocated_bytes"
@@ -239,23 +240,31 @@ def use_fork(arm: cfg.Arm) -> dict:
 
 
 def pick_device(wanted: str) -> tuple[str, str, int]:
-    """("cpu" or "cuda", name, total bytes). Raises `ConfigError` for a device that is not there."""
+    """("cpu" or "cuda", name, total bytes). Raises `ConfigError` for a device that is not there.
+
+    Of several GPUs only the chosen one stays visible: with more, the trainers would spread over all of them.
+    """
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     kind, _, index = wanted.partition(":")
     cfg.choose("device", kind, ("auto", "cpu", "cuda"))
     if kind == "cpu":
         return "cpu", cfg.cpu_name(), host_bytes
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible not in ("", "-1"):
+        entries = visible.split(",") if visible else None
+        if not (index or "0").isdigit() or (entries and int(index or 0) >= len(entries)):
+            shown = f"CUDA_VISIBLE_DEVICES={visible} shows {len(entries)}" if entries else "write it like cuda:0"
+            raise ConfigError(f"device {wanted!r} does not exist; {shown}")
+        os.environ["CUDA_VISIBLE_DEVICES"] = entries[int(index or 0)] if entries else index or "0"
     import torch
 
     if torch.cuda.is_available():
-        number = int(index or 0)
-        if number >= torch.cuda.device_count():
-            raise ConfigError(f"device {wanted!r} does not exist; this machine has {torch.cuda.device_count()} GPU(s)")
-        torch.cuda.set_device(number)
-        properties = torch.cuda.get_device_properties(number)
+        properties = torch.cuda.get_device_properties(0)
         return "cuda", properties.name, properties.total_memory
+    if visible is None:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
     if kind == "cuda":
-        raise ConfigError("no CUDA device is usable here; use --device cpu, or check nvidia-smi and the torch build")
+        raise ConfigError(f"device {wanted!r} is not usable here; use --device cpu, or check nvidia-smi and torch")
     return "cpu", cfg.cpu_name(), host_bytes
 
 

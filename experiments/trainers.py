@@ -1,5 +1,6 @@
 """The two trainers, set up alike: TRL 0.21's `rloo_k` trainer and TRL 1.x's, each from whatever TRL was imported."""
 
+import os
 import statistics
 import tempfile
 
@@ -13,6 +14,9 @@ from trl import RLOOConfig, RLOOTrainer
 
 def common_arguments(config: RunConfig) -> dict:
     """Arguments that mean the same in both lines. Training output is thrown away: the run's record is what counts."""
+    if config.precision == "bf16":
+        # TRL 0.21 makes its own Accelerator and relies on this variable, which transformers 4 set and 5 does not
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
     return dict(
         output_dir=tempfile.mkdtemp(prefix="rloo-"),
         learning_rate=config.learning_rate,

@@ -7,12 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from experiments import config as cfg
 from experiments import train as train_module
 from experiments.config import ROOT
+from experiments.memory_monitor import IntervalReport
+from experiments.phases import PhasePeak
 from experiments.record import SUMMARY_COLUMNS, write_summary
 from experiments.suite import settle_record
 
@@ -164,6 +167,59 @@ def test_cpu_memory_failures_of_torch_are_told_from_other_errors(number):
     assert train_module.is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"))
     assert train_module.is_out_of_memory(MemoryError())
     assert not train_module.is_out_of_memory(RuntimeError(f"shape '[{number}]' is invalid"))
+
+
+def test_bf16_is_mixed_precision_in_both_lines(train):
+    """TRL 0.21 under transformers 5 would silently train in float32 instead."""
+    for arm in ("classic-baseline", "stock"):
+        single, mixed = (train(arm, 2, "--precision", name)[1]["trace"] for name in ("float32", "bf16"))
+        difference = abs(single[0]["grad_norm"] / mixed[0]["grad_norm"] - 1)
+        assert 1e-5 < difference < 0.2, arm
+
+
+def test_cuda_peaks_never_fall_below_what_torch_counted(tmp_path):
+    """A peak between two samples of the device: torch's pool at its peak plus what the device held besides it."""
+    (tmp_path / "memory.csv").write_text(
+        "timestamp,device_used_bytes,process_device_bytes,resident_bytes\n"
+        "9,9000,,50\n11,1500,1200,60\n12,2500,2200,70\n13,,,80\n"
+    )
+
+    class Phases:
+        outside_pool_bytes = 500
+        peaks = (
+            PhasePeak("load", 0, 0, 10, 9000, 9000, 90, 9000),
+            PhasePeak("generate", 1, 10, 12, 900, 1000, 60, 1500),
+            PhasePeak("train", 1, 12, 14, 2600, 3000, 75, 2500),
+        )
+
+    record = train_module.RunRecord("id", "stock", "seed", 2, 0, {}, "abc", device_kind="cuda")
+    train_module.fill_peaks(record, Phases, tmp_path, IntervalReport(0.05, 0.05, 0.06, 4))
+    assert (record.peak_allocated_bytes, record.peak_reserved_bytes) == (2600, 3000)
+    assert record.peak_device_used_bytes == 3500 and record.sampler["peak_missed_bytes"] == 1000
+    assert record.peak_process_device_bytes == 2200 and record.peak_resident_bytes == 80
+    assert record.peak_phase == "train"
+
+
+@pytest.mark.parametrize(
+    "visible, wanted, left",
+    [(None, "cuda:1", "1"), ("4,GPU-abc", "cuda:1", "GPU-abc"), ("4,5", "auto", "4"), ("", "auto", "")],
+)
+def test_only_the_chosen_gpu_stays_visible(monkeypatch, visible, wanted, left):
+    import torch
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    shown = bool(left)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: shown)
+    properties = SimpleNamespace(name="NVIDIA Test", total_memory=7)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    kind, name, _ = train_module.pick_device(wanted)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == left
+    assert (kind, name) == ("cuda", "NVIDIA Test") if shown else kind == "cpu"
+    with pytest.raises(cfg.ConfigError, match="cuda:9"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+        train_module.pick_device("cuda:9")
 
 
 def test_cuda_is_refused_where_there_is_none(capsys, monkeypatch):
