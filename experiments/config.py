@@ -66,15 +66,17 @@ class Scale:
 
 
 # `seed` is the published workload. `cpu` keeps its token counts and divides vocabulary and budget by 8, so that the
-# same cells run out of memory on two cores and a few GiB. `learn` is there to compare training curves: in float64,
-# because Adam turns the rounding noise of a gradient that should be zero into steps, and one sampled token that
-# differs makes two runs part.
+# same cells run out of memory on two cores and a few GiB. `short` has nothing to cut. `exact` is `cpu` in float64, to
+# compare two trainers' losses at full length beyond float32's rounding. `learn` is there to compare training curves,
+# in float64 because Adam turns the rounding noise of a gradient that should be zero into steps, and one sampled token
+# that differs makes two runs part.
 SCALES = {
     scale.name: scale
     for scale in (
         Scale("seed", "tiny-qwen3", 151_936, 3000, 100, 32 * GIB, steps=10, precision="bf16"),
         Scale("cpu", "tiny-qwen3", 151_936 // 8, 3000, 100, 4 * GIB),
         Scale("short", "tiny-qwen3", 151_936 // 8, 512, 100, 4 * GIB),
+        Scale("exact", "tiny-qwen3", 151_936 // 8, 3000, 100, 8 * GIB, precision="float64"),
         Scale(
             "learn", "tiny-qwen3", 512, 48, 8, 4 * GIB, steps=30, epochs=1, prompts=12, learning_rate=5e-2,
             temperature=1.0, reward="letters", precision="float64",
