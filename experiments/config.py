@@ -185,6 +185,10 @@ def resolve(arm: str, k: int, scale: str, device: str, repeat: int = 0, **overri
     return config
 
 
+def default_scale(device_kind: str) -> str:
+    return "seed" if device_kind == "cuda" else "cpu"
+
+
 def parse_bytes(text: str) -> int:
     """Bytes from "32GiB", "1.5 GB", "800MiB" or a plain number of bytes. Raises `ConfigError`."""
     units = {"": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": GIB}

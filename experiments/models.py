@@ -52,12 +52,9 @@ def model_source(model: str) -> str:
     return model.removeprefix("hub:")
 
 
-def check_fits(config: RunConfig, hf_config) -> int:
-    """Bytes that policy, reference, reward model, gradients and Adam's two moments take by themselves.
-
-    Raises `ConfigError` when they exceed the budget, or the sequence exceeds the model's positions. Counts on the
-    meta device: no memory is used.
-    """
+def check_fits(config: RunConfig, hf_config) -> None:
+    """Raise `ConfigError` when policy, reference, reward model, gradients and Adam's two moments alone exceed the
+    budget, or the sequence exceeds the model's positions. Counts on the meta device: no memory is used."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -76,7 +73,6 @@ def check_fits(config: RunConfig, hf_config) -> int:
             f"budget {config.budget_bytes / 2**20:.0f} MiB is below the {needed / 2**20:.0f} MiB that the models, "
             f"gradients and Adam state take before any activation; raise --budget"
         )
-    return needed
 
 
 def build_tokenizer(documents: list[str], vocab_size: int):

@@ -77,6 +77,12 @@ class RunRecord:
         write_json(folder / "run.json", vars(self))
 
 
+def main_peak(record: dict) -> tuple[int, int]:
+    """(peak, peak above the start level) of a finished run in its device's main measure, bytes."""
+    peak = record["peak_device_used_bytes"] or record["peak_resident_bytes"]
+    return peak, peak - record["start_bytes"]
+
+
 def write_json(path: Path, value: dict) -> None:
     """Write through a temporary file: a reader sees the old or the new text, never half of one."""
     staging = path.with_suffix(".tmp")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from experiments import config as cfg
 from experiments.config import ARMS, GIB, ROOT, SCALES, ConfigError, RunConfig
-from experiments.record import FINISHED, read_record, source_commit, write_json, write_summary
+from experiments.record import FINISHED, main_peak, read_record, source_commit, write_json, write_summary
 from experiments.train import EXIT_USAGE, make_writable, pick_device, tells_of_memory
 
 PASSED_ON = ("model", "documents", "budget", "steps", "interval", "precision", "threads", "batch")
@@ -46,7 +46,7 @@ def make_plan(args: argparse.Namespace) -> tuple[list[RunConfig], Path]:
     """Every run's configuration, checked before the first one starts: repeats outermost, arms innermost, so that arms
     alternate and a drift of the machine touches all of them. Raises `ConfigError`."""
     device_kind, device_name, _ = pick_device(args.device)
-    scale = args.scale or ("seed" if device_kind == "cuda" else "cpu")
+    scale = args.scale or cfg.default_scale(device_kind)
     try:
         ks = [int(k) for k in args.k.split(",")]
     except ValueError:
@@ -156,9 +156,8 @@ def outcome(record: dict) -> str:
         return "OUT OF MEMORY"
     if record["status"] != "ok":
         return f"FAILED: {record['error']}"
-    peak = record["peak_device_used_bytes"] or record["peak_resident_bytes"]
-    above = (peak - record["start_bytes"]) / GIB
-    return f"peak {peak / GIB:.2f} GiB, {above:.2f} above start, {record['prompt_tokens_fed_mean']:.0f} prompt tokens"
+    peak, above = (size / GIB for size in main_peak(record))
+    return f"peak {peak:.2f} GiB, {above:.2f} above start, {record['prompt_tokens_fed_mean']:.0f} prompt tokens"
 
 
 def expected_seconds(left: list[RunConfig], durations: dict) -> str:
@@ -192,8 +191,7 @@ def print_table(plan: list[RunConfig], machine: Path) -> None:
 def short(record: dict) -> str:
     if record["status"] != "ok":
         return {"oom": "OOM"}.get(record["status"], "error")
-    peak = record["peak_device_used_bytes"] or record["peak_resident_bytes"]
-    return f"{(peak - record['start_bytes']) / GIB:.2f}"
+    return f"{main_peak(record)[1] / GIB:.2f}"
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from experiments import config as cfg
 from experiments.config import ARMS, GIB, ROOT, SCALES, ConfigError, RunConfig
 from experiments.memory_monitor import start_monitor, stop_monitor
 from experiments.phases import PhaseRecorder, keep_only_live_memory, settle, status_bytes
-from experiments.record import RunRecord, source_commit, write_json
+from experiments.record import RunRecord, main_peak, source_commit, write_json
 
 EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_OOM, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 OOM_TEXTS = (
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     config = cfg.resolve(
         args.arm,
         args.k,
-        args.scale or ("seed" if device_kind == "cuda" else "cpu"),
+        args.scale or cfg.default_scale(device_kind),
         device_kind,
         repeat=args.repeat,
         budget_bytes=cfg.parse_bytes(args.budget) if args.budget else None,
@@ -91,9 +91,8 @@ def run(args: argparse.Namespace) -> int:
     from experiments import data, models
 
     documents = data.load_documents(config.documents)
-    hf_config = models.model_config(config)
-    models.check_fits(config, hf_config)
-    fork = use_fork(ARMS[config.arm])
+    models.check_fits(config, models.model_config(config))
+    use_fork(ARMS[config.arm])
 
     record = RunRecord(
         run_id=config.run_id,
@@ -123,8 +122,8 @@ def run(args: argparse.Namespace) -> int:
         sampled_device = cuda_uuid() if device_kind == "cuda" else "none"
         monitor = start_monitor(folder / "memory.csv", config.interval, sampled_device)
         try:
-            record.exit_code = train(config, documents, hf_config, fork, record, phases, say, log)
-            record.status = "ok"
+            train(config, documents, record, phases, say)
+            record.status, record.exit_code = "ok", EXIT_OK
         except Exception as error:  # every failure is recorded and told by the exit code, none is swallowed
             lift_budget()  # writing the record needs memory too
             oom = is_out_of_memory(error)
@@ -143,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
     return record.exit_code
 
 
-def train(config: RunConfig, documents, hf_config, fork: dict, record: RunRecord, phases, say, log) -> int:
+def train(config: RunConfig, documents: list[str], record: RunRecord, phases: PhaseRecorder, say) -> None:
     """Set up the arm's own trainer, train within the budget, and fill the record."""
     import torch
     import transformers
@@ -156,7 +155,7 @@ def train(config: RunConfig, documents, hf_config, fork: dict, record: RunRecord
         keep_only_live_memory()
     record.trl_version, record.trl_file = trl.__version__, os.path.relpath(Path(trl.__file__).parent, ROOT)
     record.torch_version, record.transformers_version = torch.__version__, transformers.__version__
-    record.fork_patches = fork["patches"]
+    record.fork_patches = [patch for patch in (ARMS[config.arm].patch,) if patch]
     policy_path, reward_path, tokenizer = models.prepare(config, documents)
     prompts = data.build_prompts(documents, tokenizer, config.prompt_tokens)
     enforce_budget(config)
@@ -176,14 +175,13 @@ def train(config: RunConfig, documents, hf_config, fork: dict, record: RunRecord
     finally:
         end = time.time()
         record.step_seconds = [round(seconds, 4) for seconds in phases.step_seconds(end)]
-        record.trace = logs.trace(phases)
+        record.trace = logs.trace()
         fed = phases.prompt_tokens
         if fed:
             record.prompt_tokens_fed_min, record.prompt_tokens_fed_max = min(fed), max(fed)
             record.prompt_tokens_fed_mean = statistics.fmean(fed)
     record.step_seconds_median = statistics.median(record.step_seconds)
     record.final_loss = record.trace[-1]["loss"] if record.trace else None
-    return EXIT_OK
 
 
 def fill_peaks(record: RunRecord, phases: PhaseRecorder, folder: Path, report) -> None:
@@ -222,9 +220,8 @@ def fill_peaks(record: RunRecord, phases: PhaseRecorder, folder: Path, report) -
         record.sampler = {**vars(report), "peak_missed_bytes": missed}
 
 
-def use_fork(arm: cfg.Arm) -> dict:
+def use_fork(arm: cfg.Arm) -> None:
     """Build the arm's TRL, put it first on the path, and check that it is what `import trl` gives."""
-    patches = [arm.patch] if arm.patch else []
     dest = ROOT / ".build" / "fork" / (Path(arm.patch).stem if arm.patch else f"{arm.line}-untouched")
     choice = ["--patches", arm.patch] if arm.patch else ["--no-patches"]
     command = [sys.executable, str(ROOT / "trl" / "fork.py"), "build", arm.line, str(dest), *choice]
@@ -236,7 +233,6 @@ def use_fork(arm: cfg.Arm) -> dict:
 
     if Path(trl.__file__).resolve() != (dest / "trl" / "__init__.py").resolve():
         raise ConfigError(f"`import trl` gives {trl.__file__}, not {dest}; start a fresh Python process for each arm")
-    return {"patches": patches}
 
 
 def pick_device(wanted: str) -> tuple[str, str, int]:
@@ -380,11 +376,10 @@ class Progress:
         self.say(f"  step {number} of {self.config.steps}, {time.time() - self.start:.0f} s")
 
     def end(self, record: RunRecord, folder: Path) -> None:
-        peak = record.peak_device_used_bytes or record.peak_resident_bytes
         text = {"ok": "finished", "oom": "OUT OF MEMORY", "error": f"FAILED: {record.error}"}[record.status]
         if record.status == "ok":
-            above = (peak - record.start_bytes) / GIB
-            text += f", peak {peak / GIB:.2f} GiB, {above:.2f} GiB above the start level ({record.peak_phase})"
+            peak, above = (size / GIB for size in main_peak(vars(record)))
+            text += f", peak {peak:.2f} GiB, {above:.2f} GiB above the start level ({record.peak_phase})"
         self.say(f"  {text}; {folder}{'' if record.status == 'ok' else '/log.txt'}")
 
 

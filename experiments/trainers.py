@@ -123,7 +123,7 @@ class LogCollector(TrainerCallback):
             self.say.step(self.phases.step)
         self.logs.append((self.phases.step, dict(logs or {})))
 
-    def trace(self, phases) -> list[dict]:
+    def trace(self) -> list[dict]:
         """One dictionary a rollout: step, loss, reward, kl, grad_norm (None where it was not logged)."""
         steps = []
         for number in sorted({step for step, _ in self.logs if step}):
@@ -131,7 +131,7 @@ class LogCollector(TrainerCallback):
             for name, keys in self.NAMES.items():
                 values = [logs[key] for step, logs in self.logs if step == number for key in keys if key in logs]
                 entry[name] = statistics.fmean(values) if values else None
-            if entry["grad_norm"] is None and phases.grad_norms.get(number):
-                entry["grad_norm"] = statistics.fmean(phases.grad_norms[number])
+            if entry["grad_norm"] is None and self.phases.grad_norms.get(number):
+                entry["grad_norm"] = statistics.fmean(self.phases.grad_norms[number])
             steps.append(entry)
         return steps
