@@ -1,0 +1,163 @@
+"""Per-token log-probabilities, entropies and gradients with a shared prompt against those of whole sequences.
+
+Both run in one process on one model: without `prefix_length` the fork computes what upstream does (test_prefix_sharing
+shows it bit for bit). For each architecture it prints the largest relative errors over checkpointing on and off and
+several `completions_per_forward`. In bfloat16 the truth is the same rounded weights in float64, and stock's own error
+stands beside.
+"""
+
+import contextlib
+import json
+import sys
+
+from experiments import config as cfg
+from experiments.train import use_fork
+
+use_fork(cfg.ARMS["shared"])
+
+import torch  # noqa: E402
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # noqa: E402
+from trl.models.prefix_sharing import enable_prefix_sharing  # noqa: E402
+from trl.trainer import utils  # noqa: E402
+
+VOCAB = 97
+SHAPE = dict(
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, max_position_embeddings=256, pad_token_id=0, eos_token_id=1, bos_token_id=2,
+    attention_dropout=0.0,
+)  # fmt: skip
+# The window of 6 is shorter than the prompts, so that completions reach past its start
+WINDOW = dict(sliding_window=6)
+MOE = dict(num_experts_per_tok=2)
+ARCHITECTURES = {
+    "llama": ("llama", {}),
+    "mistral-window": ("mistral", WINDOW),
+    "qwen2-window": ("qwen2", dict(use_sliding_window=True, max_window_layers=1, **WINDOW)),
+    "qwen3": ("qwen3", {}),
+    "qwen3-moe": ("qwen3_moe", dict(num_experts=4, moe_intermediate_size=24, **MOE)),
+    "mixtral": ("mixtral", dict(num_local_experts=4, **MOE)),
+    "gemma2-window-softcap": ("gemma2", WINDOW),
+    "gemma3-window": ("gemma3_text", WINDOW),
+    "phi3": ("phi3", {}),
+    "olmo2": ("olmo2", {}),
+    "olmo3-window": ("olmo3", WINDOW),
+    "gpt-neox": ("gpt_neox", {}),
+    "gpt2-learned-positions": ("gpt2", dict(n_embd=32, n_layer=3, n_head=4, n_positions=256, attn_pdrop=0.0,
+                                            resid_pdrop=0.0, embd_pdrop=0.0)),
+    "granite": ("granite", {}),
+    "cohere": ("cohere", {}),
+    "cohere2-window": ("cohere2", WINDOW),
+    "gpt-oss-sinks": ("gpt_oss", dict(num_local_experts=4, **MOE, **WINDOW)),
+    "smollm3": ("smollm3", {}),
+    "starcoder2": ("starcoder2", dict(embedding_dropout=0.0, residual_dropout=0.0)),
+}  # fmt: skip
+EAGER = ("gemma2-window-softcap", "gpt-oss-sinks")  # soft-capping and sinks are not in PyTorch's attention
+EXPERTS = ("qwen3-moe", "mixtral", "gpt-oss-sinks")
+
+
+class PlainLogProb:
+    """The head's outputs in the dtype of its inputs: upstream's sums in float32, too coarse to compare in float64."""
+
+    @staticmethod
+    def apply(hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs):
+        logits = torch.nn.functional.linear(hidden, weight, bias) * logit_scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        log_probs = (logits / temperature).log_softmax(-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        return log_probs.gather(-1, targets[:, None])[:, 0], entropy, None, None, None
+
+
+@contextlib.contextmanager
+def pure_float64():
+    """Norms, softmax and the head compute in float32 whatever the model's dtype: here they compute in float64."""
+    names = [(torch, "float32", torch.float64), (torch, "float", torch.float64),
+             (torch.Tensor, "float", torch.Tensor.double),
+             (utils, "_ChunkedLogProbFunction", PlainLogProb)]  # fmt: skip
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in names]
+    for owner, name, value in names:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def build(name, dtype, seed=0):
+    model_type, extra = ARCHITECTURES[name]
+    torch.manual_seed(seed)
+    config = CONFIG_MAPPING[model_type](**{**SHAPE, **extra})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if name in EAGER else "sdpa")
+    for parameter in model.parameters():  # larger than at initialisation, so that attention matters
+        parameter.data.mul_(4 if parameter.dim() > 1 else 1)
+    if name in EXPERTS:
+        model.set_experts_implementation("eager")  # the others do not know float64
+    model.to(dtype).train()
+    utils.add_fused_lm_head(model, temperature=0.9, outputs=("log_probs", "entropy"))
+    return model
+
+
+def batch():
+    """Two prompts with three completions each: left padding, completions of 1 to 7 tokens, one without any token."""
+    prompt, completion = 11, 7
+    torch.manual_seed(7)
+    ids = torch.randint(3, VOCAB, (6, prompt + completion))
+    ids[:3, :prompt], ids[3:, :prompt] = ids[0, :prompt], ids[3, :prompt]
+    mask = torch.ones_like(ids)
+    mask[3:, :4] = 0
+    for row, length in enumerate((7, 3, 1, 5, 0, 2)):
+        mask[row, prompt + length :] = 0
+    return ids, mask, prompt
+
+
+def run(model, name, **shared):
+    """(log-probabilities and entropies, gradient of all parameters, loss) of one pass, in float64."""
+    ids, mask, prompt = batch()
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :prompt] = -100
+    if name in EXPERTS:
+        shared = dict(shared, output_router_logits=True)
+    model.zero_grad()
+    out = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True, **shared)
+    columns = ids.shape[1] - prompt
+    tokens = torch.stack([out.log_probs[:, -columns:], out.entropy[:, -columns:]])
+    weights = torch.linspace(-1, 1, ids.shape[0] * columns).view(1, -1, columns) * torch.tensor([1.0, 0.1]).view(2, 1, 1)
+    loss = (tokens * weights).sum() + (out.aux_loss if out.aux_loss is not None else 0)
+    loss.backward()
+    gradient = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
+    return tokens.detach().double(), gradient, loss.item()
+
+
+def error(got, truth):
+    return ((got - truth).norm() / truth.norm()).item()
+
+
+def errors_of(name, dtype):
+    model = build(name, dtype)
+    stock = run(model, name)
+    truth = stock
+    if dtype == torch.bfloat16:
+        with pure_float64():
+            truth = run(build(name, dtype).double(), name)
+    enable_prefix_sharing(model)
+    errors = {"tokens": 0.0, "gradient": 0.0, "loss": 0.0}
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        for completions in (1, 2, 3, None):
+            tokens, gradient, loss = run(model, name, prefix_length=batch()[2], completions_per_forward=completions)
+            errors["tokens"] = max(errors["tokens"], error(tokens, truth[0]))
+            errors["gradient"] = max(errors["gradient"], error(gradient, truth[1]))
+            errors["loss"] = max(errors["loss"], abs(loss - truth[2]) / abs(truth[2]))
+    off = run(model, name)  # enabled but not used: the attention that the model was loaded with
+    errors["off_is_equal"] = all(torch.equal(x, y) for x, y in zip(off[:2], stock[:2], strict=True))
+    if dtype == torch.bfloat16:
+        errors |= {"stock_tokens": error(stock[0], truth[0]), "stock_gradient": error(stock[1], truth[1])}
+    return errors
+
+
+if __name__ == "__main__":
+    dtype = getattr(torch, sys.argv[1])
+    with pure_float64() if dtype == torch.float64 else contextlib.nullcontext():
+        print(json.dumps({name: errors_of(name, dtype) for name in ARCHITECTURES}))

@@ -1,0 +1,100 @@
+"""Bad input to prefix sharing: prints the error of each case by name, and what an exception leaves behind."""
+
+import json
+import logging
+import sys
+import tempfile
+
+from shared_exactness import SHAPE, batch  # builds the fork and puts it on the path
+
+import torch  # noqa: E402, I001
+from peft import PromptTuningConfig, get_peft_model  # noqa: E402
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # noqa: E402
+from trl import GRPOConfig, RLOOConfig  # noqa: E402
+from trl.models.prefix_sharing import enable_prefix_sharing  # noqa: E402
+from trl.trainer.utils import add_fused_lm_head  # noqa: E402
+
+logging.disable(logging.WARNING)
+
+
+def model(model_type, attention="sdpa", **extra):
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[model_type](**{**SHAPE, **extra})
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+
+
+def message(function, *arguments, **options):
+    try:
+        function(*arguments, **options)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def settings(make, **options):
+    defaults = dict(per_device_train_batch_size=8, num_generations=4, prefix_sharing=True, use_cpu=True, bf16=False)
+    return message(make, tempfile.mkdtemp(), **{**defaults, **options})
+
+
+def prompt_tuning():
+    return get_peft_model(model("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+
+
+flash = model("llama")
+flash.config._attn_implementation_internal = "flash_attention_2"  # as if the package were there
+experts = dict(num_experts=4, num_experts_per_tok=2)
+MODELS = {
+    "no attention interface": lambda: model("stablelm"),
+    "linear attention": lambda: model("qwen3_next", **experts, linear_num_value_heads=2, linear_num_key_heads=2),
+    "state space": lambda: model("mamba", "eager"),
+    "positions from the mask": lambda: model("opt", ffn_dim=48, word_embed_proj_dim=32, dropout=0.0),
+    "flash attention": lambda: flash,
+    "dropout": lambda: model("llama", attention_dropout=0.1),
+    "embedding dropout": lambda: model("gpt2", embd_pdrop=0.1, attn_pdrop=0.0, resid_pdrop=0.0),
+    "length-dependent rotary": lambda: model("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
+    "prompt learning": prompt_tuning,
+}
+result = {name: message(lambda make=make: enable_prefix_sharing(make())) for name, make in MODELS.items()}
+for make in (RLOOConfig, GRPOConfig):
+    name = make.__name__[:4]
+    result |= {
+        f"{name} fine": settings(make, completions_per_forward=4),
+        f"{name} zero completions": settings(make, completions_per_forward=0),
+        f"{name} too many completions": settings(make, completions_per_forward=5),
+        f"{name} completions without sharing": settings(make, prefix_sharing=False, completions_per_forward=2),
+        f"{name} split groups": settings(make, per_device_train_batch_size=2, gradient_accumulation_steps=2),
+        f"{name} reentrant": settings(make, gradient_checkpointing_kwargs={"use_reentrant": True}),
+        f"{name} beams": settings(make, generation_kwargs={"num_beams": 2}),
+        f"{name} static cache": settings(make, cache_implementation="static"),
+        f"{name} compile": settings(make, torch_compile=True),
+    }
+
+# A model that was refused, or that failed in the middle of a pass, computes as before
+refused = model("opt", ffn_dim=48, word_embed_proj_dim=32, dropout=0.0)
+message(enable_prefix_sharing, refused)
+result["refused model keeps"] = refused.config._attn_implementation
+good = model("llama")
+add_fused_lm_head(good)
+ids, mask, prompt = batch()
+labels = ids.masked_fill(mask == 0, -100)
+inputs = dict(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
+enable_prefix_sharing(good)
+before, shared = good(**inputs).log_probs, good(**inputs, prefix_length=prompt).log_probs
+calls, forward = [], good.model.layers[1].mlp.forward
+
+
+def failing(*arguments):
+    calls.append(1)
+    if len(calls) == 3:  # the prompts of two groups, then the first pass of completions
+        raise RuntimeError("out of memory, as if")
+    return forward(*arguments)
+
+
+good.model.layers[1].mlp.forward = failing
+result["failing pass"] = message(good, **inputs, prefix_length=prompt)
+good.model.layers[1].mlp.forward = forward
+result["usable after a failure"] = bool(
+    torch.equal(good(**inputs).log_probs, before)
+    and torch.equal(good(**inputs, prefix_length=prompt).log_probs, shared)
+)
+print(json.dumps(result), file=sys.stdout)

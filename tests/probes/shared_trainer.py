@@ -1,0 +1,154 @@
+"""Whole training runs with and without prefix sharing, same seed: what is logged, and the trained parameters.
+
+Everything computes in float64 (see shared_exactness), so that both runs sample the same tokens and differ by rounding
+alone. The rows of a generation batch are shuffled by whole groups in both, or they would train in another order.
+Prints for each scenario the largest difference of a logged value and the relative difference of the parameters.
+"""
+
+import copy
+import json
+import logging
+import math
+import sys
+import tempfile
+
+from experiments import config as cfg
+from experiments.train import use_fork
+
+use_fork(cfg.ARMS["shared"])
+
+import torch  # noqa: E402
+from datasets import Dataset, IterableDataset  # noqa: E402
+from peft import LoraConfig, get_peft_model  # noqa: E402
+from shared_exactness import pure_float64  # noqa: E402
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # noqa: E402
+from trl.trainer import grpo_trainer, rloo_trainer  # noqa: E402
+
+from experiments import models  # noqa: E402
+
+WORDS = "apple stone river cloud seven tiger green paper light money".split()
+# Prompts of unequal length; two are equal, and one is a single token
+PROMPTS = [" ".join(WORDS[i % 10] for i in range(n, n + 3 * n)) for n in (5, 2, 7)] + ["e"]
+PROMPTS.insert(2, PROMPTS[0])
+TOKENIZER = models.build_tokenizer([" ".join(WORDS)] * 4, 300)
+SHAPE = dict(
+    vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, max_position_embeddings=256, pad_token_id=0, eos_token_id=3,
+)  # fmt: skip
+
+
+def reward(completions, **kwargs):
+    return [len(set(text)) / 10 + text.count("e") for text in completions]
+
+
+SCENARIOS = {
+    "rloo": dict(),
+    "rloo beta=0": dict(beta=0.0),
+    "rloo passes of 1": dict(completions_per_forward=1),
+    "rloo passes of 3": dict(completions_per_forward=3),
+    "rloo two prompts a batch": dict(batch=8),
+    "rloo accumulation": dict(gradient_accumulation_steps=2),
+    "rloo two iterations": dict(num_iterations=2, gradient_accumulation_steps=2),
+    "rloo two batches a generation": dict(steps_per_generation=2),
+    "rloo no checkpointing": dict(gradient_checkpointing=False, completions_per_forward=2),
+    "rloo truncated masked": dict(mask_truncated_completions=True),
+    "rloo all truncated": dict(mask_truncated_completions=True, ends=1),
+    "rloo one-token completions": dict(max_completion_length=1),
+    "rloo normalized": dict(normalize_advantages=True, reward_clip_range=(0.1, 0.9)),
+    "rloo evaluation": dict(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4, evaluate=True),
+    "rloo evaluation, other k": dict(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=6,
+                                     num_generations_eval=3, evaluate=True),
+    "rloo stream": dict(stream=True),
+    "rloo temperature": dict(temperature=0.7, top_k=20, repetition_penalty=1.1),
+    "rloo experts": dict(experts=True, completions_per_forward=2),
+    "rloo lora": dict(lora="config", completions_per_forward=2),
+    "rloo lora, trained before": dict(lora="model"),
+    "rloo reference follows": dict(sync_ref_model=True, ref_model_sync_steps=1),
+    "grpo": dict(trainer="grpo"),
+    "grpo beta": dict(trainer="grpo", beta=0.05, completions_per_forward=2),
+    "grpo two iterations": dict(trainer="grpo", num_iterations=2, steps_per_generation=2),
+    "grpo lora beta": dict(trainer="grpo", lora="config", beta=0.05),
+    "grpo experts": dict(trainer="grpo", experts=True),
+    "grpo sequence level": dict(trainer="grpo", importance_sampling_level="sequence", num_iterations=2),
+    # Not 0.4: that threshold falls on the first tokens here, whose entropies are equal up to rounding
+    "grpo entropy": dict(trainer="grpo", top_entropy_quantile=0.25, entropy_coef=0.01),
+    "grpo off-policy mask": dict(trainer="grpo", off_policy_mask_threshold=0.5, num_iterations=2),
+    **{f"grpo {loss}": dict(trainer="grpo", loss_type=loss, num_iterations=2, completions_per_forward=2)
+       for loss in ("grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")},
+}  # fmt: skip
+
+
+def train(folder, shared, trainer="rloo", batch=4, ends=60, evaluate=False, stream=False, experts=False, lora=None,
+          completions_per_forward=None, **options):  # fmt: skip
+    module = rloo_trainer if trainer == "rloo" else grpo_trainer
+    make_config, make_trainer = (RLOOConfig, RLOOTrainer) if trainer == "rloo" else (GRPOConfig, GRPOTrainer)
+    rows = Dataset.from_dict({"prompt": PROMPTS})
+    torch.manual_seed(0)
+    if experts:
+        config = Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+    else:
+        config = Qwen3Config(**SHAPE)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        parameter.data.mul_(4 if parameter.dim() > 1 else 1)
+    if experts:
+        model.set_experts_implementation("eager")
+    model.generation_config.eos_token_id = list(range(3, 3 + ends))  # many, so that completions differ in length
+    model.to(torch.float64).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    if experts:
+        model.set_experts_implementation("eager")
+    lora_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    if lora == "model":
+        torch.manual_seed(1)
+        model = get_peft_model(model, lora_config)
+    arguments = make_config(
+        output_dir=folder, per_device_train_batch_size=batch, num_generations=4, max_steps=3, seed=1, use_cpu=True,
+        model_init_kwargs={"experts_implementation": "eager"} if experts else None,  # for the reference model
+        **{"max_completion_length": 6, "learning_rate": 1e-2, "lr_scheduler_type": "constant", **options},
+        prefix_sharing=shared, completions_per_forward=completions_per_forward if shared else None, bf16=False,
+        logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    shuffle = module.shuffle_sequence_dict
+    module.shuffle_sequence_dict = lambda batch, group_size=1: shuffle(batch, 4)
+    run = make_trainer(
+        model=model, reward_funcs=reward, args=arguments, processing_class=copy.deepcopy(TOKENIZER),
+        train_dataset=IterableDataset.from_generator(lambda: iter(rows)) if stream else rows,
+        eval_dataset=rows if evaluate else None, peft_config=lora_config if lora == "config" else None,
+    )  # fmt: skip
+    run.train()
+    module.shuffle_sequence_dict = shuffle
+    skipped = ("time", "runtime", "per_second", "num_input_tokens")
+    logs = [{k: v for k, v in log.items() if not any(s in k for s in skipped)} for log in run.state.log_history]
+    parameters = torch.cat([p.detach().flatten() for p in run.model.parameters()])
+    return logs, parameters
+
+
+def compare(**scenario):
+    with tempfile.TemporaryDirectory() as folder, pure_float64():
+        stock_logs, stock = train(folder, False, **scenario)
+        logs, shared = train(folder, True, **scenario)
+    assert [set(log) for log in logs] == [set(log) for log in stock_logs]
+    worst = 0.0
+    for left, right in zip(stock_logs, logs, strict=True):
+        for name, value in left.items():
+            if isinstance(value, float) and not (math.isnan(value) and math.isnan(right[name])):
+                worst = max(worst, abs(value - right[name]) / max(1.0, abs(value)))
+            elif value != right[name] and not isinstance(value, float):
+                worst = math.inf
+    moved = (stock - shared).norm() / stock.norm()
+    steps = [log for log in logs if "loss" in log and "grad_norm" in log]
+    return {"logs": worst, "parameters": moved.item(), "grad_norms": [log["grad_norm"] for log in steps]}
+
+
+if __name__ == "__main__":
+    logging.disable(logging.WARNING)
+    names = [name for name in SCENARIOS if name.startswith(sys.argv[1])] if len(sys.argv) > 1 else SCENARIOS
+    result = {}
+    for name in names:
+        try:
+            result[name] = compare(**SCENARIOS[name])
+        except Exception as error:
+            result[name] = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps(result))

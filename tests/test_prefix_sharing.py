@@ -1,0 +1,98 @@
+"""Prefix sharing on the current line. The probes run in their own process with the fork's TRL first on the path."""
+
+import math
+
+import pytest
+
+# Relative error that rounding explains: float32 has 6e-8 a step and the gradients of three layers sum some thousand of
+# them; float64 has 1e-16.
+TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_every_architecture_computes_what_whole_sequences_do(probe, dtype):
+    result = probe("shared_exactness", dtype)
+    assert len(result) >= 19
+    for name, errors in result.items():
+        assert max(errors["tokens"], errors["gradient"], errors["loss"]) <= TOLERANCE[dtype], (name, errors)
+        assert errors["off_is_equal"], f"{name}: prepared but not sharing, it computes something else"
+
+
+def test_in_bfloat16_the_error_is_no_larger_than_that_of_whole_sequences(probe):
+    """Against the same rounded weights in float64. One batch of an architecture is a small sample of rounding errors,
+    so each may be half as large again, and the mean over the architectures 5 %."""
+    result = probe("shared_exactness", "bfloat16")
+    for kind in ("tokens", "gradient"):
+        ratios = {name: errors[kind] / errors[f"stock_{kind}"] for name, errors in result.items()}
+        assert max(ratios.values()) <= 1.5, ratios
+        assert math.exp(sum(map(math.log, ratios.values())) / len(ratios)) <= 1.05, ratios
+    assert all(errors["off_is_equal"] for errors in result.values())
+
+
+def test_many_passes_in_bfloat16_keep_the_gradient_of_the_prompt(probe):
+    """64 passes each add to the gradient of the prompt's keys. With bfloat16 weights that is no worse than stock with
+    64 accumulated steps. In mixed precision it may cost one more rounding: the sum over the completions is rounded
+    once on its way into the projection, where stock rounds each completion's part and averages over them."""
+    result = probe("shared_accumulation")
+    assert result["shared"] <= result["accumulate"], result
+    assert result["mixed shared"] <= 1.25 * result["mixed stock"], result
+
+
+def test_random_batches_score_and_decode_as_whole_sequences(probe):
+    assert probe("shared_shapes")["batches"] >= 60
+
+
+@pytest.mark.parametrize("trainer", ["rloo", "grpo"])
+def test_training_runs_are_the_same_in_every_setting(probe, trainer):
+    """Three updates with sampled completions, in float64: the same tokens, logs and parameters to rounding."""
+    result = probe("shared_trainer", trainer)
+    assert len(result) >= 15
+    for name, run in result.items():
+        assert "error" not in run, (name, run)
+        assert run["logs"] <= 1e-9 and run["parameters"] <= 1e-9, (name, run)
+        assert (max(run["grad_norms"]) > 1e-3) != name.endswith("all truncated"), f"{name}: {run['grad_norms']}"
+
+
+@pytest.mark.parametrize("trainer", ["RLOO", "GRPO"])
+def test_switched_off_the_fork_is_upstream_bit_for_bit(probe, trainer):
+    upstream, fork = probe("off", trainer, "none"), probe("off", trainer, "all")
+    assert upstream["version"] != fork["version"]
+    assert fork["parameters"] == upstream["parameters"]
+    assert fork["logs"] == upstream["logs"]
+
+
+def test_bad_input_is_refused_with_value_limit_and_remedy(probe):
+    result = probe("shared_refusals")
+    expected = {
+        "no attention interface": ["StableLmForCausalLM", "AttentionInterface"],
+        "linear attention": ["Qwen3NextForCausalLM", "linear_attention"],
+        "state space": ["MambaForCausalLM", "linear_attention"],
+        "positions from the mask": ["OPTForCausalLM", "differ"],
+        "flash attention": ["flash_attention_2", "attn_implementation='sdpa'"],
+        "dropout": ["attention_dropout", "0.1"],
+        "embedding dropout": ["transformer.drop", "0.1"],
+        "length-dependent rotary": ["dynamic", "prefix_sharing=False"],
+        "prompt learning": ["PROMPT_TUNING"],
+    }
+    for trainer in ("RLOO", "GRPO"):
+        assert result[f"{trainer} fine"] is None
+        expected |= {
+            f"{trainer} zero completions": ["completions_per_forward (0)", "num_generations (4)"],
+            f"{trainer} too many completions": ["completions_per_forward (5)", "num_generations (4)"],
+            f"{trainer} completions without sharing": ["completions_per_forward=2", "prefix_sharing=True"],
+            f"{trainer} split groups": ["(2)", "num_generations (4)", "completions_per_forward"],
+            f"{trainer} reentrant": ["use_reentrant"],
+            f"{trainer} beams": ["num_beams=2"],
+            f"{trainer} static cache": ["cache_implementation='static'"],
+            f"{trainer} compile": ["torch_compile"],
+        }
+    for name, parts in expected.items():
+        assert result[name] and result[name].startswith("ValueError"), (name, result[name])
+        assert all(part in result[name] for part in parts), (name, result[name])
+
+
+def test_a_refused_model_and_a_failed_pass_leave_the_attention_usable(probe):
+    result = probe("shared_refusals")
+    assert result["refused model keeps"] == "sdpa"
+    assert result["failing pass"] == "RuntimeError: out of memory, as if"
+    assert result["usable after a failure"]

@@ -1,0 +1,638 @@
+# Copyright 2020-2026 The HuggingFace Team. All rights reserved.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+
+"""
+Prefix sharing: the completions of a prompt attend to keys and values that are computed once for all of them.
+
+The shared prefix is the prompt without its last token, and every completion is preceded by that last token. So the
+prompt pass only has to leave keys and values behind, and the first completion token is scored like any other.
+
+Shape suffixes: B rows, P prompt columns, C completion columns, S prefix tokens, T tokens of a packed pass, N rows that
+share a prompt, H hidden size, D head size.
+"""
+
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from accelerate.utils import is_peft_model
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+
+# Attention implementations that take an arbitrary mask, which is what lets packed completions see one prefix
+_BASE_IMPLEMENTATIONS = ("sdpa", "eager")
+_IMPLEMENTATION_PREFIX = "prefix_sharing_"
+
+
+class _AccumulateInFloat32(torch.autograd.Function):
+    """Identity whose gradients, one per pass, are summed in float32 before they reach a half-precision tensor."""
+
+    # The tensor that autograd sums into has no storage in the forward: it only carries the shape and the float32 dtype
+    @staticmethod
+    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+        ctx.dtype = x.dtype
+        return x.new_zeros(1, dtype=torch.float32).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        return grad.to(ctx.dtype)
+
+
+class _ReadWithFloat32Gradient(torch.autograd.Function):
+    """Return `x`, sending its gradient in float32 to the `carrier` made by [`_AccumulateInFloat32`]."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, carrier: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, grad.float()
+
+
+class _Prefix:
+    """
+    Keys and values of one prompt prefix, by layer.
+
+    Args:
+        positions (`torch.Tensor` of shape `(S,)`):
+            Position of each prefix token.
+    """
+
+    def __init__(self, positions: torch.Tensor):
+        self.positions = positions
+        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # (1, num_key_value_heads, S, D) each
+        self.carriers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def record(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        # Gradient checkpointing runs the layer again during the backward: what the forward recorded stands
+        if layer_idx in self.layers:
+            return
+        self.layers[layer_idx] = (key, value)
+        if key.requires_grad and key.dtype in (torch.float16, torch.bfloat16):
+            self.carriers[layer_idx] = (_AccumulateInFloat32.apply(key), _AccumulateInFloat32.apply(value))
+
+    def read(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        key, value = self.layers[layer_idx]
+        if layer_idx in self.carriers:
+            key_carrier, value_carrier = self.carriers[layer_idx]
+            key = _ReadWithFloat32Gradient.apply(key.detach(), key_carrier)
+            value = _ReadWithFloat32Gradient.apply(value.detach(), value_carrier)
+        return key, value
+
+
+@dataclass(frozen=True)
+class _RecordPrefix:
+    """Attention context of the prompt pass: attend as usual, and keep the keys and values."""
+
+    prefix: _Prefix
+
+    def attend(self, base, module, query, key, value, attention_mask, **kwargs):
+        self.prefix.record(module.layer_idx, key, value)
+        return _base_attention(base, module)(module, query, key, value, attention_mask, **kwargs)
+
+
+@dataclass(frozen=True)
+class _ReadPrefix:
+    """
+    Attention context of a pass of completions, packed in one row after one another: each attends to the prefix and to
+    itself.
+
+    Args:
+        prefix (`_Prefix`):
+            Keys and values of the prompt.
+        positions (`torch.Tensor` of shape `(T,)`):
+            Position of each token of the row.
+        rows (`torch.Tensor` of shape `(T,)`):
+            Completion that each token of the row belongs to.
+    """
+
+    prefix: _Prefix
+    positions: torch.Tensor
+    rows: torch.Tensor
+
+    def allowed(self, mask_function) -> torch.Tensor:
+        """Boolean mask of shape `(1, 1, T, S + T)`, from the model's own mask function (causal, sliding window)."""
+        zero = torch.zeros(1, 1, dtype=torch.long, device=self.positions.device)
+        queries = self.positions[:, None]
+        to_prefix = mask_function(zero, zero, queries, self.prefix.positions[None, :])
+        to_own = mask_function(zero, zero, queries, self.positions[None, :]) & (self.rows[:, None] == self.rows)
+        return torch.cat([to_prefix.expand(len(self.rows), -1), to_own], dim=-1)[None, None]
+
+    def attend(self, base, module, query, key, value, attention_mask, **kwargs):
+        prefix_size = len(self.prefix.positions)
+        if attention_mask is None or attention_mask.shape[-1] != prefix_size + key.shape[2]:
+            raise RuntimeError(
+                f"{type(module).__name__} did not receive the mask of the shared prefix, so its attention cannot be "
+                "trusted. Set `prefix_sharing=False`."
+            )
+        if prefix_size > 0:  # a prompt of one token has none
+            prefix_key, prefix_value = self.prefix.read(module.layer_idx)
+            key = torch.cat([prefix_key, key], dim=2)
+            value = torch.cat([prefix_value, value], dim=2)
+        return _masked_attention(base, module, query, key, value, attention_mask, **kwargs)
+
+
+# What the current forward is: the pass whose masks are being built, or the cache that `generate` is decoding with.
+# The attention of a pass gets its context as a keyword argument instead, which gradient checkpointing replays.
+_current_pass: ContextVar[_ReadPrefix | None] = ContextVar("current_pass", default=None)
+_current_cache: ContextVar["SharedPrefixCache | None"] = ContextVar("current_cache", default=None)
+
+
+@contextmanager
+def _set(variable: ContextVar, value) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def _base_attention(base: str, module: nn.Module):
+    # Eager attention is not in the interface: each modeling file defines its own
+    if base == "eager":
+        return sys.modules[type(module).__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS[base]
+
+
+def _masked_attention(base, module, query, key, value, attention_mask, **kwargs):
+    """
+    Attention of a row of queries to keys shared by all of them, without expanding the keys of grouped-query attention.
+    """
+    num_heads, num_key_value_heads = query.shape[1], key.shape[1]
+    if base != "sdpa" or num_heads == num_key_value_heads:
+        return _base_attention(base, module)(module, query, key, value, attention_mask, **kwargs)
+    # `sdpa` repeats the keys and values for each query head when there is a mask. Query heads that read the same key
+    # head become more queries of that head instead.
+    groups = num_heads // num_key_value_heads
+    num_queries = query.shape[2]
+    attn_output = nn.functional.scaled_dot_product_attention(
+        query.reshape(1, num_key_value_heads, groups * num_queries, query.shape[-1]),
+        key,
+        value,
+        attn_mask=attention_mask.repeat(1, 1, groups, 1),
+        scale=kwargs.get("scaling"),
+    )
+    attn_output = attn_output.reshape(1, num_heads, num_queries, value.shape[-1])
+    return attn_output.transpose(1, 2).contiguous(), None
+
+
+def _attention(base, module, query, key, value, attention_mask, shared_prefix=None, **kwargs):
+    if shared_prefix is None:
+        shared_prefix = _current_cache.get()
+    if shared_prefix is not None:
+        return shared_prefix.attend(base, module, query, key, value, attention_mask, **kwargs)
+    return _base_attention(base, module)(module, query, key, value, attention_mask, **kwargs)
+
+
+def _mask(base, *, mask_function, use_vmap=False, dtype=torch.float32, **kwargs):
+    current_pass = _current_pass.get()
+    if current_pass is None:
+        if _current_cache.get() is not None:
+            kwargs["allow_is_causal_skip"] = False
+        return ALL_MASK_ATTENTION_FUNCTIONS[base](
+            mask_function=mask_function, use_vmap=use_vmap, dtype=dtype, **kwargs
+        )
+    if use_vmap:
+        raise RuntimeError("The model uses a custom attention mask, which `prefix_sharing=True` does not support.")
+    return _as_base_mask(base, current_pass.allowed(mask_function), dtype)
+
+
+def _as_base_mask(base: str, allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if base == "sdpa":
+        return allowed
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(~allowed, torch.finfo(dtype).min)
+
+
+for _base in _BASE_IMPLEMENTATIONS:
+    AttentionInterface.register(_IMPLEMENTATION_PREFIX + _base, functools.partial(_attention, _base))
+    AttentionMaskInterface.register(_IMPLEMENTATION_PREFIX + _base, functools.partial(_mask, _base))
+
+
+@dataclass(frozen=True)
+class SharedPrefixOutput:
+    """
+    Output of [`shared_prefix_forward`].
+
+    Args:
+        last_hidden_state (`torch.Tensor` of shape `(B, C + 1, H)`):
+            Hidden states from the last prompt token on. Zero where the token is padding.
+        aux_loss (`torch.Tensor`, *optional*):
+            MoE load-balancing loss over the tokens of all rows, prompts included, when router logits are requested.
+    """
+
+    last_hidden_state: torch.Tensor
+    aux_loss: torch.Tensor | None = None
+
+
+def _group_rows(prompt_ids: torch.Tensor, prompt_mask: torch.Tensor) -> list[torch.Tensor]:
+    """Indices of the rows that share a prompt, one tensor a prompt, in the order in which the prompts appear."""
+    masked_ids = prompt_ids.masked_fill(prompt_mask == 0, -1)
+    _, group_of_row = torch.unique(masked_ids, dim=0, return_inverse=True)
+    groups = {}
+    for row, group in enumerate(group_of_row.tolist()):
+        groups.setdefault(group, []).append(row)
+    return [torch.tensor(rows, device=prompt_ids.device) for rows in groups.values()]
+
+
+def _router_sums(router_logits: tuple[torch.Tensor, ...], top_k: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Terms of the load-balancing loss that add up over tokens: how often and how likely each expert is chosen."""
+    logits = torch.cat([layer_logits.reshape(-1, layer_logits.shape[-1]) for layer_logits in router_logits])
+    probs = nn.functional.softmax(logits, dim=-1)
+    chosen = nn.functional.one_hot(probs.topk(top_k, dim=-1).indices, probs.shape[-1])
+    return chosen.sum(0).to(probs.dtype), probs.sum(0), len(probs)
+
+
+def shared_prefix_forward(
+    backbone: nn.Module,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    prefix_length: int,
+    completions_per_forward: int | None = None,
+    output_router_logits: bool = False,
+) -> SharedPrefixOutput:
+    """
+    Hidden states of completions, computing each distinct prompt once.
+
+    The rows of a prompt go through the backbone in passes of `completions_per_forward`, packed without padding. Each
+    pass but the last is checkpointed as a whole, so the activations of one pass are alive at a time, and the backward
+    adds up the gradient of the prompt's keys and values before it goes through the prompt, once.
+
+    Args:
+        backbone ([`~transformers.PreTrainedModel`]):
+            Model without its LM head, prepared by [`enable_prefix_sharing`].
+        input_ids (`torch.Tensor` of shape `(B, P + C)`):
+            Left-padded prompts followed by right-padded completions.
+        attention_mask (`torch.Tensor` of shape `(B, P + C)`):
+            1 for tokens, 0 for padding.
+        prefix_length (`int`):
+            Number of prompt columns, P.
+        completions_per_forward (`int`, *optional*):
+            Completions that go through the backbone together. If `None`, all completions of a prompt.
+        output_router_logits (`bool`, *optional*, defaults to `False`):
+            Whether to compute the load-balancing loss of a Mixture-of-Experts model.
+
+    Returns:
+        [`SharedPrefixOutput`]: Hidden states, and the load-balancing loss.
+    """
+    groups = _group_rows(input_ids[:, :prefix_length], attention_mask[:, :prefix_length])
+    # (rows of a pass, its prefix, whether it is the last pass)
+    kwargs = {"use_cache": False}
+    if output_router_logits:
+        kwargs["output_router_logits"] = True
+        top_k = backbone.config.get_text_config().num_experts_per_tok
+
+    router_sums = []
+    passes = []
+    for rows in groups:
+        # Positions are columns: the positions that a left-padded row has when it goes through the model by itself
+        prefix_positions = attention_mask[rows[0], : prefix_length - 1].nonzero().squeeze(1)
+        prefix = _Prefix(prefix_positions)
+        if len(prefix_positions) > 0:
+            outputs = backbone(
+                input_ids=input_ids[rows[0], prefix_positions][None],
+                position_ids=prefix_positions[None],
+                shared_prefix=_RecordPrefix(prefix),
+                **kwargs,
+            )
+            if len(prefix.layers) != backbone.config.num_hidden_layers:
+                raise RuntimeError(
+                    f"{len(prefix.layers)} of {backbone.config.num_hidden_layers} layers of {type(backbone).__name__} "
+                    "passed their keys and values to `transformers.AttentionInterface`, so its prompts cannot be "
+                    "shared. Set `prefix_sharing=False`."
+                )
+            if output_router_logits:
+                router_sums.append([len(rows) * x for x in _router_sums(outputs.router_logits, top_k)])
+        passes.extend((prefix, chunk) for chunk in rows.split(completions_per_forward or len(rows)))
+
+    def forward_completions(context, packed_ids):
+        with _set(_current_pass, context):
+            outputs = backbone(
+                input_ids=packed_ids,
+                # Without a mask, restarting positions would be taken for a padding-free batch
+                attention_mask=torch.ones_like(packed_ids),
+                position_ids=context.positions[None],
+                shared_prefix=context,
+                **kwargs,
+            )
+        sums = _router_sums(outputs.router_logits, top_k) if output_router_logits else None
+        return outputs.last_hidden_state[0], sums
+
+    hidden_states, all_rows, all_columns = [], [], []
+    for i, (prefix, rows) in enumerate(passes):
+        has_token = attention_mask[rows, prefix_length - 1 :].bool()  # (rows of the pass, C + 1)
+        has_token[:, 0] = True  # the last prompt token
+        row, column = has_token.nonzero(as_tuple=True)
+        context = _ReadPrefix(prefix, positions=column + prefix_length - 1, rows=row)
+        packed_ids = input_ids[rows[row], context.positions][None]
+        if torch.is_grad_enabled() and i < len(passes) - 1:
+            hidden, sums = checkpoint(forward_completions, context, packed_ids, use_reentrant=False)
+        else:  # the first to be needed by the backward, so its activations can stay
+            hidden, sums = forward_completions(context, packed_ids)
+        hidden_states.append(hidden)
+        router_sums.append(sums)
+        all_rows.append(rows[row])
+        all_columns.append(column)
+
+    hidden_states = torch.cat(hidden_states)
+    shape = (input_ids.shape[0], input_ids.shape[1] - prefix_length + 1, hidden_states.shape[-1])
+    last_hidden_state = hidden_states.new_zeros(shape).index_put(
+        (torch.cat(all_rows), torch.cat(all_columns)), hidden_states
+    )
+    aux_loss = None
+    if output_router_logits:
+        # Mixtral's load-balancing loss, from sums in which a prompt counts once for each of its rows
+        chosen, probs, count = (sum(terms) for terms in zip(*router_sums, strict=True))
+        aux_loss = ((chosen / count) * (probs / count)).sum() * probs.shape[-1]
+    return SharedPrefixOutput(last_hidden_state, aux_loss)
+
+
+class _SharedPrefixLayer(CacheLayerMixin):
+    """
+    Cache layer that holds a prefix once for all rows of its group, followed by what the rows generated: one key of
+    each row after another, step by step, so that prefix and rows are one contiguous run of keys.
+    """
+
+    is_sliding = False  # it keeps every key: the mask applies the sliding window
+
+    def __init__(
+        self,
+        prefix_states: list[tuple[torch.Tensor, torch.Tensor]],
+        groups: list[torch.Tensor],
+        prefix_length: int,
+    ):
+        super().__init__()
+        self.prefix_length = prefix_length
+        self.states = list(prefix_states)  # per group, keys and values of shape (1, num_key_value_heads, >= S, D)
+        self.prefix_sizes = [key.shape[2] for key, _ in prefix_states]
+        self.groups = groups
+        self.num_steps = 0
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states, value_states):
+        pass  # the prefix is there from the start
+
+    def get_seq_length(self) -> int:
+        return self.prefix_length + self.num_steps
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        for group, rows in enumerate(self.groups):
+            start = self.prefix_sizes[group] + self.num_steps * len(rows)
+            end = start + len(rows)
+            if end > self.states[group][0].shape[2]:
+                # Room for as many steps again, at least 64
+                extra = max(64, self.num_steps) * len(rows)
+                self.states[group] = tuple(
+                    torch.cat([x[:, :, :start], x.new_empty(*x.shape[:2], extra, x.shape[3])], dim=2)
+                    for x in self.states[group]
+                )
+            for states, new_states in zip(self.states[group], (key_states, value_states), strict=True):
+                states[:, :, start:end] = new_states[rows].transpose(0, 2)  # (1, num_key_value_heads, N, D)
+        self.num_steps += 1
+        return key_states, value_states
+
+    def read(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+        end = self.prefix_sizes[group] + self.num_steps * len(self.groups[group])
+        return tuple(x[:, :, :end] for x in self.states[group])
+
+
+class SharedPrefixCache(Cache):
+    """
+    Cache for decoding several completions of a prompt, with the prompt's keys and values stored once.
+
+    Args:
+        prefixes (`list[_Prefix]`):
+            Prefix of each group.
+        groups (`list[torch.Tensor]`):
+            Rows of each group.
+        prefix_mask (`torch.Tensor` of shape `(B, P - 1)`):
+            1 for prefix tokens, 0 for padding.
+    """
+
+    def __init__(self, prefixes: list[_Prefix], groups: list[torch.Tensor], prefix_mask: torch.Tensor):
+        self.groups = groups
+        self.prefix_length = prefix_mask.shape[1]
+        self.prefix_columns = [prefix_mask[rows[0]].nonzero().squeeze(1) for rows in groups]
+        num_layers = len(prefixes[0].layers)
+        super().__init__(
+            layers=[
+                _SharedPrefixLayer([prefix.layers[layer_idx] for prefix in prefixes], groups, self.prefix_length)
+                for layer_idx in range(num_layers)
+            ]
+        )
+        self._masks = []
+
+    def _group_masks(self, base: str, attention_mask: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+        # The layers of a step share one mask, or two where some slide: each is laid out for the groups once
+        for seen, masks in self._masks:
+            if seen is attention_mask:
+                return masks
+        allowed = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+        masks = []
+        for rows, columns in zip(self.groups, self.prefix_columns, strict=True):
+            allowed_rows = allowed[rows, 0, 0]  # (N, P - 1 + number of steps)
+            own = allowed_rows[:, self.prefix_length :, None] & torch.eye(
+                len(rows), dtype=torch.bool, device=rows.device
+            ).unsqueeze(1)
+            group_mask = torch.cat([allowed_rows[:, columns], own.flatten(1)], dim=1)[None, None]
+            masks.append(_as_base_mask(base, group_mask, dtype))
+        if len(self._masks) == 2:
+            self._masks.pop(0)
+        self._masks.append((attention_mask, masks))
+        return masks
+
+    def attend(self, base, module, query, key, value, attention_mask, **kwargs):
+        layer = self.layers[module.layer_idx]
+        masks = self._group_masks(base, attention_mask, query.dtype)
+        attn_output = query.new_empty(query.shape[0], 1, query.shape[1], value.shape[-1])
+        for group, rows in enumerate(self.groups):
+            group_query = query[rows].transpose(0, 2)  # (1, num_heads, N, D)
+            group_output, _ = _masked_attention(base, module, group_query, *layer.read(group), masks[group], **kwargs)
+            attn_output[rows] = group_output.transpose(0, 1)
+        return attn_output, None
+
+
+def generate_with_shared_prefix(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    generation_config: GenerationConfig,
+) -> torch.Tensor:
+    """
+    [`~transformers.GenerationMixin.generate`], computing and storing each distinct prompt once.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Model prepared by [`enable_prefix_sharing`].
+        input_ids (`torch.Tensor` of shape `(B, P)`):
+            Left-padded prompts.
+        attention_mask (`torch.Tensor` of shape `(B, P)`):
+            1 for tokens, 0 for padding.
+        generation_config ([`~transformers.GenerationConfig`]):
+            Greedy decoding or sampling.
+
+    Returns:
+        `torch.Tensor` of shape `(B, P + C)`: Prompts followed by what was generated.
+    """
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "generation_config": generation_config}
+    if input_ids.shape[1] == 1 or (attention_mask[:, :-1].sum(1) == 0).any():
+        return model.generate(**inputs)  # a prompt of one token has no prefix to share
+    groups = _group_rows(input_ids, attention_mask)
+    prefixes = []
+    for rows in groups:
+        prefix_ids = input_ids[rows[0], :-1][attention_mask[rows[0], :-1].bool()]
+        # Positions without padding, as `generate` continues them
+        positions = torch.arange(len(prefix_ids), device=prefix_ids.device)
+        prefix = _Prefix(positions)
+        model(
+            input_ids=prefix_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=1,
+            shared_prefix=_RecordPrefix(prefix),
+        )
+        prefixes.append(prefix)
+    cache = SharedPrefixCache(prefixes, groups, attention_mask[:, :-1])
+    with _set(_current_cache, cache):
+        return model.generate(**inputs, past_key_values=cache)
+
+
+def _rope_types(text_config) -> set[str]:
+    parameters = text_config.rope_parameters if hasattr(text_config, "rope_parameters") else {}
+    parameters = parameters or {}
+    # One set of parameters for all layers, or one for each type of layer
+    per_layer_type = parameters.values() if all(isinstance(x, dict) for x in parameters.values()) else [parameters]
+    return {x.get("rope_type", "default") for x in per_layer_type}
+
+
+def enable_prefix_sharing(model: PreTrainedModel) -> None:
+    """
+    Route the attention of `model` through a function that can attend to a shared prefix. Without a shared prefix, it
+    calls the implementation that the model was loaded with.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Causal language model.
+
+    Raises:
+        ValueError: If the model or its attention implementation cannot share a prefix exactly.
+    """
+
+    def refuse(reason: str):
+        raise ValueError(
+            f"`prefix_sharing=True` does not support {type(model).__name__} ({model.config.model_type}): {reason}"
+        )
+
+    if is_peft_model(model):
+        if model.active_peft_config.is_prompt_learning:
+            refuse(
+                f"{model.active_peft_config.peft_type} puts learned tokens in front of each sequence. Set "
+                "`prefix_sharing=False`."
+            )
+        model = model.get_base_model()
+    implementation = model.config._attn_implementation
+    if implementation.startswith(_IMPLEMENTATION_PREFIX):
+        return
+
+    text_config = model.config.get_text_config()
+    if text_config is not model.config or model.config.is_encoder_decoder:
+        refuse("only text-only causal language models can share a prompt. Set `prefix_sharing=False`.")
+    layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
+    if unsupported := layer_types - {"full_attention", "sliding_attention"}:
+        refuse(
+            f"it has layers of type {sorted(unsupported)}, whose state cannot be shared. Set `prefix_sharing=False`."
+        )
+    if not model._supports_attention_backend:
+        refuse("its attention does not go through `transformers.AttentionInterface`. Set `prefix_sharing=False`.")
+    if implementation not in _BASE_IMPLEMENTATIONS:
+        refuse(
+            f"its attention implementation is {implementation!r}, which does not take the mask that a shared prefix "
+            "needs. Load the model with `attn_implementation='sdpa'`."
+        )
+    rope_types = _rope_types(text_config)
+    if unsupported := rope_types & {"dynamic", "longrope"}:
+        refuse(
+            f"its rotary embedding ({sorted(unsupported)}) depends on the length of the whole sequence, so the prompt "
+            "alone does not have the keys of the full sequence. Set `prefix_sharing=False`."
+        )
+    dropout = {f"`{name}`": module.p for name, module in model.named_modules() if isinstance(module, nn.Dropout)}
+    dropout["`attention_dropout`"] = getattr(text_config, "attention_dropout", 0.0)
+    for name, p in dropout.items():
+        if p > 0:
+            refuse(
+                f"the completions of a prompt would share its dropout ({name} is {p}). Set the model's dropout to 0, "
+                "with `disable_dropout=True` for layers and `attention_dropout=0.0` in the model's config."
+            )
+    model.set_attn_implementation(_IMPLEMENTATION_PREFIX + implementation)
+    try:
+        error = _sharing_error(model)
+        if error > torch.finfo(model.dtype).eps ** 0.5:
+            refuse(
+                f"hidden states behind a shared prompt differ from those of whole sequences by {error:.1%}. Set "
+                "`prefix_sharing=False`."
+            )
+    except (RuntimeError, ValueError):
+        model.set_attn_implementation(implementation)
+        raise
+
+
+@contextmanager
+def use_base_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Give `model` back the attention implementation it was loaded with, for an engine that brings its own."""
+    implementation = model.config._attn_implementation
+    model.set_attn_implementation(implementation.removeprefix(_IMPLEMENTATION_PREFIX))
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(implementation)
+
+
+@torch.no_grad()
+def _sharing_error(model: PreTrainedModel) -> float:
+    """Relative error of hidden states behind a shared prompt, on a few tokens: the median over tokens."""
+    if any(param.is_meta or param.numel() == 0 for param in model.parameters()):
+        return 0.0  # the weights are on other processes
+    prefix_length = 6
+    weight = model.get_input_embeddings().weight
+    input_ids = (torch.arange(18, device=weight.device) % weight.shape[0]).view(2, 9)
+    input_ids[1, :prefix_length] = input_ids[0, :prefix_length]
+    attention_mask = torch.ones_like(input_ids)
+    attention_mask[:, 0] = 0  # left padding of the prompt
+    attention_mask[1, -1] = 0  # right padding of a completion
+    training = model.training
+    model.eval()
+    try:
+        shared = shared_prefix_forward(model.base_model, input_ids, attention_mask, prefix_length).last_hidden_state
+        whole = model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+    finally:
+        model.train(training)
+    has_token = attention_mask[:, prefix_length - 1 :].bool()
+    whole = whole[:, prefix_length - 1 :][has_token].float()
+    difference = shared[has_token].float() - whole
+    return (difference.norm(dim=-1) / whole.norm(dim=-1)).median().item()
