@@ -1,5 +1,7 @@
 """The fork tool on a tiny made-up upstream, and its check on the project's own patches."""
 
+import base64
+import csv
 import hashlib
 import importlib.util
 import json
@@ -27,6 +29,7 @@ UPSTREAM = {
     "trl-9.9.9.dist-info/RECORD": "",
     "scripts/stray.py": "",
 }
+PIP_ADDS = ("INSTALLER", "REQUESTED", "direct_url.json")
 IN_GIT_ONLY = {"docs/guide.md": "one\ntwo\nthree\n", "tests/test_toy.py": "def test():\n    pass\n"}
 HEADER = "Description: {}\n With a body, é and all.\n .\n Second paragraph.\nOrigin: other\nForwarded: no\n"
 HEADER += "Author: Ada Löve <ada@example.org>\nLast-Update: 2026-01-31\n"
@@ -208,6 +211,125 @@ def test_refused_choices(project, line, options, said):
     (problem,) = project.refused("build", line, project.dest, *options)
     assert said in problem
     assert not project.dest.exists()
+
+
+# wheel
+
+
+@pytest.fixture
+def packed(project):
+    """What the packed stack holds: the wheel's path, its version and its files."""
+
+    def pack(folder="dist", *options, line="pile"):
+        code, said, problems = project.run("wheel", line, project.folder / folder, *options)
+        assert (code, problems) == (0, [])
+        (path,) = (project.folder / folder).iterdir()
+        version = path.name.split("-")[1]
+        assert said.startswith(f"{path}: trl {version}, ")
+        with zipfile.ZipFile(path) as archive:
+            return path, version, {name: archive.read(name) for name in archive.namelist()}
+
+    return pack
+
+
+def test_wheel_holds_the_build_under_one_version(project, packed):
+    about = "Metadata-Version: 2.1\nName: trl\nVersion: {}\n\nIts text may say\nVersion: 1 as well.\n"
+    metadata = {"METADATA": about.format("9.9.9"), "top_level.txt": "scripts\ntrl\n"}
+    more = {"trl/data/card.md": "card"} | {f"trl-9.9.9.dist-info/{name}": text for name, text in metadata.items()}
+    repin(project, UPSTREAM | more)
+    project.write("pile/overlay/trl/new.py", "new = 1\n")
+    path, version, files = packed()
+    project.build()
+    record = json.loads((project.dest / "FORK.json").read_text())
+    assert version == f"9.9.9+fork.{record['fingerprint'][:7]}" and path.name == f"trl-{version}-py3-none-any.whl"
+    assert {name: data for name, data in files.items() if name.startswith("trl/")} == package(project.dest)
+    assert files["trl/data/card.md"] == b"card" and files["trl/new.py"] == b"new = 1\n"
+    info = {name.split("/")[1]: data.decode() for name, data in files.items() if not name.startswith("trl/")}
+    assert info.keys() == {"FORK.json", "METADATA", "RECORD", "WHEEL", "top_level.txt"}
+    assert {name.split("/")[0] for name in files} == {"trl", f"trl-{version}.dist-info"}
+    assert info["METADATA"] == about.format(version)
+    assert (info["top_level.txt"], json.loads(info["FORK.json"])) == ("trl\n", record)
+
+
+def test_wheel_record_is_what_the_archive_holds(project, packed):
+    project.write("pile/overlay/trl/a, b.txt", "quoted\n")
+    _, version, files = packed()
+    *rows, (own, *empty) = csv.reader(files[f"trl-{version}.dist-info/RECORD"].decode().splitlines())
+    assert (own, empty) == (f"trl-{version}.dist-info/RECORD", ["", ""])
+    assert [row[0] for row in rows] + [own] == list(files)  # every file once, RECORD at the end
+    for name, digest, size in rows:
+        padded = digest.removeprefix("sha256=") + "="
+        assert base64.urlsafe_b64decode(padded) == hashlib.sha256(files[name]).digest()
+        assert "=" not in digest.removeprefix("sha256=") and int(size) == len(files[name])
+
+
+def test_wheel_is_the_same_bytes_every_time(project, packed, monkeypatch):
+    first, _, files = packed("one")
+    monkeypatch.setattr(time, "time", lambda: 2e9)
+    old = os.umask(0o077)
+    try:
+        second, _, _ = packed("two")
+    finally:
+        os.umask(old)
+    assert (first.name, first.read_bytes()) == (second.name, second.read_bytes())
+    with zipfile.ZipFile(first) as archive:
+        assert {entry.external_attr >> 16 for entry in archive.infolist()} == {0o100644}
+    assert packed("one")[0] == first  # written over, and nothing left beside it
+    assert list(files) == sorted(files, key=lambda name: (".dist-info/" in name, ".dist-info/RECORD" in name, name))
+    project.patches("pile", first=project.one("other"))
+    assert project.run("wheel", "pile", project.folder / "one")[0] == 0
+    assert len(os.listdir(project.folder / "one")) == 2  # other content, other label
+
+
+def test_wheel_of_one_patch(packed):
+    _, version, files = packed("dist", "--patches=a", line="pick")
+    assert b"five = 'a'" in files["trl/trainer/toy.py"]
+    assert version != packed("other", "--patches=b", line="pick")[1]
+
+
+@pytest.mark.parametrize("digits, label", [
+    ("f5ff0e0a", "fork.f5ff0e0"), ("0123456a", "fork.123456"), ("00a2345a", "fork.00a2345"), ("0000000a", "fork.0"),
+])  # fmt: skip
+def test_the_label_is_what_pip_makes_of_it(digits, label):
+    version = pytest.importorskip("packaging.version").Version
+    assert fork.fork_version("9.9.9", digits) == f"9.9.9+{label}" == str(version(f"9.9.9+fork.{digits[:7]}"))
+
+
+def test_wheel_installs(project, packed, tmp_path):
+    path, version, files = packed()
+    site, pip = tmp_path / "site", [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    if subprocess.run([*pip, "--version"], capture_output=True).returncode:
+        pytest.skip("this Python has no pip")
+    install = [*pip, "install", "-q", "--no-deps", "--no-index", "--no-compile", "--target", site, path]
+    subprocess.run(install, check=True, capture_output=True)
+    assert snapshot(site).keys() - files.keys() <= {f"trl-{version}.dist-info/{name}" for name in PIP_ADDS}
+    code = "import trl, trl.trainer.toy as toy; print(trl.__file__, trl.__version__, toy.five)"
+    environment = os.environ | {"PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"}
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert said.stdout.split() == [str(site / "trl/__init__.py"), version, "second"]
+
+
+def test_wheel_that_cannot_be(project, tmp_path):
+    for dest in (project.root, project.root / "pile/x"):
+        (problem,) = project.refused("wheel", "pile", dest)
+        assert problem.startswith(f"{dest} would overwrite the fork's sources in {project.root}: name another place")
+    (tmp_path / "file").write_text("mine")
+    problem = f"{tmp_path}/file is no folder: name the folder to write the wheel into"
+    assert project.refused("wheel", "pile", tmp_path / "file") == [problem]
+    problem = "pile without patches is the release itself: pip install trl==9.9.9, or name some"
+    assert project.refused("wheel", "pile", tmp_path / "new", "--no-patches") == [problem]
+    assert "pick holds alternatives" in project.refused("wheel", "pick", tmp_path / "new")[0]
+    repin(project, {name: text for name, text in UPSTREAM.items() if "METADATA" not in name})
+    problem = "holds no trl-9.9.9.dist-info/METADATA: correct version and wheel of [pile] in UPSTREAM.toml"
+    assert project.refused("wheel", "pile", tmp_path / "new") == [f"{WHEEL} {problem}"]
+    assert not (tmp_path / "new").exists() and (tmp_path / "file").read_text() == "mine"
+
+
+def test_wheel_into_a_folder_with_other_files_even_around_the_sources(project):
+    before = snapshot(project.folder)
+    assert project.run("wheel", "pile", project.folder)[0] == 0
+    after = snapshot(project.folder)
+    assert len(after) == len(before) + 1 and before.items() <= after.items()
 
 
 # where the wheel comes from

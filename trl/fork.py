@@ -1,6 +1,7 @@
-"""Build, check and export the fork: pinned upstream wheels plus the patches and overlay files kept beside this file.
+"""Build, pack, check and export the fork: pinned upstream wheels, and the patches and overlay files beside this file.
 
     python trl/fork.py build LINE DEST [--patches NAME[,NAME...] | --no-patches] [--wheels DIR] [--force]
+    python trl/fork.py wheel LINE DIR [--patches NAME[,NAME...]] [--wheels DIR]
     python trl/fork.py check [LINE...]
     python trl/fork.py export LINE DIR
 
@@ -10,9 +11,12 @@ One file on purpose: it runs before anything is installed, by path, and can be c
 """
 
 import argparse
+import base64
 import contextlib
+import csv
 import fcntl
 import hashlib
+import io
 import json
 import os
 import re
@@ -362,6 +366,58 @@ def build(
     return f"{what}: built"
 
 
+def fork_version(version: str, fingerprint: str) -> str:
+    """The version of the wheel that packs the build with this fingerprint of upstream's `version`."""
+    # `fork` is what to read in `pip list`, the digits say which: they begin the fingerprint in FORK.json. The patches'
+    # names would be long in a stack, and the same after a patch changed. PEP 440 reads a part of digits alone as a
+    # number, without leading zeros.
+    return f"{version}+fork.{re.sub(r'^0+(?=[0-9]+$)', '', fingerprint[:7])}"
+
+
+def pack(root: Path, name: str, dest: Path, patches: tuple[str, ...] | None, wheels: Path | None = None) -> str:
+    """Write the build of line `name` with `patches` (see `select`) as a wheel into `dest` and say what was done.
+
+    The same inputs give the same bytes. Raises ForkError where that is impossible, or the release itself would come
+    out; `dest` is then as it was.
+    """
+    line = find_line(root, name)
+    if dest.is_relative_to(root):  # a folder around the sources may well get one more file
+        refuse_source(root, dest)
+    if dest.exists() and not dest.is_dir():
+        raise ForkError(f"{dest} is no folder: name the folder to write the wheel into")
+    chosen, overlay = select(line, patches)
+    if not chosen and not overlay:
+        raise ForkError(f"{name} without patches is the release itself: pip install trl=={line.version}, or name some")
+    with tempfile.TemporaryDirectory() as temp:
+        tree = Path(temp, "tree")
+        build(root, name, tree, patches, wheels)
+        files = {path: source.read_bytes() for path, source in files_below(tree).items()}
+    version = fork_version(line.version, json.loads(files["FORK.json"])["fingerprint"])
+    old, info = f"trl-{line.version}.dist-info/", f"trl-{version}.dist-info/"
+    if old + "METADATA" not in files:
+        raise ForkError(f"{line.wheel} holds no {old}METADATA: correct version and wheel of [{name}] in UPSTREAM.toml")
+    files = {path.replace(old, info): data for path, data in files.items() if path != old + "RECORD"}
+    files[info + "FORK.json"] = files.pop("FORK.json")
+    files[info + "top_level.txt"] = b"trl\n"  # upstream's may name the folders that `unpack` leaves out
+    stated = f"Version: {version}".encode()
+    files[info + "METADATA"] = re.sub(rb"^Version: .*", stated, files[info + "METADATA"], count=1, flags=re.M)
+    files = dict(sorted(files.items(), key=lambda item: (item[0].startswith(info), item[0])))  # metadata last: PEP 427
+    table = io.StringIO()
+    rows = csv.writer(table, lineterminator="\n")
+    for path, data in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")
+        rows.writerow((path, f"sha256={digest}", len(data)))
+    rows.writerow((info + "RECORD", "", ""))
+    files[info + "RECORD"] = table.getvalue().encode()
+    target = dest / line.wheel.replace(f"-{line.version}-", f"-{version}-")
+    with replacing(target) as new, zipfile.ZipFile(new, "w") as archive:
+        for path, data in files.items():
+            entry = zipfile.ZipInfo(path)  # dated 1980 and not compressed: zlib's versions give different bytes
+            entry.external_attr = 0o100644 << 16
+            archive.writestr(entry, data)
+    return f"{target}: trl {version}, {', '.join(patch.name for patch in chosen) or 'no patches'}"
+
+
 def header_problems(patch: Patch) -> list[str]:
     """What is wrong with the DEP-3 header of `patch`, one text each."""
     problems = [f"{patch.label} lacks the DEP-3 field {key}" for key in HEADER_FIELDS if not patch.header.get(key)]
@@ -496,19 +552,22 @@ class Parser(argparse.ArgumentParser):
 
 def run(argv: list[str] | None) -> None:
     """Do what the command line says. Raises ForkError with the lines to report."""
-    parser = Parser(prog="fork.py", description="Build, check and export the fork of TRL.")
+    parser = Parser(prog="fork.py", description="Build, pack, check and export the fork of TRL.")
     common = Parser(add_help=False)
     common.add_argument("--wheels", type=Path, metavar="DIR", help="the only place to take the upstream wheel from")
     common.add_argument("--root", type=Path, default=Path(__file__).parent, help="the folder that holds UPSTREAM.toml")
-    commands = parser.add_subparsers(dest="command", required=True)
-    sub = commands.add_parser("build", parents=[common], help="make DEST/trl, importable with DEST on PYTHONPATH")
-    sub.add_argument("line", metavar="LINE")
-    sub.add_argument("dest", type=Path, metavar="DEST")
-    sub.add_argument("--force", action="store_true", help="replace whatever DEST holds")
-    which = sub.add_mutually_exclusive_group()
+    choice = Parser(add_help=False, parents=[common])
+    choice.add_argument("line", metavar="LINE")
+    which = choice.add_mutually_exclusive_group()
     names = "NAME[,NAME...]"
     which.add_argument("--patches", type=lambda text: tuple(text.split(",")), metavar=names, help="only these")
     which.add_argument("--no-patches", dest="patches", action="store_const", const=(), help="untouched upstream")
+    commands = parser.add_subparsers(dest="command", required=True)
+    sub = commands.add_parser("build", parents=[choice], help="make DEST/trl, importable with DEST on PYTHONPATH")
+    sub.add_argument("dest", type=Path, metavar="DEST")
+    sub.add_argument("--force", action="store_true", help="replace whatever DEST holds")
+    sub = commands.add_parser("wheel", parents=[choice], help="write the fork into DIR as a wheel for pip install")
+    sub.add_argument("dest", type=Path, metavar="DIR")
     sub = commands.add_parser("check", parents=[common], help="replay every patch on pristine upstream")
     sub.add_argument("lines", nargs="*", metavar="LINE")
     sub = commands.add_parser("export", parents=[common], help="write the patches for git am")
@@ -518,6 +577,8 @@ def run(argv: list[str] | None) -> None:
     root = args.root.resolve()
     if args.command == "build":
         print(build(root, args.line, args.dest.resolve(), args.patches, args.wheels, args.force))
+    elif args.command == "wheel":
+        print(pack(root, args.line, args.dest.resolve(), args.patches, args.wheels))
     elif args.command == "export":
         print(export(root, args.line, args.dest.resolve(), args.wheels))
     else:

@@ -118,6 +118,9 @@ class _ReadPrefix:
     Attention context of a pass of completions, packed in one row after one another: each attends to the prefix and to
     itself.
 
+    Neighboring completions attend together, behind one copy of the prefix, as long as what they would not need of one
+    another is small beside the prefix. A completion that is long beside the prefix attends by itself.
+
     Args:
         prefix (`_Prefix`):
             Keys and values of the prompt.
@@ -125,32 +128,58 @@ class _ReadPrefix:
             Position of each token of the row.
         rows (`torch.Tensor` of shape `(T,)`):
             Completion that each token of the row belongs to.
+        blocks (`list[int]`):
+            Number of tokens of each run of completions that attend together.
     """
 
     prefix: _Prefix
     positions: torch.Tensor
     rows: torch.Tensor
+    blocks: list[int]
+
+    @classmethod
+    def of(cls, prefix: _Prefix, positions: torch.Tensor, rows: torch.Tensor) -> "_ReadPrefix":
+        blocks = [0]
+        for length in rows.bincount().tolist():
+            if blocks[-1] + length > len(prefix.positions) // 4 and blocks[-1] > 0:
+                blocks.append(0)
+            blocks[-1] += length
+        return cls(prefix, positions, rows, blocks)
 
     def allowed(self, mask_function) -> torch.Tensor:
-        """Boolean mask of shape `(1, 1, T, S + T)`, from the model's own mask function (causal, sliding window)."""
-        zero = torch.zeros(1, 1, dtype=torch.long, device=self.positions.device)
+        """
+        Boolean mask of shape `(1, 1, T, S + longest block)`, from the model's own mask function (causal, sliding
+        window). Behind the prefix, the columns are the tokens of the block.
+        """
+        device = self.positions.device
+        zero = torch.zeros(1, 1, dtype=torch.long, device=device)
         queries = self.positions[:, None]
         to_prefix = mask_function(zero, zero, queries, self.prefix.positions[None, :])
-        to_own = mask_function(zero, zero, queries, self.positions[None, :]) & (self.rows[:, None] == self.rows)
+        sizes = torch.tensor(self.blocks, device=device)
+        starts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+        tokens = starts[:, None] + torch.arange(max(self.blocks), device=device)
+        tokens = tokens.clamp(max=len(self.rows) - 1)  # columns that the last block does not have are cut off
+        to_own = mask_function(zero, zero, queries, self.positions[tokens]) & (self.rows[:, None] == self.rows[tokens])
         return torch.cat([to_prefix.expand(len(self.rows), -1), to_own], dim=-1)[None, None]
 
     def attend(self, base, module, query, key, value, attention_mask, **kwargs):
         prefix_size = len(self.prefix.positions)
-        if attention_mask is None or attention_mask.shape[-1] != prefix_size + key.shape[2]:
+        if attention_mask is None or attention_mask.shape[2:] != (len(self.rows), prefix_size + max(self.blocks)):
             raise RuntimeError(
                 f"{type(module).__name__} did not receive the mask of the shared prefix, so its attention cannot be "
                 "trusted. Set `prefix_sharing=False`."
             )
         if prefix_size > 0:  # a prompt of one token has none
             prefix_key, prefix_value = self.prefix.read(module.layer_idx)
-            key = torch.cat([prefix_key, key], dim=2)
-            value = torch.cat([prefix_value, value], dim=2)
-        return _masked_attention(base, module, query, key, value, attention_mask, **kwargs)
+        outputs = []
+        per_block = (x.split(self.blocks, dim=2) for x in (query, key, value, attention_mask))
+        for block_query, block_key, block_value, mask in zip(*per_block, strict=True):
+            mask = mask[..., : prefix_size + block_key.shape[2]]
+            if prefix_size > 0:
+                block_key = torch.cat([prefix_key, block_key], dim=2)
+                block_value = torch.cat([prefix_value, block_value], dim=2)
+            outputs.append(_masked_attention(base, module, block_query, block_key, block_value, mask, **kwargs)[0])
+        return torch.cat(outputs, dim=1), None
 
 
 # What the current forward is: the pass whose masks are being built, or the cache that `generate` is decoding with.
@@ -255,12 +284,21 @@ def _group_rows(prompt_ids: torch.Tensor, prompt_mask: torch.Tensor) -> list[tor
     return [torch.tensor(rows, device=prompt_ids.device) for rows in groups.values()]
 
 
-def _router_sums(router_logits: tuple[torch.Tensor, ...], top_k: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+def _router_sums(
+    router_logits: tuple[torch.Tensor, ...], top_k: int, attention_mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Terms of the load-balancing loss that add up over tokens: how often and how likely each expert is chosen."""
-    logits = torch.cat([layer_logits.reshape(-1, layer_logits.shape[-1]) for layer_logits in router_logits])
+    is_token = slice(None) if attention_mask is None else attention_mask.flatten().bool()
+    logits = torch.cat([layer_logits.reshape(-1, layer_logits.shape[-1])[is_token] for layer_logits in router_logits])
     probs = nn.functional.softmax(logits, dim=-1)
     chosen = nn.functional.one_hot(probs.topk(top_k, dim=-1).indices, probs.shape[-1])
     return chosen.sum(0).to(probs.dtype), probs.sum(0), len(probs)
+
+
+def _load_balancing_loss(router_sums: list[tuple[torch.Tensor, torch.Tensor, int]]) -> torch.Tensor:
+    """Mixtral's load-balancing loss (Switch Transformer, equations 4 to 6) from the sums of [`_router_sums`]."""
+    chosen, probs, count = (sum(terms) for terms in zip(*router_sums, strict=True))
+    return ((chosen / count) * (probs / count)).sum() * probs.shape[-1]
 
 
 def shared_prefix_forward(
@@ -296,14 +334,25 @@ def shared_prefix_forward(
         [`SharedPrefixOutput`]: Hidden states, and the load-balancing loss.
     """
     groups = _group_rows(input_ids[:, :prefix_length], attention_mask[:, :prefix_length])
-    # (rows of a pass, its prefix, whether it is the last pass)
     kwargs = {"use_cache": False}
     if output_router_logits:
         kwargs["output_router_logits"] = True
         top_k = backbone.config.get_text_config().num_experts_per_tok
 
+    # Where prompts are short there is nothing to save. Not with several processes: under FSDP, they must all call the
+    # model equally often.
+    if completions_per_forward is None and not torch.distributed.is_initialized():
+        prefix_tokens = sum(attention_mask[rows[0], : prefix_length - 1].sum() for rows in groups)
+        shared_tokens = prefix_tokens + attention_mask[:, prefix_length:].sum() + len(input_ids)
+        if input_ids.numel() < 1.05 * shared_tokens:
+            outputs = backbone(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+            aux_loss = None
+            if output_router_logits:
+                aux_loss = _load_balancing_loss([_router_sums(outputs.router_logits, top_k, attention_mask)])
+            return SharedPrefixOutput(outputs.last_hidden_state[:, prefix_length - 1 :], aux_loss)
+
     router_sums = []
-    passes = []
+    passes = []  # (prefix, rows) of each
     for rows in groups:
         # Positions are columns: the positions that a left-padded row has when it goes through the model by itself
         prefix_positions = attention_mask[rows[0], : prefix_length - 1].nonzero().squeeze(1)
@@ -321,7 +370,7 @@ def shared_prefix_forward(
                     "passed their keys and values to `transformers.AttentionInterface`, so its prompts cannot be "
                     "shared. Set `prefix_sharing=False`."
                 )
-            if output_router_logits:
+            if output_router_logits:  # a prompt counts once for each of its rows
                 router_sums.append([len(rows) * x for x in _router_sums(outputs.router_logits, top_k)])
         passes.extend((prefix, chunk) for chunk in rows.split(completions_per_forward or len(rows)))
 
@@ -343,7 +392,7 @@ def shared_prefix_forward(
         has_token = attention_mask[rows, prefix_length - 1 :].bool()  # (rows of the pass, C + 1)
         has_token[:, 0] = True  # the last prompt token
         row, column = has_token.nonzero(as_tuple=True)
-        context = _ReadPrefix(prefix, positions=column + prefix_length - 1, rows=row)
+        context = _ReadPrefix.of(prefix, positions=column + prefix_length - 1, rows=row)
         packed_ids = input_ids[rows[row], context.positions][None]
         if torch.is_grad_enabled() and i < len(passes) - 1:
             hidden, sums = checkpoint(forward_completions, context, packed_ids, use_reentrant=False)
@@ -359,11 +408,7 @@ def shared_prefix_forward(
     last_hidden_state = hidden_states.new_zeros(shape).index_put(
         (torch.cat(all_rows), torch.cat(all_columns)), hidden_states
     )
-    aux_loss = None
-    if output_router_logits:
-        # Mixtral's load-balancing loss, from sums in which a prompt counts once for each of its rows
-        chosen, probs, count = (sum(terms) for terms in zip(*router_sums, strict=True))
-        aux_loss = ((chosen / count) * (probs / count)).sum() * probs.shape[-1]
+    aux_loss = _load_balancing_loss(router_sums) if output_router_logits else None
     return SharedPrefixOutput(last_hidden_state, aux_loss)
 
 
@@ -628,7 +673,9 @@ def _sharing_error(model: PreTrainedModel) -> float:
     training = model.training
     model.eval()
     try:
-        shared = shared_prefix_forward(model.base_model, input_ids, attention_mask, prefix_length).last_hidden_state
+        shared = shared_prefix_forward(
+            model.base_model, input_ids, attention_mask, prefix_length, completions_per_forward=2
+        ).last_hidden_state
         whole = model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
     finally:
         model.train(training)

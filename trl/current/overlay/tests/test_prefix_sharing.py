@@ -1,0 +1,189 @@
+# Copyright 2020-2026 The HuggingFace Team. All rights reserved.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+
+import pytest
+import torch
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.utils import is_peft_available
+
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.models.prefix_sharing import enable_prefix_sharing, generate_with_shared_prefix
+from trl.trainer.utils import add_fused_lm_head, shuffle_sequence_dict
+
+from .testing_utils import TrlTestCase, require_peft
+
+
+if is_peft_available():
+    from peft import LoraConfig
+
+MODEL_IDS = [
+    "trl-internal-testing/tiny-Cohere2ForCausalLM",
+    "trl-internal-testing/tiny-Qwen2ForCausalLM-2.5",
+    "trl-internal-testing/tiny-Qwen3ForCausalLM",
+    "trl-internal-testing/tiny-Qwen3MoeForCausalLM",
+]
+TRAINERS = [(RLOOConfig, RLOOTrainer), (GRPOConfig, GRPOTrainer)]
+
+
+def load(model_id):
+    model = AutoModelForCausalLM.from_pretrained(model_id, dtype=torch.float32)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    return model
+
+
+def make_batch():
+    # Two prompts, left-padded, with three completions each, right-padded
+    prompt_length, completion_length = 12, 6
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(10, 100, (6, prompt_length + completion_length), generator=generator)
+    input_ids[:3, :prompt_length] = input_ids[0, :prompt_length]
+    input_ids[3:, :prompt_length] = input_ids[3, :prompt_length]
+    attention_mask = torch.ones_like(input_ids)
+    attention_mask[3:, :5] = 0
+    for row, length in enumerate([6, 2, 1, 4, 0, 6]):
+        attention_mask[row, prompt_length + length :] = 0
+    return input_ids, attention_mask, prompt_length
+
+
+class TestPrefixSharing(TrlTestCase):
+    @pytest.mark.parametrize("gradient_checkpointing", [False, True])
+    @pytest.mark.parametrize("completions_per_forward", [None, 1, 2])
+    @pytest.mark.parametrize("model_id", MODEL_IDS)
+    def test_log_probs_and_gradients(self, model_id, completions_per_forward, gradient_checkpointing):
+        model = load(model_id).train()
+        input_ids, attention_mask, prompt_length = make_batch()
+        labels = input_ids.masked_fill(attention_mask == 0, -100)
+        labels[:, :prompt_length] = -100
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, "fused_lm_head": True}
+        expected = model(**inputs)
+        expected.log_probs.sum().backward()
+        expected_grads = {
+            name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None
+        }
+        model.zero_grad()
+
+        enable_prefix_sharing(model)
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        outputs = model(**inputs, prefix_length=prompt_length, completions_per_forward=completions_per_forward)
+        outputs.log_probs.sum().backward()
+
+        torch.testing.assert_close(outputs.log_probs, expected.log_probs[:, prompt_length - 1 :], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(outputs.entropy, expected.entropy[:, prompt_length - 1 :], rtol=1e-5, atol=1e-5)
+        for name, grad in expected_grads.items():
+            torch.testing.assert_close(model.get_parameter(name).grad, grad, rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize("model_id", MODEL_IDS)
+    def test_generate(self, model_id):
+        model = load(model_id).eval()
+        input_ids, attention_mask, prompt_length = make_batch()
+        inputs = {"input_ids": input_ids[:, :prompt_length], "attention_mask": attention_mask[:, :prompt_length]}
+        generation_config = GenerationConfig(max_new_tokens=8, do_sample=False, pad_token_id=0, disable_compile=True)
+        expected = model.generate(**inputs, generation_config=generation_config)
+
+        enable_prefix_sharing(model)
+        output = generate_with_shared_prefix(model, **inputs, generation_config=generation_config)
+
+        assert torch.equal(output, expected)
+
+    def test_unsupported_attention_implementation(self):
+        model = load("trl-internal-testing/tiny-Qwen2ForCausalLM-2.5")
+        model.config._attn_implementation = "flash_attention_2"
+        with pytest.raises(ValueError, match="flash_attention_2"):
+            enable_prefix_sharing(model)
+
+    def test_shuffle_keeps_groups(self):
+        batch = {"x": torch.arange(12), "y": list("aaabbbcccddd")}
+        shuffled = shuffle_sequence_dict(batch, group_size=3)
+        groups = shuffled["x"].view(4, 3)
+        assert torch.equal(groups - groups[:, :1], torch.arange(3).expand(4, 3))
+        assert all(group[0] % 3 == 0 for group in groups.tolist())
+        assert "".join(shuffled["y"]) == "".join("abcd"[i // 3] for i in shuffled["x"].tolist())
+
+
+class TestPrefixSharingTrainers(TrlTestCase):
+    @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
+    @pytest.mark.parametrize("model_id", MODEL_IDS)
+    def test_train(self, model_id, config_class, trainer_class):
+        dataset = load_dataset("trl-internal-testing/zen", "standard_prompt_only", split="train")
+        training_args = config_class(
+            output_dir=self.tmp_dir,
+            learning_rate=0.1,  # use higher lr because gradients are tiny and default lr can stall updates
+            per_device_train_batch_size=3,  # reduce the batch size to reduce memory usage
+            num_generations=3,  # reduce the number of generations to reduce memory usage
+            max_completion_length=8,  # reduce the completion length to reduce memory usage
+            prefix_sharing=True,
+            completions_per_forward=2,
+            report_to="none",
+        )
+        trainer = trainer_class(
+            model=model_id,
+            reward_funcs="trl-internal-testing/tiny-Qwen2ForSequenceClassification-2.5",
+            args=training_args,
+            train_dataset=dataset,
+        )
+        previous_trainable_params = {n: param.clone() for n, param in trainer.model.named_parameters()}
+
+        trainer.train()
+
+        assert trainer.state.log_history[-1]["train_loss"] is not None
+        for n, param in previous_trainable_params.items():
+            new_param = trainer.model.get_parameter(n)
+            assert not torch.equal(param, new_param), f"Parameter {n} has not changed."
+
+    @require_peft
+    @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
+    def test_train_peft(self, config_class, trainer_class):
+        dataset = load_dataset("trl-internal-testing/zen", "standard_prompt_only", split="train")
+        training_args = config_class(
+            output_dir=self.tmp_dir,
+            learning_rate=0.1,  # use higher lr because gradients are tiny and default lr can stall updates
+            per_device_train_batch_size=3,  # reduce the batch size to reduce memory usage
+            num_generations=3,  # reduce the number of generations to reduce memory usage
+            max_completion_length=8,  # reduce the completion length to reduce memory usage
+            beta=0.1,  # the reference is the model with the adapter disabled
+            prefix_sharing=True,
+            report_to="none",
+        )
+        trainer = trainer_class(
+            model="trl-internal-testing/tiny-Qwen2ForCausalLM-2.5",
+            reward_funcs="trl-internal-testing/tiny-Qwen2ForSequenceClassification-2.5",
+            args=training_args,
+            train_dataset=dataset,
+            peft_config=LoraConfig(),
+        )
+        trainer.train()
+        assert trainer.state.log_history[-1]["train_loss"] is not None
+
+    @pytest.mark.parametrize("config_class", [RLOOConfig, GRPOConfig])
+    @pytest.mark.parametrize(
+        "kwargs, match",
+        [
+            ({"prefix_sharing": True, "per_device_train_batch_size": 2}, "per_device_train_batch_size"),
+            ({"prefix_sharing": True, "completions_per_forward": 0}, "completions_per_forward"),
+            ({"prefix_sharing": True, "completions_per_forward": 5}, "completions_per_forward"),
+            ({"completions_per_forward": 2}, "prefix_sharing=True"),
+            ({"prefix_sharing": True, "cache_implementation": "static"}, "cache_implementation"),
+            ({"prefix_sharing": True, "generation_kwargs": {"num_beams": 2}}, "num_beams"),
+        ],
+    )
+    def test_invalid_config(self, config_class, kwargs, match):
+        with pytest.raises(ValueError, match=match):
+            config_class(
+                output_dir=self.tmp_dir,
+                num_generations=4,
+                gradient_accumulation_steps=2,
+                **{"per_device_train_batch_size": 4, **kwargs},
+            )
