@@ -16,34 +16,40 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Arm:
-    """One trainer to compare. `line` is a line of the fork (`trl/UPSTREAM.toml`), `patch` what is applied to it."""
+    """One trainer to compare. `line` is a line of the fork (`trl/UPSTREAM.toml`)."""
 
     name: str
     line: str
-    patch: str | None
-    accumulate: bool  # one completion a forward, gradients accumulated over the batch
+    patches: tuple[str, ...] | None  # applied to the line: () is untouched upstream, None the whole series
     shows: str
+    accumulate: bool = False  # one completion a forward, gradients accumulated over the batch
+    shares_prefix: bool = False  # the prompt computed once, the completions in passes of some
+
+    def completions_per_forward(self, batch: int) -> int:
+        """How many completions go through the model together, unless a run asks for another number."""
+        if self.shares_prefix:
+            return 2  # k is never less
+        return 1 if self.accumulate else batch
 
 
 ARMS = {
     arm.name: arm
     for arm in (
-        Arm("classic-baseline", "classic", None, False, "TRL 0.21.0 untouched: the published baseline"),
-        Arm("classic-string", "classic", "0001-string-level-repeat.patch", False, "the change exactly as published"),
+        Arm("classic-baseline", "classic", (), "TRL 0.21.0 untouched: the published baseline"),
+        Arm("classic-string", "classic", ("0001-string-level-repeat.patch",), "the change exactly as published"),
         Arm(
             "classic-string-exact",
             "classic",
-            "0002-string-level-repeat-exact.patch",
-            False,
+            ("0002-string-level-repeat-exact.patch",),
             "the same idea with nothing cut: what it saves by itself",
         ),
-        Arm("classic-lean", "classic", "0003-lean-logits.patch", False, "logits only where they are read"),
-        Arm("stock", "current", None, False, "TRL 1.16.0 untouched, the whole batch in one pass"),
-        Arm("stock-accumulate", "current", None, True, "TRL 1.16.0 untouched, one completion a pass"),
+        Arm("classic-lean", "classic", ("0003-lean-logits.patch",), "logits only where they are read"),
+        Arm("stock", "current", (), "TRL 1.16.0 untouched, the whole batch in one pass"),
+        Arm("stock-accumulate", "current", (), "TRL 1.16.0 untouched, one completion a pass", accumulate=True),
+        Arm("stock-compact", "current", None, "the same with the compact LM head alone: prefix sharing off"),
+        Arm("shared", "current", None, "TRL 1.16.0 + prefix sharing, N completions a pass", shares_prefix=True),
     )
 }
-BASELINE_ARMS = ("classic-baseline", "stock", "stock-accumulate")
-IMPROVED_ARMS = ("classic-string", "classic-string-exact", "classic-lean")
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ class Scale:
 # same cells run out of memory on two cores and a few GiB. `short` has nothing to cut. `exact` is `cpu` in float64, to
 # compare two trainers' losses at full length beyond float32's rounding. `learn` is there to compare training curves,
 # in float64 because Adam turns the rounding noise of a gradient that should be zero into steps, and one sampled token
-# that differs makes two runs part.
+# that differs makes two runs part. `bench` is large enough that a step's time is the model's, for speed.
 SCALES = {
     scale.name: scale
     for scale in (
@@ -82,6 +88,10 @@ SCALES = {
             temperature=1.0, reward="letters", precision="float64",
         ),
         Scale("test", "tiny-qwen3", 512, 64, 8, 4 * GIB),
+        Scale(
+            "bench", "qwen3-8-layers", 32_000, 3000, 100, 12 * GIB, steps=1, epochs=1, temperature=1.0,
+            reward="letters",
+        ),
         Scale("qwen3-0.6b", "qwen3-0.6b", 151_936, 3000, 100, 80 * GIB, precision="bf16"),
         Scale("qwen3-1.7b", "qwen3-1.7b", 151_936, 3000, 100, 80 * GIB, precision="bf16"),
     )
@@ -114,14 +124,13 @@ class RunConfig:
     device: str  # "cpu" or "cuda"
     interval: float  # of the memory sampler, in seconds
     threads: int
+    completions_per_forward: int
 
     @property
     def run_id(self) -> str:
-        return f"{self.arm}_{self.scale}_k{self.k}_r{self.repeat}"
-
-    @property
-    def completions_per_forward(self) -> int:
-        return 1 if ARMS[self.arm].accumulate else self.batch
+        usual = ARMS[self.arm].completions_per_forward(self.batch)
+        passes = "" if self.completions_per_forward == usual else f"_c{self.completions_per_forward}"
+        return f"{self.arm}_{self.scale}_k{self.k}{passes}_r{self.repeat}"
 
     def as_dict(self) -> dict:
         return asdict(self)
@@ -166,8 +175,23 @@ def resolve(arm: str, k: int, scale: str, device: str, repeat: int = 0, **overri
         device=device,
         interval=0.05,
         threads=os.cpu_count() or 1,
+        completions_per_forward=0,  # depends on the batch
     )
-    config = replace(config, **{name: value for name, value in overrides.items() if value is not None})
+    given = {name: value for name, value in overrides.items() if value is not None}
+    config = replace(config, **given)
+    if "completions_per_forward" not in given:
+        config = replace(config, completions_per_forward=ARMS[arm].completions_per_forward(config.batch))
+    elif not ARMS[arm].shares_prefix:
+        sharing = ", ".join(name for name, other in ARMS.items() if other.shares_prefix)
+        raise ConfigError(
+            f"--completions-per-forward {config.completions_per_forward}: {arm} always takes "
+            f"{ARMS[arm].completions_per_forward(config.batch)}; leave the option out or use --arm {sharing}"
+        )
+    elif not 1 <= config.completions_per_forward <= k:
+        raise ConfigError(
+            f"--completions-per-forward {config.completions_per_forward} is outside 1 to k={k}: completions of one "
+            f"prompt go together; use {min(max(1, config.completions_per_forward), k)}"
+        )
     for name in ("batch", "prompt_tokens", "completion_tokens", "steps", "epochs", "budget_bytes", "threads"):
         if getattr(config, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(config, name)}; it must be at least 1")

@@ -14,6 +14,11 @@ SHAPES = {
         hidden_size=8, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         head_dim=128, max_position_embeddings=32_768, tie_word_embeddings=False,
     ),
+    # Qwen3's proportions, small enough for two cores
+    "qwen3-8-layers": dict(
+        hidden_size=256, intermediate_size=768, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, max_position_embeddings=32_768, tie_word_embeddings=False,
+    ),
     "qwen3-0.6b": dict(
         hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
         head_dim=128, max_position_embeddings=40_960, tie_word_embeddings=True,

@@ -143,7 +143,10 @@ class PhaseRecorder:
                 self.enter("score")
 
         def before_forward(module, args):
-            if torch.is_grad_enabled() and self.phase != "load":
+            if not torch.is_grad_enabled():
+                if self.phase not in ("generate", "score"):
+                    self.begin_rollout()  # prefix sharing computes the prompt before it calls `generate`
+            elif self.phase != "load":
                 self.enter("train")
 
         def before_optimizer(optimizer, args, kwargs):
@@ -159,6 +162,8 @@ class PhaseRecorder:
 
     def begin_rollout(self) -> None:
         """A step starts where its rollout does. Several `generate` calls in a row belong to one rollout."""
+        if self.phase == "generate":  # begun by the forward that computes the prompt
+            return
         if self.phase == "score" and not self.grad_norms.get(self.step):
             self.enter("generate")
             return

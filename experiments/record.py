@@ -99,11 +99,14 @@ def read_record(folder: Path) -> dict | None:
 
 
 def write_summary(machine: Path) -> list[dict]:
-    """Write summary.csv (one row a run) and, for runs at scale `learn`, convergence/<arm>.csv. Returns the records."""
+    """Write summary.csv (one row a run) and, for runs at scale `learn`, convergence/<arm>.csv. Returns the records.
+
+    The curve of an arm is its first repeat's, with its usual completions a pass.
+    """
     records = [record for path in sorted(machine.glob("*/run.json")) if (record := read_record(path.parent))]
     _write_csv(machine / "summary.csv", SUMMARY_COLUMNS, records)
     for record in records:
-        if record["scale"] == "learn" and record["status"] == "ok" and record["repeat"] == 0:
+        if record["status"] == "ok" and record["run_id"] == f"{record['arm']}_learn_k{record['k']}_r0":
             rows = [{"arm": record["arm"], **step} for step in record["trace"]]
             (machine / "convergence").mkdir(exist_ok=True)
             _write_csv(machine / "convergence" / f"{record['arm']}.csv", ("step", "arm", "reward", "loss", "kl"), rows)

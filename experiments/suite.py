@@ -16,7 +16,10 @@ from experiments.config import ARMS, GIB, ROOT, SCALES, ConfigError, RunConfig
 from experiments.record import FINISHED, main_peak, read_record, source_commit, write_json, write_summary
 from experiments.train import EXIT_USAGE, make_writable, pick_device, tells_of_memory
 
-PASSED_ON = ("model", "documents", "budget", "steps", "interval", "precision", "threads", "batch")
+PASSED_ON = {
+    "model": str, "documents": str, "budget": str, "steps": int, "interval": float, "precision": str, "threads": int,
+    "batch": int, "completions_per_forward": int,
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,8 +33,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--machine", help="folder name below --results")
     parser.add_argument("--fresh", action="store_true", help="repeat runs that are already finished")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds after which one run is stopped")
-    for name in PASSED_ON:
-        parser.add_argument(f"--{name}", help="as for experiments.train")
+    for name, kind in PASSED_ON.items():
+        parser.add_argument(option(name), type=kind, help="as for experiments.train")
     args = parser.parse_args(argv)
     try:
         plan, machine = make_plan(args)
@@ -54,12 +57,8 @@ def make_plan(args: argparse.Namespace) -> tuple[list[RunConfig], Path]:
     if args.repeats < 1:
         raise ConfigError(f"--repeats is {args.repeats}; it must be at least 1")
     overrides = {
-        "model": args.model,
-        "documents": args.documents,
         "budget_bytes": cfg.parse_bytes(args.budget) if args.budget else None,
-        "precision": args.precision,
-        "interval": float(args.interval) if args.interval else None,
-        **{name: int(getattr(args, name)) for name in ("steps", "threads", "batch") if getattr(args, name)},
+        **{name: getattr(args, name) for name in PASSED_ON if name != "budget"},
     }
     plan = [
         cfg.resolve(arm, k, scale, device_kind, repeat=repeat, **overrides)
@@ -68,6 +67,10 @@ def make_plan(args: argparse.Namespace) -> tuple[list[RunConfig], Path]:
         for arm in args.arms.split(",")
     ]
     return plan, args.results / (args.machine or cfg.machine_name(device_kind, device_name))
+
+
+def option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def run_plan(plan: list[RunConfig], machine: Path, args: argparse.Namespace) -> int:
@@ -109,8 +112,8 @@ def run_one(config: RunConfig, machine: Path, args: argparse.Namespace) -> int:
         "--machine", machine.name,
     ]  # fmt: skip
     for name in PASSED_ON:
-        if getattr(args, name):
-            command += [f"--{name}", getattr(args, name)]
+        if getattr(args, name) is not None:
+            command += [option(name), str(getattr(args, name))]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
         return process.wait(args.timeout)

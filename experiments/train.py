@@ -8,6 +8,7 @@ Exit codes: 0 finished, 2 a setting that cannot work (nothing was started), 3 ou
 import argparse
 import contextlib
 import csv
+import json
 import os
 import resource
 import shutil
@@ -43,6 +44,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--documents", help="builtin, a file, a folder of .txt, or hub:owner/dataset[:split]")
     parser.add_argument("--budget", help="memory that torch may allocate, such as 4GiB")
     parser.add_argument("--batch", type=int, help="completions per batch; default: one prompt's, as published")
+    parser.add_argument("--completions-per-forward", type=int, help="arm shared: how many go together; default 2")
     for name in ("prompt-tokens", "completion-tokens", "steps", "epochs", "seed", "vocab-size", "threads"):
         parser.add_argument(f"--{name}", type=int)
     for name in ("learning-rate", "temperature", "interval"):
@@ -77,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
             for name in (
                 "model", "documents", "batch", "prompt_tokens", "completion_tokens", "steps", "epochs", "seed",
                 "vocab_size", "threads", "learning_rate", "temperature", "interval", "precision", "reward",
+                "completions_per_forward",
             )
         },
     )  # fmt: skip
@@ -92,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
     documents = data.load_documents(config.documents)
     models.check_fits(config, models.model_config(config))
-    use_fork(ARMS[config.arm])
+    patches = use_fork(ARMS[config.arm])
 
     record = RunRecord(
         run_id=config.run_id,
@@ -104,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
         device_kind=device_kind,
         device_name=device_name,
         device_total_bytes=device_bytes,
+        fork_patches=patches,
         model=config.model or f"{config.shape}, vocabulary {config.vocab_size}, random weights",
         prompt_tokens_requested=config.prompt_tokens,
         completions_per_forward=config.completions_per_forward,
@@ -155,7 +159,6 @@ def train(config: RunConfig, documents: list[str], record: RunRecord, phases: Ph
         keep_only_live_memory()
     record.trl_version, record.trl_file = trl.__version__, os.path.relpath(Path(trl.__file__).parent, ROOT)
     record.torch_version, record.transformers_version = torch.__version__, transformers.__version__
-    record.fork_patches = [patch for patch in (ARMS[config.arm].patch,) if patch]
     policy_path, reward_path, tokenizer = models.prepare(config, documents)
     prompts = data.build_prompts(documents, tokenizer, config.prompt_tokens)
     enforce_budget(config)
@@ -220,10 +223,18 @@ def fill_peaks(record: RunRecord, phases: PhaseRecorder, folder: Path, report) -
         record.sampler = {**vars(report), "peak_missed_bytes": missed}
 
 
-def use_fork(arm: cfg.Arm) -> None:
-    """Build the arm's TRL, put it first on the path, and check that it is what `import trl` gives."""
-    dest = ROOT / ".build" / "fork" / (Path(arm.patch).stem if arm.patch else f"{arm.line}-untouched")
-    choice = ["--patches", arm.patch] if arm.patch else ["--no-patches"]
+def use_fork(arm: cfg.Arm) -> list[str]:
+    """Build the arm's TRL, put it first on the path, and check that it is what `import trl` gives.
+
+    Returns the names of the patches in it, as the build recorded them.
+    """
+    if arm.patches is None:
+        name, choice = arm.name, []
+    elif arm.patches:
+        name, choice = "+".join(Path(patch).stem for patch in arm.patches), ["--patches", ",".join(arm.patches)]
+    else:
+        name, choice = f"{arm.line}-untouched", ["--no-patches"]
+    dest = ROOT / ".build" / "fork" / name
     command = [sys.executable, str(ROOT / "trl" / "fork.py"), "build", arm.line, str(dest), *choice]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
@@ -233,6 +244,7 @@ def use_fork(arm: cfg.Arm) -> None:
 
     if Path(trl.__file__).resolve() != (dest / "trl" / "__init__.py").resolve():
         raise ConfigError(f"`import trl` gives {trl.__file__}, not {dest}; start a fresh Python process for each arm")
+    return [patch["name"] for patch in json.loads((dest / "FORK.json").read_text())["patches"]]
 
 
 def pick_device(wanted: str) -> tuple[str, str, int]:

@@ -4,10 +4,11 @@ import os
 import statistics
 import tempfile
 
+import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
-from experiments.config import RunConfig
+from experiments.config import ARMS, RunConfig
 from experiments.data import letter_reward, render
 from trl import RLOOConfig, RLOOTrainer
 
@@ -72,9 +73,12 @@ def build_classic(config: RunConfig, policy_path: str, reward_path: str, tokeniz
 
 def build_current(config: RunConfig, policy_path: str, reward_path: str, tokenizer, prompts):
     """TRL 1.x's `RLOOTrainer` with the same numbers: batch, epochs over a rollout, KL coefficient, clipping."""
-    rows = config.completions_per_forward
+    rows, sharing = config.completions_per_forward, {}
+    if ARMS[config.arm].shares_prefix:  # fields that upstream does not have
+        rows, sharing = config.batch, dict(prefix_sharing=True, completions_per_forward=rows)
     arguments = RLOOConfig(
         **common_arguments(config),
+        **sharing,
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=config.batch // rows,
         num_generations=config.k,
@@ -85,7 +89,7 @@ def build_current(config: RunConfig, policy_path: str, reward_path: str, tokeniz
         epsilon=0.2,
         max_grad_norm=0.0 if config.reward == "letters" else 1.0,
         generation_kwargs={"min_new_tokens": config.completion_tokens},  # as the classic trainer: no early end
-        model_init_kwargs={"dtype": weights(config)},
+        model_init_kwargs={"dtype": getattr(torch, weights(config))},  # as a word TRL does not take float64
     )
     trainer = RLOOTrainer(
         model=policy_path,

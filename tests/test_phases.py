@@ -4,6 +4,7 @@ import csv
 import time
 
 import pytest
+import torch
 
 from experiments.phases import PhaseRecorder, status_bytes
 
@@ -57,3 +58,23 @@ def test_several_generate_calls_before_training_are_one_rollout(recorder):
     end = time.time()
     seconds = recorder.step_seconds(end)
     assert len(seconds) == 2 and sum(seconds) == pytest.approx(end - recorder.rollout_starts[0])
+
+
+def test_a_prompt_computed_before_generate_belongs_to_generation(recorder):
+    """As prefix sharing does it: a forward of the prompt, `generate`, then scoring, each without gradients."""
+    policy = torch.nn.Linear(2, 2)
+    seen = []
+    policy.register_forward_hook(lambda *args: seen.append((recorder.step, recorder.phase)))
+    policy.generate = lambda input_ids: policy(input_ids)
+    optimizer = torch.optim.SGD(policy.parameters())
+    recorder.attach(policy, optimizer)
+    for _ in range(2):
+        with torch.no_grad():
+            policy(torch.ones(1, 2))
+            policy.generate(input_ids=torch.ones(1, 2))
+            policy(torch.ones(1, 2))
+        policy(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    rollout = ("generate", "generate", "score", "train")
+    assert seen == [(step, phase) for step in (1, 2) for phase in rollout]
+    assert len(recorder.rollout_starts) == 2

@@ -19,7 +19,7 @@ from visualization.audit import audit, convergence
 from visualization.combine_memory_data import combined, statistics
 from visualization.load import PHASE_COLUMNS, SAMPLE_COLUMNS, load, load_machine, load_summary
 from visualization.peaks import peak_comparison, phase_peaks
-from visualization.runs import GIB, LoadError, run_cli
+from visualization.runs import GIB, LoadError, cells, run_cli
 from visualization.timelines import peak_preserving, timeline_peak_preserving, timeline_ultra_smooth
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -197,8 +197,38 @@ def test_cell_without_a_finished_run_is_a_hatched_named_bar_and_never_a_number(m
 
 
 def test_cell_that_was_not_run_says_so(machine):
-    write_run(machine, "stock", 8)
-    assert texts(peak_comparison(load_machine(machine), "classic-baseline")).count("not run") == 4
+    write_run(machine, "stock", 4)
+    assert texts(peak_comparison(load_machine(machine), "classic-baseline")).count("not run") == 1
+
+
+def test_k_of_one_arm_alone_takes_one_bar_and_no_room_in_the_audit(machine):
+    write_run(machine, "shared", 4)
+    write_run(machine, "shared", 16)
+    runs = load_machine(machine)
+    figure = peak_comparison(runs, "classic-baseline")
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["k = 2", "k = 4", "k = 16"]
+    assert texts(figure).count("not run") == 1  # shared at k=2
+    figure = audit(runs)
+    assert any("not drawn: shared k=16" in text for text in texts(figure)) and "k = 16" not in texts(figure)
+    figure = timeline_peak_preserving(runs)
+    visible = [axes for axes in figure.axes if axes.axison and axes.get_title(loc="left") == "k = 16"]
+    assert len(visible) == 1 and [line.get_gid() for line in visible[0].lines if line.get_gid()] == [
+        "shared_cpu_k16_r0"]
+
+
+def test_runs_with_other_completions_a_pass_are_an_arm_of_their_own(machine):
+    write_run(machine, "shared", 4, above=300 * MIB)
+    for passes in (16, 4):
+        folder = write_run(machine, "shared", 4, repeat=passes, above=900 * MIB, run_id=f"shared_cpu_k4_c{passes}_r0")
+        folder.rename(folder.with_name(f"shared_cpu_k4_c{passes}_r0"))
+    runs = load_machine(machine)
+    assert [cell.arm for cell in cells(runs) if cell.k == 4] == [
+        "classic-baseline", "classic-lean", "shared", "shared-c4", "shared-c16"]
+    assert statistics(runs).set_index(["arm", "k"]).loc[("shared", 4), "runs"] == 1
+    peak = "\n".join(tables.peak_table(load_summary(machine)))
+    assert "| `shared` | not run | 0.29 |" in peak and "| `shared-c4` | not run | 0.88 |" in peak
+    looks = {create_charts.style.colour(cell.arm) for cell in cells(runs)}
+    assert len(looks) == 5, "two arms look the same"
 
 
 def test_drawn_maximum_equals_the_recorded_maximum_exactly(machine):
@@ -280,6 +310,18 @@ def test_convergence_title_tells_the_largest_difference(machine):
             {"step": step, "arm": arm, "reward": step + shift, "loss": -step, "kl": 0} for step in range(5)])
     figure = convergence(create_charts.load_convergence(machine), load_machine(machine))
     assert any("reward 0.25, kl 0, loss 0" in text for text in texts(figure))
+
+
+def test_convergence_compares_within_one_trainer(machine):
+    (machine / "convergence").mkdir()
+    for arm, level in (("classic-baseline", 0.0), ("classic-lean", 0.0), ("stock", 7.0), ("shared", 7.5)):
+        write_csv(machine / "convergence" / f"{arm}.csv", ("step", "arm", "reward", "loss", "kl"), [
+            {"step": step, "arm": arm, "reward": level, "loss": 0, "kl": 0} for step in range(5)])
+    figure = convergence(create_charts.load_convergence(machine), load_machine(machine))
+    told = [axes.get_title(loc="left") for axes in figure.axes if axes.get_title(loc="left")]
+    assert told == ["classic-baseline, classic-lean: largest absolute difference reward 0, kl 0, loss 0",
+                    "stock, shared: largest absolute difference reward 0.5, kl 0, loss 0"]
+    assert [axes.get_ylabel().rsplit(" ", 1)[1] for axes in figure.axes[1::2]] == ["completion)", "token)"]
 
 
 def test_command_writes_png_and_svg_the_same_each_time(machine, capsys):

@@ -9,15 +9,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from visualization import style
-from visualization.runs import GIB, PUBLISHED_GB, Run, cells, in_order
+from visualization.runs import GIB, PUBLISHED_GB, Run, alone, by_trainer, cells, in_order
 
 ON_ONE_LINE = ("classic-baseline", "classic-string", "classic-string-exact")
 THOUSANDS = {"classic-baseline": 3.1, "classic-string": 1.124}  # tokens a sequence: 3,000 or 1,024 fed + 100 new
 # arm, k, thousands of tokens in the batch, GB
 POINTS_2025 = tuple((arm, k, k * THOUSANDS[arm], peak) for (arm, k), peak in PUBLISHED_GB.items() if peak)
-
-
-LABELS = {"reward": "mean reward", "kl": "KL to the reference (nats per completion)"}
 
 
 def fit(x: Sequence[float], y: Sequence[float]) -> tuple[float, float, float] | None:
@@ -32,14 +29,19 @@ def fit(x: Sequence[float], y: Sequence[float]) -> tuple[float, float, float] | 
 
 def audit(runs: Sequence[Run]) -> Figure | None:
     """Thousands of tokens in the batch against the peak above start (GiB), median per arm and k, with the line through
-    the baseline and both string arms; the published points beside it. None where no run says what it was fed."""
-    table = cells(runs)
+    the baseline and both string arms; the published points beside it. None where no run says what it was fed.
+
+    A k of one arm alone is left out: it would stretch the axes without another arm to hold it against."""
+    single = alone(runs)
+    table = [cell for cell in cells(runs) if cell.k not in single]
     points = [(cell.arm, cell.k, cell.median("tokens_in_batch") / 1000, cell.median("above_start_bytes") / GIB)
               for cell in table if None not in (cell.median("tokens_in_batch"), cell.median("above_start_bytes"))]
     if not points:
         return None
     failed = [f"{cell.arm} k={cell.k} ({cell.failure()})" for cell in table if not cell.finished]
-    note = f"no peak, so no point: {', '.join(failed)}" if failed else ""
+    left_out = [f"{arm} k={k}" for k, arm in single.items()]
+    note = "; ".join([*([f"no peak, so no point: {', '.join(failed)}"] if failed else []),
+                      *([f"not drawn: {', '.join(left_out)}"] if left_out else [])])
     arms = in_order(arm for arm, _, _, _ in points)
     ks = sorted({k for _, k, _, _ in points} | {k for _, k, _, _ in POINTS_2025})
     markers = {k: style.K_MARKERS[place % len(style.K_MARKERS)] for place, k in enumerate(ks)}
@@ -80,21 +82,29 @@ def _scatter(axes: Axes, points: Sequence[tuple[str, int, float, float]], marker
 
 
 def convergence(steps: pd.DataFrame, runs: Sequence[Run]) -> Figure:
-    """Reward and KL per update, one curve per arm; `steps` has step, arm, reward, kl, loss. The title gives the
-    largest absolute difference between arms at the same step. The loss is in the title alone: on-policy it is zero but
-    for rounding."""
-    arms = in_order(steps["arm"])
-    differences = {name: _largest_difference(steps, name) for name in ("reward", "kl", "loss")}
-    told = ", ".join(f"{name} {value:.2g}" for name, value in differences.items())
-    title = "Training curves" + (f"; largest absolute difference between arms: {told}" if len(arms) > 1 else "")
-    handles = [Line2D([], [], label=arm, **_curve_look(place, arm, len(arms))) for place, arm in enumerate(arms)]
-    figure = style.new_figure(11, 3.4, title, runs, handles=handles)
-    for axes, name in zip(figure.subplots(1, 2), ("reward", "kl"), strict=True):
-        for place, arm in enumerate(arms):
-            rows = steps[steps["arm"] == arm].sort_values("step")
-            axes.plot(rows["step"], rows[name], **_curve_look(place, arm, len(arms)))
+    """Reward and KL per update, one curve per arm, one row of panels per trainer; `steps` has step, arm, reward, kl,
+    loss. Each row tells the largest absolute difference between its arms at the same step. The loss is told alone:
+    on-policy it is zero but for rounding."""
+    groups = by_trainer(steps["arm"])
+    handles = [Line2D([], [], label=arm, **_curve_look(place, arm, len(arms)))
+               for arms in groups for place, arm in enumerate(arms)]
+    figure = style.new_figure(11, 3.4 * len(groups), "Training curves", runs, handles=handles)
+    grid = figure.subplots(len(groups), 2, squeeze=False, sharex=True)
+    for arms, panels in zip(groups, grid, strict=True):
+        mine = steps[steps["arm"].isin(arms)]
+        if len(arms) > 1:
+            told = ", ".join(f"{name} {_largest_difference(mine, name):.2g}" for name in ("reward", "kl", "loss"))
+            panels[0].set_title(f"{', '.join(arms)}: largest absolute difference {told}", loc="left")
+        for axes, name in zip(panels, ("reward", "kl"), strict=True):
+            for place, arm in enumerate(arms):
+                rows = mine[mine["arm"] == arm].sort_values("step")
+                axes.plot(rows["step"], rows[name], **_curve_look(place, arm, len(arms)))
+        panels[0].set_ylabel("mean reward")
+        # What the trainers log: TRL 0.21 the sum over a completion, TRL 1.x the mean over the tokens
+        unit = "completion" if arms[0].startswith("classic") else "token"
+        panels[1].set_ylabel(f"KL to the reference (nats per {unit})")
+    for axes in grid[-1]:
         axes.set_xlabel("update")
-        axes.set_ylabel(LABELS[name])
     return figure
 
 

@@ -12,12 +12,14 @@ from matplotlib.figure import Figure
 
 from visualization import style
 from visualization.audit import audit, convergence
+from visualization.bench import frontier, peak_by_k
 from visualization.load import load
 from visualization.peaks import peak_comparison, phase_peaks
 from visualization.runs import LEARN, LoadError, Run, read_csv, run_cli
 from visualization.timelines import timeline_peak_preserving, timeline_ultra_smooth
 
-DEFAULT_SCALES = ("seed", "cpu", "2025")  # these go into the charts folder itself, any other into one of its name
+# These go into the charts folder itself, any other into one of its name
+DEFAULT_SCALES = ("seed", "cpu", "2025")
 
 
 def figures(runs: Sequence[Run], baseline: str) -> Iterator[tuple[str, Figure]]:
@@ -25,7 +27,8 @@ def figures(runs: Sequence[Run], baseline: str) -> Iterator[tuple[str, Figure]]:
     yield "peak_comparison", peak_comparison(runs, baseline)
     yield "timeline_peak_preserving", timeline_peak_preserving(runs)
     yield "timeline_ultra_smooth", timeline_ultra_smooth(runs)
-    for name, figure in (("audit", audit(runs)), ("phases", phase_peaks(runs))):
+    extra = (("audit", audit), ("phases", phase_peaks), ("frontier", frontier), ("peak_by_k", peak_by_k))
+    for name, figure in ((name, draw(runs)) for name, draw in extra):
         if figure is not None:
             yield name, figure
 

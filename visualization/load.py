@@ -1,5 +1,6 @@
 """Load the runs of a results folder: this project's layout (run.json, memory.csv, phases.csv) or the one of 2025."""
 
+import re
 from dataclasses import replace
 from math import isfinite
 from pathlib import Path
@@ -85,6 +86,9 @@ def run_from_record(record: dict, where: Path) -> Run:
     if missing:
         raise LoadError(f"{where}: lacks {', '.join(missing)}; {RERUN}")
     text = {name: str(record[name] or "") for name in TEXT_FIELDS}
+    # A run id tells the completions a pass where they are not the arm's usual number: never the same cell
+    if unusual := re.search(r"_c(\d+)_r\d+$", text["run_id"]):
+        text["arm"] += f"-c{unusual[1]}"
     numbers = {name: _number(record[name], name, where) for name in NUMBER_FIELDS}
     if numbers["k"] is None or numbers["repeat"] is None:
         raise LoadError(f"{where}: k or repeat is empty; {RERUN}")

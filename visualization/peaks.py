@@ -8,15 +8,16 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from visualization import style
-from visualization.runs import GIB, RESIDENT, Cell, Run, cells, in_order
+from visualization.runs import GIB, RESIDENT, Cell, Run, alone, cells, in_order
 
 PHASES = ("generate", "score", "train", "optimizer")
 
 
 def peak_comparison(runs: Sequence[Run], baseline: str) -> Figure:
-    """Bars per k and arm: median peak in GiB with its range, the start level as a dark base, failed cells named.
+    """Bars per k and arm: median peak in GiB with its range, the start level as a grey base, failed cells named.
 
-    A percentage is the change of the peak above the start level against `baseline` at the same k.
+    A percentage is the change of the peak above the start level against `baseline` at the same k. An arm that was not
+    run at a k says so in its place, except where one arm alone was run: that k takes the room of one bar.
     """
     arms = in_order(run.arm for run in runs)
     ks = sorted({run.k for run in runs})
@@ -24,32 +25,34 @@ def peak_comparison(runs: Sequence[Run], baseline: str) -> Figure:
     percents = _reductions(table, baseline)
     measure = next((run.measure.label for run in runs if run.peak_bytes is not None), runs[0].measure.label)
     note = f"percent: peak above the start level against {baseline} at the same k" if percents else ""
+    single = alone(runs)
     handles = [Patch(facecolor=style.colour(arm), hatch=style.hatch(arm), edgecolor="white", label=arm)
                for arm in arms]
     start = "level of the first sample" if runs[0].status == "unknown" else "level before the first step"
     handles.append(Patch(facecolor=style.START_COLOUR, label=start))
-    figure = style.new_figure(max(7.5, 1.2 + 0.45 * (len(arms) + 0.9) * len(ks)), 4.6, f"Peak memory: {measure}", runs,
-                              note, handles)
+    places = [[single[k]] if k in single else arms for k in ks]
+    starts = [sum(len(group) + 1 for group in places[:number]) for number in range(len(ks))]  # in bars, one between
+    figure = style.new_figure(max(7.5, 1.2 + 0.45 * (starts[-1] + len(places[-1]))), 4.6, f"Peak memory: {measure}",
+                              runs, note, handles)
     axes = figure.add_subplot()
     budget = style.draw_budget(axes, runs, GIB)
     highest = max([budget or 0, *(run.peak_bytes / GIB for run in runs if run.peak_bytes)]) or 1
     axes.set_ylim(0, highest * 1.18)
-    width = 0.86 / len(arms)
-    for group, k in enumerate(ks):
-        for place, arm in enumerate(arms):
-            x = group + (place - (len(arms) - 1) / 2) * width
+    for k, start, group in zip(ks, starts, places, strict=True):
+        for x, arm in enumerate(group, start):
             cell = table.get((arm, k))
             if cell is None:
                 axes.text(x, highest * 0.015, "not run", rotation=90, ha="center", va="bottom", color="#707070")
             elif cell.finished:
-                _draw_peak(axes, x, width * 0.9, cell, percents.get((arm, k)))
+                _draw_peak(axes, x, 0.9, cell, percents.get((arm, k)))
             else:
-                _draw_failure(axes, x, width * 0.9, cell, budget or highest)
-    axes.set_xticks(range(len(ks)), [f"k = {k}" for k in ks], fontsize=10)
+                _draw_failure(axes, x, 0.9, cell, budget or highest)
+    middles = [start + (len(group) - 1) / 2 for start, group in zip(starts, places, strict=True)]
+    axes.set_xticks(middles, [f"k = {k}" for k in ks], fontsize=10)
     axes.set_xlabel("completions per prompt")
     axes.tick_params(axis="x", length=0)
     axes.grid(axis="x", visible=False)
-    axes.set_xlim(-0.55, len(ks) - 0.45)
+    axes.set_xlim(-1, starts[-1] + len(places[-1]))
     axes.set_ylabel("peak memory (GiB)")
     return figure
 

@@ -14,7 +14,7 @@ import pandas as pd
 GIB = 2**30
 LEARN = "learn"  # the scale of the convergence runs: another workload, not compared with the others
 ARMS = ("classic-baseline", "classic-string", "classic-string-exact", "classic-lean", "stock", "stock-accumulate",
-        "shared", "Basic", "String")
+        "stock-compact", "shared", "Basic", "String")
 # Published in 2025 (TRL issue 3829): device-wide peak in GB on an RTX 5090, 32 GiB; None: out of memory
 PUBLISHED_GB = {
     ("classic-baseline", 2): 14.38, ("classic-baseline", 4): 26.99, ("classic-baseline", 8): None,
@@ -133,8 +133,32 @@ class Cell:
 
 
 def in_order(arms: Iterable[str]) -> list[str]:
-    """The arms, each once, in the order of the project's table; unknown ones last by name."""
-    return sorted(set(arms), key=lambda arm: (ARMS.index(arm) if arm in ARMS else len(ARMS), arm))
+    """The arms, each once, in the order of the project's table (`shared-c4` after `shared`), others last by name."""
+
+    def place(arm: str) -> tuple[int, int, str]:
+        name, _, passes = arm.rpartition("-c")
+        if name in ARMS and passes.isdigit():
+            return ARMS.index(name), int(passes), arm
+        return ARMS.index(arm) if arm in ARMS else len(ARMS), 0, arm
+
+    return sorted(set(arms), key=place)
+
+
+def by_trainer(arms: Iterable[str]) -> list[list[str]]:
+    """The arms of TRL's old trainer, then those of today's: what is compared curve by curve runs on one trainer."""
+    ordered = in_order(arms)
+    groups = ([arm for arm in ordered if arm.startswith("classic")],
+              [arm for arm in ordered if not arm.startswith("classic")])
+    return [group for group in groups if group]
+
+
+def alone(runs: Iterable[Run]) -> dict[int, str]:
+    """k -> arm, for every k that one arm alone was run at while the runs hold several arms: nothing to compare."""
+    table: dict[int, set[str]] = {}
+    for run in runs:
+        table.setdefault(run.k, set()).add(run.arm)
+    several = len(set().union(*table.values())) > 1
+    return {k: "".join(arms) for k, arms in sorted(table.items()) if several and len(arms) == 1}
 
 
 def cells(runs: Iterable[Run]) -> list[Cell]:

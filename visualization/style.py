@@ -27,13 +27,15 @@ _LOOKS = {
     "classic-lean": ("#009E73", "....", "-", "^"),
     "stock": ("#0072B2", "xxx", (0, (4, 1, 1, 1, 1, 1)), "v"),
     "stock-accumulate": ("#56B4E9", "---", (0, (1.5, 1)), "P"),
+    "stock-compact": ("#882255", "//", "-.", ">"),
     "shared": ("#000000", "||", "-", "*"),
     "Basic": ("#D55E00", "", "-", "o"),
     "String": ("#0072B2", "////", (0, (6, 1.5)), "s"),
 }
-_OTHERS = (("#7F7F7F", "oo", "-", "X"), ("#8C6D31", "**", "--", "h"), ("#3F3F3F", "++", ":", "<"))
+_OTHERS = (("#7F7F7F", "oo", "-", "X"), ("#8C6D31", "**", "--", "h"), ("#3F3F3F", "++", ":", "<"),
+           ("#332288", "xx", "-.", "d"), ("#117733", "\\\\", (0, (8, 2)), "p"))
 PHASE_GREYS = {"generate": "#d9d9d9", "score": "#a6a6a6", "train": "#666666", "optimizer": "#000000"}
-START_COLOUR = "#404040"
+START_COLOUR = "#b8b8b8"
 BEHIND_TEXT = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.8}
 K_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 

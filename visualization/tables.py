@@ -4,8 +4,8 @@
     python -m visualization.tables RESULTS_MACHINE_DIR
 
 A marked place starts with `<!-- table:NAME results/<machine> -->`, or `<!-- table:NAME results/<machine> SCALE -->`
-for one scale only, and ends with `<!-- /table -->`. Names: peak, audit, speed, published. The folder is relative to
-the file.
+for one scale only, and ends with `<!-- /table -->`. Names: peak, audit, speed, published, phases. The folder is
+relative to the file.
 """
 
 import argparse
@@ -13,7 +13,8 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from visualization.load import load_summary
+from visualization.bench import phases_table
+from visualization.load import load_machine, load_summary
 from visualization.runs import (
     GIB,
     LEARN,
@@ -105,7 +106,8 @@ def published_table(runs: Sequence[Run]) -> list[str]:
 
 
 TABLES: dict[str, Callable[[Sequence[Run]], list[str]]] = {
-    "peak": peak_table, "audit": audit_table, "speed": speed_table, "published": published_table}
+    "peak": peak_table, "audit": audit_table, "speed": speed_table, "published": published_table,
+    "phases": phases_table}
 
 
 def render(name: str, folder: Path, scale: str | None = None) -> str:
@@ -115,7 +117,7 @@ def render(name: str, folder: Path, scale: str | None = None) -> str:
     """
     if name not in TABLES:
         raise LoadError(f"no table is named {name}; there are {', '.join(TABLES)}")
-    runs = load_summary(folder)
+    runs = load_machine(folder) if name == "phases" else load_summary(folder)
     found = sorted({run.scale for run in runs})
     if scale and scale not in found:
         raise LoadError(f"{folder}/summary.csv: has no runs at scale {scale}; it has {', '.join(found)}")

@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
 from visualization import style
-from visualization.runs import GIB, Run, cells, in_order
+from visualization.runs import GIB, Run, by_trainer, cells
 
 MAX_POINTS = 1200  # a panel is about 1,400 pixels wide
 OUTLINE = [withStroke(linewidth=2, foreground="white")]
@@ -63,16 +63,13 @@ def timeline_ultra_smooth(runs: Sequence[Run]) -> Figure:
 
 def _timeline(runs: Sequence[Run], title: str, curve: Curve) -> Figure:
     ks = sorted({run.k for run in runs})
-    arms = in_order(run.arm for run in runs)
-    # TRL's old trainer on the left, today's on the right: curves of one trainer are what is compared
-    columns = [arms for arms in ([arm for arm in arms if arm.startswith("classic")],
-                                 [arm for arm in arms if not arm.startswith("classic")]) if arms]
+    columns = by_trainer(run.arm for run in runs)
     with_phases = any(len(run.phases) for run in runs)
     strip = 0.13 * max(map(len, columns)) + 0.1 if with_phases else 0.01
     note = "one run per arm and k: the first that finished, else the one that failed" + (
         "; the strips name each run's phases" if with_phases else "")
     handles = [Line2D([], [], color=style.colour(arm), linestyle=style.line_style(arm), linewidth=1.8, label=arm)
-               for arm in arms]
+               for arms in columns for arm in arms]
     if with_phases:
         handles += [Patch(facecolor=grey, edgecolor="#808080", linewidth=0.5, label=f"phase: {phase}")
                     for phase, grey in style.PHASE_GREYS.items()]
@@ -86,6 +83,10 @@ def _timeline(runs: Sequence[Run], title: str, curve: Curve) -> Figure:
         for column, panel, phases_panel in zip(columns, panels, strips, strict=True):
             mine = [run for run in runs if run.k == k and run.arm in column]
             drawn = [_representative(cell.runs) for cell in cells(mine)]
+            if not drawn:
+                panel.set_axis_off()
+                phases_panel.set_axis_off()
+                continue
             _draw_curves(panel, drawn, curve)
             panel.set_title(f"k = {k}", loc="left", fontweight="bold")
             if with_phases:
@@ -96,9 +97,10 @@ def _timeline(runs: Sequence[Run], title: str, curve: Curve) -> Figure:
             else:
                 phases_panel.set_axis_off()
                 panel.set_xlabel(clock)
-        panels[0].set_ylabel(f"{runs[0].measure.label}\n(GiB)", fontsize=8.5)
-        top = max(panel.get_ylim()[1] for panel in panels)
-        for panel in panels:
+        used = [panel for panel in panels if panel.axison]
+        used[0].set_ylabel(f"{runs[0].measure.label}\n(GiB)", fontsize=8.5)
+        top = max(panel.get_ylim()[1] for panel in used)
+        for panel in used:
             panel.set_ylim(0, top)
     return figure
 

@@ -19,8 +19,8 @@ use_fork(
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: E402
-import trl  # noqa: E402, I001
 
+import trl  # noqa: E402, I001
 from experiments import models  # noqa: E402
 
 logging.disable(logging.WARNING)
@@ -45,7 +45,10 @@ with tempfile.TemporaryDirectory() as folder:
         processing_class=tokenizer,
     )  # fmt: skip
     trainer.train()
-logs = [{k: v for k, v in log.items() if "time" not in k and "per_second" not in k} for log in trainer.state.log_history]
+logs = [
+    {name: value for name, value in log.items() if "time" not in name and "per_second" not in name}
+    for log in trainer.state.log_history
+]
 digest = hashlib.sha256()
 for parameter in trainer.model.parameters():
     digest.update(parameter.detach().numpy().tobytes())

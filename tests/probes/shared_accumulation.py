@@ -1,13 +1,12 @@
-"""Error of the key projection's gradient after 64 completions of one prompt, one a pass, in bfloat16: as mixed precision
-(float32 weights, bfloat16 arithmetic, TRL's default) against stock, and with bfloat16 weights, where each pass rounds
-what it adds to a weight's gradient, against stock that accumulates one completion at a time. Truth is float64, errors are
-means over three seeds."""
+"""Error of the key projection's gradient after 64 completions of one prompt, one a pass, in bfloat16: as mixed
+precision (float32 weights, bfloat16 arithmetic, TRL's default) against stock, and with bfloat16 weights, where each
+pass rounds what it adds to a weight's gradient, against stock that accumulates one completion at a time. Truth is
+float64, errors are means over three seeds."""
 
 import json
 
-from shared_exactness import ARCHITECTURES, VOCAB, build, error, pure_float64  # puts the fork on the path
-
 import torch  # noqa: E402, I001
+from shared_exactness import ARCHITECTURES, VOCAB, build, error, pure_float64  # puts the fork on the path
 from trl.models.prefix_sharing import enable_prefix_sharing  # noqa: E402
 
 ARCHITECTURES["plain"] = ("llama", {})

@@ -122,7 +122,8 @@ def run(model, name, **shared):
     out = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True, **shared)
     columns = ids.shape[1] - prompt
     tokens = torch.stack([out.log_probs[:, -columns:], out.entropy[:, -columns:]])
-    weights = torch.linspace(-1, 1, ids.shape[0] * columns).view(1, -1, columns) * torch.tensor([1.0, 0.1]).view(2, 1, 1)
+    weights = torch.linspace(-1, 1, ids.shape[0] * columns).view(1, -1, columns)
+    weights = weights * torch.tensor([1.0, 0.1]).view(2, 1, 1)
     loss = (tokens * weights).sum() + (out.aux_loss if out.aux_loss is not None else 0)
     loss.backward()
     gradient = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])

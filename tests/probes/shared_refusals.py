@@ -5,14 +5,14 @@ import logging
 import sys
 import tempfile
 
-from shared_exactness import SHAPE, batch  # builds the fork and puts it on the path
-
 import torch  # noqa: E402, I001
 from peft import PromptTuningConfig, get_peft_model  # noqa: E402
+from shared_exactness import SHAPE, batch  # builds the fork and puts it on the path
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # noqa: E402
-from trl import GRPOConfig, RLOOConfig  # noqa: E402
 from trl.models.prefix_sharing import enable_prefix_sharing  # noqa: E402
 from trl.trainer.utils import add_fused_lm_head  # noqa: E402
+
+from trl import GRPOConfig, RLOOConfig  # noqa: E402
 
 logging.disable(logging.WARNING)
 

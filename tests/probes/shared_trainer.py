@@ -22,10 +22,10 @@ from datasets import Dataset, IterableDataset  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
 from shared_exactness import pure_float64  # noqa: E402
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # noqa: E402
 from trl.trainer import grpo_trainer, rloo_trainer  # noqa: E402
 
 from experiments import models  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # noqa: E402
 
 WORDS = "apple stone river cloud seven tiger green paper light money".split()
 # Prompts of unequal length; two are equal, and one is a single token

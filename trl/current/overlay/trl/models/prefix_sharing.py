@@ -31,12 +31,19 @@ from dataclasses import dataclass
 
 import torch
 from accelerate.utils import is_peft_model
+from packaging.version import Version
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+
+if Version(torch.__version__) >= Version("2.6.0"):
+    from torch.distributed.fsdp import FSDPModule
+else:  # the FSDP2 API was public only from torch 2.6
+    from torch.distributed._composable.fsdp import FSDPModule
 
 
 # Attention implementations that take an arbitrary mask, which is what lets packed completions see one prefix
@@ -88,6 +95,8 @@ class _Prefix:
         # Gradient checkpointing runs the layer again during the backward: what the forward recorded stands
         if layer_idx in self.layers:
             return
+        if len(self.positions) == 0:  # what went through is not part of the prompt
+            key, value = key[:, :, :0], value[:, :, :0]
         self.layers[layer_idx] = (key, value)
         if key.requires_grad and key.dtype in (torch.float16, torch.bfloat16):
             self.carriers[layer_idx] = (_AccumulateInFloat32.apply(key), _AccumulateInFloat32.apply(value))
@@ -169,15 +178,13 @@ class _ReadPrefix:
                 f"{type(module).__name__} did not receive the mask of the shared prefix, so its attention cannot be "
                 "trusted. Set `prefix_sharing=False`."
             )
-        if prefix_size > 0:  # a prompt of one token has none
-            prefix_key, prefix_value = self.prefix.read(module.layer_idx)
+        prefix_key, prefix_value = self.prefix.read(module.layer_idx)
         outputs = []
         per_block = (x.split(self.blocks, dim=2) for x in (query, key, value, attention_mask))
         for block_query, block_key, block_value, mask in zip(*per_block, strict=True):
             mask = mask[..., : prefix_size + block_key.shape[2]]
-            if prefix_size > 0:
-                block_key = torch.cat([prefix_key, block_key], dim=2)
-                block_value = torch.cat([prefix_value, block_value], dim=2)
+            block_key = torch.cat([prefix_key, block_key], dim=2)
+            block_value = torch.cat([prefix_value, block_value], dim=2)
             outputs.append(_masked_attention(base, module, block_query, block_key, block_value, mask, **kwargs)[0])
         return torch.cat(outputs, dim=1), None
 
@@ -274,14 +281,48 @@ class SharedPrefixOutput:
     aux_loss: torch.Tensor | None = None
 
 
-def _group_rows(prompt_ids: torch.Tensor, prompt_mask: torch.Tensor) -> list[torch.Tensor]:
-    """Indices of the rows that share a prompt, one tensor a prompt, in the order in which the prompts appear."""
+def _group_rows(prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, group_size: int | None) -> list[torch.Tensor]:
+    """
+    Indices of the rows that share a prompt, one tensor a prompt, in the order in which the prompts appear. Rows share
+    only within a block of `group_size` rows, so that two equal prompts stay two groups, as on the other processes.
+    """
     masked_ids = prompt_ids.masked_fill(prompt_mask == 0, -1)
-    _, group_of_row = torch.unique(masked_ids, dim=0, return_inverse=True)
+    blocks = torch.arange(len(prompt_ids), device=prompt_ids.device) // (group_size or len(prompt_ids))
+    _, group_of_row = torch.unique(torch.cat([blocks[:, None], masked_ids], dim=1), dim=0, return_inverse=True)
     groups = {}
     for row, group in enumerate(group_of_row.tolist()):
         groups.setdefault(group, []).append(row)
     return [torch.tensor(rows, device=prompt_ids.device) for rows in groups.values()]
+
+
+def _prompt_pass(model: nn.Module, prefix_ids: torch.Tensor, positions: torch.Tensor, **kwargs):
+    """Run a prompt without its last token through `model`. Returns the prefix that it leaves, and the output."""
+    prefix = _Prefix(positions)
+    if len(positions) == 0:
+        # A prompt of one token has no prefix, but it takes a pass all the same, with any token. Processes that shard
+        # the weights gather them together in every pass, so the number of passes must not depend on the data.
+        prefix_ids = positions = positions.new_zeros(1)
+    outputs = model(
+        input_ids=prefix_ids[None],
+        position_ids=positions[None],
+        use_cache=False,
+        shared_prefix=_RecordPrefix(prefix),
+        **kwargs,
+    )
+    return prefix, outputs
+
+
+def _unshard_in_backward(backbone: nn.Module, prefix: _Prefix) -> None:
+    """
+    Have FSDP2 gather the weights of the last layer for the backward of a prompt pass. FSDP2 gathers those of a layer
+    when the gradient of its output arrives, and the output of the last layer is not used, only its keys and values.
+    """
+    layer_idx = max(prefix.layers)
+    for unit in backbone.modules():
+        if isinstance(unit, FSDPModule) and any(getattr(m, "layer_idx", None) == layer_idx for m in unit.modules()):
+            for states in prefix.layers[layer_idx]:
+                if states.requires_grad:
+                    states.register_hook(lambda grad, unit=unit: unit.unshard())
 
 
 def _router_sums(
@@ -307,6 +348,7 @@ def shared_prefix_forward(
     attention_mask: torch.Tensor,
     prefix_length: int,
     completions_per_forward: int | None = None,
+    group_size: int | None = None,
     output_router_logits: bool = False,
 ) -> SharedPrefixOutput:
     """
@@ -327,14 +369,17 @@ def shared_prefix_forward(
             Number of prompt columns, P.
         completions_per_forward (`int`, *optional*):
             Completions that go through the backbone together. If `None`, all completions of a prompt.
+        group_size (`int`, *optional*):
+            Number of consecutive rows with the same prompt. It fixes the number of passes, which must be the same on
+            all processes if they shard the weights. If `None`, all rows with the same prompt share it.
         output_router_logits (`bool`, *optional*, defaults to `False`):
             Whether to compute the load-balancing loss of a Mixture-of-Experts model.
 
     Returns:
         [`SharedPrefixOutput`]: Hidden states, and the load-balancing loss.
     """
-    groups = _group_rows(input_ids[:, :prefix_length], attention_mask[:, :prefix_length])
-    kwargs = {"use_cache": False}
+    groups = _group_rows(input_ids[:, :prefix_length], attention_mask[:, :prefix_length], group_size)
+    kwargs = {}
     if output_router_logits:
         kwargs["output_router_logits"] = True
         top_k = backbone.config.get_text_config().num_experts_per_tok
@@ -345,7 +390,7 @@ def shared_prefix_forward(
         prefix_tokens = sum(attention_mask[rows[0], : prefix_length - 1].sum() for rows in groups)
         shared_tokens = prefix_tokens + attention_mask[:, prefix_length:].sum() + len(input_ids)
         if input_ids.numel() < 1.05 * shared_tokens:
-            outputs = backbone(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+            outputs = backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **kwargs)
             aux_loss = None
             if output_router_logits:
                 aux_loss = _load_balancing_loss([_router_sums(outputs.router_logits, top_k, attention_mask)])
@@ -356,22 +401,16 @@ def shared_prefix_forward(
     for rows in groups:
         # Positions are columns: the positions that a left-padded row has when it goes through the model by itself
         prefix_positions = attention_mask[rows[0], : prefix_length - 1].nonzero().squeeze(1)
-        prefix = _Prefix(prefix_positions)
-        if len(prefix_positions) > 0:
-            outputs = backbone(
-                input_ids=input_ids[rows[0], prefix_positions][None],
-                position_ids=prefix_positions[None],
-                shared_prefix=_RecordPrefix(prefix),
-                **kwargs,
+        prefix, outputs = _prompt_pass(backbone, input_ids[rows[0], prefix_positions], prefix_positions, **kwargs)
+        if len(prefix.layers) != backbone.config.num_hidden_layers:
+            raise RuntimeError(
+                f"{len(prefix.layers)} of {backbone.config.num_hidden_layers} layers of {type(backbone).__name__} "
+                "passed their keys and values to `transformers.AttentionInterface`, so its prompts cannot be "
+                "shared. Set `prefix_sharing=False`."
             )
-            if len(prefix.layers) != backbone.config.num_hidden_layers:
-                raise RuntimeError(
-                    f"{len(prefix.layers)} of {backbone.config.num_hidden_layers} layers of {type(backbone).__name__} "
-                    "passed their keys and values to `transformers.AttentionInterface`, so its prompts cannot be "
-                    "shared. Set `prefix_sharing=False`."
-                )
-            if output_router_logits:  # a prompt counts once for each of its rows
-                router_sums.append([len(rows) * x for x in _router_sums(outputs.router_logits, top_k)])
+        _unshard_in_backward(backbone, prefix)
+        if output_router_logits and len(prefix_positions) > 0:  # a prompt counts once for each of its rows
+            router_sums.append([len(rows) * x for x in _router_sums(outputs.router_logits, top_k)])
         passes.extend((prefix, chunk) for chunk in rows.split(completions_per_forward or len(rows)))
 
     def forward_completions(context, packed_ids):
@@ -381,6 +420,7 @@ def shared_prefix_forward(
                 # Without a mask, restarting positions would be taken for a padding-free batch
                 attention_mask=torch.ones_like(packed_ids),
                 position_ids=context.positions[None],
+                use_cache=False,
                 shared_prefix=context,
                 **kwargs,
             )
@@ -528,6 +568,7 @@ def generate_with_shared_prefix(
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
     generation_config: GenerationConfig,
+    group_size: int | None = None,
 ) -> torch.Tensor:
     """
     [`~transformers.GenerationMixin.generate`], computing and storing each distinct prompt once.
@@ -541,31 +582,27 @@ def generate_with_shared_prefix(
             1 for tokens, 0 for padding.
         generation_config ([`~transformers.GenerationConfig`]):
             Greedy decoding or sampling.
+        group_size (`int`, *optional*):
+            Number of consecutive rows with the same prompt, see [`shared_prefix_forward`].
 
     Returns:
         `torch.Tensor` of shape `(B, P + C)`: Prompts followed by what was generated.
     """
-    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "generation_config": generation_config}
-    if input_ids.shape[1] == 1 or (attention_mask[:, :-1].sum(1) == 0).any():
-        return model.generate(**inputs)  # a prompt of one token has no prefix to share
-    groups = _group_rows(input_ids, attention_mask)
+    groups = _group_rows(input_ids, attention_mask, group_size)
     prefixes = []
     for rows in groups:
         prefix_ids = input_ids[rows[0], :-1][attention_mask[rows[0], :-1].bool()]
         # Positions without padding, as `generate` continues them
         positions = torch.arange(len(prefix_ids), device=prefix_ids.device)
-        prefix = _Prefix(positions)
-        model(
-            input_ids=prefix_ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=1,
-            shared_prefix=_RecordPrefix(prefix),
-        )
-        prefixes.append(prefix)
+        prefixes.append(_prompt_pass(model, prefix_ids, positions, logits_to_keep=1)[0])
     cache = SharedPrefixCache(prefixes, groups, attention_mask[:, :-1])
     with _set(_current_cache, cache):
-        return model.generate(**inputs, past_key_values=cache)
+        return model.generate(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            generation_config=generation_config,
+            past_key_values=cache,
+        )
 
 
 def _rope_types(text_config) -> set[str]:

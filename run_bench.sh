@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Today's trainer with and without prefix sharing, side by side: five alternating repeats at k = 8, then other k.
+# Options are passed on to the suite: ./run_bench.sh --device cuda
+set -euo pipefail
+cd "$(dirname "$0")"
+./setup_env.sh --quiet
+suite() { .venv/bin/python -m experiments.suite --scale bench "$@"; }
+suite --arms stock,stock-accumulate,stock-compact,shared --k 8 --repeats 5 "$@"
+suite --arms shared --k 8 --repeats 5 --completions-per-forward 8 "$@"
+suite --arms stock-compact --k 2,4,16 "$@"
+suite --arms shared --k 2,4,16,32,64 "$@"
+./visualize_results.sh

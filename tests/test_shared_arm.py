@@ -1,0 +1,98 @@
+"""The arm `shared`: the fork's prefix sharing, measured and trained like `stock`."""
+
+import csv
+import subprocess
+import sys
+
+import pytest
+
+from experiments import config as cfg
+from experiments import suite
+from experiments import train as train_module
+from experiments.config import ARMS, ROOT, ConfigError
+from experiments.record import read_record
+
+SERIES = [row for row in (ROOT / "trl" / "current" / "series").read_text().splitlines() if row.endswith(".patch")]
+
+
+def test_a_run_records_its_patches_its_passes_and_its_phases(train):
+    code, record, folder, _ = train("shared", 4)
+    assert code == 0 and record["status"] == "ok", record["error"]
+    assert record["fork_patches"] == SERIES and ".build/fork/shared" in record["trl_file"]
+    assert record["completions_per_forward"] == record["config"]["completions_per_forward"] == 2
+    assert 62 <= record["prompt_tokens_fed_mean"] <= 64
+    with (folder / "phases.csv").open() as file:
+        phases = [(row["phase"], int(row["step"])) for row in csv.DictReader(file)]
+    updates = ["train", "optimizer"] * 3 + ["train"]
+    assert phases == [("load", 0)] + [(phase, step) for step in (1, 2) for phase in ["generate", "score", *updates]]
+
+
+def test_it_trains_as_stock_does(train):
+    """Three rollouts of three updates, same seed, in float64. What is sampled is the same, so rewards are equal. The
+    log-probabilities are float32 in this TRL, 1e-7 each, and losses and KL are averages of their differences."""
+    options = ("--steps", "3", "--learning-rate", "1e-3", "--precision", "float64")
+    stock, shared = (train(arm, 4, *options)[1]["trace"] for arm in ("stock", "shared"))
+    assert len(stock) == 3 and abs(stock[-1]["loss"]) > 1e-4, "nothing was learned: the test would be empty"
+    for expected, step in zip(stock, shared, strict=True):
+        assert step["reward"] == expected["reward"]
+        assert step["loss"] == pytest.approx(expected["loss"], abs=2e-8)
+        assert step["kl"] == pytest.approx(expected["kl"], abs=5e-7)
+        assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-5)
+
+
+def test_another_number_of_completions_a_pass_is_another_run_with_the_same_loss(train, tmp_path):
+    usual = train("shared", 4)[1]
+    command = [
+        sys.executable, "-m", "experiments.suite", "--arms", "shared", "--k", "4", "--completions-per-forward", "4",
+        "--scale", "test", "--device", "cpu", "--results", str(tmp_path), "--machine", "here", "--threads", "1",
+    ]  # fmt: skip
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
+    other = read_record(tmp_path / "here" / "shared_test_k4_c4_r0")
+    assert (usual["run_id"], other["run_id"]) == ("shared_test_k4_r0", "shared_test_k4_c4_r0")
+    assert (usual["completions_per_forward"], other["completions_per_forward"]) == (2, 4)
+    for left, right in zip(usual["trace"], other["trace"], strict=True):
+        assert left["reward"] == pytest.approx(right["reward"], rel=1e-5)
+        assert left["loss"] == pytest.approx(right["loss"], abs=1e-6)
+
+
+def test_run_ids_name_the_completions_a_pass_only_where_they_are_not_the_usual():
+    ids = [cfg.resolve("shared", 8, "cpu", "cpu", completions_per_forward=n).run_id for n in (None, 1, 2, 8)]
+    assert ids == ["shared_cpu_k8_r0", "shared_cpu_k8_c1_r0", "shared_cpu_k8_r0", "shared_cpu_k8_c8_r0"]
+    learn = cfg.resolve("shared", 4, "learn", "cpu")
+    assert (learn.batch, learn.completions_per_forward, learn.run_id) == (48, 2, "shared_learn_k4_r0")
+    usual = {arm: cfg.resolve(arm, 8, "cpu", "cpu") for arm in ARMS if arm != "shared"}
+    assert {arm: config.run_id for arm, config in usual.items()} == {arm: f"{arm}_cpu_k8_r0" for arm in usual}
+    assert {config.completions_per_forward for arm, config in usual.items()} == {8, 1}
+    assert usual["stock-accumulate"].completions_per_forward == 1
+
+
+BAD = {
+    "none": (["--arm", "shared", "--k", "4", "--completions-per-forward", "0"], ("0", "k=4", "use 1")),
+    "more than k": (["--arm", "shared", "--k", "4", "--completions-per-forward", "5"], ("5", "k=4", "use 4")),
+    "another arm": (["--arm", "stock", "--k", "4", "--completions-per-forward", "2"], ("2", "takes 4", "--arm")),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_number_of_completions_that_cannot_work_gets_one_clear_line(case, tmp_path, capsys):
+    arguments, told = BAD[case]
+    assert train_module.main(["--device", "cpu", "--results", str(tmp_path), *arguments]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("train: --completions-per-forward") and all(part in error for part in told)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arms, ks", [("shared,stock", "4"), ("shared", "2,4")])  # not for stock; more than k=2
+def test_the_suite_refuses_a_plan_that_one_run_cannot_follow(arms, ks, tmp_path, capsys):
+    options = ["--arms", arms, "--k", ks, "--completions-per-forward", "4", "--results", str(tmp_path)]
+    assert suite.main(["--device", "cpu", *options]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("suite: --completions-per-forward 4")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_arm_is_untouched_some_patches_or_the_whole_series():
+    assert ARMS["stock"].patches == () and ARMS["shared"].patches is None
+    assert ARMS["classic-lean"].patches == ("0003-lean-logits.patch",)
+    with pytest.raises(ConfigError, match="always takes 8"):
+        cfg.resolve("classic-lean", 8, "cpu", "cpu", completions_per_forward=2)
