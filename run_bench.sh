@@ -9,4 +9,6 @@ suite --arms stock,stock-accumulate,stock-compact,shared --k 8 --repeats 5 "$@"
 suite --arms shared --k 8 --repeats 5 --completions-per-forward 8 "$@"
 suite --arms stock-compact --k 2,4,16 "$@"
 suite --arms shared --k 2,4,16,32,64 "$@"
+# A reward that can be learned, 30 updates, same seed: training is not harmed
+.venv/bin/python -m experiments.suite --arms stock,shared --scale learn --k 4 "$@"
 ./visualize_results.sh

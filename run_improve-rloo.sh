@@ -7,8 +7,6 @@ cd "$(dirname "$0")"
 if [ $# -eq 0 ]; then
   # Prompts below the 1,024-token cut, where the published change has nothing to cut
   .venv/bin/python -m experiments.suite --arms classic-baseline,classic-string --scale short --k 2
-  # As many completions as no other arm has room or time for
-  .venv/bin/python -m experiments.suite --arms shared --k 16,32
   # A reward that can be learned, 30 updates, same seed: training is not harmed
-  .venv/bin/python -m experiments.suite --arms classic-baseline,classic-lean,stock,shared --scale learn --k 4
+  .venv/bin/python -m experiments.suite --arms classic-baseline,classic-lean --scale learn --k 4
 fi

@@ -1,0 +1,55 @@
+"""The bench's charts and table, on small machine folders."""
+
+import pytest
+
+from tests.test_visualization import texts, write_run
+from visualization import tables
+from visualization.bench import compared, frontier, peak_by_k
+from visualization.load import load_machine
+from visualization.runs import GIB
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """`stock` and `shared` at k=8, `shared` at two more k; one arm that ran out of memory."""
+    machine = tmp_path / "here"
+    for repeat in range(3):
+        write_run(machine, "stock", 8, repeat, above=4 * GIB, step_seconds_median=100.0 + repeat)
+        write_run(machine, "shared", 8, repeat, above=GIB // 2, step_seconds_median=10.0)
+    write_run(machine, "classic-baseline", 8, status="oom")
+    write_run(machine, "shared", 2, above=GIB // 2)
+    write_run(machine, "shared", 32, above=GIB // 2)
+    return machine
+
+
+def test_frontier_has_one_point_an_arm_and_names_who_failed(machine):
+    figure = frontier(load_machine(machine))
+    shown = texts(figure)
+    assert {"stock", "shared", "seconds per step", "peak above the start level (GiB)"} <= set(shown)
+    assert "classic-baseline" not in shown
+    assert any("not finished: classic-baseline: OOM" in text for text in shown)
+    assert any("k = 8" in text for text in shown)
+
+
+def test_charts_need_something_to_compare(machine):
+    runs = load_machine(machine)
+    assert frontier([run for run in runs if run.arm == "shared" and run.k == 8]) is None
+    assert peak_by_k([run for run in runs if run.k != 32]) is None
+
+
+def test_peak_by_k_is_drawn_at_the_measured_peaks(machine):
+    axes = peak_by_k(load_machine(machine)).axes[0]
+    lines = {line.get_label(): line for line in axes.get_lines()}
+    assert list(lines["shared"].get_xdata()) == [2, 8, 32]
+    assert list(lines["shared"].get_ydata()) == [0.5, 0.5, 0.5]
+    assert list(lines["stock"].get_ydata()) == [4.0]
+
+
+def test_phases_table_compares_with_stock_at_the_k_of_most_arms(machine):
+    assert {cell.k for cell in compared(load_machine(machine))} == {8}
+    text = tables.render("phases", machine)
+    # 8 x 3,100 tokens against 3,000 + 8 x 100
+    assert "Seconds at k = 8" in text and "token ratio is 6.53" in text
+    assert "| `stock` | 10.0 | 10.0 | 10.0 | 101.0 | 4.00 |" in text
+    assert "| `shared` | 10.0 (1.0 x) | 10.0 (1.0 x) | 10.0 (1.0 x) | 10.0 (10.1 x) | 0.50 (1/8.0) |" in text
+    assert "| `classic-baseline` | OOM | OOM | OOM | OOM | OOM |" in text
