@@ -33,12 +33,13 @@ def frontier(runs: Sequence[Run]) -> Figure | None:
     title = f"Memory and time of a step, at k = {table[0].k}"
     figure = style.new_figure(7.5, 4.6, title, runs, note)
     axes = figure.add_subplot()
-    for cell in table:
+    for number, cell in enumerate(table):
         seconds, peaks = cell.values("step_seconds_median"), [x / GIB for x in cell.values("above_start_bytes")]
         x, y = median(seconds), median(peaks)
         axes.errorbar(x, y, xerr=[[x - min(seconds)], [max(seconds) - x]], yerr=[[y - min(peaks)], [max(peaks) - y]],
                       color=style.colour(cell.arm), marker=style.marker(cell.arm), markersize=9, capsize=3)
-        axes.annotate(cell.arm, (x, y), xytext=(7, 7), textcoords="offset points", fontsize=9,
+        # Neighbors in the table are often neighbors here: their names go above and below
+        axes.annotate(cell.arm, (x, y), xytext=(7, -14 if number % 2 else 7), textcoords="offset points", fontsize=9,
                       color=style.colour(cell.arm), bbox=style.BEHIND_TEXT)
     axes.set_xlim(0, axes.get_xlim()[1] * 1.12)
     axes.set_ylim(0, axes.get_ylim()[1] * 1.08)
@@ -51,10 +52,11 @@ def peak_by_k(runs: Sequence[Run]) -> Figure | None:
     """Peak above the start level against the number of completions, one line an arm. None with fewer than three k."""
     if len({run.k for run in runs}) < 3:
         return None
-    figure = style.new_figure(7.5, 4.6, "Peak memory as the number of completions grows", runs,
-                              "median over repeats; a cross at the budget: out of memory")
+    failed = any(not cell.finished for cell in cells(runs))
+    note = "median over repeats" + ("; a cross at the budget: out of memory" if failed else "")
+    figure = style.new_figure(7.5, 4.6, "Peak memory as the number of completions grows", runs, note)
     axes = figure.add_subplot()
-    budget = style.draw_budget(axes, runs, GIB)
+    budget = style.draw_budget(axes, runs, GIB) if failed else None
     for arm in in_order(run.arm for run in runs):
         mine = sorted((cell for cell in cells(runs) if cell.arm == arm), key=lambda cell: cell.k)
         done = [cell for cell in mine if cell.values("above_start_bytes")]

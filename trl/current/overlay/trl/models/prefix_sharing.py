@@ -318,11 +318,23 @@ def _unshard_in_backward(backbone: nn.Module, prefix: _Prefix) -> None:
     when the gradient of its output arrives, and the output of the last layer is not used, only its keys and values.
     """
     layer_idx = max(prefix.layers)
-    for unit in backbone.modules():
-        if isinstance(unit, FSDPModule) and any(getattr(m, "layer_idx", None) == layer_idx for m in unit.modules()):
-            for states in prefix.layers[layer_idx]:
-                if states.requires_grad:
-                    states.register_hook(lambda grad, unit=unit: unit.unshard())
+    units = [unit for unit in backbone.modules() if isinstance(unit, FSDPModule)]
+    last = [unit for unit in units if any(getattr(m, "layer_idx", None) == layer_idx for m in unit.modules())]
+
+    def reshard():
+        for unit in units:
+            unit.reshard()
+
+    def unshard(grad):
+        for unit in last:
+            unit.unshard()
+        # Gradient checkpointing runs all of the last layer again. What has no part in the keys and values has no
+        # backward, after which FSDP2 would put the shards back: it would be trained no more.
+        torch.autograd.Variable._execution_engine.queue_callback(reshard)
+
+    for states in prefix.layers[layer_idx]:
+        if units and states.requires_grad:
+            states.register_hook(unshard)
 
 
 def _router_sums(

@@ -1,0 +1,181 @@
+"""Trainings on two processes, on CPU with gloo, with the TRL that is first on PYTHONPATH.
+
+    torchrun --nproc_per_node 2 tests/probes/distributed.py FOLDER ARM RUNS
+
+RUNS is a JSON list of dictionaries: a `name` and arguments of `train`. What a run computed goes to FOLDER/NAME-ARM.pt.
+"""
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, DistributedType, PartialState
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+TRAINERS = {"rloo": (RLOOTrainer, RLOOConfig), "grpo": (GRPOTrainer, GRPOConfig)}
+VOCABULARY, COMPLETION_TOKENS, COMPLETIONS = 100, 6, 3
+# Two prompts a micro-batch and process. The processes never have as many tokens, and
+PROMPTS = (
+    # a prompt without a prefix to share,
+    (["w5", "w7 w8 w9 w10 w11 w12 w13"], ["w21 w22 w23", "w31 w32"]),
+    # two prompts that are equal,
+    (["w41 w42 w43 w44", "w51 w52"], ["w61 w62 w63 w64 w65", "w61 w62 w63 w64 w65"]),
+    # no prefix at all; no completion that counts,
+    (["w6", "w9"], ["w71 w72 w73", "w81 w82 w83 w84"]),
+    (["w11 w12 w13", "w11 w12 w13"], ["w3", "w91 w92 w93 w94 w95 w4"]),
+)  # are what one of them has and the other has not.
+NEVER_END = (71, 81)  # first tokens of prompts all of whose completions are cut, and so masked
+LOGGED = ("loss", "kl", "entropy", "reward", "clip_ratio/region_mean")
+
+
+def allow_fsdp_on_cpu():
+    """FSDP2 works on CPU, but accelerate offers it only where there are accelerators."""
+    initialize = AcceleratorState.__init__
+
+    def initialize_with_plugin(self, *args, fsdp_plugin=None, **kwargs):
+        initialize(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            if self.mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self.mixed_precision)
+            self.fsdp_plugin = fsdp_plugin
+            self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    AcceleratorState.__init__ = initialize_with_plugin
+
+
+def build_tokenizer():
+    words = {"[PAD]": 0, "[EOS]": 1, **{f"w{i}": i for i in range(2, VOCABULARY)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[PAD]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", eos_token="[EOS]", padding_side="left"
+    )
+
+
+def build_model(folder):
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, pad_token_id=0, eos_token_id=1, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config).double()
+    for parameter in model.parameters():  # larger than usual: no gradient is near zero, no two tokens are near a tie
+        torch.nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.2)
+    model.save_pretrained(folder)
+
+
+def fixed_completions(prompt_ids):
+    """Completions of different lengths that depend on prompt and row; every fifth is cut."""
+    completions = []
+    for row, prompt in enumerate(prompt_ids):
+        length = 1 + (sum(prompt) + 2 * row) % COMPLETION_TOKENS
+        ids = [2 + (7 * prompt[-1] + 11 * row + 3 * i * i) % (VOCABULARY - 2) for i in range(length)]
+        completions.append(ids if prompt[0] in NEVER_END or row % 5 == 4 else [*ids[:-1], 1])
+    return completions
+
+
+def reward(completion_ids, **kwargs):
+    return [(sum(ids) + 5 * row) % 13 / 13 for row, ids in enumerate(completion_ids)]
+
+
+def full(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+class Recorder(TrainerCallback):
+    def __init__(self):
+        self.gradients, self.logs = [], []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.gradients.append({name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None})
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in logs:
+            self.logs.append({name: float(logs[name]) for name in LOGGED if name in logs})
+
+
+def train(folder, tokenizer, *, trainer, fsdp=None, dtype="float64", accumulate=1, updates=4, generate=False,
+          evaluate=False, prompts=PROMPTS, options=None):  # fmt: skip
+    """One training. Unless told to `generate`, completions are fixed, so that both arms train on the same ones."""
+    trainer_class, config_class = TRAINERS[trainer]
+    dataset = []
+    for start in range(0, len(prompts), accumulate):  # rank 0 takes the first half of what is generated at once
+        steps = prompts[start : start + accumulate]
+        dataset += [prompt for rank in range(2) for step in steps for prompt in step[rank]]
+    for variable in [name for name in os.environ if name.startswith(("FSDP_", "ACCELERATE_"))]:
+        del os.environ[variable]  # set by an earlier run with FSDP
+    arguments = config_class(
+        output_dir=str(folder / "out"), use_cpu=True, seed=1, report_to="none", disable_tqdm=True, save_strategy="no",
+        logging_steps=1, optim="sgd", learning_rate=0.03, lr_scheduler_type="constant", max_grad_norm=0.0,
+        max_steps=updates, num_iterations=accumulate, gradient_accumulation_steps=accumulate, shuffle_dataset=False,
+        per_device_train_batch_size=2 * COMPLETIONS, num_generations=COMPLETIONS, temperature=0.8, beta=0.1,
+        per_device_eval_batch_size=3, num_generations_eval=2, max_completion_length=COMPLETION_TOKENS,
+        mask_truncated_completions=True, model_init_kwargs={"dtype": getattr(torch, dtype)},
+        **({} if fsdp is None else {"fsdp": True, "fsdp_config": {"version": 2, **fsdp}}),
+        **{"gradient_checkpointing": False, "bf16": False, **(options or {})},
+    )  # fmt: skip
+    recorder = Recorder()
+    instance = trainer_class(
+        model=str(folder / "model"), reward_funcs=reward, args=arguments, processing_class=tokenizer,
+        train_dataset=Dataset.from_dict({"prompt": dataset}),
+        eval_dataset=Dataset.from_dict({"prompt": dataset[:3]}) if evaluate else None, callbacks=[recorder],
+    )  # fmt: skip
+    completions = []
+    generate_single_turn = instance._generate_single_turn
+
+    def single_turn(prompt_ids, *args, **kwargs):
+        if generate:
+            result = generate_single_turn(prompt_ids, *args, **kwargs)
+        else:
+            result = fixed_completions(prompt_ids) if trainer == "rloo" else (fixed_completions(prompt_ids), None)
+        completions.append(result if trainer == "rloo" else result[0])
+        return result
+
+    instance._generate_single_turn = single_turn
+    before = {name: full(p) for name, p in instance.model.named_parameters()}
+    instance.train()
+    if evaluate:
+        metrics = instance.evaluate()
+        recorder.logs.append({name: metrics[f"eval_{name}"] for name in LOGGED if f"eval_{name}" in metrics})
+    both = [None, None]
+    dist.all_gather_object(both, completions)
+    return {
+        "logs": recorder.logs,
+        "gradients": recorder.gradients,
+        "before": before,
+        "after": {name: full(p) for name, p in instance.model.named_parameters()},
+        "completions": both,
+    }
+
+
+def main():
+    folder, arm, runs = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    # A process that waits in vain for the other one gives up after this time, and torchrun ends both
+    dist.init_process_group("gloo", timeout=timedelta(seconds=15))
+    torch.set_num_threads(1)
+    allow_fsdp_on_cpu()
+    tokenizer = build_tokenizer()
+    if dist.get_rank() == 0 and not (folder / "model").exists():
+        build_model(folder / "model")
+    dist.barrier()
+    for run in runs:
+        name = run.pop("name")
+        result = train(folder, tokenizer, **run)
+        if dist.get_rank() == 0:
+            torch.save(result, folder / f"{name}-{arm}.pt")
+            print("done:", name, flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
