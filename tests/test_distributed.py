@@ -55,7 +55,8 @@ def launch(arm, runs, folder):
         output, _ = process.communicate()
     done = [row.removeprefix("done: ") for row in output.splitlines() if row.startswith("done: ")]
     expected = [run["name"] for run in runs]
-    assert process.returncode == 0 and done == expected, f"{arm}: of {expected} only {done} ended\n{output[-4000:]}"
+    # Not the exit status: gloo can abort when one process has left and the other one is about to
+    assert done == expected, f"{arm}: of {expected} only {done} ended\n{output[-4000:]}"
 
 
 @pytest.mark.torch
