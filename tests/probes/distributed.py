@@ -160,7 +160,7 @@ def train(folder, tokenizer, *, trainer, fsdp=None, dtype="float64", accumulate=
 def main():
     folder, arm, runs = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     # A process that waits in vain for the other one gives up after this time, and torchrun ends both
-    dist.init_process_group("gloo", timeout=timedelta(seconds=15))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     torch.set_num_threads(1)
     allow_fsdp_on_cpu()
     tokenizer = build_tokenizer()
