@@ -18,10 +18,12 @@ def test_every_architecture_computes_what_whole_sequences_do(probe, dtype):
         assert errors["off_is_equal"], f"{name}: prepared but not sharing, it computes something else"
 
 
-def test_in_bfloat16_the_error_is_no_larger_than_that_of_whole_sequences(probe):
-    """Against the same rounded weights in float64. One batch of an architecture is a small sample of rounding errors,
-    so each may be half as large again, and the mean over the architectures 5 %."""
-    result = probe("shared_exactness", "bfloat16")
+@pytest.mark.parametrize("precision", [("bfloat16",), ("float32", "bfloat16"), ("float32", "float16")])
+def test_in_half_precision_the_error_is_no_larger_than_that_of_whole_sequences(probe, precision):
+    """Half-precision weights against the same rounded weights in float64; mixed precision against float32. One batch
+    of an architecture is a small sample of rounding errors, so each may be half as large again, and the mean over the
+    architectures 5 %."""
+    result = probe("shared_exactness", *precision)
     for kind in ("tokens", "gradient"):
         ratios = {name: errors[kind] / errors[f"stock_{kind}"] for name, errors in result.items()}
         assert max(ratios.values()) <= 1.5, ratios
@@ -85,6 +87,8 @@ def test_bad_input_is_refused_with_value_limit_and_remedy(probe):
             f"{trainer} beams": ["num_beams=2"],
             f"{trainer} static cache": ["cache_implementation='static'"],
             f"{trainer} compile": ["torch_compile"],
+            f"{trainer} ZeRO-3": ["DeepSpeed ZeRO-3", "FSDP2"],
+            f"{trainer} FSDP1": ["FSDP1", "FSDP2"],
         }
     for name, parts in expected.items():
         assert result[name] and result[name].startswith("ValueError"), (name, result[name])
@@ -95,4 +99,5 @@ def test_a_refused_model_and_a_failed_pass_leave_the_attention_usable(probe):
     result = probe("shared_refusals")
     assert result["refused model keeps"] == "sdpa"
     assert result["failing pass"] == "RuntimeError: out of memory, as if"
+    assert (result["engines find"], result["after the engine"]) == ("sdpa", "prefix_sharing_sdpa")
     assert result["usable after a failure"]

@@ -134,10 +134,13 @@ def error(got, truth):
     return ((got - truth).norm() / truth.norm()).item()
 
 
-def errors_of(name, dtype):
+def errors_of(name, dtype, autocast=None):
+    """With `autocast`, the model computes in that dtype in mixed precision and the truth is `dtype` throughout."""
     model = build(name, dtype)
-    stock = run(model, name)
-    truth = stock
+    truth = run(model, name)
+    precision = torch.autocast("cpu", autocast, enabled=autocast is not None)
+    with precision:
+        stock = run(model, name)
     if dtype == torch.bfloat16:
         with pure_float64():
             truth = run(build(name, dtype).double(), name)
@@ -147,18 +150,22 @@ def errors_of(name, dtype):
         if checkpointing:
             model.gradient_checkpointing_enable()
         for completions in (1, 2, 3, None):
-            tokens, gradient, loss = run(model, name, prefix_length=batch()[2], completions_per_forward=completions)
+            with precision:
+                tokens, gradient, loss = run(
+                    model, name, prefix_length=batch()[2], completions_per_forward=completions
+                )
             errors["tokens"] = max(errors["tokens"], error(tokens, truth[0]))
             errors["gradient"] = max(errors["gradient"], error(gradient, truth[1]))
             errors["loss"] = max(errors["loss"], abs(loss - truth[2]) / abs(truth[2]))
-    off = run(model, name)  # enabled but not used: the attention that the model was loaded with
+    with precision:
+        off = run(model, name)  # enabled but not used: the attention that the model was loaded with
     errors["off_is_equal"] = all(torch.equal(x, y) for x, y in zip(off[:2], stock[:2], strict=True))
-    if dtype == torch.bfloat16:
-        errors |= {"stock_tokens": error(stock[0], truth[0]), "stock_gradient": error(stock[1], truth[1])}
+    errors |= {"stock_tokens": error(stock[0], truth[0]), "stock_gradient": error(stock[1], truth[1])}
     return errors
 
 
 if __name__ == "__main__":
     dtype = getattr(torch, sys.argv[1])
+    autocast = getattr(torch, sys.argv[2]) if len(sys.argv) > 2 else None
     with pure_float64() if dtype == torch.float64 else contextlib.nullcontext():
-        print(json.dumps({name: errors_of(name, dtype) for name in ARCHITECTURES}))
+        print(json.dumps({name: errors_of(name, dtype, autocast) for name in ARCHITECTURES}))

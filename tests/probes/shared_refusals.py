@@ -4,12 +4,15 @@ import json
 import logging
 import sys
 import tempfile
+from types import SimpleNamespace
 
 import torch  # noqa: E402, I001
 from peft import PromptTuningConfig, get_peft_model  # noqa: E402
 from shared_exactness import SHAPE, batch  # builds the fork and puts it on the path
+from shared_trainer import train
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # noqa: E402
-from trl.models.prefix_sharing import enable_prefix_sharing  # noqa: E402
+from trl.models.prefix_sharing import enable_prefix_sharing, use_base_attention  # noqa: E402
+from trl.trainer import grpo_trainer, rloo_trainer  # noqa: E402
 from trl.trainer.utils import add_fused_lm_head  # noqa: E402
 
 from trl import GRPOConfig, RLOOConfig  # noqa: E402
@@ -69,6 +72,13 @@ for make in (RLOOConfig, GRPOConfig):
         f"{name} compile": settings(make, torch_compile=True),
     }
 
+for name, module in (("rloo", rloo_trainer), ("grpo", grpo_trainer)):
+    backend = module.DistributedBackend
+    for what, sharded in (("ZeRO-3", (True, None)), ("FSDP1", (False, 1))):
+        module.DistributedBackend = lambda _, s=sharded: SimpleNamespace(is_zero3=s[0], fsdp_version=s[1])
+        result[f"{name.upper()} {what}"] = message(train, tempfile.mkdtemp(), True, trainer=name)
+    module.DistributedBackend = backend
+
 # A model that was refused, or that failed in the middle of a pass, computes as before
 refused = model("opt", ffn_dim=48, word_embed_proj_dim=32, dropout=0.0)
 message(enable_prefix_sharing, refused)
@@ -79,6 +89,9 @@ ids, mask, prompt = batch()
 labels = ids.masked_fill(mask == 0, -100)
 inputs = dict(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
 enable_prefix_sharing(good)
+with use_base_attention(good):  # what an engine finds that brings its own attention
+    result["engines find"] = good.config._attn_implementation
+result["after the engine"] = good.config._attn_implementation
 before, shared = good(**inputs).log_probs, good(**inputs, prefix_length=prompt).log_probs
 calls, forward = [], good.model.layers[1].mlp.forward
 

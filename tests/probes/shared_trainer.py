@@ -52,6 +52,8 @@ SCENARIOS = {
     "rloo two iterations": dict(num_iterations=2, gradient_accumulation_steps=2),
     "rloo two batches a generation": dict(steps_per_generation=2),
     "rloo no checkpointing": dict(gradient_checkpointing=False, completions_per_forward=2),
+    "rloo activations offloaded": dict(offload=True, completions_per_forward=2),
+    "rloo activations offloaded, no checkpointing": dict(offload=True, gradient_checkpointing=False),
     "rloo truncated masked": dict(mask_truncated_completions=True),
     "rloo all truncated": dict(mask_truncated_completions=True, ends=1),
     "rloo one-token completions": dict(max_completion_length=1),
@@ -80,7 +82,7 @@ SCENARIOS = {
 
 
 def train(folder, shared, trainer="rloo", batch=4, ends=60, evaluate=False, stream=False, experts=False, lora=None,
-          completions_per_forward=None, **options):  # fmt: skip
+          offload=False, completions_per_forward=None, **options):  # fmt: skip
     module = rloo_trainer if trainer == "rloo" else grpo_trainer
     make_config, make_trainer = (RLOOConfig, RLOOTrainer) if trainer == "rloo" else (GRPOConfig, GRPOTrainer)
     rows = Dataset.from_dict({"prompt": PROMPTS})
@@ -117,6 +119,8 @@ def train(folder, shared, trainer="rloo", batch=4, ends=60, evaluate=False, stre
         train_dataset=IterableDataset.from_generator(lambda: iter(rows)) if stream else rows,
         eval_dataset=rows if evaluate else None, peft_config=lora_config if lora == "config" else None,
     )  # fmt: skip
+    if offload:  # what `activation_offloading` does where there is an accelerator: saved tensors leave and come back
+        run.maybe_activation_offload_context = torch.autograd.graph.save_on_cpu()
     run.train()
     module.shuffle_sequence_dict = shuffle
     skipped = ("time", "runtime", "per_second", "num_input_tokens")

@@ -1,0 +1,205 @@
+"""Scoring and policy forward/backward of one group, whole rows against ways to share the prompt, alternating.
+
+    python -m experiments.rivals [--prompt-tokens 3000] [--completion-tokens 100] [--k 8] [--repeats 5]
+
+The same model, gradient checkpointing and compact LM head for every way: what differs is the rows that go through the
+layers. `whole` is TRL 1.16.0's own pass, `prefix-grouper` the PyPI package of that name (skipped where it is not
+installed), `shared` and `shared-2` prefix sharing with all or two completions together. Writes one row a repeat to
+results/<machine>/rivals/p<P>_c<C>_k<k>.csv: seconds, peak resident bytes above the level before, and the relative
+difference of all parameters' gradients from `whole`.
+"""
+
+import argparse
+import csv
+import os
+import statistics
+import sys
+import time
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+from experiments import config as cfg
+from experiments.config import ARMS, ROOT, SCALES
+from experiments.models import SHAPES
+from experiments.phases import HighWater, keep_only_live_memory, settle, status_bytes
+from experiments.record import source_commit
+from experiments.train import use_fork
+
+COLUMNS = (
+    "way", "repeat", "score_seconds", "train_seconds", "score_peak_bytes", "train_peak_bytes", "gradient_difference",
+    "prompt_tokens", "completion_tokens", "k", "shape", "device_name", "torch_version", "transformers_version",
+    "prefix_grouper_version", "commit",
+)  # fmt: skip
+WAYS = ("whole", "prefix-grouper", "shared", "shared-2")
+
+
+class Group:
+    """One prompt with k completions, and its log-probabilities computed in each of the `WAYS`."""
+
+    def __init__(self, shape: str, vocab_size: int, prompt: int, completion: int, k: int):
+        import torch
+        from transformers import AutoModelForCausalLM, Qwen3Config
+        from trl.models.prefix_sharing import enable_prefix_sharing
+        from trl.trainer.utils import add_fused_lm_head
+
+        torch.manual_seed(0)
+        self.torch, self.prompt, self.k = torch, prompt, k
+        self.model = AutoModelForCausalLM.from_config(Qwen3Config(vocab_size=vocab_size, **SHAPES[shape])).train()
+        self.model.activation_checkpointing_enable()
+        add_fused_lm_head(self.model, outputs=("log_probs", "entropy"))
+        enable_prefix_sharing(self.model)
+        self.ids = torch.randint(4, vocab_size, (k, prompt + completion))
+        self.ids[:, :prompt] = self.ids[0, :prompt]
+        self.weights = torch.linspace(-1, 1, k * completion).view(k, completion)
+
+    def log_probs(self, way: str):
+        if way == "prefix-grouper":
+            return self.grouped_log_probs()
+        self.model.set_attn_implementation("prefix_sharing_sdpa")
+        labels = self.ids.clone()
+        labels[:, : self.prompt] = -100
+        sharing = {} if way == "whole" else {"prefix_length": self.prompt, "group_size": self.k}
+        if way == "shared-2":
+            sharing["completions_per_forward"] = 2
+        output = self.model(
+            input_ids=self.ids, attention_mask=self.torch.ones_like(self.ids), labels=labels, fused_lm_head=True,
+            **sharing,
+        )  # fmt: skip
+        return output.log_probs[:, -self.weights.shape[1] :]
+
+    def grouped_log_probs(self):
+        """As the package's README says: one row holds the prompt and the completions, its attention splits them.
+
+        The package passes padding masks to the attention, which FlashAttention takes and `sdpa` does not. So `sdpa`
+        gets causal masks here; nothing is padded.
+        """
+        from prefix_grouper import PrefixGrouper
+        from transformers import AttentionInterface
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+        from trl.kernels import ChunkedLogProbFunction
+        from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
+
+        torch, prompt, completion = self.torch, self.prompt, self.weights.shape[1]
+        causal = torch.ones(completion, prompt + completion, dtype=torch.bool).tril(prompt)
+
+        def attention(module, query, key, value, attention_mask, prefix_grouper, **kwargs):
+            def sdpa(query, key, value, padding_mask):
+                mask = None if query.shape[2] == key.shape[2] else causal.expand(self.k, 1, -1, -1)
+                return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)[0]
+
+            return prefix_grouper.forward(sdpa, query, key, value), None
+
+        AttentionInterface.register("prefix_grouper", attention)
+        self.model.set_attn_implementation("prefix_grouper")  # also while the backward computes layers again
+        prompt_ids, completion_ids = self.ids[:1, :prompt], self.ids[:, prompt:]
+        masks = torch.ones_like(prompt_ids), torch.ones_like(completion_ids)
+        grouper = PrefixGrouper.from_ungrouped_masks(*masks, group_sizes=self.k, padding_mode="right")
+        ids = grouper.concat_input(prompt_ids, masks[0], completion_ids, masks[1])
+        positions = torch.cat([torch.arange(prompt), torch.arange(prompt, prompt + completion).repeat(self.k)])
+        hidden = self.model.model(
+            input_ids=ids, attention_mask=grouper.padding_mask, position_ids=positions[None], use_cache=False,
+            prefix_grouper=grouper,
+        ).last_hidden_state  # fmt: skip
+        hidden = grouper.split_output(hidden, include_prefix_last=1)[2][:, :-1]
+        log_probs, *_ = ChunkedLogProbFunction.apply(
+            hidden.reshape(-1, hidden.shape[-1]), self.model.lm_head.weight, None, completion_ids.reshape(-1), 1.0,
+            _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, ("log_probs", "entropy"),
+        )  # fmt: skip
+        return log_probs.view(self.k, completion)
+
+    def gradient(self):
+        return self.torch.cat([p.grad.flatten() for p in self.model.parameters()])
+
+
+def measured(high_water: HighWater, work):
+    """(result, seconds, peak resident bytes above the level before) of `work()`."""
+    settle()
+    before = status_bytes("VmRSS")
+    high_water.reset()
+    start = time.perf_counter()
+    result = work()
+    return result, time.perf_counter() - start, high_water.read()[2] - before
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    scale = SCALES["bench"]
+    parser = argparse.ArgumentParser(prog="python -m experiments.rivals", description=__doc__.split("\n")[0])
+    parser.add_argument("--prompt-tokens", type=int, default=scale.prompt_tokens)
+    parser.add_argument("--completion-tokens", type=int, default=scale.completion_tokens)
+    parser.add_argument("--k", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--ways", default=",".join(WAYS), help=f"some of {', '.join(WAYS)}")
+    parser.add_argument("--results", type=Path, default=ROOT / "results")
+    parser.add_argument("--machine", help="folder name below --results; default: from the processor's name")
+    args = parser.parse_args(argv)
+    for name, least in (("prompt_tokens", 2), ("completion_tokens", 1), ("k", 2), ("repeats", 1)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} is below {least}")
+    args.ways = args.ways.split(",")
+    if unknown := set(args.ways) - set(WAYS):
+        parser.error(f"unknown way {sorted(unknown)[0]!r}; choose some of {', '.join(WAYS)}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    if "prefix-grouper" in args.ways and find_spec("prefix_grouper") is None:
+        print("prefix-grouper is not installed (pip install prefix-grouper==0.0.1.post1): left out", file=sys.stderr)
+        args.ways.remove("prefix-grouper")
+    use_fork(ARMS["shared"])
+    import torch
+    import transformers
+
+    keep_only_live_memory()
+    scale = SCALES["bench"]
+    group = Group(scale.shape, scale.vocab_size, args.prompt_tokens, args.completion_tokens, args.k)
+    facts = {
+        "prompt_tokens": args.prompt_tokens, "completion_tokens": args.completion_tokens, "k": args.k,
+        "shape": scale.shape, "device_name": cfg.cpu_name(), "torch_version": torch.__version__,
+        "transformers_version": transformers.__version__, "commit": source_commit(),
+    }  # fmt: skip
+    if "prefix-grouper" in args.ways:
+        facts["prefix_grouper_version"] = version("prefix-grouper")
+    folder = args.results / (args.machine or cfg.machine_name("cpu", cfg.cpu_name())) / "rivals"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"p{args.prompt_tokens}_c{args.completion_tokens}_k{args.k}.csv"
+    rows, high_water, truth = [], HighWater("cpu"), None
+    with path.open("w", newline="", buffering=1) as file:  # a killed run keeps its finished rows
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        for repeat in range(-1, args.repeats):  # the first round warms up and is not written
+            for way in args.ways:
+                with torch.no_grad():
+                    _, score_seconds, score_peak = measured(high_water, lambda way=way: group.log_probs(way))
+                group.model.zero_grad(set_to_none=False)
+
+                def train(way=way):
+                    (group.log_probs(way) * group.weights).sum().backward()
+
+                _, train_seconds, train_peak = measured(high_water, train)
+                gradient = group.gradient()
+                if repeat < 0:
+                    truth = gradient if truth is None else truth
+                    print(f"{way}: warm-up, {score_seconds + train_seconds:.1f} s", flush=True)
+                    continue
+                row = {
+                    "way": way, "repeat": repeat, "score_seconds": round(score_seconds, 4),
+                    "train_seconds": round(train_seconds, 4), "score_peak_bytes": score_peak,
+                    "train_peak_bytes": train_peak,
+                    "gradient_difference": f"{((gradient - truth).norm() / truth.norm()).item():.2e}", **facts,
+                }  # fmt: skip
+                writer.writerow(row)
+                rows.append(row)
+                print(f"{way}: {repeat + 1} of {args.repeats}, {score_seconds + train_seconds:.1f} s", flush=True)
+    for way in args.ways:
+        mine = [row for row in rows if row["way"] == way]
+        medians = (statistics.median(row[name] for row in mine) for name in COLUMNS[2:6])
+        score, train, _, peak = medians
+        print(f"{way:15} score {score:7.3f} s   train {train:7.3f} s   peak {peak / 2**20:7.1f} MiB above the start")
+    print(os.path.relpath(path))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
