@@ -1,6 +1,7 @@
 """Models and tokenizer. By default built on the spot: published shapes, random weights, a tokenizer trained on the
 documents themselves. Nothing is downloaded unless a `hub:` name asks for it."""
 
+import difflib
 import hashlib
 import shutil
 import tempfile
@@ -8,27 +9,48 @@ from pathlib import Path
 
 from experiments.config import ROOT, ConfigError, RunConfig
 
-# Shapes as published: tiny-Qwen3 is trl-internal-testing's tiny-Qwen3ForCausalLM, the others are Qwen's own configs.
+# Shapes as published: tiny-Qwen3 is trl-internal-testing's tiny-Qwen3ForCausalLM, the others are from the models' own
+# config.json. A vocabulary of another size can be asked for.
+_QWEN3 = dict(
+    model_type="qwen3", vocab_size=151_936, num_key_value_heads=8, head_dim=128, max_position_embeddings=40_960,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+)  # fmt: skip
+_LLAMA = dict(
+    model_type="llama", vocab_size=128_256, num_key_value_heads=8, head_dim=128, max_position_embeddings=131_072,
+    rope_parameters={
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+)  # fmt: skip
+
+
+def _shape(family: dict, hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> dict:
+    return dict(
+        family, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=heads, tie_word_embeddings=tied,
+    )  # fmt: skip
+
+
 SHAPES = {
     "tiny-qwen3": dict(
-        hidden_size=8, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=128, max_position_embeddings=32_768, tie_word_embeddings=False,
+        model_type="qwen3", vocab_size=151_936, hidden_size=8, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=128, max_position_embeddings=32_768,
+        tie_word_embeddings=False,
     ),
     # Qwen3's proportions, small enough for two cores
     "qwen3-8-layers": dict(
-        hidden_size=256, intermediate_size=768, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=64, max_position_embeddings=32_768, tie_word_embeddings=False,
+        model_type="qwen3", vocab_size=151_936, hidden_size=256, intermediate_size=768, num_hidden_layers=8,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=32_768,
+        tie_word_embeddings=False,
     ),
-    "qwen3-0.6b": dict(
-        hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
-        head_dim=128, max_position_embeddings=40_960, tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    ),
-    "qwen3-1.7b": dict(
-        hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
-        head_dim=128, max_position_embeddings=40_960, tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    ),
+    "qwen3-0.6b": _shape(_QWEN3, 1024, 3072, 28, 16, tied=True),
+    "qwen3-1.7b": _shape(_QWEN3, 2048, 6144, 28, 16, tied=True),
+    "qwen3-4b": _shape(_QWEN3, 2560, 9728, 36, 32, tied=True),
+    "qwen3-8b": _shape(_QWEN3, 4096, 12_288, 36, 32, tied=False),
+    "qwen3-14b": _shape(_QWEN3, 5120, 17_408, 40, 40, tied=False),
+    "qwen3-32b": _shape(_QWEN3, 5120, 25_600, 64, 64, tied=False),
+    "llama-3.1-8b": _shape(_LLAMA, 4096, 14_336, 32, 32, tied=False),
+    "llama-3.3-70b": _shape(_LLAMA, 8192, 28_672, 80, 64, tied=False),
 }  # fmt: skip
 
 SPECIAL_TOKENS = ["[PAD]", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -39,18 +61,48 @@ CHAT_TEMPLATE = (
 )
 
 
+def shape_config(shape: str, vocab_size: int | None = None):
+    """The transformers configuration of a built-in shape. Raises `ConfigError` for an unknown one."""
+    from transformers import CONFIG_MAPPING
+
+    if shape not in SHAPES:
+        raise ConfigError(f"unknown shape {shape!r}; choose one of: {', '.join(SHAPES)}")
+    fields = dict(SHAPES[shape])
+    if vocab_size is not None:
+        fields["vocab_size"] = vocab_size
+    return CONFIG_MAPPING[fields.pop("model_type")](**fields)
+
+
 def model_config(config: RunConfig):
     """The policy's transformers configuration. Raises `ConfigError` when the model is not there."""
-    from transformers import AutoConfig, Qwen3Config
+    return shape_config(config.shape, config.vocab_size) if config.model is None else load_config(config.model)
 
-    if config.model is None:
-        if config.shape not in SHAPES:
-            raise ConfigError(f"unknown shape {config.shape!r}; choose one of: {', '.join(SHAPES)}")
-        return Qwen3Config(vocab_size=config.vocab_size, **SHAPES[config.shape])
+
+def named_config(model: str):
+    """The configuration of a built-in shape, also by its name on the hub, a local folder, or `hub:owner/name`.
+
+    Raises `ConfigError` for anything else: nothing is downloaded unless `hub:` asks for it.
+    """
+    short = model.rsplit("/", 1)[-1].lower().removesuffix("-instruct").removesuffix("-base")
+    if short in SHAPES and not Path(model).exists():
+        return shape_config(short)
+    if not model.startswith("hub:") and not Path(model).exists():
+        near = difflib.get_close_matches(short, SHAPES, n=1)
+        raise ConfigError(
+            f"unknown model {model!r}{f' (did you mean {near[0]}?)' if near else ''}: name a built-in shape "
+            f"({', '.join(SHAPES)}), a local folder, or hub:{model} to download its config"
+        )
+    return load_config(model)
+
+
+def load_config(model: str):
+    """The configuration in a local folder or, with `hub:`, on the hub. Raises `ConfigError`."""
+    from transformers import AutoConfig
+
     try:
-        return AutoConfig.from_pretrained(model_source(config.model))
+        return AutoConfig.from_pretrained(model_source(model))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load model {config.model!r}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"cannot load model {model!r}: {str(error).splitlines()[0]}") from error
 
 
 def model_source(model: str) -> str:

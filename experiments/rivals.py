@@ -21,7 +21,7 @@ from pathlib import Path
 
 from experiments import config as cfg
 from experiments.config import ARMS, ROOT, SCALES
-from experiments.models import SHAPES
+from experiments.models import shape_config
 from experiments.phases import HighWater, keep_only_live_memory, settle, status_bytes
 from experiments.record import source_commit
 from experiments.train import use_fork
@@ -39,13 +39,13 @@ class Group:
 
     def __init__(self, shape: str, vocab_size: int, prompt: int, completion: int, k: int):
         import torch
-        from transformers import AutoModelForCausalLM, Qwen3Config
+        from transformers import AutoModelForCausalLM
         from trl.models.prefix_sharing import enable_prefix_sharing
         from trl.trainer.utils import add_fused_lm_head
 
         torch.manual_seed(0)
         self.torch, self.prompt, self.k = torch, prompt, k
-        self.model = AutoModelForCausalLM.from_config(Qwen3Config(vocab_size=vocab_size, **SHAPES[shape])).train()
+        self.model = AutoModelForCausalLM.from_config(shape_config(shape, vocab_size)).train()
         self.model.activation_checkpointing_enable()
         add_fused_lm_head(self.model, outputs=("log_probs", "entropy"))
         enable_prefix_sharing(self.model)
