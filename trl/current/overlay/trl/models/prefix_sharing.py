@@ -398,9 +398,10 @@ def shared_prefix_forward(
 
     # Where prompts are short there is nothing to save. Not with several processes: under FSDP, they must all call the
     # model equally often.
-    if completions_per_forward is None and not torch.distributed.is_initialized():
+    num_rows = len(input_ids)
+    if (completions_per_forward or num_rows) >= num_rows and not torch.distributed.is_initialized():
         prefix_tokens = sum(attention_mask[rows[0], : prefix_length - 1].sum() for rows in groups)
-        shared_tokens = prefix_tokens + attention_mask[:, prefix_length:].sum() + len(input_ids)
+        shared_tokens = prefix_tokens + attention_mask[:, prefix_length:].sum() + num_rows
         if input_ids.numel() < 1.05 * shared_tokens:
             outputs = backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **kwargs)
             aux_loss = None
