@@ -535,6 +535,7 @@ class SharedPrefixCache(Cache):
 
     def __init__(self, prefixes: list[_Prefix], groups: list[torch.Tensor], prefix_mask: torch.Tensor):
         self.groups = groups
+        self.row_order = torch.cat(groups).argsort()
         self.prefix_length = prefix_mask.shape[1]
         self.prefix_columns = [prefix_mask[rows[0]].nonzero().squeeze(1) for rows in groups]
         num_layers = len(prefixes[0].layers)
@@ -568,12 +569,13 @@ class SharedPrefixCache(Cache):
     def attend(self, base, module, query, key, value, attention_mask, **kwargs):
         layer = self.layers[module.layer_idx]
         masks = self._group_masks(base, attention_mask, query.dtype)
-        attn_output = query.new_empty(query.shape[0], 1, query.shape[1], value.shape[-1])
+        group_outputs = []
         for group, rows in enumerate(self.groups):
             group_query = query[rows].transpose(0, 2)  # (1, num_heads, N, D)
             group_output, _ = _masked_attention(base, module, group_query, *layer.read(group), masks[group], **kwargs)
-            attn_output[rows] = group_output.transpose(0, 1)
-        return attn_output, None
+            group_outputs.append(group_output.transpose(0, 1))
+        # Autocast may have attended in another dtype than that of the query
+        return torch.cat(group_outputs)[self.row_order], None
 
 
 def generate_with_shared_prefix(
