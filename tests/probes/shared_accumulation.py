@@ -1,6 +1,6 @@
-"""Error of the key projection's gradient after 64 completions of one prompt, one a pass, in bfloat16: as mixed
-precision (float32 weights, bfloat16 arithmetic, TRL's default) against stock, and with bfloat16 weights, where each
-pass rounds what it adds to a weight's gradient, against stock that accumulates one completion at a time. Truth is
+"""Error of the key and value projections' gradients after 64 completions of one prompt, one a pass, in bfloat16: as
+mixed precision (float32 weights, bfloat16 arithmetic, TRL's default) against stock, and with bfloat16 weights, where
+each pass rounds what it adds to a weight's gradient, against stock that accumulates one completion at a time. Truth is
 float64, errors are means over three seeds."""
 
 import json
@@ -25,7 +25,11 @@ def gradient(model, seed, rows=ROWS, mixed=False, **shared):
                 input_ids=chunk, attention_mask=torch.ones_like(chunk), labels=labels, fused_lm_head=True, **shared
             )
         out.log_probs.sum().backward()  # every completion pulls the same way, so that the sum grows
-    grads = [layer.self_attn.k_proj.weight.grad.flatten().double() for layer in model.model.layers]
+    grads = [
+        getattr(layer.self_attn, name).weight.grad.flatten().double()
+        for layer in model.model.layers
+        for name in ("k_proj", "v_proj")
+    ]
     model.zero_grad()
     return torch.cat(grads)
 

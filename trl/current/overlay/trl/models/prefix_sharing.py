@@ -98,7 +98,9 @@ class _Prefix:
         if len(self.positions) == 0:  # what went through is not part of the prompt
             key, value = key[:, :, :0], value[:, :, :0]
         self.layers[layer_idx] = (key, value)
-        if key.requires_grad and key.dtype in (torch.float16, torch.bfloat16):
+        # Autocast computes the value in half precision and, where keys are normalized, the key in float32
+        half_precision = any(x.dtype in (torch.float16, torch.bfloat16) for x in (key, value))
+        if half_precision and (key.requires_grad or value.requires_grad):
             self.carriers[layer_idx] = (_AccumulateInFloat32.apply(key), _AccumulateInFloat32.apply(value))
 
     def read(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -609,7 +611,9 @@ def generate_with_shared_prefix(
         prefix_ids = input_ids[rows[0], :-1][attention_mask[rows[0], :-1].bool()]
         # Positions without padding, as `generate` continues them
         positions = torch.arange(len(prefix_ids), device=prefix_ids.device)
-        prefixes.append(_prompt_pass(model, prefix_ids, positions, logits_to_keep=1)[0])
+        # As `generate` of a PEFT model does, past the forward of the PEFT model, which Accelerate wraps in autocast
+        base_model = model.get_base_model() if is_peft_model(model) else model
+        prefixes.append(_prompt_pass(base_model, prefix_ids, positions, logits_to_keep=1)[0])
     cache = SharedPrefixCache(prefixes, groups, attention_mask[:, :-1])
     with _set(_current_cache, cache):
         return model.generate(
@@ -617,6 +621,7 @@ def generate_with_shared_prefix(
             attention_mask=attention_mask,
             generation_config=generation_config,
             past_key_values=cache,
+            use_cache=True,  # whatever the generation config says: without the cache there is no prefix
         )
 
 
