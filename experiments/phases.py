@@ -97,7 +97,8 @@ def keep_only_live_memory() -> None:
 class PhaseRecorder:
     """Writes one row to `path` when a phase ends, and keeps the rows in `peaks`."""
 
-    def __init__(self, path: Path, device_kind: str):
+    def __init__(self, path: Path, device_kind: str, go_on: bool = False):
+        """With `go_on`, rows are added to those that a run before this one left, and steps are counted from there."""
         self.high_water = HighWater(device_kind)
         self.peaks: list[PhasePeak] = []
         self.step = 0
@@ -107,8 +108,12 @@ class PhaseRecorder:
         self.rollout_starts: list[float] = []
         self.outside_pool_bytes = 0  # CUDA: what the device holds besides torch's pool, read before the first step
         self.grad_norms: dict[int, list[float]] = {}  # step -> norm before each optimizer step
-        self.file = path.open("w", newline="", buffering=1)  # a killed run keeps its finished phases
-        csv.writer(self.file).writerow(COLUMNS)
+        if go_on := go_on and path.exists():
+            with path.open(newline="") as file:
+                self.step = max((int(row["step"]) for row in csv.DictReader(file)), default=0)
+        self.file = path.open("a" if go_on else "w", newline="", buffering=1)  # a killed run keeps finished phases
+        if not go_on:
+            csv.writer(self.file).writerow(COLUMNS)
 
     def enter(self, phase: str) -> None:
         """End the current phase and start another. Entering the current phase again is nothing."""
@@ -124,6 +129,7 @@ class PhaseRecorder:
         peak = PhasePeak(self.phase, self.step, self.start, time.time(), *self.high_water.read())
         self.peaks.append(peak)
         csv.writer(self.file).writerow(["" if value is None else value for value in vars(peak).values()])
+        self.start = time.time()  # the phase may go on
 
     def attach(self, policy, optimizer) -> None:
         """Mark phases from now on: generate -> score -> (train -> optimizer) x n -> generate ..."""

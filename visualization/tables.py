@@ -4,8 +4,8 @@
     python -m visualization.tables RESULTS_MACHINE_DIR
 
 A marked place starts with `<!-- table:NAME results/<machine> -->`, or `<!-- table:NAME results/<machine> SCALE -->`
-for one scale only, and ends with `<!-- /table -->`. Names: peak, audit, speed, published, phases, rivals. The folder
-is relative to the file.
+for one scale only, and ends with `<!-- /table -->`. Names: peak, audit, speed, published, phases, rivals, plan,
+profiles. The folder is relative to the file.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from visualization.bench import phases_table
 from visualization.load import load_machine, load_summary
+from visualization.plan import check_table, profiles_table
 from visualization.rivals import rivals_table
 from visualization.runs import (
     GIB,
@@ -109,6 +110,8 @@ def published_table(runs: Sequence[Run]) -> list[str]:
 TABLES: dict[str, Callable[[Sequence[Run]], list[str]]] = {
     "peak": peak_table, "audit": audit_table, "speed": speed_table, "published": published_table,
     "phases": phases_table}
+FOLDER_TABLES: dict[str, Callable[[Path], str]] = {  # from other files than summary.csv
+    "rivals": rivals_table, "plan": check_table, "profiles": profiles_table}
 
 
 def render(name: str, folder: Path, scale: str | None = None) -> str:
@@ -116,10 +119,10 @@ def render(name: str, folder: Path, scale: str | None = None) -> str:
 
     The scale `learn` is another workload and only shown when asked for. Raises LoadError.
     """
-    if name == "rivals":
-        return rivals_table(folder)
+    if name in FOLDER_TABLES:
+        return FOLDER_TABLES[name](folder)
     if name not in TABLES:
-        raise LoadError(f"no table is named {name}; there are {', '.join(TABLES)}, rivals")
+        raise LoadError(f"no table is named {name}; there are {', '.join([*TABLES, *FOLDER_TABLES])}")
     runs = load_machine(folder) if name == "phases" else load_summary(folder)
     found = sorted({run.scale for run in runs})
     if scale and scale not in found:

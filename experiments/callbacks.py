@@ -1,0 +1,140 @@
+"""Memory in the training log of any TRL trainer, so that trackers show it, and a record that the doctor reads.
+
+    trainer = RLOOTrainer(...)
+    trainer.add_callback(MemoryCallback(trainer))
+"""
+
+import json
+from pathlib import Path
+
+from transformers import TrainerCallback
+
+from experiments.phases import PhaseRecorder
+from experiments.record import write_json
+
+MB = 2**20
+# Arguments of the trainer that decide its memory, as `experiments.plan.Setup` names them
+RECORDED = (
+    "max_completion_length", "num_generations", "per_device_train_batch_size", "steps_per_generation",
+    "gradient_accumulation_steps", "prefix_sharing", "completions_per_forward", "bf16", "gradient_checkpointing",
+    "activation_offloading", "beta", "optim", "temperature", "use_vllm",
+)  # fmt: skip
+
+
+class MemoryCallback(TrainerCallback):
+    """Writes to TRL's metrics, each step:
+
+    * `mem_alloc_mb`, `mem_reserved_mb`: what torch has allocated and reserved on the device after the step, MiB;
+    * `mem_max_alloc_mb`: the step's peak, and `mem_peak/<phase>_mb` that of each phase (generate, score, train,
+      optimizer);
+    * `mem_batch_share`: the part of the step's peak that is neither weights nor gradients nor optimizer state. It
+      grows with the number of completions, their length and the prompt's;
+    * `mem_alloc_retries`: how often the allocator had to free its cache and try again since the training began.
+
+    Without CUDA the sizes are resident memory of the process, and there is nothing reserved and no retry.
+
+    Args:
+        trainer: an RLOO or GRPO trainer.
+        snapshot (`str`, *optional*): "peak" or "oom": dump torch's memory snapshot to
+            `output_dir/memory_snapshot.pickle` when a step reaches a new peak, or when memory runs out. For
+            https://docs.pytorch.org/memory_viz. Needs CUDA.
+
+    Raises:
+        ValueError: for another `snapshot`, or without CUDA.
+    """
+
+    def __init__(self, trainer, snapshot: str | None = None):
+        import torch
+
+        if snapshot not in (None, "peak", "oom"):
+            raise ValueError(f"snapshot is {snapshot!r}; it must be 'peak', 'oom' or None")
+        self.cuda = torch.cuda.is_available() and trainer.accelerator.device.type == "cuda"
+        if snapshot and not self.cuda:
+            raise ValueError(f"snapshot={snapshot!r} needs CUDA, training is on {trainer.accelerator.device}")
+        self.torch, self.trainer, self.snapshot = torch, trainer, snapshot
+        self.phases: PhaseRecorder | None = None
+        self.seen = 0  # rows of `phases` that were logged
+        self.highest = 0
+        self.static = 0  # weights, gradients and optimizer state, seen before the optimizer's step
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        folder = Path(args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        kind = "cuda" if self.cuda else "cpu"
+        resumed = state.global_step > 0
+        self.phases = PhaseRecorder(folder / "memory_phases.csv", kind, go_on=resumed)
+        if resumed and (folder / "memory.json").exists():
+            self.highest = max(json.loads((folder / "memory.json").read_text())["peaks"].values())
+        policy = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        self.phases.attach(policy, getattr(optimizer, "optimizer", optimizer))
+        if self.snapshot:
+            self.torch.cuda.memory._record_memory_history(max_entries=200_000)
+        if self.snapshot == "oom":
+            path = str(folder / "memory_snapshot.pickle")
+            self.torch._C._cuda_attach_out_of_memory_observer(
+                lambda *args: self.torch.cuda.memory._dump_snapshot(path)
+            )
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.static = self._now()[0]
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.phases.close()
+        self.phases.high_water.reset()
+        peaks: dict[str, int] = {}
+        for peak in self.phases.peaks[self.seen :]:
+            size = peak.peak_allocated_bytes if self.cuda else peak.peak_resident_bytes
+            if size is not None:
+                peaks[peak.phase] = max(peaks.get(peak.phase, 0), size)
+        self.seen = len(self.phases.peaks)
+        peaks.pop("load", None)
+        if not peaks:
+            return
+        highest = max(peaks.values())
+        allocated, reserved = self._now()
+        metrics = {
+            "mem_alloc_mb": allocated / MB,
+            "mem_max_alloc_mb": highest / MB,
+            "mem_batch_share": max(0.0, 1 - self.static / highest),
+            **{f"mem_peak/{phase}_mb": size / MB for phase, size in peaks.items()},
+        }
+        if self.cuda:
+            metrics["mem_reserved_mb"] = reserved / MB
+            metrics["mem_alloc_retries"] = self.torch.cuda.memory_stats().get("num_alloc_retries", 0)
+        for name, value in metrics.items():
+            self.trainer._metrics["train"][name].append(value)
+        if highest > self.highest:
+            self.highest = highest
+            self._record(args, peaks)
+            if self.snapshot == "peak":
+                self.torch.cuda.memory._dump_snapshot(str(Path(args.output_dir) / "memory_snapshot.pickle"))
+
+    def _record(self, args, peaks: dict[str, int]) -> None:
+        """memory.json: what the doctor needs to explain the highest peak so far."""
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        write_json(
+            Path(args.output_dir) / "memory.json",
+            {
+                "device_kind": "cuda" if self.cuda else "cpu",
+                "device_bytes": self.torch.cuda.mem_get_info()[1] if self.cuda else None,
+                "peaks": peaks,
+                "static_bytes": self.static,
+                "prompt_tokens": max(self.phases.prompt_tokens, default=None),
+                "trained_parameters": trained,
+                "parameters": sum(p.numel() for p in model.parameters()),
+                "model_config": model.config.to_dict(),
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "lora_rank": max((config.r for config in getattr(model, "peft_config", {}).values()), default=0),
+                "weight_bits": 4 if getattr(model, "is_loaded_in_4bit", False)
+                else 8 if getattr(model, "is_loaded_in_8bit", False) else 16,
+                "arguments": {name: getattr(args, name) for name in RECORDED if hasattr(args, name)},
+            },
+        )
+
+    def _now(self) -> tuple[int, int]:
+        if self.cuda:
+            return self.torch.cuda.memory_allocated(), self.torch.cuda.memory_reserved()
+        from experiments.phases import status_bytes
+
+        return status_bytes("VmRSS"), 0

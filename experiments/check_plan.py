@@ -1,0 +1,202 @@
+"""The planner's predictions beside measurements: real trainings of small models, phase by phase.
+
+    python -m experiments.check_plan [--device cuda] [--cases shared-k8,...]
+
+On CUDA the measure is torch's own peak of allocated bytes, on a CPU `LiveBytes`, which counts the same there. Two
+updates are trained with the fork and the peaks of the second one compared, when the optimizer has its state. Writes
+one row a case and phase to results/<machine>/plan_check.csv.
+"""
+
+import argparse
+import csv
+import gc
+import sys
+import tempfile
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from experiments import config as cfg
+from experiments import data, models
+from experiments.config import ARMS, GIB, ROOT, ConfigError
+from experiments.phases import HighWater, PhaseRecorder
+from experiments.plan import predict
+from experiments.record import source_commit
+from experiments.setups import Setup
+from experiments.train import pick_device, use_fork
+
+COLUMNS = (
+    "case", "phase", "predicted_bytes", "measured_bytes", "error", "shape", "vocab_size", "prompt_tokens",
+    "completion_tokens", "k", "device_kind", "device_name", "torch_version", "commit",
+)  # fmt: skip
+PHASES = ("generate", "score", "train", "optimizer")
+# (shape, vocabulary, prompt, completion): large enough that tensors, not bookkeeping, are what is counted
+WORKLOADS = {"cpu": ("qwen3-8-layers", 8000, 256, 24), "cuda": ("qwen3-0.6b", 151_936, 3000, 256)}
+
+
+def cases(device: str) -> dict[str, Setup]:
+    shape, vocab_size, prompt, completion = WORKLOADS[device]
+    base = Setup(
+        prompt_tokens=prompt, max_completion_length=completion, device=device, padded=False, dtype="float32",
+        bf16=False, temperature=0.9,
+    )  # fmt: skip
+    half = replace(base, dtype="bfloat16", bf16=True)
+    setups = {
+        "stock-k4": base.with_k(4),
+        "stock-k8": base,
+        "stock-k8-mixed": replace(base, bf16=True),
+        "stock-k8-bf16": half,
+        "stock-k8-plain": replace(base, gradient_checkpointing=False),
+        "stock-k8-lora": replace(half, lora_rank=16),
+        "shared-k8-lora32": replace(base, lora_rank=16).arm("shared"),
+        "accumulate-k8": base.arm("accumulate"),
+        "shared-k8": base.arm("shared"),
+        "shared-k8-together": replace(base, completions_per_forward=8).arm("shared"),
+        "shared-k8-bf16": half.arm("shared"),
+        "shared-k8-plain": replace(base, gradient_checkpointing=False).arm("shared"),
+        "shared-k8-lora": replace(half, lora_rank=16).arm("shared"),
+        "shared-k8-long": replace(base, prompt_tokens=completion, max_completion_length=prompt).arm("shared"),
+        "shared-k32": base.with_k(32).arm("shared"),
+        "shared-k8-tied": base.arm("shared"),  # one matrix for embedding and head
+        "shared-two-prompts": replace(base, per_device_train_batch_size=16).arm("shared"),
+        "shared-generate-each": replace(base, gradient_accumulation_steps=2).arm("shared"),
+    }
+    return setups
+
+
+class CountedHighWater:
+    """Stands in for `HighWater` where torch has no counter: the peak of `LiveBytes`."""
+
+    def __init__(self, memory):
+        self.memory = memory
+
+    def reset(self) -> bool:
+        self.memory.reset()
+        return True
+
+    def read(self):
+        return self.memory.peak, None, None, None
+
+
+def build_trainer(setup: Setup, folder: Path, tokenizer, prompts):
+    """The fork's RLOO trainer for `setup`, on the model in `folder`."""
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+
+    from trl import RLOOConfig, RLOOTrainer
+
+    sharing = {}
+    if setup.prefix_sharing:
+        sharing = dict(prefix_sharing=True, completions_per_forward=setup.completions_per_forward)
+    arguments = RLOOConfig(
+        output_dir=str(folder / "out"), use_cpu=setup.device == "cpu", report_to="none", save_strategy="no",
+        logging_steps=1, disable_tqdm=True, max_steps=2, bf16=setup.bf16, optim=setup.optim, beta=setup.beta,
+        per_device_train_batch_size=setup.per_device_train_batch_size, num_generations=setup.num_generations,
+        gradient_accumulation_steps=setup.gradient_accumulation_steps,
+        steps_per_generation=setup.steps_per_generation, temperature=setup.temperature,
+        max_completion_length=setup.max_completion_length, gradient_checkpointing=setup.gradient_checkpointing,
+        generation_kwargs={"min_new_tokens": setup.max_completion_length},
+        model_init_kwargs={"dtype": getattr(torch, setup.dtype)}, **sharing,
+    )  # fmt: skip
+    lora = LoraConfig(r=setup.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    return RLOOTrainer(
+        model=str(folder), reward_funcs=data.letter_reward, args=arguments, processing_class=tokenizer,
+        train_dataset=Dataset.from_dict({"prompt": prompts}), peft_config=lora if setup.lora_rank else None,
+    )  # fmt: skip
+
+
+def measure(setup: Setup, folder: Path, tokenizer, prompts) -> dict[str, int]:
+    """Peak allocated bytes of each phase in the second update."""
+    from experiments.live_bytes import LiveBytes
+    from experiments.trainers import torch_optimizer
+
+    trainer = build_trainer(setup, folder, tokenizer, prompts)
+    memory = None if setup.device == "cuda" else LiveBytes()
+    with tempfile.TemporaryDirectory() as out, memory or nullcontext():
+        phases = PhaseRecorder(Path(out) / "phases.csv", setup.device)
+        phases.high_water = HighWater("cuda") if memory is None else CountedHighWater(memory)
+        if memory is not None:
+            memory.watch(trainer.model)
+            if trainer.ref_model is not None:
+                memory.watch(trainer.ref_model, "reference")
+        phases.attach(trainer.model, torch_optimizer(trainer))
+        trainer.train()
+        phases.close()
+    peaks = dict.fromkeys(PHASES, 0)
+    for peak in phases.peaks:
+        if peak.step == 2 and peak.phase in peaks:
+            peaks[peak.phase] = max(peaks[peak.phase], peak.peak_allocated_bytes)
+    return peaks
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m experiments.check_plan", description=__doc__.split("\n")[0])
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    parser.add_argument("--cases", help="some of the cases, by name; default: all")
+    parser.add_argument("--results", type=Path, default=ROOT / "results", help="holds one folder a machine")
+    parser.add_argument("--machine", help="folder name below --results; default: from the device's name")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        return run(parse_args(argv))
+    except ConfigError as error:
+        print(f"check_plan: {error}", file=sys.stderr)
+        return 2
+
+
+def run(args: argparse.Namespace) -> int:
+    device, device_name, _ = pick_device(args.device)
+    chosen = cases(device)
+    if args.cases:
+        for name in args.cases.split(","):
+            cfg.choose("case", name, chosen)
+        chosen = {name: chosen[name] for name in args.cases.split(",")}
+    use_fork(ARMS["shared"])
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    shape, vocab_size, _, _ = WORKLOADS[device]
+    documents = data.load_documents("builtin")
+    tokenizer = models.build_tokenizer(documents, vocab_size)
+    machine = args.results / (args.machine or cfg.machine_name(device, device_name))
+    machine.mkdir(parents=True, exist_ok=True)
+    path, worst = machine / "plan_check.csv", 0.0
+    with tempfile.TemporaryDirectory() as folder, path.open("w", newline="", buffering=1) as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        print(f"{'case, GiB predicted / measured':32}" + "".join(f"{phase:>22}" for phase in PHASES))
+        for name, setup in chosen.items():
+            hf_config = models.shape_config(shape, vocab_size)
+            hf_config.pad_token_id, hf_config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+            hf_config.tie_word_embeddings |= name.endswith("tied")
+            torch.manual_seed(0)
+            AutoModelForCausalLM.from_config(hf_config).save_pretrained(folder)
+            predicted = {peak.phase: peak.total for peak in predict(name, setup, hf_config).phases}
+            prompts = data.build_prompts(documents, tokenizer, setup.prompt_tokens)
+            measured = measure(setup, Path(folder), tokenizer, prompts)
+            gc.collect()
+            cells = []
+            for phase in PHASES:
+                error = predicted[phase] / measured[phase] - 1
+                worst = max(worst, abs(error))
+                cells.append(f"{predicted[phase] / GIB:8.3f}/{measured[phase] / GIB:.3f} {error:+5.0%}")
+                writer.writerow(
+                    {
+                        "case": name, "phase": phase, "predicted_bytes": predicted[phase],
+                        "measured_bytes": measured[phase], "error": round(error, 4), "shape": shape,
+                        "vocab_size": vocab_size, "prompt_tokens": setup.prompt_tokens,
+                        "completion_tokens": setup.max_completion_length, "k": setup.num_generations,
+                        "device_kind": device, "device_name": device_name, "torch_version": torch.__version__,
+                        "commit": source_commit(),
+                    }
+                )  # fmt: skip
+            print(f"{name:32}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
+    print(f"largest error {worst:.1%}; {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""How many bytes of tensors are alive, by kind: counted at every operation, for real tensors and for fake ones.
+
+torch counts only its CUDA allocator's bytes. This counts storages on any device the same way, so a prediction made
+with fake tensors and a training measured on a CPU can be compared. What a kernel allocates for itself inside one
+operation is not seen.
+"""
+
+import weakref
+from collections import Counter
+from contextlib import contextmanager
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts storages created by operations inside the `with` block, and those given to `add`.
+
+    `live` is bytes by kind now, `total` their sum without the kind "host", and `at_peak` what `live` was when `total`
+    was largest since `reset`. A new storage is of the kind that `kind` names. In a backward, a tensor in the shape of
+    a watched weight is a gradient on its way to the parameter.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.kind = "activations"
+        self.weight_shapes: set[torch.Size] = set()
+        self.live: Counter[str] = Counter()
+        self.total = self.peak = 0
+        self.at_peak: dict[str, int] = {}
+        self.sizes: dict[int, tuple[str, int]] = {}  # storage -> (kind, bytes)
+        self.freed: dict[int, weakref.ref] = {}  # keep the callbacks alive
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if "out" in kwargs:  # nothing new, although a fake result has a storage of its own
+            return result
+        for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self.sizes:
+                backward = torch._C._current_graph_task_id() != -1
+                self.add(leaf, "gradients" if backward and leaf.shape in self.weight_shapes else self.kind)
+        return result
+
+    def add(self, tensor: torch.Tensor, kind: str) -> None:
+        """Count the tensor's storage, once, until it is freed."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.sizes:
+            return
+        size = storage.nbytes()
+        self.sizes[key] = (kind, size)
+        self.freed[key] = weakref.ref(storage, lambda _: self.remove(key))
+        self.live[kind] += size
+        self.total += size if kind != "host" else 0
+        if self.total > self.peak:
+            self.peak, self.at_peak = self.total, dict(self.live)
+
+    def remove(self, key: int) -> None:
+        """Stop counting a storage: it was freed, or it left the device."""
+        if key in self.sizes:
+            kind, size = self.sizes.pop(key)
+            self.freed.pop(key)
+            self.live[kind] -= size
+            self.total -= size if kind != "host" else 0
+
+    def rename(self, tensor: torch.Tensor, kind: str) -> None:
+        """Count the tensor's storage as another kind from now on, or count it if it was not."""
+        self.remove(tensor.untyped_storage()._cdata)
+        self.add(tensor, kind)
+
+    @contextmanager
+    def of_kind(self, kind: str):
+        before, self.kind = self.kind, kind
+        try:
+            yield
+        finally:
+            self.kind = before
+
+    def watch(self, model: torch.nn.Module, kind: str = "parameters") -> None:
+        """Count the parameters and buffers as `kind`, and the gradients of weights that are trained."""
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.rename(tensor, kind)
+        for parameter in model.parameters():
+            if parameter.requires_grad and kind == "parameters":
+                self.weight_shapes.add(parameter.shape)
+
+    def reset(self) -> None:
+        """Start a new peak from what is alive now."""
+        self.peak, self.at_peak = self.total, dict(self.live)

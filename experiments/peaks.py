@@ -1,0 +1,121 @@
+"""The peak of each phase, from simulations of a few layers and a few passes.
+
+Where all layers are alike, a model of 3 and one of 4 layers are simulated and the rest follows: between two visits to
+a layer, what is alive is a straight line in the number of layers. A peak is the highest of such stretches, so each is
+extended on its own, and the highest is taken afterwards. Many passes of a shared prompt follow from few in the same
+way.
+"""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from experiments.sharding import spread
+from experiments.simulate import PHASES, Simulation, decoder_layers
+
+
+@dataclass(frozen=True)
+class PhasePeak:
+    """What a phase holds at its peak, in bytes: on the device in all and by kind, and moved to the host."""
+
+    phase: str
+    total: int
+    kinds: dict[str, int]
+    host: int
+
+
+def phase_peaks(setup, hf_config) -> list[PhasePeak]:
+    """The peak of each phase of one step, in the order of `PHASES`, once the optimizer has its state.
+
+    Args:
+        setup (`experiments.plan.Setup`): what is trained, and how.
+        hf_config (`transformers.PretrainedConfig`): the model's.
+    """
+    few, more = passes_that_tell(setup)
+    if more:
+        once, again = (highest(all_stretches(setup.with_k(k), hf_config)) for k in (few, more))
+        x = (setup.num_generations - few) / (more - few)
+        stretches = {place: along_line(once[place], again[place], x) for place in again}
+        stretches |= highest(all_stretches(setup, hf_config, passes=False))  # generation has no passes
+    else:
+        stretches = highest(all_stretches(setup, hf_config))
+    peaks = []
+    for phase in PHASES:
+        each = (spread(setup, hf_config, phase, kinds) for place, kinds in stretches.items() if place[0] == phase)
+        kinds = max(each, key=on_device)
+        kinds = {kind: size for kind, size in kinds.items() if size}
+        host = kinds.pop("host", 0)
+        peaks.append(PhasePeak(phase, on_device(kinds), kinds, host))
+    return peaks
+
+
+def passes_that_tell(setup) -> tuple[int, int]:
+    """Two numbers of completions from whose peaks that of `num_generations` follows, or (0, 0) if it has few passes.
+
+    The LM head works on tiles of some tokens, so all three must fill one tile, or none must."""
+    from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE as tile
+
+    k, per_forward = setup.num_generations, setup.completions_per_forward
+    if not setup.prefix_sharing or per_forward is None:
+        return 0, 0
+    tokens = setup.per_device_train_batch_size * setup.max_completion_length // k  # for each of k
+    passes = 2 if tokens * k <= tile else max(2, -(-tile // (tokens * per_forward)))
+    if k <= (passes + 2) * per_forward:
+        return 0, 0
+    return passes * per_forward, (passes + 2) * per_forward
+
+
+def all_stretches(setup, hf_config, passes: bool = True) -> dict[tuple, dict[str, int]]:
+    """What is alive between events, see `Simulation.run`, with all layers."""
+    num_layers = hf_config.num_hidden_layers
+    if num_layers <= 7 or not layers_are_alike(hf_config):
+        return Simulation(setup, hf_config).run(passes)
+    three, four = (Simulation(setup, with_layers(hf_config, count)).run(passes) for count in (3, 4))
+    # The first two and the last two layers stand for all: along the layers between it is a straight line, too
+    return {
+        (phase, event, layer, visit): along_line(
+            three[phase, event, {0: 0, 1: 1, 2: 1, 3: 2}.get(layer), visit], kinds, num_layers - 3
+        )
+        for (phase, event, layer, visit), kinds in four.items()
+    }
+
+
+def along_line(first: dict[str, int], second: dict[str, int], x: float) -> dict[str, int]:
+    """Sizes by kind at `x` of the straight line through `first` at 0 and `second` at 1."""
+    return {
+        kind: round(first.get(kind, 0) + (second.get(kind, 0) - first.get(kind, 0)) * x) for kind in {*first, *second}
+    }
+
+
+def highest(stretches: dict[tuple, dict[str, int]]) -> dict[tuple, dict[str, int]]:
+    """For each (phase, event, layer), the visit with most on the device."""
+    best: dict[tuple, dict[str, int]] = {}
+    for (*place, _), kinds in stretches.items():
+        if on_device(kinds) > on_device(best.get(tuple(place), {})):
+            best[tuple(place)] = kinds
+    return best
+
+
+def on_device(kinds: dict[str, int]) -> int:
+    return sum(size for kind, size in kinds.items() if kind != "host")
+
+
+def with_layers(hf_config, count: int):
+    """The same configuration with the first `count` layers."""
+    config = copy.deepcopy(hf_config)
+    config.num_hidden_layers = count
+    if getattr(config, "layer_types", None):  # not every family has it
+        config.layer_types = config.layer_types[:count]
+    return config
+
+
+def layers_are_alike(hf_config) -> bool:
+    """Whether all layers have weights of the same shapes and attend in the same way."""
+    with torch.device("meta"), no_init_weights():
+        layers = decoder_layers(AutoModelForCausalLM.from_config(hf_config))
+    shapes = {tuple((name, p.shape) for name, p in layer.named_parameters()) for layer in layers}
+    kinds = set(getattr(hf_config, "layer_types", None) or ["full"])
+    return len(layers) == hf_config.num_hidden_layers and len(shapes) == len(kinds) == 1

@@ -1,0 +1,241 @@
+"""Predict the peak memory of RLOO or GRPO training, phase by phase, without a GPU and without weights.
+
+    python -m experiments.plan --model Qwen/Qwen3-8B --prompt 3000 --completion 512 --k 8 --device-memory 80GiB
+    python -m experiments.plan --model ./my-model --profile single_gpu_24gb --prompt 3000 --largest k
+
+Compares today's trainer with one pass (stock), with one completion a pass (accumulate), and prefix sharing. Sizes are
+what torch allocates on the device; the CUDA context and the allocator's fragmentation come on top (`--reserve`).
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from experiments.config import ARMS, GIB, ConfigError, parse_bytes
+from experiments.models import named_config
+from experiments.profiles import devices_from, load_profile
+from experiments.setups import ARM_NAMES, LARGEST, OPTIMIZERS, Setup, check, from_settings
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The peak of each phase of one setup, in bytes."""
+
+    arm: str
+    setup: Setup
+    phases: list  # of peaks.PhasePeak
+
+    @property
+    def peak(self):
+        return max(self.phases, key=lambda phase: phase.total)
+
+
+def predict(arm: str, setup: Setup, hf_config) -> Prediction:
+    """The peaks of one setup; `arm` is its label. Raises `ConfigError` before anything runs."""
+    check(setup, hf_config)
+    from experiments.peaks import phase_peaks
+
+    return Prediction(arm, setup, phase_peaks(setup, hf_config))
+
+
+def predict_all(setups: dict[str, Setup], hf_config, say=lambda line: None) -> list[Prediction]:
+    """The same for several, by label, at the same time in processes of their own."""
+    import trl.trainer.rloo_trainer  # noqa: F401  once, not in each process
+
+    with ProcessPoolExecutor(min(len(setups), os.cpu_count() or 1), multiprocessing.get_context("fork")) as pool:
+        predictions = []
+        for prediction in pool.map(predict, setups, setups.values(), [hf_config] * len(setups)):
+            predictions.append(prediction)
+            say(f"  {len(predictions)} of {len(setups)}: {prediction.arm}")
+        return predictions
+
+
+def largest_that_fits(arm: str, setup: Setup, hf_config, what: str, limit: int, say=print) -> int:
+    """The largest k, prompt or completion ("k", "prompt", "completion") whose peak stays within `limit` bytes; 0 if
+    the smallest does not fit. Peaks grow along almost straight lines, so each guess is where the last two would meet
+    the limit."""
+    name, least = LARGEST[what], {"k": 2, "prompt": 16, "completion": 16}[what]
+    positions = hf_config.max_position_embeddings
+    most = {
+        "k": 4096,
+        "prompt": positions - setup.max_completion_length,
+        "completion": positions - setup.prompt_tokens,
+    }[what]
+    known: dict[int, int] = {}
+
+    def peak(value: int) -> int:
+        if value not in known:
+            trial = setup.with_k(value) if what == "k" else replace(setup, **{name: value})
+            known[value] = predict(arm, trial.arm(arm), hf_config).peak.total
+            say(f"  {what} {value}: {known[value] / GIB:.2f} GiB")
+        return known[value]
+
+    low, high = least, most + 1  # `low` fits, `high` does not
+    if peak(least) > limit:
+        return 0
+    guess = min(max(getattr(setup, name), least + 1), most)
+    while high - low > max(1, low // 100):  # to one percent
+        if peak(guess) <= limit:
+            low = guess
+        else:
+            high = guess
+        below, above = sorted(known, key=lambda value: abs(known[value] - limit))[:2]
+        slope = (known[above] - known[below]) / (above - below)
+        meets = int(below + (limit - known[below]) / slope) if slope > 0 else 2 * low
+        guess = min(max(meets, low + 1, low + (high - low) // 50), high - 1, 4 * low)
+        if guess in known:
+            guess = (low + high) // 2
+    return low
+
+
+def table(predictions: list[Prediction], budget: int | None) -> str:
+    """Peaks by phase in GiB, one line an arm, and what the highest is made of."""
+    phases = [phase.phase for phase in predictions[0].phases]
+    lines = [f"{'peak allocated, GiB':22}" + "".join(f"{name:>11}" for name in phases) + f"{'fits':>8}"]
+    for prediction in predictions:
+        peak = prediction.peak
+        cells = "".join(f"{phase.total / GIB:>10.2f}{'*' if phase is peak else ' '}" for phase in prediction.phases)
+        fits = "" if budget is None else "yes" if peak.total <= budget else f"-{(peak.total - budget) / GIB:.1f}"
+        lines.append(f"{prediction.arm:22}{cells}{fits:>8}")
+    lines.append("")
+    for prediction in predictions:
+        peak = prediction.peak
+        kinds = sorted(peak.kinds.items(), key=lambda item: -item[1])
+        parts = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in kinds if size / peak.total > 0.005)
+        host = f"; on the host {peak.host / GIB:.2f}" if peak.host else ""
+        lines.append(f"{prediction.arm}, {peak.phase}: {parts}{host}")
+    return "\n".join(lines)
+
+
+def add_setup_options(parser: argparse.ArgumentParser) -> None:
+    """Options that `setup_from` reads."""
+    parser.add_argument("--model", help="a built-in shape (Qwen/Qwen3-8B), a local folder, or hub:owner/name")
+    parser.add_argument("--profile", help="a name in experiments/profiles or a YAML file; options override it")
+    parser.add_argument("--prompt", type=int, help="tokens of the longest prompt")
+    parser.add_argument("--completion", type=int, help="max_completion_length")
+    parser.add_argument("--k", type=int, help="num_generations: completions a prompt")
+    parser.add_argument("--prompts", type=int, help="prompts a generation batch; default 1, or as the profile says")
+    parser.add_argument("--completions-per-forward", type=int, help="prefix sharing: completions that go together")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train LoRA adapters on every linear layer")
+    parser.add_argument("--bits", type=int, choices=(4, 8, 16), help="bits of a frozen weight")
+    parser.add_argument("--optim", help=", ".join(OPTIMIZERS))
+    parser.add_argument("--beta", type=float, help="0 needs no reference model")
+    parser.add_argument("--dtype", help="of the weights: bfloat16, float16, float32")
+    parser.add_argument("--no-gradient-checkpointing", action="store_true")
+    parser.add_argument("--activation-offloading", action="store_true")
+    parser.add_argument("--accelerate", type=Path, help="accelerate's config: processes, DDP or FSDP2, offloading")
+    parser.add_argument("--offload-reference", action="store_true", help="on the host except while it scores")
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_setup_options(parser)
+    parser.add_argument("--device-memory", help="such as 24GiB: says what fits")
+    parser.add_argument("--reserve", default="0.8GiB", help="of it for CUDA's context and fragmentation (assumed)")
+    parser.add_argument("--arms", default=",".join(ARM_NAMES), help=f"some of {', '.join(ARM_NAMES)}")
+    parser.add_argument("--largest", choices=tuple(LARGEST), help="find the largest that fits the device memory")
+    parser.add_argument("--json", type=Path, help="write the prediction to this file")
+    parser.add_argument("--chart", type=Path, help="draw the breakdown to this PNG")
+    return parser.parse_args(argv)
+
+
+def setup_from(args: argparse.Namespace, profile: dict) -> Setup:
+    """The profile's settings under the command line's. Raises `ConfigError`."""
+    if args.prompt is None:
+        raise ConfigError("no prompt length: --prompt N, the tokens of the longest prompt")
+    given = {
+        "max_completion_length": args.completion, "num_generations": args.k, "lora_rank": args.lora,
+        "weight_bits": args.bits, "optim": args.optim, "beta": args.beta, "dtype": args.dtype,
+        "completions_per_forward": args.completions_per_forward,
+        "gradient_checkpointing": False if args.no_gradient_checkpointing else None,
+        "activation_offloading": True if args.activation_offloading else None,
+        "offload_reference": True if args.offload_reference else None,
+    }  # fmt: skip
+    given = {name: value for name, value in given.items() if value is not None}
+    setup = replace(from_settings(args.prompt, profile), **given)
+    if args.accelerate:
+        setup = replace(setup, **devices_from(args.accelerate))
+    if args.prompts or args.k or "per_device_train_batch_size" not in profile:
+        rows = setup.num_generations * (args.prompts or 1)
+        setup = replace(
+            setup, per_device_train_batch_size=rows, steps_per_generation=1, gradient_accumulation_steps=1
+        )
+    return setup
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        return run(parse_args(argv))
+    except ConfigError as error:
+        print(f"plan: {error}", file=sys.stderr)
+        return 2
+
+
+def run(args: argparse.Namespace) -> int:
+    start = time.time()
+    profile = load_profile(args.profile) if args.profile else {}
+    model = args.model or profile.get("model_name_or_path")
+    if not model:
+        raise ConfigError("no model: name one with --model, or a profile that has model_name_or_path")
+    arms = args.arms.split(",")
+    if unknown := set(arms) - set(ARM_NAMES):
+        raise ConfigError(f"unknown arm {sorted(unknown)[0]!r}; choose some of {', '.join(ARM_NAMES)}")
+    budget = parse_bytes(args.device_memory) - parse_bytes(args.reserve) if args.device_memory else None
+    if args.largest and budget is None:
+        raise ConfigError("--largest needs --device-memory")
+    setup = setup_from(args, profile)
+    hf_config = named_config(model)
+    check(setup, hf_config)
+    from experiments.train import use_fork
+
+    use_fork(ARMS["shared"])
+    predictions = predict_all({arm: setup.arm(arm) for arm in arms}, hf_config)
+    parameters = predictions[0].phases[0].kinds.get("parameters", 0)
+    print(
+        f"{model}: prompt {setup.prompt_tokens}, completion {setup.max_completion_length}, k {setup.num_generations}, "
+        f"{setup.generation_rows // setup.num_generations} prompts a batch, weights {parameters / GIB:.2f} GiB"
+    )
+    print(table(predictions, budget))
+    if budget is not None:
+        if parameters > budget:
+            print(f"The weights alone exceed {args.device_memory} by {(parameters - budget) / GIB:.2f} GiB.")
+        print(f"fits: within {args.device_memory} less {args.reserve} reserved")
+    for arm in arms if args.largest else ():
+        print(f"{arm}: looking for the largest {args.largest}")
+        value = largest_that_fits(arm, setup, hf_config, args.largest, budget)
+        print(f"{arm}: largest {args.largest} {value or 'none'}")
+    import torch
+    import transformers
+
+    import trl
+
+    result = {
+        "model": model,
+        "versions": f"trl {trl.__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
+        "device_memory_bytes": budget,
+        "predictions": [
+            {"arm": p.arm, "setup": asdict(p.setup), "phases": [asdict(phase) for phase in p.phases]}
+            for p in predictions
+        ],
+    }
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    if args.chart:
+        from visualization.plan import draw
+
+        draw(result, args.chart)
+        print(args.chart)
+    print(f"{time.time() - start:.0f} s", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

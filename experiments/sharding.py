@@ -1,0 +1,48 @@
+"""What several devices change about a prediction: formulas over the simulated sizes of one device.
+
+* DDP keeps one more copy of the gradients, in its buckets (`gradient_as_bucket_view` in the documentation of
+  `torch.nn.parallel.DistributedDataParallel`).
+* FSDP2 with `reshard_after_forward` keeps a shard of weights, gradients, optimizer state and reference on each device
+  (`torch.distributed.fsdp.fully_shard`; arXiv 2304.11277, section 3). While it computes, one layer is gathered, the
+  next is on its way, and what belongs to no layer (embedding, head, last norm) is gathered, too; in a backward the
+  gradients of one layer and of those weights are whole. With offloading, shards are on the host.
+"""
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+SHARDED = ("parameters", "reference", "gradients", "optimizer state")
+
+
+def weights_by_place(hf_config) -> tuple[int, int]:
+    """Numbers of weights: of the largest layer, and of all that belongs to no layer."""
+    from experiments.simulate import decoder_layers
+
+    with torch.device("meta"), no_init_weights():
+        model = AutoModelForCausalLM.from_config(hf_config)
+        model.tie_weights()
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model)]
+    return max(layers), sum(p.numel() for p in model.parameters()) - sum(layers)
+
+
+def spread(setup, hf_config, phase: str, kinds: dict[str, int]) -> dict[str, int]:
+    """`kinds`, bytes of one device that does everything, as they are on each of `setup.num_devices`."""
+    if setup.num_devices == 1:
+        return kinds
+    kinds = dict(kinds)
+    if not setup.fully_sharded:
+        if phase not in ("load", "generate", "score"):  # the buckets stay, but are made with the first gradients
+            kinds["other"] = kinds.get("other", 0) + kinds.get("gradients", 0)
+        return kinds
+    for kind in SHARDED:
+        shard = -(-kinds.pop(kind, 0) // setup.num_devices)
+        place = "host" if setup.offload_parameters else kind
+        kinds[place] = kinds.get(place, 0) + shard
+    if phase in ("generate", "score", "train"):
+        layer, rest = weights_by_place(hf_config)
+        size = 2 if setup.bf16 or setup.dtype != "float32" else 4
+        kinds["parameters"] = kinds.get("parameters", 0) + (2 * layer + rest) * size
+        if phase == "train" and not setup.lora_rank:
+            kinds["gradients"] = kinds.get("gradients", 0) + (layer + rest) * size
+    return kinds

@@ -1,0 +1,106 @@
+"""The planner: predictions beside measurements, what fits, and what is refused."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments import plan
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(module, *arguments):
+    command = [sys.executable, "-m", f"experiments.{module}", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.torch
+def test_every_phase_is_predicted_within_ten_percent_of_a_real_training(tmp_path):
+    """Some of the cases; all are in results/*/plan_check.csv."""
+    cases = "stock-k8,stock-k8-plain,accumulate-k8,shared-k8,shared-k8-tied,shared-k8-lora32"
+    result = run("check_plan", "--device", "cpu", "--results", tmp_path, "--machine", "here", "--cases", cases)
+    assert result.returncode == 0, result.stderr[-3000:]
+    with (tmp_path / "here" / "plan_check.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 6 * 4
+    wrong = [row for row in rows if abs(float(row["error"])) > 0.1]
+    assert not wrong, "\n".join(f"{row['case']} {row['phase']}: {row['error']}" for row in wrong)
+    measured = {(row["case"], row["phase"]): int(row["measured_bytes"]) for row in rows}
+    assert measured["shared-k8", "train"] < measured["stock-k8", "train"], "the cases do not differ: an empty test"
+
+
+@pytest.mark.torch
+def test_a_large_model_is_planned_without_weights(tmp_path):
+    path = tmp_path / "plan.json"
+    result = run(
+        "plan", "--model", "Qwen/Qwen3-1.7B", "--prompt", 2000, "--completion", 256, "--k", 4, "--lora", 16,
+        "--device-memory", "12GiB", "--arms", "stock,shared", "--json", path, "--chart", tmp_path / "plan.png",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    result_file = json.loads(path.read_text())
+    peaks = {p["arm"]: max(phase["total"] for phase in p["phases"]) for p in result_file["predictions"]}
+    weights = result_file["predictions"][0]["phases"][0]["kinds"]["parameters"]
+    assert 1.7e9 * 2 < weights < 1.85e9 * 2  # its published number of parameters, in bfloat16, and the adapters
+    assert weights < peaks["shared"] < peaks["stock"]
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("what", ["k", "prompt"])
+def test_the_largest_that_fits_fits_and_is_more_with_shared_prompts(what):
+    result = run(
+        "plan", "--model", "tiny-qwen3", "--prompt", 1000, "--completion", 64, "--k", 4, "--dtype", "float32",
+        "--device-memory", "128MiB", "--reserve", "0", "--largest", what, "--arms", "stock,shared",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    found = [line for line in result.stdout.splitlines() if f": largest {what}" in line]
+    largest = {line.split(":")[0]: int(line.split()[-1]) for line in found}
+    assert {"k": 4, "prompt": 1000}[what] <= largest["stock"] < largest["shared"]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "arguments, parts",
+    [
+        (["--model", "Qwen/Qwen3-9B"], ["Qwen3-9B", "did you mean", "hub:"]),
+        (["--model", "qwen3-8b", "--profile", "single_gpu_24g"], ["single_gpu_24g", "did you mean single_gpu_24gb"]),
+        (["--model", "qwen3-8b", "--k", "1"], ["num_generations is 1", "at least 2"]),
+        (["--model", "qwen3-8b", "--completion", "60000"], ["60100", "40960"]),
+        (["--model", "qwen3-8b", "--bits", "4"], ["4-bit", "--lora"]),
+        (["--model", "qwen3-8b", "--optim", "adam8"], ["adam8", "adamw_8bit"]),
+        (["--model", "qwen3-8b", "--completions-per-forward", "9"], ["completions_per_forward 9", "k=8"]),
+        (["--model", "qwen3-8b", "--device-memory", "24 bananas"], ["24 bananas", "32GiB"]),
+        (["--model", "qwen3-8b", "--largest", "k"], ["--device-memory"]),
+    ],
+)
+def test_bad_input_is_one_line_with_value_and_remedy(arguments, parts, capsys):
+    assert plan.main(["--prompt", "100", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("plan: ") and error.count("\n") == 1, error
+    assert all(part in error for part in parts), error
+
+
+@pytest.mark.torch
+def test_a_device_smaller_than_the_weights_is_told_by_how_much():
+    result = run("plan", "--model", "qwen3-8b", "--prompt", 64, "--completion", 16, "--k", 2, "--lora", 8,
+                 "--device-memory", "12GiB", "--arms", "shared")  # fmt: skip
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "The weights alone exceed 12GiB by" in result.stdout
+
+
+@pytest.mark.torch
+def test_few_layers_and_few_passes_tell_what_many_take():
+    """The short cuts of the simulation against the whole one, byte for byte but for bookkeeping tensors."""
+    result = subprocess.run(
+        [sys.executable, "tests/probes/plan_extended.py"], cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert len(rows) == 3 * 5
+    assert all(abs(int(short) - int(whole)) <= 1024 for _, _, short, whole in rows), result.stdout

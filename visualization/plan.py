@@ -1,0 +1,143 @@
+"""What a plan predicts: a chart of what each phase's peak is made of, and tables of predictions.
+
+    python -m visualization.plan plan.json plan.png
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from visualization import style  # noqa: F401  (sets how every chart looks)
+from visualization.runs import LoadError
+
+GIB, MIB = 2**30, 2**20
+# Okabe-Ito, and hatches that tell the kinds apart in grey print
+KINDS = {
+    "parameters": ("#0072B2", ""),
+    "reference": ("#56B4E9", "//"),
+    "gradients": ("#D55E00", "\\\\"),
+    "optimizer state": ("#E69F00", "xx"),
+    "KV cache": ("#CC79A7", ".."),
+    "activations": ("#009E73", ""),
+    "logits": ("#F0E442", "--"),
+    "other": ("#7F7F7F", "oo"),
+}
+
+
+def chart(result: dict) -> Figure:
+    """Stacked bars of the result that `experiments.plan --json` writes: one group an arm, one bar a phase."""
+    predictions = result["predictions"]
+    setup = predictions[0]["setup"]
+    figure = Figure(figsize=(9, 5.2), layout="constrained")
+    figure.get_layout_engine().set(rect=(0, 0.06, 1, 0.94))
+    axes = figure.add_subplot()
+    x, ticks, labels, present = 0, [], [], set()
+    for prediction in predictions:
+        first = x
+        for phase in prediction["phases"]:
+            bottom = 0.0
+            for kind, (colour, hatch) in KINDS.items():
+                sizes = phase["kinds"].items()
+                size = sum(s for name, s in sizes if (name if name in KINDS else "other") == kind) / GIB
+                if size:
+                    axes.bar(x, size, 0.8, bottom, color=colour, hatch=hatch, edgecolor="white", linewidth=0.4)
+                    present.add(kind)
+                bottom += size
+            axes.text(x, bottom, f"{bottom:.1f}", ha="center", va="bottom", fontsize=8)
+            ticks.append(x)
+            labels.append(phase["phase"])
+            x += 1
+        axes.text((first + x - 1) / 2, -0.2, prediction["arm"], transform=axes.get_xaxis_transform(), ha="center",
+                  fontsize=10, fontweight="bold")  # fmt: skip
+        x += 0.6
+    axes.set_xticks(ticks, labels, rotation=30, ha="right", fontsize=8)
+    axes.grid(axis="x", visible=False)
+    if result["device_memory_bytes"]:
+        limit = result["device_memory_bytes"] / GIB
+        axes.axhline(limit, color="black", linestyle=(0, (5, 3)), linewidth=1.2)
+        axes.annotate(f"device memory less the reserve: {limit:.1f} GiB", (0.995, limit), xytext=(0, 3),
+                      xycoords=("axes fraction", "data"), textcoords="offset points", fontsize=8, ha="right",
+                      bbox=dict(facecolor="white", edgecolor="none", pad=0.5, alpha=0.8))  # fmt: skip
+    axes.set_ylabel("predicted peak allocated (GiB)")
+    axes.margins(y=0.12)
+    handles = [
+        Patch(facecolor=colour, hatch=hatch, edgecolor="white", label=kind)
+        for kind, (colour, hatch) in KINDS.items() if kind in present
+    ]  # fmt: skip
+    axes.legend(handles=handles, fontsize=8, ncols=7, loc="upper center", bbox_to_anchor=(0.5, 1.09))
+    figure.suptitle(
+        f"{result['model']}: prompt {setup['prompt_tokens']:,}, completion {setup['max_completion_length']:,}, "
+        f"k = {setup['num_generations']}",
+        fontsize=12, fontweight="bold",
+    )  # fmt: skip
+    figure.text(0.012, 0.012, "Predicted with fake tensors, not measured. " + result["versions"], fontsize=7.5,
+                color="#404040")  # fmt: skip
+    return figure
+
+
+def check_table(folder: Path) -> str:
+    """Predictions beside measurements, from plan_check.csv in results/<machine>. Raises LoadError."""
+    path = folder / "plan_check.csv"
+    if not path.exists():
+        raise LoadError(f"{path}: not there; run python -m experiments.check_plan")
+    rows = pd.read_csv(path)
+    first, phases = rows.iloc[0], list(rows.phase.unique())
+    worst = rows.loc[rows.error.abs().idxmax()]
+    lines = [
+        f"*{first.device_kind.upper()}: {first.device_name} · torch {first.torch_version} · "
+        f"commit {first.commit[:10]} · {first['shape']}, vocabulary {first.vocab_size:,}*",
+        "",
+        f"Predicted / measured peak of each phase, MiB. The largest error is {worst.error:+.1%} ({worst.case}, "
+        f"{worst.phase}):",
+        "",
+        "| case | prompt | completion | k | " + " | ".join(phases) + " |",
+        "| --- | ---: | ---: | ---: |" + " ---: |" * len(phases),
+    ]
+    for case, mine in rows.groupby("case", sort=False):
+        one = mine.iloc[0]
+        cells = [f"`{case}`", f"{one.prompt_tokens:,}", f"{one.completion_tokens:,}", f"{one.k}"]
+        for phase in phases:
+            at = mine[mine.phase == phase].iloc[0]
+            sizes = f"{at.predicted_bytes / MIB:.0f} / {at.measured_bytes / MIB:.0f}"
+            cells.append(f"{sizes} ({at.error:+.1%})")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def profiles_table(folder: Path) -> str:
+    """Predicted peaks of the profiles, from the plans (JSON) in the folder. Raises LoadError."""
+    paths = sorted(folder.glob("*.json"))
+    if not paths:
+        raise LoadError(f"{folder}: no plans; write them with python -m experiments.plan --profile NAME --json FILE")
+    lines = [
+        "| profile | model | prompt + completion, k | `stock` | `accumulate` | `shared` | there is |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for path in paths:
+        plan = json.loads(path.read_text())
+        setup = plan["predictions"][0]["setup"]
+        devices = f", {setup['num_devices']} devices" if setup["num_devices"] > 1 else ""
+        peaks = {p["arm"]: max(phase["total"] for phase in p["phases"]) for p in plan["predictions"]}
+        cells = [
+            f"`{path.stem}`", plan["model"].rsplit("/", 1)[-1] + devices,
+            f"{setup['prompt_tokens']:,} + {setup['max_completion_length']:,}, {setup['num_generations']}",
+            *(f"{peaks[arm] / GIB:.1f}" for arm in ("stock", "accumulate", "shared")),
+            f"{plan['device_memory_bytes'] / GIB:.1f}",
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return f"*Predicted, not measured. {plan['versions']}*\n\n" + "\n".join(lines) + "\n"
+
+
+def draw(result: dict, path: Path) -> None:
+    """Write the chart. Raises OSError where the file cannot be written."""
+    chart(result).savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: python -m visualization.plan plan.json plan.png")
+    draw(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
