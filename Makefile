@@ -1,10 +1,11 @@
-.PHONY: help reproduce test lint charts bench
+.PHONY: help reproduce test lint charts bench plans
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make reproduce   set up, run every arm at k = 2, 4, 8, draw charts and tables (about 14 minutes on 2 cores)"
 	@echo "make test        set up, lint, run the tests"
 	@echo "make bench       time and memory of today's trainer with and without prefix sharing (about 40 minutes)"
+	@echo "make plans       predict the memory of every profile (a few minutes)"
 	@echo "make charts      draw charts and tables again from the results, update README.md"
 
 reproduce:
@@ -27,3 +28,14 @@ lint:
 charts:
 	./visualize_results.sh
 	.venv/bin/python -m visualization.tables README.md --write
+	.venv/bin/python -m visualization.tables docs/memory_guide.md --write
+
+# Predictions of every profile at prompts of 2,000 tokens, a few minutes; then make charts
+plans:
+	./setup_env.sh --quiet
+	for profile in single_gpu_12gb:12GiB single_gpu_24gb:24GiB constrained:12GiB balanced:48GiB max_efficiency:80GiB; do \
+	  .venv/bin/python -W ignore -m experiments.plan --profile $${profile%:*} --prompt 2000 \
+	    --device-memory $${profile#*:} --json docs/plans/$${profile%:*}.json || exit 1; done
+	.venv/bin/python -W ignore -m experiments.plan --profile multi_gpu_70b --prompt 2000 --device-memory 80GiB \
+	  --accelerate experiments/accelerate/fsdp2_offload.yaml --json docs/plans/multi_gpu_70b.json
+	.venv/bin/python -m visualization.plan docs/plans/single_gpu_24gb.json docs/plans/single_gpu_24gb.png
