@@ -395,10 +395,9 @@ def test_tables_refuse_broken_markers(machine, tmp_path, text, told):
         tables.main([str(tmp_path / "README.md"), "--check"])
 
 
-@pytest.mark.skipif("<!-- table:" not in ((ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else ""),
-                    reason="the README has no tables yet")
-def test_readme_agrees_with_the_results(capsys):
-    assert tables.main([str(ROOT / "README.md"), "--check"]) == 0, capsys.readouterr().out
+@pytest.mark.parametrize("name", ["README.md", "docs/memory_guide.md"])
+def test_the_documents_agree_with_the_results(name, capsys):
+    assert tables.main([str(ROOT / name), "--check"]) == 0, capsys.readouterr().out
 
 
 def test_published_table_scales_by_the_budget_and_leaves_other_workloads_out(machine):
