@@ -55,7 +55,7 @@ def cases(device: str) -> dict[str, Setup]:
         "shared-k8-bf16": half.arm("shared"),
         "shared-k8-plain": replace(base, gradient_checkpointing=False).arm("shared"),
         "shared-k8-lora": replace(half, lora_rank=16).arm("shared"),
-        "shared-k8-long": replace(base, prompt_tokens=completion, max_completion_length=prompt).arm("shared"),
+        "shared-k8-long": replace(base, prompt_tokens=completion + 8, max_completion_length=prompt).arm("shared"),
         "shared-k32": base.with_k(32).arm("shared"),
         "shared-k8-tied": base.arm("shared"),  # one matrix for embedding and head
         "shared-two-prompts": replace(base, per_device_train_batch_size=16).arm("shared"),
@@ -163,10 +163,14 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = models.build_tokenizer(documents, vocab_size)
     machine = args.results / (args.machine or cfg.machine_name(device, device_name))
     machine.mkdir(parents=True, exist_ok=True)
-    path, worst = machine / "plan_check.csv", 0.0
+    path, worst, others = machine / "plan_check.csv", 0.0, []
+    if path.exists():  # cases that are not run now stay
+        with path.open(newline="") as file:
+            others = [row for row in csv.DictReader(file) if row["case"] not in chosen]
     with tempfile.TemporaryDirectory() as folder, path.open("w", newline="", buffering=1) as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
+        writer.writerows(others)
         print(f"{'case, GiB predicted / measured':32}" + "".join(f"{phase:>22}" for phase in PHASES))
         for name, setup in chosen.items():
             hf_config = models.shape_config(shape, vocab_size)

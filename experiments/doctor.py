@@ -33,7 +33,7 @@ class Lever:
 
 
 def share_prompt(setup: Setup) -> Setup:
-    return setup if setup.prefix_sharing else replace(setup.arm("shared"), completions_per_forward=2)
+    return setup if setup.prefix_sharing else setup.arm("shared")
 
 
 def generate_less_at_once(setup: Setup) -> Setup:

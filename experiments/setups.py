@@ -64,7 +64,9 @@ class Setup:
             return plain
         if name == "accumulate":
             return plain.with_rows(1)
-        per_forward = self.completions_per_forward if self.prefix_sharing else min(2, self.num_generations)
+        per_forward = self.completions_per_forward
+        if per_forward is None and not self.prefix_sharing:
+            per_forward = min(2, self.num_generations)
         whole_groups = self.with_rows(self.num_generations)
         return replace(whole_groups, prefix_sharing=True, completions_per_forward=per_forward)
 

@@ -118,6 +118,7 @@ def test_mistakes_in_a_profile_are_named_with_line_and_key(tmp_path):
         (["single_gpu_24gb"], "Qwen/Qwen3-8B", ["not a folder", "hub:Qwen/Qwen3-8B", "random:qwen3-8b"]),
         (["balanced", "--max_step", "2"], "", ["--max_step", "did you mean --max_steps"]),
         (["balanced", "--algorithm", "ppo"], "", ["ppo", "rloo or grpo"]),
+        (["constrained", "--use_cpu"], "", ["bitsandbytes", "pip install"]),
         (["constraind"], "", ["constraind", "did you mean constrained"]),
         (["--max_steps", "2"], "", ["name a profile first"]),
     ],
