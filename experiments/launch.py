@@ -73,7 +73,7 @@ def parse(argv: list[str]):
     model.model_name_or_path = os.environ.get("MODEL_PATH") or model.model_name_or_path
     needs_bitsandbytes = model.load_in_4bit or model.load_in_8bit or "8bit" in config.optim or "paged" in config.optim
     if needs_bitsandbytes and importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(f"{profile}: 4- and 8-bit weights and optimizers need bitsandbytes: pip install bitsandbytes")
+        raise ConfigError(f"{profile}: 4 and 8 bits need bitsandbytes; .venv/bin/pip install bitsandbytes")
     return launch, config, model
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from experiments.sharding import spread
-from experiments.simulate import PHASES, Simulation, decoder_layers
+from experiments.simulate import PHASES, Simulation, decoder_layers, pretending
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,10 @@ def passes_that_tell(setup) -> tuple[int, int]:
     """Two numbers of completions from whose peaks that of `num_generations` follows, or (0, 0) if it has few passes.
 
     The LM head works on tiles of some tokens, so all three must fill one tile, or none must."""
-    from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE as tile
+    from trl.kernels.chunked_logprob import _token_chunk_size
 
+    with pretending(setup.device):
+        tile = _token_chunk_size(torch.device("cpu"))
     k, per_forward = setup.num_generations, setup.completions_per_forward
     if not setup.prefix_sharing or per_forward is None:
         return 0, 0

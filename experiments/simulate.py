@@ -58,7 +58,7 @@ class _NoKernel:
 
 
 @contextlib.contextmanager
-def _pretending(device: str):
+def pretending(device: str):
     """Attention, and on a CUDA device TRL's LM-head kernels, without computing."""
     from trl.kernels import chunked_logprob
 
@@ -141,7 +141,7 @@ class Simulation:
                 return head_backward(ctx, *gradients)
 
         with (
-            _pretending(self.setup.device),
+            pretending(self.setup.device),
             mock.patch.object(ChunkedLogProbFunction, "backward", staticmethod(fake_head_backward)),
             mock.patch.object(_ReadPrefix, "allowed", allowed),
             self.memory,
