@@ -107,7 +107,7 @@ def build_trainer(setup: Setup, folder: Path, tokenizer, prompts):
 
 
 def measure(setup: Setup, folder: Path, tokenizer, prompts) -> dict[str, int]:
-    """Peak allocated bytes of each phase in the second update."""
+    """Peak allocated bytes of each phase in the second update, from its last rollout on."""
     from experiments.live_bytes import LiveBytes
     from experiments.trainers import torch_optimizer
 
@@ -124,8 +124,9 @@ def measure(setup: Setup, folder: Path, tokenizer, prompts) -> dict[str, int]:
         trainer.train()
         phases.close()
     peaks = dict.fromkeys(PHASES, 0)
+    last = max(peak.step for peak in phases.peaks)  # rollouts, of which there may be several an update
     for peak in phases.peaks:
-        if peak.step == 2 and peak.phase in peaks:
+        if peak.step == last and peak.phase in peaks:
             peaks[peak.phase] = max(peaks[peak.phase], peak.peak_allocated_bytes)
     return peaks
 
