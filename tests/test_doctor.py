@@ -39,7 +39,8 @@ def test_what_the_doctor_writes_trains_and_its_record_can_be_read_again(tmp_path
 
     result = run(
         "launch", fits, "--max_steps", 2, "--output_dir", out, "--prompt_tokens", 512, "--logging_steps", 1,
-        "--save_strategy", "no", "--report_to", "none", "--disable_tqdm", "true", MODEL_PATH=policy,
+        "--save_strategy", "no", "--report_to", "none", "--disable_tqdm", "true", "--offload_reference", "true",
+        MODEL_PATH=policy,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
     for metric in ("mem_alloc_mb", "mem_max_alloc_mb", "mem_batch_share", "mem_peak/train_mb", "mem_peak/generate_mb"):
