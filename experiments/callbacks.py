@@ -13,7 +13,7 @@ from experiments.phases import PhaseRecorder
 from experiments.record import write_json
 
 MB = 2**20
-# Arguments of the trainer that decide its memory, as `experiments.plan.Setup` names them
+# Arguments of the trainer that decide its memory, as `experiments.setups.Setup` names them
 RECORDED = (
     "max_completion_length", "num_generations", "per_device_train_batch_size", "steps_per_generation",
     "gradient_accumulation_steps", "prefix_sharing", "completions_per_forward", "bf16", "gradient_checkpointing",

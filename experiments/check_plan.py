@@ -18,7 +18,7 @@ from pathlib import Path
 
 from experiments import config as cfg
 from experiments import data, models
-from experiments.config import ARMS, GIB, ROOT, ConfigError
+from experiments.config import ARMS, GIB, ROOT
 from experiments.phases import HighWater, PhaseRecorder
 from experiments.plan import predict
 from experiments.record import source_commit
@@ -35,13 +35,13 @@ WORKLOADS = {"cpu": ("qwen3-8-layers", 8000, 256, 24), "cuda": ("qwen3-0.6b", 15
 
 
 def cases(device: str) -> dict[str, Setup]:
-    shape, vocab_size, prompt, completion = WORKLOADS[device]
+    _, _, prompt, completion = WORKLOADS[device]
     base = Setup(
         prompt_tokens=prompt, max_completion_length=completion, device=device, padded=False, dtype="float32",
         bf16=False, temperature=0.9,
     )  # fmt: skip
     half = replace(base, dtype="bfloat16", bf16=True)
-    setups = {
+    return {
         "stock-k4": base.with_k(4),
         "stock-k8": base,
         "stock-k8-mixed": replace(base, bf16=True),
@@ -61,7 +61,6 @@ def cases(device: str) -> dict[str, Setup]:
         "shared-two-prompts": replace(base, per_device_train_batch_size=16).arm("shared"),
         "shared-generate-each": replace(base, gradient_accumulation_steps=2).arm("shared"),
     }
-    return setups
 
 
 class CountedHighWater:
@@ -141,11 +140,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        return run(parse_args(argv))
-    except ConfigError as error:
-        print(f"check_plan: {error}", file=sys.stderr)
-        return 2
+    return cfg.exit_code("check_plan", run, parse_args(argv))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -159,6 +154,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
     from transformers import AutoModelForCausalLM
 
+    commit = source_commit()
     shape, vocab_size, _, _ = WORKLOADS[device]
     documents = data.load_documents("builtin")
     tokenizer = models.build_tokenizer(documents, vocab_size)
@@ -195,7 +191,7 @@ def run(args: argparse.Namespace) -> int:
                         "vocab_size": vocab_size, "prompt_tokens": setup.prompt_tokens,
                         "completion_tokens": setup.max_completion_length, "k": setup.num_generations,
                         "device_kind": device, "device_name": device_name, "torch_version": torch.__version__,
-                        "commit": source_commit(),
+                        "commit": commit,
                     }
                 )  # fmt: skip
             print(f"{name:32}" + "".join(f"{cell:>22}" for cell in cells), flush=True)

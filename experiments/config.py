@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -12,6 +13,18 @@ GIB = 2**30
 
 class ConfigError(ValueError):
     """A setting that cannot work. Its text is one line: the value, the limit, the remedy."""
+
+
+EXIT_USAGE = 2  # a setting that cannot work
+
+
+def exit_code(program: str, run, args) -> int:
+    """What `run(args)` returns, or `EXIT_USAGE` with one line on stderr where it raises `ConfigError`."""
+    try:
+        return run(args)
+    except ConfigError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return EXIT_USAGE
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from experiments.config import ARMS, GIB, ConfigError, parse_bytes
+from experiments.config import ARMS, GIB, ConfigError, exit_code, parse_bytes
 from experiments.models import named_config, shape_config
 from experiments.plan import Prediction, add_setup_options, predict, predict_all, setup_from
 from experiments.profiles import dump_profile, load_profile
@@ -105,31 +105,24 @@ LEVERS = (
 )
 
 
-def applicable(setup: Setup) -> list[tuple[Lever, Setup]]:
-    """The levers that change `setup`, with what they make of it. Activations go to the host on CUDA only."""
-    changed = [(lever, lever.apply(setup)) for lever in LEVERS]
-    return [
-        (lever, trial) for lever, trial in changed
-        if trial != setup and not (trial.activation_offloading and trial.device == "cpu")
-    ]  # fmt: skip
+def applied(lever: Lever, setup: Setup) -> Setup | None:
+    """What the lever makes of `setup`, None where it changes nothing. Activations go to the host on CUDA only."""
+    trial = lever.apply(setup)
+    return None if trial == setup or trial.activation_offloading and trial.device == "cpu" else trial
 
 
 def make_it_fit(start: Prediction, hf_config, budget: int, say) -> tuple[list[tuple[Lever, Prediction]], Prediction]:
     """The levers that were needed, each with the prediction after it, and the last prediction, fitting or not."""
     current, used = start, []
     for lever in LEVERS:
-        while current.peak.total > budget:
-            trial = next((trial for other, trial in applicable(current.setup) if other is lever), None)
-            if trial is None:
-                break
+        # Halving can be done again; the others change nothing the second time
+        while current.peak.total > budget and (trial := applied(lever, current.setup)):
             prediction = predict(lever.name, trial, hf_config)
             saved = current.peak.total - prediction.peak.total
             say(f"  {lever.name}: {prediction.peak.total / GIB:.2f} GiB{'' if saved > 0 else ', of no use here'}")
             if saved < 0.01 * current.peak.total:
                 break
             current, used = prediction, [*used, (lever, prediction)]
-            if not lever.name.startswith("half"):  # the others can only be used once
-                break
     return used, current
 
 
@@ -185,11 +178,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        return run(parse_args(argv))
-    except ConfigError as error:
-        print(f"doctor: {error}", file=sys.stderr)
-        return 2
+    return exit_code("doctor", run, parse_args(argv))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -215,7 +204,7 @@ def run(args: argparse.Namespace) -> int:
 
     use_fork(ARMS["shared"])
 
-    trials = applicable(setup)
+    trials = [(lever, trial) for lever in LEVERS if (trial := applied(lever, setup))]
     print(f"predicting {1 + len(trials)} setups; each takes a few seconds", flush=True)
     setups = {"as it is": setup} | {lever.name: trial for lever, trial in trials}
     now, *alone = predict_all(setups, hf_config, say=lambda line: print(line, flush=True))
@@ -256,9 +245,7 @@ def explain(now: Prediction, measured: dict[str, int], budget: int) -> None:
         print(f"measured: {measured[name] / GIB:.2f} GiB{what}, {name} phase; predicted for it "
               f"{phase.total / GIB:.2f} GiB")  # fmt: skip
     print(f"predicted peak {now.peak.total / GIB:.2f} GiB, {now.peak.phase} phase; limit {budget / GIB:.2f} GiB")
-    kinds = sorted(phase.kinds.items(), key=lambda item: -item[1])
-    parts = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in kinds if size > phase.total / 200)
-    print(f"{phase.phase}: {parts}")
+    print(f"{phase.phase}: {phase.parts()}")
     if phase.kinds.get("parameters", 0) > budget:
         print(f"the weights alone exceed the limit by {(phase.kinds['parameters'] - budget) / GIB:.2f} GiB")
 

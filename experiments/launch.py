@@ -1,7 +1,7 @@
 """Train with a profile, in this process, no server: `launch_single_gpu.sh PROFILE [--setting value ...]`.
 
     MODEL_PATH=/models/Qwen3-8B ./launch_single_gpu.sh single_gpu_24gb --dataset prompts.jsonl --max_steps 100
-    MODEL_PATH=random:qwen3-0.6b ./launch_single_gpu.sh constrained --max_steps 2     # random weights, to try a card
+    MODEL_PATH=random:qwen3-0.6b ./launch_single_gpu.sh balanced --max_steps 2        # random weights, to try a card
     ./launch_single_gpu.sh fits.yaml --model_name_or_path hub:Qwen/Qwen3-8B           # downloads it
 
 Any setting of TRL's trainer can follow the profile and replaces what it says. The training log shows memory
@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.config import ARMS, ROOT, ConfigError
+from experiments.config import ARMS, ROOT, ConfigError, exit_code
 from experiments.profiles import fields, load_profile, profile_path
 
 
@@ -167,11 +167,7 @@ def keep_reference_on_host(trainer) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        return run(sys.argv[1:] if argv is None else argv)
-    except ConfigError as error:
-        print(f"launch: {error}", file=sys.stderr)
-        return 2
+    return exit_code("launch", run, sys.argv[1:] if argv is None else argv)
 
 
 def run(argv: list[str]) -> int:

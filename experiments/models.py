@@ -112,9 +112,6 @@ def model_source(model: str) -> str:
 def check_fits(config: RunConfig, hf_config) -> None:
     """Raise `ConfigError` when policy, reference, reward model, gradients and Adam's two moments alone exceed the
     budget, or the sequence exceeds the model's positions. Counts on the meta device: no memory is used."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     length = config.prompt_tokens + config.completion_tokens
     positions = hf_config.get_text_config().max_position_embeddings
     if length > positions:
@@ -122,14 +119,25 @@ def check_fits(config: RunConfig, hf_config) -> None:
             f"prompt {config.prompt_tokens} + completion {config.completion_tokens} = {length} tokens exceed the "
             f"model's {positions} positions; lower --prompt-tokens to {positions - config.completion_tokens} or less"
         )
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(hf_config).parameters())
+    parameters = sum(p.numel() for p in meta_model(hf_config).parameters())
     needed = parameters * 4 * 6  # policy, reference, reward model, gradient, two moments, float32
     if needed > config.budget_bytes:
         raise ConfigError(
             f"budget {config.budget_bytes / 2**20:.0f} MiB is below the {needed / 2**20:.0f} MiB that the models, "
             f"gradients and Adam state take before any activation; raise --budget"
         )
+
+
+def meta_model(hf_config):
+    """The causal language model of a configuration on the meta device: shapes, no memory."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    with torch.device("meta"), no_init_weights():
+        model = AutoModelForCausalLM.from_config(hf_config)
+        model.tie_weights()  # left out with the initialization
+    return model
 
 
 def build_tokenizer(documents: list[str], vocab_size: int):

@@ -10,10 +10,10 @@ import copy
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoModelForCausalLM
-from transformers.initialization import no_init_weights
 
-from experiments.sharding import spread
+from experiments.config import GIB
+from experiments.models import meta_model
+from experiments.sharding import spread, weights_by_place
 from experiments.simulate import PHASES, Simulation, decoder_layers, pretending
 
 
@@ -26,12 +26,17 @@ class PhasePeak:
     kinds: dict[str, int]
     host: int
 
+    def parts(self) -> str:
+        """The kinds that are more than half a percent of the peak, largest first, in GiB."""
+        kinds = sorted(self.kinds.items(), key=lambda item: -item[1])
+        return ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in kinds if size > 0.005 * self.total)
+
 
 def phase_peaks(setup, hf_config) -> list[PhasePeak]:
     """The peak of each phase of one step, in the order of `PHASES`, once the optimizer has its state.
 
     Args:
-        setup (`experiments.plan.Setup`): what is trained, and how.
+        setup (`experiments.setups.Setup`): what is trained, and how.
         hf_config (`transformers.PretrainedConfig`): the model's.
     """
     few, more = passes_that_tell(setup)
@@ -42,9 +47,9 @@ def phase_peaks(setup, hf_config) -> list[PhasePeak]:
         stretches |= highest(all_stretches(setup, hf_config, passes=False))  # generation has no passes
     else:
         stretches = highest(all_stretches(setup, hf_config))
-    peaks = []
+    peaks, weights = [], weights_by_place(hf_config) if setup.fully_sharded else (0, 0)
     for phase in PHASES:
-        each = (spread(setup, hf_config, phase, kinds) for place, kinds in stretches.items() if place[0] == phase)
+        each = (spread(setup, weights, phase, kinds) for place, kinds in stretches.items() if place[0] == phase)
         kinds = max(each, key=on_device)
         kinds = {kind: size for kind, size in kinds.items() if size}
         host = kinds.pop("host", 0)
@@ -116,8 +121,7 @@ def with_layers(hf_config, count: int):
 
 def layers_are_alike(hf_config) -> bool:
     """Whether all layers have weights of the same shapes and attend in the same way."""
-    with torch.device("meta"), no_init_weights():
-        layers = decoder_layers(AutoModelForCausalLM.from_config(hf_config))
+    layers = decoder_layers(meta_model(hf_config))
     shapes = {tuple((name, p.shape) for name, p in layer.named_parameters()) for layer in layers}
     kinds = set(getattr(hf_config, "layer_types", None) or ["full"])
     return len(layers) == hf_config.num_hidden_layers and len(shapes) == len(kinds) == 1

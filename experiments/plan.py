@@ -17,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from experiments.config import ARMS, GIB, ConfigError, parse_bytes
+from experiments.config import ARMS, GIB, ConfigError, choose, exit_code, parse_bytes
 from experiments.models import named_config
 from experiments.profiles import devices_from, load_profile
 from experiments.setups import ARM_NAMES, LARGEST, OPTIMIZERS, Setup, check, from_settings
@@ -106,10 +106,8 @@ def table(predictions: list[Prediction], budget: int | None) -> str:
     lines.append("")
     for prediction in predictions:
         peak = prediction.peak
-        kinds = sorted(peak.kinds.items(), key=lambda item: -item[1])
-        parts = ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in kinds if size / peak.total > 0.005)
         host = f"; on the host {peak.host / GIB:.2f}" if peak.host else ""
-        lines.append(f"{prediction.arm}, {peak.phase}: {parts}{host}")
+        lines.append(f"{prediction.arm}, {peak.phase}: {peak.parts()}{host}")
     return "\n".join(lines)
 
 
@@ -172,11 +170,7 @@ def setup_from(args: argparse.Namespace, profile: dict) -> Setup:
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        return run(parse_args(argv))
-    except ConfigError as error:
-        print(f"plan: {error}", file=sys.stderr)
-        return 2
+    return exit_code("plan", run, parse_args(argv))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -186,8 +180,8 @@ def run(args: argparse.Namespace) -> int:
     if not model:
         raise ConfigError("no model: name one with --model, or a profile that has model_name_or_path")
     arms = args.arms.split(",")
-    if unknown := set(arms) - set(ARM_NAMES):
-        raise ConfigError(f"unknown arm {sorted(unknown)[0]!r}; choose some of {', '.join(ARM_NAMES)}")
+    for arm in arms:
+        choose("arm", arm, ARM_NAMES)
     budget = parse_bytes(args.device_memory) - parse_bytes(args.reserve) if args.device_memory else None
     if args.largest and budget is None:
         raise ConfigError("--largest needs --device-memory")

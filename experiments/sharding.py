@@ -8,26 +8,22 @@
   gradients of one layer and of those weights are whole. With offloading, shards are on the host.
 """
 
-import torch
-from transformers import AutoModelForCausalLM
-from transformers.initialization import no_init_weights
+from experiments.models import meta_model
+from experiments.simulate import decoder_layers
 
 SHARDED = ("parameters", "reference", "gradients", "optimizer state")
 
 
 def weights_by_place(hf_config) -> tuple[int, int]:
     """Numbers of weights: of the largest layer, and of all that belongs to no layer."""
-    from experiments.simulate import decoder_layers
-
-    with torch.device("meta"), no_init_weights():
-        model = AutoModelForCausalLM.from_config(hf_config)
-        model.tie_weights()
+    model = meta_model(hf_config)
     layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model)]
     return max(layers), sum(p.numel() for p in model.parameters()) - sum(layers)
 
 
-def spread(setup, hf_config, phase: str, kinds: dict[str, int]) -> dict[str, int]:
-    """`kinds`, bytes of one device that does everything, as they are on each of `setup.num_devices`."""
+def spread(setup, weights: tuple[int, int], phase: str, kinds: dict[str, int]) -> dict[str, int]:
+    """`kinds`, bytes of one device that does everything, as they are on each of `setup.num_devices`. `weights` as
+    `weights_by_place` counts them, which only sharding needs."""
     if setup.num_devices == 1:
         return kinds
     kinds = dict(kinds)
@@ -40,7 +36,7 @@ def spread(setup, hf_config, phase: str, kinds: dict[str, int]) -> dict[str, int
         place = "host" if setup.offload_parameters else kind
         kinds[place] = kinds.get(place, 0) + shard
     if phase in ("generate", "score", "train"):
-        layer, rest = weights_by_place(hf_config)
+        layer, rest = weights
         size = 2 if setup.bf16 or setup.dtype != "float32" else 4
         kinds["parameters"] = kinds.get("parameters", 0) + (2 * layer + rest) * size
         if phase == "train" and not setup.lora_rank:

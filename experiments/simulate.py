@@ -183,13 +183,13 @@ class Simulation:
         self.visits[name, layer] += 1
         self.memory.reset()
 
-    def mark_layers(self, model) -> None:
+    def mark_layers(self) -> None:
         def after_forward(i, output):
             hidden = output[0] if isinstance(output, tuple) else output
             if hidden.requires_grad:
                 hidden.register_hook(lambda grad: self.event("backward", i))
 
-        for i, layer in enumerate(decoder_layers(model)):
+        for i, layer in enumerate(decoder_layers(self.model)):
             layer.register_forward_pre_hook(lambda module, args, i=i: self.event("forward", i))
             layer.register_forward_hook(lambda module, args, output, i=i: after_forward(i, output))
 
@@ -216,7 +216,7 @@ class Simulation:
             self.quantize()
         self.memory.watch(self.model)
         self.memory.reset()  # the weights have their kind now
-        self.mark_layers(self.model)
+        self.mark_layers()
         if setup.gradient_checkpointing:
             self.model.activation_checkpointing_enable()
         if setup.prefix_sharing:
@@ -265,8 +265,7 @@ class Simulation:
                 self.memory.rename(self.optimizer.state, kind)
                 return
             self.optimizer = torch.optim.AdamW(trained, fused=True)
-            for parameter in trained:
-                parameter.grad = torch.empty_like(parameter)
+            self.make_gradients()
             self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -368,16 +367,16 @@ class Simulation:
 
     # -- scoring and training ----------------------------------------------------------------------------------------
 
-    def hidden_states(self, backbone, rows: int) -> torch.Tensor:
+    def hidden_states(self) -> torch.Tensor:
         """Hidden states that predict the next token, of shape (rows, completion, hidden)."""
-        setup = self.setup
+        setup, rows = self.setup, self.setup.per_device_train_batch_size
         length = setup.prompt_tokens + setup.max_completion_length
         if setup.prefix_sharing:
             from trl.models.prefix_sharing import shared_prefix_forward
 
             prompts = torch.arange(rows).div(setup.num_generations, rounding_mode="floor")
             output = shared_prefix_forward(
-                backbone,
+                self.backbone,
                 prompts[:, None].repeat(1, length),
                 torch.ones(rows, length, dtype=torch.long),
                 setup.prompt_tokens,
@@ -386,16 +385,16 @@ class Simulation:
             )
             return output.last_hidden_state[:, :-1]
         mask = self.causal_mask(rows, length) if setup.padded else None
-        output = backbone(input_ids=self.ids(rows, length), attention_mask=mask, use_cache=False)
+        output = self.backbone(input_ids=self.ids(rows, length), attention_mask=mask, use_cache=False)
         return output.last_hidden_state[:, -setup.max_completion_length - 1 : -1]
 
-    def log_probs(self, model, backbone) -> torch.Tensor:
+    def log_probs(self) -> torch.Tensor:
         from trl.kernels import ChunkedLogProbFunction
         from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
-        head = model.get_output_embeddings()
+        head = self.model.get_output_embeddings()
         with self.autocast():
-            hidden = self.hidden_states(backbone, self.setup.per_device_train_batch_size)
+            hidden = self.hidden_states()
             self.event("head")
             with self.fake, self.memory, self.memory.of_kind("logits"):
                 hidden = hidden.reshape(-1, hidden.shape[-1])
@@ -413,7 +412,7 @@ class Simulation:
             self.memory.watch(self.reference, "host")
 
     def score(self) -> None:
-        self.log_probs(self.model, self.backbone)  # the reference takes as much, one after the other
+        self.log_probs()  # the reference takes as much, one after the other
 
     def make_gradients(self) -> None:
         for parameter in self.model.parameters():
@@ -424,7 +423,7 @@ class Simulation:
     def train(self) -> None:
         if self.setup.gradient_accumulation_steps > 1:  # from the second step on, gradients are there already
             self.make_gradients()
-        self.log_probs(self.model, self.backbone).sum().backward()
+        self.log_probs().sum().backward()
 
 
 def _kept(layer) -> float:

@@ -8,6 +8,7 @@ Exit codes: 0 finished, 2 a setting that cannot work (nothing was started), 3 ou
 import argparse
 import contextlib
 import csv
+import functools
 import json
 import os
 import resource
@@ -26,7 +27,7 @@ from experiments.memory_monitor import start_monitor, stop_monitor
 from experiments.phases import PhaseRecorder, keep_only_live_memory, settle, status_bytes
 from experiments.record import RunRecord, main_peak, source_commit, write_json
 
-EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_OOM, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_OOM, EXIT_INTERRUPTED = 0, 1, cfg.EXIT_USAGE, 3, 130
 OOM_TEXTS = (
     "can't allocate memory", "cannot allocate memory", "out of memory", "bad_alloc", "memory allocation of",
     "can't start new thread",
@@ -57,12 +58,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
-    try:
-        return run(args)
-    except ConfigError as error:
-        print(f"train: {error}", file=sys.stderr)
-        return EXIT_USAGE
+    return cfg.exit_code("train", run, parse_args(argv))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -223,6 +219,7 @@ def fill_peaks(record: RunRecord, phases: PhaseRecorder, folder: Path, report) -
         record.sampler = {**vars(report), "peak_missed_bytes": missed}
 
 
+@functools.cache
 def use_fork(arm: cfg.Arm) -> list[str]:
     """Build the arm's TRL, put it first on the path, and check that it is what `import trl` gives.
 

@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from visualization import style  # noqa: F401  (sets how every chart looks)
-from visualization.runs import LoadError
+from visualization.runs import GIB, LoadError
 
-GIB, MIB = 2**30, 2**20
+MIB = 2**20
 # Okabe-Ito, and hatches that tell the kinds apart in grey print
 KINDS = {
     "parameters": ("#0072B2", ""),
