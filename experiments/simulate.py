@@ -328,10 +328,10 @@ class Simulation:
         rows, k, prefix = setup.generation_rows, setup.num_generations, setup.prompt_tokens - 1
         steps = max(setup.max_completion_length - 2, 1)
         groups = list(torch.arange(rows).split(k))
+        inputs = {"input_ids": self.ids(1, prefix)}
         with self.autocast(), self.memory.of_kind("activations"):
             prefixes = [
-                sharing._prompt_pass(self.model, torch.zeros(prefix).long(), torch.arange(prefix), logits_to_keep=1)[0]
-                for _ in groups
+                sharing._prompt_pass(self.model, inputs, torch.arange(prefix), logits_to_keep=1)[0] for _ in groups
             ]
         cache = sharing.SharedPrefixCache(prefixes, groups, torch.ones(rows, prefix))
         room = 0

@@ -38,14 +38,14 @@ def test_every_phase_is_predicted_within_ten_percent_of_a_real_training(tmp_path
 def test_a_large_model_is_planned_without_weights(tmp_path):
     path = tmp_path / "plan.json"
     result = run(
-        "plan", "--model", "Qwen/Qwen3-1.7B", "--prompt", 2000, "--completion", 256, "--k", 4, "--lora", 16,
+        "plan", "--model", "Qwen/Qwen3-1.7B", "--prompt", 2000, "--completion", 256, "--k", 4,
         "--device-memory", "12GiB", "--arms", "stock,shared", "--json", path, "--chart", tmp_path / "plan.png",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
     result_file = json.loads(path.read_text())
     peaks = {p["arm"]: max(phase["total"] for phase in p["phases"]) for p in result_file["predictions"]}
     weights = result_file["predictions"][0]["phases"][0]["kinds"]["parameters"]
-    assert 1.7e9 * 2 < weights < 1.85e9 * 2  # its published number of parameters, in bfloat16, and the adapters
+    assert 1.7e9 * 2 < weights < 1.75e9 * 2  # its published number of parameters, in bfloat16
     assert weights < peaks["shared"] < peaks["stock"]
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 

@@ -98,6 +98,19 @@ class TestPrefixSharing(TrlTestCase):
 
         assert torch.equal(output, expected)
 
+    def test_trained_embedding_is_looked_up_once(self):
+        # The gradient of a lookup has the size of the vocabulary, so passes must not look tokens up one by one
+        model = load("trl-internal-testing/tiny-Qwen2ForCausalLM-2.5").train()
+        enable_prefix_sharing(model)
+        input_ids, attention_mask, prompt_length = make_batch()
+        lookups = []
+        model.get_input_embeddings().register_forward_hook(lambda module, args, output: lookups.append(output))
+        labels = input_ids.masked_fill(attention_mask == 0, -100)
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, "fused_lm_head": True}
+        outputs = model(**inputs, prefix_length=prompt_length, completions_per_forward=1)
+        outputs.log_probs.sum().backward()
+        assert len(lookups) == 1
+
     def test_unsupported_attention_implementation(self):
         model = load("trl-internal-testing/tiny-Qwen2ForCausalLM-2.5")
         model.config._attn_implementation = "flash_attention_2"

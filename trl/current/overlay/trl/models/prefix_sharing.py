@@ -297,16 +297,30 @@ def _group_rows(prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, group_size:
     return [torch.tensor(rows, device=prompt_ids.device) for rows in groups.values()]
 
 
-def _prompt_pass(model: nn.Module, prefix_ids: torch.Tensor, positions: torch.Tensor, **kwargs):
+def _pass_inputs(backbone: nn.Module, ids: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """
+    Inputs of each pass from its token ids. If the embedding is trained, the tokens of all passes are looked up together:
+    the gradient of a lookup has the size of the whole vocabulary.
+    """
+    embedding = backbone.get_input_embeddings()
+    if torch.is_grad_enabled() and any(param.requires_grad for param in embedding.parameters()):
+        embeds = embedding(torch.cat(ids)).split([len(pass_ids) for pass_ids in ids])
+        return [{"inputs_embeds": pass_embeds[None]} for pass_embeds in embeds]
+    return [{"input_ids": pass_ids[None]} for pass_ids in ids]
+
+
+def _prefix_ids(ids: torch.Tensor) -> torch.Tensor:
+    # A prompt of one token has no prefix, but it takes a pass all the same, with any token. Processes that shard the
+    # weights gather them together in every pass, so the number of passes must not depend on the data.
+    return ids if len(ids) > 0 else ids.new_zeros(1)
+
+
+def _prompt_pass(model: nn.Module, inputs: dict[str, torch.Tensor], positions: torch.Tensor, **kwargs):
     """Run a prompt without its last token through `model`. Returns the prefix that it leaves, and the output."""
     prefix = _Prefix(positions)
-    if len(positions) == 0:
-        # A prompt of one token has no prefix, but it takes a pass all the same, with any token. Processes that shard
-        # the weights gather them together in every pass, so the number of passes must not depend on the data.
-        prefix_ids = positions = positions.new_zeros(1)
     outputs = model(
-        input_ids=prefix_ids[None],
-        position_ids=positions[None],
+        **inputs,
+        position_ids=_prefix_ids(positions)[None],
         use_cache=False,
         shared_prefix=_RecordPrefix(prefix),
         **kwargs,
@@ -411,12 +425,22 @@ def shared_prefix_forward(
                 aux_loss = _load_balancing_loss([_router_sums(outputs.router_logits, top_k, attention_mask)])
             return SharedPrefixOutput(outputs.last_hidden_state[:, prefix_length - 1 :], aux_loss)
 
-    router_sums = []
-    passes = []  # (prefix, rows) of each
-    for rows in groups:
-        # Positions are columns: the positions that a left-padded row has when it goes through the model by itself
-        prefix_positions = attention_mask[rows[0], : prefix_length - 1].nonzero().squeeze(1)
-        prefix, outputs = _prompt_pass(backbone, input_ids[rows[0], prefix_positions], prefix_positions, **kwargs)
+    # Positions are columns: the positions that a left-padded row has when it goes through the model by itself
+    positions_of_group = [attention_mask[rows[0], : prefix_length - 1].nonzero().squeeze(1) for rows in groups]
+    has_token = attention_mask[:, prefix_length - 1 :].bool()  # (B, C + 1)
+    has_token[:, 0] = True  # the last prompt token
+    passes = []  # of completions: group, and row and column of each token
+    for group, rows in enumerate(groups):
+        for chunk in rows.split(completions_per_forward or len(rows)):
+            row, column = has_token[chunk].nonzero(as_tuple=True)
+            passes.append((group, chunk[row], column + prefix_length - 1))
+    pass_ids = [_prefix_ids(input_ids[rows[0], pos]) for rows, pos in zip(groups, positions_of_group, strict=True)]
+    pass_ids.extend(input_ids[row, column] for _, row, column in passes)
+    inputs = _pass_inputs(backbone, pass_ids)
+
+    prefixes, router_sums = [], []
+    for rows, positions in zip(groups, positions_of_group, strict=True):
+        prefix, outputs = _prompt_pass(backbone, inputs[len(prefixes)], positions, **kwargs)
         if len(prefix.layers) != backbone.config.num_hidden_layers:
             raise RuntimeError(
                 f"{len(prefix.layers)} of {backbone.config.num_hidden_layers} layers of {type(backbone).__name__} "
@@ -424,16 +448,16 @@ def shared_prefix_forward(
                 "shared. Set `prefix_sharing=False`."
             )
         _unshard_in_backward(backbone, prefix)
-        if output_router_logits and len(prefix_positions) > 0:  # a prompt counts once for each of its rows
+        if output_router_logits and len(positions) > 0:  # a prompt counts once for each of its rows
             router_sums.append([len(rows) * x for x in _router_sums(outputs.router_logits, top_k)])
-        passes.extend((prefix, chunk) for chunk in rows.split(completions_per_forward or len(rows)))
+        prefixes.append(prefix)
 
-    def forward_completions(context, packed_ids):
+    def forward_completions(context, pass_inputs):
         with _set(_current_pass, context):
             outputs = backbone(
-                input_ids=packed_ids,
+                **pass_inputs,
                 # Without a mask, restarting positions would be taken for a padding-free batch
-                attention_mask=torch.ones_like(packed_ids),
+                attention_mask=torch.ones_like(context.positions)[None],
                 position_ids=context.positions[None],
                 use_cache=False,
                 shared_prefix=context,
@@ -442,27 +466,22 @@ def shared_prefix_forward(
         sums = _router_sums(outputs.router_logits, top_k) if output_router_logits else None
         return outputs.last_hidden_state[0], sums
 
-    hidden_states, all_rows, all_columns = [], [], []
-    for i, (prefix, rows) in enumerate(passes):
-        has_token = attention_mask[rows, prefix_length - 1 :].bool()  # (rows of the pass, C + 1)
-        has_token[:, 0] = True  # the last prompt token
-        row, column = has_token.nonzero(as_tuple=True)
-        context = _ReadPrefix.of(prefix, positions=column + prefix_length - 1, rows=row)
-        packed_ids = input_ids[rows[row], context.positions][None]
+    hidden_states = []
+    for i, (group, row, column) in enumerate(passes):
+        context = _ReadPrefix.of(prefixes[group], positions=column, rows=row)
+        pass_inputs = inputs[len(groups) + i]
         if torch.is_grad_enabled() and i < len(passes) - 1:
-            hidden, sums = checkpoint(forward_completions, context, packed_ids, use_reentrant=False)
+            hidden, sums = checkpoint(forward_completions, context, pass_inputs, use_reentrant=False)
         else:  # the first to be needed by the backward, so its activations can stay
-            hidden, sums = forward_completions(context, packed_ids)
+            hidden, sums = forward_completions(context, pass_inputs)
         hidden_states.append(hidden)
         router_sums.append(sums)
-        all_rows.append(rows[row])
-        all_columns.append(column)
 
     hidden_states = torch.cat(hidden_states)
     shape = (input_ids.shape[0], input_ids.shape[1] - prefix_length + 1, hidden_states.shape[-1])
-    last_hidden_state = hidden_states.new_zeros(shape).index_put(
-        (torch.cat(all_rows), torch.cat(all_columns)), hidden_states
-    )
+    rows = torch.cat([row for _, row, _ in passes])
+    columns = torch.cat([column for _, _, column in passes]) - prefix_length + 1
+    last_hidden_state = hidden_states.new_zeros(shape).index_put((rows, columns), hidden_states)
     aux_loss = _load_balancing_loss(router_sums) if output_router_logits else None
     return SharedPrefixOutput(last_hidden_state, aux_loss)
 
@@ -613,7 +632,8 @@ def generate_with_shared_prefix(
         positions = torch.arange(len(prefix_ids), device=prefix_ids.device)
         # As `generate` of a PEFT model does, past the forward of the PEFT model, which Accelerate wraps in autocast
         base_model = model.get_base_model() if is_peft_model(model) else model
-        prefixes.append(_prompt_pass(base_model, prefix_ids, positions, logits_to_keep=1)[0])
+        inputs = {"input_ids": _prefix_ids(prefix_ids)[None]}
+        prefixes.append(_prompt_pass(base_model, inputs, positions, logits_to_keep=1)[0])
     cache = SharedPrefixCache(prefixes, groups, attention_mask[:, :-1])
     with _set(_current_cache, cache):
         return model.generate(
@@ -715,7 +735,6 @@ def use_base_attention(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation(implementation)
 
 
-@torch.no_grad()
 def _sharing_error(model: PreTrainedModel) -> float:
     """Relative error of hidden states behind a shared prompt, on a few tokens: the median over tokens."""
     if any(param.is_meta or param.numel() == 0 for param in model.parameters()):
@@ -730,6 +749,7 @@ def _sharing_error(model: PreTrainedModel) -> float:
     training = model.training
     model.eval()
     try:
+        # Gradients are on, because the passes of training look their tokens up in another way
         shared = shared_prefix_forward(
             model.base_model, input_ids, attention_mask, prefix_length, completions_per_forward=2
         ).last_hidden_state
