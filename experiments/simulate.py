@@ -222,7 +222,8 @@ class Simulation:
         if setup.prefix_sharing:
             from trl.models import prefix_sharing
 
-            with mock.patch.object(prefix_sharing, "_sharing_error", lambda model: 0.0):  # it compares real numbers
+            # What is checked there are real numbers
+            with mock.patch.object(prefix_sharing, "_error_of_passes", lambda model, forward: 0.0):
                 prefix_sharing.enable_prefix_sharing(self.model)
 
     def add_adapters(self) -> None:

@@ -20,17 +20,26 @@ PARTS = {"fsdp": {"transformer_layer_cls_to_wrap": ["Qwen3Attention", "Qwen3MLP"
 # Every third token ends a completion, so the processes generate for different numbers of steps
 GREEDY = {"generation_kwargs": {"do_sample": False, "eos_token_id": list(range(1, 100, 3))}}
 
-# Untouched runs, and what prefix sharing adds to each: gradient checkpointing, completions a pass, other sharding
+SHARED, WHOLE = {"prefix_sharing": True}, {"prefix_sharing": False}
+TWO, ONE = {**SHARED, "completions_per_forward": 2}, {**SHARED, "completions_per_forward": 1}
+
+# Untouched runs, and what each is compared with: gradient checkpointing, settings of the fork, other sharding
 RUNS = {
-    "ddp-rloo": (dict(trainer="rloo", evaluate=True), [(False, None, {}), (True, 2, {})]),
-    "ddp-grpo": (dict(trainer="grpo", accumulate=2, dtype="float32"), [(True, 1, {})]),
-    "ddp-generate": (dict(trainer="grpo", generate=True, options=GREEDY), [(False, None, {})]),
-    "fsdp-rloo": (dict(trainer="rloo", accumulate=2, fsdp=RESHARD), [(True, 2, {}), (False, None, KEEP)]),
+    "ddp-rloo": (
+        dict(trainer="rloo", evaluate=True),
+        [(False, SHARED, {}), (True, TWO, {}), (False, {**WHOLE, "tokens_per_forward": 16}, {})],
+    ),
+    "ddp-grpo": (dict(trainer="grpo", accumulate=2, dtype="float32"), [(True, ONE, {})]),
+    "ddp-generate": (dict(trainer="grpo", generate=True, options=GREEDY), [(False, SHARED, {})]),
+    "fsdp-rloo": (
+        dict(trainer="rloo", accumulate=2, fsdp=RESHARD),
+        [(True, TWO, {}), (False, SHARED, KEEP), (True, {**SHARED, "tokens_per_forward": 8}, {})],
+    ),
     "fsdp-grpo": (
         dict(trainer="grpo", evaluate=True, dtype="float32", fsdp=RESHARD),
-        [(False, None, {}), (True, 1, PARTS), (True, 2, KEEP)],
+        [(False, SHARED, {}), (True, ONE, PARTS), (True, TWO, KEEP), (True, {**WHOLE, "tokens_per_forward": 16}, {})],
     ),
-    "fsdp-generate": (dict(trainer="rloo", generate=True, options=GREEDY, fsdp=RESHARD), [(True, None, {})]),
+    "fsdp-generate": (dict(trainer="rloo", generate=True, options=GREEDY, fsdp=RESHARD), [(True, SHARED, {})]),
 }
 
 
@@ -72,9 +81,8 @@ def test_two_processes_train_with_prefix_sharing_as_without(tmp_path):
     untouched, shared, pairs = [], [], []
     for name, (arguments, variants) in RUNS.items():
         untouched.append({"name": name, **arguments})
-        for number, (checkpointing, completions, sharding) in enumerate(variants):
-            sharing = {"prefix_sharing": True, "completions_per_forward": completions}
-            options = {**arguments.get("options", {}), **sharing, "gradient_checkpointing": checkpointing}
+        for number, (checkpointing, settings, sharding) in enumerate(variants):
+            options = {**arguments.get("options", {}), **settings, "gradient_checkpointing": checkpointing}
             shared.append({**arguments, "name": f"{name}{number}", "options": options, **sharding})
             pairs.append((name, f"{name}{number}", arguments))
     launch("untouched", untouched, tmp_path)

@@ -11,7 +11,7 @@ from peft import PromptTuningConfig, get_peft_model  # noqa: E402
 from shared_exactness import SHAPE, batch  # builds the fork and puts it on the path
 from shared_trainer import train
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # noqa: E402
-from trl.models.prefix_sharing import enable_prefix_sharing, use_base_attention  # noqa: E402
+from trl.models.prefix_sharing import check_whole_rows, enable_prefix_sharing, use_base_attention  # noqa: E402
 from trl.trainer import grpo_trainer, rloo_trainer  # noqa: E402
 from trl.trainer.utils import add_fused_lm_head  # noqa: E402
 
@@ -58,6 +58,10 @@ MODELS = {
     "prompt learning": prompt_tuning,
 }
 result = {name: message(lambda make=make: enable_prefix_sharing(make())) for name, make in MODELS.items()}
+for name in ("positions from the mask", "length-dependent rotary"):
+    result[f"whole rows, {name}"] = message(lambda make=MODELS[name]: check_whole_rows(make()))
+for name in ("no attention interface", "linear attention", "state space"):  # rows that share nothing can go in passes
+    assert message(lambda make=MODELS[name]: check_whole_rows(make())) is None, name
 for make in (RLOOConfig, GRPOConfig):
     name = make.__name__[:4]
     result |= {
@@ -70,6 +74,11 @@ for make in (RLOOConfig, GRPOConfig):
         f"{name} beams": settings(make, generation_kwargs={"num_beams": 2}),
         f"{name} static cache": settings(make, cache_implementation="static"),
         f"{name} compile": settings(make, torch_compile=True),
+        f"{name} zero tokens": settings(make, tokens_per_forward=0),
+        f"{name} tokens and completions": settings(make, tokens_per_forward=64, completions_per_forward=2),
+        f"{name} tokens reentrant": settings(
+            make, prefix_sharing=False, tokens_per_forward=64, gradient_checkpointing_kwargs={"use_reentrant": True}
+        ),
     }
 
 for name, module in (("rloo", rloo_trainer), ("grpo", grpo_trainer)):

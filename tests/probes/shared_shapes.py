@@ -1,6 +1,7 @@
 """Random batches: any number of prompts of any length, completions of any length (none included), rows in any order,
-any window and pass size. Log-probabilities, gradients and greedily decoded tokens must equal those of whole sequences,
-in float64. Hypothesis shrinks what fails. Prints how many batches were tried."""
+any window, passes of any number of completions or tokens, prompts shared or not. Log-probabilities, gradients and
+greedily decoded tokens must equal those of whole sequences, in float64. Hypothesis shrinks what fails. Prints how many
+batches were tried."""
 
 import json
 
@@ -33,7 +34,7 @@ def models(window):
 
 @st.composite
 def batches(draw):
-    """(input ids, mask, prompt columns, window, completions per forward, checkpointing)."""
+    """(input ids, mask, prompt columns, window, settings of the passes, checkpointing)."""
     prompts = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
     rows = [(p, draw(st.integers(0, 5))) for p in range(len(prompts)) for _ in range(draw(st.integers(1, 4)))]
     rows = draw(st.permutations(rows))
@@ -47,7 +48,12 @@ def batches(draw):
         ids[row, columns : columns + length] = torch.randint(3, VOCAB, (length,), generator=generator)
         mask[row, columns - prompts[prompt] : columns + length] = 1
     window = draw(st.sampled_from([None, 2, 5]))  # with a window of 1, the cache of transformers itself keeps all
-    return ids, mask, columns, window, draw(st.sampled_from([None, 1, 2, 3])), draw(st.booleans())
+    passes = st.one_of(
+        st.fixed_dictionaries({"completions_per_forward": st.sampled_from([None, 1, 2, 3])}),
+        st.fixed_dictionaries({"tokens_per_forward": st.integers(1, 12)}),
+        st.fixed_dictionaries({"tokens_per_forward": st.integers(1, 40), "prefix_sharing": st.just(False)}),
+    )
+    return ids, mask, columns, window, draw(passes), draw(st.booleans())
 
 
 def score(model, ids, mask, columns, **shared):
@@ -64,13 +70,12 @@ def score(model, ids, mask, columns, **shared):
 @settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(batches())
 def check(case):
-    ids, mask, columns, window, completions, checkpointing = case
+    ids, mask, columns, window, passes, checkpointing = case
     whole, shared = models(window)
     whole.train(), shared.train()
     shared.gradient_checkpointing_enable() if checkpointing else shared.gradient_checkpointing_disable()
     tokens, gradient = score(whole, ids, mask, columns)
-    options = dict(prefix_length=columns, completions_per_forward=completions)
-    got_tokens, got_gradient = score(shared, ids, mask, columns, **options)
+    got_tokens, got_gradient = score(shared, ids, mask, columns, prefix_length=columns, **passes)
     torch.testing.assert_close(got_tokens, tokens, rtol=1e-10, atol=1e-10)
     assert (got_gradient - gradient).norm() <= 1e-10 * gradient.norm() + 1e-12
     config = GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=1, disable_compile=True)

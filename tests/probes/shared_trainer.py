@@ -48,6 +48,9 @@ SCENARIOS = {
     "rloo passes of 1": dict(completions_per_forward=1),
     "rloo passes of 3": dict(completions_per_forward=3),
     "rloo two prompts a batch": dict(batch=8),
+    "rloo passes of 9 tokens": dict(batch=8, tokens=9),
+    "rloo whole rows, passes of 40 tokens": dict(batch=8, tokens=40, whole=True),
+    "rloo experts, whole rows": dict(batch=8, experts=True, tokens=40, whole=True),
     "rloo accumulation": dict(gradient_accumulation_steps=2),
     "rloo two iterations": dict(num_iterations=2, gradient_accumulation_steps=2),
     "rloo two batches a generation": dict(steps_per_generation=2),
@@ -69,6 +72,9 @@ SCENARIOS = {
     "rloo reference follows": dict(sync_ref_model=True, ref_model_sync_steps=1),
     "grpo": dict(trainer="grpo"),
     "grpo beta": dict(trainer="grpo", beta=0.05, completions_per_forward=2),
+    "grpo passes of 9 tokens": dict(trainer="grpo", batch=8, beta=0.05, tokens=9),
+    "grpo whole rows, passes of 40 tokens": dict(trainer="grpo", batch=8, evaluate=True, tokens=40, whole=True),
+    "grpo lora, whole rows": dict(trainer="grpo", lora="config", tokens=20, whole=True),
     "grpo two iterations": dict(trainer="grpo", num_iterations=2, steps_per_generation=2),
     "grpo lora beta": dict(trainer="grpo", lora="config", beta=0.05),
     "grpo experts": dict(trainer="grpo", experts=True),
@@ -82,7 +88,7 @@ SCENARIOS = {
 
 
 def train(folder, shared, trainer="rloo", batch=4, ends=60, evaluate=False, stream=False, experts=False, lora=None,
-          offload=False, completions_per_forward=None, **options):  # fmt: skip
+          offload=False, completions_per_forward=None, tokens=None, whole=False, **options):  # fmt: skip
     module = rloo_trainer if trainer == "rloo" else grpo_trainer
     make_config, make_trainer = (RLOOConfig, RLOOTrainer) if trainer == "rloo" else (GRPOConfig, GRPOTrainer)
     rows = Dataset.from_dict({"prompt": PROMPTS})
@@ -109,7 +115,8 @@ def train(folder, shared, trainer="rloo", batch=4, ends=60, evaluate=False, stre
         output_dir=folder, per_device_train_batch_size=batch, num_generations=4, max_steps=3, seed=1, use_cpu=True,
         model_init_kwargs={"experts_implementation": "eager"} if experts else None,  # for the reference model
         **{"max_completion_length": 6, "learning_rate": 1e-2, "lr_scheduler_type": "constant", **options},
-        prefix_sharing=shared, completions_per_forward=completions_per_forward if shared else None, bf16=False,
+        prefix_sharing=shared and not whole, completions_per_forward=completions_per_forward if shared else None,
+        tokens_per_forward=tokens if shared else None, bf16=False,
         logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
     )  # fmt: skip
     shuffle = module.shuffle_sequence_dict

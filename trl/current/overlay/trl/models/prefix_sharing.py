@@ -18,6 +18,9 @@ Prefix sharing: the completions of a prompt attend to keys and values that are c
 The shared prefix is the prompt without its last token, and every completion is preceded by that last token. So the
 prompt pass only has to leave keys and values behind, and the first completion token is scored like any other.
 
+A pass is what goes through the model together: a prompt, some completions of a prompt, or, where nothing is shared, some
+whole rows. The number of completions or of tokens of a pass bounds the memory of activations.
+
 Shape suffixes: B rows, P prompt columns, C completion columns, S prefix tokens, T tokens of a packed pass, N rows that
 share a prompt, H hidden size, D head size.
 """
@@ -304,9 +307,50 @@ def _pass_inputs(backbone: nn.Module, ids: list[torch.Tensor]) -> list[dict[str,
     """
     embedding = backbone.get_input_embeddings()
     if torch.is_grad_enabled() and any(param.requires_grad for param in embedding.parameters()):
-        embeds = embedding(torch.cat(ids)).split([len(pass_ids) for pass_ids in ids])
-        return [{"inputs_embeds": pass_embeds[None]} for pass_embeds in embeds]
-    return [{"input_ids": pass_ids[None]} for pass_ids in ids]
+        embeds = embedding(torch.cat([x.flatten() for x in ids])).split([x.numel() for x in ids])
+        return [{"inputs_embeds": y.view(*x.shape, -1)} for x, y in zip(ids, embeds, strict=True)]
+    return [{"input_ids": x} for x in ids]
+
+
+def _split_by_tokens(lengths: list[int], budget: int, packed: bool) -> list[list[int]]:
+    """
+    Rows of each pass, so that a pass has no more than `budget` tokens, or a single row. Longest rows first, which leaves
+    little padding where rows are padded to the longest of a pass (`packed=False`).
+    """
+    passes, room, width = [], 0, 0
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        size = lengths[row] if packed else width
+        if not passes or size > room:
+            passes.append([])
+            room, size = budget, lengths[row]
+            width = size
+        passes[-1].append(row)
+        room -= size
+    return [sorted(rows) for rows in passes]
+
+
+def _same_number_everywhere(passes: list[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
+    """Split passes until every process has as many: processes that shard the weights gather them together."""
+    if not torch.distributed.is_initialized():
+        return passes
+    number = torch.tensor(len(passes), device=passes[0][1].device)
+    torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX)
+    while len(passes) < number:
+        longest = max(range(len(passes)), key=lambda i: len(passes[i][1]))
+        group, rows = passes[longest]
+        passes[longest : longest + 1] = [(group, half) for half in rows.tensor_split(2)]
+    return passes
+
+
+def _run_passes(forward, pass_inputs: list[tuple]) -> list[tuple]:
+    """Output of `forward` for the arguments of each pass, keeping the activations of one pass at a time."""
+    outputs = []
+    for i, args in enumerate(pass_inputs):
+        if torch.is_grad_enabled() and i < len(pass_inputs) - 1:
+            outputs.append(checkpoint(forward, *args, use_reentrant=False))
+        else:  # the first to be needed by the backward, so its activations can stay
+            outputs.append(forward(*args))
+    return outputs
 
 
 def _prefix_ids(ids: torch.Tensor) -> torch.Tensor:
@@ -370,21 +414,109 @@ def _load_balancing_loss(router_sums: list[tuple[torch.Tensor, torch.Tensor, int
     return ((chosen / count) * (probs / count)).sum() * probs.shape[-1]
 
 
+def _completion_states(
+    hidden_states: list[torch.Tensor], rows: list[torch.Tensor], columns: list[torch.Tensor], shape: tuple[int, int]
+) -> torch.Tensor:
+    """Hidden states of the tokens of all passes, of shape `(T, H)` each, in their places in `shape`, else zero."""
+    states = torch.cat(hidden_states)
+    return states.new_zeros(*shape, states.shape[-1]).index_put((torch.cat(rows), torch.cat(columns)), states)
+
+
+def whole_rows_forward(
+    backbone: nn.Module,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    prefix_length: int,
+    tokens_per_forward: int | None = None,
+    output_router_logits: bool = False,
+) -> SharedPrefixOutput:
+    """
+    Hidden states of completions, each with its prompt, in passes of at most `tokens_per_forward` tokens.
+
+    Rows of similar length go through the backbone together, padded to the longest of them. Each pass but the last is
+    checkpointed as a whole, so the activations of one pass are alive at a time.
+
+    Args:
+        backbone ([`~transformers.PreTrainedModel`]):
+            Model without its LM head.
+        input_ids (`torch.Tensor` of shape `(B, P + C)`):
+            Left-padded prompts followed by right-padded completions.
+        attention_mask (`torch.Tensor` of shape `(B, P + C)`):
+            1 for tokens, 0 for padding.
+        prefix_length (`int`):
+            Number of prompt columns, P.
+        tokens_per_forward (`int`, *optional*):
+            Tokens that go through the backbone together, padding included. A row that is longer goes by itself. If
+            `None`, all rows go together.
+        output_router_logits (`bool`, *optional*, defaults to `False`):
+            Whether to compute the load-balancing loss of a Mixture-of-Experts model.
+
+    Returns:
+        [`SharedPrefixOutput`]: Hidden states, and the load-balancing loss.
+    """
+    kwargs = {"use_cache": False}
+    if output_router_logits:
+        kwargs["output_router_logits"] = True
+        top_k = backbone.config.get_text_config().num_experts_per_tok
+
+    def forward(inputs, mask, position_ids=None):
+        if position_ids is not None:
+            inputs = {**inputs, "position_ids": position_ids}
+        outputs = backbone(**inputs, attention_mask=mask, **kwargs)
+        sums = _router_sums(outputs.router_logits, top_k, mask) if output_router_logits else None
+        return outputs.last_hidden_state, sums
+
+    # Not with several processes: if they shard the weights, they must all call the model equally often
+    if tokens_per_forward is None or (
+        input_ids.numel() <= tokens_per_forward and not torch.distributed.is_initialized()
+    ):
+        last_hidden_state, sums = forward({"input_ids": input_ids}, attention_mask)
+        aux_loss = _load_balancing_loss([sums]) if output_router_logits else None
+        return SharedPrefixOutput(last_hidden_state[:, prefix_length - 1 :], aux_loss)
+
+    lengths = attention_mask.sum(1).tolist()
+    passes = _split_by_tokens(lengths, tokens_per_forward, packed=False)
+    passes = _same_number_everywhere([(0, torch.tensor(rows, device=input_ids.device)) for rows in passes])
+    ids, masks, positions = [], [], []
+    for _, rows in passes:
+        # Positions are columns: the positions that a left-padded row has when it goes through the model by itself
+        columns = [attention_mask[row].nonzero().squeeze(1) for row in rows]
+        position_ids = nn.utils.rnn.pad_sequence(columns, batch_first=True)
+        ids.append(input_ids[rows[:, None], position_ids])
+        masks.append(nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in columns], batch_first=True))
+        positions.append(position_ids)
+    inputs = _pass_inputs(backbone, ids)
+
+    outputs = _run_passes(forward, list(zip(inputs, masks, positions, strict=True)))
+    states, all_rows, all_columns = [], [], []
+    for (hidden_states, _), (_, rows), mask, position_ids in zip(outputs, passes, masks, positions, strict=True):
+        is_read = mask.bool() & (position_ids >= prefix_length - 1)
+        states.append(hidden_states[is_read])
+        all_rows.append(rows[:, None].expand_as(mask)[is_read])
+        all_columns.append(position_ids[is_read] - prefix_length + 1)
+    shape = (len(input_ids), input_ids.shape[1] - prefix_length + 1)
+    last_hidden_state = _completion_states(states, all_rows, all_columns, shape)
+    aux_loss = _load_balancing_loss([sums for _, sums in outputs]) if output_router_logits else None
+    return SharedPrefixOutput(last_hidden_state, aux_loss)
+
+
 def shared_prefix_forward(
     backbone: nn.Module,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
     prefix_length: int,
     completions_per_forward: int | None = None,
+    tokens_per_forward: int | None = None,
     group_size: int | None = None,
     output_router_logits: bool = False,
 ) -> SharedPrefixOutput:
     """
     Hidden states of completions, computing each distinct prompt once.
 
-    The rows of a prompt go through the backbone in passes of `completions_per_forward`, packed without padding. Each
-    pass but the last is checkpointed as a whole, so the activations of one pass are alive at a time, and the backward
-    adds up the gradient of the prompt's keys and values before it goes through the prompt, once.
+    The rows of a prompt go through the backbone in passes of `completions_per_forward`, or of as many as have
+    `tokens_per_forward`, packed without padding. Each pass but the last is checkpointed as a whole, so the activations
+    of one pass are alive at a time, and the backward adds up the gradient of the prompt's keys and values before it goes
+    through the prompt, once.
 
     Args:
         backbone ([`~transformers.PreTrainedModel`]):
@@ -397,8 +529,11 @@ def shared_prefix_forward(
             Number of prompt columns, P.
         completions_per_forward (`int`, *optional*):
             Completions that go through the backbone together. If `None`, all completions of a prompt.
+        tokens_per_forward (`int`, *optional*):
+            Instead of a number of completions, the number of their tokens that go through the backbone together. A
+            completion that is longer goes by itself.
         group_size (`int`, *optional*):
-            Number of consecutive rows with the same prompt. It fixes the number of passes, which must be the same on
+            Number of consecutive rows with the same prompt. It fixes the number of prompts, which must be the same on
             all processes if they shard the weights. If `None`, all rows with the same prompt share it.
         output_router_logits (`bool`, *optional*, defaults to `False`):
             Whether to compute the load-balancing loss of a Mixture-of-Experts model.
@@ -419,24 +554,31 @@ def shared_prefix_forward(
         prefix_tokens = sum(attention_mask[rows[0], : prefix_length - 1].sum() for rows in groups)
         shared_tokens = prefix_tokens + attention_mask[:, prefix_length:].sum() + num_rows
         if input_ids.numel() < 1.05 * shared_tokens:
-            outputs = backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **kwargs)
-            aux_loss = None
-            if output_router_logits:
-                aux_loss = _load_balancing_loss([_router_sums(outputs.router_logits, top_k, attention_mask)])
-            return SharedPrefixOutput(outputs.last_hidden_state[:, prefix_length - 1 :], aux_loss)
+            return whole_rows_forward(
+                backbone, input_ids, attention_mask, prefix_length, tokens_per_forward, output_router_logits
+            )
 
     # Positions are columns: the positions that a left-padded row has when it goes through the model by itself
     positions_of_group = [attention_mask[rows[0], : prefix_length - 1].nonzero().squeeze(1) for rows in groups]
-    has_token = attention_mask[:, prefix_length - 1 :].bool()  # (B, C + 1)
+    has_token = attention_mask[:, prefix_length - 1 :] != 0  # (B, C + 1)
     has_token[:, 0] = True  # the last prompt token
-    passes = []  # of completions: group, and row and column of each token
+    passes = []  # of completions: group and rows
     for group, rows in enumerate(groups):
-        for chunk in rows.split(completions_per_forward or len(rows)):
-            row, column = has_token[chunk].nonzero(as_tuple=True)
-            passes.append((group, chunk[row], column + prefix_length - 1))
-    pass_ids = [_prefix_ids(input_ids[rows[0], pos]) for rows, pos in zip(groups, positions_of_group, strict=True)]
-    pass_ids.extend(input_ids[row, column] for _, row, column in passes)
-    inputs = _pass_inputs(backbone, pass_ids)
+        chunks = rows.split(completions_per_forward or len(rows))
+        if tokens_per_forward is not None:
+            lengths = has_token[rows].sum(1).tolist()
+            chunks = [rows[chunk] for chunk in _split_by_tokens(lengths, tokens_per_forward, packed=True)]
+        passes.extend((group, chunk) for chunk in chunks)
+    if tokens_per_forward is not None:
+        passes = _same_number_everywhere(passes)
+    ids = [_prefix_ids(input_ids[rows[0], pos]) for rows, pos in zip(groups, positions_of_group, strict=True)]
+    all_rows, all_columns = [], []  # of each token of a pass
+    for _, rows in passes:
+        row, column = has_token[rows].nonzero(as_tuple=True)
+        ids.append(input_ids[rows[row], column + prefix_length - 1])
+        all_rows.append(rows[row])
+        all_columns.append(column)
+    inputs = _pass_inputs(backbone, [pass_ids[None] for pass_ids in ids])
 
     prefixes, router_sums = [], []
     for rows, positions in zip(groups, positions_of_group, strict=True):
@@ -466,22 +608,13 @@ def shared_prefix_forward(
         sums = _router_sums(outputs.router_logits, top_k) if output_router_logits else None
         return outputs.last_hidden_state[0], sums
 
-    hidden_states = []
-    for i, (group, row, column) in enumerate(passes):
-        context = _ReadPrefix.of(prefixes[group], positions=column, rows=row)
-        pass_inputs = inputs[len(groups) + i]
-        if torch.is_grad_enabled() and i < len(passes) - 1:
-            hidden, sums = checkpoint(forward_completions, context, pass_inputs, use_reentrant=False)
-        else:  # the first to be needed by the backward, so its activations can stay
-            hidden, sums = forward_completions(context, pass_inputs)
-        hidden_states.append(hidden)
-        router_sums.append(sums)
-
-    hidden_states = torch.cat(hidden_states)
-    shape = (input_ids.shape[0], input_ids.shape[1] - prefix_length + 1, hidden_states.shape[-1])
-    rows = torch.cat([row for _, row, _ in passes])
-    columns = torch.cat([column for _, _, column in passes]) - prefix_length + 1
-    last_hidden_state = hidden_states.new_zeros(shape).index_put((rows, columns), hidden_states)
+    contexts = [
+        _ReadPrefix.of(prefixes[group], positions=column + prefix_length - 1, rows=row)
+        for (group, _), row, column in zip(passes, all_rows, all_columns, strict=True)
+    ]
+    outputs = _run_passes(forward_completions, list(zip(contexts, inputs[len(groups) :], strict=True)))
+    last_hidden_state = _completion_states([x for x, _ in outputs], all_rows, all_columns, has_token.shape)
+    router_sums.extend(sums for _, sums in outputs)
     aux_loss = _load_balancing_loss(router_sums) if output_router_logits else None
     return SharedPrefixOutput(last_hidden_state, aux_loss)
 
@@ -713,7 +846,7 @@ def enable_prefix_sharing(model: PreTrainedModel) -> None:
             )
     model.set_attn_implementation(_IMPLEMENTATION_PREFIX + implementation)
     try:
-        error = _sharing_error(model)
+        error = _error_of_passes(model, functools.partial(shared_prefix_forward, completions_per_forward=2))
         if error > torch.finfo(model.dtype).eps ** 0.5:
             refuse(
                 f"hidden states behind a shared prompt differ from those of whole sequences by {error:.1%}. Set "
@@ -735,8 +868,35 @@ def use_base_attention(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation(implementation)
 
 
-def _sharing_error(model: PreTrainedModel) -> float:
-    """Relative error of hidden states behind a shared prompt, on a few tokens: the median over tokens."""
+def check_whole_rows(model: PreTrainedModel) -> None:
+    """
+    Check that rows go through `model` in passes with the same result as together.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Causal language model.
+
+    Raises:
+        ValueError: If they do not.
+    """
+    if is_peft_model(model):
+        model = model.get_base_model()
+
+    def refuse(reason: str):
+        raise ValueError(
+            f"`tokens_per_forward` does not support {type(model).__name__} ({model.config.model_type}): {reason}. Remove "
+            "it and lower `per_device_train_batch_size` instead."
+        )
+
+    if unsupported := _rope_types(model.config.get_text_config()) & {"dynamic", "longrope"}:
+        refuse(f"its rotary embedding ({sorted(unsupported)}) depends on the longest row that goes with a row")
+    error = _error_of_passes(model, functools.partial(whole_rows_forward, tokens_per_forward=1))
+    if error > torch.finfo(model.dtype).eps ** 0.5:
+        refuse(f"hidden states of rows differ by {error:.1%} from those of the same rows together")
+
+
+def _error_of_passes(model: PreTrainedModel, forward) -> float:
+    """Relative error of hidden states that `forward` computes in passes, on a few tokens: the median over tokens."""
     if any(param.is_meta or param.numel() == 0 for param in model.parameters()):
         return 0.0  # the weights are on other processes
     prefix_length = 6
@@ -750,13 +910,11 @@ def _sharing_error(model: PreTrainedModel) -> float:
     model.eval()
     try:
         # Gradients are on, because the passes of training look their tokens up in another way
-        shared = shared_prefix_forward(
-            model.base_model, input_ids, attention_mask, prefix_length, completions_per_forward=2
-        ).last_hidden_state
+        passes = forward(model.base_model, input_ids, attention_mask, prefix_length).last_hidden_state
         whole = model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
     finally:
         model.train(training)
     has_token = attention_mask[:, prefix_length - 1 :].bool()
     whole = whole[:, prefix_length - 1 :][has_token].float()
-    difference = shared[has_token].float() - whole
+    difference = passes[has_token].float() - whole
     return (difference.norm(dim=-1) / whole.norm(dim=-1)).median().item()
