@@ -59,6 +59,9 @@ def cases(device: str) -> dict[str, Setup]:
         "shared-k32": base.with_k(32).arm("shared"),
         "shared-k8-tied": base.arm("shared"),  # one matrix for embedding and head
         "shared-two-prompts": replace(base, per_device_train_batch_size=16).arm("shared"),
+        "tokens-k8": replace(base, tokens_per_forward=2 * (prompt + completion)).arm("tokens"),
+        "tokens-k8-lora": replace(half, lora_rank=16, tokens_per_forward=2 * (prompt + completion)).arm("tokens"),
+        "shared-k8-tokens": replace(base, tokens_per_forward=4 * completion).arm("shared"),
         "shared-generate-each": replace(base, gradient_accumulation_steps=2).arm("shared"),
     }
 
@@ -85,9 +88,9 @@ def build_trainer(setup: Setup, folder: Path, tokenizer, prompts):
 
     from trl import RLOOConfig, RLOOTrainer
 
-    sharing = {}
-    if setup.prefix_sharing:
-        sharing = dict(prefix_sharing=True, completions_per_forward=setup.completions_per_forward)
+    passes = {
+        name: getattr(setup, name) for name in ("prefix_sharing", "completions_per_forward", "tokens_per_forward")
+    }
     arguments = RLOOConfig(
         output_dir=str(folder / "out"), use_cpu=setup.device == "cpu", report_to="none", save_strategy="no",
         logging_steps=1, disable_tqdm=True, max_steps=2, bf16=setup.bf16, optim=setup.optim, beta=setup.beta,
@@ -96,7 +99,7 @@ def build_trainer(setup: Setup, folder: Path, tokenizer, prompts):
         steps_per_generation=setup.steps_per_generation, temperature=setup.temperature,
         max_completion_length=setup.max_completion_length, gradient_checkpointing=setup.gradient_checkpointing,
         generation_kwargs={"min_new_tokens": setup.max_completion_length},
-        model_init_kwargs={"dtype": getattr(torch, setup.dtype)}, **sharing,
+        model_init_kwargs={"dtype": getattr(torch, setup.dtype)}, **passes,
     )  # fmt: skip
     lora = LoraConfig(r=setup.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
     return RLOOTrainer(

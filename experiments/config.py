@@ -149,10 +149,11 @@ class RunConfig:
         return asdict(self)
 
 
-def choose(kind: str, name: str, choices) -> None:
-    """Raise `ConfigError` unless `name` is one of `choices`."""
+def choose(kind: str, name: str, choices) -> str:
+    """`name`, which must be one of `choices`. Raises `ConfigError`."""
     if name not in choices:
         raise ConfigError(f"unknown {kind} {name!r}; choose one of: {', '.join(choices)}")
+    return name
 
 
 def resolve(arm: str, k: int, scale: str, device: str, repeat: int = 0, **overrides) -> RunConfig:

@@ -42,7 +42,7 @@ def generate_less_at_once(setup: Setup) -> Setup:
 
 def one_completion_a_pass(setup: Setup) -> Setup:
     if setup.prefix_sharing:
-        return replace(setup, completions_per_forward=1)
+        return replace(setup, completions_per_forward=1, tokens_per_forward=None)
     return setup.arm("accumulate")
 
 

@@ -58,15 +58,17 @@ def phase_peaks(setup, hf_config) -> list[PhasePeak]:
 
 
 def passes_that_tell(setup) -> tuple[int, int]:
-    """Two numbers of completions from whose peaks that of `num_generations` follows, or (0, 0) if it has few passes.
+    """Two numbers of completions from whose peaks that of `num_generations` follows, or (0, 0) if it has few passes,
+    or passes of whole rows that mix prompts.
 
     The LM head works on tiles of some tokens, so all three must fill one tile, or none must."""
     from trl.kernels.chunked_logprob import _token_chunk_size
 
     with pretending(setup.device):
         tile = _token_chunk_size(torch.device("cpu"))
-    k, per_forward = setup.num_generations, setup.completions_per_forward
-    if not setup.prefix_sharing or per_forward is None:
+    k, per_forward = setup.num_generations, setup.rows_per_pass
+    mixed = not setup.prefix_sharing and setup.per_device_train_batch_size > k
+    if per_forward is None or mixed:
         return 0, 0
     tokens = setup.per_device_train_batch_size * setup.max_completion_length // k  # for each of k
     passes = 2 if tokens * k <= tile else max(2, -(-tile // (tokens * per_forward)))

@@ -120,6 +120,7 @@ def add_setup_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--k", type=int, help="num_generations: completions a prompt")
     parser.add_argument("--prompts", type=int, help="prompts a generation batch; default 1, or as the profile says")
     parser.add_argument("--completions-per-forward", type=int, help="prefix sharing: completions that go together")
+    parser.add_argument("--tokens-per-forward", type=int, help="tokens that go together, with or without sharing")
     parser.add_argument("--lora", type=int, metavar="RANK", help="train LoRA adapters on every linear layer")
     parser.add_argument("--bits", type=int, choices=(4, 8, 16), help="bits of a frozen weight")
     parser.add_argument("--optim", help=", ".join(OPTIMIZERS))
@@ -138,7 +139,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_setup_options(parser)
     parser.add_argument("--device-memory", help="such as 24GiB: says what fits")
     parser.add_argument("--reserve", default="0.8GiB", help="of it for CUDA's context and fragmentation (assumed)")
-    parser.add_argument("--arms", default=",".join(ARM_NAMES), help=f"some of {', '.join(ARM_NAMES)}")
+    parser.add_argument("--arms", help=f"some of {', '.join(ARM_NAMES)}; default: those that the settings have")
     parser.add_argument("--largest", choices=tuple(LARGEST), help="find the largest that fits the device memory")
     parser.add_argument("--json", type=Path, help="write the prediction to this file")
     parser.add_argument("--chart", type=Path, help="draw the breakdown to this PNG")
@@ -152,7 +153,7 @@ def setup_from(args: argparse.Namespace, profile: dict) -> Setup:
     given = {
         "max_completion_length": args.completion, "num_generations": args.k, "lora_rank": args.lora,
         "weight_bits": args.bits, "optim": args.optim, "beta": args.beta, "dtype": args.dtype,
-        "completions_per_forward": args.completions_per_forward,
+        "completions_per_forward": args.completions_per_forward, "tokens_per_forward": args.tokens_per_forward,
         "gradient_checkpointing": False if args.no_gradient_checkpointing else None,
         "activation_offloading": True if args.activation_offloading else None,
         "offload_reference": True if args.offload_reference else None,
@@ -179,15 +180,15 @@ def run(args: argparse.Namespace) -> int:
     model = args.model or profile.get("model_name_or_path")
     if not model:
         raise ConfigError("no model: name one with --model, or a profile that has model_name_or_path")
-    arms = args.arms.split(",")
-    for arm in arms:
-        choose("arm", arm, ARM_NAMES)
     budget = parse_bytes(args.device_memory) - parse_bytes(args.reserve) if args.device_memory else None
     if args.largest and budget is None:
         raise ConfigError("--largest needs --device-memory")
     setup = setup_from(args, profile)
     hf_config = named_config(model)
     check(setup, hf_config)
+    arms = [arm for arm in ARM_NAMES if arm != "tokens" or setup.tokens_per_forward]
+    if args.arms:
+        arms = [choose("arm", arm, arms) for arm in args.arms.split(",")]
     from experiments.train import use_fork
 
     use_fork(ARMS["shared"])

@@ -104,6 +104,7 @@ CONTRADICTIONS = (
     ("load_in_4bit", "load_in_8bit", "a weight has one size; remove one of them"),
     ("prefix_sharing", "torch_compile", "the passes of a shared prompt change in shape; remove torch_compile"),
     ("use_vllm", "use_transformers_continuous_batching", "one engine generates; remove one of them"),
+    ("completions_per_forward", "tokens_per_forward", "each says what goes through the model together; remove one"),
     ("bf16", "fp16", "one of them is the compute type; remove fp16"),
 )
 # (setting, setting that must be on as well, why)

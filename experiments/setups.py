@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from experiments.config import ConfigError
 
-ARM_NAMES = ("stock", "accumulate", "shared")
+ARM_NAMES = ("stock", "accumulate", "tokens", "shared")
 LARGEST = {"k": "num_generations", "prompt": "prompt_tokens", "completion": "max_completion_length"}
 # Bytes of state a trained weight, by `optim`; None runs torch's own AdamW. 8 bits: one byte for each of two moments
 # and a float32 for 256 of them (bitsandbytes, arXiv 2110.02861). Adafactor: a row and a column of each matrix.
@@ -27,6 +27,7 @@ class Setup:
     gradient_accumulation_steps: int = 1
     prefix_sharing: bool = False
     completions_per_forward: int | None = None
+    tokens_per_forward: int | None = None
     dtype: str = "bfloat16"
     bf16: bool = True
     gradient_checkpointing: bool = True
@@ -49,6 +50,14 @@ class Setup:
         return self.per_device_train_batch_size * self.steps_per_generation
 
     @property
+    def rows_per_pass(self) -> int | None:
+        """Rows, with prefix sharing completions, that go through the model together; None: all of them."""
+        if self.tokens_per_forward is None:
+            return self.completions_per_forward
+        tokens = self.max_completion_length + (1 if self.prefix_sharing else self.prompt_tokens)
+        return max(1, self.tokens_per_forward // tokens)
+
+    @property
     def optimizer_bytes_per_weight(self) -> float | None:
         return OPTIMIZERS[self.optim]
 
@@ -58,14 +67,17 @@ class Setup:
         return self.optim.startswith("paged")
 
     def arm(self, name: str) -> "Setup":
-        """The same work done by one of `ARM_NAMES`: the micro-batch in one pass, one by one, or shared."""
-        plain = replace(self, prefix_sharing=False, completions_per_forward=None)
+        """The same work done by one of `ARM_NAMES`: the micro-batch in one pass, row by row, in passes within the
+        token budget, or shared."""
+        plain = replace(self, prefix_sharing=False, completions_per_forward=None, tokens_per_forward=None)
         if name == "stock":
             return plain
         if name == "accumulate":
             return plain.with_rows(1)
+        if name == "tokens":
+            return replace(plain, tokens_per_forward=self.tokens_per_forward)
         per_forward = self.completions_per_forward
-        if per_forward is None and not self.prefix_sharing:
+        if per_forward is None and self.tokens_per_forward is None and not self.prefix_sharing:
             per_forward = min(2, self.num_generations)
         whole_groups = self.with_rows(self.num_generations)
         return replace(whole_groups, prefix_sharing=True, completions_per_forward=per_forward)
@@ -114,7 +126,10 @@ def to_settings(setup: Setup) -> dict:
     if setup.offload_reference:
         settings["offload_reference"] = True
     if setup.prefix_sharing:
-        settings |= {"prefix_sharing": True, "completions_per_forward": setup.completions_per_forward}
+        settings["prefix_sharing"] = True
+    for name in ("completions_per_forward", "tokens_per_forward"):
+        if getattr(setup, name) is not None:
+            settings[name] = getattr(setup, name)
     return settings | {
         "num_generations": setup.num_generations,
         "per_device_train_batch_size": setup.per_device_train_batch_size,
@@ -143,6 +158,14 @@ def check(setup: Setup, hf_config) -> None:
         )
     if setup.completions_per_forward is not None and not 1 <= setup.completions_per_forward <= k:
         raise ConfigError(f"completions_per_forward {setup.completions_per_forward} is outside 1 to k={k}")
+    if setup.tokens_per_forward is not None:
+        if setup.tokens_per_forward < 1:
+            raise ConfigError(f"tokens_per_forward is {setup.tokens_per_forward}; it must be at least 1")
+        if setup.completions_per_forward is not None:
+            raise ConfigError(
+                f"tokens_per_forward {setup.tokens_per_forward} and completions_per_forward "
+                f"{setup.completions_per_forward} both say what goes through the model together; remove one of them"
+            )
     if setup.optim not in OPTIMIZERS:
         raise ConfigError(f"optim {setup.optim!r} is not one that the plan knows: {', '.join(OPTIMIZERS)}")
     if setup.weight_bits < 16 and not setup.lora_rank:

@@ -370,24 +370,35 @@ class Simulation:
 
     def hidden_states(self) -> torch.Tensor:
         """Hidden states that predict the next token, of shape (rows, completion, hidden)."""
+        from trl.models.prefix_sharing import shared_prefix_forward, whole_rows_forward
+
         setup, rows = self.setup, self.setup.per_device_train_batch_size
         length = setup.prompt_tokens + setup.max_completion_length
-        if setup.prefix_sharing:
-            from trl.models.prefix_sharing import shared_prefix_forward
-
+        if setup.prefix_sharing or setup.tokens_per_forward:
             prompts = torch.arange(rows).div(setup.num_generations, rounding_mode="floor")
-            output = shared_prefix_forward(
-                self.backbone,
-                prompts[:, None].repeat(1, length),
-                torch.ones(rows, length, dtype=torch.long),
-                setup.prompt_tokens,
-                completions_per_forward=setup.completions_per_forward,
-                group_size=setup.num_generations,
-            )
+            input_ids, mask = prompts[:, None].repeat(1, length), torch.ones(rows, length, dtype=torch.long)
+            batch = (input_ids, mask, setup.prompt_tokens)
+            if setup.prefix_sharing:
+                output = shared_prefix_forward(
+                    self.backbone, *batch, setup.completions_per_forward, setup.tokens_per_forward,
+                    setup.num_generations,
+                )  # fmt: skip
+            else:
+                backbone = self.padded_backbone() if setup.padded else self.backbone
+                output = whole_rows_forward(backbone, *batch, setup.tokens_per_forward)
             return output.last_hidden_state[:, :-1]
         mask = self.causal_mask(rows, length) if setup.padded else None
         output = self.backbone(input_ids=self.ids(rows, length), attention_mask=mask, use_cache=False)
         return output.last_hidden_state[:, -setup.max_completion_length - 1 : -1]
+
+    def padded_backbone(self):
+        """The backbone as it is called with rows of different lengths, which need a mask."""
+
+        def forward(attention_mask, **kwargs):
+            return self.backbone(attention_mask=self.causal_mask(*attention_mask.shape), **kwargs)
+
+        forward.get_input_embeddings = self.backbone.get_input_embeddings
+        return forward
 
     def log_probs(self) -> torch.Tensor:
         from trl.kernels import ChunkedLogProbFunction

@@ -490,10 +490,10 @@ def whole_rows_forward(
     outputs = _run_passes(forward, list(zip(inputs, masks, positions, strict=True)))
     states, all_rows, all_columns = [], [], []
     for (hidden_states, _), (_, rows), mask, position_ids in zip(outputs, passes, masks, positions, strict=True):
-        is_read = mask.bool() & (position_ids >= prefix_length - 1)
-        states.append(hidden_states[is_read])
-        all_rows.append(rows[:, None].expand_as(mask)[is_read])
-        all_columns.append(position_ids[is_read] - prefix_length + 1)
+        row, token = (mask.bool() & (position_ids >= prefix_length - 1)).nonzero(as_tuple=True)
+        states.append(hidden_states[row, token])
+        all_rows.append(rows[row])
+        all_columns.append(position_ids[row, token] - prefix_length + 1)
     shape = (len(input_ids), input_ids.shape[1] - prefix_length + 1)
     last_hidden_state = _completion_states(states, all_rows, all_columns, shape)
     aux_loss = _load_balancing_loss([sums for _, sums in outputs]) if output_router_logits else None
