@@ -48,6 +48,10 @@ def cases(device: str) -> dict[str, Setup]:
         "stock-k8-bf16": half,
         "stock-k8-plain": replace(base, gradient_checkpointing=False),
         "stock-k8-lora": replace(half, lora_rank=16),
+        "stock-k8-lora-8bit": replace(base, lora_rank=16, weight_bits=8),
+        "stock-k8-lora-4bit": replace(base, lora_rank=16, weight_bits=4),
+        "stock-k8-adam8": replace(base, optim="adamw_bnb_8bit"),
+        "stock-k8-beta0": replace(base, beta=0.0),
         "shared-k8-lora32": replace(base, lora_rank=16).arm("shared"),
         "accumulate-k8": base.arm("accumulate"),
         "shared-k8": base.arm("shared"),
@@ -86,7 +90,7 @@ def build_trainer(setup: Setup, folder: Path, tokenizer, prompts):
     from datasets import Dataset
     from peft import LoraConfig
 
-    from trl import RLOOConfig, RLOOTrainer
+    from trl import ModelConfig, RLOOConfig, RLOOTrainer, get_quantization_config
 
     passes = {
         name: getattr(setup, name) for name in ("prefix_sharing", "completions_per_forward", "tokens_per_forward")
@@ -101,10 +105,15 @@ def build_trainer(setup: Setup, folder: Path, tokenizer, prompts):
         generation_kwargs={"min_new_tokens": setup.max_completion_length},
         model_init_kwargs={"dtype": getattr(torch, setup.dtype)}, **passes,
     )  # fmt: skip
+    weights = ModelConfig(
+        load_in_4bit=setup.weight_bits == 4, load_in_8bit=setup.weight_bits == 8, use_bnb_nested_quant=True,
+        dtype=setup.dtype,
+    )  # fmt: skip
     lora = LoraConfig(r=setup.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
     return RLOOTrainer(
         model=str(folder), reward_funcs=data.letter_reward, args=arguments, processing_class=tokenizer,
         train_dataset=Dataset.from_dict({"prompt": prompts}), peft_config=lora if setup.lora_rank else None,
+        quantization_config=get_quantization_config(weights),
     )  # fmt: skip
 
 

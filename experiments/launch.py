@@ -11,7 +11,6 @@ Any setting of TRL's trainer can follow the profile and replaces what it says. T
 import argparse
 import difflib
 import importlib
-import importlib.util
 import os
 import sys
 from dataclasses import dataclass
@@ -71,9 +70,11 @@ def parse(argv: list[str]):
     except ValueError as error:
         raise ConfigError(f"{profile}: {error}") from error
     model.model_name_or_path = os.environ.get("MODEL_PATH") or model.model_name_or_path
-    needs_bitsandbytes = model.load_in_4bit or model.load_in_8bit or "8bit" in config.optim or "paged" in config.optim
-    if needs_bitsandbytes and importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(f"{profile}: 4 and 8 bits need bitsandbytes; .venv/bin/pip install bitsandbytes")
+    if config.activation_offloading and no_gpu():
+        raise ConfigError(
+            f"{profile}: activation_offloading moves activations from a GPU to the host, and there is no GPU here; "
+            "--activation_offloading false"
+        )
     return launch, config, model
 
 

@@ -122,6 +122,7 @@ def to_settings(setup: Setup) -> dict:
         settings |= {"load_in_8bit": True}
     if setup.lora_rank:
         settings |= {"use_peft": True, "lora_r": setup.lora_rank, "lora_target_modules": "all-linear"}
+        settings["lora_dropout"] = 0.0  # completions that share a prompt would share its dropout
     settings["beta"] = setup.beta
     if setup.offload_reference:
         settings["offload_reference"] = True

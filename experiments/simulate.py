@@ -227,13 +227,18 @@ class Simulation:
                 prefix_sharing.enable_prefix_sharing(self.model)
 
     def add_adapters(self) -> None:
+        """LoRA on every linear layer: float32, and bfloat16 on quantized weights (TRL's trainers, after QLoRA)."""
         from peft import LoraConfig, get_peft_model
 
-        # Adapters are made in float32 and stay so; what moves them to their device does not know fake weights
+        # What moves adapters to their device does not know fake weights
         stay = mock.patch.object(torch.nn.Module, "to", lambda module, *args, **kwargs: module)
         with self.fake, no_init_weights(), stay:
             config = LoraConfig(r=self.setup.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
             self.model = get_peft_model(self.model, config)
+            if self.setup.weight_bits < 16:
+                for parameter in self.model.parameters():
+                    if parameter.requires_grad:
+                        parameter.data = parameter.data.to(torch.bfloat16)
         if self.setup.gradient_checkpointing:
             self.model.enable_input_require_grads()
 
@@ -260,8 +265,10 @@ class Simulation:
         bytes_per_weight = self.setup.optimizer_bytes_per_weight
         with self.memory.of_kind(kind):
             if bytes_per_weight is not None:  # not torch's own: it steps in place
+                weights = sum(parameter.numel() for parameter in trained)
+                whole = self.weights_not_in_8_bits() if "8bit" in self.setup.optim else 0
                 with self.fake:
-                    size = int(sum(parameter.numel() for parameter in trained) * bytes_per_weight)
+                    size = int((weights - whole) * bytes_per_weight) + whole * 8
                     self.optimizer = SimpleNamespace(state=torch.empty(size, dtype=torch.uint8), step=lambda: None)
                 self.memory.rename(self.optimizer.state, kind)
                 return
@@ -269,6 +276,13 @@ class Simulation:
             self.make_gradients()
             self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def weights_not_in_8_bits(self) -> int:
+        """Trained weights whose moments an 8-bit optimizer keeps in float32: those of tensors below 4,096 elements
+        (bitsandbytes, `min_8bit_size`) and of embeddings (transformers' `Trainer.create_optimizer`)."""
+        embeddings = {m.weight for m in self.model.modules() if isinstance(m, torch.nn.Embedding)}
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        return sum(p.numel() for p in trained if p.numel() < 4096 or any(p is weight for weight in embeddings))
 
     @contextlib.contextmanager
     def offloading(self):

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -119,7 +120,7 @@ def test_mistakes_in_a_profile_are_named_with_line_and_key(tmp_path):
         (["single_gpu_24gb"], "Qwen/Qwen3-8B", ["not a folder", "hub:Qwen/Qwen3-8B", "random:qwen3-8b"]),
         (["balanced", "--max_step", "2"], "", ["--max_step", "did you mean --max_steps"]),
         (["balanced", "--algorithm", "ppo"], "", ["ppo", "rloo or grpo"]),
-        (["constrained", "--use_cpu"], "", ["bitsandbytes", "pip install"]),
+        (["constrained", "--use_cpu"], "", ["activation_offloading", "no GPU", "--activation_offloading false"]),
         (["constraind"], "", ["constraind", "did you mean constrained"]),
         (["--max_steps", "2"], "", ["name a profile first"]),
     ],
@@ -129,6 +130,26 @@ def test_the_launcher_refuses_before_any_model_loads(arguments, model, parts):
     assert result.returncode == 2, result.stderr[-2000:]
     line = result.stderr.strip().splitlines()[-1]
     assert line.startswith("launch: ") and all(part in line for part in parts), line
+
+
+@pytest.mark.torch
+def test_every_profile_trains_a_tiny_model_on_a_cpu(tmp_path):
+    policy, _, _ = models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "tests/probes/profiles.py", tmp_path], cwd=ROOT, capture_output=True,
+        text=True, timeout=400, env={**os.environ, "PYTHONPATH": str(ROOT), "MODEL_PATH": str(policy)},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    trained = json.loads(result.stdout.splitlines()[-1])
+    assert sorted(trained) == profiles.names()
+    assert {name: run["code"] for name, run in trained.items()} == dict.fromkeys(trained, 0)
+    gradients = re.findall(r"'grad_norm': '([^']+)'", result.stdout)
+    assert len(gradients) == len(trained) and all(float(gradient) > 0 for gradient in gradients), gradients
+    for name, run in trained.items():
+        settings = profiles.load_profile(name)
+        assert run["bits"] == (4 if settings.get("load_in_4bit") else 16), name
+        assert run["arguments"]["optim"] == settings["optim"], name
+        assert (run["trained"] < 1) == settings.get("use_peft", False), name
 
 
 def test_every_line_of_a_profile_says_what_it_buys_or_costs():

@@ -841,8 +841,9 @@ def enable_prefix_sharing(model: PreTrainedModel) -> None:
     for name, p in dropout.items():
         if p > 0:
             refuse(
-                f"the completions of a prompt would share its dropout ({name} is {p}). Set the model's dropout to 0, "
-                "with `disable_dropout=True` for layers and `attention_dropout=0.0` in the model's config."
+                f"the completions of a prompt would share its dropout ({name} is {p}). Set dropout to 0, with "
+                "`disable_dropout=True` for layers, `lora_dropout=0.0` for adapters and `attention_dropout=0.0` in the "
+                "model's config."
             )
     model.set_attn_implementation(_IMPLEMENTATION_PREFIX + implementation)
     try:

@@ -1,0 +1,22 @@
+"""Train one update with every profile, the model of MODEL_PATH in place of its own: prints what each ended with.
+
+Only what a CPU does not have (a GPU to offload from) and what would take long is overridden."""
+
+import json
+import sys
+from pathlib import Path
+
+from experiments import launch, profiles
+
+out = Path(sys.argv[1])
+quick = ["--max_steps=1", "--gradient_accumulation_steps=1", "--max_completion_length=6", "--prompt_tokens=48"]
+here = ["--activation_offloading=false", "--save_strategy=no", "--report_to=none", "--disable_tqdm=true"]
+result = {}
+for name in sys.argv[2:] or profiles.names():
+    folder = out / name
+    rate = "--learning_rate=0.01"  # so that an update is more than bfloat16 rounds away
+    code = launch.main([name, *quick, *here, rate, f"--output_dir={folder}", "--logging_steps=1"])
+    record = json.loads((folder / "memory.json").read_text())
+    result[name] = {"code": code, "arguments": record["arguments"], "bits": record["weight_bits"]}
+    result[name]["trained"] = record["trained_parameters"] / record["parameters"]
+print(json.dumps(result))
