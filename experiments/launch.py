@@ -27,9 +27,11 @@ class LaunchArguments:
     Args:
         algorithm: "rloo" or "grpo".
         dataset: "builtin", a .jsonl, .csv or .parquet file or a folder with a column `prompt`, or hub:owner/name.
-        reward: "letters" (the number of letters e, to try things out), or module:function as TRL takes it.
+        reward: "letters" (the number of letters e, to try things out), module:function as TRL takes it, or a reward
+            model: its folder, or hub:owner/name.
         prompt_tokens: length of the built-in prompts.
         offload_reference: keep the reference model on the host except while it scores.
+        offload_reward: the same with the reward model.
         memory_snapshot: "peak" or "oom", see `MemoryCallback`.
     """
 
@@ -38,6 +40,7 @@ class LaunchArguments:
     reward: str = "letters"
     prompt_tokens: int = 256
     offload_reference: bool = False
+    offload_reward: bool = False
     memory_snapshot: str | None = None
 
 
@@ -137,28 +140,27 @@ def prompts(launch: LaunchArguments, tokenizer):
 
 
 def reward_function(name: str):
-    """The function that `module:function` names. Raises `ConfigError`."""
+    """The function that `module:function` names, or where a reward model is. Raises `ConfigError`."""
     from experiments.data import letter_reward
 
     if name == "letters":
         return letter_reward
+    if name.startswith("hub:") or Path(name).is_dir():
+        return name.removeprefix("hub:")
     module, _, function = name.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
         return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"reward {name!r}: {error}; write it as module:function") from error
+        raise ConfigError(f"reward {name!r}: {error}; write it as module:function, or name a folder") from error
 
 
-def keep_reference_on_host(trainer) -> None:
-    """The reference model comes to the device when it is called and leaves it before the policy trains."""
+def keep_on_host(trainer, model) -> None:
+    """The reference or a reward model comes to the device when it is called and leaves it before the policy trains."""
     import torch
     from accelerate import cpu_offload_with_hook
 
-    if trainer.ref_model is None:
-        raise ConfigError("offload_reference is on, but there is no reference model (beta is 0, or LoRA); remove it")
-    reference = trainer.accelerator.unwrap_model(trainer.ref_model)
-    reference, hook = cpu_offload_with_hook(reference.cpu(), trainer.accelerator.device)
+    model, hook = cpu_offload_with_hook(trainer.accelerator.unwrap_model(model).cpu(), trainer.accelerator.device)
 
     def before_forward(module, args):
         if torch.is_grad_enabled():
@@ -180,6 +182,8 @@ def run(argv: list[str]) -> int:
     from trl import GRPOTrainer, RLOOTrainer, get_peft_config, get_quantization_config
 
     reward = reward_function(launch.reward)
+    if launch.offload_reward and not isinstance(reward, str):
+        raise ConfigError(f"offload_reward is on, but the reward {launch.reward!r} is a function; remove it")
     path, tokenizer = model_and_tokenizer(model.model_name_or_path, ROOT / ".build" / "models" / "random")
     dataset = prompts(launch, tokenizer)
     config.model_init_kwargs = {"dtype": model.dtype, **(config.model_init_kwargs or {})}
@@ -192,7 +196,11 @@ def run(argv: list[str]) -> int:
         quantization_config=get_quantization_config(model),
     )  # fmt: skip
     if launch.offload_reference:
-        keep_reference_on_host(trainer)
+        if trainer.ref_model is None:
+            raise ConfigError("offload_reference is on, but there is no reference (beta is 0, or LoRA); remove it")
+        keep_on_host(trainer, trainer.ref_model)
+    if launch.offload_reward:
+        keep_on_host(trainer, trainer.reward_funcs[0])
     trainer.add_callback(MemoryCallback(trainer, snapshot=launch.memory_snapshot))
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     if config.save_strategy != "no":

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,7 +26,7 @@ def run(module, *arguments, **environment):
 @pytest.mark.torch
 def test_what_the_doctor_writes_trains_and_its_record_can_be_read_again(tmp_path):
     """A model that does not fit, the YAML that does, a training with it, and the doctor on that training's folder."""
-    policy, _, _ = models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))
+    policy, reward, _ = models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))
     fits, out = tmp_path / "fits.yaml", tmp_path / "out"
     result = run(
         "doctor", "--model", policy, "--prompt", 512, "--completion", 16, "--k", 4, "--device", "cpu",
@@ -41,9 +42,11 @@ def test_what_the_doctor_writes_trains_and_its_record_can_be_read_again(tmp_path
     result = run(
         "launch", fits, "--max_steps", 2, "--output_dir", out, "--prompt_tokens", 512, "--logging_steps", 1,
         "--save_strategy", "no", "--report_to", "none", "--disable_tqdm", "true", "--offload_reference", "true",
+        "--reward", reward, "--offload_reward", "true",
         MODEL_PATH=policy,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
+    assert "rewards/" in result.stdout and "letter_reward" not in result.stdout
     for metric in ("mem_alloc_mb", "mem_max_alloc_mb", "mem_batch_share", "mem_peak/train_mb", "mem_peak/generate_mb"):
         assert metric in result.stdout
     record = json.loads((out / "memory.json").read_text())
@@ -121,6 +124,8 @@ def test_mistakes_in_a_profile_are_named_with_line_and_key(tmp_path):
         (["balanced", "--max_step", "2"], "", ["--max_step", "did you mean --max_steps"]),
         (["balanced", "--algorithm", "ppo"], "", ["ppo", "rloo or grpo"]),
         (["constrained", "--use_cpu"], "", ["activation_offloading", "no GPU", "--activation_offloading false"]),
+        (["balanced", "--offload_reward", "true"], "", ["offload_reward", "'letters' is a function"]),
+        (["balanced", "--reward", "no/such"], "", ["no/such", "module:function", "folder"]),
         (["constraind"], "", ["constraind", "did you mean constrained"]),
         (["--max_steps", "2"], "", ["name a profile first"]),
     ],
@@ -130,6 +135,25 @@ def test_the_launcher_refuses_before_any_model_loads(arguments, model, parts):
     assert result.returncode == 2, result.stderr[-2000:]
     line = result.stderr.strip().splitlines()[-1]
     assert line.startswith("launch: ") and all(part in line for part in parts), line
+
+
+@pytest.mark.torch
+def test_a_model_kept_on_the_host_leaves_the_device_when_the_policy_trains(monkeypatch):
+    import torch
+
+    from experiments.launch import keep_on_host
+
+    calls = []
+    hook = SimpleNamespace(offload=lambda: calls.append("offload"))
+    monkeypatch.setattr("accelerate.cpu_offload_with_hook", lambda model, device: (model, hook))
+    accelerator = SimpleNamespace(unwrap_model=lambda model: model, device="cpu")
+    trainer = SimpleNamespace(accelerator=accelerator, model=torch.nn.Linear(2, 2))
+    keep_on_host(trainer, torch.nn.Linear(2, 2))
+    with torch.no_grad():
+        trainer.model(torch.ones(1, 2))  # generation, scoring
+    assert calls == []
+    trainer.model(torch.ones(1, 2))
+    assert calls == ["offload"]
 
 
 @pytest.mark.torch
