@@ -195,7 +195,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(argv: list[str]) -> int:
     host_allocator.activate(asked_host_allocator(argv), restart=argv == sys.argv[1:])
-    print("host allocator:", *(host_allocator.mapped().values() or ["system"]), flush=True)
+    # one write: the workers' lines would mix
+    print(f"host allocator: {', '.join(host_allocator.mapped().values()) or 'system'}\n", end="", flush=True)
     from experiments.train import use_fork
 
     use_fork(ARMS["shared"])
