@@ -9,6 +9,7 @@ from pathlib import Path
 
 from transformers import TrainerCallback
 
+from experiments import host_allocator
 from experiments.phases import PhaseRecorder
 from experiments.record import write_json
 
@@ -117,6 +118,7 @@ class MemoryCallback(TrainerCallback):
             Path(args.output_dir) / "memory.json",
             {
                 "device_kind": "cuda" if self.cuda else "cpu",
+                "host_allocator": host_allocator.active(),
                 "device_bytes": self.torch.cuda.mem_get_info()[1] if self.cuda else None,
                 "peaks": peaks,
                 "static_bytes": self.static,

@@ -16,6 +16,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
+from experiments import host_allocator
 from experiments.config import ARMS, ROOT, ConfigError, exit_code
 from experiments.profiles import fields, load_profile, profile_path
 
@@ -33,6 +36,7 @@ class LaunchArguments:
         offload_reference: keep the reference model on the host except while it scores.
         offload_reward: the same with the reward model.
         memory_snapshot: "peak" or "oom", see `MemoryCallback`.
+        host_allocator: "system", "tcmalloc" or "jemalloc": malloc for host memory, see `experiments.host_allocator`.
     """
 
     algorithm: str = "rloo"
@@ -42,6 +46,25 @@ class LaunchArguments:
     offload_reference: bool = False
     offload_reward: bool = False
     memory_snapshot: str | None = None
+    host_allocator: str = "system"
+
+
+def asked_host_allocator(argv: list[str]) -> str:
+    """`host_allocator` of the command line, else of the profile.
+
+    Read before `parse`, because that imports torch and, with several processes, connects them: too late to start
+    again. What is wrong with the command line or the profile, `parse` says.
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--host_allocator", "--host-allocator")
+    given = first.parse_known_args(argv[1:])[0].host_allocator
+    if given is not None:
+        return given
+    try:
+        settings = yaml.safe_load(profile_path(argv[0]).read_text())
+    except (IndexError, OSError, yaml.YAMLError):
+        settings = None
+    return settings.get("host_allocator", "system") if isinstance(settings, dict) else "system"
 
 
 def parse(argv: list[str]):
@@ -174,6 +197,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(argv: list[str]) -> int:
+    host_allocator.activate(asked_host_allocator(argv), restart=argv == sys.argv[1:])
+    # one write: the workers' lines would mix
+    print(f"host allocator: {', '.join(host_allocator.mapped().values()) or 'system'}\n", end="", flush=True)
     from experiments.train import use_fork
 
     use_fork(ARMS["shared"])

@@ -51,6 +51,7 @@ def test_what_the_doctor_writes_trains_and_its_record_can_be_read_again(tmp_path
         assert metric in result.stdout
     record = json.loads((out / "memory.json").read_text())
     assert record["arguments"]["prefix_sharing"] is True and record["prompt_tokens"] == 512
+    assert record["host_allocator"] == "system"
     with (out / "memory_phases.csv").open(newline="") as file:
         assert {"generate", "score", "train", "optimizer"} <= {row["phase"] for row in csv.DictReader(file)}
 
