@@ -43,8 +43,9 @@ def record_sharding():
     def train_and_record(trainer, *args, **kwargs):
         result = train(trainer, *args, **kwargs)
         if trainer.is_world_process_zero():
-            record = {"policy": sharding(trainer.model), "reference": sharding(trainer.ref_model)}
-            Path(trainer.args.output_dir, "sharding.json").write_text(json.dumps(record))
+            models = {"policy": trainer.model, "reference": trainer.ref_model}
+            record = {name: sharding(model) for name, model in models.items() if model is not None}
+            Path(trainer.args.output_dir, "sharding.json").write_text(json.dumps(record, indent=1))
         return result
 
     Trainer.train = train_and_record
