@@ -22,6 +22,12 @@ RECORDED = (
 )  # fmt: skip
 
 
+def own_file(args, name: str) -> Path:
+    """The file `name` of this process in the output folder: x.json of the first process, x.1.json of the next."""
+    path = Path(args.output_dir, name)
+    return path.with_suffix(f".{args.process_index}{path.suffix}") if args.process_index else path
+
+
 class MemoryCallback(TrainerCallback):
     """Writes to TRL's metrics, each step:
 
@@ -33,6 +39,9 @@ class MemoryCallback(TrainerCallback):
     * `mem_alloc_retries`: how often the allocator had to free its cache and try again since the training began.
 
     Without CUDA the sizes are resident memory of the process, and there is nothing reserved and no retry.
+
+    Of several processes each writes its own files, memory.json the first and memory.1.json the next; the log shows
+    the first one's sizes.
 
     Args:
         trainer: an RLOO or GRPO trainer.
@@ -59,19 +68,18 @@ class MemoryCallback(TrainerCallback):
         self.static = 0  # weights, gradients and optimizer state, seen before the optimizer's step
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-        folder = Path(args.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         kind = "cuda" if self.cuda else "cpu"
         resumed = state.global_step > 0
-        self.phases = PhaseRecorder(folder / "memory_phases.csv", kind, go_on=resumed)
-        if resumed and (folder / "memory.json").exists():
-            self.highest = max(json.loads((folder / "memory.json").read_text())["peaks"].values())
+        self.phases = PhaseRecorder(own_file(args, "memory_phases.csv"), kind, go_on=resumed)
+        if resumed and own_file(args, "memory.json").exists():
+            self.highest = max(json.loads(own_file(args, "memory.json").read_text())["peaks"].values())
         policy = self.trainer.accelerator.unwrap_model(self.trainer.model)
         self.phases.attach(policy, getattr(optimizer, "optimizer", optimizer))
         if self.snapshot:
             self.torch.cuda.memory._record_memory_history(max_entries=200_000)
         if self.snapshot == "oom":
-            path = str(folder / "memory_snapshot.pickle")
+            path = str(own_file(args, "memory_snapshot.pickle"))
             self.torch._C._cuda_attach_out_of_memory_observer(
                 lambda *args: self.torch.cuda.memory._dump_snapshot(path)
             )
@@ -108,14 +116,22 @@ class MemoryCallback(TrainerCallback):
             self.highest = highest
             self._record(args, peaks)
             if self.snapshot == "peak":
-                self.torch.cuda.memory._dump_snapshot(str(Path(args.output_dir) / "memory_snapshot.pickle"))
+                self.torch.cuda.memory._dump_snapshot(str(own_file(args, "memory_snapshot.pickle")))
 
     def _record(self, args, peaks: dict[str, int]) -> None:
         """memory.json: what the doctor needs to explain the highest peak so far."""
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        sharding = getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
+        devices = {
+            "num_devices": args.world_size,
+            "fully_sharded": sharding is not None,
+            "offload_parameters": isinstance(getattr(sharding, "cpu_offload", None), CPUOffloadPolicy),
+        }
         write_json(
-            Path(args.output_dir) / "memory.json",
+            own_file(args, "memory.json"),
             {
                 "device_kind": "cuda" if self.cuda else "cpu",
                 "host_allocator": host_allocator.active(),
@@ -130,7 +146,7 @@ class MemoryCallback(TrainerCallback):
                 "lora_rank": max((config.r for config in getattr(model, "peft_config", {}).values()), default=0),
                 "weight_bits": 4 if getattr(model, "is_loaded_in_4bit", False)
                 else 8 if getattr(model, "is_loaded_in_8bit", False) else 16,
-                "arguments": {name: getattr(args, name) for name in RECORDED if hasattr(args, name)},
+                "arguments": {name: getattr(args, name) for name in RECORDED if hasattr(args, name)} | devices,
             },
         )
 

@@ -3,6 +3,7 @@
     MODEL_PATH=/models/Qwen3-8B ./launch_single_gpu.sh single_gpu_24gb --dataset prompts.jsonl --max_steps 100
     MODEL_PATH=random:qwen3-0.6b ./launch_single_gpu.sh balanced --max_steps 2        # random weights, to try a card
     ./launch_single_gpu.sh fits.yaml --model_name_or_path hub:Qwen/Qwen3-8B           # downloads it
+    accelerate launch --config_file experiments/accelerate/fsdp2.yaml -m experiments.launch multi_gpu_70b
 
 Any setting of TRL's trainer can follow the profile and replaces what it says. The training log shows memory
 (`experiments.callbacks.MemoryCallback`).
@@ -110,8 +111,9 @@ def no_gpu() -> bool:
     return not torch.cuda.is_available()
 
 
-def model_and_tokenizer(name: str | None, folder: Path):
-    """(path of the model, tokenizer). Raises `ConfigError`. Only hub: downloads."""
+def model_and_tokenizer(name: str | None, folder: Path, first: bool = True):
+    """(path of the model, tokenizer). Raises `ConfigError`. Only hub: downloads. Of several processes, only the first
+    one writes random weights to `folder`."""
     from transformers import AutoTokenizer
 
     if not name:
@@ -125,6 +127,8 @@ def model_and_tokenizer(name: str | None, folder: Path):
             f"model {name!r} is not a folder here; MODEL_PATH=hub:{name} downloads it, MODEL_PATH=random:{short} "
             "takes its shape with random weights"
         )
+    if not first:
+        return str(folder), AutoTokenizer.from_pretrained(folder, padding_side="left")
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -183,6 +187,8 @@ def keep_on_host(trainer, model) -> None:
     import torch
     from accelerate import cpu_offload_with_hook
 
+    if trainer.is_fsdp_enabled:
+        raise ConfigError("offloading moves a whole model, and FSDP shards it: use fsdp2_offload.yaml instead")
     model, hook = cpu_offload_with_hook(trainer.accelerator.unwrap_model(model).cpu(), trainer.accelerator.device)
 
     def before_forward(module, args):
@@ -210,17 +216,23 @@ def run(argv: list[str]) -> int:
     reward = reward_function(launch.reward)
     if launch.offload_reward and not isinstance(reward, str):
         raise ConfigError(f"offload_reward is on, but the reward {launch.reward!r} is a function; remove it")
-    path, tokenizer = model_and_tokenizer(model.model_name_or_path, ROOT / ".build" / "models" / "random")
-    dataset = prompts(launch, tokenizer)
+    with config.main_process_first():  # it writes or downloads, the others find it
+        folder = ROOT / ".build" / "models" / "random"
+        path, tokenizer = model_and_tokenizer(model.model_name_or_path, folder, config.local_process_index == 0)
+        dataset = prompts(launch, tokenizer)
     config.model_init_kwargs = {"dtype": model.dtype, **(config.model_init_kwargs or {})}
     if model.attn_implementation:
         config.model_init_kwargs["attn_implementation"] = model.attn_implementation
+    if config.world_size > 1:  # with FSDP, TRL would have every process spread a whole reference over all GPUs
+        config.model_init_kwargs.setdefault("device_map", None)
     trainer_class = RLOOTrainer if launch.algorithm == "rloo" else GRPOTrainer
     trainer = trainer_class(
         model=path, reward_funcs=reward, args=config, train_dataset=dataset,
         processing_class=tokenizer, peft_config=get_peft_config(model),
         quantization_config=get_quantization_config(model),
     )  # fmt: skip
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not trainer.is_fsdp_enabled:
+        raise ConfigError("without a GPU accelerate would train with DDP in place of FSDP; use ddp.yaml")
     if launch.offload_reference:
         if trainer.ref_model is None:
             raise ConfigError("offload_reference is on, but there is no reference (beta is 0, or LoRA); remove it")
@@ -230,8 +242,13 @@ def run(argv: list[str]) -> int:
     trainer.add_callback(MemoryCallback(trainer, snapshot=launch.memory_snapshot))
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     if config.save_strategy != "no":
+        if trainer.is_fsdp_enabled:  # checkpoints are shards; of shards alone, `save_model` would save nothing
+            trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         trainer.save_model(config.output_dir)
-    print(f"memory by phase: {config.output_dir}/memory_phases.csv, memory.json")
+    if trainer.is_world_process_zero():
+        print(f"memory by phase: {config.output_dir}/memory_phases.csv, memory.json")
+    trainer.accelerator.wait_for_everyone()  # gloo can abort a process that the others have left
+    trainer.accelerator.end_training()
     return 0
 
 

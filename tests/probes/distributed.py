@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, DistributedType, PartialState
 from datasets import Dataset
+from fsdp_on_cpu import allow_fsdp_on_cpu
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
@@ -35,21 +35,6 @@ PROMPTS = (
 )  # are what one of them has and the other has not.
 NEVER_END = (71, 81)  # first tokens of prompts all of whose completions are cut, and so masked
 LOGGED = ("loss", "kl", "entropy", "reward", "clip_ratio/region_mean")
-
-
-def allow_fsdp_on_cpu():
-    """FSDP2 works on CPU, but accelerate offers it only where there are accelerators."""
-    initialize = AcceleratorState.__init__
-
-    def initialize_with_plugin(self, *args, fsdp_plugin=None, **kwargs):
-        initialize(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-        if fsdp_plugin is not None:
-            if self.mixed_precision != "no":
-                fsdp_plugin.set_mixed_precision(self.mixed_precision)
-            self.fsdp_plugin = fsdp_plugin
-            self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-
-    AcceleratorState.__init__ = initialize_with_plugin
 
 
 def build_tokenizer():

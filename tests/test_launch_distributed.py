@@ -1,0 +1,135 @@
+"""The launcher under `accelerate launch` with the files in experiments/accelerate: two processes, on CPU with gloo."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments import data, models
+from experiments.config import resolve
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAM = ("-m", "experiments.launch")
+FSDP_PROGRAM = (str(ROOT / "tests" / "probes" / "fsdp_on_cpu.py"),)  # the launcher where accelerate can shard on CPU
+# Two rollouts with two updates each: after the first update of a rollout the loss is not zero. Every weight, with the
+# optimizer of the profiles. Both processes sample from their own seed, the same in all runs: a token is another one
+# only if two candidates are within rounding of each other.
+PROFILE = """
+dtype: float32
+bf16: false
+beta: 0.05
+prefix_sharing: true
+completions_per_forward: 2
+num_generations: 4
+per_device_train_batch_size: 4
+gradient_accumulation_steps: 1
+num_iterations: 2
+max_steps: 4
+max_completion_length: 8
+gradient_checkpointing: true
+optim: adamw_torch_fused
+learning_rate: 1.0e-3
+prompt_tokens: 48
+logging_steps: 1
+save_strategy: steps
+save_steps: 4
+report_to: none
+disable_tqdm: true
+seed: 1
+"""
+
+
+def build_model():
+    return models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))[0]
+
+
+def launch(config, program, model, folder):
+    """What two processes print that train with a file of experiments/accelerate. Nothing else is told about the CPU:
+    the launcher sees that there is no GPU."""
+    (folder / "profile.yaml").write_text(PROFILE)
+    command = [
+        sys.executable, "-W", "ignore", "-m", "accelerate.commands.launch",
+        "--config_file", f"experiments/accelerate/{config}.yaml", "--num_processes", "2", "--main_process_port", "0",
+        *program, str(folder / "profile.yaml"), "--output_dir", str(folder / config),
+    ]  # fmt: skip
+    environment = {**os.environ, "MODEL_PATH": model, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=240)  # about 15 s alone; other tests share the cores
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)  # accelerate ends its processes, which are in sessions of their own
+        try:
+            output, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 0, f"{config}: exit code {process.returncode}\n{output[-4000:]}"
+    return output
+
+
+@pytest.mark.torch
+def test_ddp_fsdp2_and_offloading_train_the_same_numbers(tmp_path):
+    """Where this was written the weights were equal to the bit: float32, and a sum of two gradients has no order. The
+    bounds are for kernels that sum a norm or a product in another order, of which Adam makes steps where a gradient
+    is near zero."""
+    from safetensors.torch import load_file
+
+    model = build_model()
+    before, logs, weights = load_file(Path(model) / "model.safetensors"), {}, {}
+    for config, program, policy in (
+        ("ddp", PROGRAM, None),
+        ("fsdp2", FSDP_PROGRAM, "OffloadPolicy"),
+        ("fsdp2_offload", FSDP_PROGRAM, "CPUOffloadPolicy"),
+    ):
+        output, out = launch(config, program, model, tmp_path), tmp_path / config
+        assert output.count("memory by phase:") == 1
+        logs[config] = json.loads((out / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+        weights[config] = load_file(out / "model.safetensors")  # whole, also where checkpoints are shards
+
+        if policy:
+            sharding = json.loads((out / "sharding.json").read_text())
+            for which in ("policy", "reference"):
+                assert sharding[which] == dict.fromkeys(before, policy), f"{config}: {which}"
+        offloads = policy == "CPUOffloadPolicy"
+        devices = {"num_devices": 2, "fully_sharded": policy is not None, "offload_parameters": offloads}
+        for suffix in ("", ".1"):  # each process has its own record
+            record = json.loads((out / f"memory{suffix}.json").read_text())
+            assert record["arguments"].items() >= devices.items()
+            assert record["parameters"] == sum(tensor.numel() for tensor in before.values())  # all, not a share
+            with (out / f"memory_phases{suffix}.csv").open(newline="") as file:
+                rows = list(csv.DictReader(file))
+            assert [row["phase"] for row in rows].count("generate") == 2
+            assert all(float(row["start"]) <= float(row["end"]) for row in rows)
+
+    assert len(logs["ddp"]) == 4 and logs["ddp"][1]["loss"] < -1e-3 and logs["ddp"][2]["kl"] > 1e-3
+    assert all(entry["grad_norm"] > 0.1 for entry in logs["ddp"])
+    for config in ("fsdp2", "fsdp2_offload"):
+        for entry, expected in zip(logs[config], logs["ddp"], strict=True):
+            for key in {"loss", "reward", "reward_std", "kl", "entropy", "grad_norm"} & expected.keys():
+                assert entry[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6), (config, expected["step"], key)
+        assert weights[config].keys() == weights["ddp"].keys() == before.keys()
+        for name, expected in weights["ddp"].items():
+            moved = (expected - before[name]).norm()
+            assert moved > 1e-3 * before[name].norm(), f"{name} was not trained"
+            assert (weights[config][name] - expected).norm() < 1e-3 * moved, (config, name)
+
+
+@pytest.mark.torch
+def test_fsdp_without_a_gpu_is_refused(tmp_path):
+    """Accelerate would not shard there, and not say so."""
+    (tmp_path / "profile.yaml").write_text(PROFILE)
+    environment = {
+        **os.environ, "MODEL_PATH": build_model(), "CUDA_VISIBLE_DEVICES": "",
+        "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2",  # as accelerate launch sets them
+    }  # fmt: skip
+    command = [sys.executable, *PROGRAM, tmp_path / "profile.yaml", "--output_dir", tmp_path / "out"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    line = result.stderr.strip().splitlines()[-1]
+    assert result.returncode == 2 and line.startswith("launch: ") and "ddp.yaml" in line, result.stderr[-3000:]
