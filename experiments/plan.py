@@ -162,6 +162,8 @@ def setup_from(args: argparse.Namespace, profile: dict) -> Setup:
     setup = replace(from_settings(args.prompt, profile), **given)
     if args.accelerate:
         setup = replace(setup, **devices_from(args.accelerate))
+        if setup.fully_sharded and setup.bf16 and not setup.lora_rank:
+            setup = replace(setup, dtype="float32")  # accelerate's `fsdp2_prepare_model` widens trained weights
     if args.prompts or args.k or "per_device_train_batch_size" not in profile:
         rows = setup.num_generations * (args.prompts or 1)
         setup = replace(

@@ -40,6 +40,10 @@ RUNS = {
         [(False, SHARED, {}), (True, ONE, PARTS), (True, TWO, KEEP), (True, {**WHOLE, "tokens_per_forward": 16}, {})],
     ),
     "fsdp-generate": (dict(trainer="rloo", generate=True, options=GREEDY, fsdp=RESHARD), [(True, SHARED, {})]),
+    "fsdp-lora-generate": (
+        dict(trainer="rloo", generate=True, options=GREEDY, fsdp=RESHARD, lora=True),
+        [(True, SHARED, {})],
+    ),
 }
 
 

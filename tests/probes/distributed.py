@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from datasets import Dataset
+from peft import LoraConfig
 from fsdp_on_cpu import allow_fsdp_on_cpu
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.distributed.tensor import DTensor
@@ -89,7 +90,7 @@ class Recorder(TrainerCallback):
 
 
 def train(folder, tokenizer, *, trainer, fsdp=None, dtype="float64", accumulate=1, updates=4, generate=False,
-          evaluate=False, prompts=PROMPTS, options=None):  # fmt: skip
+          evaluate=False, lora=False, prompts=PROMPTS, options=None):  # fmt: skip
     """One training. Unless told to `generate`, completions are fixed, so that both arms train on the same ones."""
     trainer_class, config_class = TRAINERS[trainer]
     dataset = []
@@ -113,6 +114,7 @@ def train(folder, tokenizer, *, trainer, fsdp=None, dtype="float64", accumulate=
         model=str(folder / "model"), reward_funcs=reward, args=arguments, processing_class=tokenizer,
         train_dataset=Dataset.from_dict({"prompt": dataset}),
         eval_dataset=Dataset.from_dict({"prompt": dataset[:3]}) if evaluate else None, callbacks=[recorder],
+        peft_config=LoraConfig(r=4, target_modules="all-linear") if lora else None,
     )  # fmt: skip
     completions = []
     generate_single_turn = instance._generate_single_turn

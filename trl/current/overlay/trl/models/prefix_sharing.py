@@ -27,7 +27,8 @@ share a prompt, H hidden size, D head size.
 
 import functools
 import sys
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -44,9 +45,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 if Version(torch.__version__) >= Version("2.6.0"):
-    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 else:  # the FSDP2 API was public only from torch 2.6
-    from torch.distributed._composable.fsdp import FSDPModule
+    from torch.distributed._composable.fsdp import FSDPModule, register_fsdp_forward_method
 
 
 # Attention implementations that take an arbitrary mask, which is what lets packed completions see one prefix
@@ -359,10 +360,10 @@ def _prefix_ids(ids: torch.Tensor) -> torch.Tensor:
     return ids if len(ids) > 0 else ids.new_zeros(1)
 
 
-def _prompt_pass(model: nn.Module, inputs: dict[str, torch.Tensor], positions: torch.Tensor, **kwargs):
-    """Run a prompt without its last token through `model`. Returns the prefix that it leaves, and the output."""
+def _prompt_pass(forward: Callable, inputs: dict[str, torch.Tensor], positions: torch.Tensor, **kwargs):
+    """Run a prompt without its last token through a model. Returns the prefix that it leaves, and the output."""
     prefix = _Prefix(positions)
-    outputs = model(
+    outputs = forward(
         **inputs,
         position_ids=_prefix_ids(positions)[None],
         use_cache=False,
@@ -757,16 +758,23 @@ def generate_with_shared_prefix(
     Returns:
         `torch.Tensor` of shape `(B, P + C)`: Prompts followed by what was generated.
     """
+    forward = model
+    if is_peft_model(model):
+        # As `generate` of a PEFT model does, past the forward of the PEFT model, which Accelerate wraps in autocast
+        forward = model.get_base_model()
+        if isinstance(model, FSDPModule):  # it gathers weights in methods that it knows
+            model._base_forward = types.MethodType(lambda self, **kwargs: self.get_base_model()(**kwargs), model)
+            register_fsdp_forward_method(model, "_base_forward")
+            forward = model._base_forward
+
     groups = _group_rows(input_ids, attention_mask, group_size)
     prefixes = []
     for rows in groups:
         prefix_ids = input_ids[rows[0], :-1][attention_mask[rows[0], :-1].bool()]
         # Positions without padding, as `generate` continues them
         positions = torch.arange(len(prefix_ids), device=prefix_ids.device)
-        # As `generate` of a PEFT model does, past the forward of the PEFT model, which Accelerate wraps in autocast
-        base_model = model.get_base_model() if is_peft_model(model) else model
         inputs = {"input_ids": _prefix_ids(prefix_ids)[None]}
-        prefixes.append(_prompt_pass(base_model, inputs, positions, logits_to_keep=1)[0])
+        prefixes.append(_prompt_pass(forward, inputs, positions, logits_to_keep=1)[0])
     cache = SharedPrefixCache(prefixes, groups, attention_mask[:, :-1])
     with _set(_current_cache, cache):
         return model.generate(
