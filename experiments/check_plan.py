@@ -48,6 +48,7 @@ def cases(device: str) -> dict[str, Setup]:
         "stock-k8-bf16": half,
         "stock-k8-plain": replace(base, gradient_checkpointing=False),
         "stock-k8-lora": replace(half, lora_rank=16),
+        "stock-k8-lora32": replace(base, lora_rank=16),
         "stock-k8-lora-8bit": replace(base, lora_rank=16, weight_bits=8),
         "stock-k8-lora-4bit": replace(base, lora_rank=16, weight_bits=4),
         "stock-k8-adam8": replace(base, optim="adamw_bnb_8bit"),

@@ -230,7 +230,10 @@ def run(args: argparse.Namespace) -> int:
     exact = all(lever.exact for lever, _ in used)
     print(f"fits: {last.peak.total / GIB:.2f} GiB. {'Trains the same as before. ' if used and exact else ''}"
           f"Settings: {args.output}")  # fmt: skip
-    print(f"  MODEL_PATH=... ./launch_single_gpu.sh {args.output}")
+    if setup.num_devices > 1:
+        print(f"  MODEL_PATH=... .venv/bin/accelerate launch --config_file ... -m experiments.launch {args.output}")
+    else:
+        print(f"  MODEL_PATH=... ./launch_single_gpu.sh {args.output}")
     print("  PYTORCH_ALLOC_CONF=expandable_segments:True keeps fragmentation low on CUDA; the launcher sets it")
     return 0
 

@@ -77,16 +77,19 @@ def pretending(device: str):
 
 
 class _QuantizedLinear(torch.autograd.Function):
-    """A linear layer whose weight is brought to the input's dtype for each product, as bitsandbytes does."""
+    """A linear layer whose weight is brought to the input's dtype for each product, as bitsandbytes does.
+
+    With 8 bits it holds its input past autograd's saved tensors (`MatMul8bitLt`: `ctx.tensors`), so checkpointing does
+    not let go of it before the backward."""
 
     @staticmethod
-    def forward(ctx, x, bias, shape):
-        ctx.shape = shape
+    def forward(ctx, x, bias, shape, holds_input):
+        ctx.shape, ctx.held = shape, x if holds_input else None
         return torch.nn.functional.linear(x, x.new_empty(shape), bias)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad @ grad.new_empty(ctx.shape), None, None
+        return grad @ grad.new_empty(ctx.shape), None, None, None
 
 
 def _counted(memory: LiveBytes, kind: str, function, event=None):
@@ -256,7 +259,8 @@ class Simulation:
                 size = weight.numel() + shape[0] * 4
             with self.fake:
                 module.weight = torch.nn.Parameter(torch.empty(size, dtype=torch.uint8), requires_grad=False)
-            module.forward = lambda x, m=module, s=shape: _QuantizedLinear.apply(x, m.bias, s)
+            holds_input = self.setup.weight_bits == 8
+            module.forward = lambda x, m=module, s=shape, h=holds_input: _QuantizedLinear.apply(x, m.bias, s, h)
 
     def create_optimizer(self) -> None:
         """The optimizer, with the state that it has from the second step on."""

@@ -9,39 +9,39 @@ import pytest
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_every_architecture_computes_what_whole_sequences_do(probe, dtype):
-    result = probe("shared_exactness", dtype)
-    assert len(result) >= 19
-    for name, errors in result.items():
-        worst = max(*errors["tokens"], *errors["gradient"], *errors["loss"])
-        assert worst <= TOLERANCE[dtype], (name, errors)
-        assert errors["off_is_equal"], f"{name}: prepared but not sharing, it computes something else"
+def test_every_architecture_computes_what_whole_sequences_do(probe):
+    for dtype, result in probe("shared_exactness", *TOLERANCE).items():
+        assert len(result) >= 19
+        for name, errors in result.items():
+            worst = max(*errors["tokens"], *errors["gradient"], *errors["loss"])
+            assert worst <= TOLERANCE[dtype], (dtype, name, errors)
+            assert errors["off_is_equal"], f"{name}: prepared but not sharing, it computes something else"
 
 
-@pytest.mark.parametrize("precision", [("bfloat16",), ("float32", "bfloat16"), ("float32", "float16")])
-def test_in_half_precision_the_error_is_no_larger_than_that_of_whole_sequences(probe, precision):
-    """Half-precision weights against the same rounded weights in float64; mixed precision against float32. One batch
-    of an architecture is a small sample of rounding errors, so each may be half as large again, and the mean over the
-    architectures 5 %, in each setting of the probe."""
-    result = probe("shared_exactness", *precision)
-    for kind in ("tokens", "gradient"):
-        ratios = [[error / errors[f"stock_{kind}"] for error in errors[kind]] for errors in result.values()]
-        for of_setting in zip(*ratios, strict=True):
-            assert max(of_setting) <= 1.5, dict(zip(result, of_setting, strict=True))
-            assert math.exp(sum(map(math.log, of_setting)) / len(of_setting)) <= 1.05, of_setting
-    assert all(errors["off_is_equal"] for errors in result.values())
+def is_no_larger(ratios: dict[str, float]) -> bool:
+    """Ratios of an error to stock's, by architecture. One batch of an architecture is a small sample of rounding
+    errors, so each may be half as large again, and the mean over the architectures 5 %."""
+    mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+    return len(ratios) >= 19 and max(ratios.values()) <= 1.5 and mean <= 1.05
 
 
-@pytest.mark.parametrize("precision", [("float32",), ("bfloat16",), ("float32", "bfloat16"), ("float32", "float16")])
-def test_every_architecture_decodes_with_no_more_error_than_whole_sequences(probe, precision):
-    """Logits of forced tokens against float64, the last two in mixed precision (TRL's default). As above, rounding
-    errors of one batch are a small sample."""
-    result = probe("shared_decoding", *precision)
-    assert len(result) >= 19
-    ratios = {name: errors["shared"] / errors["stock"] for name, errors in result.items()}
-    assert max(ratios.values()) <= 1.5, ratios
-    assert math.exp(sum(map(math.log, ratios.values())) / len(ratios)) <= 1.05, ratios
+def test_in_half_precision_the_error_is_no_larger_than_that_of_whole_sequences(probe):
+    """Half-precision weights against the same rounded weights in float64; mixed precision against float32."""
+    results = probe("shared_exactness", "bfloat16", "float32+bfloat16", "float32+float16")
+    for precision, result in results.items():
+        for kind in ("tokens", "gradient"):
+            for setting in range(8):
+                ratios = {name: errors[kind][setting] / errors[f"stock_{kind}"] for name, errors in result.items()}
+                assert is_no_larger(ratios), (precision, kind, setting, ratios)
+        assert all(errors["off_is_equal"] for errors in result.values())
+
+
+def test_every_architecture_decodes_with_no_more_error_than_whole_sequences(probe):
+    """Logits of forced tokens against float64, the last two in mixed precision (TRL's default)."""
+    results = probe("shared_decoding", "float32", "bfloat16", "float32+bfloat16", "float32+float16")
+    for precision, result in results.items():
+        ratios = {name: errors["shared"] / errors["stock"] for name, errors in result.items()}
+        assert is_no_larger(ratios), (precision, ratios)
 
 
 def test_many_passes_in_bfloat16_keep_the_gradient_of_the_prompt(probe):
@@ -76,7 +76,7 @@ def test_switched_off_the_fork_is_upstream_bit_for_bit(probe, trainer):
     assert fork["logs"] == upstream["logs"]
 
 
-def test_bad_input_is_refused_with_value_limit_and_remedy(probe):
+def test_bad_input_is_refused_with_value_limit_and_remedy_and_leaves_the_attention_usable(probe):
     result = probe("shared_refusals")
     expected = {
         "no attention interface": ["StableLmForCausalLM", "AttentionInterface"],
@@ -112,9 +112,6 @@ def test_bad_input_is_refused_with_value_limit_and_remedy(probe):
         assert result[name] and result[name].startswith("ValueError"), (name, result[name])
         assert all(part in result[name] for part in parts), (name, result[name])
 
-
-def test_a_refused_model_and_a_failed_pass_leave_the_attention_usable(probe):
-    result = probe("shared_refusals")
     assert result["refused model keeps"] == "sdpa"
     assert result["failing pass"] == "RuntimeError: out of memory, as if"
     assert (result["engines find"], result["after the engine"]) == ("sdpa", "prefix_sharing_sdpa")

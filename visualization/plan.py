@@ -79,17 +79,30 @@ def chart(result: dict) -> Figure:
     return figure
 
 
-def check_table(folder: Path) -> str:
-    """Predictions beside measurements, from plan_check.csv in results/<machine>. Raises LoadError."""
+def read_check(folder: Path) -> pd.DataFrame:
+    """plan_check.csv: one row a case and phase. Raises LoadError."""
     path = folder / "plan_check.csv"
     if not path.exists():
         raise LoadError(f"{path}: not there; run python -m experiments.check_plan")
-    rows = pd.read_csv(path)
-    first, phases = rows.iloc[0], list(rows.phase.unique())
+    return pd.read_csv(path)
+
+
+def machine_line(rows: pd.DataFrame) -> str:
+    first = rows.iloc[0]
+    commits = ", ".join(dict.fromkeys(commit[:10] for commit in rows.commit))
+    return (
+        f"*{first.device_kind.upper()}: {first.device_name} · torch {first.torch_version} · commit {commits} · "
+        f"{first['shape']}, vocabulary {first.vocab_size:,}*"
+    )
+
+
+def check_table(folder: Path) -> str:
+    """Predictions beside measurements, from plan_check.csv in results/<machine>. Raises LoadError."""
+    rows = read_check(folder)
+    phases = list(rows.phase.unique())
     worst = rows.loc[rows.error.abs().idxmax()]
     lines = [
-        f"*{first.device_kind.upper()}: {first.device_name} · torch {first.torch_version} · "
-        f"commit {first.commit[:10]} · {first['shape']}, vocabulary {first.vocab_size:,}*",
+        machine_line(rows),
         "",
         f"Predicted / measured peak of each phase, MiB. The largest error is {worst.error:+.1%} ({worst.case}, "
         f"{worst.phase}):",
@@ -106,6 +119,43 @@ def check_table(folder: Path) -> str:
             cells.append(f"{sizes} ({at.error:+.1%})")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+# (lever, case without it, case with it) of experiments.check_plan
+LEVERS = (
+    ("prefix sharing", "stock-k8", "shared-k8"),
+    ("the same, LoRA", "stock-k8-lora", "shared-k8-lora"),
+    ("the same, no checkpointing", "stock-k8-plain", "shared-k8-plain"),
+    ("two completions a pass, not eight", "shared-k8-together", "shared-k8"),
+    ("accumulation, row by row", "stock-k8", "accumulate-k8"),
+    ("token budget of two rows", "stock-k8", "tokens-k8"),
+    ("the same, LoRA", "stock-k8-lora", "tokens-k8-lora"),
+    ("gradient checkpointing", "stock-k8-plain", "stock-k8"),
+    ("no reference", "stock-k8", "stock-k8-beta0"),
+    ("bfloat16 weights", "stock-k8", "stock-k8-bf16"),
+    ("8-bit optimizer", "stock-k8", "stock-k8-adam8"),
+    ("LoRA, rank 16, in bfloat16", "stock-k8-bf16", "stock-k8-lora"),
+    ("8-bit weights under LoRA", "stock-k8-lora32", "stock-k8-lora-8bit"),
+    ("4-bit weights under LoRA", "stock-k8-lora32", "stock-k8-lora-4bit"),
+    ("half of k", "stock-k8", "stock-k4"),
+)
+
+
+def levers_table(folder: Path) -> str:
+    """Measured peak without and with each lever, from plan_check.csv in results/<machine>. Raises LoadError."""
+    rows = read_check(folder)
+    peaks = rows.loc[rows.groupby("case").measured_bytes.idxmax()].set_index("case")
+    lines = ["| lever | case | peak, MiB | with it | |", "| --- | --- | ---: | ---: | ---: |"]
+    for lever, without, with_it in LEVERS:
+        if missing := {without, with_it} - set(peaks.index):
+            raise LoadError(f"{folder}/plan_check.csv has no case {', '.join(sorted(missing))}")
+        before, after = peaks.loc[without], peaks.loc[with_it]
+        change = after.measured_bytes / before.measured_bytes - 1
+        lines.append(
+            f"| {lever} | `{without}`, `{with_it}` | {before.measured_bytes / MIB:.0f} ({before.phase}) | "
+            f"{after.measured_bytes / MIB:.0f} ({after.phase}) | {f'{change:+.0%}'.replace('-', '−')} |"
+        )
+    return machine_line(rows) + "\n\n" + "\n".join(lines) + "\n"
 
 
 def profiles_table(folder: Path) -> str:

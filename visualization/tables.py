@@ -5,7 +5,7 @@
 
 A marked place starts with `<!-- table:NAME results/<machine> -->`, or `<!-- table:NAME results/<machine> SCALE -->`
 for one scale only, and ends with `<!-- /table -->`. Names: peak, audit, speed, published, phases, rivals, plan,
-profiles. The folder is relative to the file.
+levers, profiles. The folder is relative to the file.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from visualization.bench import phases_table
 from visualization.load import load_machine, load_summary
-from visualization.plan import check_table, profiles_table
+from visualization.plan import check_table, levers_table, profiles_table
 from visualization.rivals import rivals_table
 from visualization.runs import (
     GIB,
@@ -111,7 +111,7 @@ TABLES: dict[str, Callable[[Sequence[Run]], list[str]]] = {
     "peak": peak_table, "audit": audit_table, "speed": speed_table, "published": published_table,
     "phases": phases_table}
 FOLDER_TABLES: dict[str, Callable[[Path], str]] = {  # from other files than summary.csv
-    "rivals": rivals_table, "plan": check_table, "profiles": profiles_table}
+    "rivals": rivals_table, "plan": check_table, "levers": levers_table, "profiles": profiles_table}
 
 
 def render(name: str, folder: Path, scale: str | None = None) -> str:

@@ -34,7 +34,7 @@ def logits(model, shared=False) -> torch.Tensor:
     return torch.stack(output.logits).double()
 
 
-def errors_of(name, dtype, autocast):
+def errors_of(name, dtype, autocast=None):
     model = build(name, dtype)
     with pure_float64():
         exact = build(name, dtype).double()
@@ -49,5 +49,8 @@ def errors_of(name, dtype, autocast):
 
 
 if __name__ == "__main__":
-    dtype, *autocast = [getattr(torch, name) for name in sys.argv[1:]]
-    print(json.dumps({name: errors_of(name, dtype, autocast[0] if autocast else None) for name in ARCHITECTURES}))
+    results = {}
+    for precision in sys.argv[1:]:  # a dtype, or two: that of the weights + that of autocast
+        dtypes = [getattr(torch, name) for name in precision.split("+")]
+        results[precision] = {name: errors_of(name, *dtypes) for name in ARCHITECTURES}
+    print(json.dumps(results))

@@ -174,7 +174,9 @@ def errors_of(name, dtype, autocast=None):
 
 
 if __name__ == "__main__":
-    dtype = getattr(torch, sys.argv[1])
-    autocast = getattr(torch, sys.argv[2]) if len(sys.argv) > 2 else None
-    with pure_float64() if dtype == torch.float64 else contextlib.nullcontext():
-        print(json.dumps({name: errors_of(name, dtype, autocast) for name in ARCHITECTURES}))
+    results = {}
+    for precision in sys.argv[1:]:  # a dtype, or two: that of the weights + that of autocast
+        dtypes = [getattr(torch, name) for name in precision.split("+")]
+        with pure_float64() if dtypes == [torch.float64] else contextlib.nullcontext():
+            results[precision] = {name: errors_of(name, *dtypes) for name in ARCHITECTURES}
+    print(json.dumps(results))
