@@ -1,3 +1,4 @@
+import functools
 import json
 import os
 import subprocess
@@ -12,18 +13,21 @@ os.environ["MPLBACKEND"] = "Agg"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-@pytest.fixture
-def train(tmp_path):
-    """Runs `python -m experiments.train` at the smallest scale; returns (exit code, record, run folder, stderr)."""
+@pytest.fixture(scope="session")
+def train(tmp_path_factory):
+    """Runs `python -m experiments.train` at the smallest scale; returns (exit code, record, run folder, stderr). Tests
+    that ask for the same run share it: they only read."""
 
+    @functools.cache
     def run(arm="classic-baseline", k=2, *options, scale="test"):
+        results = tmp_path_factory.mktemp("results")
         command = [
             sys.executable, "-m", "experiments.train", "--arm", arm, "--k", str(k), "--scale", scale,
-            "--device", "cpu", "--results", str(tmp_path), "--machine", "here", "--threads", "1", *options,
+            "--device", "cpu", "--results", str(results), "--machine", "here", "--threads", "1", *options,
         ]  # fmt: skip
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
         repeat = options[options.index("--repeat") + 1] if "--repeat" in options else "0"
-        folder = tmp_path / "here" / f"{arm}_{scale}_k{k}_r{repeat}"
+        folder = results / "here" / f"{arm}_{scale}_k{k}_r{repeat}"
         record = json.loads((folder / "run.json").read_text()) if (folder / "run.json").exists() else None
         return result.returncode, record, folder, result.stderr
 

@@ -27,17 +27,17 @@ TWO, ONE = {**SHARED, "completions_per_forward": 2}, {**SHARED, "completions_per
 RUNS = {
     "ddp-rloo": (
         dict(trainer="rloo", evaluate=True),
-        [(False, SHARED, {}), (True, TWO, {}), (False, {**WHOLE, "tokens_per_forward": 16}, {})],
+        [(True, TWO, {}), (False, {**WHOLE, "tokens_per_forward": 16}, {})],
     ),
     "ddp-grpo": (dict(trainer="grpo", accumulate=2, dtype="float32"), [(True, ONE, {})]),
     "ddp-generate": (dict(trainer="grpo", generate=True, options=GREEDY), [(False, SHARED, {})]),
     "fsdp-rloo": (
         dict(trainer="rloo", accumulate=2, fsdp=RESHARD),
-        [(True, TWO, {}), (False, SHARED, KEEP), (True, {**SHARED, "tokens_per_forward": 8}, {})],
+        [(False, SHARED, KEEP), (True, {**SHARED, "tokens_per_forward": 8}, {})],
     ),
     "fsdp-grpo": (
         dict(trainer="grpo", evaluate=True, dtype="float32", fsdp=RESHARD),
-        [(False, SHARED, {}), (True, ONE, PARTS), (True, TWO, KEEP), (True, {**WHOLE, "tokens_per_forward": 16}, {})],
+        [(True, ONE, PARTS), (True, TWO, {}), (True, {**WHOLE, "tokens_per_forward": 16}, {})],
     ),
     "fsdp-generate": (dict(trainer="rloo", generate=True, options=GREEDY, fsdp=RESHARD), [(True, SHARED, {})]),
     "fsdp-lora-generate": (

@@ -148,7 +148,7 @@ def test_a_model_kept_on_the_host_leaves_the_device_when_the_policy_trains(monke
     hook = SimpleNamespace(offload=lambda: calls.append("offload"))
     monkeypatch.setattr("accelerate.cpu_offload_with_hook", lambda model, device: (model, hook))
     accelerator = SimpleNamespace(unwrap_model=lambda model: model, device="cpu")
-    trainer = SimpleNamespace(accelerator=accelerator, model=torch.nn.Linear(2, 2))
+    trainer = SimpleNamespace(accelerator=accelerator, model=torch.nn.Linear(2, 2), is_fsdp_enabled=False)
     keep_on_host(trainer, torch.nn.Linear(2, 2))
     with torch.no_grad():
         trainer.model(torch.ones(1, 2))  # generation, scoring

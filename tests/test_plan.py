@@ -86,10 +86,10 @@ def test_bad_input_is_one_line_with_value_and_remedy(arguments, parts, capsys):
 
 @pytest.mark.torch
 def test_a_device_smaller_than_the_weights_is_told_by_how_much():
-    result = run("plan", "--model", "qwen3-8b", "--prompt", 64, "--completion", 16, "--k", 2, "--lora", 8,
-                 "--device-memory", "12GiB", "--arms", "shared")  # fmt: skip
+    result = run("plan", "--model", "tiny-qwen3", "--prompt", 64, "--completion", 16, "--k", 2, "--dtype", "float32",
+                 "--device-memory", "8MiB", "--reserve", "0", "--arms", "shared")  # fmt: skip
     assert result.returncode == 0, result.stderr[-2000:]
-    assert "The weights alone exceed 12GiB by" in result.stdout
+    assert "The weights alone exceed 8MiB by" in result.stdout
 
 
 @pytest.mark.torch
