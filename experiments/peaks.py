@@ -14,7 +14,7 @@ import torch
 from experiments.config import GIB
 from experiments.models import meta_model
 from experiments.sharding import spread, weights_by_place
-from experiments.simulate import PHASES, Simulation, decoder_layers, pretending
+from experiments.simulate import PHASES, Simulation, decoder_layers
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,36 @@ def phase_peaks(setup, hf_config) -> list[PhasePeak]:
         setup (`experiments.setups.Setup`): what is trained, and how.
         hf_config (`transformers.PretrainedConfig`): the model's.
     """
+    return combine(setup, hf_config, [simulate(*task) for task in simulations(setup, hf_config)])
+
+
+def simulations(setup, hf_config) -> list[tuple]:
+    """Arguments of the calls of `simulate` that the peaks of a setup follow from. They can run at the same time."""
     few, more = passes_that_tell(setup)
+    setups = [(setup, True)]
+    if more:  # generation has no passes
+        setups = [(setup.with_k(few), True), (setup.with_k(more), True), (setup, False)]
+    configs = [hf_config]
+    if hf_config.num_hidden_layers > 7 and layers_are_alike(hf_config):
+        configs = [with_layers(hf_config, 3), with_layers(hf_config, 4)]
+    return [(each, config, passes) for each, passes in setups for config in configs]
+
+
+def simulate(setup, hf_config, passes: bool) -> dict[tuple, dict[str, int]]:
+    return Simulation(setup, hf_config).run(passes)
+
+
+def combine(setup, hf_config, results: list[dict[tuple, dict[str, int]]]) -> list[PhasePeak]:
+    """The peaks of a setup from the results of its `simulations`, in their order."""
+    few, more = passes_that_tell(setup)
+    if len(results) == (6 if more else 2):  # of three and of four layers
+        pairs = zip(results[::2], results[1::2], strict=True)
+        results = [all_layers(three, four, hf_config.num_hidden_layers) for three, four in pairs]
+    stretches, *others = [highest(result) for result in results]
     if more:
-        once, again = (highest(all_stretches(setup.with_k(k), hf_config)) for k in (few, more))
+        again, generation = others
         x = (setup.num_generations - few) / (more - few)
-        stretches = {place: along_line(once[place], again[place], x) for place in again}
-        stretches |= highest(all_stretches(setup, hf_config, passes=False))  # generation has no passes
-    else:
-        stretches = highest(all_stretches(setup, hf_config))
+        stretches = {place: along_line(stretches[place], again[place], x) for place in again} | generation
     peaks, weights = [], weights_by_place(hf_config) if setup.fully_sharded else (0, 0)
     for phase in PHASES:
         each = (spread(setup, weights, phase, kinds) for place, kinds in stretches.items() if place[0] == phase)
@@ -62,10 +84,9 @@ def passes_that_tell(setup) -> tuple[int, int]:
     or passes of whole rows that mix prompts.
 
     The LM head works on tiles of some tokens, so all three must fill one tile, or none must."""
-    from trl.kernels.chunked_logprob import _token_chunk_size
+    from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE, _token_chunk_size
 
-    with pretending(setup.device):
-        tile = _token_chunk_size(torch.device("cpu"))
+    tile = TOKEN_CHUNK_SIZE if setup.device == "cuda" else _token_chunk_size(torch.device("cpu"))
     k, per_forward = setup.num_generations, setup.rows_per_pass
     mixed = not setup.prefix_sharing and setup.per_device_train_batch_size > k
     if per_forward is None or mixed:
@@ -77,12 +98,8 @@ def passes_that_tell(setup) -> tuple[int, int]:
     return passes * per_forward, (passes + 2) * per_forward
 
 
-def all_stretches(setup, hf_config, passes: bool = True) -> dict[tuple, dict[str, int]]:
-    """What is alive between events, see `Simulation.run`, with all layers."""
-    num_layers = hf_config.num_hidden_layers
-    if num_layers <= 7 or not layers_are_alike(hf_config):
-        return Simulation(setup, hf_config).run(passes)
-    three, four = (Simulation(setup, with_layers(hf_config, count)).run(passes) for count in (3, 4))
+def all_layers(three: dict, four: dict, num_layers: int) -> dict[tuple, dict[str, int]]:
+    """What is alive between events, see `Simulation.run`, with all layers, from what it is with three and four."""
     # The first two and the last two layers stand for all: along the layers between it is a straight line, too
     return {
         (phase, event, layer, visit): along_line(

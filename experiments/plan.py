@@ -46,13 +46,24 @@ def predict(arm: str, setup: Setup, hf_config) -> Prediction:
 
 def predict_all(setups: dict[str, Setup], hf_config, say=lambda line: None) -> list[Prediction]:
     """The same for several, by label, at the same time in processes of their own."""
+    for setup in setups.values():
+        check(setup, hf_config)
     import trl.trainer.rloo_trainer  # noqa: F401  once, not in each process
 
-    with ProcessPoolExecutor(min(len(setups), os.cpu_count() or 1), multiprocessing.get_context("fork")) as pool:
+    from experiments import peaks
+
+    tasks = {label: peaks.simulations(setup, hf_config) for label, setup in setups.items()}
+    processes = min(sum(map(len, tasks.values())), os.cpu_count() or 1)
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
+        # Those that take longest, of shared prompts, come last: they are begun first
+        futures = {
+            label: [pool.submit(peaks.simulate, *task) for task in reversed(tasks[label])] for label in reversed(tasks)
+        }
         predictions = []
-        for prediction in pool.map(predict, setups, setups.values(), [hf_config] * len(setups)):
-            predictions.append(prediction)
-            say(f"  {len(predictions)} of {len(setups)}: {prediction.arm}")
+        for label, setup in setups.items():
+            results = [future.result() for future in reversed(futures[label])]
+            predictions.append(Prediction(label, setup, peaks.combine(setup, hf_config, results)))
+            say(f"  {len(predictions)} of {len(setups)}: {label}")
         return predictions
 
 
