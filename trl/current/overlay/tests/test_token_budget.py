@@ -1,0 +1,113 @@
+# Copyright 2020-2026 The HuggingFace Team. All rights reserved.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+
+import pytest
+import torch
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM
+
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.models.prefix_sharing import enable_prefix_sharing
+from trl.trainer.utils import add_fused_lm_head
+
+from .testing_utils import TrlTestCase
+
+
+MODEL_ID = "trl-internal-testing/tiny-Qwen2ForCausalLM-2.5"
+TRAINERS = [(RLOOConfig, RLOOTrainer), (GRPOConfig, GRPOTrainer)]
+
+
+class TestTokenBudget(TrlTestCase):
+    @pytest.mark.parametrize("gradient_checkpointing", [False, True])
+    @pytest.mark.parametrize("tokens_per_forward", [1, 40, 1000])
+    @pytest.mark.parametrize("prefix_sharing", [False, True])
+    def test_log_probs_and_gradients(self, prefix_sharing, tokens_per_forward, gradient_checkpointing):
+        model = AutoModelForCausalLM.from_pretrained(MODEL_ID, dtype=torch.float32).train()
+        add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+        prompt_length, completion_length = 12, 6
+        generator = torch.Generator().manual_seed(0)
+        input_ids = torch.randint(10, 100, (6, prompt_length + completion_length), generator=generator)
+        input_ids[1:3, :prompt_length] = input_ids[0, :prompt_length]
+        attention_mask = torch.ones_like(input_ids)
+        attention_mask[3:, :5] = 0
+        for row, length in enumerate([6, 2, 1, 4, 0, 6]):
+            attention_mask[row, prompt_length + length :] = 0
+        labels = input_ids.masked_fill(attention_mask == 0, -100)
+        labels[:, :prompt_length] = -100
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, "fused_lm_head": True}
+        expected = model(**inputs)
+        expected.log_probs.sum().backward()
+        expected_grads = {
+            name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None
+        }
+        model.zero_grad()
+
+        if prefix_sharing:
+            enable_prefix_sharing(model)
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        outputs = model(
+            **inputs,
+            prefix_sharing=prefix_sharing,
+            prefix_length=prompt_length,
+            tokens_per_forward=tokens_per_forward,
+        )
+        outputs.log_probs.sum().backward()
+
+        torch.testing.assert_close(outputs.log_probs, expected.log_probs[:, prompt_length - 1 :], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(outputs.entropy, expected.entropy[:, prompt_length - 1 :], rtol=1e-5, atol=1e-5)
+        for name, grad in expected_grads.items():
+            torch.testing.assert_close(model.get_parameter(name).grad, grad, rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize("prefix_sharing", [False, True])
+    @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
+    def test_train(self, config_class, trainer_class, prefix_sharing):
+        dataset = load_dataset("trl-internal-testing/zen", "standard_prompt_only", split="train")
+        training_args = config_class(
+            output_dir=self.tmp_dir,
+            learning_rate=0.1,  # use higher lr because gradients are tiny and default lr can stall updates
+            per_device_train_batch_size=3,  # reduce the batch size to reduce memory usage
+            num_generations=3,  # reduce the number of generations to reduce memory usage
+            max_completion_length=8,  # reduce the completion length to reduce memory usage
+            prefix_sharing=prefix_sharing,
+            tokens_per_forward=16,
+            report_to="none",
+        )
+        trainer = trainer_class(
+            model=MODEL_ID,
+            reward_funcs="trl-internal-testing/tiny-Qwen2ForSequenceClassification-2.5",
+            args=training_args,
+            train_dataset=dataset,
+        )
+        previous_trainable_params = {n: param.clone() for n, param in trainer.model.named_parameters()}
+
+        trainer.train()
+
+        assert trainer.state.log_history[-1]["train_loss"] is not None
+        for n, param in previous_trainable_params.items():
+            new_param = trainer.model.get_parameter(n)
+            assert not torch.equal(param, new_param), f"Parameter {n} has not changed."
+
+    @pytest.mark.parametrize("config_class", [RLOOConfig, GRPOConfig])
+    @pytest.mark.parametrize(
+        "kwargs, match",
+        [
+            ({"tokens_per_forward": 0}, "tokens_per_forward"),
+            ({"prefix_sharing": True, "tokens_per_forward": 64, "completions_per_forward": 2}, "Remove one of them"),
+            ({"tokens_per_forward": 64, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant"),
+        ],
+    )
+    def test_invalid_config(self, config_class, kwargs, match):
+        with pytest.raises(ValueError, match=match):
+            config_class(output_dir=self.tmp_dir, num_generations=4, per_device_train_batch_size=4, **kwargs)
