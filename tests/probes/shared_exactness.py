@@ -61,7 +61,6 @@ SETTINGS = (
     (False, dict(SHARED, tokens_per_forward=9)),
     (False, dict(WHOLE, tokens_per_forward=36)),
     (True, dict(SHARED, completions_per_forward=2)),
-    (True, SHARED),
     (True, dict(WHOLE, tokens_per_forward=1)),
 )
 EXPERTS = ("qwen3-moe", "mixtral", "gpt-oss-sinks")
