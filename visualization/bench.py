@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 
 from visualization import style
-from visualization.runs import GIB, Cell, Run, cells, in_order
+from visualization.runs import GIB, Cell, Run, cells, in_order, markdown
 
 REFERENCE = "stock"  # what a user of TRL has today
 PHASES = ("generate", "score", "train")
@@ -100,7 +100,7 @@ def phases_table(runs: Sequence[Run]) -> list[str]:
             return cell.failure() or "not marked"
         return f"{value:.1f}" + (f" ({theirs / value:.1f} x)" if theirs and cell is not reference else "")
 
-    lines = []
+    rows = []
     for cell in table:
         row = [f"`{cell.arm}`"]
         for phase in PHASES:
@@ -110,9 +110,9 @@ def phases_table(runs: Sequence[Run]) -> list[str]:
         above, theirs = cell.median("above_start_bytes"), reference and reference.median("above_start_bytes")
         row.append(cell.failure() if above is None else
                    f"{above / GIB:.2f}" + (f" (1/{theirs / above:.1f})" if theirs and cell is not reference else ""))
-        lines.append("| " + " | ".join(row) + " |")
+        rows.append(row)
     repeats = min(len(cell.runs) for cell in table)
     return [f"Seconds at k = {k}, median of {repeats} runs, and how many times faster than `{REFERENCE}`. The token "
             f"ratio is {ratio}:", "",
-            "| arm | generate | score (old and reference) | train | whole step | peak above start, GiB |",
-            "| --- | ---: | ---: | ---: | ---: | ---: |", *lines]
+            *markdown(["arm", "generate", "score (old and reference)", "train", "whole step", "peak above start, GiB"],
+                      rows)]

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from visualization import style  # noqa: F401  (sets how every chart looks)
-from visualization.runs import GIB, LoadError
+from visualization.runs import GIB, LoadError, markdown
 
 MIB = 2**20
 # Okabe-Ito, and hatches that tell the kinds apart in grey print
@@ -107,9 +107,8 @@ def check_table(folder: Path) -> str:
         f"Predicted / measured peak of each phase, MiB. The largest error is {worst.error:+.1%} ({worst.case}, "
         f"{worst.phase}):",
         "",
-        "| case | prompt | completion | k | " + " | ".join(phases) + " |",
-        "| --- | ---: | ---: | ---: |" + " ---: |" * len(phases),
     ]
+    table = []
     for case, mine in rows.groupby("case", sort=False):
         one = mine.iloc[0]
         cells = [f"`{case}`", f"{one.prompt_tokens:,}", f"{one.completion_tokens:,}", f"{one.k}"]
@@ -117,8 +116,8 @@ def check_table(folder: Path) -> str:
             at = mine[mine.phase == phase].iloc[0]
             sizes = f"{at.predicted_bytes / MIB:.0f} / {at.measured_bytes / MIB:.0f}"
             cells.append(f"{sizes} ({at.error:+.1%})")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        table.append(cells)
+    return "\n".join([*lines, *markdown(["case", "prompt", "completion", "k", *phases], table)]) + "\n"
 
 
 # (lever, case without it, case with it) of experiments.check_plan
@@ -145,16 +144,15 @@ def levers_table(folder: Path) -> str:
     """Measured peak without and with each lever, from plan_check.csv in results/<machine>. Raises LoadError."""
     rows = read_check(folder)
     peaks = rows.loc[rows.groupby("case").measured_bytes.idxmax()].set_index("case")
-    lines = ["| lever | case | peak, MiB | with it | |", "| --- | --- | ---: | ---: | ---: |"]
+    table = []
     for lever, without, with_it in LEVERS:
         if missing := {without, with_it} - set(peaks.index):
             raise LoadError(f"{folder}/plan_check.csv has no case {', '.join(sorted(missing))}")
         before, after = peaks.loc[without], peaks.loc[with_it]
         change = after.measured_bytes / before.measured_bytes - 1
-        lines.append(
-            f"| {lever} | `{without}`, `{with_it}` | {before.measured_bytes / MIB:.0f} ({before.phase}) | "
-            f"{after.measured_bytes / MIB:.0f} ({after.phase}) | {f'{change:+.0%}'.replace('-', '−')} |"
-        )
+        sizes = [f"{peak.measured_bytes / MIB:.0f} ({peak.phase})" for peak in (before, after)]
+        table.append([lever, f"`{without}`, `{with_it}`", *sizes, f"{change:+.0%}".replace("-", "−")])
+    lines = markdown(["lever", "case", "peak, MiB", "with it", ""], table, texts=2)
     return machine_line(rows) + "\n\n" + "\n".join(lines) + "\n"
 
 
@@ -163,10 +161,7 @@ def profiles_table(folder: Path) -> str:
     paths = sorted(folder.glob("*.json"))
     if not paths:
         raise LoadError(f"{folder}: no plans; write them with python -m experiments.plan --profile NAME --json FILE")
-    lines = [
-        "| profile | model | prompt + completion, k | `stock` | `accumulate` | `shared` | there is |",
-        "| --- | --- | --- | ---: | ---: | ---: | ---: |",
-    ]
+    arms, table = ("stock", "accumulate", "shared"), []
     for path in paths:
         plan = json.loads(path.read_text())
         setup = plan["predictions"][0]["setup"]
@@ -175,10 +170,12 @@ def profiles_table(folder: Path) -> str:
         cells = [
             f"`{path.stem}`", plan["model"].rsplit("/", 1)[-1] + devices,
             f"{setup['prompt_tokens']:,} + {setup['max_completion_length']:,}, {setup['num_generations']}",
-            *(f"{peaks[arm] / GIB:.1f}" for arm in ("stock", "accumulate", "shared")),
+            *(f"{peaks[arm] / GIB:.1f}" for arm in arms),
             f"{plan['device_memory_bytes'] / GIB:.1f}",
         ]  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
+        table.append(cells)
+    header = ["profile", "model", "prompt + completion, k", *(f"`{arm}`" for arm in arms), "there is"]
+    lines = markdown(header, table, texts=3)
     return f"*Predicted, not measured. {plan['versions']}*\n\n" + "\n".join(lines) + "\n"
 
 

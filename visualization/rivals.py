@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from visualization.runs import LoadError
+from visualization.runs import LoadError, markdown
 
 MIB = 2**20
 NAMES = {
@@ -36,9 +36,8 @@ def rivals_table(folder: Path) -> str:
             f"Prompt {prompt:,}, completions {completion:,}, k = {k}: token ratio {ratio:.2f}. Median of "
             f"{len(whole)} alternating repeats:",
             "",
-            "| | score, s | train, s | train peak above start, MiB | gradient differs by |",
-            "| --- | ---: | ---: | ---: | ---: |",
         ]
+        table = []
         for way in rows.way.unique():
             mine = rows[rows.way == way]
             name = NAMES.get(way, way)
@@ -51,6 +50,7 @@ def rivals_table(folder: Path) -> str:
                 cells.append(f"{seconds:.2f}{faster}")
             differs = "" if way == "whole" else f"{mine.gradient_difference.max():.0e}"
             cells += [f"{mine.train_peak_bytes.median() / MIB:.0f}", differs]
-            lines.append("| " + " | ".join(cells) + " |")
-        parts.append("\n".join(lines))
+            table.append(cells)
+        header = ["", "score, s", "train, s", "train peak above start, MiB", "gradient differs by"]
+        parts.append("\n".join([*lines, *markdown(header, table)]))
     return "\n\n".join(parts) + "\n"

@@ -264,3 +264,9 @@ def run_cli(main: Callable[[], int]) -> int:
         message = f"{error.filename}: {error.strerror}; choose another place with --out"
     print("error: " + " ".join(message.split()), file=sys.stderr)
     return 2
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> list[str]:
+    """Lines of a table whose first `texts` columns are text, the others numbers."""
+    lines = [header, ["---"] * texts + ["---:"] * (len(header) - texts), *rows]
+    return ["| " + " | ".join(line) + " |" for line in lines]

@@ -29,6 +29,7 @@ from visualization.runs import (
     cells,
     describe,
     in_order,
+    markdown,
     read_text,
     run_cli,
 )
@@ -79,7 +80,7 @@ def audit_table(runs: Sequence[Run]) -> list[str]:
         rows.append([f"`{cell.arm}`", str(cell.k), *figures])
     header = ["arm", "k", "prompt tokens requested", "prompt tokens fed (mean)", "peak above start, GiB",
               "GiB per 1,000 tokens in the batch"]
-    return ["Tokens asked for, tokens really fed, and the memory they took:", "", *_markdown(header, rows)]
+    return ["Tokens asked for, tokens really fed, and the memory they took:", "", *markdown(header, rows)]
 
 
 def published_table(runs: Sequence[Run]) -> list[str]:
@@ -104,7 +105,7 @@ def published_table(runs: Sequence[Run]) -> list[str]:
         return []
     header = ["arm", "k", f"above start x {' or '.join(sorted(factors))}, GB", "published 2025, GB"]
     return ["Ours, scaled up, beside the published figures (RTX 5090, device-wide, CUDA context included):", "",
-            *_markdown(header, rows)]
+            *markdown(header, rows)]
 
 
 TABLES: dict[str, Callable[[Sequence[Run]], list[str]]] = {
@@ -165,7 +166,7 @@ def _by_k(runs: Sequence[Run], show: Callable[[Cell, dict], str]) -> list[str]:
         row = [table.get((arm, k)) for k in ks]
         rows.append([f"`{arm}`", *("not run" if cell is None else _failure(cell) if not cell.finished
                                    else show(cell, table) + _failure(cell, " ({})") for cell in row)])
-    return _markdown(["arm", *(f"k = {k}" for k in ks)], rows)
+    return markdown(["arm", *(f"k = {k}" for k in ks)], rows)
 
 
 def _with_range(cell: Cell, name: str, unit: float) -> str:
@@ -186,11 +187,6 @@ def _signed(fraction: float) -> str:
 
 def _whole(value: float | None) -> str:
     return "" if value is None else f"{value:,.0f}"
-
-
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return ["| " + " | ".join(line) + " |" for line in lines]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
