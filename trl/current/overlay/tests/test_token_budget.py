@@ -15,17 +15,15 @@
 import pytest
 import torch
 from datasets import load_dataset
-from transformers import AutoModelForCausalLM
 
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl import GRPOConfig, RLOOConfig
 from trl.models.prefix_sharing import enable_prefix_sharing
-from trl.trainer.utils import add_fused_lm_head
 
+from .test_prefix_sharing import TRAINERS, load, make_batch
 from .testing_utils import TrlTestCase
 
 
 MODEL_ID = "trl-internal-testing/tiny-Qwen2ForCausalLM-2.5"
-TRAINERS = [(RLOOConfig, RLOOTrainer), (GRPOConfig, GRPOTrainer)]
 
 
 class TestTokenBudget(TrlTestCase):
@@ -33,16 +31,8 @@ class TestTokenBudget(TrlTestCase):
     @pytest.mark.parametrize("tokens_per_forward", [1, 40, 1000])
     @pytest.mark.parametrize("prefix_sharing", [False, True])
     def test_log_probs_and_gradients(self, prefix_sharing, tokens_per_forward, gradient_checkpointing):
-        model = AutoModelForCausalLM.from_pretrained(MODEL_ID, dtype=torch.float32).train()
-        add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-        prompt_length, completion_length = 12, 6
-        generator = torch.Generator().manual_seed(0)
-        input_ids = torch.randint(10, 100, (6, prompt_length + completion_length), generator=generator)
-        input_ids[1:3, :prompt_length] = input_ids[0, :prompt_length]
-        attention_mask = torch.ones_like(input_ids)
-        attention_mask[3:, :5] = 0
-        for row, length in enumerate([6, 2, 1, 4, 0, 6]):
-            attention_mask[row, prompt_length + length :] = 0
+        model = load(MODEL_ID).train()
+        input_ids, attention_mask, prompt_length = make_batch()
         labels = input_ids.masked_fill(attention_mask == 0, -100)
         labels[:, :prompt_length] = -100
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, "fused_lm_head": True}
