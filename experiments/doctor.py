@@ -117,7 +117,11 @@ def make_it_fit(start: Prediction, hf_config, budget: int, say) -> tuple[list[tu
     for lever in LEVERS:
         # Halving can be done again; the others change nothing the second time
         while current.peak.total > budget and (trial := applied(lever, current.setup)):
-            prediction = predict(lever.name, trial, hf_config)
+            try:
+                prediction = predict(lever.name, trial, hf_config)
+            except ConfigError as error:
+                say(f"  {lever.name}: {error}")
+                break
             saved = current.peak.total - prediction.peak.total
             say(f"  {lever.name}: {prediction.peak.total / GIB:.2f} GiB{'' if saved > 0 else ', of no use here'}")
             if saved < 0.01 * current.peak.total:
@@ -207,12 +211,15 @@ def run(args: argparse.Namespace) -> int:
     trials = [(lever, trial) for lever in LEVERS if (trial := applied(lever, setup))]
     print(f"predicting {1 + len(trials)} setups; each takes a few seconds", flush=True)
     setups = {"as it is": setup} | {lever.name: trial for lever, trial in trials}
-    now, *alone = predict_all(setups, hf_config, say=lambda line: print(line, flush=True))
+    predictions = {p.arm: p for p in predict_all(setups, hf_config, say=lambda line: print(line, flush=True))}
+    if (now := predictions.pop("as it is", None)) is None:
+        raise ConfigError("the setup as it is cannot be planned, see above")
     explain(now, measured, budget)
 
     print("\neach change alone, GiB:")
-    for (lever, _), prediction in sorted(zip(trials, alone, strict=True), key=lambda pair: pair[1].peak.total):
-        saved = now.peak.total - prediction.peak.total
+    levers = {lever.name: lever for lever in LEVERS}
+    for name, prediction in sorted(predictions.items(), key=lambda pair: pair[1].peak.total):
+        saved, lever = now.peak.total - prediction.peak.total, levers[name]
         same = "trains the same" if lever.exact else "trains differently"
         print(f"  {prediction.peak.total / GIB:8.2f}  {-saved / GIB:+8.2f}  {lever.name:24} {same}; {lever.cost}")
 

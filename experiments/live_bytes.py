@@ -1,8 +1,8 @@
-"""How many bytes of tensors are alive, by kind: counted at every operation, for real tensors and for fake ones.
+"""How many bytes of tensors are alive, by kind: counted at every operation, with values or without.
 
 torch counts only its CUDA allocator's bytes. This counts storages on any device the same way, so a prediction made
-with fake tensors and a training measured on a CPU can be compared. What a kernel allocates for itself inside one
-operation is not seen.
+on tensors without values and a training measured on a CPU can be compared. What a kernel allocates for itself inside
+one operation is not seen.
 """
 
 import weakref
@@ -33,10 +33,7 @@ class LiveBytes(TorchDispatchMode):
         self.freed: dict[int, weakref.ref] = {}  # keep the callbacks alive
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if "out" in kwargs:  # nothing new, although a fake result has a storage of its own
-            return result
+        result = func(*args, **(kwargs or {}))
         for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self.sizes:
                 backward = torch._C._current_graph_task_id() != -1

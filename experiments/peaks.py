@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from experiments.config import GIB
+from experiments.config import GIB, ConfigError
 from experiments.models import meta_model
 from experiments.sharding import spread, weights_by_place
 from experiments.simulate import PHASES, Simulation, decoder_layers
@@ -55,7 +55,17 @@ def simulations(setup, hf_config) -> list[tuple]:
 
 
 def simulate(setup, hf_config, passes: bool) -> dict[tuple, dict[str, int]]:
-    return Simulation(setup, hf_config).run(passes)
+    """What `Simulation.run` gives. Raises `ConfigError` where prefix sharing refuses the model, or its code fails."""
+    try:
+        return Simulation(setup, hf_config).run(passes)
+    except ConfigError:
+        raise
+    except Exception as error:  # models whose code looks at values, or takes another mask than most
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"models of type {hf_config.model_type} cannot be planned, their code does not run without values: "
+            f"{type(error).__name__}: {reason}"
+        ) from error
 
 
 def combine(setup, hf_config, results: list[dict[tuple, dict[str, int]]]) -> list[PhasePeak]:
@@ -112,7 +122,7 @@ def all_layers(three: dict, four: dict, num_layers: int) -> dict[tuple, dict[str
 def along_line(first: dict[str, int], second: dict[str, int], x: float) -> dict[str, int]:
     """Sizes by kind at `x` of the straight line through `first` at 0 and `second` at 1."""
     return {
-        kind: round(first.get(kind, 0) + (second.get(kind, 0) - first.get(kind, 0)) * x) for kind in {*first, *second}
+        kind: round(first.get(kind, 0) + (second.get(kind, 0) - first.get(kind, 0)) * x) for kind in first | second
     }
 
 

@@ -44,8 +44,9 @@ def predict(arm: str, setup: Setup, hf_config) -> Prediction:
     return Prediction(arm, setup, phase_peaks(setup, hf_config))
 
 
-def predict_all(setups: dict[str, Setup], hf_config, say=lambda line: None) -> list[Prediction]:
-    """The same for several, by label, at the same time in processes of their own."""
+def predict_all(setups: dict[str, Setup], hf_config, say) -> list[Prediction]:
+    """The same for several, by label, at the same time in processes of their own. What the model does not support is
+    said and left out; raises `ConfigError` if nothing is left."""
     for setup in setups.values():
         check(setup, hf_config)
     import trl.trainer.rloo_trainer  # noqa: F401  once, not in each process
@@ -59,12 +60,18 @@ def predict_all(setups: dict[str, Setup], hf_config, say=lambda line: None) -> l
         futures = {
             label: [pool.submit(peaks.simulate, *task) for task in reversed(tasks[label])] for label in reversed(tasks)
         }
-        predictions = []
-        for label, setup in setups.items():
-            results = [future.result() for future in reversed(futures[label])]
-            predictions.append(Prediction(label, setup, peaks.combine(setup, hf_config, results)))
-            say(f"  {len(predictions)} of {len(setups)}: {label}")
-        return predictions
+        predictions, refused = [], None
+        for i, (label, setup) in enumerate(setups.items(), 1):
+            line = f"  {i} of {len(setups)}: {label}"
+            try:
+                results = [future.result() for future in reversed(futures[label])]
+                predictions.append(Prediction(label, setup, peaks.combine(setup, hf_config, results)))
+            except ConfigError as error:
+                refused, line = error, f"{line}: {error}"
+            say(line)
+    if not predictions:
+        raise refused
+    return predictions
 
 
 def largest_that_fits(arm: str, setup: Setup, hf_config, what: str, limit: int, say=print) -> int:
@@ -205,7 +212,9 @@ def run(args: argparse.Namespace) -> int:
     from experiments.train import use_fork
 
     use_fork(ARMS["shared"])
-    predictions = predict_all({arm: setup.arm(arm) for arm in arms}, hf_config)
+    predictions = predict_all(
+        {arm: setup.arm(arm) for arm in arms}, hf_config, say=lambda line: print(line, file=sys.stderr, flush=True)
+    )
     parameters = predictions[0].phases[0].kinds.get("parameters", 0)
     print(
         f"{model}: prompt {setup.prompt_tokens}, completion {setup.max_completion_length}, k {setup.num_generations}, "
@@ -217,7 +226,7 @@ def run(args: argparse.Namespace) -> int:
         if parameters > budget:
             print(f"The weights alone exceed {args.device_memory} by {(parameters - budget) / GIB:.2f} GiB.")
         print(f"fits: within {args.device_memory} less {args.reserve} reserved")
-    for arm in arms if args.largest else ():
+    for arm in [prediction.arm for prediction in predictions] if args.largest else ():
         print(f"{arm}: looking for the largest {args.largest}")
         value = largest_that_fits(arm, setup, hf_config, args.largest, budget)
         print(f"{arm}: largest {args.largest} {value or 'none'}")

@@ -1,9 +1,10 @@
-"""One training step on fake tensors: the trainer's own code runs, no memory is allocated, and every byte is counted.
+"""One training step on tensors without values: the trainer's own code runs, nothing is computed, no memory is
+allocated, and every byte is counted.
 
-The model is built from its config with fake weights. Generation, scoring, policy forward and backward, and the
-optimizer then run as TRL runs them (its fused LM head and, where it is on, prefix sharing), and `LiveBytes` counts
-what each phase holds at its peak. Only what a fake tensor cannot run is replaced: the attention kernel (by one that
-saves what FlashAttention saves), quantized weights, and Triton's kernels, which work in the buffers they are given.
+The model is built from its config. Generation, scoring, policy forward and backward, and the optimizer then run as TRL
+runs them (its fused LM head and, where it is on, prefix sharing), and `LiveBytes` counts what each phase holds at its
+peak. Only what cannot run so is replaced: the attention kernel (by one that saves what FlashAttention saves),
+quantized weights, and Triton's kernels, which work in the buffers they are given.
 """
 
 import contextlib
@@ -12,11 +13,12 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.initialization import no_init_weights
 
+from experiments.config import ConfigError
 from experiments.live_bytes import LiveBytes
+from experiments.shapes_only import ShapesOnly
 
 PHASES = ("load", "generate", "score", "train", "optimizer")
 
@@ -117,7 +119,7 @@ class Simulation:
 
     def __init__(self, setup, hf_config):
         self.setup, self.config = setup, hf_config
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.shapes = ShapesOnly()
         self.memory = LiveBytes()
         # (phase, event, layer, how often it came before in this phase) -> bytes by kind at the peak until the next one
         self.stretches: dict[tuple, dict[str, int]] = {}
@@ -132,21 +134,22 @@ class Simulation:
 
         def allowed(context, mask_function):  # its values do not matter, and computing them takes time
             columns = len(context.prefix.positions) + max(context.blocks)
-            with self.fake:
+            with self.shapes.new():
                 return torch.ones(1, 1, len(context.rows), columns, dtype=torch.bool)
 
         head_backward = _counted(
             self.memory, "logits", ChunkedLogProbFunction.backward, lambda: self.event("head")
         )
 
-        def fake_head_backward(ctx, *gradients):  # it makes its sums itself: they must be fake, and be counted
-            with self.fake, self.memory:
+        def new_head_backward(ctx, *gradients):  # it makes its sums itself
+            with self.shapes.new():
                 return head_backward(ctx, *gradients)
 
         with (
             pretending(self.setup.device),
-            mock.patch.object(ChunkedLogProbFunction, "backward", staticmethod(fake_head_backward)),
+            mock.patch.object(ChunkedLogProbFunction, "backward", staticmethod(new_head_backward)),
             mock.patch.object(_ReadPrefix, "allowed", allowed),
+            self.shapes,
             self.memory,
         ):
             with self.phase("load"):
@@ -199,10 +202,8 @@ class Simulation:
     # -- the model and its optimizer ---------------------------------------------------------------------------------
 
     def build(self):
-        with self.fake, no_init_weights():
-            model = AutoModelForCausalLM.from_config(
-                self.config, dtype=getattr(torch, self.setup.dtype), attn_implementation="sdpa"
-            )
+        with self.shapes.new(), no_init_weights():
+            model = AutoModelForCausalLM.from_config(self.config, dtype=getattr(torch, self.setup.dtype))
             model.tie_weights()  # left out with the initialization
         return model
 
@@ -227,15 +228,16 @@ class Simulation:
 
             # What is checked there are real numbers
             with mock.patch.object(prefix_sharing, "_error_of_passes", lambda model, forward: 0.0):
-                prefix_sharing.enable_prefix_sharing(self.model)
+                try:
+                    prefix_sharing.enable_prefix_sharing(self.model)
+                except ValueError as error:
+                    raise ConfigError(str(error)) from error
 
     def add_adapters(self) -> None:
         """LoRA on every linear layer: float32, and bfloat16 on quantized weights (TRL's trainers, after QLoRA)."""
         from peft import LoraConfig, get_peft_model
 
-        # What moves adapters to their device does not know fake weights
-        stay = mock.patch.object(torch.nn.Module, "to", lambda module, *args, **kwargs: module)
-        with self.fake, no_init_weights(), stay:
+        with self.shapes.new(), no_init_weights():
             config = LoraConfig(r=self.setup.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
             self.model = get_peft_model(self.model, config)
             if self.setup.weight_bits < 16:
@@ -257,7 +259,7 @@ class Simulation:
                 size = weight.numel() // 2 + weight.numel() // 64 + weight.numel() // (64 * 256) * 4
             else:
                 size = weight.numel() + shape[0] * 4
-            with self.fake:
+            with self.shapes.new():
                 module.weight = torch.nn.Parameter(torch.empty(size, dtype=torch.uint8), requires_grad=False)
             holds_input = self.setup.weight_bits == 8
             module.forward = lambda x, m=module, s=shape, h=holds_input: _QuantizedLinear.apply(x, m.bias, s, h)
@@ -271,7 +273,7 @@ class Simulation:
             if bytes_per_weight is not None:  # not torch's own: it steps in place
                 weights = sum(parameter.numel() for parameter in trained)
                 whole = self.weights_not_in_8_bits() if "8bit" in self.setup.optim else 0
-                with self.fake:
+                with self.shapes.new():
                     size = int((weights - whole) * bytes_per_weight) + whole * 8
                     self.optimizer = SimpleNamespace(state=torch.empty(size, dtype=torch.uint8), step=lambda: None)
                 self.memory.rename(self.optimizer.state, kind)
@@ -312,12 +314,12 @@ class Simulation:
         return torch.autocast("cpu", torch.bfloat16, enabled=self.setup.bf16)
 
     def ids(self, rows: int, columns: int) -> torch.Tensor:
-        with self.fake:
+        with self.shapes.new():
             return torch.zeros(rows, columns, dtype=torch.long)
 
     def causal_mask(self, rows: int, length: int) -> torch.Tensor:
         """Where a row has padding, transformers builds a mask for every row, query and key."""
-        with self.fake:
+        with self.shapes.new():
             return torch.ones(rows, 1, length, length, dtype=torch.bool)
 
     # -- generation --------------------------------------------------------------------------------------------------
@@ -337,6 +339,8 @@ class Simulation:
                     x.new_empty(*x.shape[:2], min(x.shape[2] + steps, _kept(layer)), x.shape[3])
                     for x in (layer.keys, layer.values)
                 )
+                if layer.is_sliding:
+                    layer.cumulative_length += steps
         self.decode(rows, 1, past_key_values=cache)
 
     def generate_shared(self) -> None:
@@ -426,7 +430,7 @@ class Simulation:
         with self.autocast():
             hidden = self.hidden_states()
             self.event("head")
-            with self.fake, self.memory, self.memory.of_kind("logits"):
+            with self.shapes.new(), self.memory.of_kind("logits"):
                 hidden = hidden.reshape(-1, hidden.shape[-1])
                 return ChunkedLogProbFunction.apply(
                     hidden, head.weight, head.bias, self.ids(1, len(hidden))[0], self.setup.temperature,

@@ -84,6 +84,49 @@ def test_bad_input_is_one_line_with_value_and_remedy(arguments, parts, capsys):
     assert all(part in error for part in parts), error
 
 
+def plan_of_tiny(model_type, folder, *arguments, **fields):
+    """The planner's result for a tiny model of that type."""
+    from transformers import CONFIG_MAPPING
+
+    CONFIG_MAPPING[model_type](
+        vocab_size=500, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=2, **fields,
+    ).save_pretrained(folder)  # fmt: skip
+    return run("plan", "--model", folder, "--prompt", 200, "--completion", 32, "--k", 4, *arguments)
+
+
+def planned_arms(result):
+    return [line.split()[0] for line in result.stdout.split("\n\n")[0].splitlines()[2:]]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "model_type, fields",
+    [
+        ("gemma2", {}),  # soft-capped attention has no fused kernel
+        ("deepseek_v3", dict(  # latent attention caches other states than it attends to
+            kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, first_k_dense_replace=1,
+            n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2,
+        )),
+    ],
+)  # fmt: skip
+def test_models_with_another_kind_of_attention_are_planned(model_type, fields, tmp_path):
+    result = plan_of_tiny(model_type, tmp_path, **fields)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert planned_arms(result) == ["stock", "accumulate", "shared"]
+
+
+@pytest.mark.torch
+def test_a_model_whose_prompts_cannot_be_shared_is_planned_without(tmp_path):
+    reason = "does not go through `transformers.AttentionInterface`"
+    result = plan_of_tiny("stablelm", tmp_path)
+    assert result.returncode == 0 and reason in result.stderr, result.stderr[-3000:]
+    assert planned_arms(result) == ["stock", "accumulate"]
+    alone = plan_of_tiny("stablelm", tmp_path, "--arms", "shared")
+    assert alone.returncode == 2 and "Traceback" not in alone.stderr
+    assert alone.stderr.splitlines()[-1].startswith("plan: ") and reason in alone.stderr.splitlines()[-1]
+
+
 @pytest.mark.torch
 def test_a_device_smaller_than_the_weights_is_told_by_how_much():
     result = run("plan", "--model", "tiny-qwen3", "--prompt", 64, "--completion", 16, "--k", 2, "--dtype", "float32",

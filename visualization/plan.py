@@ -74,7 +74,7 @@ def chart(result: dict) -> Figure:
         f"k = {setup['num_generations']}",
         fontsize=12, fontweight="bold",
     )  # fmt: skip
-    figure.text(0.012, 0.012, "Predicted with fake tensors, not measured. " + result["versions"], fontsize=7.5,
+    figure.text(0.012, 0.012, "Predicted, not measured. " + result["versions"], fontsize=7.5,
                 color="#404040")  # fmt: skip
     return figure
 
