@@ -48,6 +48,9 @@ ARCHITECTURES = {
     "cohere": ("cohere", {}),
     "cohere2-window": ("cohere2", WINDOW),
     "gpt-oss-sinks": ("gpt_oss", dict(num_local_experts=4, **MOE, **WINDOW)),
+    # Latent attention caches other states than it attends to
+    "deepseek-latents": ("deepseek_v3", dict(num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16, v_head_dim=12,
+                                             qk_rope_head_dim=8, qk_nope_head_dim=8, first_k_dense_replace=3)),
     "smollm3": ("smollm3", {}),
     "starcoder2": ("starcoder2", dict(embedding_dropout=0.0, residual_dropout=0.0)),
 }  # fmt: skip

@@ -655,6 +655,10 @@ class _SharedPrefixLayer(CacheLayerMixin):
         return -1
 
     def update(self, key_states, value_states, *args, **kwargs):
+        # Not kept: it may be the compressed form (multi-head latent attention) of the keys that a prefix consists of
+        return key_states, value_states
+
+    def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
         for group, rows in enumerate(self.groups):
             start = self.prefix_sizes[group] + self.num_steps * len(rows)
             end = start + len(rows)
@@ -665,10 +669,9 @@ class _SharedPrefixLayer(CacheLayerMixin):
                     torch.cat([x[:, :, :start], x.new_empty(*x.shape[:2], extra, x.shape[3])], dim=2)
                     for x in self.states[group]
                 )
-            for states, new_states in zip(self.states[group], (key_states, value_states), strict=True):
+            for states, new_states in zip(self.states[group], (key, value), strict=True):
                 states[:, :, start:end] = new_states[rows].transpose(0, 2)  # (1, num_key_value_heads, N, D)
         self.num_steps += 1
-        return key_states, value_states
 
     def read(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
         end = self.prefix_sizes[group] + self.num_steps * len(self.groups[group])
@@ -723,6 +726,7 @@ class SharedPrefixCache(Cache):
 
     def attend(self, base, module, query, key, value, attention_mask, **kwargs):
         layer = self.layers[module.layer_idx]
+        layer.append(key, value)
         masks = self._group_masks(base, attention_mask, query.dtype)
         group_outputs = []
         for group, rows in enumerate(self.groups):
