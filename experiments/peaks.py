@@ -48,9 +48,7 @@ def simulations(setup, hf_config) -> list[tuple]:
     setups = [(setup, True)]
     if more:  # generation has no passes
         setups = [(setup.with_k(few), True), (setup.with_k(more), True), (setup, False)]
-    configs = [hf_config]
-    if hf_config.num_hidden_layers > 7 and layers_are_alike(hf_config):
-        configs = [with_layers(hf_config, 3), with_layers(hf_config, 4)]
+    configs = [with_layers(hf_config, 3), with_layers(hf_config, 4)] if few_layers_tell(hf_config) else [hf_config]
     return [(each, config, passes) for each, passes in setups for config in configs]
 
 
@@ -71,7 +69,7 @@ def simulate(setup, hf_config, passes: bool) -> dict[tuple, dict[str, int]]:
 def combine(setup, hf_config, results: list[dict[tuple, dict[str, int]]]) -> list[PhasePeak]:
     """The peaks of a setup from the results of its `simulations`, in their order."""
     few, more = passes_that_tell(setup)
-    if len(results) == (6 if more else 2):  # of three and of four layers
+    if few_layers_tell(hf_config):
         pairs = zip(results[::2], results[1::2], strict=True)
         results = [all_layers(three, four, hf_config.num_hidden_layers) for three, four in pairs]
     stretches, *others = [highest(result) for result in results]
@@ -148,8 +146,10 @@ def with_layers(hf_config, count: int):
     return config
 
 
-def layers_are_alike(hf_config) -> bool:
-    """Whether all layers have weights of the same shapes and attend in the same way."""
+def few_layers_tell(hf_config) -> bool:
+    """Whether there are many layers, with weights of the same shapes, that attend in the same way."""
+    if hf_config.num_hidden_layers <= 7:
+        return False
     layers = decoder_layers(meta_model(hf_config))
     shapes = {tuple((name, p.shape) for name, p in layer.named_parameters()) for layer in layers}
     kinds = set(getattr(hf_config, "layer_types", None) or ["full"])

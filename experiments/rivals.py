@@ -46,7 +46,7 @@ class Group:
         torch.manual_seed(0)
         self.torch, self.prompt, self.k = torch, prompt, k
         self.model = AutoModelForCausalLM.from_config(shape_config(shape, vocab_size)).train()
-        self.model.activation_checkpointing_enable()
+        self.model.gradient_checkpointing_enable()  # in transformers 5.17 as in 5.23, which has another name, too
         add_fused_lm_head(self.model, outputs=("log_probs", "entropy"))
         enable_prefix_sharing(self.model)
         self.ids = torch.randint(4, vocab_size, (k, prompt + completion))

@@ -4,14 +4,13 @@ The processes have different numbers of tokens, of distinct prompts and of promp
 sharded weights every pass is a collective, so one pass too few on one process is a deadlock."""
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import two_processes
 
 ROOT = Path(__file__).resolve().parent.parent
 PROBE = ROOT / "tests" / "probes" / "distributed.py"
@@ -57,16 +56,7 @@ def launch(arm, runs, folder):
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(PROBE),
         str(folder), arm, json.dumps(runs),
     ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(trl), "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=240)  # about 30 s alone; other tests share the cores
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # torchrun and its two processes
-        output, _ = process.communicate()
+    _, output = two_processes.run(command, PYTHONPATH=str(trl))  # about 30 s alone; other tests share the cores
     done = re.findall(r"done: (\S+)", output)  # anywhere in a line: two processes write into one pipe
     expected = [run["name"] for run in runs]
     # Not the exit status: gloo can abort when one process has left and the other one is about to

@@ -3,12 +3,12 @@
 import csv
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import two_processes
 
 from experiments import data, models
 from experiments.config import resolve
@@ -57,20 +57,9 @@ def launch(config, program, model, folder):
         "--config_file", f"experiments/accelerate/{config}.yaml", "--num_processes", "2", "--main_process_port", "0",
         *program, str(folder / "profile.yaml"), "--output_dir", str(folder / config),
     ]  # fmt: skip
-    environment = {**os.environ, "MODEL_PATH": model, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=240)  # about 15 s alone; other tests share the cores
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)  # accelerate ends its processes, which are in sessions of their own
-        try:
-            output, _ = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert process.returncode == 0, f"{config}: exit code {process.returncode}\n{output[-4000:]}"
+    # About 15 s alone; other tests share the cores
+    exit_code, output = two_processes.run(command, MODEL_PATH=model, PYTHONPATH=str(ROOT))
+    assert exit_code == 0, f"{config}: exit code {exit_code}\n{output[-4000:]}"
     return output
 
 

@@ -1,0 +1,25 @@
+"""Runs a launcher that starts two processes of its own, and leaves none behind."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(command: list[str], seconds: float = 240, **environment: str) -> tuple[int, str]:
+    """(exit code, what all of them printed), without a GPU. After `seconds` they are ended; the exit code says so."""
+    process = subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)  # the launcher ends its processes, which are in sessions of their own
+        try:
+            output, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    return process.returncode, output
