@@ -22,6 +22,13 @@ RECORDED = (
 )  # fmt: skip
 
 
+def kept_on_host(model) -> bool:
+    """Whether accelerate brings the model to the device only when it is called (`launch.keep_on_host`)."""
+    from accelerate.hooks import CpuOffload
+
+    return model is not None and isinstance(getattr(model, "_hf_hook", None), CpuOffload)
+
+
 def own_file(args, name: str) -> Path:
     """The file `name` of this process in the output folder: x.json of the first process, x.1.json of the next."""
     path = Path(args.output_dir, name)
@@ -121,11 +128,15 @@ class MemoryCallback(TrainerCallback):
     def _record(self, args, peaks: dict[str, int]) -> None:
         """memory.json: what the doctor needs to explain the highest peak so far."""
         from torch.distributed.fsdp import CPUOffloadPolicy
+        from transformers import PreTrainedModel
 
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         sharding = getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
-        devices = {
+        reward_models = [f for f in self.trainer.reward_funcs if isinstance(f, PreTrainedModel)]
+        levers = {
+            "offload_reference": kept_on_host(self.trainer.ref_model),
+            "offload_reward": any(map(kept_on_host, reward_models)),
             "num_devices": args.world_size,
             "fully_sharded": sharding is not None,
             "offload_parameters": isinstance(getattr(sharding, "cpu_offload", None), CPUOffloadPolicy),
@@ -146,7 +157,8 @@ class MemoryCallback(TrainerCallback):
                 "lora_rank": max((config.r for config in getattr(model, "peft_config", {}).values()), default=0),
                 "weight_bits": 4 if getattr(model, "is_loaded_in_4bit", False)
                 else 8 if getattr(model, "is_loaded_in_8bit", False) else 16,
-                "arguments": {name: getattr(args, name) for name in RECORDED if hasattr(args, name)} | devices,
+                "reward_model": reward_models[0].config.name_or_path if reward_models else None,
+                "arguments": {name: getattr(args, name) for name in RECORDED if hasattr(args, name)} | levers,
             },
         )
 

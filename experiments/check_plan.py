@@ -67,6 +67,8 @@ def cases(device: str) -> dict[str, Setup]:
         "tokens-k8": replace(base, tokens_per_forward=2 * (prompt + completion)).arm("tokens"),
         "tokens-k8-lora": replace(half, lora_rank=16, tokens_per_forward=2 * (prompt + completion)).arm("tokens"),
         "shared-k8-tokens": replace(base, tokens_per_forward=4 * completion).arm("shared"),
+        "stock-k8-reward": replace(half, reward_model="policy"),
+        "shared-k8-reward": replace(base, reward_model="policy").arm("shared"),
         "shared-generate-each": replace(base, gradient_accumulation_steps=2).arm("shared"),
     }
 
@@ -112,7 +114,8 @@ def build_trainer(setup: Setup, folder: Path, tokenizer, prompts):
     )  # fmt: skip
     lora = LoraConfig(r=setup.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
     return RLOOTrainer(
-        model=str(folder), reward_funcs=data.letter_reward, args=arguments, processing_class=tokenizer,
+        model=str(folder), reward_funcs=str(folder / "reward") if setup.reward_model else data.letter_reward,
+        args=arguments, processing_class=tokenizer,
         train_dataset=Dataset.from_dict({"prompt": prompts}), peft_config=lora if setup.lora_rank else None,
         quantization_config=get_quantization_config(weights),
     )  # fmt: skip
@@ -132,6 +135,9 @@ def measure(setup: Setup, folder: Path, tokenizer, prompts) -> dict[str, int]:
             memory.watch(trainer.model)
             if trainer.ref_model is not None:
                 memory.watch(trainer.ref_model, "reference")
+            if setup.reward_model:
+                memory.watch(trainer.reward_funcs[0], "reward model")
+                trainer.reward_funcs[0].config.use_cache = not setup.needs_fork  # as untouched TRL leaves it
         phases.attach(trainer.model, torch_optimizer(trainer))
         trainer.train()
         phases.close()
@@ -165,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
         chosen = {name: chosen[name] for name in args.cases.split(",")}
     use_fork(ARMS["shared"])
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     commit = source_commit()
     shape, vocab_size, _, _ = WORKLOADS[device]
@@ -188,6 +194,10 @@ def run(args: argparse.Namespace) -> int:
             hf_config.tie_word_embeddings |= name.endswith("tied")
             torch.manual_seed(0)
             AutoModelForCausalLM.from_config(hf_config).save_pretrained(folder)
+            if setup.reward_model:
+                hf_config.num_labels = 1
+                AutoModelForSequenceClassification.from_config(hf_config).save_pretrained(Path(folder, "reward"))
+                tokenizer.save_pretrained(Path(folder, "reward"))
             predicted = {peak.phase: peak.total for peak in predict(name, setup, hf_config).phases}
             prompts = data.build_prompts(documents, tokenizer, setup.prompt_tokens)
             measured = measure(setup, Path(folder), tokenizer, prompts)

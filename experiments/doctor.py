@@ -63,6 +63,10 @@ def offload_reference(setup: Setup) -> Setup:
     return setup if setup.lora_rank or not setup.beta else replace(setup, offload_reference=True)
 
 
+def offload_reward(setup: Setup) -> Setup:
+    return setup if setup.reward_model is None else replace(setup, offload_reward=True)
+
+
 def no_reference(setup: Setup) -> Setup:
     return setup if setup.lora_rank else replace(setup, beta=0.0, offload_reference=False)
 
@@ -92,6 +96,7 @@ LEVERS = (
     Lever("steps_per_generation: 1", "fewer completions decode together", True, generate_less_at_once),
     Lever("one completion a pass", "slower: smaller passes", True, one_completion_a_pass),
     Lever("offload_reference", "the reference's weights cross the bus once a rollout", True, offload_reference),
+    Lever("offload_reward", "the reward model's, likewise", True, offload_reward),
     Lever("activation_offloading", "transfers, host memory", True, lambda s: replace(s, activation_offloading=True)),
     Lever("optim: adamw_bnb_8bit", "moments rounded to 8 bits", False, eight_bit_optimizer),
     Lever("optim: paged_adamw_8bit", "the same, and transfers", False, paged_optimizer),
@@ -143,7 +148,8 @@ def read_run(folder: Path):
         arguments = {k: v for k, v in record["arguments"].items() if k in Setup.__dataclass_fields__}
         setup = Setup(
             prompt_tokens=record["prompt_tokens"], dtype=record["dtype"], lora_rank=record["lora_rank"],
-            weight_bits=record["weight_bits"], device=record["device_kind"], **arguments,
+            weight_bits=record["weight_bits"], device=record["device_kind"], reward_model=record["reward_model"],
+            **arguments,
         )  # fmt: skip
         return setup, hf_config, record["peaks"], record["device_bytes"]
     if not (folder / "run.json").exists():
@@ -160,6 +166,7 @@ def read_run(folder: Path):
         prefix_sharing=arm.shares_prefix, dtype="float32", bf16=config["precision"] == "bf16",
         completions_per_forward=record["completions_per_forward"] if arm.shares_prefix else None,
         device=record["device_kind"], temperature=config["temperature"], padded=False, optim="adamw_torch_fused",
+        reward_model="policy" if config["reward"] == "model" else None,
     )  # fmt: skip
     hf_config = named_config(config["model"]) if config["model"] else shape_config(
         config["shape"], config["vocab_size"]

@@ -148,6 +148,8 @@ def add_setup_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--activation-offloading", action="store_true")
     parser.add_argument("--accelerate", type=Path, help="accelerate's config: processes, DDP or FSDP2, offloading")
     parser.add_argument("--offload-reference", action="store_true", help="on the host except while it scores")
+    parser.add_argument("--reward-model", help="one that scores, named as --model is; default: a function")
+    parser.add_argument("--offload-reward", action="store_true", help="the reward model, likewise")
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -175,6 +177,7 @@ def setup_from(args: argparse.Namespace, profile: dict) -> Setup:
         "gradient_checkpointing": False if args.no_gradient_checkpointing else None,
         "activation_offloading": True if args.activation_offloading else None,
         "offload_reference": True if args.offload_reference else None,
+        "reward_model": args.reward_model, "offload_reward": True if args.offload_reward else None,
     }  # fmt: skip
     given = {name: value for name, value in given.items() if value is not None}
     setup = replace(from_settings(args.prompt, profile), **given)

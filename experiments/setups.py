@@ -1,8 +1,10 @@
 """What decides a training's memory, under TRL's own names, and its settings as TRL's parser reads them."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from experiments.config import ConfigError
+from experiments.models import named_config
 
 ARM_NAMES = ("stock", "accumulate", "tokens", "shared")
 LARGEST = {"k": "num_generations", "prompt": "prompt_tokens", "completion": "max_completion_length"}
@@ -34,6 +36,8 @@ class Setup:
     activation_offloading: bool = False
     beta: float = 0.05
     offload_reference: bool = False  # on the host except while it scores
+    reward_model: str | None = None  # as `models.named_config` takes it, or "policy": of the policy's shape
+    offload_reward: bool = False
     lora_rank: int = 0  # 0 trains every weight
     weight_bits: int = 16  # 4 or 8: quantized by bitsandbytes
     optim: str = "adamw_torch_fused"
@@ -56,6 +60,10 @@ class Setup:
             return self.completions_per_forward
         tokens = self.max_completion_length + (1 if self.prefix_sharing else self.prompt_tokens)
         return max(1, self.tokens_per_forward // tokens)
+
+    @property
+    def needs_fork(self) -> bool:
+        return self.prefix_sharing or self.tokens_per_forward is not None
 
     @property
     def optimizer_bytes_per_weight(self) -> float | None:
@@ -109,6 +117,9 @@ def from_settings(prompt_tokens: int, settings: dict) -> Setup:
         known["lora_rank"] = settings.get("lora_r", 16)
     if bits := 4 * bool(settings.get("load_in_4bit")) or 8 * bool(settings.get("load_in_8bit")):
         known["weight_bits"] = bits
+    reward = settings.get("reward") or ""
+    if reward.startswith("hub:") or Path(reward).is_dir() and reward:  # others are functions
+        known["reward_model"] = reward
     known.setdefault("steps_per_generation", known.get("gradient_accumulation_steps", 1))  # as TRL does
     return Setup(prompt_tokens=prompt_tokens, **known)
 
@@ -126,6 +137,10 @@ def to_settings(setup: Setup) -> dict:
     settings["beta"] = setup.beta
     if setup.offload_reference:
         settings["offload_reference"] = True
+    if setup.reward_model not in (None, "policy"):
+        settings["reward"] = setup.reward_model
+    if setup.offload_reward:
+        settings["offload_reward"] = True
     if setup.prefix_sharing:
         settings["prefix_sharing"] = True
     for name in ("completions_per_forward", "tokens_per_forward"):
@@ -174,6 +189,10 @@ def check(setup: Setup, hf_config) -> None:
     if setup.offload_reference and (setup.lora_rank or not setup.beta):
         why = "LoRA needs no second model" if setup.lora_rank else "beta 0 needs no reference"
         raise ConfigError(f"offload_reference is on, but there is none to offload: {why}; remove it")
+    if setup.offload_reward and setup.reward_model is None:
+        raise ConfigError("offload_reward is on, but there is no reward model; remove it, or name one: --reward-model")
+    if setup.reward_model not in (None, "policy"):
+        named_config(setup.reward_model)
     if setup.dtype not in ("bfloat16", "float16", "float32"):
         raise ConfigError(f"dtype {setup.dtype!r}: choose bfloat16, float16 or float32")
     length, positions = setup.prompt_tokens + setup.max_completion_length, hf_config.max_position_embeddings

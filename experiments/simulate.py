@@ -8,16 +8,19 @@ quantized weights, and Triton's kernels, which work in the buffers they are give
 """
 
 import contextlib
+import copy
+import warnings
 from collections import Counter
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, DynamicCache
 from transformers.initialization import no_init_weights
 
 from experiments.config import ConfigError
 from experiments.live_bytes import LiveBytes
+from experiments.models import named_config
 from experiments.shapes_only import ShapesOnly
 
 PHASES = ("load", "generate", "score", "train", "optimizer")
@@ -152,7 +155,9 @@ class Simulation:
             self.shapes,
             self.memory,
         ):
-            with self.phase("load"):
+            with self.phase("load"), warnings.catch_warnings():
+                # Names that TRL and PEFT use; the new ones are not in transformers 5.17
+                warnings.simplefilter("ignore", FutureWarning)
                 self.load()
             self.create_optimizer()
             if self.setup.gradient_accumulation_steps > self.setup.steps_per_generation:
@@ -164,6 +169,7 @@ class Simulation:
                 return self.stretches
             with self.reference_on_device(), self.phase("score"), torch.no_grad():
                 self.score()
+                self.reward()
             self.model.train()
             with self.phase("train"), self.offloading():
                 self.train()
@@ -201,9 +207,9 @@ class Simulation:
 
     # -- the model and its optimizer ---------------------------------------------------------------------------------
 
-    def build(self):
+    def build(self, kind=AutoModelForCausalLM, config=None):
         with self.shapes.new(), no_init_weights():
-            model = AutoModelForCausalLM.from_config(self.config, dtype=getattr(torch, self.setup.dtype))
+            model = kind.from_config(config or self.config, dtype=getattr(torch, self.setup.dtype))
             model.tie_weights()  # left out with the initialization
         return model
 
@@ -216,13 +222,20 @@ class Simulation:
         elif setup.beta:
             self.reference = self.build()
             self.memory.watch(self.reference, "host" if setup.offload_reference else "reference")
+        if setup.reward_model:
+            config = self.config if setup.reward_model == "policy" else named_config(setup.reward_model)
+            config = copy.deepcopy(config)
+            config.num_labels, config.pad_token_id = 1, 0  # TRL sets the tokenizer's padding token
+            config.use_cache = not self.setup.needs_fork  # patch 0006 switches it off
+            self.reward_model = self.build(AutoModelForSequenceClassification, config).eval()
+            self.memory.watch(self.reward_model, "host" if setup.offload_reward else "reward model")
         if setup.weight_bits < 16:
             self.quantize()
         self.memory.watch(self.model)
         self.memory.reset()  # the weights have their kind now
         self.mark_layers()
         if setup.gradient_checkpointing:
-            self.model.activation_checkpointing_enable()
+            self.model.gradient_checkpointing_enable()
         if setup.prefix_sharing:
             from trl.models import prefix_sharing
 
@@ -447,6 +460,22 @@ class Simulation:
 
     def score(self) -> None:
         self.log_probs()  # the reference takes as much, one after the other
+
+    def reward(self) -> None:
+        """The reward model's forward: all rows of the rollout together, or as many as share a pass."""
+        setup = self.setup
+        if not setup.reward_model:
+            return
+        self.event("reward")
+        if setup.offload_reward:
+            self.memory.watch(self.reward_model, "reward model")
+        rows = setup.completions_per_forward or setup.generation_rows
+        length = setup.prompt_tokens + setup.max_completion_length
+        with self.autocast():
+            mask = self.causal_mask(rows, length) if setup.padded else None
+            self.reward_model(input_ids=self.ids(rows, length), attention_mask=mask)
+        if setup.offload_reward:
+            self.memory.watch(self.reward_model, "host")
 
     def make_gradients(self) -> None:
         for parameter in self.model.parameters():

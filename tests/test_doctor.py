@@ -31,10 +31,11 @@ def test_what_the_doctor_writes_trains_and_its_record_can_be_read_again(tmp_path
     result = run(
         "doctor", "--model", policy, "--prompt", 512, "--completion", 16, "--k", 4, "--device", "cpu",
         "--dtype", "float32", "--device-memory", "14MiB", "--reserve", "0", "--output", fits,
+        "--reward-model", reward, "--offload-reward",
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr[-3000:]
     text = fits.read_text()
-    assert "prefix_sharing: true" in text and "MiB" not in text
+    assert "prefix_sharing: true" in text and "offload_reward: true" in text and "MiB" not in text
     assert "Trains the same as before" in result.stdout
     peaks = [float(line.split()[0]) for line in result.stdout.splitlines() if "trains " in line]
     assert peaks == sorted(peaks) and len(peaks) > 5, "each change alone, in order of effect"
@@ -42,7 +43,6 @@ def test_what_the_doctor_writes_trains_and_its_record_can_be_read_again(tmp_path
     result = run(
         "launch", fits, "--max_steps", 2, "--output_dir", out, "--prompt_tokens", 512, "--logging_steps", 1,
         "--save_strategy", "no", "--report_to", "none", "--disable_tqdm", "true", "--offload_reference", "true",
-        "--reward", reward, "--offload_reward", "true",
         MODEL_PATH=policy,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
@@ -57,6 +57,7 @@ def test_what_the_doctor_writes_trains_and_its_record_can_be_read_again(tmp_path
 
     setup, hf_config, measured, _ = doctor.read_run(out)
     assert (setup.prompt_tokens, setup.num_generations, setup.dtype) == (512, 4, "float32")
+    assert setup.offload_reference and setup.offload_reward and setup.reward_model == str(reward)
     assert hf_config.vocab_size == 512 and max(measured.values()) > 100 * 2**20
 
 

@@ -19,6 +19,7 @@ MIB = 2**20
 KINDS = {
     "parameters": ("#0072B2", ""),
     "reference": ("#56B4E9", "//"),
+    "reward model": ("#332288", "||"),
     "gradients": ("#D55E00", "\\\\"),
     "optimizer state": ("#E69F00", "xx"),
     "KV cache": ("#CC79A7", ".."),
