@@ -80,8 +80,19 @@ class Scale:
     prompts: int = 1  # in a batch, so the batch has k x prompts completions
     learning_rate: float = 3e-6
     temperature: float = 0.7
-    precision: str = "float32"  # or "float64", or "bf16": mixed precision, TRL's own default
+    # or "float64", or "bf16": mixed precision, TRL's own default, or "bfloat16": the weights as well
+    precision: str = "float32"
     reward: str = "model"  # or "letters", see data.letter_reward
+    lora_rank: int = 0  # 0 trains every weight
+
+
+def real_shape(shape: str, prompt: int, completion: int, lora_rank: int = 0) -> Scale:
+    """A model as published, random weights, one prompt and one epoch a rollout, for a card of 80 GiB."""
+    name = f"{shape}{'-lora' if lora_rank else ''}-p{prompt}-c{completion}"
+    return Scale(
+        name, shape, 151_936, prompt, completion, 80 * GIB, epochs=1, temperature=1.0, precision="bfloat16",
+        reward="letters", lora_rank=lora_rank,
+    )  # fmt: skip
 
 
 # `seed` is the published workload. `cpu` keeps its token counts and divides vocabulary and budget by 8, so that the
@@ -105,8 +116,13 @@ SCALES = {
             "bench", "qwen3-8-layers", 32_000, 3000, 100, 12 * GIB, steps=1, epochs=1, temperature=1.0,
             reward="letters",
         ),
-        Scale("qwen3-0.6b", "qwen3-0.6b", 151_936, 3000, 100, 80 * GIB, precision="bf16"),
-        Scale("qwen3-1.7b", "qwen3-1.7b", 151_936, 3000, 100, 80 * GIB, precision="bf16"),
+        Scale("test-lora", "tiny-qwen3", 512, 64, 8, 4 * GIB, precision="bfloat16", reward="letters", lora_rank=4),
+        *(
+            real_shape(shape, prompt, completion, lora_rank)
+            for shape, lora_rank in (("qwen3-0.6b", 0), ("qwen3-1.7b", 0), ("qwen3-8b", 16))
+            for prompt in (1000, 3000, 8000)
+            for completion in (100, 512)
+        ),
     )
 }  # fmt: skip
 
@@ -134,6 +150,7 @@ class RunConfig:
     temperature: float
     precision: str
     reward: str
+    lora_rank: int
     device: str  # "cpu" or "cuda"
     interval: float  # of the memory sampler, in seconds
     threads: int
@@ -186,6 +203,7 @@ def resolve(arm: str, k: int, scale: str, device: str, repeat: int = 0, **overri
         temperature=base.temperature,
         precision=base.precision,
         reward=base.reward,
+        lora_rank=base.lora_rank,
         device=device,
         interval=0.05,
         threads=os.cpu_count() or 1,
@@ -218,7 +236,10 @@ def resolve(arm: str, k: int, scale: str, device: str, repeat: int = 0, **overri
         raise ConfigError(f"--prompt-tokens {config.prompt_tokens} leaves no room for a chat template; use 16 or more")
     if not 0.01 <= config.interval <= 1:
         raise ConfigError(f"--interval {config.interval} s is outside 0.01 to 1 s; the default is 0.05")
-    choose("precision", config.precision, ("float64", "float32", "bf16"))
+    choose("precision", config.precision, ("float64", "float32", "bf16", "bfloat16"))
+    if config.lora_rank and ARMS[arm].line == "classic":
+        current = ", ".join(name for name, other in ARMS.items() if other.line == "current")
+        raise ConfigError(f"scale {scale} trains LoRA adapters, and {arm} (TRL 0.21) does not here; use {current}")
     choose("reward", config.reward, ("model", "letters"))
     return config
 

@@ -110,8 +110,8 @@ def model_source(model: str) -> str:
 
 
 def check_fits(config: RunConfig, hf_config) -> None:
-    """Raise `ConfigError` when policy, reference, reward model, gradients and Adam's two moments alone exceed the
-    budget, or the sequence exceeds the model's positions. Counts on the meta device: no memory is used."""
+    """Raise `ConfigError` when the models, gradients and Adam's two moments alone exceed the budget, or the sequence
+    exceeds the model's positions. Counts on the meta device: no memory is used. LoRA's own weights are left out."""
     length = config.prompt_tokens + config.completion_tokens
     positions = hf_config.get_text_config().max_position_embeddings
     if length > positions:
@@ -120,7 +120,9 @@ def check_fits(config: RunConfig, hf_config) -> None:
             f"model's {positions} positions; lower --prompt-tokens to {positions - config.completion_tokens} or less"
         )
     parameters = sum(p.numel() for p in meta_model(hf_config).parameters())
-    needed = parameters * 4 * 6  # policy, reference, reward model, gradient, two moments, float32
+    copies = 1 if config.lora_rank else 5  # policy; reference, gradient, two moments
+    copies += config.reward == "model"
+    needed = parameters * copies * (2 if config.precision == "bfloat16" else 4)
     if needed > config.budget_bytes:
         raise ConfigError(
             f"budget {config.budget_bytes / 2**20:.0f} MiB is below the {needed / 2**20:.0f} MiB that the models, "
@@ -167,7 +169,8 @@ def build_tokenizer(documents: list[str], vocab_size: int):
 
 
 def prepare(config: RunConfig, documents: list[str], cache: Path = ROOT / ".build" / "models"):
-    """Folders of the policy and the reward model, and the tokenizer: `(policy, reward, tokenizer)`.
+    """Folders of the policy and the reward model, and the tokenizer: `(policy, reward, tokenizer)`. With another
+    reward than "model" there is no reward model in its folder.
 
     Built models are stored below `cache`, because TRL 1.x loads the reference model from where the policy came from.
     """
@@ -182,7 +185,10 @@ def prepare(config: RunConfig, documents: list[str], cache: Path = ROOT / ".buil
         return source, source, tokenizer
     tokenizer = build_tokenizer(documents, config.vocab_size)
     text = hashlib.sha256("\0".join(documents).encode()).hexdigest()[:8]
-    folder = cache / f"{config.shape}-v{config.vocab_size}-s{config.seed}-{text}"
+    # Large models are stored once, as small as they are trained, and without a reward model that nothing asks for
+    dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
+    kind = ("-bfloat16" if dtype == torch.bfloat16 else "") + ("" if config.reward == "model" else "-policy")
+    folder = cache / f"{config.shape}-v{config.vocab_size}-s{config.seed}-{text}{kind}"
     if not folder.exists():
         hf_config = model_config(config)
         hf_config.pad_token_id = tokenizer.pad_token_id
@@ -190,11 +196,12 @@ def prepare(config: RunConfig, documents: list[str], cache: Path = ROOT / ".buil
         cache.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(dir=cache))  # renamed when whole: a killed run leaves no half model
         torch.manual_seed(config.seed)
-        AutoModelForCausalLM.from_config(hf_config).save_pretrained(staging / "policy")
-        hf_config.num_labels = 1
-        AutoModelForSequenceClassification.from_config(hf_config).save_pretrained(staging / "reward")
-        for part in ("policy", "reward"):
-            tokenizer.save_pretrained(staging / part)
+        AutoModelForCausalLM.from_config(hf_config, dtype=dtype).save_pretrained(staging / "policy")
+        tokenizer.save_pretrained(staging / "policy")
+        if config.reward == "model":
+            hf_config.num_labels = 1
+            AutoModelForSequenceClassification.from_config(hf_config, dtype=dtype).save_pretrained(staging / "reward")
+            tokenizer.save_pretrained(staging / "reward")
         try:
             staging.rename(folder)
         except OSError:  # another run was faster

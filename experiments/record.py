@@ -123,7 +123,8 @@ def _write_csv(path: Path, columns: tuple[str, ...], rows: list[dict]) -> None:
 
 
 def source_commit() -> str:
-    """The commit of the code that runs, with a "-dirty" mark when experiments/, trl/ or the pins differ from it."""
+    """The commit of the code that runs, with a "-dirty" mark when experiments/, trl/ or the pins differ from it. In a
+    copy without git, what SOURCE_COMMIT says."""
 
     def git(*command: str) -> str:
         return subprocess.run(["git", "-C", str(ROOT), *command], capture_output=True, text=True, check=True).stdout
@@ -132,5 +133,5 @@ def source_commit() -> str:
         commit = git("rev-parse", "--short=12", "HEAD").strip()
         changed = git("status", "--porcelain", "--", "experiments", "trl", "requirements.lock").strip()
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("SOURCE_COMMIT", "unknown")
     return f"{commit}-dirty" if changed else commit

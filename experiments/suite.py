@@ -33,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--machine", help="folder name below --results")
     parser.add_argument("--fresh", action="store_true", help="repeat runs that are already finished")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds after which one run is stopped")
+    parser.add_argument("--minutes", type=float, help="begin no run after that; the same command goes on later")
     for name, kind in PASSED_ON.items():
         parser.add_argument(option(name), type=kind, help="as for experiments.train")
     args = parser.parse_args(argv)
@@ -85,6 +86,9 @@ def run_plan(plan: list[RunConfig], machine: Path, args: argparse.Namespace) -> 
         if record and not args.fresh and is_same(record, config, commit):
             print(f"{title}: already there, {outcome(record)}", flush=True)
             continue
+        if args.minutes is not None and time.time() - begun > 60 * args.minutes:
+            print(f"{title}: not begun after --minutes {args.minutes:g}; the same command goes on from here")
+            break
         left = expected_seconds(plan[number - 1 :], durations)
         print(f"{title}: running, {clock(time.time() - begun)} elapsed, about {left} left", flush=True)
         started = time.time()

@@ -50,7 +50,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int)
     for name in ("learning-rate", "temperature", "interval"):
         parser.add_argument(f"--{name}", type=float)
-    parser.add_argument("--precision", help="float64, float32 or bf16")
+    parser.add_argument("--precision", help="float64, float32, bf16 (mixed) or bfloat16 (weights, too)")
     parser.add_argument("--reward", help="model or letters")
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="holds one folder a machine")
     parser.add_argument("--machine", help="folder name below --results; default: from the device's name")

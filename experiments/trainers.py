@@ -1,11 +1,14 @@
 """The two trainers, set up alike: TRL 0.21's `rloo_k` trainer and TRL 1.x's, each from whatever TRL was imported."""
 
+import atexit
 import os
+import shutil
 import statistics
 import tempfile
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 from experiments.config import ARMS, RunConfig
@@ -15,15 +18,18 @@ from trl import RLOOConfig, RLOOTrainer
 
 def common_arguments(config: RunConfig) -> dict:
     """Arguments that mean the same in both lines. Training output is thrown away: the run's record is what counts."""
-    if config.precision == "bf16":
+    mixed = config.precision in ("bf16", "bfloat16")
+    if mixed:
         # TRL 0.21 makes its own Accelerator and relies on this variable, which transformers 4 set and 5 does not
         os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
+    folder = tempfile.mkdtemp(prefix="rloo-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return dict(
-        output_dir=tempfile.mkdtemp(prefix="rloo-"),
+        output_dir=folder,
         learning_rate=config.learning_rate,
         temperature=config.temperature,
         seed=config.seed,
-        bf16=config.precision == "bf16",
+        bf16=mixed,
         use_cpu=config.device == "cpu",
         logging_steps=1,
         save_strategy="no",
@@ -34,7 +40,7 @@ def common_arguments(config: RunConfig) -> dict:
 
 def weights(config: RunConfig) -> str:
     """The weights' dtype. With mixed precision they stay in float32."""
-    return "float64" if config.precision == "float64" else "float32"
+    return config.precision if config.precision in ("float64", "bfloat16") else "float32"
 
 
 def build_classic(config: RunConfig, policy_path: str, reward_path: str, tokenizer, prompts):
@@ -91,12 +97,14 @@ def build_current(config: RunConfig, policy_path: str, reward_path: str, tokeniz
         generation_kwargs={"min_new_tokens": config.completion_tokens},  # as the classic trainer: no early end
         model_init_kwargs={"dtype": getattr(torch, weights(config))},  # as a word TRL does not take float64
     )
+    lora = LoraConfig(r=config.lora_rank or 1, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = RLOOTrainer(
         model=policy_path,
         reward_funcs=letter_reward if config.reward == "letters" else reward_path,
         args=arguments,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=tokenizer,
+        peft_config=lora if config.lora_rank else None,
     )
     return trainer, trainer.model
 

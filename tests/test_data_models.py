@@ -75,7 +75,9 @@ def test_a_source_that_cannot_be_used_is_named(tmp_path, name, content, says):
     assert name in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("scale, millions", [("seed", 2.4576), ("qwen3-0.6b", 596), ("qwen3-1.7b", 1721)])
+@pytest.mark.parametrize(
+    "scale, millions", [("seed", 2.4576), ("qwen3-0.6b-p3000-c100", 596), ("qwen3-1.7b-p3000-c100", 1721)]
+)
 def test_shapes_have_the_published_number_of_parameters(scale, millions):
     import torch
     from transformers import AutoModelForCausalLM

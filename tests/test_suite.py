@@ -35,6 +35,12 @@ def test_the_suite_goes_on_after_a_failure_and_says_so(tmp_path):
     assert len((tmp_path / "here" / "summary.csv").read_text().splitlines()) == 3
 
 
+def test_no_run_is_begun_after_the_minutes(tmp_path):
+    result = run_suite(tmp_path, "--arms", "stock,shared", "--k", "2", "--minutes", "0")
+    assert result.returncode == 0 and "not begun after --minutes 0" in result.stdout, result.stdout + result.stderr
+    assert not list(tmp_path.rglob("run.json"))
+
+
 def test_a_run_that_native_code_aborted_is_told_by_its_last_words(tmp_path):
     for words, status in (("memory allocation of 4096 bytes failed", "oom"), ("assertion failed", "error")):
         (tmp_path / "run.json").write_text(json.dumps({"status": "running"}))
@@ -94,7 +100,7 @@ def test_a_finished_run_is_skipped_and_an_unfinished_one_repeated(tmp_path, monk
         record = {**fields, "config": config.as_dict(), "commit": "abc", "status": status, "error": "", "trace": []}
         record.update(run_id=config.run_id, scale="test", arm=config.arm, k=2, repeat=0)
         (folder / "run.json").write_text(json.dumps(record))
-    args = type("Args", (), {"fresh": False})()
+    args = type("Args", (), {"fresh": False, "minutes": None})()
     suite.run_plan(plan, tmp_path, args)
     assert started == ["classic-lean_test_k2_r0"]
     args.fresh = True

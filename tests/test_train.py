@@ -139,6 +139,7 @@ BAD = {
     "no such model": (["--arm", "stock", "--k", "2", "--model", "/no/such/model"], "/no/such/model"),
     "no steps": (["--arm", "stock", "--k", "2", "--steps", "0"], "at least 1"),
     "prompt below the template": (["--arm", "stock", "--k", "2", "--prompt-tokens", "3"], "16"),
+    "LoRA with the old trainer": (["--arm", "classic-lean", "--k", "2", "--scale", "test-lora"], "use stock"),
     "unwritable results": (["--arm", "stock", "--k", "2", "--results", "/proc/nowhere"], "--results"),
 }
 

@@ -5,7 +5,7 @@
 
 A marked place starts with `<!-- table:NAME results/<machine> -->`, or `<!-- table:NAME results/<machine> SCALE -->`
 for one scale only, and ends with `<!-- /table -->`. Names: peak, audit, speed, published, phases, rivals, plan,
-levers, profiles. The folder is relative to the file.
+levers, profiles, exactness, sampler, shapes. The folder is relative to the file.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from visualization.bench import phases_table
+from visualization.evidence import exactness_table, sampler_table, shapes_table
 from visualization.load import load_machine, load_summary
 from visualization.plan import check_table, levers_table, profiles_table
 from visualization.rivals import rivals_table
@@ -112,7 +113,8 @@ TABLES: dict[str, Callable[[Sequence[Run]], list[str]]] = {
     "peak": peak_table, "audit": audit_table, "speed": speed_table, "published": published_table,
     "phases": phases_table}
 FOLDER_TABLES: dict[str, Callable[[Path], str]] = {  # from other files than summary.csv
-    "rivals": rivals_table, "plan": check_table, "levers": levers_table, "profiles": profiles_table}
+    "rivals": rivals_table, "plan": check_table, "levers": levers_table, "profiles": profiles_table,
+    "exactness": exactness_table, "sampler": sampler_table, "shapes": shapes_table}
 
 
 def render(name: str, folder: Path, scale: str | None = None) -> str:

@@ -1,0 +1,83 @@
+"""What sampling alone would have missed of a run's peak, at several intervals.
+
+    python -m experiments.sampler_check [--device cuda] [--arm shared] [--scale seed] [--k 4] [--repeats 3]
+
+The same run at each interval, alternating. A run's record says by how much the highest sample lies below the peak that
+torch (CUDA) or the kernel (CPU, resident memory) counted, and how often the sampler really sampled. Writes one row a
+run to results/<machine>/sampler.csv.
+"""
+
+import argparse
+import csv
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from experiments import config as cfg
+from experiments.config import ROOT, ConfigError
+from experiments.record import main_peak, read_record
+from experiments.train import pick_device
+
+COLUMNS = (
+    "interval_s", "repeat", "achieved_interval_s", "longest_gap_s", "missed_bytes", "peak_bytes", "arm", "scale", "k",
+    "device_kind", "device_name", "torch_version", "commit",
+)  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    device, device_name, _ = pick_device(args.device)
+    scale = args.scale or cfg.default_scale(device)
+    intervals = [float(word) for word in args.intervals.split(",")]
+    for interval in intervals:
+        cfg.resolve(args.arm, args.k, scale, device, interval=interval)  # refuses what cannot run
+    folder = args.results / (args.machine or cfg.machine_name(device, device_name))
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as results, (folder / "sampler.csv").open("w", newline="", buffering=1) as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        for repeat in range(args.repeats):
+            for interval in intervals:
+                command = [
+                    sys.executable, "-m", "experiments.train", "--arm", args.arm, "--scale", scale, "--k", str(args.k),
+                    "--interval", str(interval), "--repeat", str(repeat), "--device", device, "--results", results,
+                    "--machine", "here",
+                ]  # fmt: skip
+                if args.threads:
+                    command += ["--threads", str(args.threads)]
+                subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+                run_id = cfg.resolve(args.arm, args.k, scale, device, repeat).run_id
+                record = read_record(Path(results, "here", run_id))
+                if record is None or record["status"] != "ok":
+                    raise ConfigError(f"the run failed: {record and record['error']}; try it with experiments.train")
+                sampler, peak = record["sampler"], main_peak(record)[0]
+                writer.writerow(
+                    {
+                        "interval_s": interval, "repeat": repeat, "missed_bytes": sampler["peak_missed_bytes"],
+                        "peak_bytes": peak, **{name: sampler[name] for name in COLUMNS[2:4]},
+                        **{name: record[name] for name in COLUMNS[6:]},
+                    }
+                )  # fmt: skip
+                print(f"{interval * 1000:.0f} ms, {repeat + 1} of {args.repeats}: every "
+                      f"{sampler['achieved_interval_s'] * 1000:.1f} ms, longest gap "
+                      f"{sampler['longest_gap_s'] * 1000:.0f} ms, missed {sampler['peak_missed_bytes'] / 2**20:.1f} "
+                      f"of {peak / 2**20:.0f} MiB", flush=True)  # fmt: skip
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m experiments.sampler_check", description=__doc__.split("\n")[0])
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    parser.add_argument("--arm", default="shared")
+    parser.add_argument("--scale", help="default: seed on CUDA, cpu elsewhere")
+    parser.add_argument("--k", type=int, default=4)
+    parser.add_argument("--intervals", default="0.01,0.05,0.1", help="seconds")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--results", type=Path, default=ROOT / "results", help="holds one folder a machine")
+    parser.add_argument("--machine", help="folder name below --results; default: from the device's name")
+    return cfg.exit_code("sampler_check", run, parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
