@@ -133,9 +133,10 @@ class MemoryCallback(TrainerCallback):
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         sharding = getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
-        reward_models = [f for f in self.trainer.reward_funcs if isinstance(f, PreTrainedModel)]
+        # Other trainers than RLOO's and GRPO's have neither
+        reward_models = [f for f in getattr(self.trainer, "reward_funcs", []) if isinstance(f, PreTrainedModel)]
         levers = {
-            "offload_reference": kept_on_host(self.trainer.ref_model),
+            "offload_reference": kept_on_host(getattr(self.trainer, "ref_model", None)),
             "offload_reward": any(map(kept_on_host, reward_models)),
             "num_devices": args.world_size,
             "fully_sharded": sharding is not None,

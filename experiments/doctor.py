@@ -148,7 +148,7 @@ def read_run(folder: Path):
         arguments = {k: v for k, v in record["arguments"].items() if k in Setup.__dataclass_fields__}
         setup = Setup(
             prompt_tokens=record["prompt_tokens"], dtype=record["dtype"], lora_rank=record["lora_rank"],
-            weight_bits=record["weight_bits"], device=record["device_kind"], reward_model=record["reward_model"],
+            weight_bits=record["weight_bits"], device=record["device_kind"], reward_model=record.get("reward_model"),
             **arguments,
         )  # fmt: skip
         return setup, hf_config, record["peaks"], record["device_bytes"]

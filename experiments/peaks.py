@@ -53,15 +53,15 @@ def simulations(setup, hf_config) -> list[tuple]:
 
 
 def simulate(setup, hf_config, passes: bool) -> dict[tuple, dict[str, int]]:
-    """What `Simulation.run` gives. Raises `ConfigError` where prefix sharing refuses the model, or its code fails."""
+    """What `Simulation.run` gives. Raises `ConfigError` where prefix sharing refuses the model, or anything fails."""
     try:
         return Simulation(setup, hf_config).run(passes)
     except ConfigError:
         raise
-    except Exception as error:  # models whose code looks at values, or takes another mask than most
+    except Exception as error:  # most often a model whose code looks at values, or takes another mask than most
         reason = str(error).partition("\n")[0]
         raise ConfigError(
-            f"models of type {hf_config.model_type} cannot be planned, their code does not run without values: "
+            f"a model of type {hf_config.model_type} could not be run without values, so it cannot be planned: "
             f"{type(error).__name__}: {reason}"
         ) from error
 

@@ -61,6 +61,14 @@ def test_what_the_doctor_writes_trains_and_its_record_can_be_read_again(tmp_path
     assert hf_config.vocab_size == 512 and max(measured.values()) > 100 * 2**20
 
 
+@pytest.mark.torch
+def test_the_memory_callback_works_with_a_trainer_without_rewards(probe):
+    policy, _, _ = models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))
+    record = probe("other_trainer", policy)
+    assert set(record["peaks"]) == {"train", "optimizer"} and min(record["peaks"].values()) > 100 * 2**20
+    assert record["reward_model"] is None and record["arguments"]["offload_reference"] is False
+
+
 def test_a_run_of_the_harness_can_be_read():
     setup, hf_config, _, budget = doctor.read_run(ROOT / "results/reference-cpu-2-cores/shared_cpu_k8_r0")
     assert (setup.num_generations, setup.prefix_sharing, setup.completions_per_forward) == (8, True, 2)

@@ -1,0 +1,27 @@
+"""The memory callback on a trainer without rewards and reference: prints the record that it writes."""
+
+import contextlib
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from experiments.config import ARMS
+from experiments.train import use_fork
+
+use_fork(ARMS["shared"])
+
+from datasets import Dataset  # noqa: E402
+
+from experiments.callbacks import MemoryCallback  # noqa: E402
+from trl import SFTConfig, SFTTrainer  # noqa: E402
+
+with tempfile.TemporaryDirectory() as folder:
+    arguments = SFTConfig(
+        folder, max_steps=2, use_cpu=True, bf16=False, report_to="none", save_strategy="no", disable_tqdm=True
+    )
+    trainer = SFTTrainer(sys.argv[1], args=arguments, train_dataset=Dataset.from_dict({"text": ["a b c d e"] * 16}))
+    trainer.add_callback(MemoryCallback(trainer))
+    with contextlib.redirect_stdout(sys.stderr):
+        trainer.train()
+    print(json.dumps(json.loads(Path(folder, "memory.json").read_text())))
