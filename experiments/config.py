@@ -116,7 +116,10 @@ SCALES = {
             "bench", "qwen3-8-layers", 32_000, 3000, 100, 12 * GIB, steps=1, epochs=1, temperature=1.0,
             reward="letters",
         ),
-        Scale("test-lora", "tiny-qwen3", 512, 64, 8, 4 * GIB, precision="bfloat16", reward="letters", lora_rank=4),
+        Scale(
+            "test-lora", "tiny-qwen3", 512, 64, 8, 4 * GIB, steps=1, epochs=1, precision="bfloat16", reward="letters",
+            lora_rank=4,
+        ),
         *(
             real_shape(shape, prompt, completion, lora_rank)
             for shape, lora_rank in (("qwen3-0.6b", 0), ("qwen3-1.7b", 0), ("qwen3-8b", 16))
