@@ -41,7 +41,12 @@ def cases(device: str) -> dict[str, Setup]:
         bf16=False, temperature=0.9,
     )  # fmt: skip
     half = replace(base, dtype="bfloat16", bf16=True)
-    return {
+    on_gpu = {  # what goes to the host leaves nothing on a CPU
+        "shared-k8-offload-reference": replace(half, offload_reference=True).arm("shared"),
+        "stock-k8-offload-activations": replace(half, activation_offloading=True),
+        "shared-k8-offload-activations": replace(half, activation_offloading=True).arm("shared"),
+    }
+    return (on_gpu if device == "cuda" else {}) | {
         "stock-k4": base.with_k(4),
         "stock-k8": base,
         "stock-k8-mixed": replace(base, bf16=True),
@@ -105,6 +110,7 @@ def build_trainer(setup: Setup, folder: Path, tokenizer, prompts):
         gradient_accumulation_steps=setup.gradient_accumulation_steps,
         steps_per_generation=setup.steps_per_generation, temperature=setup.temperature,
         max_completion_length=setup.max_completion_length, gradient_checkpointing=setup.gradient_checkpointing,
+        activation_offloading=setup.activation_offloading,
         generation_kwargs={"min_new_tokens": setup.max_completion_length},
         model_init_kwargs={"dtype": getattr(torch, setup.dtype)}, **passes,
     )  # fmt: skip
@@ -123,10 +129,13 @@ def build_trainer(setup: Setup, folder: Path, tokenizer, prompts):
 
 def measure(setup: Setup, folder: Path, tokenizer, prompts) -> dict[str, int]:
     """Peak allocated bytes of each phase in the second update, from its last rollout on."""
+    from experiments.launch import keep_on_host
     from experiments.live_bytes import LiveBytes
     from experiments.trainers import torch_optimizer
 
     trainer = build_trainer(setup, folder, tokenizer, prompts)
+    if setup.offload_reference:
+        keep_on_host(trainer, trainer.ref_model)
     memory = None if setup.device == "cuda" else LiveBytes()
     with tempfile.TemporaryDirectory() as out, memory or nullcontext():
         phases = PhaseRecorder(Path(out) / "phases.csv", setup.device)
