@@ -136,6 +136,8 @@ def measure(setup: Setup, folder: Path, tokenizer, prompts) -> dict[str, int]:
     trainer = build_trainer(setup, folder, tokenizer, prompts)
     if setup.offload_reference:
         keep_on_host(trainer, trainer.ref_model)
+    if setup.reward_model:
+        trainer.reward_funcs[0].config.use_cache = not setup.needs_fork  # as untouched TRL leaves it
     memory = None if setup.device == "cuda" else LiveBytes()
     with tempfile.TemporaryDirectory() as out, memory or nullcontext():
         phases = PhaseRecorder(Path(out) / "phases.csv", setup.device)
@@ -146,7 +148,6 @@ def measure(setup: Setup, folder: Path, tokenizer, prompts) -> dict[str, int]:
                 memory.watch(trainer.ref_model, "reference")
             if setup.reward_model:
                 memory.watch(trainer.reward_funcs[0], "reward model")
-                trainer.reward_funcs[0].config.use_cache = not setup.needs_fork  # as untouched TRL leaves it
         phases.attach(trainer.model, torch_optimizer(trainer))
         trainer.train()
         phases.close()
