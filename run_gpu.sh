@@ -22,7 +22,7 @@ step() { # title, command...: skipped when time is up
 }
 
 suite() { step "$1 k=$3" "$python" -m experiments.suite --device "$device" --results "$results" \
-  --minutes "$(minutes_left)" --scale "$1" --arms "$2" --k "$3" --repeats "$4" "${@:5}"; }
+  --minutes "$(minutes_left)" --scale "$1" --arms "$2" --k "$3" --repeats "$4"; }
 
 done_marks=$results/.run_gpu-$device
 mkdir -p "$done_marks"

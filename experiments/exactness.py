@@ -42,7 +42,7 @@ class Batch:
         ids[:, :prompt] = ids[0, :prompt]
         lengths = torch.linspace(completion // 2, completion, k).long()
         mask = (torch.arange(prompt + completion) < prompt + lengths[:, None]).long()
-        self.ids, self.mask, self.prompt, self.k = ids.to(device), mask.to(device), prompt, k
+        self.ids, self.mask, self.prompt = ids.to(device), mask.to(device), prompt
         self.labels = self.ids.masked_fill(self.mask == 0, -100)
         self.labels[:, :prompt] = -100
         self.weights = torch.linspace(-1, 1, k * completion, device=device).view(k, completion)
@@ -61,9 +61,9 @@ class Batch:
             rows.append(log_probs.detach())
         return torch.stack(rows), gradient(model)
 
-    def run(self, model, precision, **settings):
+    def run(self, model, autocast, **settings):
         """The same with the fork's fused LM head."""
-        with precision:
+        with autocast:
             output = model(
                 input_ids=self.ids, attention_mask=self.mask, labels=self.labels, fused_lm_head=True, **settings
             )
@@ -107,7 +107,7 @@ def compare(device: str, precision: str):
     model.gradient_checkpointing_enable()
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     enable_prefix_sharing(model)
-    autocast = dtype == torch.bfloat16
+    autocast = torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16)
     sharing = dict(prefix_sharing=True, prefix_length=sizes[0], group_size=sizes[2])
     ways = {"stock": {}, "shared": sharing, "shared, two a pass": dict(sharing, completions_per_forward=2)}
     squares = {way: [0.0, 0.0] for way in ways}
@@ -119,9 +119,7 @@ def compare(device: str, precision: str):
             # Names of operations, also of those on a GPU; on the first batch alone, it is slow
             names = profile(activities=[ProfilerActivity.CPU]) if seed == 0 else nullcontext()
             with names as profiler:
-                got = batch.run(
-                    model, torch.autocast(device, torch.bfloat16) if autocast else nullcontext(), **settings
-                )
+                got = batch.run(model, autocast, **settings)
             if profiler is not None:
                 kernels[way] = attention_kernels(profiler)
             for i in range(2):

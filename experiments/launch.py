@@ -21,6 +21,7 @@ import yaml
 
 from experiments import host_allocator
 from experiments.config import ARMS, ROOT, ConfigError, exit_code
+from experiments.models import is_model, model_source
 from experiments.profiles import fields, load_profile, profile_path
 
 
@@ -118,8 +119,8 @@ def model_and_tokenizer(name: str | None, folder: Path, first: bool = True):
 
     if not name:
         raise ConfigError("no model: set MODEL_PATH, or model_name_or_path in the profile")
-    if name.startswith("hub:") or Path(name).is_dir():
-        path = name.removeprefix("hub:")
+    if is_model(name):
+        path = model_source(name)
         return path, AutoTokenizer.from_pretrained(path, padding_side="left")
     if not name.startswith("random:"):
         short = name.rsplit("/", 1)[-1].lower()
@@ -172,8 +173,8 @@ def reward_function(name: str):
 
     if name == "letters":
         return letter_reward
-    if name.startswith("hub:") or Path(name).is_dir():
-        return name.removeprefix("hub:")
+    if is_model(name):
+        return model_source(name)
     module, _, function = name.partition(":")
     sys.path.insert(0, os.getcwd())
     try:

@@ -105,6 +105,11 @@ def load_config(model: str):
         raise ConfigError(f"cannot load model {model!r}: {str(error).splitlines()[0]}") from error
 
 
+def is_model(name: str) -> bool:
+    """Whether a name says where a model is: a local folder, or `hub:owner/name`."""
+    return name.startswith("hub:") or name != "" and Path(name).is_dir()
+
+
 def model_source(model: str) -> str:
     return model.removeprefix("hub:")
 

@@ -39,7 +39,8 @@ def phase_peaks(setup, hf_config) -> list[PhasePeak]:
         setup (`experiments.setups.Setup`): what is trained, and how.
         hf_config (`transformers.PretrainedConfig`): the model's.
     """
-    return combine(setup, hf_config, [simulate(*task) for task in simulations(setup, hf_config)])
+    tasks = simulations(setup, hf_config)
+    return combine(setup, hf_config, tasks, [simulate(*task) for task in tasks])
 
 
 def simulations(setup, hf_config) -> list[tuple]:
@@ -66,10 +67,10 @@ def simulate(setup, hf_config, passes: bool) -> dict[tuple, dict[str, int]]:
         ) from error
 
 
-def combine(setup, hf_config, results: list[dict[tuple, dict[str, int]]]) -> list[PhasePeak]:
-    """The peaks of a setup from the results of its `simulations`, in their order."""
+def combine(setup, hf_config, tasks: list[tuple], results: list[dict[tuple, dict[str, int]]]) -> list[PhasePeak]:
+    """The peaks of a setup from the results of its `simulations`, in the order of these `tasks`."""
     few, more = passes_that_tell(setup)
-    if few_layers_tell(hf_config):
+    if tasks[0][1] is not hf_config:  # models of three and of four layers
         pairs = zip(results[::2], results[1::2], strict=True)
         results = [all_layers(three, four, hf_config.num_hidden_layers) for three, four in pairs]
     stretches, *others = [highest(result) for result in results]

@@ -65,7 +65,7 @@ def predict_all(setups: dict[str, Setup], hf_config, say) -> list[Prediction]:
             line = f"  {i} of {len(setups)}: {label}"
             try:
                 results = [future.result() for future in reversed(futures[label])]
-                predictions.append(Prediction(label, setup, peaks.combine(setup, hf_config, results)))
+                predictions.append(Prediction(label, setup, peaks.combine(setup, hf_config, tasks[label], results)))
             except ConfigError as error:
                 refused, line = error, f"{line}: {error}"
             say(line)

@@ -9,7 +9,6 @@ run to results/<machine>/sampler.csv.
 
 import argparse
 import csv
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 from experiments import config as cfg
 from experiments.config import ROOT, ConfigError
 from experiments.record import main_peak, read_record
+from experiments.suite import PASSED_ON, run_one
 from experiments.train import pick_device
 
 COLUMNS = (
@@ -28,40 +28,34 @@ COLUMNS = (
 def run(args: argparse.Namespace) -> int:
     device, device_name, _ = pick_device(args.device)
     scale = args.scale or cfg.default_scale(device)
-    intervals = [float(word) for word in args.intervals.split(",")]
-    for interval in intervals:
-        cfg.resolve(args.arm, args.k, scale, device, interval=interval)  # refuses what cannot run
+    plan = [
+        cfg.resolve(args.arm, args.k, scale, device, repeat, interval=float(interval))
+        for repeat in range(args.repeats)
+        for interval in args.intervals.split(",")
+    ]
     folder = args.results / (args.machine or cfg.machine_name(device, device_name))
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as results, (folder / "sampler.csv").open("w", newline="", buffering=1) as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        for repeat in range(args.repeats):
-            for interval in intervals:
-                command = [
-                    sys.executable, "-m", "experiments.train", "--arm", args.arm, "--scale", scale, "--k", str(args.k),
-                    "--interval", str(interval), "--repeat", str(repeat), "--device", device, "--results", results,
-                    "--machine", "here",
-                ]  # fmt: skip
-                if args.threads:
-                    command += ["--threads", str(args.threads)]
-                subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-                run_id = cfg.resolve(args.arm, args.k, scale, device, repeat).run_id
-                record = read_record(Path(results, "here", run_id))
-                if record is None or record["status"] != "ok":
-                    raise ConfigError(f"the run failed: {record and record['error']}; try it with experiments.train")
-                sampler, peak = record["sampler"], main_peak(record)[0]
-                writer.writerow(
-                    {
-                        "interval_s": interval, "repeat": repeat, "missed_bytes": sampler["peak_missed_bytes"],
-                        "peak_bytes": peak, **{name: sampler[name] for name in COLUMNS[2:4]},
-                        **{name: record[name] for name in COLUMNS[6:]},
-                    }
-                )  # fmt: skip
-                print(f"{interval * 1000:.0f} ms, {repeat + 1} of {args.repeats}: every "
-                      f"{sampler['achieved_interval_s'] * 1000:.1f} ms, longest gap "
-                      f"{sampler['longest_gap_s'] * 1000:.0f} ms, missed {sampler['peak_missed_bytes'] / 2**20:.1f} "
-                      f"of {peak / 2**20:.0f} MiB", flush=True)  # fmt: skip
+        for config in plan:
+            passed_on = {**dict.fromkeys(PASSED_ON), "interval": config.interval, "threads": args.threads}
+            run_one(config, Path(results, "here"), argparse.Namespace(**passed_on, timeout=None))
+            record = read_record(Path(results, "here", config.run_id))
+            if record is None or record["status"] != "ok":
+                raise ConfigError(f"the run failed: {record and record['error']}; try it with experiments.train")
+            sampler, peak = record["sampler"], main_peak(record)[0]
+            writer.writerow(
+                {
+                    "interval_s": config.interval, "repeat": config.repeat,
+                    "missed_bytes": sampler["peak_missed_bytes"], "peak_bytes": peak,
+                    **{name: sampler[name] for name in COLUMNS[2:4]}, **{name: record[name] for name in COLUMNS[6:]},
+                }
+            )  # fmt: skip
+            print(f"{config.interval * 1000:.0f} ms, {config.repeat + 1} of {args.repeats}: every "
+                  f"{sampler['achieved_interval_s'] * 1000:.1f} ms, longest gap "
+                  f"{sampler['longest_gap_s'] * 1000:.0f} ms, missed {sampler['peak_missed_bytes'] / 2**20:.1f} "
+                  f"of {peak / 2**20:.0f} MiB", flush=True)  # fmt: skip
     return 0
 
 

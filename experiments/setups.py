@@ -1,10 +1,9 @@
 """What decides a training's memory, under TRL's own names, and its settings as TRL's parser reads them."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from experiments.config import ConfigError
-from experiments.models import named_config
+from experiments.models import is_model, named_config
 
 ARM_NAMES = ("stock", "accumulate", "tokens", "shared")
 LARGEST = {"k": "num_generations", "prompt": "prompt_tokens", "completion": "max_completion_length"}
@@ -117,9 +116,8 @@ def from_settings(prompt_tokens: int, settings: dict) -> Setup:
         known["lora_rank"] = settings.get("lora_r", 16)
     if bits := 4 * bool(settings.get("load_in_4bit")) or 8 * bool(settings.get("load_in_8bit")):
         known["weight_bits"] = bits
-    reward = settings.get("reward") or ""
-    if reward.startswith("hub:") or Path(reward).is_dir() and reward:  # others are functions
-        known["reward_model"] = reward
+    if is_model(settings.get("reward") or ""):  # others are functions
+        known["reward_model"] = settings["reward"]
     known.setdefault("steps_per_generation", known.get("gradient_accumulation_steps", 1))  # as TRL does
     return Setup(prompt_tokens=prompt_tokens, **known)
 

@@ -167,7 +167,8 @@ class Simulation:
                 self.generate_shared() if self.setup.prefix_sharing else self.generate()
             if not passes:
                 return self.stretches
-            with self.reference_on_device(), self.phase("score"), torch.no_grad():
+            reference = self.on_device(self.reference, "reference", self.setup.offload_reference)
+            with reference, self.phase("score"), torch.no_grad():
                 self.score()
                 self.reward()
             self.model.train()
@@ -451,12 +452,13 @@ class Simulation:
                 )[0]  # fmt: skip
 
     @contextlib.contextmanager
-    def reference_on_device(self):
-        if self.setup.offload_reference:
-            self.memory.watch(self.reference, "reference")
+    def on_device(self, model, kind: str, offloaded: bool):
+        """A model that is on the host except now, if it is `offloaded`."""
+        if offloaded:
+            self.memory.watch(model, kind)
         yield
-        if self.setup.offload_reference:
-            self.memory.watch(self.reference, "host")
+        if offloaded:
+            self.memory.watch(model, "host")
 
     def score(self) -> None:
         self.log_probs()  # the reference takes as much, one after the other
@@ -467,15 +469,11 @@ class Simulation:
         if not setup.reward_model:
             return
         self.event("reward")
-        if setup.offload_reward:
-            self.memory.watch(self.reward_model, "reward model")
         rows = setup.completions_per_forward or setup.generation_rows
         length = setup.prompt_tokens + setup.max_completion_length
-        with self.autocast():
+        with self.on_device(self.reward_model, "reward model", setup.offload_reward), self.autocast():
             mask = self.causal_mask(rows, length) if setup.padded else None
             self.reward_model(input_ids=self.ids(rows, length), attention_mask=mask)
-        if setup.offload_reward:
-            self.memory.watch(self.reward_model, "host")
 
     def make_gradients(self) -> None:
         for parameter in self.model.parameters():

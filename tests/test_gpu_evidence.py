@@ -78,7 +78,7 @@ def test_the_table_of_real_shapes_compares_with_stock_and_names_what_ran_out(tmp
         rows.append({
             "run_id": run_id, "arm": arm, "scale": "qwen3-8b-lora-p8000-c512", "k": k, "status": status,
             "device_kind": "cuda", "device_name": "Made-up", "torch_version": "2", "commit": "0" * 12,
-            "step_seconds_median": seconds, **sizes,
+            "step_seconds_median": seconds, "peak_resident_bytes": None, **sizes,
         })  # fmt: skip
         (tmp_path / run_id).mkdir()
         phases = [("generate", 1, 0.0, 1.0), ("train", 1, 1.0, 1.0 + (seconds or 0) / 2)]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from statistics import median
 
+import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 
@@ -81,10 +82,15 @@ def phase_seconds(cell: Cell, phase: str) -> float | None:
     """Median over the runs of the seconds a step spends in that phase, None where it is not marked."""
     found = []
     for run in cell.finished:
-        rows = run.phases[(run.phases["phase"] == phase) & (run.phases["step"] > 0)]
-        if len(rows):
-            found.append((rows["end"] - rows["start"]).sum() / rows["step"].nunique())
+        if (seconds := seconds_a_step(run.phases, phase)) is not None:
+            found.append(seconds)
     return median(found) if found else None
+
+
+def seconds_a_step(phases: pd.DataFrame, phase: str) -> float | None:
+    """Seconds that a step spends in that phase, on average, None where it is not marked."""
+    rows = phases[(phases["phase"] == phase) & (phases["step"] > 0)]
+    return (rows["end"] - rows["start"]).sum() / rows["step"].nunique() if len(rows) else None
 
 
 def phases_table(runs: Sequence[Run]) -> list[str]:
