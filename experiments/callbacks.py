@@ -1,7 +1,7 @@
 """Memory in the training log of any TRL trainer, so that trackers show it, and a record that the doctor reads.
 
-    trainer = RLOOTrainer(...)
-    trainer.add_callback(MemoryCallback(trainer))
+trainer = RLOOTrainer(...)
+trainer.add_callback(MemoryCallback(trainer))
 """
 
 import json
@@ -156,8 +156,11 @@ class MemoryCallback(TrainerCallback):
                 "model_config": model.config.to_dict(),
                 "dtype": str(model.dtype).removeprefix("torch."),
                 "lora_rank": max((config.r for config in getattr(model, "peft_config", {}).values()), default=0),
-                "weight_bits": 4 if getattr(model, "is_loaded_in_4bit", False)
-                else 8 if getattr(model, "is_loaded_in_8bit", False) else 16,
+                "weight_bits": 4
+                if getattr(model, "is_loaded_in_4bit", False)
+                else 8
+                if getattr(model, "is_loaded_in_8bit", False)
+                else 16,
                 "reward_model": reward_models[0].config.name_or_path if reward_models else None,
                 "arguments": {name: getattr(args, name) for name in RECORDED if hasattr(args, name)} | levers,
             },

@@ -37,9 +37,14 @@ WORKLOADS = {"cpu": ("qwen3-8-layers", 8000, 256, 24), "cuda": ("qwen3-0.6b", 15
 def cases(device: str) -> dict[str, Setup]:
     _, _, prompt, completion = WORKLOADS[device]
     base = Setup(
-        prompt_tokens=prompt, max_completion_length=completion, device=device, padded=False, dtype="float32",
-        bf16=False, temperature=0.9,
-    )  # fmt: skip
+        prompt_tokens=prompt,
+        max_completion_length=completion,
+        device=device,
+        padded=False,
+        dtype="float32",
+        bf16=False,
+        temperature=0.9,
+    )
     half = replace(base, dtype="bfloat16", bf16=True)
     on_gpu = {  # what goes to the host leaves nothing on a CPU
         "shared-k8-offload-reference": replace(half, offload_reference=True).arm("shared"),
@@ -104,27 +109,44 @@ def build_trainer(setup: Setup, folder: Path, tokenizer, prompts):
         name: getattr(setup, name) for name in ("prefix_sharing", "completions_per_forward", "tokens_per_forward")
     }
     arguments = RLOOConfig(
-        output_dir=str(folder / "out"), use_cpu=setup.device == "cpu", report_to="none", save_strategy="no",
-        logging_steps=1, disable_tqdm=True, max_steps=2, bf16=setup.bf16, optim=setup.optim, beta=setup.beta,
-        per_device_train_batch_size=setup.per_device_train_batch_size, num_generations=setup.num_generations,
+        output_dir=str(folder / "out"),
+        use_cpu=setup.device == "cpu",
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+        max_steps=2,
+        bf16=setup.bf16,
+        optim=setup.optim,
+        beta=setup.beta,
+        per_device_train_batch_size=setup.per_device_train_batch_size,
+        num_generations=setup.num_generations,
         gradient_accumulation_steps=setup.gradient_accumulation_steps,
-        steps_per_generation=setup.steps_per_generation, temperature=setup.temperature,
-        max_completion_length=setup.max_completion_length, gradient_checkpointing=setup.gradient_checkpointing,
+        steps_per_generation=setup.steps_per_generation,
+        temperature=setup.temperature,
+        max_completion_length=setup.max_completion_length,
+        gradient_checkpointing=setup.gradient_checkpointing,
         activation_offloading=setup.activation_offloading,
         generation_kwargs={"min_new_tokens": setup.max_completion_length},
-        model_init_kwargs={"dtype": getattr(torch, setup.dtype)}, **passes,
-    )  # fmt: skip
+        model_init_kwargs={"dtype": getattr(torch, setup.dtype)},
+        **passes,
+    )
     weights = ModelConfig(
-        load_in_4bit=setup.weight_bits == 4, load_in_8bit=setup.weight_bits == 8, use_bnb_nested_quant=True,
+        load_in_4bit=setup.weight_bits == 4,
+        load_in_8bit=setup.weight_bits == 8,
+        use_bnb_nested_quant=True,
         dtype=setup.dtype,
-    )  # fmt: skip
+    )
     lora = LoraConfig(r=setup.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
     return RLOOTrainer(
-        model=str(folder), reward_funcs=str(folder / "reward") if setup.reward_model else data.letter_reward,
-        args=arguments, processing_class=tokenizer,
-        train_dataset=Dataset.from_dict({"prompt": prompts}), peft_config=lora if setup.lora_rank else None,
+        model=str(folder),
+        reward_funcs=str(folder / "reward") if setup.reward_model else data.letter_reward,
+        args=arguments,
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        peft_config=lora if setup.lora_rank else None,
         quantization_config=get_quantization_config(weights),
-    )  # fmt: skip
+    )
 
 
 def measure(setup: Setup, folder: Path, tokenizer, prompts) -> dict[str, int]:
@@ -219,14 +241,22 @@ def run(args: argparse.Namespace) -> int:
                 cells.append(f"{predicted[phase] / GIB:8.3f}/{measured[phase] / GIB:.3f} {error:+5.0%}")
                 writer.writerow(
                     {
-                        "case": name, "phase": phase, "predicted_bytes": predicted[phase],
-                        "measured_bytes": measured[phase], "error": round(error, 4), "shape": shape,
-                        "vocab_size": vocab_size, "prompt_tokens": setup.prompt_tokens,
-                        "completion_tokens": setup.max_completion_length, "k": setup.num_generations,
-                        "device_kind": device, "device_name": device_name, "torch_version": torch.__version__,
+                        "case": name,
+                        "phase": phase,
+                        "predicted_bytes": predicted[phase],
+                        "measured_bytes": measured[phase],
+                        "error": round(error, 4),
+                        "shape": shape,
+                        "vocab_size": vocab_size,
+                        "prompt_tokens": setup.prompt_tokens,
+                        "completion_tokens": setup.max_completion_length,
+                        "k": setup.num_generations,
+                        "device_kind": device,
+                        "device_name": device_name,
+                        "torch_version": torch.__version__,
                         "commit": commit,
                     }
-                )  # fmt: skip
+                )
             print(f"{name:32}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
     print(f"largest error {worst:.1%}; {path}")
     return 0

@@ -90,9 +90,18 @@ def real_shape(shape: str, prompt: int, completion: int, lora_rank: int = 0) -> 
     """A model as published, random weights, one prompt and one epoch a rollout, for a card of 80 GiB."""
     name = f"{shape}{'-lora' if lora_rank else ''}-p{prompt}-c{completion}"
     return Scale(
-        name, shape, 151_936, prompt, completion, 80 * GIB, epochs=1, temperature=1.0, precision="bfloat16",
-        reward="letters", lora_rank=lora_rank,
-    )  # fmt: skip
+        name,
+        shape,
+        151_936,
+        prompt,
+        completion,
+        80 * GIB,
+        epochs=1,
+        temperature=1.0,
+        precision="bfloat16",
+        reward="letters",
+        lora_rank=lora_rank,
+    )
 
 
 # `seed` is the published workload. `cpu` keeps its token counts and divides vocabulary and budget by 8, so that the

@@ -147,10 +147,14 @@ def read_run(folder: Path):
         hf_config = CONFIG_MAPPING[record["model_config"]["model_type"]](**fields)
         arguments = {k: v for k, v in record["arguments"].items() if k in Setup.__dataclass_fields__}
         setup = Setup(
-            prompt_tokens=record["prompt_tokens"], dtype=record["dtype"], lora_rank=record["lora_rank"],
-            weight_bits=record["weight_bits"], device=record["device_kind"], reward_model=record.get("reward_model"),
+            prompt_tokens=record["prompt_tokens"],
+            dtype=record["dtype"],
+            lora_rank=record["lora_rank"],
+            weight_bits=record["weight_bits"],
+            device=record["device_kind"],
+            reward_model=record.get("reward_model"),
             **arguments,
-        )  # fmt: skip
+        )
         return setup, hf_config, record["peaks"], record["device_bytes"]
     if not (folder / "run.json").exists():
         raise ConfigError(f"{folder} holds neither memory.json (MemoryCallback) nor run.json (experiments.train)")
@@ -160,18 +164,26 @@ def read_run(folder: Path):
         raise ConfigError(f"{folder} is a run of {arm.name}: the planner knows today's trainer only; use --arm stock")
     rows = record["batch"] if arm.shares_prefix else record["completions_per_forward"]
     setup = Setup(
-        prompt_tokens=record["prompt_tokens_requested"], max_completion_length=record["completion_tokens"],
-        num_generations=record["k"], per_device_train_batch_size=rows, steps_per_generation=record["batch"] // rows,
+        prompt_tokens=record["prompt_tokens_requested"],
+        max_completion_length=record["completion_tokens"],
+        num_generations=record["k"],
+        per_device_train_batch_size=rows,
+        steps_per_generation=record["batch"] // rows,
         gradient_accumulation_steps=record["batch"] // rows,
-        prefix_sharing=arm.shares_prefix, bf16=config["precision"] in ("bf16", "bfloat16"),
-        dtype="bfloat16" if config["precision"] == "bfloat16" else "float32", lora_rank=config.get("lora_rank", 0),
+        prefix_sharing=arm.shares_prefix,
+        bf16=config["precision"] in ("bf16", "bfloat16"),
+        dtype="bfloat16" if config["precision"] == "bfloat16" else "float32",
+        lora_rank=config.get("lora_rank", 0),
         completions_per_forward=record["completions_per_forward"] if arm.shares_prefix else None,
-        device=record["device_kind"], temperature=config["temperature"], padded=False, optim="adamw_torch_fused",
+        device=record["device_kind"],
+        temperature=config["temperature"],
+        padded=False,
+        optim="adamw_torch_fused",
         reward_model="policy" if config["reward"] == "model" else None,
-    )  # fmt: skip
-    hf_config = named_config(config["model"]) if config["model"] else shape_config(
-        config["shape"], config["vocab_size"]
-    )  # fmt: skip
+    )
+    hf_config = (
+        named_config(config["model"]) if config["model"] else shape_config(config["shape"], config["vocab_size"])
+    )
     peaks = {record["peak_phase"]: record["peak_allocated_bytes"]} if record["peak_allocated_bytes"] else {}
     return setup, hf_config, peaks, record["budget_bytes"]
 
@@ -234,17 +246,21 @@ def run(args: argparse.Namespace) -> int:
     print(f"\nuntil it fits in {budget / GIB:.2f} GiB:")
     used, last = make_it_fit(now, hf_config, budget, say=print)
     if last.peak.total > budget:
-        print(f"It does not fit: {last.peak.total / GIB:.2f} GiB with every lever, {last.peak.phase} phase. "
-              f"{(last.peak.total - budget) / GIB:.2f} GiB are missing: a smaller model, a shorter prompt or more "
-              "devices are left.")  # fmt: skip
+        print(
+            f"It does not fit: {last.peak.total / GIB:.2f} GiB with every lever, {last.peak.phase} phase. "
+            f"{(last.peak.total - budget) / GIB:.2f} GiB are missing: a smaller model, a shorter prompt or more "
+            "devices are left."
+        )
         return 1
     lines = [f"peak {last.peak.total / GIB:.2f} GiB predicted, {last.peak.phase} phase; limit {budget / GIB:.2f} GiB"]
     lines += [f"{lever.name}: {prediction.peak.total / GIB:.2f} GiB after it" for lever, prediction in used]
     settings = {**profile, **({"model_name_or_path": model} if model else {}), **to_settings(last.setup)}
     dump_profile(args.output, settings, comments=[f"prompts to {last.setup.prompt_tokens} tokens", *lines])
     exact = all(lever.exact for lever, _ in used)
-    print(f"fits: {last.peak.total / GIB:.2f} GiB. {'Trains the same as before. ' if used and exact else ''}"
-          f"Settings: {args.output}")  # fmt: skip
+    print(
+        f"fits: {last.peak.total / GIB:.2f} GiB. {'Trains the same as before. ' if used and exact else ''}"
+        f"Settings: {args.output}"
+    )
     if setup.num_devices > 1:
         print(f"  MODEL_PATH=... .venv/bin/accelerate launch --config_file ... -m experiments.launch {args.output}")
     else:
@@ -260,8 +276,10 @@ def explain(now: Prediction, measured: dict[str, int], budget: int) -> None:
         name = max(measured, key=measured.get)
         phase = next((p for p in now.phases if p.phase == name), phase)
         what = " (the whole process: Python, torch and what it keeps come on top)" if now.setup.device == "cpu" else ""
-        print(f"measured: {measured[name] / GIB:.2f} GiB{what}, {name} phase; predicted for it "
-              f"{phase.total / GIB:.2f} GiB")  # fmt: skip
+        print(
+            f"measured: {measured[name] / GIB:.2f} GiB{what}, {name} phase; predicted for it "
+            f"{phase.total / GIB:.2f} GiB"
+        )
     print(f"predicted peak {now.peak.total / GIB:.2f} GiB, {now.peak.phase} phase; limit {budget / GIB:.2f} GiB")
     print(f"{phase.phase}: {phase.parts()}")
     if phase.kinds.get("parameters", 0) > budget:

@@ -82,8 +82,11 @@ def gradient(model):
 
 def attention_kernels(profiler) -> str:
     """Names of the attention operations that torch's profiler saw."""
-    names = {event.key.removeprefix("aten::_scaled_dot_product_") for event in profiler.key_averages()
-             if event.key.startswith("aten::_scaled_dot_product_")}  # fmt: skip
+    names = {
+        event.key.removeprefix("aten::_scaled_dot_product_")
+        for event in profiler.key_averages()
+        if event.key.startswith("aten::_scaled_dot_product_")
+    }
     return " ".join(sorted(name for name in names if not name.endswith("backward"))) or "none"
 
 
@@ -138,11 +141,16 @@ def run(args: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     shape, layers, _, prompt, completion, k = WORKLOADS[device]
     facts = {
-        "shape": f"{shape}, {layers} layers" if layers else shape, "prompt_tokens": prompt,
-        "completion_tokens": completion, "k": k, "device_kind": device, "device_name": device_name,
-        "torch_version": torch.__version__, "transformers_version": transformers.__version__,
+        "shape": f"{shape}, {layers} layers" if layers else shape,
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "k": k,
+        "device_kind": device,
+        "device_name": device_name,
+        "torch_version": torch.__version__,
+        "transformers_version": transformers.__version__,
         "commit": source_commit(),
-    }  # fmt: skip
+    }
     failed = []
     with (folder / "exactness.csv").open("w", newline="", buffering=1) as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")

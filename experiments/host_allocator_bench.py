@@ -104,18 +104,31 @@ def train(allocator: str, model: str, work: Path, steps: int) -> dict:
     setting, variables = ALLOCATORS[allocator]
     out = work / "out"
     settings = {
-        "host_allocator": setting, "dataset": work / "prompts.jsonl", "output_dir": out, "max_steps": steps,
-        "max_completion_length": 32, "gradient_checkpointing": "false", "num_generations": 4,
-        "completions_per_forward": 2, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
-        "bf16": "false", "use_cpu": "true", "seed": 0, "save_strategy": "no", "report_to": "none",
+        "host_allocator": setting,
+        "dataset": work / "prompts.jsonl",
+        "output_dir": out,
+        "max_steps": steps,
+        "max_completion_length": 32,
+        "gradient_checkpointing": "false",
+        "num_generations": 4,
+        "completions_per_forward": 2,
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+        "bf16": "false",
+        "use_cpu": "true",
+        "seed": 0,
+        "save_strategy": "no",
+        "report_to": "none",
         "disable_tqdm": "true",
-    }  # fmt: skip
+    }
     words = [str(word) for name, value in settings.items() for word in (f"--{name}", value)]
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", TRAIN, "balanced", *words],
-        cwd=ROOT, env={**os.environ, **variables, "MODEL_PATH": model, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**os.environ, **variables, "MODEL_PATH": model, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
     if result.returncode:
         raise ConfigError(f"{allocator}: {(result.stderr.strip() or 'no message').splitlines()[-1]}")
     end, cpu_seconds, *library = json.loads(result.stdout.splitlines()[-1])

@@ -228,10 +228,14 @@ def run(argv: list[str]) -> int:
         config.model_init_kwargs.setdefault("device_map", None)
     trainer_class = RLOOTrainer if launch.algorithm == "rloo" else GRPOTrainer
     trainer = trainer_class(
-        model=path, reward_funcs=reward, args=config, train_dataset=dataset,
-        processing_class=tokenizer, peft_config=get_peft_config(model),
+        model=path,
+        reward_funcs=reward,
+        args=config,
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        peft_config=get_peft_config(model),
         quantization_config=get_quantization_config(model),
-    )  # fmt: skip
+    )
     if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not trainer.is_fsdp_enabled:
         raise ConfigError("without a GPU accelerate would train with DDP in place of FSDP; use ddp.yaml")
     if launch.offload_reference:

@@ -26,9 +26,13 @@ _LLAMA = dict(
 
 def _shape(family: dict, hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> dict:
     return dict(
-        family, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-        num_attention_heads=heads, tie_word_embeddings=tied,
-    )  # fmt: skip
+        family,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        tie_word_embeddings=tied,
+    )
 
 
 SHAPES = {

@@ -171,14 +171,21 @@ def setup_from(args: argparse.Namespace, profile: dict) -> Setup:
     if args.prompt is None:
         raise ConfigError("no prompt length: --prompt N, the tokens of the longest prompt")
     given = {
-        "max_completion_length": args.completion, "num_generations": args.k, "lora_rank": args.lora,
-        "weight_bits": args.bits, "optim": args.optim, "beta": args.beta, "dtype": args.dtype,
-        "completions_per_forward": args.completions_per_forward, "tokens_per_forward": args.tokens_per_forward,
+        "max_completion_length": args.completion,
+        "num_generations": args.k,
+        "lora_rank": args.lora,
+        "weight_bits": args.bits,
+        "optim": args.optim,
+        "beta": args.beta,
+        "dtype": args.dtype,
+        "completions_per_forward": args.completions_per_forward,
+        "tokens_per_forward": args.tokens_per_forward,
         "gradient_checkpointing": False if args.no_gradient_checkpointing else None,
         "activation_offloading": True if args.activation_offloading else None,
         "offload_reference": True if args.offload_reference else None,
-        "reward_model": args.reward_model, "offload_reward": True if args.offload_reward else None,
-    }  # fmt: skip
+        "reward_model": args.reward_model,
+        "offload_reward": True if args.offload_reward else None,
+    }
     given = {name: value for name, value in given.items() if value is not None}
     setup = replace(from_settings(args.prompt, profile), **given)
     if args.accelerate:
@@ -187,9 +194,7 @@ def setup_from(args: argparse.Namespace, profile: dict) -> Setup:
             setup = replace(setup, dtype="float32")  # accelerate's `fsdp2_prepare_model` widens trained weights
     if args.prompts or args.k or "per_device_train_batch_size" not in profile:
         rows = setup.num_generations * (args.prompts or 1)
-        setup = replace(
-            setup, per_device_train_batch_size=rows, steps_per_generation=1, gradient_accumulation_steps=1
-        )
+        setup = replace(setup, per_device_train_batch_size=rows, steps_per_generation=1, gradient_accumulation_steps=1)
     return setup
 
 

@@ -27,9 +27,14 @@ def fields() -> set[str]:
     from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig, RLOOConfig
 
     classes = (
-        RLOOConfig, GRPOConfig, ModelConfig, DatasetMixtureConfig, RLOOScriptArguments, GRPOScriptArguments,
+        RLOOConfig,
+        GRPOConfig,
+        ModelConfig,
+        DatasetMixtureConfig,
+        RLOOScriptArguments,
+        GRPOScriptArguments,
         LaunchArguments,
-    )  # fmt: skip
+    )
     return {field.name for cls in classes for field in dataclasses.fields(cls)}
 
 

@@ -63,9 +63,12 @@ class Group:
         if way == "shared-2":
             sharing["completions_per_forward"] = 2
         output = self.model(
-            input_ids=self.ids, attention_mask=self.torch.ones_like(self.ids), labels=labels, fused_lm_head=True,
+            input_ids=self.ids,
+            attention_mask=self.torch.ones_like(self.ids),
+            labels=labels,
+            fused_lm_head=True,
             **sharing,
-        )  # fmt: skip
+        )
         return output.log_probs[:, -self.weights.shape[1] :]
 
     def grouped_log_probs(self):
@@ -98,14 +101,24 @@ class Group:
         ids = grouper.concat_input(prompt_ids, masks[0], completion_ids, masks[1])
         positions = torch.cat([torch.arange(prompt), torch.arange(prompt, prompt + completion).repeat(self.k)])
         hidden = self.model.model(
-            input_ids=ids, attention_mask=grouper.padding_mask, position_ids=positions[None], use_cache=False,
+            input_ids=ids,
+            attention_mask=grouper.padding_mask,
+            position_ids=positions[None],
+            use_cache=False,
             prefix_grouper=grouper,
-        ).last_hidden_state  # fmt: skip
+        ).last_hidden_state
         hidden = grouper.split_output(hidden, include_prefix_last=1)[2][:, :-1]
         log_probs, *_ = ChunkedLogProbFunction.apply(
-            hidden.reshape(-1, hidden.shape[-1]), self.model.lm_head.weight, None, completion_ids.reshape(-1), 1.0,
-            _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, ("log_probs", "entropy"),
-        )  # fmt: skip
+            hidden.reshape(-1, hidden.shape[-1]),
+            self.model.lm_head.weight,
+            None,
+            completion_ids.reshape(-1),
+            1.0,
+            _CHUNKED_LOGPROB_CHUNK_SIZE,
+            None,
+            1.0,
+            ("log_probs", "entropy"),
+        )
         return log_probs.view(self.k, completion)
 
     def gradient(self):
@@ -155,10 +168,15 @@ def main(argv: list[str] | None = None) -> int:
     scale = SCALES["bench"]
     group = Group(scale.shape, scale.vocab_size, args.prompt_tokens, args.completion_tokens, args.k)
     facts = {
-        "prompt_tokens": args.prompt_tokens, "completion_tokens": args.completion_tokens, "k": args.k,
-        "shape": scale.shape, "device_name": cfg.cpu_name(), "torch_version": torch.__version__,
-        "transformers_version": transformers.__version__, "commit": source_commit(),
-    }  # fmt: skip
+        "prompt_tokens": args.prompt_tokens,
+        "completion_tokens": args.completion_tokens,
+        "k": args.k,
+        "shape": scale.shape,
+        "device_name": cfg.cpu_name(),
+        "torch_version": torch.__version__,
+        "transformers_version": transformers.__version__,
+        "commit": source_commit(),
+    }
     if "prefix-grouper" in args.ways:
         facts["prefix_grouper_version"] = version("prefix-grouper")
     folder = args.results / (args.machine or cfg.machine_name("cpu", cfg.cpu_name())) / "rivals"
@@ -184,11 +202,15 @@ def main(argv: list[str] | None = None) -> int:
                     print(f"{way}: warm-up, {score_seconds + train_seconds:.1f} s", flush=True)
                     continue
                 row = {
-                    "way": way, "repeat": repeat, "score_seconds": round(score_seconds, 4),
-                    "train_seconds": round(train_seconds, 4), "score_peak_bytes": score_peak,
+                    "way": way,
+                    "repeat": repeat,
+                    "score_seconds": round(score_seconds, 4),
+                    "train_seconds": round(train_seconds, 4),
+                    "score_peak_bytes": score_peak,
                     "train_peak_bytes": train_peak,
-                    "gradient_difference": f"{((gradient - truth).norm() / truth.norm()).item():.2e}", **facts,
-                }  # fmt: skip
+                    "gradient_difference": f"{((gradient - truth).norm() / truth.norm()).item():.2e}",
+                    **facts,
+                }
                 writer.writerow(row)
                 rows.append(row)
                 print(f"{way}: {repeat + 1} of {args.repeats}, {score_seconds + train_seconds:.1f} s", flush=True)

@@ -47,15 +47,21 @@ def run(args: argparse.Namespace) -> int:
             sampler, peak = record["sampler"], main_peak(record)[0]
             writer.writerow(
                 {
-                    "interval_s": config.interval, "repeat": config.repeat,
-                    "missed_bytes": sampler["peak_missed_bytes"], "peak_bytes": peak,
-                    **{name: sampler[name] for name in COLUMNS[2:4]}, **{name: record[name] for name in COLUMNS[6:]},
+                    "interval_s": config.interval,
+                    "repeat": config.repeat,
+                    "missed_bytes": sampler["peak_missed_bytes"],
+                    "peak_bytes": peak,
+                    **{name: sampler[name] for name in COLUMNS[2:4]},
+                    **{name: record[name] for name in COLUMNS[6:]},
                 }
-            )  # fmt: skip
-            print(f"{config.interval * 1000:.0f} ms, {config.repeat + 1} of {args.repeats}: every "
-                  f"{sampler['achieved_interval_s'] * 1000:.1f} ms, longest gap "
-                  f"{sampler['longest_gap_s'] * 1000:.0f} ms, missed {sampler['peak_missed_bytes'] / 2**20:.1f} "
-                  f"of {peak / 2**20:.0f} MiB", flush=True)  # fmt: skip
+            )
+            print(
+                f"{config.interval * 1000:.0f} ms, {config.repeat + 1} of {args.repeats}: every "
+                f"{sampler['achieved_interval_s'] * 1000:.1f} ms, longest gap "
+                f"{sampler['longest_gap_s'] * 1000:.0f} ms, missed {sampler['peak_missed_bytes'] / 2**20:.1f} "
+                f"of {peak / 2**20:.0f} MiB",
+                flush=True,
+            )
     return 0
 
 

@@ -93,17 +93,17 @@ class Setup:
         """As much work in micro-batches of `rows`."""
         total = self.per_device_train_batch_size * self.gradient_accumulation_steps
         return replace(
-            self, per_device_train_batch_size=rows, steps_per_generation=max(1, self.generation_rows // rows),
+            self,
+            per_device_train_batch_size=rows,
+            steps_per_generation=max(1, self.generation_rows // rows),
             gradient_accumulation_steps=max(1, total // rows),
-        )  # fmt: skip
+        )
 
     def with_k(self, k: int) -> "Setup":
         """As many prompts with k completions each, in as many micro-batches."""
         rows = max(1, self.per_device_train_batch_size * k // self.num_generations)
         per_forward = min(self.completions_per_forward, k) if self.completions_per_forward else None
-        return replace(
-            self, num_generations=k, per_device_train_batch_size=rows, completions_per_forward=per_forward
-        )
+        return replace(self, num_generations=k, per_device_train_batch_size=rows, completions_per_forward=per_forward)
 
 
 def from_settings(prompt_tokens: int, settings: dict) -> Setup:

@@ -140,9 +140,7 @@ class Simulation:
             with self.shapes.new():
                 return torch.ones(1, 1, len(context.rows), columns, dtype=torch.bool)
 
-        head_backward = _counted(
-            self.memory, "logits", ChunkedLogProbFunction.backward, lambda: self.event("head")
-        )
+        head_backward = _counted(self.memory, "logits", ChunkedLogProbFunction.backward, lambda: self.event("head"))
 
         def new_head_backward(ctx, *gradients):  # it makes its sums itself
             with self.shapes.new():
@@ -416,9 +414,12 @@ class Simulation:
             batch = (input_ids, mask, setup.prompt_tokens)
             if setup.prefix_sharing:
                 output = shared_prefix_forward(
-                    self.backbone, *batch, setup.completions_per_forward, setup.tokens_per_forward,
+                    self.backbone,
+                    *batch,
+                    setup.completions_per_forward,
+                    setup.tokens_per_forward,
                     setup.num_generations,
-                )  # fmt: skip
+                )
             else:
                 backbone = self.padded_backbone() if setup.padded else self.backbone
                 output = whole_rows_forward(backbone, *batch, setup.tokens_per_forward)
@@ -447,9 +448,16 @@ class Simulation:
             with self.shapes.new(), self.memory.of_kind("logits"):
                 hidden = hidden.reshape(-1, hidden.shape[-1])
                 return ChunkedLogProbFunction.apply(
-                    hidden, head.weight, head.bias, self.ids(1, len(hidden))[0], self.setup.temperature,
-                    _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, ("log_probs", "entropy"),
-                )[0]  # fmt: skip
+                    hidden,
+                    head.weight,
+                    head.bias,
+                    self.ids(1, len(hidden))[0],
+                    self.setup.temperature,
+                    _CHUNKED_LOGPROB_CHUNK_SIZE,
+                    None,
+                    1.0,
+                    ("log_probs", "entropy"),
+                )[0]
 
     @contextlib.contextmanager
     def on_device(self, model, kind: str, offloaded: bool):

@@ -1,6 +1,6 @@
 """Arms x k x repeats, each run its own process, in alternating order; continues after a failure; can be resumed.
 
-    python -m experiments.suite --arms classic-baseline,classic-lean --k 2,4,8 --repeats 3
+python -m experiments.suite --arms classic-baseline,classic-lean --k 2,4,8 --repeats 3
 """
 
 import argparse
@@ -111,10 +111,24 @@ def run_plan(plan: list[RunConfig], machine: Path, args: argparse.Namespace) -> 
 def run_one(config: RunConfig, machine: Path, args: argparse.Namespace) -> int:
     """One run in its own process; its terminal lines are kept out of the suite's. Returns the exit code."""
     command = [
-        sys.executable, "-m", "experiments.train", "--arm", config.arm, "--k", str(config.k), "--scale", config.scale,
-        "--repeat", str(config.repeat), "--device", config.device, "--results", str(machine.parent),
-        "--machine", machine.name,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "experiments.train",
+        "--arm",
+        config.arm,
+        "--k",
+        str(config.k),
+        "--scale",
+        config.scale,
+        "--repeat",
+        str(config.repeat),
+        "--device",
+        config.device,
+        "--results",
+        str(machine.parent),
+        "--machine",
+        machine.name,
+    ]
     for name in PASSED_ON:
         if getattr(args, name) is not None:
             command += [option(name), str(getattr(args, name))]

@@ -69,10 +69,19 @@ class TeacherStudentReward:
     """
 
     def __init__(
-        self, student, tokenizer=None, *, min_weight: float = 0.01, kl_weight: float = 3.0, max_weight: float = 0.01,
-        temperature: float = 1.0, student_template: str | None = None, chunk_tokens: int = 256, batch_size: int = 4,
+        self,
+        student,
+        tokenizer=None,
+        *,
+        min_weight: float = 0.01,
+        kl_weight: float = 3.0,
+        max_weight: float = 0.01,
+        temperature: float = 1.0,
+        student_template: str | None = None,
+        chunk_tokens: int = 256,
+        batch_size: int = 4,
         offload: bool = False,
-    ):  # fmt: skip
+    ):
         if isinstance(student, str | Path):
             student = AutoModelForCausalLM.from_pretrained(student, dtype="auto")
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(student.config.name_or_path)
@@ -282,10 +291,21 @@ def main(argv: list[str] | None = None) -> int:
     reward = TeacherStudentReward(student, tokenizer)
     with tempfile.TemporaryDirectory() as folder:
         options = make_config(
-            output_dir=folder, max_steps=args.steps, num_generations=args.k, per_device_train_batch_size=2 * args.k,
-            max_completion_length=24, learning_rate=1e-2, prefix_sharing=args.shared, beta=0.0, bf16=False,
-            use_cpu=True, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
-        )  # fmt: skip
+            output_dir=folder,
+            max_steps=args.steps,
+            num_generations=args.k,
+            per_device_train_batch_size=2 * args.k,
+            max_completion_length=24,
+            learning_rate=1e-2,
+            prefix_sharing=args.shared,
+            beta=0.0,
+            bf16=False,
+            use_cpu=True,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
         trainer = make_trainer(teacher, reward, options, train_dataset=data, processing_class=tokenizer)
         trainer.remove_callback(PrinterCallback)
         reward.attach(trainer)

@@ -73,12 +73,25 @@ def run(args: argparse.Namespace) -> int:
         **{
             name: getattr(args, name)
             for name in (
-                "model", "documents", "batch", "prompt_tokens", "completion_tokens", "steps", "epochs", "seed",
-                "vocab_size", "threads", "learning_rate", "temperature", "interval", "precision", "reward",
+                "model",
+                "documents",
+                "batch",
+                "prompt_tokens",
+                "completion_tokens",
+                "steps",
+                "epochs",
+                "seed",
+                "vocab_size",
+                "threads",
+                "learning_rate",
+                "temperature",
+                "interval",
+                "precision",
+                "reward",
                 "completions_per_forward",
             )
         },
-    )  # fmt: skip
+    )
     machine = args.results / (args.machine or cfg.machine_name(device_kind, device_name))
     folder = machine / config.run_id
     make_writable(folder)
@@ -375,8 +388,10 @@ class Progress:
     def __init__(self, config: RunConfig):
         self.config, self.start = config, time.time()
         self.terminal = os.fdopen(os.dup(1), "w", buffering=1)
-        self.say(f"{config.run_id}: {config.prompt_tokens} + {config.completion_tokens} tokens, batch {config.batch}, "
-                 f"budget {config.budget_bytes / GIB:.2f} GiB, {config.device}")  # fmt: skip
+        self.say(
+            f"{config.run_id}: {config.prompt_tokens} + {config.completion_tokens} tokens, batch {config.batch}, "
+            f"budget {config.budget_bytes / GIB:.2f} GiB, {config.device}"
+        )
 
     def say(self, text: str) -> None:
         print(text, file=self.terminal)

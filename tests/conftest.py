@@ -22,9 +22,25 @@ def train(tmp_path_factory):
     def run(arm="classic-baseline", k=2, *options, scale="test"):
         results = tmp_path_factory.mktemp("results")
         command = [
-            sys.executable, "-m", "experiments.train", "--arm", arm, "--k", str(k), "--scale", scale,
-            "--device", "cpu", "--results", str(results), "--machine", "here", "--threads", "1", *options,
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "experiments.train",
+            "--arm",
+            arm,
+            "--k",
+            str(k),
+            "--scale",
+            scale,
+            "--device",
+            "cpu",
+            "--results",
+            str(results),
+            "--machine",
+            "here",
+            "--threads",
+            "1",
+            *options,
+        ]
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
         repeat = options[options.index("--repeat") + 1] if "--repeat" in options else "0"
         folder = results / "here" / f"{arm}_{scale}_k{k}_r{repeat}"

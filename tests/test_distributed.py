@@ -53,9 +53,17 @@ def launch(arm, runs, folder):
     build = [sys.executable, str(ROOT / "trl" / "fork.py"), "build", "current", str(trl), *choice]
     subprocess.run(build, check=True, capture_output=True, timeout=120)
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(PROBE),
-        str(folder), arm, json.dumps(runs),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        str(PROBE),
+        str(folder),
+        arm,
+        json.dumps(runs),
+    ]
     _, output = two_processes.run(command, PYTHONPATH=str(trl))  # about 30 s alone; other tests share the cores
     done = re.findall(r"done: (\S+)", output)  # anywhere in a line: two processes write into one pipe
     expected = [run["name"] for run in runs]

@@ -29,10 +29,29 @@ def test_what_the_doctor_writes_trains_and_its_record_can_be_read_again(tmp_path
     policy, reward, _ = models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))
     fits, out = tmp_path / "fits.yaml", tmp_path / "out"
     result = run(
-        "doctor", "--model", policy, "--prompt", 512, "--completion", 16, "--k", 4, "--device", "cpu",
-        "--dtype", "float32", "--device-memory", "14MiB", "--reserve", "0", "--output", fits,
-        "--reward-model", reward, "--offload-reward",
-    )  # fmt: skip
+        "doctor",
+        "--model",
+        policy,
+        "--prompt",
+        512,
+        "--completion",
+        16,
+        "--k",
+        4,
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--device-memory",
+        "14MiB",
+        "--reserve",
+        "0",
+        "--output",
+        fits,
+        "--reward-model",
+        reward,
+        "--offload-reward",
+    )
     assert result.returncode == 0, result.stdout + result.stderr[-3000:]
     text = fits.read_text()
     assert "prefix_sharing: true" in text and "offload_reward: true" in text and "MiB" not in text
@@ -41,10 +60,26 @@ def test_what_the_doctor_writes_trains_and_its_record_can_be_read_again(tmp_path
     assert peaks == sorted(peaks) and len(peaks) > 5, "each change alone, in order of effect"
 
     result = run(
-        "launch", fits, "--max_steps", 2, "--output_dir", out, "--prompt_tokens", 512, "--logging_steps", 1,
-        "--save_strategy", "no", "--report_to", "none", "--disable_tqdm", "true", "--offload_reference", "true",
+        "launch",
+        fits,
+        "--max_steps",
+        2,
+        "--output_dir",
+        out,
+        "--prompt_tokens",
+        512,
+        "--logging_steps",
+        1,
+        "--save_strategy",
+        "no",
+        "--report_to",
+        "none",
+        "--disable_tqdm",
+        "true",
+        "--offload_reference",
+        "true",
         MODEL_PATH=policy,
-    )  # fmt: skip
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     assert "rewards/" in result.stdout and "letter_reward" not in result.stdout
     for metric in ("mem_alloc_mb", "mem_max_alloc_mb", "mem_batch_share", "mem_peak/train_mb", "mem_peak/generate_mb"):
@@ -170,9 +205,13 @@ def test_a_model_kept_on_the_host_leaves_the_device_when_the_policy_trains(monke
 def test_every_profile_trains_a_tiny_model_on_a_cpu(tmp_path):
     policy, _, _ = models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", "tests/probes/profiles.py", tmp_path], cwd=ROOT, capture_output=True,
-        text=True, timeout=400, env={**os.environ, "PYTHONPATH": str(ROOT), "MODEL_PATH": str(policy)},
-    )  # fmt: skip
+        [sys.executable, "-W", "ignore", "tests/probes/profiles.py", tmp_path],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "MODEL_PATH": str(policy)},
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     trained = json.loads(result.stdout.splitlines()[-1])
     assert sorted(trained) == profiles.names()

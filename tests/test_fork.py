@@ -529,8 +529,10 @@ def test_renames_and_deletions_are_touched_paths():
 
 def test_check_passes_and_counts(project):
     assert project.run("check") == (
-        0, "pick: 2 patches apply to trl 9.9.9\npile: 2 patches apply to trl 9.9.9\n", [],
-    )  # fmt: skip
+        0,
+        "pick: 2 patches apply to trl 9.9.9\npile: 2 patches apply to trl 9.9.9\n",
+        [],
+    )
 
 
 def drop(field):

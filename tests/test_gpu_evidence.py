@@ -50,9 +50,26 @@ def test_errors_and_attention_kernels_are_measured_on_the_device(tmp_path):
 
 def test_what_the_sampler_misses_is_measured_at_each_interval(tmp_path):
     result = run(
-        sys.executable, "-m", "experiments.sampler_check", "--device", "cpu", "--scale", "test", "--k", "2",
-        "--intervals", "0.02,0.1", "--repeats", "1", "--threads", "1", "--results", tmp_path, "--machine", "x",
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        "experiments.sampler_check",
+        "--device",
+        "cpu",
+        "--scale",
+        "test",
+        "--k",
+        "2",
+        "--intervals",
+        "0.02,0.1",
+        "--repeats",
+        "1",
+        "--threads",
+        "1",
+        "--results",
+        tmp_path,
+        "--machine",
+        "x",
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     with (tmp_path / "x" / "sampler.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -68,18 +85,31 @@ def test_the_table_of_real_shapes_compares_with_stock_and_names_what_ran_out(tmp
     gib = 2**30
     rows = []
     for arm, k, status, size, seconds in (
-        ("shared", 8, "ok", 10, 2.0), ("stock", 8, "ok", 40, 5.0), ("shared", 32, "ok", 11, 6.0),
+        ("shared", 8, "ok", 10, 2.0),
+        ("stock", 8, "ok", 40, 5.0),
+        ("shared", 32, "ok", 11, 6.0),
         ("stock", 32, "oom", None, None),
-    ):  # fmt: skip
+    ):
         run_id = f"{arm}_qwen3-8b-lora-p8000-c512_k{k}_r0"
         sizes = dict.fromkeys(
             ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_used_bytes"), size and size * gib
         )
-        rows.append({
-            "run_id": run_id, "arm": arm, "scale": "qwen3-8b-lora-p8000-c512", "k": k, "status": status,
-            "device_kind": "cuda", "device_name": "Made-up", "torch_version": "2", "commit": "0" * 12,
-            "step_seconds_median": seconds, "peak_resident_bytes": None, **sizes,
-        })  # fmt: skip
+        rows.append(
+            {
+                "run_id": run_id,
+                "arm": arm,
+                "scale": "qwen3-8b-lora-p8000-c512",
+                "k": k,
+                "status": status,
+                "device_kind": "cuda",
+                "device_name": "Made-up",
+                "torch_version": "2",
+                "commit": "0" * 12,
+                "step_seconds_median": seconds,
+                "peak_resident_bytes": None,
+                **sizes,
+            }
+        )
         (tmp_path / run_id).mkdir()
         phases = [("generate", 1, 0.0, 1.0), ("train", 1, 1.0, 1.0 + (seconds or 0) / 2)]
         pd.DataFrame(phases, columns=["phase", "step", "start", "end"]).to_csv(tmp_path / run_id / "phases.csv")

@@ -46,9 +46,14 @@ def python(*arguments, **environment):
     inherited = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     environment = {**inherited, "PYTHONPATH": str(ROOT), **{k: str(v) for k, v in environment.items()}}
     process = subprocess.Popen(
-        [sys.executable, *map(str, arguments)], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, *map(str, arguments)],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
     try:
         output, error = process.communicate(timeout=120)
     except subprocess.TimeoutExpired:
@@ -88,9 +93,7 @@ def test_other_preloads_stay_and_another_allocator_goes(libraries, tmp_path):
 @linux
 def test_the_launcher_says_which_library_is_loaded(libraries):
     """The profile does not exist, so that nothing is trained; the allocator comes first."""
-    result = python(
-        "-m", "experiments.launch", "no_such", "--host_allocator", "tcmalloc", LD_LIBRARY_PATH=libraries
-    )
+    result = python("-m", "experiments.launch", "no_such", "--host_allocator", "tcmalloc", LD_LIBRARY_PATH=libraries)
     assert result.stdout == f"host allocator: {libraries / 'libtcmalloc_minimal.so.4'}\n", result.stderr
     assert result.returncode == 2 and "unknown profile 'no_such'" in result.stderr
 
@@ -105,9 +108,17 @@ def test_workers_of_torchrun_start_again_and_still_find_each_other(libraries, tm
         "dist.destroy_process_group()\n"
     )
     result = python(
-        "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2, script, tmp_path, "jemalloc",
-        LD_LIBRARY_PATH=libraries, OMP_NUM_THREADS=1,
-    )  # fmt: skip
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        2,
+        script,
+        tmp_path,
+        "jemalloc",
+        LD_LIBRARY_PATH=libraries,
+        OMP_NUM_THREADS=1,
+    )
     ranks = {path.name: path.read_text() for path in tmp_path.glob("rank*")}
     assert ranks == {"rank0": "jemalloc", "rank1": "jemalloc"}, result.stderr[-2000:]
     assert len(starts(tmp_path)) == 4 and len(set(starts(tmp_path))) == 2

@@ -53,10 +53,22 @@ def launch(config, program, model, folder):
     the launcher sees that there is no GPU."""
     (folder / "profile.yaml").write_text(PROFILE)
     command = [
-        sys.executable, "-W", "ignore", "-m", "accelerate.commands.launch",
-        "--config_file", f"experiments/accelerate/{config}.yaml", "--num_processes", "2", "--main_process_port", "0",
-        *program, str(folder / "profile.yaml"), "--output_dir", str(folder / config),
-    ]  # fmt: skip
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        f"experiments/accelerate/{config}.yaml",
+        "--num_processes",
+        "2",
+        "--main_process_port",
+        "0",
+        *program,
+        str(folder / "profile.yaml"),
+        "--output_dir",
+        str(folder / config),
+    ]
     # About 15 s alone; other tests share the cores
     exit_code, output = two_processes.run(command, MODEL_PATH=model, PYTHONPATH=str(ROOT))
     assert exit_code == 0, f"{config}: exit code {exit_code}\n{output[-4000:]}"
@@ -115,9 +127,12 @@ def test_fsdp_without_a_gpu_is_refused(tmp_path):
     """Accelerate would not shard there, and not say so."""
     (tmp_path / "profile.yaml").write_text(PROFILE)
     environment = {
-        **os.environ, "MODEL_PATH": build_model(), "CUDA_VISIBLE_DEVICES": "",
-        "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2",  # as accelerate launch sets them
-    }  # fmt: skip
+        **os.environ,
+        "MODEL_PATH": build_model(),
+        "CUDA_VISIBLE_DEVICES": "",
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",  # as accelerate launch sets them
+    }
     command = [sys.executable, *PROGRAM, tmp_path / "profile.yaml", "--output_dir", tmp_path / "out"]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
     line = result.stderr.strip().splitlines()[-1]

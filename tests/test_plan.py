@@ -38,9 +38,24 @@ def test_every_phase_is_predicted_within_ten_percent_of_a_real_training(tmp_path
 def test_a_large_model_is_planned_without_weights(tmp_path):
     path = tmp_path / "plan.json"
     result = run(
-        "plan", "--model", "Qwen/Qwen3-1.7B", "--prompt", 2000, "--completion", 256, "--k", 4,
-        "--device-memory", "12GiB", "--arms", "stock,shared", "--json", path, "--chart", tmp_path / "plan.png",
-    )  # fmt: skip
+        "plan",
+        "--model",
+        "Qwen/Qwen3-1.7B",
+        "--prompt",
+        2000,
+        "--completion",
+        256,
+        "--k",
+        4,
+        "--device-memory",
+        "12GiB",
+        "--arms",
+        "stock,shared",
+        "--json",
+        path,
+        "--chart",
+        tmp_path / "plan.png",
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     result_file = json.loads(path.read_text())
     peaks = {p["arm"]: max(phase["total"] for phase in p["phases"]) for p in result_file["predictions"]}
@@ -53,9 +68,26 @@ def test_a_large_model_is_planned_without_weights(tmp_path):
 @pytest.mark.torch
 def test_the_longest_prompt_that_fits_is_longer_with_shared_prompts():
     result = run(
-        "plan", "--model", "tiny-qwen3", "--prompt", 1000, "--completion", 64, "--k", 4, "--dtype", "float32",
-        "--device-memory", "128MiB", "--reserve", "0", "--largest", "prompt", "--arms", "stock,shared",
-    )  # fmt: skip
+        "plan",
+        "--model",
+        "tiny-qwen3",
+        "--prompt",
+        1000,
+        "--completion",
+        64,
+        "--k",
+        4,
+        "--dtype",
+        "float32",
+        "--device-memory",
+        "128MiB",
+        "--reserve",
+        "0",
+        "--largest",
+        "prompt",
+        "--arms",
+        "stock,shared",
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     found = [line for line in result.stdout.splitlines() if ": largest prompt" in line]
     largest = {line.split(":")[0]: int(line.split()[-1]) for line in found}
@@ -89,9 +121,18 @@ def plan_of_tiny(model_type, folder, *arguments, **fields):
     from transformers import CONFIG_MAPPING
 
     CONFIG_MAPPING[model_type](
-        vocab_size=500, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=2, **fields,
-    ).save_pretrained(folder)  # fmt: skip
+        vocab_size=500,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        **fields,
+    ).save_pretrained(folder)
     return run("plan", "--model", folder, "--prompt", 200, "--completion", 32, "--k", 4, *arguments)
 
 
@@ -129,8 +170,25 @@ def test_a_model_whose_prompts_cannot_be_shared_is_planned_without(tmp_path):
 
 @pytest.mark.torch
 def test_a_device_smaller_than_the_weights_is_told_by_how_much():
-    result = run("plan", "--model", "tiny-qwen3", "--prompt", 64, "--completion", 16, "--k", 2, "--dtype", "float32",
-                 "--device-memory", "8MiB", "--reserve", "0", "--arms", "shared")  # fmt: skip
+    result = run(
+        "plan",
+        "--model",
+        "tiny-qwen3",
+        "--prompt",
+        64,
+        "--completion",
+        16,
+        "--k",
+        2,
+        "--dtype",
+        "float32",
+        "--device-memory",
+        "8MiB",
+        "--reserve",
+        "0",
+        "--arms",
+        "shared",
+    )
     assert result.returncode == 0, result.stderr[-2000:]
     assert "The weights alone exceed 8MiB by" in result.stdout
 
@@ -139,9 +197,13 @@ def test_a_device_smaller_than_the_weights_is_told_by_how_much():
 def test_few_layers_and_few_passes_tell_what_many_take():
     """The short cuts of the simulation against the whole one, byte for byte but for bookkeeping tensors."""
     result = subprocess.run(
-        [sys.executable, "tests/probes/plan_extended.py"], cwd=ROOT, capture_output=True, text=True, timeout=300,
+        [sys.executable, "tests/probes/plan_extended.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     rows = [line.split() for line in result.stdout.splitlines()]
     assert len(rows) == 3 * 5

@@ -43,16 +43,36 @@ def test_it_trains_as_stock_does(train):
 def test_a_reward_model_keeps_no_keys_and_values_and_scores_the_same(probe):
     for trainer, result in probe("reward_cache").items():
         assert result == {
-            "cached before": True, "cached": False, "rewards are equal": True, "rewards differ by row": True,
-        }, trainer  # fmt: skip
+            "cached before": True,
+            "cached": False,
+            "rewards are equal": True,
+            "rewards differ by row": True,
+        }, trainer
 
 
 def test_another_number_of_completions_a_pass_is_another_run_with_the_same_loss(train, tmp_path):
     usual = train("shared", 4)[1]
     command = [
-        sys.executable, "-m", "experiments.suite", "--arms", "shared", "--k", "4", "--completions-per-forward", "4",
-        "--scale", "test", "--device", "cpu", "--results", str(tmp_path), "--machine", "here", "--threads", "1",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "experiments.suite",
+        "--arms",
+        "shared",
+        "--k",
+        "4",
+        "--completions-per-forward",
+        "4",
+        "--scale",
+        "test",
+        "--device",
+        "cpu",
+        "--results",
+        str(tmp_path),
+        "--machine",
+        "here",
+        "--threads",
+        "1",
+    ]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
     other = read_record(tmp_path / "here" / "shared_test_k4_c4_r0")
     assert (usual["run_id"], other["run_id"]) == ("shared_test_k4_r0", "shared_test_k4_c4_r0")

@@ -14,9 +14,21 @@ from experiments.record import read_record
 
 def run_suite(tmp_path, *options):
     command = [
-        sys.executable, "-m", "experiments.suite", "--scale", "test", "--device", "cpu", "--results", str(tmp_path),
-        "--machine", "here", "--threads", "1", *options,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "experiments.suite",
+        "--scale",
+        "test",
+        "--device",
+        "cpu",
+        "--results",
+        str(tmp_path),
+        "--machine",
+        "here",
+        "--threads",
+        "1",
+        *options,
+    ]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 

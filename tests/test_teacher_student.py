@@ -14,8 +14,13 @@ QUESTIONS = ["What is 2 + 3?", "Which day follows Monday? Name {one}.", "What do
 SOLUTIONS = ["5", "Tuesday, of course", "3"]
 EXPLANATIONS = ["Count on from 2: 3, 4, 5.", "The days have an order.", "Three letters: a, b, c. That is all."]
 PROMPTS = [[{"role": "user", "content": f"{QUESTIONS[i]} The solution is {SOLUTIONS[i]}"}] for i in range(3)]
-ARCHITECTURES = {"qwen3": {}, "gemma2": dict(final_logit_softcapping=5.0), "granite": dict(logits_scaling=3.0),
-                 "cohere": dict(logit_scale=0.5), "gpt2": dict(n_embd=32, n_layer=2, n_head=4)}  # fmt: skip
+ARCHITECTURES = {
+    "qwen3": {},
+    "gemma2": dict(final_logit_softcapping=5.0),
+    "granite": dict(logits_scaling=3.0),
+    "cohere": dict(logit_scale=0.5),
+    "gpt2": dict(n_embd=32, n_layer=2, n_head=4),
+}
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +36,17 @@ def build(name="gpt2", seed=0, vocab_size=300, **options):
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    shape = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
-                 num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, eos_token_id=3)  # fmt: skip
+    shape = dict(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        head_dim=8,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        pad_token_id=0,
+        eos_token_id=3,
+    )
     config = CONFIG_MAPPING[name](**{**shape, **ARCHITECTURES[name], "vocab_size": vocab_size, **options})
     model = AutoModelForCausalLM.from_config(config).double().eval()
     for parameter in model.parameters():
@@ -44,10 +58,13 @@ def ask(reward, tokenizer, rows=(0, 1, 2), explanations=EXPLANATIONS, **options)
     """Call the reward as TRL does, each completion ended by its end token."""
     texts = [explanations[i] for i in rows]
     given = dict(
-        prompts=[PROMPTS[i] for i in rows], completions=[[{"role": "assistant", "content": text}] for text in texts],
+        prompts=[PROMPTS[i] for i in rows],
+        completions=[[{"role": "assistant", "content": text}] for text in texts],
         completion_ids=[[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts],
-        question=[QUESTIONS[i] for i in rows], solution=[SOLUTIONS[i] for i in rows], trainer_state=None,
-    )  # fmt: skip
+        question=[QUESTIONS[i] for i in rows],
+        solution=[SOLUTIONS[i] for i in rows],
+        trainer_state=None,
+    )
     return reward(**{**given, **options})
 
 

@@ -88,9 +88,24 @@ def test_any_other_failure_is_status_error_with_exit_code_1(train, tmp_path):
 def running(tmp_path):
     """A long run that has trained for a few updates: (process, run folder)."""
     command = [
-        sys.executable, "-m", "experiments.train", "--arm", "classic-lean", "--k", "2", "--scale", "test", "--device",
-        "cpu", "--steps", "2000", "--results", str(tmp_path), "--machine", "here",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "experiments.train",
+        "--arm",
+        "classic-lean",
+        "--k",
+        "2",
+        "--scale",
+        "test",
+        "--device",
+        "cpu",
+        "--steps",
+        "2000",
+        "--results",
+        str(tmp_path),
+        "--machine",
+        "here",
+    ]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     folder = tmp_path / "here" / "classic-lean_test_k2_r0"
     deadline = time.time() + 120

@@ -49,24 +49,67 @@ def write_run(
     run_id = f"{arm}_cpu_k{k}_r{repeat}"
     folder = machine / run_id
     folder.mkdir(parents=True)
-    marks = {"load": 2 * start + above, "generate": start + above // 4, "score": start + above // 2,
-             "train": start + above, "optimizer": start + above // 8}
-    phases = [{"phase": phase, "step": int(place > 0), "start": begin + 10 * place, "end": begin + 10 * place + 10,
-               "peak_resident_bytes": mark} for place, (phase, mark) in enumerate(marks.items())]
+    marks = {
+        "load": 2 * start + above,
+        "generate": start + above // 4,
+        "score": start + above // 2,
+        "train": start + above,
+        "optimizer": start + above // 8,
+    }
+    phases = [
+        {
+            "phase": phase,
+            "step": int(place > 0),
+            "start": begin + 10 * place,
+            "end": begin + 10 * place + 10,
+            "peak_resident_bytes": mark,
+        }
+        for place, (phase, mark) in enumerate(marks.items())
+    ]
     times = np.linspace(0, 49.9, samples)
     tops = [list(marks.values())[int(t // 10)] for t in times]
-    write_csv(folder / "memory.csv", SAMPLE_COLUMNS, [
-        {"timestamp": begin + t, "elapsed_s": t, "cpu_percent": 100.0, "host_used_bytes": 10**9,
-         "resident_bytes": start + int(0.75 * (top - start) * (0.5 + 0.5 * (t % 10) / 10))}
-        for t, top in zip(times, tops, strict=True)])
+    write_csv(
+        folder / "memory.csv",
+        SAMPLE_COLUMNS,
+        [
+            {
+                "timestamp": begin + t,
+                "elapsed_s": t,
+                "cpu_percent": 100.0,
+                "host_used_bytes": 10**9,
+                "resident_bytes": start + int(0.75 * (top - start) * (0.5 + 0.5 * (t % 10) / 10)),
+            }
+            for t, top in zip(times, tops, strict=True)
+        ],
+    )
     write_csv(folder / "phases.csv", PHASE_COLUMNS, phases)
-    record = dict.fromkeys(SUMMARY) | {
-        "run_id": run_id, "arm": arm, "scale": "cpu", "k": k, "repeat": repeat, "status": status, "device_kind": "cpu",
-        "device_name": "Test, processor", "trl_version": "0.21.0", "torch_version": "2.13.0",
-        "transformers_version": "5.23.0", "commit": "0123456789abcdef", "prompt_tokens_requested": 3000,
-        "prompt_tokens_fed_mean": float(fed), "completion_tokens": 100, "batch": k, "budget_bytes": 4 * GIB,
-        "start_bytes": start, "peak_resident_bytes": start + above, "peak_phase": "train",
-        "step_seconds_median": 2.0 * k + repeat} | more
+    record = (
+        dict.fromkeys(SUMMARY)
+        | {
+            "run_id": run_id,
+            "arm": arm,
+            "scale": "cpu",
+            "k": k,
+            "repeat": repeat,
+            "status": status,
+            "device_kind": "cpu",
+            "device_name": "Test, processor",
+            "trl_version": "0.21.0",
+            "torch_version": "2.13.0",
+            "transformers_version": "5.23.0",
+            "commit": "0123456789abcdef",
+            "prompt_tokens_requested": 3000,
+            "prompt_tokens_fed_mean": float(fed),
+            "completion_tokens": 100,
+            "batch": k,
+            "budget_bytes": 4 * GIB,
+            "start_bytes": start,
+            "peak_resident_bytes": start + above,
+            "peak_phase": "train",
+            "step_seconds_median": 2.0 * k + repeat,
+        }
+        | more
+    )
     record |= {"error": None, "trace": [], "sampler": {"achieved_interval_s": 0.05, "peak_missed_bytes": 7 + repeat}}
     (folder / "run.json").write_text(json.dumps(record))
     records = [json.loads(path.read_text()) for path in sorted(machine.glob("*/run.json"))]
@@ -153,8 +196,9 @@ def test_unreadable_file_is_one_clear_line_and_exit_2(tmp_path, capsys, name, ha
 @pytest.mark.parametrize("module", ["combine_memory_data", "create_charts", "tables"])
 def test_commands_refuse_a_missing_folder_without_traceback(module, tmp_path):
     command = [sys.executable, "-m", f"visualization.{module}", str(tmp_path / "none")]
-    result = subprocess.run([*command, *(["--check"] if module == "tables" else [])], cwd=ROOT, capture_output=True,
-                            text=True, timeout=60)
+    result = subprocess.run(
+        [*command, *(["--check"] if module == "tables" else [])], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert result.returncode == 2 and result.stderr.count("\n") == 1 and "none" in result.stderr
 
 
@@ -172,13 +216,18 @@ def test_statistics_and_combined_samples(machine):
     row = table.loc["classic-baseline", 2]
     assert (row["runs"], row["ok"], row["oom"], row["error"]) == (3, 2, 1, 0)
     assert row[["peak_min_bytes", "peak_median_bytes", "peak_max_bytes"]].tolist() == [
-        1200 * MIB, 1250 * MIB, 1300 * MIB]
+        1200 * MIB,
+        1250 * MIB,
+        1300 * MIB,
+    ]
     assert (row["above_start_median_bytes"], row["start_median_bytes"]) == (1050 * MIB, 200 * MIB)
     assert (row["step_seconds_median"], row["peak_missed_max_bytes"]) == (4.5, 9)
     assert (row["prompt_tokens_fed_mean"], row["sampler_achieved_interval_s"]) == (3000, 0.05)
     lost = table.loc["classic-baseline", 4]
-    assert lost["oom"] == 3 and lost.filter(regex="^(peak|above_start|step).*(median|min|max)_").drop(
-        "peak_missed_max_bytes").isna().all()
+    assert (
+        lost["oom"] == 3
+        and lost.filter(regex="^(peak|above_start|step).*(median|min|max)_").drop("peak_missed_max_bytes").isna().all()
+    )
     samples = combined(runs)
     assert list(samples.columns) == ["run_id", "arm", "k", "repeat", "status", *SAMPLE_COLUMNS] and len(samples) == 720
 
@@ -189,8 +238,11 @@ def test_cell_without_a_finished_run_is_a_hatched_named_bar_and_never_a_number(m
     hatched = [bar for bar in axes.patches if isinstance(bar, Rectangle) and bar.get_linestyle() == "--"]
     assert len(hatched) == 1 and hatched[0].get_hatch() and hatched[0].get_height() == 4  # the budget in GiB
     left, right = hatched[0].get_x(), hatched[0].get_x() + hatched[0].get_width()
-    above = [text.get_text() for text in axes.texts if left <= text.get_position()[0] <= right
-             or left <= getattr(text, "xy", (-9,))[0] <= right]
+    above = [
+        text.get_text()
+        for text in axes.texts
+        if left <= text.get_position()[0] <= right or left <= getattr(text, "xy", (-9,))[0] <= right
+    ]
     assert above == ["OOM"]
     assert "1 of 3\nOOM\n1.22" in texts(figure) and "0.39\n−81 %" in texts(figure)
     assert any("budget" in text and "4 GiB" in text for text in texts(figure))
@@ -213,7 +265,8 @@ def test_k_of_one_arm_alone_takes_one_bar_and_no_room_in_the_audit(machine):
     figure = timeline_peak_preserving(runs)
     visible = [axes for axes in figure.axes if axes.axison and axes.get_title(loc="left") == "k = 16"]
     assert len(visible) == 1 and [line.get_gid() for line in visible[0].lines if line.get_gid()] == [
-        "shared_cpu_k16_r0"]
+        "shared_cpu_k16_r0"
+    ]
 
 
 def test_runs_with_other_completions_a_pass_are_an_arm_of_their_own(machine):
@@ -223,7 +276,12 @@ def test_runs_with_other_completions_a_pass_are_an_arm_of_their_own(machine):
         folder.rename(folder.with_name(f"shared_cpu_k4_c{passes}_r0"))
     runs = load_machine(machine)
     assert [cell.arm for cell in cells(runs) if cell.k == 4] == [
-        "classic-baseline", "classic-lean", "shared", "shared-c4", "shared-c16"]
+        "classic-baseline",
+        "classic-lean",
+        "shared",
+        "shared-c4",
+        "shared-c16",
+    ]
     assert statistics(runs).set_index(["arm", "k"]).loc[("shared", 4), "runs"] == 1
     peak = "\n".join(tables.peak_table(load_summary(machine)))
     assert "| `shared` | not run | 0.29 |" in peak and "| `shared-c4` | not run | 0.88 |" in peak
@@ -246,8 +304,11 @@ def test_drawn_maximum_equals_the_recorded_maximum_exactly(machine):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.one_of(st.none(), st.integers(0, 2**45)), max_size=200),
-       st.lists(st.tuples(st.floats(0, 200), st.integers(0, 2**45)), min_size=1, max_size=20), st.integers(4, 60))
+@given(
+    st.lists(st.one_of(st.none(), st.integers(0, 2**45)), max_size=200),
+    st.lists(st.tuples(st.floats(0, 200), st.integers(0, 2**45)), min_size=1, max_size=20),
+    st.integers(4, 60),
+)
 def test_peak_preserving_keeps_the_maximum_and_the_bound(levels, marks, max_points):
     samples = pd.DataFrame({"t": np.arange(len(levels), dtype=float), "bytes": pd.Series(levels, dtype=float)})
     phases = pd.DataFrame(marks, columns=["mark_t", "mark_bytes"])
@@ -306,8 +367,11 @@ def test_phases_chart_marks_the_phase_that_peaks(machine):
 def test_convergence_title_tells_the_largest_difference(machine):
     (machine / "convergence").mkdir()
     for arm, shift in (("classic-baseline", 0.0), ("classic-lean", 0.25)):
-        write_csv(machine / "convergence" / f"{arm}.csv", ("step", "arm", "reward", "loss", "kl"), [
-            {"step": step, "arm": arm, "reward": step + shift, "loss": -step, "kl": 0} for step in range(5)])
+        write_csv(
+            machine / "convergence" / f"{arm}.csv",
+            ("step", "arm", "reward", "loss", "kl"),
+            [{"step": step, "arm": arm, "reward": step + shift, "loss": -step, "kl": 0} for step in range(5)],
+        )
     figure = convergence(create_charts.load_convergence(machine), load_machine(machine))
     assert any("reward 0.25, kl 0, loss 0" in text for text in texts(figure))
 
@@ -315,20 +379,28 @@ def test_convergence_title_tells_the_largest_difference(machine):
 def test_convergence_compares_within_one_trainer(machine):
     (machine / "convergence").mkdir()
     for arm, level in (("classic-baseline", 0.0), ("classic-lean", 0.0), ("stock", 7.0), ("shared", 7.5)):
-        write_csv(machine / "convergence" / f"{arm}.csv", ("step", "arm", "reward", "loss", "kl"), [
-            {"step": step, "arm": arm, "reward": level, "loss": 0, "kl": 0} for step in range(5)])
+        write_csv(
+            machine / "convergence" / f"{arm}.csv",
+            ("step", "arm", "reward", "loss", "kl"),
+            [{"step": step, "arm": arm, "reward": level, "loss": 0, "kl": 0} for step in range(5)],
+        )
     figure = convergence(create_charts.load_convergence(machine), load_machine(machine))
     told = [axes.get_title(loc="left") for axes in figure.axes if axes.get_title(loc="left")]
-    assert told == ["classic-baseline, classic-lean: largest absolute difference reward 0, kl 0, loss 0",
-                    "stock, shared: largest absolute difference reward 0.5, kl 0, loss 0"]
+    assert told == [
+        "classic-baseline, classic-lean: largest absolute difference reward 0, kl 0, loss 0",
+        "stock, shared: largest absolute difference reward 0.5, kl 0, loss 0",
+    ]
     assert [axes.get_ylabel().rsplit(" ", 1)[1] for axes in figure.axes[1::2]] == ["completion)", "token)"]
 
 
 def test_command_writes_png_and_svg_the_same_each_time(machine, capsys):
     assert create_charts.main([str(machine)]) == 0
     names = {path.name for path in (machine / "charts").iterdir()}
-    assert names == {f"{name}.{kind}" for kind in ("png", "svg") for name in (
-        "peak_comparison", "timeline_peak_preserving", "timeline_ultra_smooth", "audit", "phases")}
+    assert names == {
+        f"{name}.{kind}"
+        for kind in ("png", "svg")
+        for name in ("peak_comparison", "timeline_peak_preserving", "timeline_ultra_smooth", "audit", "phases")
+    }
     assert (machine / "charts" / "audit.png").read_bytes().startswith(b"\x89PNG")
     before = (machine / "charts" / "audit.svg").read_bytes()
     create_charts.style.save(audit(load_machine(machine)), machine / "charts", "audit")
@@ -402,8 +474,15 @@ def test_the_documents_agree_with_the_results(name, capsys):
 
 def test_published_table_scales_by_the_budget_and_leaves_other_workloads_out(machine):
     runs = load_summary(machine)
-    (above,) = {np.median([run.above_start_bytes for run in runs
-                           if (run.arm, run.k) == ("classic-baseline", 2) and run.peak_bytes is not None])}
+    (above,) = {
+        np.median(
+            [
+                run.above_start_bytes
+                for run in runs
+                if (run.arm, run.k) == ("classic-baseline", 2) and run.peak_bytes is not None
+            ]
+        )
+    }
     scaled = above * 32 * GIB / runs[0].budget_bytes / 1e9
     text = "\n".join(tables.published_table(runs))
     assert f"| `classic-baseline` | 2 | {scaled:.2f} | 14.38 |" in text

@@ -11,9 +11,14 @@ ROOT = Path(__file__).resolve().parent.parent
 def run(command: list[str], seconds: float = 240, **environment: str) -> tuple[int, str]:
     """(exit code, what all of them printed), without a GPU. After `seconds` they are ended; the exit code says so."""
     process = subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
+        command,
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
     try:
         output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:

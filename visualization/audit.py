@@ -34,21 +34,41 @@ def audit(runs: Sequence[Run]) -> Figure | None:
     A k of one arm alone is left out: it would stretch the axes without another arm to hold it against."""
     single = alone(runs)
     table = [cell for cell in cells(runs) if cell.k not in single]
-    points = [(cell.arm, cell.k, cell.median("tokens_in_batch") / 1000, cell.median("above_start_bytes") / GIB)
-              for cell in table if None not in (cell.median("tokens_in_batch"), cell.median("above_start_bytes"))]
+    points = [
+        (cell.arm, cell.k, cell.median("tokens_in_batch") / 1000, cell.median("above_start_bytes") / GIB)
+        for cell in table
+        if None not in (cell.median("tokens_in_batch"), cell.median("above_start_bytes"))
+    ]
     if not points:
         return None
     failed = [f"{cell.arm} k={cell.k} ({cell.failure()})" for cell in table if not cell.finished]
     left_out = [f"{arm} k={k}" for k, arm in single.items()]
-    note = "; ".join([*([f"no peak, so no point: {', '.join(failed)}"] if failed else []),
-                      *([f"not drawn: {', '.join(left_out)}"] if left_out else [])])
+    note = "; ".join(
+        [
+            *([f"no peak, so no point: {', '.join(failed)}"] if failed else []),
+            *([f"not drawn: {', '.join(left_out)}"] if left_out else []),
+        ]
+    )
     arms = in_order(arm for arm, _, _, _ in points)
     ks = sorted({k for _, k, _, _ in points} | {k for _, k, _, _ in POINTS_2025})
     markers = {k: style.K_MARKERS[place % len(style.K_MARKERS)] for place, k in enumerate(ks)}
-    handles = [Line2D([], [], color=style.colour(arm), linestyle="", marker="o", markersize=8, label=arm)
-               for arm in arms]
-    handles += [Line2D([], [], markerfacecolor="white", markeredgecolor="black", color="black", linestyle="",
-                       marker=mark, markersize=7, label=f"k = {k}") for k, mark in markers.items()]
+    handles = [
+        Line2D([], [], color=style.colour(arm), linestyle="", marker="o", markersize=8, label=arm) for arm in arms
+    ]
+    handles += [
+        Line2D(
+            [],
+            [],
+            markerfacecolor="white",
+            markeredgecolor="black",
+            color="black",
+            linestyle="",
+            marker=mark,
+            markersize=7,
+            label=f"k = {k}",
+        )
+        for k, mark in markers.items()
+    ]
     figure = style.new_figure(11, 4.6, "Audit: memory follows the tokens that were really fed", runs, note, handles, 5)
     ours, published = figure.subplots(1, 2)
     _scatter(ours, points, markers, "GiB")
@@ -67,15 +87,36 @@ def _scatter(axes: Axes, points: Sequence[tuple[str, int, float, float]], marker
     top = max(point[3] for point in points) * 1.12
     if line:
         slope, intercept, r_squared = line
-        axes.plot([0, right], [intercept, intercept + slope * right], color="#404040", linestyle=(0, (5, 3)),
-                  linewidth=1.2, zorder=1)
+        axes.plot(
+            [0, right],
+            [intercept, intercept + slope * right],
+            color="#404040",
+            linestyle=(0, (5, 3)),
+            linewidth=1.2,
+            zorder=1,
+        )
         through = ",\n".join(in_order(point[0] for point in on_line))
-        axes.text(0.02, 0.98, f"one line through\n{through}:\n{slope:.3g} {unit} per 1,000 tokens,\nR² = "
-                  f"{r_squared:.4f}", transform=axes.transAxes, va="top", fontsize=8.5, bbox=style.BEHIND_TEXT)
+        axes.text(
+            0.02,
+            0.98,
+            f"one line through\n{through}:\n{slope:.3g} {unit} per 1,000 tokens,\nR² = {r_squared:.4f}",
+            transform=axes.transAxes,
+            va="top",
+            fontsize=8.5,
+            bbox=style.BEHIND_TEXT,
+        )
     for arm, k, tokens, peak in points:
         # The baseline's marks are larger, so that they show around those of an arm on the same place.
-        axes.plot(tokens, peak, marker=markers[k], markersize=13 if arm == ON_ONE_LINE[0] else 8, linestyle="",
-                  color=style.colour(arm), markeredgecolor="black", markeredgewidth=0.7)
+        axes.plot(
+            tokens,
+            peak,
+            marker=markers[k],
+            markersize=13 if arm == ON_ONE_LINE[0] else 8,
+            linestyle="",
+            color=style.colour(arm),
+            markeredgecolor="black",
+            markeredgewidth=0.7,
+        )
     axes.set_xlim(0, right)
     axes.set_ylim(0, top * 1.15)
     axes.set_xlabel("tokens in the batch, fed + generated (thousands)")
@@ -86,8 +127,11 @@ def convergence(steps: pd.DataFrame, runs: Sequence[Run]) -> Figure:
     loss. Each row tells the largest absolute difference between its arms at the same step. The loss is told alone:
     on-policy it is zero but for rounding."""
     groups = by_trainer(steps["arm"])
-    handles = [Line2D([], [], label=arm, **_curve_look(place, arm, len(arms)))
-               for arms in groups for place, arm in enumerate(arms)]
+    handles = [
+        Line2D([], [], label=arm, **_curve_look(place, arm, len(arms)))
+        for arms in groups
+        for place, arm in enumerate(arms)
+    ]
     figure = style.new_figure(11, 3.4 * len(groups), "Training curves", runs, handles=handles)
     grid = figure.subplots(len(groups), 2, squeeze=False, sharex=True)
     for arms, panels in zip(groups, grid, strict=True):
@@ -110,8 +154,14 @@ def convergence(steps: pd.DataFrame, runs: Sequence[Run]) -> Figure:
 
 def _curve_look(place: int, arm: str, count: int) -> dict:
     """Wide and pale below, thin and dark above: equal curves stay visible as two."""
-    return {"color": style.colour(arm), "linewidth": max(1.2, 6 - 4 * place), "solid_capstyle": "round",
-            "alpha": 0.45 if place < count - 1 else 1, "marker": style.marker(arm) if place else "", "markersize": 4}
+    return {
+        "color": style.colour(arm),
+        "linewidth": max(1.2, 6 - 4 * place),
+        "solid_capstyle": "round",
+        "alpha": 0.45 if place < count - 1 else 1,
+        "marker": style.marker(arm) if place else "",
+        "markersize": 4,
+    }
 
 
 def _largest_difference(steps: pd.DataFrame, name: str) -> float:

@@ -37,11 +37,26 @@ def frontier(runs: Sequence[Run]) -> Figure | None:
     for number, cell in enumerate(table):
         seconds, peaks = cell.values("step_seconds_median"), [x / GIB for x in cell.values("above_start_bytes")]
         x, y = median(seconds), median(peaks)
-        axes.errorbar(x, y, xerr=[[x - min(seconds)], [max(seconds) - x]], yerr=[[y - min(peaks)], [max(peaks) - y]],
-                      color=style.colour(cell.arm), marker=style.marker(cell.arm), markersize=9, capsize=3)
+        axes.errorbar(
+            x,
+            y,
+            xerr=[[x - min(seconds)], [max(seconds) - x]],
+            yerr=[[y - min(peaks)], [max(peaks) - y]],
+            color=style.colour(cell.arm),
+            marker=style.marker(cell.arm),
+            markersize=9,
+            capsize=3,
+        )
         # Neighbors in the table are often neighbors here: their names go above and below
-        axes.annotate(cell.arm, (x, y), xytext=(7, -14 if number % 2 else 7), textcoords="offset points", fontsize=9,
-                      color=style.colour(cell.arm), bbox=style.BEHIND_TEXT)
+        axes.annotate(
+            cell.arm,
+            (x, y),
+            xytext=(7, -14 if number % 2 else 7),
+            textcoords="offset points",
+            fontsize=9,
+            color=style.colour(cell.arm),
+            bbox=style.BEHIND_TEXT,
+        )
     axes.set_xlim(0, axes.get_xlim()[1] * 1.12)
     axes.set_ylim(0, axes.get_ylim()[1] * 1.08)
     axes.set_xlabel("seconds per step")
@@ -61,8 +76,14 @@ def peak_by_k(runs: Sequence[Run]) -> Figure | None:
     for arm in in_order(run.arm for run in runs):
         mine = sorted((cell for cell in cells(runs) if cell.arm == arm), key=lambda cell: cell.k)
         done = [cell for cell in mine if cell.values("above_start_bytes")]
-        axes.plot([cell.k for cell in done], [cell.median("above_start_bytes") / GIB for cell in done], label=arm,
-                  color=style.colour(arm), linestyle=style.line_style(arm), marker=style.marker(arm))
+        axes.plot(
+            [cell.k for cell in done],
+            [cell.median("above_start_bytes") / GIB for cell in done],
+            label=arm,
+            color=style.colour(arm),
+            linestyle=style.line_style(arm),
+            marker=style.marker(arm),
+        )
         for cell in mine:
             if not cell.finished and budget:
                 axes.plot(cell.k, budget, color=style.colour(arm), marker="x", markersize=10, linestyle="none")
@@ -111,14 +132,22 @@ def phases_table(runs: Sequence[Run]) -> list[str]:
         row = [f"`{cell.arm}`"]
         for phase in PHASES:
             row.append(show(cell, phase_seconds(cell, phase), reference and phase_seconds(reference, phase)))
-        row.append(show(cell, cell.median("step_seconds_median"),
-                        reference and reference.median("step_seconds_median")))
+        row.append(
+            show(cell, cell.median("step_seconds_median"), reference and reference.median("step_seconds_median"))
+        )
         above, theirs = cell.median("above_start_bytes"), reference and reference.median("above_start_bytes")
-        row.append(cell.failure() if above is None else
-                   f"{above / GIB:.2f}" + (f" (1/{theirs / above:.1f})" if theirs and cell is not reference else ""))
+        row.append(
+            cell.failure()
+            if above is None
+            else f"{above / GIB:.2f}" + (f" (1/{theirs / above:.1f})" if theirs and cell is not reference else "")
+        )
         rows.append(row)
     repeats = min(len(cell.runs) for cell in table)
-    return [f"Seconds at k = {k}, median of {repeats} runs, and how many times faster than `{REFERENCE}`. The token "
-            f"ratio is {ratio}:", "",
-            *markdown(["arm", "generate", "score (old and reference)", "train", "whole step", "peak above start, GiB"],
-                      rows)]
+    return [
+        f"Seconds at k = {k}, median of {repeats} runs, and how many times faster than `{REFERENCE}`. The token "
+        f"ratio is {ratio}:",
+        "",
+        *markdown(
+            ["arm", "generate", "score (old and reference)", "train", "whole step", "peak above start, GiB"], rows
+        ),
+    ]

@@ -1,6 +1,6 @@
 """All samples of all runs as one CSV, and the statistics of every cell as another.
 
-    python -m visualization.combine_memory_data RESULTS_MACHINE_DIR [--out DIR]
+python -m visualization.combine_memory_data RESULTS_MACHINE_DIR [--out DIR]
 """
 
 import argparse
@@ -31,12 +31,18 @@ def statistics(runs: Sequence[Run]) -> pd.DataFrame:
 def _row(cell: Cell) -> dict:
     row = {"scale": cell.scale, "arm": cell.arm, "k": cell.k, "runs": len(cell.runs)}
     row |= {status: cell.count(status) for status in ("ok", "oom", "error", "unknown")}
-    for name, column in (("peak", "peak_bytes"), ("above_start", "above_start_bytes"),
-                         ("step_seconds", "step_seconds_median")):
+    for name, column in (
+        ("peak", "peak_bytes"),
+        ("above_start", "above_start_bytes"),
+        ("step_seconds", "step_seconds_median"),
+    ):
         values = cell.values(column)
         unit = "" if name == "step_seconds" else "_bytes"
-        row |= {f"{name}_median{unit}": cell.median(column), f"{name}_min{unit}": min(values, default=None),
-                f"{name}_max{unit}": max(values, default=None)}
+        row |= {
+            f"{name}_median{unit}": cell.median(column),
+            f"{name}_min{unit}": min(values, default=None),
+            f"{name}_max{unit}": max(values, default=None),
+        }
     fed = [run.prompt_tokens_fed_mean for run in cell.runs if run.prompt_tokens_fed_mean is not None]
     intervals = [run.achieved_interval_s for run in cell.runs if run.achieved_interval_s is not None]
     missed = [run.peak_missed_bytes for run in cell.runs if run.peak_missed_bytes is not None]

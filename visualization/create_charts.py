@@ -1,6 +1,6 @@
 """Draw every chart that the results allow, as PNG and SVG.
 
-    python -m visualization.create_charts RESULTS_MACHINE_DIR [--out DIR] [--scale S] [--baseline classic-baseline]
+python -m visualization.create_charts RESULTS_MACHINE_DIR [--out DIR] [--scale S] [--baseline classic-baseline]
 """
 
 import argparse
@@ -36,8 +36,12 @@ def figures(runs: Sequence[Run], baseline: str) -> Iterator[tuple[str, Figure]]:
 def load_convergence(results: Path) -> pd.DataFrame:
     """All rows of results/<machine>/convergence/*.csv (step, arm, reward, loss, kl), empty without such files."""
     paths = sorted(results.glob("convergence/*.csv")) if results.is_dir() else []
-    frames = [read_csv(path, ("step", "arm", "reward", "loss", "kl"), "run the suite at scale learn again",
-                       text_columns=("arm",)) for path in paths]
+    frames = [
+        read_csv(
+            path, ("step", "arm", "reward", "loss", "kl"), "run the suite at scale learn again", text_columns=("arm",)
+        )
+        for path in paths
+    ]
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
 

@@ -12,8 +12,11 @@ from visualization.runs import DEVICE_WORDS, GIB, LoadError, in_order, markdown,
 
 MIB = 2**20
 SHAPE = re.compile(r"(.+)-p(\d+)-c(\d+)$")  # a scale of `experiments.config.real_shape`
-SIZES = {"allocated": "peak_allocated_bytes", "reserved": "peak_reserved_bytes",
-         "device used": "peak_device_used_bytes"}  # fmt: skip
+SIZES = {
+    "allocated": "peak_allocated_bytes",
+    "reserved": "peak_reserved_bytes",
+    "device used": "peak_device_used_bytes",
+}
 
 
 def exactness_table(folder: Path) -> str:
@@ -61,8 +64,17 @@ def shapes_table(folder: Path) -> str:
         raise LoadError(f"{folder}/summary.csv: no runs of real shapes; run ./run_gpu.sh")
     on_gpu = (rows.device_kind == "cuda").any()
     sizes = SIZES if on_gpu else {"resident": "peak_resident_bytes"}
-    header = ["model", "prompt", "completion", "k", "token ratio", "", *(f"{name}, GiB" for name in sizes), "step, s",
-              *(f"{name}, s" for name in PHASES)]  # fmt: skip
+    header = [
+        "model",
+        "prompt",
+        "completion",
+        "k",
+        "token ratio",
+        "",
+        *(f"{name}, GiB" for name in sizes),
+        "step, s",
+        *(f"{name}, s" for name in PHASES),
+    ]
     cells = []
     groups = rows.groupby(["scale", "k"])
     for scale, k in sorted(groups.groups, key=lambda key: (*_lengths(key[0]), key[1])):

@@ -14,9 +14,13 @@ from visualization.runs import LEGACY_USED, LoadError, Run, read_csv
 MIB = 2**20  # the 2025 monitor divided NVML's bytes by 1024 twice
 NOTE = "status unknown (*): 2025 files do not say how a run ended; out of memory looks like the run's last samples"
 USED = "gpu_memory_allocated_mb"
-COLUMNS = {USED: "device_used_bytes", "gpu_memory_total_mb": "device_total_bytes",
-           "gpu_utilization_percent": "device_utilization_percent", "cpu_memory_used_mb": "host_used_bytes",
-           "cpu_usage_percent": "cpu_percent"}
+COLUMNS = {
+    USED: "device_used_bytes",
+    "gpu_memory_total_mb": "device_total_bytes",
+    "gpu_utilization_percent": "device_utilization_percent",
+    "cpu_memory_used_mb": "host_used_bytes",
+    "cpu_usage_percent": "cpu_percent",
+}
 REMEDY = "expected is the 2025 column layout, one CSV file per run or one combined file with method and rloo_k"
 
 
@@ -78,8 +82,10 @@ def _method_and_k(path: Path) -> tuple[str, int]:
             if k is None:
                 break
             return ("Basic" if name.startswith("results_basic") else "String"), k
-    raise LoadError(f"{path}: the path does not tell method and k; expected is .../results_basic/<model><k>/logs/"
-                    "<name>.csv, or results_string-level")
+    raise LoadError(
+        f"{path}: the path does not tell method and k; expected is .../results_basic/<model><k>/logs/"
+        "<name>.csv, or results_string-level"
+    )
 
 
 def _run(method: str, k: int, repeat: int, frame: pd.DataFrame, path: Path) -> Run:
@@ -91,10 +97,22 @@ def _run(method: str, k: int, repeat: int, frame: pd.DataFrame, path: Path) -> R
     if used.isna().any():
         raise LoadError(f"{path}: {method} k={k} has empty fields in {USED}; {REMEDY}")
     elapsed = samples["timestamp"] - samples["timestamp"][0]
-    samples = samples.assign(elapsed_s=elapsed, process_device_bytes=float("nan"), resident_bytes=float("nan"),
-                             t=elapsed, bytes=used)
+    samples = samples.assign(
+        elapsed_s=elapsed, process_device_bytes=float("nan"), resident_bytes=float("nan"), t=elapsed, bytes=used
+    )
     phases = pd.DataFrame({name: pd.Series(dtype=float) for name in ("t_start", "t_end", "mark_t", "mark_bytes")})
-    return Run(run_id=f"{method}_2025_k{k}_r{repeat}", arm=method, scale="2025", k=k, repeat=repeat, status="unknown",
-               device_kind="cuda", device_name="", measure=LEGACY_USED, samples=samples,
-               phases=phases.assign(phase=pd.Series(dtype=object)), start_bytes=float(used[0]),
-               peak_bytes=float(used.max()))
+    return Run(
+        run_id=f"{method}_2025_k{k}_r{repeat}",
+        arm=method,
+        scale="2025",
+        k=k,
+        repeat=repeat,
+        status="unknown",
+        device_kind="cuda",
+        device_name="",
+        measure=LEGACY_USED,
+        samples=samples,
+        phases=phases.assign(phase=pd.Series(dtype=object)),
+        start_bytes=float(used[0]),
+        peak_bytes=float(used.max()),
+    )

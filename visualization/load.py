@@ -21,15 +21,54 @@ from visualization.runs import (
     read_json,
 )
 
-SAMPLE_COLUMNS = ("timestamp", "elapsed_s", "device_used_bytes", "device_total_bytes", "device_utilization_percent",
-                  "process_device_bytes", "resident_bytes", "cpu_percent", "host_used_bytes")
-PHASE_COLUMNS = ("phase", "step", "start", "end", "peak_allocated_bytes", "peak_reserved_bytes", "peak_resident_bytes",
-                 "device_used_bytes")
-TEXT_FIELDS = ("run_id", "arm", "scale", "status", "device_kind", "device_name", "trl_version", "torch_version",
-               "transformers_version", "commit", "peak_phase")
-NUMBER_FIELDS = ("k", "repeat", "prompt_tokens_requested", "prompt_tokens_fed_mean", "completion_tokens", "batch",
-                 "budget_bytes", "start_bytes", "peak_device_used_bytes", "peak_reserved_bytes", "peak_resident_bytes",
-                 "step_seconds_median")
+SAMPLE_COLUMNS = (
+    "timestamp",
+    "elapsed_s",
+    "device_used_bytes",
+    "device_total_bytes",
+    "device_utilization_percent",
+    "process_device_bytes",
+    "resident_bytes",
+    "cpu_percent",
+    "host_used_bytes",
+)
+PHASE_COLUMNS = (
+    "phase",
+    "step",
+    "start",
+    "end",
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "peak_resident_bytes",
+    "device_used_bytes",
+)
+TEXT_FIELDS = (
+    "run_id",
+    "arm",
+    "scale",
+    "status",
+    "device_kind",
+    "device_name",
+    "trl_version",
+    "torch_version",
+    "transformers_version",
+    "commit",
+    "peak_phase",
+)
+NUMBER_FIELDS = (
+    "k",
+    "repeat",
+    "prompt_tokens_requested",
+    "prompt_tokens_fed_mean",
+    "completion_tokens",
+    "batch",
+    "budget_bytes",
+    "start_bytes",
+    "peak_device_used_bytes",
+    "peak_reserved_bytes",
+    "peak_resident_bytes",
+    "step_seconds_median",
+)
 RERUN = "delete the run's folder and run it again"
 
 
@@ -63,11 +102,18 @@ def load_run(folder: Path) -> Run:
     sampler = record.get("sampler") or {}
     if not isinstance(sampler, dict):
         raise LoadError(f"{record_path}: sampler is {sampler!r}, not an object; {RERUN}")
-    run = replace(run, error=run.error or record.get("error"),
-                  achieved_interval_s=_number(sampler.get("achieved_interval_s"), "achieved_interval_s", record_path),
-                  peak_missed_bytes=_number(sampler.get("peak_missed_bytes"), "peak_missed_bytes", record_path))
-    return _with_curve(run, _frame(folder / "memory.csv", SAMPLE_COLUMNS, run.status),
-                       _frame(folder / "phases.csv", PHASE_COLUMNS, run.status), record_path)
+    run = replace(
+        run,
+        error=run.error or record.get("error"),
+        achieved_interval_s=_number(sampler.get("achieved_interval_s"), "achieved_interval_s", record_path),
+        peak_missed_bytes=_number(sampler.get("peak_missed_bytes"), "peak_missed_bytes", record_path),
+    )
+    return _with_curve(
+        run,
+        _frame(folder / "memory.csv", SAMPLE_COLUMNS, run.status),
+        _frame(folder / "phases.csv", PHASE_COLUMNS, run.status),
+        record_path,
+    )
 
 
 def load_summary(folder: Path | str) -> tuple[Run, ...]:
@@ -105,8 +151,17 @@ def run_from_record(record: dict, where: Path) -> Run:
     if text["status"] == "ok" and peak is None:
         raise LoadError(f"{where}: status is ok but {measure.record_column} is empty; {RERUN}")
     k, repeat = int(numbers.pop("k")), int(numbers.pop("repeat"))
-    return Run(k=k, repeat=repeat, measure=measure, samples=pd.DataFrame(), phases=pd.DataFrame(), error=error,
-               peak_bytes=peak, **text, **numbers)
+    return Run(
+        k=k,
+        repeat=repeat,
+        measure=measure,
+        samples=pd.DataFrame(),
+        phases=pd.DataFrame(),
+        error=error,
+        peak_bytes=peak,
+        **text,
+        **numbers,
+    )
 
 
 def _main_measure(device_kind: str, numbers: dict) -> Measure:
@@ -144,16 +199,21 @@ def _with_curve(run: Run, samples: pd.DataFrame, phases: pd.DataFrame, record_pa
     level = samples[run.measure.sample_column] if run.measure.sample_column else np.nan
     samples = samples.assign(t=samples["timestamp"] - begin, bytes=level)
     samples.loc[samples["t"] < 0, "bytes"] = np.nan
-    phases = phases.assign(t_start=phases["start"] - begin, t_end=phases["end"] - begin,
-                           mark_bytes=phases[run.measure.phase_column].astype(float).where(steps))
+    phases = phases.assign(
+        t_start=phases["start"] - begin,
+        t_end=phases["end"] - begin,
+        mark_bytes=phases[run.measure.phase_column].astype(float).where(steps),
+    )
     highest = [_highest_sample(samples, *span) for span in zip(phases["t_start"], phases["t_end"], strict=True)]
     # The device was read at the end of the phase; the kernel's and torch's high-water marks lie anywhere inside it.
     phases["mark_t"] = phases["t_end"] if run.measure is DEVICE_USED else [t for t, _ in highest]
     reached = np.fmax(phases["mark_bytes"].to_numpy(float), [level for _, level in highest])
     drawn = np.nanmax([0, *samples["bytes"], *reached])
     if run.peak_bytes is not None and drawn > run.peak_bytes:
-        raise LoadError(f"{record_path}: {run.measure.record_column} is {run.peak_bytes:.0f} bytes, but memory.csv or "
-                        f"phases.csv reach {drawn:.0f}; {RERUN}")
+        raise LoadError(
+            f"{record_path}: {run.measure.record_column} is {run.peak_bytes:.0f} bytes, but memory.csv or "
+            f"phases.csv reach {drawn:.0f}; {RERUN}"
+        )
     if run.peak_bytes is not None and drawn < run.peak_bytes:
         named = steps & (phases["phase"] == run.peak_phase)
         candidates = np.where(named if named.any() else steps, np.nan_to_num(reached), -1)

@@ -26,14 +26,16 @@ def peak_comparison(runs: Sequence[Run], baseline: str) -> Figure:
     measure = next((run.measure.label for run in runs if run.peak_bytes is not None), runs[0].measure.label)
     note = f"percent: peak above the start level against {baseline} at the same k" if percents else ""
     single = alone(runs)
-    handles = [Patch(facecolor=style.colour(arm), hatch=style.hatch(arm), edgecolor="white", label=arm)
-               for arm in arms]
+    handles = [
+        Patch(facecolor=style.colour(arm), hatch=style.hatch(arm), edgecolor="white", label=arm) for arm in arms
+    ]
     start = "level of the first sample" if runs[0].status == "unknown" else "level before the first step"
     handles.append(Patch(facecolor=style.START_COLOUR, label=start))
     places = [[single[k]] if k in single else arms for k in ks]
     starts = [sum(len(group) + 1 for group in places[:number]) for number in range(len(ks))]  # in bars, one between
-    figure = style.new_figure(max(7.5, 1.2 + 0.45 * (starts[-1] + len(places[-1]))), 4.6, f"Peak memory: {measure}",
-                              runs, note, handles)
+    figure = style.new_figure(
+        max(7.5, 1.2 + 0.45 * (starts[-1] + len(places[-1]))), 4.6, f"Peak memory: {measure}", runs, note, handles
+    )
     axes = figure.add_subplot()
     budget = style.draw_budget(axes, runs, GIB)
     highest = max([budget or 0, *(run.peak_bytes / GIB for run in runs if run.peak_bytes)]) or 1
@@ -72,8 +74,16 @@ def _reductions(table: dict[tuple[str, int], Cell], baseline: str) -> dict[tuple
 def _draw_peak(axes: Axes, x: float, width: float, cell: Cell, change: float | None) -> None:
     peaks = [peak / GIB for peak in cell.values("peak_bytes")]
     peak, start = cell.median("peak_bytes") / GIB, (cell.median("start_bytes") or 0) / GIB
-    axes.bar(x, peak - start, width, bottom=start, color=style.colour(cell.arm), hatch=style.hatch(cell.arm),
-             edgecolor="white", linewidth=0)
+    axes.bar(
+        x,
+        peak - start,
+        width,
+        bottom=start,
+        color=style.colour(cell.arm),
+        hatch=style.hatch(cell.arm),
+        edgecolor="white",
+        linewidth=0,
+    )
     axes.bar(x, start, width, color=style.START_COLOUR, linewidth=0)
     if len(peaks) > 1:
         axes.errorbar(x, peak, yerr=[[peak - min(peaks)], [max(peaks) - peak]], color="black", capsize=3, linewidth=1)
@@ -82,15 +92,33 @@ def _draw_peak(axes: Axes, x: float, width: float, cell: Cell, change: float | N
         label += f"\n{round(change * 100):+d} %".replace("-", "\N{MINUS SIGN}")
     if cell.failure():
         label = cell.failure().replace(", ", "\n").replace(" OOM", "\nOOM").replace(" error", "\nerror") + "\n" + label
-    axes.annotate(label, (x, max(peaks)), xytext=(0, 3), textcoords="offset points", ha="center", va="bottom",
-                  fontsize=7.5, linespacing=1.1, bbox=style.BEHIND_TEXT)
+    axes.annotate(
+        label,
+        (x, max(peaks)),
+        xytext=(0, 3),
+        textcoords="offset points",
+        ha="center",
+        va="bottom",
+        fontsize=7.5,
+        linespacing=1.1,
+        bbox=style.BEHIND_TEXT,
+    )
 
 
 def _draw_failure(axes: Axes, x: float, width: float, cell: Cell, height: float) -> None:
     """A cell without any finished run is a named, hatched bar up to the budget: never a number."""
     axes.bar(x, height, width, facecolor="white", hatch="//////", edgecolor="#9a9a9a", linewidth=1.2, linestyle="--")
-    axes.text(x, height / 2, cell.failure(), rotation=90, ha="center", va="center", fontweight="bold", fontsize=10,
-              bbox={"facecolor": "white", "edgecolor": "none", "pad": 2})
+    axes.text(
+        x,
+        height / 2,
+        cell.failure(),
+        rotation=90,
+        ha="center",
+        va="center",
+        fontweight="bold",
+        fontsize=10,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 2},
+    )
 
 
 def phase_peaks(runs: Sequence[Run]) -> Figure | None:
@@ -111,7 +139,8 @@ def phase_peaks(runs: Sequence[Run]) -> Figure | None:
     resident = done[0].measure is RESIDENT
     what = "resident memory above the start level" if resident else "torch's allocated peak"
     note = "median over repeats; ◆ marks the phase that peaks" + (
-        f"; without a finished run at k={k}: {', '.join(absent)}" if absent else "")
+        f"; without a finished run at k={k}: {', '.join(absent)}" if absent else ""
+    )
     figure = style.new_figure(11, 0.9 + 0.42 * len(shown), f"Which phase peaks, at k = {k}: {what}", done, note)
     panels = figure.subplots(1, len(PHASES), sharex=True, sharey=True)
     levels = np.array([[_phase_level(cell, phase, resident) for phase in PHASES] for cell in shown])
@@ -125,11 +154,24 @@ def phase_peaks(runs: Sequence[Run]) -> Figure | None:
                 axes.text(0, row, " not marked", va="center", fontsize=8, color="#707070")
                 continue
             peaks_here = level == np.nanmax(levels[row])
-            axes.barh(row, level, 0.66, color=style.colour(cell.arm), hatch=style.hatch(cell.arm), edgecolor="white",
-                      linewidth=0)
-            axes.annotate(f"{level:.2f}" + (" ◆" if peaks_here else ""), (max(level, 0), row), xytext=(3, 0),
-                          textcoords="offset points", va="center", fontsize=8.5,
-                          fontweight="bold" if peaks_here else "normal")
+            axes.barh(
+                row,
+                level,
+                0.66,
+                color=style.colour(cell.arm),
+                hatch=style.hatch(cell.arm),
+                edgecolor="white",
+                linewidth=0,
+            )
+            axes.annotate(
+                f"{level:.2f}" + (" ◆" if peaks_here else ""),
+                (max(level, 0), row),
+                xytext=(3, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8.5,
+                fontweight="bold" if peaks_here else "normal",
+            )
     panels[0].set_yticks(range(len(shown)), [cell.arm for cell in shown])
     panels[0].invert_yaxis()
     panels[0].set_xlim(min(0, np.nanmin(levels) * 1.1), np.nanmax(levels) * 1.32)

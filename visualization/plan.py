@@ -1,6 +1,6 @@
 """What a plan predicts: a chart of what each phase's peak is made of, and tables of predictions.
 
-    python -m visualization.plan plan.json plan.png
+python -m visualization.plan plan.json plan.png
 """
 
 import json
@@ -52,31 +52,46 @@ def chart(result: dict) -> Figure:
             ticks.append(x)
             labels.append(phase["phase"])
             x += 1
-        axes.text((first + x - 1) / 2, -0.2, prediction["arm"], transform=axes.get_xaxis_transform(), ha="center",
-                  fontsize=10, fontweight="bold")  # fmt: skip
+        axes.text(
+            (first + x - 1) / 2,
+            -0.2,
+            prediction["arm"],
+            transform=axes.get_xaxis_transform(),
+            ha="center",
+            fontsize=10,
+            fontweight="bold",
+        )
         x += 0.6
     axes.set_xticks(ticks, labels, rotation=30, ha="right", fontsize=8)
     axes.grid(axis="x", visible=False)
     if result["device_memory_bytes"]:
         limit = result["device_memory_bytes"] / GIB
         axes.axhline(limit, color="black", linestyle=(0, (5, 3)), linewidth=1.2)
-        axes.annotate(f"device memory less the reserve: {limit:.1f} GiB", (0.995, limit), xytext=(0, 3),
-                      xycoords=("axes fraction", "data"), textcoords="offset points", fontsize=8, ha="right",
-                      bbox=dict(facecolor="white", edgecolor="none", pad=0.5, alpha=0.8))  # fmt: skip
+        axes.annotate(
+            f"device memory less the reserve: {limit:.1f} GiB",
+            (0.995, limit),
+            xytext=(0, 3),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            fontsize=8,
+            ha="right",
+            bbox=dict(facecolor="white", edgecolor="none", pad=0.5, alpha=0.8),
+        )
     axes.set_ylabel("predicted peak allocated (GiB)")
     axes.margins(y=0.12)
     handles = [
         Patch(facecolor=colour, hatch=hatch, edgecolor="white", label=kind)
-        for kind, (colour, hatch) in KINDS.items() if kind in present
-    ]  # fmt: skip
+        for kind, (colour, hatch) in KINDS.items()
+        if kind in present
+    ]
     axes.legend(handles=handles, fontsize=8, ncols=7, loc="upper center", bbox_to_anchor=(0.5, 1.09))
     figure.suptitle(
         f"{result['model']}: prompt {setup['prompt_tokens']:,}, completion {setup['max_completion_length']:,}, "
         f"k = {setup['num_generations']}",
-        fontsize=12, fontweight="bold",
-    )  # fmt: skip
-    figure.text(0.012, 0.012, "Predicted, not measured. " + result["versions"], fontsize=7.5,
-                color="#404040")  # fmt: skip
+        fontsize=12,
+        fontweight="bold",
+    )
+    figure.text(0.012, 0.012, "Predicted, not measured. " + result["versions"], fontsize=7.5, color="#404040")
     return figure
 
 
@@ -169,11 +184,12 @@ def profiles_table(folder: Path) -> str:
         devices = f", {setup['num_devices']} devices" if setup["num_devices"] > 1 else ""
         peaks = {p["arm"]: max(phase["total"] for phase in p["phases"]) for p in plan["predictions"]}
         cells = [
-            f"`{path.stem}`", plan["model"].rsplit("/", 1)[-1] + devices,
+            f"`{path.stem}`",
+            plan["model"].rsplit("/", 1)[-1] + devices,
             f"{setup['prompt_tokens']:,} + {setup['max_completion_length']:,}, {setup['num_generations']}",
             *(f"{peaks[arm] / GIB:.1f}" for arm in arms),
             f"{plan['device_memory_bytes'] / GIB:.1f}",
-        ]  # fmt: skip
+        ]
         table.append(cells)
     header = ["profile", "model", "prompt + completion, k", *(f"`{arm}`" for arm in arms), "there is"]
     lines = markdown(header, table, texts=3)

@@ -13,8 +13,18 @@ import pandas as pd
 
 GIB = 2**30
 LEARN = "learn"  # the scale of the convergence runs: another workload, not compared with the others
-ARMS = ("classic-baseline", "classic-string", "classic-string-exact", "classic-lean", "stock", "stock-accumulate",
-        "stock-compact", "shared", "Basic", "String")
+ARMS = (
+    "classic-baseline",
+    "classic-string",
+    "classic-string-exact",
+    "classic-lean",
+    "stock",
+    "stock-accumulate",
+    "stock-compact",
+    "shared",
+    "Basic",
+    "String",
+)
 # Published in 2025 (TRL issue 3829): device-wide peak in GB on an RTX 5090, 32 GiB; None: out of memory
 PUBLISHED_GB = {
     ("classic-baseline", 2): 14.38, ("classic-baseline", 4): 26.99, ("classic-baseline", 8): None,
@@ -42,8 +52,9 @@ class Measure:
 RESIDENT = Measure("peak_resident_bytes", "resident_bytes", "peak_resident_bytes", "process resident memory")
 DEVICE_USED = Measure("peak_device_used_bytes", "device_used_bytes", "device_used_bytes", "device memory used")
 RESERVED = Measure("peak_reserved_bytes", None, "peak_reserved_bytes", "memory reserved by torch")
-LEGACY_USED = Measure("peak_device_used_bytes", "device_used_bytes", "device_used_bytes",
-                      "device used (2025: called allocated)")
+LEGACY_USED = Measure(
+    "peak_device_used_bytes", "device_used_bytes", "device_used_bytes", "device used (2025: called allocated)"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +136,7 @@ class Cell:
         return median(values) if values else None
 
     def failure(self, oom: str = "OOM") -> str:
-        """"" when every run finished, "OOM", "error" or both when none did, else "1 of 3 OOM"."""
+        """ "" when every run finished, "OOM", "error" or both when none did, else "1 of 3 OOM"."""
         kinds = [(self.count("oom"), oom), (self.count("error"), "error")]
         if self.finished:
             return ", ".join(f"{count} of {len(self.runs)} {word}" for count, word in kinds if count)
@@ -147,8 +158,10 @@ def in_order(arms: Iterable[str]) -> list[str]:
 def by_trainer(arms: Iterable[str]) -> list[list[str]]:
     """The arms of TRL's old trainer, then those of today's: what is compared curve by curve runs on one trainer."""
     ordered = in_order(arms)
-    groups = ([arm for arm in ordered if arm.startswith("classic")],
-              [arm for arm in ordered if not arm.startswith("classic")])
+    groups = (
+        [arm for arm in ordered if arm.startswith("classic")],
+        [arm for arm in ordered if not arm.startswith("classic")],
+    )
     return [group for group in groups if group]
 
 
@@ -176,18 +189,29 @@ def describe(runs: Sequence[Run]) -> str:
     kinds = {run.device_kind for run in runs if run.device_kind}  # a run that failed early may not know its device
     measures = {run.measure.label for run in runs if run.peak_bytes is not None}
     if len(kinds) > 1 or len(measures) > 1:
-        raise LoadError(f"runs of {' and '.join(sorted(kinds))} measured as {' and '.join(sorted(measures))} do not "
-                        "belong in one picture; keep one results folder per machine and device")
+        raise LoadError(
+            f"runs of {' and '.join(sorted(kinds))} measured as {' and '.join(sorted(measures))} do not "
+            "belong in one picture; keep one results folder per machine and device"
+        )
     counts = sorted({len(cell.runs) for cell in cells(runs)})
     repeats = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
     device = DEVICE_WORDS.get("".join(kinds), "device")
     device += f": {_joined(run.device_name for run in runs) or 'name not recorded'}"
-    found = {"torch": _joined(run.torch_version for run in runs),
-             "transformers": _joined(run.transformers_version for run in runs),
-             "trl": _joined(run.trl_version for run in runs), "commit": _joined(_short(run.commit) for run in runs)}
+    found = {
+        "torch": _joined(run.torch_version for run in runs),
+        "transformers": _joined(run.transformers_version for run in runs),
+        "trl": _joined(run.trl_version for run in runs),
+        "commit": _joined(_short(run.commit) for run in runs),
+    }
     versions = [f"{name} {value}" for name, value in found.items() if value] or ["versions and commit not recorded"]
-    return " · ".join([device, *versions, f"scale {_joined(run.scale for run in runs)}",
-                       f"{repeats} {'repeat' if repeats == '1' else 'repeats'} per cell"])
+    return " · ".join(
+        [
+            device,
+            *versions,
+            f"scale {_joined(run.scale for run in runs)}",
+            f"{repeats} {'repeat' if repeats == '1' else 'repeats'} per cell",
+        ]
+    )
 
 
 def _joined(values: Iterable[str]) -> str:

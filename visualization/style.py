@@ -32,8 +32,13 @@ _LOOKS = {
     "Basic": ("#D55E00", "", "-", "o"),
     "String": ("#0072B2", "////", (0, (6, 1.5)), "s"),
 }
-_OTHERS = (("#7F7F7F", "oo", "-", "X"), ("#8C6D31", "**", "--", "h"), ("#3F3F3F", "++", ":", "<"),
-           ("#332288", "xx", "-.", "d"), ("#117733", "\\\\", (0, (8, 2)), "p"))
+_OTHERS = (
+    ("#7F7F7F", "oo", "-", "X"),
+    ("#8C6D31", "**", "--", "h"),
+    ("#3F3F3F", "++", ":", "<"),
+    ("#332288", "xx", "-.", "d"),
+    ("#117733", "\\\\", (0, (8, 2)), "p"),
+)
 PHASE_GREYS = {"generate": "#d9d9d9", "score": "#a6a6a6", "train": "#666666", "optimizer": "#000000"}
 START_COLOUR = "#b8b8b8"
 BEHIND_TEXT = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.8}
@@ -64,8 +69,15 @@ def _look(arm: str) -> tuple:
     return _LOOKS.get(arm) or _OTHERS[sum(arm.encode()) % len(_OTHERS)]
 
 
-def new_figure(width: float, height: float, title: str, runs: Sequence[Run], note: str = "",
-               handles: Sequence[Artist] = (), columns: int = 4) -> Figure:
+def new_figure(
+    width: float,
+    height: float,
+    title: str,
+    runs: Sequence[Run],
+    note: str = "",
+    handles: Sequence[Artist] = (),
+    columns: int = 4,
+) -> Figure:
     """A figure of that width, with axes area of that height (inches), below title and legend and above the footer that
     says what was measured on what."""
     lines = [describe(runs), *([note] if note else []), *([legacy.NOTE] if runs[0].status == "unknown" else [])]
@@ -78,8 +90,15 @@ def new_figure(width: float, height: float, title: str, runs: Sequence[Run], not
     figure.text(0.5, 1 - 0.08 / total, title, ha="center", va="top", fontsize=12, fontweight="bold")
     figure.text(0.012, 0.06 / total, footer, va="bottom", fontsize=7.5, color="#404040", linespacing=1.3)
     if handles:
-        figure.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 1 - 0.3 / total), ncols=columns,
-                      fontsize=8.5, handlelength=2.8, borderaxespad=0)
+        figure.legend(
+            handles=handles,
+            loc="upper center",
+            bbox_to_anchor=(0.5, 1 - 0.3 / total),
+            ncols=columns,
+            fontsize=8.5,
+            handlelength=2.8,
+            borderaxespad=0,
+        )
     return figure
 
 
@@ -88,8 +107,15 @@ def draw_budget(axes: Axes, runs: Sequence[Run], unit: float) -> float | None:
     budgets = sorted({run.budget_bytes / unit for run in runs if run.budget_bytes})
     for budget in budgets:
         axes.axhline(budget, color="black", linestyle=(0, (5, 3)), linewidth=1.2, zorder=1)
-        axes.annotate(f"budget for torch's allocations: {budget:.3g} GiB", (0, budget), xytext=(4, 3),
-                      xycoords=("axes fraction", "data"), textcoords="offset points", va="bottom", fontsize=8)
+        axes.annotate(
+            f"budget for torch's allocations: {budget:.3g} GiB",
+            (0, budget),
+            xytext=(4, 3),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            va="bottom",
+            fontsize=8,
+        )
     return budgets[-1] if budgets else None
 
 

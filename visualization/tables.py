@@ -52,8 +52,11 @@ def peak_table(runs: Sequence[Run]) -> list[str]:
         theirs = reference and reference.median("above_start_bytes")
         return text + (f", {_signed(above / theirs - 1)}" if theirs and cell.arm != BASELINE else "")
 
-    return ["Peak memory above the start level, GiB (change against "
-            f"`{BASELINE}` at the same k):", "", *_by_k(runs, show)]
+    return [
+        f"Peak memory above the start level, GiB (change against `{BASELINE}` at the same k):",
+        "",
+        *_by_k(runs, show),
+    ]
 
 
 def speed_table(runs: Sequence[Run]) -> list[str]:
@@ -76,11 +79,19 @@ def audit_table(runs: Sequence[Run]) -> list[str]:
         if not cell.finished:
             figures += [_failure(cell), ""]
         else:
-            figures += ["" if above is None else f"{above / GIB:.2f}" + _failure(cell, " ({})"),
-                        "" if above is None or not tokens else f"{above / GIB / tokens * 1000:.3f}"]
+            figures += [
+                "" if above is None else f"{above / GIB:.2f}" + _failure(cell, " ({})"),
+                "" if above is None or not tokens else f"{above / GIB / tokens * 1000:.3f}",
+            ]
         rows.append([f"`{cell.arm}`", str(cell.k), *figures])
-    header = ["arm", "k", "prompt tokens requested", "prompt tokens fed (mean)", "peak above start, GiB",
-              "GiB per 1,000 tokens in the batch"]
+    header = [
+        "arm",
+        "k",
+        "prompt tokens requested",
+        "prompt tokens fed (mean)",
+        "peak above start, GiB",
+        "GiB per 1,000 tokens in the batch",
+    ]
     return ["Tokens asked for, tokens really fed, and the memory they took:", "", *markdown(header, rows)]
 
 
@@ -105,16 +116,29 @@ def published_table(runs: Sequence[Run]) -> list[str]:
     if not rows:
         return []
     header = ["arm", "k", f"above start x {' or '.join(sorted(factors))}, GB", "published 2025, GB"]
-    return ["Ours, scaled up, beside the published figures (RTX 5090, device-wide, CUDA context included):", "",
-            *markdown(header, rows)]
+    return [
+        "Ours, scaled up, beside the published figures (RTX 5090, device-wide, CUDA context included):",
+        "",
+        *markdown(header, rows),
+    ]
 
 
 TABLES: dict[str, Callable[[Sequence[Run]], list[str]]] = {
-    "peak": peak_table, "audit": audit_table, "speed": speed_table, "published": published_table,
-    "phases": phases_table}
+    "peak": peak_table,
+    "audit": audit_table,
+    "speed": speed_table,
+    "published": published_table,
+    "phases": phases_table,
+}
 FOLDER_TABLES: dict[str, Callable[[Path], str]] = {  # from other files than summary.csv
-    "rivals": rivals_table, "plan": check_table, "levers": levers_table, "profiles": profiles_table,
-    "exactness": exactness_table, "sampler": sampler_table, "shapes": shapes_table}
+    "rivals": rivals_table,
+    "plan": check_table,
+    "levers": levers_table,
+    "profiles": profiles_table,
+    "exactness": exactness_table,
+    "sampler": sampler_table,
+    "shapes": shapes_table,
+}
 
 
 def render(name: str, folder: Path, scale: str | None = None) -> str:
@@ -155,8 +179,10 @@ def fill(path: Path) -> tuple[str, list[str]]:
     filled, count = PLACE.subn(replace, text)
     opened = text.count("<!-- table:")
     if count == 0 or count != opened:
-        raise LoadError(f"{path}: {count} complete table places for {opened} opening markers; write "
-                        "<!-- table:peak results/<machine> --> and <!-- /table --> on lines of their own")
+        raise LoadError(
+            f"{path}: {count} complete table places for {opened} opening markers; write "
+            "<!-- table:peak results/<machine> --> and <!-- /table --> on lines of their own"
+        )
     return filled, stale
 
 
@@ -166,8 +192,19 @@ def _by_k(runs: Sequence[Run], show: Callable[[Cell, dict], str]) -> list[str]:
     rows = []
     for arm in in_order(arm for arm, _ in table):
         row = [table.get((arm, k)) for k in ks]
-        rows.append([f"`{arm}`", *("not run" if cell is None else _failure(cell) if not cell.finished
-                                   else show(cell, table) + _failure(cell, " ({})") for cell in row)])
+        rows.append(
+            [
+                f"`{arm}`",
+                *(
+                    "not run"
+                    if cell is None
+                    else _failure(cell)
+                    if not cell.finished
+                    else show(cell, table) + _failure(cell, " ({})")
+                    for cell in row
+                ),
+            ]
+        )
     return markdown(["arm", *(f"k = {k}" for k in ks)], rows)
 
 
@@ -193,8 +230,11 @@ def _whole(value: float | None) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print, write or check tables; 1 when --check finds a stale one. Raises LoadError."""
-    parser = argparse.ArgumentParser(prog="python -m visualization.tables", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m visualization.tables",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("path", type=Path, help="a file with table markers, or results/<machine> to print its tables")
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--write", action="store_true", help="bring the file's tables up to date")

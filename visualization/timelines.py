@@ -51,14 +51,18 @@ def smoothed(samples: pd.DataFrame, max_points: int) -> tuple[np.ndarray, np.nda
 
 def timeline_peak_preserving(runs: Sequence[Run]) -> Figure:
     """The timeline whose drawn maximum is each run's recorded peak."""
-    return _timeline(runs, "Memory over time (every recorded peak is drawn)",
-                     lambda run: peak_preserving(run.samples, run.phases, MAX_POINTS))
+    return _timeline(
+        runs,
+        "Memory over time (every recorded peak is drawn)",
+        lambda run: peak_preserving(run.samples, run.phases, MAX_POINTS),
+    )
 
 
 def timeline_ultra_smooth(runs: Sequence[Run]) -> Figure:
     """The timeline as a rolling mean."""
-    return _timeline(runs, "Memory over time (smoothed: does not show true peaks)",
-                     lambda run: smoothed(run.samples, MAX_POINTS))
+    return _timeline(
+        runs, "Memory over time (smoothed: does not show true peaks)", lambda run: smoothed(run.samples, MAX_POINTS)
+    )
 
 
 def _timeline(runs: Sequence[Run], title: str, curve: Curve) -> Figure:
@@ -67,16 +71,23 @@ def _timeline(runs: Sequence[Run], title: str, curve: Curve) -> Figure:
     with_phases = any(len(run.phases) for run in runs)
     strip = 0.13 * max(map(len, columns)) + 0.1 if with_phases else 0.01
     note = "one run per arm and k: the first that finished, else the one that failed" + (
-        "; the strips name each run's phases" if with_phases else "")
-    handles = [Line2D([], [], color=style.colour(arm), linestyle=style.line_style(arm), linewidth=1.8, label=arm)
-               for arms in columns for arm in arms]
+        "; the strips name each run's phases" if with_phases else ""
+    )
+    handles = [
+        Line2D([], [], color=style.colour(arm), linestyle=style.line_style(arm), linewidth=1.8, label=arm)
+        for arms in columns
+        for arm in arms
+    ]
     if with_phases:
-        handles += [Patch(facecolor=grey, edgecolor="#808080", linewidth=0.5, label=f"phase: {phase}")
-                    for phase, grey in style.PHASE_GREYS.items()]
+        handles += [
+            Patch(facecolor=grey, edgecolor="#808080", linewidth=0.5, label=f"phase: {phase}")
+            for phase, grey in style.PHASE_GREYS.items()
+        ]
     figure = style.new_figure(13, len(ks) * (2.6 + strip), title, runs, note, handles, 5)
     figure.get_layout_engine().set(h_pad=0.02, hspace=0)
-    grid = figure.subplots(2 * len(ks), len(columns), squeeze=False,
-                           gridspec_kw={"height_ratios": [2.0, strip] * len(ks)})
+    grid = figure.subplots(
+        2 * len(ks), len(columns), squeeze=False, gridspec_kw={"height_ratios": [2.0, strip] * len(ks)}
+    )
     clock = "time since the first step began (s)" if with_phases else "time since the first sample (s)"
     for row, k in enumerate(ks):
         panels, strips = grid[2 * row], grid[2 * row + 1]
@@ -115,13 +126,29 @@ def _draw_curves(panel: Axes, drawn: Sequence[Run], curve: Curve) -> None:
     failures = 0
     for run in drawn:
         t, y = curve(run)
-        panel.plot(t, y / GIB, color=style.colour(run.arm), linestyle=style.line_style(run.arm), linewidth=1.3,
-                   gid=run.run_id)
+        panel.plot(
+            t, y / GIB, color=style.colour(run.arm), linestyle=style.line_style(run.arm), linewidth=1.3, gid=run.run_id
+        )
         if run.status in ("oom", "error") and len(t):
-            panel.plot(t[-1], y[-1] / GIB, marker="x", markersize=10, markeredgewidth=2.5, color=style.colour(run.arm),
-                       zorder=8)
-            panel.annotate(_word(run), (t[-1], y[-1] / GIB), xytext=(9, 2 + 14 * failures), fontsize=8,
-                           textcoords="offset points", fontweight="bold", zorder=9, path_effects=OUTLINE)
+            panel.plot(
+                t[-1],
+                y[-1] / GIB,
+                marker="x",
+                markersize=10,
+                markeredgewidth=2.5,
+                color=style.colour(run.arm),
+                zorder=8,
+            )
+            panel.annotate(
+                _word(run),
+                (t[-1], y[-1] / GIB),
+                xytext=(9, 2 + 14 * failures),
+                fontsize=8,
+                textcoords="offset points",
+                fontweight="bold",
+                zorder=9,
+                path_effects=OUTLINE,
+            )
             failures += 1
     panel.set_ylim(0, panel.get_ylim()[1] * 1.06)
     panel.set_xlim(left=0)

@@ -50,9 +50,17 @@ def build_tokenizer():
 def build_model(folder):
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, pad_token_id=0, eos_token_id=1, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        pad_token_id=0,
+        eos_token_id=1,
+        tie_word_embeddings=False,
+    )
     model = Qwen3ForCausalLM(config).double()
     for parameter in model.parameters():  # larger than usual: no gradient is near zero, no two tokens are near a tie
         torch.nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.2)
@@ -89,8 +97,21 @@ class Recorder(TrainerCallback):
             self.logs.append({name: float(logs[name]) for name in LOGGED if name in logs})
 
 
-def train(folder, tokenizer, *, trainer, fsdp=None, dtype="float64", accumulate=1, updates=4, generate=False,
-          evaluate=False, lora=False, prompts=PROMPTS, options=None):  # fmt: skip
+def train(
+    folder,
+    tokenizer,
+    *,
+    trainer,
+    fsdp=None,
+    dtype="float64",
+    accumulate=1,
+    updates=4,
+    generate=False,
+    evaluate=False,
+    lora=False,
+    prompts=PROMPTS,
+    options=None,
+):
     """One training. Unless told to `generate`, completions are fixed, so that both arms train on the same ones."""
     trainer_class, config_class = TRAINERS[trainer]
     dataset = []
@@ -100,22 +121,44 @@ def train(folder, tokenizer, *, trainer, fsdp=None, dtype="float64", accumulate=
     for variable in [name for name in os.environ if name.startswith(("FSDP_", "ACCELERATE_"))]:
         del os.environ[variable]  # set by an earlier run with FSDP
     arguments = config_class(
-        output_dir=str(folder / "out"), use_cpu=True, seed=1, report_to="none", disable_tqdm=True, save_strategy="no",
-        logging_steps=1, optim="sgd", learning_rate=0.03, lr_scheduler_type="constant", max_grad_norm=0.0,
-        max_steps=updates, num_iterations=accumulate, gradient_accumulation_steps=accumulate, shuffle_dataset=False,
-        per_device_train_batch_size=2 * COMPLETIONS, num_generations=COMPLETIONS, temperature=0.8, beta=0.1,
-        per_device_eval_batch_size=3, num_generations_eval=2, max_completion_length=COMPLETION_TOKENS,
-        mask_truncated_completions=True, model_init_kwargs={"dtype": getattr(torch, dtype)},
+        output_dir=str(folder / "out"),
+        use_cpu=True,
+        seed=1,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_steps=1,
+        optim="sgd",
+        learning_rate=0.03,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        max_steps=updates,
+        num_iterations=accumulate,
+        gradient_accumulation_steps=accumulate,
+        shuffle_dataset=False,
+        per_device_train_batch_size=2 * COMPLETIONS,
+        num_generations=COMPLETIONS,
+        temperature=0.8,
+        beta=0.1,
+        per_device_eval_batch_size=3,
+        num_generations_eval=2,
+        max_completion_length=COMPLETION_TOKENS,
+        mask_truncated_completions=True,
+        model_init_kwargs={"dtype": getattr(torch, dtype)},
         **({} if fsdp is None else {"fsdp": True, "fsdp_config": {"version": 2, **fsdp}}),
         **{"gradient_checkpointing": False, "bf16": False, **(options or {})},
-    )  # fmt: skip
+    )
     recorder = Recorder()
     instance = trainer_class(
-        model=str(folder / "model"), reward_funcs=reward, args=arguments, processing_class=tokenizer,
+        model=str(folder / "model"),
+        reward_funcs=reward,
+        args=arguments,
+        processing_class=tokenizer,
         train_dataset=Dataset.from_dict({"prompt": dataset}),
-        eval_dataset=Dataset.from_dict({"prompt": dataset[:3]}) if evaluate else None, callbacks=[recorder],
+        eval_dataset=Dataset.from_dict({"prompt": dataset[:3]}) if evaluate else None,
+        callbacks=[recorder],
         peft_config=LoraConfig(r=4, target_modules="all-linear") if lora else None,
-    )  # fmt: skip
+    )
     completions = []
     generate_single_turn = instance._generate_single_turn
 

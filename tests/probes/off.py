@@ -12,9 +12,7 @@ from experiments import config as cfg
 from experiments.train import use_fork
 
 name, patches = sys.argv[1], sys.argv[2]
-use_fork(
-    cfg.Arm("shared", "current", {"none": (), "all": None}.get(patches, tuple(patches.split(","))), shows="")
-)
+use_fork(cfg.Arm("shared", "current", {"none": (), "all": None}.get(patches, tuple(patches.split(","))), shows=""))
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
@@ -37,13 +35,25 @@ with tempfile.TemporaryDirectory() as folder:
         model=folder,
         reward_funcs=lambda completions, **kwargs: [len(set(text)) / 10 for text in completions],
         args=getattr(trl, f"{name}Config")(
-            output_dir=folder, per_device_train_batch_size=4, num_generations=4, num_iterations=2, max_steps=4,
-            max_completion_length=6, learning_rate=1e-2, beta=0.05, bf16=False, use_cpu=True, logging_steps=1,
-            gradient_accumulation_steps=2, save_strategy="no", report_to="none", disable_tqdm=True,
+            output_dir=folder,
+            per_device_train_batch_size=4,
+            num_generations=4,
+            num_iterations=2,
+            max_steps=4,
+            max_completion_length=6,
+            learning_rate=1e-2,
+            beta=0.05,
+            bf16=False,
+            use_cpu=True,
+            logging_steps=1,
+            gradient_accumulation_steps=2,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
         ),
         train_dataset=Dataset.from_dict({"prompt": [" ".join(WORDS[:n]) for n in (3, 5, 8)]}),
         processing_class=tokenizer,
-    )  # fmt: skip
+    )
     trainer.train()
 logs = [
     {name: value for name, value in log.items() if "time" not in name and "per_second" not in name}

@@ -41,16 +41,31 @@ SCENARIOS = {
 def build(folder, shared, trainer="rloo", memory=False, lora=False, prompts=PROMPTS * 2, **options):
     make_config, make_trainer = (RLOOConfig, RLOOTrainer) if trainer == "rloo" else (GRPOConfig, GRPOTrainer)
     arguments = make_config(
-        output_dir=str(folder / "out"), per_device_train_batch_size=4, num_generations=4, max_steps=6,
-        max_completion_length=6, learning_rate=1e-2, seed=1, use_cpu=True, bf16=False, prefix_sharing=shared,
-        logging_steps=1, save_strategy="steps", report_to="none", disable_tqdm=True,
-        model_init_kwargs={"dtype": torch.float64}, **options,
-    )  # fmt: skip
+        output_dir=str(folder / "out"),
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_steps=6,
+        max_completion_length=6,
+        learning_rate=1e-2,
+        seed=1,
+        use_cpu=True,
+        bf16=False,
+        prefix_sharing=shared,
+        logging_steps=1,
+        save_strategy="steps",
+        report_to="none",
+        disable_tqdm=True,
+        model_init_kwargs={"dtype": torch.float64},
+        **options,
+    )
     run = make_trainer(
-        str(folder / "policy"), reward, arguments, train_dataset=Dataset.from_dict({"prompt": prompts}),
+        str(folder / "policy"),
+        reward,
+        arguments,
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=copy.deepcopy(TOKENIZER),
         peft_config=LoraConfig(r=4, target_modules=["q_proj", "down_proj"]) if lora else None,
-    )  # fmt: skip
+    )
     if memory:
         run.add_callback(MemoryCallback(run))
     return run
@@ -105,9 +120,11 @@ def compare(stock=False, save_steps=3, **options):
     if stock:
         result["between"] = difference(found["stock"][1], found["shared"][1])
     return {
-        **result, "memory": found.get("memory"), "updates": [log["step"] for log in logs if "loss" in log],
+        **result,
+        "memory": found.get("memory"),
+        "updates": [log["step"] for log in logs if "loss" in log],
         "grad_norms": [log["grad_norm"] for log in logs if "grad_norm" in log],
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

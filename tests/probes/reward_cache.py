@@ -23,10 +23,13 @@ for name, make_config, make_trainer in (("rloo", RLOOConfig, RLOOTrainer), ("grp
     expected = reward(**batch)
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(
-            model=policy, reward_funcs=reward, processing_class=TOKENIZER, reward_processing_classes=TOKENIZER,
+            model=policy,
+            reward_funcs=reward,
+            processing_class=TOKENIZER,
+            reward_processing_classes=TOKENIZER,
             args=make_config(folder, beta=0.0, use_cpu=True, bf16=False, report_to="none"),
             train_dataset=Dataset.from_dict({"prompt": ["a b"]}),
-        )  # fmt: skip
+        )
     with torch.inference_mode():
         scored = trainer.reward_funcs[0](**batch)
     results[name] = {

@@ -22,9 +22,15 @@ def logits(model, shared=False) -> torch.Tensor:
         return [3 + (5 * row + len(tokens)) % 50]
 
     config = GenerationConfig(
-        max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False, pad_token_id=0, eos_token_id=1,
-        disable_compile=True, return_dict_in_generate=True, output_logits=True,
-    )  # fmt: skip
+        max_new_tokens=STEPS,
+        min_new_tokens=STEPS,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=1,
+        disable_compile=True,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
     model.eval()
     generate = functools.partial(type(model).generate, model, prefix_allowed_tokens_fn=forced)
     if shared:

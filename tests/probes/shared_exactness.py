@@ -85,9 +85,12 @@ class PlainLogProb:
 @contextlib.contextmanager
 def pure_float64():
     """Norms, softmax and the head compute in float32 whatever the model's dtype: here they compute in float64."""
-    names = [(torch, "float32", torch.float64), (torch, "float", torch.float64),
-             (torch.Tensor, "float", torch.Tensor.double),
-             (utils, "_ChunkedLogProbFunction", PlainLogProb)]  # fmt: skip
+    names = [
+        (torch, "float32", torch.float64),
+        (torch, "float", torch.float64),
+        (torch.Tensor, "float", torch.Tensor.double),
+        (utils, "_ChunkedLogProbFunction", PlainLogProb),
+    ]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in names]
     for owner, name, value in names:
         setattr(owner, name, value)

@@ -87,8 +87,22 @@ SCENARIOS = {
 }  # fmt: skip
 
 
-def train(folder, shared, trainer="rloo", batch=4, ends=60, evaluate=False, stream=False, experts=False, lora=None,
-          offload=False, completions_per_forward=None, tokens=None, whole=False, **options):  # fmt: skip
+def train(
+    folder,
+    shared,
+    trainer="rloo",
+    batch=4,
+    ends=60,
+    evaluate=False,
+    stream=False,
+    experts=False,
+    lora=None,
+    offload=False,
+    completions_per_forward=None,
+    tokens=None,
+    whole=False,
+    **options,
+):
     module = rloo_trainer if trainer == "rloo" else grpo_trainer
     make_config, make_trainer = (RLOOConfig, RLOOTrainer) if trainer == "rloo" else (GRPOConfig, GRPOTrainer)
     rows = Dataset.from_dict({"prompt": PROMPTS})
@@ -112,20 +126,34 @@ def train(folder, shared, trainer="rloo", batch=4, ends=60, evaluate=False, stre
         torch.manual_seed(1)
         model = get_peft_model(model, lora_config)
     arguments = make_config(
-        output_dir=folder, per_device_train_batch_size=batch, num_generations=4, max_steps=3, seed=1, use_cpu=True,
+        output_dir=folder,
+        per_device_train_batch_size=batch,
+        num_generations=4,
+        max_steps=3,
+        seed=1,
+        use_cpu=True,
         model_init_kwargs={"experts_implementation": "eager"} if experts else None,  # for the reference model
         **{"max_completion_length": 6, "learning_rate": 1e-2, "lr_scheduler_type": "constant", **options},
-        prefix_sharing=shared and not whole, completions_per_forward=completions_per_forward if shared else None,
-        tokens_per_forward=tokens if shared else None, bf16=False,
-        logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
-    )  # fmt: skip
+        prefix_sharing=shared and not whole,
+        completions_per_forward=completions_per_forward if shared else None,
+        tokens_per_forward=tokens if shared else None,
+        bf16=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
     shuffle = module.shuffle_sequence_dict
     module.shuffle_sequence_dict = lambda batch, group_size=1: shuffle(batch, 4)
     run = make_trainer(
-        model=model, reward_funcs=reward, args=arguments, processing_class=copy.deepcopy(TOKENIZER),
+        model=model,
+        reward_funcs=reward,
+        args=arguments,
+        processing_class=copy.deepcopy(TOKENIZER),
         train_dataset=IterableDataset.from_generator(lambda: iter(rows)) if stream else rows,
-        eval_dataset=rows if evaluate else None, peft_config=lora_config if lora == "config" else None,
-    )  # fmt: skip
+        eval_dataset=rows if evaluate else None,
+        peft_config=lora_config if lora == "config" else None,
+    )
     if offload:  # what `activation_offloading` does where there is an accelerator: saved tensors leave and come back
         run.maybe_activation_offload_context = torch.autograd.graph.save_on_cpu()
     run.train()
