@@ -37,5 +37,5 @@ plans:
 	  .venv/bin/python -W ignore -m experiments.plan --profile $${profile%:*} --prompt 2000 \
 	    --device-memory $${profile#*:} --json docs/plans/$${profile%:*}.json || exit 1; done
 	.venv/bin/python -W ignore -m experiments.plan --profile multi_gpu_70b --prompt 2000 --device-memory 80GiB \
-	  --accelerate experiments/accelerate/fsdp2_offload.yaml --json docs/plans/multi_gpu_70b.json
+	  --accelerate experiments/settings/accelerate/fsdp2_offload.yaml --json docs/plans/multi_gpu_70b.json
 	.venv/bin/python -m visualization.plan docs/plans/single_gpu_24gb.json docs/plans/single_gpu_24gb.png

@@ -31,16 +31,16 @@ once() { # name, command...: not again after it has ended well
   step "$1" sh -c '"$@" && touch "$0"' "$done_marks/$1" "${@:2}"
 }
 
-once exactness "$python" -m experiments.exactness --device "$device" --results "$results"
+once exactness "$python" -m experiments.evidence.exactness --device "$device" --results "$results"
 today=stock,stock-accumulate,shared
 for scale in ${SCALES:-qwen3-0.6b-p3000-c100 qwen3-8b-lora-p3000-c512}; do suite "$scale" $today "$ks" 1; done
 if [ -z "${SCALES:-}" ]; then
   suite seed classic-baseline,classic-string,classic-string-exact,classic-lean,$today 2,4,8 3
   suite seed classic-string,classic-string-exact,classic-lean,shared 16,32,64 1
 fi
-once sampler "$python" -m experiments.sampler_check --device "$device" --results "$results" \
+once sampler "$python" -m experiments.evidence.sampler_check --device "$device" --results "$results" \
   ${SCALES:+--scale "${SCALES%% *}" --k "${ks%%,*}"}
-[ -n "${SCALES:-}" ] || once plan "$python" -m experiments.check_plan --device "$device" --results "$results"
+[ -n "${SCALES:-}" ] || once plan "$python" -m experiments.evidence.planner_check --device "$device" --results "$results"
 if [ -z "${SCALES:-}" ]; then
   for model in qwen3-0.6b qwen3-1.7b qwen3-8b-lora; do
     for lengths in p3000-c100 p3000-c512 p1000-c100 p1000-c512 p8000-c100 p8000-c512; do

@@ -6,11 +6,11 @@ the sampler's file shows the course in between.
 """
 
 import csv
-import ctypes
-import gc
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from experiments.device import status_bytes
 
 COLUMNS = (
     "phase", "step", "start", "end", "peak_allocated_bytes", "peak_reserved_bytes", "peak_resident_bytes",
@@ -61,37 +61,6 @@ class HighWater:
             free, total = torch.cuda.mem_get_info()
             used = total - free
         return allocated, reserved, status_bytes("VmHWM") if self.can_reset else None, used
-
-
-def status_bytes(field: str) -> int:
-    """A size from /proc/self/status in bytes, such as VmRSS, VmHWM or VmData. Raises OSError without a /proc."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {field}")
-
-
-def settle() -> None:
-    """Give freed host memory back to the system, so that a level read now is what is in use."""
-    gc.collect()
-    try:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-    except (OSError, AttributeError):
-        pass  # not glibc
-
-
-def keep_only_live_memory() -> None:
-    """Make glibc return every freed block of 1 MiB or more to the system at once.
-
-    By default it raises that size up to 32 MiB as the program runs and keeps freed blocks below it, so that resident
-    memory would show the heap's fragmentation instead of the tensors that are alive.
-    """
-    try:
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
-    except (OSError, AttributeError):
-        return  # not glibc
-    m_mmap_threshold = -3  # malloc.h
-    mallopt(m_mmap_threshold, 2**20)
 
 
 class PhaseRecorder:

@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from experiments.config import ROOT
+from experiments.config import ROOT, ConfigError
 
 SUMMARY_COLUMNS = (
     "run_id", "arm", "scale", "k", "repeat", "status", "device_kind", "device_name", "trl_version", "torch_version",
@@ -135,3 +135,30 @@ def source_commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("SOURCE_COMMIT", "unknown")
     return f"{commit}-dirty" if changed else commit
+
+
+def make_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".probe"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror}; choose another --results") from error
+
+
+def write_machine(machine: Path, record: RunRecord) -> None:
+    from importlib.metadata import version
+
+    facts = {
+        "device_kind": record.device_kind,
+        "device_name": record.device_name,
+        "device_total_bytes": record.device_total_bytes,
+        "cores": os.cpu_count(),
+        "host_total_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "platform": f"{os.uname().sysname} {os.uname().release} {os.uname().machine}",
+        "python_version": record.python_version,
+        "torch_version": version("torch"),
+        "transformers_version": version("transformers"),
+    }
+    write_json(machine / "machine.json", facts)

@@ -12,9 +12,17 @@ import time
 from pathlib import Path
 
 from experiments import config as cfg
-from experiments.config import ARMS, GIB, ROOT, SCALES, ConfigError, RunConfig
-from experiments.record import FINISHED, main_peak, read_record, source_commit, write_json, write_summary
-from experiments.train import EXIT_USAGE, make_writable, pick_device, tells_of_memory
+from experiments.config import ARMS, EXIT_USAGE, GIB, ROOT, SCALES, ConfigError, RunConfig
+from experiments.device import pick_device, tells_of_memory
+from experiments.record import (
+    FINISHED,
+    main_peak,
+    make_writable,
+    read_record,
+    source_commit,
+    write_json,
+    write_summary,
+)
 
 PASSED_ON = {
     "model": str, "documents": str, "budget": str, "steps": int, "interval": float, "precision": str, "threads": int,

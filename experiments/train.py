@@ -8,13 +8,9 @@ Exit codes: 0 finished, 2 a setting that cannot work (nothing was started), 3 ou
 import argparse
 import contextlib
 import csv
-import functools
-import json
 import os
-import resource
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 import traceback
@@ -22,16 +18,23 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from experiments import config as cfg
-from experiments.config import ARMS, GIB, ROOT, SCALES, ConfigError, RunConfig
+from experiments.builds import use_fork
+from experiments.config import ARMS, GIB, ROOT, SCALES, RunConfig
+from experiments.device import (
+    cuda_uuid,
+    enforce_budget,
+    is_out_of_memory,
+    keep_only_live_memory,
+    level,
+    lift_budget,
+    pick_device,
+    settle,
+)
 from experiments.memory_monitor import start_monitor, stop_monitor
-from experiments.phases import PhaseRecorder, keep_only_live_memory, settle, status_bytes
-from experiments.record import RunRecord, main_peak, source_commit, write_json
+from experiments.phases import PhaseRecorder
+from experiments.record import RunRecord, main_peak, make_writable, source_commit, write_machine
 
 EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_OOM, EXIT_INTERRUPTED = 0, 1, cfg.EXIT_USAGE, 3, 130
-OOM_TEXTS = (
-    "can't allocate memory", "cannot allocate memory", "out of memory", "bad_alloc", "memory allocation of",
-    "can't start new thread",
-)  # fmt: skip
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -100,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # its own allocator sets a GiB aside, unused
 
-    from experiments import data, models
+    from experiments.workload import data, models
 
     documents = data.load_documents(config.documents)
     models.check_fits(config, models.model_config(config))
@@ -161,7 +164,7 @@ def train(config: RunConfig, documents: list[str], record: RunRecord, phases: Ph
     import transformers
 
     import trl
-    from experiments import data, models, trainers  # all heavy imports come before the budget is set
+    from experiments.workload import data, models, trainers  # all heavy imports come before the budget is set
 
     torch.set_num_threads(config.threads)
     if config.device == "cpu":
@@ -230,138 +233,6 @@ def fill_peaks(record: RunRecord, phases: PhaseRecorder, folder: Path, report) -
     if report is not None:
         missed = max(main - seen, 0) if main is not None and seen is not None else None
         record.sampler = {**vars(report), "peak_missed_bytes": missed}
-
-
-@functools.cache
-def use_fork(arm: cfg.Arm) -> list[str]:
-    """Build the arm's TRL, put it first on the path, and check that it is what `import trl` gives.
-
-    Returns the names of the patches in it, as the build recorded them.
-    """
-    if arm.patches is None:
-        name, choice = arm.name, []
-    elif arm.patches:
-        name, choice = "+".join(Path(patch).stem for patch in arm.patches), ["--patches", ",".join(arm.patches)]
-    else:
-        name, choice = f"{arm.line}-untouched", ["--no-patches"]
-    dest = ROOT / ".build" / "fork" / name
-    command = [sys.executable, str(ROOT / "trl" / "fork.py"), "build", arm.line, str(dest), *choice]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode:
-        raise ConfigError(result.stderr.strip() or f"{' '.join(command)} failed")
-    sys.path.insert(0, str(dest))
-    import trl
-
-    if Path(trl.__file__).resolve() != (dest / "trl" / "__init__.py").resolve():
-        raise ConfigError(f"`import trl` gives {trl.__file__}, not {dest}; start a fresh Python process for each arm")
-    return [patch["name"] for patch in json.loads((dest / "FORK.json").read_text())["patches"]]
-
-
-def pick_device(wanted: str) -> tuple[str, str, int]:
-    """("cpu" or "cuda", name, total bytes). Raises `ConfigError` for a device that is not there.
-
-    Of several GPUs only the chosen one stays visible: with more, the trainers would spread over all of them.
-    """
-    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    kind, _, index = wanted.partition(":")
-    cfg.choose("device", kind, ("auto", "cpu", "cuda"))
-    if kind == "cpu":
-        return "cpu", cfg.cpu_name(), host_bytes
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible not in ("", "-1"):
-        entries = visible.split(",") if visible else None
-        if not (index or "0").isdigit() or (entries and int(index or 0) >= len(entries)):
-            shown = f"CUDA_VISIBLE_DEVICES={visible} shows {len(entries)}" if entries else "write it like cuda:0"
-            raise ConfigError(f"device {wanted!r} does not exist; {shown}")
-        os.environ["CUDA_VISIBLE_DEVICES"] = entries[int(index or 0)] if entries else index or "0"
-    import torch
-
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        return "cuda", properties.name, properties.total_memory
-    if visible is None:
-        del os.environ["CUDA_VISIBLE_DEVICES"]
-    if kind == "cuda":
-        raise ConfigError(f"device {wanted!r} is not usable here; use --device cpu, or check nvidia-smi and torch")
-    return "cpu", cfg.cpu_name(), host_bytes
-
-
-def cuda_uuid() -> str:
-    """NVML and CUDA number devices differently; the UUID means the same device to both."""
-    import torch
-
-    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-
-
-def enforce_budget(config: RunConfig) -> None:
-    """From here on torch can allocate at most the budget, so that "out of memory" is an outcome and not an accident.
-
-    CUDA: the fraction of the device that this process may reserve. CPU: a limit on the process's data, counted from
-    what the interpreter and its libraries already hold.
-    """
-    if config.device == "cuda":
-        import torch
-
-        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        if config.budget_bytes < total:
-            torch.cuda.set_per_process_memory_fraction(config.budget_bytes / total)
-        return
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    resource.setrlimit(resource.RLIMIT_DATA, (status_bytes("VmData") + config.budget_bytes, hard))
-
-
-def lift_budget() -> None:
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
-
-
-def level(device_kind: str) -> int:
-    """Memory in use now, in the device's main measure: device-wide used on CUDA, resident on the CPU. Bytes."""
-    if device_kind == "cuda":
-        import torch
-
-        free, total = torch.cuda.mem_get_info()
-        return total - free
-    return status_bytes("VmRSS")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: CUDA's own error, Python's, or the text of torch's CPU allocator."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    return isinstance(error, RuntimeError | OSError) and tells_of_memory(str(error))
-
-
-def tells_of_memory(text: str) -> bool:
-    """Whether an error's text, or the last words of a process that native code aborted, say that memory ran out."""
-    return any(sign in text.lower() for sign in OOM_TEXTS)
-
-
-def make_writable(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".probe"
-        probe.write_text("")
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(f"cannot write to {folder}: {error.strerror}; choose another --results") from error
-
-
-def write_machine(machine: Path, record: RunRecord) -> None:
-    from importlib.metadata import version
-
-    facts = {
-        "device_kind": record.device_kind,
-        "device_name": record.device_name,
-        "device_total_bytes": record.device_total_bytes,
-        "cores": os.cpu_count(),
-        "host_total_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "platform": f"{os.uname().sysname} {os.uname().release} {os.uname().machine}",
-        "python_version": record.python_version,
-        "torch_version": version("torch"),
-        "transformers_version": version("transformers"),
-    }
-    write_json(machine / "machine.json", facts)
 
 
 @contextlib.contextmanager

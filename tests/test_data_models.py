@@ -5,8 +5,8 @@ import json
 import pytest
 
 from experiments import config as cfg
-from experiments import data, models
 from experiments.config import ConfigError
+from experiments.workload import data, models
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments import data, doctor, models, profiles
 from experiments.config import resolve
+from experiments.plan import doctor
+from experiments.settings import profiles
+from experiments.workload import data, models
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -29,7 +31,7 @@ def test_what_the_doctor_writes_trains_and_its_record_can_be_read_again(tmp_path
     policy, reward, _ = models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))
     fits, out = tmp_path / "fits.yaml", tmp_path / "out"
     result = run(
-        "doctor",
+        "plan.doctor",
         "--model",
         policy,
         "--prompt",
@@ -147,7 +149,7 @@ def test_mistakes_in_a_profile_are_named_with_line_and_key(tmp_path):
     for i, text in enumerate(YAML_ERRORS):
         (tmp_path / f"{i}.yaml").write_text(text)
     code = (
-        "import sys, pathlib\nfrom experiments.profiles import load_profile, names\n"
+        "import sys, pathlib\nfrom experiments.settings.profiles import load_profile, names\n"
         "from experiments.config import ConfigError\n"
         "for path in sorted(pathlib.Path(sys.argv[1]).glob('*.yaml')):\n"
         "    try:\n        print(load_profile(str(path)))\n    except ConfigError as error:\n        print(error)\n"
@@ -186,7 +188,7 @@ def test_the_launcher_refuses_before_any_model_loads(arguments, model, parts):
 def test_a_model_kept_on_the_host_leaves_the_device_when_the_policy_trains(monkeypatch):
     import torch
 
-    from experiments.launch import keep_on_host
+    from experiments.launch.offload import keep_on_host
 
     calls = []
     hook = SimpleNamespace(offload=lambda: calls.append("offload"))

@@ -9,8 +9,9 @@ import pandas as pd
 import pytest
 
 from experiments import config as cfg
-from experiments import doctor, record
+from experiments import record
 from experiments.config import ROOT
+from experiments.plan import doctor
 from visualization.tables import render
 
 
@@ -34,7 +35,15 @@ def test_lora_on_bfloat16_weights_trains_alike_with_and_without_sharing(train):
 @pytest.mark.torch
 def test_errors_and_attention_kernels_are_measured_on_the_device(tmp_path):
     result = run(
-        sys.executable, "-m", "experiments.exactness", "--device", "cpu", "--results", tmp_path, "--machine", "x"
+        sys.executable,
+        "-m",
+        "experiments.evidence.exactness",
+        "--device",
+        "cpu",
+        "--results",
+        tmp_path,
+        "--machine",
+        "x",
     )
     with (tmp_path / "x" / "exactness.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -52,7 +61,7 @@ def test_what_the_sampler_misses_is_measured_at_each_interval(tmp_path):
     result = run(
         sys.executable,
         "-m",
-        "experiments.sampler_check",
+        "experiments.evidence.sampler_check",
         "--device",
         "cpu",
         "--scale",

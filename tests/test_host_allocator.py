@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments import host_allocator, launch
+from experiments import host_allocator
 from experiments.config import ConfigError
+from experiments.launch import __main__ as launch
 
 ROOT = Path(__file__).resolve().parent.parent
 STARTS = """

@@ -1,4 +1,4 @@
-"""The launcher under `accelerate launch` with the files in experiments/accelerate: two processes, on CPU with gloo."""
+"""The launcher under `accelerate launch` with the files in settings/accelerate: two processes on the CPU (gloo)."""
 
 import csv
 import json
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import two_processes
 
-from experiments import data, models
 from experiments.config import resolve
+from experiments.workload import data, models
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = ("-m", "experiments.launch")
@@ -49,8 +49,8 @@ def build_model():
 
 
 def launch(config, program, model, folder):
-    """What two processes print that train with a file of experiments/accelerate. Nothing else is told about the CPU:
-    the launcher sees that there is no GPU."""
+    """What two processes print that train with a file of settings/accelerate. Nothing else is told about the CPU: the
+    launcher sees that there is no GPU."""
     (folder / "profile.yaml").write_text(PROFILE)
     command = [
         sys.executable,
@@ -59,7 +59,7 @@ def launch(config, program, model, folder):
         "-m",
         "accelerate.commands.launch",
         "--config_file",
-        f"experiments/accelerate/{config}.yaml",
+        f"experiments/settings/accelerate/{config}.yaml",
         "--num_processes",
         "2",
         "--main_process_port",

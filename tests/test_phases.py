@@ -6,7 +6,8 @@ import time
 import pytest
 import torch
 
-from experiments.phases import PhaseRecorder, status_bytes
+from experiments.device import status_bytes
+from experiments.phases import PhaseRecorder
 
 MIB = 2**20
 

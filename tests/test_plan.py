@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import plan
+from experiments.plan import __main__ as plan
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -23,7 +23,9 @@ def run(module, *arguments):
 def test_every_phase_is_predicted_within_ten_percent_of_a_real_training(tmp_path):
     """Some of the cases; all are in results/*/plan_check.csv."""
     cases = "stock-k8,shared-k8"
-    result = run("check_plan", "--device", "cpu", "--results", tmp_path, "--machine", "here", "--cases", cases)
+    result = run(
+        "evidence.planner_check", "--device", "cpu", "--results", tmp_path, "--machine", "here", "--cases", cases
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     with (tmp_path / "here" / "plan_check.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))

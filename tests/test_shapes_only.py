@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from experiments.live_bytes import LiveBytes
-from experiments.shapes_only import ShapesOnly
+from experiments.plan.live_bytes import LiveBytes
+from experiments.plan.shapes_only import ShapesOnly
 
 pytestmark = pytest.mark.torch
 

@@ -12,11 +12,12 @@ from types import SimpleNamespace
 import pytest
 
 from experiments import config as cfg
+from experiments import device
 from experiments import train as train_module
 from experiments.config import ROOT
 from experiments.memory_monitor import IntervalReport
 from experiments.phases import PhasePeak
-from experiments.record import SUMMARY_COLUMNS, write_summary
+from experiments.record import SUMMARY_COLUMNS, RunRecord, write_summary
 from experiments.suite import settle_record
 
 
@@ -180,9 +181,9 @@ def test_sizes_are_read_with_their_unit(text, size):
 
 @pytest.mark.parametrize("number", (1e-3, 1, 7))
 def test_cpu_memory_failures_of_torch_are_told_from_other_errors(number):
-    assert train_module.is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"))
-    assert train_module.is_out_of_memory(MemoryError())
-    assert not train_module.is_out_of_memory(RuntimeError(f"shape '[{number}]' is invalid"))
+    assert device.is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"))
+    assert device.is_out_of_memory(MemoryError())
+    assert not device.is_out_of_memory(RuntimeError(f"shape '[{number}]' is invalid"))
 
 
 def test_bf16_is_mixed_precision_in_both_lines(train):
@@ -208,7 +209,7 @@ def test_cuda_peaks_never_fall_below_what_torch_counted(tmp_path):
             PhasePeak("train", 1, 12, 14, 2600, 3000, 75, 2500),
         )
 
-    record = train_module.RunRecord("id", "stock", "seed", 2, 0, {}, "abc", device_kind="cuda")
+    record = RunRecord("id", "stock", "seed", 2, 0, {}, "abc", device_kind="cuda")
     train_module.fill_peaks(record, Phases, tmp_path, IntervalReport(0.05, 0.05, 0.06, 4))
     assert (record.peak_allocated_bytes, record.peak_reserved_bytes) == (2600, 3000)
     assert record.peak_device_used_bytes == 3500 and record.sampler["peak_missed_bytes"] == 1000
@@ -230,12 +231,12 @@ def test_only_the_chosen_gpu_stays_visible(monkeypatch, visible, wanted, left):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: shown)
     properties = SimpleNamespace(name="NVIDIA Test", total_memory=7)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    kind, name, _ = train_module.pick_device(wanted)
+    kind, name, _ = device.pick_device(wanted)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == left
     assert (kind, name) == ("cuda", "NVIDIA Test") if shown else kind == "cpu"
     with pytest.raises(cfg.ConfigError, match="cuda:9"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-        train_module.pick_device("cuda:9")
+        device.pick_device("cuda:9")
 
 
 def test_cuda_is_refused_where_there_is_none(capsys, monkeypatch):

@@ -22,7 +22,7 @@ SIZES = {
 def exactness_table(folder: Path) -> str:
     """Errors of log-probabilities and gradients against float64, from exactness.csv. Raises LoadError."""
     numbers = ("log_prob_error", "gradient_error", "prompt_tokens", "completion_tokens", "k")
-    rows = _read(folder / "exactness.csv", numbers, "experiments.exactness")
+    rows = _read(folder / "exactness.csv", numbers, "experiments.evidence.exactness")
     first = rows.iloc[0]
     intro = (
         f"{first['shape']}, random weights, prompt {first.prompt_tokens:,.0f}, completions to "
@@ -39,7 +39,7 @@ def exactness_table(folder: Path) -> str:
 def sampler_table(folder: Path) -> str:
     """What samples alone would have missed of a peak, from sampler.csv. Raises LoadError."""
     numbers = ("interval_s", "repeat", "achieved_interval_s", "longest_gap_s", "missed_bytes", "peak_bytes", "k")
-    rows = _read(folder / "sampler.csv", numbers, "experiments.sampler_check")
+    rows = _read(folder / "sampler.csv", numbers, "experiments.evidence.sampler_check")
     first = rows.iloc[0]
     intro = (
         f"`{first.arm}`, scale {first.scale}, k = {first.k:.0f}, {rows.repeat.nunique()} alternating repeats; "

@@ -99,7 +99,7 @@ def read_check(folder: Path) -> pd.DataFrame:
     """plan_check.csv: one row a case and phase. Raises LoadError."""
     path = folder / "plan_check.csv"
     if not path.exists():
-        raise LoadError(f"{path}: not there; run python -m experiments.check_plan")
+        raise LoadError(f"{path}: not there; run python -m experiments.evidence.planner_check")
     return pd.read_csv(path)
 
 
@@ -136,7 +136,7 @@ def check_table(folder: Path) -> str:
     return "\n".join([*lines, *markdown(["case", "prompt", "completion", "k", *phases], table)]) + "\n"
 
 
-# (lever, case without it, case with it) of experiments.check_plan
+# (lever, case without it, case with it) of experiments.evidence.planner_check
 LEVERS = (
     ("prefix sharing", "stock-k8", "shared-k8"),
     ("the same, LoRA", "stock-k8-lora", "shared-k8-lora"),

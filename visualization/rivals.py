@@ -21,7 +21,7 @@ def rivals_table(folder: Path) -> str:
     """
     paths = sorted((folder / "rivals").glob("*.csv"))
     if not paths:
-        raise LoadError(f"{folder}/rivals: no results; run python -m experiments.rivals")
+        raise LoadError(f"{folder}/rivals: no results; run python -m experiments.evidence.rivals")
     parts = []
     for path in paths:
         rows = pd.read_csv(path)

@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 from experiments import config as cfg
-from experiments import data, models
-from experiments.train import use_fork
+from experiments.builds import use_fork
+from experiments.workload import data, models
 
 arm, folder = sys.argv[1], Path(sys.argv[2])
 use_fork(cfg.ARMS[arm])
 
-from experiments import trainers  # noqa: E402
 from experiments.phases import PhaseRecorder  # noqa: E402
+from experiments.workload import trainers  # noqa: E402
 
 documents = ["apple " * 200, "stone " * 200]
 config = cfg.resolve(arm, 2, "test", "cpu", batch=4, steps=1, epochs=1, reward="letters", threads=1)

@@ -8,7 +8,7 @@ import json
 import sys
 
 from experiments import config as cfg
-from experiments.train import use_fork
+from experiments.builds import use_fork
 
 use_fork(cfg.ARMS["classic-lean"])
 

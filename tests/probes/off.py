@@ -9,7 +9,7 @@ import sys
 import tempfile
 
 from experiments import config as cfg
-from experiments.train import use_fork
+from experiments.builds import use_fork
 
 name, patches = sys.argv[1], sys.argv[2]
 use_fork(cfg.Arm("shared", "current", {"none": (), "all": None}.get(patches, tuple(patches.split(","))), shows=""))
@@ -19,7 +19,7 @@ from datasets import Dataset  # noqa: E402
 from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: E402
 
 import trl  # noqa: E402, I001
-from experiments import models  # noqa: E402
+from experiments.workload import models  # noqa: E402
 
 logging.disable(logging.WARNING)
 WORDS = "apple stone river cloud seven tiger green paper light money".split()

@@ -6,14 +6,14 @@ import sys
 import tempfile
 from pathlib import Path
 
+from experiments.builds import use_fork
 from experiments.config import ARMS
-from experiments.train import use_fork
 
 use_fork(ARMS["shared"])
 
 from datasets import Dataset  # noqa: E402
 
-from experiments.callbacks import MemoryCallback  # noqa: E402
+from experiments.hooks.memory_callback import MemoryCallback  # noqa: E402
 from trl import SFTConfig, SFTTrainer  # noqa: E402
 
 with tempfile.TemporaryDirectory() as folder:

@@ -3,13 +3,14 @@ setup and phase."""
 
 from dataclasses import replace
 
+from experiments.builds import use_fork
 from experiments.config import ARMS
-from experiments.train import use_fork
 
 use_fork(ARMS["shared"])
 
-from experiments import models, peaks, simulate  # noqa: E402
-from experiments.setups import Setup  # noqa: E402
+from experiments.plan import extrapolate, simulate  # noqa: E402
+from experiments.plan.setups import Setup  # noqa: E402
+from experiments.workload import models  # noqa: E402
 
 eight_layers = models.shape_config("qwen3-8-layers", 4000)
 base = Setup(prompt_tokens=96, max_completion_length=16, num_generations=4, per_device_train_batch_size=4)
@@ -18,11 +19,11 @@ many_passes = replace(base, device="cpu", max_completion_length=64).with_k(10)
 setups = {
     "stock": (base, eight_layers),
     "shared-lora": (replace(base, lora_rank=8).arm("shared"), eight_layers),
-    "passes": (many_passes.arm("shared"), peaks.with_layers(eight_layers, 2)),
+    "passes": (many_passes.arm("shared"), extrapolate.with_layers(eight_layers, 2)),
 }
 for name, (setup, config) in setups.items():
-    short = peaks.phase_peaks(setup, config)
-    whole = peaks.highest(simulate.Simulation(setup, config).run())
+    short = extrapolate.phase_peaks(setup, config)
+    whole = extrapolate.highest(simulate.Simulation(setup, config).run())
     for peak in short:
-        exact = max(peaks.on_device(kinds) for place, kinds in whole.items() if place[0] == peak.phase)
+        exact = max(extrapolate.on_device(kinds) for place, kinds in whole.items() if place[0] == peak.phase)
         print(name, peak.phase, peak.total, exact)

@@ -13,7 +13,7 @@ import sys
 import tempfile
 
 from experiments import config as cfg
-from experiments.train import use_fork
+from experiments.builds import use_fork
 
 use_fork(cfg.ARMS["shared"])
 
@@ -24,7 +24,7 @@ from shared_exactness import pure_float64  # noqa: E402
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig  # noqa: E402
 from trl.trainer import grpo_trainer, rloo_trainer  # noqa: E402
 
-from experiments import models  # noqa: E402
+from experiments.workload import models  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # noqa: E402
 
 WORDS = "apple stone river cloud seven tiger green paper light money".split()

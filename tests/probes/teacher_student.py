@@ -1,12 +1,12 @@
-"""`python -m experiments.teacher_student` with both trainers and prefix sharing, and once without: the numbers that it
-prints, step, reward and parts of every update."""
+"""`python -m experiments.hooks.teacher_student` with both trainers and prefix sharing, and once without: the numbers
+that it prints, step, reward and parts of every update."""
 
 import contextlib
 import io
 import json
 import re
 
-from experiments import teacher_student
+from experiments.hooks import teacher_student
 
 
 def numbers(*arguments):

@@ -1,6 +1,6 @@
 """The same training with each host allocator, alternating: resident memory and time, on the CPU.
 
-    python -m experiments.host_allocator_bench [--repeats 3] [--steps 6]
+    python -m experiments.evidence.host_allocator_bench [--repeats 3] [--steps 6]
 
 Trains through the launcher, so `host_allocator` is what is measured: Qwen3's shape in 8 layers, prompts of 48 to 1,600
 tokens in mixed order, the same in every run, prefix sharing, no checkpointing, one thread. `system-1mib` is the
@@ -40,8 +40,9 @@ ALLOCATORS = {  # -> setting of the launcher, environment
 LENGTHS = (48, 1600, 100, 800, 200, 400)  # tokens of a prompt
 TRAIN = """
 import json, resource, sys
-from experiments import host_allocator, launch
-from experiments.phases import status_bytes
+from experiments import host_allocator
+from experiments.launch import __main__ as launch
+from experiments.device import status_bytes
 code = launch.main()
 used = resource.getrusage(resource.RUSAGE_SELF)
 print("\\n" + json.dumps([status_bytes("VmRSS"), used.ru_utime + used.ru_stime, *host_allocator.mapped().values()]))
@@ -50,7 +51,7 @@ sys.exit(code)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m experiments.host_allocator_bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m experiments.evidence.host_allocator_bench", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
@@ -89,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 def prepare(work: Path) -> str:
     """The model's folder; writes the prompts to `work`."""
-    from experiments import data, models
+    from experiments.workload import data, models
 
     documents = data.load_documents("builtin")
     model, _, tokenizer = models.prepare(cfg.resolve("shared", 4, "bench", "cpu", vocab_size=16_000), documents)

@@ -1,6 +1,6 @@
 """Scoring and policy forward/backward of one group, whole rows against ways to share the prompt, alternating.
 
-    python -m experiments.rivals [--prompt-tokens 3000] [--completion-tokens 100] [--k 8] [--repeats 5]
+    python -m experiments.evidence.rivals [--prompt-tokens 3000] [--completion-tokens 100] [--k 8] [--repeats 5]
 
 The same model, gradient checkpointing and compact LM head for every way: what differs is the rows that go through the
 layers. `whole` is TRL 1.16.0's own pass, `prefix-grouper` the PyPI package of that name (skipped where it is not
@@ -20,11 +20,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from experiments import config as cfg
+from experiments.builds import use_fork
 from experiments.config import ARMS, ROOT, SCALES
-from experiments.models import shape_config
-from experiments.phases import HighWater, keep_only_live_memory, settle, status_bytes
+from experiments.device import keep_only_live_memory, settle, status_bytes
+from experiments.phases import HighWater
 from experiments.record import source_commit
-from experiments.train import use_fork
+from experiments.workload.models import shape_config
 
 COLUMNS = (
     "way", "repeat", "score_seconds", "train_seconds", "score_peak_bytes", "train_peak_bytes", "gradient_difference",
@@ -137,7 +138,7 @@ def measured(high_water: HighWater, work):
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     scale = SCALES["bench"]
-    parser = argparse.ArgumentParser(prog="python -m experiments.rivals", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m experiments.evidence.rivals", description=__doc__.split("\n")[0])
     parser.add_argument("--prompt-tokens", type=int, default=scale.prompt_tokens)
     parser.add_argument("--completion-tokens", type=int, default=scale.completion_tokens)
     parser.add_argument("--k", type=int, default=8)

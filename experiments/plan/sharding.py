@@ -8,8 +8,8 @@
   gradients of one layer and of those weights are whole. With offloading, shards are on the host.
 """
 
-from experiments.models import meta_model
-from experiments.simulate import decoder_layers
+from experiments.plan.simulate import decoder_layers
+from experiments.workload.models import meta_model
 
 SHARDED = ("parameters", "reference", "gradients", "optimizer state")
 

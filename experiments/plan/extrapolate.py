@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from experiments.config import GIB, ConfigError
-from experiments.models import meta_model
-from experiments.sharding import spread, weights_by_place
-from experiments.simulate import PHASES, Simulation, decoder_layers
+from experiments.plan.sharding import spread, weights_by_place
+from experiments.plan.simulate import PHASES, Simulation, decoder_layers
+from experiments.workload.models import meta_model
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def phase_peaks(setup, hf_config) -> list[PhasePeak]:
     """The peak of each phase of one step, in the order of `PHASES`, once the optimizer has its state.
 
     Args:
-        setup (`experiments.setups.Setup`): what is trained, and how.
+        setup (`experiments.plan.setups.Setup`): what is trained, and how.
         hf_config (`transformers.PretrainedConfig`): the model's.
     """
     tasks = simulations(setup, hf_config)

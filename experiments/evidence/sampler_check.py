@@ -1,6 +1,6 @@
 """What sampling alone would have missed of a run's peak, at several intervals.
 
-    python -m experiments.sampler_check [--device cuda] [--arm shared] [--scale seed] [--k 4] [--repeats 3]
+    python -m experiments.evidence.sampler_check [--device cuda] [--arm shared] [--scale seed] [--k 4] [--repeats 3]
 
 The same run at each interval, alternating. A run's record says by how much the highest sample lies below the peak that
 torch (CUDA) or the kernel (CPU, resident memory) counted, and how often the sampler really sampled. Writes one row a
@@ -15,9 +15,9 @@ from pathlib import Path
 
 from experiments import config as cfg
 from experiments.config import ROOT, ConfigError
+from experiments.device import pick_device
 from experiments.record import main_peak, read_record
 from experiments.suite import PASSED_ON, run_one
-from experiments.train import pick_device
 
 COLUMNS = (
     "interval_s", "repeat", "achieved_interval_s", "longest_gap_s", "missed_bytes", "peak_bytes", "arm", "scale", "k",
@@ -66,7 +66,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m experiments.sampler_check", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.evidence.sampler_check", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     parser.add_argument("--arm", default="shared")
     parser.add_argument("--scale", help="default: seed on CUDA, cpu elsewhere")

@@ -14,7 +14,7 @@ from experiments.phases import PhaseRecorder
 from experiments.record import write_json
 
 MB = 2**20
-# Arguments of the trainer that decide its memory, as `experiments.setups.Setup` names them
+# Arguments of the trainer that decide its memory, as `experiments.plan.setups.Setup` names them
 RECORDED = (
     "max_completion_length", "num_generations", "per_device_train_batch_size", "steps_per_generation",
     "gradient_accumulation_steps", "prefix_sharing", "completions_per_forward", "tokens_per_forward", "bf16",
@@ -169,6 +169,6 @@ class MemoryCallback(TrainerCallback):
     def _now(self) -> tuple[int, int]:
         if self.cuda:
             return self.torch.cuda.memory_allocated(), self.torch.cuda.memory_reserved()
-        from experiments.phases import status_bytes
+        from experiments.device import status_bytes
 
         return status_bytes("VmRSS"), 0

@@ -1,6 +1,6 @@
 """Per-token log-probabilities and gradients of shared prompts beside untouched rows, on this device.
 
-    python -m experiments.exactness [--device cuda]
+    python -m experiments.evidence.exactness [--device cuda]
 
 The truth is the same weights in float64, row by row, without the fused LM head. Stock's own error stands beside that
 of prefix sharing, in float32 and with bfloat16 weights under autocast, and the attention kernels that ran are named.
@@ -15,11 +15,12 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from experiments import config as cfg
+from experiments.builds import use_fork
 from experiments.config import ARMS, ROOT
-from experiments.models import shape_config
-from experiments.peaks import with_layers
+from experiments.device import pick_device
+from experiments.plan.extrapolate import with_layers
 from experiments.record import source_commit
-from experiments.train import pick_device, use_fork
+from experiments.workload.models import shape_config
 
 COLUMNS = (
     "precision", "way", "log_prob_error", "gradient_error", "attention", "shape", "prompt_tokens",
@@ -172,7 +173,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m experiments.exactness", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.evidence.exactness", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="holds one folder a machine")
     parser.add_argument("--machine", help="folder name below --results; default: from the device's name")

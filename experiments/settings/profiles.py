@@ -1,4 +1,4 @@
-"""Training profiles: YAML files in `experiments/profiles` that TRL's own scripts and parser read."""
+"""Training profiles: YAML files in `experiments/settings/profiles` that TRL's own scripts and parser read."""
 
 import dataclasses
 import difflib
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import yaml
 
-from experiments.config import ARMS, ROOT, ConfigError
+from experiments.config import ARMS, ConfigError
 
-FOLDER = ROOT / "experiments" / "profiles"
+FOLDER = Path(__file__).with_name("profiles")
 
 
 def names() -> list[str]:
@@ -17,13 +17,13 @@ def names() -> list[str]:
 
 def fields() -> set[str]:
     """Every field that TRL's RLOO and GRPO scripts accept, in the fork, and those of the launcher."""
-    from experiments.train import use_fork
+    from experiments.builds import use_fork
 
     use_fork(ARMS["shared"])
     from trl.scripts.grpo import GRPOScriptArguments
     from trl.scripts.rloo import RLOOScriptArguments
 
-    from experiments.launch import LaunchArguments
+    from experiments.settings.arguments import LaunchArguments
     from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig, RLOOConfig
 
     classes = (

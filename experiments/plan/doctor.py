@@ -1,11 +1,11 @@
 """Say what filled the memory, and what would make it fit.
 
-    python -m experiments.doctor RUN_DIR --device-memory 24GiB
-    python -m experiments.doctor --model Qwen/Qwen3-8B --prompt 3000 --completion 512 --k 8 --device-memory 24GiB
+    python -m experiments.plan.doctor RUN_DIR --device-memory 24GiB
+    python -m experiments.plan.doctor --model Qwen/Qwen3-8B --prompt 3000 --completion 512 --k 8 --device-memory 24GiB
 
-RUN_DIR holds what `experiments.callbacks.MemoryCallback` or `experiments.train` wrote. First each change alone, in
-order of effect, then the changes that are needed, those that train the same before those that do not, and a YAML file
-that fits: for TRL's own parser and for `launch_single_gpu.sh`.
+RUN_DIR holds what `experiments.hooks.memory_callback.MemoryCallback` or `experiments.train` wrote. First each change
+alone, in order of effect, then the changes that are needed, those that train the same before those that do not, and a
+YAML file that fits: for TRL's own parser and for `launch_single_gpu.sh`.
 """
 
 import argparse
@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from experiments.config import ARMS, GIB, ConfigError, exit_code, parse_bytes
-from experiments.models import named_config, shape_config
-from experiments.plan import Prediction, add_setup_options, predict, predict_all, setup_from
-from experiments.profiles import dump_profile, load_profile
-from experiments.setups import Setup, check, to_settings
+from experiments.plan.options import add_setup_options, setup_from
+from experiments.plan.predict import Prediction, predict, predict_all
+from experiments.plan.setups import Setup, check, to_settings
+from experiments.settings.profiles import dump_profile, load_profile
+from experiments.workload.models import named_config, shape_config
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,9 @@ def read_run(folder: Path):
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m experiments.plan.doctor",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", nargs="?", type=Path, help="folder of a run, instead of the options that describe one")
     add_setup_options(parser)
@@ -224,7 +227,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("no device memory: --device-memory, such as 24GiB")
     budget = device_bytes - parse_bytes(args.reserve)
     check(setup, hf_config)
-    from experiments.train import use_fork
+    from experiments.builds import use_fork
 
     use_fork(ARMS["shared"])
 

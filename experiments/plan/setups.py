@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from experiments.config import ConfigError
-from experiments.models import is_model, named_config
+from experiments.workload.models import is_model, named_config
 
 ARM_NAMES = ("stock", "accumulate", "tokens", "shared")
 LARGEST = {"k": "num_generations", "prompt": "prompt_tokens", "completion": "max_completion_length"}

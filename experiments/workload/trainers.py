@@ -12,7 +12,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 from experiments.config import ARMS, RunConfig
-from experiments.data import letter_reward, render
+from experiments.workload.data import letter_reward, render
 from trl import RLOOConfig, RLOOTrainer
 
 

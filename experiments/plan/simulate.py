@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.initialization import no_init_weights
 
 from experiments.config import ConfigError
-from experiments.live_bytes import LiveBytes
-from experiments.models import named_config
-from experiments.shapes_only import ShapesOnly
+from experiments.plan.live_bytes import LiveBytes
+from experiments.plan.shapes_only import ShapesOnly
+from experiments.workload.models import named_config
 
 PHASES = ("load", "generate", "score", "train", "optimizer")
 

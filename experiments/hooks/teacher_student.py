@@ -18,7 +18,7 @@ Departures from the authors' code:
 
     reward = TeacherStudentReward("Qwen/Qwen3-0.6B")
     trainer = RLOOTrainer(model, reward_funcs=reward, train_dataset=Dataset.from_list(examples()), args=args)
-    reward.attach(trainer)  # for a run on a tiny model: python -m experiments.teacher_student --shared
+    reward.attach(trainer)  # for a run on a tiny model: python -m experiments.hooks.teacher_student --shared
 """
 
 import argparse
@@ -35,8 +35,9 @@ from accelerate import cpu_offload_with_hook
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 
-from experiments import config, models
-from experiments.train import use_fork
+from experiments import config
+from experiments.builds import use_fork
+from experiments.workload import models
 
 EXAMPLES = Path(__file__).with_name("teacher_student_examples.jsonl")
 TEACHER_PROMPT = "Explain step by step how to find the solution.\n\nQuestion: {question}\n\nSolution: {solution}"
@@ -272,7 +273,9 @@ def examples() -> list[dict]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m experiments.teacher_student", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.hooks.teacher_student", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--algorithm", choices=("rloo", "grpo"), default="rloo")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--k", type=int, default=4, help="explanations a question")

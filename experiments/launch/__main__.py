@@ -3,52 +3,25 @@
     MODEL_PATH=/models/Qwen3-8B ./launch_single_gpu.sh single_gpu_24gb --dataset prompts.jsonl --max_steps 100
     MODEL_PATH=random:qwen3-0.6b ./launch_single_gpu.sh balanced --max_steps 2        # random weights, to try a card
     ./launch_single_gpu.sh fits.yaml --model_name_or_path hub:Qwen/Qwen3-8B           # downloads it
-    accelerate launch --config_file experiments/accelerate/fsdp2.yaml -m experiments.launch multi_gpu_70b
+    accelerate launch --config_file experiments/settings/accelerate/fsdp2.yaml -m experiments.launch multi_gpu_70b
 
 Any setting of TRL's trainer can follow the profile and replaces what it says. The training log shows memory
-(`experiments.callbacks.MemoryCallback`).
+(`experiments.hooks.memory_callback.MemoryCallback`).
 """
 
 import argparse
 import difflib
-import importlib
 import os
 import sys
-from dataclasses import dataclass
-from pathlib import Path
 
 import yaml
 
 from experiments import host_allocator
 from experiments.config import ARMS, ROOT, ConfigError, exit_code
-from experiments.models import is_model, model_source
-from experiments.profiles import fields, load_profile, profile_path
-
-
-@dataclass
-class LaunchArguments:
-    """Settings that are not TRL's own.
-
-    Args:
-        algorithm: "rloo" or "grpo".
-        dataset: "builtin", a .jsonl, .csv or .parquet file or a folder with a column `prompt`, or hub:owner/name.
-        reward: "letters" (the number of letters e, to try things out), module:function as TRL takes it, or a reward
-            model: its folder, or hub:owner/name.
-        prompt_tokens: length of the built-in prompts.
-        offload_reference: keep the reference model on the host except while it scores.
-        offload_reward: the same with the reward model.
-        memory_snapshot: "peak" or "oom", see `MemoryCallback`.
-        host_allocator: "system", "tcmalloc" or "jemalloc": malloc for host memory, see `experiments.host_allocator`.
-    """
-
-    algorithm: str = "rloo"
-    dataset: str = "builtin"
-    reward: str = "letters"
-    prompt_tokens: int = 256
-    offload_reference: bool = False
-    offload_reward: bool = False
-    memory_snapshot: str | None = None
-    host_allocator: str = "system"
+from experiments.launch.inputs import model_and_tokenizer, prompts, reward_function
+from experiments.launch.offload import keep_on_host
+from experiments.settings.arguments import LaunchArguments
+from experiments.settings.profiles import fields, load_profile, profile_path
 
 
 def asked_host_allocator(argv: list[str]) -> str:
@@ -112,93 +85,6 @@ def no_gpu() -> bool:
     return not torch.cuda.is_available()
 
 
-def model_and_tokenizer(name: str | None, folder: Path, first: bool = True):
-    """(path of the model, tokenizer). Raises `ConfigError`. Only hub: downloads. Of several processes, only the first
-    one writes random weights to `folder`."""
-    from transformers import AutoTokenizer
-
-    if not name:
-        raise ConfigError("no model: set MODEL_PATH, or model_name_or_path in the profile")
-    if is_model(name):
-        path = model_source(name)
-        return path, AutoTokenizer.from_pretrained(path, padding_side="left")
-    if not name.startswith("random:"):
-        short = name.rsplit("/", 1)[-1].lower()
-        raise ConfigError(
-            f"model {name!r} is not a folder here; MODEL_PATH=hub:{name} downloads it, MODEL_PATH=random:{short} "
-            "takes its shape with random weights"
-        )
-    if not first:
-        return str(folder), AutoTokenizer.from_pretrained(folder, padding_side="left")
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from experiments import data, models
-
-    hf_config = models.named_config(name.removeprefix("random:"))
-    tokenizer = models.build_tokenizer(data.load_documents("builtin"), hf_config.vocab_size)
-    hf_config.pad_token_id, hf_config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder), tokenizer
-
-
-def prompts(launch: LaunchArguments, tokenizer):
-    """The training set, with a column `prompt`. Raises `ConfigError`."""
-    from datasets import Dataset, load_dataset
-
-    from experiments import data
-
-    source = launch.dataset
-    if source == "builtin":
-        return Dataset.from_dict(
-            {"prompt": data.build_prompts(data.load_documents("builtin"), tokenizer, launch.prompt_tokens)}
-        )
-    if source.startswith("hub:"):
-        dataset = load_dataset(source.removeprefix("hub:"), split="train")
-    elif Path(source).exists():
-        kind = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(source).suffix)
-        dataset = load_dataset(kind, data_files=source, split="train") if kind else load_dataset(source, split="train")
-    else:
-        raise ConfigError(f"dataset {source!r} is not here; name a file, a folder, or hub:{source} to download it")
-    if "prompt" not in dataset.column_names:
-        raise ConfigError(f"dataset {source!r} has no column 'prompt'; it has {', '.join(dataset.column_names)}")
-    return dataset
-
-
-def reward_function(name: str):
-    """The function that `module:function` names, or where a reward model is. Raises `ConfigError`."""
-    from experiments.data import letter_reward
-
-    if name == "letters":
-        return letter_reward
-    if is_model(name):
-        return model_source(name)
-    module, _, function = name.partition(":")
-    sys.path.insert(0, os.getcwd())
-    try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"reward {name!r}: {error}; write it as module:function, or name a folder") from error
-
-
-def keep_on_host(trainer, model) -> None:
-    """The reference or a reward model comes to the device when it is called and leaves it before the policy trains."""
-    import torch
-    from accelerate import cpu_offload_with_hook
-
-    if trainer.is_fsdp_enabled:
-        raise ConfigError("offloading moves a whole model, and FSDP shards it: use fsdp2_offload.yaml instead")
-    model, hook = cpu_offload_with_hook(trainer.accelerator.unwrap_model(model).cpu(), trainer.accelerator.device)
-
-    def before_forward(module, args):
-        if torch.is_grad_enabled():
-            hook.offload()
-
-    trainer.accelerator.unwrap_model(trainer.model).register_forward_pre_hook(before_forward)
-
-
 def main(argv: list[str] | None = None) -> int:
     return exit_code("launch", run, sys.argv[1:] if argv is None else argv)
 
@@ -207,11 +93,11 @@ def run(argv: list[str]) -> int:
     host_allocator.activate(asked_host_allocator(argv), restart=argv == sys.argv[1:])
     # one write: the workers' lines would mix
     print(f"host allocator: {', '.join(host_allocator.mapped().values()) or 'system'}\n", end="", flush=True)
-    from experiments.train import use_fork
+    from experiments.builds import use_fork
 
     use_fork(ARMS["shared"])
     launch, config, model = parse(argv)
-    from experiments.callbacks import MemoryCallback
+    from experiments.hooks.memory_callback import MemoryCallback
     from trl import GRPOTrainer, RLOOTrainer, get_peft_config, get_quantization_config
 
     reward = reward_function(launch.reward)

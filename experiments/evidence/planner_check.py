@@ -1,6 +1,6 @@
 """The planner's predictions beside measurements: real trainings of small models, phase by phase.
 
-    python -m experiments.check_plan [--device cuda] [--cases shared-k8,...]
+    python -m experiments.evidence.planner_check [--device cuda] [--cases shared-k8,...]
 
 On CUDA the measure is torch's own peak of allocated bytes, on a CPU `LiveBytes`, which counts the same there. Two
 updates are trained with the fork and the peaks of the second one compared, when the optimizer has its state. Writes
@@ -17,13 +17,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from experiments import config as cfg
-from experiments import data, models
+from experiments.builds import use_fork
 from experiments.config import ARMS, GIB, ROOT
+from experiments.device import pick_device
 from experiments.phases import HighWater, PhaseRecorder
-from experiments.plan import predict
+from experiments.plan.predict import predict
+from experiments.plan.setups import Setup
 from experiments.record import source_commit
-from experiments.setups import Setup
-from experiments.train import pick_device, use_fork
+from experiments.workload import data, models
 
 COLUMNS = (
     "case", "phase", "predicted_bytes", "measured_bytes", "error", "shape", "vocab_size", "prompt_tokens",
@@ -151,9 +152,9 @@ def build_trainer(setup: Setup, folder: Path, tokenizer, prompts):
 
 def measure(setup: Setup, folder: Path, tokenizer, prompts) -> dict[str, int]:
     """Peak allocated bytes of each phase in the second update, from its last rollout on."""
-    from experiments.launch import keep_on_host
-    from experiments.live_bytes import LiveBytes
-    from experiments.trainers import torch_optimizer
+    from experiments.launch.offload import keep_on_host
+    from experiments.plan.live_bytes import LiveBytes
+    from experiments.workload.trainers import torch_optimizer
 
     trainer = build_trainer(setup, folder, tokenizer, prompts)
     if setup.offload_reference:
@@ -182,7 +183,9 @@ def measure(setup: Setup, folder: Path, tokenizer, prompts) -> dict[str, int]:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m experiments.check_plan", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.evidence.planner_check", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     parser.add_argument("--cases", help="some of the cases, by name; default: all")
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="holds one folder a machine")

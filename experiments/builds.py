@@ -1,0 +1,34 @@
+"""Find, build and load an arm's TRL."""
+
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from experiments.config import ROOT, Arm, ConfigError
+
+
+@functools.cache
+def use_fork(arm: Arm) -> list[str]:
+    """Build the arm's TRL, put it first on the path, and check that it is what `import trl` gives.
+
+    Returns the names of the patches in it, as the build recorded them.
+    """
+    if arm.patches is None:
+        name, choice = arm.name, []
+    elif arm.patches:
+        name, choice = "+".join(Path(patch).stem for patch in arm.patches), ["--patches", ",".join(arm.patches)]
+    else:
+        name, choice = f"{arm.line}-untouched", ["--no-patches"]
+    dest = ROOT / ".build" / "fork" / name
+    command = [sys.executable, str(ROOT / "trl" / "fork.py"), "build", arm.line, str(dest), *choice]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise ConfigError(result.stderr.strip() or f"{' '.join(command)} failed")
+    sys.path.insert(0, str(dest))
+    import trl
+
+    if Path(trl.__file__).resolve() != (dest / "trl" / "__init__.py").resolve():
+        raise ConfigError(f"`import trl` gives {trl.__file__}, not {dest}; start a fresh Python process for each arm")
+    return [patch["name"] for patch in json.loads((dest / "FORK.json").read_text())["patches"]]

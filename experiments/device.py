@@ -1,0 +1,129 @@
+"""Pick a device, hold a run to its memory budget there, and measure what it uses. Sizes in bytes.
+
+Starts fast: torch is imported only where it is asked.
+"""
+
+import ctypes
+import gc
+import os
+import resource
+from pathlib import Path
+
+from experiments import config as cfg
+from experiments.config import ConfigError, RunConfig
+
+OOM_TEXTS = (
+    "can't allocate memory", "cannot allocate memory", "out of memory", "bad_alloc", "memory allocation of",
+    "can't start new thread",
+)  # fmt: skip
+
+
+def pick_device(wanted: str) -> tuple[str, str, int]:
+    """("cpu" or "cuda", name, total bytes). Raises `ConfigError` for a device that is not there.
+
+    Of several GPUs only the chosen one stays visible: with more, the trainers would spread over all of them.
+    """
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    kind, _, index = wanted.partition(":")
+    cfg.choose("device", kind, ("auto", "cpu", "cuda"))
+    if kind == "cpu":
+        return "cpu", cfg.cpu_name(), host_bytes
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible not in ("", "-1"):
+        entries = visible.split(",") if visible else None
+        if not (index or "0").isdigit() or (entries and int(index or 0) >= len(entries)):
+            shown = f"CUDA_VISIBLE_DEVICES={visible} shows {len(entries)}" if entries else "write it like cuda:0"
+            raise ConfigError(f"device {wanted!r} does not exist; {shown}")
+        os.environ["CUDA_VISIBLE_DEVICES"] = entries[int(index or 0)] if entries else index or "0"
+    import torch
+
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        return "cuda", properties.name, properties.total_memory
+    if visible is None:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+    if kind == "cuda":
+        raise ConfigError(f"device {wanted!r} is not usable here; use --device cpu, or check nvidia-smi and torch")
+    return "cpu", cfg.cpu_name(), host_bytes
+
+
+def cuda_uuid() -> str:
+    """NVML and CUDA number devices differently; the UUID means the same device to both."""
+    import torch
+
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+def enforce_budget(config: RunConfig) -> None:
+    """From here on torch can allocate at most the budget, so that "out of memory" is an outcome and not an accident.
+
+    CUDA: the fraction of the device that this process may reserve. CPU: a limit on the process's data, counted from
+    what the interpreter and its libraries already hold.
+    """
+    if config.device == "cuda":
+        import torch
+
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        if config.budget_bytes < total:
+            torch.cuda.set_per_process_memory_fraction(config.budget_bytes / total)
+        return
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (status_bytes("VmData") + config.budget_bytes, hard))
+
+
+def lift_budget() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+
+def level(device_kind: str) -> int:
+    """Memory in use now, in the device's main measure: device-wide used on CUDA, resident on the CPU. Bytes."""
+    if device_kind == "cuda":
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+    return status_bytes("VmRSS")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: CUDA's own error, Python's, or the text of torch's CPU allocator."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError | OSError) and tells_of_memory(str(error))
+
+
+def tells_of_memory(text: str) -> bool:
+    """Whether an error's text, or the last words of a process that native code aborted, say that memory ran out."""
+    return any(sign in text.lower() for sign in OOM_TEXTS)
+
+
+def status_bytes(field: str) -> int:
+    """A size from /proc/self/status in bytes, such as VmRSS, VmHWM or VmData. Raises OSError without a /proc."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {field}")
+
+
+def settle() -> None:
+    """Give freed host memory back to the system, so that a level read now is what is in use."""
+    gc.collect()
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):
+        pass  # not glibc
+
+
+def keep_only_live_memory() -> None:
+    """Make glibc return every freed block of 1 MiB or more to the system at once.
+
+    By default it raises that size up to 32 MiB as the program runs and keeps freed blocks below it, so that resident
+    memory would show the heap's fragmentation instead of the tensors that are alive.
+    """
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return  # not glibc
+    m_mmap_threshold = -3  # malloc.h
+    mallopt(m_mmap_threshold, 2**20)

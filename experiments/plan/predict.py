@@ -1,0 +1,101 @@
+"""The peak of each phase of a training, predicted: of one setup, of several at once, and the largest that fits."""
+
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+
+from experiments.config import GIB, ConfigError
+from experiments.plan.setups import LARGEST, Setup, check
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The peak of each phase of one setup, in bytes."""
+
+    arm: str
+    setup: Setup
+    phases: list  # of peaks.PhasePeak
+
+    @property
+    def peak(self):
+        return max(self.phases, key=lambda phase: phase.total)
+
+
+def predict(arm: str, setup: Setup, hf_config) -> Prediction:
+    """The peaks of one setup; `arm` is its label. Raises `ConfigError` before anything runs."""
+    check(setup, hf_config)
+    from experiments.plan.extrapolate import phase_peaks
+
+    return Prediction(arm, setup, phase_peaks(setup, hf_config))
+
+
+def predict_all(setups: dict[str, Setup], hf_config, say) -> list[Prediction]:
+    """The same for several, by label, at the same time in processes of their own. What the model does not support is
+    said and left out; raises `ConfigError` if nothing is left."""
+    for setup in setups.values():
+        check(setup, hf_config)
+    import trl.trainer.rloo_trainer  # noqa: F401  once, not in each process
+
+    from experiments.plan import extrapolate
+
+    tasks = {label: extrapolate.simulations(setup, hf_config) for label, setup in setups.items()}
+    processes = min(sum(map(len, tasks.values())), os.cpu_count() or 1)
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
+        # Those that take longest, of shared prompts, come last: they are begun first
+        futures = {
+            label: [pool.submit(extrapolate.simulate, *task) for task in reversed(tasks[label])]
+            for label in reversed(tasks)
+        }
+        predictions, refused = [], None
+        for i, (label, setup) in enumerate(setups.items(), 1):
+            line = f"  {i} of {len(setups)}: {label}"
+            try:
+                results = [future.result() for future in reversed(futures[label])]
+                predictions.append(
+                    Prediction(label, setup, extrapolate.combine(setup, hf_config, tasks[label], results))
+                )
+            except ConfigError as error:
+                refused, line = error, f"{line}: {error}"
+            say(line)
+    if not predictions:
+        raise refused
+    return predictions
+
+
+def largest_that_fits(arm: str, setup: Setup, hf_config, what: str, limit: int, say=print) -> int:
+    """The largest k, prompt or completion ("k", "prompt", "completion") whose peak stays within `limit` bytes; 0 if
+    the smallest does not fit. Peaks grow along almost straight lines, so each guess is where the last two would meet
+    the limit."""
+    name, least = LARGEST[what], {"k": 2, "prompt": 16, "completion": 16}[what]
+    positions = hf_config.max_position_embeddings
+    most = {
+        "k": 4096,
+        "prompt": positions - setup.max_completion_length,
+        "completion": positions - setup.prompt_tokens,
+    }[what]
+    known: dict[int, int] = {}
+
+    def peak(value: int) -> int:
+        if value not in known:
+            trial = setup.with_k(value) if what == "k" else replace(setup, **{name: value})
+            known[value] = predict(arm, trial.arm(arm), hf_config).peak.total
+            say(f"  {what} {value}: {known[value] / GIB:.2f} GiB")
+        return known[value]
+
+    low, high = least, most + 1  # `low` fits, `high` does not
+    if peak(least) > limit:
+        return 0
+    guess = min(max(getattr(setup, name), least + 1), most)
+    while high - low > max(1, low // 100):  # to one percent
+        if peak(guess) <= limit:
+            low = guess
+        else:
+            high = guess
+        below, above = sorted(known, key=lambda value: abs(known[value] - limit))[:2]
+        slope = (known[above] - known[below]) / (above - below)
+        meets = int(below + (limit - known[below]) / slope) if slope > 0 else 2 * low
+        guess = min(max(meets, low + 1, low + (high - low) // 50), high - 1, 4 * low)
+        if guess in known:
+            guess = (low + high) // 2
+    return low
