@@ -14,9 +14,7 @@ import pytest
 from experiments.config import ROOT
 
 # What a room of experiments/, or a module beside them, may import of experiments/
-BESIDE = {
-    "config", "record", "builds", "device", "phases", "memory_monitor", "host_allocator", "train", "suite",
-}  # fmt: skip
+BESIDE = {path.stem for path in (ROOT / "experiments").glob("*.py")} - {"__init__"}
 MAY_IMPORT = {
     "evidence": {"evidence", "launch", "hooks", "plan", "settings", "workload", *BESIDE},
     "launch": {"launch", "hooks", "plan", "settings", "workload", *BESIDE - {"train", "suite"}},
@@ -46,7 +44,7 @@ HEAVY = ("torch", "transformers", "trl", "accelerate", "datasets", "peft", "pand
 def modules() -> dict[str, Path]:
     """Our modules by the name under which they are imported."""
     found = {}
-    for folder in (ROOT, ROOT / "trl" / "current" / "overlay", ROOT / "trl" / "classic" / "overlay"):
+    for folder in (ROOT, *sorted(ROOT.glob("trl/*/overlay"))):
         for top in ("experiments", "visualization", "tests") if folder == ROOT else ("trl",):
             for path in sorted((folder / top).rglob("*.py")):
                 found[".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")] = path
@@ -117,11 +115,9 @@ def is_private(name: str) -> bool:
 
 
 def missing_modules(text: str) -> list[str]:
-    """Modules of ours that a command in `text` starts and that cannot be started."""
+    """Modules of ours that a command in `text` starts and that are not there, or do nothing when started."""
     asked = re.findall(r"-m ((?:experiments|visualization)(?:\.\w++)*+)(?!\.?\{)", text)
-    return sorted(
-        {name for name in asked if name not in MODULES or name + ".__main__" not in MODULES and is_room(name)}
-    )
+    return sorted({name for name in asked if "__main__" not in SOURCES.get(f"{name}.__main__", SOURCES.get(name, ""))})
 
 
 def is_room(name: str) -> bool:
@@ -234,4 +230,6 @@ def test_paths_that_lead_nowhere_are_found():
         "experiments/gone.py", "gone.md", "gone.sh", "nowhere.py"
     ]  # fmt: skip
     text = "python -m experiments.gone; -m experiments.suite; -m experiments.hooks; -m experiments.plan, -m pytest"
-    assert missing_modules(text) == ["experiments.gone", "experiments.hooks"]
+    assert missing_modules(text + "-m experiments.record") == [
+        "experiments.gone", "experiments.hooks", "experiments.record"
+    ]  # fmt: skip

@@ -2,6 +2,8 @@
 are never half, and going on where they were killed. Nothing is measured here; test_gpu_evidence.py does."""
 
 import csv
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -19,12 +21,9 @@ def measure(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(common, "source_commit", lambda: COMMIT)
     monkeypatch.setattr(host_allocator_bench.host_allocator, "find", lambda name: None)
 
-    def run(module, *options, machine="x"):
+    def run(module, *options):
         device = ["--device", "cpu"] if module in (exactness, planner_check, sampler_check) else []
-        try:
-            code = module.main([*device, "--results", str(tmp_path), "--machine", machine, *options])
-        except SystemExit as stop:
-            code = stop.code
+        code = module.main([*device, "--results", str(tmp_path), "--machine", "x", *options])
         return code, capsys.readouterr().err
 
     return run
@@ -35,6 +34,10 @@ def rows_of(path):
         return list(csv.DictReader(file))
 
 
+class Killed(BaseException):
+    """No `except` sees it, as none sees a kill."""
+
+
 def killed_after(count, work):
     """`work`, but the call after `count` of them is a kill."""
     calls = []
@@ -42,7 +45,7 @@ def killed_after(count, work):
     def one(*args, **kwargs):
         calls.append(args)
         if len(calls) > count:
-            raise KeyboardInterrupt
+            raise Killed
         return work(*args, **kwargs)
 
     return one
@@ -52,15 +55,15 @@ def killed_after(count, work):
     "module, options, said",
     [
         (exactness, ["--device", "gpu"], "unknown device 'gpu'"),
-        (exactness, ["--machine", "../../x"], "--machine '../../x' is not a plain folder name"),
-        (exactness, ["--machine", ""], "--machine '' is not a plain folder name"),
+        (exactness, ["--machine", "../../x"], "--machine '../../x' is not"),
+        (exactness, ["--machine", ""], "--machine '' is not"),
         (exactness, ["--results", "/proc/nowhere"], "cannot write to /proc/nowhere"),
         (exactness, ["--nonsense"], "--nonsense"),
         (sampler_check, ["--intervals", "x"], "--intervals 'x': write different numbers"),
         (sampler_check, ["--intervals", "nan"], "--intervals 'nan'"),
         (sampler_check, ["--intervals", "0.1,,0.2"], "--intervals '0.1,,0.2'"),
         (sampler_check, ["--intervals", "0.1,0.10"], "--intervals '0.1,0.10'"),
-        (sampler_check, ["--intervals", "0.001"], "outside 0.01 to 1 s"),
+        (sampler_check, ["--intervals", "0.001"], "--interval 0.001"),
         (sampler_check, ["--repeats", "0"], "'0' is not a whole number from 1"),
         (sampler_check, ["--repeats", "nan"], "'nan' is not a whole number"),
         (sampler_check, ["--repeats", "9" * 400], "is not a whole number from 1 to 100"),
@@ -90,6 +93,15 @@ def test_packages_that_are_missing_are_named_together_in_one_line(measure, monke
     monkeypatch.setattr(common, "find_spec", lambda name: None if name in ("torch", "datasets") else True)
     code, err = measure(module)
     assert code == 2 and "torch, datasets; run ./setup_env.sh" in err and err.count("\n") == 1, err
+
+
+def test_what_only_some_cases_need_is_missed_only_there(measure, monkeypatch):
+    monkeypatch.setattr(common, "find_spec", lambda name: None if name == "bitsandbytes" else True)
+    monkeypatch.setattr(planner_check, "use_fork", killed_after(0, None))
+    code, err = measure(planner_check, "--cases", "stock-k8,stock-k8-adam8")
+    assert code == 2 and "bitsandbytes; run ./setup_env.sh" in err and err.count("\n") == 1, err
+    with pytest.raises(Killed):  # comes as far as the fork
+        measure(planner_check, "--cases", "stock-k8")
 
 
 def test_a_wheel_that_is_missing_is_named_in_one_line(measure, monkeypatch, tmp_path):
@@ -170,46 +182,61 @@ def test_too_large_an_error_leaves_its_rows_and_says_which_bound(
     assert measure(exactness) == (code, err), "measured already: the same verdict"
 
 
-def test_the_sampler_check_goes_on_where_it_was_killed(measure, monkeypatch, tmp_path):
-    def run_one(config, machine, args):
-        folder = machine / config.run_id
-        folder.mkdir(parents=True)
-        sampler = {"achieved_interval_s": config.interval, "longest_gap_s": 0.2, "peak_missed_bytes": 3}
-        sizes = {"peak_device_used_bytes": None, "peak_resident_bytes": 9, "start_bytes": 1}
-        record.write_json(folder / "run.json", {"status": "ok", "error": None, "sampler": sampler, **sizes})
-        return 0
+def trained(code=0, status="ok", sampler=None, said=""):
+    """Stands in for `subprocess.run` of experiments.train: writes a record, unless `status` is None."""
 
+    def run(command, **kwargs):
+        given = dict(zip(command[3::2], command[4::2], strict=True))
+        arm, scale, k, repeat = (given[name] for name in ("--arm", "--scale", "--k", "--repeat"))
+        folder = Path(given["--results"], given["--machine"], f"{arm}_{scale}_k{k}_r{repeat}")
+        folder.mkdir(parents=True)
+        facts = {"run_id": folder.name, "arm": arm, "scale": scale, "k": int(k), "repeat": int(repeat)}
+        sizes = {"peak_device_used_bytes": None, "peak_resident_bytes": 9, "start_bytes": 1}
+        seen = sampler if sampler is not None else {"achieved_interval_s": float(given["--interval"])} | SEEN
+        left = {"commit": COMMIT, "config": {}, "trace": [], "status": status, "error": None, "sampler": seen or None}
+        if status:
+            record.write_json(folder / "run.json", {**facts, **sizes, **left})
+        return subprocess.CompletedProcess(command, code, stderr=said)
+
+    return run
+
+
+SEEN = {"longest_gap_s": 0.2, "peak_missed_bytes": 3}
+
+
+def test_the_sampler_check_goes_on_where_it_was_killed(measure, monkeypatch, tmp_path):
     options = ("--scale", "test", "--repeats", "2", "--intervals", "0.02,0.1", "--threads", "1")
-    monkeypatch.setattr(sampler_check, "run_one", killed_after(3, run_one))
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(sampler_check.subprocess, "run", killed_after(3, trained()))
+    with pytest.raises(Killed):
         measure(sampler_check, *options)
     assert not (tmp_path / "x" / "sampler.csv").exists()
     assert len(rows_of(tmp_path / "x" / "sampler.csv.unfinished")) == 3
-    monkeypatch.setattr(sampler_check, "run_one", killed_after(1, run_one))
+    monkeypatch.setattr(sampler_check.subprocess, "run", killed_after(1, trained()))
     assert measure(sampler_check, *options) == (0, "")
     rows = rows_of(tmp_path / "x" / "sampler.csv")
     assert [(row["interval_s"], row["repeat"]) for row in rows] == [
         ("0.02", "0"), ("0.1", "0"), ("0.02", "1"), ("0.1", "1")
     ]  # fmt: skip
+    assert [float(row["achieved_interval_s"]) for row in rows] == [0.02, 0.1, 0.02, 0.1]
     assert {row["commit"] for row in rows} == {COMMIT}
-    with pytest.raises(KeyboardInterrupt):  # nothing is left of the other number of threads
-        measure(sampler_check, *options[:-1], "2")
+    monkeypatch.setattr(sampler_check.subprocess, "run", trained(code=1))
+    assert measure(sampler_check, *options[:-1], "2")[0] == 2, "rows of one thread are not taken for those of two"
     assert rows_of(tmp_path / "x" / "sampler.csv") == rows
 
 
-@pytest.mark.parametrize("code, status, sampler", [(1, "ok", {}), (0, "error", {}), (0, "ok", None), (2, None, None)])
-def test_a_run_that_failed_or_that_nobody_sampled_is_no_row(measure, monkeypatch, tmp_path, code, status, sampler):
-    def run_one(config, machine, args):
-        if status:
-            (machine / config.run_id).mkdir(parents=True)
-            record.write_json(
-                machine / config.run_id / "run.json", {"status": status, "error": None, "sampler": sampler}
-            )
-        return code
-
-    monkeypatch.setattr(sampler_check, "run_one", run_one)
+@pytest.mark.parametrize(
+    "child, said",
+    [
+        (dict(code=2, status=None, said="noise\ntrain: no trl wheel"), "failed: train: no trl wheel; "),
+        (dict(code=1), "failed: exit code 1"),
+        (dict(status=None), "was not sampled"),
+        (dict(sampler={}), "was not sampled"),
+    ],
+)
+def test_a_run_that_failed_or_that_nobody_sampled_is_no_row(measure, monkeypatch, tmp_path, child, said):
+    monkeypatch.setattr(sampler_check.subprocess, "run", trained(**child))
     code, err = measure(sampler_check, "--scale", "test")
-    assert code == 2 and "the run of shared at 0.01 s failed" in err and err.count("\n") == 1, err
+    assert code == 2 and said in err and err.count("\n") == 1, err
     assert not list(tmp_path.rglob("sampler.csv*"))
 
 
@@ -226,7 +253,7 @@ def test_the_planner_check_replaces_case_by_case_and_goes_on_where_it_was_killed
     old = [dict.fromkeys(columns, "1") | {"case": case, "commit": "old"} for case in ("stock-k8", "stock-k4", "gone")]
     common.write_rows(path, columns, old)
     monkeypatch.setattr(planner_check, "check", killed_after(1, check))
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Killed):
         measure(planner_check, "--cases", "stock-k4,stock-k8")
     kept = [(row["case"], row["commit"]) for row in rows_of(path)]
     assert kept == [("stock-k4", COMMIT)] * 4 + [("stock-k8", "old"), ("gone", "old")]
@@ -236,7 +263,7 @@ def test_the_planner_check_replaces_case_by_case_and_goes_on_where_it_was_killed
         ("gone", "old")
     ]
     assert measure(planner_check, "--cases", "stock-k4") == (0, "")
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Killed):
         measure(planner_check, "--cases", "stock-k4", "--fresh")
 
 
@@ -249,7 +276,7 @@ def test_the_host_allocators_go_on_where_they_were_killed(measure, monkeypatch, 
 
     monkeypatch.setattr(host_allocator_bench, "prepare", lambda work: "model")
     monkeypatch.setattr(host_allocator_bench, "train", killed_after(5, train))
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Killed):
         measure(host_allocator_bench, "--repeats", "2")
     assert len(rows_of(tmp_path / "x" / "host_allocator.csv.unfinished")) == 5
     monkeypatch.setattr(host_allocator_bench, "train", killed_after(3, train))
@@ -279,7 +306,7 @@ def test_the_rivals_go_on_where_they_were_killed(measure, monkeypatch, tmp_path)
     options = ("--ways", "shared,whole", "--repeats", "2", "--prompt-tokens", "8")
     write = rivals.Table.add
     monkeypatch.setattr(rivals.Table, "add", killed_after(3, write))
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Killed):
         measure(rivals, *options)
     monkeypatch.setattr(rivals.Table, "add", killed_after(1, write))
     assert measure(rivals, *options) == (0, "")

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from experiments import config as cfg
-from experiments.config import EXIT_USAGE, ROOT, ConfigError
+from experiments.config import ROOT, ConfigError
 from experiments.device import pick_device
 from experiments.record import make_writable, source_commit
 
@@ -21,12 +21,11 @@ FACTS = ("device_kind", "device_name", "torch_version", "transformers_version", 
 
 
 class Parser(argparse.ArgumentParser):
-    """The options of all measurements. What it refuses it says in one line."""
+    """The options of all measurements. Raises `ConfigError` for what it refuses."""
 
     def __init__(self, name: str, doc: str, cpu_only: bool = False):
         super().__init__(prog=f"python -m experiments.evidence.{name}", description=doc)
         self.formatter_class = argparse.RawDescriptionHelpFormatter
-        self.name = name
         if cpu_only:
             self.set_defaults(device="cpu")
         else:
@@ -36,7 +35,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--fresh", action="store_true", help="repeat what this commit has measured here already")
 
     def error(self, message: str):
-        self.exit(EXIT_USAGE, f"{self.name}: {message}\n")
+        raise ConfigError(f"{message}; see {self.prog} --help")
 
 
 def whole(least: int, most: int = 100_000):

@@ -9,7 +9,6 @@ there), and in bfloat16 that of stock and a tenth, because sums are in another o
 results/<machine>/exactness.csv either way.
 """
 
-import argparse
 import sys
 from contextlib import nullcontext
 
@@ -144,7 +143,8 @@ def too_large(rows: list[dict[str, str]]) -> list[str]:
     return said
 
 
-def run(args: argparse.Namespace) -> int:
+def run(argv: list[str] | None) -> int:
+    args = Parser("exactness", __doc__).parse_args(argv)
     here = place(args)
     shape, layers, _, prompt, completion, k = WORKLOADS[here.device]
     facts = {
@@ -170,7 +170,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return cfg.exit_code("exactness", run, Parser("exactness", __doc__).parse_args(argv))
+    return cfg.exit_code("exactness", run, argv)
 
 
 if __name__ == "__main__":

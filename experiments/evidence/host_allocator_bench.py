@@ -10,7 +10,6 @@ first rollout's start to the last update's end, and the process's CPU time, whic
 less.
 """
 
-import argparse
 import csv
 import json
 import os
@@ -50,13 +49,14 @@ sys.exit(code)
 
 
 def main(argv: list[str] | None = None) -> int:
+    return cfg.exit_code("host_allocator_bench", run, argv)
+
+
+def run(argv: list[str] | None) -> int:
     parser = Parser("host_allocator_bench", __doc__, cpu_only=True)
     parser.add_argument("--repeats", type=whole(1, 100), default=3)
     parser.add_argument("--steps", type=whole(1), default=6)
-    return cfg.exit_code("host_allocator_bench", run, parser.parse_args(argv))
-
-
-def run(args: argparse.Namespace) -> int:
+    args = parser.parse_args(argv)
     for setting, _ in ALLOCATORS.values():
         if setting != "system":
             host_allocator.find(setting)  # refused now, not after the first trainings

@@ -8,7 +8,6 @@ one row a case and phase to results/<machine>/plan_check.csv, case by case; case
 are not repeated.
 """
 
-import argparse
 import gc
 import sys
 import tempfile
@@ -181,7 +180,10 @@ def measure(setup: Setup, folder: Path, tokenizer, prompts) -> dict[str, int]:
     return peaks
 
 
-def run(args: argparse.Namespace) -> int:
+def run(argv: list[str] | None) -> int:
+    parser = Parser("planner_check", __doc__)
+    parser.add_argument("--cases", help="some of the cases, by name; default: all")
+    args = parser.parse_args(argv)
     here = place(args, "peft")
     chosen = cases(here.device)
     order = {name: number for number, name in enumerate(chosen)}
@@ -252,9 +254,7 @@ def check(name: str, setup: Setup, shape: str, vocab_size: int, documents, token
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser("planner_check", __doc__)
-    parser.add_argument("--cases", help="some of the cases, by name; default: all")
-    return cfg.exit_code("planner_check", run, parser.parse_args(argv))
+    return cfg.exit_code("planner_check", run, argv)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ results/<machine>/rivals/p<P>_c<C>_k<k>.csv: seconds, peak resident bytes above 
 difference of all parameters' gradients from `whole`.
 """
 
-import argparse
 import os
 import statistics
 import sys
@@ -133,7 +132,15 @@ def measured(high_water: HighWater, work):
     return result, time.perf_counter() - start, high_water.read()[2] - before
 
 
-def run(args: argparse.Namespace) -> int:
+def run(argv: list[str] | None) -> int:
+    scale = SCALES["bench"]
+    parser = Parser("rivals", __doc__, cpu_only=True)
+    parser.add_argument("--prompt-tokens", type=whole(2), default=scale.prompt_tokens)
+    parser.add_argument("--completion-tokens", type=whole(1), default=scale.completion_tokens)
+    parser.add_argument("--k", type=whole(2), default=8)
+    parser.add_argument("--repeats", type=whole(1, 100), default=5)
+    parser.add_argument("--ways", default=",".join(WAYS), help=f"some of {', '.join(WAYS)}")
+    args = parser.parse_args(argv)
     asked = words("way", args.ways, WAYS)
     if "whole" not in asked:
         raise ConfigError(f"--ways {args.ways}: the others are compared with `whole`; name it, too")
@@ -143,7 +150,6 @@ def run(args: argparse.Namespace) -> int:
     if "prefix-grouper" in ways and not grouper_version:
         print("prefix-grouper is not installed (pip install prefix-grouper==0.0.1.post1): left out", file=sys.stderr)
         ways.remove("prefix-grouper")
-    scale = SCALES["bench"]
     sizes = {"prompt_tokens": args.prompt_tokens, "completion_tokens": args.completion_tokens, "k": args.k}
     facts = {**sizes, "shape": scale.shape, "prefix_grouper_version": grouper_version, **here.facts}
     folder = here.folder / "rivals"
@@ -201,14 +207,7 @@ def measure(group: Group, ways: list[str], repeats: int, table: Table) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    scale = SCALES["bench"]
-    parser = Parser("rivals", __doc__, cpu_only=True)
-    parser.add_argument("--prompt-tokens", type=whole(2), default=scale.prompt_tokens)
-    parser.add_argument("--completion-tokens", type=whole(1), default=scale.completion_tokens)
-    parser.add_argument("--k", type=whole(2), default=8)
-    parser.add_argument("--repeats", type=whole(1, 100), default=5)
-    parser.add_argument("--ways", default=",".join(WAYS), help=f"some of {', '.join(WAYS)}")
-    return cfg.exit_code("rivals", run, parser.parse_args(argv))
+    return cfg.exit_code("rivals", run, argv)
 
 
 if __name__ == "__main__":

@@ -7,16 +7,15 @@ torch (CUDA) or the kernel (CPU, resident memory) counted, and how often the sam
 run to results/<machine>/sampler.csv. Runs that this commit has made with the same settings are not repeated.
 """
 
-import argparse
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from experiments import config as cfg
-from experiments.config import ConfigError, RunConfig
+from experiments.config import ROOT, ConfigError, RunConfig
 from experiments.evidence.common import FACTS, Parser, Table, numbers, place, whole
 from experiments.record import main_peak, read_record
-from experiments.suite import PASSED_ON, run_one
 
 COLUMNS = (
     "interval_s", "repeat", "achieved_interval_s", "longest_gap_s", "missed_bytes", "peak_bytes", "arm", "scale", "k",
@@ -24,9 +23,17 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def run(args: argparse.Namespace) -> int:
+def run(argv: list[str] | None) -> int:
+    parser = Parser("sampler_check", __doc__)
+    parser.add_argument("--arm", default="shared")
+    parser.add_argument("--scale", help="default: seed on CUDA, cpu elsewhere")
+    parser.add_argument("--k", type=whole(2), default=4)
+    parser.add_argument("--intervals", default="0.01,0.05,0.1", help="seconds")
+    parser.add_argument("--repeats", type=whole(1, 100), default=3)
+    parser.add_argument("--threads", type=whole(1))
+    args = parser.parse_args(argv)
     intervals = numbers("--intervals", args.intervals)
-    here = place(args)
+    here = place(args, "peft", "psutil", "pynvml")
     scale = args.scale or cfg.default_scale(here.device)
     plan = [
         cfg.resolve(args.arm, args.k, scale, here.device, repeat, interval=interval, threads=args.threads)
@@ -54,15 +61,23 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(config: RunConfig) -> dict:
     """One run in a folder of its own: seconds and bytes. Raises `ConfigError` where it fails or nobody sampled."""
-    passed_on = {**dict.fromkeys(PASSED_ON), "interval": config.interval, "threads": config.threads}
+    given = {name: getattr(config, name) for name in ("arm", "k", "scale", "repeat", "device", "interval", "threads")}
     with tempfile.TemporaryDirectory() as results:
-        code = run_one(config, Path(results, "here"), argparse.Namespace(**passed_on, timeout=None))
-        record = read_record(Path(results, "here", config.run_id))
-    if code or record is None or record["status"] != "ok" or not record["sampler"]:
-        why = (record and record["error"]) or f"exit code {code}, and no more is known"
-        raise ConfigError(
-            f"the run of {config.arm} at {config.interval} s failed: {why}; try it with experiments.train"
+        options = {**given, "results": results, "machine": "here"}
+        words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+        child = subprocess.run(
+            [sys.executable, "-m", "experiments.train", *words],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
+        record = read_record(Path(results, "here", config.run_id))
+    if child.returncode:
+        why = [f"exit code {child.returncode}", *child.stderr.splitlines()][-1]
+        raise ConfigError(f"{config.run_id} every {config.interval} s failed: {why}; try it with experiments.train")
+    if record is None or not record["sampler"]:
+        raise ConfigError(f"{config.run_id} every {config.interval} s was not sampled; try it with experiments.train")
     return {
         "achieved_interval_s": record["sampler"]["achieved_interval_s"],
         "longest_gap_s": record["sampler"]["longest_gap_s"],
@@ -72,14 +87,7 @@ def measure(config: RunConfig) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser("sampler_check", __doc__)
-    parser.add_argument("--arm", default="shared")
-    parser.add_argument("--scale", help="default: seed on CUDA, cpu elsewhere")
-    parser.add_argument("--k", type=whole(2), default=4)
-    parser.add_argument("--intervals", default="0.01,0.05,0.1", help="seconds")
-    parser.add_argument("--repeats", type=whole(1, 100), default=3)
-    parser.add_argument("--threads", type=whole(1))
-    return cfg.exit_code("sampler_check", run, parser.parse_args(argv))
+    return cfg.exit_code("sampler_check", run, argv)
 
 
 if __name__ == "__main__":
