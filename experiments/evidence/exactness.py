@@ -5,26 +5,22 @@
 The truth is the same weights in float64, row by row, without the fused LM head. Stock's own error stands beside that
 of prefix sharing, in float32 and with bfloat16 weights under autocast, and the attention kernels that ran are named.
 Exit code 1 if prefix sharing's error is larger than it may be: 1e-5 in float32 (norms, softmax and the head round
-there), and in bfloat16 that of stock and a tenth, because sums are in another order.
+there), and in bfloat16 that of stock and a tenth, because sums are in another order. The rows stay in
+results/<machine>/exactness.csv either way.
 """
 
-import argparse
-import csv
 import sys
 from contextlib import nullcontext
-from pathlib import Path
 
 from experiments import config as cfg
 from experiments.builds import use_fork
-from experiments.config import ARMS, ROOT
-from experiments.device import pick_device
-from experiments.plan.extrapolate import with_layers
-from experiments.record import source_commit
+from experiments.config import ARMS
+from experiments.evidence.common import FACTS, Parser, Table, place
 from experiments.workload.models import shape_config
 
 COLUMNS = (
     "precision", "way", "log_prob_error", "gradient_error", "attention", "shape", "prompt_tokens",
-    "completion_tokens", "k", "device_kind", "device_name", "torch_version", "transformers_version", "commit",
+    "completion_tokens", "k", *FACTS,
 )  # fmt: skip
 # (shape, layers or None for all, vocabulary, prompt, completion, k)
 WORKLOADS = {"cpu": ("qwen3-8-layers", 2, 2000, 64, 16, 4), "cuda": ("qwen3-0.6b", None, 151_936, 3000, 256, 8)}
@@ -92,13 +88,14 @@ def attention_kernels(profiler) -> str:
 
 
 def compare(device: str, precision: str):
-    """Yields (way, error of log-probabilities, error of the gradient, attention kernels). Errors are norms relative to
-    the truth's, root mean squares over the batches."""
+    """Yields one row a way. Errors are norms relative to the truth's, root mean squares over the batches."""
     import torch
     from torch.profiler import ProfilerActivity, profile
     from transformers import AutoModelForCausalLM
     from trl.models.prefix_sharing import enable_prefix_sharing
     from trl.trainer.utils import add_fused_lm_head
+
+    from experiments.plan.extrapolate import with_layers
 
     shape, layers, vocab_size, *sizes = WORKLOADS[device]
     dtype, hf_config = getattr(torch, precision), shape_config(shape, vocab_size)
@@ -129,57 +126,51 @@ def compare(device: str, precision: str):
             for i in range(2):
                 squares[way][i] += ((got[i].double() - truth[i]).norm() / truth[i].norm()).item() ** 2
     for way, sums in squares.items():
-        yield way, *((total / BATCHES) ** 0.5 for total in sums), kernels[way]
+        log_probs, grads = (f"{(total / BATCHES) ** 0.5:.3e}" for total in sums)
+        yield {"way": way, "log_prob_error": log_probs, "gradient_error": grads, "attention": kernels[way]}
 
 
-def run(args: argparse.Namespace) -> int:
-    device, device_name, _ = pick_device(args.device)
-    use_fork(ARMS["shared"])
-    import torch
-    import transformers
+def too_large(rows: list[dict[str, str]]) -> list[str]:
+    """The errors above their bounds, each in words with its bound. What is not a number is above any."""
+    stock = {row["precision"]: row for row in rows if row["way"] == "stock"}
+    said = []
+    for row in rows:
+        for name in ("log_prob_error", "gradient_error"):
+            in_float32 = row["precision"] == "float32"
+            bound = FLOAT32_BOUND if in_float32 else BFLOAT16_MARGIN * float(stock[row["precision"]][name])
+            if not float(row[name]) <= bound:
+                said.append(f"{name} of {row['way']} in {row['precision']} is {row[name]}, bound {bound:.3e}")
+    return said
 
-    folder = args.results / (args.machine or cfg.machine_name(device, device_name))
-    folder.mkdir(parents=True, exist_ok=True)
-    shape, layers, _, prompt, completion, k = WORKLOADS[device]
+
+def run(argv: list[str] | None) -> int:
+    args = Parser("exactness", __doc__).parse_args(argv)
+    here = place(args)
+    shape, layers, _, prompt, completion, k = WORKLOADS[here.device]
     facts = {
         "shape": f"{shape}, {layers} layers" if layers else shape,
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "k": k,
-        "device_kind": device,
-        "device_name": device_name,
-        "torch_version": torch.__version__,
-        "transformers_version": transformers.__version__,
-        "commit": source_commit(),
+        **here.facts,
     }
-    failed = []
-    with (folder / "exactness.csv").open("w", newline="", buffering=1) as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        for precision in ("float32", "bfloat16"):
-            stock = None
-            for way, *errors, kernels in compare(device, precision):
-                stock = stock or errors
-                allowed = [FLOAT32_BOUND] * 2 if precision == "float32" else [x * BFLOAT16_MARGIN for x in stock]
-                if any(got > limit for got, limit in zip(errors, allowed, strict=True)):
-                    failed.append(f"{way} in {precision}")
-                names = dict(zip(("log_prob_error", "gradient_error"), (f"{x:.3e}" for x in errors), strict=True))
-                writer.writerow({"precision": precision, "way": way, **names, "attention": kernels, **facts})
-                told = f"log-probs {errors[0]:.1e}  gradient {errors[1]:.1e}  {kernels}"
-                print(f"{precision:9} {way:19} {told}", flush=True)
-    if failed:
-        print(f"larger than it may be: {', '.join(failed)}", file=sys.stderr)
+    table = Table(here.folder / "exactness.csv", COLUMNS, facts, args.fresh)
+    for precision in ("float32", "bfloat16"):
+        if not table.has(precision=precision):
+            use_fork(ARMS["shared"])
+            table.add(*({"precision": precision, **row} for row in compare(here.device, precision)))
+        for row in table.rows:
+            if row["precision"] == precision:
+                told = f"log-probs {row['log_prob_error']}  gradient {row['gradient_error']}  {row['attention']}"
+                print(f"{precision:9} {row['way']:19} {told}", flush=True)
+    table.finish()
+    if failed := too_large(table.rows):
+        print(f"exactness: larger than it may be: {'; '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.evidence.exactness", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
-    parser.add_argument("--results", type=Path, default=ROOT / "results", help="holds one folder a machine")
-    parser.add_argument("--machine", help="folder name below --results; default: from the device's name")
-    return cfg.exit_code("exactness", run, parser.parse_args(argv))
+    return cfg.exit_code("exactness", run, argv)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ first rollout's start to the last update's end, and the process's CPU time, whic
 less.
 """
 
-import argparse
 import csv
 import json
 import os
@@ -19,17 +18,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 
 from experiments import config as cfg
 from experiments import host_allocator
 from experiments.config import ROOT, ConfigError
-from experiments.record import source_commit
+from experiments.evidence.common import FACTS, Parser, Table, place, whole
 
 COLUMNS = (
     "allocator", "repeat", "peak_resident_bytes", "end_resident_bytes", "seconds", "cpu_seconds", "steps", "library",
-    "libc_version", "device_name", "torch_version", "transformers_version", "commit",
+    "libc_version", *FACTS,
 )  # fmt: skip
 ALLOCATORS = {  # -> setting of the launcher, environment
     "system": ("system", {}),
@@ -51,37 +49,34 @@ sys.exit(code)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m experiments.evidence.host_allocator_bench", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--results", type=Path, default=ROOT / "results")
-    parser.add_argument("--machine", help="folder name below --results; default: from the processor's name")
-    return cfg.exit_code("host_allocator_bench", run, parser.parse_args(argv))
+    return cfg.exit_code("host_allocator_bench", run, argv)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(argv: list[str] | None) -> int:
+    parser = Parser("host_allocator_bench", __doc__, cpu_only=True)
+    parser.add_argument("--repeats", type=whole(1, 100), default=3)
+    parser.add_argument("--steps", type=whole(1), default=6)
+    args = parser.parse_args(argv)
     for setting, _ in ALLOCATORS.values():
         if setting != "system":
             host_allocator.find(setting)  # refused now, not after the first trainings
-    folder = args.results / (args.machine or cfg.machine_name("cpu", cfg.cpu_name()))
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = []
-    with tempfile.TemporaryDirectory() as work, (folder / "host_allocator.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
+    here = place(args, "yaml")
+    facts = {"steps": args.steps, "libc_version": platform.libc_ver()[1], **here.facts}
+    table = Table(here.folder / "host_allocator.csv", COLUMNS, facts, args.fresh)
+    with tempfile.TemporaryDirectory() as work:
         model = prepare(Path(work))
         for repeat in range(args.repeats):
             for allocator in ALLOCATORS:
-                row = {"allocator": allocator, "repeat": repeat, **train(allocator, model, Path(work), args.steps)}
-                writer.writerow(row)
-                file.flush()
-                rows.append(row)
+                if not table.has(allocator=allocator, repeat=repeat):
+                    out = Path(work, f"{allocator}-{repeat}")
+                    row = train(allocator, model, Path(work, "prompts.jsonl"), out, args.steps)
+                    table.add({"allocator": allocator, "repeat": repeat, **row})
+    table.finish()
     print("| allocator | peak resident, MiB | resident at the end, MiB | training, s | CPU time, s |")
     print("| --- | ---: | ---: | ---: | ---: |")
     for allocator in ALLOCATORS:
         peak, end, seconds, cpu = (
-            statistics.median(row[name] for row in rows if row["allocator"] == allocator)
+            statistics.median(float(row[name]) for row in table.rows if row["allocator"] == allocator)
             for name in ("peak_resident_bytes", "end_resident_bytes", "seconds", "cpu_seconds")
         )
         print(f"| `{allocator}` | {peak / 2**20:,.0f} | {end / 2**20:,.0f} | {seconds:.1f} | {cpu:.1f} |")
@@ -100,13 +95,12 @@ def prepare(work: Path) -> str:
     return model
 
 
-def train(allocator: str, model: str, work: Path, steps: int) -> dict:
+def train(allocator: str, model: str, prompts: Path, out: Path, steps: int) -> dict:
     """One training in a process of its own. Raises `ConfigError` where it fails."""
     setting, variables = ALLOCATORS[allocator]
-    out = work / "out"
     settings = {
         "host_allocator": setting,
-        "dataset": work / "prompts.jsonl",
+        "dataset": prompts,
         "output_dir": out,
         "max_steps": steps,
         "max_completion_length": 32,
@@ -140,13 +134,7 @@ def train(allocator: str, model: str, work: Path, steps: int) -> dict:
         "end_resident_bytes": end,
         "seconds": round(float(phases[-1]["end"]) - float(phases[0]["start"]), 2),
         "cpu_seconds": round(cpu_seconds, 2),
-        "steps": steps,
         "library": Path(library[0]).name if library else "libc.so.6",
-        "libc_version": platform.libc_ver()[1],
-        "device_name": cfg.cpu_name(),
-        "torch_version": version("torch"),
-        "transformers_version": version("transformers"),
-        "commit": source_commit(),
     }
 
 

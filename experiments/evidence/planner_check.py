@@ -4,11 +4,10 @@
 
 On CUDA the measure is torch's own peak of allocated bytes, on a CPU `LiveBytes`, which counts the same there. Two
 updates are trained with the fork and the peaks of the second one compared, when the optimizer has its state. Writes
-one row a case and phase to results/<machine>/plan_check.csv.
+one row a case and phase to results/<machine>/plan_check.csv, case by case; cases that this commit has measured there
+are not repeated.
 """
 
-import argparse
-import csv
 import gc
 import sys
 import tempfile
@@ -18,17 +17,16 @@ from pathlib import Path
 
 from experiments import config as cfg
 from experiments.builds import use_fork
-from experiments.config import ARMS, GIB, ROOT
-from experiments.device import pick_device
+from experiments.config import ARMS, GIB
+from experiments.evidence.common import FACTS, Parser, in_text, is_same, need, place, read_rows, words, write_rows
 from experiments.phases import HighWater, PhaseRecorder
 from experiments.plan.predict import predict
 from experiments.plan.setups import Setup
-from experiments.record import source_commit
 from experiments.workload import data, models
 
 COLUMNS = (
     "case", "phase", "predicted_bytes", "measured_bytes", "error", "shape", "vocab_size", "prompt_tokens",
-    "completion_tokens", "k", "device_kind", "device_name", "torch_version", "commit",
+    "completion_tokens", "k", *FACTS,
 )  # fmt: skip
 PHASES = ("generate", "score", "train", "optimizer")
 # (shape, vocabulary, prompt, completion): large enough that tensors, not bookkeeping, are what is counted
@@ -182,87 +180,81 @@ def measure(setup: Setup, folder: Path, tokenizer, prompts) -> dict[str, int]:
     return peaks
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.evidence.planner_check", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+def run(argv: list[str] | None) -> int:
+    parser = Parser("planner_check", __doc__)
     parser.add_argument("--cases", help="some of the cases, by name; default: all")
-    parser.add_argument("--results", type=Path, default=ROOT / "results", help="holds one folder a machine")
-    parser.add_argument("--machine", help="folder name below --results; default: from the device's name")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> int:
-    return cfg.exit_code("check_plan", run, parse_args(argv))
-
-
-def run(args: argparse.Namespace) -> int:
-    device, device_name, _ = pick_device(args.device)
-    chosen = cases(device)
-    if args.cases:
-        for name in args.cases.split(","):
-            cfg.choose("case", name, chosen)
-        chosen = {name: chosen[name] for name in args.cases.split(",")}
+    args = parser.parse_args(argv)
+    here = place(args, "peft")
+    chosen = cases(here.device)
+    order = {name: number for number, name in enumerate(chosen)}
+    if args.cases is not None:
+        chosen = {name: chosen[name] for name in words("case", args.cases, chosen)}
+    if any(setup.weight_bits < 16 or "bnb" in setup.optim for setup in chosen.values()):
+        need("bitsandbytes")
+    path = here.folder / "plan_check.csv"
+    rows = read_rows(path, COLUMNS)
+    there = set() if args.fresh else {row["case"] for row in rows if is_same(row, here.facts)}
     use_fork(ARMS["shared"])
+    shape, vocab_size, _, _ = WORKLOADS[here.device]
+    documents = data.load_documents("builtin")
+    tokenizer = models.build_tokenizer(documents, vocab_size)
+    print(f"{'case, GiB predicted / measured':32}" + "".join(f"{phase:>22}" for phase in PHASES))
+    for name, setup in chosen.items():
+        if name not in there:
+            facts = {
+                "case": name,
+                "shape": shape,
+                "vocab_size": vocab_size,
+                "prompt_tokens": setup.prompt_tokens,
+                "completion_tokens": setup.max_completion_length,
+                "k": setup.num_generations,
+                **here.facts,
+            }
+            found = check(name, setup, shape, vocab_size, documents, tokenizer)
+            rows = [row for row in rows if row["case"] != name]
+            rows += [in_text(COLUMNS, {**row, **facts}) for row in found]
+            rows.sort(key=lambda row: order.get(row["case"], len(order)))
+            write_rows(path, COLUMNS, rows)
+        sizes = [[float(row[key]) for key in COLUMNS[2:5]] for row in rows if row["case"] == name]
+        cells = (f"{says / GIB:8.3f}/{got / GIB:.3f} {error:+5.0%}" for says, got, error in sizes)
+        print(f"{name:32}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
+    worst = max(abs(float(row["error"])) for row in rows if row["case"] in chosen)
+    print(f"largest error {worst:.1%}; {path}")
+    return 0
+
+
+def check(name: str, setup: Setup, shape: str, vocab_size: int, documents, tokenizer) -> list[dict]:
+    """One case on a small model with random weights: a row a phase, bytes."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    commit = source_commit()
-    shape, vocab_size, _, _ = WORKLOADS[device]
-    documents = data.load_documents("builtin")
-    tokenizer = models.build_tokenizer(documents, vocab_size)
-    machine = args.results / (args.machine or cfg.machine_name(device, device_name))
-    machine.mkdir(parents=True, exist_ok=True)
-    path, worst, others = machine / "plan_check.csv", 0.0, []
-    if path.exists():  # cases that are not run now stay
-        with path.open(newline="") as file:
-            others = [row for row in csv.DictReader(file) if row["case"] not in chosen]
-    with tempfile.TemporaryDirectory() as folder, path.open("w", newline="", buffering=1) as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(others)
-        print(f"{'case, GiB predicted / measured':32}" + "".join(f"{phase:>22}" for phase in PHASES))
-        for name, setup in chosen.items():
-            hf_config = models.shape_config(shape, vocab_size)
-            hf_config.pad_token_id, hf_config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
-            hf_config.tie_word_embeddings |= name.endswith("tied")
-            torch.manual_seed(0)
-            AutoModelForCausalLM.from_config(hf_config).save_pretrained(folder)
-            if setup.reward_model:
-                hf_config.num_labels = 1
-                AutoModelForSequenceClassification.from_config(hf_config).save_pretrained(Path(folder, "reward"))
-                tokenizer.save_pretrained(Path(folder, "reward"))
-            predicted = {peak.phase: peak.total for peak in predict(name, setup, hf_config).phases}
-            prompts = data.build_prompts(documents, tokenizer, setup.prompt_tokens)
-            measured = measure(setup, Path(folder), tokenizer, prompts)
-            gc.collect()
-            cells = []
-            for phase in PHASES:
-                error = predicted[phase] / measured[phase] - 1
-                worst = max(worst, abs(error))
-                cells.append(f"{predicted[phase] / GIB:8.3f}/{measured[phase] / GIB:.3f} {error:+5.0%}")
-                writer.writerow(
-                    {
-                        "case": name,
-                        "phase": phase,
-                        "predicted_bytes": predicted[phase],
-                        "measured_bytes": measured[phase],
-                        "error": round(error, 4),
-                        "shape": shape,
-                        "vocab_size": vocab_size,
-                        "prompt_tokens": setup.prompt_tokens,
-                        "completion_tokens": setup.max_completion_length,
-                        "k": setup.num_generations,
-                        "device_kind": device,
-                        "device_name": device_name,
-                        "torch_version": torch.__version__,
-                        "commit": commit,
-                    }
-                )
-            print(f"{name:32}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
-    print(f"largest error {worst:.1%}; {path}")
-    return 0
+    hf_config = models.shape_config(shape, vocab_size)
+    hf_config.pad_token_id, hf_config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    hf_config.tie_word_embeddings |= name.endswith("tied")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(hf_config).save_pretrained(folder)
+        if setup.reward_model:
+            hf_config.num_labels = 1
+            AutoModelForSequenceClassification.from_config(hf_config).save_pretrained(Path(folder, "reward"))
+            tokenizer.save_pretrained(Path(folder, "reward"))
+        predicted = {peak.phase: peak.total for peak in predict(name, setup, hf_config).phases}
+        prompts = data.build_prompts(documents, tokenizer, setup.prompt_tokens)
+        measured = measure(setup, Path(folder), tokenizer, prompts)
+    gc.collect()
+    return [
+        {
+            "phase": phase,
+            "predicted_bytes": predicted[phase],
+            "measured_bytes": measured[phase],
+            "error": round(predicted[phase] / measured[phase] - 1, 4),
+        }
+        for phase in PHASES
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    return cfg.exit_code("planner_check", run, argv)
 
 
 if __name__ == "__main__":

@@ -9,28 +9,24 @@ results/<machine>/rivals/p<P>_c<C>_k<k>.csv: seconds, peak resident bytes above 
 difference of all parameters' gradients from `whole`.
 """
 
-import argparse
-import csv
 import os
 import statistics
 import sys
 import time
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 
 from experiments import config as cfg
 from experiments.builds import use_fork
-from experiments.config import ARMS, ROOT, SCALES
+from experiments.config import ARMS, SCALES, ConfigError
 from experiments.device import keep_only_live_memory, settle, status_bytes
+from experiments.evidence.common import FACTS, Parser, Table, place, whole, words
 from experiments.phases import HighWater
-from experiments.record import source_commit
 from experiments.workload.models import shape_config
 
 COLUMNS = (
     "way", "repeat", "score_seconds", "train_seconds", "score_peak_bytes", "train_peak_bytes", "gradient_difference",
-    "prompt_tokens", "completion_tokens", "k", "shape", "device_name", "torch_version", "transformers_version",
-    "prefix_grouper_version", "commit",
+    "prompt_tokens", "completion_tokens", "k", "shape", "prefix_grouper_version", *FACTS,
 )  # fmt: skip
 WAYS = ("whole", "prefix-grouper", "shared", "shared-2")
 
@@ -136,73 +132,68 @@ def measured(high_water: HighWater, work):
     return result, time.perf_counter() - start, high_water.read()[2] - before
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
+def run(argv: list[str] | None) -> int:
     scale = SCALES["bench"]
-    parser = argparse.ArgumentParser(prog="python -m experiments.evidence.rivals", description=__doc__.split("\n")[0])
-    parser.add_argument("--prompt-tokens", type=int, default=scale.prompt_tokens)
-    parser.add_argument("--completion-tokens", type=int, default=scale.completion_tokens)
-    parser.add_argument("--k", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser = Parser("rivals", __doc__, cpu_only=True)
+    parser.add_argument("--prompt-tokens", type=whole(2), default=scale.prompt_tokens)
+    parser.add_argument("--completion-tokens", type=whole(1), default=scale.completion_tokens)
+    parser.add_argument("--k", type=whole(2), default=8)
+    parser.add_argument("--repeats", type=whole(1, 100), default=5)
     parser.add_argument("--ways", default=",".join(WAYS), help=f"some of {', '.join(WAYS)}")
-    parser.add_argument("--results", type=Path, default=ROOT / "results")
-    parser.add_argument("--machine", help="folder name below --results; default: from the processor's name")
     args = parser.parse_args(argv)
-    for name, least in (("prompt_tokens", 2), ("completion_tokens", 1), ("k", 2), ("repeats", 1)):
-        if getattr(args, name) < least:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} is below {least}")
-    args.ways = args.ways.split(",")
-    if unknown := set(args.ways) - set(WAYS):
-        parser.error(f"unknown way {sorted(unknown)[0]!r}; choose some of {', '.join(WAYS)}")
-    return args
-
-
-def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
-    if "prefix-grouper" in args.ways and find_spec("prefix_grouper") is None:
+    asked = words("way", args.ways, WAYS)
+    if "whole" not in asked:
+        raise ConfigError(f"--ways {args.ways}: the others are compared with `whole`; name it, too")
+    ways = [way for way in WAYS if way in asked]
+    here = place(args)
+    grouper_version = version("prefix-grouper") if find_spec("prefix_grouper") else ""
+    if "prefix-grouper" in ways and not grouper_version:
         print("prefix-grouper is not installed (pip install prefix-grouper==0.0.1.post1): left out", file=sys.stderr)
-        args.ways.remove("prefix-grouper")
-    use_fork(ARMS["shared"])
+        ways.remove("prefix-grouper")
+    sizes = {"prompt_tokens": args.prompt_tokens, "completion_tokens": args.completion_tokens, "k": args.k}
+    facts = {**sizes, "shape": scale.shape, "prefix_grouper_version": grouper_version, **here.facts}
+    folder = here.folder / "rivals"
+    folder.mkdir(exist_ok=True)
+    name = f"p{args.prompt_tokens}_c{args.completion_tokens}_k{args.k}.csv"
+    table = Table(folder / name, COLUMNS, facts, args.fresh)
+    if not all(table.has(way=way, repeat=repeat) for way in ways for repeat in range(args.repeats)):
+        use_fork(ARMS["shared"])
+        keep_only_live_memory()
+        measure(Group(scale.shape, scale.vocab_size, *sizes.values()), ways, args.repeats, table)
+    table.finish()
+    for way in ways:
+        mine = [row for row in table.rows if row["way"] == way]
+        score, train, _, peak = (statistics.median(float(row[name]) for row in mine) for name in COLUMNS[2:6])
+        print(f"{way:15} score {score:7.3f} s   train {train:7.3f} s   peak {peak / 2**20:7.1f} MiB above the start")
+    print(os.path.relpath(table.path))
+    return 0
+
+
+def measure(group: Group, ways: list[str], repeats: int, table: Table) -> None:
+    """Adds the rows that `table` has not: seconds and bytes. The first of `ways` is what gradients are compared to."""
     import torch
-    import transformers
 
-    keep_only_live_memory()
-    scale = SCALES["bench"]
-    group = Group(scale.shape, scale.vocab_size, args.prompt_tokens, args.completion_tokens, args.k)
-    facts = {
-        "prompt_tokens": args.prompt_tokens,
-        "completion_tokens": args.completion_tokens,
-        "k": args.k,
-        "shape": scale.shape,
-        "device_name": cfg.cpu_name(),
-        "torch_version": torch.__version__,
-        "transformers_version": transformers.__version__,
-        "commit": source_commit(),
-    }
-    if "prefix-grouper" in args.ways:
-        facts["prefix_grouper_version"] = version("prefix-grouper")
-    folder = args.results / (args.machine or cfg.machine_name("cpu", cfg.cpu_name())) / "rivals"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"p{args.prompt_tokens}_c{args.completion_tokens}_k{args.k}.csv"
-    rows, high_water, truth = [], HighWater("cpu"), None
-    with path.open("w", newline="", buffering=1) as file:  # a killed run keeps its finished rows
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        for repeat in range(-1, args.repeats):  # the first round warms up and is not written
-            for way in args.ways:
-                with torch.no_grad():
-                    _, score_seconds, score_peak = measured(high_water, lambda way=way: group.log_probs(way))
-                group.model.zero_grad(set_to_none=False)
+    high_water, truth = HighWater("cpu"), None
+    for repeat in range(-1, repeats):  # the first round warms up and is not written
+        for way in ways:
+            if table.has(way=way, repeat=repeat):
+                continue
+            with torch.no_grad():
+                _, score_seconds, score_peak = measured(high_water, lambda way=way: group.log_probs(way))
+            group.model.zero_grad(set_to_none=False)
 
-                def train(way=way):
-                    (group.log_probs(way) * group.weights).sum().backward()
+            def train(way=way):
+                (group.log_probs(way) * group.weights).sum().backward()
 
-                _, train_seconds, train_peak = measured(high_water, train)
-                gradient = group.gradient()
-                if repeat < 0:
-                    truth = gradient if truth is None else truth
-                    print(f"{way}: warm-up, {score_seconds + train_seconds:.1f} s", flush=True)
-                    continue
-                row = {
+            _, train_seconds, train_peak = measured(high_water, train)
+            gradient = group.gradient()
+            truth = gradient if truth is None else truth
+            seconds = f"{score_seconds + train_seconds:.1f} s"
+            if repeat < 0:
+                print(f"{way}: warm-up, {seconds}", flush=True)
+                continue
+            table.add(
+                {
                     "way": way,
                     "repeat": repeat,
                     "score_seconds": round(score_seconds, 4),
@@ -210,18 +201,13 @@ def main(argv: list[str] | None = None) -> int:
                     "score_peak_bytes": score_peak,
                     "train_peak_bytes": train_peak,
                     "gradient_difference": f"{((gradient - truth).norm() / truth.norm()).item():.2e}",
-                    **facts,
                 }
-                writer.writerow(row)
-                rows.append(row)
-                print(f"{way}: {repeat + 1} of {args.repeats}, {score_seconds + train_seconds:.1f} s", flush=True)
-    for way in args.ways:
-        mine = [row for row in rows if row["way"] == way]
-        medians = (statistics.median(row[name] for row in mine) for name in COLUMNS[2:6])
-        score, train, _, peak = medians
-        print(f"{way:15} score {score:7.3f} s   train {train:7.3f} s   peak {peak / 2**20:7.1f} MiB above the start")
-    print(os.path.relpath(path))
-    return 0
+            )
+            print(f"{way}: {repeat + 1} of {repeats}, {seconds}", flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    return cfg.exit_code("rivals", run, argv)
 
 
 if __name__ == "__main__":

@@ -4,81 +4,90 @@
 
 The same run at each interval, alternating. A run's record says by how much the highest sample lies below the peak that
 torch (CUDA) or the kernel (CPU, resident memory) counted, and how often the sampler really sampled. Writes one row a
-run to results/<machine>/sampler.csv.
+run to results/<machine>/sampler.csv. Runs that this commit has made with the same settings are not repeated.
 """
 
-import argparse
-import csv
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from experiments import config as cfg
-from experiments.config import ROOT, ConfigError
-from experiments.device import pick_device
+from experiments.config import ROOT, ConfigError, RunConfig
+from experiments.evidence.common import FACTS, Parser, Table, numbers, place, whole
 from experiments.record import main_peak, read_record
-from experiments.suite import PASSED_ON, run_one
 
 COLUMNS = (
     "interval_s", "repeat", "achieved_interval_s", "longest_gap_s", "missed_bytes", "peak_bytes", "arm", "scale", "k",
-    "device_kind", "device_name", "torch_version", "commit",
+    "threads", *FACTS,
 )  # fmt: skip
 
 
-def run(args: argparse.Namespace) -> int:
-    device, device_name, _ = pick_device(args.device)
-    scale = args.scale or cfg.default_scale(device)
+def run(argv: list[str] | None) -> int:
+    parser = Parser("sampler_check", __doc__)
+    parser.add_argument("--arm", default="shared")
+    parser.add_argument("--scale", help="default: seed on CUDA, cpu elsewhere")
+    parser.add_argument("--k", type=whole(2), default=4)
+    parser.add_argument("--intervals", default="0.01,0.05,0.1", help="seconds")
+    parser.add_argument("--repeats", type=whole(1, 100), default=3)
+    parser.add_argument("--threads", type=whole(1))
+    args = parser.parse_args(argv)
+    intervals = numbers("--intervals", args.intervals)
+    here = place(args, "peft", "psutil", "pynvml")
+    scale = args.scale or cfg.default_scale(here.device)
     plan = [
-        cfg.resolve(args.arm, args.k, scale, device, repeat, interval=float(interval))
+        cfg.resolve(args.arm, args.k, scale, here.device, repeat, interval=interval, threads=args.threads)
         for repeat in range(args.repeats)
-        for interval in args.intervals.split(",")
+        for interval in intervals
     ]
-    folder = args.results / (args.machine or cfg.machine_name(device, device_name))
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as results, (folder / "sampler.csv").open("w", newline="", buffering=1) as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        for config in plan:
-            passed_on = {**dict.fromkeys(PASSED_ON), "interval": config.interval, "threads": args.threads}
-            run_one(config, Path(results, "here"), argparse.Namespace(**passed_on, timeout=None))
-            record = read_record(Path(results, "here", config.run_id))
-            if record is None or record["status"] != "ok":
-                raise ConfigError(f"the run failed: {record and record['error']}; try it with experiments.train")
-            sampler, peak = record["sampler"], main_peak(record)[0]
-            writer.writerow(
-                {
-                    "interval_s": config.interval,
-                    "repeat": config.repeat,
-                    "missed_bytes": sampler["peak_missed_bytes"],
-                    "peak_bytes": peak,
-                    **{name: sampler[name] for name in COLUMNS[2:4]},
-                    **{name: record[name] for name in COLUMNS[6:]},
-                }
-            )
-            print(
-                f"{config.interval * 1000:.0f} ms, {config.repeat + 1} of {args.repeats}: every "
-                f"{sampler['achieved_interval_s'] * 1000:.1f} ms, longest gap "
-                f"{sampler['longest_gap_s'] * 1000:.0f} ms, missed {sampler['peak_missed_bytes'] / 2**20:.1f} "
-                f"of {peak / 2**20:.0f} MiB",
-                flush=True,
-            )
+    settings = {"arm": args.arm, "scale": scale, "k": args.k, "threads": plan[0].threads}
+    table = Table(here.folder / "sampler.csv", COLUMNS, {**settings, **here.facts}, args.fresh)
+    for config in plan:
+        title = f"{config.interval * 1000:.0f} ms, {config.repeat + 1} of {args.repeats}"
+        if table.has(interval_s=config.interval, repeat=config.repeat):
+            print(f"{title}: already there", flush=True)
+            continue
+        row = measure(config)
+        table.add({"interval_s": config.interval, "repeat": config.repeat, **row})
+        print(
+            f"{title}: every {row['achieved_interval_s'] * 1000:.1f} ms, longest gap "
+            f"{row['longest_gap_s'] * 1000:.0f} ms, missed {row['missed_bytes'] / 2**20:.1f} "
+            f"of {row['peak_bytes'] / 2**20:.0f} MiB",
+            flush=True,
+        )
+    table.finish()
     return 0
 
 
+def measure(config: RunConfig) -> dict:
+    """One run in a folder of its own: seconds and bytes. Raises `ConfigError` where it fails or nobody sampled."""
+    given = {name: getattr(config, name) for name in ("arm", "k", "scale", "repeat", "device", "interval", "threads")}
+    with tempfile.TemporaryDirectory() as results:
+        options = {**given, "results": results, "machine": "here"}
+        words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+        child = subprocess.run(
+            [sys.executable, "-m", "experiments.train", *words],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        record = read_record(Path(results, "here", config.run_id))
+    if child.returncode:
+        why = [f"exit code {child.returncode}", *child.stderr.splitlines()][-1]
+        raise ConfigError(f"{config.run_id} every {config.interval} s failed: {why}; try it with experiments.train")
+    if record is None or not record["sampler"]:
+        raise ConfigError(f"{config.run_id} every {config.interval} s was not sampled; try it with experiments.train")
+    return {
+        "achieved_interval_s": record["sampler"]["achieved_interval_s"],
+        "longest_gap_s": record["sampler"]["longest_gap_s"],
+        "missed_bytes": record["sampler"]["peak_missed_bytes"],
+        "peak_bytes": main_peak(record)[0],
+    }
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.evidence.sampler_check", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
-    parser.add_argument("--arm", default="shared")
-    parser.add_argument("--scale", help="default: seed on CUDA, cpu elsewhere")
-    parser.add_argument("--k", type=int, default=4)
-    parser.add_argument("--intervals", default="0.01,0.05,0.1", help="seconds")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--results", type=Path, default=ROOT / "results", help="holds one folder a machine")
-    parser.add_argument("--machine", help="folder name below --results; default: from the device's name")
-    return cfg.exit_code("sampler_check", run, parser.parse_args(argv))
+    return cfg.exit_code("sampler_check", run, argv)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,235 @@
+"""The house keeps its order: who may import whom, no private names across modules, names, lengths, and paths in prose.
+
+Imports are read from the sources, also those inside functions. Nothing but one small process runs."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from experiments.config import ROOT
+
+# What a room of experiments/, or a module beside them, may import of experiments/
+BESIDE = {path.stem for path in (ROOT / "experiments").glob("*.py")} - {"__init__"}
+MAY_IMPORT = {
+    "evidence": {"evidence", "launch", "hooks", "plan", "settings", "workload", *BESIDE},
+    "launch": {"launch", "hooks", "plan", "settings", "workload", *BESIDE - {"train", "suite"}},
+    "hooks": {"hooks", "record", "phases", "device", "host_allocator", "config"},
+    "plan": {"plan", "settings", "workload", *BESIDE - {"train", "suite"}},
+    "settings": {"settings", "builds", "config"},
+    "workload": {"workload", "config"},
+    "train": {"workload", *BESIDE - {"suite"}},
+    "suite": {"workload", *BESIDE},
+    **{module: BESIDE - {"train", "suite"} for module in BESIDE - {"train", "suite", "config"}},
+    "config": set(),
+}
+LINES = 420
+LONGER = {  # -> why
+    "trl/fork.py": "runs before anything is installed",
+    "tests/test_fork.py": "a table of damaged inputs",
+    "tests/test_memory_monitor.py": "one process under many conditions",
+    "tests/test_visualization.py": "tables of damaged results",
+}
+STARTS_FAST = (  # before the sampler's first sample, the budget, or the word on what is missing
+    "memory_monitor", "config", "record", "suite", "train", "evidence.exactness", "evidence.host_allocator_bench",
+    "evidence.planner_check", "evidence.rivals", "evidence.sampler_check",
+)  # fmt: skip
+HEAVY = ("torch", "transformers", "trl", "accelerate", "datasets", "peft", "pandas", "matplotlib")
+
+
+def modules() -> dict[str, Path]:
+    """Our modules by the name under which they are imported."""
+    found = {}
+    for folder in (ROOT, *sorted(ROOT.glob("trl/*/overlay"))):
+        for top in ("experiments", "visualization", "tests") if folder == ROOT else ("trl",):
+            for path in sorted((folder / top).rglob("*.py")):
+                found[".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = modules()
+SOURCES = {name: path.read_text() for name, path in MODULES.items()}
+
+
+def imports(name: str, source: str) -> list[tuple[int, str, str, str]]:
+    """Every import of module `name`: (line, what is imported, the name it has here, what that name stands for)."""
+    package = name.split(".") if is_room(name) else name.split(".")[:-1]
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                here = alias.asname or alias.name.split(".")[0]
+                found.append((node.lineno, alias.name, here, alias.name if alias.asname else here))
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) + 1 - node.level] if node.level else []  # `from .x import y`
+            for alias in node.names:
+                full = ".".join([*above, *filter(None, [node.module]), alias.name])
+                found.append((node.lineno, full, alias.asname or alias.name, full))
+    return found
+
+
+def wrong_arrows(name: str, source: str) -> list[str]:
+    room = name.split(".")[1]
+    wrong = []
+    for line, full, _, _ in imports(name, source):
+        top, *rest = full.split(".")
+        if name.startswith("visualization."):
+            bad = top in ("experiments", "torch", "trl")
+        elif name.startswith("experiments."):
+            bad = top == "visualization" or top == "experiments" and not MAY_IMPORT[room].issuperset(rest[:1])
+        else:
+            bad = top in ("experiments", "visualization")
+        if bad:
+            wrong.append(f"{name}, line {line}: imports {full}")
+    return wrong
+
+
+def private_names(name: str, source: str) -> list[str]:
+    """Private names of other modules of ours that this one imports, reads, or sets by its name."""
+    wrong, stands_for = [], {}
+    for line, full, here, bound in imports(name, source):
+        stands_for[here] = bound
+        module, _, member = full.rpartition(".")
+        if module in MODULES and is_private(member) and full not in MODULES:
+            wrong.append(f"{name}, line {line}: {member} of {module}")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            of, member = node.value, node.attr
+        elif isinstance(node, ast.Call) and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
+            of, member = node.args[0], str(node.args[1].value)  # getattr, monkeypatch.setattr
+        else:
+            continue
+        first, *rest = ast.unparse(of).split(".")
+        module = ".".join([stands_for.get(first, ""), *rest])
+        if module in MODULES and module != name and is_private(member):
+            wrong.append(f"{name}, line {node.lineno}: {member} of {module}")
+    return wrong
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def missing_modules(text: str) -> list[str]:
+    """Modules of ours that a command in `text` starts and that are not there, or do nothing when started."""
+    asked = re.findall(r"-m ((?:experiments|visualization)(?:\.\w++)*+)(?!\.?\{)", text)
+    return sorted({name for name in asked if "__main__" not in SOURCES.get(f"{name}.__main__", SOURCES.get(name, ""))})
+
+
+def is_room(name: str) -> bool:
+    return name in MODULES and MODULES[name].name == "__init__.py"
+
+
+def missing_paths(text: str, folder: Path) -> list[str]:
+    """Links, relative to `folder`, paths from the root, and names of Python files, of `text` that lead nowhere. A `*`
+    stands for some."""
+    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    text = re.sub(r"\]\([^)]*\)|\S*://\S*", " ", text)
+    tops = "experiments|visualization|tests|trl|docs|results"
+    paths = re.findall(rf"(?<![\w/.<>*$}}-])(?:\./)?((?:{tops})/[\w./*-]*|[\w-]+\.sh\b)(?![<{{\w*])", text)
+    gone = [link for link in links if link and not (folder / link).exists()]
+    gone += [path for path in paths if not list(ROOT.glob(path.rstrip("./")))]
+    files = {path.name for path in MODULES.values()} | {"fork.py"}
+    return sorted({*gone, *(name for name in re.findall(r"`(\w+\.py)`", text) if name not in files)})
+
+
+def test_imports_run_from_top_to_bottom():
+    rooms = {name.split(".")[1] for name in MODULES if name.startswith("experiments.")}
+    assert rooms == MAY_IMPORT.keys(), "a room without a rule, or a rule without a room"
+    checked = {name: source for name, source in SOURCES.items() if "." in name and not name.startswith("tests.")}
+    wrong = [line for name, source in checked.items() for line in wrong_arrows(name, source)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_module_uses_the_private_names_of_another():
+    wrong = [line for name, source in SOURCES.items() for line in private_names(name, source)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_two_rooms_have_a_module_of_the_same_name():
+    rooms = defaultdict(set)
+    for name, path in MODULES.items():
+        if name.startswith(("experiments.", "visualization.")) and path.name != "__main__.py":
+            room, _, module = name.rpartition(".")
+            rooms[module].add(room)
+    rooms["plan"] -= {"visualization.charts"}  # draws what experiments.plan predicts
+    assert not {module: sorted(places) for module, places in rooms.items() if len(places) > 1}
+
+
+def test_no_file_is_too_long_to_read():
+    paths = [*MODULES.values(), ROOT / "trl" / "fork.py"]
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in paths}
+    too_long = {name: length for name, length in lengths.items() if length > LINES}
+    assert not {name: length for name, length in too_long.items() if name not in LONGER}
+    assert LONGER.keys() <= too_long.keys(), "the list names a file that is not that long, or gone"
+
+
+def test_what_must_start_fast_imports_nothing_heavy():
+    script = f"import sys, {', '.join('experiments.' + name for name in STARTS_FAST)}; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert loaded.returncode == 0, loaded.stderr
+    assert "experiments.suite" in loaded.stdout.split() and not set(HEAVY) & set(loaded.stdout.split())
+
+
+PROSE = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMANDS = [*PROSE, ROOT / "Makefile", *sorted(ROOT.glob("*.sh"))]
+
+
+@pytest.mark.parametrize("path", PROSE, ids=lambda path: path.name)
+def test_paths_in_prose_are_there(path):
+    assert not missing_paths(path.read_text(), path.parent)
+
+
+def test_commands_name_modules_that_can_be_started():
+    texts = {path.name: path.read_text() for path in COMMANDS} | SOURCES
+    del texts["tests.test_house"]  # names made-up ones below
+    assert not {name: missing for name, text in texts.items() if (missing := missing_modules(text))}
+
+
+@pytest.mark.parametrize(
+    "rule, name, source",
+    [
+        (wrong_arrows, "experiments.plan.doctor", "from experiments.launch import inputs"),
+        (wrong_arrows, "experiments.plan.doctor", "def f():\n    import experiments.evidence.rivals"),
+        (wrong_arrows, "experiments.hooks.memory_callback", "from experiments import builds"),
+        (wrong_arrows, "experiments.workload.data", "from experiments.record import write_json"),
+        (wrong_arrows, "experiments.config", "from experiments.workload import data"),
+        (wrong_arrows, "experiments.suite", "from experiments import plan"),
+        (wrong_arrows, "experiments.plan.doctor", "from visualization.plan import draw"),
+        (wrong_arrows, "visualization.load", "from experiments.config import ROOT"),
+        (wrong_arrows, "visualization.load", "import torch.nn"),
+        (wrong_arrows, "trl.models.prefix_sharing", "import experiments"),
+        (wrong_arrows, "visualization.tables", "import visualization\nfrom experiments import config"),
+        (wrong_arrows, "experiments.settings.profiles", "from ..plan import predict"),
+        (private_names, "tests.x", "from experiments.record import _x"),
+        (private_names, "tests.x", "from experiments import record as r\nr._x"),
+        (private_names, "tests.x", "import experiments.record\nexperiments.record._x()"),
+        (private_names, "tests.x", "import experiments.record as r\nmonkeypatch.setattr(r, '_x', 1)"),
+        (private_names, "trl.models.other", "from trl.models.prefix_sharing import _x"),
+        (private_names, "trl.models.prefix_sharing", "from ..models.prefix_sharing import _x"),
+    ],
+)
+def test_each_rule_finds_what_breaks_it(rule, name, source):
+    assert len(rule(name, source)) == 1
+
+
+def test_each_rule_leaves_alone_what_keeps_it():
+    assert not wrong_arrows("experiments.evidence.rivals", "from experiments.launch import inputs\nimport torch")
+    assert not wrong_arrows("experiments.train", "def f():\n    from experiments.workload import data")
+    assert not private_names("tests.x", "from torch.utils._pytree import tree_map\nself._x\nrecord._x")
+    assert not private_names("experiments.record", "def f():\n    return _x")
+
+
+def test_paths_that_lead_nowhere_are_found():
+    text = "[a](gone.md) [b](docs/log.md#x) `experiments/gone.py` ./gone.sh results/<your machine>/ tests/probes/s*.py"
+    assert missing_paths(text + "`nowhere.py`, `config.py`", ROOT) == [
+        "experiments/gone.py", "gone.md", "gone.sh", "nowhere.py"
+    ]  # fmt: skip
+    text = "python -m experiments.gone; -m experiments.suite; -m experiments.hooks; -m experiments.plan, -m pytest"
+    assert missing_modules(text + "-m experiments.record") == [
+        "experiments.gone", "experiments.hooks", "experiments.record"
+    ]  # fmt: skip
