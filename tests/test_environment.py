@@ -4,6 +4,8 @@ the CPU and the CUDA build of torch."""
 import ast
 import importlib.metadata
 import re
+import shutil
+import subprocess
 import sys
 import tomllib
 
@@ -172,3 +174,19 @@ def test_the_version_is_that_of_the_newest_section_of_the_changelog():
     newest = re.search(r"^## (\S+) \((unreleased|\d{4}-\d\d-\d\d)\)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert PROJECT["project"]["version"] == newest[1]
     assert (newest[2] == "unreleased") == (".dev" in newest[1])
+
+
+def test_what_the_readmes_commands_write_is_ignored_and_results_are_not(tmp_path):
+    """Results of other machines may be committed."""
+    ignored = """
+        .venv/bin/python .venv.new/x .venv.old/x .build/x fits.yaml trl-1.16.0+fork.abc1234-py3-none-any.whl
+        my-trl/trl/x.py trainer_output/memory.json results/.run_gpu-cuda/plan results/nvidia-h200/combined_memory.csv
+    """.split()
+    kept = """
+        results/nvidia-h200/summary.csv results/nvidia-h200/charts/audit.png
+        results/nvidia-h200/shared_seed_k2_r0/run.json trl/current/overlay/trl/x.py experiments/profiles/fits.yaml
+    """.split()
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    shutil.copy(ROOT / ".gitignore", tmp_path)
+    command = ["git", "check-ignore", *ignored, *kept]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout.split() == ignored
