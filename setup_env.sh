@@ -90,7 +90,7 @@ trap 'interrupted 143' TERM
 
 log=.build/setup_env.log
 : >"$log"
-quietly() { # COMMAND...: with its output in the log. In the background, as a signal would have to wait for it otherwise
+quietly() { # COMMAND...: its output goes to the log. In the background: a signal would have to wait for its end else
   before=$(wc -l <"$log")
   "$@" >>"$log" 2>&1 </dev/null &
   child=$!
@@ -105,12 +105,13 @@ pip_failed() { # PART: one line with the remedy
   local error
   error=$(said | grep '^ERROR' | tail -n 1) || error="ERROR: it said nothing"
   error=${error#ERROR: }
+  local fetch="./setup_env.sh --download" problem="pip failed on $1 ($error)"
   if [ "$mode" = offline ]; then
-    fail "$dir does not serve for $1 ($error): fill it with ./setup_env.sh --download $dir on a machine with network and $version; $unchanged; pip's output: $log" 1
+    problem="$dir does not serve for $1 ($error): $fetch $dir on a machine with network and $version fills it"
   elif unreachable; then
-    fail "no network for $1: connect, or ./setup_env.sh --download DIR on a machine with network and ./setup_env.sh --offline DIR here; $unchanged; pip's output: $log" 1
+    problem="no network for $1: connect, or $fetch DIR where there is one and ./setup_env.sh --offline DIR here"
   fi
-  fail "pip failed on $1 ($error): $unchanged; pip's output: $log" 1
+  fail "$problem; $unchanged; pip's output: $log" 1
 }
 
 [ -f "$stamp" ] && grep -q system-torch "$stamp" && system_torch=yes
@@ -195,7 +196,7 @@ fork current .build/fork/current-untouched --no-patches
 { echo "$lock"; echo "$build"; if [ "$system_torch" = yes ]; then echo system-torch; fi; } >"$new/.stamp"
 
 # The scripts in bin/ name the folder that they were installed in
-"$python" - "$new" .venv 2>>"$log" <<'EOF' || fail "the scripts in $new/bin could not be changed: $unchanged; see $log" 1
+"$python" - "$new" .venv 2>>"$log" <<'EOF' || fail "cannot change the scripts in $new/bin: $unchanged; see $log" 1
 import os
 import sys
 from pathlib import Path
