@@ -1,9 +1,10 @@
-.PHONY: help reproduce test lint charts bench plans
+.PHONY: help reproduce test test-all lint charts bench plans
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make reproduce   set up, run every arm at k = 2, 4, 8, draw charts and tables (about 14 minutes on 2 cores)"
-	@echo "make test        set up, lint, run the tests"
+	@echo "make test        set up, lint, run the tests but the slow ones"
+	@echo "make test-all    set up, lint, run every test"
 	@echo "make bench       time and memory of today's trainer with and without prefix sharing (about 40 minutes)"
 	@echo "make plans       predict the memory of every profile (a few minutes)"
 	@echo "make charts      draw charts and tables again from the results, update README.md"
@@ -19,7 +20,10 @@ bench:
 	./run_bench.sh
 
 test: lint
-	.venv/bin/python -m pytest -q -n 2
+	.venv/bin/python -m pytest -q -n 2 --dist loadfile -m "not slow"
+
+test-all: lint
+	.venv/bin/python -m pytest -q -n 2 --dist loadfile
 
 lint:
 	./setup_env.sh

@@ -3,32 +3,55 @@
 #     MINUTES=9 ./run_gpu.sh
 # begins nothing new after nine minutes, and the same command goes on later. RESULTS=... is another folder than results.
 # PYTHON=... is another environment than .venv, and nothing is installed. Without a GPU: DEVICE=cpu SCALES=... KS=...
+# A part that fails does not stop the others; the last line names those that failed, and the exit code is 1.
 set -euo pipefail
 cd "$(dirname "$0")"
 [ -n "${PYTHON:-}" ] || ./setup_env.sh --quiet
 python=${PYTHON:-.venv/bin/python}
 device=${DEVICE:-cuda} ks=${KS:-8,16,32} results=${RESULTS:-results}
 end=$(($(date +%s) + ${MINUTES:-100000} * 60))
+failed=()
 
 minutes_left() { echo $(((end - $(date +%s)) / 60)); }
 
 step() { # title, command...: skipped when time is up
+  done_well=no
   if [ "$(minutes_left)" -le 0 ]; then
     echo "not begun: $1 (the same command goes on later)"
     return
   fi
   echo "== $1"
-  "${@:2}" || echo "== $1: exit code $?"
+  if "${@:2}"; then
+    done_well=yes
+  else
+    echo "== $1: exit code $?"
+    failed+=("$1")
+  fi
 }
 
 suite() { step "$1 k=$3" "$python" -m experiments.suite --device "$device" --results "$results" \
   --minutes "$(minutes_left)" --scale "$1" --arms "$2" --k "$3" --repeats "$4"; }
 
+clean_commit() { # as the records have it; nothing where code or pins differ from the commit, or it is not known
+  local commit changed
+  if commit=$(git rev-parse --short=12 HEAD 2>/dev/null); then
+    changed=$(git status --porcelain -- experiments trl requirements.lock) && [ -z "$changed" ] && echo "$commit"
+  elif [[ ${SOURCE_COMMIT:-} != *-dirty ]]; then
+    echo "${SOURCE_COMMIT:-}"
+  fi
+}
+
 done_marks=$results/.run_gpu-$device
 mkdir -p "$done_marks"
-once() { # name, command...: not again after it has ended well
-  if [ -e "$done_marks/$1" ]; then echo "== $1: already there"; return; fi
-  step "$1" sh -c '"$@" && touch "$0"' "$done_marks/$1" "${@:2}"
+once() { # name, command...: not again after it has ended well at this commit
+  local mark=$done_marks/$1 commit
+  commit=$(clean_commit) || commit=
+  if [ -n "$commit" ] && [ -e "$mark" ] && [ "$(cat "$mark")" = "$commit" ]; then
+    echo "== $1: already there, at commit $commit"
+    return
+  fi
+  step "$@"
+  if [ "$done_well" = yes ] && [ -n "$commit" ]; then echo "$commit" >"$mark"; fi
 }
 
 once exactness "$python" -m experiments.evidence.exactness --device "$device" --results "$results"
@@ -47,4 +70,9 @@ if [ -z "${SCALES:-}" ]; then
       suite "$model-$lengths" $today 8,16,32 1
     done
   done
+fi
+if [ ${#failed[@]} -gt 0 ]; then
+  printf -v names '%s; ' "${failed[@]}"
+  echo "failed: ${names%; }"
+  exit 1
 fi

@@ -6,8 +6,15 @@
 #   ./setup_env.sh --download DIR        fetch everything to DIR, for a machine without network  [--cpu | --cuda]
 #   ./setup_env.sh --offline DIR         set up from DIR, no network
 #   PYTHON=python3.12 ./setup_env.sh     choose the Python (3.11 or newer)
+#
+# An old .venv stays in use until the new one is complete. What pip says is in .build/setup_env.log.
 set -euo pipefail
 cd "$(dirname "$0")"
+
+fail() { # MESSAGE [EXIT CODE]
+  echo "setup_env: $1" >&2
+  exit "${2:-2}"
+}
 
 mode=online dir= system_torch=no quiet=no build=
 while [ $# -gt 0 ]; do
@@ -15,13 +22,13 @@ while [ $# -gt 0 ]; do
     --use-system-torch) system_torch=yes ;;
     --download | --offline)
       mode=${1#--}
-      [ $# -gt 1 ] || { echo "setup_env: $1 needs a folder" >&2; exit 2; }
+      [ $# -gt 1 ] || fail "$1 needs a folder"
       dir=$2
       shift ;;
     --cpu | --cuda) build=${1#--} ;;
     --quiet) quiet=yes ;;
-    -h | --help) sed -n '2,9p' "$0" | cut -c3-; exit 0 ;;
-    *) echo "setup_env: unknown option $1; see ./setup_env.sh --help" >&2; exit 2 ;;
+    -h | --help) sed -n '2,10p' "$0" | cut -c3-; exit 0 ;;
+    *) fail "unknown option $1; see ./setup_env.sh --help" ;;
   esac
   shift
 done
@@ -33,74 +40,172 @@ find_python() {
       return
     fi
   done
-  echo "setup_env: no Python 3.11 or newer found; install one, or name it: PYTHON=/path/to/python ./setup_env.sh" >&2
-  exit 2
+  fail "no Python 3.11 or newer found; install one, or name it: PYTHON=/path/to/python ./setup_env.sh"
 }
 
 # An existing environment stays what it was made as: scripts that call this one need not know.
 stamp=.venv/.stamp
 lock=$(cat requirements.lock setup_env.sh | cksum)
-if [ "$mode" != download ] && [ -f "$stamp" ] && [ "$(head -n 1 "$stamp")" = "$lock" ]; then
-  if [ "$system_torch" = no ] || grep -q system-torch "$stamp"; then
-    [ "$quiet" = yes ] || echo "environment: up to date (.venv)"
-    exit 0
-  fi
-fi
-[ -f "$stamp" ] && grep -q system-torch "$stamp" && system_torch=yes
+stop_if_up_to_date() {
+  [ "$mode" != download ] && [ -f "$stamp" ] && [ "$(head -n 1 "$stamp")" = "$lock" ] || return 0
+  [ "$system_torch" = no ] || grep -q system-torch "$stamp" || return 0
+  [ "$quiet" = yes ] || echo "environment: up to date (.venv)"
+  exit 0
+}
+stop_if_up_to_date
 
+mkdir -p .build
+exec 9>.build/setup_env.lock # held by what runs below, too: a pip that outlives a killed set-up is waited for
+if command -v flock >/dev/null && ! flock -n 9; then
+  echo "environment: another set-up is at work here, waiting for its end"
+  flock 9
+fi
+
+# The new environment is made in .venv.new, and two renames put it in the old one's place. The old one is whole and in
+# its place throughout, whatever ends this script; only between the two renames does it stand aside, as .venv.old.
+recover() {
+  if [ -e .venv.old ] && [ ! -e .venv ] && [ ! -L .venv ]; then mv -T .venv.old .venv; fi
+  rm -rf .venv.new .venv.old
+}
+child=
+end() {
+  trap - EXIT
+  if [ -n "$child" ]; then
+    kill "$child" 2>/dev/null || true
+    wait "$child" 2>/dev/null || true
+  fi
+  recover
+}
+interrupted() {
+  echo "setup_env: interrupted; $unchanged" >&2
+  exit "$1"
+}
+recover
+stop_if_up_to_date # another set-up may have done it meanwhile
+if [ -e .venv ]; then unchanged=".venv is as it was"; else unchanged="nothing is set up"; fi
+trap end EXIT
+trap 'interrupted 129' HUP
+trap 'interrupted 130' INT
+trap 'interrupted 143' TERM
+
+log=.build/setup_env.log
+: >"$log"
+quietly() { # COMMAND...: its output goes to the log. In the background: a signal would have to wait for its end else
+  before=$(wc -l <"$log")
+  "$@" >>"$log" 2>&1 </dev/null &
+  child=$!
+  local code=0
+  wait "$child" || code=$?
+  child=
+  return "$code"
+}
+said() { tail -n "+$((before + 1))" "$log"; } # what the last command printed
+unreachable() { grep -q 'connection broken by' <(said); }
+pip_failed() { # PART: one line with the remedy
+  local error
+  error=$(said | grep '^ERROR' | tail -n 1) || error="ERROR: it said nothing"
+  error=${error#ERROR: }
+  local fetch="./setup_env.sh --download" problem="pip failed on $1 ($error)"
+  if [ "$mode" = offline ]; then
+    problem="$dir does not serve for $1 ($error): $fetch $dir on a machine with network and $version fills it"
+  elif unreachable; then
+    problem="no network for $1: connect, or $fetch DIR where there is one and ./setup_env.sh --offline DIR here"
+  fi
+  fail "$problem; $unchanged; pip's output: $log" 1
+}
+
+[ -f "$stamp" ] && grep -q system-torch "$stamp" && system_torch=yes
 python=$(find_python)
+version=$("$python" --version)
 torch=$(grep '^torch==' requirements.lock)
+others="the other $(grep -c '^[^#]' <(grep -v '^torch==' requirements.lock)) packages"
 if [ -z "$build" ]; then
   if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then build=cuda; else build=cpu; fi
 fi
+size="CPU build: 0.2 GB, one to three minutes"
+[ "$build" = cpu ] || size="CUDA build: several GB, five minutes or more"
 cpu_index=https://download.pytorch.org/whl/cpu
 
 # The CPU build is a tenth of the size. PyPI does not hold it; PyTorch's own index does.
-get_torch() { # get_torch COMMAND...: run pip's install or download for torch
-  if [ "$build" = cuda ]; then
-    "$@" "$torch"
+get_torch() { # COMMAND...: run pip's install or download for torch
+  if [ "$build" = cuda ] || [ "$mode" = offline ]; then
+    quietly "$@" "$torch"
   else
-    "$@" "$torch+cpu" 2>/dev/null || "$@" --timeout 5 --retries 0 --extra-index-url "$cpu_index" "$torch+cpu" 2>/dev/null ||
-      { echo "environment: no CPU build of torch for this Python here, taking PyPI's build"; "$@" "$torch"; }
+    quietly "$@" "$torch+cpu" && return
+    ! unreachable || return 1
+    quietly "$@" --timeout 5 --retries 0 --extra-index-url "$cpu_index" "$torch+cpu" && return
+    echo "  no CPU build of torch for this Python here, taking PyPI's: several GB, five minutes or more"
+    quietly "$@" "$torch"
   fi
 }
 
 if [ "$mode" = download ]; then
-  mkdir -p "$dir"
-  echo "downloading for $($python --version), $build build of torch, to $dir"
-  get_torch "$python" -m pip download --quiet --dest "$dir"
-  "$python" -m pip download --quiet --dest "$dir" --find-links "$dir" -r requirements.lock
-  "$python" -m pip download --quiet --dest "$dir" --no-deps trl==0.21.0
-  "$python" -m pip download --quiet --dest "$dir" pip setuptools wheel
+  unchanged="what is there already is kept"
+  mkdir -p "$dir" || fail "cannot write to $dir; name another folder"
+  download=("$python" -m pip download --disable-pip-version-check --progress-bar off --dest "$dir")
+  echo "environment: downloading to $dir for $version"
+  echo "  1 of 3: ${torch/==/ }, $size"
+  get_torch "${download[@]}" || pip_failed torch
+  echo "  2 of 3: $others: 0.2 GB, about a minute"
+  quietly "${download[@]}" --find-links "$dir" -r requirements.lock || pip_failed "$others"
+  echo "  3 of 3: TRL 0.21: seconds"
+  quietly "${download[@]}" --no-deps trl==0.21.0 || pip_failed "TRL 0.21"
   echo "done; on the other machine, with the same Python: ./setup_env.sh --offline $dir"
   exit 0
 fi
 
-echo "environment: setting up .venv with $($python --version) ($build build of torch); this takes a few minutes"
-rm -rf .venv
-"$python" -m venv .venv
-install=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
+[ "$mode" = online ] || [ -d "$dir" ] || fail "no folder $dir; fill it with --download on a machine with network"
+command -v git >/dev/null || fail "git is missing, which applies the patches in trl/: install it (apt-get install git)"
+if [ "$system_torch" = yes ]; then
+  torch_home=$("$python" -c 'import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))' 2>/dev/null) ||
+    fail "--use-system-torch, but $python cannot import torch: install it there, or go without the option"
+fi
+
+echo "environment: setting up .venv with $version; pip's output goes to $log"
+new=.venv.new
+quietly "$python" -m venv --prompt .venv "$new" ||
+  fail "$python -m venv failed: on Debian and Ubuntu apt-get install python3-venv; $unchanged; its output: $log" 1
+install=("$new/bin/python" -m pip install --disable-pip-version-check --progress-bar off)
 if [ "$mode" = offline ]; then
-  [ -d "$dir" ] || { echo "setup_env: no folder $dir; fill it with --download on a machine with network" >&2; exit 2; }
   install+=(--no-index --find-links "$dir")
   export FORK_WHEELS=$dir
 fi
 if [ "$system_torch" = yes ]; then
   # A path file, because --system-site-packages does not reach the torch of a Python that is itself an environment
-  torch_home=$("$python" -c 'import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))' 2>/dev/null) ||
-    { echo "setup_env: --use-system-torch, but $python cannot import torch" >&2; exit 2; }
-  echo "$torch_home" > "$(echo .venv/lib/python3.*/site-packages)/system-torch.pth"
-  grep -v '^torch==' requirements.lock > .venv/requirements.txt
-  "${install[@]}" --no-deps -r .venv/requirements.txt # the lock is complete; with dependencies pip would add torch
+  echo "  1 of 3: torch is the system's, in $torch_home"
+  echo "$torch_home" >"$(echo "$new"/lib/python3.*/site-packages)/system-torch.pth"
+  grep -v '^torch==' requirements.lock >"$new/requirements.txt"
+  needs=(--no-deps -r "$new/requirements.txt") # the lock is complete; with dependencies pip would add torch
 else
-  if [ "$mode" = offline ]; then "${install[@]}" "$torch"; else get_torch "${install[@]}"; fi
-  "${install[@]}" -r requirements.lock
+  echo "  1 of 3: ${torch/==/ }, $size"
+  get_torch "${install[@]}" || pip_failed torch
+  needs=(-r requirements.lock)
 fi
+echo "  2 of 3: $others: 0.2 GB, about a minute"
+quietly "${install[@]}" "${needs[@]}" || pip_failed "$others"
+echo "  3 of 3: the trainers compared here, built from TRL's releases: seconds"
+fork() { # ARGUMENTS of trl/fork.py build
+  quietly "$new/bin/python" trl/fork.py build "$@" || fail "$(said | tail -n 1); $unchanged" 1
+}
 for patch in "" $(grep -v '^#' trl/classic/series); do # the arms' TRL, so that a run needs no network
   name=${patch%.patch}
-  .venv/bin/python trl/fork.py build classic ".build/fork/${name:-classic-untouched}" \
-    $([ -n "$patch" ] && echo "--patches $patch" || echo --no-patches) >/dev/null
+  if [ -n "$patch" ]; then choice=(--patches "$patch"); else choice=(--no-patches); fi
+  fork classic ".build/fork/${name:-classic-untouched}" "${choice[@]}"
 done
-.venv/bin/python trl/fork.py build current .build/fork/current-untouched --no-patches >/dev/null
-{ echo "$lock"; echo "$build"; if [ "$system_torch" = yes ]; then echo system-torch; fi; } > "$stamp"
+fork current .build/fork/current-untouched --no-patches
+{ echo "$lock"; echo "$build"; if [ "$system_torch" = yes ]; then echo system-torch; fi; } >"$new/.stamp"
+
+# The scripts in bin/ name the folder that they were installed in
+"$python" - "$new" .venv 2>>"$log" <<'EOF' || fail "cannot change the scripts in $new/bin: $unchanged; see $log" 1
+import os
+import sys
+from pathlib import Path
+
+made, final = (os.fsencode(os.path.abspath(path)) for path in sys.argv[1:])
+for path in [Path(sys.argv[1], "pyvenv.cfg"), *Path(sys.argv[1], "bin").iterdir()]:
+    if path.is_file() and not path.is_symlink() and made in path.read_bytes():
+        path.write_bytes(path.read_bytes().replace(made, final))
+EOF
+if [ -e .venv ] || [ -L .venv ]; then mv -T .venv .venv.old; fi
+mv -T "$new" .venv
 echo "environment: ready"
