@@ -27,7 +27,7 @@ test-all: lint
 
 lint:
 	./setup_env.sh
-	.venv/bin/python -m ruff check .
+	.venv/bin/python -m ruff check . && .venv/bin/python -m ruff format --check -q .
 
 charts:
 	./visualize_results.sh

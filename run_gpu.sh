@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can show, into results/<gpu>, the most telling first. Finished runs are not repeated, so
+# Everything that only a GPU can show, into results/<gpu>, the most telling first. What one commit has finished is not
+# repeated, so
 #     MINUTES=9 ./run_gpu.sh
 # begins nothing new after nine minutes, and the same command goes on later. RESULTS=... is another folder than results.
 # PYTHON=... is another environment than .venv, and nothing is installed. Without a GPU: DEVICE=cpu SCALES=... KS=...
@@ -15,55 +16,30 @@ failed=()
 minutes_left() { echo $(((end - $(date +%s)) / 60)); }
 
 step() { # title, command...: skipped when time is up
-  done_well=no
   if [ "$(minutes_left)" -le 0 ]; then
     echo "not begun: $1 (the same command goes on later)"
     return
   fi
   echo "== $1"
-  if "${@:2}"; then
-    done_well=yes
-  else
+  "${@:2}" || {
     echo "== $1: exit code $?"
     failed+=("$1")
-  fi
+  }
 }
 
 suite() { step "$1 k=$3" "$python" -m experiments.suite --device "$device" --results "$results" \
   --minutes "$(minutes_left)" --scale "$1" --arms "$2" --k "$3" --repeats "$4"; }
 
-clean_commit() { # as the records have it; nothing where code or pins differ from the commit, or it is not known
-  local commit changed
-  if commit=$(git rev-parse --short=12 HEAD 2>/dev/null); then
-    changed=$(git status --porcelain -- experiments trl requirements.lock) && [ -z "$changed" ] && echo "$commit"
-  elif [[ ${SOURCE_COMMIT:-} != *-dirty ]]; then
-    echo "${SOURCE_COMMIT:-}"
-  fi
-}
-
-done_marks=$results/.run_gpu-$device
-mkdir -p "$done_marks"
-once() { # name, command...: not again after it has ended well at this commit
-  local mark=$done_marks/$1 commit
-  commit=$(clean_commit) || commit=
-  if [ -n "$commit" ] && [ -e "$mark" ] && [ "$(cat "$mark")" = "$commit" ]; then
-    echo "== $1: already there, at commit $commit"
-    return
-  fi
-  step "$@"
-  if [ "$done_well" = yes ] && [ -n "$commit" ]; then echo "$commit" >"$mark"; fi
-}
-
-once exactness "$python" -m experiments.evidence.exactness --device "$device" --results "$results"
+step exactness "$python" -m experiments.evidence.exactness --device "$device" --results "$results"
 today=stock,stock-accumulate,shared
 for scale in ${SCALES:-qwen3-0.6b-p3000-c100 qwen3-8b-lora-p3000-c512}; do suite "$scale" $today "$ks" 1; done
 if [ -z "${SCALES:-}" ]; then
   suite seed classic-baseline,classic-string,classic-string-exact,classic-lean,$today 2,4,8 3
   suite seed classic-string,classic-string-exact,classic-lean,shared 16,32,64 1
 fi
-once sampler "$python" -m experiments.evidence.sampler_check --device "$device" --results "$results" \
+step sampler "$python" -m experiments.evidence.sampler_check --device "$device" --results "$results" \
   ${SCALES:+--scale "${SCALES%% *}" --k "${ks%%,*}"}
-[ -n "${SCALES:-}" ] || once plan "$python" -m experiments.evidence.planner_check --device "$device" --results "$results"
+[ -n "${SCALES:-}" ] || step plan "$python" -m experiments.evidence.planner_check --device "$device" --results "$results"
 if [ -z "${SCALES:-}" ]; then
   for model in qwen3-0.6b qwen3-1.7b qwen3-8b-lora; do
     for lengths in p3000-c100 p3000-c512 p1000-c100 p1000-c512 p8000-c100 p8000-c512; do

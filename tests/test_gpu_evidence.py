@@ -2,7 +2,6 @@
 
 import csv
 import os
-import shutil
 import subprocess
 import sys
 
@@ -143,13 +142,8 @@ def test_the_script_stops_in_time_and_names_what_is_left(tmp_path):
 
 @pytest.fixture
 def parts(tmp_path):
-    """Runs a copy of `run_gpu.sh`, in a repository of its own, with a stub for Python that fails for FAILS; returns
-    (exit code, lines, the modules that ran)."""
-    repository = tmp_path / "repository"
-    for folder in ("experiments", "trl"):
-        (repository / folder).mkdir(parents=True)
-        (repository / folder / "code.py").write_text("")
-    shutil.copy(ROOT / "run_gpu.sh", repository)
+    """Runs `run_gpu.sh` with a stub for Python that fails for FAILS; returns (exit code, lines, the modules that
+    ran)."""
     stub = tmp_path / "stub"
     stub.write_text('#!/bin/sh\necho "$2" >> "$CALLS"\ncase " $FAILS " in *" $2 "*) exit 3 ;; esac\n')
     stub.chmod(0o755)
@@ -158,64 +152,31 @@ def parts(tmp_path):
     def run_parts(fails="", **environment):
         calls.write_text("")
         own = {"PYTHON": str(stub), "CALLS": str(calls), "FAILS": fails, "RESULTS": str(tmp_path / "results")}
-        inherited = {key: value for key, value in os.environ.items() if key != "SOURCE_COMMIT"}
         result = subprocess.run(
             ["./run_gpu.sh"],
-            cwd=repository,
+            cwd=ROOT,
             capture_output=True,
             text=True,
             timeout=60,
-            env={**inherited, "GIT_CEILING_DIRECTORIES": str(tmp_path), "DEVICE": "cpu", **own, **environment},
+            env={**os.environ, "DEVICE": "cpu", **own, **environment},
         )
         assert result.stderr == ""
         return result.returncode, result.stdout.splitlines(), calls.read_text().split()
 
-    run_parts.repository = repository
     return run_parts
 
 
-def commit(repository):
-    identity = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
-    for command in (["init", "-q"], ["add", "-A"], [*identity, "commit", "-q", "-m", "x"]):
-        subprocess.run(["git", *command], cwd=repository, check=True)
-
-
-ONCE = ["experiments.exactness", "experiments.sampler_check", "experiments.check_plan"]
+MEASURED = [f"experiments.evidence.{name}" for name in ("exactness", "sampler_check", "planner_check")]
 
 
 def test_a_part_that_fails_is_named_at_the_end_and_the_others_still_run(parts):
     code, lines, everything = parts()
     assert code == 0 and not any("failed" in line for line in lines)
-    assert len(everything) == 2 + 2 + 2 + 18 + 1 and set(everything) == {*ONCE, "experiments.suite"}
-    code, lines, ran = parts("experiments.exactness experiments.check_plan")
+    assert len(everything) == 2 + 2 + 2 + 18 + 1 and set(everything) == {*MEASURED, "experiments.suite"}
+    code, lines, ran = parts("experiments.evidence.exactness experiments.evidence.planner_check")
     assert (code, lines[-1], ran) == (1, "failed: exactness; plan", everything)
     code, lines, ran = parts("experiments.suite", SCALES="test bench", KS="2,4")
-    assert (code, lines[-1]) == (1, "failed: test k=2,4; bench k=2,4") and ran[-1] == "experiments.sampler_check"
-
-
-def test_a_part_is_there_already_only_for_the_commit_it_ended_well_at(parts):
-    both = ["experiments.exactness", "experiments.sampler_check"]
-
-    def of_once(fails="", **environment):
-        return [module for module in parts(fails, SCALES="test", **environment)[2] if module in both]
-
-    # Not under version control: nothing is known, unless the environment says it
-    assert of_once() == of_once() == both
-    assert (of_once(SOURCE_COMMIT="1" * 12), of_once(SOURCE_COMMIT="1" * 12)) == (both, [])
-    assert of_once(SOURCE_COMMIT="2" * 12) == both
-    for _ in range(2):
-        assert of_once(SOURCE_COMMIT="2" * 12 + "-dirty") == both
-
-    commit(parts.repository)
-    assert of_once("experiments.sampler_check") == both
-    assert of_once() == ["experiments.sampler_check"], "what failed is repeated"
-    assert of_once(SOURCE_COMMIT="3" * 12) == [], "git knows better"
-    (parts.repository / "notes.txt").write_text("")
-    assert of_once() == [], "no code, so the same results"
-    (parts.repository / "trl" / "code.py").write_text("changed")
-    assert of_once() == of_once() == both
-    commit(parts.repository)
-    assert (of_once(), of_once()) == (both, [])
+    assert (code, lines[-1]) == (1, "failed: test k=2,4; bench k=2,4") and ran[-1] == MEASURED[1]
 
 
 def test_a_copy_without_git_says_its_commit_by_the_environment(tmp_path, monkeypatch):
