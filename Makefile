@@ -7,7 +7,7 @@ help:
 	@echo "make test-all    set up, lint, run every test"
 	@echo "make bench       time and memory of today's trainer with and without prefix sharing (about 40 minutes)"
 	@echo "make plans       predict the memory of every profile (a few minutes)"
-	@echo "make charts      draw charts and tables again from the results, update README.md"
+	@echo "make charts      draw the committed results again, update the tables of README.md and docs"
 
 reproduce:
 	./setup_env.sh
@@ -30,7 +30,7 @@ lint:
 	.venv/bin/python -m ruff check . && .venv/bin/python -m ruff format --check -q .
 
 charts:
-	./visualize_results.sh
+	./visualize_results.sh results/reference-cpu-2-cores
 	.venv/bin/python -m visualization.tables README.md --write
 	.venv/bin/python -m visualization.tables docs/memory_guide.md --write
 
@@ -39,7 +39,7 @@ plans:
 	./setup_env.sh --quiet
 	for profile in single_gpu_12gb:12GiB single_gpu_24gb:24GiB constrained:12GiB balanced:48GiB max_efficiency:80GiB; do \
 	  .venv/bin/python -W ignore -m experiments.plan --profile $${profile%:*} --prompt 2000 \
-	    --device-memory $${profile#*:} --json docs/plans/$${profile%:*}.json || exit 1; done
+	    --device-memory $${profile#*:} --json results/plans/$${profile%:*}.json || exit 1; done
 	.venv/bin/python -W ignore -m experiments.plan --profile multi_gpu_70b --prompt 2000 --device-memory 80GiB \
-	  --accelerate experiments/settings/accelerate/fsdp2_offload.yaml --json docs/plans/multi_gpu_70b.json
-	.venv/bin/python -m visualization.plan docs/plans/single_gpu_24gb.json docs/plans/single_gpu_24gb.png
+	  --accelerate experiments/settings/accelerate/fsdp2_offload.yaml --json results/plans/multi_gpu_70b.json
+	.venv/bin/python -m visualization.charts.plan results/plans/single_gpu_24gb.json results/plans/single_gpu_24gb.png

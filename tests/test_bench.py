@@ -4,9 +4,10 @@ import pytest
 
 from tests.test_visualization import texts, write_run
 from visualization import tables
-from visualization.bench import compared, frontier, peak_by_k
+from visualization.charts.frontier import frontier
+from visualization.charts.peak_by_k import peak_by_k
 from visualization.load import load_machine
-from visualization.runs import GIB
+from visualization.runs import GIB, compared
 
 
 @pytest.fixture
@@ -53,3 +54,12 @@ def test_phases_table_compares_with_stock_at_the_k_of_most_arms(machine):
     assert "| `stock` | 10.0 | 10.0 | 10.0 | 101.0 | 4.00 |" in text
     assert "| `shared` | 10.0 (1.0 x) | 10.0 (1.0 x) | 10.0 (1.0 x) | 10.0 (10.1 x) | 0.50 (1/8.0) |" in text
     assert "| `classic-baseline` | OOM | OOM | OOM | OOM | OOM |" in text
+
+
+def test_peak_by_k_crosses_what_ran_out_and_only_names_what_was_killed(machine):
+    write_run(machine, "stock-compact", 8, status="running")
+    figure = peak_by_k(load_machine(machine))
+    crosses = [line for line in figure.axes[0].get_lines() if line.get_marker() == "x"]
+    assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in crosses] == [(8, 4)]  # the budget in GiB
+    shown = " ".join(" ".join(texts(figure)).split())
+    assert "where out of memory: classic-baseline k=8 (OOM), stock-compact k=8 (killed)" in shown

@@ -12,6 +12,9 @@ from experiments import config as cfg
 from experiments import record
 from experiments.config import ROOT
 from experiments.plan import doctor
+from tests.test_visualization import write_run
+from visualization.load import PHASE_COLUMNS, SAMPLE_COLUMNS
+from visualization.runs import GIB
 from visualization.tables import render
 
 
@@ -89,45 +92,38 @@ def test_what_the_sampler_misses_is_measured_at_each_interval(tmp_path):
     assert render("sampler", tmp_path / "x").count("\n| ") == 4
 
 
+def write_shape(machine, arm, k, status="ok", size=None, seconds=None, passes=""):
+    """A run of a real shape on a made-up GPU, its peaks `size` GiB."""
+    bytes_ = size and size * GIB
+    names = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_used_bytes")
+    sizes = dict.fromkeys(names, bytes_) | {"peak_resident_bytes": None, "start_bytes": 0, "device_kind": "cuda"}
+    scale = "qwen3-8b-lora-p8000-c512"
+    folder = write_run(
+        machine, arm, k, status=status, scale=scale, passes=passes, step_seconds_median=seconds, samples=0, **sizes
+    )
+    sample = dict.fromkeys(SAMPLE_COLUMNS, 0) | {"timestamp": 1.0, "device_used_bytes": 1}
+    pd.DataFrame([sample]).to_csv(folder / "memory.csv", index=False)
+    phases = pd.DataFrame([("generate", 1, 0.0, 1.0), ("train", 1, 1.0, 1.0 + (seconds or 0) / 2)])
+    phases.columns = ["phase", "step", "start", "end"]
+    phases.reindex(columns=PHASE_COLUMNS).to_csv(folder / "phases.csv", index=False)
+
+
 def test_the_table_of_real_shapes_compares_with_stock_and_names_what_ran_out(tmp_path):
     """Made-up figures of a GPU, to see the table; none of them leaves the temporary folder."""
-    gib = 2**30
-    rows = []
-    for arm, k, status, size, seconds in (
-        ("shared", 8, "ok", 10, 2.0),
-        ("stock", 8, "ok", 40, 5.0),
-        ("shared", 32, "ok", 11, 6.0),
-        ("stock", 32, "oom", None, None),
-    ):
-        run_id = f"{arm}_qwen3-8b-lora-p8000-c512_k{k}_r0"
-        sizes = dict.fromkeys(
-            ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_used_bytes"), size and size * gib
-        )
-        rows.append(
-            {
-                "run_id": run_id,
-                "arm": arm,
-                "scale": "qwen3-8b-lora-p8000-c512",
-                "k": k,
-                "status": status,
-                "device_kind": "cuda",
-                "device_name": "Made-up",
-                "torch_version": "2",
-                "commit": "0" * 12,
-                "step_seconds_median": seconds,
-                "peak_resident_bytes": None,
-                **sizes,
-            }
-        )
-        (tmp_path / run_id).mkdir()
-        phases = [("generate", 1, 0.0, 1.0), ("train", 1, 1.0, 1.0 + (seconds or 0) / 2)]
-        pd.DataFrame(phases, columns=["phase", "step", "start", "end"]).to_csv(tmp_path / run_id / "phases.csv")
-    pd.DataFrame(rows).to_csv(tmp_path / "summary.csv")
+    write_shape(tmp_path, "shared", 8, size=10, seconds=2.0)
+    write_shape(tmp_path, "stock", 8, size=40, seconds=5.0)
+    write_shape(tmp_path, "shared", 8, size=20, seconds=1.0, passes="_c8")
+    write_shape(tmp_path, "shared", 32, size=11, seconds=6.0)
+    write_shape(tmp_path, "stock", 32, "oom")
+    write_shape(tmp_path, "stock-accumulate", 32, "running")
     lines = [line for line in render("shapes", tmp_path).splitlines() if line.startswith("| qwen3")]
-    assert len(lines) == 4
+    assert len(lines) == 6
     assert lines[0].startswith("| qwen3-8b-lora | 8,000 | 512 | 8 | 5.6 | `stock` | 40.00 |")
-    assert "10.00 (4.0 x) | 10.00 (4.0 x) | 10.00 (4.0 x) | 2.00 (2.5 x) | 1.00 | 0.00 | 1.00 |" in lines[1]
-    assert "`stock` | out of memory" in lines[2] and "`shared` | 11.00 |" in lines[3]
+    assert "`shared` | 10.00 (4.0 x) | 10.00 (4.0 x) | 10.00 (4.0 x) | 2.00 (2.5 x) | 1.00 |" in lines[1]
+    assert lines[1].endswith("| 1.00 | not marked | 1.00 |")
+    assert "`shared-c8` | 20.00 (2.0 x) | 20.00 (2.0 x) | 20.00 (2.0 x) | 1.00 (5.0 x) | 1.00 |" in lines[2]
+    assert "`stock` | out of memory" in lines[3] and "`stock-accumulate` | killed |" in lines[4]
+    assert "`shared` | 11.00 |" in lines[5]
 
 
 def test_the_script_stops_in_time_and_names_what_is_left(tmp_path):

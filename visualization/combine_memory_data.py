@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from visualization.load import SAMPLE_COLUMNS, load
-from visualization.runs import GIB, Cell, Run, cells, run_cli
+from visualization.files import run_cli
+from visualization.load import SAMPLE_COLUMNS, load, tell_damaged
+from visualization.runs import GIB, Cell, Run, cells
 
 
 def combined(runs: Sequence[Run]) -> pd.DataFrame:
@@ -25,12 +26,12 @@ def combined(runs: Sequence[Run]) -> pd.DataFrame:
 
 def statistics(runs: Sequence[Run]) -> pd.DataFrame:
     """One row per (scale, arm, k): counts, and medians with ranges over the finished runs (bytes, seconds)."""
-    return pd.DataFrame([_row(cell) for cell in cells(runs)])
+    return pd.DataFrame([_row(cell) for cell in cells(runs) if cell.scale])
 
 
 def _row(cell: Cell) -> dict:
     row = {"scale": cell.scale, "arm": cell.arm, "k": cell.k, "runs": len(cell.runs)}
-    row |= {status: cell.count(status) for status in ("ok", "oom", "error", "unknown")}
+    row |= {status: cell.count(status) for status in ("ok", "oom", "error", "killed", "damaged", "unknown")}
     for name, column in (
         ("peak", "peak_bytes"),
         ("above_start", "above_start_bytes"),
@@ -54,24 +55,30 @@ def _row(cell: Cell) -> dict:
     }
 
 
+def write(runs: Sequence[Run], out: Path) -> int:
+    """Write combined_memory.csv and combined_statistics.csv. Returns the number of samples."""
+    out.mkdir(parents=True, exist_ok=True)
+    samples = combined(runs)
+    samples.to_csv(out / "combined_memory.csv", index=False)
+    statistics(runs).to_csv(out / "combined_statistics.csv", index=False)
+    return len(samples)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write combined_memory.csv and combined_statistics.csv, print a summary. Raises LoadError."""
+    """Write both files and print a summary; 1 when a run was left out. Raises LoadError."""
     parser = argparse.ArgumentParser(prog="python -m visualization.combine_memory_data", description=__doc__)
     parser.add_argument("results", type=Path, help="results/<machine>, a folder of 2025, or a combined CSV of 2025")
     parser.add_argument("--out", type=Path, help="folder to write to (default: the results folder)")
     args = parser.parse_args(argv)
     runs = load(args.results)
     out = args.out or (args.results if args.results.is_dir() else args.results.parent)
-    out.mkdir(parents=True, exist_ok=True)
-    samples = combined(runs)
-    samples.to_csv(out / "combined_memory.csv", index=False)
-    statistics(runs).to_csv(out / "combined_statistics.csv", index=False)
-    print(f"{len(runs)} runs, {len(samples)} samples -> combined_memory.csv, combined_statistics.csv in {out}")
+    samples = write(runs, out)
+    print(f"{len(runs)} runs, {samples} samples -> combined_memory.csv, combined_statistics.csv in {out}")
     for cell in cells(runs):
         peak = cell.median("peak_bytes")
         shown = "" if peak is None else f"median peak {peak / GIB:.2f} GiB"
         print(f"  {cell.scale:8} {cell.arm:22} k={cell.k:<3} {shown:26} {cell.failure()}".rstrip())
-    return 0
+    return tell_damaged(runs)
 
 
 if __name__ == "__main__":

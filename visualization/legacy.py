@@ -5,13 +5,38 @@ a run finished: an out-of-memory run looks like its last sample. So every such r
 """
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
-from visualization.runs import LEGACY_USED, LoadError, Run, read_csv
+from visualization.files import LoadError, read_csv
+from visualization.runs import GIB, LEGACY_USED, MIB, Run
 
-MIB = 2**20  # the 2025 monitor divided NVML's bytes by 1024 twice
+
+@dataclass(frozen=True)
+class Published:
+    """A cell published in 2025 (TRL issue 3829): device-wide memory of an RTX 5090 in GiB, None: out of memory.
+
+    The monitor divided NVML's bytes by 1024 twice and the plots once more, so what was called GB are GiB: its total
+    column reads 32,607 MiB. `start_gib` is the last sample before the first step's rise, from the experiment's own
+    file (github.com/luckyvickyricky/trl-rloo, results-prev/combined_gpu_memory.csv at dbd34d1, a sample each 0.2 s).
+    """
+
+    peak_gib: float | None
+    start_gib: float
+
+
+PUBLISHED = {
+    ("classic-baseline", 2): Published(14.38, 1.84),
+    ("classic-baseline", 4): Published(26.99, 1.95),
+    ("classic-baseline", 8): Published(None, 2.08),
+    ("classic-string", 2): Published(6.40, 1.84),
+    ("classic-string", 4): Published(11.01, 1.95),
+    ("classic-string", 8): Published(20.25, 1.88),
+}
+PUBLISHED_BUDGET = 32 * GIB
+PUBLISHED_PROMPT = 3000  # tokens
 NOTE = "status unknown (*): 2025 files do not say how a run ended; out of memory looks like the run's last samples"
 USED = "gpu_memory_allocated_mb"
 COLUMNS = {

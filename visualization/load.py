@@ -1,25 +1,21 @@
-"""Load the runs of a results folder: this project's layout (run.json, memory.csv, phases.csv) or the one of 2025."""
+"""Load the runs of a results folder: this project's layout (run.json, memory.csv, phases.csv) or the one of 2025.
+
+Nothing else is read: summary.csv and convergence/*.csv are exports. Every run folder gives one Run. One that cannot be
+used gives a Run of status `damaged` in its place, so that the others are still drawn and the gap has a name.
+"""
 
 import re
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
-from math import isfinite
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from visualization import legacy
-from visualization.runs import (
-    DEVICE_USED,
-    DEVICE_WORDS,
-    RESERVED,
-    RESIDENT,
-    LoadError,
-    Measure,
-    Run,
-    read_csv,
-    read_json,
-)
+from visualization.files import LoadError, read_csv, read_json
+from visualization.runs import DEVICE_USED, DEVICE_WORDS, LEARN, RESERVED, RESIDENT, Measure, Run
 
 SAMPLE_COLUMNS = (
     "timestamp",
@@ -55,21 +51,29 @@ TEXT_FIELDS = (
     "commit",
     "peak_phase",
 )
-NUMBER_FIELDS = (
-    "k",
-    "repeat",
-    "prompt_tokens_requested",
-    "prompt_tokens_fed_mean",
-    "completion_tokens",
-    "batch",
-    "budget_bytes",
-    "start_bytes",
-    "peak_device_used_bytes",
-    "peak_reserved_bytes",
-    "peak_resident_bytes",
-    "step_seconds_median",
-)
+MAX_BYTES = 2**50
+MAX_SECONDS = 10**10
+# Name in run.json -> the smallest and the largest value that can be true: tokens, bytes, seconds
+NUMBER_FIELDS = {
+    "k": (2, 10**6),
+    "repeat": (0, 10**6),
+    "prompt_tokens_requested": (0, 10**9),
+    "prompt_tokens_fed_mean": (0, 10**9),
+    "completion_tokens": (0, 10**9),
+    "batch": (1, 10**9),
+    "budget_bytes": (1, MAX_BYTES),
+    "start_bytes": (0, MAX_BYTES),
+    "peak_device_used_bytes": (0, MAX_BYTES),
+    "peak_allocated_bytes": (0, MAX_BYTES),
+    "peak_reserved_bytes": (0, MAX_BYTES),
+    "peak_resident_bytes": (0, MAX_BYTES),
+    "step_seconds_median": (0, MAX_SECONDS),
+}
+SAMPLER_FIELDS = {"achieved_interval_s": (0, MAX_SECONDS), "peak_missed_bytes": (0, MAX_BYTES)}
+TRACE_FIELDS = ("step", "reward", "loss", "kl")
 RERUN = "delete the run's folder and run it again"
+# What the suite calls a run's folder; damaged folders have nothing else to say what they were
+RUN_ID = re.compile(r"(?P<arm>.+)_(?P<scale>[^_]+)_k(?P<k>\d{1,6})(?:_c(?P<passes>\d{1,6}))?_r(?P<repeat>\d{1,6})")
 
 
 def load(path: Path | str) -> tuple[Run, ...]:
@@ -81,76 +85,111 @@ def load(path: Path | str) -> tuple[Run, ...]:
 
 
 def load_machine(folder: Path | str) -> tuple[Run, ...]:
-    """Every run under results/<machine>, ordered by run id. Raises LoadError, also for an empty or missing folder."""
+    """Every run under results/<machine>, ordered by run id, damaged ones included.
+
+    Raises LoadError for a missing or empty folder, and where not one run can be used."""
     folder = Path(folder)
     if not folder.is_dir():
         raise LoadError(f"{folder}: no such results folder; give one that the suite wrote, like results/<machine>")
-    for path in sorted(folder.glob("*/memory.csv")):
-        if not path.with_name("run.json").exists():
-            raise LoadError(f"{path.with_name('run.json')}: the file is missing; {RERUN}")
-    runs = tuple(load_run(path.parent) for path in sorted(folder.glob("*/run.json")))
-    if not runs:
+    folders = sorted({path.parent for name in ("run.json", "memory.csv") for path in folder.glob(f"*/{name}")})
+    if not folders:
         raise LoadError(f"{folder}: holds no runs; run the suite first, or give the folder of another machine")
+    runs = tuple(_load_or_name(path) for path in folders)
+    damaged = [run.error for run in runs if run.status == "damaged"]
+    if len(damaged) == len(runs):
+        more = f" (and {len(runs) - 1} more, none can be used)" if len(runs) > 1 else ""
+        raise LoadError(damaged[0] + more)
     return runs
+
+
+def tell_damaged(runs: Sequence[Run]) -> int:
+    """One line on stderr for each damaged run. Returns the exit code: 1 when there is one, else 0."""
+    lines = [" ".join(f"left out: {run.error}".split()) for run in runs if run.status == "damaged"]
+    for line in lines:
+        print(line, file=sys.stderr)
+    return 1 if lines else 0
+
+
+def _load_or_name(folder: Path) -> Run:
+    try:
+        return load_run(folder)
+    except LoadError as error:
+        named = RUN_ID.fullmatch(folder.name)
+        arm = folder.name if not named else named["arm"] + (f"-c{named['passes']}" if named["passes"] else "")
+        return Run(
+            run_id=folder.name,
+            arm=arm,
+            scale=named["scale"] if named else "",
+            k=int(named["k"]) if named else 0,
+            repeat=int(named["repeat"]) if named else 0,
+            status="damaged",
+            device_kind="",
+            device_name="",
+            measure=RESIDENT,
+            samples=_empty(SAMPLE_COLUMNS + ("t", "bytes")),
+            phases=_empty(PHASE_COLUMNS + ("t_start", "t_end", "mark_t", "mark_bytes")),
+            error=str(error),
+        )
 
 
 def load_run(folder: Path) -> Run:
     """One run folder. The recorded peak of run.json is the truth that the curve must reach. Raises LoadError."""
     record_path = folder / "run.json"
     record = read_json(record_path, RERUN)
-    run = run_from_record(record, record_path)
-    sampler = record.get("sampler") or {}
-    if not isinstance(sampler, dict):
-        raise LoadError(f"{record_path}: sampler is {sampler!r}, not an object; {RERUN}")
-    run = replace(
-        run,
-        error=run.error or record.get("error"),
-        achieved_interval_s=_number(sampler.get("achieved_interval_s"), "achieved_interval_s", record_path),
-        peak_missed_bytes=_number(sampler.get("peak_missed_bytes"), "peak_missed_bytes", record_path),
-    )
-    return _with_curve(
-        run,
-        _frame(folder / "memory.csv", SAMPLE_COLUMNS, run.status),
-        _frame(folder / "phases.csv", PHASE_COLUMNS, run.status),
-        record_path,
-    )
+    run = _from_record(record, record_path)
+    if run.run_id != folder.name:
+        raise LoadError(f"{record_path}: run_id is {_shown(run.run_id)}, not the folder's name; {RERUN}")
+    whole = run.status == "ok" and not run.sampler_lost
+    samples = _frame(folder / "memory.csv", SAMPLE_COLUMNS, ("timestamp",), whole)
+    phases = _frame(folder / "phases.csv", PHASE_COLUMNS, ("step", "start", "end"), run.status == "ok")
+    if whole and samples.empty:
+        raise LoadError(f"{folder / 'memory.csv'}: an ok run without a sample; {RERUN}")
+    backwards = phases["end"] < phases["start"]
+    if backwards.any():
+        line = int(backwards.idxmax()) + 2
+        raise LoadError(f"{folder / 'phases.csv'}: line {line}, the phase ends before it starts; {RERUN}")
+    return _with_curve(run, samples, phases, record_path)
 
 
-def load_summary(folder: Path | str) -> tuple[Run, ...]:
-    """The runs of results/<machine>/summary.csv, without samples and phases. Raises LoadError."""
-    path = Path(folder) / "summary.csv"
-    fields = read_csv(path, TEXT_FIELDS + NUMBER_FIELDS, "run the suite again to rewrite it", text_columns=TEXT_FIELDS)
-    if fields.empty:
-        raise LoadError(f"{path}: holds no runs; run the suite first")
-    records = fields.astype(object).where(fields.notna(), None).to_dict("records")
-    return tuple(run_from_record(record, path) for record in records)
-
-
-def run_from_record(record: dict, where: Path) -> Run:
-    """A Run without curve from the fields of run.json or of a summary row; `where` names the file in LoadError."""
-    missing = [name for name in TEXT_FIELDS + NUMBER_FIELDS if name not in record]
+def _from_record(record: dict, where: Path) -> Run:
+    """A Run without curve from the fields of run.json; `where` names the file in LoadError."""
+    missing = [name for name in (*TEXT_FIELDS, *NUMBER_FIELDS) if name not in record]
     if missing:
-        raise LoadError(f"{where}: lacks {', '.join(missing)}; {RERUN}")
-    text = {name: str(record[name] or "") for name in TEXT_FIELDS}
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise LoadError(f"{where}: lacks {', '.join(missing[:3])}{more}; {RERUN}")
+    text = {name: _text(record[name], name, where) for name in TEXT_FIELDS}
+    numbers = {name: _number(record[name], name, *limits, where) for name, limits in NUMBER_FIELDS.items()}
+    for name in ("run_id", "arm", "scale", "k", "repeat"):
+        if {**text, **numbers}[name] in ("", None):
+            raise LoadError(f"{where}: {name} is empty; {RERUN}")
+    for name in ("k", "repeat"):
+        if numbers[name] != int(numbers[name]):
+            raise LoadError(f"{where}: {name} is {numbers[name]!r}, not a whole number; {RERUN}")
     # A run id tells the completions a pass where they are not the arm's usual number: never the same cell
     if unusual := re.search(r"_c(\d+)_r\d+$", text["run_id"]):
         text["arm"] += f"-c{unusual[1]}"
-    numbers = {name: _number(record[name], name, where) for name in NUMBER_FIELDS}
-    if numbers["k"] is None or numbers["repeat"] is None:
-        raise LoadError(f"{where}: k or repeat is empty; {RERUN}")
     if text["device_kind"] not in DEVICE_WORDS and (text["device_kind"] or text["status"] == "ok"):
         raise LoadError(f"{where}: device_kind is {text['device_kind']!r}, not cuda or cpu; {RERUN}")
-    error = None
+    error = record.get("error")
     if text["status"] == "running":
-        text["status"], error = "error", "killed before it could report"
-    if text["status"] not in ("ok", "oom", "error"):
+        text["status"], error = "killed", "killed before it could report"
+    if text["status"] not in ("ok", "oom", "error", "killed"):
         raise LoadError(f"{where}: status is {text['status']!r}, not ok, oom, error or running; {RERUN}")
     measure = _main_measure(text["device_kind"], numbers)
     peaks = {name: numbers.pop(name) for name in list(numbers) if name.startswith("peak_")}
-    peak = peaks[measure.record_column] if text["status"] == "ok" else None
-    if text["status"] == "ok" and peak is None:
+    peak = peaks[measure.record_column]
+    ok = text["status"] == "ok"
+    if ok and peak is None:
         raise LoadError(f"{where}: status is ok but {measure.record_column} is empty; {RERUN}")
+    if ok and numbers["start_bytes"] is not None and numbers["start_bytes"] > peak:
+        raise LoadError(
+            f"{where}: start_bytes is {numbers['start_bytes']:.0f}, above {measure.record_column}, {peak:.0f}; {RERUN}"
+        )
     k, repeat = int(numbers.pop("k")), int(numbers.pop("repeat"))
+    sampler = record.get("sampler")
+    if not isinstance(sampler, dict | None):
+        raise LoadError(f"{where}: sampler is {_shown(sampler)}, not an object; {RERUN}")
+    told = {name: _number((sampler or {}).get(name), name, *limits, where) for name, limits in SAMPLER_FIELDS.items()}
     return Run(
         k=k,
         repeat=repeat,
@@ -158,10 +197,35 @@ def run_from_record(record: dict, where: Path) -> Run:
         samples=pd.DataFrame(),
         phases=pd.DataFrame(),
         error=error,
-        peak_bytes=peak,
+        peak_bytes=peak if ok else None,
+        peaks=peaks if ok else {},
+        sampler_lost=_sampler_lost(sampler, ok, where),
+        trace=_trace(record.get("trace"), where) if text["scale"] == LEARN else (),
         **text,
         **numbers,
+        **told,
     )
+
+
+def _sampler_lost(sampler: dict | None, ok: bool, where: Path) -> str:
+    """When the sampler was lost, in words, or "". A finished run without the sampler's report lost it, too."""
+    after = _number((sampler or {}).get("lost_after_s"), "lost_after_s", 0, MAX_SECONDS, where)
+    if after is not None:
+        source = _text(sampler.get("peak_from"), "peak_from", where)
+        return f"after {after:.0f} s" + (f", peak from {source}" if source else "")
+    return "nobody knows when" if ok and sampler is None else ""
+
+
+def _trace(trace: object, where: Path) -> tuple[dict, ...]:
+    """Step, reward, loss and KL of each update; NaN is a value that a training can reach."""
+    if not isinstance(trace, list) or not all(isinstance(step, dict) for step in trace):
+        raise LoadError(f"{where}: trace is no list of objects; {RERUN}")
+    for step in trace:
+        for name in TRACE_FIELDS:
+            value = step.get(name)
+            if value == value:  # not NaN
+                _number(value, f"trace: {name}", -1e300, 1e300, where)
+    return tuple({name: step.get(name) for name in TRACE_FIELDS} for step in trace)
 
 
 def _main_measure(device_kind: str, numbers: dict) -> Measure:
@@ -171,19 +235,48 @@ def _main_measure(device_kind: str, numbers: dict) -> Measure:
     return RESERVED if without_nvml else DEVICE_USED
 
 
-def _number(value: object, name: str, where: Path) -> float | None:
-    if value is None or value == "":
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-        raise LoadError(f"{where}: {name} is {value!r}, not a number; {RERUN}")
+def _text(value: object, name: str, where: Path) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str) or not value.isprintable():
+        raise LoadError(f"{where}: {name} is {_shown(value)}, not a line of text; {RERUN}")
     return value
 
 
-def _frame(path: Path, columns: tuple[str, ...], status: str) -> pd.DataFrame:
-    """The CSV file; a run that failed early may have left none, or one without a complete line."""
-    if status != "ok" and (not path.exists() or b"\n" not in path.read_bytes()):
-        return pd.DataFrame({name: pd.Series(dtype=object if name == "phase" else float) for name in columns})
-    return read_csv(path, columns, RERUN, text_columns=("phase",))
+def _number(value: object, name: str, low: float, high: float, where: Path) -> float | None:
+    if value is None or value == "":
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+        raise LoadError(f"{where}: {name} is {_shown(value)}, not a number; {RERUN}")
+    if not low <= value <= high:
+        raise LoadError(f"{where}: {name} is {_shown(value)}, outside {low:,} to {high:,}; {RERUN}")
+    return value
+
+
+def _shown(value: object) -> str:
+    """The value as Python writes it, cut where it is longer than a line has room for."""
+    text = repr(value)
+    return text if len(text) <= 40 else text[:36] + " ..."
+
+
+def _empty(columns: tuple[str, ...]) -> pd.DataFrame:
+    return pd.DataFrame({name: pd.Series(dtype=object if name == "phase" else float) for name in columns})
+
+
+def _frame(path: Path, columns: tuple[str, ...], required: tuple[str, ...], whole: bool) -> pd.DataFrame:
+    """The CSV file; of a run that is not `whole` it may be missing, or without a complete line."""
+    if not whole and (not path.exists() or b"\n" not in path.read_bytes()):
+        return _empty(columns)
+    frame = read_csv(path, columns, RERUN, text_columns=("phase",))
+    for name in (name for name in columns if name != "phase"):
+        high = MAX_BYTES if name.endswith("_bytes") else MAX_SECONDS
+        bad = ~frame[name].between(0, high)
+        if name not in required:
+            bad &= frame[name].notna()
+        if bad.any():
+            row = int(bad.idxmax())
+            raise LoadError(f"{path}: line {row + 2}, {name}: {frame[name][row]} is outside 0 to {high:,}; {RERUN}")
+    return frame
 
 
 def _with_curve(run: Run, samples: pd.DataFrame, phases: pd.DataFrame, record_path: Path) -> Run:

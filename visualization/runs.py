@@ -1,42 +1,38 @@
-"""One run as charts and tables see it, the cells that repeats form, and the careful reading of one file."""
+"""One run as charts and tables see it, the cells that repeats form, and what arms are called in words."""
 
-import csv
-import io
-import json
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 
 import pandas as pd
 
+from visualization.files import LoadError
+
 GIB = 2**30
+MIB = 2**20
 LEARN = "learn"  # the scale of the convergence runs: another workload, not compared with the others
-ARMS = (
-    "classic-baseline",
-    "classic-string",
-    "classic-string-exact",
-    "classic-lean",
-    "stock",
-    "stock-accumulate",
-    "stock-compact",
-    "shared",
-    "Basic",
-    "String",
-)
-# Published in 2025 (TRL issue 3829): device-wide peak in GB on an RTX 5090, 32 GiB; None: out of memory
-PUBLISHED_GB = {
-    ("classic-baseline", 2): 14.38, ("classic-baseline", 4): 26.99, ("classic-baseline", 8): None,
-    ("classic-string", 2): 6.40, ("classic-string", 4): 11.01, ("classic-string", 8): 20.25,
-}  # fmt: skip
-PUBLISHED_BUDGET = 32 * GIB
-PUBLISHED_PROMPT = 3000  # tokens
+BENCH = "bench"  # the scale of a model large enough that a step's time is the model's
+# What each arm is, in words that stand alone, in the order of every table
+ARMS = {
+    "classic-baseline": "TRL 0.21 as it is",
+    "classic-string": "the change published in 2025, prompts cut to 1,024 tokens",
+    "classic-string-exact": "the same change, nothing cut",
+    "classic-lean": "TRL 0.21, logits only where they are read",
+    "stock": "TRL 1.16 as it is",
+    "stock-accumulate": "TRL 1.16, one completion at a time",
+    "stock-compact": "TRL 1.16, logits of completions only",
+    "shared": "TRL 1.16 with prefix sharing, two completions at a time",
+    "Basic": "the 2025 baseline",
+    "String": "the change published in 2025",
+}
+# The three that a first reader needs
+IN_SHORT = {
+    "stock": "TRL as it is",
+    "stock-accumulate": "TRL, one completion at a time",
+    "shared": "prefix sharing, two at a time",
+}
 DEVICE_WORDS = {"cuda": "GPU", "cpu": "CPU"}
-
-
-class LoadError(Exception):
-    """A results file that cannot be used: one line that names the file, what is wrong and the remedy."""
+LOST = "\N{DAGGER}"  # marks a figure whose run lost its sampler
 
 
 @dataclass(frozen=True)
@@ -61,8 +57,10 @@ LEGACY_USED = Measure(
 class Run:
     """One run. Sizes in bytes, times in seconds; None where a figure does not exist.
 
-    `peak_bytes` and `above_start_bytes` are None unless the run finished (status `ok`, or `unknown` for 2025 files,
-    which do not say). `samples` has the columns of memory.csv plus `t` (seconds since the first step began) and
+    `status`: `ok`, `oom`, `error`, `killed` (its record still says that it runs), `damaged` (its files cannot be used,
+    `error` says why), or `unknown` for 2025 files, which do not say. `peak_bytes` and `above_start_bytes` are None
+    unless the run finished (`ok` or `unknown`), `peaks` holds the record's peak_*_bytes under the same condition.
+    `samples` has the columns of memory.csv plus `t` (seconds since the first step began) and
     `bytes` (the main measure, NaN while loading); `phases` those of phases.csv plus `t_start`, `t_end`,
     `mark_t` and `mark_bytes` (when and how high the phase's own high-water mark is drawn).
     """
@@ -90,10 +88,13 @@ class Run:
     budget_bytes: float | None = None
     start_bytes: float | None = None
     peak_bytes: float | None = None
+    peaks: Mapping[str, float | None] = field(default_factory=dict)
     peak_phase: str = ""
     step_seconds_median: float | None = None
     achieved_interval_s: float | None = None
     peak_missed_bytes: float | None = None
+    sampler_lost: str = ""  # when its samples end before the run does: "after 12 s", or that nobody knows
+    trace: tuple[Mapping, ...] = field(default=(), repr=False)  # of each update: step, reward, loss, kl
 
     @property
     def above_start_bytes(self) -> float | None:
@@ -135,9 +136,18 @@ class Cell:
         values = self.values(name)
         return median(values) if values else None
 
+    @property
+    def mark(self) -> str:
+        """A dagger when a finished run lost its sampler, else nothing."""
+        return LOST if any(run.sampler_lost for run in self.finished) else ""
+
+    def first(self, name: str) -> float | None:
+        """That figure of the first run that has it, finished or not: for what all repeats were asked to do."""
+        return next((value for run in self.runs if (value := getattr(run, name)) is not None), None)
+
     def failure(self, oom: str = "OOM") -> str:
-        """ "" when every run finished, "OOM", "error" or both when none did, else "1 of 3 OOM"."""
-        kinds = [(self.count("oom"), oom), (self.count("error"), "error")]
+        """ "" when every run finished, "OOM", "error" or several when none did, else "1 of 3 OOM"."""
+        kinds = [(self.count("oom"), oom), *((self.count(word), word) for word in ("error", "killed", "damaged"))]
         if self.finished:
             return ", ".join(f"{count} of {len(self.runs)} {word}" for count, word in kinds if count)
         return " + ".join(word for count, word in kinds if count)
@@ -146,13 +156,65 @@ class Cell:
 def in_order(arms: Iterable[str]) -> list[str]:
     """The arms, each once, in the order of the project's table (`shared-c4` after `shared`), others last by name."""
 
+    known = list(ARMS)
+
     def place(arm: str) -> tuple[int, int, str]:
-        name, _, passes = arm.rpartition("-c")
-        if name in ARMS and passes.isdigit():
-            return ARMS.index(name), int(passes), arm
-        return ARMS.index(arm) if arm in ARMS else len(ARMS), 0, arm
+        name, passes = usual_arm(arm)
+        return known.index(name) if name in ARMS else len(ARMS), passes, arm
 
     return sorted(set(arms), key=place)
+
+
+def usual_arm(arm: str) -> tuple[str, int]:
+    """("shared", 4) for `shared-c4`, which takes another number of completions a pass than `shared`; else (arm, 0)."""
+    name, _, passes = arm.rpartition("-c")
+    return (name, int(passes)) if name in ARMS and passes.isdigit() else (arm, 0)
+
+
+def in_words(arms: Iterable[str]) -> str:
+    """What each arm is, in one line; arms that this project does not know stay out."""
+    told = []
+    for arm in in_order(arms):
+        name, passes = usual_arm(arm)
+        if passes:
+            told.append(f"{arm}: the same, {passes} at a time")
+        elif name in ARMS:
+            told.append(f"{arm}: {ARMS[name]}")
+    return "; ".join(told)
+
+
+def scales(runs: Iterable[Run]) -> list[str]:
+    """The scales that were run, by name. A damaged folder whose name tells no scale has none."""
+    return sorted({run.scale for run in runs if run.scale})
+
+
+def compared(runs: Sequence[Run]) -> list[Cell]:
+    """The cells of the largest k that most arms were run at, in the order of the project's table."""
+    table = cells(runs)
+    k = max({cell.k for cell in table}, key=lambda k: (sum(cell.k == k for cell in table), k))
+    return [cell for cell in table if cell.k == k]
+
+
+def in_short(runs: Sequence[Run]) -> list[Cell | None]:
+    """The cells of `IN_SHORT` at k = 8 of the scale `bench`, in its order, None where one was not run."""
+    table = {cell.arm: cell for cell in cells(runs) if (cell.scale, cell.k) == (BENCH, 8)}
+    return [table.get(arm) for arm in IN_SHORT]
+
+
+def seconds_a_step(run: Run, phase: str) -> float | None:
+    """Seconds that a step of the run spends in that phase, on average, None where it is not marked."""
+    rows = run.phases[(run.phases["phase"] == phase) & (run.phases["step"] > 0)]
+    return (rows["end"] - rows["start"]).sum() / rows["step"].nunique() if len(rows) else None
+
+
+def footnotes(runs: Iterable[Run]) -> list[str]:
+    """A line for each kind of run that is not what it seems: lost its sampler, was killed, is damaged."""
+    lost = [f"{run.run_id} ({run.sampler_lost})" for run in runs if run.sampler_lost]
+    lines = [f"{LOST} sampler lost, samples end before the run does: {', '.join(lost)}"] if lost else []
+    for status, words in (("killed", "killed before it could report"), ("damaged", "damaged and left out")):
+        named = [run.run_id for run in runs if run.status == status]
+        lines += [f"{words}: {', '.join(named)}"] if named else []
+    return lines
 
 
 def by_trainer(arms: Iterable[str]) -> list[list[str]]:
@@ -221,76 +283,3 @@ def _joined(values: Iterable[str]) -> str:
 def _short(commit: str) -> str:
     digits, _, mark = commit.partition("-")
     return digits[:10] + (f"-{mark}" if mark else "")
-
-
-def read_text(path: Path, remedy: str) -> str:
-    """The file's text. Raises LoadError when it is missing, unreadable or not text."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise LoadError(f"{path}: the file is missing; {remedy}") from None
-    except UnicodeDecodeError:
-        raise LoadError(f"{path}: not a text file; {remedy}") from None
-    except OSError as error:
-        raise LoadError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
-
-
-def read_json(path: Path, remedy: str) -> dict:
-    """The file's JSON object. Raises LoadError when it is not one."""
-    try:
-        value = json.loads(read_text(path, remedy))
-    except ValueError as error:
-        raise LoadError(f"{path}: not valid JSON ({error}); {remedy}") from None
-    if not isinstance(value, dict):
-        raise LoadError(f"{path}: holds no JSON object; {remedy}")
-    return value
-
-
-def read_csv(path: Path, columns: Sequence[str], remedy: str, text_columns: Sequence[str] = ()) -> pd.DataFrame:
-    """The file's complete lines; every named column not in `text_columns` as numbers (empty fields as NaN).
-
-    A last line without its newline was cut off by a kill and is left out. Raises LoadError naming the file and line.
-    """
-    text = read_text(path, remedy)
-    text = text[: text.rfind("\n") + 1]
-    try:
-        rows = [row for row in csv.reader(io.StringIO(text)) if row]
-    except csv.Error as error:
-        raise LoadError(f"{path}: not valid CSV ({error}); {remedy}") from None
-    if not rows:
-        raise LoadError(f"{path}: holds no complete line, not even a header; {remedy}")
-    missing = [name for name in columns if name not in rows[0]]
-    if missing:
-        raise LoadError(f"{path}: lacks the column {', '.join(missing)}; {remedy}")
-    for number, row in enumerate(rows, start=1):
-        if len(row) != len(rows[0]):
-            raise LoadError(f"{path}: line {number} has {len(row)} fields, the header {len(rows[0])}; {remedy}")
-    numeric = [name for name in columns if name not in text_columns]
-    kinds = {name: str for name in rows[0] if name not in numeric}
-    frame = pd.read_csv(io.StringIO(text), dtype=kinds, keep_default_na=False, na_values=dict.fromkeys(numeric, ""))
-    for name in numeric:
-        numbers = pd.to_numeric(frame[name], errors="coerce")
-        bad = numbers.isna() & frame[name].notna()
-        if bad.any():
-            row = int(bad.idxmax())
-            raise LoadError(f"{path}: line {row + 2}, {name}: {frame[name][row]!r} is not a number; {remedy}")
-        frame[name] = numbers
-    return frame
-
-
-def run_cli(main: Callable[[], int]) -> int:
-    """Run a command; a LoadError or a folder that cannot be written becomes one line on stderr and exit code 2."""
-    try:
-        return main()
-    except LoadError as error:
-        message = str(error)
-    except OSError as error:
-        message = f"{error.filename}: {error.strerror}; choose another place with --out"
-    print("error: " + " ".join(message.split()), file=sys.stderr)
-    return 2
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> list[str]:
-    """Lines of a table whose first `texts` columns are text, the others numbers."""
-    lines = [header, ["---"] * texts + ["---:"] * (len(header) - texts), *rows]
-    return ["| " + " | ".join(line) + " |" for line in lines]

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from visualization import legacy
-from visualization.runs import Run, describe
+from visualization.runs import Run, describe, footnotes, in_words
 
 # A fixed salt and no date: the same results give the same SVG, byte for byte.
 matplotlib.rcParams.update({
@@ -69,19 +69,25 @@ def _look(arm: str) -> tuple:
     return _LOOKS.get(arm) or _OTHERS[sum(arm.encode()) % len(_OTHERS)]
 
 
+def footer(runs: Sequence[Run], note: str = "", arms: Sequence[str] = ()) -> list[str]:
+    """What a chart needs to be read alone: what was measured on what, the arms of the runs and `arms` in words, and
+    which runs are not what they seem."""
+    of_2025 = [legacy.NOTE] if runs[0].status == "unknown" else []
+    lines = [describe(runs), note, *of_2025, in_words([*arms, *(run.arm for run in runs)]), *footnotes(runs)]
+    return [line for line in lines if line]
+
+
 def new_figure(
     width: float,
     height: float,
     title: str,
-    runs: Sequence[Run],
-    note: str = "",
+    small_print: Sequence[str],
     handles: Sequence[Artist] = (),
     columns: int = 4,
 ) -> Figure:
-    """A figure of that width, with axes area of that height (inches), below title and legend and above the footer that
-    says what was measured on what."""
-    lines = [describe(runs), *([note] if note else []), *([legacy.NOTE] if runs[0].status == "unknown" else [])]
-    footer = "\n".join(textwrap.fill(line, int(width * 18)) for line in lines)
+    """A figure of that width, with axes area of that height (inches), below title and legend and above the lines of
+    small print."""
+    footer = "\n".join(textwrap.fill(line, int(width * 17), break_on_hyphens=False) for line in small_print)
     above = 0.42 + 0.2 * -(-len(handles) // columns)
     below = 0.12 + 0.15 * (footer.count("\n") + 1)
     total = above + height + below
@@ -122,6 +128,11 @@ def draw_budget(axes: Axes, runs: Sequence[Run], unit: float) -> float | None:
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Write NAME.png (150 dpi) and NAME.svg. Raises OSError where the folder cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
+    # The layout's solver ends a billionth apart from process to process, which the SVG's last digits would show
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for axes in figure.axes:
+        axes.set_position([round(place, 5) for place in axes.get_position().bounds])
     paths = [folder / f"{name}.png", folder / f"{name}.svg"]
     figure.savefig(paths[0], dpi=150)
     figure.savefig(paths[1], metadata={"Date": None})

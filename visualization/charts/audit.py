@@ -1,20 +1,24 @@
-"""The audit: tokens really fed against the peak, ours beside the published points; and the training curves."""
+"""The audit: tokens really fed against the peak, ours beside the published points."""
 
 from collections.abc import Sequence
 
 import numpy as np
-import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from visualization import style
-from visualization.runs import GIB, PUBLISHED_GB, Run, alone, by_trainer, cells, in_order
+from visualization.legacy import PUBLISHED
+from visualization.runs import GIB, Run, alone, cells, in_order
 
 ON_ONE_LINE = ("classic-baseline", "classic-string", "classic-string-exact")
 THOUSANDS = {"classic-baseline": 3.1, "classic-string": 1.124}  # tokens a sequence: 3,000 or 1,024 fed + 100 new
-# arm, k, thousands of tokens in the batch, GB
-POINTS_2025 = tuple((arm, k, k * THOUSANDS[arm], peak) for (arm, k), peak in PUBLISHED_GB.items() if peak)
+# arm, k, thousands of tokens in the batch, GiB above the start level
+POINTS_2025 = tuple(
+    (arm, k, k * THOUSANDS[arm], cell.peak_gib - cell.start_gib)
+    for (arm, k), cell in PUBLISHED.items()
+    if cell.peak_gib
+)
 
 
 def fit(x: Sequence[float], y: Sequence[float]) -> tuple[float, float, float] | None:
@@ -49,7 +53,7 @@ def audit(runs: Sequence[Run]) -> Figure | None:
             *([f"not drawn: {', '.join(left_out)}"] if left_out else []),
         ]
     )
-    arms = in_order(arm for arm, _, _, _ in points)
+    arms = in_order(arm for arm, _, _, _ in (*points, *POINTS_2025))
     ks = sorted({k for _, k, _, _ in points} | {k for _, k, _, _ in POINTS_2025})
     markers = {k: style.K_MARKERS[place % len(style.K_MARKERS)] for place, k in enumerate(ks)}
     handles = [
@@ -69,18 +73,19 @@ def audit(runs: Sequence[Run]) -> Figure | None:
         )
         for k, mark in markers.items()
     ]
-    figure = style.new_figure(11, 4.6, "Audit: memory follows the tokens that were really fed", runs, note, handles, 5)
+    title = "Audit: memory follows the tokens that were really fed"
+    figure = style.new_figure(11, 4.6, title, style.footer(runs, note, arms), handles, 5)
     ours, published = figure.subplots(1, 2)
-    _scatter(ours, points, markers, "GiB")
+    _scatter(ours, points, markers)
     ours.set_title(f"measured here: {runs[0].measure.label}")
     ours.set_ylabel("peak above the start level (GiB)")
-    _scatter(published, POINTS_2025, markers, "GB")
+    _scatter(published, POINTS_2025, markers)
     published.set_title("published 2025, RTX 5090, device-wide used")
-    published.set_ylabel("peak (GB)")
+    published.set_ylabel("peak above the start level (GiB)")
     return figure
 
 
-def _scatter(axes: Axes, points: Sequence[tuple[str, int, float, float]], markers: dict[int, str], unit: str) -> None:
+def _scatter(axes: Axes, points: Sequence[tuple[str, int, float, float]], markers: dict[int, str]) -> None:
     on_line = [point for point in points if point[0] in ON_ONE_LINE]
     line = fit([point[2] for point in on_line], [point[3] for point in on_line])
     right = max(point[2] for point in points) * 1.12
@@ -99,7 +104,7 @@ def _scatter(axes: Axes, points: Sequence[tuple[str, int, float, float]], marker
         axes.text(
             0.02,
             0.98,
-            f"one line through\n{through}:\n{slope:.3g} {unit} per 1,000 tokens,\nR² = {r_squared:.4f}",
+            f"one line through\n{through}:\n{slope:.3g} GiB per 1,000 tokens,\nR² = {r_squared:.4f}",
             transform=axes.transAxes,
             va="top",
             fontsize=8.5,
@@ -120,50 +125,3 @@ def _scatter(axes: Axes, points: Sequence[tuple[str, int, float, float]], marker
     axes.set_xlim(0, right)
     axes.set_ylim(0, top * 1.15)
     axes.set_xlabel("tokens in the batch, fed + generated (thousands)")
-
-
-def convergence(steps: pd.DataFrame, runs: Sequence[Run]) -> Figure:
-    """Reward and KL per update, one curve per arm, one row of panels per trainer; `steps` has step, arm, reward, kl,
-    loss. Each row tells the largest absolute difference between its arms at the same step. The loss is told alone:
-    on-policy it is zero but for rounding."""
-    groups = by_trainer(steps["arm"])
-    handles = [
-        Line2D([], [], label=arm, **_curve_look(place, arm, len(arms)))
-        for arms in groups
-        for place, arm in enumerate(arms)
-    ]
-    figure = style.new_figure(11, 3.4 * len(groups), "Training curves", runs, handles=handles)
-    grid = figure.subplots(len(groups), 2, squeeze=False, sharex=True)
-    for arms, panels in zip(groups, grid, strict=True):
-        mine = steps[steps["arm"].isin(arms)]
-        if len(arms) > 1:
-            told = ", ".join(f"{name} {_largest_difference(mine, name):.2g}" for name in ("reward", "kl", "loss"))
-            panels[0].set_title(f"{', '.join(arms)}: largest absolute difference {told}", loc="left")
-        for axes, name in zip(panels, ("reward", "kl"), strict=True):
-            for place, arm in enumerate(arms):
-                rows = mine[mine["arm"] == arm].sort_values("step")
-                axes.plot(rows["step"], rows[name], **_curve_look(place, arm, len(arms)))
-        panels[0].set_ylabel("mean reward")
-        # What the trainers log: TRL 0.21 the sum over a completion, TRL 1.x the mean over the tokens
-        unit = "completion" if arms[0].startswith("classic") else "token"
-        panels[1].set_ylabel(f"KL to the reference (nats per {unit})")
-    for axes in grid[-1]:
-        axes.set_xlabel("update")
-    return figure
-
-
-def _curve_look(place: int, arm: str, count: int) -> dict:
-    """Wide and pale below, thin and dark above: equal curves stay visible as two."""
-    return {
-        "color": style.colour(arm),
-        "linewidth": max(1.2, 6 - 4 * place),
-        "solid_capstyle": "round",
-        "alpha": 0.45 if place < count - 1 else 1,
-        "marker": style.marker(arm) if place else "",
-        "markersize": 4,
-    }
-
-
-def _largest_difference(steps: pd.DataFrame, name: str) -> float:
-    by_step = steps.pivot_table(index="step", columns="arm", values=name).dropna()
-    return float((by_step.max(axis=1) - by_step.min(axis=1)).max())

@@ -11,9 +11,10 @@ from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
 from visualization import style
-from visualization.runs import GIB, Run, by_trainer, cells
+from visualization.runs import GIB, LOST, Run, by_trainer, cells
 
 MAX_POINTS = 1200  # a panel is about 1,400 pixels wide
+FAILED = ("oom", "error", "killed", "damaged")
 OUTLINE = [withStroke(linewidth=2, foreground="white")]
 Curve = Callable[[Run], tuple[np.ndarray, np.ndarray]]
 
@@ -83,7 +84,7 @@ def _timeline(runs: Sequence[Run], title: str, curve: Curve) -> Figure:
             Patch(facecolor=grey, edgecolor="#808080", linewidth=0.5, label=f"phase: {phase}")
             for phase, grey in style.PHASE_GREYS.items()
         ]
-    figure = style.new_figure(13, len(ks) * (2.6 + strip), title, runs, note, handles, 5)
+    figure = style.new_figure(13, len(ks) * (2.6 + strip), title, style.footer(runs, note), handles, 5)
     figure.get_layout_engine().set(h_pad=0.02, hspace=0)
     grid = figure.subplots(
         2 * len(ks), len(columns), squeeze=False, gridspec_kw={"height_ratios": [2.0, strip] * len(ks)}
@@ -129,7 +130,7 @@ def _draw_curves(panel: Axes, drawn: Sequence[Run], curve: Curve) -> None:
         panel.plot(
             t, y / GIB, color=style.colour(run.arm), linestyle=style.line_style(run.arm), linewidth=1.3, gid=run.run_id
         )
-        if run.status in ("oom", "error") and len(t):
+        if run.status in FAILED and len(t):
             panel.plot(
                 t[-1],
                 y[-1] / GIB,
@@ -155,7 +156,7 @@ def _draw_curves(panel: Axes, drawn: Sequence[Run], curve: Curve) -> None:
 
 
 def _word(run: Run) -> str:
-    return "OOM" if run.status == "oom" else "error"
+    return "OOM" if run.status == "oom" else run.status
 
 
 def _draw_phases(panel: Axes, drawn: Sequence[Run]) -> None:
@@ -165,10 +166,10 @@ def _draw_phases(panel: Axes, drawn: Sequence[Run]) -> None:
         spans = list(zip(steps["t_start"], steps["t_end"] - steps["t_start"], strict=True))
         greys = [style.PHASE_GREYS[phase] for phase in steps["phase"]]
         panel.broken_barh(spans, (row - 0.4, 0.8), facecolors=greys, edgecolors="#808080", linewidth=0.3)
-        if run.status in ("oom", "error"):
+        if run.status in FAILED:
             end = max([0, *(start + length for start, length in spans)])
             panel.text(end, row, f" {_word(run)}", va="center", fontsize=6.5, fontweight="bold")
-    panel.set_yticks(range(len(drawn)), [run.arm for run in drawn], fontsize=6.5)
+    panel.set_yticks(range(len(drawn)), [run.arm + (LOST if run.sampler_lost else "") for run in drawn], fontsize=6.5)
     panel.set_ylim(len(drawn) - 0.4, -0.6)
     panel.tick_params(axis="y", length=0)
     panel.grid(visible=False)

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-import pandas as pd
+from visualization.files import LoadError, read_rows
+from visualization.pages.lines import failure, markdown
+from visualization.pages.phase_seconds import PHASES, phase_seconds
+from visualization.runs import DEVICE_WORDS, GIB, MIB, Cell, Run, cells, describe, footnotes
 
-from visualization.bench import PHASES, seconds_a_step
-from visualization.runs import DEVICE_WORDS, GIB, LoadError, in_order, markdown, read_csv
-
-MIB = 2**20
 SHAPE = re.compile(r"(.+)-p(\d+)-c(\d+)$")  # a scale of `experiments.config.real_shape`
 SIZES = {
     "allocated": "peak_allocated_bytes",
@@ -22,7 +21,7 @@ SIZES = {
 def exactness_table(folder: Path) -> str:
     """Errors of log-probabilities and gradients against float64, from exactness.csv. Raises LoadError."""
     numbers = ("log_prob_error", "gradient_error", "prompt_tokens", "completion_tokens", "k")
-    rows = _read(folder / "exactness.csv", numbers, "experiments.evidence.exactness")
+    rows = read_rows(folder / "exactness.csv", numbers, "experiments.evidence.exactness")
     first = rows.iloc[0]
     intro = (
         f"{first['shape']}, random weights, prompt {first.prompt_tokens:,.0f}, completions to "
@@ -39,7 +38,7 @@ def exactness_table(folder: Path) -> str:
 def sampler_table(folder: Path) -> str:
     """What samples alone would have missed of a peak, from sampler.csv. Raises LoadError."""
     numbers = ("interval_s", "repeat", "achieved_interval_s", "longest_gap_s", "missed_bytes", "peak_bytes", "k")
-    rows = _read(folder / "sampler.csv", numbers, "experiments.evidence.sampler_check")
+    rows = read_rows(folder / "sampler.csv", numbers, "experiments.evidence.sampler_check")
     first = rows.iloc[0]
     intro = (
         f"`{first.arm}`, scale {first.scale}, k = {first.k:.0f}, {rows.repeat.nunique()} alternating repeats; "
@@ -53,17 +52,12 @@ def sampler_table(folder: Path) -> str:
     return _page(first, intro, header, cells)
 
 
-def shapes_table(folder: Path) -> str:
-    """Peaks and seconds of real shapes, one row a shape, length, k and arm, from summary.csv and the runs' phases.csv.
-
-    Raises LoadError where there are none."""
-    numbers = ("k", "step_seconds_median", "peak_resident_bytes", *SIZES.values())
-    rows = _read(folder / "summary.csv", numbers, "experiments.suite")
-    rows = rows[rows.scale.str.fullmatch(SHAPE.pattern)]
-    if rows.empty:
-        raise LoadError(f"{folder}/summary.csv: no runs of real shapes; run ./run_gpu.sh")
-    on_gpu = (rows.device_kind == "cuda").any()
-    sizes = SIZES if on_gpu else {"resident": "peak_resident_bytes"}
+def shapes_table(runs: Sequence[Run]) -> str:
+    """Peaks and seconds of real shapes, one row a shape, length, k and arm. Raises LoadError where there are none."""
+    mine = [run for run in runs if SHAPE.fullmatch(run.scale)]
+    if not mine:
+        raise LoadError("no runs of real shapes; run ./run_gpu.sh")
+    sizes = SIZES if any(run.device_kind == "cuda" for run in mine) else {"resident": "peak_resident_bytes"}
     header = [
         "model",
         "prompt",
@@ -75,29 +69,31 @@ def shapes_table(folder: Path) -> str:
         "step, s",
         *(f"{name}, s" for name in PHASES),
     ]
-    cells = []
-    groups = rows.groupby(["scale", "k"])
-    for scale, k in sorted(groups.groups, key=lambda key: (*_lengths(key[0]), key[1])):
-        group = groups.get_group((scale, k))
+    table = {(cell.scale, cell.k, cell.arm): cell for cell in cells(mine)}
+    rows = []
+    for scale, k in sorted({key[:2] for key in table}, key=lambda key: (*_lengths(key[0]), key[1])):
         model, prompt, completion = _lengths(scale)
         ratio = k * (prompt + completion) / (prompt + k * completion)
-        stock = group[(group.arm == "stock") & (group.status == "ok")]
-        for arm in in_order(group.arm):
-            mine = group[group.arm == arm]
-            done = mine[mine.status == "ok"]
-            row = [model, f"{prompt:,}", f"{completion:,}", f"{k:.0f}", f"{ratio:.1f}", f"`{arm}`"]
-            if done.empty:
-                told = "out of memory" if (mine.status == "oom").all() else "failed"
-                cells.append([*row, told, *[""] * (len(header) - len(row) - 1)])
+        stock = table.get((scale, k, "stock"))
+        for cell in (cell for key, cell in table.items() if key[:2] == (scale, k)):
+            row = [model, f"{prompt:,}", f"{completion:,}", f"{k}", f"{ratio:.1f}", f"`{cell.arm}`"]
+            if not cell.finished:
+                rows.append([*row, failure(cell), *[""] * (len(header) - len(row) - 1)])
                 continue
-            for column in sizes.values():
-                row.append(_against(done[column].median() / GIB, stock[column].median() / GIB, arm))
-            row.append(_against(done.step_seconds_median.median(), stock.step_seconds_median.median(), arm))
-            phases = [_phases(folder / run_id) for run_id in done.run_id]
-            for phase in PHASES:
-                row.append(f"{median(seconds_a_step(each, phase) or 0.0 for each in phases):.2f}")
-            cells.append(row)
-    return _page(rows.iloc[0], "Medians; in brackets how many times less than `stock`:", header, cells)
+            row[-1] += failure(cell, " ({})")
+            row += [_against(_peak(cell, column), stock and _peak(stock, column), cell) for column in sizes.values()]
+            theirs = stock and stock.median("step_seconds_median")
+            row.append(_against(cell.median("step_seconds_median"), theirs, cell))
+            seconds = [phase_seconds(cell, phase) for phase in PHASES]
+            rows.append([*row, *("not marked" if value is None else f"{value:.2f}" for value in seconds)])
+    intro = "Medians; in brackets how many times less than `stock`:"
+    notes = [f"\n{line}." for line in footnotes(mine)]
+    return "\n".join([f"*{describe(mine)}*", "", intro, "", *markdown(header, rows), *notes]) + "\n"
+
+
+def _peak(cell: Cell, column: str) -> float | None:
+    sizes = [run.peaks[column] / GIB for run in cell.finished if run.peaks[column] is not None]
+    return median(sizes) if sizes else None
 
 
 def _lengths(scale: str) -> tuple[str, int, int]:
@@ -105,25 +101,17 @@ def _lengths(scale: str) -> tuple[str, int, int]:
     return model, int(prompt), int(completion)
 
 
-def _against(value: float, theirs: float, arm: str) -> str:
-    known = arm != "stock" and pd.notna(theirs) and value > 0
-    return f"{value:.2f}" + (f" ({theirs / value:.1f} x)" if known else "")
+def _against(value: float | None, theirs: float | None, cell: Cell) -> str:
+    if value is None:
+        return "not recorded"
+    return f"{value:.2f}{cell.mark}" + (
+        f" ({theirs / value:.1f} x)" if cell.arm != "stock" and theirs and value else ""
+    )
 
 
 def _range(values) -> str:
     low, high = f"{values.min():.1f}", f"{values.max():.1f}"
     return low if low == high else f"{low} to {high}"
-
-
-def _phases(run: Path) -> pd.DataFrame:
-    return read_csv(run / "phases.csv", ("step", "start", "end"), "delete the run's folder and run it again")
-
-
-def _read(path: Path, numbers: Sequence[str], program: str) -> pd.DataFrame:
-    rows = read_csv(path, numbers, f"run python -m {program}")
-    if rows.empty:
-        raise LoadError(f"{path}: holds no rows; run python -m {program} again")
-    return rows
 
 
 def _page(row, intro: str, header: list[str], cells: list[list[str]]) -> str:

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-import pandas as pd
+from visualization.files import LoadError, read_rows
+from visualization.pages.lines import markdown
+from visualization.runs import MIB
 
-from visualization.runs import LoadError, markdown
-
-MIB = 2**20
+NUMBERS = ("prompt_tokens", "completion_tokens", "k", "score_seconds", "train_seconds", "train_peak_bytes")
 NAMES = {
     "whole": "whole rows (stock)",
     "shared": "prefix sharing, all together",
@@ -24,7 +24,7 @@ def rivals_table(folder: Path) -> str:
         raise LoadError(f"{folder}/rivals: no results; run python -m experiments.evidence.rivals")
     parts = []
     for path in paths:
-        rows = pd.read_csv(path)
+        rows = read_rows(path, (*NUMBERS, "gradient_difference"), "experiments.evidence.rivals")
         first = rows.iloc[0]
         prompt, completion, k = first.prompt_tokens, first.completion_tokens, first.k
         whole = rows[rows.way == "whole"]

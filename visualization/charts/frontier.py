@@ -1,0 +1,57 @@
+"""What a trainer costs in memory and in time: one point an arm."""
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from visualization import style
+from visualization.runs import GIB, Cell, Run, compared
+
+
+def frontier(runs: Sequence[Run]) -> Figure | None:
+    """Peak above the start level against the seconds of a step, one point an arm: down and left is better.
+
+    None unless several arms ran at one k. Bars span the repeats. A failed arm is named in the note.
+    """
+    table = [cell for cell in compared(runs) if cell.values("step_seconds_median")]
+    if len(table) < 2 or not all(cell.values("above_start_bytes") for cell in table):
+        return None
+    failed = [f"{cell.arm}: {cell.failure()}" for cell in compared(runs) if cell.failure()]
+    note = "median, bars span the repeats" + (f"; not finished: {', '.join(failed)}" if failed else "")
+    title = f"Memory and time of a step, at k = {table[0].k}"
+    figure = style.new_figure(7.5, 4.6, title, style.footer(runs, note))
+    draw_points(figure.add_subplot(), table, {cell.arm: cell.arm + cell.mark for cell in table})
+    return figure
+
+
+def draw_points(axes: Axes, table: Sequence[Cell], names: Mapping[str, str]) -> None:
+    """One point a cell with its name beside it: median, bars over the repeats. Axes start at nothing."""
+    for number, cell in enumerate(table):
+        seconds, peaks = cell.values("step_seconds_median"), [x / GIB for x in cell.values("above_start_bytes")]
+        x, y = median(seconds), median(peaks)
+        axes.errorbar(
+            x,
+            y,
+            xerr=[[x - min(seconds)], [max(seconds) - x]],
+            yerr=[[y - min(peaks)], [max(peaks) - y]],
+            color=style.colour(cell.arm),
+            marker=style.marker(cell.arm),
+            markersize=9,
+            capsize=3,
+        )
+        # Neighbors in the table are often neighbors here: their names go above and below
+        axes.annotate(
+            names[cell.arm],
+            (x, y),
+            xytext=(7, -14 if number % 2 else 7),
+            textcoords="offset points",
+            fontsize=9,
+            color=style.colour(cell.arm),
+            bbox=style.BEHIND_TEXT,
+        )
+    axes.set_xlim(0, axes.get_xlim()[1] * 1.12)
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.08)
+    axes.set_xlabel("seconds per step")
+    axes.set_ylabel("peak above the start level (GiB)")

@@ -1,0 +1,119 @@
+"""What a plan predicts: each phase's peak and what it is made of.
+
+python -m visualization.charts.plan PLAN.json OUT.png
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from visualization import style  # noqa: F401  (sets how every chart looks)
+from visualization.files import LoadError, read_json, run_cli
+from visualization.runs import GIB
+
+# Okabe-Ito, and hatches that tell the kinds apart in grey print
+KINDS = {
+    "parameters": ("#0072B2", ""),
+    "reference": ("#56B4E9", "//"),
+    "reward model": ("#332288", "||"),
+    "gradients": ("#D55E00", "\\\\"),
+    "optimizer state": ("#E69F00", "xx"),
+    "KV cache": ("#CC79A7", ".."),
+    "activations": ("#009E73", ""),
+    "logits": ("#F0E442", "--"),
+    "other": ("#7F7F7F", "oo"),
+}
+
+
+def chart(result: dict) -> Figure:
+    """Stacked bars of the result that `experiments.plan --json` writes: one group an arm, one bar a phase."""
+    predictions = result["predictions"]
+    setup = predictions[0]["setup"]
+    figure = Figure(figsize=(9, 5.2), layout="constrained")
+    figure.get_layout_engine().set(rect=(0, 0.06, 1, 0.94))
+    axes = figure.add_subplot()
+    x, ticks, labels, present = 0, [], [], set()
+    for prediction in predictions:
+        first = x
+        for phase in prediction["phases"]:
+            bottom = 0.0
+            for kind, (colour, hatch) in KINDS.items():
+                sizes = phase["kinds"].items()
+                size = sum(s for name, s in sizes if (name if name in KINDS else "other") == kind) / GIB
+                if size:
+                    axes.bar(x, size, 0.8, bottom, color=colour, hatch=hatch, edgecolor="white", linewidth=0.4)
+                    present.add(kind)
+                bottom += size
+            axes.text(x, bottom, f"{bottom:.1f}", ha="center", va="bottom", fontsize=8)
+            ticks.append(x)
+            labels.append(phase["phase"])
+            x += 1
+        axes.text(
+            (first + x - 1) / 2,
+            -0.2,
+            prediction["arm"],
+            transform=axes.get_xaxis_transform(),
+            ha="center",
+            fontsize=10,
+            fontweight="bold",
+        )
+        x += 0.6
+    axes.set_xticks(ticks, labels, rotation=30, ha="right", fontsize=8)
+    axes.grid(axis="x", visible=False)
+    if result["device_memory_bytes"]:
+        limit = result["device_memory_bytes"] / GIB
+        axes.axhline(limit, color="black", linestyle=(0, (5, 3)), linewidth=1.2)
+        axes.annotate(
+            f"device memory less the reserve: {limit:.1f} GiB",
+            (0.995, limit),
+            xytext=(0, 3),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            fontsize=8,
+            ha="right",
+            bbox=dict(facecolor="white", edgecolor="none", pad=0.5, alpha=0.8),
+        )
+    axes.set_ylabel("predicted peak allocated (GiB)")
+    axes.margins(y=0.12)
+    handles = [
+        Patch(facecolor=colour, hatch=hatch, edgecolor="white", label=kind)
+        for kind, (colour, hatch) in KINDS.items()
+        if kind in present
+    ]
+    axes.legend(handles=handles, fontsize=8, ncols=7, loc="upper center", bbox_to_anchor=(0.5, 1.09))
+    figure.suptitle(
+        f"{result['model']}: prompt {setup['prompt_tokens']:,}, completion {setup['max_completion_length']:,}, "
+        f"k = {setup['num_generations']}",
+        fontsize=12,
+        fontweight="bold",
+    )
+    figure.text(0.012, 0.012, "Predicted, not measured. " + result["versions"], fontsize=7.5, color="#404040")
+    return figure
+
+
+def draw(result: dict, path: Path) -> None:
+    """Write the chart of that result as a PNG. Raises OSError where the file cannot be written."""
+    chart(result).savefig(path, dpi=150)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw the plan's chart. Raises LoadError where the file is no plan, OSError where OUT cannot be written."""
+    parser = argparse.ArgumentParser(prog="python -m visualization.charts.plan", description=__doc__.splitlines()[0])
+    parser.add_argument("plan", type=Path, help="what python -m experiments.plan --json wrote")
+    parser.add_argument("out", type=Path, help="the PNG to write")
+    args = parser.parse_args(argv)
+    remedy = "write it with python -m experiments.plan --json FILE"
+    result = read_json(args.plan, remedy)
+    try:
+        draw(result, args.out)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise LoadError(f"{args.plan}: is no plan ({type(error).__name__}: {error}); {remedy}") from None
+    print(args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_cli(main))

@@ -1,0 +1,108 @@
+"""Everything there is to see of one machine: combined CSV files, charts, tables.md, and one screen of text.
+
+python -m visualization.report RESULTS_MACHINE_DIR
+"""
+
+import argparse
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from visualization import combine_memory_data, create_charts, tables
+from visualization.files import run_cli
+from visualization.load import load_machine, tell_damaged
+from visualization.runs import ARMS, GIB, LEARN, Cell, Run, cells, describe, footnotes, in_order, scales
+
+SCREEN = 24  # lines
+WIDTH = 119
+
+
+def screen(folder: Path, runs: Sequence[Run]) -> list[str]:
+    """At most `SCREEN` lines: peaks of the main scale, arm by k, what they mean, and where charts and tables are."""
+    found = [scale for scale in scales(runs) if scale != LEARN] or scales(runs)
+    scale = next((scale for scale in create_charts.DEFAULT_SCALES if scale in found), found[0])
+    chosen = [run for run in runs if run.scale == scale]
+    table = {(cell.arm, cell.k): cell for cell in cells(chosen)}
+    meaning = ["", *_meaning(table)]
+    others = [other for other in scales(runs) if other != scale]
+    end = ["", f"charts: {folder}/charts/*.png", f"tables: {folder}/charts/tables.md"]
+    end[-1] += f", also of the scales {', '.join(others)}" if others else ""
+    notes = footnotes(chosen)
+    head = [
+        *textwrap.wrap(describe(chosen), WIDTH),
+        f"Peak memory above the start level, GiB ({chosen[0].measure.label}):",
+        "",
+    ]
+    rows = _rows(table)
+    room = SCREEN - len(head) - len(meaning) - len(notes) - len(end)
+    if len(rows) > room:
+        rows = [*rows[: room - 1], f"... {len(rows) - room + 1} more arms in tables.md"]
+    lines = [*head, *rows, *notes, *meaning, *end]
+    return [line if len(line) <= WIDTH else line[: WIDTH - 4] + " ..." for line in lines]
+
+
+def _rows(table: dict[tuple[str, int], Cell]) -> list[str]:
+    ks = sorted({k for _, k in table})
+    rows = [["", *(f"k = {k}" for k in ks)]]
+    for arm in in_order(arm for arm, _ in table):
+        rows.append([arm, *(_peak(table.get((arm, k))) for k in ks)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:]), ARMS.get(row[0], "")]).rstrip()
+        for row in rows
+    ]
+
+
+def _peak(cell: Cell | None) -> str:
+    if cell is None:
+        return "not run"
+    above, failed = cell.median("above_start_bytes"), cell.failure("out of memory")
+    if above is None:
+        return failed or "no start level"
+    return f"{above / GIB:.2f}{cell.mark}" + (f" ({failed})" if failed else "")
+
+
+def _meaning(table: dict[tuple[str, int], Cell]) -> list[str]:
+    """What the figures say, three lines, each at the largest k where both sides finished."""
+    published, string = _saved(table, "classic-string", "classic-baseline")
+    if string:
+        asked, fed = string.first("prompt_tokens_requested"), string.first("prompt_tokens_fed_mean")
+        known = f"{fed:,.0f} of {asked:,.0f}" if asked and fed else "an unknown part of its"
+        published += f", and it fed {known} prompt tokens"
+    exact, _ = _saved(table, "classic-string-exact", "classic-baseline")
+    lean, _ = _saved(table, "classic-lean", "classic-baseline")
+    shared, _ = _saved(table, "shared", "stock")
+    return [
+        f"The change published in 2025: {published}.",
+        f"The same idea with nothing cut: {exact}.",
+        f"At equal tokens: classic-lean {lean}; shared {shared}.",
+    ]
+
+
+def _saved(table: dict[tuple[str, int], Cell], arm: str, reference: str) -> tuple[str, Cell | None]:
+    """How much less the arm's peak above start is than the reference's, in words, and the arm's cell."""
+    for k in sorted({k for name, k in table if name == arm}, reverse=True):
+        ours, theirs = table[arm, k], table.get((reference, k))
+        mine, other = ours.median("above_start_bytes"), theirs and theirs.median("above_start_bytes")
+        if mine is not None and other:
+            less = round((1 - mine / other) * 100)
+            return f"{abs(less)} % {'more' if less < 0 else 'less'} than {reference} at k = {k}", ours
+    return f"not compared, no k where it and {reference} finished", None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the files, print the screen; 1 when a run was left out. Raises LoadError."""
+    parser = argparse.ArgumentParser(prog="python -m visualization.report", description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path, help="results/<machine>")
+    args = parser.parse_args(argv)
+    runs = load_machine(args.results)
+    combine_memory_data.write(runs, args.results)
+    charts = args.results / "charts"
+    create_charts.draw_all(runs, charts, [scale for scale in scales(runs) if scale != LEARN])
+    (charts / "tables.md").write_text(tables.page(args.results, runs), encoding="utf-8")
+    print("\n".join(screen(args.results, runs)))
+    return tell_damaged(runs)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_cli(main))
