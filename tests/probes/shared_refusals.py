@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import torch  # noqa: E402, I001
 from peft import PromptTuningConfig, get_peft_model  # noqa: E402
-from shared_exactness import SHAPE, batch  # builds the fork and puts it on the path
+from shared_exactness import SHAPE, batch, passes_of  # builds the fork and puts it on the path
 from shared_trainer import train
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # noqa: E402
-from trl.models.prefix_sharing import check_whole_rows, enable_prefix_sharing, use_base_attention  # noqa: E402
+from trl.models.prefix_sharing import enable_prefix_sharing, use_base_attention  # noqa: E402
+from trl.models.token_budget import check_whole_rows  # noqa: E402
 from trl.trainer import grpo_trainer, rloo_trainer  # noqa: E402
 from trl.trainer.utils import add_fused_lm_head  # noqa: E402
 
@@ -101,7 +102,7 @@ enable_prefix_sharing(good)
 with use_base_attention(good):  # what an engine finds that brings its own attention
     result["engines find"] = good.config._attn_implementation
 result["after the engine"] = good.config._attn_implementation
-before, shared = good(**inputs).log_probs, good(**inputs, prefix_length=prompt).log_probs
+before, shared = good(**inputs).log_probs, good(**inputs, passes=passes_of(prompt)).log_probs
 calls, forward = [], good.model.layers[1].mlp.forward
 
 
@@ -113,10 +114,10 @@ def failing(*arguments):
 
 
 good.model.layers[1].mlp.forward = failing
-result["failing pass"] = message(good, **inputs, prefix_length=prompt)
+result["failing pass"] = message(good, **inputs, passes=passes_of(prompt))
 good.model.layers[1].mlp.forward = forward
 result["usable after a failure"] = bool(
     torch.equal(good(**inputs).log_probs, before)
-    and torch.equal(good(**inputs, prefix_length=prompt).log_probs, shared)
+    and torch.equal(good(**inputs, passes=passes_of(prompt)).log_probs, shared)
 )
 print(json.dumps(result), file=sys.stdout)
