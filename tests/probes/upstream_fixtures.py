@@ -1,0 +1,67 @@
+"""Makes in FOLDER what upstream's tests take from the Hugging Face Hub, small and random, in folders of those names, and
+the parts of tests/testing_utils.py that ours use. Run from FOLDER, `from_pretrained` and `load_dataset` find them.
+
+    upstream_fixtures.py FOLDER
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from tiny import build_tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Cohere2Config,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+SHAPE = dict(
+    vocab_size=152, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, pad_token_id=0, eos_token_id=1, bos_token_id=2,
+)  # fmt: skip
+MODELS = {
+    "tiny-Cohere2ForCausalLM": Cohere2Config(**SHAPE, sliding_window=6),
+    "tiny-Qwen2ForCausalLM-2.5": Qwen2Config(**SHAPE),
+    "tiny-Qwen3ForCausalLM": Qwen3Config(**SHAPE, head_dim=8),
+    "tiny-Qwen3MoeForCausalLM": Qwen3MoeConfig(
+        **SHAPE, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
+    "tiny-Qwen2ForSequenceClassification-2.5": Qwen2Config(**SHAPE, num_labels=1),
+}
+UTILITIES = """
+import pytest
+import torch
+from transformers.utils import is_peft_available
+
+require_peft = pytest.mark.skipif(not is_peft_available(), reason="needs peft")
+require_torch_accelerator = pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+
+
+class TrlTestCase:
+    @pytest.fixture(autouse=True)
+    def set_tmp_dir(self, tmp_path):
+        self.tmp_dir = str(tmp_path)
+"""
+
+folder = Path(sys.argv[1])
+hub = folder / "trl-internal-testing"
+for name, config in MODELS.items():
+    torch.manual_seed(0)
+    kind = AutoModelForSequenceClassification if "Sequence" in name else AutoModelForCausalLM
+    kind.from_config(config).save_pretrained(hub / name)
+    build_tokenizer().save_pretrained(hub / name)
+data = hub / "zen" / "standard_prompt_only"
+data.mkdir(parents=True)
+rows = [{"prompt": " ".join(f"w{2 + (7 * row + i) % 90}" for i in range(3 + row % 5))} for row in range(17)]
+(data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+(hub / "zen" / "README.md").write_text(
+    "---\nconfigs:\n- config_name: standard_prompt_only\n  data_files:\n  - split: train\n"
+    "    path: standard_prompt_only/train.jsonl\n---\n"
+)
+(folder / "tests").mkdir()
+(folder / "tests" / "__init__.py").write_text("")
+(folder / "tests" / "testing_utils.py").write_text(UTILITIES)
