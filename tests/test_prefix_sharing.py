@@ -68,14 +68,6 @@ def test_training_runs_are_the_same_in_every_setting(probe, trainer):
         assert (max(run["grad_norms"]) > 1e-3) != name.endswith("all truncated"), f"{name}: {run['grad_norms']}"
 
 
-@pytest.mark.parametrize("trainer", ["RLOO", "GRPO"])
-def test_switched_off_the_fork_is_upstream_bit_for_bit(probe, trainer):
-    upstream, fork = probe("off", trainer, "none"), probe("off", trainer, "all")
-    assert upstream["version"] != fork["version"]
-    assert fork["parameters"] == upstream["parameters"]
-    assert fork["logs"] == upstream["logs"]
-
-
 def test_bad_input_is_refused_with_value_limit_and_remedy_and_leaves_the_attention_usable(probe):
     result = probe("shared_refusals")
     expected = {

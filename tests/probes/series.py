@@ -2,8 +2,8 @@
 
     series.py TREES
 
-TREES is a JSON list of folders. torch and transformers are imported once, then a fork of this process imports each
-tree's TRL. Prints a list of dictionaries: "options" of the two trainers' configs, and "kept", the names of promises.
+TREES is a JSON list of folders. Prints a dictionary for each: "options" of the two trainers' configs, and "kept", the
+names of promises.
 """
 
 import contextlib
@@ -11,17 +11,15 @@ import dataclasses
 import importlib
 import json
 import logging
-import os
 import sys
 import tempfile
 from types import SimpleNamespace
 from unittest import mock
 
-import peft  # noqa: F401
 import tiny
 import torch
-import transformers.trainer  # noqa: F401
 from transformers import GenerationConfig
+from trees import on_each_tree
 
 NAMES = ("RLOO", "GRPO")
 promises = {}
@@ -179,10 +177,8 @@ def prefix_sharing_fsdp2(folder):
 
 
 def look(tree):
-    sys.path.insert(0, tree)
     import trl
 
-    assert trl.__file__.startswith(tree), trl.__file__
     configs = [getattr(trl, f"{name}Config") for name in NAMES]
     assert all(getattr(trl, f"{name}Trainer") for name in NAMES)
     fields = [{field.name for field in dataclasses.fields(config)} for config in configs]
@@ -198,20 +194,4 @@ def look(tree):
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
-    results = []
-    for tree in json.loads(sys.argv[1]):
-        with tempfile.NamedTemporaryFile() as file:
-            child = os.fork()
-            if child == 0:
-                code = 1
-                try:
-                    with open(file.name, "w") as out:
-                        json.dump(look(tree), out)
-                    code = 0
-                finally:
-                    sys.excepthook(*sys.exc_info()) if code else None
-                    os._exit(code)
-            _, status = os.waitpid(child, 0)
-            assert status == 0, tree
-            results.append(json.load(file))
-    print(json.dumps(results))
+    print(json.dumps(on_each_tree(look, json.loads(sys.argv[1]))))

@@ -1,5 +1,5 @@
-"""Makes in FOLDER what upstream's tests take from the Hugging Face Hub, small and random, in folders of those names, and
-the parts of tests/testing_utils.py that ours use. Run from FOLDER, `from_pretrained` and `load_dataset` find them.
+"""Makes in FOLDER what upstream's tests take from the Hugging Face Hub, small and random, in folders of those names,
+and the parts of tests/testing_utils.py that ours use. Run from FOLDER, `from_pretrained` and `load_dataset` find them.
 
     upstream_fixtures.py FOLDER
 """
@@ -9,18 +9,19 @@ import sys
 from pathlib import Path
 
 import torch
-from tiny import build_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     Cohere2Config,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
 )
 
 SHAPE = dict(
-    vocab_size=152, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+    vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, pad_token_id=0, eos_token_id=1, bos_token_id=2,
 )  # fmt: skip
 MODELS = {
@@ -46,6 +47,27 @@ class TrlTestCase:
     def set_tmp_dir(self, tmp_path):
         self.tmp_dir = str(tmp_path)
 """
+# Configs ask for bfloat16 unless told otherwise, and transformers refuses it without a GPU unless `use_cpu` is set
+CONFTEST = """
+import transformers.training_args
+
+transformers.training_args.is_torch_bf16_gpu_available = lambda: True
+"""
+
+
+def build_tokenizer():
+    """Byte-level BPE, as Qwen has it: transformers makes that class of tokenizer for these models."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|pad|>", "<|end|>", "<|start|>"]
+    trainer = trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet, special_tokens=special)
+    tokenizer.train_from_iterator(["the sky is blue and the sea is green"] * 4, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|end|>", padding_side="left"
+    )
+
 
 folder = Path(sys.argv[1])
 hub = folder / "trl-internal-testing"
@@ -56,7 +78,8 @@ for name, config in MODELS.items():
     build_tokenizer().save_pretrained(hub / name)
 data = hub / "zen" / "standard_prompt_only"
 data.mkdir(parents=True)
-rows = [{"prompt": " ".join(f"w{2 + (7 * row + i) % 90}" for i in range(3 + row % 5))} for row in range(17)]
+words = "The sky is blue and the sea is green because of".split()
+rows = [{"prompt": " ".join(words[row % 3 : row % 3 + 3 + row % 5])} for row in range(17)]
 (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 (hub / "zen" / "README.md").write_text(
     "---\nconfigs:\n- config_name: standard_prompt_only\n  data_files:\n  - split: train\n"
@@ -64,4 +87,5 @@ rows = [{"prompt": " ".join(f"w{2 + (7 * row + i) % 90}" for i in range(3 + row 
 )
 (folder / "tests").mkdir()
 (folder / "tests" / "__init__.py").write_text("")
+(folder / "tests" / "conftest.py").write_text(CONFTEST)
 (folder / "tests" / "testing_utils.py").write_text(UTILITIES)
