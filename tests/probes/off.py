@@ -27,7 +27,14 @@ def train(name):
     with tempfile.TemporaryDirectory() as folder:
         tiny.build_model().save_pretrained(folder)
         trainer = tiny.build_trainer(
-            name, folder, reward, max_steps=3, num_iterations=2, gradient_accumulation_steps=2
+            name,
+            folder,
+            reward,
+            max_steps=3,
+            num_iterations=2,
+            gradient_accumulation_steps=2,
+            per_device_train_batch_size=16,
+            max_completion_length=24,
         )
         trainer.train()
     logs = [

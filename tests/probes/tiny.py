@@ -6,7 +6,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast, Qwen3Config
 
 VOCABULARY, ENDS = 100, (3, 40)  # every token id from the first to the second ends a completion
-PROMPTS = ("w50 w51 w52", "w60 w61 w62 w63 w64 w65", "w70")
+# Of 1 to 12 words
+PROMPTS = [" ".join(f"w{50 + (7 * row + word) % 50}" for word in range(1 + 5 * row % 12)) for row in range(12)]
 
 
 def build_tokenizer():
@@ -56,7 +57,7 @@ def build_trainer(name, folder, reward_funcs=reward, peft_config=None, **options
         model=str(folder),
         reward_funcs=reward_funcs,
         args=getattr(trl, f"{name}Config")(output_dir=str(folder), **{**defaults, **options}),
-        train_dataset=Dataset.from_dict({"prompt": list(PROMPTS)}),
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
         processing_class=build_tokenizer(),
         reward_processing_classes=build_tokenizer(),
         peft_config=peft_config,
