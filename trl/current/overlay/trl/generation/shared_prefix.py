@@ -15,7 +15,8 @@
 """
 Generation with shared prompts: the keys and values of a prompt are computed and stored once for all its completions.
 
-Shape suffixes: B rows, P prompt columns, C completion columns, S prefix tokens, N rows that share a prompt, D head size.
+Shape suffixes: B rows, P prompt columns, C completion columns, S prefix tokens, N rows that share a prompt, D head
+size.
 """
 
 from collections.abc import Callable

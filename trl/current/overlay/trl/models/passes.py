@@ -36,7 +36,8 @@ class PassesOutput:
 
     Args:
         last_hidden_state (`torch.Tensor` of shape `(B, C + 1, H)`):
-            Hidden states from the last prompt token on. Zero where the token is padding, unless the rows went together.
+            Hidden states from the last prompt token on. Zero where the token is padding, unless all rows went
+            together.
         aux_loss (`torch.Tensor`, *optional*):
             MoE load-balancing loss over the tokens of all rows, prompts included, when router logits are requested.
     """
@@ -74,8 +75,8 @@ def forward_together(
 
 def pass_inputs(backbone: nn.Module, ids: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """
-    Inputs of each pass from its token ids. If the embedding is trained, the tokens of all passes are looked up together:
-    the gradient of a lookup has the size of the whole vocabulary.
+    Inputs of each pass from its token ids. If the embedding is trained, the tokens of all passes are looked up
+    together: the gradient of a lookup has the size of the whole vocabulary.
     """
     embedding = backbone.get_input_embeddings()
     if torch.is_grad_enabled() and any(param.requires_grad for param in embedding.parameters()):

@@ -523,8 +523,8 @@ def enable_prefix_sharing(model: PreTrainedModel) -> None:
         if p > 0:
             refuse(
                 f"the completions of a prompt would share its dropout ({name} is {p}). Set dropout to 0, with "
-                "`disable_dropout=True` for layers, `lora_dropout=0.0` for adapters and `attention_dropout=0.0` in the "
-                "model's config."
+                "`disable_dropout=True` for layers, `lora_dropout=0.0` for adapters and `attention_dropout=0.0` in "
+                "the model's config."
             )
     with _attention_implementation(model, _IMPLEMENTATION_PREFIX + implementation):
         error = error_of_passes(model, SharedPrefixPasses(PROBE_PREFIX_LENGTH))

@@ -124,8 +124,8 @@ class TokenBudgetPasses(SharedPrefixPasses):
 
 def _split_by_tokens(lengths: list[int], budget: int, packed: bool) -> list[list[int]]:
     """
-    Rows of each pass, so that a pass has no more than `budget` tokens, or a single row. Longest rows first, which leaves
-    little padding where rows are padded to the longest of a pass (`packed=False`).
+    Rows of each pass, so that a pass has no more than `budget` tokens, or a single row. Longest rows first, which
+    leaves little padding where rows are padded to the longest of a pass (`packed=False`).
     """
     passes, room, width = [], 0, 0
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
@@ -168,8 +168,8 @@ def check_whole_rows(model: PreTrainedModel) -> None:
 
     def refuse(reason: str):
         raise ValueError(
-            f"`tokens_per_forward` does not support {type(model).__name__} ({model.config.model_type}): {reason}. Remove "
-            "it and lower `per_device_train_batch_size` instead."
+            f"`tokens_per_forward` does not support {type(model).__name__} ({model.config.model_type}): {reason}. "
+            "Remove it and lower `per_device_train_batch_size` instead."
         )
 
     if unsupported := length_dependent_rope_types(model.config):
