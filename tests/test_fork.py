@@ -691,6 +691,77 @@ def test_exported_stack_applies_with_git_am(project, tmp_path):
     assert added.split() == ["trl/extra/claimed.py"]
 
 
+def test_a_patch_may_change_the_overlay_file_of_an_earlier_patch(project, tmp_path):
+    """As it may change upstream's files: in check, in the build and in the exported series."""
+    new = TOY.replace("line", "row")
+    project.write("pile/overlay/trl/new.py", new)
+    claim = patch("First", change("trl/trainer/toy.py", 9, "nine = 9"), extra="Overlay: trl/new.py\n")
+    then = patch("Second", change("trl/new.py", 5, "five = 'second'", new))
+    project.patches("pile", first=claim, second=then)
+    assert project.run("check", "pile")[0] == 0
+    project.build()
+    assert "five = 'second'" in (project.dest / "trl/new.py").read_text()
+    project.build("--patches=first")
+    assert (project.dest / "trl/new.py").read_text() == new
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    checkout(repository)
+    assert project.run("export", "pile", tmp_path / "mails")[0] == 0
+    git(repository, "am", "-q", *sorted((tmp_path / "mails").iterdir()))
+    project.build()
+    assert package(repository) == package(project.dest)
+    project.patches("pile", second=then, first=claim)
+    assert "pile/second.patch changes trl/new.py: edit it in overlay/" in project.refused("check", "pile")
+
+
+def identity(monkeypatch, folder, text):
+    """Make `text` all that git knows of the user."""
+    (folder / "gitconfig").write_text(text)
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(folder / "gitconfig"))
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(folder))
+
+
+def test_mails_are_from_the_user_of_git(project, tmp_path, monkeypatch):
+    nobody = project.one("x").replace("Author: Ada Löve <ada@example.org>\n", "")
+    project.patches("pile", first=nobody)
+    identity(monkeypatch, tmp_path, "[user]\n\tname = Grace Höpper\n\temail = grace@example.org\n")
+    assert project.run("export", "pile", tmp_path / "mails")[0] == 0
+    assert "From: Grace Höpper <grace@example.org>" in (tmp_path / "mails/0001-first.patch").read_text()
+
+
+@pytest.mark.parametrize("known, said", [
+    ("", "git has user.name '' and user.email ''"),
+    ("[user]\n\tname = Grace\n", "git has user.name 'Grace' and user.email ''"),
+    ("[user]\n\tname = Grace\n\temail = nowhere\n", "git has user.name 'Grace' and user.email 'nowhere'"),
+])  # fmt: skip
+def test_mails_without_an_address_for_answers_are_refused(project, tmp_path, monkeypatch, known, said):
+    project.patches("pile", first=project.one("x").replace("Author: Ada Löve <ada@example.org>\n", ""))
+    identity(monkeypatch, tmp_path, known)
+    (problem,) = project.refused("export", "pile", tmp_path / "mails")
+    assert said in problem and "git config --global user.email" in problem
+    assert not (tmp_path / "mails").exists()
+
+
+def test_the_author_of_a_patch_needs_an_address(project, tmp_path):
+    project.patches("pile", first=project.one("x").replace("<ada@example.org>", "at home"))
+    (problem,) = project.refused("export", "pile", tmp_path / "mails")
+    assert problem == "pile/first.patch has the Author 'Ada Löve at home': write it as Name <email>"
+
+
+@pytest.mark.parametrize("command", ["build", "check", "export"])
+def test_without_git_one_line_says_what_to_install(project, tmp_path, monkeypatch, command):
+    (tmp_path / "nothing").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    (problem,) = project.refused(*{
+        "build": ("build", "pile", project.dest),
+        "check": ("check", "pile"),
+        "export": ("export", "pile", tmp_path / "mails"),
+    }[command])  # fmt: skip
+    assert problem == "git is not installed or not on PATH: install it, it applies the patches"
+    assert not project.dest.exists()
+
+
 def test_exported_alternatives_apply_each_alone(project, tmp_path):
     mails = tmp_path / "mails"
     assert project.run("export", "pick", mails)[0] == 0
@@ -757,3 +828,33 @@ def test_the_projects_own_patches_apply(capsys):
     except fork.WheelUnavailable as error:
         pytest.skip(f"the upstream wheels cannot be obtained here: {error}")
     assert fork.main(["check"]) == 0, capsys.readouterr().err
+
+
+def test_the_projects_own_series_applies_with_git_am_and_is_what_is_built(tmp_path, monkeypatch):
+    """Without the two files of upstream's docs, which the released wheel does not hold."""
+    try:
+        wheel = fork.obtain(fork.find_line(ROOT / "trl", "current"))
+    except fork.WheelUnavailable as error:
+        pytest.skip(f"the upstream wheel cannot be obtained here: {error}")
+    identity(monkeypatch, tmp_path, "[user]\n\tname = Grace\n\temail = grace@example.org\n")
+    repository, built, mails = tmp_path / "repository", tmp_path / "built", tmp_path / "mails"
+    fork.unpack(wheel, repository)
+    git(repository, "init", "-q")
+    git(repository, "add", "-A")
+    git(repository, "commit", "-q", "-m", "upstream")
+    fork.build(ROOT / "trl", "current", built, None)
+    fork.export(ROOT / "trl", "current", mails)
+    series = fork.read_series(fork.find_line(ROOT / "trl", "current"))
+    assert [mail.name for mail in sorted(mails.iterdir())] == list(series)
+    for mail in sorted(mails.iterdir()):
+        if mail.name.endswith("-docs.patch"):
+            assert set(fork.read_patch(ROOT / "trl/current" / mail.name).hunks) <= {
+                "docs/source/paper_index.md", "docs/source/reducing_memory_usage.md"
+            }  # fmt: skip
+        else:
+            git(repository, "am", "-q", "--exclude=docs/*", mail)
+    assert package(repository) == package(built)
+    overlay = ROOT / "trl/current/overlay/tests"
+    assert {path.name: path.read_bytes() for path in (repository / "tests").iterdir()} == {
+        path.name: path.read_bytes() for path in overlay.glob("*.py")
+    }

@@ -245,6 +245,22 @@ def unpack(wheel: Path, tree: Path) -> set[str]:
     return {name for name in names if name.startswith("trl/")}
 
 
+def place(overlay: dict[str, bytes], tree: Path) -> None:
+    """Write the package's share of the overlay files to `tree`."""
+    for path, data in overlay.items():
+        if path.startswith("trl/"):
+            (tree / path).parent.mkdir(parents=True, exist_ok=True)
+            (tree / path).write_bytes(data)
+
+
+def run_git(*arguments: str, **options) -> subprocess.CompletedProcess:
+    """`subprocess.run` of git, its output captured. Raises ForkError where git is not installed."""
+    try:
+        return subprocess.run(["git", *arguments], capture_output=True, **options)
+    except FileNotFoundError:
+        raise ForkError("git is not installed or not on PATH: install it, it applies the patches") from None
+
+
 def apply(patch: Patch, tree: Path) -> None:
     """Apply the package's share of `patch` to `tree`, without fuzz. Raises ForkError with one line per failure."""
     paths = [tree / path for path in patch.hunks if path.startswith("trl/")]
@@ -255,12 +271,11 @@ def apply(patch: Patch, tree: Path) -> None:
     # repository stops the search for one; nothing else of the user's environment and settings may loosen the match.
     before = [path.read_bytes() if path.is_file() else None for path in paths]
     alone = {"GIT_DIR": os.devnull, "HOME": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "GIT_ATTR_NOSYSTEM": "1"}
-    git = subprocess.run(
-        ["git", "apply", "--whitespace=nowarn", "--include=trl/*", "-"],
+    git = run_git(
+        *("apply", "--whitespace=nowarn", "--include=trl/*", "-"),
         cwd=tree,
         env=alone | {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C"},
         input=patch.diff.encode(),
-        capture_output=True,
     )
     if git.returncode:
         reasons = []
@@ -353,12 +368,9 @@ def build(
         if not force and built(dest) == record["fingerprint"]:  # another process built it while we waited
             return f"{what}: up to date"
         upstream = unpack(wheel, tree)
-        for path, data in overlay.items():
-            if path in upstream:
-                raise ForkError(f"{name}/overlay/{path} would overwrite an upstream file: make it a patch")
-            if path.startswith("trl/"):
-                (tree / path).parent.mkdir(parents=True, exist_ok=True)
-                (tree / path).write_bytes(data)
+        if shadowed := [path for path in overlay if path in upstream]:
+            raise ForkError(f"{name}/overlay/{shadowed[0]} would overwrite an upstream file: make it a patch")
+        place(overlay, tree)
         for patch in chosen:
             apply(patch, tree)
         record["files_sha256"] = tree_digest(tree)
@@ -457,10 +469,14 @@ def check(line: Line, wheels: Path | None = None) -> list[str]:
         except ForkError as error:
             problems += error.args
     claims = [path for patch in patches for path in patch.claims]
+    earlier: set[str] = set()  # what a patch further down the stack finds in the tree, as it finds upstream's files
     for patch in patches:
         problems += header_problems(patch)
         problems += [f"{patch.label} claims {path}, not in overlay/" for path in patch.claims if path not in overlay]
-        problems += [f"{patch.label} changes {path}: edit it in overlay/" for path in patch.hunks if path in overlay]
+        changed = [path for path in patch.hunks if path in overlay and path not in earlier]
+        problems += [f"{patch.label} changes {path}: edit it in overlay/" for path in changed]
+        if line.mode == "stack":
+            earlier.update(patch.claims)
         if "\r" in patch.diff:
             problems.append(f"{patch.label} holds a carriage return: a mailbox would not carry it intact")
     for path, data in overlay.items():
@@ -479,6 +495,7 @@ def check(line: Line, wheels: Path | None = None) -> list[str]:
             if line.mode == "alternatives":
                 shutil.rmtree(tree)
                 unpack(wheel, tree)
+            place({path: overlay[path] for path in patch.claims if path in overlay and path not in upstream}, tree)
             try:
                 apply(patch, tree)
             except ForkError as error:
@@ -500,13 +517,18 @@ def new_file(path: str, data: bytes) -> str:
 
 
 def author(patch: Patch, root: Path) -> str:
-    """The Author field of `patch`, else who git says commits here. Raises ForkError where neither is known."""
-    ask = [["git", "config", key] for key in ("user.name", "user.email")]
-    name, email = (subprocess.run(command, cwd=root, capture_output=True).stdout.decode().strip() for command in ask)
-    found = patch.header.get("Author") or f"{name} <{email}>"
-    if not re.fullmatch(r"[^<>\n]+ <[^<>\s]+>", found):
-        raise ForkError(f"{patch.label} needs `Author: Name <email>`, or git config user.name and user.email")
-    return found
+    """The Author field of `patch`, else the user's git identity. Raises ForkError where neither can be answered."""
+    if stated := patch.header.get("Author"):
+        if not re.fullmatch(r"[^<>\n]+ <[^<>\s]+@[^<>\s]+>", stated):
+            raise ForkError(f"{patch.label} has the Author {stated!r}: write it as Name <email>")
+        return stated
+    keys = ("user.name", "user.email")
+    name, email = (run_git("config", key, cwd=root).stdout.decode().strip() for key in keys)
+    if not name or not re.fullmatch(r"[^<>\s]+@[^<>\s]+", email):
+        said = " and ".join(f"{key} {value!r}" for key, value in zip(keys, (name, email), strict=True))
+        remedy = "git config --global user.name 'Your Name'; git config --global user.email you@your.host"
+        raise ForkError(f"the mails need your name and an address for answers, git has {said}: {remedy}")
+    return f"{name} <{email}>"
 
 
 def export(root: Path, name: str, dest: Path, wheels: Path | None = None) -> str:

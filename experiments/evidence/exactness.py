@@ -92,7 +92,7 @@ def compare(device: str, precision: str):
     import torch
     from torch.profiler import ProfilerActivity, profile
     from transformers import AutoModelForCausalLM
-    from trl.models.prefix_sharing import enable_prefix_sharing
+    from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing
     from trl.trainer.utils import add_fused_lm_head
 
     from experiments.plan.extrapolate import with_layers
@@ -109,8 +109,9 @@ def compare(device: str, precision: str):
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     enable_prefix_sharing(model)
     autocast = torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16)
-    sharing = dict(prefix_sharing=True, prefix_length=sizes[0], group_size=sizes[2])
-    ways = {"stock": {}, "shared": sharing, "shared, two a pass": dict(sharing, completions_per_forward=2)}
+    together = SharedPrefixPasses(prefix_length=sizes[0], group_size=sizes[2])
+    two = SharedPrefixPasses(prefix_length=sizes[0], completions_per_forward=2, group_size=sizes[2])
+    ways = {"stock": {}, "shared": {"passes": together}, "shared, two a pass": {"passes": two}}
     squares = {way: [0.0, 0.0] for way in ways}
     kernels: dict[str, str] = {}
     for seed in range(BATCHES):

@@ -51,20 +51,21 @@ class Group:
         self.weights = torch.linspace(-1, 1, k * completion).view(k, completion)
 
     def log_probs(self, way: str):
+        from trl.models.prefix_sharing import SharedPrefixPasses
+
         if way == "prefix-grouper":
             return self.grouped_log_probs()
         self.model.set_attn_implementation("prefix_sharing_sdpa")
         labels = self.ids.clone()
         labels[:, : self.prompt] = -100
-        sharing = {} if way == "whole" else {"prefix_length": self.prompt, "group_size": self.k}
-        if way == "shared-2":
-            sharing["completions_per_forward"] = 2
+        two = 2 if way == "shared-2" else None
+        passes = None if way == "whole" else SharedPrefixPasses(self.prompt, two, group_size=self.k)
         output = self.model(
             input_ids=self.ids,
             attention_mask=self.torch.ones_like(self.ids),
             labels=labels,
             fused_lm_head=True,
-            **sharing,
+            passes=passes,
         )
         return output.log_probs[:, -self.weights.shape[1] :]
 

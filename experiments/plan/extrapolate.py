@@ -93,9 +93,9 @@ def passes_that_tell(setup) -> tuple[int, int]:
     or passes of whole rows that mix prompts.
 
     The LM head works on tiles of some tokens, so all three must fill one tile, or none must."""
-    from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE, _token_chunk_size
+    from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE, token_chunk_size
 
-    tile = TOKEN_CHUNK_SIZE if setup.device == "cuda" else _token_chunk_size(torch.device("cpu"))
+    tile = TOKEN_CHUNK_SIZE if setup.device == "cuda" else token_chunk_size(torch.device("cpu"))
     k, per_forward = setup.num_generations, setup.rows_per_pass
     mixed = not setup.prefix_sharing and setup.per_device_train_batch_size > k
     if per_forward is None or mixed:

@@ -133,7 +133,7 @@ class Simulation:
         """The peaks between events: a phase begins, a layer's forward begins, its backward begins. Without `passes`,
         only loading and generation."""
         from trl.kernels import ChunkedLogProbFunction
-        from trl.models.prefix_sharing import _ReadPrefix
+        from trl.models.prefix_sharing import ReadPrefix
 
         def allowed(context, mask_function):  # its values do not matter, and computing them takes time
             columns = len(context.prefix.positions) + max(context.blocks)
@@ -149,7 +149,7 @@ class Simulation:
         with (
             pretending(self.setup.device),
             mock.patch.object(ChunkedLogProbFunction, "backward", staticmethod(new_head_backward)),
-            mock.patch.object(_ReadPrefix, "allowed", allowed),
+            mock.patch.object(ReadPrefix, "allowed", allowed),
             self.shapes,
             self.memory,
         ):
@@ -239,7 +239,7 @@ class Simulation:
             from trl.models import prefix_sharing
 
             # What is checked there are real numbers
-            with mock.patch.object(prefix_sharing, "_error_of_passes", lambda model, forward: 0.0):
+            with mock.patch.object(prefix_sharing, "error_of_passes", lambda model, passes: 0.0):
                 try:
                     prefix_sharing.enable_prefix_sharing(self.model)
                 except ValueError as error:
@@ -357,18 +357,15 @@ class Simulation:
 
     def generate_shared(self) -> None:
         """The same with the fork's own cache: each prompt once, room for the completions' tokens behind it."""
-        from trl.models import prefix_sharing as sharing
+        from trl.generation.shared_prefix import prefill
+        from trl.models.prefix_sharing import attend_to_cache
 
         setup = self.setup
         rows, k, prefix = setup.generation_rows, setup.num_generations, setup.prompt_tokens - 1
         steps = max(setup.max_completion_length - 2, 1)
-        groups = list(torch.arange(rows).split(k))
-        inputs = {"input_ids": self.ids(1, prefix)}
+        prompts = torch.zeros(rows, prefix + 1, dtype=torch.long)
         with self.autocast(), self.memory.of_kind("activations"):
-            prefixes = [
-                sharing._prompt_pass(self.model, inputs, torch.arange(prefix), logits_to_keep=1)[0] for _ in groups
-            ]
-        cache = sharing.SharedPrefixCache(prefixes, groups, torch.ones(rows, prefix))
+            cache = prefill(self.model, prompts, torch.ones_like(prompts), group_size=k)
         room = 0
         while room < steps:  # as the cache grows
             room += max(64, room)
@@ -380,8 +377,7 @@ class Simulation:
                     for states in layer.states
                 ]
                 layer.num_steps = steps - 1
-        del prefixes
-        with sharing._set(sharing._current_cache, cache):
+        with attend_to_cache(cache):
             self.decode(
                 rows,
                 1,
@@ -404,26 +400,25 @@ class Simulation:
 
     def hidden_states(self) -> torch.Tensor:
         """Hidden states that predict the next token, of shape (rows, completion, hidden)."""
-        from trl.models.prefix_sharing import shared_prefix_forward, whole_rows_forward
+        from trl.models.prefix_sharing import SharedPrefixPasses
+        from trl.models.token_budget import TokenBudgetPasses
 
         setup, rows = self.setup, self.setup.per_device_train_batch_size
         length = setup.prompt_tokens + setup.max_completion_length
         if setup.prefix_sharing or setup.tokens_per_forward:
             prompts = torch.arange(rows).div(setup.num_generations, rounding_mode="floor")
             input_ids, mask = prompts[:, None].repeat(1, length), torch.ones(rows, length, dtype=torch.long)
-            batch = (input_ids, mask, setup.prompt_tokens)
-            if setup.prefix_sharing:
-                output = shared_prefix_forward(
-                    self.backbone,
-                    *batch,
-                    setup.completions_per_forward,
-                    setup.tokens_per_forward,
-                    setup.num_generations,
+            passes = SharedPrefixPasses(setup.prompt_tokens, setup.completions_per_forward, setup.num_generations)
+            backbone = self.backbone
+            if setup.tokens_per_forward:
+                passes = TokenBudgetPasses(
+                    prefix_length=setup.prompt_tokens,
+                    tokens_per_forward=setup.tokens_per_forward,
+                    prefix_sharing=setup.prefix_sharing,
+                    group_size=setup.num_generations,
                 )
-            else:
-                backbone = self.padded_backbone() if setup.padded else self.backbone
-                output = whole_rows_forward(backbone, *batch, setup.tokens_per_forward)
-            return output.last_hidden_state[:, :-1]
+                backbone = self.padded_backbone() if setup.padded and not setup.prefix_sharing else self.backbone
+            return passes.forward(backbone, input_ids, mask).last_hidden_state[:, :-1]
         mask = self.causal_mask(rows, length) if setup.padded else None
         output = self.backbone(input_ids=self.ids(rows, length), attention_mask=mask, use_cache=False)
         return output.last_hidden_state[:, -setup.max_completion_length - 1 : -1]

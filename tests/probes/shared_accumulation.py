@@ -6,7 +6,7 @@ float64, errors are means over three seeds."""
 import json
 
 import torch  # noqa: E402, I001
-from shared_exactness import ARCHITECTURES, VOCAB, build, error, pure_float64  # puts the fork on the path
+from shared_exactness import ARCHITECTURES, VOCAB, build, error, passes_of, pure_float64  # puts the fork on the path
 from trl.models.prefix_sharing import enable_prefix_sharing  # noqa: E402
 
 ARCHITECTURES["plain"] = ("llama", {})
@@ -34,7 +34,7 @@ def gradient(model, seed, rows=ROWS, mixed=False, **shared):
     return torch.cat(grads)
 
 
-one_a_pass = dict(prefix_length=PROMPT, completions_per_forward=1)
+one_a_pass = dict(passes=passes_of(PROMPT, completions_per_forward=1))
 result = dict.fromkeys(("mixed stock", "mixed shared", "accumulate", "shared"), 0.0)
 for seed in range(3):
     with pure_float64():

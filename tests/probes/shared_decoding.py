@@ -9,7 +9,8 @@ import sys
 import torch
 from shared_exactness import ARCHITECTURES, batch, build, error, pure_float64  # builds the fork, puts it on the path
 from transformers import GenerationConfig
-from trl.models.prefix_sharing import enable_prefix_sharing, generate_with_shared_prefix
+from trl.generation.shared_prefix import generate_with_shared_prefix
+from trl.models.prefix_sharing import enable_prefix_sharing
 
 STEPS = 5
 

@@ -1,6 +1,6 @@
 """Per-token log-probabilities, entropies and gradients in passes against those of whole sequences in one.
 
-Both run in one process on one model: without `prefix_length` the fork computes what upstream does (test_prefix_sharing
+Both run in one process on one model: without `passes` the fork computes what upstream does (test_prefix_sharing
 shows it bit for bit). For each architecture it prints the relative errors in each of the settings below: prompts
 shared or not, passes of some completions or tokens, checkpointing on or off. In bfloat16 the truth is the same rounded
 weights in float64, and stock's own error stands beside.
@@ -17,7 +17,8 @@ use_fork(cfg.ARMS["shared"])
 
 import torch  # noqa: E402
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # noqa: E402
-from trl.models.prefix_sharing import enable_prefix_sharing  # noqa: E402
+from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing  # noqa: E402
+from trl.models.token_budget import TokenBudgetPasses  # noqa: E402
 from trl.trainer import utils  # noqa: E402
 
 VOCAB = 97
@@ -55,18 +56,25 @@ ARCHITECTURES = {
     "starcoder2": ("starcoder2", dict(embedding_dropout=0.0, residual_dropout=0.0)),
 }  # fmt: skip
 EAGER = ("gemma2-window-softcap", "gpt-oss-sinks")  # soft-capping and sinks are not in PyTorch's attention
-SHARED, WHOLE = dict(prefix_sharing=True), dict(prefix_sharing=False)
+WHOLE = dict(prefix_sharing=False)
 # (gradient checkpointing, settings); rows have 10 to 18 tokens, completions with the last prompt token 1 to 8
 SETTINGS = (
-    (False, dict(SHARED, completions_per_forward=1)),
-    (False, dict(SHARED, completions_per_forward=3)),
-    (False, SHARED),
-    (False, dict(SHARED, tokens_per_forward=9)),
+    (False, dict(completions_per_forward=1)),
+    (False, dict(completions_per_forward=3)),
+    (False, dict()),
+    (False, dict(tokens_per_forward=9)),
     (False, dict(WHOLE, tokens_per_forward=36)),
-    (True, dict(SHARED, completions_per_forward=2)),
+    (True, dict(completions_per_forward=2)),
     (True, dict(WHOLE, tokens_per_forward=1)),
 )
 EXPERTS = ("qwen3-moe", "mixtral", "gpt-oss-sinks")
+
+
+def passes_of(prefix_length, prefix_sharing=True, completions_per_forward=None, tokens_per_forward=None):
+    """What the trainers hand to the model for these options."""
+    if tokens_per_forward is None:
+        return SharedPrefixPasses(prefix_length, completions_per_forward)
+    return TokenBudgetPasses(prefix_length, tokens_per_forward=tokens_per_forward, prefix_sharing=prefix_sharing)
 
 
 class PlainLogProb:
@@ -167,7 +175,7 @@ def errors_of(name, dtype, autocast=None):
         if checkpointing:
             model.gradient_checkpointing_enable()
         with precision:
-            tokens, gradient, loss = run(model, name, prefix_length=batch()[2], **settings)
+            tokens, gradient, loss = run(model, name, passes=passes_of(batch()[2], **settings))
         errors["tokens"].append(error(tokens, truth[0]))
         errors["gradient"].append(error(gradient, truth[1]))
         errors["loss"].append(abs(loss - truth[2]) / abs(truth[2]))

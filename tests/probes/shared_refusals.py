@@ -5,13 +5,17 @@ import logging
 import sys
 import tempfile
 from types import SimpleNamespace
+from unittest import mock
 
+import shared_trainer
 import torch  # noqa: E402, I001
 from peft import PromptTuningConfig, get_peft_model  # noqa: E402
-from shared_exactness import SHAPE, batch  # builds the fork and puts it on the path
+from shared_exactness import SHAPE, batch, passes_of  # builds the fork and puts it on the path
 from shared_trainer import train
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # noqa: E402
-from trl.models.prefix_sharing import check_whole_rows, enable_prefix_sharing, use_base_attention  # noqa: E402
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig  # noqa: E402
+from trl.generation.shared_prefix import generate_with_shared_prefix  # noqa: E402
+from trl.models.prefix_sharing import enable_prefix_sharing, use_base_attention  # noqa: E402
+from trl.models.token_budget import check_whole_rows  # noqa: E402
 from trl.trainer import grpo_trainer, rloo_trainer  # noqa: E402
 from trl.trainer.utils import add_fused_lm_head  # noqa: E402
 
@@ -92,6 +96,13 @@ for name, module in (("rloo", rloo_trainer), ("grpo", grpo_trainer)):
 refused = model("opt", ffn_dim=48, word_embed_proj_dim=32, dropout=0.0)
 message(enable_prefix_sharing, refused)
 result["refused model keeps"] = refused.config._attn_implementation
+for kind in (TypeError, KeyboardInterrupt):  # whatever ends the check of a model
+    unlucky = model("llama")
+    unlucky.model.layers[1].mlp.forward = mock.Mock(side_effect=kind)
+    try:
+        enable_prefix_sharing(unlucky)
+    except kind:
+        result[f"after a {kind.__name__}"] = unlucky.config._attn_implementation
 good = model("llama")
 add_fused_lm_head(good)
 ids, mask, prompt = batch()
@@ -101,7 +112,19 @@ enable_prefix_sharing(good)
 with use_base_attention(good):  # what an engine finds that brings its own attention
     result["engines find"] = good.config._attn_implementation
 result["after the engine"] = good.config._attn_implementation
-before, shared = good(**inputs).log_probs, good(**inputs, prefix_length=prompt).log_probs
+before, shared = good(**inputs).log_probs, good(**inputs, passes=passes_of(prompt)).log_probs
+
+empty = mask.clone()
+empty[4, :prompt] = 0
+result["empty prompt, scored"] = message(good, **{**inputs, "attention_mask": empty}, passes=passes_of(prompt))
+prompts = dict(input_ids=ids[:, :prompt], attention_mask=empty[:, :prompt])
+config = GenerationConfig(max_new_tokens=2, pad_token_id=0)
+result["empty prompt, generated"] = message(generate_with_shared_prefix, good, **prompts, generation_config=config)
+for name in ("rloo", "grpo"):
+    for what, texts in (("one", ["apple stone", ""]), ("all", ["", ""])):
+        with mock.patch.object(shared_trainer, "PROMPTS", texts):
+            result[f"{name.upper()} {what} empty"] = message(train, tempfile.mkdtemp(), True, trainer=name, batch=8)
+
 calls, forward = [], good.model.layers[1].mlp.forward
 
 
@@ -113,10 +136,10 @@ def failing(*arguments):
 
 
 good.model.layers[1].mlp.forward = failing
-result["failing pass"] = message(good, **inputs, prefix_length=prompt)
+result["failing pass"] = message(good, **inputs, passes=passes_of(prompt))
 good.model.layers[1].mlp.forward = forward
 result["usable after a failure"] = bool(
     torch.equal(good(**inputs).log_probs, before)
-    and torch.equal(good(**inputs, prefix_length=prompt).log_probs, shared)
+    and torch.equal(good(**inputs, passes=passes_of(prompt)).log_probs, shared)
 )
 print(json.dumps(result), file=sys.stdout)

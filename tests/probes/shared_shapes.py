@@ -8,9 +8,10 @@ import json
 import torch  # noqa: E402, I001
 from hypothesis import HealthCheck, given, seed, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from shared_exactness import SHAPE, VOCAB, pure_float64  # builds the fork and puts it on the path
+from shared_exactness import SHAPE, VOCAB, passes_of, pure_float64  # builds the fork and puts it on the path
 from transformers import AutoModelForCausalLM, GenerationConfig, MistralConfig  # noqa: E402
-from trl.models.prefix_sharing import enable_prefix_sharing, generate_with_shared_prefix  # noqa: E402
+from trl.generation.shared_prefix import generate_with_shared_prefix  # noqa: E402
+from trl.models.prefix_sharing import enable_prefix_sharing  # noqa: E402
 from trl.trainer.utils import add_fused_lm_head  # noqa: E402
 
 MODELS, tried = {}, []
@@ -75,7 +76,7 @@ def check(case):
     whole.train(), shared.train()
     shared.gradient_checkpointing_enable() if checkpointing else shared.gradient_checkpointing_disable()
     tokens, gradient = score(whole, ids, mask, columns)
-    got_tokens, got_gradient = score(shared, ids, mask, columns, prefix_length=columns, **passes)
+    got_tokens, got_gradient = score(shared, ids, mask, columns, passes=passes_of(columns, **passes))
     torch.testing.assert_close(got_tokens, tokens, rtol=1e-10, atol=1e-10)
     assert (got_gradient - gradient).norm() <= 1e-10 * gradient.norm() + 1e-12
     config = GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=1, disable_compile=True)

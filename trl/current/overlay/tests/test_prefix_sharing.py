@@ -19,7 +19,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import is_peft_available
 
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from trl.models.prefix_sharing import enable_prefix_sharing, generate_with_shared_prefix
+from trl.generation.shared_prefix import generate_with_shared_prefix
+from trl.models import prefix_sharing
+from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing
 from trl.trainer.utils import add_fused_lm_head, shuffle_sequence_dict
 
 from .testing_utils import TrlTestCase, require_peft
@@ -77,7 +79,7 @@ class TestPrefixSharing(TrlTestCase):
         enable_prefix_sharing(model)
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        outputs = model(**inputs, prefix_length=prompt_length, completions_per_forward=completions_per_forward)
+        outputs = model(**inputs, passes=SharedPrefixPasses(prompt_length, completions_per_forward))
         outputs.log_probs.sum().backward()
 
         torch.testing.assert_close(outputs.log_probs, expected.log_probs[:, prompt_length - 1 :], rtol=1e-5, atol=1e-5)
@@ -107,7 +109,7 @@ class TestPrefixSharing(TrlTestCase):
         model.get_input_embeddings().register_forward_hook(lambda module, args, output: lookups.append(output))
         labels = input_ids.masked_fill(attention_mask == 0, -100)
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, "fused_lm_head": True}
-        outputs = model(**inputs, prefix_length=prompt_length, completions_per_forward=1)
+        outputs = model(**inputs, passes=SharedPrefixPasses(prompt_length, completions_per_forward=1))
         outputs.log_probs.sum().backward()
         assert len(lookups) == 1
 
@@ -116,6 +118,30 @@ class TestPrefixSharing(TrlTestCase):
         model.config._attn_implementation = "flash_attention_2"
         with pytest.raises(ValueError, match="flash_attention_2"):
             enable_prefix_sharing(model)
+
+    @pytest.mark.parametrize("error", [TypeError, KeyboardInterrupt])
+    def test_failed_check_restores_attention(self, error, monkeypatch):
+        def fail(model, passes):
+            raise error
+
+        monkeypatch.setattr(prefix_sharing, "error_of_passes", fail)
+        model = load("trl-internal-testing/tiny-Qwen2ForCausalLM-2.5")
+        with pytest.raises(error):
+            enable_prefix_sharing(model)
+        assert model.config._attn_implementation == "sdpa"
+
+    def test_empty_prompt(self):
+        model = load("trl-internal-testing/tiny-Qwen2ForCausalLM-2.5")
+        enable_prefix_sharing(model)
+        input_ids, attention_mask, prompt_length = make_batch()
+        attention_mask[2, :prompt_length] = 0
+        labels = input_ids.masked_fill(attention_mask == 0, -100)
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        with pytest.raises(ValueError, match="row 2"):
+            model(**inputs, labels=labels, fused_lm_head=True, passes=SharedPrefixPasses(prompt_length))
+        prompts = {name: x[:, :prompt_length] for name, x in inputs.items()}
+        with pytest.raises(ValueError, match="row 2"):
+            generate_with_shared_prefix(model, **prompts, generation_config=GenerationConfig(max_new_tokens=1))
 
     def test_shuffle_keeps_groups(self):
         batch = {"x": torch.arange(12), "y": list("aaabbbcccddd")}

@@ -18,6 +18,7 @@ from datasets import load_dataset
 
 from trl import GRPOConfig, RLOOConfig
 from trl.models.prefix_sharing import enable_prefix_sharing
+from trl.models.token_budget import TokenBudgetPasses
 
 from .test_prefix_sharing import TRAINERS, load, make_batch
 from .testing_utils import TrlTestCase
@@ -47,12 +48,10 @@ class TestTokenBudget(TrlTestCase):
             enable_prefix_sharing(model)
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        outputs = model(
-            **inputs,
-            prefix_sharing=prefix_sharing,
-            prefix_length=prompt_length,
-            tokens_per_forward=tokens_per_forward,
+        passes = TokenBudgetPasses(
+            prefix_length=prompt_length, tokens_per_forward=tokens_per_forward, prefix_sharing=prefix_sharing
         )
+        outputs = model(**inputs, passes=passes)
         outputs.log_probs.sum().backward()
 
         torch.testing.assert_close(outputs.log_probs, expected.log_probs[:, prompt_length - 1 :], rtol=1e-5, atol=1e-5)

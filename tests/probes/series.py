@@ -1,0 +1,197 @@
+"""What each tree of TRL can do: its options, and which patches keep their promise there.
+
+    series.py TREES
+
+TREES is a JSON list of folders. Prints a dictionary for each: "options" of the two trainers' configs, and "kept", the
+names of promises.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import logging
+import sys
+import tempfile
+from types import SimpleNamespace
+from unittest import mock
+
+import tiny
+import torch
+from transformers import GenerationConfig
+from trees import on_each_tree
+
+NAMES = ("RLOO", "GRPO")
+promises = {}
+
+
+def promise(function):
+    promises[function.__name__.replace("_", "-")] = function
+
+
+def trainer_module(name):
+    return importlib.import_module(f"trl.trainer.{name.lower()}_trainer")
+
+
+def log_probs_and_gradient(model, **options):
+    ids, mask, columns = tiny.build_batch()
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :columns] = -100
+    model.zero_grad()
+    log_probs = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True, **options).log_probs
+    log_probs = log_probs[:, columns - ids.shape[1] :]
+    (log_probs * torch.linspace(-1, 2, log_probs.numel()).view_as(log_probs)).sum().backward()
+    return torch.cat([log_probs.flatten(), *[p.grad.flatten() for p in model.parameters()]]).detach()
+
+
+def build_with_head():
+    from trl.trainer.utils import add_fused_lm_head
+
+    model = tiny.build_model()
+    add_fused_lm_head(model)
+    return model
+
+
+def close(got, expected):
+    return ((got - expected).norm() / expected.norm()).item() < 1e-5
+
+
+@promise
+def prefix_sharing(folder):
+    """Shared prompts give the log-probabilities, gradients and completions of whole rows."""
+    from trl.generation.shared_prefix import generate_with_shared_prefix
+    from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing
+
+    model = build_with_head()
+    ids, mask, columns = tiny.build_batch()
+    prompts = dict(input_ids=ids[:, :columns], attention_mask=mask[:, :columns])
+    prompts["generation_config"] = GenerationConfig(max_new_tokens=4, do_sample=False, disable_compile=True)
+    expected, expected_ids = log_probs_and_gradient(model), model.generate(**prompts)
+    enable_prefix_sharing(model)
+    got = log_probs_and_gradient(model, passes=SharedPrefixPasses(columns, completions_per_forward=2))
+    return close(got, expected) and torch.equal(generate_with_shared_prefix(model, **prompts), expected_ids)
+
+
+@promise
+def activation_offloading(folder):
+    """Every update of both trainers saves what its backward needs in the offloading context, and nothing else does."""
+    for name in NAMES:
+        saved = []
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda x, s=saved: s.append(1) or x, lambda x: x)
+        with mock.patch.object(trainer_module(name), "get_act_offloading_ctx_manager", lambda model, h=hooks: h):
+            trainer = tiny.build_trainer(name, folder, max_steps=2, activation_offloading=True)
+        step, counts = trainer.training_step, []
+
+        def counted(*args, step=step, counts=counts, saved=saved, **kwargs):
+            counts.append(len(saved))
+            output = step(*args, **kwargs)
+            counts.append(len(saved))
+            return output
+
+        trainer.training_step = counted
+        trainer.train()
+        first, after_first, second, after_second = counts
+        if not (first == 0 < after_first == second < after_second == len(saved)):
+            return False
+    return True
+
+
+@promise
+def compact_lm_head(folder):
+    """On a CPU the fused LM head gets the positions that are scored, no more."""
+    from trl.trainer import utils
+
+    model, rows, function = build_with_head(), [], utils._ChunkedLogProbFunction
+
+    class Counted(function):
+        @staticmethod
+        def forward(ctx, hidden, *args):
+            rows.append(len(hidden))
+            return function.forward(ctx, hidden, *args)
+
+    with mock.patch.object(utils, "_ChunkedLogProbFunction", Counted):
+        log_probs_and_gradient(model)
+    _, mask, columns = tiny.build_batch()
+    return rows == [int(mask[:, columns:].sum())]
+
+
+@promise
+def token_budget(folder):
+    """Passes of some tokens give the log-probabilities and gradients of whole rows, prompts shared or not."""
+    from trl.models.prefix_sharing import enable_prefix_sharing
+    from trl.models.token_budget import TokenBudgetPasses
+
+    model = build_with_head()
+    expected = log_probs_and_gradient(model)
+    enable_prefix_sharing(model)
+    passes = dict(prefix_length=tiny.build_batch()[2], tokens_per_forward=20)
+    return all(
+        close(log_probs_and_gradient(model, passes=TokenBudgetPasses(**passes, prefix_sharing=shared)), expected)
+        for shared in (False, True)
+    )
+
+
+@promise
+def reward_model_cache(folder):
+    """A reward model scores in passes, keeps no keys and values, and gives the same rewards."""
+    prompts, completions = ["w50 w51"] * 4, [" w9" * n for n in range(1, 5)]
+    model, tokenizer = tiny.build_reward_model(), tiny.build_tokenizer()
+    texts = [p + c for p, c in zip(prompts, completions, strict=True)]
+    with torch.no_grad():
+        rows = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right", return_token_type_ids=False)
+        model.config.pad_token_id = 0
+        expected = model(**rows).logits
+    assert expected.unique().numel() == 4
+    for name in NAMES:
+        for options, sizes in (
+            (dict(prefix_sharing=True), [4]),
+            (dict(prefix_sharing=True, completions_per_forward=2), [2, 2]),
+            (dict(tokens_per_forward=13), [2, 2]),
+        ):
+            outputs, reward_model = [], tiny.build_reward_model()
+            trainer = tiny.build_trainer(name, folder, reward_funcs=reward_model, **options)
+            trainer.reward_funcs[0].register_forward_hook(lambda module, args, output, o=outputs: o.append(output))
+            rewards = trainer._calculate_rewards([{"prompt": p} for p in prompts], prompts, completions, [[1]] * 4)
+            kept = any(output.past_key_values is not None for output in outputs)
+            if kept or [len(output.logits) for output in outputs] != sizes:
+                return False
+            torch.testing.assert_close(rewards, expected)
+    return True
+
+
+@promise
+def prefix_sharing_fsdp2(folder):
+    """FSDP2 is taken, ZeRO-3 and FSDP1 are refused. (tests/test_distributed.py trains with FSDP2.)"""
+    for name in NAMES:
+        for zero3, version, taken in ((False, 2, True), (False, 1, False), (True, None, False)):
+            backend = SimpleNamespace(is_zero3=zero3, fsdp_version=version, is_fsdp=version is not None)
+            with mock.patch.object(trainer_module(name), "DistributedBackend", lambda _, b=backend: b):
+                try:
+                    tiny.build_trainer(name, folder, prefix_sharing=True)
+                    refused = ""
+                except ValueError as error:
+                    refused = str(error)
+            if taken is bool(refused) or not (taken or "DeepSpeed ZeRO-3 and FSDP" in refused):
+                return False
+    return True
+
+
+def look(tree):
+    import trl
+
+    configs = [getattr(trl, f"{name}Config") for name in NAMES]
+    assert all(getattr(trl, f"{name}Trainer") for name in NAMES)
+    fields = [{field.name for field in dataclasses.fields(config)} for config in configs]
+    kept = []
+    with tempfile.TemporaryDirectory() as folder:
+        tiny.build_model().save_pretrained(folder)
+        for name, function in promises.items():
+            with contextlib.suppress(ImportError, TypeError, AttributeError):  # what the patch adds is not there
+                if function(folder):
+                    kept.append(name)
+    return {"options": dict(zip(NAMES, map(sorted, fields), strict=True)), "kept": kept}
+
+
+if __name__ == "__main__":
+    logging.disable(logging.WARNING)
+    print(json.dumps(on_each_tree(look, json.loads(sys.argv[1]))))

@@ -1,0 +1,77 @@
+"""A model, a tokenizer and trainings of a second, offline. Imports no TRL: that is chosen by who uses it."""
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast, Qwen3Config
+
+VOCABULARY, ENDS = 100, (3, 40)  # every token id from the first to the second ends a completion
+# Of 1 to 12 words
+PROMPTS = [" ".join(f"w{50 + (7 * row + word) % 50}" for word in range(1 + 5 * row % 12)) for row in range(12)]
+
+
+def build_tokenizer():
+    words = {"[PAD]": 0, "[EOS]": 1, **{f"w{i}": i for i in range(2, VOCABULARY)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[PAD]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", eos_token="[EOS]", padding_side="left"
+    )
+
+
+def build_config(**extra):
+    return Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, pad_token_id=0, eos_token_id=1, **extra,
+    )  # fmt: skip
+
+
+def build_model(config=None):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config or build_config())
+    for parameter in model.parameters():  # larger than at initialisation, so that attention matters
+        parameter.data.mul_(4 if parameter.dim() > 1 else 1)
+    model.generation_config.eos_token_id = list(range(*ENDS))
+    return model
+
+
+def build_reward_model():
+    torch.manual_seed(1)
+    return AutoModelForSequenceClassification.from_config(build_config(num_labels=1)).eval()
+
+
+def reward(completion_ids, **kwargs):
+    return [len(set(ids)) / 10 for ids in completion_ids]
+
+
+def build_trainer(name, folder, reward_funcs=reward, peft_config=None, **options):
+    """A trainer of the TRL that is first on the path. `name` is RLOO or GRPO. The model lies in `folder` already."""
+    import trl
+
+    defaults = dict(
+        per_device_train_batch_size=4, num_generations=4, max_steps=4, max_completion_length=6, learning_rate=1e-2,
+        lr_scheduler_type="constant", seed=1, beta=0.05, bf16=False, use_cpu=True, logging_steps=1,
+        save_strategy="no", report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    return getattr(trl, f"{name}Trainer")(
+        model=str(folder),
+        reward_funcs=reward_funcs,
+        args=getattr(trl, f"{name}Config")(output_dir=str(folder), **{**defaults, **options}),
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        processing_class=build_tokenizer(),
+        reward_processing_classes=build_tokenizer(),
+        peft_config=peft_config,
+    )
+
+
+def build_batch():
+    """Two prompts with three completions each: left padding, completions of no token to five. (ids, mask, columns)"""
+    columns, width = 8, 5
+    torch.manual_seed(7)
+    ids = torch.randint(3, VOCABULARY, (6, columns + width))
+    ids[:3, :columns], ids[3:, :columns] = ids[0, :columns], ids[3, :columns]
+    mask = torch.ones_like(ids)
+    mask[3:, :3] = 0
+    for row, length in enumerate((5, 2, 1, 4, 0, 3)):
+        mask[row, columns + length :] = 0
+    return ids, mask, columns

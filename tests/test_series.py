@@ -1,0 +1,130 @@
+"""The series of the current line, patch by patch: after each one the tree builds, imports, has the options claimed so
+far, and keeps the promises made so far."""
+
+import base64
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+spec = importlib.util.spec_from_file_location("fork", ROOT / "trl" / "fork.py")
+fork = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(fork)
+
+SERIES = fork.read_series(fork.find_line(ROOT / "trl", "current"))
+# What each patch adds to RLOOConfig and GRPOConfig, and the promise that tests/probes/series.py tries
+ADDS = {
+    "0001-prefix-sharing.patch": ({"prefix_sharing", "completions_per_forward"}, "prefix-sharing"),
+    "0002-activation-offloading.patch": ({"activation_offloading"}, "activation-offloading"),
+    "0003-compact-lm-head.patch": (set(), "compact-lm-head"),
+    "0004-prefix-sharing-docs.patch": (set(), None),
+    "0005-token-budget.patch": ({"tokens_per_forward"}, "token-budget"),
+    "0006-reward-model-cache.patch": (set(), "reward-model-cache"),
+    "0007-prefix-sharing-fsdp2.patch": (set(), "prefix-sharing-fsdp2"),
+}
+# Words that stand nowhere in the package before their patch
+WORDS = {
+    "0001-prefix-sharing.patch": "prefix_sharing",
+    "0005-token-budget.patch": "tokens_per_forward",
+    "0007-prefix-sharing-fsdp2.patch": "prefix_sharing_fsdp2",
+}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """The tree before the first patch, after the first, after the second ..."""
+    try:
+        fork.obtain(fork.find_line(ROOT / "trl", "current"))
+    except fork.WheelUnavailable as error:
+        pytest.skip(f"the upstream wheel cannot be obtained here: {error}")
+    folder = tmp_path_factory.mktemp("places")
+    trees = [folder / str(number) for number in range(len(SERIES) + 1)]
+    for number, tree in enumerate(trees):
+        fork.build(ROOT / "trl", "current", tree, SERIES[:number])
+    return trees
+
+
+def package(tree):
+    return {name: path.read_bytes() for name, path in fork.files_below(tree / "trl").items()}
+
+
+def test_a_patch_brings_its_own_words_and_files_and_no_other(places):
+    assert ADDS.keys() == set(SERIES)
+    trees = [package(tree) for tree in places]
+    for number, name in enumerate(SERIES):
+        before, after = trees[number], trees[number + 1]
+        claimed = {path.removeprefix("trl/") for path in fork.read_patch(ROOT / "trl/current" / name).claims}
+        assert after.keys() - before.keys() == {path for path in claimed if not path.startswith("tests/")}, name
+        assert (before == after) is name.endswith("-docs.patch"), name
+        if name in WORDS:
+            word = WORDS[name].encode()
+            assert not any(word in data for data in before.values()), name
+            assert any(word in data for data in after.values()), name
+
+
+def test_every_place_imports_with_the_options_claimed_so_far_and_keeps_the_promises_so_far(places, probe):
+    results = probe("series", json.dumps([str(tree) for tree in places]))
+    options, kept = {trainer: set(names) for trainer, names in results[0]["options"].items()}, []
+    for name, result in zip((None, *SERIES), results, strict=True):
+        if name:
+            added, promise = ADDS[name]
+            assert not any(added & names for names in options.values()), name
+            options = {trainer: names | added for trainer, names in options.items()}
+            kept += [promise] if promise else []
+        assert {trainer: set(names) for trainer, names in result["options"].items()} == options, name
+        assert result["kept"] == kept, name
+
+
+COMPACT = "0003-compact-lm-head.patch"  # the one patch that has no option
+# Relative. Rounding of float32 sums in another order, after three updates of Adam
+COMPACT_TOLERANCE = 1e-5
+
+
+def test_switched_off_the_fork_trains_upstreams_bits_and_with_the_compact_lm_head_upstreams_numbers(places, probe):
+    """Rows with padding on both sides, on the CPU. Where Triton is (CUDA), the compact head is what upstream does."""
+    without = places[0].parent / "without"
+    fork.build(ROOT / "trl", "current", without, tuple(name for name in SERIES if name != COMPACT))
+    trees = [places[0], places[SERIES.index(COMPACT)], without, places[-1]]
+    untouched, before, without, whole = probe("off", json.dumps([str(tree) for tree in trees]))
+    for trainer, expected in untouched.items():
+        lengths = {length for call in expected["lengths"] for length in call}
+        assert len(lengths) > 2, "no completion was padded: the test would be empty"
+        assert before[trainer] == without[trainer] == expected, trainer
+
+        compact, names = whole[trainer], ("loss", "grad_norm", "reward", "kl", "entropy")
+        assert compact["lengths"] == expected["lengths"]  # the same tokens were sampled
+        for log, expected_log in zip(compact["logs"], expected["logs"], strict=True):
+            for name in expected_log.keys() & set(names):
+                assert log[name] == pytest.approx(expected_log[name], rel=COMPACT_TOLERANCE, abs=1e-6), (trainer, name)
+        got, stock = (
+            numpy.frombuffer(base64.b64decode(run["parameters"]), numpy.float32).astype(float)
+            for run in (compact, expected)
+        )
+        assert numpy.linalg.norm(got - stock) <= COMPACT_TOLERANCE * numpy.linalg.norm(stock), trainer
+
+
+def own_tests(name):
+    return [path for path in fork.read_patch(ROOT / "trl/current" / name).claims if path.startswith("tests/")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SERIES if own_tests(name)])
+def test_a_patchs_own_tests_pass_at_its_place(places, name, tmp_path):
+    """As upstream would run them, on models and data of the same names that are made here."""
+    tests = own_tests(name)
+    maker = [sys.executable, str(ROOT / "tests/probes/upstream_fixtures.py"), str(tmp_path)]
+    subprocess.run(maker, check=True, capture_output=True, timeout=120)
+    for path in {"tests/test_prefix_sharing.py", *tests}:  # what the others import
+        (tmp_path / path).write_bytes((ROOT / "trl/current/overlay" / path).read_bytes())
+    tree = places[SERIES.index(name) + 1]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", *tests]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "HF_HOME": str(tmp_path / "hf")}
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1200, env=environment)
+    assert run.returncode == 0, run.stdout[-4000:]
+    assert " passed" in run.stdout

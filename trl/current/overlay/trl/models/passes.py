@@ -1,0 +1,165 @@
+# Copyright 2020-2026 The HuggingFace Team. All rights reserved.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+
+"""
+Passes: the rows of a batch go through a model in parts, and the activations of one part are alive at a time.
+
+A pass is what goes through the model together: a prompt, some completions of a prompt, or some whole rows.
+
+Shape suffixes: B rows, P prompt columns, C completion columns, T tokens of a pass, H hidden size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig, PreTrainedModel
+
+
+@dataclass(frozen=True)
+class PassesOutput:
+    """
+    Output of a backbone whose rows went through it in passes.
+
+    Args:
+        last_hidden_state (`torch.Tensor` of shape `(B, C + 1, H)`):
+            Hidden states from the last prompt token on. Zero where the token is padding, unless all rows went
+            together.
+        aux_loss (`torch.Tensor`, *optional*):
+            MoE load-balancing loss over the tokens of all rows, prompts included, when router logits are requested.
+    """
+
+    last_hidden_state: torch.Tensor
+    aux_loss: torch.Tensor | None = None
+
+
+def run_passes(forward: Callable, arguments: list[tuple]) -> list[tuple]:
+    """Output of `forward` for the arguments of each pass, keeping the activations of one pass at a time."""
+    outputs = []
+    for i, args in enumerate(arguments):
+        if torch.is_grad_enabled() and i < len(arguments) - 1:
+            outputs.append(checkpoint(forward, *args, use_reentrant=False))
+        else:  # the first to be needed by the backward, so its activations can stay
+            outputs.append(forward(*args))
+    return outputs
+
+
+def forward_together(
+    backbone: nn.Module,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    prefix_length: int,
+    output_router_logits: bool = False,
+) -> PassesOutput:
+    """Hidden states of completions whose rows, each with its prompt, go through the backbone in one pass."""
+    kwargs = {"output_router_logits": True} if output_router_logits else {}
+    outputs = backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **kwargs)
+    aux_loss = None
+    if output_router_logits:
+        aux_loss = load_balancing_loss([router_sums(backbone, outputs.router_logits, attention_mask)])
+    return PassesOutput(outputs.last_hidden_state[:, prefix_length - 1 :], aux_loss)
+
+
+def pass_inputs(backbone: nn.Module, ids: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """
+    Inputs of each pass from its token ids. If the embedding is trained, the tokens of all passes are looked up
+    together: the gradient of a lookup has the size of the whole vocabulary.
+    """
+    embedding = backbone.get_input_embeddings()
+    if torch.is_grad_enabled() and any(param.requires_grad for param in embedding.parameters()):
+        embeds = embedding(torch.cat([x.flatten() for x in ids])).split([x.numel() for x in ids])
+        return [{"inputs_embeds": y.view(*x.shape, -1)} for x, y in zip(ids, embeds, strict=True)]
+    return [{"input_ids": x} for x in ids]
+
+
+def completion_states(
+    hidden_states: list[torch.Tensor], rows: list[torch.Tensor], columns: list[torch.Tensor], shape: tuple[int, int]
+) -> torch.Tensor:
+    """Hidden states of the tokens of all passes, of shape `(T, H)` each, in their places in `shape`, else zero."""
+    states = torch.cat(hidden_states)
+    return states.new_zeros(*shape, states.shape[-1]).index_put((torch.cat(rows), torch.cat(columns)), states)
+
+
+def router_sums(
+    backbone: nn.Module, router_logits: tuple[torch.Tensor, ...], attention_mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Terms of the load-balancing loss that add up over tokens: how often and how likely each expert is chosen."""
+    top_k = backbone.config.get_text_config().num_experts_per_tok
+    is_token = slice(None) if attention_mask is None else attention_mask.flatten().bool()
+    logits = torch.cat([layer_logits.reshape(-1, layer_logits.shape[-1])[is_token] for layer_logits in router_logits])
+    probs = nn.functional.softmax(logits, dim=-1)
+    chosen = nn.functional.one_hot(probs.topk(top_k, dim=-1).indices, probs.shape[-1])
+    return chosen.sum(0).to(probs.dtype), probs.sum(0), len(probs)
+
+
+def load_balancing_loss(sums: list[tuple[torch.Tensor, torch.Tensor, int]]) -> torch.Tensor:
+    """Mixtral's load-balancing loss (Switch Transformer, equations 4 to 6) from the sums of [`router_sums`]."""
+    chosen, probs, count = (sum(terms) for terms in zip(*sums, strict=True))
+    return ((chosen / count) * (probs / count)).sum() * probs.shape[-1]
+
+
+def length_dependent_rope_types(config: PretrainedConfig) -> list[str]:
+    """Types of rotary embeddings of a model that depend on the length of the sequence a token is computed with."""
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    # One set of parameters for all layers, or one for each type of layer
+    per_layer_type = parameters.values() if all(isinstance(x, dict) for x in parameters.values()) else [parameters]
+    return sorted({x.get("rope_type", "default") for x in per_layer_type} & {"dynamic", "longrope"})
+
+
+# Two rows of nine tokens are the fewest that have all there is to get wrong: a prompt of more than one token that both
+# share, left padding before it, completions of more than one token, and right padding behind one of them
+PROBE_ROWS, PROBE_LENGTH, PROBE_PREFIX_LENGTH = 2, 9, 6
+
+
+def error_of_passes(model: PreTrainedModel, passes) -> float:
+    """
+    Compare hidden states computed in passes with those of whole rows, on a few tokens.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            Causal language model.
+        passes:
+            Passes to compare, with a `prefix_length` of `PROBE_PREFIX_LENGTH`.
+
+    Returns:
+        `float`: Relative error, the median over tokens. 0 if the weights are not here, but on other processes.
+    """
+    if any(param.is_meta or param.numel() == 0 for param in model.parameters()):
+        return 0.0
+    weight = model.get_input_embeddings().weight
+    input_ids = torch.arange(PROBE_ROWS * PROBE_LENGTH, device=weight.device) % weight.shape[0]
+    input_ids = input_ids.view(PROBE_ROWS, PROBE_LENGTH)
+    input_ids[1, :PROBE_PREFIX_LENGTH] = input_ids[0, :PROBE_PREFIX_LENGTH]
+    attention_mask = torch.ones_like(input_ids)
+    attention_mask[:, 0] = 0  # left padding of the prompt
+    attention_mask[1, -1] = 0  # right padding of a completion
+    training = model.training
+    model.eval()
+    try:
+        # Gradients are on, because the passes of training look their tokens up in another way
+        in_passes = passes.forward(model.base_model, input_ids, attention_mask).last_hidden_state
+        whole = model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+    finally:
+        model.train(training)
+    has_token = attention_mask[:, PROBE_PREFIX_LENGTH - 1 :].bool()
+    whole = whole[:, PROBE_PREFIX_LENGTH - 1 :][has_token].float()
+    difference = in_passes[has_token].float() - whole
+    return (difference.norm(dim=-1) / whole.norm(dim=-1)).median().item()
+
+
+def tolerated_error(model: PreTrainedModel) -> float:
+    """Error up to which passes and whole rows are taken for equal: half of the digits that the weights have."""
+    return torch.finfo(model.dtype).eps ** 0.5

@@ -1,0 +1,179 @@
+# Copyright 2020-2026 The HuggingFace Team. All rights reserved.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+
+"""
+Token budget: the rows of a batch go through a model in passes of at most some tokens, put together by length.
+
+Shape suffixes: B rows, P prompt columns, C completion columns.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from accelerate.utils import is_peft_model
+from torch import nn
+from transformers import PreTrainedModel
+
+from .passes import (
+    PROBE_PREFIX_LENGTH,
+    PassesOutput,
+    completion_states,
+    error_of_passes,
+    length_dependent_rope_types,
+    load_balancing_loss,
+    pass_inputs,
+    router_sums,
+    run_passes,
+    tolerated_error,
+)
+from .prefix_sharing import SharedPrefixPasses
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBudgetPasses(SharedPrefixPasses):
+    """
+    Rows go through the model in passes of at most `tokens_per_forward` tokens.
+
+    With `prefix_sharing`, a pass holds completions of a prompt, and their tokens count. Without, it holds rows of
+    similar length, each with its prompt, padded to the longest of them. Each pass but the last is checkpointed as a
+    whole, so the activations of one pass are alive at a time.
+
+    Args:
+        tokens_per_forward (`int`):
+            Tokens that go through the model together, padding included. A row that is longer goes by itself.
+        prefix_sharing (`bool`, *optional*, defaults to `False`):
+            Whether each prompt goes through the model once, see [`SharedPrefixPasses`], or with each of its
+            completions.
+    """
+
+    tokens_per_forward: int
+    prefix_sharing: bool = False
+
+    def forward(
+        self,
+        backbone: nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        output_router_logits: bool = False,
+    ) -> PassesOutput:
+        if self.prefix_sharing:
+            return super().forward(backbone, input_ids, attention_mask, output_router_logits)
+        return self.forward_whole_rows(backbone, input_ids, attention_mask, output_router_logits)
+
+    def forward_whole_rows(
+        self,
+        backbone: nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        output_router_logits: bool = False,
+    ) -> PassesOutput:
+        # Not with several processes: if they shard the weights, they must all call the model equally often
+        if input_ids.numel() <= self.tokens_per_forward and not torch.distributed.is_initialized():
+            return super().forward_whole_rows(backbone, input_ids, attention_mask, output_router_logits)
+
+        passes = _split_by_tokens(attention_mask.sum(1).tolist(), self.tokens_per_forward, packed=False)
+        passes = _same_number_everywhere([(0, torch.tensor(rows, device=input_ids.device)) for rows in passes])
+        ids, masks, positions = [], [], []
+        for _, rows in passes:
+            # Positions are columns: the positions that a left-padded row has when it goes through the model by itself
+            columns = [attention_mask[row].nonzero().squeeze(1) for row in rows]
+            position_ids = nn.utils.rnn.pad_sequence(columns, batch_first=True)
+            ids.append(input_ids[rows[:, None], position_ids])
+            masks.append(nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in columns], batch_first=True))
+            positions.append(position_ids)
+        inputs = pass_inputs(backbone, ids)
+        kwargs = {"output_router_logits": True} if output_router_logits else {}
+
+        def forward_rows(model_inputs, mask, position_ids):
+            outputs = backbone(
+                **model_inputs, attention_mask=mask, position_ids=position_ids, use_cache=False, **kwargs
+            )
+            sums = router_sums(backbone, outputs.router_logits, mask) if output_router_logits else None
+            return outputs.last_hidden_state, sums
+
+        outputs = run_passes(forward_rows, list(zip(inputs, masks, positions, strict=True)))
+        states, all_rows, all_columns = [], [], []
+        for (hidden_states, _), (_, rows), mask, position_ids in zip(outputs, passes, masks, positions, strict=True):
+            row, token = (mask.bool() & (position_ids >= self.prefix_length - 1)).nonzero(as_tuple=True)
+            states.append(hidden_states[row, token])
+            all_rows.append(rows[row])
+            all_columns.append(position_ids[row, token] - self.prefix_length + 1)
+        shape = (len(input_ids), input_ids.shape[1] - self.prefix_length + 1)
+        last_hidden_state = completion_states(states, all_rows, all_columns, shape)
+        aux_loss = load_balancing_loss([sums for _, sums in outputs]) if output_router_logits else None
+        return PassesOutput(last_hidden_state, aux_loss)
+
+    def divide(self, groups: list[torch.Tensor], has_token: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        passes = []
+        for group, rows in enumerate(groups):
+            chunks = _split_by_tokens(has_token[rows].sum(1).tolist(), self.tokens_per_forward, packed=True)
+            passes.extend((group, rows[chunk]) for chunk in chunks)
+        return _same_number_everywhere(passes)
+
+
+def _split_by_tokens(lengths: list[int], budget: int, packed: bool) -> list[list[int]]:
+    """
+    Rows of each pass, so that a pass has no more than `budget` tokens, or a single row. Longest rows first, which
+    leaves little padding where rows are padded to the longest of a pass (`packed=False`).
+    """
+    passes, room, width = [], 0, 0
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        size = lengths[row] if packed else width
+        if not passes or size > room:
+            passes.append([])
+            room, size = budget, lengths[row]
+            width = size
+        passes[-1].append(row)
+        room -= size
+    return [sorted(rows) for rows in passes]
+
+
+def _same_number_everywhere(passes: list[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
+    """Split passes until every process has as many: processes that shard the weights gather them together."""
+    if not torch.distributed.is_initialized():
+        return passes
+    number = torch.tensor(len(passes), device=passes[0][1].device)
+    torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX)
+    while len(passes) < number:
+        longest = max(range(len(passes)), key=lambda i: len(passes[i][1]))
+        group, rows = passes[longest]
+        passes[longest : longest + 1] = [(group, half) for half in rows.tensor_split(2)]
+    return passes
+
+
+def check_whole_rows(model: PreTrainedModel) -> None:
+    """
+    Check that rows go through `model` in passes with the same result as together.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Causal language model.
+
+    Raises:
+        ValueError: If they do not.
+    """
+    if is_peft_model(model):
+        model = model.get_base_model()
+
+    def refuse(reason: str):
+        raise ValueError(
+            f"`tokens_per_forward` does not support {type(model).__name__} ({model.config.model_type}): {reason}. "
+            "Remove it and lower `per_device_train_batch_size` instead."
+        )
+
+    if unsupported := length_dependent_rope_types(model.config):
+        refuse(f"its rotary embedding ({unsupported}) depends on the longest row that goes with a row")
+    error = error_of_passes(model, TokenBudgetPasses(prefix_length=PROBE_PREFIX_LENGTH, tokens_per_forward=1))
+    if error > tolerated_error(model):
+        refuse(f"hidden states of rows differ by {error:.1%} from those of the same rows together")
