@@ -21,6 +21,7 @@ from experiments.plan.options import (
     Problems,
     add_memory_options,
     add_setup_options,
+    check_writable,
     memory_limit,
     model_config,
     quiet,
@@ -79,19 +80,6 @@ def chosen_arms(names: str | None, setup: Setup) -> list[str]:
     if "stock-tokens" in arms and not setup.tokens_per_forward:
         raise ConfigError("arm stock-tokens is a token budget: add --tokens-per-forward N")
     return arms
-
-
-def check_writable(path: Path) -> None:
-    """Raise `ConfigError` where a file cannot be written, before the work is done that it is to hold."""
-    existed = path.exists()
-    try:
-        with path.open("a"):
-            pass
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot write {path}: {reason}; name a file in a folder that is there") from error
-    if not existed:
-        path.unlink()
 
 
 def run(args: argparse.Namespace) -> int:

@@ -145,6 +145,19 @@ def model_config(model: str):
     return hf_config
 
 
+def check_writable(path: Path) -> None:
+    """Raise `ConfigError` where a file cannot be written, before the work is done that it is to hold."""
+    existed = path.exists()
+    try:
+        with path.open("a"):
+            pass
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot write {path}: {reason}; name a file in a folder that is there") from error
+    if not existed:
+        path.unlink()
+
+
 def first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:200] if lines else ""

@@ -76,9 +76,8 @@ def predict_all(setups: dict[str, Setup], hf_config, say) -> list[Prediction]:
                 found[label] = Prediction(label, setups[label], peaks)
             except ConfigError as error:
                 refused[label], line = error, f"{line}: {error}"
-            if i == 1 < len(setups):
-                line += f"; about {(time.monotonic() - start) * number / finished:.0f} s in all"
-            say(line)
+            remain = (time.monotonic() - start) * (number - finished) / finished
+            say(f"{line}; about {remain:.0f} s left" if remain >= 1 else line)
     if not found:
         raise next(iter(refused.values()))
     return [found[label] for label in setups if label in found]
