@@ -113,7 +113,8 @@ def run(args: argparse.Namespace) -> int:
     print(table(predictions, budget))
     if budget is not None:
         if parameters > budget:
-            print(f"The weights alone exceed {args.device_memory} by {(parameters - budget) / GIB:.2f} GiB.")
+            short = f"{(parameters - budget) / GIB:.2f} GiB"
+            print(f"The weights alone exceed {args.device_memory} less {args.reserve} by {short}.")
         print(f"fits: within {args.device_memory} less {args.reserve} reserved")
     if (profile or {}).get("use_vllm"):
         print("use_vllm: what the engine keeps is not predicted; generate is transformers' own")

@@ -210,7 +210,8 @@ def write_settings(
     ]
     for lever, decided in settings_by_lever(used, setup).items():
         lines.append(f"{lever.name}: {lever.effect(setup)}")
-        lines += [f"  {name} is removed" if value is None else f"  {name}: {value}" for name, value in decided.items()]
+        new = {name: value for name, value in decided.items() if settings.get(name) != value}
+        lines += [f"  {name} is removed" if value is None else f"  {name}: {value}" for name, value in new.items()]
     if old and old.missing:
         lines.append(f"The run did not record {', '.join(old.missing)}: add yours, else the defaults are taken.")
     changed = changes(setup, last.setup)

@@ -133,7 +133,7 @@ def model_config(model: str):
         raise
     except Exception as error:  # what transformers raises for a config.json that holds something else
         raise ConfigError(
-            f"cannot read the config of {model!r}: {type(error).__name__}: {first_line(error)}"
+            f"cannot read the config of {model!r}: {type(error).__name__}: {first_lines(error)}"
         ) from error
     for name in ("num_hidden_layers", "max_position_embeddings", "vocab_size", "hidden_size", "num_attention_heads"):
         value = getattr(hf_config, name, None)
@@ -158,9 +158,9 @@ def check_writable(path: Path) -> None:
         path.unlink()
 
 
-def first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:200] if lines else ""
+def first_lines(error: Exception) -> str:
+    """The first two lines of an error as one, since the first often only says where."""
+    return " ".join(line.strip() for line in str(error).splitlines()[:2])[:200]
 
 
 def setup_from(args: argparse.Namespace, profile: dict | None, **where) -> tuple[dict, Setup, dict[str, str]]:
