@@ -183,6 +183,8 @@ def test_a_device_less_its_reserve_is_what_is_left():
 
 def test_the_planners_arms_are_those_of_the_harness_but_for_the_token_budget():
     assert set(ARM_NAMES) - set(ARMS) == {"stock-tokens"}
+    with pytest.raises(ConfigError, match="accumulate.*stock-accumulate"):
+        Setup(100).arm("accumulate")
 
 
 POSITIONS = type("Config", (), {"max_position_embeddings": 10**6})

@@ -65,7 +65,7 @@ def cases(device: str) -> dict[str, Setup]:
         "stock-k8-adam8": replace(base, optim="adamw_bnb_8bit"),
         "stock-k8-beta0": replace(base, beta=0.0),
         "shared-k8-lora32": replace(base, lora_rank=16).arm("shared"),
-        "accumulate-k8": base.arm("accumulate"),
+        "accumulate-k8": base.arm("stock-accumulate"),
         "shared-k8": base.arm("shared"),
         "shared-k8-together": replace(base, completions_per_forward=8).arm("shared"),
         "shared-k8-bf16": half.arm("shared"),
@@ -75,8 +75,8 @@ def cases(device: str) -> dict[str, Setup]:
         "shared-k32": base.with_k(32).arm("shared"),
         "shared-k8-tied": base.arm("shared"),  # one matrix for embedding and head
         "shared-two-prompts": replace(base, per_device_train_batch_size=16).arm("shared"),
-        "tokens-k8": replace(base, tokens_per_forward=2 * (prompt + completion)).arm("tokens"),
-        "tokens-k8-lora": replace(half, lora_rank=16, tokens_per_forward=2 * (prompt + completion)).arm("tokens"),
+        "tokens-k8": replace(base, tokens_per_forward=2 * (prompt + completion)).arm("stock-tokens"),
+        "tokens-k8-lora": replace(half, lora_rank=16, tokens_per_forward=2 * (prompt + completion)).arm("stock-tokens"),
         "shared-k8-tokens": replace(base, tokens_per_forward=4 * completion).arm("shared"),
         "stock-k8-reward": replace(half, reward_model="policy"),
         "shared-k8-reward": replace(base, reward_model="policy").arm("shared"),
@@ -194,7 +194,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return cfg.exit_code("check_plan", run, parse_args(argv))
+    return cfg.exit_code("planner_check", run, parse_args(argv))
 
 
 def run(args: argparse.Namespace) -> int:

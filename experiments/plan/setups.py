@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
-from experiments.config import ConfigError
+from experiments.config import ConfigError, choose
 
 # The arms of `experiments.config.ARMS` that the planner knows, and `stock-tokens`, which is the planner's alone: the
 # fork's token budget without sharing
@@ -94,7 +94,8 @@ class Setup:
 
     def arm(self, name: str) -> "Setup":
         """The same work done by one of `ARM_NAMES`: the micro-batch in one pass, row by row, in passes within the
-        token budget, or shared."""
+        token budget, or shared. Raises `ConfigError` for another name."""
+        choose("arm", name, ARM_NAMES)
         plain = replace(self, prefix_sharing=False, completions_per_forward=None, tokens_per_forward=None)
         if name == "stock":
             return plain
