@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -154,6 +155,59 @@ def test_bad_input_is_one_line_with_value_and_remedy(arguments, parts, capsys, t
     error = capsys.readouterr().err
     assert error.startswith("plan: ") and error.count("\n") == 1, error
     assert all(part in error for part in parts), error
+
+
+BAD_SETTINGS = [
+    ({"num_generations": "8"}, ["num_generations is '8'", "a number"]),
+    ({"per_device_train_batch_size": 2.5}, ["per_device_train_batch_size is 2.5", "whole number"]),
+    ({"beta": float("nan"), "prefix_sharing": "yes"}, ["beta is nan", "prefix_sharing is 'yes'", "true or false"]),
+    ({"optim": ["sgd"]}, ["['sgd']", "names"]),
+    ({"model_name_or_path": 7}, ["model_name_or_path is 7"]),
+    ({"algorithm": "ppo"}, ["'ppo'", "rloo and grpo"]),
+    ({"use_peft": True, "lora_dropout": 1.5}, ["lora_dropout is 1.5", "below 1"]),
+    ({"max_prompt_tokens": -3}, ["max_prompt_tokens is -3"]),
+    ({"num_generations": 3}, ["multiple of num_generations 3"]),
+]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("settings, parts", BAD_SETTINGS, ids=[str(settings) for settings, _ in BAD_SETTINGS])
+def test_settings_of_a_wrong_kind_are_one_line(settings, parts, capsys, tmp_path):
+    path = tmp_path / "own.yaml"
+    path.write_text(yaml.safe_dump({"model_name_or_path": "qwen3-8b", "max_prompt_tokens": 64} | settings))
+    assert plan.main(["--profile", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("plan: ") and error.count("\n") == 1, error
+    assert all(part in error for part in parts), error
+
+
+@pytest.mark.torch
+def test_adapters_are_planned_as_the_settings_have_them(tmp_path):
+    """Fewer target modules take less, dropout's masks more, and no prompt is shared with dropout."""
+    own = {"use_peft": True, "lora_target_modules": ["q_proj"], "lora_dropout": 0.0, "num_generations": 4}
+    peaks = {}
+    for name, changed in {
+        "few": {},
+        "all": {"lora_target_modules": "all-linear"},
+        "dropout": {"lora_dropout": 0.1, "gradient_checkpointing": False},
+        "none": {"gradient_checkpointing": False},
+        "wrong": {"lora_target_modules": ["no_such_layer"]},
+    }.items():
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(own | changed))
+        json_file = tmp_path / f"{name}.json"
+        arguments = ("--model", "tiny-qwen3", "--profile", tmp_path / f"{name}.yaml", "--prompt", 300)
+        result = run("plan", *arguments, "--arms", "stock,shared", "--json", json_file)
+        if name == "wrong":
+            assert result.returncode == 2 and "['no_such_layer']" in result.stderr.splitlines()[-1]
+            assert "Traceback" not in result.stderr
+            continue
+        assert result.returncode == 0, result.stderr[-2000:]
+        predictions = {p["arm"]: p["phases"] for p in json.loads(json_file.read_text())["predictions"]}
+        assert ("shared" in predictions) == (name != "dropout")
+        assert ("would share its dropout" in result.stderr) == (name == "dropout")
+        peaks[name] = {phase["phase"]: phase["total"] for phase in predictions["stock"]}
+    assert peaks["few"]["optimizer"] < peaks["all"]["optimizer"]
+    assert peaks["none"]["train"] < peaks["dropout"]["train"]
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,10 @@ def with_adapters(model, setup, shapes):
     from peft import LoraConfig, get_peft_model
 
     modules = setup.lora_target_modules
+    modules = list(modules) if isinstance(modules, tuple) else modules
     config = LoraConfig(
         r=setup.lora_rank,
-        target_modules=list(modules) if isinstance(modules, tuple) else modules,
+        target_modules=modules,
         lora_dropout=setup.lora_dropout,
         task_type="CAUSAL_LM",
     )
@@ -37,7 +38,7 @@ def with_adapters(model, setup, shapes):
         try:
             model = get_peft_model(model, config)
         except ValueError as error:
-            raise ConfigError(f"lora_target_modules {modules!r}: {str(error).partition('. ')[0]}") from error
+            raise ConfigError(f"lora_target_modules {modules}: {str(error).partition('. ')[0]}") from error
         if setup.weight_bits < 16:
             for parameter in model.parameters():
                 if parameter.requires_grad:

@@ -57,7 +57,7 @@ class Search:
         """The levers that are needed, and what is predicted with them, fitting or not."""
         current, used = start, []
         exact_first = sorted(LEVERS, key=lambda lever: not lever.exact(start.setup))
-        for lever in exact_first:
+        for lever in exact_first * 2:  # what was of no use before another change can be of use after it
             # Halving can be done again; the others change nothing the second time
             while not self.fits(current) and (trial := applied(lever, current.setup, self.hf_config)):
                 try:
@@ -173,7 +173,7 @@ def run(args: argparse.Namespace) -> int:
     for name, prediction in sorted(predictions.items(), key=lambda pair: pair[1].peak.total):
         saved = now.peak.total - prediction.peak.total
         effect = levers[name].effect(setup)
-        print(f"  {prediction.peak.total / GIB:8.2f}  {-saved / GIB:+8.2f}  {name:24} {effect}")
+        print(f"  {prediction.peak.total / GIB:8.2f}  {-saved / GIB:+8.2f}  {name:31} {effect}")
 
     print(f"\nuntil it fits in {budget / GIB:.2f} GiB:")
     search = Search(hf_config, budget, say, {p.setup: p for p in (now, *predictions.values())})

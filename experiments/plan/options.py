@@ -125,6 +125,8 @@ def read_bytes(option: str, text: str | int) -> int:
 def model_config(model: str):
     """The transformers config that a model's name stands for. Raises `ConfigError`, also for a config with values of a
     wrong kind."""
+    if not isinstance(model, str):
+        raise ConfigError(f"model_name_or_path is {model!r}; it must be a name")
     if model.startswith(("./", "../", "/", "~")) and not Path(model).exists():
         raise ConfigError(f"no folder {model}: name one with a config.json, a built-in shape, or hub:owner/name")
     try:

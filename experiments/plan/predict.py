@@ -42,11 +42,19 @@ def predict(arm: str, setup: Setup, hf_config) -> Prediction:
 
 
 def predict_all(setups: dict[str, Setup], hf_config, say) -> list[Prediction]:
-    """The same for several, by label, at the same time in processes of their own. What the model does not support is
-    said and left out; raises `ConfigError` if nothing is left. `say` is told how far it is and about how long it
-    takes."""
-    for setup in setups.values():
-        check(setup, hf_config)
+    """The same for several, by label, at the same time in processes of their own. What no trainer accepts or the model
+    does not support is said and left out; raises `ConfigError` if nothing is left. `say` is told how far it is and
+    about how long it takes."""
+    found, refused = {}, {}
+    for label, setup in setups.items():
+        try:
+            check(setup, hf_config)
+        except ConfigError as error:
+            refused[label] = error
+            say(f"  {label}: {error}")
+    setups = {label: setup for label, setup in setups.items() if label not in refused}
+    if not setups:
+        raise next(iter(refused.values()))
     use_fork(ARMS["shared"])
     import trl.trainer.rloo_trainer  # noqa: F401  once, not in each process
 
@@ -62,13 +70,12 @@ def predict_all(setups: dict[str, Setup], hf_config, say) -> list[Prediction]:
         }
         waiting = {future: label for label, each in futures.items() for future in each}
         left = {label: len(each) for label, each in futures.items()}
-        found, refused = {}, {}
         for finished, future in enumerate(as_completed(waiting), 1):
             label = waiting[future]
             left[label] -= 1
             if left[label]:
                 continue
-            i = len(found) + len(refused) + 1
+            i = list(left.values()).count(0)
             line = f"  {i} of {len(setups)}: {label}"
             try:
                 results = [each.result() for each in reversed(futures[label])]

@@ -24,6 +24,10 @@ SAME_NAME = (
     "gradient_checkpointing", "activation_offloading", "beta", "offload_reference", "offload_reward", "optim",
     "temperature", "lora_dropout", "num_iterations",
 )  # fmt: skip
+SWITCHES = (
+    "bf16", "fp16", "prefix_sharing", "gradient_checkpointing", "activation_offloading", "offload_reference",
+    "offload_reward", "use_peft", "load_in_4bit", "load_in_8bit", "use_bnb_nested_quant", "normalize_advantages",
+)  # fmt: skip
 # What the planner takes where neither a profile nor an option says: one prompt, and every weight in bfloat16. Written
 # out, because TRL's own defaults are others
 COMMAND_LINE = {
@@ -60,6 +64,9 @@ def from_settings(prompt_tokens: int, settings: dict, **where) -> Setup:
         wrong.append(f"generation_batch_size is {given['generation_batch_size']!r}; it must be a whole number")
     if not isinstance(given["optim"], str) or not isinstance(given["dtype"], str):
         wrong.append(f"optim {given['optim']!r} and dtype {given['dtype']!r} must be names")
+    for name in SWITCHES:
+        if not isinstance(given.get(name), bool | None):
+            wrong.append(f"{name} is {given[name]!r}; it must be true or false")
     if wrong:
         raise ConfigError("; ".join(wrong))
     values = {name: given[name] for name in SAME_NAME}
