@@ -120,6 +120,7 @@ BAD_INPUT = [
     (["--model", "qwen3-8b", "--k", "1"], ["--k is 1", "at least 2"]),
     (["--model", "qwen3-8b", "--k", "0"], ["--k is 0", "at least 2"]),
     (["--model", "qwen3-8b", "--k", "9" * 30], ["--k is 9999", "no training"]),
+    (["--model", "qwen3-8b", "--k", "1000000"], ["--k 1000000", "134,217,728 tokens"]),
     (["--model", "qwen3-8b", "--lora", "-4"], ["--lora is -4", "at least 0"]),
     (["--model", "qwen3-8b", "--beta", "nan"], ["--beta is nan", "finite"]),
     (["--model", "qwen3-8b", "--beta", "inf"], ["--beta is inf", "finite"]),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from experiments.builds import use_fork
 from experiments.config import ARMS, GIB, ConfigError
-from experiments.plan.setups import LARGEST, Setup, check
+from experiments.plan.setups import LARGEST, MOST_TOKENS, Setup, check
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,10 @@ def largest_that_fits(arm: str, setup: Setup, hf_config, what: str, limit: int, 
     the limit."""
     name, least = LARGEST[what], {"k": 2, "prompt": 16, "completion": 16}[what]
     positions = hf_config.max_position_embeddings
+    prompts = setup.generation_rows // setup.num_generations
+    length = setup.prompt_tokens + setup.max_completion_length
     most = {
-        "k": 4096,
+        "k": max(2, min(4096, MOST_TOKENS // (prompts * length))),
         "prompt": positions - setup.max_completion_length,
         "completion": positions - setup.prompt_tokens,
     }[what]

@@ -142,6 +142,7 @@ class Setup:
         )
 
 
+MOST_TOKENS = 2**27  # of a rollout: their ids are real numbers, also where all else has no values
 # Fields of `Setup` that are numbers, with the least that works
 LEAST = {
     "prompt_tokens": 1, "max_completion_length": 1, "num_generations": 2, "per_device_train_batch_size": 1,
@@ -224,6 +225,11 @@ def check(setup: Setup, hf_config, called: dict[str, str] | None = None) -> None
         wrong.append(
             f"{name('prompt_tokens')} {setup.prompt_tokens} + {name('max_completion_length')} "
             f"{setup.max_completion_length} = {length} tokens exceed the model's {positions} positions"
+        )
+    if setup.generation_rows * length > MOST_TOKENS:
+        wrong.append(
+            f"{setup.generation_rows} completions ({name('num_generations')} {k}) of {length} tokens in a rollout: "
+            f"the planner takes up to {MOST_TOKENS:,} tokens"
         )
     if wrong:
         raise ConfigError("; ".join(wrong))
