@@ -178,6 +178,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"\nuntil it fits in {budget / GIB:.2f} GiB:")
     search = Search(hf_config, budget, say, {p.setup: p for p in (now, *predictions.values())})
     used, last = search.needed(now)
+    if not used and search.fits(last):
+        print("  nothing is needed")
     if not search.fits(last):
         print(
             f"It does not fit: {gib(last)} with every lever, {last.peak.phase} phase. "
