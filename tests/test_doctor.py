@@ -10,9 +10,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from experiments.config import resolve
 from experiments.plan import doctor
+from experiments.plan.extrapolate import PredictedPeak
+from experiments.plan.levers import LEVERS, applied, in_turn
+from experiments.plan.options import LEAST_DEVICE
+from experiments.plan.predict import Prediction
+from experiments.plan.records import read_run
+from experiments.plan.setups import Setup
+from experiments.plan.trl_settings import changes, from_settings, with_changes
 from experiments.settings import profiles
 from experiments.workload import data, models
 
@@ -45,9 +55,9 @@ def test_what_the_doctor_writes_trains_and_its_record_can_be_read_again(tmp_path
         "--dtype",
         "float32",
         "--device-memory",
-        "14MiB",
+        "264MiB",
         "--reserve",
-        "0",
+        "250MiB",
         "--output",
         fits,
         "--reward-model",
@@ -56,7 +66,8 @@ def test_what_the_doctor_writes_trains_and_its_record_can_be_read_again(tmp_path
     )
     assert result.returncode == 0, result.stdout + result.stderr[-3000:]
     text = fits.read_text()
-    assert "prefix_sharing: true" in text and "offload_reward: true" in text and "MiB" not in text
+    assert "prefix_sharing: true" in text and "offload_reward: true" in text and "max_prompt_tokens: 512" in text
+    assert f"launch_single_gpu.sh {fits} --dataset" in result.stdout and "kernels" not in result.stderr
     assert "Trains the same as before" in result.stdout
     peaks = [float(line.split()[0]) for line in result.stdout.splitlines() if "trains " in line]
     assert peaks == sorted(peaks) and len(peaks) > 5, "each change alone, in order of effect"
@@ -92,10 +103,11 @@ def test_what_the_doctor_writes_trains_and_its_record_can_be_read_again(tmp_path
     with (out / "memory_phases.csv").open(newline="") as file:
         assert {"generate", "score", "train", "optimizer"} <= {row["phase"] for row in csv.DictReader(file)}
 
-    setup, hf_config, measured, _ = doctor.read_run(out)
-    assert (setup.prompt_tokens, setup.num_generations, setup.dtype) == (512, 4, "float32")
-    assert setup.offload_reference and setup.offload_reward and setup.reward_model == str(reward)
-    assert hf_config.vocab_size == 512 and max(measured.values()) > 100 * 2**20
+    old = read_run(out)
+    assert (old.prompt_tokens, old.settings["num_generations"], old.settings["dtype"]) == (512, 4, "float32")
+    assert old.settings["offload_reference"] and old.settings["offload_reward"]
+    assert old.where["reward_model"] == old.settings["reward"] == str(reward)
+    assert old.hf_config.vocab_size == 512 and max(old.peaks.values()) > 100 * 2**20
 
 
 @pytest.mark.torch
@@ -107,9 +119,261 @@ def test_the_memory_callback_works_with_a_trainer_without_rewards(probe):
 
 
 def test_a_run_of_the_harness_can_be_read():
-    setup, hf_config, _, budget = doctor.read_run(ROOT / "results/reference-cpu-2-cores/shared_cpu_k8_r0")
-    assert (setup.num_generations, setup.prefix_sharing, setup.completions_per_forward) == (8, True, 2)
-    assert hf_config.vocab_size == 18992 and budget == 4 * 2**30
+    old = read_run(ROOT / "results/reference-cpu-2-cores/shared_cpu_k8_r0")
+    expected = {"num_generations": 8, "prefix_sharing": True, "completions_per_forward": 2, "learning_rate": 3e-6}
+    assert expected.items() <= old.settings.items()
+    assert old.hf_config.vocab_size == 18992 and old.device_bytes == 4 * 2**30 and old.prompt_tokens == 3000
+
+
+RECORD = {
+    "device_kind": "cuda", "device_bytes": 24 * 2**30, "peaks": {"train": 30 * 2**30}, "prompt_tokens": 2000,
+    "model_config": {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 500},
+    "dtype": "bfloat16", "lora_rank": 8, "weight_bits": 16, "reward_model": None,
+    "arguments": {
+        "max_completion_length": 512, "num_generations": 4, "per_device_train_batch_size": 4,
+        "steps_per_generation": 2, "gradient_accumulation_steps": 2, "prefix_sharing": False,
+        "completions_per_forward": None, "tokens_per_forward": None, "bf16": True, "gradient_checkpointing": True,
+        "activation_offloading": False, "beta": 0.0, "optim": "adamw_torch", "temperature": 0.7, "use_vllm": False,
+        "offload_reference": False, "offload_reward": False, "num_devices": 1, "fully_sharded": False,
+        "offload_parameters": False,
+    },
+}  # fmt: skip
+
+
+def folder_with(tmp_path, **changed):
+    (tmp_path / "memory.json").write_text(json.dumps(RECORD | changed))
+    return tmp_path
+
+
+def test_a_runs_settings_are_those_that_it_recorded_and_no_others(tmp_path):
+    old = read_run(folder_with(tmp_path))
+    own = {name: value for name, value in RECORD["arguments"].items() if value is not None}
+    not_settings = ("num_devices", "fully_sharded", "offload_parameters", "offload_reference", "offload_reward")
+    own = {name: value for name, value in own.items() if name not in not_settings}
+    assert old.settings == own | {"dtype": "bfloat16", "use_peft": True, "lora_r": 8}
+    assert {"learning_rate", "algorithm", "lora_target_modules", "lora_dropout"} <= set(old.missing)
+
+
+def faked(monkeypatch, peak):
+    """The doctor without simulations: `peak` gives the bytes of a setup."""
+
+    def predict(label, setup, hf_config):
+        return Prediction(label, setup, [PredictedPeak("train", peak(setup), {"activations": peak(setup)}, 0)])
+
+    def predict_all(setups, hf_config, say):
+        return [predict(label, setup, hf_config) for label, setup in setups.items()]
+
+    monkeypatch.setattr(doctor, "predict", predict)
+    monkeypatch.setattr(doctor, "predict_all", predict_all)
+
+
+def made_up_peak(setup: Setup) -> int:
+    """Smaller with each lever, by amounts of the kind that real ones have."""
+    weights = 4e9 * (setup.weight_bits / 16) * (2 if setup.dtype == "float32" else 1)
+    trained = (
+        0 if setup.lora_rank else weights * (1 + {"adamw_bnb_8bit": 0.5, "paged_adamw_8bit": 0.1}.get(setup.optim, 2))
+    )
+    reference = 0 if setup.lora_rank or not setup.beta or setup.offload_reference else weights
+    rows = 1 + setup.num_generations * (0.3 if setup.prefix_sharing else 1)
+    rows *= 0.5 if setup.completions_per_forward == 1 or setup.per_device_train_batch_size == 1 else 1
+    activations = rows * (setup.prompt_tokens + setup.max_completion_length) * 2e5
+    activations *= 1 if setup.gradient_checkpointing else 3
+    activations *= 0.7 if setup.activation_offloading else 1
+    generation = setup.steps_per_generation * setup.num_generations * 5e7
+    return int(weights + trained + reference + activations + generation)
+
+
+def written(path):
+    """(settings of a file, settings that its comments name as decided by levers)."""
+    text = path.read_text()
+    named = dict(re.findall(r"^#   (\w+)(?: is removed|: (.*))$", text, re.MULTILINE))
+    return yaml.safe_load(text), {name: yaml.safe_load(value) if value else None for name, value in named.items()}
+
+
+BUDGETS = [70, 50, 30, 26, 22, 18, 14, 11, 9, 7.5, 6, 5, 4.5, 4, 3]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("source", ["options", "run", "profile"])
+def test_the_settings_are_the_users_own_with_the_levers_changes_and_the_comments_name_them(
+    source, tmp_path, monkeypatch, capsys
+):
+    """From much memory to little, so that each lever is needed once, and left out where a later one replaces it."""
+    faked(monkeypatch, made_up_peak)
+    own = yaml.safe_load(
+        "{algorithm: grpo, learning_rate: 3.0e-5, beta: 0.04, dtype: float32, num_generations: 8, warmup_steps: 7,"
+        " gradient_accumulation_steps: 4, gradient_checkpointing: false, lora_target_modules: [q_proj, v_proj],"
+        " lora_dropout: 0.1, optim: adamw_torch, max_completion_length: 512, temperature: 0.6}"
+    )
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(own))
+    start = {
+        "options": ["--model", "qwen3-0.6b", "--prompt", "2000", "--dtype", "float32", "--no-gradient-checkpointing"],
+        "run": [str(folder_with(tmp_path))],
+        "profile": ["--model", "qwen3-0.6b", "--prompt", "2000", "--profile", str(tmp_path / "own.yaml")],
+    }[source]
+    levers_seen = set()
+    for budget in BUDGETS:
+        output = tmp_path / f"{budget}.yaml"
+        code = doctor.main([*start, "--device-memory", f"{budget}GiB", "--reserve", "0", "--output", str(output)])
+        shown = capsys.readouterr().out
+        if code == 1:
+            assert "No settings are written" in shown and not output.exists()
+            continue
+        result, named = written(output)
+        largest = tmp_path / f"{BUDGETS[0]}.yaml"
+        before = yaml.safe_load(largest.read_text()) if budget != BUDGETS[0] else result
+        changed = {name: result.get(name) for name in before | result if before.get(name) != result.get(name)}
+        if budget == BUDGETS[0]:
+            assert not named and "nothing is needed" in shown
+            before.pop("max_prompt_tokens")
+            if source == "profile":
+                assert before == own | {"model_name_or_path": "qwen3-0.6b"}
+            if source == "run":
+                assert before == read_run(tmp_path).settings
+                assert "did not record algorithm" in output.read_text() and "learning_rate" not in before
+        else:
+            assert named == changed, output.read_text()
+        levers_seen |= {
+            line[2:].split(": trains")[0] for line in output.read_text().splitlines() if ": trains" in line
+        }
+        assert ("Trains the same" in shown) == ("trains differently" not in output.read_text() and bool(named))
+    assert len(levers_seen) >= (3 if source == "run" else 6), levers_seen  # the run has LoRA already
+
+
+@given(budget=st.floats(4, 60), k=st.sampled_from([4, 8]), lora=st.booleans(), checkpointing=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_no_lever_is_kept_that_is_not_needed(budget, k, lora, checkpointing):
+    limit = int(budget * 2**30)
+    start = Setup(
+        2000,
+        dtype="float32",
+        num_generations=k,
+        per_device_train_batch_size=k,
+        lora_rank=8 * lora,
+        gradient_checkpointing=checkpointing,
+    )
+
+    def prediction(label, setup, hf_config=None):
+        return Prediction(label, setup, [PredictedPeak("train", made_up_peak(setup), {}, 0)])
+
+    config = SimpleNamespace(max_position_embeddings=10**6)
+    search = doctor.Search(config, limit, lambda line: None)
+    search.predict = prediction
+    used, last = search.needed(prediction("as it is", start))
+    if not search.fits(last):
+        return
+    assert in_turn(used, start) == last.setup
+    for i, lever in enumerate(used):
+        rest = in_turn(used[:i] + used[i + 1 :], start)
+        needed = not search.fits(prediction("", rest))
+        faster = lever.name == "prefix_sharing" and start.token_ratio >= 2
+        assert rest != last.setup and (needed or faster), (lever.name, [x.name for x in used])
+
+
+@pytest.mark.torch
+def test_lora_and_sharing_alone_make_an_8b_model_fit_24_gib(tmp_path):
+    path = tmp_path / "fits.yaml"
+    memory = ("--device-memory", "24GiB", "--output", path)
+    result = run("plan.doctor", "--model", "Qwen/Qwen3-8B", "--prompt", 3000, "--completion", 512, *memory)
+    assert result.returncode == 0, result.stdout + result.stderr[-2000:]
+    fits, named = written(path)
+    assert set(named) == {
+        "prefix_sharing", "completions_per_forward", "use_peft", "lora_r", "lora_target_modules", "lora_dropout",
+    }  # fmt: skip
+    assert fits["optim"] == "adamw_torch_fused" and "activation_offloading" not in fits
+    assert "token ratio 4.0" in result.stdout and result.stderr == ""
+    assert re.search(r"^  1 of 13: .*; about \d+ s left$", result.stdout, re.MULTILINE)
+
+
+SETTINGS = st.fixed_dictionaries(
+    {},
+    optional={
+        "algorithm": st.sampled_from(["rloo", "grpo"]),
+        "beta": st.sampled_from([0.0, 0.01, 0.2]),
+        "dtype": st.sampled_from(["float32", "bfloat16"]),
+        "model_init_kwargs": st.sampled_from([{"dtype": "float32"}, {"revision": "main"}]),
+        "bf16": st.sampled_from([True, False, None]),
+        "fp16": st.booleans(),
+        "num_generations": st.sampled_from([2, 4, 6]),
+        "per_device_train_batch_size": st.sampled_from([1, 4, 12, 24]),
+        "gradient_accumulation_steps": st.sampled_from([1, 6, 12]),
+        "steps_per_generation": st.sampled_from([1, 12, 24]),
+        "generation_batch_size": st.sampled_from([24, 48]),
+        "use_peft": st.booleans(),
+        "lora_r": st.sampled_from([4, 32]),
+        "lora_target_modules": st.sampled_from([["q_proj", "v_proj"], "all-linear", ["all-linear"], None]),
+        "lora_dropout": st.sampled_from([0.0, 0.05, 0.3]),
+        "load_in_4bit": st.booleans(),
+        "load_in_8bit": st.booleans(),
+        "use_bnb_nested_quant": st.booleans(),
+        "gradient_checkpointing": st.booleans(),
+        "optim": st.sampled_from(["adamw_torch", "sgd", "adamw_bnb_8bit"]),
+        "prefix_sharing": st.booleans(),
+        "tokens_per_forward": st.sampled_from([4000, None]),
+        "max_completion_length": st.sampled_from([64, 1000]),
+        "num_iterations": st.sampled_from([1, 3]),
+        "loss_type": st.sampled_from(["grpo", "bnpo"]),
+        "prompt_tokens": st.just(99),
+        "learning_rate": st.floats(1e-7, 1e-3),
+        "warmup_steps": st.integers(0, 5),
+        "temperature": st.floats(0.1, 2.0),
+    },
+)
+
+
+def assert_there_and_back(own: dict) -> None:
+    config = SimpleNamespace(max_position_embeddings=10**6)
+    setup = from_settings(100, own)
+    assert with_changes(own, changes(setup, setup)) == own
+    for lever in LEVERS:
+        if trial := applied(lever, setup, config):
+            changed = changes(setup, trial)
+            new = with_changes(own, changed)
+            assert from_settings(100, new) == trial, lever.name
+            left = {name: value for name, value in own.items() if name not in changed and name != "model_init_kwargs"}
+            assert left.items() <= new.items(), lever.name
+
+
+@pytest.mark.torch
+@given(own=SETTINGS)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_settings_come_back_from_a_setup_as_they_were(own):
+    assert_there_and_back(own)
+
+
+@pytest.mark.torch
+def test_every_profile_comes_back_from_a_setup_as_it_was():
+    for name in profiles.names():
+        assert_there_and_back(profiles.load_profile(name))
+
+
+@pytest.mark.torch
+def test_what_a_setting_file_leaves_out_is_as_trl_has_it():
+    setup = from_settings(100, {})
+    expected = {"num_generations": 2, "dtype": "float32", "bf16": True, "beta": 0.05, "per_device_train_batch_size": 8}
+    assert expected.items() <= vars(setup).items()
+    grpo = from_settings(100, {"algorithm": "grpo", "gradient_accumulation_steps": 3})
+    assert (grpo.beta, grpo.num_generations, grpo.steps_per_generation) == (0.0, 8, 3)
+
+
+@pytest.mark.torch
+def test_levers_that_are_said_to_train_the_same_do(probe):
+    """Weights after one update on given completions, in float32. Activations are offloaded on a GPU only."""
+    result = probe("exact_levers")
+    assert result.pop("half the completion") > 0.1 and result.pop("steps_per_generation of two updates") > 0.1
+    assert result.pop("said to be exact") == [False] and result.pop("update") > 1e-3
+    shown = {name.removesuffix(" of shared") for name in result}
+    exact = {lever.name for lever in LEVERS if lever.same}
+    assert shown == exact - {"activation_offloading"}
+    assert max(result.values()) < 1e-5, result
+
+
+def test_sharing_is_the_same_only_if_an_update_has_whole_groups():
+    sharing = LEVERS[0]
+    whole = Setup(100, per_device_train_batch_size=1, gradient_accumulation_steps=16, steps_per_generation=16)
+    part = Setup(100, per_device_train_batch_size=1, gradient_accumulation_steps=4, steps_per_generation=8)
+    assert sharing.exact(whole) and not sharing.exact(part)
+    assert "trains differently" in sharing.effect(part) and "token ratio" in sharing.effect(part)
 
 
 @pytest.mark.torch
@@ -121,14 +385,43 @@ def test_a_run_of_the_harness_can_be_read():
         (["--model", "qwen3-8b", "--device-memory", "24GiB"], ["--prompt"]),
         (["no/such/folder"], ["no/such/folder", "memory.json", "run.json"]),
         (["results/reference-cpu-2-cores/classic-lean_cpu_k2_r0"], ["classic-lean", "--arm stock"]),
+        (["RUN", "--profile", "balanced"], ["leave out --profile balanced"]),
+        (["RUN", "--device-memory", "24"], ["did you mean 24GiB?"]),
+        (["RUN", "--k", "0"], ["--k is 0"]),
+        (["RUN", "--output", "/no/such/fits.yaml"], ["/no/such/fits.yaml", "cannot write"]),
+        (["ENGINE"], ["no prompt length", "--prompt N"]),
+        (["BROKEN"], ["BROKEN/memory.json", "not a whole record"]),
+        (["LIST"], ["LIST/memory.json", "not a whole record"]),
+        (
+            ["--model", "qwen3-8b", "--prompt", "64", "--profile", "own.yaml", "--output", "own.yaml"],
+            ["profile itself"],
+        ),
     ],
 )
-def test_the_doctor_says_what_is_missing(arguments, parts, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_the_doctor_says_what_is_missing(arguments, parts, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT if any("results" in x for x in arguments) else tmp_path)
+    for name, text in {
+        "RUN": json.dumps(RECORD),
+        "ENGINE": json.dumps(RECORD | {"prompt_tokens": None}),  # vLLM generated
+        "BROKEN": json.dumps(RECORD)[:300],
+        "LIST": "[1, 2]",
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "memory.json").write_text(text)
+    (tmp_path / "own.yaml").write_text("beta: 0.0\n")
     assert doctor.main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("doctor: ") and error.count("\n") == 1
     assert all(part in error for part in parts), error
+
+
+@pytest.mark.torch
+def test_a_run_whose_engine_left_no_prompt_length_is_planned_with_the_one_given(tmp_path, monkeypatch, capsys):
+    faked(monkeypatch, lambda setup: 2**29)
+    folder = folder_with(tmp_path, prompt_tokens=None)
+    output = tmp_path / "fits.yaml"
+    assert doctor.main([str(folder), "--prompt", "1500", "--output", str(output)]) == 0, capsys.readouterr().err
+    assert yaml.safe_load(output.read_text())["max_prompt_tokens"] == 1500 and LEAST_DEVICE <= 2**29
 
 
 YAML_ERRORS = {

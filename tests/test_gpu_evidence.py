@@ -11,7 +11,7 @@ import pytest
 from experiments import config as cfg
 from experiments import record
 from experiments.config import ROOT
-from experiments.plan import doctor
+from experiments.plan.records import read_run
 from tests.test_visualization import write_run
 from visualization.load import PHASE_COLUMNS, SAMPLE_COLUMNS
 from visualization.runs import GIB
@@ -31,8 +31,9 @@ def test_lora_on_bfloat16_weights_trains_alike_with_and_without_sharing(train):
     left, right = stock["trace"][0], shared["trace"][0]
     assert left["reward"] == right["reward"] and left["grad_norm"] > 0.01
     assert right["grad_norm"] == pytest.approx(left["grad_norm"], rel=0.02)
-    setup = doctor.read_run(folder)[0]
-    assert (setup.lora_rank, setup.dtype, setup.bf16, setup.prefix_sharing) == (4, "bfloat16", True, True)
+    settings = read_run(folder).settings
+    recorded = [settings[name] for name in ("lora_r", "dtype", "bf16", "prefix_sharing")]
+    assert recorded == [4, "bfloat16", True, True]
 
 
 @pytest.mark.torch

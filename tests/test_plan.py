@@ -8,8 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
+from experiments.config import ARMS, ConfigError
 from experiments.plan import __main__ as plan
+from experiments.plan.options import memory_limit
+from experiments.plan.setups import ARM_NAMES, Setup, check
+from experiments.plan.sharding import spread
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -55,16 +62,18 @@ def test_a_large_model_is_planned_without_weights(tmp_path):
         "stock,shared",
         "--json",
         path,
-        "--chart",
-        tmp_path / "plan.png",
     )
     assert result.returncode == 0, result.stderr[-3000:]
+    lines = result.stderr.splitlines()
+    assert [line.split(":")[0] for line in lines[:-1]] == ["  1 of 2", "  2 of 2"], "only progress: no library's noise"
+    assert f"python -m visualization.charts.plan {path}" in result.stdout
     result_file = json.loads(path.read_text())
     peaks = {p["arm"]: max(phase["total"] for phase in p["phases"]) for p in result_file["predictions"]}
     weights = result_file["predictions"][0]["phases"][0]["kinds"]["parameters"]
     assert 1.7e9 * 2 < weights < 1.75e9 * 2  # its published number of parameters, in bfloat16
     assert weights < peaks["shared"] < peaks["stock"]
-    assert (tmp_path / "plan.png").stat().st_size > 10_000
+    short = (peaks["stock"] - result_file["device_memory_bytes"]) / 2**30
+    assert f"short by {short:.2f} GiB" in result.stdout
 
 
 @pytest.mark.torch
@@ -82,9 +91,9 @@ def test_the_longest_prompt_that_fits_is_longer_with_shared_prompts():
         "--dtype",
         "float32",
         "--device-memory",
-        "128MiB",
+        "256MiB",
         "--reserve",
-        "0",
+        "128MiB",
         "--largest",
         "prompt",
         "--arms",
@@ -96,26 +105,206 @@ def test_the_longest_prompt_that_fits_is_longer_with_shared_prompts():
     assert 1000 <= largest["stock"] < largest["shared"]
 
 
+NOT_A_CONFIG = {
+    "list": "[1, 2]",
+    "text": "not json",
+    "words": '{"model_type": "qwen3", "num_hidden_layers": "two", "hidden_size": 8}',
+    "numbers": '{"model_type": "qwen3", "num_hidden_layers": 2, "max_position_embeddings": "many"}',
+    "half": '{"model_type": "qwen3", "num_hidden_layers": -1}',
+    "no-type": '{"hidden_size": 8}',
+}
+BAD_INPUT = [
+    (["--model", "Qwen/Qwen3-9B"], ["Qwen3-9B", "did you mean", "hub:"]),
+    (["--model", "./nofolder"], ["no folder ./nofolder", "config.json"]),
+    (["--model", "qwen3-8b", "--profile", "single_gpu_24g"], ["single_gpu_24g", "did you mean single_gpu_24gb"]),
+    (["--model", "qwen3-8b", "--k", "1"], ["--k is 1", "at least 2"]),
+    (["--model", "qwen3-8b", "--k", "0"], ["--k is 0", "at least 2"]),
+    (["--model", "qwen3-8b", "--k", "9" * 30], ["--k is 9999", "no training"]),
+    (["--model", "qwen3-8b", "--k", "1000000"], ["--k 1000000", "134,217,728 tokens"]),
+    (["--model", "qwen3-8b", "--lora", "-4"], ["--lora is -4", "at least 0"]),
+    (["--model", "qwen3-8b", "--beta", "nan"], ["--beta is nan", "finite"]),
+    (["--model", "qwen3-8b", "--beta", "inf"], ["--beta is inf", "finite"]),
+    (["--model", "qwen3-8b", "--beta", "-1"], ["--beta is -1", "at least 0"]),
+    (["--model", "qwen3-8b", "--prompts", "0"], ["--prompts is 0", "at least 1"]),
+    (["--model", "qwen3-8b", "--tokens-per-forward", "0"], ["--tokens-per-forward is 0"]),
+    (["--model", "qwen3-8b", "--completion", "60000"], ["--prompt 100", "--completion 60000", "60100", "40960"]),
+    (["--model", "qwen3-8b", "--bits", "4"], ["4-bit", "--lora"]),
+    (["--model", "qwen3-8b", "--optim", "adam8"], ["adam8", "adamw_8bit"]),
+    (["--model", "qwen3-8b", "--dtype", "int8"], ["int8", "bfloat16"]),
+    (["--model", "qwen3-8b", "--completions-per-forward", "9"], ["--completions-per-forward 9", "k=8"]),
+    (["--model", "qwen3-8b", "--device-memory", "24 bananas"], ["24 bananas", "24GiB"]),
+    (["--model", "qwen3-8b", "--largest", "k"], ["--device-memory"]),
+    (["--model", "qwen3-8b", "--arms", "stock,acumulate"], ["acumulate", "stock-accumulate"]),
+    (["--model", "qwen3-8b", "--arms", "stock-tokens"], ["stock-tokens", "--tokens-per-forward"]),
+    (["--model", "qwen3-8b", "--json", "/no/such/folder/plan.json"], ["/no/such/folder/plan.json", "cannot write"]),
+    (["--model", "qwen3-8b", "--accelerate", "nothing.yaml"], ["nothing.yaml"]),
+    (["--model", "qwen3-8b", "--reward-model", "./nofolder"], ["no folder ./nofolder"]),
+    # All that is wrong at once
+    (["--model", "x/y", "--k", "0", "--beta", "nan", "--device-memory", "24"], ["x/y", "--k", "--beta", "24GiB?"]),
+    *((["--model", f"CONFIGS/{name}"], [f"CONFIGS/{name}"]) for name in NOT_A_CONFIG),
+]
+
+
 @pytest.mark.torch
-@pytest.mark.parametrize(
-    "arguments, parts",
-    [
-        (["--model", "Qwen/Qwen3-9B"], ["Qwen3-9B", "did you mean", "hub:"]),
-        (["--model", "qwen3-8b", "--profile", "single_gpu_24g"], ["single_gpu_24g", "did you mean single_gpu_24gb"]),
-        (["--model", "qwen3-8b", "--k", "1"], ["num_generations is 1", "at least 2"]),
-        (["--model", "qwen3-8b", "--completion", "60000"], ["60100", "40960"]),
-        (["--model", "qwen3-8b", "--bits", "4"], ["4-bit", "--lora"]),
-        (["--model", "qwen3-8b", "--optim", "adam8"], ["adam8", "adamw_8bit"]),
-        (["--model", "qwen3-8b", "--completions-per-forward", "9"], ["completions_per_forward 9", "k=8"]),
-        (["--model", "qwen3-8b", "--device-memory", "24 bananas"], ["24 bananas", "32GiB"]),
-        (["--model", "qwen3-8b", "--largest", "k"], ["--device-memory"]),
-    ],
-)
-def test_bad_input_is_one_line_with_value_and_remedy(arguments, parts, capsys):
+@pytest.mark.parametrize("arguments, parts", BAD_INPUT, ids=[" ".join(arguments)[:50] for arguments, _ in BAD_INPUT])
+def test_bad_input_is_one_line_with_value_and_remedy(arguments, parts, capsys, tmp_path):
+    for name, text in NOT_A_CONFIG.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
+    arguments, parts = ([x.replace("CONFIGS", str(tmp_path)) for x in each] for each in (arguments, parts))
     assert plan.main(["--prompt", "100", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("plan: ") and error.count("\n") == 1, error
     assert all(part in error for part in parts), error
+
+
+BAD_SETTINGS = [
+    ({"num_generations": "8"}, ["num_generations is '8'", "a number"]),
+    ({"per_device_train_batch_size": 2.5}, ["per_device_train_batch_size is 2.5", "whole number"]),
+    ({"beta": float("nan"), "prefix_sharing": "yes"}, ["beta is nan", "prefix_sharing is 'yes'", "true or false"]),
+    ({"optim": ["sgd"]}, ["['sgd']", "names"]),
+    ({"model_name_or_path": 7}, ["model_name_or_path is 7"]),
+    ({"algorithm": "ppo"}, ["'ppo'", "rloo and grpo"]),
+    ({"use_peft": True, "lora_dropout": 1.5}, ["lora_dropout is 1.5", "below 1"]),
+    ({"max_prompt_tokens": -3}, ["max_prompt_tokens is -3"]),
+    ({"num_generations": 3}, ["multiple of num_generations 3"]),
+]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("settings, parts", BAD_SETTINGS, ids=[str(settings) for settings, _ in BAD_SETTINGS])
+def test_settings_of_a_wrong_kind_are_one_line(settings, parts, capsys, tmp_path):
+    path = tmp_path / "own.yaml"
+    path.write_text(yaml.safe_dump({"model_name_or_path": "qwen3-8b", "max_prompt_tokens": 64} | settings))
+    assert plan.main(["--profile", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("plan: ") and error.count("\n") == 1, error
+    assert all(part in error for part in parts), error
+
+
+@pytest.mark.torch
+def test_adapters_are_planned_as_the_settings_have_them(tmp_path):
+    """Fewer target modules take less, dropout's masks more, and no prompt is shared with dropout."""
+    own = {"use_peft": True, "lora_target_modules": ["q_proj"], "lora_dropout": 0.0, "num_generations": 4}
+    peaks = {}
+    for name, changed in {
+        "few": {},
+        "all": {"lora_target_modules": "all-linear"},
+        "dropout": {"lora_dropout": 0.1, "gradient_checkpointing": False},
+        "none": {"gradient_checkpointing": False},
+        "wrong": {"lora_target_modules": ["no_such_layer"]},
+    }.items():
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(own | changed))
+        json_file = tmp_path / f"{name}.json"
+        arguments = ("--model", "tiny-qwen3", "--profile", tmp_path / f"{name}.yaml", "--prompt", 300)
+        result = run("plan", *arguments, "--arms", "stock,shared", "--json", json_file)
+        if name == "wrong":
+            assert result.returncode == 2 and "['no_such_layer']" in result.stderr.splitlines()[-1]
+            assert "Traceback" not in result.stderr
+            continue
+        assert result.returncode == 0, result.stderr[-2000:]
+        predictions = {p["arm"]: p["phases"] for p in json.loads(json_file.read_text())["predictions"]}
+        assert ("shared" in predictions) == (name != "dropout")
+        assert ("would share its dropout" in result.stderr) == (name == "dropout")
+        peaks[name] = {phase["phase"]: phase["total"] for phase in predictions["stock"]}
+    assert peaks["few"]["optimizer"] < peaks["all"]["optimizer"]
+    assert peaks["none"]["train"] < peaks["dropout"]["train"]
+
+
+@pytest.mark.parametrize(
+    "memory, reserve, parts",
+    [
+        ("9" * 400, "0.8GiB", ["--device-memory", "9999..."]),
+        ("1e400", "0.8GiB", ["--device-memory"]),
+        ("", "0.8GiB", ["--device-memory", "''", "24GiB"]),
+        ("24", "0.8GiB", ["--device-memory 24 is 24 bytes", "did you mean 24GiB?"]),
+        ("255MiB", "0.8GiB", ["255MiB", "256 MiB"]),
+        ("5000TB", "0.8GiB", ["5000TB"]),
+        ("24GiB", "30GiB", ["--reserve 30GiB", "24.00 GiB", "0.8GiB"]),
+        ("24GiB", "24GiB", ["--reserve 24GiB"]),
+        ("24GiB", "much", ["--reserve", "much"]),
+    ],
+)
+def test_sizes_that_no_device_has_are_refused(memory, reserve, parts):
+    with pytest.raises(ConfigError) as error:
+        memory_limit(memory, reserve)
+    assert all(part in str(error.value) for part in parts) and len(str(error.value)) < 200, error.value
+
+
+def test_a_device_less_its_reserve_is_what_is_left():
+    assert memory_limit("24GiB", "0.8GiB") == 24 * 2**30 - int(0.8 * 2**30) and memory_limit(None, "x") is None
+    assert memory_limit("256MiB", "0") == 2**28
+
+
+def test_the_planners_arms_are_those_of_the_harness_but_for_the_token_budget():
+    assert set(ARM_NAMES) - set(ARMS) == {"stock-tokens"}
+    with pytest.raises(ConfigError, match="accumulate.*stock-accumulate"):
+        Setup(100).arm("accumulate")
+
+
+POSITIONS = type("Config", (), {"max_position_embeddings": 10**6})
+
+
+@given(
+    k=st.integers(2, 12),
+    rows=st.integers(1, 24),
+    prompts=st.integers(1, 4),
+    accumulation=st.integers(1, 12),
+    new=st.integers(2, 40),
+)
+def test_any_k_makes_batches_that_a_trainer_accepts_with_as_many_prompts(k, rows, prompts, accumulation, new):
+    steps = max(1, prompts * k // rows)
+    setup = Setup(
+        100,
+        num_generations=k,
+        per_device_train_batch_size=rows,
+        steps_per_generation=steps,
+        gradient_accumulation_steps=accumulation,
+    )
+    if rows * steps % k:
+        return
+    changed = setup.with_k(new)
+    check(changed, POSITIONS)
+    assert changed.generation_rows // new == setup.generation_rows // k, "as many prompts"
+    if rows % k:
+        assert changed.per_device_train_batch_size <= rows
+    check(changed.arm("shared"), POSITIONS)
+    check(changed.arm("stock-accumulate"), POSITIONS)
+
+
+def test_half_of_k_halves_what_is_generated_also_row_by_row():
+    setup = Setup(100).arm("stock-accumulate")
+    assert setup.generation_rows == 8
+    half = setup.with_k(4)
+    assert (half.generation_rows, half.per_device_train_batch_size, half.rows_per_update) == (4, 1, 4)
+
+
+def test_the_buckets_of_ddp_are_there_in_every_phase():
+    setup = Setup(100, num_devices=2)
+    for phase in ("generate", "score", "train", "optimizer"):
+        assert spread(setup, (0, 0), 70, phase, {"activations": 5}) == {"activations": 5, "other": 70}
+    assert spread(setup, (0, 0), 70, "load", {"activations": 5}) == {"activations": 5}
+
+
+@pytest.mark.torch
+def test_the_simulation_calls_the_models_as_a_real_training_does(probe):
+    calls = probe("model_calls")
+    assert len(calls) == 10
+    for case, (trained, simulated) in calls.items():
+        assert trained == simulated, case
+    models = {case: {call[0] for call in trained} for case, (trained, _) in calls.items()}
+    assert models["shared-one"] == {"policy", "reference", "reward model", "head"}
+    assert models["shared-lora"] == {"policy", "head"}
+    assert calls["shared"][0] != calls["stock"][0], "an empty test"
+
+
+@pytest.mark.torch
+def test_what_the_simulation_counts_by_rule(probe):
+    """Rules that no training on a CPU shows."""
+    result = probe("plan_rules")
+    assert result["reward rows"] == {"stock": 8, "stock-tokens": 3, "shared": 2, "less than a row": 1}
+    assert result["offloaded from 1,024 bytes on"] == [False, True, False, True]
+    assert result["dropout keeps a byte an element"] == 1
 
 
 def plan_of_tiny(model_type, folder, *arguments, **fields):
@@ -156,7 +345,7 @@ def planned_arms(result):
 def test_models_with_another_kind_of_attention_are_planned(model_type, fields, tmp_path):
     result = plan_of_tiny(model_type, tmp_path, **fields)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert planned_arms(result) == ["stock", "accumulate", "shared"]
+    assert planned_arms(result) == ["stock", "stock-accumulate", "shared"]
 
 
 @pytest.mark.torch
@@ -164,7 +353,7 @@ def test_a_model_whose_prompts_cannot_be_shared_is_planned_without(tmp_path):
     reason = "does not go through `transformers.AttentionInterface`"
     result = plan_of_tiny("stablelm", tmp_path)
     assert result.returncode == 0 and reason in result.stderr, result.stderr[-3000:]
-    assert planned_arms(result) == ["stock", "accumulate"]
+    assert planned_arms(result) == ["stock", "stock-accumulate"]
     alone = plan_of_tiny("stablelm", tmp_path, "--arms", "shared")
     assert alone.returncode == 2 and "Traceback" not in alone.stderr
     assert alone.stderr.splitlines()[-1].startswith("plan: ") and reason in alone.stderr.splitlines()[-1]
@@ -185,14 +374,14 @@ def test_a_device_smaller_than_the_weights_is_told_by_how_much():
         "--dtype",
         "float32",
         "--device-memory",
-        "8MiB",
+        "256MiB",
         "--reserve",
-        "0",
+        "248MiB",
         "--arms",
         "shared",
     )
     assert result.returncode == 0, result.stderr[-2000:]
-    assert "The weights alone exceed 8MiB by" in result.stdout
+    assert "The weights alone exceed 256MiB less 248MiB by" in result.stdout
 
 
 @pytest.mark.torch

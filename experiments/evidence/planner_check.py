@@ -45,6 +45,7 @@ def cases(device: str) -> dict[str, Setup]:
         temperature=0.9,
     )
     half = replace(base, dtype="bfloat16", bf16=True)
+    two_rows = 2 * (prompt + completion)  # tokens
     on_gpu = {  # what goes to the host leaves nothing on a CPU
         "shared-k8-offload-reference": replace(half, offload_reference=True).arm("shared"),
         "stock-k8-offload-activations": replace(half, activation_offloading=True),
@@ -63,7 +64,7 @@ def cases(device: str) -> dict[str, Setup]:
         "stock-k8-adam8": replace(base, optim="adamw_bnb_8bit"),
         "stock-k8-beta0": replace(base, beta=0.0),
         "shared-k8-lora32": replace(base, lora_rank=16).arm("shared"),
-        "accumulate-k8": base.arm("accumulate"),
+        "accumulate-k8": base.arm("stock-accumulate"),
         "shared-k8": base.arm("shared"),
         "shared-k8-together": replace(base, completions_per_forward=8).arm("shared"),
         "shared-k8-bf16": half.arm("shared"),
@@ -73,8 +74,8 @@ def cases(device: str) -> dict[str, Setup]:
         "shared-k32": base.with_k(32).arm("shared"),
         "shared-k8-tied": base.arm("shared"),  # one matrix for embedding and head
         "shared-two-prompts": replace(base, per_device_train_batch_size=16).arm("shared"),
-        "tokens-k8": replace(base, tokens_per_forward=2 * (prompt + completion)).arm("tokens"),
-        "tokens-k8-lora": replace(half, lora_rank=16, tokens_per_forward=2 * (prompt + completion)).arm("tokens"),
+        "tokens-k8": replace(base, tokens_per_forward=two_rows).arm("stock-tokens"),
+        "tokens-k8-lora": replace(half, lora_rank=16, tokens_per_forward=two_rows).arm("stock-tokens"),
         "shared-k8-tokens": replace(base, tokens_per_forward=4 * completion).arm("shared"),
         "stock-k8-reward": replace(half, reward_model="policy"),
         "shared-k8-reward": replace(base, reward_model="policy").arm("shared"),

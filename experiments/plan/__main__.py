@@ -3,8 +3,10 @@
     python -m experiments.plan --model Qwen/Qwen3-8B --prompt 3000 --completion 512 --k 8 --device-memory 80GiB
     python -m experiments.plan --model ./my-model --profile single_gpu_24gb --prompt 3000 --largest k
 
-Compares today's trainer with one pass (stock), with one completion a pass (accumulate), and prefix sharing. Sizes are
-what torch allocates on the device; the CUDA context and the allocator's fragmentation come on top (`--reserve`).
+Compares today's trainer with one pass (stock), with one completion a pass (stock-accumulate), and prefix sharing
+(shared); with --tokens-per-forward also whole rows within a token budget (stock-tokens, which only the planner has).
+Sizes are what torch allocates on the device; the CUDA context and the allocator's fragmentation come on top
+(`--reserve`). A chart of a prediction: --json PLAN.json, then python -m visualization.charts.plan PLAN.json OUT.png
 """
 
 import argparse
@@ -14,23 +16,30 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from experiments.config import ARMS, GIB, ConfigError, choose, exit_code, parse_bytes
-from experiments.plan.options import add_setup_options, setup_from
+from experiments.config import GIB, ConfigError, choose, exit_code
+from experiments.plan.options import (
+    Problems,
+    add_memory_options,
+    add_setup_options,
+    check_writable,
+    memory_limit,
+    model_config,
+    quiet,
+    setup_from,
+)
 from experiments.plan.predict import Prediction, largest_that_fits, predict_all
-from experiments.plan.setups import ARM_NAMES, LARGEST, check
+from experiments.plan.setups import ARM_NAMES, LARGEST, Setup, check
 from experiments.settings.profiles import load_profile
-from experiments.workload.models import named_config
 
 
 def table(predictions: list[Prediction], budget: int | None) -> str:
     """Peaks by phase in GiB, one line an arm, and what the highest is made of."""
     phases = [phase.phase for phase in predictions[0].phases]
-    lines = [f"{'peak allocated, GiB':22}" + "".join(f"{name:>11}" for name in phases) + f"{'fits':>8}"]
+    lines = [f"{'peak allocated, GiB':22}" + "".join(f"{name:>11}" for name in phases) + "  fits"]
     for prediction in predictions:
         peak = prediction.peak
         cells = "".join(f"{phase.total / GIB:>10.2f}{'*' if phase is peak else ' '}" for phase in prediction.phases)
-        fits = "" if budget is None else "yes" if peak.total <= budget else f"-{(peak.total - budget) / GIB:.1f}"
-        lines.append(f"{prediction.arm:22}{cells}{fits:>8}")
+        lines.append(f"{prediction.arm:22}{cells}  {fits(peak.total, budget)}".rstrip())
     lines.append("")
     for prediction in predictions:
         peak = prediction.peak
@@ -39,45 +48,62 @@ def table(predictions: list[Prediction], budget: int | None) -> str:
     return "\n".join(lines)
 
 
+def fits(peak: int, budget: int | None) -> str:
+    if budget is None:
+        return ""
+    return "yes" if peak <= budget else f"short by {max((peak - budget) / GIB, 0.01):.2f} GiB"
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_setup_options(parser)
-    parser.add_argument("--device-memory", help="such as 24GiB: says what fits")
-    parser.add_argument("--reserve", default="0.8GiB", help="of it for CUDA's context and fragmentation (assumed)")
+    add_memory_options(parser, default=": says what fits")
     parser.add_argument("--arms", help=f"some of {', '.join(ARM_NAMES)}; default: those that the settings have")
     parser.add_argument("--largest", choices=tuple(LARGEST), help="find the largest that fits the device memory")
     parser.add_argument("--json", type=Path, help="write the prediction to this file")
-    parser.add_argument("--chart", type=Path, help="draw the breakdown to this PNG")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    return exit_code("plan", run, parse_args(argv))
+    args = parse_args(argv)
+    with quiet():
+        return exit_code("plan", run, args)
+
+
+def chosen_arms(names: str | None, setup: Setup) -> list[str]:
+    """The arms to compare, each once. Raises `ConfigError`."""
+    if names is None:
+        return [arm for arm in ARM_NAMES if arm != "stock-tokens" or setup.tokens_per_forward]
+    arms = list(dict.fromkeys(choose("arm", name.strip(), ARM_NAMES) for name in names.split(",")))
+    if "stock-tokens" in arms and not setup.tokens_per_forward:
+        raise ConfigError("arm stock-tokens is a token budget: add --tokens-per-forward N")
+    return arms
 
 
 def run(args: argparse.Namespace) -> int:
-    start = time.time()
-    profile = load_profile(args.profile) if args.profile else {}
-    model = args.model or profile.get("model_name_or_path")
-    if not model:
-        raise ConfigError("no model: name one with --model, or a profile that has model_name_or_path")
-    budget = parse_bytes(args.device_memory) - parse_bytes(args.reserve) if args.device_memory else None
-    if args.largest and budget is None:
-        raise ConfigError("--largest needs --device-memory")
-    setup = setup_from(args, profile)
-    hf_config = named_config(model)
-    check(setup, hf_config)
-    arms = [arm for arm in ARM_NAMES if arm != "tokens" or setup.tokens_per_forward]
-    if args.arms:
-        arms = [choose("arm", arm, arms) for arm in args.arms.split(",")]
-    from experiments.builds import use_fork
+    start, problems = time.time(), Problems()
+    profile = problems.of(load_profile, args.profile) if args.profile else None
+    model = args.model or (profile or {}).get("model_name_or_path")
+    if not model and not problems.lines:
+        problems.lines.append("no model: name one with --model, or a profile that has model_name_or_path")
+    hf_config = problems.of(model_config, model) if model else None
+    budget = problems.of(memory_limit, args.device_memory, args.reserve)
+    if args.largest and args.device_memory is None:
+        problems.lines.append("--largest needs --device-memory")
+    if args.json:
+        problems.of(check_writable, args.json)
+    planned = problems.of(setup_from, args, profile)
+    if planned:
+        _, setup, called = planned
+        arms = problems.of(chosen_arms, args.arms, setup)
+        if hf_config:
+            problems.of(check, setup, hf_config, called)
+    problems.stop()
 
-    use_fork(ARMS["shared"])
-    predictions = predict_all(
-        {arm: setup.arm(arm) for arm in arms}, hf_config, say=lambda line: print(line, file=sys.stderr, flush=True)
-    )
+    say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+    predictions = predict_all({arm: setup.arm(arm) for arm in arms}, hf_config, say)
     parameters = predictions[0].phases[0].kinds.get("parameters", 0)
     print(
         f"{model}: prompt {setup.prompt_tokens}, completion {setup.max_completion_length}, k {setup.num_generations}, "
@@ -87,18 +113,31 @@ def run(args: argparse.Namespace) -> int:
     print(table(predictions, budget))
     if budget is not None:
         if parameters > budget:
-            print(f"The weights alone exceed {args.device_memory} by {(parameters - budget) / GIB:.2f} GiB.")
+            short = f"{(parameters - budget) / GIB:.2f} GiB"
+            print(f"The weights alone exceed {args.device_memory} less {args.reserve} by {short}.")
         print(f"fits: within {args.device_memory} less {args.reserve} reserved")
+    if (profile or {}).get("use_vllm"):
+        print("use_vllm: what the engine keeps is not predicted; generate is transformers' own")
     for arm in [prediction.arm for prediction in predictions] if args.largest else ():
         print(f"{arm}: looking for the largest {args.largest}")
         value = largest_that_fits(arm, setup, hf_config, args.largest, budget)
         print(f"{arm}: largest {args.largest} {value or 'none'}")
+    if args.json:
+        args.json.write_text(json.dumps(result_of(model, budget, predictions), indent=1) + "\n")
+        chart = args.json.with_suffix(".png")
+        print(f"{args.json}; a chart of it: python -m visualization.charts.plan {args.json} {chart}")
+    print(f"{time.time() - start:.0f} s", file=sys.stderr)
+    return 0
+
+
+def result_of(model: str, budget: int | None, predictions: list[Prediction]) -> dict:
+    """What --json writes. Sizes in bytes; `device_memory_bytes` is less the reserve."""
     import torch
     import transformers
 
     import trl
 
-    result = {
+    return {
         "model": model,
         "versions": f"trl {trl.__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
         "device_memory_bytes": budget,
@@ -107,15 +146,6 @@ def run(args: argparse.Namespace) -> int:
             for p in predictions
         ],
     }
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-    if args.chart:
-        from visualization.plan import draw
-
-        draw(result, args.chart)
-        print(args.chart)
-    print(f"{time.time() - start:.0f} s", file=sys.stderr)
-    return 0
 
 
 if __name__ == "__main__":

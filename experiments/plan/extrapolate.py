@@ -9,17 +9,18 @@ way.
 import copy
 from dataclasses import dataclass
 
-import torch
-
 from experiments.config import GIB, ConfigError
+from experiments.plan.building import decoder_layers
+from experiments.plan.replaced import head_tokens
 from experiments.plan.sharding import spread, weights_by_place
-from experiments.plan.simulate import PHASES, Simulation, decoder_layers
+from experiments.plan.simulate import PHASES, Simulation
 from experiments.workload.models import meta_model
 
 
 @dataclass(frozen=True)
-class PhasePeak:
-    """What a phase holds at its peak, in bytes: on the device in all and by kind, and moved to the host."""
+class PredictedPeak:
+    """What a phase is predicted to hold at its peak, in bytes: on the device in all and by kind, and moved to the
+    host. A measured one is `experiments.phases.PhasePeak`."""
 
     phase: str
     total: int
@@ -32,7 +33,7 @@ class PhasePeak:
         return ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in kinds if size > 0.005 * self.total)
 
 
-def phase_peaks(setup, hf_config) -> list[PhasePeak]:
+def phase_peaks(setup, hf_config) -> list[PredictedPeak]:
     """The peak of each phase of one step, in the order of `PHASES`, once the optimizer has its state.
 
     Args:
@@ -67,7 +68,7 @@ def simulate(setup, hf_config, passes: bool) -> dict[tuple, dict[str, int]]:
         ) from error
 
 
-def combine(setup, hf_config, tasks: list[tuple], results: list[dict[tuple, dict[str, int]]]) -> list[PhasePeak]:
+def combine(setup, hf_config, tasks: list[tuple], results: list[dict[tuple, dict[str, int]]]) -> list[PredictedPeak]:
     """The peaks of a setup from the results of its `simulations`, in the order of these `tasks`."""
     few, more = passes_that_tell(setup)
     if tasks[0][1] is not hf_config:  # models of three and of four layers
@@ -79,12 +80,16 @@ def combine(setup, hf_config, tasks: list[tuple], results: list[dict[tuple, dict
         x = (setup.num_generations - few) / (more - few)
         stretches = {place: along_line(stretches[place], again[place], x) for place in again} | generation
     peaks, weights = [], weights_by_place(hf_config) if setup.fully_sharded else (0, 0)
+    # All of them are there when the optimizer steps
+    gradients = max(kinds.get("gradients", 0) for place, kinds in stretches.items() if place[0] == "optimizer")
     for phase in PHASES:
-        each = (spread(setup, weights, phase, kinds) for place, kinds in stretches.items() if place[0] == phase)
+        each = (
+            spread(setup, weights, gradients, phase, kinds) for place, kinds in stretches.items() if place[0] == phase
+        )
         kinds = max(each, key=on_device)
         kinds = {kind: size for kind, size in kinds.items() if size}
         host = kinds.pop("host", 0)
-        peaks.append(PhasePeak(phase, on_device(kinds), kinds, host))
+        peaks.append(PredictedPeak(phase, on_device(kinds), kinds, host))
     return peaks
 
 
@@ -93,14 +98,12 @@ def passes_that_tell(setup) -> tuple[int, int]:
     or passes of whole rows that mix prompts.
 
     The LM head works on tiles of some tokens, so all three must fill one tile, or none must."""
-    from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE, token_chunk_size
-
-    tile = TOKEN_CHUNK_SIZE if setup.device == "cuda" else token_chunk_size(torch.device("cpu"))
-    k, per_forward = setup.num_generations, setup.rows_per_pass
-    mixed = not setup.prefix_sharing and setup.per_device_train_batch_size > k
-    if per_forward is None or mixed:
+    tile, k, per_forward = head_tokens(setup.device), setup.num_generations, setup.rows_per_pass
+    rows = setup.per_device_train_batch_size
+    mixed = not setup.prefix_sharing and rows > k
+    if per_forward is None or mixed or rows % k:  # parts of groups do not grow along a line
         return 0, 0
-    tokens = setup.per_device_train_batch_size * setup.max_completion_length // k  # for each of k
+    tokens = rows * setup.max_completion_length // k  # for each of k
     passes = 2 if tokens * k <= tile else max(2, -(-tile // (tokens * per_forward)))
     if k <= (passes + 2) * per_forward:
         return 0, 0

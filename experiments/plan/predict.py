@@ -1,12 +1,22 @@
-"""The peak of each phase of a training, predicted: of one setup, of several at once, and the largest that fits."""
+"""The peak of each phase of a training, predicted: of one setup, of several at once, and the largest that fits.
+
+from experiments.plan.predict import predict
+from experiments.plan.setups import Setup
+from experiments.workload.models import named_config
+
+setup = Setup(prompt_tokens=3000, max_completion_length=512, lora_rank=16).arm("shared")
+print(predict("shared", setup, named_config("Qwen/Qwen3-8B")).peak)
+"""
 
 import multiprocessing
 import os
-from concurrent.futures import ProcessPoolExecutor
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 
-from experiments.config import GIB, ConfigError
-from experiments.plan.setups import LARGEST, Setup, check
+from experiments.builds import use_fork
+from experiments.config import ARMS, GIB, ConfigError
+from experiments.plan.setups import LARGEST, MOST_TOKENS, Setup, check
 
 
 @dataclass(frozen=True)
@@ -15,7 +25,7 @@ class Prediction:
 
     arm: str
     setup: Setup
-    phases: list  # of peaks.PhasePeak
+    phases: list  # of extrapolate.PredictedPeak
 
     @property
     def peak(self):
@@ -25,42 +35,59 @@ class Prediction:
 def predict(arm: str, setup: Setup, hf_config) -> Prediction:
     """The peaks of one setup; `arm` is its label. Raises `ConfigError` before anything runs."""
     check(setup, hf_config)
+    use_fork(ARMS["shared"])
     from experiments.plan.extrapolate import phase_peaks
 
     return Prediction(arm, setup, phase_peaks(setup, hf_config))
 
 
 def predict_all(setups: dict[str, Setup], hf_config, say) -> list[Prediction]:
-    """The same for several, by label, at the same time in processes of their own. What the model does not support is
-    said and left out; raises `ConfigError` if nothing is left."""
-    for setup in setups.values():
-        check(setup, hf_config)
+    """The same for several, by label, at the same time in processes of their own. What no trainer accepts or the model
+    does not support is said and left out; raises `ConfigError` if nothing is left. `say` is told how far it is and
+    about how long it takes."""
+    found, refused = {}, {}
+    for label, setup in setups.items():
+        try:
+            check(setup, hf_config)
+        except ConfigError as error:
+            refused[label] = error
+            say(f"  {label}: {error}")
+    setups = {label: setup for label, setup in setups.items() if label not in refused}
+    if not setups:
+        raise next(iter(refused.values()))
+    use_fork(ARMS["shared"])
     import trl.trainer.rloo_trainer  # noqa: F401  once, not in each process
 
     from experiments.plan import extrapolate
 
     tasks = {label: extrapolate.simulations(setup, hf_config) for label, setup in setups.items()}
-    processes = min(sum(map(len, tasks.values())), os.cpu_count() or 1)
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
+    number, start = sum(map(len, tasks.values())), time.monotonic()
+    with ProcessPoolExecutor(min(number, os.cpu_count() or 1), multiprocessing.get_context("fork")) as pool:
         # Those that take longest, of shared prompts, come last: they are begun first
         futures = {
             label: [pool.submit(extrapolate.simulate, *task) for task in reversed(tasks[label])]
             for label in reversed(tasks)
         }
-        predictions, refused = [], None
-        for i, (label, setup) in enumerate(setups.items(), 1):
+        waiting = {future: label for label, each in futures.items() for future in each}
+        left = {label: len(each) for label, each in futures.items()}
+        for finished, future in enumerate(as_completed(waiting), 1):
+            label = waiting[future]
+            left[label] -= 1
+            if left[label]:
+                continue
+            i = list(left.values()).count(0)
             line = f"  {i} of {len(setups)}: {label}"
             try:
-                results = [future.result() for future in reversed(futures[label])]
-                predictions.append(
-                    Prediction(label, setup, extrapolate.combine(setup, hf_config, tasks[label], results))
-                )
+                results = [each.result() for each in reversed(futures[label])]
+                peaks = extrapolate.combine(setups[label], hf_config, tasks[label], results)
+                found[label] = Prediction(label, setups[label], peaks)
             except ConfigError as error:
-                refused, line = error, f"{line}: {error}"
-            say(line)
-    if not predictions:
-        raise refused
-    return predictions
+                refused[label], line = error, f"{line}: {error}"
+            remain = (time.monotonic() - start) * (number - finished) / finished
+            say(f"{line}; about {remain:.0f} s left" if remain >= 1 else line)
+    if not found:
+        raise next(iter(refused.values()))
+    return [found[label] for label in setups if label in found]
 
 
 def largest_that_fits(arm: str, setup: Setup, hf_config, what: str, limit: int, say=print) -> int:
@@ -69,11 +96,14 @@ def largest_that_fits(arm: str, setup: Setup, hf_config, what: str, limit: int, 
     the limit."""
     name, least = LARGEST[what], {"k": 2, "prompt": 16, "completion": 16}[what]
     positions = hf_config.max_position_embeddings
+    prompts = setup.generation_rows // setup.num_generations
+    length = setup.prompt_tokens + setup.max_completion_length
     most = {
-        "k": 4096,
+        "k": max(2, min(4096, MOST_TOKENS // (prompts * length))),
         "prompt": positions - setup.max_completion_length,
         "completion": positions - setup.prompt_tokens,
     }[what]
+    least = min(least, most)
     known: dict[int, int] = {}
 
     def peak(value: int) -> int:

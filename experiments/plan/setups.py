@@ -1,11 +1,13 @@
-"""What decides a training's memory, under TRL's own names, and its settings as TRL's parser reads them."""
+"""What decides a training's memory, under TRL's own names, and which of it cannot work."""
 
+import math
 from dataclasses import dataclass, replace
 
-from experiments.config import ConfigError
-from experiments.workload.models import is_model, named_config
+from experiments.config import ConfigError, choose
 
-ARM_NAMES = ("stock", "accumulate", "tokens", "shared")
+# The arms of `experiments.config.ARMS` that the planner knows, and `stock-tokens`, which is the planner's alone: the
+# fork's token budget without sharing
+ARM_NAMES = ("stock", "stock-accumulate", "stock-tokens", "shared")
 LARGEST = {"k": "num_generations", "prompt": "prompt_tokens", "completion": "max_completion_length"}
 # Bytes of state a trained weight, by `optim`; None runs torch's own AdamW. 8 bits: one byte for each of two moments
 # and a float32 for 256 of them (bitsandbytes, arXiv 2110.02861). Adafactor: a row and a column of each matrix.
@@ -38,7 +40,10 @@ class Setup:
     reward_model: str | None = None  # as `models.named_config` takes it, or "policy": of the policy's shape
     offload_reward: bool = False
     lora_rank: int = 0  # 0 trains every weight
+    lora_target_modules: str | tuple[str, ...] | None = "all-linear"  # None: those that PEFT has for the model
+    lora_dropout: float = 0.0
     weight_bits: int = 16  # 4 or 8: quantized by bitsandbytes
+    nested_scales: bool = True  # of 4-bit weights: their scales are quantized, too
     optim: str = "adamw_torch_fused"
     temperature: float = 1.0
     padded: bool = True  # completions differ in length
@@ -47,10 +52,24 @@ class Setup:
     num_devices: int = 1
     fully_sharded: bool = False  # FSDP2 with reshard_after_forward; otherwise DDP
     offload_parameters: bool = False  # FSDP2's shards on the host
+    # What does not decide memory, but whether a change trains the same
+    num_iterations: int = 1
+    scaled_by_rollout: bool = False  # the loss, by what was generated together: GRPO, normalize_advantages
+    scaled_by_batch: bool = False  # the loss, by what goes through the model together: GRPO's loss_type bnpo
 
     @property
     def generation_rows(self) -> int:
         return self.per_device_train_batch_size * self.steps_per_generation
+
+    @property
+    def rows_per_update(self) -> int:
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+    @property
+    def token_ratio(self) -> float:
+        """Tokens of whole rows to tokens with each prompt once: k (P + C) / (P + k C). What sharing can save."""
+        k, prompt, completion = self.num_generations, self.prompt_tokens, self.max_completion_length
+        return k * (prompt + completion) / (prompt + k * completion)
 
     @property
     def rows_per_pass(self) -> int | None:
@@ -75,127 +94,142 @@ class Setup:
 
     def arm(self, name: str) -> "Setup":
         """The same work done by one of `ARM_NAMES`: the micro-batch in one pass, row by row, in passes within the
-        token budget, or shared."""
+        token budget, or shared. Raises `ConfigError` for another name."""
+        choose("arm", name, ARM_NAMES)
         plain = replace(self, prefix_sharing=False, completions_per_forward=None, tokens_per_forward=None)
         if name == "stock":
             return plain
-        if name == "accumulate":
+        if name == "stock-accumulate":
             return plain.with_rows(1)
-        if name == "tokens":
+        if name == "stock-tokens":
             return replace(plain, tokens_per_forward=self.tokens_per_forward)
         per_forward = self.completions_per_forward
         if per_forward is None and self.tokens_per_forward is None and not self.prefix_sharing:
             per_forward = min(2, self.num_generations)
-        whole_groups = self.with_rows(self.num_generations)
+        whole_groups = self if self.prefix_sharing else self.with_rows(self.num_generations)
         return replace(whole_groups, prefix_sharing=True, completions_per_forward=per_forward)
 
+    @property
+    def has_whole_groups(self) -> bool:
+        return self.per_device_train_batch_size % self.num_generations == 0
+
     def with_rows(self, rows: int) -> "Setup":
-        """As much work in micro-batches of `rows`."""
-        total = self.per_device_train_batch_size * self.gradient_accumulation_steps
+        """As much work in micro-batches of `rows`; where an update has fewer, it gets more."""
         return replace(
             self,
             per_device_train_batch_size=rows,
             steps_per_generation=max(1, self.generation_rows // rows),
-            gradient_accumulation_steps=max(1, total // rows),
+            gradient_accumulation_steps=max(1, self.rows_per_update // rows),
         )
 
     def with_k(self, k: int) -> "Setup":
-        """As many prompts with k completions each, in as many micro-batches."""
-        rows = max(1, self.per_device_train_batch_size * k // self.num_generations)
+        """As many prompts with k completions each. Micro-batches hold as many whole groups as before; where they held
+        parts of groups, no more rows than before."""
+        before, rows = self.num_generations, self.per_device_train_batch_size
+        prompts, of_update = self.generation_rows // before, self.rows_per_update / before
+        if self.has_whole_groups:
+            rows = rows // before * k
+        else:
+            rows = max(size for size in range(1, rows + 1) if prompts * k % size == 0)
         per_forward = min(self.completions_per_forward, k) if self.completions_per_forward else None
-        return replace(self, num_generations=k, per_device_train_batch_size=rows, completions_per_forward=per_forward)
-
-
-def from_settings(prompt_tokens: int, settings: dict) -> Setup:
-    """The setup that TRL's settings ask for; what does not decide memory is left out. Where a setting is missing, the
-    default is that of `Setup`."""
-    known = {name: value for name, value in settings.items() if name in Setup.__dataclass_fields__}
-    if known.get("bf16") is None:
-        known.pop("bf16", None)
-    if settings.get("use_peft"):
-        known["lora_rank"] = settings.get("lora_r", 16)
-    if bits := 4 * bool(settings.get("load_in_4bit")) or 8 * bool(settings.get("load_in_8bit")):
-        known["weight_bits"] = bits
-    if is_model(settings.get("reward") or ""):  # others are functions
-        known["reward_model"] = settings["reward"]
-    known.setdefault("steps_per_generation", known.get("gradient_accumulation_steps", 1))  # as TRL does
-    return Setup(prompt_tokens=prompt_tokens, **known)
-
-
-def to_settings(setup: Setup) -> dict:
-    """TRL's settings for a setup, in the order in which a reader wants them."""
-    settings = {"dtype": setup.dtype, "bf16": setup.bf16}
-    if setup.weight_bits == 4:
-        settings |= {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": True}
-    elif setup.weight_bits == 8:
-        settings |= {"load_in_8bit": True}
-    if setup.lora_rank:
-        settings |= {"use_peft": True, "lora_r": setup.lora_rank, "lora_target_modules": "all-linear"}
-        settings["lora_dropout"] = 0.0  # completions that share a prompt would share its dropout
-    settings["beta"] = setup.beta
-    if setup.offload_reference:
-        settings["offload_reference"] = True
-    if setup.reward_model not in (None, "policy"):
-        settings["reward"] = setup.reward_model
-    if setup.offload_reward:
-        settings["offload_reward"] = True
-    if setup.prefix_sharing:
-        settings["prefix_sharing"] = True
-    for name in ("completions_per_forward", "tokens_per_forward"):
-        if getattr(setup, name) is not None:
-            settings[name] = getattr(setup, name)
-    return settings | {
-        "num_generations": setup.num_generations,
-        "per_device_train_batch_size": setup.per_device_train_batch_size,
-        "steps_per_generation": setup.steps_per_generation,
-        "gradient_accumulation_steps": setup.gradient_accumulation_steps,
-        "max_completion_length": setup.max_completion_length,
-        "temperature": setup.temperature,
-        "gradient_checkpointing": setup.gradient_checkpointing,
-        "activation_offloading": setup.activation_offloading,
-        "optim": setup.optim,
-    }
-
-
-def check(setup: Setup, hf_config) -> None:
-    """Raise `ConfigError` for a setup that no trainer would accept."""
-    for name in ("prompt_tokens", "max_completion_length", "per_device_train_batch_size", "steps_per_generation"):
-        if getattr(setup, name) < 1:
-            raise ConfigError(f"{name} is {getattr(setup, name)}; it must be at least 1")
-    k = setup.num_generations
-    if k < 2:
-        raise ConfigError(f"num_generations is {k}: leave-one-out needs at least 2 completions a prompt")
-    if setup.generation_rows % k:
-        raise ConfigError(
-            f"per_device_train_batch_size {setup.per_device_train_batch_size} x steps_per_generation "
-            f"{setup.steps_per_generation} is not a multiple of num_generations {k}; use a batch of {k}"
+        return replace(
+            self,
+            num_generations=k,
+            per_device_train_batch_size=rows,
+            steps_per_generation=prompts * k // rows,
+            gradient_accumulation_steps=max(1, round(of_update * k / rows)),
+            completions_per_forward=per_forward,
         )
-    if setup.completions_per_forward is not None and not 1 <= setup.completions_per_forward <= k:
-        raise ConfigError(f"completions_per_forward {setup.completions_per_forward} is outside 1 to k={k}")
-    if setup.tokens_per_forward is not None:
-        if setup.tokens_per_forward < 1:
-            raise ConfigError(f"tokens_per_forward is {setup.tokens_per_forward}; it must be at least 1")
-        if setup.completions_per_forward is not None:
-            raise ConfigError(
-                f"tokens_per_forward {setup.tokens_per_forward} and completions_per_forward "
-                f"{setup.completions_per_forward} both say what goes through the model together; remove one of them"
+
+
+MOST_TOKENS = 2**27  # of a rollout: their ids are real numbers, also where all else has no values
+# Fields of `Setup` that are numbers, with the least that works
+LEAST = {
+    "prompt_tokens": 1, "max_completion_length": 1, "num_generations": 2, "per_device_train_batch_size": 1,
+    "steps_per_generation": 1, "gradient_accumulation_steps": 1, "completions_per_forward": 1,
+    "tokens_per_forward": 1, "lora_rank": 0, "beta": 0, "temperature": 0, "lora_dropout": 0, "num_iterations": 1,
+}  # fmt: skip
+WHY_LEAST = {
+    "num_generations": ": leave-one-out needs 2 completions a prompt",
+    "lora_rank": ", which trains every weight",
+    "beta": ", which needs no reference",
+}
+
+
+def wrong_numbers(values: dict[str, object], called: dict[str, str]) -> list[str]:
+    """A line for each of `values`, fields of `Setup`, that is no number or below the least that works. None is fine.
+    `called` is what the user wrote for a field, else its own name."""
+    lines = []
+    for name, least in LEAST.items():
+        value, own = values.get(name), called.get(name, name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            lines.append(f"{own} is {value!r}; it must be a number")
+        elif isinstance(value, float) and (not math.isfinite(value) or Setup.__annotations__[name] is not float):
+            kind = "finite number" if Setup.__annotations__[name] is float else "whole number"
+            lines.append(f"{own} is {value}; it must be a {kind}")
+        elif value < least:
+            lines.append(f"{own} is {value}; it must be at least {least}{WHY_LEAST.get(name, '')}")
+        elif value > 2**40:
+            lines.append(f"{own} is {str(value)[:20]}...; no training has as much")
+    return lines
+
+
+def check(setup: Setup, hf_config, called: dict[str, str] | None = None) -> None:
+    """Raise `ConfigError` for a setup that no trainer would accept, with all that is wrong. `called` is what the user
+    wrote for a field of `Setup` ("--k" for `num_generations`), else it is called by its name."""
+    name = lambda field: (called or {}).get(field, field)  # noqa: E731
+    wrong = wrong_numbers(vars(setup), called or {})
+    if wrong:
+        raise ConfigError("; ".join(wrong))
+    k, rows = setup.num_generations, setup.generation_rows
+    if rows % k:
+        wrong.append(
+            f"per_device_train_batch_size {setup.per_device_train_batch_size} x steps_per_generation "
+            f"{setup.steps_per_generation} is not a multiple of {name('num_generations')} {k}; use a batch of {k}"
+        )
+    if setup.prefix_sharing and not setup.has_whole_groups:
+        wrong.append(
+            f"per_device_train_batch_size {setup.per_device_train_batch_size} is not a multiple of "
+            f"{name('num_generations')} {k}, which prefix_sharing needs; use {k}"
+        )
+    if setup.completions_per_forward is not None:
+        own = f"{name('completions_per_forward')} {setup.completions_per_forward}"
+        if setup.completions_per_forward > k:
+            wrong.append(f"{own} is outside 1 to k={k}; use at most {k}")
+        if setup.tokens_per_forward is not None:
+            wrong.append(
+                f"{name('tokens_per_forward')} {setup.tokens_per_forward} and {own} both say what goes through the "
+                "model together; remove one of them"
             )
     if setup.optim not in OPTIMIZERS:
-        raise ConfigError(f"optim {setup.optim!r} is not one that the plan knows: {', '.join(OPTIMIZERS)}")
+        wrong.append(f"optim {setup.optim!r} is not one that the plan knows: {', '.join(OPTIMIZERS)}")
     if setup.weight_bits < 16 and not setup.lora_rank:
-        raise ConfigError(f"{setup.weight_bits}-bit weights cannot be trained themselves; add LoRA: --lora 16")
+        wrong.append(f"{setup.weight_bits}-bit weights cannot be trained themselves; add LoRA: --lora 16")
     if setup.offload_reference and (setup.lora_rank or not setup.beta):
         why = "LoRA needs no second model" if setup.lora_rank else "beta 0 needs no reference"
-        raise ConfigError(f"offload_reference is on, but there is none to offload: {why}; remove it")
+        wrong.append(f"offload_reference is on, but there is none to offload: {why}; remove it")
     if setup.offload_reward and setup.reward_model is None:
-        raise ConfigError("offload_reward is on, but there is no reward model; remove it, or name one: --reward-model")
-    if setup.reward_model not in (None, "policy"):
-        named_config(setup.reward_model)
+        wrong.append("offload_reward is on, but there is no reward model; remove it, or name one: --reward-model")
     if setup.dtype not in ("bfloat16", "float16", "float32"):
-        raise ConfigError(f"dtype {setup.dtype!r}: choose bfloat16, float16 or float32")
+        wrong.append(f"dtype {setup.dtype!r}: choose bfloat16, float16 or float32")
+    if not setup.lora_dropout < 1:
+        wrong.append(f"lora_dropout is {setup.lora_dropout}; it must be below 1")
+    if setup.prefix_sharing and setup.lora_rank and setup.lora_dropout:
+        wrong.append(
+            f"lora_dropout is {setup.lora_dropout}: completions that share a prompt would share its dropout; set 0.0"
+        )
     length, positions = setup.prompt_tokens + setup.max_completion_length, hf_config.max_position_embeddings
     if length > positions:
-        raise ConfigError(
-            f"prompt {setup.prompt_tokens} + completion {setup.max_completion_length} = {length} tokens exceed the "
-            f"model's {positions} positions"
+        wrong.append(
+            f"{name('prompt_tokens')} {setup.prompt_tokens} + {name('max_completion_length')} "
+            f"{setup.max_completion_length} = {length} tokens exceed the model's {positions} positions"
         )
+    if setup.generation_rows * length > MOST_TOKENS:
+        wrong.append(
+            f"{setup.generation_rows} completions ({name('num_generations')} {k}) of {length} tokens in a rollout: "
+            f"the planner takes up to {MOST_TOKENS:,} tokens"
+        )
+    if wrong:
+        raise ConfigError("; ".join(wrong))

@@ -8,7 +8,7 @@
   gradients of one layer and of those weights are whole. With offloading, shards are on the host.
 """
 
-from experiments.plan.simulate import decoder_layers
+from experiments.plan.building import decoder_layers
 from experiments.workload.models import meta_model
 
 SHARDED = ("parameters", "reference", "gradients", "optimizer state")
@@ -21,15 +21,15 @@ def weights_by_place(hf_config) -> tuple[int, int]:
     return max(layers), sum(p.numel() for p in model.parameters()) - sum(layers)
 
 
-def spread(setup, weights: tuple[int, int], phase: str, kinds: dict[str, int]) -> dict[str, int]:
+def spread(setup, weights: tuple[int, int], gradients: int, phase: str, kinds: dict[str, int]) -> dict[str, int]:
     """`kinds`, bytes of one device that does everything, as they are on each of `setup.num_devices`. `weights` as
-    `weights_by_place` counts them, which only sharding needs."""
+    `weights_by_place` counts them, which only sharding needs; `gradients` are the bytes of all gradients."""
     if setup.num_devices == 1:
         return kinds
     kinds = dict(kinds)
     if not setup.fully_sharded:
-        if phase not in ("load", "generate", "score"):  # the buckets stay, but are made with the first gradients
-            kinds["other"] = kinds.get("other", 0) + kinds.get("gradients", 0)
+        if phase != "load":  # the buckets are made with the trainer and stay
+            kinds["other"] = kinds.get("other", 0) + gradients
         return kinds
     for kind in SHARDED:
         shard = -(-kinds.pop(kind, 0) // setup.num_devices)

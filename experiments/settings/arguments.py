@@ -13,6 +13,7 @@ class LaunchArguments:
         reward: "letters" (the number of letters e, to try things out), module:function as TRL takes it, or a reward
             model: its folder, or hub:owner/name.
         prompt_tokens: length of the built-in prompts.
+        max_prompt_tokens: tokens of the longest prompt that memory was planned for; None: not bounded.
         offload_reference: keep the reference model on the host except while it scores.
         offload_reward: the same with the reward model.
         memory_snapshot: "peak" or "oom", see `MemoryCallback`.
@@ -23,6 +24,7 @@ class LaunchArguments:
     dataset: str = "builtin"
     reward: str = "letters"
     prompt_tokens: int = 256
+    max_prompt_tokens: int | None = None
     offload_reference: bool = False
     offload_reward: bool = False
     memory_snapshot: str | None = None

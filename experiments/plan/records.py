@@ -1,0 +1,112 @@
+"""What a run left behind, read for the doctor: its settings, model, measured peaks and device."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.config import ARMS, ConfigError
+from experiments.workload.models import is_model, named_config, shape_config
+
+# Settings that decide a training, and that memory.json may not have
+WANTED = ("algorithm", "dataset", "learning_rate", "num_iterations", "reward", "seed")
+WANTED_WITH_LORA = ("lora_alpha", "lora_dropout", "lora_target_modules")
+NOT_SETTINGS = ("num_devices", "fully_sharded", "offload_parameters")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished or failed run. `settings` are those that it recorded, under TRL's names, `where` the fields of
+    `experiments.plan.setups.Setup` that are no settings, `missing` the settings that it did not record. Sizes in
+    bytes."""
+
+    settings: dict
+    where: dict
+    hf_config: object
+    prompt_tokens: int | None  # None: another engine than transformers generated
+    peaks: dict[str, int]
+    device_bytes: int | None
+    missing: tuple[str, ...] = ()
+
+
+def read_run(folder: Path) -> Run:
+    """Raises `ConfigError` where the folder has no record that can be read, or one of a trainer that the planner does
+    not know."""
+    for name, read in (("memory.json", memory_record), ("run.json", harness_record)):
+        path = folder / name
+        if not path.exists():
+            continue
+        try:
+            return read(folder, json.loads(path.read_text()))
+        except ConfigError:
+            raise
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise ConfigError(f"{path} is not a whole record ({what}); name another run, or describe it") from error
+    raise ConfigError(f"{folder} holds neither memory.json (MemoryCallback) nor run.json (experiments.train)")
+
+
+def memory_record(folder: Path, record: dict) -> Run:
+    """memory.json, which `experiments.hooks.memory_callback.MemoryCallback` writes."""
+    from transformers import CONFIG_MAPPING
+
+    fields = {name: value for name, value in record["model_config"].items() if name != "model_type"}
+    hf_config = CONFIG_MAPPING[record["model_config"]["model_type"]](**fields)
+    arguments = record["arguments"]
+    where = {name: arguments[name] for name in NOT_SETTINGS if name in arguments} | {"device": record["device_kind"]}
+    settings = {name: value for name, value in arguments.items() if name not in NOT_SETTINGS and value is not None}
+    for name in ("offload_reference", "offload_reward"):
+        if not settings.get(name):
+            settings.pop(name, None)
+    settings["dtype"] = record["dtype"]
+    if record["lora_rank"]:
+        settings |= {"use_peft": True, "lora_r": record["lora_rank"]}
+        if settings.get("prefix_sharing"):
+            settings.setdefault("lora_dropout", 0.0)  # it would have been refused otherwise
+        if "lora_target_modules" not in settings:
+            where["lora_target_modules"] = "all-linear"
+    if record["weight_bits"] < 16:
+        settings[f"load_in_{record['weight_bits']}bit"] = True
+    if reward := record.get("reward_model"):
+        where["reward_model"] = reward
+        if is_model(reward):
+            settings["reward"] = reward
+    wanted = WANTED + (WANTED_WITH_LORA if record["lora_rank"] else ())
+    missing = tuple(name for name in wanted if name not in settings)
+    if "num_iterations" in missing:  # a rollout may have been trained on more than once
+        where["scaled_by_rollout"] = True
+    return Run(settings, where, hf_config, record["prompt_tokens"], record["peaks"], record["device_bytes"], missing)
+
+
+def harness_record(folder: Path, record: dict) -> Run:
+    """run.json, which `experiments.train` writes."""
+    arm, config = ARMS[record["arm"]], record["config"]
+    if arm.line != "current":
+        raise ConfigError(f"{folder} is a run of {arm.name}: the planner knows today's trainer only; use --arm stock")
+    rows = record["batch"] if arm.shares_prefix else record["completions_per_forward"]
+    settings = {
+        "dtype": "float32" if config["precision"] == "bf16" else config["precision"],
+        "bf16": config["precision"] in ("bf16", "bfloat16"),
+        "learning_rate": config["learning_rate"],
+        "seed": config["seed"],
+        "num_generations": record["k"],
+        "num_iterations": config["epochs"],
+        "per_device_train_batch_size": rows,
+        "steps_per_generation": record["batch"] // rows,
+        "gradient_accumulation_steps": record["batch"] // rows,
+        "max_completion_length": record["completion_tokens"],
+        "temperature": config["temperature"],
+    }
+    if arm.shares_prefix:
+        settings |= {"prefix_sharing": True, "completions_per_forward": record["completions_per_forward"]}
+    if rank := config.get("lora_rank", 0):
+        settings |= {"use_peft": True, "lora_r": rank, "lora_target_modules": "all-linear", "lora_dropout": 0.0}
+    where = {
+        "device": record["device_kind"],
+        "padded": False,
+        "reward_model": "policy" if config["reward"] == "model" else None,
+    }
+    model, shape = config["model"], config["shape"]
+    hf_config = named_config(model) if model else shape_config(shape, config["vocab_size"])
+    peaks = {record["peak_phase"]: record["peak_allocated_bytes"]} if record["peak_allocated_bytes"] else {}
+    prompt = record["prompt_tokens_requested"]
+    return Run(settings, where, hf_config, prompt, peaks, record["budget_bytes"], ("dataset", "reward"))

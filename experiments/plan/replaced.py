@@ -1,0 +1,134 @@
+"""What cannot run on tensors without values, and what stands in its place: kernels, and checks that read numbers.
+
+The attention kernel is replaced by one that saves what FlashAttention saves, bitsandbytes' linear layers by one that
+holds what theirs hold, Triton's kernels, which work in the buffers they are given, by nothing. The names that are
+patched here belong to torch, TRL and its fork, some of them private there.
+"""
+
+import contextlib
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+
+PATCHED_ON_CUDA = {
+    "_use_triton": lambda device: True,
+    "_addmm_fp32": lambda total, a, b: None,  # on CUDA a matrix product into `total`
+    "triton": SimpleNamespace(cdiv=lambda a, b: -(-a // b)),
+}
+
+
+class Attention(torch.autograd.Function):
+    """Output and saved tensors of a memory-efficient attention kernel, without computing anything.
+
+    Saved for the backward: query, key, value, output and the float32 log-sum-exp of each query (FlashAttention-2,
+    arXiv 2307.08691, algorithm 1). A boolean mask is converted to the query's dtype first (ATen,
+    `convert_boolean_attn_mask`).
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, mask):
+        if mask is not None and mask.dtype == torch.bool:
+            mask = query.new_empty(mask.shape)
+        output = query.new_empty(*query.shape[:-1], value.shape[-1])
+        ctx.save_for_backward(query, key, value, mask, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return output
+
+    @staticmethod
+    def backward(ctx, grad):
+        query, key, value = ctx.saved_tensors[:3]
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+
+
+def attention(query, key, value, attn_mask=None, **kwargs):
+    """In place of `torch.nn.functional.scaled_dot_product_attention`."""
+    if torch.is_autocast_enabled("cpu"):  # attention is on autocast's list
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = (x.to(dtype) for x in (query, key, value))
+    return Attention.apply(query, key, value, attn_mask)
+
+
+def dropout(input, p=0.5, training=True, inplace=False):
+    """In place of `torch.nn.functional.dropout`: a mask of one byte an element is kept, as on CUDA."""
+    return torch.native_dropout(input, p, True)[0] if training and p else input
+
+
+class NoKernel:
+    """Stands in for a Triton kernel: `kernel[grid](...)` does nothing."""
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: None
+
+
+class QuantizedLinear(torch.autograd.Function):
+    """A linear layer whose weight is brought to the input's dtype for each product, as bitsandbytes does.
+
+    With 8 bits it holds its input past autograd's saved tensors (`MatMul8bitLt`: `ctx.tensors`), so checkpointing does
+    not let go of it before the backward."""
+
+    @staticmethod
+    def forward(ctx, x, bias, shape, holds_input):
+        ctx.shape, ctx.held = shape, x if holds_input else None
+        return torch.nn.functional.linear(x, x.new_empty(shape), bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ grad.new_empty(ctx.shape), None, None, None
+
+
+@contextlib.contextmanager
+def pretending(device: str, shapes, counted):
+    """Attention and the masks of shared prompts, and on a CUDA device dropout and TRL's LM-head kernels, without
+    computing.
+
+    Args:
+        device (`str`): "cuda" or "cpu", the one that is planned for.
+        shapes (`experiments.plan.shapes_only.ShapesOnly`): makes the tensors.
+        counted (`Callable`): wraps the backward of the LM head, which makes its sums itself.
+    """
+    from trl.kernels import ChunkedLogProbFunction, chunked_logprob
+    from trl.models import prefix_sharing
+
+    def allowed(context, mask_function):  # its values do not matter, and computing them takes time
+        columns = len(context.prefix.positions) + max(context.blocks)
+        with shapes.new():
+            return torch.ones(1, 1, len(context.rows), columns, dtype=torch.bool)
+
+    head_backward = counted(ChunkedLogProbFunction.backward)
+
+    def new_head_backward(ctx, *gradients):
+        with shapes.new():
+            return head_backward(ctx, *gradients)
+
+    with contextlib.ExitStack() as stack:
+        patch = lambda *args, **kwargs: stack.enter_context(mock.patch.object(*args, **kwargs))  # noqa: E731
+        patch(torch.nn.functional, "scaled_dot_product_attention", attention)
+        patch(ChunkedLogProbFunction, "backward", staticmethod(new_head_backward))
+        patch(prefix_sharing.ReadPrefix, "allowed", allowed)
+        patch(prefix_sharing, "error_of_passes", lambda model, passes: 0.0)  # it compares real numbers
+        if device == "cuda":
+            patch(torch.nn.functional, "dropout", dropout)
+            kernels = {"_forward_kernel": NoKernel(), "_backward_kernel": NoKernel()}
+            for name, value in (PATCHED_ON_CUDA | kernels).items():
+                patch(chunked_logprob, name, value, create=True)
+        yield
+
+
+def head_tokens(device: str) -> int:
+    """Tokens that TRL's fused LM head works on at a time."""
+    from trl.kernels import chunked_logprob
+
+    return (
+        chunked_logprob.TOKEN_CHUNK_SIZE if device == "cuda" else chunked_logprob.token_chunk_size(torch.device("cpu"))
+    )
+
+
+def head_log_probs(hidden: torch.Tensor, head: torch.nn.Linear, ids: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Log-probabilities as TRL's models give them, by its fused LM head; `hidden` has a row a token."""
+    from trl.kernels import ChunkedLogProbFunction
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
+
+    outputs = ("log_probs", "entropy")
+    return ChunkedLogProbFunction.apply(
+        hidden, head.weight, head.bias, ids, temperature, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, outputs
+    )[0]

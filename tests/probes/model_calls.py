@@ -1,0 +1,147 @@
+"""Which model is called with which shapes, with or without gradients, in which order: by the trainer in a real
+training, and by the simulation. JSON: for each case, both lists, in which what is repeated at once stands once."""
+
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+from experiments.builds import use_fork
+from experiments.config import ARMS
+
+use_fork(ARMS["shared"])
+
+import torch  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification  # noqa: E402
+from trl.kernels import ChunkedLogProbFunction  # noqa: E402
+
+from experiments.evidence.planner_check import build_trainer  # noqa: E402
+from experiments.plan.setups import Setup  # noqa: E402
+from experiments.plan.simulate import Simulation  # noqa: E402
+from experiments.workload import data, models  # noqa: E402
+
+PROMPT, COMPLETION = 64, 8
+base = Setup(
+    prompt_tokens=PROMPT,
+    max_completion_length=COMPLETION,
+    num_generations=4,
+    per_device_train_batch_size=4,
+    dtype="float32",
+    bf16=False,
+    padded=False,
+    device="cpu",
+)
+rewarded = replace(base, reward_model="policy")
+tokens = replace(rewarded, tokens_per_forward=2 * (PROMPT + COMPLETION) + 40)
+CASES = {
+    "stock": base,
+    "stock-accumulate": rewarded.arm("stock-accumulate"),
+    "stock-tokens": tokens.arm("stock-tokens"),
+    "stock-reward": rewarded,
+    "stock-lora": replace(base, lora_rank=4),
+    "shared": base.arm("shared"),
+    "shared-one": replace(rewarded, completions_per_forward=1).arm("shared"),
+    "shared-tokens": replace(tokens, tokens_per_forward=2 * (COMPLETION + 1)).arm("shared"),
+    "shared-lora": replace(base, lora_rank=4).arm("shared"),
+    "shared-two-prompts": replace(base, gradient_accumulation_steps=2, steps_per_generation=2).arm("shared"),
+}
+
+
+class Calls:
+    """Records the calls of backbones and of the LM head."""
+
+    def __init__(self):
+        self.list: list[tuple] = []
+
+    def watch(self, backbone, name: str) -> None:
+        def before(module, args, kwargs):
+            tensor = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+            tensor = args[0] if tensor is None else tensor
+            rows, columns = tensor.shape[:2]
+            # Rewards are read from text, whose tokens may be others
+            shape = [rows] if name == "reward model" else [rows, columns]
+            self.add(name, shape, tensor.ndim)
+
+        backbone.register_forward_pre_hook(before, with_kwargs=True)
+
+    def watch_head(self):
+        apply = ChunkedLogProbFunction.apply
+
+        def recorded(hidden, *args):
+            self.add("head", list(hidden.shape), 2)
+            return apply(hidden, *args)
+
+        return mock.patch.object(ChunkedLogProbFunction, "apply", recorded)
+
+    def add(self, name: str, shape: list[int], ndim: int) -> None:
+        self.list.append((name, shape, ndim, torch.is_grad_enabled() and not torch.is_inference_mode_enabled()))
+
+
+def once(calls: list) -> list:
+    """The list with each run of equal stretches shortened to one."""
+    size = 1
+    while size <= len(calls) // 2:
+        i = 0
+        while i + 2 * size <= len(calls):
+            if calls[i : i + size] == calls[i + size : i + 2 * size]:
+                del calls[i : i + size]
+            else:
+                i += 1
+        size += 1
+    return calls
+
+
+class WatchedSimulation(Simulation):
+    def __init__(self, setup, hf_config):
+        super().__init__(setup, hf_config)
+        self.calls = Calls()
+
+    def load(self):
+        super().load()
+        self.calls.watch(self.backbone, "policy")
+        if self.reference is not None:
+            self.calls.watch(self.reference.base_model, "reference")
+        if self.setup.reward_model:
+            self.calls.watch(self.reward_model.base_model, "reward model")
+
+
+def simulated(setup: Setup, hf_config) -> list:
+    simulation = WatchedSimulation(setup, hf_config)
+    with simulation.calls.watch_head():
+        simulation.run()
+    return simulation.calls.list
+
+
+def trained(setup: Setup, folder: Path, tokenizer, prompts) -> list:
+    trainer = build_trainer(setup, folder, tokenizer, prompts)
+    trainer.args.max_steps = 1
+    calls = Calls()
+    policy = trainer.model.get_base_model() if setup.lora_rank else trainer.model
+    calls.watch(policy.base_model, "policy")
+    if trainer.ref_model is not None:
+        calls.watch(trainer.ref_model.base_model, "reference")
+    if setup.reward_model:
+        calls.watch(trainer.reward_funcs[0].base_model, "reward model")
+    with calls.watch_head():
+        trainer.train()
+    return calls.list
+
+
+documents = data.load_documents("builtin")
+tokenizer = models.build_tokenizer(documents, 512)
+prompts = data.build_prompts(documents, tokenizer, PROMPT)
+result = {}
+with tempfile.TemporaryDirectory() as name:
+    folder = Path(name)
+    hf_config = models.shape_config("tiny-qwen3", 512)
+    hf_config.pad_token_id, hf_config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(hf_config).save_pretrained(folder)
+    hf_config.num_labels = 1
+    AutoModelForSequenceClassification.from_config(hf_config).save_pretrained(folder / "reward")
+    tokenizer.save_pretrained(folder / "reward")
+    hf_config = models.shape_config("tiny-qwen3", 512)
+    for name, setup in CASES.items():
+        result[name] = [once(trained(setup, folder, tokenizer, prompts)), once(simulated(setup, hf_config))]
+print(json.dumps(result))

@@ -1,0 +1,70 @@
+"""Rules of the simulation that a training on a CPU does not show. JSON."""
+
+import json
+from dataclasses import replace
+
+from experiments.builds import use_fork
+from experiments.config import ARMS
+
+use_fork(ARMS["shared"])
+
+import torch  # noqa: E402
+
+from experiments.plan.live_bytes import LiveBytes  # noqa: E402
+from experiments.plan.replaced import dropout  # noqa: E402
+from experiments.plan.setups import Setup  # noqa: E402
+from experiments.plan.simulate import Simulation  # noqa: E402
+from experiments.workload import models  # noqa: E402
+
+
+def reward_rows(setup: Setup) -> int:
+    """Rows of the reward model's pass."""
+    rows = []
+
+    class Watched(Simulation):
+        def load(self):
+            super().load()
+            self.reward_model.register_forward_pre_hook(
+                lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+            )
+
+    Watched(setup, models.shape_config("tiny-qwen3", 512)).run()
+    return rows[0]
+
+
+def offloaded(dtype, elements: int) -> bool:
+    """Whether a tensor that is saved for the backward goes to the host."""
+    simulation = Simulation(Setup(100, activation_offloading=True), None)
+    simulation.model = torch.nn.Linear(1, 1)
+    x = torch.ones(elements, dtype=dtype, requires_grad=True)
+    with simulation.memory, simulation.offloading():
+        y = x.double().exp() if dtype == torch.float64 else x.exp()
+    return simulation.memory.live["host"] > 0 and y.requires_grad
+
+
+base = Setup(64, max_completion_length=16, reward_model="policy", device="cpu", padded=False)
+budget = replace(base, tokens_per_forward=3 * 80)
+memory = LiveBytes()
+with memory:
+    x = torch.ones(1000, requires_grad=True)
+    before = memory.total
+    y = dropout(x, 0.5)
+print(
+    json.dumps(
+        {
+            "reward rows": {
+                "stock": reward_rows(base),
+                "stock-tokens": reward_rows(budget.arm("stock-tokens")),
+                "shared": reward_rows(base.arm("shared")),
+                "less than a row": reward_rows(replace(budget, tokens_per_forward=20).arm("shared")),
+            },
+            "offloaded from 1,024 bytes on": [
+                offloaded(torch.float32, 255),
+                offloaded(torch.float32, 256),
+                offloaded(torch.bfloat16, 511),
+                offloaded(torch.bfloat16, 512),
+            ],
+            "dropout keeps a byte an element": (memory.total - before - y.nbytes) / len(x),
+        }
+    )
+)
