@@ -38,8 +38,8 @@ charts:
 plans:
 	./setup_env.sh --quiet
 	for profile in single_gpu_12gb:12GiB single_gpu_24gb:24GiB constrained:12GiB balanced:48GiB max_efficiency:80GiB; do \
-	  .venv/bin/python -W ignore -m experiments.plan --profile $${profile%:*} --prompt 2000 \
+	  .venv/bin/python -m experiments.plan --profile $${profile%:*} --prompt 2000 \
 	    --device-memory $${profile#*:} --json results/plans/$${profile%:*}.json || exit 1; done
-	.venv/bin/python -W ignore -m experiments.plan --profile multi_gpu_70b --prompt 2000 --device-memory 80GiB \
+	.venv/bin/python -m experiments.plan --profile multi_gpu_70b --prompt 2000 --device-memory 80GiB \
 	  --accelerate experiments/settings/accelerate/fsdp2_offload.yaml --json results/plans/multi_gpu_70b.json
 	.venv/bin/python -m visualization.charts.plan results/plans/single_gpu_24gb.json results/plans/single_gpu_24gb.png

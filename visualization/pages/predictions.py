@@ -17,7 +17,7 @@ CHECK_NUMBERS = (
     "measured_bytes",
     "error",
 )
-PLANNED = ("stock", "accumulate", "shared")
+PLANNED = ("stock", "stock-accumulate", "shared")
 REMEDY = "write it with python -m experiments.plan --profile NAME --json FILE"
 
 
