@@ -16,8 +16,8 @@ from pathlib import Path
 from experiments import config as cfg
 from experiments.config import ROOT, ConfigError
 from experiments.device import pick_device
-from experiments.record import main_peak, read_record
-from experiments.suite import PASSED_ON, run_one
+from experiments.record import main_peak
+from experiments.suite import run_one
 
 COLUMNS = (
     "interval_s", "repeat", "achieved_interval_s", "longest_gap_s", "missed_bytes", "peak_bytes", "arm", "scale", "k",
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     device, device_name, _ = pick_device(args.device)
     scale = args.scale or cfg.default_scale(device)
     plan = [
-        cfg.resolve(args.arm, args.k, scale, device, repeat, interval=float(interval))
+        cfg.resolve(args.arm, args.k, scale, device, repeat, interval=float(interval), threads=args.threads)
         for repeat in range(args.repeats)
         for interval in args.intervals.split(",")
     ]
@@ -39,11 +39,9 @@ def run(args: argparse.Namespace) -> int:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         for config in plan:
-            passed_on = {**dict.fromkeys(PASSED_ON), "interval": config.interval, "threads": args.threads}
-            run_one(config, Path(results, "here"), argparse.Namespace(**passed_on, timeout=None))
-            record = read_record(Path(results, "here", config.run_id))
-            if record is None or record["status"] != "ok":
-                raise ConfigError(f"the run failed: {record and record['error']}; try it with experiments.train")
+            record = run_one(config, Path(results, "here"))
+            if record["status"] != "ok" or "lost_after_s" in record["sampler"]:
+                raise ConfigError(f"a run failed: {record['error'] or 'its sampler was lost'}; try experiments.train")
             sampler, peak = record["sampler"], main_peak(record)[0]
             writer.writerow(
                 {

@@ -131,7 +131,7 @@ def check_fits(config: RunConfig, hf_config) -> None:
     parameters = sum(p.numel() for p in meta_model(hf_config).parameters())
     copies = 1 if config.lora_rank else 5  # policy; reference, gradient, two moments
     copies += config.reward == "model"
-    needed = parameters * copies * (2 if config.precision == "bfloat16" else 4)
+    needed = parameters * copies * {"bfloat16": 2, "float64": 8}.get(config.precision, 4)
     if needed > config.budget_bytes:
         raise ConfigError(
             f"budget {config.budget_bytes / 2**20:.0f} MiB is below the {needed / 2**20:.0f} MiB that the models, "
