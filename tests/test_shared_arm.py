@@ -18,7 +18,7 @@ SERIES = [row for row in (ROOT / "trl" / "current" / "series").read_text().split
 def test_a_run_records_its_patches_its_passes_and_its_phases(train):
     code, record, folder, _ = train("shared", 4)
     assert code == 0 and record["status"] == "ok", record["error"]
-    assert record["fork_patches"] == SERIES and ".build/fork/shared" in record["trl_file"]
+    assert record["fork_patches"] == SERIES and ".build/fork/current-series" in record["trl_file"]
     assert record["completions_per_forward"] == record["config"]["completions_per_forward"] == 2
     assert 62 <= record["prompt_tokens_fed_mean"] <= 64
     with (folder / "phases.csv").open() as file:

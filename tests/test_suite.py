@@ -4,12 +4,13 @@ import json
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from experiments import suite
-from experiments.config import ROOT
-from experiments.record import read_record
+from experiments.config import ROOT, ConfigError
+from experiments.record import RunRecord, read_record
 
 
 def run_suite(tmp_path, *options):
@@ -30,6 +31,16 @@ def run_suite(tmp_path, *options):
         *options,
     ]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def write_record(machine, config, **fields):
+    """A finished run of `config`, with `fields` instead of the usual ones; returns its folder."""
+    folder = machine / config.run_id
+    folder.mkdir(parents=True)
+    identity = (config.run_id, config.arm, config.scale, config.k, config.repeat, config.as_dict())
+    usual = dict(commit="abc", status="ok", start_bytes=2**30, peak_resident_bytes=2**30 * 3, device_kind="cpu")
+    RunRecord(*identity, **{**usual, **fields}).write(folder)
+    return folder
 
 
 def test_the_suite_goes_on_after_a_failure_and_says_so(tmp_path):
@@ -54,15 +65,20 @@ def test_no_run_is_begun_after_the_minutes(tmp_path):
 
 
 def test_a_run_that_native_code_aborted_is_told_by_its_last_words(tmp_path):
+    config = suite.cfg.resolve("stock", 2, "test", "cpu")
+    folder = tmp_path / config.run_id
+    folder.mkdir()
     for words, status in (("memory allocation of 4096 bytes failed", "oom"), ("assertion failed", "error")):
-        (tmp_path / "run.json").write_text(json.dumps({"status": "running"}))
-        (tmp_path / "log.txt").write_text(words)
-        record = suite.settle_record(tmp_path, -signal.SIGABRT)
+        identity = (config.run_id, config.arm, config.scale, config.k, config.repeat, config.as_dict())
+        RunRecord(*identity, "abc", launch="mine").write(folder)
+        (folder / "log.txt").write_text(words)
+        record = suite.settle_record(config, tmp_path, "mine", -signal.SIGABRT, [])
         assert record["status"] == status and "SIGABRT" in record["error"]
+        assert read_record(folder) == record
 
 
 def test_arms_alternate_within_k_and_repeats_come_last():
-    args = type("Args", (), dict.fromkeys(suite.PASSED_ON))()
+    args = SimpleNamespace(**dict.fromkeys(suite.OPTIONS), timeout=60, minutes=None)
     args.device, args.scale, args.k, args.repeats, args.arms = "cpu", "test", "2,4", 2, "stock,classic-lean"
     args.machine, args.results = "here", ROOT / "results"
     plan, machine = suite.make_plan(args)
@@ -102,19 +118,17 @@ def test_only_the_same_configuration_on_the_same_commit_is_skipped():
 
 def test_a_finished_run_is_skipped_and_an_unfinished_one_repeated(tmp_path, monkeypatch):
     started = []
+
+    def run_one(config, machine, timeout, token, show):
+        started.append(config.run_id)
+        raise ConfigError("not in this test")
+
     monkeypatch.setattr(suite, "source_commit", lambda: "abc")
-    monkeypatch.setattr(suite, "run_one", lambda config, *_: started.append(config.run_id) or 0)
+    monkeypatch.setattr(suite, "run_one", run_one)
     plan = [suite.cfg.resolve(arm, 2, "test", "cpu") for arm in ("stock", "classic-lean")]
     for config, status in zip(plan, ("oom", "error"), strict=True):
-        folder = tmp_path / config.run_id
-        folder.mkdir()
-        fields = dict.fromkeys(suite.write_summary.__globals__["SUMMARY_COLUMNS"])
-        record = {**fields, "config": config.as_dict(), "commit": "abc", "status": status, "error": "", "trace": []}
-        record.update(run_id=config.run_id, scale="test", arm=config.arm, k=2, repeat=0)
-        (folder / "run.json").write_text(json.dumps(record))
-    args = type("Args", (), {"fresh": False, "minutes": None})()
-    suite.run_plan(plan, tmp_path, args)
+        write_record(tmp_path, config, status=status, commit="abc")
+    suite.run_plan(plan, tmp_path, False, 60, None)
     assert started == ["classic-lean_test_k2_r0"]
-    args.fresh = True
-    suite.run_plan(plan, tmp_path, args)
+    suite.run_plan(plan, tmp_path, True, 60, None)
     assert len(started) == 3

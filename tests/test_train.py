@@ -17,7 +17,7 @@ from experiments import train as train_module
 from experiments.config import ROOT
 from experiments.memory_monitor import IntervalReport
 from experiments.phases import PhasePeak
-from experiments.record import SUMMARY_COLUMNS, RunRecord, write_summary
+from experiments.record import SUMMARY_COLUMNS, RunRecord, fill_peaks, write_summary
 from experiments.suite import settle_record
 
 
@@ -134,7 +134,9 @@ def test_a_killed_run_keeps_its_samples_and_is_never_called_finished(running, tm
     rows = samples(folder)
     assert len(rows) > 3 and all(row["resident_bytes"] for row in rows[:-1])
     assert json.loads((folder / "run.json").read_text())["status"] == "running"
-    record = settle_record(folder, -signal.SIGKILL)
+    started = json.loads((folder / "run.json").read_text())
+    config = cfg.RunConfig.from_dict(started["config"])
+    record = settle_record(config, folder.parent, started["launch"], -signal.SIGKILL, [])
     assert record["status"] == "error" and "SIGKILL" in record["error"]
     write_summary(tmp_path / "here")
     with (tmp_path / "here" / "summary.csv").open() as file:
@@ -210,7 +212,7 @@ def test_cuda_peaks_never_fall_below_what_torch_counted(tmp_path):
         )
 
     record = RunRecord("id", "stock", "seed", 2, 0, {}, "abc", device_kind="cuda")
-    train_module.fill_peaks(record, Phases, tmp_path, IntervalReport(0.05, 0.05, 0.06, 4))
+    fill_peaks(record, Phases, tmp_path, IntervalReport(0.05, 0.05, 0.06, 4))
     assert (record.peak_allocated_bytes, record.peak_reserved_bytes) == (2600, 3000)
     assert record.peak_device_used_bytes == 3500 and record.sampler["peak_missed_bytes"] == 1000
     assert record.peak_process_device_bytes == 2200 and record.peak_resident_bytes == 80
