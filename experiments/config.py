@@ -67,10 +67,17 @@ def number(text: str) -> float:
     return value
 
 
+def directory(text: str) -> Path:
+    """An argparse type: a folder's path, which may have spaces and accents but has a name."""
+    if not text.strip() or "\0" in text:
+        raise argparse.ArgumentTypeError(f"{shown(text)} names no folder; write it like results")
+    return Path(text)
+
+
 def shown(value) -> str:
     """A value as a message shows it: quoted if it is text, and never long."""
     text = repr(value)
-    return text if len(text) <= 60 else f"{text[:40]}... ({len(text)} characters)"
+    return text if len(text) <= 160 else f"{text[:60]}... ({len(text)} characters)"
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from experiments.config import ARMS, GIB, ROOT, ConfigError, Parser, exit_code, shown
+from experiments.config import ARMS, GIB, ROOT, ConfigError, Parser, directory, exit_code, shown
 
 SUMMARY_COLUMNS = (
     "run_id", "arm", "scale", "k", "repeat", "status", "device_kind", "device_name", "trl_version", "torch_version",
@@ -332,7 +332,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _export(argv: list[str] | None) -> int:
     parser = Parser(prog="python -m experiments.record", description="Write summary.csv from the run folders.")
-    parser.add_argument("machine", type=Path, nargs="+", help="a folder of run folders, such as results/nvidia-h200")
+    parser.add_argument(
+        "machine", type=directory, nargs="+", help="a folder of run folders: results/<machine>"
+    )
     for machine in parser.parse_args(argv).machine:
         if not (machine / "summary.csv").exists() and not any(machine.glob("*/run.json")):
             raise ConfigError(f"{machine} holds no runs; name a folder that experiments.suite wrote")

@@ -52,7 +52,7 @@ def run(argv: list[str] | None) -> int:
     parser.add_argument("--repeats", type=whole, default=1)
     parser.add_argument("--scale", help=f"{', '.join(SCALES)}; default: seed on CUDA, cpu elsewhere")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
-    parser.add_argument("--results", type=Path, default=ROOT / "results", help="holds one folder a machine")
+    parser.add_argument("--results", type=cfg.directory, default=ROOT / "results", help="holds one folder a machine")
     parser.add_argument("--machine", help="folder name below --results; default: from the device's name")
     parser.add_argument("--fresh", action="store_true", help="repeat runs that are already finished")
     parser.add_argument("--timeout", type=number, default=3600, help="seconds after which one run is stopped")

@@ -103,7 +103,7 @@ def read_launch(argv: list[str] | None) -> Launch:
     parser.add_argument("--repeat", type=whole, help="number of the repeat, 0 by default; the seed is 42 + repeat")
     parser.add_argument("--device", help="auto (the default), cpu, cuda, cuda:N")
     add_options(parser, OPTIONS | OF_ONE_RUN)
-    parser.add_argument("--results", type=Path, help="holds one folder a machine; default: results")
+    parser.add_argument("--results", type=cfg.directory, help="holds one folder a machine; default: results")
     parser.add_argument("--machine", help="folder name below --results; default: from the device's name")
     args = parser.parse_args(argv)
     if args.config is not None:
