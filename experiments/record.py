@@ -11,7 +11,6 @@ import csv
 import errno
 import io
 import json
-import math
 import os
 import subprocess
 import sys
@@ -131,7 +130,7 @@ def outcome(record: dict) -> str:
     text = f"peak {peak:.2f} GiB, {above:.2f} above start" + (f", {fed:.0f} prompt tokens" if fed else "")
     sampler = record.get("sampler") or {}
     if "lost_after_s" in sampler:
-        text += f"; SAMPLER LOST after {sampler['lost_after_s']:.1f} s, the peak is from {sampler['peak_from']}"
+        text += f"; SAMPLER LOST after {sampler['lost_after_s']:.1f} s, the peak is from {sampler.get('peak_from')}"
     return text
 
 
@@ -234,17 +233,14 @@ def damage(record, folder: Path) -> str | None:
     if record["status"] == "ok":
         used = record.get("peak_device_used_bytes") or record.get("peak_resident_bytes")
         for name, value in (("peak", used), ("start_bytes", record.get("start_bytes"))):
-            if type(value) not in (int, float) or not math.isfinite(value) or not 0 < value < 2**60:
+            if type(value) not in (int, float) or not 0 < value < 2**60:
                 return f"is of a finished run and its {name} is {shown(value)}"
         fed = record.get("prompt_tokens_fed_mean")
-        if type(fed) not in (int, float, type(None)):
+        if fed is not None and (type(fed) not in (int, float) or not 0 <= fed < 2**60):
             return f"has prompt_tokens_fed_mean {shown(fed)}"
-    sampler = record.get("sampler")
-    if (
-        not isinstance(sampler, dict | None)
-        or "lost_after_s" in (sampler or {})
-        and (type(sampler["lost_after_s"]) not in (int, float) or "peak_from" not in sampler)
-    ):
+    sampler = {} if record.get("sampler") is None else record["sampler"]
+    lost = sampler.get("lost_after_s", 0.0) if isinstance(sampler, dict) else None
+    if type(lost) not in (int, float) or not 0 <= lost < 2**60:
         return "has a damaged sampler"
     return None
 
@@ -332,9 +328,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _export(argv: list[str] | None) -> int:
     parser = Parser(prog="python -m experiments.record", description="Write summary.csv from the run folders.")
-    parser.add_argument(
-        "machine", type=directory, nargs="+", help="a folder of run folders: results/<machine>"
-    )
+    parser.add_argument("machine", type=directory, nargs="+", help="a folder of run folders: results/<machine>")
     for machine in parser.parse_args(argv).machine:
         if not (machine / "summary.csv").exists() and not any(machine.glob("*/run.json")):
             raise ConfigError(f"{machine} holds no runs; name a folder that experiments.suite wrote")

@@ -68,7 +68,9 @@ def test_every_option_is_in_the_tables(capsys):
     for main, table in ((train.main, TRAIN), (suite.main, SUITE)):
         with pytest.raises(SystemExit):
             main(["--help"])
-        options = {word.strip("[],;") for word in capsys.readouterr().out.split() if word.strip("[],;").startswith("--")}
+        options = {
+            word.strip("[],;") for word in capsys.readouterr().out.split() if word.strip("[],;").startswith("--")
+        }
         assert options - {"--help", "--fresh"} == set(table) - {"--no-such-option"}
 
 
