@@ -94,12 +94,14 @@ class PhaseRecorder:
         if not go_on:
             csv.writer(self.file).writerow(COLUMNS)
 
-    def enter(self, phase: str) -> None:
-        """End the current phase and start another. Entering the current phase again is nothing."""
+    def enter(self, phase: str, step: int | None = None) -> None:
+        """End the current phase and start another, which begins `step` if that is given. Entering the current phase
+        again is nothing."""
         if phase == self.phase:
             return
         self.close()
         self.phase = phase
+        self.step = self.step if step is None else step
         self.high_water.reset()
         self.start = self.now()
         self.watch(phase, self.step)
@@ -157,10 +159,8 @@ class PhaseRecorder:
         if self.phase == "score" and not self.grad_norms.get(self.step):
             self.enter("generate")
             return
-        self.enter("generate")
-        self.step += 1
+        self.enter("generate", self.step + 1)
         self.rollout_starts.append(self.now())
-        self.watch("generate", self.step)
 
     def step_seconds(self, end: float) -> list[float]:
         """Seconds from each rollout's start to the next one's, the last to `end`."""

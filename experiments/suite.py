@@ -203,20 +203,19 @@ def run_one(
 
 
 def follow(process: subprocess.Popen, timeout: float | None, show) -> bool:
-    """Tell `show` the run's last line and its time, at least every second, until it ends. Whether it did in time."""
+    """Tell `show` the run's last line and its time, twice a second, until it ends. Whether it did in time."""
     begun, text = time.monotonic(), "starting"
-    while process.poll() is None:
-        took = time.monotonic() - begun
-        if timeout is not None and took > timeout:
-            return False
-        if select.select([process.stdout], [], [], 1.0)[0]:
-            lines = os.read(process.stdout.fileno(), 2**16).decode(errors="replace").split("\n")
-            text = next((line.strip() for line in reversed(lines) if line.strip()), text)
-            if lines == [""]:  # closed: it is about to end
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(1.0)
+    while timeout is None or time.monotonic() - begun < timeout:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.5)
+            return True
+        while select.select([process.stdout], [], [], 0)[0]:
+            said = os.read(process.stdout.fileno(), 2**16)
+            text = next((line.strip() for line in reversed(said.decode().split("\n")) if line.strip()), text)
+            if not said:  # closed
+                break
         show(f"{text}, {clock(time.monotonic() - begun)}")
-    return True
+    return False
 
 
 def end(process: subprocess.Popen, number: int) -> None:

@@ -217,7 +217,8 @@ def measure(folder: Path, config: RunConfig, documents: list[str], record: RunRe
         record.status, record.error = "error", f"interrupted by {name}"
         record.exit_code = 128 + Stopped.number(stop)
     except Exception as error:
-        record.status, record.error = "error", f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
+        kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+        record.status, record.error = "error", kind + (str(error).strip() or "-").splitlines()[0]
         if is_out_of_memory(error):
             record.status, record.exit_code = "oom", EXIT_OOM
         elif isinstance(error, OSError):
@@ -270,6 +271,7 @@ def train(config: RunConfig, documents: list[str], record: RunRecord, phases: Ph
 
 def end(folder: Path, record: RunRecord, progress) -> int:
     """Write the record and the machine's summary; the exit code."""
+    progress.live.show("  ending")
     record.finished_at = now()
     try:
         record.write_end(folder)
@@ -290,8 +292,10 @@ class Progress:
 
     def __init__(self, config: RunConfig, by_hand: bool):
         self.config, self.by_hand = config, by_hand
-        self.live = Live(pause=10 if by_hand else 0.5)  # the suite picks what it shows
-        if by_hand:
+        self.live = Live(pause=10 if by_hand else 0)
+        if not by_hand:  # the suite picks what it shows, and a suite that stands still does not hold the run up
+            os.set_blocking(self.live.output, False)
+        else:
             self.live.say(
                 f"{config.run_id}: {config.prompt_tokens} + {config.completion_tokens} tokens, batch {config.batch}, "
                 f"budget {config.budget_bytes / GIB:.2f} GiB, {config.device}"

@@ -122,7 +122,7 @@ def sampler_of(process):
 @pytest.mark.parametrize("number", (signal.SIGKILL, signal.SIGSTOP))
 def test_a_lost_sampler_is_said_and_the_peak_is_the_kernels(number, start):
     """One that is gone, and one that hangs."""
-    process, folder = start("train", 12, trained=False)
+    process, folder = start("train", 6, trained=False)
     sampler_of(process).send_signal(number)
     out, err = process.communicate(timeout=120)
     record = read_record(folder)
@@ -140,7 +140,7 @@ def test_a_lost_sampler_is_said_and_the_peak_is_the_kernels(number, start):
 
 @pytest.mark.torch
 def test_a_folder_removed_under_a_run_is_said_in_one_line(start):
-    process, folder = start("train", 12)
+    process, folder = start("train", 6)
     shutil.rmtree(folder)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 1 and "FAILED" in out.splitlines()[-1]

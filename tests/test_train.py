@@ -27,8 +27,9 @@ def samples(folder):
 
 
 def test_a_finished_run_records_what_was_asked_and_what_was_fed(train):
-    code, record, folder, _ = train("classic-lean", 2)
+    code, record, folder, noise = train("classic-lean", 2)
     assert code == record["exit_code"] == 0 and record["status"] == "ok"
+    assert not noise, "libraries write to the log"
     assert record["device_kind"] == "cpu" and record["peak_device_used_bytes"] is None
     assert record["trl_version"] == "0.21.0" and ".build/fork/0003-lean-logits" in record["trl_file"]
     assert record["prompt_tokens_requested"] == 64 and 62 <= record["prompt_tokens_fed_mean"] <= 64
@@ -43,7 +44,8 @@ def test_a_finished_run_records_what_was_asked_and_what_was_fed(train):
 
 
 def test_no_sample_exceeds_the_recorded_peak(train):
-    _, record, folder, _ = train("stock", 2)
+    _, record, folder, noise = train("stock", 2)
+    assert not noise
     assert record["trl_version"] == "1.16.0"
     rows = samples(folder)
     with (folder / "phases.csv").open() as file:
@@ -116,15 +118,6 @@ def running(tmp_path):
     yield process, folder
     process.kill()
     process.wait()
-
-
-def test_an_interrupted_run_says_so_and_keeps_what_it_measured(running):
-    process, folder = running
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
-    record = json.loads((folder / "run.json").read_text())
-    assert record["status"] == "error" and "interrupted" in record["error"]
-    assert record["trace"] and record["sampler"]["samples"] == len(samples(folder))
 
 
 def test_a_killed_run_keeps_its_samples_and_is_never_called_finished(running, tmp_path):
