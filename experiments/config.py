@@ -1,7 +1,5 @@
 """What can be run: arms, scales, and the one frozen configuration that describes a run completely."""
 
-import argparse
-import math
 import os
 import platform
 import re
@@ -40,38 +38,6 @@ def exit_code(program: str, run, args) -> int:
     except KeyboardInterrupt as stop:
         print(f"{program}: stopped by {Stopped.number(stop).name}", file=sys.stderr)
         return 128 + Stopped.number(stop)
-
-
-class Parser(argparse.ArgumentParser):
-    """Reports a bad option as `ConfigError`, where argparse would print its usage as well and exit."""
-
-    def error(self, message: str):
-        raise ConfigError(f"{message}; see {self.prog} --help")
-
-
-def whole(text: str) -> int:
-    """An argparse type: a whole number of at most 40 digits."""
-    if not re.fullmatch(r"\s*[+-]?[0-9]{1,40}\s*", text):
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not a whole number; write it like 4")
-    return int(text)
-
-
-def number(text: str) -> float:
-    """An argparse type: a finite number."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not a finite number; write it like 0.5")
-    return value
-
-
-def directory(text: str) -> Path:
-    """An argparse type: a folder's path, which may have spaces and accents but has a name."""
-    if not text.strip() or "\0" in text:
-        raise argparse.ArgumentTypeError(f"{shown(text)} names no folder; write it like results")
-    return Path(text)
 
 
 def shown(value) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from experiments import config as cfg
 from experiments.config import ConfigError, RunConfig
+from experiments.options import Parser
 
 OOM_TEXTS = (
     "can't allocate memory", "cannot allocate memory", "out of memory", "bad_alloc", "memory allocation of",
@@ -144,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def print_machine(argv: list[str] | None) -> int:
-    parser = cfg.Parser(
+    parser = Parser(
         prog="python -m experiments.device", description="Print the name of this machine's folder below results/."
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")

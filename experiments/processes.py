@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -49,6 +50,11 @@ class Launch:
             raise ConfigError(
                 f"--config {shown(str(path))} holds no run; leave the option out and name --arm and --k"
             ) from None
+
+
+def new_token() -> str:
+    """What tells one launch from another."""
+    return uuid.uuid4().hex[:16]
 
 
 @contextlib.contextmanager

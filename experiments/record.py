@@ -17,7 +17,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from experiments.config import ARMS, GIB, ROOT, ConfigError, Parser, directory, exit_code, shown
+from experiments.config import ARMS, GIB, ROOT, ConfigError, exit_code, shown
+from experiments.options import Parser, directory
 
 SUMMARY_COLUMNS = (
     "run_id", "arm", "scale", "k", "repeat", "status", "device_kind", "device_name", "trl_version", "torch_version",

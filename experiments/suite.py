@@ -11,17 +11,20 @@ import contextlib
 import os
 import select
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 from experiments import config as cfg
-from experiments.config import ARMS, GIB, ROOT, SCALES, ConfigError, RunConfig, Stopped, number, whole
+from experiments.config import ARMS, GIB, ROOT, SCALES, ConfigError, RunConfig, Stopped
 from experiments.device import pick_device, tells_of_memory
-from experiments.processes import Launch, owned, stoppable
+from experiments.options import OPTIONS, Parser, add_options, directory, number, overrides, whole
+from experiments.processes import Launch, new_token, owned, stoppable
 from experiments.record import (
     FINISHED,
     RunRecord,
@@ -35,7 +38,6 @@ from experiments.record import (
     write_summary,
 )
 from experiments.terminal import Live
-from experiments.train import OPTIONS, add_options, new_token, overrides
 
 PATIENCE = 30.0  # seconds that a run which is told to stop has to write its record
 
@@ -46,13 +48,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(argv: list[str] | None) -> int:
-    parser = cfg.Parser(prog="python -m experiments.suite", description=__doc__.split("\n")[0])
+    parser = Parser(prog="python -m experiments.suite", description=__doc__.split("\n")[0])
     parser.add_argument("--arms", required=True, help=f"comma-separated, of: {', '.join(ARMS)}")
     parser.add_argument("--k", default="2,4,8", help="comma-separated completions per prompt")
     parser.add_argument("--repeats", type=whole, default=1)
     parser.add_argument("--scale", help=f"{', '.join(SCALES)}; default: seed on CUDA, cpu elsewhere")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
-    parser.add_argument("--results", type=cfg.directory, default=ROOT / "results", help="holds one folder a machine")
+    parser.add_argument("--results", type=directory, default=ROOT / "results", help="holds one folder a machine")
     parser.add_argument("--machine", help="folder name below --results; default: from the device's name")
     parser.add_argument("--fresh", action="store_true", help="repeat runs that are already finished")
     parser.add_argument("--timeout", type=number, default=3600, help="seconds after which one run is stopped")
@@ -123,7 +125,7 @@ def run_plan(plan: list[RunConfig], machine: Path, fresh: bool, timeout: float, 
             started, launches[config] = time.monotonic(), new_token()
             try:
                 record = run_one(config, machine, timeout, launches[config], lambda text: live.show(f"  {text}"))
-            except ConfigError as refusal:
+            except (ConfigError, OSError) as refusal:  # OSError: the system has no process or no file to give
                 told[config], failed = "refused", failed + 1
                 live.say(f"  REFUSED: {refusal}")
                 continue
@@ -192,14 +194,16 @@ def run_one(
             late = not follow(process, timeout, show)
         except KeyboardInterrupt as stop:
             stopped = stop
+            show("stopping, its record is being written")
         end(process, Stopped.number(stopped) if stopped else signal.SIGTERM)
         words.seek(0)
         said = words.read().decode(errors="replace").strip().splitlines()
     reason = f"stopped after --timeout {timeout:g} s" if late else None
-    record = settle_record(config, machine, token, process.returncode, said, reason)
-    if stopped:
-        raise stopped
-    return record
+    try:
+        return settle_record(config, machine, token, process.returncode, said, reason)
+    finally:
+        if stopped:
+            raise stopped
 
 
 def follow(process: subprocess.Popen, timeout: float | None, show) -> bool:
@@ -279,12 +283,12 @@ def is_same(record: dict, config: RunConfig, commit: str) -> bool:
     )
 
 
-def cell(config: RunConfig) -> tuple:
+def cell(config: RunConfig) -> RunConfig:
     """What all repeats of a run have in common."""
-    return tuple(value for name, value in config.as_dict().items() if name not in ("repeat", "seed"))
+    return replace(config, repeat=0, seed=0)
 
 
-def earlier_seconds(plan: list[RunConfig], machine: Path) -> dict[tuple, list[float]]:
+def earlier_seconds(plan: list[RunConfig], machine: Path) -> dict[RunConfig, list[float]]:
     """How long finished runs of the planned cells took on this machine, from their records."""
     wanted, seconds = {cell(config) for config in plan}, {}
     for path in sorted(machine.glob("*/run.json")):
@@ -298,15 +302,11 @@ def earlier_seconds(plan: list[RunConfig], machine: Path) -> dict[tuple, list[fl
     return seconds
 
 
-def expected(left: list[RunConfig], seconds: dict[tuple, list[float]]) -> str:
-    """From finished runs: the same cell's time if known, else the mean of all known."""
-    known = [sum(times) / len(times) for times in seconds.values()]
-    return clock(
-        sum(
-            sum(times) / len(times) if (times := seconds.get(cell(config))) else sum(known) / len(known)
-            for config in left
-        )
-    )
+def expected(left: list[RunConfig], seconds: dict[RunConfig, list[float]]) -> str:
+    """From finished runs: the same cell's time if known, else the mean of all known, scaled by k."""
+    per_k = statistics.fmean(statistics.fmean(times) / key.k for key, times in seconds.items())
+    times = (seconds.get(cell(config)) for config in left)
+    return clock(sum(statistics.fmean(t) if t else per_k * c.k for c, t in zip(left, times, strict=True)))
 
 
 def clock(seconds: float) -> str:

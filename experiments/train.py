@@ -6,7 +6,6 @@ Exit codes: 0 finished, 2 a setting that cannot work (nothing was started), 3 ou
 Ctrl-C or SIGTERM, 1 any other failure. The last line says so in words.
 """
 
-import argparse
 import contextlib
 import os
 import shutil
@@ -14,13 +13,12 @@ import statistics
 import sys
 import tempfile
 import traceback
-import uuid
 from datetime import UTC, datetime
 from pathlib import Path
 
 from experiments import config as cfg
 from experiments.builds import use_fork
-from experiments.config import ARMS, GIB, ROOT, SCALES, ConfigError, RunConfig, Stopped, number, whole
+from experiments.config import ARMS, GIB, ROOT, SCALES, ConfigError, RunConfig, Stopped
 from experiments.device import (
     cuda_uuid,
     enforce_budget,
@@ -32,8 +30,9 @@ from experiments.device import (
     settle,
 )
 from experiments.memory_monitor import start_monitor, stop_monitor
+from experiments.options import OF_ONE_RUN, OPTIONS, Parser, add_options, directory, overrides, whole
 from experiments.phases import PhaseRecorder
-from experiments.processes import Launch, end_with, ignore_signals, owned, stoppable
+from experiments.processes import Launch, end_with, ignore_signals, new_token, owned, stoppable
 from experiments.record import (
     RunRecord,
     fill_peaks,
@@ -52,41 +51,6 @@ RECORDED = (  # as the configuration has it
     "budget_bytes",
 )  # fmt: skip
 
-# What train and suite have in common: settings of a run that are not left to its scale
-OPTIONS = {
-    "model": (str, "local folder or hub:owner/name; default: built here, random weights"),
-    "documents": (str, "builtin, a file, a folder of .txt, or hub:owner/dataset[:split]"),
-    "budget": (str, "memory that torch may allocate, such as 4GiB"),
-    "steps": (whole, "rollouts"),
-    "interval": (number, "of the memory sampler, in seconds"),
-    "precision": (str, "float64, float32, bf16 (mixed) or bfloat16 (weights, too)"),
-    "threads": (whole, "of torch on the CPU; default: one a core"),
-    "batch": (whole, "completions per batch; default: one prompt's, as published"),
-    "completions_per_forward": (whole, "arm shared: how many go together; default 2"),
-}  # fmt: skip
-OF_ONE_RUN = {
-    "prompt_tokens": (whole, "of each prompt, chat template included"),
-    "completion_tokens": (whole, "of each completion"),
-    "epochs": (whole, "over each rollout"),
-    "seed": (whole, "default: 42 + repeat"),
-    "vocab_size": (whole, "of the model that is built here"),
-    "learning_rate": (number, "of Adam"),
-    "temperature": (number, "of sampling"),
-    "reward": (str, "model or letters"),
-}  # fmt: skip
-
-
-def add_options(parser: argparse.ArgumentParser, options: dict) -> None:
-    for name, (kind, text) in options.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)
-
-
-def overrides(args: argparse.Namespace, options: dict) -> dict:
-    """The given `options` by the names of `RunConfig`. Raises `ConfigError` for a size that cannot be read."""
-    given = {name: getattr(args, name) for name in options}
-    size = given.pop("budget")
-    return given | {"budget_bytes": None if size is None else cfg.parse_bytes(size)}
-
 
 def main(argv: list[str] | None = None) -> int:
     with stoppable():
@@ -95,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def read_launch(argv: list[str] | None) -> Launch:
     """What the command line or the file that it names asks for. Raises `ConfigError`."""
-    parser = cfg.Parser(prog="python -m experiments.train", description=__doc__.split("\n")[0])
+    parser = Parser(prog="python -m experiments.train", description=__doc__.split("\n")[0])
     parser.add_argument("--config", type=Path, help="a file with everything, as experiments.suite hands it over")
     parser.add_argument("--arm", help=f"needed: {', '.join(ARMS)}")
     parser.add_argument("--k", type=whole, help="needed: completions per prompt")
@@ -103,7 +67,7 @@ def read_launch(argv: list[str] | None) -> Launch:
     parser.add_argument("--repeat", type=whole, help="number of the repeat, 0 by default; the seed is 42 + repeat")
     parser.add_argument("--device", help="auto (the default), cpu, cuda, cuda:N")
     add_options(parser, OPTIONS | OF_ONE_RUN)
-    parser.add_argument("--results", type=cfg.directory, help="holds one folder a machine; default: results")
+    parser.add_argument("--results", type=directory, help="holds one folder a machine; default: results")
     parser.add_argument("--machine", help="folder name below --results; default: from the device's name")
     args = parser.parse_args(argv)
     if args.config is not None:
@@ -123,10 +87,6 @@ def read_launch(argv: list[str] | None) -> Launch:
     )
     machine = cfg.machine_name(kind, name) if args.machine is None else args.machine
     return Launch(config, cfg.machine_folder(args.results or ROOT / "results", machine), new_token())
-
-
-def new_token() -> str:
-    return uuid.uuid4().hex[:16]
 
 
 def run(argv: list[str] | None) -> int:
