@@ -1,5 +1,6 @@
 """What can be run: arms, scales, and the one frozen configuration that describes a run completely."""
 
+import errno
 import os
 import platform
 import re
@@ -25,11 +26,12 @@ class Stopped(KeyboardInterrupt):
 
 
 EXIT_USAGE = 2  # a setting that cannot work
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def exit_code(program: str, run, args) -> int:
     """What `run(args)` returns; `EXIT_USAGE` with one line on stderr where it raises `ConfigError`; 128 + the signal's
-    number, also with one line, where Ctrl-C or a signal that raises `Stopped` ends it."""
+    number, also with one line, where Ctrl-C or a signal that raises `Stopped` ends it; 1 where a disk is full."""
     try:
         return run(args)
     except ConfigError as error:
@@ -38,6 +40,11 @@ def exit_code(program: str, run, args) -> int:
     except KeyboardInterrupt as stop:
         print(f"{program}: stopped by {Stopped.number(stop).name}", file=sys.stderr)
         return 128 + Stopped.number(stop)
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        print(f"{program}: the disk is full ({error}); make room and run again", file=sys.stderr)
+        return 1
 
 
 def shown(value) -> str:

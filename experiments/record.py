@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from experiments.config import ARMS, GIB, ROOT, ConfigError, exit_code, shown
+from experiments.config import ARMS, DISK_FULL, GIB, ROOT, ConfigError, exit_code, shown
 from experiments.options import Parser, directory
 
 SUMMARY_COLUMNS = (
@@ -29,7 +29,6 @@ SUMMARY_COLUMNS = (
 )  # fmt: skip
 FINISHED = ("ok", "oom")  # a run with one of these need not be repeated; "error" and "running" are tried again
 STATUSES = (*FINISHED, "error", "running")
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass
@@ -109,8 +108,8 @@ class RunRecord:
 
 def no_room(error: OSError, folder: Path) -> str:
     """An error of writing in words, with what to do about it."""
-    if error.errno in FULL:
-        return f"the disk of {folder} is full ({error.strerror}); make room and run again"
+    if error.errno in DISK_FULL:
+        return f"the disk of {error.filename or folder} is full ({error.strerror}); make room and run again"
     return f"cannot write to {folder}: {error.strerror}"
 
 

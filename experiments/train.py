@@ -123,11 +123,14 @@ def run(argv: list[str] | None) -> int:
         )
         begin(folder, record)
         progress = Progress(config, by_hand=launch.parent is None)
-        with (folder / "log.txt").open("wb", buffering=0) as log, output_to(log):
-            early.seek(0)
-            with contextlib.suppress(OSError):  # a full disk is told by what must be written
-                shutil.copyfileobj(early, log)
-            measure(folder, config, documents, record, progress)
+        try:
+            with (folder / "log.txt").open("wb", buffering=0) as log, output_to(log):
+                early.seek(0)
+                with contextlib.suppress(OSError):  # a full disk is told by what must be written
+                    shutil.copyfileobj(early, log)
+                measure(folder, config, documents, record, progress)
+        except OSError as error:  # not even a log
+            record.status, record.exit_code, record.error = "error", EXIT_ERROR, no_room(error, folder)
         return end(folder, record, progress)
 
 
@@ -149,7 +152,10 @@ def begin(folder: Path, record: RunRecord) -> None:
                 shutil.rmtree(stale) if stale.is_dir() and not stale.is_symlink() else stale.unlink()
         write_machine(folder.parent, record)
     except OSError as error:
-        raise ConfigError(f"{no_room(error, folder)}; nothing was started") from None
+        record.status, record.exit_code, record.error = "error", EXIT_ERROR, no_room(error, folder)
+        with contextlib.suppress(OSError):  # if it came that far
+            record.write_end(folder)
+        raise ConfigError(f"{record.error}; nothing was started") from None
 
 
 def measure(folder: Path, config: RunConfig, documents: list[str], record: RunRecord, progress) -> None:
@@ -176,7 +182,7 @@ def measure(folder: Path, config: RunConfig, documents: list[str], record: RunRe
         name = Stopped.number(stop).name
         record.status, record.error = "error", f"interrupted by {name}"
         record.exit_code = 128 + Stopped.number(stop)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
         record.status, record.error = "error", kind + (str(error).strip() or "-").splitlines()[0]
         if is_out_of_memory(error):
