@@ -267,13 +267,8 @@ def check(config: RunConfig) -> None:
             f"batch {config.batch} is not divisible by k={k}: completions of a prompt would be split; "
             f"use --batch {k * max(1, round(config.batch / k))}"
         )
-    usual = arm.completions_per_forward(config.batch)
-    if not arm.shares_prefix and config.completions_per_forward != usual:
-        sharing = ", ".join(name for name, other in ARMS.items() if other.shares_prefix)
-        raise ConfigError(
-            f"--completions-per-forward {config.completions_per_forward}: {config.arm} always takes {usual}; "
-            f"leave the option out or use --arm {sharing}"
-        )
+    if not arm.shares_prefix and config.completions_per_forward != arm.completions_per_forward(config.batch):
+        raise not_for(arm, config)
     if arm.shares_prefix and not 1 <= config.completions_per_forward <= k:
         raise ConfigError(
             f"--completions-per-forward {shown(config.completions_per_forward)} is outside 1 to k={k}: completions of "
@@ -298,6 +293,14 @@ def check(config: RunConfig) -> None:
                 f"document source {shown(config.documents)} does not exist; give a file, a folder of .txt, "
                 f"hub:owner/name or builtin"
             )
+
+
+def not_for(arm: Arm, config: RunConfig) -> ConfigError:
+    sharing = ", ".join(name for name, other in ARMS.items() if other.shares_prefix)
+    return ConfigError(
+        f"--completions-per-forward {shown(config.completions_per_forward)}: {arm.name} always takes "
+        f"{arm.completions_per_forward(config.batch)}; leave the option out or use --arm {sharing}"
+    )
 
 
 def choose(kind: str, name: str, choices) -> str:
@@ -345,6 +348,8 @@ def resolve(arm: str, k: int, scale: str, device: str, repeat: int = 0, **overri
     config = replace(config, **given)
     if "completions_per_forward" not in given:
         config = replace(config, completions_per_forward=ARMS[arm].completions_per_forward(config.batch))
+    elif not ARMS[arm].shares_prefix:  # asked for, if only by chance with the number that it takes
+        raise not_for(ARMS[arm], config)
     check(config)
     return config
 
