@@ -137,11 +137,11 @@ def outcome(record: dict) -> str:
 def fill_peaks(record: RunRecord, phases, folder: Path, report) -> None:
     """Peaks after loading: the larger of what was sampled (memory.csv in `folder`) and what torch or the kernel
     counted (a `PhaseRecorder`). `report` is the sampler's `IntervalReport`, None where the sampler was lost."""
-    from experiments.memory_monitor import interval_report
+    from experiments.memory_monitor import interval_report  # here, as reading records needs no NVML
 
     every = read_samples(folder / "memory.csv")
     steps = [peak for peak in phases.peaks if peak.phase != "load"]
-    rows = [row for row in every if steps and row["timestamp"] >= steps[0].start]
+    rows = [row for row in every if steps and (row["timestamp"] or 0) >= steps[0].start]
 
     def sampled(column: str) -> int | None:
         return max((int(row[column]) for row in rows if row.get(column) is not None), default=None)
@@ -224,6 +224,8 @@ def damage(record, folder: Path) -> str | None:
         for name in names:
             if type(record.get(name)) is not kind:
                 return f"has no {name}"
+    if record["k"] < 1 or record["repeat"] < 0:
+        return f"has k {shown(record['k'])} and repeat {shown(record['repeat'])}"
     if record["run_id"] != folder.name:
         return f"is the record of {shown(record['run_id'])}"
     if record["status"] not in STATUSES:

@@ -71,6 +71,7 @@ DAMAGE = {
     "another run's": {"run_id": "shared_test_k2_r0"},
     "k is a fraction": {"k": 2.7},
     "k is text": {"k": "2"},
+    "k is negative": {"k": -3},
     "an unknown status": {"status": "fine"},
     "no peak": {"peak_resident_bytes": None},
     "a peak beyond reason": {"peak_resident_bytes": 10**400},
