@@ -12,7 +12,7 @@ class Live:
     """Lines on this process's standard output. It goes on where the reader is gone or the disk is full."""
 
     def __init__(self, pause: float):
-        """`pause` is how many seconds lie at least between two `show` where the output is no terminal."""
+        """`pause` is how many seconds of silence come at least before a `show` where the output is no terminal."""
         self.output = os.dup(1)  # stays the terminal while 1 is a run's log
         self.terminal = os.isatty(self.output)
         self.pause, self.last = pause, time.monotonic()
@@ -27,6 +27,7 @@ class Live:
 
     def say(self, text: str) -> None:
         """A line that stays."""
+        self.last = time.monotonic()
         self._write(f"\r\x1b[K{text}\n" if self.terminal else f"{text}\n")
 
     def _write(self, text: str) -> None:

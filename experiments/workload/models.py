@@ -106,7 +106,8 @@ def load_config(model: str):
     try:
         return AutoConfig.from_pretrained(model_source(model))
     except Exception as error:  # a damaged config.json raises whatever its fields lead to
-        raise ConfigError(f"cannot load model {model!r}: {one_line(error)}; mend its config.json") from error
+        remedy = "check its name and the network" if model.startswith("hub:") else "mend its config.json"
+        raise ConfigError(f"cannot load model {model!r}: {one_line(error)}; {remedy}") from error
 
 
 def one_line(error: Exception) -> str:
