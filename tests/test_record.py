@@ -8,14 +8,15 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from experiments import config as cfg
-from experiments import memory_monitor, phases, record
+from experiments import memory_monitor, phases, record, train
 from experiments.config import ROOT, ConfigError
-from experiments.processes import owned
+from experiments.processes import owned, stoppable
 from experiments.record import RunRecord, damage, read_record, write_summary
 
 GIB = 2**30
@@ -178,3 +179,20 @@ def test_the_last_row_of_a_full_disk_is_left_out(tmp_path):
     (tmp_path / "memory.csv").write_text("timestamp,elapsed_s,resident_bytes\n1,0,5\n2,1,\n3,2")
     assert [row["resident_bytes"] for row in record.read_samples(tmp_path / "memory.csv")] == [5.0, None]
     assert record.read_samples(Path(tmp_path, "none.csv")) == []
+
+
+@pytest.mark.parametrize("exact, status", [(True, "ok"), (False, "error")])
+def test_a_run_without_its_sampler_counts_only_where_the_kernel_knows_the_peak(exact, status, tmp_path, monkeypatch):
+    config = cfg.resolve("stock", 2, "test", "cpu")
+    identity = (config.run_id, config.arm, config.scale, config.k, config.repeat, config.as_dict(), "abc")
+    run = RunRecord(*identity, device_kind="cpu", start_bytes=1)
+    if not exact:
+        monkeypatch.setattr(phases.HighWater, "reset", lambda self: False)
+    monkeypatch.setattr(train, "start_monitor", lambda *_: None)
+    monkeypatch.setattr(train, "stop_monitor", lambda _: None)
+    monkeypatch.setattr(train, "train", lambda config, documents, run, recorder: recorder.enter("generate"))
+    with stoppable():
+        train.measure(tmp_path, config, [], run, SimpleNamespace(phase=lambda phase, step: None))
+    assert (run.status, run.exit_code) == (status, 0 if exact else 1)
+    assert run.sampler["lost_after_s"] == 0 and (run.peak_resident_bytes is not None) == exact
+    assert run.error is None if exact else "the sampler was lost" in run.error
