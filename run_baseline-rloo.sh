@@ -3,4 +3,4 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 ./setup_env.sh --quiet
-.venv/bin/python -m experiments.suite --arms classic-baseline,stock,stock-accumulate "$@"
+exec .venv/bin/python -m experiments.suite --arms classic-baseline,stock,stock-accumulate "$@"

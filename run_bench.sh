@@ -4,11 +4,16 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 ./setup_env.sh --quiet
-suite() { .venv/bin/python -m experiments.suite --scale bench "$@"; }
-suite --arms stock,stock-accumulate,stock-compact,shared --k 8 --repeats 5 "$@"
-suite --arms shared --k 8 --repeats 5 --completions-per-forward 8 "$@"
-suite --arms stock-compact --k 2,4,16 "$@"
-suite --arms shared --k 2,4,16,32,64 "$@"
+worst=0
+suite() { # after failed runs the next suite begins all the same; not after a bad option (2) or a signal (128 + n)
+  .venv/bin/python -m experiments.suite "$@" || worst=$?
+  [ "$worst" -le 1 ] || exit "$worst"
+}
+suite --scale bench --arms stock,stock-accumulate,stock-compact,shared --k 8 --repeats 5 "$@"
+suite --scale bench --arms shared --k 8 --repeats 5 --completions-per-forward 8 "$@"
+suite --scale bench --arms stock-compact --k 2,4,16 "$@"
+suite --scale bench --arms shared --k 2,4,16,32,64 "$@"
 # A reward that can be learned, 30 updates, same seed: training is not harmed
-.venv/bin/python -m experiments.suite --arms stock,shared --scale learn --k 4 "$@"
+suite --arms stock,shared --scale learn --k 4 "$@"
 ./visualize_results.sh
+exit "$worst"

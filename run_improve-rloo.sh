@@ -3,10 +3,16 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 ./setup_env.sh --quiet
-.venv/bin/python -m experiments.suite --arms classic-string,classic-string-exact,classic-lean,shared "$@"
+worst=0
+suite() { # after failed runs the next suite begins all the same; not after a bad option (2) or a signal (128 + n)
+  .venv/bin/python -m experiments.suite "$@" || worst=$?
+  [ "$worst" -le 1 ] || exit "$worst"
+}
+suite --arms classic-string,classic-string-exact,classic-lean,shared "$@"
 if [ $# -eq 0 ]; then
   # Prompts below the 1,024-token cut, where the published change has nothing to cut
-  .venv/bin/python -m experiments.suite --arms classic-baseline,classic-string --scale short --k 2
+  suite --arms classic-baseline,classic-string --scale short --k 2
   # A reward that can be learned, 30 updates, same seed: training is not harmed
-  .venv/bin/python -m experiments.suite --arms classic-baseline,classic-lean --scale learn --k 4
+  suite --arms classic-baseline,classic-lean --scale learn --k 4
 fi
+exit "$worst"

@@ -13,10 +13,11 @@ from experiments.config import ROOT, Arm, ConfigError
 def use_fork(arm: Arm) -> list[str]:
     """Build the arm's TRL, put it first on the path, and check that it is what `import trl` gives.
 
-    Returns the names of the patches in it, as the build recorded them.
+    Returns the names of the patches in it, as the build recorded them. Arms of the same patches share a build. Raises
+    `ConfigError` with the reason in one line.
     """
     if arm.patches is None:
-        name, choice = arm.name, []
+        name, choice = f"{arm.line}-series", []
     elif arm.patches:
         name, choice = "+".join(Path(patch).stem for patch in arm.patches), ["--patches", ",".join(arm.patches)]
     else:
@@ -25,7 +26,7 @@ def use_fork(arm: Arm) -> list[str]:
     command = [sys.executable, str(ROOT / "trl" / "fork.py"), "build", arm.line, str(dest), *choice]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
-        raise ConfigError(result.stderr.strip() or f"{' '.join(command)} failed")
+        raise ConfigError("; ".join(result.stderr.split("\n")).strip("; ") or f"{' '.join(command)} failed")
     sys.path.insert(0, str(dest))
     import trl
 

@@ -1,10 +1,12 @@
 """What can be run: arms, scales, and the one frozen configuration that describes a run completely."""
 
+import errno
 import os
 import platform
 import re
+import signal
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -15,16 +17,40 @@ class ConfigError(ValueError):
     """A setting that cannot work. Its text is one line: the value, the limit, the remedy."""
 
 
+class Stopped(KeyboardInterrupt):
+    """A signal asks this process to end; `args[0]` is its number. Ctrl-C without a handler of ours has none."""
+
+    @staticmethod
+    def number(stop: KeyboardInterrupt) -> signal.Signals:
+        return signal.Signals(stop.args[0] if stop.args else signal.SIGINT)
+
+
 EXIT_USAGE = 2  # a setting that cannot work
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def exit_code(program: str, run, args) -> int:
-    """What `run(args)` returns, or `EXIT_USAGE` with one line on stderr where it raises `ConfigError`."""
+    """What `run(args)` returns; `EXIT_USAGE` with one line on stderr where it raises `ConfigError`; 128 + the signal's
+    number, also with one line, where Ctrl-C or a signal that raises `Stopped` ends it; 1 where a disk is full."""
     try:
         return run(args)
     except ConfigError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except KeyboardInterrupt as stop:
+        print(f"{program}: stopped by {Stopped.number(stop).name}", file=sys.stderr)
+        return 128 + Stopped.number(stop)
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        print(f"{program}: the disk is full ({error}); make room and run again", file=sys.stderr)
+        return 1
+
+
+def shown(value) -> str:
+    """A value as a message shows it: quoted if it is text, and never long."""
+    text = repr(value)
+    return text if len(text) <= 160 else f"{text[:60]}... ({len(text)} characters)"
 
 
 @dataclass(frozen=True)
@@ -177,24 +203,121 @@ class RunConfig:
     def as_dict(self) -> dict:
         return asdict(self)
 
+    @classmethod
+    def from_dict(cls, values) -> "RunConfig":
+        """The configuration that `as_dict` gave. Raises `ConfigError` for a missing or unknown field, one of another
+        type, and whatever `check` refuses."""
+        names = [field.name for field in fields(cls)]
+        if not isinstance(values, dict) or sorted(values) != sorted(names):
+            wrong = set(values) ^ set(names) if isinstance(values, dict) else {"everything"}
+            raise ConfigError(f"not a run's configuration ({', '.join(sorted(wrong))} missing or unknown)")
+        for field in fields(cls):
+            value = values[field.name]
+            allowed = (int, float) if field.type is float else field.type
+            if not isinstance(value, allowed) or isinstance(value, bool):
+                raise ConfigError(f"{field.name} is {shown(value)}, not {getattr(allowed, '__name__', allowed)}")
+        config = cls(**values)
+        check(config)
+        return config
+
+
+# The smallest and largest value of each number. The largest are beyond any machine: they catch slips of the keyboard.
+LIMITS = {
+    "k": (2, 4096),  # leave-one-out needs another completion
+    "batch": (1, 2**16),
+    "repeat": (0, 9999),
+    "seed": (0, 2**32 - 1),  # as NumPy takes them
+    "vocab_size": (260, 2**24),  # the tokenizer's 256 bytes and four special tokens
+    "prompt_tokens": (16, 2**24),  # the chat template needs some
+    "completion_tokens": (1, 2**24),
+    "budget_bytes": (1, 2**50),
+    "steps": (1, 10**7),
+    "epochs": (1, 10**4),
+    "learning_rate": (0, 100),
+    "temperature": (0.01, 100),
+    "lora_rank": (0, 2**16),
+    "interval": (0.01, 1),  # of the memory sampler, in seconds
+    "threads": (1, 1024),
+}  # fmt: skip
+
+
+def check_limit(name: str, value: float, low: float, high: float) -> None:
+    """Raise `ConfigError` unless `value` lies within `low` to `high`. NaN never does."""
+    if not low <= value <= high:
+        option = "--budget" if name == "budget_bytes" else f"--{name.replace('_', '-')}"
+        raise ConfigError(
+            f"{option} {shown(value)} must be at least {low} and at most {high}; use {option} "
+            f"{high if value > high else low}, or a value in between"
+        )
+
+
+def check(config: RunConfig) -> None:
+    """Raise `ConfigError` for a value outside its limits, an unknown name, a combination that cannot run, and a local
+    file that is not there. Loads nothing."""
+    choose("arm", config.arm, ARMS)
+    choose("scale", config.scale, SCALES)
+    choose("device", config.device, ("cpu", "cuda"))
+    choose("precision", config.precision, ("float64", "float32", "bf16", "bfloat16"))
+    choose("reward", config.reward, ("model", "letters"))
+    for name, (low, high) in LIMITS.items():
+        check_limit(name, getattr(config, name), low, high)
+    arm, k = ARMS[config.arm], config.k
+    if config.batch % k:
+        raise ConfigError(
+            f"batch {config.batch} is not divisible by k={k}: completions of a prompt would be split; "
+            f"use --batch {k * max(1, round(config.batch / k))}"
+        )
+    if not arm.shares_prefix and config.completions_per_forward != arm.completions_per_forward(config.batch):
+        raise not_for(arm, config)
+    if arm.shares_prefix and not 1 <= config.completions_per_forward <= k:
+        raise ConfigError(
+            f"--completions-per-forward {shown(config.completions_per_forward)} is outside 1 to k={k}: completions of "
+            f"one prompt go together; use {min(max(1, config.completions_per_forward), k)}"
+        )
+    if config.lora_rank and arm.line == "classic":
+        current = ", ".join(name for name, other in ARMS.items() if other.line == "current")
+        raise ConfigError(
+            f"scale {config.scale} trains LoRA adapters, and {config.arm} (TRL 0.21) does not here; use {current}"
+        )
+    for option, source in (("--model", config.model), ("--documents", config.documents)):
+        if source is not None and (source in ("", "hub:") or not source.isprintable()):
+            raise ConfigError(f"{option} {shown(source)} names nothing; give a local path or hub:owner/name")
+    local = not (config.model or "hub:").startswith("hub:")
+    if local and not Path(config.model, "config.json").is_file():
+        raise ConfigError(
+            f"--model {shown(config.model)}: no such folder with a config.json; give one, or hub:owner/name"
+        )
+    if not config.documents.startswith("hub:") and config.documents != "builtin":
+        if not Path(config.documents).exists():
+            raise ConfigError(
+                f"document source {shown(config.documents)} does not exist; give a file, a folder of .txt, "
+                f"hub:owner/name or builtin"
+            )
+
+
+def not_for(arm: Arm, config: RunConfig) -> ConfigError:
+    sharing = ", ".join(name for name, other in ARMS.items() if other.shares_prefix)
+    return ConfigError(
+        f"--completions-per-forward {shown(config.completions_per_forward)}: {arm.name} always takes "
+        f"{arm.completions_per_forward(config.batch)}; leave the option out or use --arm {sharing}"
+    )
+
 
 def choose(kind: str, name: str, choices) -> str:
     """`name`, which must be one of `choices`. Raises `ConfigError`."""
     if name not in choices:
-        raise ConfigError(f"unknown {kind} {name!r}; choose one of: {', '.join(choices)}")
+        raise ConfigError(f"unknown {kind} {shown(name)}; choose one of: {', '.join(choices)}")
     return name
 
 
 def resolve(arm: str, k: int, scale: str, device: str, repeat: int = 0, **overrides) -> RunConfig:
     """Fill in a run's configuration from its scale; `overrides` that are None are left to the scale.
 
-    Raises `ConfigError` for an unknown name or a combination that cannot run. Loads nothing.
+    Raises `ConfigError` for whatever `check` refuses. Loads nothing.
     """
     choose("arm", arm, ARMS)
     choose("scale", scale, SCALES)
     base = SCALES[scale]
-    if k < 2:
-        raise ConfigError(f"k={k}: leave-one-out needs at least 2 completions per prompt; use --k 2 or more")
     config = RunConfig(
         arm=arm,
         scale=scale,
@@ -218,41 +341,16 @@ def resolve(arm: str, k: int, scale: str, device: str, repeat: int = 0, **overri
         lora_rank=base.lora_rank,
         device=device,
         interval=0.05,
-        threads=os.cpu_count() or 1,
+        threads=min(os.cpu_count() or 1, LIMITS["threads"][1]),
         completions_per_forward=0,  # depends on the batch
     )
     given = {name: value for name, value in overrides.items() if value is not None}
     config = replace(config, **given)
     if "completions_per_forward" not in given:
         config = replace(config, completions_per_forward=ARMS[arm].completions_per_forward(config.batch))
-    elif not ARMS[arm].shares_prefix:
-        sharing = ", ".join(name for name, other in ARMS.items() if other.shares_prefix)
-        raise ConfigError(
-            f"--completions-per-forward {config.completions_per_forward}: {arm} always takes "
-            f"{ARMS[arm].completions_per_forward(config.batch)}; leave the option out or use --arm {sharing}"
-        )
-    elif not 1 <= config.completions_per_forward <= k:
-        raise ConfigError(
-            f"--completions-per-forward {config.completions_per_forward} is outside 1 to k={k}: completions of one "
-            f"prompt go together; use {min(max(1, config.completions_per_forward), k)}"
-        )
-    for name in ("batch", "prompt_tokens", "completion_tokens", "steps", "epochs", "budget_bytes", "threads"):
-        if getattr(config, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(config, name)}; it must be at least 1")
-    if config.batch % k:
-        raise ConfigError(
-            f"batch {config.batch} is not divisible by k={k}: completions of a prompt would be split; "
-            f"use --batch {k * max(1, round(config.batch / k))}"
-        )
-    if config.prompt_tokens < 16:
-        raise ConfigError(f"--prompt-tokens {config.prompt_tokens} leaves no room for a chat template; use 16 or more")
-    if not 0.01 <= config.interval <= 1:
-        raise ConfigError(f"--interval {config.interval} s is outside 0.01 to 1 s; the default is 0.05")
-    choose("precision", config.precision, ("float64", "float32", "bf16", "bfloat16"))
-    if config.lora_rank and ARMS[arm].line == "classic":
-        current = ", ".join(name for name, other in ARMS.items() if other.line == "current")
-        raise ConfigError(f"scale {scale} trains LoRA adapters, and {arm} (TRL 0.21) does not here; use {current}")
-    choose("reward", config.reward, ("model", "letters"))
+    elif not ARMS[arm].shares_prefix:  # asked for, if only by chance with the number that it takes
+        raise not_for(ARMS[arm], config)
+    check(config)
     return config
 
 
@@ -262,11 +360,18 @@ def default_scale(device_kind: str) -> str:
 
 def parse_bytes(text: str) -> int:
     """Bytes from "32GiB", "1.5 GB", "800MiB" or a plain number of bytes. Raises `ConfigError`."""
-    units = {"": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": GIB}
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", text.lower())
+    units = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": GIB}
+    match = re.fullmatch(r"\s*([0-9]{0,20}\.?[0-9]{1,20})\s*([a-z]*)\s*", text.lower())
     if not match or match[2] not in units:
-        raise ConfigError(f"cannot read the size {text!r}; write it like 32GiB, 800MiB or 4000000000")
+        raise ConfigError(f"cannot read the size {shown(text)}; write it like 32GiB, 800MiB or 4000000000")
     return int(float(match[1]) * units[match[2]])
+
+
+def machine_folder(results: Path, machine: str) -> Path:
+    """`results`/`machine`, absolute. Raises `ConfigError` where `machine` is more than the name of a folder."""
+    if machine in ("", ".", "..") or "/" in machine or machine.startswith(("-", ".")) or not machine.isprintable():
+        raise ConfigError(f"--machine {shown(machine)} is not one plain folder name; write it like nvidia-h200")
+    return results.absolute() / machine
 
 
 def machine_name(device_kind: str, device_name: str) -> str:

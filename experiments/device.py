@@ -1,16 +1,21 @@
 """Pick a device, hold a run to its memory budget there, and measure what it uses. Sizes in bytes.
 
-Starts fast: torch is imported only where it is asked.
+    python -m experiments.device [--device auto]
+
+prints the name of this machine's folder below results/. Starts fast: torch is imported only where it is asked.
 """
 
 import ctypes
 import gc
 import os
 import resource
+import sys
+import warnings
 from pathlib import Path
 
 from experiments import config as cfg
 from experiments.config import ConfigError, RunConfig
+from experiments.options import Parser
 
 OOM_TEXTS = (
     "can't allocate memory", "cannot allocate memory", "out of memory", "bad_alloc", "memory allocation of",
@@ -37,13 +42,19 @@ def pick_device(wanted: str) -> tuple[str, str, int]:
         os.environ["CUDA_VISIBLE_DEVICES"] = entries[int(index or 0)] if entries else index or "0"
     import torch
 
-    if torch.cuda.is_available():
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        usable = torch.cuda.is_available()
+    if usable:
         properties = torch.cuda.get_device_properties(0)
         return "cuda", properties.name, properties.total_memory
     if visible is None:
         del os.environ["CUDA_VISIBLE_DEVICES"]
     if kind == "cuda":
-        raise ConfigError(f"device {wanted!r} is not usable here; use --device cpu, or check nvidia-smi and torch")
+        why = "".join(f" ({str(warning.message).splitlines()[0]})" for warning in said[:1])
+        raise ConfigError(
+            f"device {wanted!r} is not usable here{why}; use --device cpu, or check nvidia-smi and torch"
+        )
     return "cpu", cfg.cpu_name(), host_bytes
 
 
@@ -127,3 +138,21 @@ def keep_only_live_memory() -> None:
         return  # not glibc
     m_mmap_threshold = -3  # malloc.h
     mallopt(m_mmap_threshold, 2**20)
+
+
+def main(argv: list[str] | None = None) -> int:
+    return cfg.exit_code("device", print_machine, argv)
+
+
+def print_machine(argv: list[str] | None) -> int:
+    parser = Parser(
+        prog="python -m experiments.device", description="Print the name of this machine's folder below results/."
+    )
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    kind, name, _ = pick_device(parser.parse_args(argv).device)
+    print(cfg.machine_name(kind, name))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

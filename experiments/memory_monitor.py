@@ -210,9 +210,10 @@ def sample(process: psutil.Process, output, interval: float, device: Device | No
     times = array("d")
     slow_due = 0.0
     tick = 0
-    start = time.monotonic()
+    start, began = time.monotonic(), time.time()
     while True:
-        timestamp, elapsed = time.time(), time.monotonic() - start
+        elapsed = time.monotonic() - start
+        timestamp = began + elapsed  # a clock that is set meanwhile does not part the samples from the phases
         used = total = None
         if device:
             try:

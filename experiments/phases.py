@@ -7,6 +7,7 @@ the sampler's file shows the course in between.
 
 import csv
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,13 +67,22 @@ class HighWater:
 class PhaseRecorder:
     """Writes one row to `path` when a phase ends, and keeps the rows in `peaks`."""
 
-    def __init__(self, path: Path, device_kind: str, go_on: bool = False):
-        """With `go_on`, rows are added to those that a run before this one left, and steps are counted from there."""
+    def __init__(
+        self,
+        path: Path,
+        device_kind: str,
+        go_on: bool = False,
+        watch: Callable[[str, int], None] = lambda phase, step: None,
+    ):
+        """With `go_on`, rows are added to those that a run before this one left, and steps are counted from there.
+        `watch` is told the phase and the step whenever a phase begins. Raises OSError, as `enter` and `close` do."""
+        self.began = time.time() - time.monotonic()
+        self.watch = watch
         self.high_water = HighWater(device_kind)
         self.peaks: list[PhasePeak] = []
         self.step = 0
         self.phase = "load"
-        self.start = time.time()
+        self.start = self.now()
         self.prompt_tokens: list[int] = []  # tokens fed per sequence, padding not counted
         self.rollout_starts: list[float] = []
         self.outside_pool_bytes = 0  # CUDA: what the device holds besides torch's pool, read before the first step
@@ -84,21 +94,28 @@ class PhaseRecorder:
         if not go_on:
             csv.writer(self.file).writerow(COLUMNS)
 
-    def enter(self, phase: str) -> None:
-        """End the current phase and start another. Entering the current phase again is nothing."""
+    def enter(self, phase: str, step: int | None = None) -> None:
+        """End the current phase and start another, which begins `step` if that is given. Entering the current phase
+        again is nothing."""
         if phase == self.phase:
             return
         self.close()
         self.phase = phase
+        self.step = self.step if step is None else step
         self.high_water.reset()
-        self.start = time.time()
+        self.start = self.now()
+        self.watch(phase, self.step)
+
+    def now(self) -> float:
+        """Unix seconds, as the clock said when this recorder was made: setting the clock bends no duration."""
+        return self.began + time.monotonic()
 
     def close(self) -> None:
         """Write the current phase's row; also called when the run fails in the middle of a phase."""
-        peak = PhasePeak(self.phase, self.step, self.start, time.time(), *self.high_water.read())
+        peak = PhasePeak(self.phase, self.step, self.start, self.now(), *self.high_water.read())
         self.peaks.append(peak)
         csv.writer(self.file).writerow(["" if value is None else value for value in vars(peak).values()])
-        self.start = time.time()  # the phase may go on
+        self.start = self.now()  # the phase may go on
 
     def attach(self, policy, optimizer) -> None:
         """Mark phases from now on: generate -> score -> (train -> optimizer) x n -> generate ..."""
@@ -142,9 +159,8 @@ class PhaseRecorder:
         if self.phase == "score" and not self.grad_norms.get(self.step):
             self.enter("generate")
             return
-        self.enter("generate")
-        self.step += 1
-        self.rollout_starts.append(time.time())
+        self.enter("generate", self.step + 1)
+        self.rollout_starts.append(self.now())
 
     def step_seconds(self, end: float) -> list[float]:
         """Seconds from each rollout's start to the next one's, the last to `end`."""

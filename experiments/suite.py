@@ -1,171 +1,274 @@
 """Arms x k x repeats, each run its own process, in alternating order; continues after a failure; can be resumed.
 
 python -m experiments.suite --arms classic-baseline,classic-lean --k 2,4,8 --repeats 3
+
+Exit codes: 0 every run finished, was already there, or was left for later by --minutes (out of memory is a finished
+run), 1 some failed or were refused, 2 the plan cannot work, 130 or 143 stopped by Ctrl-C or SIGTERM.
 """
 
 import argparse
+import contextlib
 import os
+import select
 import signal
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 from experiments import config as cfg
-from experiments.config import ARMS, EXIT_USAGE, GIB, ROOT, SCALES, ConfigError, RunConfig
+from experiments.config import ARMS, GIB, ROOT, SCALES, ConfigError, RunConfig, Stopped
 from experiments.device import pick_device, tells_of_memory
+from experiments.options import OPTIONS, Parser, add_options, directory, number, overrides, whole
+from experiments.processes import Launch, new_token, owned, stoppable
 from experiments.record import (
     FINISHED,
+    RunRecord,
     main_peak,
     make_writable,
+    no_room,
+    outcome,
     read_record,
     source_commit,
     write_json,
     write_summary,
 )
+from experiments.terminal import Live
 
-PASSED_ON = {
-    "model": str, "documents": str, "budget": str, "steps": int, "interval": float, "precision": str, "threads": int,
-    "batch": int, "completions_per_forward": int,
-}  # fmt: skip
+PATIENCE = 30.0  # seconds that a run which is told to stop has to write its record
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m experiments.suite", description=__doc__.split("\n")[0])
+    with stoppable():
+        return cfg.exit_code("suite", run, argv)
+
+
+def run(argv: list[str] | None) -> int:
+    parser = Parser(prog="python -m experiments.suite", description=__doc__.split("\n")[0])
     parser.add_argument("--arms", required=True, help=f"comma-separated, of: {', '.join(ARMS)}")
     parser.add_argument("--k", default="2,4,8", help="comma-separated completions per prompt")
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--repeats", type=whole, default=1)
     parser.add_argument("--scale", help=f"{', '.join(SCALES)}; default: seed on CUDA, cpu elsewhere")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--results", type=Path, default=ROOT / "results")
-    parser.add_argument("--machine", help="folder name below --results")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    parser.add_argument("--results", type=directory, default=ROOT / "results", help="holds one folder a machine")
+    parser.add_argument("--machine", help="folder name below --results; default: from the device's name")
     parser.add_argument("--fresh", action="store_true", help="repeat runs that are already finished")
-    parser.add_argument("--timeout", type=float, default=3600, help="seconds after which one run is stopped")
-    parser.add_argument("--minutes", type=float, help="begin no run after that; the same command goes on later")
-    for name, kind in PASSED_ON.items():
-        parser.add_argument(option(name), type=kind, help="as for experiments.train")
+    parser.add_argument("--timeout", type=number, default=3600, help="seconds after which one run is stopped")
+    parser.add_argument("--minutes", type=number, help="begin no run after that; the same command goes on later")
+    add_options(parser, OPTIONS)
     args = parser.parse_args(argv)
-    try:
-        plan, machine = make_plan(args)
-        make_writable(machine)
-    except ConfigError as error:
-        print(f"suite: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    return run_plan(plan, machine, args)
+    plan, machine = make_plan(args)
+    make_writable(machine)
+    return run_plan(plan, machine, args.fresh, args.timeout, args.minutes)
 
 
 def make_plan(args: argparse.Namespace) -> tuple[list[RunConfig], Path]:
     """Every run's configuration, checked before the first one starts: repeats outermost, arms innermost, so that arms
     alternate and a drift of the machine touches all of them. Raises `ConfigError`."""
-    device_kind, device_name, _ = pick_device(args.device)
-    scale = args.scale or cfg.default_scale(device_kind)
+    cfg.check_limit("repeats", args.repeats, 1, 1000)
+    cfg.check_limit("timeout", args.timeout, 1, 10**7)
+    if args.minutes is not None:
+        cfg.check_limit("minutes", args.minutes, 0, 10**6)
     try:
-        ks = [int(k) for k in args.k.split(",")]
-    except ValueError:
-        raise ConfigError(f"--k {args.k!r} is not a comma-separated list of numbers; write it like 2,4,8") from None
-    if args.repeats < 1:
-        raise ConfigError(f"--repeats is {args.repeats}; it must be at least 1")
-    overrides = {
-        "budget_bytes": cfg.parse_bytes(args.budget) if args.budget else None,
-        **{name: getattr(args, name) for name in PASSED_ON if name != "budget"},
-    }
+        ks = [whole(k) for k in args.k.split(",")]
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"--k: {error}, several like 2,4,8") from None
+    arms = args.arms.split(",")
+    for option, chosen in (("--arms", arms), ("--k", ks)):
+        if twice := [value for value in chosen if chosen.count(value) > 1]:
+            raise ConfigError(f"{option} names {twice[0]} more than once; for repeated runs use --repeats")
+    device_kind, device_name, _ = pick_device(args.device)
+    scale = cfg.default_scale(device_kind) if args.scale is None else args.scale
+    given = overrides(args, OPTIONS)
     plan = [
-        cfg.resolve(arm, k, scale, device_kind, repeat=repeat, **overrides)
+        cfg.resolve(arm, k, scale, device_kind, repeat=repeat, **given)
         for repeat in range(args.repeats)
         for k in ks
-        for arm in args.arms.split(",")
+        for arm in arms
     ]
-    return plan, args.results / (args.machine or cfg.machine_name(device_kind, device_name))
+    name = cfg.machine_name(device_kind, device_name) if args.machine is None else args.machine
+    return plan, cfg.machine_folder(args.results, name)
 
 
-def option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def run_plan(plan: list[RunConfig], machine: Path, fresh: bool, timeout: float, minutes: float | None) -> int:
+    """Run what is not there yet, tell how each ended, and show the peaks. Returns the exit code."""
+    live, commit, begun = Live(pause=60), source_commit(), time.monotonic()
+    seconds = earlier_seconds(plan, machine)
+    told: dict[RunConfig, str] = {}  # why a run has no figure
+    launches: dict[RunConfig, str] = {}
+    failed, stop = 0, None
 
+    def there(config: RunConfig) -> bool:
+        record = read_record(machine / config.run_id)
+        return not fresh and record is not None and is_same(record, config, commit)
 
-def run_plan(plan: list[RunConfig], machine: Path, args: argparse.Namespace) -> int:
-    commit = source_commit()
-    durations: dict[tuple, list[float]] = {}
-    begun = time.time()
-    failed = 0
-    for number, config in enumerate(plan, 1):
-        folder = machine / config.run_id
-        title = f"[{number}/{len(plan)}] {config.arm} k={config.k} repeat {config.repeat}"
-        record = read_record(folder)
-        if record and not args.fresh and is_same(record, config, commit):
-            print(f"{title}: already there, {outcome(record)}", flush=True)
-            continue
-        if args.minutes is not None and time.time() - begun > 60 * args.minutes:
-            print(f"{title}: not begun after --minutes {args.minutes:g}; the same command goes on from here")
-            break
-        left = expected_seconds(plan[number - 1 :], durations)
-        print(f"{title}: running, {clock(time.time() - begun)} elapsed, about {left} left", flush=True)
-        started = time.time()
-        returncode = run_one(config, machine, args)
-        seconds = time.time() - started
-        durations.setdefault((config.arm, config.k), []).append(seconds)
-        record = settle_record(folder, returncode)
-        if record is None:  # refused before anything was written
-            return returncode
-        failed += record["status"] == "error"
-        print(f"{' ' * len(title)}  {outcome(record)}, {seconds:.0f} s", flush=True)
+    missing = [config for config in plan if not there(config)]
+    live.say(
+        f"{len(plan)} run(s), {len(plan) - len(missing)} already there"
+        + (f", about {expected(missing, seconds)} for the rest" if missing and seconds else "")
+    )
+    try:
+        for place, config in enumerate(plan, 1):
+            if config not in missing or there(config):  # another suite may have run it meanwhile
+                continue
+            title = f"[{place}/{len(plan)}] {config.arm} k={config.k} repeat {config.repeat}"
+            if minutes is not None and time.monotonic() - begun >= 60 * minutes:
+                live.say(f"{title}: not begun after --minutes {minutes:g}; the same command goes on from here")
+                break
+            rest = [config for config in plan[place - 1 :] if config in missing]
+            left = f", about {expected(rest, seconds)} left" if seconds else ""
+            live.say(f"{title}: running, {clock(time.monotonic() - begun)} elapsed{left}")
+            started, launches[config] = time.monotonic(), new_token()
+            try:
+                record = run_one(config, machine, timeout, launches[config], lambda text: live.show(f"  {text}"))
+            except (ConfigError, OSError) as refusal:  # OSError: the system has no process or no file to give
+                told[config], failed = "refused", failed + 1
+                live.say(f"  REFUSED: {refusal}")
+                continue
+            except KeyboardInterrupt:
+                told[config] = "stopped"
+                raise
+            took = time.monotonic() - started
+            if record["status"] in FINISHED:
+                seconds.setdefault(cell(config), []).append(took)
+            else:
+                told[config], failed = "error", failed + 1
+            live.say(f"  {outcome(record)}, {took:.0f} s")
+    except KeyboardInterrupt as signaled:
+        stop = Stopped.number(signaled)
+    try:
         write_summary(machine)
-    write_summary(machine)
-    print_table(plan, machine)
+    except OSError as error:
+        live.say(no_room(error, machine / "summary.csv"))
+        failed += 1
+    figures = {}
+    for config in plan:
+        record, token = read_record(machine / config.run_id), launches.get(config)
+        if config in told:
+            figures[config] = told[config]
+        elif token is None:  # only what was there before and is this very run
+            figures[config] = figure(record) if there(config) else "not begun"
+        else:
+            figures[config] = figure(record) if record and record.get("launch") == token else "gone"
+    live.say("\n" + "\n".join(table(figures)))
     if failed:
-        print(f"{failed} run(s) failed; their log.txt says why")
+        live.say(f"{failed} failure(s); a run that failed says why in its log.txt")
+    if stop:
+        live.say(f"stopped by {stop.name}; the same command goes on from here")
+        return 128 + stop
     return 1 if failed else 0
 
 
-def run_one(config: RunConfig, machine: Path, args: argparse.Namespace) -> int:
-    """One run in its own process; its terminal lines are kept out of the suite's. Returns the exit code."""
-    command = [
-        sys.executable,
-        "-m",
-        "experiments.train",
-        "--arm",
-        config.arm,
-        "--k",
-        str(config.k),
-        "--scale",
-        config.scale,
-        "--repeat",
-        str(config.repeat),
-        "--device",
-        config.device,
-        "--results",
-        str(machine.parent),
-        "--machine",
-        machine.name,
-    ]
-    for name in PASSED_ON:
-        if getattr(args, name) is not None:
-            command += [option(name), str(getattr(args, name))]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-    try:
-        return process.wait(args.timeout)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        print(f"  stopped after --timeout {args.timeout:.0f} s", flush=True)
-        return process.wait()
-    except KeyboardInterrupt:
-        process.send_signal(signal.SIGINT)
-        process.wait(10)
-        raise
+def run_one(
+    config: RunConfig,
+    machine: Path,
+    timeout: float | None = None,
+    token: str | None = None,
+    show=lambda text: None,
+) -> dict:
+    """One run in its own process, below `machine` (results/<machine>). Returns its record, which is of this launch.
 
-
-def settle_record(folder: Path, returncode: int) -> dict | None:
-    """The run's record; where the process died before it could write the end, say so in its place.
-
-    Native code that cannot allocate may abort the process: then the log's last lines tell that memory ran out.
+    `show` is told now and then how far it is. Raises `ConfigError` with the run's own words where it was refused, and
+    passes `KeyboardInterrupt` on when the run has written its record.
     """
+    machine = machine.absolute()
+    token = token or new_token()
+    command = [sys.executable, "-m", "experiments.train", "--config"]
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    with tempfile.TemporaryDirectory(prefix="rloo-") as temp, Path(temp, "stderr").open("w+b") as words:
+        Launch(config, machine, token, os.getpid()).write(Path(temp, "launch.json"))
+        process = subprocess.Popen(
+            [*command, str(Path(temp, "launch.json"))],
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=words,
+            start_new_session=True,  # a Ctrl-C in the terminal is for the suite, which passes it on once
+        )
+        stopped, late = None, False
+        try:
+            late = not follow(process, timeout, show)
+        except KeyboardInterrupt as stop:
+            stopped = stop
+            show("stopping, its record is being written")
+        end(process, Stopped.number(stopped) if stopped else signal.SIGTERM)
+        words.seek(0)
+        said = words.read().decode(errors="replace").strip().splitlines()
+    reason = f"stopped after --timeout {timeout:g} s" if late else None
+    try:
+        return settle_record(config, machine, token, process.returncode, said, reason)
+    finally:
+        if stopped:
+            raise stopped
+
+
+def follow(process: subprocess.Popen, timeout: float | None, show) -> bool:
+    """Tell `show` the run's last line and its time, twice a second, until it ends. Whether it did in time."""
+    begun, text = time.monotonic(), "starting"
+    while timeout is None or time.monotonic() - begun < timeout:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.5)
+            return True
+        while select.select([process.stdout], [], [], 0)[0]:
+            said = os.read(process.stdout.fileno(), 2**16)
+            text = next((line.strip() for line in reversed(said.decode().split("\n")) if line.strip()), text)
+            if not said:  # closed
+                break
+        show(f"{text}, {clock(time.monotonic() - begun)}")
+    return False
+
+
+def end(process: subprocess.Popen, number: int) -> None:
+    """End a run that may still go on, and whatever it started that does not end with it."""
+    if process.poll() is None:
+        process.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(PATIENCE)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+
+
+def settle_record(
+    config: RunConfig, machine: Path, token: str, returncode: int, said: list[str], reason: str | None = None
+) -> dict:
+    """The record of this launch. Where the process died before it could write the end, say so in its place.
+
+    `said` is what it left on stderr, `reason` why it was made to stop. Native code that cannot allocate may abort the
+    process: then the log's last lines tell that memory ran out. Raises `ConfigError` where the run was refused.
+    """
+    folder = machine / config.run_id
     record = read_record(folder)
-    if record is not None and record["status"] == "running":
-        name = signal.Signals(-returncode).name if returncode < 0 else f"exit code {returncode}"
-        log = folder / "log.txt"
-        oom = returncode == -signal.SIGABRT and log.exists() and tells_of_memory(log.read_text()[-2000:])
-        status = "oom" if oom else "error"
-        record.update(status=status, exit_code=returncode, error=f"ended by {name} before it could report")
-        write_json(folder / "run.json", record)
+    mine = record is not None and record.get("launch") == token
+    if not mine and returncode == cfg.EXIT_USAGE:
+        raise ConfigError(said[-1].removeprefix("train: ") if said else "no reason was given")
+    if mine and (record["status"] in FINISHED or record["status"] == "error" and not reason):
+        return record
+    died = f"ended by {signal.Signals(-returncode).name if returncode < 0 else f'exit code {returncode}'}"
+    if mine:
+        record.update(status="error", exit_code=returncode, error=reason or f"{died} before it could report")
+        with contextlib.suppress(OSError):
+            last_words = (folder / "log.txt").read_bytes()[-2000:].decode(errors="replace")
+            if returncode == -signal.SIGABRT and tells_of_memory(last_words):
+                record["status"] = "oom"
+    else:
+        error = reason or (said[-1].removeprefix("train: ") if said else f"{died} before it began")
+        identity = (config.run_id, config.arm, config.scale, config.k, config.repeat, config.as_dict())
+        record = vars(
+            RunRecord(*identity, source_commit(), "error", error, returncode, device_kind=config.device, launch=token)
+        )
+    try:
+        with owned(folder, patience=0):
+            write_json(folder / "run.json", record)
+            for name in () if mine else ("memory.csv", "phases.csv", "log.txt"):  # an older run's
+                (folder / name).unlink(missing_ok=True)
+    except (OSError, ConfigError) as error:
+        record["error"] += f"; not recorded: {error}"
     return record
 
 
@@ -180,49 +283,56 @@ def is_same(record: dict, config: RunConfig, commit: str) -> bool:
     )
 
 
-def outcome(record: dict) -> str:
-    if record["status"] == "oom":
-        return "OUT OF MEMORY"
-    if record["status"] != "ok":
-        return f"FAILED: {record['error']}"
-    peak, above = (size / GIB for size in main_peak(record))
-    return f"peak {peak:.2f} GiB, {above:.2f} above start, {record['prompt_tokens_fed_mean']:.0f} prompt tokens"
+def cell(config: RunConfig) -> RunConfig:
+    """What all repeats of a run have in common."""
+    return replace(config, repeat=0, seed=0)
 
 
-def expected_seconds(left: list[RunConfig], durations: dict) -> str:
-    """From the finished runs: the same cell's time if known, else the arm's, else the mean of all, scaled by k."""
-    if not durations:
-        return "?"
-    per_k = sum(sum(times) / k for (_, k), times in durations.items()) / sum(len(t) for t in durations.values())
-    total = 0.0
-    for config in left:
-        times = durations.get((config.arm, config.k))
-        total += sum(times) / len(times) if times else per_k * config.k
-    return clock(total)
+def earlier_seconds(plan: list[RunConfig], machine: Path) -> dict[RunConfig, list[float]]:
+    """How long finished runs of the planned cells took on this machine, from their records."""
+    wanted, seconds = {cell(config) for config in plan}, {}
+    for path in sorted(machine.glob("*/run.json")):
+        record = read_record(path.parent)
+        with contextlib.suppress(ConfigError, TypeError, ValueError, KeyError):
+            if record and record["status"] in FINISHED:
+                key = cell(RunConfig.from_dict(record["config"]))
+                span = datetime.fromisoformat(record["finished_at"]) - datetime.fromisoformat(record["started_at"])
+                if key in wanted and span.total_seconds() > 0:
+                    seconds.setdefault(key, []).append(span.total_seconds())
+    return seconds
+
+
+def expected(left: list[RunConfig], seconds: dict[RunConfig, list[float]]) -> str:
+    """From finished runs: the same cell's time if known, else the mean of all known, scaled by k."""
+    per_k = statistics.fmean(statistics.fmean(times) / key.k for key, times in seconds.items())
+    times = (seconds.get(cell(config)) for config in left)
+    return clock(sum(statistics.fmean(t) if t else per_k * c.k for c, t in zip(left, times, strict=True)))
 
 
 def clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
-def print_table(plan: list[RunConfig], machine: Path) -> None:
-    """Peak above the start level, GiB, one row an arm, one column a k, repeats separated by a slash."""
-    ks = sorted({config.k for config in plan})
-    print(f"\npeak above start, GiB{'':5}" + "".join(f"{f'k={k}':>18}" for k in ks))
-    for arm in dict.fromkeys(config.arm for config in plan):
-        cells = []
-        for k in ks:
-            runs = [read_record(machine / c.run_id) for c in plan if c.arm == arm and c.k == k]
-            cells.append("/".join(short(run) for run in runs if run))
-        print(f"{arm:26}" + "".join(f"{cell:>18}" for cell in cells))
-
-
-def short(record: dict) -> str:
+def figure(record: dict) -> str:
+    """What the table says of a run: its peak above the start level in GiB, or a word."""
     if record["status"] != "ok":
         return {"oom": "OOM"}.get(record["status"], "error")
     return f"{main_peak(record)[1] / GIB:.2f}"
 
 
+def table(figures: dict[RunConfig, str]) -> list[str]:
+    """Peak above the start level, GiB, one row an arm, one column a k, repeats separated by a slash."""
+    ks = sorted({config.k for config in figures})
+    rows = [["peak above start, GiB", *(f"k={k}" for k in ks)]]
+    for arm in dict.fromkeys(config.arm for config in figures):
+        cells = [[text for c, text in figures.items() if (c.arm, c.k) == (arm, k)] for k in ks]
+        rows.append([arm, *(texts[0] if set(texts) == {"not begun"} else "/".join(texts) for texts in cells)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        f"{row[0]:{widths[0]}}" + "".join(f"  {text:>{w}}" for text, w in zip(row[1:], widths[1:], strict=True))
+        for row in rows
+    ]
+
+
 if __name__ == "__main__":
-    os.environ.setdefault("PYTHONUNBUFFERED", "1")
     sys.exit(main())

@@ -1,11 +1,14 @@
 """Prompts and models: real text, stated lengths, published shapes."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
 from experiments import config as cfg
-from experiments.config import ConfigError
+from experiments.config import ROOT, ConfigError
 from experiments.workload import data, models
 
 
@@ -101,3 +104,50 @@ def test_the_same_seed_builds_the_same_model_once(tmp_path, documents):
 def test_letter_reward_serves_both_lines():
     assert data.letter_reward(completions=["user\neee\nassistant\neel e"]) == [0.3]
     assert data.letter_reward(prompts=["p"], completions=[[{"role": "assistant", "content": "tree"}]]) == [0.2]
+
+
+@pytest.mark.parametrize("precision, size", [("bfloat16", 2), ("float32", 4), ("bf16", 4), ("float64", 8)])
+def test_what_the_models_take_is_counted_in_their_own_precision(precision, size):
+    """330,536 weights: policy, reference, gradient, two moments and the reward model."""
+    fields = dict(precision=precision, vocab_size=18_992)
+    hf_config = models.model_config(cfg.resolve("stock", 2, "cpu", "cpu", **fields))
+    weights = sum(p.numel() for p in models.meta_model(hf_config).parameters())
+    needed = weights * 6 * size
+    models.check_fits(cfg.resolve("stock", 2, "cpu", "cpu", budget_bytes=needed, **fields), hf_config)
+    with pytest.raises(ConfigError, match="raise --budget"):
+        models.check_fits(cfg.resolve("stock", 2, "cpu", "cpu", budget_bytes=needed - 1, **fields), hf_config)
+
+
+TINY = {
+    "model_type": "qwen3", "vocab_size": 64, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4,
+}  # fmt: skip
+DAMAGED = {
+    "text for a size": {**TINY, "hidden_size": "x"},
+    "less than no layers": {**TINY, "num_hidden_layers": -1},
+    "no heads": {**TINY, "num_attention_heads": 0},
+    "no positions": {**TINY, "max_position_embeddings": None},
+    "an unknown rotation": {**TINY, "rope_parameters": {"rope_type": "zzz"}},
+    "an unknown type": {**TINY, "model_type": "nonesuch"},
+    "no causal model": {"model_type": "t5"},
+    "a list": [1, 2],
+    "nothing": {},
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_model_whose_config_is_damaged_is_refused_in_one_line(case, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(DAMAGED[case]))
+    config = cfg.resolve("stock", 2, "test", "cpu", model=str(tmp_path))
+    with pytest.raises(ConfigError) as error:
+        models.check_fits(config, models.model_config(config))
+    assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_documents_are_read_as_utf_8_in_every_locale(tmp_path, monkeypatch):
+    """Another encoding would make other tokens of the same text."""
+    (tmp_path / "a.txt").write_bytes("Größe\n".encode())
+    code = f"from experiments.workload.data import load_documents as load; print(ascii(load({str(tmp_path)!r})))"
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=ascii_only, capture_output=True, text=True)
+    assert said.stdout.strip() == ascii(["Größe\n"]), said.stderr

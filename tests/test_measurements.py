@@ -2,12 +2,10 @@
 are never half, and going on where they were killed. Nothing is measured here; test_gpu_evidence.py does."""
 
 import csv
-import subprocess
-from pathlib import Path
 
 import pytest
 
-from experiments import builds, record
+from experiments import builds
 from experiments.config import ROOT, ConfigError
 from experiments.evidence import common, exactness, host_allocator_bench, planner_check, rivals, sampler_check
 
@@ -182,23 +180,15 @@ def test_too_large_an_error_leaves_its_rows_and_says_which_bound(
     assert measure(exactness) == (code, err), "measured already: the same verdict"
 
 
-def trained(code=0, status="ok", sampler=None, said=""):
-    """Stands in for `subprocess.run` of experiments.train: writes a record, unless `status` is None."""
+def trained(status="ok", sampler=None, error=None):
+    """Stands in for `suite.run_one`: the record of a run that has ended."""
 
-    def run(command, **kwargs):
-        given = dict(zip(command[3::2], command[4::2], strict=True))
-        arm, scale, k, repeat = (given[name] for name in ("--arm", "--scale", "--k", "--repeat"))
-        folder = Path(given["--results"], given["--machine"], f"{arm}_{scale}_k{k}_r{repeat}")
-        folder.mkdir(parents=True)
-        facts = {"run_id": folder.name, "arm": arm, "scale": scale, "k": int(k), "repeat": int(repeat)}
+    def run_one(config, machine):
         sizes = {"peak_device_used_bytes": None, "peak_resident_bytes": 9, "start_bytes": 1}
-        seen = sampler if sampler is not None else {"achieved_interval_s": float(given["--interval"])} | SEEN
-        left = {"commit": COMMIT, "config": {}, "trace": [], "status": status, "error": None, "sampler": seen or None}
-        if status:
-            record.write_json(folder / "run.json", {**facts, **sizes, **left})
-        return subprocess.CompletedProcess(command, code, stderr=said)
+        seen = sampler if sampler is not None else {"achieved_interval_s": config.interval} | SEEN
+        return {**sizes, "status": status, "error": error, "sampler": seen}
 
-    return run
+    return run_one
 
 
 SEEN = {"longest_gap_s": 0.2, "peak_missed_bytes": 3}
@@ -206,12 +196,12 @@ SEEN = {"longest_gap_s": 0.2, "peak_missed_bytes": 3}
 
 def test_the_sampler_check_goes_on_where_it_was_killed(measure, monkeypatch, tmp_path):
     options = ("--scale", "test", "--repeats", "2", "--intervals", "0.02,0.1", "--threads", "1")
-    monkeypatch.setattr(sampler_check.subprocess, "run", killed_after(3, trained()))
+    monkeypatch.setattr(sampler_check, "run_one", killed_after(3, trained()))
     with pytest.raises(Killed):
         measure(sampler_check, *options)
     assert not (tmp_path / "x" / "sampler.csv").exists()
     assert len(rows_of(tmp_path / "x" / "sampler.csv.unfinished")) == 3
-    monkeypatch.setattr(sampler_check.subprocess, "run", killed_after(1, trained()))
+    monkeypatch.setattr(sampler_check, "run_one", killed_after(1, trained()))
     assert measure(sampler_check, *options) == (0, "")
     rows = rows_of(tmp_path / "x" / "sampler.csv")
     assert [(row["interval_s"], row["repeat"]) for row in rows] == [
@@ -219,7 +209,7 @@ def test_the_sampler_check_goes_on_where_it_was_killed(measure, monkeypatch, tmp
     ]  # fmt: skip
     assert [float(row["achieved_interval_s"]) for row in rows] == [0.02, 0.1, 0.02, 0.1]
     assert {row["commit"] for row in rows} == {COMMIT}
-    monkeypatch.setattr(sampler_check.subprocess, "run", trained(code=1))
+    monkeypatch.setattr(sampler_check, "run_one", trained(status="error"))
     assert measure(sampler_check, *options[:-1], "2")[0] == 2, "rows of one thread are not taken for those of two"
     assert rows_of(tmp_path / "x" / "sampler.csv") == rows
 
@@ -227,14 +217,14 @@ def test_the_sampler_check_goes_on_where_it_was_killed(measure, monkeypatch, tmp
 @pytest.mark.parametrize(
     "child, said",
     [
-        (dict(code=2, status=None, said="noise\ntrain: no trl wheel"), "failed: train: no trl wheel; "),
-        (dict(code=1), "failed: exit code 1"),
-        (dict(status=None), "was not sampled"),
-        (dict(sampler={}), "was not sampled"),
+        (dict(status="error", error="ValueError: no"), "failed: ValueError: no; "),
+        (dict(status="oom"), "failed: oom"),
+        (dict(sampler={}), "sampler was lost"),
+        (dict(sampler={"lost_after_s": 3.0} | SEEN), "sampler was lost"),
     ],
 )
 def test_a_run_that_failed_or_that_nobody_sampled_is_no_row(measure, monkeypatch, tmp_path, child, said):
-    monkeypatch.setattr(sampler_check.subprocess, "run", trained(**child))
+    monkeypatch.setattr(sampler_check, "run_one", trained(**child))
     code, err = measure(sampler_check, "--scale", "test")
     assert code == 2 and said in err and err.count("\n") == 1, err
     assert not list(tmp_path.rglob("sampler.csv*"))

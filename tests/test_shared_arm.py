@@ -3,11 +3,12 @@
 import csv
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from experiments import builds, suite
 from experiments import config as cfg
-from experiments import suite
 from experiments import train as train_module
 from experiments.config import ARMS, ROOT, ConfigError
 from experiments.record import read_record
@@ -18,7 +19,7 @@ SERIES = [row for row in (ROOT / "trl" / "current" / "series").read_text().split
 def test_a_run_records_its_patches_its_passes_and_its_phases(train):
     code, record, folder, _ = train("shared", 4)
     assert code == 0 and record["status"] == "ok", record["error"]
-    assert record["fork_patches"] == SERIES and ".build/fork/shared" in record["trl_file"]
+    assert record["fork_patches"] == SERIES and ".build/fork/current-series" in record["trl_file"]
     assert record["completions_per_forward"] == record["config"]["completions_per_forward"] == 2
     assert 62 <= record["prompt_tokens_fed_mean"] <= 64
     with (folder / "phases.csv").open() as file:
@@ -123,3 +124,21 @@ def test_an_arm_is_untouched_some_patches_or_the_whole_series():
     assert ARMS["classic-lean"].patches == ("0003-lean-logits.patch",)
     with pytest.raises(ConfigError, match="always takes 8"):
         cfg.resolve("classic-lean", 8, "cpu", "cpu", completions_per_forward=2)
+
+
+def test_arms_of_the_same_patches_share_a_build_and_a_failed_one_is_told_in_one_line(monkeypatch):
+    asked = {}
+
+    def build(command, **_):
+        asked[arm] = tuple(command[2:])
+        return SimpleNamespace(returncode=1, stderr="fork: the first\nfork: the second\n")
+
+    monkeypatch.setattr(builds.subprocess, "run", build)
+    for arm in ARMS:
+        with pytest.raises(ConfigError) as error:
+            builds.use_fork(ARMS[arm])
+        assert str(error.value) == "fork: the first; fork: the second"
+    assert asked["stock-compact"] == asked["shared"] and asked["stock"] == asked["stock-accumulate"]
+    assert len(set(asked.values())) == len({(arm.line, arm.patches) for arm in ARMS.values()})
+    places = {command[2]: command for command in asked.values()}
+    assert len(places) == len(set(asked.values())), "no two builds in one place"

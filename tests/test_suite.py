@@ -4,12 +4,13 @@ import json
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from experiments import suite
-from experiments.config import ROOT
-from experiments.record import read_record
+from experiments.config import ROOT, ConfigError
+from experiments.record import RunRecord, read_record
 
 
 def run_suite(tmp_path, *options):
@@ -30,6 +31,16 @@ def run_suite(tmp_path, *options):
         *options,
     ]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def write_record(machine, config, **fields):
+    """A finished run of `config`, with `fields` instead of the usual ones; returns its folder."""
+    folder = machine / config.run_id
+    folder.mkdir(parents=True)
+    identity = (config.run_id, config.arm, config.scale, config.k, config.repeat, config.as_dict())
+    usual = dict(commit="abc", status="ok", start_bytes=2**30, peak_resident_bytes=2**30 * 3, device_kind="cpu")
+    RunRecord(*identity, **{**usual, **fields}).write(folder)
+    return folder
 
 
 def test_the_suite_goes_on_after_a_failure_and_says_so(tmp_path):
@@ -54,15 +65,20 @@ def test_no_run_is_begun_after_the_minutes(tmp_path):
 
 
 def test_a_run_that_native_code_aborted_is_told_by_its_last_words(tmp_path):
+    config = suite.cfg.resolve("stock", 2, "test", "cpu")
+    folder = tmp_path / config.run_id
+    folder.mkdir()
     for words, status in (("memory allocation of 4096 bytes failed", "oom"), ("assertion failed", "error")):
-        (tmp_path / "run.json").write_text(json.dumps({"status": "running"}))
-        (tmp_path / "log.txt").write_text(words)
-        record = suite.settle_record(tmp_path, -signal.SIGABRT)
+        identity = (config.run_id, config.arm, config.scale, config.k, config.repeat, config.as_dict())
+        RunRecord(*identity, "abc", launch="mine").write(folder)
+        (folder / "log.txt").write_text(words)
+        record = suite.settle_record(config, tmp_path, "mine", -signal.SIGABRT, [])
         assert record["status"] == status and "SIGABRT" in record["error"]
+        assert read_record(folder) == record
 
 
 def test_arms_alternate_within_k_and_repeats_come_last():
-    args = type("Args", (), dict.fromkeys(suite.PASSED_ON))()
+    args = SimpleNamespace(**dict.fromkeys(suite.OPTIONS), timeout=60, minutes=None)
     args.device, args.scale, args.k, args.repeats, args.arms = "cpu", "test", "2,4", 2, "stock,classic-lean"
     args.machine, args.results = "here", ROOT / "results"
     plan, machine = suite.make_plan(args)
@@ -102,19 +118,151 @@ def test_only_the_same_configuration_on_the_same_commit_is_skipped():
 
 def test_a_finished_run_is_skipped_and_an_unfinished_one_repeated(tmp_path, monkeypatch):
     started = []
+
+    def run_one(config, machine, timeout, token, show):
+        started.append(config.run_id)
+        raise ConfigError("not in this test")
+
     monkeypatch.setattr(suite, "source_commit", lambda: "abc")
-    monkeypatch.setattr(suite, "run_one", lambda config, *_: started.append(config.run_id) or 0)
+    monkeypatch.setattr(suite, "run_one", run_one)
     plan = [suite.cfg.resolve(arm, 2, "test", "cpu") for arm in ("stock", "classic-lean")]
     for config, status in zip(plan, ("oom", "error"), strict=True):
-        folder = tmp_path / config.run_id
-        folder.mkdir()
-        fields = dict.fromkeys(suite.write_summary.__globals__["SUMMARY_COLUMNS"])
-        record = {**fields, "config": config.as_dict(), "commit": "abc", "status": status, "error": "", "trace": []}
-        record.update(run_id=config.run_id, scale="test", arm=config.arm, k=2, repeat=0)
-        (folder / "run.json").write_text(json.dumps(record))
-    args = type("Args", (), {"fresh": False, "minutes": None})()
-    suite.run_plan(plan, tmp_path, args)
+        write_record(tmp_path, config, status=status, commit="abc")
+    suite.run_plan(plan, tmp_path, False, 60, None)
     assert started == ["classic-lean_test_k2_r0"]
-    args.fresh = True
-    suite.run_plan(plan, tmp_path, args)
+    suite.run_plan(plan, tmp_path, True, 60, None)
     assert len(started) == 3
+
+
+@pytest.fixture
+def child(monkeypatch, tmp_path):
+    """Lets a few lines of Python stand for the process of a run. They know `launch`, its `config` and `folder`, and
+    `record(**fields)` writes run.json. The code counts as changed, so that no older run counts."""
+
+    def stand_in(code):
+        stub = tmp_path / "python"
+        stub.write_text(
+            f"#!{sys.executable}\n"
+            "import json, os, signal, sys, time\n"
+            "from pathlib import Path\n"
+            "from experiments.processes import Launch\n"
+            "launch = Launch.read(Path(sys.argv[-1]))\n"
+            "config, folder = launch.config, launch.machine / launch.config.run_id\n"
+            "def record(**fields):\n"
+            "    folder.mkdir(exist_ok=True)\n"
+            "    path = folder / 'run.json'\n"
+            "    identity = {n: getattr(config, n) for n in ('run_id', 'arm', 'scale', 'k', 'repeat')}\n"
+            "    usual = dict(config=config.as_dict(), status='ok', commit='x', trace=[], launch=launch.token,\n"
+            "                 start_bytes=2**30, peak_resident_bytes=2**30 * 2, peak_device_used_bytes=None)\n"
+            "    path.write_text(json.dumps({**identity, **usual, **fields}))\n"
+            "if config.arm != 'classic-lean':\n"
+            "    record()\n"
+            "    sys.exit(0)\n" + code
+        )
+        stub.chmod(0o755)
+        monkeypatch.setattr(suite.sys, "executable", str(stub))
+
+    monkeypatch.setattr(suite, "source_commit", lambda: "abc-dirty")
+    return stand_in
+
+
+# What the process of a run does -> what the suite says, what the table says, what the folder holds afterwards
+CHILDREN = {
+    "refused": ("print('train: --x 1 is bad; use 2', file=sys.stderr); sys.exit(2)", "REFUSED: --x 1 is bad; use 2",
+                "refused", "the older run"),
+    "killed before its first record": ("os.kill(os.getpid(), 9)", "FAILED: ended by SIGKILL before it began",
+                                       "error", "ended by SIGKILL before it began"),
+    "broken before its first record": ("raise ImportError('no such thing')", "FAILED: ImportError: no such thing",
+                                       "error", "ImportError: no such thing"),
+    "ended well, nothing written": ("", "FAILED: ended by exit code 0 before it began", "error",
+                                    "ended by exit code 0 before it began"),
+    "killed later": ("record(status='running'); os.kill(os.getpid(), 9)", "ended by SIGKILL before it could report",
+                     "error", "ended by SIGKILL before it could report"),
+    "the record of another launch": ("record(launch='another')", "FAILED: ended by exit code 0", "error",
+                                     "ended by exit code 0 before it began"),
+    "no record at all": ("record(); (folder / 'run.json').write_text('[1, 2]')", "FAILED: ended by exit code 0",
+                         "error", "ended by exit code 0 before it began"),
+    "too slow": ("record(status='running'); time.sleep(60)", "FAILED: stopped after --timeout 2 s", "error",
+                 "stopped after --timeout 2 s"),
+    "deaf": ("signal.signal(15, signal.SIG_IGN); record(status='running'); time.sleep(60)",
+             "FAILED: stopped after --timeout 2 s", "error", "stopped after --timeout 2 s"),
+    "failed by its own word": ("record(status='error', error='ValueError: no'); sys.exit(1)", "FAILED: ValueError: no",
+                               "error", "ValueError: no"),
+    "out of memory": ("record(status='oom'); sys.exit(3)", "OUT OF MEMORY", "OOM", None),
+    "its folder is gone": ("record(); (folder / 'run.json').unlink(); folder.rmdir(); sys.exit(1)",
+                           "FAILED: ended by exit code 1", "error", "ended by exit code 1 before it began"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CHILDREN)
+def test_an_older_run_never_passes_for_this_one(case, child, tmp_path, capfd, monkeypatch):
+    """An older finished run lies in the folder. Whatever happens to the new one, its peak of 2.00 is not shown, the
+    other arm is run, and the exit code tells."""
+    code, said, shown, left = CHILDREN[case]
+    child(code)
+    monkeypatch.setattr(suite, "PATIENCE", 0.5)
+    config = suite.cfg.resolve("classic-lean", 2, "test", "cpu", threads=1)
+    folder = write_record(tmp_path / "here", config, error="the older run")
+    options = ["--arms", "classic-lean,stock", "--k", "2", "--scale", "test", "--device", "cpu", "--threads", "1"]
+    code = suite.main([*options, "--timeout", "2", "--results", str(tmp_path), "--machine", "here"])
+    output = capfd.readouterr()
+    assert code == (0 if shown == "OOM" else 1), output
+    assert said in output.out and not output.err, output
+    lines = [line.split() for line in output.out.splitlines()]
+    assert ["classic-lean", shown] in lines and ["stock", "1.00"] in lines, output.out
+    assert read_record(folder).get("error") == left
+    assert (tmp_path / "here" / "summary.csv").read_text().count("\n") == 3
+
+
+def test_another_configuration_left_there_is_not_shown_for_a_run_that_is_not_begun(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(suite, "source_commit", lambda: "abc")
+    usual, other = (suite.cfg.resolve("shared", 2, "test", "cpu", threads=1, steps=n) for n in (2, 777))
+    write_record(tmp_path / "here", usual)
+    options = ["--arms", "shared", "--k", "2", "--scale", "test", "--device", "cpu", "--threads", "1"]
+    options += ["--results", str(tmp_path), "--machine", "here", "--minutes", "0"]
+    for more, shown in ((["--steps", "777"], "not begun"), ([], "2.00"), (["--fresh"], "not begun")):
+        assert suite.main([*options, *more]) == 0
+        assert capfd.readouterr().out.splitlines()[-1].split(maxsplit=1) == ["shared", shown]
+
+
+@pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM))
+def test_a_stopped_suite_shows_what_there_is(number, child, tmp_path, capfd):
+    """The signal goes to the suite alone: it hands it on once, and waits for the run's record."""
+    child(
+        "def stop(*_):\n"
+        "    time.sleep(0.5)\n"
+        "    record(status='error', error='told')\n"
+        "    sys.exit(1)\n"
+        f"signal.signal({int(number)}, stop)\n"
+        "record(status='running')\n"
+        f"os.kill(launch.parent, {int(number)})\n"
+        "time.sleep(60)\n"
+    )
+    options = ["--arms", "stock,classic-lean,shared", "--k", "2", "--scale", "test", "--device", "cpu"]
+    assert suite.main([*options, "--results", str(tmp_path), "--machine", "here"]) == 128 + number
+    output = capfd.readouterr()
+    assert not output.err
+    assert [line.split(maxsplit=1)[:2] for line in output.out.splitlines()[-4:-1]] == [
+        ["stock", "1.00"], ["classic-lean", "stopped"], ["shared", "not begun"],
+    ]  # fmt: skip
+    assert output.out.splitlines()[-1].startswith(f"stopped by {number.name}")
+    assert read_record(tmp_path / "here" / "classic-lean_test_k2_r0")["error"] == "told"
+
+
+def test_the_suite_tells_how_far_a_run_is(child, tmp_path, capfd, monkeypatch):
+    child("print('  step 1 of 2, generate', flush=True); time.sleep(1.5); record()")
+    shown = []
+    config = suite.cfg.resolve("classic-lean", 2, "test", "cpu")
+    assert suite.run_one(config, tmp_path, show=shown.append)["status"] == "ok"
+    assert any(text.startswith("step 1 of 2, generate, 0:0") for text in shown)
+
+
+def test_earlier_runs_of_the_same_cell_tell_the_time(tmp_path):
+    plan = [suite.cfg.resolve(arm, 2, "test", "cpu", repeat=1) for arm in ("stock", "shared")]
+    times = dict(started_at="2026-01-01T00:00:00+00:00", finished_at="2026-01-01T00:01:30+00:00")
+    write_record(tmp_path, suite.cfg.resolve("stock", 2, "test", "cpu"), **times)
+    write_record(tmp_path, suite.cfg.resolve("stock", 4, "test", "cpu"), **times)
+    broken = write_record(tmp_path, suite.cfg.resolve("shared", 2, "test", "cpu"), started_at="yesterday")
+    seconds = suite.earlier_seconds(plan, tmp_path)
+    assert list(seconds.values()) == [[90.0]] and broken.exists()
+    assert suite.expected(plan, seconds) == "3:00"

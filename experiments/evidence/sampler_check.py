@@ -7,15 +7,15 @@ torch (CUDA) or the kernel (CPU, resident memory) counted, and how often the sam
 run to results/<machine>/sampler.csv. Runs that this commit has made with the same settings are not repeated.
 """
 
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from experiments import config as cfg
-from experiments.config import ROOT, ConfigError, RunConfig
+from experiments.config import ConfigError, RunConfig
 from experiments.evidence.common import FACTS, Parser, Table, numbers, place, whole
-from experiments.record import main_peak, read_record
+from experiments.record import main_peak
+from experiments.suite import run_one
 
 COLUMNS = (
     "interval_s", "repeat", "achieved_interval_s", "longest_gap_s", "missed_bytes", "peak_bytes", "arm", "scale", "k",
@@ -61,27 +61,16 @@ def run(argv: list[str] | None) -> int:
 
 def measure(config: RunConfig) -> dict:
     """One run in a folder of its own: seconds and bytes. Raises `ConfigError` where it fails or nobody sampled."""
-    given = {name: getattr(config, name) for name in ("arm", "k", "scale", "repeat", "device", "interval", "threads")}
     with tempfile.TemporaryDirectory() as results:
-        options = {**given, "results": results, "machine": "here"}
-        words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-        child = subprocess.run(
-            [sys.executable, "-m", "experiments.train", *words],
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        record = read_record(Path(results, "here", config.run_id))
-    if child.returncode:
-        why = [f"exit code {child.returncode}", *child.stderr.splitlines()][-1]
+        record = run_one(config, Path(results, "here"))
+    sampler = record["sampler"] or {"lost_after_s": 0}
+    if record["status"] != "ok" or "lost_after_s" in sampler:
+        why = "its sampler was lost" if record["status"] == "ok" else record["error"] or record["status"]
         raise ConfigError(f"{config.run_id} every {config.interval} s failed: {why}; try it with experiments.train")
-    if record is None or not record["sampler"]:
-        raise ConfigError(f"{config.run_id} every {config.interval} s was not sampled; try it with experiments.train")
     return {
-        "achieved_interval_s": record["sampler"]["achieved_interval_s"],
-        "longest_gap_s": record["sampler"]["longest_gap_s"],
-        "missed_bytes": record["sampler"]["peak_missed_bytes"],
+        "achieved_interval_s": sampler["achieved_interval_s"],
+        "longest_gap_s": sampler["longest_gap_s"],
+        "missed_bytes": sampler["peak_missed_bytes"],
         "peak_bytes": main_peak(record)[0],
     }
 

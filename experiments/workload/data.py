@@ -34,10 +34,12 @@ def load_documents(source: str) -> list[str]:
         raise ConfigError(
             f"document source {source!r} does not exist; give a file, a folder of .txt, hub:owner/name or builtin"
         )
-    if path.is_dir():
-        documents = [file.read_text(errors="replace") for file in sorted(path.glob("*.txt"))]
-    elif path.suffix == ".txt":
-        documents = [path.read_text(errors="replace")]
+    if path.is_dir() or path.suffix == ".txt":
+        files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
+        try:  # UTF-8 in every locale: another encoding would be other tokens
+            documents = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+        except OSError as error:
+            raise ConfigError(f"cannot read {error.filename!r}: {error.strerror}; mend or remove it") from error
     else:
         from datasets import load_dataset
 

@@ -105,8 +105,14 @@ def load_config(model: str):
 
     try:
         return AutoConfig.from_pretrained(model_source(model))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load model {model!r}: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # a damaged config.json raises whatever its fields lead to
+        remedy = "check its name and the network" if model.startswith("hub:") else "mend its config.json"
+        raise ConfigError(f"cannot load model {model!r}: {one_line(error)}; {remedy}") from error
+
+
+def one_line(error: Exception) -> str:
+    """An error's text in one line of at most 300 characters, its type where it has none."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def is_model(name: str) -> bool:
@@ -122,16 +128,20 @@ def check_fits(config: RunConfig, hf_config) -> None:
     """Raise `ConfigError` when the models, gradients and Adam's two moments alone exceed the budget, or the sequence
     exceeds the model's positions. Counts on the meta device: no memory is used. LoRA's own weights are left out."""
     length = config.prompt_tokens + config.completion_tokens
-    positions = hf_config.get_text_config().max_position_embeddings
-    if length > positions:
+    positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)  # recurrent models have none
+    if positions is not None and length > positions:
         raise ConfigError(
             f"prompt {config.prompt_tokens} + completion {config.completion_tokens} = {length} tokens exceed the "
             f"model's {positions} positions; lower --prompt-tokens to {positions - config.completion_tokens} or less"
         )
-    parameters = sum(p.numel() for p in meta_model(hf_config).parameters())
+    try:
+        parameters = sum(p.numel() for p in meta_model(hf_config).parameters())
+    except Exception as error:  # no causal model, or fields that do not go together: whatever building one raises
+        wrong = f"{type(error).__name__}: {one_line(error)}"
+        raise ConfigError(f"cannot build model {config.model or config.shape!r}: {wrong}; mend its config") from error
     copies = 1 if config.lora_rank else 5  # policy; reference, gradient, two moments
     copies += config.reward == "model"
-    needed = parameters * copies * (2 if config.precision == "bfloat16" else 4)
+    needed = parameters * copies * {"bfloat16": 2, "float64": 8}.get(config.precision, 4)
     if needed > config.budget_bytes:
         raise ConfigError(
             f"budget {config.budget_bytes / 2**20:.0f} MiB is below the {needed / 2**20:.0f} MiB that the models, "

@@ -127,12 +127,10 @@ class LogCollector(TrainerCallback):
         "grad_norm": ("grad_norm",),
     }
 
-    def __init__(self, phases, say):
-        self.phases, self.say, self.logs = phases, say, []
+    def __init__(self, phases):
+        self.phases, self.logs = phases, []
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if self.phases.step and (not self.logs or self.logs[-1][0] != self.phases.step):
-            self.say.step(self.phases.step)
         self.logs.append((self.phases.step, dict(logs or {})))
 
     def trace(self) -> list[dict]:
