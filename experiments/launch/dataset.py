@@ -27,15 +27,18 @@ def load(source: str):
 
     Without "builtin", which needs the tokenizer. Only hub: downloads. Does not import torch.
     """
-    from datasets import load_dataset
+    from datasets import disable_progress_bars, load_dataset
 
+    disable_progress_bars()
     path = Path(source)
+    if not source.removeprefix("hub:"):
+        raise ConfigError(f"dataset {source!r} has no name; name builtin, {FORMATS}")
     if source.startswith("hub:"):
-        kind, where = source.removeprefix("hub:"), {}
+        what, where = source.removeprefix("hub:"), {}
     elif path.is_dir():
         if not any(file.suffix in KINDS for file in path.rglob("*")):
             raise ConfigError(f"dataset {source!r} is a folder without a {', '.join(KINDS)} file; name {FORMATS}")
-        kind, where = source, {}
+        what, where = source, {}
     elif not path.exists():
         looks_like_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", source) and path.suffix not in KINDS
         hint = f"hub:{source} downloads it from the hub" if looks_like_hub else f"name {FORMATS}"
@@ -44,15 +47,18 @@ def load(source: str):
         raise ConfigError(f"dataset {source!r} is no dataset by its ending; name {FORMATS}")
     elif path.stat().st_size == 0:
         raise ConfigError(f"dataset {source!r} is an empty file; it needs a column `prompt` and at least one row")
+    elif KINDS[path.suffix] == "json" and (problem := broken_row(path)):
+        raise ConfigError(f"cannot read dataset {source!r}: {problem}")
     else:
-        kind, where = KINDS[path.suffix], {"data_files": source}
+        what, where = KINDS[path.suffix], {"data_files": source}
     try:
-        dataset = load_dataset(kind, **where, split="train")
+        dataset = load_dataset(what, **where, split="train")
     except Exception as error:  # a malformed file raises whatever its parser raises
-        reason = (broken_row(path) if KINDS.get(path.suffix) == "json" and path.is_file() else None) or one_line(
-            error.__cause__ or error
-        )
-        raise ConfigError(f"cannot read dataset {source!r}: {reason}; name {FORMATS}") from error
+        reason = one_line(error.__cause__ or error)
+        if "corresponds to no data" in reason:
+            reason = "it has no rows"
+        remedy = "write one row a prompt" if path.exists() else "check name and network"
+        raise ConfigError(f"cannot read dataset {source!r}: {reason}; {remedy}") from error
     if "prompt" not in dataset.column_names:
         raise ConfigError(
             f"dataset {source!r} has no column 'prompt'; it has {', '.join(dataset.column_names)}: rename one of them"
@@ -66,7 +72,7 @@ def load(source: str):
 
 
 def wrong_prompt(prompt) -> str | None:
-    """What is wrong with a prompt, which must be a text or a chat that says something."""
+    """What is wrong with a prompt, which must be text or a chat that says something."""
     if isinstance(prompt, str):
         return None if prompt.strip() else f"the prompt {prompt!r} is empty; remove the row or fill it"
     if prompt is None or prompt == []:
@@ -81,31 +87,40 @@ def wrong_prompt(prompt) -> str | None:
 
 
 def broken_row(path: Path) -> str | None:
-    """Which line of a JSON file cannot be a row, and why; None where every line can, or the file is one document."""
-    first = None
+    """Which line of a JSON file is no row, and why; None where every line is one. A .json file may also be one list.
+
+    The parser of `datasets` is faster, but it says neither the line nor that text is not UTF-8.
+    """
+    number, first = 0, None
     try:
+        if path.suffix == ".json" and path.read_bytes().lstrip()[:1] == b"[":
+            rows = json.loads(path.read_text("utf-8"))
+            strange = next((row for row in rows if not isinstance(row, dict)), None)
+            return None if strange is None else f"{one_line(repr(strange))} is no object like {{'prompt': ...}}"
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
-                if first is None and path.suffix == ".json" and line.lstrip().startswith(b"["):
-                    json.loads(path.read_bytes())
-                    return None
-                row = json.loads(line)
+                row = json.loads(line.decode())
                 if not isinstance(row, dict):
                     return f"line {number} is {one_line(repr(row))}, not an object like {{'prompt': ...}}"
-                kind = type(row.get("prompt")).__name__
-                first = first or (number, kind)
-                if kind != first[1]:
-                    return f"on line {number} the prompt is a {kind}, on line {first[0]} a {first[1]}"
+                first = first or (number, type(row.get("prompt")))
+                if row.get("prompt") is not None and not isinstance(row["prompt"], first[1]):
+                    return (
+                        f"the prompt is {kind(type(row['prompt']))} on line {number}, {kind(first[1])} on {first[0]}"
+                    )
     except json.JSONDecodeError as error:
-        at = error.lineno if "\n" in error.doc.strip() else number
-        return f"line {at} is not JSON: {error.msg} (character {error.colno})"
+        return f"line {number or error.lineno} is not JSON: {error.msg} (character {error.colno})"
     except UnicodeDecodeError as error:
-        return f"line {number} is not UTF-8: {error.object[error.start]:#x}"
-    except RecursionError:
-        return f"line {number} is nested too deeply"
+        byte = f"{error.object[error.start]:#x}"
+        return f"line {number} is not UTF-8 ({byte})" if number else f"{byte} at byte {error.start} is not UTF-8"
+    except (RecursionError, ValueError) as error:  # nested without end, or a number of thousands of digits
+        return f"line {number}: {one_line(error)}"
     return None
+
+
+def kind(python_type: type) -> str:
+    return {str: "text", list: "a list", dict: "an object", type(None): "missing"}.get(python_type, "a number")
 
 
 def measure(dataset, tokenizer, options: dict, limit: int | None, source: str) -> Lengths:

@@ -1,7 +1,6 @@
 """Keeps what libraries print at import and load out of the launcher's output; errors and TRL's training log stay."""
 
 import logging
-import os
 import sys
 import warnings
 
@@ -20,14 +19,15 @@ def before_import() -> None:
         warnings.filterwarnings("ignore", category=FutureWarning)
     # on a CPU it looks for kernels that nothing here needs
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 
 def after_import() -> None:
-    """Progress bars for weights that are read and written go, those of downloads stay."""
+    """Progress bars for weights and tables that are read and written go, those of downloads stay."""
+    import datasets
     from huggingface_hub.utils import enable_progress_bars
     from transformers.utils import logging as transformers_logging
 
+    datasets.disable_progress_bars()
     transformers_logging.disable_progress_bar()
     enable_progress_bars()
     for handler in logging.getLogger("transformers").handlers:

@@ -97,7 +97,9 @@ def read_yaml(path: Path) -> tuple[dict, dict[str, int]]:
             values[key.value] = loader.construct_object(node, deep=True)
         except Exception as error:  # a date that is none, an unknown tag: each type of YAML raises its own
             reason = getattr(error, "problem", None) or error
-            raise ConfigError(f"{path}, line {line}: cannot read the value of {key.value!r}: {reason}") from error
+            raise ConfigError(
+                f"{path}, line {line}: cannot read the value of {key.value!r} ({reason}); write it plainly"
+            ) from error
         lines[key.value] = line
     return values, lines
 
@@ -129,6 +131,8 @@ def load_profile(name: str) -> dict:
             problems.append((lines[key], f"{key} is {reprlib.repr(value)}: it must be {' or '.join(wanted)}"))
         elif problem := out_of_range(key, value):
             problems.append((lines[key], problem))
+        else:
+            settings[key] = as_meant(value, known[key])
     for one, other, reason in CONTRADICTIONS:
         if settings.get(one) and settings.get(other):
             problems.append((lines[one], f"{one} contradicts {other} (line {lines[other]}): {reason}"))
@@ -184,6 +188,14 @@ def fits(value, kind) -> bool:
             isinstance(value, list) and all(fits(one, element) for one in value) or element is str and fits(value, str)
         )
     return True  # a type of TRL's or of transformers' own, which they check
+
+
+def as_meant(value, kinds: tuple):
+    """A value that fits: text for a setting that takes no text is the number or the truth that it says."""
+    if not isinstance(value, str) or any(kind not in (bool, int, float) and fits(value, kind) for kind in kinds):
+        return value
+    kind = next(kind for kind in kinds if fits(value, kind))
+    return value.lower() == "true" if kind is bool else kind(value)
 
 
 def in_words(kind) -> str:

@@ -1,5 +1,5 @@
-"""`python -m experiments.hooks.teacher_student_demo` with both trainers and prefix sharing, and once without: the numbers
-that it prints, step, reward and parts of every update."""
+"""`python -m experiments.hooks.teacher_student_demo` with both trainers and prefix sharing, and once without: the
+numbers it prints, step, reward and parts of every update; and what the reward alone imports of this repository."""
 
 import contextlib
 import io

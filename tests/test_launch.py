@@ -1,0 +1,513 @@
+"""What the launcher and its profiles take, refuse and say. The tables of bad input are run in this process, or all
+of one table in one process without torch."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from experiments.config import ConfigError, resolve
+from experiments.launch import __main__ as launch
+from experiments.launch import dataset, help, inputs
+from experiments.settings import profiles
+from experiments.settings.arguments import LaunchArguments
+from experiments.workload import data, models
+
+ROOT = Path(__file__).resolve().parent.parent
+ROW = b'{"prompt": "Say a."}\n'
+ROWS = b'{"prompt": "Say a.", "answer": "a"}\n{"prompt": "Say the long word b.", "answer": "b"}\n'
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))[0]
+
+
+def refusal(function, *arguments) -> str:
+    with pytest.raises(ConfigError) as caught:
+        function(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+PROFILES = {
+    b"prefix_sharin: true": ["line 1", "prefix_sharin", "did you mean 'prefix_sharing'"],
+    b"beta: 0.0\nload_in_4bit: true\n": ["line 2", "load_in_4bit needs use_peft"],
+    b"use_peft: true\nload_in_4bit: true\nload_in_8bit: true\n": ["line 2", "contradicts load_in_8bit (line 3)"],
+    b"beta: 0.1\nbeta: 0.2\n": ["line 2", "'beta'", "first on line 1"],
+    b"beta: [0.1\n": ["line 2"],
+    b"completions_per_forward: 2\n": ["line 1", "needs prefix_sharing"],
+    b"vllm_gpu_memory_utilization: 0.3\n": ["line 1", "needs use_vllm"],
+    b"- beta\n": ["name: value"],
+    # what is no text
+    b"beta: 0.0\nseed: 1\0\n": ["line 2", "0x00", "remove it"],
+    b"beta: 0.0\nrun_name: caf\xe9\n": ["line 2", "0xe9", "UTF-8"],
+    "beta: 0.0".encode("utf-16"): ["line 1", "UTF-8"],
+    b"": ["name: value"],
+    b"# nothing\n": ["name: value"],
+    b"beta: 0\n---\nbeta: 1\n": ["line 2", "another document"],
+    # values of another type
+    b"learning_rate: [1, 2]\n": ["line 1", "learning_rate is [1, 2]", "a finite number"],
+    b"num_generations: {a: 1}\n": ["line 1", "num_generations is {'a': 1}", "a whole number"],
+    b"beta: .nan\n": ["line 1", "beta is nan", "a finite number"],
+    b"learning_rate: 1.0e+999\n": ["learning_rate is inf"],
+    b"learning_rate: 1e999\n": ["learning_rate is '1e999'"],
+    b"learning_rate: 2024-01-01\n": ["line 1", "learning_rate is datetime.date(2024, 1, 1)"],
+    b"learning_rate:\n": ["learning_rate is None"],
+    b"run_name: 2024-13-45\n": ["line 1", "'run_name'", "month must be"],
+    b"num_generations: 8.0\n": ["num_generations is 8.0", "whole number"],
+    b"num_generations: 100000000000000000000000\n": ["num_generations is 1000"],
+    b"max_steps: many\n": ["max_steps is 'many'"],
+    b"prefix_sharing: 1\n": ["prefix_sharing is 1", "true or false"],
+    b"save_strategy: no\n": ["save_strategy is False", "in quotes"],
+    b"run_name: !!binary aGk=\n": ["run_name is b'hi'"],
+    b"reward: [a, b]\n": ["reward is ['a', 'b']", "text"],
+    b"reward_weights: [1.0, x]\n": ["reward_weights is [1.0, 'x']", "a list"],
+    b"model_init_kwargs: 5\n": ["model_init_kwargs is 5", "a mapping"],
+    # YAML's own tools
+    b"model_init_kwargs: &a {x: *a}\n": ["line 1", "*a is an alias", "write it out"],
+    b"model_init_kwargs:\n  a: &a [x, x]\n  b: &b [*a, *a]\n": ["line 3", "*a is an alias"],
+    b"&r\nbeta: *r\n": ["line 2", "*r is an alias"],
+    b"beta: *x\n": ["line 1", "undefined alias"],
+    b"beta: !!python/object/apply:os.system ['true']\n": ["line 1", "'beta'", "os.system"],
+    b"beta: !!timestamp foo\n": ["line 1", "'beta'"],
+    b"seed: !!int ''\n": ["line 1", "'seed'"],
+    b"seed: " + b"9" * 5000 + b"\n": ["line 1", "'seed'", "5000 digits"],
+    b"? [a]\n: 1\n": ["line 1", "expected a name"],
+    b"<<: {beta: 0}\n": ["line 1", "unknown setting '<<'"],
+    b"model_init_kwargs: " + b"[" * 3000 + b"]" * 3000: ["nested too deeply"],
+    b"#" * 2**20 + b"\nbeta: 0.0\n": ["1024 KiB"],
+    # out of range, and several at once
+    b"max_completion_length: -5\nnum_generations: 1\ntemperature: 0\nseed: -1\nlora_r: 0\n": [
+        "line 1: max_completion_length is -5", "line 2: num_generations is 1: it must be at least 2",
+        "line 3: temperature is 0", "line 4: seed is -1", "line 5: lora_r is 0",
+    ],
+    b"max_steps: 0\nbata: 1\nload_in_4bit: true\n": ["line 1: max_steps is 0", "line 2: unknown", "line 3"],
+    b"".join(b"setting%d: 1\n" % i for i in range(20)): ["line 8", "and 12 more"],
+}  # fmt: skip
+
+
+@pytest.mark.torch
+def test_mistakes_in_a_profile_are_named_with_line_and_key(tmp_path):
+    for number, (text, parts) in enumerate(PROFILES.items()):
+        path = tmp_path / f"{number}.yaml"
+        path.write_bytes(text)
+        line = refusal(profiles.load_profile, str(path))
+        assert line.startswith(str(path)) and all(part in line for part in parts), (line, parts)
+    (tmp_path / "folder.yaml").mkdir()
+    os.mkfifo(tmp_path / "pipe.yaml")
+    assert "is a folder; name a YAML file" in refusal(profiles.load_profile, str(tmp_path / "folder.yaml"))
+    assert "is not a file" in refusal(profiles.load_profile, str(tmp_path / "pipe.yaml"))
+
+
+@pytest.mark.torch
+def test_what_yaml_reads_as_text_is_the_number_that_it_says(tmp_path):
+    path = tmp_path / "profile.yaml"
+    path.write_text("learning_rate: 1e-6\nper_device_train_batch_size: &k 8\nnum_generations: *k\nrun_name: '5'\n")
+    expected = {"learning_rate": 1e-6, "per_device_train_batch_size": 8, "num_generations": 8, "run_name": "5"}
+    assert profiles.load_profile(str(path)) == expected
+    for name in profiles.names():
+        assert profiles.load_profile(name)["learning_rate"] > 0, name
+
+
+ACCELERATE = {
+    b"": ["name: value"],
+    b"[1]": ["name: value"],
+    b"distributed_type: MULTI_GPU\nnum_processes: x\n": ["num_processes is 'x'", "whole number"],
+    b"distributed_type: MULTI_GPU\nnum_processes: 0\n": ["num_processes is 0"],
+    b"distributed_type: [1]\n": ["distributed_type [1]"],
+    b"distributed_type: FSDP\nfsdp_config: [1]\n": ["fsdp_config is [1]", "mapping"],
+    b"distributed_type: FSDP\nfsdp_config: {fsdp_version: [2]}\n": ["fsdp_version: 2"],
+    b"distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_offload_params: maybe}\n": ["is 'maybe'", "true or"],
+}  # fmt: skip
+
+
+def test_mistakes_in_an_accelerate_file_are_named(tmp_path):
+    path = tmp_path / "devices.yaml"
+    for text, parts in ACCELERATE.items():
+        path.write_bytes(text)
+        line = refusal(profiles.devices_from, path)
+        assert str(path) in line and all(part in line for part in parts), (line, parts)
+    path.write_text("distributed_type: NO\n")  # which YAML reads as false
+    assert profiles.devices_from(path)["num_devices"] == 1
+    for file in (profiles.FOLDER.parent / "accelerate").glob("*.yaml"):
+        assert profiles.devices_from(file)["fully_sharded"] == file.name.startswith("fsdp2")
+
+
+DATASETS = {
+    "broken.jsonl": (ROW + b'{"prompt": \n' + ROW, ["line 2 is not JSON"]),
+    "truncated.jsonl": (ROW + b'{"prompt": "a', ["line 2 is not JSON"]),
+    "list.jsonl": (ROW + b"[1]\n", ["line 2 is [1]", "not an object"]),
+    "empty.jsonl": (b"", ["is an empty file"]),
+    "blank.jsonl": (b"\n\n", ["no rows"]),
+    "no_column.jsonl": (b'{"text": "a", "answer": "b"}\n', ["no column 'prompt'", "it has text, answer"]),
+    "notes.txt": (b"Say a.\n", ["no dataset by its ending", ".jsonl"]),
+    "junk.parquet": (b"junk", ["cannot read dataset", "Parquet"]),
+    "latin.jsonl": (ROW + b'{"prompt": "caf\xe9"}\n', ["line 2 is not UTF-8 (0xe9)"]),
+    "utf16.jsonl": (ROW.decode().encode("utf-16"), ["line 1 is not UTF-8"]),
+    "mixed.jsonl": (ROW + b'{"prompt": [{"role": "user", "content": "a"}]}\n', ["a list on line 2, text on 1"]),
+    "null.jsonl": (ROW + b'{"prompt": null}\n', ["row 2: the prompt is empty"]),
+    "spaces.jsonl": (ROW + b'{"prompt": " "}\n', ["row 2: the prompt ' ' is empty"]),
+    "gone.jsonl": (ROW + b'{"answer": "a"}\n', ["row 2: the prompt is empty"]),
+    "number.jsonl": (b'{"prompt": 5}\n', ["row 1: the prompt is 5", "text or a list of messages"]),
+    "texts.jsonl": (b'{"prompt": ["a", "b"]}\n', ["row 1: the prompt is ['a', 'b']"]),
+    "no_chat.jsonl": (b'{"prompt": []}\n', ["row 1: the prompt is empty"]),
+    "no_role.jsonl": (b'{"prompt": [{"content": "a"}]}\n', ["row 1", "`role` and a `content`"]),
+    "silent.jsonl": (b'{"prompt": [{"role": "user", "content": ""}]}\n', ["row 1: no message"]),
+    "header.csv": (b"prompt,answer\n", ["no rows"]),
+    "other.csv": (b"question\na\n", ["no column 'prompt'", "question"]),
+    "ragged.csv": (b"prompt,answer\na,b\nc,d,e\n", ["line 3"]),
+    "gap.csv": (b"prompt,answer\na,b\n,d\n", ["row 2: the prompt is empty"]),
+    "array.json": (b'[{"prompt": "a"},\n {"prompt": }]\n', ["line 2 is not JSON"]),
+    "scalars.json": (b"[1, 2]", ["1 is no object"]),
+    "deep.jsonl": (b'{"prompt": ' + b"[" * 100_000 + b"\n", ["line 1"]),
+    "nul.jsonl": (b"\0" * 100, ["line 1 is not JSON"]),
+    "digits.jsonl": (b'{"prompt": "a", "n": 1' + b"0" * 5000 + b"}\n", ["line 1", "digits"]),
+    "surrogate.jsonl": (b'{"prompt": "\\ud800"}\n', ["surrogate"]),
+    "folder": (None, ["is a folder without a .jsonl"]),
+    "folder.jsonl": (None, ["is a folder without a .jsonl"]),
+    "not_there.jsonl": (..., ["is not here", "not_there.jsonl)"]),
+    "owner/name": (..., ["is not here", "hub:owner/name downloads it"]),
+    "./folders": (..., ["is not here", "a folder of such files"]),
+    "hub:": (..., ["has no name"]),
+    "": (..., ["has no name"]),
+}  # fmt: skip
+SEEN_AT_ONCE = {
+    "no_such --dataset empty.jsonl": ["unknown profile 'no_such'"],
+    "constraind": ["constraind", "did you mean constrained"],
+    "--max_steps 2": ["name a profile first", "--help"],
+    "": ["name a profile first"],
+    "balanced --model_name_or_path Qwen/Qwen3-8B": ["not a folder", "hub:Qwen/Qwen3-8B", "random:qwen3-8b"],
+    "balanced --model_name_or_path ./nofolder": ["'./nofolder' is not a folder here; MODEL_PATH=random"],
+    "balanced --algorithm ppo": ["ppo", "rloo or grpo"],
+    "balanced --host_allocator": ["--host_allocator", "expected one argument"],
+    # several at once
+    "balanced --algorithm ppo --dataset empty.jsonl --model_name_or_path Qwen/Qwen3-8B": [
+        "rloo or grpo", "is an empty file", "not a folder", "no reward; --reward module:function", "docs/launch.md",
+    ],
+    "balanced --reward no/such": ["'no/such' is no folder here and not module:function"],
+    "balanced --reward leters": ["'leters' is no folder here and not module:function"],
+    "balanced --reward not_there:short": ["there is no not_there.py in", "PYTHONPATH"],
+}  # fmt: skip
+
+
+def test_a_bad_dataset_reward_or_model_is_named_before_torch_is_imported(tmp_path):
+    for name, (text, _) in DATASETS.items():
+        if text is None:
+            (tmp_path / name).mkdir()
+        elif text is not ...:
+            (tmp_path / name).write_bytes(text)
+    given = ["--reward", "letters", "--model_name_or_path", "random:tiny-qwen3"]
+    cases = [(["balanced", "--dataset", name, *given], parts) for name, (_, parts) in DATASETS.items()]
+    cases += [(words.split(), parts) for words, parts in SEEN_AT_ONCE.items()]
+    result = subprocess.run(
+        [sys.executable, ROOT / "tests" / "probes" / "launch_refusals.py"],
+        input=json.dumps([argv for argv, _ in cases]),
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "MODEL_PATH": "", "HF_HOME": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    said = json.loads(result.stdout)
+    for (argv, parts), got in zip(cases, said, strict=True):
+        assert got["code"] == 2 and not got["torch"], argv
+        assert got["error"].startswith("launch: ") and got["error"].count("\n") == 1, got
+        assert all(part in got["error"] for part in parts), (got["error"], parts)
+
+
+def test_datasets_of_every_kind_are_read(tmp_path, monkeypatch):
+    import pandas
+
+    monkeypatch.chdir(tmp_path)
+    frame = pandas.DataFrame([json.loads(line) for line in ROWS.splitlines()])
+    Path("folder").mkdir()
+    for name in ("a.jsonl", "folder/train.jsonl"):
+        Path(name).write_bytes(ROWS)
+    Path("a.json").write_text(json.dumps(frame.to_dict("records")))
+    frame.to_csv("a.csv", index=False)
+    frame.to_parquet("a.parquet")
+    for name in ("a.jsonl", "a.json", "a.csv", "a.parquet", "folder"):
+        rows = dataset.load(name)
+        assert rows.column_names == ["prompt", "answer"] and rows["answer"][:] == ["a", "b"], name
+
+
+REWARDS = """
+def good(completions, answer, **kwargs): return [0.0] * len(completions)
+def narrow(completions): return []
+def greedy(completions, solution, **kwargs): return []
+class Kind: pass
+CONSTANT = 5
+"""
+REFUSED = {  # after the dataset and the model's name are found good
+    "balanced --max_step 2 --beat 1": ["'--max_step'; did you mean --max_steps?", "'--beat'; did you mean --beta?"],
+    "balanced --max_steps many": ["--max_steps", "'many'"],
+    "balanced --lr_scheduler_type never": ["never"],
+    "balanced --num_generations 3": ["num_generations", "3"],
+    "balanced --learning_rate nan": ["learning_rate is nan", "finite"],
+    "balanced --max_completion_length 0 --temperature -1": ["max_completion_length is 0", "temperature is -1"],
+    "balanced --epsilon 0.2 --delta 0.3": ["--delta"],
+    "constrained --use_cpu": ["activation_offloading", "no GPU", "--activation_offloading false"],
+    "balanced --memory_snapshot peek": ["memory_snapshot is 'peek'", "peak or oom"],
+    "balanced --memory_snapshot oom": ["memory_snapshot 'oom' needs a GPU"],
+    "balanced --offload_reward true": ["offload_reward", "'letters' is a function"],
+    "balanced --output_dir taken": ["cannot make output_dir 'taken'", "another folder"],
+    "balanced --output_dir new --resume_from_checkpoint old": ["'old' is no folder; new holds no checkpoint"],
+    "balanced --output_dir new --resume_from_checkpoint true": ["'new' holds no checkpoint-N"],
+    "balanced --dataset rows.jsonl --reward my_rewards:god": ["'my_rewards:god'", "no attribute 'god'"],
+    "balanced --dataset rows.jsonl --reward my_rewards:Kind": ["name a function"],
+    "balanced --dataset rows.jsonl --reward my_rewards:CONSTANT": ["is 5; name a function"],
+    "balanced --dataset rows.jsonl --reward my_rewards.py:narrow": ["cannot be called", "'prompts'", "**kwargs"],
+    "balanced --dataset rows.jsonl --reward my_rewards:greedy": ["'solution'", "log_metric, answer", "def greedy("],
+    "balanced --reward my_broken:good": ["SyntaxError", "python -c 'import my_broken'"],
+    "balanced --dataset rows.jsonl --reward my_rewards:good --max_prompt_tokens 5": [
+        "'rows.jsonl', row 2", "max_prompt_tokens 5", "plan again with --prompt",
+    ],
+    "balanced --prompt_tokens 64 --max_prompt_tokens 63": ["'builtin', row 1: the prompt has 64 tokens"],
+    "balanced --prompt_tokens 4": ["4 leaves no room"],
+    "balanced --dataset shout.jsonl --reward letters": ["'shout.jsonl', row 2", "the chat template: no shouting"],
+}  # fmt: skip
+
+
+@pytest.mark.torch
+def test_the_launcher_refuses_before_any_model_loads(policy, tmp_path, monkeypatch, capsys):
+    import transformers
+
+    model = tmp_path / "model"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(policy)
+    tokenizer.chat_template = "{% if messages[0].role == 'root' %}{{ raise_exception('no shouting') }}{% endif %}" + (
+        tokenizer.chat_template
+    )
+    tokenizer.save_pretrained(model)
+    (model / "config.json").write_bytes(Path(policy, "config.json").read_bytes())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MODEL_PATH", "model")
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", lambda *a, **k: pytest.fail("a model loads"))
+    Path("rows.jsonl").write_bytes(ROWS)
+    chats = [[{"role": role, "content": "a"}] for role in ("user", "root")]
+    Path("shout.jsonl").write_text("".join(json.dumps({"prompt": chat}) + "\n" for chat in chats))
+    Path("my_rewards.py").write_text(REWARDS)
+    Path("my_broken.py").write_text("def good(:")
+    Path("taken").write_text("a file")
+    for words, parts in REFUSED.items():
+        code, captured = launch.main(words.split()), capsys.readouterr()
+        assert code == 2 and captured.err.startswith("launch: ") and captured.err.count("\n") == 1, (words, captured)
+        assert all(part in captured.err for part in parts), (captured.err, parts)
+    (model / "config.json").write_text("{")
+    assert launch.main(["balanced"]) == 2
+    assert "cannot load model 'model'" in capsys.readouterr().err
+    monkeypatch.setenv("MODEL_PATH", "random:qwen3-0.5b")
+    assert launch.main(["balanced"]) == 2
+    assert "did you mean qwen3-0.6b?" in capsys.readouterr().err
+
+
+@pytest.mark.torch
+def test_a_prompt_that_the_tokenizer_makes_nothing_of_is_named(policy):
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    rows = Dataset.from_dict({"prompt": ["Say a.", "b"]})
+    lengths = dataset.measure(rows, tokenizer, {}, None, "rows")
+    assert (lengths.longest, lengths.row, lengths.counted) == (len(tokenizer("Say a.")["input_ids"]), 1, 2)
+
+    class Without:
+        def __call__(self, text):
+            return {"input_ids": [] if text == "b" else [1]}
+
+    assert "'rows', row 2: the prompt has no tokens" in refusal(dataset.measure, rows, Without(), {}, None, "rows")
+
+
+@pytest.mark.torch
+def test_models_with_random_weights_are_written_once_and_never_over_one_another(tmp_path, monkeypatch):
+    first = inputs.random_model("tiny-qwen3", tmp_path)
+    written = {path: path.stat().st_mtime_ns for path in Path(first).iterdir()}
+    assert inputs.random_model("tiny-qwen3", tmp_path) == first
+    assert {path: path.stat().st_mtime_ns for path in Path(first).iterdir()} == written
+
+    Path(first).rename(tmp_path / "kept")
+    make = inputs.tempfile.mkdtemp
+
+    def slower(dir):
+        (tmp_path / "kept").rename(first)  # another launch has the folder ready while this one still writes
+        return make(dir=dir)
+
+    monkeypatch.setattr(inputs.tempfile, "mkdtemp", slower)
+    assert inputs.random_model("tiny-qwen3", tmp_path) == first
+    assert {path: path.stat().st_mtime_ns for path in Path(first).iterdir()} == written
+    assert [path.name for path in tmp_path.iterdir()] == [Path(first).name]
+
+
+def test_the_help_needs_nothing_installed_and_lists_everything(tmp_path):
+    """On a Python without site packages, as on a machine where nothing is set up."""
+    result = subprocess.run(
+        [sys.executable, "-S", "-m", "experiments.launch.help"],
+        cwd=ROOT,
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    guide = (ROOT / "docs" / "launch.md").read_text()
+    for text in (result.stdout, guide):
+        for name, line in help.profile_lines().items():
+            assert name in text and line in text, name
+        for field in LaunchArguments.__dataclass_fields__.values():
+            assert field.name in text, field.name
+            assert str(field.default) in text, field.name
+        for word in (*dataset.KINDS, "hub:", "random:", "memory.json", "memory_phases.csv", "130", "143", "**kwargs"):
+            assert word in text, word
+    for argv in (["--help"], ["balanced", "--help"], ["-h"]):
+        assert launch.main(argv) == 0
+
+
+def started(model, folder, reward, *settings):
+    command = [ROOT / "launch_single_gpu.sh", "balanced", "--dataset", "rows.jsonl", "--reward", reward]
+    settings = ["--max_steps", "1000", "--max_completion_length", "8", "--gradient_accumulation_steps", "1", *settings]
+    return subprocess.Popen(
+        [*command, *settings, "--output_dir", "out", "--report_to", "none", "--disable_tqdm", "true"],
+        cwd=folder,
+        env={**os.environ, "MODEL_PATH": model, "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.torch
+def test_it_works_where_the_user_stands_and_a_signal_ends_it_in_one_line(policy, tmp_path):
+    """Two at the same time, in a folder that has an `experiments` and a `trl` of its own."""
+    (tmp_path / "model").symlink_to(policy)
+    running = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        folder = tmp_path / number.name
+        for package in ("experiments", "trl"):
+            (folder / package).mkdir(parents=True)
+            (folder / package / "__init__.py").write_text("raise ImportError('this is not ours')")
+        (folder / "rows.jsonl").write_bytes(ROWS)
+        (folder / "my_rewards.py").write_text(REWARDS)
+        running[number] = started("../model", folder, "my_rewards:good")
+    try:
+        deadline = time.monotonic() + 240
+        for number, process in running.items():
+            while not (record := tmp_path / number.name / "out" / "memory.json").exists():
+                assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+                time.sleep(0.1)
+            process.send_signal(number)
+        for number, process in running.items():
+            output, error = process.communicate(timeout=60)
+            name = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}[number]
+            assert process.returncode == 128 + number, error
+            assert re.fullmatch(rf"launch: stopped by {name} after \d+ updates?; out/memory.json is kept\n", error)
+            record = json.loads((tmp_path / number.name / "out" / "memory.json").read_text())
+            assert record["prompt_tokens"] == 8 and record["settings"]["reward"] == "my_rewards:good"
+            start = [line.split()[0] for line in output.splitlines() if not line.startswith("{")]
+            assert start == ["host", "model", "data", "reward", "passes", "device", "output"]
+            for part in (
+                "2 prompts, the longest 8 tokens",
+                f"my_rewards:good ({tmp_path / number.name}/my_rewards.py)",
+            ):
+                assert part in output
+            assert (
+                "8 = 1 whole group of k = 8 completions, 4 together; x 1 accumulated x 1 device = 1 prompt" in output
+            )
+            assert str(tmp_path / number.name / "out") in output
+    finally:
+        for process in running.values():
+            process.kill()
+
+
+def test_the_passes_are_said_in_whole_groups():
+    from experiments.launch.summary import passes
+
+    config = dict(
+        num_generations=8,
+        per_device_train_batch_size=16,
+        gradient_accumulation_steps=2,
+        world_size=2,
+        prefix_sharing=True,
+        completions_per_forward=None,
+        tokens_per_forward=4096,
+    )
+    at_most = "16 = 2 whole groups of k = 8 completions, at most 4,096 tokens together; x 2 accumulated x 2 devices"
+    assert passes(SimpleNamespace(**config)) == at_most + " = 8 prompts an update"
+    plain = SimpleNamespace(**{**config, "prefix_sharing": False, "per_device_train_batch_size": 2})
+    assert passes(plain).startswith("2 rows together, k = 8, no prefix sharing; x 2 accumulated")
+
+
+@pytest.mark.torch
+def test_memory_that_runs_out_is_said_in_one_line_and_recorded(policy, tmp_path, monkeypatch, capsys):
+    """The first update fails: the doctor can still read what is known."""
+    from transformers import Trainer
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MODEL_PATH", policy)
+
+    def out_of_memory(*args, **kwargs):
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore of it")
+
+    monkeypatch.setattr(Trainer, "compute_loss", out_of_memory)
+    words = "balanced --max_steps 1 --max_completion_length 8 --prompt_tokens 48 --output_dir out --disable_tqdm true"
+    assert launch.main([*words.split(), "--report_to", "none"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("launch: out of memory in phase") and error.count("\n") == 1
+    assert "of update 1" in error and "Tried to allocate 2.00 GiB" in error and "experiments.plan.doctor out" in error
+
+
+@pytest.mark.torch
+def test_a_model_kept_on_the_host_leaves_the_device_when_the_policy_trains(monkeypatch):
+    import torch
+
+    from experiments.launch.offload import keep_on_host
+
+    calls = []
+    hook = SimpleNamespace(offload=lambda: calls.append("offload"))
+    monkeypatch.setattr("accelerate.cpu_offload_with_hook", lambda model, device: (model, hook))
+    accelerator = SimpleNamespace(unwrap_model=lambda model: model, device="cpu")
+    trainer = SimpleNamespace(accelerator=accelerator, model=torch.nn.Linear(2, 2), is_fsdp_enabled=False)
+    keep_on_host(trainer, torch.nn.Linear(2, 2))
+    with torch.no_grad():
+        trainer.model(torch.ones(1, 2))  # generation, scoring
+    assert calls == []
+    trainer.model(torch.ones(1, 2))
+    assert calls == ["offload"]
+
+
+@pytest.mark.torch
+def test_every_profile_trains_a_tiny_model_on_a_cpu(tmp_path):
+    policy, _, _ = models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "tests/probes/profiles.py", tmp_path],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "MODEL_PATH": str(policy)},
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    trained = json.loads(result.stdout.splitlines()[-1])
+    assert sorted(trained) == profiles.names()
+    assert {name: run["code"] for name, run in trained.items()} == dict.fromkeys(trained, 0)
+    assert result.stdout.count("trained 1 update in ") == result.stdout.count("\npeak    ") == len(trained)
+    gradients = re.findall(r"'grad_norm': '([^']+)'", result.stdout)
+    assert len(gradients) == len(trained) and all(float(gradient) > 0 for gradient in gradients), gradients
+    for name, run in trained.items():
+        settings = profiles.load_profile(name)
+        assert run["bits"] == (4 if settings.get("load_in_4bit") else 16), name
+        assert run["arguments"]["optim"] == settings["optim"], name
+        assert (run["trained"] < 1) == settings.get("use_peft", False), name
+
+
+def test_every_line_of_a_profile_says_what_it_buys_or_costs():
+    for name in profiles.names():
+        lines = profiles.profile_path(name).read_text().splitlines()
+        bare = [x for x in lines if x and "#" not in x and not x.startswith(("learning_rate", "logging"))]
+        assert not bare, (name, bare)
