@@ -199,10 +199,10 @@ def test_an_unknown_allocator_is_refused_naming_the_nearest(setting, parts, tmp_
 def test_the_command_line_goes_before_the_profile(tmp_path):
     profile = tmp_path / "profile.yaml"
     profile.write_text("beta: 0.0\nhost_allocator: jemalloc\n")
-    assert launch.asked_host_allocator([str(profile), "--max_steps", "2"]) == "jemalloc"
-    assert launch.asked_host_allocator([str(profile), "--host-allocator=tcmalloc"]) == "tcmalloc"
-    assert launch.asked_host_allocator(["balanced"]) == "system"
-    assert launch.asked_host_allocator([]) == "system"
+    assert launch.asked_for([str(profile), "--max_steps", "2"]).host_allocator == "jemalloc"
+    assert launch.asked_for([str(profile), "--host-allocator=tcmalloc"]).host_allocator == "tcmalloc"
+    assert launch.asked_for(["balanced"]).host_allocator == "system"
+    assert launch.asked_for([]).host_allocator == "system"
 
 
 def test_another_system_than_linux_is_refused(monkeypatch, capsys):

@@ -107,6 +107,7 @@ def train(allocator: str, model: str, work: Path, steps: int) -> dict:
     settings = {
         "host_allocator": setting,
         "dataset": work / "prompts.jsonl",
+        "reward": "letters",
         "output_dir": out,
         "max_steps": steps,
         "max_completion_length": 32,

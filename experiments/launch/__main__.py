@@ -278,7 +278,7 @@ def train(trainer, launch: LaunchArguments, model) -> int:
     except KeyboardInterrupt as stop:
         kept = f"; {config.output_dir}/memory.json is kept" if Path(config.output_dir, "memory.json").exists() else ""
         end_progress_bar(config)
-        return stopped(stop, f"after {trainer.state.global_step} updates{kept}")
+        return stopped(stop, f"after update {trainer.state.global_step}{kept}")
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -41,7 +41,7 @@ def passes(config) -> str:
     total = batch * config.gradient_accumulation_steps * config.world_size
     return (
         f"{text}; x {config.gradient_accumulation_steps} accumulated x {config.world_size} "
-        f"device{'s' if config.world_size > 1 else ''} = {total // k} prompts an update"
+        f"device{'s' if config.world_size > 1 else ''} = {total // k} prompt{'s' if total // k > 1 else ''} an update"
     )
 
 
@@ -60,7 +60,7 @@ def print_end(trainer, memory, seconds: float) -> None:
     config, state = trainer.args, trainer.state
     rewards = [log["reward"] for log in state.log_history if "reward" in log]
     moved = f", reward {rewards[0]:.4g} at first, {rewards[-1]:.4g} at last" if rewards else ""
-    print(f"trained {state.global_step} update{'s' if state.global_step > 1 else ''} in {seconds:.1f} s{moved}")
+    print(f"trained {state.global_step} update{'s' if state.global_step != 1 else ''} in {seconds:.1f} s{moved}")
     if memory.highest:
         what = "allocated on the device" if memory.cuda else "resident, the whole process"
         print(f"peak    {memory.highest / GIB:.2f} GiB in phase {memory.highest_phase} ({what})")
