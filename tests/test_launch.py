@@ -4,6 +4,7 @@ of one table in one process without torch."""
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -256,11 +257,16 @@ REFUSED = {  # after the dataset and the model's name are found good
     "balanced --max_completion_length 0 --temperature -1": ["max_completion_length is 0", "temperature is -1"],
     "balanced --epsilon 0.2 --delta 0.3": ["--delta"],
     "constrained --use_cpu": ["activation_offloading", "no GPU", "--activation_offloading false"],
+    "balanced --algorithm grpo --loss_type best": ["loss_type is 'best'", "dapo"],
+    "balanced --deepspeed none.json": ["deepspeed"],
     "balanced --memory_snapshot peek": ["memory_snapshot is 'peek'", "peak or oom"],
     "balanced --memory_snapshot oom": ["memory_snapshot 'oom' needs a GPU"],
     "balanced --offload_reward true": ["offload_reward", "'letters' is a function"],
+    "balanced --offload_reference true": ["offload_reference", "no reference (beta is 0)"],
+    "balanced --use_peft --beta 0.1 --offload_reference true": ["no reference (LoRA needs none)"],
     "balanced --output_dir taken": ["cannot make output_dir 'taken'", "another folder"],
-    "balanced --output_dir new --resume_from_checkpoint old": ["'old' is no folder; new holds no checkpoint"],
+    "balanced --output_dir new --resume_from_checkpoint old": ["'old' is no checkpoint", "new holds no checkpoint"],
+    "balanced --output_dir new --resume_from_checkpoint model": ["'model' is no checkpoint", "trainer_state.json"],
     "balanced --output_dir new --resume_from_checkpoint true": ["'new' holds no checkpoint-N"],
     "balanced --dataset rows.jsonl --reward my_rewards:god": ["'my_rewards:god'", "no attribute 'god'"],
     "balanced --dataset rows.jsonl --reward my_rewards:Kind": ["name a function"],
@@ -307,6 +313,55 @@ def test_the_launcher_refuses_before_any_model_loads(policy, tmp_path, monkeypat
     monkeypatch.setenv("MODEL_PATH", "random:qwen3-0.5b")
     assert launch.main(["balanced"]) == 2
     assert "did you mean qwen3-0.6b?" in capsys.readouterr().err
+
+
+NOT_A_MODEL = {  # file of a model -> what is in it, and what is said of it
+    "config.json": (b"[1]", "cannot load model 'model': Unrecognized model"),
+    "tokenizer.json": (b"{}", "cannot load model 'model': KeyError: 'added_tokens'"),
+    "model.safetensors": (b"junk", "cannot load 'model': Error while deserializing header"),
+}
+AFTER_LOADING = {
+    '--model_init_kwargs {"nonsense":1}': ["cannot load", "unexpected keyword argument 'nonsense'"],
+    "--use_peft --lora_target_modules nonsense": ["Target modules nonsense not found"],
+    "--use_peft --lora_dropout 0.1": ["lora_dropout", "Set dropout to 0"],
+    "--attn_implementation nonsense": ["attn_implementation"],
+    "--report_to nonsense": ["nonsense is not supported"],
+    '--lr_scheduler_kwargs {"a":1}': ["unexpected keyword argument 'a'"],
+    "--adam_beta1 2": ["Invalid beta parameter"],
+}
+
+
+@pytest.mark.torch
+def test_what_only_loading_shows_is_one_line_too(policy, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MODEL_PATH", "model")
+    shutil.copytree(policy, "model")
+    usual = "balanced --max_steps 1 --max_completion_length 8 --prompt_tokens 48 --output_dir out --disable_tqdm true"
+    cases = [(words.split(), parts, None) for words, parts in AFTER_LOADING.items()]
+    cases += [([], [said], (Path("model", name), text)) for name, (text, said) in NOT_A_MODEL.items()]
+    cases += [
+        ([], ["cannot load 'model'", "no file named model.safetensors"], (Path("model/model.safetensors"), None))
+    ]
+    for words, parts, damage in cases:
+        if damage:
+            file, text = damage
+            whole = file.read_bytes()
+            file.write_bytes(text) if text is not None else file.unlink()
+        code = launch.main([*usual.split(), "--report_to", "none", *words])
+        line = capsys.readouterr().err.strip().splitlines()[-1]
+        assert code == 2 and line.startswith("launch: ") and all(part in line for part in parts), (words, parts, line)
+        if damage:
+            file.write_bytes(whole)
+
+
+@pytest.mark.torch
+def test_every_loss_type_is_one_that_the_trainer_knows():
+    profiles.fields()  # puts the fork on the path
+    from trl.trainer import grpo_trainer
+
+    source = Path(grpo_trainer.__file__).read_text()
+    known = set(re.findall(r'"(\w+)"', " ".join(re.findall(r"self\.loss_type (?:==|in) (.*?):", source))))
+    assert known == set(profiles.CHOICES["loss_type"])
 
 
 @pytest.mark.torch

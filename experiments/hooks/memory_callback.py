@@ -166,9 +166,12 @@ class MemoryCallback(TrainerCallback):
 
     def failed(self) -> str:
         """Record a step that memory ran out in, as far as it came. Returns the phase."""
+        if self.phases is None:
+            return "load"
         phase = self.phases.phase
         self.phases.close()
-        if peaks := self._peaks_of_step():
+        peaks = self._peaks_of_step()
+        if max(peaks.values(), default=0) > self.highest:
             self._record(self.trainer.args, peaks)
         return phase
 

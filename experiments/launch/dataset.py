@@ -156,6 +156,8 @@ def measure(dataset, tokenizer, options: dict, limit: int | None, source: str) -
 
 
 def one_line(error) -> str:
-    """The first line of an error's or a value's text, at most 160 characters."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0] if len(lines[0]) <= 160 else lines[0][:157] + "..."
+    """An error's or a value's text in one line of at most 200 characters; of an error that is one word, its type."""
+    text = " ".join(str(error).split())
+    if isinstance(error, Exception) and " " not in text:
+        text = f"{type(error).__name__}: {text}"
+    return text if len(text) <= 200 else text[:197] + "..."

@@ -40,11 +40,14 @@ def model_and_tokenizer(name: str):
     path = random_model(name.removeprefix("random:")) if name.startswith("random:") else model_source(name)
     try:
         AutoConfig.from_pretrained(path)
-        return path, AutoTokenizer.from_pretrained(path, padding_side="left")
+        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
     except Exception as error:  # a broken file raises whatever its parser raises
         raise ConfigError(
             f"cannot load model {name!r}: {one_line(error)}; name a folder with one, or hub:..."
         ) from error
+    if not tokenizer("Say a.")["input_ids"]:
+        raise ConfigError(f"model {name!r} has no tokenizer; put the files of one beside its weights")
+    return path, tokenizer
 
 
 def random_model(shape: str, cache: Path = RANDOM_MODELS) -> str:

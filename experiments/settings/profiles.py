@@ -36,7 +36,8 @@ def fields() -> dict[str, tuple]:
     from experiments.settings.arguments import LaunchArguments
     from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig, RLOOConfig
 
-    found: dict[str, tuple] = {"resume_from_checkpoint": (bool,)}  # the trainer takes true, its type does not say so
+    # Truth is taken here, too, though the types do not say so
+    found: dict[str, tuple] = {"resume_from_checkpoint": (bool,), "scale_rewards": (bool,), "fsdp": (bool,)}
     for cls in (
         RLOOConfig,
         GRPOConfig,
@@ -207,7 +208,9 @@ def in_words(kind) -> str:
 
 
 def out_of_range(name: str, value) -> str | None:
-    """What is wrong with a number, given as one or as text, by the bounds in `RANGES`."""
+    """What is wrong with a number, given as one or as text, by `RANGES`, or with a word by `CHOICES`."""
+    if value is not None and value not in CHOICES.get(name, (value,)):
+        return f"{name} is {value!r}: choose one of {', '.join(CHOICES[name])}"
     if name not in RANGES or value is None:
         return None
     inside, words = RANGES[name]
@@ -274,6 +277,8 @@ RANGES = {
     "vllm_gpu_memory_utilization": (lambda x: 0 < x <= 1, "above 0, at most 1"),
     "seed": (lambda x: 0 <= x < 2**32, "from 0 to 4294967295"),
 }
+# setting -> what it may be, where TRL looks at it only in the first update
+CHOICES = {"loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")}
 # (setting, other setting, why they cannot both be on)
 CONTRADICTIONS = (
     ("load_in_4bit", "load_in_8bit", "a weight has one size; remove one of them"),
