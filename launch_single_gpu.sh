@@ -6,10 +6,12 @@
 set -euo pipefail
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 python=$here/.venv/bin/python
-case " $* " in
-  *" --help "* | *" -h "*) [ -x "$python" ] || python=python3 ;; # the help needs nothing installed
-  *) "$here/setup_env.sh" --quiet ;;
-esac
-export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True} # less fragmentation on CUDA
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
+case " $* " in
+  *" --help "* | *" -h "*) # needs nothing installed
+    [ -x "$python" ] || python=python3
+    exec "$python" -P -m experiments.launch.help ;;
+esac
+"$here/setup_env.sh" --quiet
+export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True} # less fragmentation on CUDA
 exec "$python" -P -m experiments.launch "$@" # -P: a folder `experiments` where you stand is not taken for ours

@@ -11,8 +11,9 @@ import tempfile
 from pathlib import Path
 
 from experiments.config import ROOT, ConfigError
+from experiments.device import is_out_of_memory
 from experiments.launch.dataset import one_line
-from experiments.workload.models import is_model, model_source
+from experiments.workload.models import SHAPES, is_model, model_source
 
 RANDOM_MODELS = ROOT / ".build" / "models"
 # What TRL calls a reward function with, besides the dataset's columns
@@ -24,6 +25,8 @@ def check_model(name: str | None) -> None:
     """Raise `ConfigError` where no model is named, or one that is not here. Loads nothing."""
     if not name:
         raise ConfigError("no model: set MODEL_PATH, or model_name_or_path in the profile")
+    if name == "random:":
+        raise ConfigError(f"model 'random:' names no shape; such as random:{' or random:'.join(SHAPES)}")
     if is_model(name) or name.startswith("random:"):
         return
     hub = "" if name.startswith((".", "/", "~")) else f"MODEL_PATH=hub:{name} downloads it, "
@@ -79,7 +82,9 @@ def random_model(shape: str, cache: Path = RANDOM_MODELS) -> str:
         tokenizer.save_pretrained(staging)
         staging.chmod(0o755)
         staging.rename(folder)
-    except OSError as error:
+    except Exception as error:  # a full disk has another type in each library
+        if is_out_of_memory(error):
+            raise
         if not folder.exists():  # another launch was not faster
             raise ConfigError(f"cannot write {folder}: {one_line(error)}; make room there") from error
     finally:
