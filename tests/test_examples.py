@@ -1,4 +1,4 @@
-"""The scripts in examples/ run as they are."""
+"""The script in examples/ runs as it is, and what the guide says of whole groups is so."""
 
 import os
 import re
@@ -31,3 +31,13 @@ def test_the_training_script_compares_with_and_without_sharing(tmp_path):
 def test_what_the_training_script_cannot_do_is_said_at_once(tmp_path):
     result = run(tmp_path, "--k", "1")
     assert result.returncode == 2 and "--k 1" in result.stderr and "at least 2 completions" in result.stderr
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("trainer", ["rloo", "grpo"])
+def test_a_batch_of_2_with_accumulation_and_the_same_in_whole_groups_train_alike(probe, trainer):
+    """As docs/launch.md says it. The bound is float32's, in which norms, softmax and LM head compute."""
+    result = probe("whole_groups", trainer)
+    assert result["moved"] > 1e-3 and result["grad_norm"] > 0.1
+    for groups, apart in result["apart"].items():
+        assert apart["logs"] < 2e-6 and apart["weights"] < 1e-6, (groups, apart)
