@@ -149,10 +149,17 @@ def test_every_profile_trains_a_tiny_model_on_a_cpu(tmp_path):
         env={**os.environ, "PYTHONPATH": str(ROOT), "MODEL_PATH": str(policy)},
     )
     assert result.returncode == 0, result.stderr[-3000:]
+    from safetensors.torch import load_file
+
+    shapes = [tensor.numel() for tensor in load_file(Path(policy) / "model.safetensors").values()]
     trained = json.loads(result.stdout.splitlines()[-1])
     assert sorted(trained) == profiles.names()
     assert {name: run["code"] for name, run in trained.items()} == dict.fromkeys(trained, 0)
     assert result.stdout.count("trained 1 update in ") == result.stdout.count("\npeak    ") == len(trained)
+    said = re.findall(r"^model .*, (\w+)( in 4 bits)?: ([\d,]+) weights, (all|LoRA)", result.stdout, re.MULTILINE)
+    assert {weights for _, _, weights, _ in said} == {f"{sum(shapes):,}"}  # also where two are packed in a byte
+    quantized = [bool(profiles.load_profile(name).get("load_in_4bit")) for name in profiles.names()]
+    assert [bool(bits) for _, bits, _, _ in said] == quantized
     gradients = re.findall(r"'grad_norm': '([^']+)'", result.stdout)
     assert len(gradients) == len(trained) and all(float(gradient) > 0 for gradient in gradients), gradients
     for name, run in trained.items():

@@ -9,15 +9,15 @@ from experiments.config import GIB
 def print_start(launch, model, trainer, lengths, reward: str) -> None:
     """What is trained on what, by which reward, how much at a time, where, and where the results go."""
     config = trainer.args
-    weights = [parameter for parameter in trainer.model.parameters()]
-    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    trained = sum(weight.numel() for weight in trainer.model.parameters() if weight.requires_grad)
+    weights = trainer.model.num_parameters() - (trained if model.use_peft else 0)  # unpacks those of 4 bits
     bits = " in 4 bits" if model.load_in_4bit else " in 8 bits" if model.load_in_8bit else ""
     adapters = f"LoRA of rank {model.lora_r} trains {trained:,}" if model.use_peft else "all trained"
     rows = len(trainer.train_dataset)
     among = "" if lengths.counted == rows else f" of the first {lengths.counted:,}"
     limit = f" (planned for {launch.max_prompt_tokens:,})" if launch.max_prompt_tokens else ""
     print(f"model   {model.model_name_or_path}, {trainer.model.dtype}{bits}: ".replace("torch.", ""), end="")
-    print(f"{sum(weight.numel() for weight in weights):,} weights, {adapters}")
+    print(f"{weights:,} weights, {adapters}")
     print(f"data    {launch.dataset}: {rows:,} prompts, the longest{among} {lengths.longest:,} tokens", end="")
     print(f"{limit}, completions to {config.max_completion_length:,}")
     print(f"reward  {reward}")
