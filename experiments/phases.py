@@ -83,7 +83,9 @@ class PhaseRecorder:
         self.step = 0
         self.phase = "load"
         self.start = self.now()
-        self.prompt_tokens: list[int] = []  # tokens fed per sequence, padding not counted
+        self.prompt_tokens: list[int] = []  # tokens fed per sequence, padding not counted; empty: not known
+        self.begun_by_forward = False  # the "generate" that runs: not known yet whether anything is generated in it
+        self.inside = False  # a marked function that generates
         self.rollout_starts: list[float] = []
         self.outside_pool_bytes = 0  # CUDA: what the device holds besides torch's pool, read before the first step
         self.grad_norms: dict[int, list[float]] = {}  # step -> norm before each optimizer step
@@ -99,6 +101,8 @@ class PhaseRecorder:
         again is nothing."""
         if phase == self.phase:
             return
+        if self.phase == "generate" and self.begun_by_forward:
+            self.phase = "score"  # another engine generated, unmarked; the forward scored what it made
         self.close()
         self.phase = phase
         self.step = self.step if step is None else step
@@ -121,23 +125,18 @@ class PhaseRecorder:
         """Mark phases from now on: generate -> score -> (train -> optimizer) x n -> generate ..."""
         import torch
 
-        generate = policy.generate
-
-        def marked_generate(*args, **kwargs):
-            self.begin_rollout()
+        def lengths(*args, **kwargs) -> list[int]:
             mask = kwargs.get("attention_mask")
             inputs = kwargs.get("input_ids", args[0] if args else None)
-            lengths = mask.sum(1) if mask is not None else torch.full((len(inputs),), inputs.shape[1])
-            self.prompt_tokens.extend(lengths.tolist())
-            try:
-                return generate(*args, **kwargs)
-            finally:
-                self.enter("score")
+            return (mask.sum(1) if mask is not None else torch.full((len(inputs),), inputs.shape[1])).tolist()
 
         def before_forward(module, args):
+            if self.inside:
+                return
             if not torch.is_grad_enabled():
                 if self.phase not in ("generate", "score"):
                     self.begin_rollout()  # prefix sharing computes the prompt before it calls `generate`
+                    self.begun_by_forward = True
             elif self.phase != "load":
                 self.enter("train")
 
@@ -147,10 +146,26 @@ class PhaseRecorder:
             norm = torch.nn.utils.get_total_norm(gradients).item() if gradients else 0.0
             self.grad_norms.setdefault(self.step, []).append(norm)
 
-        policy.generate = marked_generate
+        self.mark(policy, "generate", lengths)
         policy.register_forward_pre_hook(before_forward)
         optimizer.register_step_pre_hook(before_optimizer)
         optimizer.register_step_post_hook(lambda *args: self.enter("train"))
+
+    def mark(self, owner, name: str, lengths) -> None:
+        """`owner.name` generates completions. `lengths`, called as it is, gives the tokens of each prompt."""
+        generate = getattr(owner, name)
+
+        def marked(*args, **kwargs):
+            self.begin_rollout()
+            self.begun_by_forward, self.inside = False, True
+            try:
+                self.prompt_tokens.extend(lengths(*args, **kwargs))
+                return generate(*args, **kwargs)
+            finally:
+                self.inside = False
+                self.enter("score")
+
+        setattr(owner, name, marked)
 
     def begin_rollout(self) -> None:
         """A step starts where its rollout does. Several `generate` calls in a row belong to one rollout."""

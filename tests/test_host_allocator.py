@@ -12,6 +12,7 @@ import pytest
 from experiments import host_allocator
 from experiments.config import ConfigError
 from experiments.launch import __main__ as launch
+from experiments.launch import command_line
 
 ROOT = Path(__file__).resolve().parent.parent
 STARTS = """
@@ -199,10 +200,10 @@ def test_an_unknown_allocator_is_refused_naming_the_nearest(setting, parts, tmp_
 def test_the_command_line_goes_before_the_profile(tmp_path):
     profile = tmp_path / "profile.yaml"
     profile.write_text("beta: 0.0\nhost_allocator: jemalloc\n")
-    assert launch.asked_host_allocator([str(profile), "--max_steps", "2"]) == "jemalloc"
-    assert launch.asked_host_allocator([str(profile), "--host-allocator=tcmalloc"]) == "tcmalloc"
-    assert launch.asked_host_allocator(["balanced"]) == "system"
-    assert launch.asked_host_allocator([]) == "system"
+    assert command_line.asked_for([str(profile), "--max_steps", "2"]).host_allocator == "jemalloc"
+    assert command_line.asked_for([str(profile), "--host-allocator=tcmalloc"]).host_allocator == "tcmalloc"
+    assert command_line.asked_for(["balanced"]).host_allocator == "system"
+    assert command_line.asked_for([]).host_allocator == "system"
 
 
 def test_another_system_than_linux_is_refused(monkeypatch, capsys):

@@ -305,6 +305,8 @@ def test_there_are_24_examples_and_the_teacher_reads_question_and_solution():
 
 def test_both_trainers_train_with_it_and_sharing_changes_nothing(probe):
     runs = probe("teacher_student")
+    brought = runs.pop("harness")  # by importing the reward: nothing of what measures
+    assert brought == ["experiments", "experiments.hooks", "experiments.hooks.teacher_student"]
     assert runs["rloo"] == [pytest.approx(step, abs=2e-3) for step in runs["stock"]]
     for steps in runs.values():
         assert [step[0] for step in steps] == [1, 2]

@@ -101,6 +101,7 @@ def train(allocator: str, model: str, prompts: Path, out: Path, steps: int) -> d
     settings = {
         "host_allocator": setting,
         "dataset": prompts,
+        "reward": "letters",
         "output_dir": out,
         "max_steps": steps,
         "max_completion_length": 32,

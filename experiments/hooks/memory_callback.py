@@ -20,6 +20,13 @@ RECORDED = (
     "gradient_accumulation_steps", "prefix_sharing", "completions_per_forward", "tokens_per_forward", "bf16",
     "gradient_checkpointing", "activation_offloading", "beta", "optim", "temperature", "use_vllm",
 )  # fmt: skip
+# and those that say what it learns: with the first ones, a profile that trains the same
+TRAINED_WITH = (
+    "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "max_steps",
+    "num_train_epochs", "num_iterations", "seed", "top_p", "top_k", "loss_type", "scale_rewards", "epsilon",
+    "epsilon_high", "normalize_advantages", "mask_truncated_completions", "fp16", "sync_ref_model",
+    "use_transformers_continuous_batching",
+)  # fmt: skip
 
 
 def kept_on_host(model) -> bool:
@@ -27,6 +34,34 @@ def kept_on_host(model) -> bool:
     from accelerate.hooks import CpuOffload
 
     return model is not None and isinstance(getattr(model, "_hf_hook", None), CpuOffload)
+
+
+def trained_settings(args, model) -> dict:
+    """The trainer's settings under the names of TRL's parser, as a profile would have them, adapters and quantization
+    as they are in the model. What the trainer does not have is left out."""
+    values = {name: getattr(args, name) for name in (*RECORDED, *TRAINED_WITH) if hasattr(args, name)}
+    settings = {name: getattr(value, "value", value) for name, value in values.items()}  # of an enum, its text
+    settings["algorithm"] = {"RLOOConfig": "rloo", "GRPOConfig": "grpo"}.get(type(args).__name__)
+    settings["dtype"] = str(model.dtype).removeprefix("torch.")
+    for adapter in list(getattr(model, "peft_config", {}).values())[:1]:
+        targets = adapter.target_modules
+        settings |= {
+            "use_peft": True,
+            "lora_r": adapter.r,
+            "lora_alpha": adapter.lora_alpha,
+            "lora_dropout": adapter.lora_dropout,
+            "lora_target_modules": sorted(targets) if isinstance(targets, set | list) else targets,
+        }
+    quantization = getattr(model.config, "quantization_config", None)
+    if getattr(model, "is_loaded_in_4bit", False):
+        settings |= {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": quantization.bnb_4bit_quant_type,
+            "use_bnb_nested_quant": quantization.bnb_4bit_use_double_quant,
+        }
+    elif getattr(model, "is_loaded_in_8bit", False):
+        settings["load_in_8bit"] = True
+    return settings
 
 
 def own_file(args, name: str) -> Path:
@@ -55,12 +90,14 @@ class MemoryCallback(TrainerCallback):
         snapshot (`str`, *optional*): "peak" or "oom": dump torch's memory snapshot to
             `output_dir/memory_snapshot.pickle` when a step reaches a new peak, or when memory runs out. For
             https://docs.pytorch.org/memory_viz. Needs CUDA.
+        settings (`dict`, *optional*): settings that the trainer does not know, such as where the model and the data
+            came from, for the record.
 
     Raises:
         ValueError: for another `snapshot`, or without CUDA.
     """
 
-    def __init__(self, trainer, snapshot: str | None = None):
+    def __init__(self, trainer, snapshot: str | None = None, settings: dict | None = None):
         import torch
 
         if snapshot not in (None, "peak", "oom"):
@@ -68,10 +105,11 @@ class MemoryCallback(TrainerCallback):
         self.cuda = torch.cuda.is_available() and trainer.accelerator.device.type == "cuda"
         if snapshot and not self.cuda:
             raise ValueError(f"snapshot={snapshot!r} needs CUDA, training is on {trainer.accelerator.device}")
-        self.torch, self.trainer, self.snapshot = torch, trainer, snapshot
+        self.torch, self.trainer, self.snapshot, self.settings = torch, trainer, snapshot, settings or {}
         self.phases: PhaseRecorder | None = None
         self.seen = 0  # rows of `phases` that were logged
-        self.highest = 0
+        self.highest = 0  # bytes, and the phase that it was in
+        self.highest_phase: str | None = None
         self.static = 0  # weights, gradients and optimizer state, seen before the optimizer's step
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
@@ -80,9 +118,16 @@ class MemoryCallback(TrainerCallback):
         resumed = state.global_step > 0
         self.phases = PhaseRecorder(own_file(args, "memory_phases.csv"), kind, go_on=resumed)
         if resumed and own_file(args, "memory.json").exists():
-            self.highest = max(json.loads(own_file(args, "memory.json").read_text())["peaks"].values())
+            peaks = json.loads(own_file(args, "memory.json").read_text())["peaks"]
+            self.highest_phase = max(peaks, key=peaks.get)
+            self.highest = peaks[self.highest_phase]
         policy = self.trainer.accelerator.unwrap_model(self.trainer.model)
         self.phases.attach(policy, getattr(optimizer, "optimizer", optimizer))
+        # Other engines than the policy's own `generate` take lists of token ids
+        if hasattr(policy, "generate_batch"):  # continuous batching
+            self.phases.mark(policy, "generate_batch", lambda inputs, **kwargs: map(len, inputs))
+        if (engine := getattr(self.trainer, "vllm_generation", None)) is not None:
+            self.phases.mark(engine, "generate", lambda prompts, **kwargs: map(len, prompts))
         if self.snapshot:
             self.torch.cuda.memory._record_memory_history(max_entries=200_000)
         if self.snapshot == "oom":
@@ -97,13 +142,7 @@ class MemoryCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         self.phases.close()
         self.phases.high_water.reset()
-        peaks: dict[str, int] = {}
-        for peak in self.phases.peaks[self.seen :]:
-            size = peak.peak_allocated_bytes if self.cuda else peak.peak_resident_bytes
-            if size is not None:
-                peaks[peak.phase] = max(peaks.get(peak.phase, 0), size)
-        self.seen = len(self.phases.peaks)
-        peaks.pop("load", None)
+        peaks = self._peaks_of_step()
         if not peaks:
             return
         highest = max(peaks.values())
@@ -120,10 +159,32 @@ class MemoryCallback(TrainerCallback):
         for name, value in metrics.items():
             self.trainer._metrics["train"][name].append(value)
         if highest > self.highest:
-            self.highest = highest
+            self.highest, self.highest_phase = highest, max(peaks, key=peaks.get)
             self._record(args, peaks)
             if self.snapshot == "peak":
                 self.torch.cuda.memory._dump_snapshot(str(own_file(args, "memory_snapshot.pickle")))
+
+    def failed(self) -> str:
+        """Record a step that memory ran out in, as far as it came. Returns the phase."""
+        if self.phases is None:
+            return "load"
+        phase = self.phases.phase
+        self.phases.close()
+        peaks = self._peaks_of_step()
+        if max(peaks.values(), default=0) > self.highest:
+            self._record(self.trainer.args, peaks)
+        return phase
+
+    def _peaks_of_step(self) -> dict[str, int]:
+        """The highest level of each phase since the last call, bytes."""
+        peaks: dict[str, int] = {}
+        for peak in self.phases.peaks[self.seen :]:
+            size = peak.peak_allocated_bytes if self.cuda else peak.peak_resident_bytes
+            if size is not None:
+                peaks[peak.phase] = max(peaks.get(peak.phase, 0), size)
+        self.seen = len(self.phases.peaks)
+        peaks.pop("load", None)
+        return peaks
 
     def _record(self, args, peaks: dict[str, int]) -> None:
         """memory.json: what the doctor needs to explain the highest peak so far."""
@@ -163,6 +224,7 @@ class MemoryCallback(TrainerCallback):
                 else 16,
                 "reward_model": reward_models[0].config.name_or_path if reward_models else None,
                 "arguments": {name: getattr(args, name) for name in RECORDED if hasattr(args, name)} | levers,
+                "settings": trained_settings(args, model) | self.settings,
             },
         )
 

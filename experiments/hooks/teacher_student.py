@@ -18,26 +18,19 @@ Departures from the authors' code:
 
     reward = TeacherStudentReward("Qwen/Qwen3-0.6B")
     trainer = RLOOTrainer(model, reward_funcs=reward, train_dataset=Dataset.from_list(examples()), args=args)
-    reward.attach(trainer)  # for a run on a tiny model: python -m experiments.hooks.teacher_student --shared
+    reward.attach(trainer)  # for a run on a tiny model: python -m experiments.hooks.teacher_student_demo --shared
+
+It needs torch, accelerate and transformers, and nothing else of this repository.
 """
 
-import argparse
-import copy
 import json
 import re
-import sys
-import tempfile
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 from accelerate import cpu_offload_with_hook
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
-
-from experiments import config
-from experiments.builds import use_fork
-from experiments.workload import models
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 EXAMPLES = Path(__file__).with_name("teacher_student_examples.jsonl")
 TEACHER_PROMPT = "Explain step by step how to find the solution.\n\nQuestion: {question}\n\nSolution: {solution}"
@@ -270,54 +263,3 @@ def examples() -> list[dict]:
     """24 short questions with solutions: arithmetic, logic, code. `prompt` is a chat that asks the teacher."""
     rows = [json.loads(line) for line in EXAMPLES.read_text().splitlines()]
     return [{"prompt": [{"role": "user", "content": TEACHER_PROMPT.format(**row)}], **row} for row in rows]
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.hooks.teacher_student", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument("--algorithm", choices=("rloo", "grpo"), default="rloo")
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--k", type=int, default=4, help="explanations a question")
-    parser.add_argument("--shared", action="store_true", help="prefix_sharing=True")
-    args = parser.parse_args(argv)
-    use_fork(config.ARMS["shared"])
-    import trl
-
-    make_config, make_trainer = (getattr(trl, args.algorithm.upper() + kind) for kind in ("Config", "Trainer"))
-    data = Dataset.from_list(examples())
-    tokenizer = models.build_tokenizer([row["question"] + row["solution"] for row in examples()], 600)
-    shape = models.shape_config("tiny-qwen3", len(tokenizer))
-    shape.initializer_range = 0.2  # two models that differ
-    torch.manual_seed(0)
-    teacher, student = (AutoModelForCausalLM.from_config(copy.deepcopy(shape)) for _ in range(2))
-    reward = TeacherStudentReward(student, tokenizer)
-    with tempfile.TemporaryDirectory() as folder:
-        options = make_config(
-            output_dir=folder,
-            max_steps=args.steps,
-            num_generations=args.k,
-            per_device_train_batch_size=2 * args.k,
-            max_completion_length=24,
-            learning_rate=1e-2,
-            prefix_sharing=args.shared,
-            beta=0.0,
-            bf16=False,
-            use_cpu=True,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-        )
-        trainer = make_trainer(teacher, reward, options, train_dataset=data, processing_class=tokenizer)
-        trainer.remove_callback(PrinterCallback)
-        reward.attach(trainer)
-        trainer.train()
-    for log in trainer.state.log_history[:-1]:
-        parts = "".join(f"   {part} {log[f'teacher_student/{part}']:7.3f}" for part in PARTS)
-        print(f"step {log['step']}   reward {log['reward']:7.3f}{parts}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

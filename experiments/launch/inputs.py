@@ -1,81 +1,180 @@
-"""What a launched training is given: the model and its tokenizer, the prompts, the reward."""
+"""What a launched training is given: the model and its tokenizer, the built-in prompts, the reward."""
 
+import hashlib
 import importlib
+import importlib.util
+import inspect
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
-from experiments.config import ConfigError
-from experiments.settings.arguments import LaunchArguments
-from experiments.workload.models import is_model, model_source
+from experiments.config import ROOT, ConfigError
+from experiments.device import is_out_of_memory
+from experiments.launch.dataset import one_line
+from experiments.workload.models import SHAPES, is_model, model_source
+
+RANDOM_MODELS = ROOT / ".build" / "models"
+# What TRL calls a reward function with, besides the dataset's columns
+REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+LETTERS = "letters - counts the letter e, for trying things out"
 
 
-def model_and_tokenizer(name: str | None, folder: Path, first: bool = True):
-    """(path of the model, tokenizer). Raises `ConfigError`. Only hub: downloads. Of several processes, only the first
-    one writes random weights to `folder`."""
-    from transformers import AutoTokenizer
-
+def check_model(name: str | None) -> None:
+    """Raise `ConfigError` where no model is named, or one that is not here. Loads nothing."""
     if not name:
         raise ConfigError("no model: set MODEL_PATH, or model_name_or_path in the profile")
-    if is_model(name):
-        path = model_source(name)
-        return path, AutoTokenizer.from_pretrained(path, padding_side="left")
-    if not name.startswith("random:"):
-        short = name.rsplit("/", 1)[-1].lower()
+    if name == "random:":
+        raise ConfigError(f"model 'random:' names no shape; such as random:{' or random:'.join(SHAPES)}")
+    if is_model(name) or name.startswith("random:"):
+        return
+    hub = "" if name.startswith((".", "/", "~")) else f"MODEL_PATH=hub:{name} downloads it, "
+    short = name.rstrip("/").rsplit("/", 1)[-1].lower()
+    raise ConfigError(
+        f"model {name!r} is not a folder here; {hub}MODEL_PATH=random:{short} takes its shape with random weights"
+    )
+
+
+def model_and_tokenizer(name: str):
+    """(path of the model, tokenizer). Raises `ConfigError`. Only hub: downloads."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    path = random_model(name.removeprefix("random:")) if name.startswith("random:") else model_source(name)
+    try:
+        AutoConfig.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+    except Exception as error:  # a broken file raises whatever its parser raises
         raise ConfigError(
-            f"model {name!r} is not a folder here; MODEL_PATH=hub:{name} downloads it, MODEL_PATH=random:{short} "
-            "takes its shape with random weights"
-        )
-    if not first:
-        return str(folder), AutoTokenizer.from_pretrained(folder, padding_side="left")
+            f"cannot load model {name!r}: {one_line(error)}; name a folder with one, or hub:..."
+        ) from error
+    if not tokenizer("Say a.")["input_ids"]:
+        raise ConfigError(f"model {name!r} has no tokenizer; put the files of one beside its weights")
+    return path, tokenizer
+
+
+def random_model(shape: str, cache: Path = RANDOM_MODELS) -> str:
+    """The folder of a model with random weights in bfloat16 and its tokenizer; written where it is not there yet.
+
+    Its name says everything that decides what is in it, and it is renamed into place when it is whole: launches at the
+    same time never write over one another, and the processes of one launch share it. Raises `ConfigError`.
+    """
     import torch
+    import transformers
     from transformers import AutoModelForCausalLM
 
     from experiments.workload import data, models
 
-    hf_config = models.named_config(name.removeprefix("random:"))
-    tokenizer = models.build_tokenizer(data.load_documents("builtin"), hf_config.vocab_size)
+    hf_config = models.named_config(shape)
+    documents = data.load_documents("builtin")
+    versions = (torch.__version__, transformers.__version__, hf_config.to_json_string())
+    digest = hashlib.sha256("\0".join((*versions, *documents)).encode()).hexdigest()[:12]
+    folder = cache / f"random-{Path(shape).name.lower()}-{digest}"
+    if folder.exists():
+        return str(folder)
+    tokenizer = models.build_tokenizer(documents, hf_config.vocab_size)
     hf_config.pad_token_id, hf_config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder), tokenizer
+    cache.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(dir=cache))
+    try:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16).save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
+        staging.chmod(0o755)
+        staging.rename(folder)
+    except Exception as error:  # a full disk has another type in each library
+        if is_out_of_memory(error):
+            raise
+        if not folder.exists():  # another launch was not faster
+            raise ConfigError(f"cannot write {folder}: {one_line(error)}; make room there") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return str(folder)
 
 
-def prompts(launch: LaunchArguments, tokenizer):
-    """The training set, with a column `prompt`. Raises `ConfigError`."""
-    from datasets import Dataset, load_dataset
+def builtin_prompts(tokenizer, tokens: int):
+    """A training set of prompts of that many tokens from Python's documentation. Raises `ConfigError`."""
+    from datasets import Dataset
 
     from experiments.workload import data
 
-    source = launch.dataset
-    if source == "builtin":
-        return Dataset.from_dict(
-            {"prompt": data.build_prompts(data.load_documents("builtin"), tokenizer, launch.prompt_tokens)}
+    return Dataset.from_dict({"prompt": data.build_prompts(data.load_documents("builtin"), tokenizer, tokens)})
+
+
+def check_reward(name: str | None, dataset: str) -> None:
+    """Raise `ConfigError` where a dataset comes without a reward, or with one that is not there. Imports nothing."""
+    if name is None and dataset != "builtin":
+        raise ConfigError(
+            f"dataset {dataset!r} is given and no reward; --reward module:function (docs/launch.md says how to write "
+            "one), a reward model's folder, or --reward letters to try things out"
         )
-    if source.startswith("hub:"):
-        dataset = load_dataset(source.removeprefix("hub:"), split="train")
-    elif Path(source).exists():
-        kind = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(source).suffix)
-        dataset = load_dataset(kind, data_files=source, split="train") if kind else load_dataset(source, split="train")
-    else:
-        raise ConfigError(f"dataset {source!r} is not here; name a file, a folder, or hub:{source} to download it")
-    if "prompt" not in dataset.column_names:
-        raise ConfigError(f"dataset {source!r} has no column 'prompt'; it has {', '.join(dataset.column_names)}")
-    return dataset
+    if name in (None, "letters") or is_model(name):
+        return
+    module, function = split_reward(name)
+    if not function or not all(part.isidentifier() for part in module.split(".")):
+        raise ConfigError(
+            f"reward {name!r} is no folder here and not module:function; docs/launch.md says how to write one"
+        )
+    where = Path(os.getcwd(), module.split(".")[0])
+    here = where.is_dir() or where.with_suffix(".py").exists()
+    if not here and module.split(".")[0] not in sys.modules and importlib.util.find_spec(module.split(".")[0]) is None:
+        raise ConfigError(
+            f"reward {name!r}: there is no {module.split('.')[0]}.py in {os.getcwd()} or on PYTHONPATH; put it there, "
+            "or go to where it is"
+        )
 
 
-def reward_function(name: str):
-    """The function that `module:function` names, or where a reward model is. Raises `ConfigError`."""
+def split_reward(name: str) -> tuple[str, str]:
+    """(module, function) of module:function; rewards.py:function is the same as rewards:function."""
+    module, _, function = name.partition(":")
+    return module.removesuffix(".py").removeprefix("./").replace("/", "."), function
+
+
+def reward_function(name: str | None, columns: list[str]):
+    """The function that `module:function` names, or where a reward model is.
+
+    `columns` are those of the dataset: TRL calls the function with each of them. Raises `ConfigError` for one that
+    cannot be imported or cannot be called so.
+    """
     from experiments.workload.data import letter_reward
 
-    if name == "letters":
+    if name in (None, "letters"):
         return letter_reward
     if is_model(name):
         return model_source(name)
-    module, _, function = name.partition(":")
-    sys.path.insert(0, os.getcwd())
+    module, function = split_reward(name)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"reward {name!r}: {error}; write it as module:function, or name a folder") from error
+        found = getattr(importlib.import_module(module), function)
+    except Exception as error:  # the module is the user's: its import may raise anything
+        raise ConfigError(
+            f"reward {name!r}: {type(error).__name__}: {one_line(error)}; `python -c 'import {module}'` shows where"
+        ) from error
+    if not callable(found) or inspect.isclass(found) or not hasattr(found, "__name__"):
+        raise ConfigError(
+            f"reward {name!r} is {one_line(repr(found))}; name a function, or a callable with a __name__"
+        )
+    given = dict.fromkeys(
+        (*REWARD_ARGUMENTS, *(column for column in columns if column not in ("prompt", "completion")))
+    )
+    try:
+        inspect.signature(found).bind(**given)
+    except TypeError as error:
+        raise ConfigError(
+            f"reward {name!r} cannot be called as TRL calls it: {error}; it gets {', '.join(given)}, each by name: "
+            f"def {function}(completions, **kwargs) -> list[float]"
+        ) from error
+    except ValueError:  # a builtin without a signature
+        pass
+    return found
+
+
+def reward_in_words(name: str | None, reward) -> str:
+    """The reward for the summary at the start: its name, and where it comes from."""
+    if isinstance(reward, str):
+        return f"reward model {reward}"
+    if name in (None, "letters"):
+        return LETTERS
+    file = getattr(sys.modules.get(reward.__module__), "__file__", None) or reward.__module__
+    return f"{name} ({file})"

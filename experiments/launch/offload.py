@@ -1,15 +1,11 @@
 """Models that wait on the host until they are called."""
 
-from experiments.config import ConfigError
-
 
 def keep_on_host(trainer, model) -> None:
     """The reference or a reward model comes to the device when it is called and leaves it before the policy trains."""
     import torch
     from accelerate import cpu_offload_with_hook
 
-    if trainer.is_fsdp_enabled:
-        raise ConfigError("offloading moves a whole model, and FSDP shards it: use fsdp2_offload.yaml instead")
     model, hook = cpu_offload_with_hook(trainer.accelerator.unwrap_model(model).cpu(), trainer.accelerator.device)
 
     def before_forward(module, args):

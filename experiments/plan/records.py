@@ -53,7 +53,8 @@ def memory_record(folder: Path, record: dict) -> Run:
     hf_config = CONFIG_MAPPING[record["model_config"]["model_type"]](**fields)
     arguments = record["arguments"]
     where = {name: arguments[name] for name in NOT_SETTINGS if name in arguments} | {"device": record["device_kind"]}
-    settings = {name: value for name, value in arguments.items() if name not in NOT_SETTINGS and value is not None}
+    recorded = arguments | record.get("settings", {})  # older records have the first ones alone
+    settings = {name: value for name, value in recorded.items() if name not in NOT_SETTINGS and value is not None}
     for name in ("offload_reference", "offload_reward"):
         if not settings.get(name):
             settings.pop(name, None)

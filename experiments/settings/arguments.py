@@ -1,31 +1,34 @@
-"""Settings of the launcher that are not TRL's own."""
+"""Settings of the launcher that are not TRL's own. Standard library only: the launcher's help needs nothing else."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+
+def setting(default, text: str):
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass
 class LaunchArguments:
-    """Settings that are not TRL's own.
+    """Settings that are not TRL's own. What each does: the `help` of its field, which the launcher's help prints."""
 
-    Args:
-        algorithm: "rloo" or "grpo".
-        dataset: "builtin", a .jsonl, .csv or .parquet file or a folder with a column `prompt`, or hub:owner/name.
-        reward: "letters" (the number of letters e, to try things out), module:function as TRL takes it, or a reward
-            model: its folder, or hub:owner/name.
-        prompt_tokens: length of the built-in prompts.
-        max_prompt_tokens: tokens of the longest prompt that memory was planned for; None: not bounded.
-        offload_reference: keep the reference model on the host except while it scores.
-        offload_reward: the same with the reward model.
-        memory_snapshot: "peak" or "oom", see `MemoryCallback`.
-        host_allocator: "system", "tcmalloc" or "jemalloc": malloc for host memory, see `experiments.host_allocator`.
-    """
-
-    algorithm: str = "rloo"
-    dataset: str = "builtin"
-    reward: str = "letters"
-    prompt_tokens: int = 256
-    max_prompt_tokens: int | None = None
-    offload_reference: bool = False
-    offload_reward: bool = False
-    memory_snapshot: str | None = None
-    host_allocator: str = "system"
+    algorithm: str = setting("rloo", "rloo or grpo")
+    dataset: str = setting(
+        "builtin",
+        "builtin (prompts from Python's own documentation), a .jsonl, .json, .csv or .parquet file with a column "
+        "`prompt`, a folder of such files, or hub:owner/name",
+    )
+    reward: str | None = setting(
+        None,
+        "module:function, called as TRL calls it; a reward model's folder, or hub:owner/name; or letters, which "
+        "counts the letter e, for trying things out. Needed with a dataset; without one it is letters",
+    )
+    prompt_tokens: int = setting(256, "tokens of a built-in prompt")
+    max_prompt_tokens: int | None = setting(
+        None, "the longest prompt that the settings were planned for; a dataset with a longer one is refused"
+    )
+    offload_reference: bool = setting(False, "the reference model waits on the host except while it scores")
+    offload_reward: bool = setting(False, "the reward model, likewise")
+    memory_snapshot: str | None = setting(
+        None, "peak or oom: dump torch's memory snapshot at a new peak, or when memory runs out (CUDA)"
+    )
+    host_allocator: str = setting("system", "malloc for host memory: system, tcmalloc or jemalloc")

@@ -2,6 +2,11 @@
 
 import dataclasses
 import difflib
+import enum
+import math
+import reprlib
+import types
+import typing
 from pathlib import Path
 
 import yaml
@@ -9,14 +14,19 @@ import yaml
 from experiments.config import ARMS, ConfigError
 
 FOLDER = Path(__file__).with_name("profiles")
+LARGEST_FILE = 2**20  # bytes; a profile has some dozen lines
 
 
 def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
-def fields() -> set[str]:
-    """Every field that TRL's RLOO and GRPO scripts accept, in the fork, and those of the launcher."""
+def profile_path(name: str) -> Path:
+    return Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
+
+
+def fields() -> dict[str, tuple]:
+    """Every field that TRL's RLOO and GRPO scripts accept, in the fork, and those of the launcher: its types."""
     from experiments.builds import use_fork
 
     use_fork(ARMS["shared"])
@@ -26,7 +36,9 @@ def fields() -> set[str]:
     from experiments.settings.arguments import LaunchArguments
     from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig, RLOOConfig
 
-    classes = (
+    # Truth is taken here, too, though the types do not say so
+    found: dict[str, tuple] = {"resume_from_checkpoint": (bool,), "scale_rewards": (bool,), "fsdp": (bool,)}
+    for cls in (
         RLOOConfig,
         GRPOConfig,
         ModelConfig,
@@ -34,16 +46,109 @@ def fields() -> set[str]:
         RLOOScriptArguments,
         GRPOScriptArguments,
         LaunchArguments,
-    )
-    return {field.name for cls in classes for field in dataclasses.fields(cls)}
+    ):
+        hints = typing.get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            found[field.name] = found.get(field.name, ()) + members(hints[field.name])
+    return {name: tuple(dict.fromkeys(kinds)) for name, kinds in found.items()}
 
 
-def profile_path(name: str) -> Path:
-    return Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
+def members(hint) -> tuple:
+    """The types that a union allows, or the one type."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def read_yaml(path: Path) -> tuple[dict, dict[str, int]]:
+    """(value of each name, its line) of a YAML file. Raises `ConfigError` that names the file and the line."""
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; name a YAML file")
+    try:
+        if not path.is_file() or path.stat().st_size > LARGEST_FILE:
+            raise ConfigError(f"{path} is not a file of at most {LARGEST_FILE // 2**10} KiB; name a YAML file")
+        text = path.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{path}, line {line}: {error.object[error.start]:#x} is not UTF-8; save it as UTF-8"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        refuse_shared_collections(path, text)
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(f"{path}, line {line}: {error.character:#04x} is no character of YAML; remove it") from error
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else "?"
+        raise ConfigError(f"{path}, line {line}: {error.problem}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested too deeply; a profile has `name: value` lines") from error
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{path}: expected `name: value` lines")
+    values, lines = {}, {}
+    for key, node in root.value:
+        line = key.start_mark.line + 1
+        if not isinstance(key, yaml.ScalarNode):
+            raise ConfigError(f"{path}, line {line}: expected a name before the colon")
+        if key.value in lines:
+            raise ConfigError(f"{path}, line {line}: {key.value!r} is set again (first on line {lines[key.value]})")
+        try:
+            values[key.value] = loader.construct_object(node, deep=True)
+        except Exception as error:  # a date that is none, an unknown tag: each type of YAML raises its own
+            reason = getattr(error, "problem", None) or error
+            raise ConfigError(
+                f"{path}, line {line}: cannot read the value of {key.value!r} ({reason}); write it plainly"
+            ) from error
+        lines[key.value] = line
+    return values, lines
+
+
+def refuse_shared_collections(path: Path, text: str) -> None:
+    """An alias of a list or mapping can hold itself, or grow without end: nothing in a profile needs one."""
+    collections = set()
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            collections.add(event.anchor)
+        elif isinstance(event, yaml.AliasEvent) and event.anchor in collections:
+            line = event.start_mark.line + 1
+            raise ConfigError(f"{path}, line {line}: *{event.anchor} is an alias of a list or mapping; write it out")
 
 
 def load_profile(name: str) -> dict:
-    """Settings of a profile in `FOLDER`, or of a YAML file. Raises `ConfigError` that names the line and the key."""
+    """Settings of a profile in `FOLDER`, or of a YAML file. Raises `ConfigError` that names the lines to change."""
+    path = find_profile(name)
+    settings, lines = read_yaml(path)
+    known = fields()
+    problems = []
+    for key, value in settings.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "TRL has no such setting"
+            problems.append((lines[key], f"unknown setting {key!r}; {hint}"))
+        elif not any(fits(value, kind) for kind in known[key]):
+            wanted = dict.fromkeys(words for kind in known[key] if (words := in_words(kind)))
+            problems.append((lines[key], f"{key} is {reprlib.repr(value)}: it must be {' or '.join(wanted)}"))
+        elif problem := out_of_range(key, value):
+            problems.append((lines[key], problem))
+        else:
+            settings[key] = as_meant(value, known[key])
+    for one, other, reason in CONTRADICTIONS:
+        if settings.get(one) and settings.get(other):
+            problems.append((lines[one], f"{one} contradicts {other} (line {lines[other]}): {reason}"))
+    for one, needed, reason in NEEDS:
+        if settings.get(one) and not settings.get(needed):
+            problems.append((lines[one], f"{one} needs {needed}: {reason}"))
+    if problems:
+        shown = "; ".join(f"line {line}: {problem}" for line, problem in sorted(problems)[:8])
+        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise ConfigError(f"{path}, {shown}{more}")
+    return settings
+
+
+def find_profile(name: str) -> Path:
+    """Where the profile is. Raises `ConfigError` with the nearest name."""
     path = profile_path(name)
     if not path.exists():
         near = difflib.get_close_matches(name, names(), n=1)
@@ -51,59 +156,129 @@ def load_profile(name: str) -> dict:
             f"unknown profile {name!r}{f' (did you mean {near[0]}?)' if near else ''}: choose one of "
             f"{', '.join(names())}, or a YAML file"
         )
-    text = path.read_text()
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        settings = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else "?"
-        raise ConfigError(f"{path}, line {line}: {error.problem}") from error
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{path}: expected `name: value` lines")
-    known = fields()
-    seen = {}
-    for key, _ in root.value:
-        line = key.start_mark.line + 1
-        if key.value in seen:
-            raise ConfigError(f"{path}, line {line}: {key.value!r} is set again (first on line {seen[key.value]})")
-        seen[key.value] = line
-        if key.value not in known:
-            near = difflib.get_close_matches(key.value, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "; TRL has no such setting"
-            raise ConfigError(f"{path}, line {line}: unknown setting {key.value!r}{hint}")
-    for one, other, reason in CONTRADICTIONS:
-        if settings.get(one) and settings.get(other):
-            raise ConfigError(f"{path}, line {seen[one]}: {one} contradicts {other} (line {seen[other]}): {reason}")
-    for one, needed, reason in NEEDS:
-        if settings.get(one) and not settings.get(needed):
-            raise ConfigError(f"{path}, line {seen[one]}: {one} needs {needed}: {reason}")
-    return settings
+    return path
+
+
+def fits(value, kind) -> bool:
+    """Whether a YAML value is of a setting's type. Text may stand for a number, as on a command line: YAML reads 1e-6,
+    which has no point, as text."""
+    origin = typing.get_origin(kind) or kind
+    if origin in (int, float, bool) and isinstance(value, str):
+        try:
+            value = {"true": True, "false": False}[value.lower()] if origin is bool else origin(value)
+        except (KeyError, ValueError):
+            return False
+    if origin is bool:
+        return isinstance(value, bool)
+    if origin is int:
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+    if origin is float:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number and abs(value) < 2**63 and math.isfinite(value)
+    if origin is str or isinstance(origin, type) and issubclass(origin, enum.Enum):
+        return isinstance(value, str)
+    if origin is types.NoneType:
+        return value is None
+    if origin is typing.Literal:
+        return value in typing.get_args(kind)
+    if origin is dict:
+        return isinstance(value, dict)
+    if origin in (list, tuple):
+        element = (typing.get_args(kind) or (typing.Any,))[0]
+        return (
+            isinstance(value, list) and all(fits(one, element) for one in value) or element is str and fits(value, str)
+        )
+    return True  # a type of TRL's or of transformers' own, which they check
+
+
+def as_meant(value, kinds: tuple):
+    """A value that fits: text for a setting that takes no text is the number or the truth that it says."""
+    if not isinstance(value, str) or any(kind not in (bool, int, float) and fits(value, kind) for kind in kinds):
+        return value
+    kind = next(kind for kind in kinds if fits(value, kind))
+    return value.lower() == "true" if kind is bool else kind(value)
+
+
+def in_words(kind) -> str:
+    origin = typing.get_origin(kind) or kind
+    plain = {bool: "true or false", int: "a whole number", float: "a finite number", dict: "a mapping", list: "a list"}
+    if origin is str or isinstance(origin, type) and issubclass(origin, enum.Enum):
+        return "text (in quotes where YAML reads something else)"
+    return {**plain, tuple: "a list", types.NoneType: "null"}.get(origin, "")
+
+
+def out_of_range(name: str, value) -> str | None:
+    """What is wrong with a number, given as one or as text, by `RANGES`, or with a word by `CHOICES`."""
+    if value is not None and value not in CHOICES.get(name, (value,)):
+        return f"{name} is {value!r}: choose one of {', '.join(CHOICES[name])}"
+    if name not in RANGES or value is None:
+        return None
+    inside, words = RANGES[name]
+    return None if inside(float(value)) else f"{name} is {reprlib.repr(value)}: it must be {words}"
 
 
 def devices_from(path: Path) -> dict:
     """Fields of `Setup` from an accelerate config. Raises `ConfigError` for what the planner has no formula for."""
-    try:
-        config = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read {path}: {str(error).splitlines()[0]}") from error
-    kind, fsdp = config.get("distributed_type", "NO"), config.get("fsdp_config") or {}
+    config, _ = read_yaml(path)
+    kind, fsdp = config.get("distributed_type", "NO"), config.get("fsdp_config")
+    kind = "NO" if kind is False else kind  # YAML reads NO without quotes as false
+    fsdp = {} if fsdp is None else fsdp
+    processes = config.get("num_processes", 1)
     if kind not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP"):
-        raise ConfigError(f"{path}: no formula for distributed_type {kind}; DDP (MULTI_GPU) and FSDP are known")
-    if kind == "FSDP" and (fsdp.get("fsdp_version", 1) != 2 or not fsdp.get("fsdp_reshard_after_forward", True)):
-        raise ConfigError(f"{path}: the formula is for fsdp_version 2 with fsdp_reshard_after_forward: true")
+        raise ConfigError(f"{path}: no formula for distributed_type {kind!r}; DDP (MULTI_GPU) and FSDP are known")
+    if not fits(processes, int) or int(processes) < 1:
+        raise ConfigError(f"{path}: num_processes is {reprlib.repr(processes)}: it must be a whole number from 1")
+    if not isinstance(fsdp, dict):
+        raise ConfigError(f"{path}: fsdp_config is {reprlib.repr(fsdp)}: it must be a mapping of `name: value` lines")
+    if kind == "FSDP" and (
+        fsdp.get("fsdp_version", 1) != 2 or fsdp.get("fsdp_reshard_after_forward", True) is not True
+    ):
+        raise ConfigError(f"{path}: the formula is for fsdp_version: 2 with fsdp_reshard_after_forward: true")
+    offload = fsdp.get("fsdp_offload_params", False)
+    if not isinstance(offload, bool):
+        raise ConfigError(f"{path}: fsdp_offload_params is {reprlib.repr(offload)}: it must be true or false")
     return {
-        "num_devices": 1 if kind == "NO" else config.get("num_processes", 1),
+        "num_devices": 1 if kind == "NO" else int(processes),
         "fully_sharded": kind == "FSDP",
-        "offload_parameters": bool(fsdp.get("fsdp_offload_params")),
+        "offload_parameters": offload,
     }
 
 
 def dump_profile(path: Path, settings: dict, comments: list[str]) -> None:
-    """Write a profile that `load_profile` and TRL's parser read."""
+    """Write a profile that `load_profile` and TRL's parser read. Raises `ConfigError` where it cannot be written."""
     text = "".join(f"# {line}\n" for line in comments) + yaml.safe_dump(settings, sort_keys=False)
-    path.write_text(text)
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; choose another place") from error
 
 
+AT_LEAST_1 = (lambda x: x >= 1, "at least 1")
+# setting -> (test, the same in words), where what TRL does with another number is nonsense or a late error
+RANGES = {
+    "per_device_train_batch_size": AT_LEAST_1,
+    "gradient_accumulation_steps": AT_LEAST_1,
+    "steps_per_generation": AT_LEAST_1,
+    "num_iterations": AT_LEAST_1,
+    "max_completion_length": AT_LEAST_1,
+    "completions_per_forward": AT_LEAST_1,
+    "tokens_per_forward": AT_LEAST_1,
+    "prompt_tokens": AT_LEAST_1,
+    "max_prompt_tokens": AT_LEAST_1,
+    "lora_r": AT_LEAST_1,
+    "num_generations": (lambda x: x >= 2, "at least 2: the baseline is made of the other completions"),
+    "max_steps": (lambda x: x == -1 or x >= 1, "at least 1, or -1 for num_train_epochs"),
+    "num_train_epochs": (lambda x: x > 0, "above 0"),
+    "temperature": (lambda x: x > 0, "above 0"),
+    "learning_rate": (lambda x: x >= 0, "0 or more"),
+    "beta": (lambda x: x >= 0, "0 or more"),
+    "lora_dropout": (lambda x: 0 <= x < 1, "from 0 to below 1"),
+    "top_p": (lambda x: 0 < x <= 1, "above 0, at most 1"),
+    "vllm_gpu_memory_utilization": (lambda x: 0 < x <= 1, "above 0, at most 1"),
+    "seed": (lambda x: 0 <= x < 2**32, "from 0 to 4294967295"),
+}
+# setting -> what it may be, where TRL looks at it only in the first update
+CHOICES = {"loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")}
 # (setting, other setting, why they cannot both be on)
 CONTRADICTIONS = (
     ("load_in_4bit", "load_in_8bit", "a weight has one size; remove one of them"),

@@ -1,0 +1,160 @@
+"""The launcher's command line and profile: what is asked for, and what of it cannot work."""
+
+import argparse
+import difflib
+import math
+import os
+from pathlib import Path
+
+from experiments.config import ConfigError
+from experiments.launch import dataset, inputs
+from experiments.settings.arguments import LaunchArguments
+from experiments.settings.profiles import fields, find_profile, load_profile, out_of_range, read_yaml
+
+
+def asked_for(argv: list[str]) -> argparse.Namespace:
+    """What the command line, else the profile, says of the settings that are needed before torch is imported.
+
+    Importing torch takes seconds and, with several processes, connects them: too late to start again with another
+    malloc. What is wrong with other words of the command line or the profile, `parse` says.
+    """
+    settings = {}
+    try:
+        settings, _ = read_yaml(find_profile(argv[0]))
+    except (IndexError, ConfigError):
+        pass  # said by `before_torch`
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in ("host_allocator", "dataset", "reward", "model_name_or_path", "algorithm"):
+        default = {"algorithm": "rloo", "dataset": "builtin", "host_allocator": "system"}.get(name)
+        first.add_argument(f"--{name}", f"--{name.replace('_', '-')}", default=settings.get(name, default))
+    try:
+        return first.parse_known_args(argv[1:])[0]
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error.argument_name}: {error.message}") from error
+
+
+def before_torch(argv: list[str], asked: argparse.Namespace):
+    """Everything that can be seen without torch, all that is wrong in one line. Returns the training set, None for the
+    built-in one."""
+    if not argv or argv[0].startswith("-"):
+        raise ConfigError(
+            "name a profile first: ./launch_single_gpu.sh single_gpu_24gb [--setting value ...]; --help lists them"
+        )
+    read_yaml(find_profile(argv[0]))
+    problems, rows = [], None
+    if asked.algorithm not in ("rloo", "grpo"):
+        problems.append(f"algorithm {asked.algorithm!r}: choose rloo or grpo")
+    texts = {"dataset": asked.dataset, "reward": asked.reward, "model_name_or_path": asked.model_name_or_path}
+    wrong = [
+        f"{name} is {value!r}: it must be text" for name, value in texts.items() if not isinstance(value, str | None)
+    ]
+    if wrong or asked.dataset is None:
+        raise ConfigError("; ".join(wrong) or f"dataset is empty; name builtin, {dataset.FORMATS}")
+    for check in (
+        lambda: inputs.check_model(os.environ.get("MODEL_PATH") or asked.model_name_or_path),
+        lambda: inputs.check_reward(asked.reward, asked.dataset),
+    ):
+        try:
+            check()
+        except ConfigError as error:
+            problems.append(str(error))
+    if asked.dataset != "builtin":
+        try:
+            rows = dataset.load(asked.dataset)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("; ".join(problems))
+    return rows
+
+
+def parse(argv: list[str]):
+    """(launch arguments, trainer's config, model config). Raises `ConfigError` for what TRL would not accept."""
+    profile, overrides = argv[0], argv[1:]
+    load_profile(profile)
+    known, unknown = fields(), []
+    for word in overrides:
+        name = word.removeprefix("--").split("=")[0].replace("-", "_")
+        if word.startswith("--") and name.removeprefix("no_") not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            unknown.append(f"unknown setting {word!r}{f'; did you mean --{near[0]}?' if near else ''}")
+    if unknown:
+        raise ConfigError("; ".join(unknown))
+    from trl import GRPOConfig, ModelConfig, RLOOConfig, TrlParser
+
+    algorithm = asked_for(argv).algorithm
+    parser = TrlParser((LaunchArguments, RLOOConfig if algorithm == "rloo" else GRPOConfig, ModelConfig))
+    parser.error = refuse  # not a page of usage
+    overrides = [*(["--use_cpu"] if no_gpu() and "--use_cpu" not in overrides else []), *overrides]
+    try:
+        launch, config, model = parser.parse_args_and_config(
+            ["--config", str(find_profile(profile)), *overrides], fail_with_unknown_args=True
+        )
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        raise ConfigError(f"{profile}: {' '.join(str(error).split())}") from error
+    model.model_name_or_path = os.environ.get("MODEL_PATH") or model.model_name_or_path
+    check_values(profile, launch, config, model)
+    return launch, config, model
+
+
+def refuse(message: str):
+    raise ConfigError(message)
+
+
+def check_values(profile: str, launch: LaunchArguments, config, model) -> None:
+    """Raise `ConfigError` for numbers out of range and for what this machine does not have, all of it in one line."""
+    values = {**vars(model), **vars(config), **vars(launch)}
+    problems = [problem for name, value in values.items() if (problem := out_of_range(name, value))]
+    floats = {name: value for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
+    problems += [f"{name} is {value}: it must be a finite number" for name, value in floats.items()]
+    if launch.memory_snapshot not in (None, "peak", "oom"):
+        problems.append(f"memory_snapshot is {launch.memory_snapshot!r}: choose peak or oom, or leave it out")
+    elif launch.memory_snapshot and no_gpu():
+        problems.append(
+            f"memory_snapshot {launch.memory_snapshot!r} needs a GPU, and there is none here; leave it out"
+        )
+    if config.activation_offloading and no_gpu():
+        problems.append(
+            "activation_offloading moves activations from a GPU to the host, and there is no GPU here; "
+            "--activation_offloading false"
+        )
+    if launch.offload_reference and (config.beta == 0 or model.use_peft):
+        why = "LoRA needs none" if model.use_peft else "beta is 0"
+        problems.append(f"offload_reference is on, but there is no reference ({why}); remove it")
+    if (launch.offload_reference or launch.offload_reward) and os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        problems.append("offloading moves a whole model, and FSDP shards it: use fsdp2_offload.yaml instead")
+    if problems:
+        raise ConfigError(f"{profile}: {'; '.join(problems)}")
+
+
+def no_gpu() -> bool:
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def check_output(config) -> None:
+    """Make the output folder, and find the checkpoint to go on from. Raises `ConfigError`."""
+    from transformers.trainer_utils import get_last_checkpoint
+
+    folder = Path(config.output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make output_dir {config.output_dir!r}: {error.strerror}; name another folder"
+        ) from error
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"cannot write to output_dir {config.output_dir!r}; name another folder")
+    words = {"true": True, "false": None, False: None}
+    config.resume_from_checkpoint = words.get(config.resume_from_checkpoint, config.resume_from_checkpoint)
+    if config.resume_from_checkpoint is True and get_last_checkpoint(config.output_dir) is None:
+        raise ConfigError(
+            f"resume_from_checkpoint is on, and {config.output_dir!r} holds no checkpoint-N; leave it out"
+        )
+    asked = config.resume_from_checkpoint
+    if isinstance(asked, str) and not Path(asked, "trainer_state.json").is_file():
+        there = ", ".join(sorted(path.name for path in folder.glob("checkpoint-*"))) or "no checkpoint"
+        raise ConfigError(
+            f"resume_from_checkpoint {asked!r} is no checkpoint, it has no trainer_state.json; {folder} holds {there}"
+        )

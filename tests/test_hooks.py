@@ -1,0 +1,164 @@
+"""The memory callback with trainers that are not what it was written for: it records what it knows and no more."""
+
+import ast
+import csv
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from experiments.config import resolve
+from experiments.workload import data, models
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.torch
+def test_the_memory_callback_works_with_a_trainer_without_rewards(probe):
+    policy, _, _ = models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))
+    record = probe("other_trainer", policy)
+    assert set(record["peaks"]) == {"train", "optimizer"} and min(record["peaks"].values()) > 100 * 2**20
+    assert record["reward_model"] is None and record["arguments"]["offload_reference"] is False
+
+
+def stub_trainer(folder, policy, **facts):
+    """A trainer as far as the callback looks at one. `facts` are attributes of it."""
+    arguments = SimpleNamespace(
+        output_dir=str(folder), process_index=0, world_size=1, learning_rate=1e-3, use_vllm=True
+    )
+    accelerator = SimpleNamespace(
+        device=SimpleNamespace(type="cpu"), unwrap_model=lambda model: model, state=SimpleNamespace()
+    )
+    metrics = {"train": {}}
+    metrics["train"] = type("Lists", (dict,), {"__missing__": lambda self, key: self.setdefault(key, [])})()
+    return SimpleNamespace(args=arguments, accelerator=accelerator, model=policy, _metrics=metrics, **facts)
+
+
+def stub_policy():
+    import torch
+
+    policy = torch.nn.Linear(2, 2)
+    policy.generate = lambda *args, **kwargs: pytest.fail("another engine generates")
+    policy.config = SimpleNamespace(to_dict=dict)
+    policy.dtype = torch.float32
+    return policy
+
+
+def train(callback, trainer, generate, updates=2):
+    """As a trainer whose completions come from another engine: `generate`, scoring, an update."""
+    import torch
+
+    policy, state = trainer.model, SimpleNamespace(global_step=0)
+    optimizer = torch.optim.SGD(policy.parameters())
+    callback.on_train_begin(trainer.args, state, None, optimizer=optimizer)
+    for _ in range(updates):
+        generate()
+        with torch.no_grad():
+            policy(torch.ones(1, 2))
+        policy(torch.ones(1, 2)).sum().backward()
+        callback.on_pre_optimizer_step(trainer.args, state, None)
+        optimizer.step()
+        callback.on_step_end(trainer.args, state, None)
+    with open(Path(trainer.args.output_dir, "memory_phases.csv"), newline="") as file:
+        rows = [(int(row["step"]), row["phase"]) for row in csv.DictReader(file)]
+    return rows, json.loads(Path(trainer.args.output_dir, "memory.json").read_text())
+
+
+@pytest.mark.torch
+def test_scoring_is_not_called_generation_where_the_policy_never_generates(tmp_path):
+    from experiments.hooks.memory_callback import MemoryCallback
+
+    trainer = stub_trainer(tmp_path, stub_policy())
+    rows, record = train(MemoryCallback(trainer), trainer, generate=lambda: None)
+    # the end of a step closes a row, and training goes on in the next
+    once = ("score", "train", "optimizer", "train")
+    assert [row for row in rows if row[1] != "load"][:4] == [(1, phase) for phase in once]
+    assert {phase for _, phase in rows} == {"load", *once} and max(step for step, _ in rows) == 2
+    assert record["prompt_tokens"] is None and set(record["peaks"]) <= set(once)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("engine", ["vllm", "continuous batching"])
+def test_another_engines_generation_is_marked_and_its_prompts_are_counted(engine, tmp_path):
+    """Both take lists of token ids. Forwards of the policy inside it are part of it."""
+    import torch
+
+    from experiments.hooks.memory_callback import MemoryCallback
+
+    policy = stub_policy()
+    if engine == "vllm":
+        made = SimpleNamespace(generate=lambda prompts, images, num_generations: policy(torch.ones(1, 2)))
+        trainer = stub_trainer(tmp_path, policy, vllm_generation=made)
+
+        def generate():
+            made.generate(prompts=[[1, 2, 3], [1]], images=None, num_generations=2)
+    else:
+        policy.generate_batch = lambda inputs, progress_bar: policy(torch.ones(1, 2))
+        trainer = stub_trainer(tmp_path, policy)
+
+        def generate():
+            policy.generate_batch([[1, 2, 3], [1]], progress_bar=False)
+
+    rows, record = train(MemoryCallback(trainer), trainer, generate)
+    phases = ("generate", "score", "train", "optimizer", "train")
+    assert [row for row in rows if row[1] != "load"][:5] == [(1, phase) for phase in phases]
+    assert record["prompt_tokens"] == 3
+
+
+@pytest.mark.torch
+def test_the_record_has_the_settings_that_were_trained_with(tmp_path):
+    """Adapters as they are in the model; and a profile made of the record is one that the launcher takes."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from experiments.hooks.memory_callback import trained_settings
+    from experiments.settings import profiles
+
+    policy, _, _ = models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(policy), dtype=torch.bfloat16)
+    adapters = LoraConfig(r=4, lora_alpha=12, lora_dropout=0.0, target_modules=["q_proj", "down_proj"])
+    model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
+    profiles.fields()  # puts the fork on the path
+    from trl import GRPOConfig
+
+    arguments = GRPOConfig(
+        str(tmp_path),
+        num_generations=4,
+        per_device_train_batch_size=4,
+        prefix_sharing=True,
+        completions_per_forward=2,
+        learning_rate=3e-4,
+        beta=0.02,
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+    )
+    settings = trained_settings(arguments, model)
+    expected = {
+        "algorithm": "grpo", "learning_rate": 3e-4, "beta": 0.02, "dtype": "bfloat16", "bf16": False,
+        "num_generations": 4, "prefix_sharing": True, "completions_per_forward": 2, "optim": "adamw_torch_fused",
+        "use_peft": True, "lora_r": 4, "lora_alpha": 12, "lora_dropout": 0.0,
+        "lora_target_modules": ["down_proj", "q_proj"], "lr_scheduler_type": "linear",
+    }  # fmt: skip
+    assert settings.items() >= expected.items()
+    profiles.dump_profile(tmp_path / "again.yaml", json.loads(json.dumps(settings)), [])
+    assert profiles.load_profile(str(tmp_path / "again.yaml")).items() >= expected.items()
+
+
+def test_hooks_and_settings_import_nothing_of_the_rooms_above_them():
+    """Users import hooks into their own training; plan and launch both stand on settings."""
+    allowed = {"settings": {"builds", "config", "settings"}, "hooks": {"host_allocator", "phases", "record"}}
+    for room, names in allowed.items():
+        for file in (ROOT / "experiments" / room).glob("*.py"):
+            if file.stem == "teacher_student_demo":  # a command, not a hook
+                continue
+            for node in ast.walk(ast.parse(file.read_text())):
+                brought = []
+                if isinstance(node, ast.ImportFrom):
+                    brought = [f"{node.module}.{alias.name}" for alias in node.names]
+                elif isinstance(node, ast.Import):
+                    brought = [alias.name for alias in node.names]
+                rooms = {name.split(".")[1] for name in brought if name.startswith("experiments.")}
+                assert rooms <= names | {"device"}, (file.name, brought)

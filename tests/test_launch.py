@@ -1,0 +1,434 @@
+"""What the launcher takes, refuses and says. The tables of bad input are run in this process, or all
+of one table in one process without torch."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from experiments.config import ConfigError, resolve
+from experiments.launch import __main__ as launch
+from experiments.launch import dataset, help, inputs
+from experiments.settings.arguments import LaunchArguments
+from experiments.workload import data, models
+
+ROOT = Path(__file__).resolve().parent.parent
+ROW = b'{"prompt": "Say a."}\n'
+ROWS = b'{"prompt": "Say a.", "answer": "a"}\n{"prompt": "Say the long word b.", "answer": "b"}\n'
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))[0]
+
+
+DATASETS = {
+    "broken.jsonl": (ROW + b'{"prompt": \n' + ROW, ["line 2 is not JSON"]),
+    "truncated.jsonl": (ROW + b'{"prompt": "a', ["line 2 is not JSON"]),
+    "list.jsonl": (ROW + b"[1]\n", ["line 2 is [1]", "not an object"]),
+    "empty.jsonl": (b"", ["is an empty file"]),
+    "blank.jsonl": (b"\n\n", ["no rows"]),
+    "no_column.jsonl": (b'{"text": "a", "answer": "b"}\n', ["no column 'prompt'", "it has text, answer"]),
+    "notes.txt": (b"Say a.\n", ["no dataset by its ending", ".jsonl"]),
+    "junk.parquet": (b"junk", ["cannot read dataset", "Parquet"]),
+    "latin.jsonl": (ROW + b'{"prompt": "caf\xe9"}\n', ["line 2 is not UTF-8 (0xe9)"]),
+    "utf16.jsonl": (ROW.decode().encode("utf-16"), ["line 1 is not UTF-8"]),
+    "mixed.jsonl": (ROW + b'{"prompt": [{"role": "user", "content": "a"}]}\n', ["a list on line 2, text on 1"]),
+    "null.jsonl": (ROW + b'{"prompt": null}\n', ["row 2: the prompt is empty"]),
+    "spaces.jsonl": (ROW + b'{"prompt": " "}\n', ["row 2: the prompt ' ' is empty"]),
+    "gone.jsonl": (ROW + b'{"answer": "a"}\n', ["row 2: the prompt is empty"]),
+    "number.jsonl": (b'{"prompt": 5}\n', ["row 1: the prompt is 5", "text or a list of messages"]),
+    "texts.jsonl": (b'{"prompt": ["a", "b"]}\n', ["row 1: the prompt is ['a', 'b']"]),
+    "no_chat.jsonl": (b'{"prompt": []}\n', ["row 1: the prompt is empty"]),
+    "no_role.jsonl": (b'{"prompt": [{"content": "a"}]}\n', ["row 1", "`role` and a `content`"]),
+    "silent.jsonl": (b'{"prompt": [{"role": "user", "content": ""}]}\n', ["row 1: no message"]),
+    "header.csv": (b"prompt,answer\n", ["no rows"]),
+    "other.csv": (b"question\na\n", ["no column 'prompt'", "question"]),
+    "ragged.csv": (b"prompt,answer\na,b\nc,d,e\n", ["line 3"]),
+    "gap.csv": (b"prompt,answer\na,b\n,d\n", ["row 2: the prompt is empty"]),
+    "array.json": (b'[{"prompt": "a"},\n {"prompt": }]\n', ["line 2 is not JSON"]),
+    "scalars.json": (b"[1, 2]", ["1 is no object"]),
+    "deep.jsonl": (b'{"prompt": ' + b"[" * 100_000 + b"\n", ["line 1"]),
+    "nul.jsonl": (b"\0" * 100, ["line 1 is not JSON"]),
+    "digits.jsonl": (b'{"prompt": "a", "n": 1' + b"0" * 5000 + b"}\n", ["line 1", "digits"]),
+    "surrogate.jsonl": (b'{"prompt": "\\ud800"}\n', ["surrogate"]),
+    "folder": (None, ["is a folder without a .jsonl"]),
+    "folder.jsonl": (None, ["is a folder without a .jsonl"]),
+    "not_there.jsonl": (..., ["is not here", "not_there.jsonl)"]),
+    "owner/name": (..., ["is not here", "hub:owner/name downloads it"]),
+    "./folders": (..., ["is not here", "a folder of such files"]),
+    "hub:": (..., ["has no name"]),
+    "": (..., ["has no name"]),
+}  # fmt: skip
+SEEN_AT_ONCE = {
+    "no_such --dataset empty.jsonl": ["unknown profile 'no_such'"],
+    "constraind": ["constraind", "did you mean constrained"],
+    "--max_steps 2": ["name a profile first", "--help"],
+    "": ["name a profile first"],
+    "balanced --model_name_or_path Qwen/Qwen3-8B": ["not a folder", "hub:Qwen/Qwen3-8B", "random:qwen3-8b"],
+    "balanced --model_name_or_path random:": ["names no shape", "random:qwen3-0.6b"],
+    "balanced --model_name_or_path ./nofolder": ["'./nofolder' is not a folder here; MODEL_PATH=random"],
+    "balanced --algorithm ppo": ["ppo", "rloo or grpo"],
+    "balanced --host_allocator": ["--host_allocator", "expected one argument"],
+    # several at once
+    "balanced --algorithm ppo --dataset empty.jsonl --model_name_or_path Qwen/Qwen3-8B": [
+        "rloo or grpo", "is an empty file", "not a folder", "no reward; --reward module:function", "docs/launch.md",
+    ],
+    "balanced --reward no/such": ["'no/such' is no folder here and not module:function"],
+    "balanced --reward leters": ["'leters' is no folder here and not module:function"],
+    "balanced --reward not_there:short": ["there is no not_there.py in", "PYTHONPATH"],
+}  # fmt: skip
+
+
+def test_a_bad_dataset_reward_or_model_is_named_before_torch_is_imported(tmp_path):
+    for name, (text, _) in DATASETS.items():
+        if text is None:
+            (tmp_path / name).mkdir()
+        elif text is not ...:
+            (tmp_path / name).write_bytes(text)
+    given = ["--reward", "letters", "--model_name_or_path", "random:tiny-qwen3"]
+    cases = [(["balanced", "--dataset", name, *given], parts) for name, (_, parts) in DATASETS.items()]
+    cases += [(words.split(), parts) for words, parts in SEEN_AT_ONCE.items()]
+    result = subprocess.run(
+        [sys.executable, ROOT / "tests" / "probes" / "launch_refusals.py"],
+        input=json.dumps([argv for argv, _ in cases]),
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "MODEL_PATH": "", "HF_HOME": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    said = json.loads(result.stdout)
+    for (argv, parts), got in zip(cases, said, strict=True):
+        assert got["code"] == 2 and not got["torch"], argv
+        assert got["error"].startswith("launch: ") and got["error"].count("\n") == 1, got
+        assert all(part in got["error"] for part in parts), (got["error"], parts)
+
+
+def test_datasets_of_every_kind_are_read(tmp_path, monkeypatch):
+    import pandas
+
+    monkeypatch.chdir(tmp_path)
+    frame = pandas.DataFrame([json.loads(line) for line in ROWS.splitlines()])
+    Path("folder").mkdir()
+    for name in ("a.jsonl", "folder/train.jsonl"):
+        Path(name).write_bytes(ROWS)
+    Path("a.json").write_text(json.dumps(frame.to_dict("records")))
+    frame.to_csv("a.csv", index=False)
+    frame.to_parquet("a.parquet")
+    for name in ("a.jsonl", "a.json", "a.csv", "a.parquet", "folder"):
+        rows = dataset.load(name)
+        assert rows.column_names == ["prompt", "answer"] and rows["answer"][:] == ["a", "b"], name
+
+
+REWARDS = """
+def good(completions, answer, **kwargs): return [0.0] * len(completions)
+def narrow(completions): return []
+def greedy(completions, solution, **kwargs): return []
+class Kind: pass
+CONSTANT = 5
+"""
+REFUSED = {  # after the dataset and the model's name are found good
+    "balanced --max_step 2 --beat 1": ["'--max_step'; did you mean --max_steps?", "'--beat'; did you mean --beta?"],
+    "balanced --max_steps many": ["--max_steps", "'many'"],
+    "balanced --lr_scheduler_type never": ["never"],
+    "balanced --num_generations 3": ["num_generations", "3"],
+    "balanced --learning_rate nan": ["learning_rate is nan", "finite"],
+    "balanced --max_completion_length 0 --temperature -1": ["max_completion_length is 0", "temperature is -1"],
+    "balanced --epsilon 0.2 --delta 0.3": ["--delta"],
+    "constrained --use_cpu": ["activation_offloading", "no GPU", "--activation_offloading false"],
+    "balanced --algorithm grpo --loss_type best": ["loss_type is 'best'", "dapo"],
+    "balanced --deepspeed none.json": ["deepspeed"],
+    "balanced --memory_snapshot peek": ["memory_snapshot is 'peek'", "peak or oom"],
+    "balanced --memory_snapshot oom": ["memory_snapshot 'oom' needs a GPU"],
+    "balanced --offload_reward true": ["offload_reward", "'letters' is a function"],
+    "balanced --offload_reference true": ["offload_reference", "no reference (beta is 0)"],
+    "balanced --use_peft --beta 0.1 --offload_reference true": ["no reference (LoRA needs none)"],
+    "balanced --output_dir taken": ["cannot make output_dir 'taken'", "another folder"],
+    "balanced --output_dir new --resume_from_checkpoint old": ["'old' is no checkpoint", "new holds no checkpoint"],
+    "balanced --output_dir new --resume_from_checkpoint model": ["'model' is no checkpoint", "trainer_state.json"],
+    "balanced --output_dir new --resume_from_checkpoint true": ["'new' holds no checkpoint-N"],
+    "balanced --dataset rows.jsonl --reward my_rewards:god": ["'my_rewards:god'", "no attribute 'god'"],
+    "balanced --dataset rows.jsonl --reward my_rewards:Kind": ["name a function"],
+    "balanced --dataset rows.jsonl --reward my_rewards:CONSTANT": ["is 5; name a function"],
+    "balanced --dataset rows.jsonl --reward my_rewards.py:narrow": ["cannot be called", "'prompts'", "**kwargs"],
+    "balanced --dataset rows.jsonl --reward my_rewards:greedy": ["'solution'", "log_metric, answer", "def greedy("],
+    "balanced --reward my_broken:good": ["SyntaxError", "python -c 'import my_broken'"],
+    "balanced --dataset rows.jsonl --reward my_rewards:good --max_prompt_tokens 5": [
+        "'rows.jsonl', row 2", "max_prompt_tokens 5", "plan again with --prompt",
+    ],
+    "balanced --prompt_tokens 64 --max_prompt_tokens 63": ["'builtin', row 1: the prompt has 64 tokens"],
+    "balanced --prompt_tokens 4": ["4 leaves no room"],
+    "balanced --dataset shout.jsonl --reward letters": ["'shout.jsonl', row 2", "the chat template: no shouting"],
+}  # fmt: skip
+
+
+@pytest.mark.torch
+def test_the_launcher_refuses_before_any_model_loads(policy, tmp_path, monkeypatch, capsys):
+    import transformers
+
+    model = tmp_path / "model"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(policy)
+    tokenizer.chat_template = "{% if messages[0].role == 'root' %}{{ raise_exception('no shouting') }}{% endif %}" + (
+        tokenizer.chat_template
+    )
+    tokenizer.save_pretrained(model)
+    (model / "config.json").write_bytes(Path(policy, "config.json").read_bytes())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MODEL_PATH", "model")
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", lambda *a, **k: pytest.fail("a model loads"))
+    Path("rows.jsonl").write_bytes(ROWS)
+    chats = [[{"role": role, "content": "a"}] for role in ("user", "root")]
+    Path("shout.jsonl").write_text("".join(json.dumps({"prompt": chat}) + "\n" for chat in chats))
+    Path("my_rewards.py").write_text(REWARDS)
+    Path("my_broken.py").write_text("def good(:")
+    Path("taken").write_text("a file")
+    for words, parts in REFUSED.items():
+        code, captured = launch.main(words.split()), capsys.readouterr()
+        assert code == 2 and captured.err.startswith("launch: ") and captured.err.count("\n") == 1, (words, captured)
+        assert all(part in captured.err for part in parts), (captured.err, parts)
+    (model / "config.json").write_text("{")
+    assert launch.main(["balanced"]) == 2
+    assert "cannot load model 'model'" in capsys.readouterr().err
+    monkeypatch.setenv("MODEL_PATH", "random:qwen3-0.5b")
+    assert launch.main(["balanced"]) == 2
+    assert "did you mean qwen3-0.6b?" in capsys.readouterr().err
+
+
+NOT_A_MODEL = {  # file of a model -> what is in it, and what is said of it
+    "config.json": (b"[1]", "cannot load model 'model': Unrecognized model"),
+    "tokenizer.json": (b"{}", "cannot load model 'model': KeyError: 'added_tokens'"),
+    "model.safetensors": (b"junk", "cannot load 'model': Error while deserializing header"),
+}
+AFTER_LOADING = {
+    '--model_init_kwargs {"nonsense":1}': ["cannot load", "unexpected keyword argument 'nonsense'"],
+    "--use_peft --lora_target_modules nonsense": ["Target modules nonsense not found"],
+    "--use_peft --lora_dropout 0.1": ["lora_dropout", "Set dropout to 0"],
+    "--attn_implementation nonsense": ["attn_implementation"],
+    "--report_to nonsense": ["nonsense is not supported"],
+    '--lr_scheduler_kwargs {"a":1}': ["unexpected keyword argument 'a'"],
+    "--adam_beta1 2": ["Invalid beta parameter"],
+}
+
+
+@pytest.mark.torch
+def test_what_only_loading_shows_is_one_line_too(policy, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MODEL_PATH", "model")
+    shutil.copytree(policy, "model")
+    usual = "balanced --max_steps 1 --max_completion_length 8 --prompt_tokens 48 --output_dir out --disable_tqdm true"
+    cases = [(words.split(), parts, None) for words, parts in AFTER_LOADING.items()]
+    cases += [([], [said], (Path("model", name), text)) for name, (text, said) in NOT_A_MODEL.items()]
+    cases += [
+        ([], ["cannot load 'model'", "no file named model.safetensors"], (Path("model/model.safetensors"), None))
+    ]
+    for words, parts, damage in cases:
+        if damage:
+            file, text = damage
+            whole = file.read_bytes()
+            file.write_bytes(text) if text is not None else file.unlink()
+        code = launch.main([*usual.split(), "--report_to", "none", *words])
+        line = capsys.readouterr().err.strip().splitlines()[-1]
+        assert code == 2 and line.startswith("launch: ") and all(part in line for part in parts), (words, parts, line)
+        if damage:
+            file.write_bytes(whole)
+
+
+@pytest.mark.torch
+def test_a_prompt_that_the_tokenizer_makes_nothing_of_is_named(policy):
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    rows = Dataset.from_dict({"prompt": ["Say a.", "b"]})
+    lengths = dataset.measure(rows, tokenizer, {}, None, "rows")
+    assert (lengths.longest, lengths.row, lengths.counted) == (len(tokenizer("Say a.")["input_ids"]), 1, 2)
+
+    class Without:
+        def __call__(self, text):
+            return {"input_ids": [] if text == "b" else [1]}
+
+    with pytest.raises(ConfigError, match="'rows', row 2: the prompt has no tokens"):
+        dataset.measure(rows, Without(), {}, None, "rows")
+
+
+@pytest.mark.torch
+def test_models_with_random_weights_are_written_once_and_never_over_one_another(tmp_path, monkeypatch):
+    first = inputs.random_model("tiny-qwen3", tmp_path)
+    written = {path: path.stat().st_mtime_ns for path in Path(first).iterdir()}
+    assert inputs.random_model("tiny-qwen3", tmp_path) == first
+    assert {path: path.stat().st_mtime_ns for path in Path(first).iterdir()} == written
+
+    Path(first).rename(tmp_path / "kept")
+    make = inputs.tempfile.mkdtemp
+
+    def slower(dir):
+        (tmp_path / "kept").rename(first)  # another launch has the folder ready while this one still writes
+        return make(dir=dir)
+
+    monkeypatch.setattr(inputs.tempfile, "mkdtemp", slower)
+    assert inputs.random_model("tiny-qwen3", tmp_path) == first
+    assert {path: path.stat().st_mtime_ns for path in Path(first).iterdir()} == written
+    assert [path.name for path in tmp_path.iterdir()] == [Path(first).name]
+
+
+def test_the_help_needs_nothing_installed_and_lists_everything(tmp_path):
+    """In a fresh clone, where the only Python has no packages, from another folder."""
+    clone = tmp_path / "a clone"
+    shutil.copytree(ROOT / "experiments", clone / "experiments", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "launch_single_gpu.sh", clone)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python3").write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    (tmp_path / "bin" / "python3").chmod(0o755)
+    result = subprocess.run(
+        [clone / "launch_single_gpu.sh", "--help"],
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    guide = (ROOT / "docs" / "launch.md").read_text()
+    for text in (result.stdout, guide):
+        for name, line in help.profile_lines().items():
+            assert name in text and line in text, name
+        for field in LaunchArguments.__dataclass_fields__.values():
+            assert field.name in text, field.name
+            assert str(field.default) in text, field.name
+        for word in (*dataset.KINDS, "hub:", "random:", "memory.json", "memory_phases.csv", "130", "143", "**kwargs"):
+            assert word in text, word
+    for argv in (["--help"], ["balanced", "--help"], ["-h"]):
+        assert launch.main(argv) == 0
+
+
+def started(model, folder, reward, *settings):
+    command = [ROOT / "launch_single_gpu.sh", "balanced", "--dataset", "rows.jsonl", "--reward", reward]
+    settings = ["--max_steps", "1000", "--max_completion_length", "8", "--gradient_accumulation_steps", "1", *settings]
+    return subprocess.Popen(
+        [*command, *settings, "--output_dir", "out", "--report_to", "none", "--disable_tqdm", "true"],
+        cwd=folder,
+        env={**os.environ, "MODEL_PATH": model, "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.torch
+def test_it_works_where_the_user_stands_and_a_signal_ends_it_in_one_line(policy, tmp_path):
+    """Two at the same time, in a folder that has an `experiments` and a `trl` of its own."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    lengths = [len(tokenizer(json.loads(row)["prompt"])["input_ids"]) for row in ROWS.splitlines()]
+    (tmp_path / "model").symlink_to(policy)
+    running = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        folder = tmp_path / number.name
+        for package in ("experiments", "trl"):
+            (folder / package).mkdir(parents=True)
+            (folder / package / "__init__.py").write_text("raise ImportError('this is not ours')")
+        (folder / "rows.jsonl").write_bytes(ROWS)
+        (folder / "my_rewards.py").write_text(REWARDS)
+        running[number] = started("../model", folder, "my_rewards:good")
+    try:
+        deadline = time.monotonic() + 240
+        for number, process in running.items():
+            while not (record := tmp_path / number.name / "out" / "memory.json").exists():
+                assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+                time.sleep(0.1)
+            process.send_signal(number)
+        for number, process in running.items():
+            output, error = process.communicate(timeout=60)
+            name = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}[number]
+            assert process.returncode == 128 + number, error
+            assert re.fullmatch(rf"launch: stopped by {name} after update \d+; out/memory.json is kept\n", error)
+            record = json.loads((tmp_path / number.name / "out" / "memory.json").read_text())
+            assert record["prompt_tokens"] in lengths and record["settings"]["reward"] == "my_rewards:good"
+            start = [line.split()[0] for line in output.splitlines() if not line.startswith("{")]
+            assert start == ["host", "model", "data", "reward", "passes", "device", "output"]
+            for part in (
+                f"2 prompts, the longest {max(lengths)} tokens",
+                f"my_rewards:good ({tmp_path / number.name}/my_rewards.py)",
+            ):
+                assert part in output
+            assert (
+                "8 = 1 whole group of k = 8 completions, 4 together; x 1 accumulated x 1 device = 1 prompt" in output
+            )
+            assert str(tmp_path / number.name / "out") in output
+    finally:
+        for process in running.values():
+            process.kill()
+
+
+def test_the_passes_are_said_in_whole_groups():
+    from experiments.launch.summary import passes
+
+    config = dict(
+        num_generations=8,
+        per_device_train_batch_size=16,
+        gradient_accumulation_steps=2,
+        world_size=2,
+        prefix_sharing=True,
+        completions_per_forward=None,
+        tokens_per_forward=4096,
+    )
+    at_most = "16 = 2 whole groups of k = 8 completions, at most 4,096 tokens together; x 2 accumulated x 2 devices"
+    assert passes(SimpleNamespace(**config)) == at_most + " = 8 prompts an update"
+    plain = SimpleNamespace(**{**config, "prefix_sharing": False, "per_device_train_batch_size": 2})
+    assert passes(plain).startswith("2 rows together, k = 8, no prefix sharing; x 2 accumulated")
+
+
+@pytest.mark.torch
+def test_memory_that_runs_out_is_said_in_one_line_and_recorded(policy, tmp_path, monkeypatch, capsys):
+    """The first update fails: the doctor can still read what is known."""
+    from experiments.builds import use_fork
+    from experiments.config import ARMS
+
+    use_fork(ARMS["shared"])
+    from trl import RLOOTrainer
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MODEL_PATH", policy)
+    compute_loss = RLOOTrainer.compute_loss
+
+    def out_of_memory(*args, **kwargs):
+        compute_loss(*args, **kwargs)
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore of it")
+
+    monkeypatch.setattr(RLOOTrainer, "compute_loss", out_of_memory)
+    words = "balanced --max_steps 1 --max_completion_length 8 --prompt_tokens 48 --output_dir out --disable_tqdm true"
+    assert launch.main([*words.split(), "--report_to", "none"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("launch: out of memory in phase train of update 1: ") and error.count("\n") == 1, error
+    assert "Tried to allocate 2.00 GiB" in error and "experiments.plan.doctor out says" in error
+    record = json.loads(Path("out", "memory.json").read_text())
+    assert record["prompt_tokens"] == 48 and set(record["peaks"]) == {"generate", "score", "train"}
+
+
+@pytest.mark.torch
+def test_a_model_kept_on_the_host_leaves_the_device_when_the_policy_trains(monkeypatch):
+    import torch
+
+    from experiments.launch.offload import keep_on_host
+
+    calls = []
+    hook = SimpleNamespace(offload=lambda: calls.append("offload"))
+    monkeypatch.setattr("accelerate.cpu_offload_with_hook", lambda model, device: (model, hook))
+    accelerator = SimpleNamespace(unwrap_model=lambda model: model, device="cpu")
+    trainer = SimpleNamespace(accelerator=accelerator, model=torch.nn.Linear(2, 2), is_fsdp_enabled=False)
+    keep_on_host(trainer, torch.nn.Linear(2, 2))
+    with torch.no_grad():
+        trainer.model(torch.ones(1, 2))  # generation, scoring
+    assert calls == []
+    trainer.model(torch.ones(1, 2))
+    assert calls == ["offload"]
