@@ -15,7 +15,7 @@ from pathlib import Path
 
 from experiments import config as cfg
 from experiments.config import ConfigError, RunConfig
-from experiments.options import Parser
+from experiments.run_options import Parser
 
 OOM_TEXTS = (
     "can't allocate memory", "cannot allocate memory", "out of memory", "bad_alloc", "memory allocation of",

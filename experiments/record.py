@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from experiments.config import ARMS, DISK_FULL, GIB, ROOT, ConfigError, exit_code, shown
-from experiments.options import Parser, directory
+from experiments.run_options import Parser, directory
 
 SUMMARY_COLUMNS = (
     "run_id", "arm", "scale", "k", "repeat", "status", "device_kind", "device_name", "trl_version", "torch_version",

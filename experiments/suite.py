@@ -23,7 +23,6 @@ from pathlib import Path
 from experiments import config as cfg
 from experiments.config import ARMS, GIB, ROOT, SCALES, ConfigError, RunConfig, Stopped
 from experiments.device import pick_device, tells_of_memory
-from experiments.options import OPTIONS, Parser, add_options, directory, number, overrides, whole
 from experiments.processes import Launch, new_token, owned, stoppable
 from experiments.record import (
     FINISHED,
@@ -37,6 +36,7 @@ from experiments.record import (
     write_json,
     write_summary,
 )
+from experiments.run_options import OPTIONS, Parser, add_options, directory, number, overrides, whole
 from experiments.terminal import Live
 
 PATIENCE = 30.0  # seconds that a run which is told to stop has to write its record

@@ -30,7 +30,6 @@ from experiments.device import (
     settle,
 )
 from experiments.memory_monitor import start_monitor, stop_monitor
-from experiments.options import OF_ONE_RUN, OPTIONS, Parser, add_options, directory, overrides, whole
 from experiments.phases import PhaseRecorder
 from experiments.processes import Launch, end_with, ignore_signals, new_token, owned, stoppable
 from experiments.record import (
@@ -43,6 +42,7 @@ from experiments.record import (
     write_machine,
     write_summary,
 )
+from experiments.run_options import OF_ONE_RUN, OPTIONS, Parser, add_options, directory, overrides, whole
 from experiments.terminal import Live, output_to
 
 EXIT_OK, EXIT_ERROR, EXIT_OOM = 0, 1, 3

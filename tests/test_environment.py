@@ -180,7 +180,7 @@ def test_what_the_readmes_commands_write_is_ignored_and_results_are_not(tmp_path
     """Results of other machines may be committed."""
     ignored = """
         .venv/bin/python .venv.new/x .venv.old/x .build/x fits.yaml trl-1.16.0+fork.abc1234-py3-none-any.whl
-        my-trl/trl/x.py trainer_output/memory.json results/.run_gpu-cuda/plan results/nvidia-h200/combined_memory.csv
+        my-trl/trl/x.py trainer_output/memory.json results/nvidia-h200/combined_memory.csv
     """.split()
     kept = """
         results/nvidia-h200/summary.csv results/nvidia-h200/charts/audit.png

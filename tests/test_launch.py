@@ -371,7 +371,7 @@ def test_it_works_where_the_user_stands_and_a_signal_ends_it_in_one_line(policy,
 
 
 def test_the_passes_are_said_in_whole_groups():
-    from experiments.launch.summary import passes
+    from experiments.launch.announce import passes
 
     config = dict(
         num_generations=8,

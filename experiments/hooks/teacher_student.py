@@ -18,7 +18,7 @@ Departures from the authors' code:
 
     reward = TeacherStudentReward("Qwen/Qwen3-0.6B")
     trainer = RLOOTrainer(model, reward_funcs=reward, train_dataset=Dataset.from_list(examples()), args=args)
-    reward.attach(trainer)  # for a run on a tiny model: python -m experiments.hooks.teacher_student_demo --shared
+    reward.attach(trainer)  # for a run on a tiny model: examples/teacher_student.py --shared
 
 It needs torch, accelerate and transformers, and nothing else of this repository.
 """

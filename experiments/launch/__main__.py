@@ -20,8 +20,8 @@ from experiments import host_allocator
 from experiments.config import ARMS, ConfigError, exit_code
 from experiments.device import is_out_of_memory
 from experiments.launch import command_line, dataset, help, inputs, quiet
+from experiments.launch.announce import print_end, print_start
 from experiments.launch.offload import keep_on_host
-from experiments.launch.summary import print_end, print_start
 from experiments.settings.arguments import LaunchArguments
 
 

@@ -1,4 +1,4 @@
-"""`python -m experiments.hooks.teacher_student_demo` with both trainers and prefix sharing, and once without: the
+"""examples/teacher_student.py with both trainers and prefix sharing, and once without: the
 numbers it prints, step, reward and parts of every update; and what the reward alone imports of this repository."""
 
 import contextlib
@@ -10,13 +10,13 @@ import sys
 import experiments.hooks.teacher_student  # noqa: F401
 
 harness = sorted(name for name in sys.modules if name.startswith("experiments"))  # what the reward alone brings
-from experiments.hooks import teacher_student_demo  # noqa: E402
+from examples import teacher_student  # noqa: E402
 
 
 def numbers(*arguments):
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        assert teacher_student_demo.main(["--steps", "2", *arguments]) == 0
+        assert teacher_student.main(["--steps", "2", *arguments]) == 0
     return [[float(x) for x in re.findall(r"-?\d+\.?\d*", row)] for row in printed.getvalue().splitlines()]
 
 

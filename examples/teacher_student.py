@@ -1,26 +1,31 @@
-"""A tiny teacher, built on the spot, learns to explain to a tiny student (`experiments.hooks.teacher_student`)."""
+"""A tiny teacher, built on the spot, learns to explain to a tiny student (`experiments.hooks.teacher_student`).
+
+.venv/bin/python examples/teacher_student.py --shared
+"""
 
 import argparse
 import copy
 import sys
 import tempfile
+from pathlib import Path
 
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, PrinterCallback
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from experiments.builds import use_fork
 from experiments.config import ARMS, ConfigError, exit_code
 from experiments.workload import models
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m experiments.hooks.teacher_student_demo", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--algorithm", choices=("rloo", "grpo"), default="rloo")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--k", type=int, default=4, help="explanations a question")
     parser.add_argument("--shared", action="store_true", help="prefix_sharing=True")
-    return exit_code("teacher_student_demo", run, parser.parse_args(argv))
+    return exit_code("teacher_student", run, parser.parse_args(argv))
 
 
 def run(args: argparse.Namespace) -> int:
