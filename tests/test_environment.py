@@ -152,9 +152,13 @@ def test_what_torch_asks_for_is_recorded_for_the_locked_version():
 
 
 def test_what_is_imported_is_declared_and_what_is_declared_is_used():
-    sources = [path for folder in ("experiments", "visualization", "tests") for path in (ROOT / folder).rglob("*.py")]
+    sources = [
+        path
+        for folder in ("examples", "experiments", "visualization", "tests")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
     scripts = {path.stem for path in (ROOT / "tests").rglob("*.py")}  # probes import each other by name
-    own = {"experiments", "visualization", "tests", "fork"} | scripts
+    own = {"examples", "experiments", "visualization", "tests", "fork"} | scripts
     imported = set()
     for path in sources:
         for node in ast.walk(ast.parse(path.read_text())):
