@@ -31,8 +31,8 @@ lint:
 
 charts:
 	./visualize_results.sh results/reference-cpu-2-cores
-	.venv/bin/python -m visualization.tables README.md --write
-	.venv/bin/python -m visualization.tables docs/memory_guide.md --write
+	for page in README.md docs/findings.md docs/memory_guide.md docs/prefix_sharing.md; do \
+	  .venv/bin/python -m visualization.tables $$page --write || exit 1; done
 
 # Predictions of every profile at prompts of 2,000 tokens, a few minutes; then make charts
 plans:
