@@ -37,8 +37,8 @@ def screen(folder: Path, runs: Sequence[Run]) -> list[str]:
     room = SCREEN - len(head) - len(meaning) - len(notes) - len(end)
     if len(rows) > room:
         rows = [*rows[: room - 1], f"... {len(rows) - room + 1} more arms in tables.md"]
-    lines = [*head, *rows, *notes, *meaning, *end]
-    return [line if len(line) <= WIDTH else line[: WIDTH - 4] + " ..." for line in lines]
+    lines = [*head, *rows, *notes, *meaning]
+    return [*(line if len(line) <= WIDTH else line[: WIDTH - 4] + " ..." for line in lines), *end]  # paths stay whole
 
 
 def _rows(table: dict[tuple[str, int], Cell]) -> list[str]:

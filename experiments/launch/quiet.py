@@ -1,6 +1,7 @@
 """Keeps what libraries print at import and load out of the launcher's output; errors and TRL's training log stay."""
 
 import logging
+import os
 import sys
 import warnings
 
@@ -29,6 +30,7 @@ def after_import() -> None:
 
     datasets.disable_progress_bars()
     transformers_logging.disable_progress_bar()
-    enable_progress_bars()
+    if not os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS"):  # transformers switched these off, too
+        enable_progress_bars()
     for handler in logging.getLogger("transformers").handlers:
         handler.addFilter(NoDeprecations())
