@@ -71,6 +71,7 @@ def launch(arm, runs, folder):
     assert done == expected, f"{arm}: of {expected} only {done} ended\n{output[-4000:]}"
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_two_processes_train_with_prefix_sharing_as_without(tmp_path):
     """1e-5 is the bound of float64 weights: norms and log-probabilities are float32 there as well. With float32

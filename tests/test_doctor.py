@@ -262,6 +262,7 @@ def test_no_lever_is_kept_that_is_not_needed(budget, k, lora, checkpointing):
         assert rest != last.setup and (needed or faster), (lever.name, [x.name for x in used])
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_lora_and_sharing_alone_make_an_8b_model_fit_24_gib(tmp_path):
     path = tmp_path / "fits.yaml"

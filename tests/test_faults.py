@@ -103,6 +103,7 @@ def test_a_run_ends_with_the_suite_that_was_told_to_stop_and_nobody_takes_its_fo
     assert not running(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_a_run_ends_with_the_suite_that_was_killed(start):
     process, folder = start("suite", 3000)
@@ -138,6 +139,7 @@ def test_a_lost_sampler_is_said_and_the_peak_is_the_kernels(number, start):
     assert not running(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_a_folder_removed_under_a_run_is_said_in_one_line(start):
     process, folder = start("train", 6)
@@ -162,6 +164,7 @@ def test_a_full_disk_is_said_and_the_samples_are_kept(start):
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_another_time_zone_and_locale_and_an_accent_in_the_path(start, tmp_path):
     """ASCII alone on the terminal, a clock far from UTC, and a sampler that agrees with the phases on the time."""

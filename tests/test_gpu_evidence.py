@@ -23,6 +23,7 @@ def run(*command, **environment):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_lora_on_bfloat16_weights_trains_alike_with_and_without_sharing(train):
     """The first gradient differs by bfloat16's rounding, as stock's own does between batch sizes."""
@@ -61,6 +62,7 @@ def test_errors_and_attention_kernels_are_measured_on_the_device(tmp_path):
     assert "shared, two a pass" in render("exactness", tmp_path / "x")
 
 
+@pytest.mark.slow
 def test_what_the_sampler_misses_is_measured_at_each_interval(tmp_path):
     result = run(
         sys.executable,

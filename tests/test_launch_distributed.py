@@ -75,6 +75,7 @@ def launch(config, program, model, folder):
     return output
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_ddp_fsdp2_and_offloading_train_the_same_numbers(tmp_path):
     """Where this was written the weights were equal to the bit: float32, and a sum of two gradients has no order. The

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -26,6 +27,19 @@ def run(module, *arguments):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
+@pytest.fixture
+def planned(capsys):
+    """Runs the planner's command in this process; returns its exit code and what it said."""
+
+    def command(*arguments):
+        code = plan.main([str(argument) for argument in arguments])
+        said = capsys.readouterr()
+        return SimpleNamespace(returncode=code, stdout=said.out, stderr=said.err)
+
+    return command
+
+
+@pytest.mark.slow
 @pytest.mark.torch
 def test_every_phase_is_predicted_within_ten_percent_of_a_real_training(tmp_path):
     """Some of the cases; all are in results/*/plan_check.csv."""
@@ -77,9 +91,8 @@ def test_a_large_model_is_planned_without_weights(tmp_path):
 
 
 @pytest.mark.torch
-def test_the_longest_prompt_that_fits_is_longer_with_shared_prompts():
-    result = run(
-        "plan",
+def test_the_longest_prompt_that_fits_is_longer_with_shared_prompts(planned):
+    result = planned(
         "--model",
         "tiny-qwen3",
         "--prompt",
@@ -307,7 +320,7 @@ def test_what_the_simulation_counts_by_rule(probe):
     assert result["dropout keeps a byte an element"] == 1
 
 
-def plan_of_tiny(model_type, folder, *arguments, **fields):
+def plan_of_tiny(planned, model_type, folder, *arguments, **fields):
     """The planner's result for a tiny model of that type."""
     from transformers import CONFIG_MAPPING
 
@@ -324,7 +337,7 @@ def plan_of_tiny(model_type, folder, *arguments, **fields):
         eos_token_id=2,
         **fields,
     ).save_pretrained(folder)
-    return run("plan", "--model", folder, "--prompt", 200, "--completion", 32, "--k", 4, *arguments)
+    return planned("--model", folder, "--prompt", 200, "--completion", 32, "--k", 4, *arguments)
 
 
 def planned_arms(result):
@@ -342,27 +355,26 @@ def planned_arms(result):
         )),
     ],
 )  # fmt: skip
-def test_models_with_another_kind_of_attention_are_planned(model_type, fields, tmp_path):
-    result = plan_of_tiny(model_type, tmp_path, **fields)
+def test_models_with_another_kind_of_attention_are_planned(planned, model_type, fields, tmp_path):
+    result = plan_of_tiny(planned, model_type, tmp_path, **fields)
     assert result.returncode == 0, result.stderr[-3000:]
     assert planned_arms(result) == ["stock", "stock-accumulate", "shared"]
 
 
 @pytest.mark.torch
-def test_a_model_whose_prompts_cannot_be_shared_is_planned_without(tmp_path):
+def test_a_model_whose_prompts_cannot_be_shared_is_planned_without(planned, tmp_path):
     reason = "does not go through `transformers.AttentionInterface`"
-    result = plan_of_tiny("stablelm", tmp_path)
+    result = plan_of_tiny(planned, "stablelm", tmp_path)
     assert result.returncode == 0 and reason in result.stderr, result.stderr[-3000:]
     assert planned_arms(result) == ["stock", "stock-accumulate"]
-    alone = plan_of_tiny("stablelm", tmp_path, "--arms", "shared")
+    alone = plan_of_tiny(planned, "stablelm", tmp_path, "--arms", "shared")
     assert alone.returncode == 2 and "Traceback" not in alone.stderr
     assert alone.stderr.splitlines()[-1].startswith("plan: ") and reason in alone.stderr.splitlines()[-1]
 
 
 @pytest.mark.torch
-def test_a_device_smaller_than_the_weights_is_told_by_how_much():
-    result = run(
-        "plan",
+def test_a_device_smaller_than_the_weights_is_told_by_how_much(planned):
+    result = planned(
         "--model",
         "tiny-qwen3",
         "--prompt",
@@ -384,6 +396,7 @@ def test_a_device_smaller_than_the_weights_is_told_by_how_much():
     assert "The weights alone exceed 256MiB less 248MiB by" in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_few_layers_and_few_passes_tell_what_many_take():
     """The short cuts of the simulation against the whole one, byte for byte but for bookkeeping tensors."""

@@ -25,6 +25,7 @@ def is_no_larger(ratios: dict[str, float]) -> bool:
     return len(ratios) >= 19 and max(ratios.values()) <= 1.5 and mean <= 1.05
 
 
+@pytest.mark.slow
 def test_in_half_precision_the_error_is_no_larger_than_that_of_whole_sequences(probe):
     """Half-precision weights against the same rounded weights in float64; mixed precision against float32."""
     results = probe("shared_exactness", "bfloat16", "float32+bfloat16")
@@ -44,6 +45,7 @@ def test_every_architecture_decodes_with_no_more_error_than_whole_sequences(prob
         assert is_no_larger(ratios), (precision, ratios)
 
 
+@pytest.mark.slow
 def test_many_passes_in_bfloat16_keep_the_gradient_of_the_prompt(probe):
     """64 passes each add to the gradient of the prompt's keys. With bfloat16 weights that is no worse than stock with
     64 accumulated steps. In mixed precision it may cost one more rounding: the sum over the completions is rounded
@@ -57,6 +59,7 @@ def test_random_batches_score_and_decode_as_whole_sequences(probe):
     assert probe("shared_shapes")["batches"] >= 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["rloo", "grpo"])
 def test_training_runs_are_the_same_in_every_setting(probe, trainer):
     """Three updates with sampled completions, in float64: the same tokens, logs and parameters to rounding."""

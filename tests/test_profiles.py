@@ -137,6 +137,7 @@ def test_every_loss_type_is_one_that_the_trainer_knows():
     assert known == set(profiles.CHOICES["loss_type"])
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_every_profile_trains_a_tiny_model_on_a_cpu(tmp_path):
     policy, _, _ = models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))

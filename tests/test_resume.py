@@ -5,6 +5,7 @@ import pytest
 pytestmark = pytest.mark.torch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["rloo", "grpo"])
 def test_a_resumed_training_continues_as_if_it_had_not_stopped(probe, trainer):
     """Bit for bit, except where stock does not either, and there as stock does up to rounding. A checkpoint holds no

@@ -51,6 +51,7 @@ def test_a_reward_model_keeps_no_keys_and_values_and_scores_the_same(probe):
         }, trainer
 
 
+@pytest.mark.slow
 def test_another_number_of_completions_a_pass_is_another_run_with_the_same_loss(train, tmp_path):
     usual = train("shared", 4)[1]
     command = [

@@ -43,6 +43,7 @@ def test_a_finished_run_records_what_was_asked_and_what_was_fed(train):
     assert phases == ["load"] + (["generate", "score"] + ["train", "optimizer"] * 3 + ["train"]) * 2
 
 
+@pytest.mark.slow
 def test_no_sample_exceeds_the_recorded_peak(train):
     _, record, folder, noise = train("stock", 2)
     assert not noise
@@ -57,6 +58,7 @@ def test_no_sample_exceeds_the_recorded_peak(train):
     assert record["sampler"]["peak_missed_bytes"] == record["peak_resident_bytes"] - highest
 
 
+@pytest.mark.slow
 def test_accumulation_takes_one_completion_a_pass_and_gives_the_same_loss(train):
     stock, accumulate = train("stock", 2)[1], train("stock-accumulate", 2)[1]
     assert (stock["completions_per_forward"], accumulate["completions_per_forward"]) == (2, 1)
@@ -181,6 +183,7 @@ def test_cpu_memory_failures_of_torch_are_told_from_other_errors(number):
     assert not device.is_out_of_memory(RuntimeError(f"shape '[{number}]' is invalid"))
 
 
+@pytest.mark.slow
 def test_bf16_is_mixed_precision_in_both_lines(train):
     """TRL 0.21 under transformers 5 would silently train in float32 instead."""
     for arm in ("classic-baseline", "stock"):
