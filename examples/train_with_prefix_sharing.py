@@ -6,6 +6,7 @@ python train_with_prefix_sharing.py --model Qwen/Qwen3-0.6B --k 16 --steps 20   
 
 import argparse
 import importlib.util
+import logging
 import resource
 import subprocess
 import sys
@@ -51,6 +52,7 @@ def train(args: argparse.Namespace) -> None:
         from experiments.config import ARMS
 
         use_fork(ARMS["shared"])
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # kernels that nothing here needs
     import torch
     from datasets import Dataset
     from transformers import set_seed

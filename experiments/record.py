@@ -260,7 +260,8 @@ def write_summary(machine: Path) -> list[dict]:
             print(f"{path} {wrong}; it is left out: delete that folder and run it again", file=sys.stderr)
         else:
             records.append(record)
-    _write_csv(machine / "summary.csv", SUMMARY_COLUMNS, records)
+    if records or (machine / "summary.csv").exists():  # nothing was run: nothing to leave
+        _write_csv(machine / "summary.csv", SUMMARY_COLUMNS, records)
     for arm in ARMS:
         path = machine / "convergence" / f"{arm}.csv"
         learnt = [r for r in records if r["status"] == "ok" and r["run_id"] == f"{arm}_learn_k{r['k']}_r0"]

@@ -73,4 +73,9 @@ def overrides(args: argparse.Namespace, options: dict) -> dict:
     """The given `options` by the names of `RunConfig`. Raises `ConfigError` for a size that cannot be read."""
     given = {name: getattr(args, name) for name in options}
     size = given.pop("budget")
-    return given | {"budget_bytes": None if size is None else parse_bytes(size)}
+    budget = None if size is None else parse_bytes(size)
+    if budget and budget < 2**20:
+        raise ConfigError(
+            f"--budget {size} is {budget:,} bytes, and a run needs a MiB at least; did you mean {size}GiB?"
+        )
+    return given | {"budget_bytes": budget}

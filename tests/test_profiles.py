@@ -91,6 +91,8 @@ def test_mistakes_in_a_profile_are_named_with_line_and_key(tmp_path):
     os.mkfifo(tmp_path / "pipe.yaml")
     assert "is a folder; name a YAML file" in refusal(profiles.load_profile, str(tmp_path / "folder.yaml"))
     assert "is not a file" in refusal(profiles.load_profile, str(tmp_path / "pipe.yaml"))
+    gone = refusal(profiles.load_profile, str(tmp_path / "gone.yaml"))
+    assert "gone.yaml' is not here" in gone and str(tmp_path) in gone
 
 
 @pytest.mark.torch

@@ -49,6 +49,8 @@ def test_the_summary_follows_the_run_folders(tmp_path, capsys):
     assert not (here / "convergence" / "shared.csv").exists(), "the curve of a run that is gone"
     shutil.rmtree(first)
     assert record.main([str(here)]) == 0 and run_ids(here) == []
+    write_summary(tmp_path / "nothing was run here")
+    assert not (tmp_path / "nothing was run here").exists()
     assert not capsys.readouterr().err
 
 

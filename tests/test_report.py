@@ -103,6 +103,13 @@ def test_the_screen_says_peaks_and_what_they_mean(tmp_path):
     assert f"{machine}/charts/tables.md, also of the scales bench" in text
 
 
+def test_percentages_of_next_to_nothing_are_not_told(tmp_path):
+    for arm, above in (("classic-baseline", GIB // 50), ("classic-lean", GIB // 60)):
+        write_run(tmp_path / "here", arm, 2, above=above)
+    text = "\n".join(screen(tmp_path / "here", load_machine(tmp_path / "here")))
+    assert "classic-lean classic-baseline takes 0.02 GiB at k = 2, too little to compare" in text and "%" not in text
+
+
 def test_the_screen_stays_one_screen_with_many_arms(tmp_path):
     for number in range(30):
         write_run(tmp_path, f"arm-{number}", samples=20)

@@ -93,7 +93,7 @@ def load_machine(folder: Path | str) -> tuple[Run, ...]:
         raise LoadError(f"{folder}: no such results folder; give one that the suite wrote, like results/<machine>")
     folders = sorted({path.parent for name in ("run.json", "memory.csv") for path in folder.glob(f"*/{name}")})
     if not folders:
-        raise LoadError(f"{folder}: holds no runs; run the suite first, or give the folder of another machine")
+        raise LoadError(f"{folder}: holds no runs; run ./run_baseline-rloo.sh first, or give another machine's folder")
     runs = tuple(_load_or_name(path) for path in folders)
     damaged = [run.error for run in runs if run.status == "damaged"]
     if len(damaged) == len(runs):

@@ -15,6 +15,7 @@ from visualization.runs import ARMS, GIB, LEARN, Cell, Run, cells, describe, foo
 
 SCREEN = 24  # lines
 WIDTH = 119
+LEAST = GIB // 10  # of peak above start, bytes: below it, percentages are noise
 
 
 def screen(folder: Path, runs: Sequence[Run]) -> list[str]:
@@ -85,6 +86,8 @@ def _saved(table: dict[tuple[str, int], Cell], arm: str, reference: str) -> tupl
         ours, theirs = table[arm, k], table.get((reference, k))
         mine, other = ours.median("above_start_bytes"), theirs and theirs.median("above_start_bytes")
         if mine is not None and other:
+            if other < LEAST:
+                return f"{reference} takes {other / GIB:.2f} GiB at k = {k}, too little to compare", ours
             less = round((1 - mine / other) * 100)
             return f"{abs(less)} % {'more' if less < 0 else 'less'} than {reference} at k = {k}", ours
     return f"not compared, no k where it and {reference} finished", None

@@ -30,8 +30,8 @@ class Lever:
 
 def cost_of_sharing(setup: Setup) -> str:
     return (
-        f"token ratio {setup.token_ratio:.1f}; the training pass was measured 5 times as fast at 6.5, as fast at 1.8 "
-        "(in passes of two 0.8 times), 0.9 times at 1.2"
+        f"token ratio {setup.token_ratio:.1f} (training pass, measured: ratio 6.5, 5 times faster; 1.8, equal, and "
+        "0.8 times in passes of two; 1.2, 0.9 times)"
     )
 
 

@@ -150,6 +150,8 @@ def load_profile(name: str) -> dict:
 def find_profile(name: str) -> Path:
     """Where the profile is. Raises `ConfigError` with the nearest name."""
     path = profile_path(name)
+    if not path.exists() and name.endswith((".yaml", ".yml")):
+        raise ConfigError(f"profile {name!r} is not here ({path.absolute()}); give the path of your YAML file")
     if not path.exists():
         near = difflib.get_close_matches(name, names(), n=1)
         raise ConfigError(
