@@ -2,7 +2,12 @@
 
 import pytest
 
-PROBED = ("classic-baseline", "classic-string", "classic-string-exact", "classic-lean")
+PROBED = (
+    pytest.param("classic-baseline", marks=pytest.mark.slow),
+    "classic-string",
+    pytest.param("classic-string-exact", marks=pytest.mark.slow),
+    "classic-lean",
+)
 
 
 @pytest.mark.slow

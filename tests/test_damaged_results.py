@@ -81,6 +81,7 @@ def test_a_damaged_run_is_named_in_one_line_and_the_others_are_shown(tmp_path, c
     assert "damaged and left out: stock_cpu_k2_r0." in shown
 
 
+@pytest.mark.slow
 def test_every_command_shows_what_is_whole_and_exits_with_1(tmp_path, capsys):
     machine = tmp_path / "here"
     write_run(machine)

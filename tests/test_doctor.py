@@ -349,6 +349,7 @@ def test_what_a_setting_file_leaves_out_is_as_trl_has_it():
     assert (grpo.beta, grpo.num_generations, grpo.steps_per_generation) == (0.0, 8, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_levers_that_are_said_to_train_the_same_do(probe):
     """Weights after one update on given completions, in float32. Activations are offloaded on a GPU only."""

@@ -34,7 +34,7 @@ def test_what_the_training_script_cannot_do_is_said_at_once(tmp_path):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("trainer", ["rloo", "grpo"])
+@pytest.mark.parametrize("trainer", [pytest.param("rloo", marks=pytest.mark.slow), "grpo"])
 def test_a_batch_of_2_with_accumulation_and_the_same_in_whole_groups_train_alike(probe, trainer):
     """As docs/launch.md says it. The bound is float32's, in which norms, softmax and LM head compute."""
     result = probe("whole_groups", trainer)

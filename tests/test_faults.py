@@ -71,7 +71,7 @@ def running(folder):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM))
+@pytest.mark.parametrize("number", (signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)))
 def test_a_stopped_run_says_so_and_keeps_what_it_measured(number, start):
     process, folder = start("train", 3000)
     process.send_signal(number)
@@ -87,6 +87,7 @@ def test_a_stopped_run_says_so_and_keeps_what_it_measured(number, start):
     assert not running(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_a_run_ends_with_the_suite_that_was_told_to_stop_and_nobody_takes_its_folder_before(start, capsys):
     process, folder = start("suite", 3000)
@@ -120,7 +121,7 @@ def sampler_of(process):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("number", (signal.SIGKILL, signal.SIGSTOP))
+@pytest.mark.parametrize("number", (signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)))
 def test_a_lost_sampler_is_said_and_the_peak_is_the_kernels(number, start):
     """One that is gone, and one that hangs."""
     process, folder = start("train", 6, trained=False)
@@ -150,6 +151,7 @@ def test_a_folder_removed_under_a_run_is_said_in_one_line(start):
     assert not folder.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_a_full_disk_is_said_and_the_samples_are_kept(start):
     """A limit on the size of files stands for it: the phases' file reaches it first."""

@@ -37,6 +37,7 @@ def test_lora_on_bfloat16_weights_trains_alike_with_and_without_sharing(train):
     assert recorded == [4, "bfloat16", True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_errors_and_attention_kernels_are_measured_on_the_device(tmp_path):
     result = run(

@@ -323,6 +323,7 @@ def started(model, folder, reward, *settings):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_it_works_where_the_user_stands_and_a_signal_ends_it_in_one_line(policy, tmp_path):
     """Two at the same time, in a folder that has an `experiments` and a `trl` of its own."""

@@ -123,6 +123,7 @@ def test_ddp_fsdp2_and_offloading_train_the_same_numbers(tmp_path):
             assert (weights[config][name] - expected).norm() < 1e-3 * moved, (config, name)
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_fsdp_without_a_gpu_is_refused(tmp_path):
     """Accelerate would not shard there, and not say so."""

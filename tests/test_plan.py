@@ -90,6 +90,7 @@ def test_a_large_model_is_planned_without_weights(tmp_path):
     assert f"short by {short:.2f} GiB" in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_the_longest_prompt_that_fits_is_longer_with_shared_prompts(planned):
     result = planned(
@@ -311,6 +312,7 @@ def test_the_simulation_calls_the_models_as_a_real_training_does(probe):
     assert calls["shared"][0] != calls["stock"][0], "an empty test"
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_what_the_simulation_counts_by_rule(probe):
     """Rules that no training on a CPU shows."""

@@ -55,6 +55,7 @@ def test_many_passes_in_bfloat16_keep_the_gradient_of_the_prompt(probe):
     assert result["mixed shared"] <= 1.25 * result["mixed stock"], result
 
 
+@pytest.mark.slow
 def test_random_batches_score_and_decode_as_whole_sequences(probe):
     assert probe("shared_shapes")["batches"] >= 60
 
@@ -71,6 +72,7 @@ def test_training_runs_are_the_same_in_every_setting(probe, trainer):
         assert (max(run["grad_norms"]) > 1e-3) != name.endswith("all truncated"), f"{name}: {run['grad_norms']}"
 
 
+@pytest.mark.slow
 def test_lora_trains_the_same_with_sgd(probe):
     """Four updates in float32. Adam is no yardstick: it divides a gradient by its own size, so a weight whose gradient
     is zero up to rounding moves by the learning rate all the same, to the side that the rounding says. At a learning

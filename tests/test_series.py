@@ -68,6 +68,7 @@ def test_a_patch_brings_its_own_words_and_files_and_no_other(places):
             assert any(word in data for data in after.values()), name
 
 
+@pytest.mark.slow
 def test_every_place_imports_with_the_options_claimed_so_far_and_keeps_the_promises_so_far(places, probe):
     results = probe("series", json.dumps([str(tree) for tree in places]))
     options, kept = {trainer: set(names) for trainer, names in results[0]["options"].items()}, []

@@ -41,6 +41,7 @@ def test_it_trains_as_stock_does(train):
         assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-5)
 
 
+@pytest.mark.slow
 def test_a_reward_model_keeps_no_keys_and_values_and_scores_the_same(probe):
     for trainer, result in probe("reward_cache").items():
         assert result == {

@@ -43,6 +43,7 @@ def write_record(machine, config, **fields):
     return folder
 
 
+@pytest.mark.slow
 def test_the_suite_goes_on_after_a_failure_and_says_so(tmp_path):
     """A budget between what the untouched trainer needs and what the lean one needs."""
     arms = ("classic-baseline", "classic-lean")
