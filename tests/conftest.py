@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background: what tests start would ignore it, too
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# Under nohup, or as a job in the background, what tests start would ignore these as well
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 os.environ["OMP_NUM_THREADS"] = "1"  # several workers share few cores
 os.environ["MPLBACKEND"] = "Agg"
 os.environ["HF_HUB_OFFLINE"] = "1"
