@@ -35,6 +35,7 @@ def run(module, *arguments, **environment):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, env=environment)
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_what_the_doctor_writes_trains_and_its_record_can_be_read_again(tmp_path):
     """A model that does not fit, the YAML that does, a training with it, and the doctor on that training's folder."""

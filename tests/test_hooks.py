@@ -13,6 +13,7 @@ from experiments.workload import data, models
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_the_memory_callback_works_with_a_trainer_without_rewards(probe):
     policy, _, _ = models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))

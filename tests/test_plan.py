@@ -57,6 +57,7 @@ def test_every_phase_is_predicted_within_ten_percent_of_a_real_training(tmp_path
     assert measured["shared-k8", "train"] < measured["stock-k8", "train"], "the cases do not differ: an empty test"
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_a_large_model_is_planned_without_weights(tmp_path):
     path = tmp_path / "plan.json"

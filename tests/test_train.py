@@ -78,6 +78,7 @@ def test_out_of_memory_is_recorded_with_exit_code_3_and_no_row_lost(train):
     assert "Traceback" in (folder / "log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_any_other_failure_is_status_error_with_exit_code_1(train, tmp_path):
     broken = tmp_path / "broken"
     broken.mkdir()
