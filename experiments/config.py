@@ -367,6 +367,12 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * units[match[2]])
 
 
+def size_hint(text: str) -> str:
+    """What to say of a size that is too small: most often its unit was forgotten."""
+    number = text.strip()
+    return f"; did you mean {number}GiB?" if number.isdigit() and 0 < int(number) <= 1024 else "; write 24GiB"
+
+
 def machine_folder(results: Path, machine: str) -> Path:
     """`results`/`machine`, absolute. Raises `ConfigError` where `machine` is more than the name of a folder."""
     if machine in ("", ".", "..") or "/" in machine or machine.startswith(("-", ".")) or not machine.isprintable():

@@ -261,20 +261,21 @@ def write_summary(machine: Path) -> list[dict]:
         else:
             records.append(record)
     if records or (machine / "summary.csv").exists():  # nothing was run: nothing to leave
-        _write_csv(machine / "summary.csv", SUMMARY_COLUMNS, records)
+        write_csv(machine / "summary.csv", SUMMARY_COLUMNS, records)
     for arm in ARMS:
         path = machine / "convergence" / f"{arm}.csv"
         learnt = [r for r in records if r["status"] == "ok" and r["run_id"] == f"{arm}_learn_k{r['k']}_r0"]
         if learnt:
             path.parent.mkdir(exist_ok=True)
             rows = [{"arm": arm, **step} for step in learnt[-1]["trace"] if isinstance(step, dict)]
-            _write_csv(path, ("step", "arm", "reward", "loss", "kl"), rows)
+            write_csv(path, ("step", "arm", "reward", "loss", "kl"), rows)
         else:
             path.unlink(missing_ok=True)
     return records
 
 
-def _write_csv(path: Path, columns: tuple[str, ...], rows: list[dict]) -> None:
+def write_csv(path: Path, columns: tuple[str, ...], rows: list[dict]) -> None:
+    """Write through a temporary file, as `write_json` does; what is not in `columns` is left out."""
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()

@@ -5,7 +5,7 @@ import math
 import re
 from pathlib import Path
 
-from experiments.config import ConfigError, parse_bytes, shown
+from experiments.config import ConfigError, parse_bytes, shown, size_hint
 
 
 class Parser(argparse.ArgumentParser):
@@ -75,7 +75,5 @@ def overrides(args: argparse.Namespace, options: dict) -> dict:
     size = given.pop("budget")
     budget = None if size is None else parse_bytes(size)
     if budget and budget < 2**20:
-        raise ConfigError(
-            f"--budget {size} is {budget:,} bytes, and a run needs a MiB at least; did you mean {size}GiB?"
-        )
+        raise ConfigError(f"--budget {size} is {budget:,} bytes, and a run needs a MiB at least{size_hint(size)}")
     return given | {"budget_bytes": budget}

@@ -8,6 +8,7 @@ import pytest
 from experiments import builds
 from experiments.config import ROOT, ConfigError
 from experiments.evidence import common, exactness, host_allocator_bench, planner_check, rivals, sampler_check
+from experiments.record import write_csv
 
 ALL = (exactness, host_allocator_bench, planner_check, rivals, sampler_check)
 COMMIT = "0123456789ab"
@@ -241,7 +242,7 @@ def test_the_planner_check_replaces_case_by_case_and_goes_on_where_it_was_killed
     path.parent.mkdir()
     columns = planner_check.COLUMNS
     old = [dict.fromkeys(columns, "1") | {"case": case, "commit": "old"} for case in ("stock-k8", "stock-k4", "gone")]
-    common.write_rows(path, columns, old)
+    write_csv(path, columns, old)
     monkeypatch.setattr(planner_check, "check", killed_after(1, check))
     with pytest.raises(Killed):
         measure(planner_check, "--cases", "stock-k4,stock-k8")

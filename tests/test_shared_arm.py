@@ -1,8 +1,6 @@
 """The arm `shared`: the fork's prefix sharing, measured and trained like `stock`."""
 
 import csv
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +10,7 @@ from experiments import config as cfg
 from experiments import train as train_module
 from experiments.config import ARMS, ROOT, ConfigError
 from experiments.record import read_record
+from tests.test_suite import run_suite
 
 SERIES = [row for row in (ROOT / "trl" / "current" / "series").read_text().splitlines() if row.endswith(".patch")]
 
@@ -55,28 +54,8 @@ def test_a_reward_model_keeps_no_keys_and_values_and_scores_the_same(probe):
 @pytest.mark.slow
 def test_another_number_of_completions_a_pass_is_another_run_with_the_same_loss(train, tmp_path):
     usual = train("shared", 4)[1]
-    command = [
-        sys.executable,
-        "-m",
-        "experiments.suite",
-        "--arms",
-        "shared",
-        "--k",
-        "4",
-        "--completions-per-forward",
-        "4",
-        "--scale",
-        "test",
-        "--device",
-        "cpu",
-        "--results",
-        str(tmp_path),
-        "--machine",
-        "here",
-        "--threads",
-        "1",
-    ]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
+    result = run_suite(tmp_path, "--arms", "shared", "--k", "4", "--completions-per-forward", "4")
+    assert result.returncode == 0, result.stdout + result.stderr
     other = read_record(tmp_path / "here" / "shared_test_k4_c4_r0")
     assert (usual["run_id"], other["run_id"]) == ("shared_test_k4_r0", "shared_test_k4_c4_r0")
     assert (usual["completions_per_forward"], other["completions_per_forward"]) == (2, 4)

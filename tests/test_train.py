@@ -148,6 +148,7 @@ BAD = {
     "missing documents": (["--arm", "stock", "--k", "2", "--documents", "/no/such/file.txt"], "/no/such/file.txt"),
     "budget below the model": (["--arm", "stock", "--k", "2", "--budget", "1MiB"], "raise --budget"),
     "a budget without its unit": (["--arm", "stock", "--k", "2", "--budget", "24"], "did you mean 24GiB?"),
+    "a budget that is too small": (["--arm", "stock", "--k", "2", "--budget", "800KiB"], "at least; write 24GiB"),
     "unreadable size": (["--arm", "stock", "--k", "2", "--budget", "lots"], "32GiB"),
     "unknown scale": (["--arm", "stock", "--k", "2", "--scale", "huge"], "seed"),
     "interval too short": (["--arm", "stock", "--k", "2", "--interval", "0.001"], "0.01"),

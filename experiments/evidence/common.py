@@ -13,14 +13,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from experiments import config as cfg
+from experiments import run_options
 from experiments.config import ROOT, ConfigError
 from experiments.device import pick_device
-from experiments.record import make_writable, source_commit
+from experiments.record import make_writable, source_commit, write_csv
 
 FACTS = ("device_kind", "device_name", "torch_version", "transformers_version", "commit")  # columns of every table
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(run_options.Parser):
     """The options of all measurements. Raises `ConfigError` for what it refuses."""
 
     def __init__(self, name: str, doc: str, cpu_only: bool = False):
@@ -33,9 +34,6 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--results", type=Path, default=ROOT / "results", help="holds one folder a machine")
         self.add_argument("--machine", help="folder name below --results; default: from the device's name")
         self.add_argument("--fresh", action="store_true", help="repeat what this commit has measured here already")
-
-    def error(self, message: str):
-        raise ConfigError(f"{message}; see {self.prog} --help")
 
 
 def whole(least: int, most: int = 100_000):
@@ -120,11 +118,11 @@ class Table:
     def add(self, *rows: dict) -> None:
         """Add rows, without `facts`, and write."""
         self.rows += [in_text(self.columns, {**row, **self.facts}) for row in rows]
-        write_rows(self.unfinished, self.columns, self.rows)
+        write_csv(self.unfinished, self.columns, self.rows)
 
     def finish(self) -> None:
         """All is measured: make it the table."""
-        write_rows(self.unfinished, self.columns, self.rows)
+        write_csv(self.unfinished, self.columns, self.rows)
         os.replace(self.unfinished, self.path)
 
 
@@ -152,13 +150,3 @@ def read_rows(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
         return []
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"cannot read {path} ({error}); move it away") from error
-
-
-def write_rows(path: Path, columns: tuple[str, ...], rows: list[dict[str, str]]) -> None:
-    """Write through a temporary file: a reader sees the old or the new table, never half of one."""
-    staging = path.with_name(path.name + ".tmp")
-    with staging.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    os.replace(staging, path)

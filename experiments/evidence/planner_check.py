@@ -18,10 +18,11 @@ from pathlib import Path
 from experiments import config as cfg
 from experiments.builds import use_fork
 from experiments.config import ARMS, GIB
-from experiments.evidence.common import FACTS, Parser, in_text, is_same, need, place, read_rows, words, write_rows
+from experiments.evidence.common import FACTS, Parser, in_text, is_same, need, place, read_rows, words
 from experiments.phases import HighWater, PhaseRecorder
 from experiments.plan.predict import predict
 from experiments.plan.setups import Setup
+from experiments.record import write_csv
 from experiments.workload import data, models
 
 COLUMNS = (
@@ -215,7 +216,7 @@ def run(argv: list[str] | None) -> int:
             rows = [row for row in rows if row["case"] != name]
             rows += [in_text(COLUMNS, {**row, **facts}) for row in found]
             rows.sort(key=lambda row: order.get(row["case"], len(order)))
-            write_rows(path, COLUMNS, rows)
+            write_csv(path, COLUMNS, rows)
         sizes = [[float(row[key]) for key in COLUMNS[2:5]] for row in rows if row["case"] == name]
         cells = (f"{says / GIB:8.3f}/{got / GIB:.3f} {error:+5.0%}" for says, got, error in sizes)
         print(f"{name:32}" + "".join(f"{cell:>22}" for cell in cells), flush=True)

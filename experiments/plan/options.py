@@ -8,7 +8,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
-from experiments.config import GIB, ConfigError, parse_bytes
+from experiments.config import GIB, ConfigError, parse_bytes, size_hint
 from experiments.plan.setups import OPTIMIZERS, Setup, wrong_numbers
 from experiments.plan.trl_settings import COMMAND_LINE, changes, from_settings, with_changes
 from experiments.settings.profiles import devices_from
@@ -98,8 +98,7 @@ def memory_limit(device_memory: str | int | None, reserve: str) -> int | None:
         return None
     size, kept = read_bytes("--device-memory", device_memory), read_bytes("--reserve", reserve)
     if size < LEAST_DEVICE:
-        number = str(device_memory).strip()
-        hint = f"; did you mean {number}GiB?" if number.isdigit() and 0 < int(number) <= 1024 else "; write 24GiB"
+        hint = size_hint(str(device_memory))
         raise ConfigError(f"--device-memory {device_memory} is {size:,} bytes, below the 256 MiB of any device{hint}")
     if kept >= size:
         raise ConfigError(
