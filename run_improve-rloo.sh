@@ -5,7 +5,7 @@ cd "$(dirname "$0")"
 ./setup_env.sh --quiet
 worst=0
 suite() { # after failed runs the next suite begins all the same; not after a bad option (2) or a signal (128 + n)
-  .venv/bin/python -m experiments.suite "$@" || worst=$?
+  SCRIPT_PID=$$ .venv/bin/python -m experiments.suite "$@" || worst=$?
   [ "$worst" -le 1 ] || exit "$worst"
 }
 suite --arms classic-string,classic-string-exact,classic-lean,shared "$@"

@@ -10,6 +10,10 @@ if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
   exit 0
 fi
 cd "$(dirname "$0")"
+if [ $# -eq 0 ] && [ ! -e .venv ]; then
+  echo "visualize_results: nothing was run here yet; run ./run_baseline-rloo.sh first, or name results/MACHINE" >&2
+  exit 2
+fi
 ./setup_env.sh --quiet
 if [ $# -eq 0 ]; then
   machine=$(.venv/bin/python -m experiments.device)

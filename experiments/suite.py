@@ -23,7 +23,7 @@ from pathlib import Path
 from experiments import config as cfg
 from experiments.config import ARMS, GIB, ROOT, SCALES, ConfigError, RunConfig, Stopped
 from experiments.device import pick_device, tells_of_memory
-from experiments.processes import Launch, new_token, owned, stoppable
+from experiments.processes import Launch, end_with, new_token, owned, stoppable
 from experiments.record import (
     FINISHED,
     RunRecord,
@@ -44,6 +44,8 @@ PATIENCE = 30.0  # seconds that a run which is told to stop has to write its rec
 
 def main(argv: list[str] | None = None) -> int:
     with stoppable():
+        if script := os.environ.get("SCRIPT_PID"):  # a script that is killed does not hand the signal on
+            end_with(int(script))
         return cfg.exit_code("suite", run, argv)
 
 

@@ -162,6 +162,8 @@ REFUSED = {  # after the dataset and the model's name are found good
     "balanced --dataset rows.jsonl --reward my_rewards:CONSTANT": ["is 5; name a function"],
     "balanced --dataset rows.jsonl --reward my_rewards.py:narrow": ["cannot be called", "'prompts'", "**kwargs"],
     "balanced --dataset rows.jsonl --reward my_rewards:greedy": ["'solution'", "log_metric, answer", "def greedy("],
+    "balanced --dataset rows.jsonl --reward ../elsewhere/far_rewards.py:god": ["no attribute 'god'"],
+    "balanced --reward ../elsewhere/nothing.py:good": ["there is no nothing.py in", "/elsewhere or on PYTHONPATH"],
     "balanced --reward my_broken:good": ["SyntaxError", "python -c 'import my_broken'"],
     "balanced --dataset rows.jsonl --reward my_rewards:good --max_prompt_tokens 5": [
         "'rows.jsonl', row 2", "max_prompt_tokens 5", "plan again with --prompt",
@@ -191,6 +193,9 @@ def test_the_launcher_refuses_before_any_model_loads(policy, tmp_path, monkeypat
     Path("shout.jsonl").write_text("".join(json.dumps({"prompt": chat}) + "\n" for chat in chats))
     Path("my_rewards.py").write_text(REWARDS)
     Path("my_broken.py").write_text("def good(:")
+    elsewhere = tmp_path.parent / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "far_rewards.py").write_text(REWARDS)
     Path("taken").write_text("a file")
     for words, parts in REFUSED.items():
         code, captured = launch.main(words.split()), capsys.readouterr()

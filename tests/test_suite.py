@@ -4,8 +4,10 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from experiments import suite
@@ -248,6 +250,29 @@ def test_a_stopped_suite_shows_what_there_is(number, child, tmp_path, capfd):
     ]  # fmt: skip
     assert output.out.splitlines()[-1].startswith(f"stopped by {number.name}")
     assert read_record(tmp_path / "here" / "classic-lean_test_k2_r0")["error"] == "told"
+
+
+def test_a_suite_ends_with_the_script_that_began_it(tmp_path):
+    """A script that is killed hands no signal on: the kernel does, whatever killed it."""
+    script = tmp_path / "run_improve-rloo.sh"
+    script.write_text((ROOT / script.name).read_text())
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    stand_in = "import time; from experiments import suite; suite.run = lambda argv: time.sleep(60); suite.main()"
+    for path, text in {
+        "setup_env.sh": "",
+        ".venv/bin/python": f"echo $$ >{tmp_path}/pid; PYTHONPATH={ROOT} exec {sys.executable} -c '{stand_in}'\n",
+    }.items():
+        (tmp_path / path).write_text(f"#!/bin/bash\n{text}")
+        (tmp_path / path).chmod(0o755)
+    process = subprocess.Popen(["bash", script], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    child = psutil.Process(int((tmp_path / "pid").read_text()))
+    process.terminate()
+    assert process.wait(10) == -signal.SIGTERM
+    psutil.wait_procs([child], timeout=30)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
 def test_the_suite_tells_how_far_a_run_is(child, tmp_path, capfd, monkeypatch):

@@ -110,24 +110,27 @@ def check_reward(name: str | None, dataset: str) -> None:
         )
     if name in (None, "letters") or is_model(name):
         return
-    module, function = split_reward(name)
+    folder, module, function = split_reward(name)
     if not function or not all(part.isidentifier() for part in module.split(".")):
         raise ConfigError(
             f"reward {name!r} is no folder here and not module:function; docs/launch.md says how to write one"
         )
-    where = Path(os.getcwd(), module.split(".")[0])
+    where = folder / module.split(".")[0]
     here = where.is_dir() or where.with_suffix(".py").exists()
     if not here and module.split(".")[0] not in sys.modules and importlib.util.find_spec(module.split(".")[0]) is None:
         raise ConfigError(
-            f"reward {name!r}: there is no {module.split('.')[0]}.py in {os.getcwd()} or on PYTHONPATH; put it there, "
+            f"reward {name!r}: there is no {module.split('.')[0]}.py in {folder} or on PYTHONPATH; put it there, "
             "or go to where it is"
         )
 
 
-def split_reward(name: str) -> tuple[str, str]:
-    """(module, function) of module:function; rewards.py:function is the same as rewards:function."""
+def split_reward(name: str) -> tuple[Path, str, str]:
+    """(folder to import from, module, function) of module:function, rewards.py:function or /path/rewards.py:function."""
     module, _, function = name.partition(":")
-    return module.removesuffix(".py").removeprefix("./").replace("/", "."), function
+    folder = Path.cwd()
+    if module.startswith(("/", "~", "../")):
+        folder, module = (folder / Path(module).expanduser().parent).resolve(), Path(module).name
+    return folder, module.removesuffix(".py").removeprefix("./").replace("/", "."), function
 
 
 def reward_function(name: str | None, columns: list[str]):
@@ -142,9 +145,9 @@ def reward_function(name: str | None, columns: list[str]):
         return letter_reward
     if is_model(name):
         return model_source(name)
-    module, function = split_reward(name)
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    folder, module, function = split_reward(name)
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
     try:
         found = getattr(importlib.import_module(module), function)
     except Exception as error:  # the module is the user's: its import may raise anything

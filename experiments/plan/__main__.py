@@ -107,8 +107,8 @@ def run(args: argparse.Namespace) -> int:
     parameters = predictions[0].phases[0].kinds.get("parameters", 0)
     print(
         f"{model}: prompt {setup.prompt_tokens}, completion {setup.max_completion_length}, k {setup.num_generations}, "
-        f"{setup.generation_rows // setup.num_generations} prompts a batch, weights on a device "
-        f"{parameters / GIB:.2f} GiB"
+        f"{setup.generation_rows} completions generated together, {setup.per_device_train_batch_size} a micro-batch, "
+        f"weights on a device {parameters / GIB:.2f} GiB"
     )
     print(table(predictions, budget))
     if budget is not None:

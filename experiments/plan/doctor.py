@@ -217,6 +217,8 @@ def write_settings(
     if old and old.missing:
         lines.append(f"The run did not record {', '.join(old.missing)}: add yours, else the defaults are taken.")
     changed = changes(setup, last.setup)
+    if path.exists():
+        print(f"{path} is replaced")
     dump_profile(path, with_changes(settings, changed) | {"max_prompt_tokens": setup.prompt_tokens}, lines)
 
 

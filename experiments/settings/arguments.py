@@ -19,8 +19,9 @@ class LaunchArguments:
     )
     reward: str | None = setting(
         None,
-        "module:function, called as TRL calls it; a reward model's folder, or hub:owner/name; or letters, which "
-        "counts the letter e, for trying things out. Needed with a dataset; without one it is letters",
+        "module:function or /path/file.py:function, called as TRL calls it; a reward model's folder, or "
+        "hub:owner/name; or letters, which counts the letter e, for trying things out. Needed with a dataset; without "
+        "one it is letters",
     )
     prompt_tokens: int = setting(256, "tokens of a built-in prompt")
     max_prompt_tokens: int | None = setting(
