@@ -7,22 +7,27 @@ import pytest
 # Relative error that rounding explains: float32 has 6e-8 a step and the gradients of three layers sum some thousand of
 # them; float64 has 1e-16.
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
+EXPERTS = ("qwen3-moe", "mixtral", "gpt-oss-sinks")
+# Stock's own gradient in float32 is 3e-5 away from float64: rounding errors grow a hundredfold on the way
+ILL_CONDITIONED = ("gemma4-layer-embeddings", "gemma4-nested")
 
 
 def test_every_architecture_computes_what_whole_sequences_do(probe):
     for dtype, result in probe("shared_exactness", *TOLERANCE).items():
-        assert len(result) >= 19
+        assert len(result) >= 32
         for name, errors in result.items():
             worst = max(*errors["tokens"], *errors["gradient"], *errors["loss"])
-            assert worst <= TOLERANCE[dtype], (dtype, name, errors)
+            assert worst <= TOLERANCE[dtype] * (10 if name in ILL_CONDITIONED else 1), (dtype, name, errors)
             assert errors["off_is_equal"], f"{name}: prepared but not sharing, it computes something else"
 
 
 def is_no_larger(ratios: dict[str, float]) -> bool:
-    """Ratios of an error to stock's, by architecture. One batch of an architecture is a small sample of rounding
-    errors, so each may be half as large again, and the mean over the architectures 5 %."""
-    mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
-    return len(ratios) >= 19 and max(ratios.values()) <= 1.5 and mean <= 1.05
+    """Ratios of an error to stock's, by architecture. Some batches of an architecture are a small sample of rounding
+    errors, so each may be half as large again, and the mean over the architectures 5 %. Where rounding sends a token
+    to another expert, here or in stock, the error is a step: up to 2.5 times."""
+    smooth = {name: ratio for name, ratio in ratios.items() if name not in EXPERTS}
+    mean = math.exp(sum(map(math.log, smooth.values())) / len(smooth))
+    return len(smooth) >= 29 and max(smooth.values()) <= 1.5 and max(ratios.values()) <= 2.5 and mean <= 1.05
 
 
 @pytest.mark.slow
@@ -31,7 +36,7 @@ def test_in_half_precision_the_error_is_no_larger_than_that_of_whole_sequences(p
     results = probe("shared_exactness", "bfloat16", "float32+bfloat16")
     for precision, result in results.items():
         for kind in ("tokens", "gradient"):
-            for setting in range(7):
+            for setting in range(3):  # passes of 3, of 9 tokens, of 2 with checkpointing
                 ratios = {name: errors[kind][setting] / errors[f"stock_{kind}"] for name, errors in result.items()}
                 assert is_no_larger(ratios), (precision, kind, setting, ratios)
         assert all(errors["off_is_equal"] for errors in result.values())
@@ -95,6 +100,7 @@ def test_bad_input_is_refused_with_value_limit_and_remedy_and_leaves_the_attenti
         "linear attention": ["Qwen3NextForCausalLM", "linear_attention"],
         "state space": ["MambaForCausalLM", "linear_attention"],
         "positions from the mask": ["OPTForCausalLM", "differ"],
+        "no backbone": ["Llama4ForCausalLM", "fails in it", "last_hidden_state", "prefix_sharing=False"],
         "flash attention": ["flash_attention_2", "attn_implementation='sdpa'"],
         "dropout": ["attention_dropout", "0.1"],
         "embedding dropout": ["transformer.drop", "0.1"],

@@ -20,8 +20,14 @@ use_fork(cfg.ARMS["shared"])
 import torch  # noqa: E402
 from datasets import Dataset, IterableDataset  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
-from shared_exactness import pure_float64  # noqa: E402
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig  # noqa: E402
+from shared_exactness import ARCHITECTURES, pure_float64  # noqa: E402
+from transformers import (  # noqa: E402
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from trl.trainer import grpo_trainer, rloo_trainer  # noqa: E402
 
 from experiments.workload import models  # noqa: E402
@@ -69,6 +75,11 @@ SCENARIOS = {
     "rloo experts": dict(experts=True, completions_per_forward=2),
     "rloo lora": dict(lora="config", completions_per_forward=2),
     "rloo lora, trained before": dict(lora="model"),
+    "rloo gemma3 class": dict(nested="gemma3", completions_per_forward=2),
+    "rloo gemma4 class": dict(nested="gemma4", learning_rate=1e-3, evaluate=True, eval_strategy="steps", eval_steps=1,
+                              per_device_eval_batch_size=4),
+    "rloo mistral3 class, lora": dict(nested="mistral3", lora="config", completions_per_forward=2),
+    "rloo qwen3-vl class, iterations": dict(nested="qwen3-vl", num_iterations=2, gradient_accumulation_steps=2),
     "rloo reference follows": dict(sync_ref_model=True, ref_model_sync_steps=1),
     "grpo": dict(trainer="grpo"),
     "grpo beta": dict(trainer="grpo", beta=0.05, completions_per_forward=2),
@@ -76,6 +87,11 @@ SCENARIOS = {
     "grpo whole rows, passes of 40 tokens": dict(trainer="grpo", batch=8, evaluate=True, tokens=40, whole=True),
     "grpo lora, whole rows": dict(trainer="grpo", lora="config", tokens=20, whole=True),
     "grpo lora beta": dict(trainer="grpo", lora="config", beta=0.05),
+    "grpo gemma4 class": dict(trainer="grpo", nested="gemma4", beta=0.05, learning_rate=1e-3),
+    "grpo gemma3 class, lora": dict(trainer="grpo", nested="gemma3", lora="config", beta=0.05),
+    "grpo qwen2.5-vl class": dict(trainer="grpo", nested="qwen2.5-vl", beta=0.05, batch=8, tokens=9),
+    "grpo qwen3-vl class": dict(trainer="grpo", nested="qwen3-vl", completions_per_forward=2),
+    "grpo internvl class": dict(trainer="grpo", nested="internvl", beta=0.05),
     "grpo experts": dict(trainer="grpo", experts=True),
     "grpo sequence level": dict(trainer="grpo", importance_sampling_level="sequence", num_iterations=2,
                                 steps_per_generation=2),
@@ -87,6 +103,17 @@ SCENARIOS = {
 }  # fmt: skip
 
 
+def nested_config(name):
+    """Of a multimodal class. Its vocabulary ends with tokens that mean images, which are never sampled."""
+    model_type, fields = ARCHITECTURES[f"{name}-nested"]
+    config = copy.deepcopy(fields)
+    special = {name: len(TOKENIZER) + i for i, name in enumerate(config) if name.endswith(("token_id", "token_index"))}
+    config["text_config"] |= {"vocab_size": max(special.values()) + 1, "eos_token_id": SHAPE["eos_token_id"]}
+    if "vocab_size_per_layer_input" in config["text_config"]:
+        config["text_config"]["vocab_size_per_layer_input"] = config["text_config"]["vocab_size"]
+    return CONFIG_MAPPING[model_type](**{**config, **special})
+
+
 def train(
     folder,
     shared,
@@ -96,6 +123,7 @@ def train(
     evaluate=False,
     stream=False,
     experts=False,
+    nested=None,
     lora=None,
     offload=False,
     completions_per_forward=None,
@@ -109,16 +137,21 @@ def train(
     torch.manual_seed(0)
     if experts:
         config = Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+    elif nested:
+        config = nested_config(nested)
+        never = list(range(len(TOKENIZER), config.text_config.vocab_size))
+        options["generation_kwargs"] = {"suppress_tokens": never}
     else:
         config = Qwen3Config(**SHAPE)
-    model = AutoModelForCausalLM.from_config(config)
+    make_model = AutoModelForImageTextToText if nested else AutoModelForCausalLM
+    model = make_model.from_config(config)
     for parameter in model.parameters():
         parameter.data.mul_(4 if parameter.dim() > 1 else 1)
     if experts:
         model.set_experts_implementation("eager")
     model.generation_config.eos_token_id = list(range(3, 3 + ends))  # many, so that completions differ in length
     model.to(torch.float64).save_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model = make_model.from_pretrained(folder, dtype=torch.float64)
     if experts:
         model.set_experts_implementation("eager")
     lora_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)

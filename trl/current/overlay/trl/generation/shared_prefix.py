@@ -120,13 +120,14 @@ class SharedPrefixCache(Cache):
         self.row_order = torch.cat(groups).argsort()
         self.prefix_length = prefix_mask.shape[1]
         self.prefix_columns = [prefix_mask[rows[0]].nonzero().squeeze(1) for rows in groups]
-        num_layers = len(prefixes[0].layers)
-        super().__init__(
-            layers=[
-                _SharedPrefixLayer([prefix.layers[layer_idx] for prefix in prefixes], groups, self.prefix_length)
-                for layer_idx in range(num_layers)
-            ]
-        )
+        self.sources = prefixes[0].sources
+        layers = {
+            layer_idx: _SharedPrefixLayer(
+                [prefix.layers[layer_idx] for prefix in prefixes], groups, self.prefix_length
+            )
+            for layer_idx in prefixes[0].layers
+        }
+        super().__init__(layers=[layers[self.sources[layer_idx]] for layer_idx in range(len(self.sources))])
         self._masks = []
 
     def _group_masks(self, base: str, attention_mask: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -150,7 +151,8 @@ class SharedPrefixCache(Cache):
 
     def attend(self, base, module, query, key, value, attention_mask, **kwargs):
         layer = self.layers[module.layer_idx]
-        layer.append(key, value)
+        if self.sources[module.layer_idx] == module.layer_idx:
+            layer.append(key, value)
         masks = self._group_masks(base, attention_mask, query.dtype)
         group_outputs = []
         for group, rows in enumerate(self.groups):

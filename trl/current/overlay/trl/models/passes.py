@@ -79,10 +79,15 @@ def pass_inputs(backbone: nn.Module, ids: list[torch.Tensor]) -> list[dict[str, 
     together: the gradient of a lookup has the size of the whole vocabulary.
     """
     embedding = backbone.get_input_embeddings()
-    if torch.is_grad_enabled() and any(param.requires_grad for param in embedding.parameters()):
-        embeds = embedding(torch.cat([x.flatten() for x in ids])).split([x.numel() for x in ids])
-        return [{"inputs_embeds": y.view(*x.shape, -1)} for x, y in zip(ids, embeds, strict=True)]
-    return [{"input_ids": x} for x in ids]
+    if not torch.is_grad_enabled() or not any(param.requires_grad for param in embedding.parameters()):
+        return [{"input_ids": x} for x in ids]
+    all_ids = torch.cat([x.flatten() for x in ids])
+    embeds = {"inputs_embeds": embedding(all_ids)}
+    # Gemma 3n and Gemma 4 look tokens up once more for each layer
+    if getattr(backbone.config.get_text_config(), "hidden_size_per_layer_input", None):
+        embeds["per_layer_inputs"] = backbone.get_decoder().get_per_layer_inputs(all_ids)
+    per_pass = {name: x.split([y.numel() for y in ids]) for name, x in embeds.items()}
+    return [{name: x[i].view(*y.shape, *x[i].shape[1:]) for name, x in per_pass.items()} for i, y in enumerate(ids)]
 
 
 def completion_states(

@@ -102,12 +102,19 @@ class SharedPrefix:
     def __init__(self, positions: torch.Tensor):
         self.positions = positions
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # (1, num_key_value_heads, S, D) each
+        # Layer whose keys and values each layer attends to: itself, or an earlier one (Gemma 3n, Gemma 4)
+        self.sources: dict[int, int] = {}
+        self._keys: dict[int, torch.Tensor] = {}  # as they were recorded
         self.carriers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def record(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> None:
         # Gradient checkpointing runs the layer again during the backward: what the forward recorded stands
-        if layer_idx in self.layers:
+        if layer_idx in self.sources:
             return
+        self.sources[layer_idx] = next((idx for idx, seen in self._keys.items() if seen is key), layer_idx)
+        if self.sources[layer_idx] != layer_idx:
+            return
+        self._keys[layer_idx] = key
         if len(self.positions) == 0:  # what went through is not part of the prompt
             key, value = key[:, :, :0], value[:, :, :0]
         self.layers[layer_idx] = (key, value)
@@ -117,6 +124,7 @@ class SharedPrefix:
             self.carriers[layer_idx] = (_AccumulateInFloat32.apply(key), _AccumulateInFloat32.apply(value))
 
     def read(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        layer_idx = self.sources[layer_idx]
         key, value = self.layers[layer_idx]
         if layer_idx in self.carriers:
             key_carrier, value_carrier = self.carriers[layer_idx]
@@ -177,13 +185,16 @@ class ReadPrefix:
         """
         device = self.positions.device
         zero = torch.zeros(1, 1, dtype=torch.long, device=device)
-        queries = self.positions[:, None]
-        to_prefix = mask_function(zero, zero, queries, self.prefix.positions[None, :])
+        # Chunks are counted from the first token that is not padding
+        start = self.prefix.positions[:1] if len(self.prefix.positions) > 0 else self.positions.min()
+        positions = self.positions - start
+        queries = positions[:, None]
+        to_prefix = mask_function(zero, zero, queries, (self.prefix.positions - start)[None, :])
         sizes = torch.tensor(self.blocks, device=device)
         starts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
         tokens = starts[:, None] + torch.arange(max(self.blocks), device=device)
         tokens = tokens.clamp(max=len(self.rows) - 1)  # columns that the last block does not have are cut off
-        to_own = mask_function(zero, zero, queries, self.positions[tokens]) & (self.rows[:, None] == self.rows[tokens])
+        to_own = mask_function(zero, zero, queries, positions[tokens]) & (self.rows[:, None] == self.rows[tokens])
         return torch.cat([to_prefix.expand(len(self.rows), -1), to_own], dim=-1)[None, None]
 
     def attend(self, base, module, query, key, value, attention_mask, **kwargs):
@@ -397,11 +408,12 @@ class SharedPrefixPasses:
         prefixes, sums = [], []
         for rows, positions in zip(groups, positions_of_group, strict=True):
             prefix, outputs = prompt_pass(backbone, inputs[len(prefixes)], positions, **kwargs)
-            if len(prefix.layers) != backbone.config.num_hidden_layers:
+            num_layers = backbone.config.get_text_config().num_hidden_layers
+            if len(prefix.sources) != num_layers:
                 raise RuntimeError(
-                    f"{len(prefix.layers)} of {backbone.config.num_hidden_layers} layers of {type(backbone).__name__} "
-                    "passed their keys and values to `transformers.AttentionInterface`, so its prompts cannot be "
-                    "shared. Set `prefix_sharing=False`."
+                    f"{len(prefix.sources)} of {num_layers} layers of {type(backbone).__name__} passed their keys "
+                    "and values to `transformers.AttentionInterface`, so its prompts cannot be shared. Set "
+                    "`prefix_sharing=False`."
                 )
             if output_router_logits and len(positions) > 0:  # a prompt counts once for each of its rows
                 sums.append([len(rows) * x for x in router_sums(backbone, outputs.router_logits)])
@@ -493,15 +505,15 @@ def enable_prefix_sharing(model: PreTrainedModel) -> None:
                 "`prefix_sharing=False`."
             )
         model = model.get_base_model()
-    implementation = model.config._attn_implementation
+    text_config = model.config.get_text_config()
+    implementation = text_config._attn_implementation
     if implementation.startswith(_IMPLEMENTATION_PREFIX):
         return
 
-    text_config = model.config.get_text_config()
-    if text_config is not model.config or model.config.is_encoder_decoder:
-        refuse("only text-only causal language models can share a prompt. Set `prefix_sharing=False`.")
+    if model.config.is_encoder_decoder:
+        refuse("only decoders can share a prompt. Set `prefix_sharing=False`.")
     layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
-    if unsupported := layer_types - {"full_attention", "sliding_attention"}:
+    if unsupported := layer_types - {"full_attention", "sliding_attention", "chunked_attention"}:
         refuse(
             f"it has layers of type {sorted(unsupported)}, whose state cannot be shared. Set `prefix_sharing=False`."
         )
@@ -527,28 +539,40 @@ def enable_prefix_sharing(model: PreTrainedModel) -> None:
                 "the model's config."
             )
     with _attention_implementation(model, _IMPLEMENTATION_PREFIX + implementation):
-        error = error_of_passes(model, SharedPrefixPasses(PROBE_PREFIX_LENGTH))
+        try:
+            error = error_of_passes(model, SharedPrefixPasses(PROBE_PREFIX_LENGTH))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as exception:
+            refuse(f"a shared prompt fails in it ({type(exception).__name__}: {exception}). Set `prefix_sharing=False`.")
     if error > tolerated_error(model):
         refuse(
             f"hidden states behind a shared prompt differ from those of whole sequences by {error:.1%}. Set "
             "`prefix_sharing=False`."
         )
-    model.set_attn_implementation(_IMPLEMENTATION_PREFIX + implementation)
+    _set_attention_implementation(model, _IMPLEMENTATION_PREFIX + implementation)
+
+
+def _set_attention_implementation(model: PreTrainedModel, implementation: str) -> None:
+    # Of a multimodal model, that of the text part: towers keep theirs
+    text_config = model.config.get_text_config()
+    parts = {name: implementation for name in model.config.sub_configs if getattr(model.config, name) is text_config}
+    model.set_attn_implementation({"": implementation, **parts})
 
 
 @contextmanager
 def _attention_implementation(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    before = model.config._attn_implementation
-    model.set_attn_implementation(implementation)
+    before = model.config.get_text_config()._attn_implementation
+    _set_attention_implementation(model, implementation)
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        _set_attention_implementation(model, before)
 
 
 @contextmanager
 def use_base_attention(model: PreTrainedModel) -> Iterator[None]:
     """Give `model` back the attention implementation it was loaded with, for an engine that brings its own."""
-    implementation = model.config._attn_implementation.removeprefix(_IMPLEMENTATION_PREFIX)
+    implementation = model.config.get_text_config()._attn_implementation.removeprefix(_IMPLEMENTATION_PREFIX)
     with _attention_implementation(model, implementation):
         yield
