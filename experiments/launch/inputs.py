@@ -4,7 +4,6 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import os
 import shutil
 import sys
 import tempfile
@@ -125,7 +124,7 @@ def check_reward(name: str | None, dataset: str) -> None:
 
 
 def split_reward(name: str) -> tuple[Path, str, str]:
-    """(folder to import from, module, function) of module:function, rewards.py:function or /path/rewards.py:function."""
+    """(folder to import from, module, function) of module:function, rewards.py:function, /path/rewards.py:function."""
     module, _, function = name.partition(":")
     folder = Path.cwd()
     if module.startswith(("/", "~", "../")):

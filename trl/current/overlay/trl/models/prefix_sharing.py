@@ -544,7 +544,9 @@ def enable_prefix_sharing(model: PreTrainedModel) -> None:
         except torch.OutOfMemoryError:
             raise
         except Exception as exception:
-            refuse(f"a shared prompt fails in it ({type(exception).__name__}: {exception}). Set `prefix_sharing=False`.")
+            refuse(
+                f"a shared prompt fails in it ({type(exception).__name__}: {exception}). Set `prefix_sharing=False`."
+            )
     if error > tolerated_error(model):
         refuse(
             f"hidden states behind a shared prompt differ from those of whole sequences by {error:.1%}. Set "
