@@ -27,6 +27,7 @@ ADDS = {
     "0005-token-budget.patch": ({"tokens_per_forward"}, "token-budget"),
     "0006-reward-model-cache.patch": (set(), "reward-model-cache"),
     "0007-prefix-sharing-fsdp2.patch": (set(), "prefix-sharing-fsdp2"),
+    "0010-disable-attention-dropout.patch": (set(), "disable-attention-dropout"),
 }
 # Words that stand nowhere in the package before their patch
 WORDS = {

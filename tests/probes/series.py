@@ -176,6 +176,20 @@ def prefix_sharing_fsdp2(folder):
     return True
 
 
+@promise
+def disable_attention_dropout(folder):
+    """`disable_dropout=True` leaves no dropout in attention that has a probability in place of a layer."""
+    options = {"model_init_kwargs": {"attention_dropout": 0.1}}
+    for name in NAMES:
+        for disable in (False, True):
+            model = tiny.build_trainer(name, folder, disable_dropout=disable, **options).model.train()
+            ids, mask, _ = tiny.build_batch()
+            first, second = (model(input_ids=ids, attention_mask=mask).logits for _ in range(2))
+            if torch.equal(first, second) is not disable:
+                return False
+    return True
+
+
 def look(tree):
     import trl
 

@@ -76,6 +76,9 @@ ARCHITECTURES = {
     "gemma2-window-softcap": ("gemma2", WINDOW),
     "gemma3-window": ("gemma3_text", WINDOW),
     "phi3": ("phi3", {}),
+    # Rows are longer than what the short factors are for, prompts and some completions behind them are not
+    "phi3-longrope": ("phi3", dict(original_max_position_embeddings=12, rope_parameters=dict(
+        rope_type="longrope", rope_theta=1e4, short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[1.5, 2.0, 3.0, 4.0]))),
     "olmo2": ("olmo2", {}),
     "olmo3-window": ("olmo3", WINDOW),
     "gpt-neox": ("gpt_neox", {}),

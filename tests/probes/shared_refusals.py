@@ -59,6 +59,7 @@ MODELS = {
     "no backbone": lambda: model("llama4_text", num_local_experts=2, intermediate_size_mlp=48),
     "flash attention": lambda: flash,
     "dropout": lambda: model("llama", attention_dropout=0.1),
+    "another dropout": lambda: model("gpt_bigcode", n_layer=2, n_head=4, n_embd=32, embd_pdrop=0.0, resid_pdrop=0.0),
     "embedding dropout": lambda: model("gpt2", embd_pdrop=0.1, attn_pdrop=0.0, resid_pdrop=0.0),
     "length-dependent rotary": lambda: model("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
     "prompt learning": prompt_tuning,

@@ -12,8 +12,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     Cohere2Config,
+    Gemma3Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
@@ -26,6 +28,21 @@ SHAPE = dict(
 )  # fmt: skip
 MODELS = {
     "tiny-Cohere2ForCausalLM": Cohere2Config(**SHAPE, sliding_window=6),
+    "tiny-Gemma3ForConditionalGeneration": Gemma3Config(
+        text_config=dict(SHAPE, head_dim=4, sliding_window=6),
+        vision_config=dict(
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            image_size=16,
+            patch_size=4,
+        ),  # fmt: skip
+        image_token_index=297,
+        boi_token_index=298,
+        eoi_token_index=299,
+        mm_tokens_per_image=4,
+    ),  # fmt: skip
     "tiny-Qwen2ForCausalLM-2.5": Qwen2Config(**SHAPE),
     "tiny-Qwen3ForCausalLM": Qwen3Config(**SHAPE, head_dim=8),
     "tiny-Qwen3MoeForCausalLM": Qwen3MoeConfig(
@@ -73,7 +90,8 @@ folder = Path(sys.argv[1])
 hub = folder / "trl-internal-testing"
 for name, config in MODELS.items():
     torch.manual_seed(0)
-    kind = AutoModelForSequenceClassification if "Sequence" in name else AutoModelForCausalLM
+    kinds = {"Sequence": AutoModelForSequenceClassification, "Conditional": AutoModelForImageTextToText}
+    kind = next((kind for word, kind in kinds.items() if word in name), AutoModelForCausalLM)
     kind.from_config(config).save_pretrained(hub / name)
     build_tokenizer().save_pretrained(hub / name)
 data = hub / "zen" / "standard_prompt_only"

@@ -15,7 +15,7 @@
 import pytest
 import torch
 from datasets import load_dataset
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 from transformers.utils import is_peft_available
 
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
@@ -36,11 +36,13 @@ MODEL_IDS = [
     "trl-internal-testing/tiny-Qwen3ForCausalLM",
     "trl-internal-testing/tiny-Qwen3MoeForCausalLM",
 ]
+NESTED_MODEL_ID = "trl-internal-testing/tiny-Gemma3ForConditionalGeneration"
 TRAINERS = [(RLOOConfig, RLOOTrainer), (GRPOConfig, GRPOTrainer)]
 
 
 def load(model_id):
-    model = AutoModelForCausalLM.from_pretrained(model_id, dtype=torch.float32)
+    auto_class = AutoModelForImageTextToText if "Conditional" in model_id else AutoModelForCausalLM
+    model = auto_class.from_pretrained(model_id, dtype=torch.float32)
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     return model
 
@@ -62,7 +64,7 @@ def make_batch():
 class TestPrefixSharing(TrlTestCase):
     @pytest.mark.parametrize("gradient_checkpointing", [False, True])
     @pytest.mark.parametrize("completions_per_forward", [None, 1, 2])
-    @pytest.mark.parametrize("model_id", MODEL_IDS)
+    @pytest.mark.parametrize("model_id", [*MODEL_IDS, NESTED_MODEL_ID])
     def test_log_probs_and_gradients(self, model_id, completions_per_forward, gradient_checkpointing):
         model = load(model_id).train()
         input_ids, attention_mask, prompt_length = make_batch()
@@ -87,7 +89,7 @@ class TestPrefixSharing(TrlTestCase):
         for name, grad in expected_grads.items():
             torch.testing.assert_close(model.get_parameter(name).grad, grad, rtol=1e-4, atol=1e-5)
 
-    @pytest.mark.parametrize("model_id", MODEL_IDS)
+    @pytest.mark.parametrize("model_id", [*MODEL_IDS, NESTED_MODEL_ID])
     def test_generate(self, model_id):
         model = load(model_id).eval()
         input_ids, attention_mask, prompt_length = make_batch()
@@ -119,10 +121,10 @@ class TestPrefixSharing(TrlTestCase):
         with pytest.raises(ValueError, match="flash_attention_2"):
             enable_prefix_sharing(model)
 
-    @pytest.mark.parametrize("error", [TypeError, KeyboardInterrupt])
-    def test_failed_check_restores_attention(self, error, monkeypatch):
+    @pytest.mark.parametrize("raised, error", [(TypeError, ValueError), (KeyboardInterrupt, KeyboardInterrupt)])
+    def test_failed_check_restores_attention(self, raised, error, monkeypatch):
         def fail(model, passes):
-            raise error
+            raise raised
 
         monkeypatch.setattr(prefix_sharing, "error_of_passes", fail)
         model = load("trl-internal-testing/tiny-Qwen2ForCausalLM-2.5")

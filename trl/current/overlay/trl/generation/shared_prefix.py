@@ -26,6 +26,7 @@ from accelerate.utils import is_peft_model
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from ..models.passes import exceeds_longrope
 from ..models.prefix_sharing import (
     SharedPrefix,
     as_base_mask,
@@ -34,6 +35,7 @@ from ..models.prefix_sharing import (
     group_rows,
     masked_attention,
     prompt_pass,
+    use_base_attention,
 )
 
 
@@ -218,6 +220,12 @@ def generate_with_shared_prefix(
     Returns:
         `torch.Tensor` of shape `(B, P + C)`: Prompts followed by what was generated.
     """
+    # Where frequencies change on the way, `generate` computes all keys and values again
+    if exceeds_longrope(model.config, input_ids.shape[1] + generation_config.max_new_tokens):
+        with use_base_attention(model):
+            return model.generate(
+                input_ids=input_ids, attention_mask=attention_mask, generation_config=generation_config
+            )
     # As `generate` of a PEFT model does, past the forward of the PEFT model, which Accelerate wraps in autocast
     forward = model.get_base_model() if is_peft_model(model) else model
     cache = prefill(forward, input_ids, attention_mask, group_size)

@@ -116,12 +116,28 @@ def load_balancing_loss(sums: list[tuple[torch.Tensor, torch.Tensor, int]]) -> t
     return ((chosen / count) * (probs / count)).sum() * probs.shape[-1]
 
 
-def length_dependent_rope_types(config: PretrainedConfig) -> list[str]:
-    """Types of rotary embeddings of a model that depend on the length of the sequence a token is computed with."""
+def rope_parameters(config: PretrainedConfig) -> list[dict]:
+    """Parameters of each rotary embedding of a model: one for all layers, or one for each type of layer."""
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    # One set of parameters for all layers, or one for each type of layer
-    per_layer_type = parameters.values() if all(isinstance(x, dict) for x in parameters.values()) else [parameters]
-    return sorted({x.get("rope_type", "default") for x in per_layer_type} & {"dynamic", "longrope"})
+    return list(parameters.values()) if all(isinstance(x, dict) for x in parameters.values()) else [parameters]
+
+
+def exceeds_longrope(config: PretrainedConfig, length: int) -> bool:
+    """
+    Whether rows of `length` tokens are too long for the frequencies of the first training. `longrope` has others for
+    them (Phi-3, Phi-4-mini).
+    """
+    longropes = [x for x in rope_parameters(config) if x.get("rope_type") == "longrope"]
+    return any(length > x["original_max_position_embeddings"] for x in longropes)
+
+
+def position_shift(config: PretrainedConfig, length: int, prefix_length: int) -> int:
+    """
+    What is added to the positions of every pass, so that even the shortest is taken for as long as rows of `length`
+    tokens are: `longrope` chooses its frequencies by the largest position. Only differences of positions matter
+    otherwise.
+    """
+    return length - prefix_length + 1 if exceeds_longrope(config, length) else 0
 
 
 # Two rows of nine tokens are the fewest that have all there is to get wrong: a prompt of more than one token that both

@@ -42,9 +42,10 @@ from .passes import (
     completion_states,
     error_of_passes,
     forward_together,
-    length_dependent_rope_types,
     load_balancing_loss,
     pass_inputs,
+    position_shift,
+    rope_parameters,
     router_sums,
     run_passes,
     tolerated_error,
@@ -404,10 +405,11 @@ class SharedPrefixPasses:
             all_rows.append(rows[row])
             all_columns.append(column)
         inputs = pass_inputs(backbone, [pass_ids[None] for pass_ids in ids])
+        shift = position_shift(backbone.config, input_ids.shape[1], self.prefix_length)
 
         prefixes, sums = [], []
         for rows, positions in zip(groups, positions_of_group, strict=True):
-            prefix, outputs = prompt_pass(backbone, inputs[len(prefixes)], positions, **kwargs)
+            prefix, outputs = prompt_pass(backbone, inputs[len(prefixes)], positions + shift, **kwargs)
             num_layers = backbone.config.get_text_config().num_hidden_layers
             if len(prefix.sources) != num_layers:
                 raise RuntimeError(
@@ -434,7 +436,7 @@ class SharedPrefixPasses:
             return outputs.last_hidden_state[0], sums
 
         contexts = [
-            ReadPrefix.of(prefixes[group], positions=column + self.prefix_length - 1, rows=row)
+            ReadPrefix.of(prefixes[group], positions=column + self.prefix_length - 1 + shift, rows=row)
             for (group, _), row, column in zip(passes, all_rows, all_columns, strict=True)
         ]
         outputs = run_passes(forward_completions, list(zip(contexts, inputs[len(groups) :], strict=True)))
@@ -524,20 +526,19 @@ def enable_prefix_sharing(model: PreTrainedModel) -> None:
             f"its attention implementation is {implementation!r}, which does not take the mask that a shared prefix "
             "needs. Load the model with `attn_implementation='sdpa'`."
         )
-    if unsupported := length_dependent_rope_types(text_config):
+    if any("dynamic" in x.get("rope_type", "") for x in rope_parameters(text_config)):
         refuse(
-            f"its rotary embedding ({unsupported}) depends on the length of the whole sequence, so the prompt "
-            "alone does not have the keys of the full sequence. Set `prefix_sharing=False`."
+            "its rotary embedding (dynamic) depends on the length of the whole sequence, and on earlier ones, so the "
+            "prompt alone does not have the keys of the full sequence. Set `prefix_sharing=False`."
         )
-    dropout = {f"`{name}`": module.p for name, module in model.named_modules() if isinstance(module, nn.Dropout)}
-    dropout["`attention_dropout`"] = getattr(text_config, "attention_dropout", 0.0)
-    for name, p in dropout.items():
-        if p > 0:
-            refuse(
-                f"the completions of a prompt would share its dropout ({name} is {p}). Set dropout to 0, with "
-                "`disable_dropout=True` for layers, `lora_dropout=0.0` for adapters and `attention_dropout=0.0` in "
-                "the model's config."
-            )
+    for name, module in model.named_modules():
+        # Attention that goes through the interface has a probability in place of a layer
+        for p in (getattr(module, attribute, None) for attribute in ("p", "attention_dropout", "attn_dropout")):
+            if isinstance(p, float) and p > 0:
+                refuse(
+                    f"the completions of a prompt would share its dropout (that of `{name}` is {p}). Set "
+                    "`disable_dropout=True`, and for adapters `lora_dropout=0.0`."
+                )
     with _attention_implementation(model, _IMPLEMENTATION_PREFIX + implementation):
         try:
             error = error_of_passes(model, SharedPrefixPasses(PROBE_PREFIX_LENGTH))

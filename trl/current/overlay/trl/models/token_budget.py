@@ -30,9 +30,10 @@ from .passes import (
     PassesOutput,
     completion_states,
     error_of_passes,
-    length_dependent_rope_types,
     load_balancing_loss,
     pass_inputs,
+    position_shift,
+    rope_parameters,
     router_sums,
     run_passes,
     tolerated_error,
@@ -93,11 +94,12 @@ class TokenBudgetPasses(SharedPrefixPasses):
             masks.append(nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in columns], batch_first=True))
             positions.append(position_ids)
         inputs = pass_inputs(backbone, ids)
+        shift = position_shift(backbone.config, input_ids.shape[1], self.prefix_length)
         kwargs = {"output_router_logits": True} if output_router_logits else {}
 
         def forward_rows(model_inputs, mask, position_ids):
             outputs = backbone(
-                **model_inputs, attention_mask=mask, position_ids=position_ids, use_cache=False, **kwargs
+                **model_inputs, attention_mask=mask, position_ids=position_ids + shift, use_cache=False, **kwargs
             )
             sums = router_sums(backbone, outputs.router_logits, mask) if output_router_logits else None
             return outputs.last_hidden_state, sums
@@ -172,8 +174,8 @@ def check_whole_rows(model: PreTrainedModel) -> None:
             "Remove it and lower `per_device_train_batch_size` instead."
         )
 
-    if unsupported := length_dependent_rope_types(model.config):
-        refuse(f"its rotary embedding ({unsupported}) depends on the longest row that goes with a row")
+    if any("dynamic" in x.get("rope_type", "") for x in rope_parameters(model.config)):
+        refuse("its rotary embedding (dynamic) depends on the longest row that goes with a row")
     error = error_of_passes(model, TokenBudgetPasses(prefix_length=PROBE_PREFIX_LENGTH, tokens_per_forward=1))
     if error > tolerated_error(model):
         refuse(f"hidden states of rows differ by {error:.1%} from those of the same rows together")
