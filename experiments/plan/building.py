@@ -1,22 +1,22 @@
 """The models of a simulation, built from their config without values: adapters, quantized weights."""
 
 import torch
-from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from experiments.config import ConfigError
 from experiments.plan.replaced import QuantizedLinear
+from experiments.workload.models import auto_class
 
 
 def decoder_layers(model) -> torch.nn.ModuleList:
-    """The longest list of modules in the model."""
-    return max((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), key=len)
+    """The longest list of modules in the language model."""
+    return max((m for m in model.get_decoder().modules() if isinstance(m, torch.nn.ModuleList)), key=len)
 
 
-def build(setup, shapes, hf_config, kind=AutoModelForCausalLM):
-    """A model of that kind (a transformers auto class), in `setup.dtype`."""
+def build(setup, shapes, hf_config, kind=None):
+    """A model of that kind (a transformers auto class; None: the one that is trained), in `setup.dtype`."""
     with shapes.new(), no_init_weights():
-        model = kind.from_config(hf_config, dtype=getattr(torch, setup.dtype))
+        model = (kind or auto_class(hf_config)).from_config(hf_config, dtype=getattr(torch, setup.dtype))
         model.tie_weights()  # left out with the initialization
     return model
 

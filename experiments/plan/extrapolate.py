@@ -73,7 +73,7 @@ def combine(setup, hf_config, tasks: list[tuple], results: list[dict[tuple, dict
     few, more = passes_that_tell(setup)
     if tasks[0][1] is not hf_config:  # models of three and of four layers
         pairs = zip(results[::2], results[1::2], strict=True)
-        results = [all_layers(three, four, hf_config.num_hidden_layers) for three, four in pairs]
+        results = [all_layers(three, four, hf_config.get_text_config().num_hidden_layers) for three, four in pairs]
     stretches, *others = [highest(result) for result in results]
     if more:
         again, generation = others
@@ -144,17 +144,19 @@ def on_device(kinds: dict[str, int]) -> int:
 def with_layers(hf_config, count: int):
     """The same configuration with the first `count` layers."""
     config = copy.deepcopy(hf_config)
-    config.num_hidden_layers = count
-    if getattr(config, "layer_types", None):  # not every family has it
-        config.layer_types = config.layer_types[:count]
+    text_config = config.get_text_config()
+    text_config.num_hidden_layers = count
+    if getattr(text_config, "layer_types", None):  # not every family has it
+        text_config.layer_types = text_config.layer_types[:count]
     return config
 
 
 def few_layers_tell(hf_config) -> bool:
     """Whether there are many layers, with weights of the same shapes, that attend in the same way."""
-    if hf_config.num_hidden_layers <= 7:
+    text_config = hf_config.get_text_config()
+    if text_config.num_hidden_layers <= 7:
         return False
     layers = decoder_layers(meta_model(hf_config))
     shapes = {tuple((name, p.shape) for name, p in layer.named_parameters()) for layer in layers}
-    kinds = set(getattr(hf_config, "layer_types", None) or ["full"])
-    return len(layers) == hf_config.num_hidden_layers and len(shapes) == len(kinds) == 1
+    kinds = set(getattr(text_config, "layer_types", None) or ["full"])
+    return len(layers) == text_config.num_hidden_layers and len(shapes) == len(kinds) == 1

@@ -137,12 +137,10 @@ def model_config(model: str):
             f"cannot read the config of {model!r}: {type(error).__name__}: {first_lines(error)}"
         ) from error
     for name in ("num_hidden_layers", "max_position_embeddings", "vocab_size", "hidden_size", "num_attention_heads"):
-        value = getattr(hf_config, name, None)
+        value = getattr(hf_config.get_text_config(), name, None)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             has = "no" if value is None else f"{str(value)[:40]!r} as"
-            raise ConfigError(
-                f"the config of {model!r} has {has} {name}; the planner needs a text model with a whole number there"
-            )
+            raise ConfigError(f"the config of {model!r} has {has} {name}; the planner needs a whole number there")
     return hf_config
 
 

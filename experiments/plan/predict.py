@@ -95,7 +95,7 @@ def largest_that_fits(arm: str, setup: Setup, hf_config, what: str, limit: int, 
     the smallest does not fit. Peaks grow along almost straight lines, so each guess is where the last two would meet
     the limit."""
     name, least = LARGEST[what], {"k": 2, "prompt": 16, "completion": 16}[what]
-    positions = hf_config.max_position_embeddings
+    positions = hf_config.get_text_config().max_position_embeddings
     prompts = setup.generation_rows // setup.num_generations
     length = setup.prompt_tokens + setup.max_completion_length
     most = {

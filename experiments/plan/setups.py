@@ -220,7 +220,10 @@ def check(setup: Setup, hf_config, called: dict[str, str] | None = None) -> None
         wrong.append(
             f"lora_dropout is {setup.lora_dropout}: completions that share a prompt would share its dropout; set 0.0"
         )
-    length, positions = setup.prompt_tokens + setup.max_completion_length, hf_config.max_position_embeddings
+    length, positions = (
+        setup.prompt_tokens + setup.max_completion_length,
+        hf_config.get_text_config().max_position_embeddings,
+    )
     if length > positions:
         wrong.append(
             f"{name('prompt_tokens')} {setup.prompt_tokens} + {name('max_completion_length')} "

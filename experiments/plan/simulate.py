@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from transformers import AutoModelForSequenceClassification, DynamicCache
+from transformers import AutoModelForSequenceClassification, DynamicCache, GenerationConfig
 
 from experiments.config import ConfigError
 from experiments.plan.building import build, decoder_layers, quantize, weights_not_in_8_bits, with_adapters
@@ -123,6 +123,10 @@ class Simulation:
         elif setup.beta:
             self.reference = build(setup, self.shapes, self.config)
             self.memory.watch(self.reference, "host" if setup.offload_reference else "reference")
+        # Text reaches no tower: without a gradient, its weights have no optimizer state either
+        reached = {*self.model.get_decoder().parameters(), *self.model.get_output_embeddings().parameters()}
+        for parameter in set(self.model.parameters()) - reached:
+            parameter.requires_grad_(False)
         if setup.reward_model:
             config = self.config if setup.reward_model == "policy" else named_config(setup.reward_model)
             config = copy.deepcopy(config)
@@ -211,6 +215,8 @@ class Simulation:
         del mask
         with self.memory.of_kind("KV cache"):
             for layer in cache.layers:
+                if layer.keys is None:  # it attends to the keys of an earlier layer
+                    continue
                 layer.keys, layer.values = (
                     x.new_empty(*x.shape[:2], min(x.shape[2] + steps, kept(layer)), x.shape[3])
                     for x in (layer.keys, layer.values)
@@ -229,7 +235,8 @@ class Simulation:
         prompts = torch.arange(rows).div(k, rounding_mode="floor")  # the rows of a group are alike, no others
         input_ids, mask = prompts[:, None].repeat(1, prompt), torch.ones(rows, prompt, dtype=torch.long)
         with mock.patch.object(self.model, "generate", self.last_shared_token), self.generating():
-            generate_with_shared_prefix(self.model, input_ids, mask, generation_config=None, group_size=k)
+            config = GenerationConfig(max_new_tokens=self.setup.max_completion_length)
+            generate_with_shared_prefix(self.model, input_ids, mask, generation_config=config, group_size=k)
 
     def last_shared_token(self, past_key_values, **kwargs) -> None:
         """In place of transformers' `generate`, which the fork calls with its own cache."""

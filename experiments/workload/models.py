@@ -149,14 +149,20 @@ def check_fits(config: RunConfig, hf_config) -> None:
         )
 
 
+def auto_class(hf_config):
+    """The auto class of the model that TRL trains: a multimodal one where the text config is nested in another."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForCausalLM if hf_config.get_text_config() is hf_config else AutoModelForImageTextToText
+
+
 def meta_model(hf_config):
-    """The causal language model of a configuration on the meta device: shapes, no memory."""
+    """The language model of a configuration on the meta device: shapes, no memory."""
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     with torch.device("meta"), no_init_weights():
-        model = AutoModelForCausalLM.from_config(hf_config)
+        model = auto_class(hf_config).from_config(hf_config)
         model.tie_weights()  # left out with the initialization
     return model
 
