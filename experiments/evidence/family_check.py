@@ -1,0 +1,213 @@
+"""Prefix sharing beside whole rows on one tiny model, in float64: tokens, gradients, greedy generation.
+
+Whole rows are TRL's own pass of the same model, before prefix sharing is enabled. `check` leaves torch changed, and
+belongs into a process of its own.
+"""
+
+import re
+from dataclasses import dataclass
+
+from experiments.evidence.tiny_families import FIRST_TOKEN, LAST_TOKEN, Family, build
+
+PROMPT, COMPLETION = 20, 7
+LEFT_PADDING, LENGTHS = 5, (7, 3, 1, 5, 0, 2)
+NEW_TOKENS = 4
+TOLERANCE = 1e-10  # relative, and 1e5 times what float64 rounds off
+
+SHARED, REFUSED, WRONG, FAILS, UNTRIED, OTHER = "shared", "refused", "WRONG", "FAILS", "not tried", "other"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the check of a family found. Errors are relative: the largest of all ways to divide completions."""
+
+    verdict: str
+    reason: str = ""
+    tokens: float | None = None  # of log-probabilities and entropies
+    gradient: float | None = None  # of all parameters
+    generation: str = ""  # "same", or what differs
+
+
+def check(family: Family) -> Result:
+    """Try prefix sharing on a family."""
+    import torch
+    from trl.models.prefix_sharing import enable_prefix_sharing
+    from trl.trainer import utils
+
+    try:
+        if kind := other_kind(family):
+            return Result(OTHER, kind)
+        model = build(family).train()
+    except Exception as error:
+        return Result(UNTRIED, f"cannot be built here: {said(error)}")
+    try:
+        if sees_later_tokens(model):
+            return Result(OTHER, "attention to later tokens")
+        pure_float64(torch, utils)
+        model.set_experts_implementation("eager")  # the others do not know float64
+        utils.add_fused_lm_head(model.double(), temperature=0.9, outputs=("log_probs", "entropy"))
+        truth, again = run(model), run(model)
+    except Exception as error:
+        return Result(UNTRIED, f"TRL without sharing fails: {said(error)}")
+    if not all(torch.isfinite(x).all() and torch.equal(x, y) for x, y in zip(truth, again, strict=True)):
+        return Result(UNTRIED, "two equal passes differ")
+    whole_rows = generate(model), generate(model, use_cache=False)
+    try:
+        enable_prefix_sharing(model)
+    except Exception as error:
+        return Result(REFUSED, refusal(error))
+    try:
+        tokens, gradient = errors_of_passes(model, truth)
+    except Exception as error:
+        return Result(FAILS, said(error))
+    verdict = SHARED if max(tokens, gradient) <= TOLERANCE else WRONG  # not a number is WRONG
+    return Result(verdict, "", tokens, gradient, compare_generation(*whole_rows, generate(model, shared=True)))
+
+
+def other_kind(family: Family) -> str:
+    """Why RLOO and GRPO do not train such models on text, where the class says so."""
+    import transformers
+    from transformers import CONFIG_MAPPING, GenerationMixin
+
+    model_class = getattr(transformers, family.class_name)
+    if CONFIG_MAPPING[family.config_type].is_encoder_decoder:
+        return "encoder and decoder"
+    if not model_class.can_generate() or not issubclass(model_class, GenerationMixin):
+        return "no generation token by token"
+    if "text" not in model_class.output_modalities:
+        return "no text comes out"
+    if model_class.main_input_name != "input_ids":
+        return "text is not the main input"
+    if family.config_type.endswith("_assistant"):
+        return "drafts from another model's states"
+    return ""
+
+
+def said(error: Exception, length: int = 120) -> str:
+    """An exception in a cell of a table."""
+    text = " ".join(f"{type(error).__name__}: {error}".split()).replace("|", "/")
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def refusal(error: Exception) -> str:
+    """The reason that prefix sharing gives, without class and advice, or the exception that its trial ended in."""
+    text = " ".join(str(error).split()).replace("|", "/")
+    if "`prefix_sharing=" not in text:
+        return f"by an exception without advice: {said(error)}"
+    text = re.sub(r"^`prefix_sharing=True` does not support \S+ \(\S+\): | by [\d.]+%", "", text)
+    return re.sub(r"(, so [^.]*)?\. (Set|Load) .*$", "", text)
+
+
+def errors_of_passes(model, truth) -> tuple[float, float]:
+    """The largest errors of all completions together, of one at a time, and of two with gradient checkpointing."""
+    from trl.models.prefix_sharing import SharedPrefixPasses
+
+    errors = [error_of(run(model, passes=SharedPrefixPasses(PROMPT, size)), truth) for size in (None, 1)]
+    if model.supports_gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+        errors.append(error_of(run(model, passes=SharedPrefixPasses(PROMPT, 2)), truth))
+        model.gradient_checkpointing_disable()
+    return tuple(max(values) for values in zip(*errors, strict=True))
+
+
+def pure_float64(torch, utils) -> None:
+    """Norms, softmax, masks and the head compute in float32 whatever the model is: from here on in float64."""
+
+    class PlainLogProb:
+        """The head's outputs in the dtype of its inputs, in the place of sums in float32."""
+
+        @staticmethod
+        def apply(hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs):
+            logits = torch.nn.functional.linear(hidden, weight, bias) * logit_scale
+            if softcap is not None:
+                logits = softcap * torch.tanh(logits / softcap)
+            log_probs = (logits / temperature).log_softmax(-1)
+            entropy = -(log_probs.exp() * log_probs).sum(-1)
+            return log_probs.gather(-1, targets[:, None])[:, 0], entropy, None, None, None
+
+    torch.set_default_dtype(torch.float64)
+    torch.float32 = torch.float = torch.float64
+    torch.Tensor.float = torch.Tensor.double
+    utils._ChunkedLogProbFunction = PlainLogProb
+
+
+def batch():
+    """Two prompts, one behind padding, with three completions each, one of which has no token."""
+    import torch
+
+    torch.manual_seed(7)
+    ids = torch.randint(FIRST_TOKEN, LAST_TOKEN + 1, (6, PROMPT + COMPLETION))
+    ids[:3, :PROMPT], ids[3:, :PROMPT] = ids[0, :PROMPT], ids[3, :PROMPT]
+    mask = torch.ones_like(ids)
+    mask[3:, :LEFT_PADDING] = 0
+    for row, length in enumerate(LENGTHS):
+        mask[row, PROMPT + length :] = 0
+    return ids, mask
+
+
+def sees_later_tokens(model) -> bool:
+    """Whether the last token of a sequence changes the hidden states before it."""
+    import torch
+
+    ids = batch()[0][:1]
+    other = ids.clone()
+    other[0, -1] = FIRST_TOKEN if ids[0, -1] != FIRST_TOKEN else LAST_TOKEN
+    with torch.no_grad():
+        states = [model.base_model(input_ids=x, use_cache=False).last_hidden_state[0, :-1] for x in (ids, other)]
+    return bool((states[0] - states[1]).norm() > 1e-3 * states[0].norm())
+
+
+def run(model, **settings):
+    """(log-probabilities and entropies, gradient of all parameters) of a pass of the batch."""
+    import torch
+
+    ids, mask = batch()
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :PROMPT] = -100
+    model.zero_grad()
+    out = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True, **settings)
+    tokens = torch.stack([out.log_probs[:, -COMPLETION:], out.entropy[:, -COMPLETION:]])
+    weights = torch.linspace(-1, 1, tokens[0].numel()).view(1, -1, COMPLETION) * torch.tensor([1.0, 0.1]).view(2, 1, 1)
+    (tokens * weights).sum().backward()
+    gradient = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
+    return tokens.detach(), gradient
+
+
+def error_of(got, truth) -> tuple[float, float]:
+    """Relative errors of the tokens and of the gradient."""
+    return tuple(((x - y).norm() / y.norm()).item() for x, y in zip(got, truth, strict=True))
+
+
+def generate(model, shared: bool = False, use_cache: bool = True):
+    """What greedy decoding writes behind both prompts, or why it fails."""
+    import torch
+    from transformers import GenerationConfig
+    from trl.generation.shared_prefix import generate_with_shared_prefix
+
+    ids, mask = batch()
+    config = GenerationConfig(
+        max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, eos_token_id=1,
+        disable_compile=True, use_cache=use_cache,
+    )  # fmt: skip
+    inputs = {"input_ids": ids[:, :PROMPT], "attention_mask": mask[:, :PROMPT], "generation_config": config}
+    model.eval()
+    try:
+        with torch.no_grad():
+            return generate_with_shared_prefix(model, **inputs) if shared else model.generate(**inputs)
+    except Exception as error:
+        return said(error)
+    finally:
+        model.train()
+
+
+def compare_generation(cached, uncached, shared) -> str:
+    """Whether the tokens are those of `generate`, and if not, whether they are those that it gives without a cache."""
+    import torch
+
+    if isinstance(shared, str):
+        return f"FAILS: {shared}"
+    if isinstance(cached, str):
+        return f"{cached} without sharing"
+    if torch.equal(shared, cached):
+        return "same"
+    return "as without a cache" if torch.is_tensor(uncached) and torch.equal(shared, uncached) else "DIFFERS"
