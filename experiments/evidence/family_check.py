@@ -1,12 +1,12 @@
 """Prefix sharing beside whole rows on one tiny model, in float64: tokens, gradients, greedy generation.
 
-Whole rows are TRL's own pass of the same model, before prefix sharing is enabled. `check` leaves torch changed, and
-belongs into a process of its own.
+Whole rows are TRL's own pass of the same model, before prefix sharing is enabled.
 """
 
 import re
 from dataclasses import dataclass
 
+from experiments.evidence.float64 import pure_float64
 from experiments.evidence.tiny_families import FIRST_TOKEN, LAST_TOKEN, Family, build
 
 PROMPT, COMPLETION = 20, 7
@@ -31,8 +31,6 @@ class Result:
 def check(family: Family) -> Result:
     """Try prefix sharing on a family."""
     import torch
-    from trl.models.prefix_sharing import enable_prefix_sharing
-    from trl.trainer import utils
 
     try:
         if kind := other_kind(family):
@@ -43,21 +41,38 @@ def check(family: Family) -> Result:
     try:
         if sees_later_tokens(model):
             return Result(OTHER, "attention to later tokens")
-        pure_float64(torch, utils)
-        model.set_experts_implementation("eager")  # the others do not know float64
-        utils.add_fused_lm_head(model.double(), temperature=0.9, outputs=("log_probs", "entropy"))
-        truth, again = run(model), run(model)
     except Exception as error:
-        return Result(UNTRIED, f"TRL without sharing fails: {said(error)}")
+        return Result(UNTRIED, without_sharing(error))
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pure_float64():
+            return compare(model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def compare(model) -> Result:
+    """Prefix sharing on a model, and TRL's own pass."""
+    import torch
+    from trl.models.prefix_sharing import enable_prefix_sharing
+    from trl.trainer.utils import add_fused_lm_head
+
+    try:
+        model.set_experts_implementation("eager")  # the others do not know float64
+        add_fused_lm_head(model.double(), temperature=0.9, outputs=("log_probs", "entropy"))
+        settings = router_settings(model)
+        truth, again = run(model, **settings), run(model, **settings)
+    except Exception as error:
+        return Result(UNTRIED, without_sharing(error))
     if not all(torch.isfinite(x).all() and torch.equal(x, y) for x, y in zip(truth, again, strict=True)):
-        return Result(UNTRIED, "two equal passes differ")
+        return Result(UNTRIED, "TRL without sharing computes no numbers, or others each time")
     whole_rows = generate(model), generate(model, use_cache=False)
     try:
         enable_prefix_sharing(model)
     except Exception as error:
         return Result(REFUSED, refusal(error))
     try:
-        tokens, gradient = errors_of_passes(model, truth)
+        tokens, gradient = errors_of_passes(model, truth, settings)
     except Exception as error:
         return Result(FAILS, said(error))
     verdict = SHARED if max(tokens, gradient) <= TOLERANCE else WRONG  # not a number is WRONG
@@ -83,6 +98,10 @@ def other_kind(family: Family) -> str:
     return ""
 
 
+def without_sharing(error: Exception) -> str:
+    return f"TRL without sharing fails: {said(error)}"
+
+
 def said(error: Exception, length: int = 120) -> str:
     """An exception in a cell of a table."""
     text = " ".join(f"{type(error).__name__}: {error}".split()).replace("|", "/")
@@ -98,37 +117,29 @@ def refusal(error: Exception) -> str:
     return re.sub(r"(, so [^.]*)?\. (Set|Load) .*$", "", text)
 
 
-def errors_of_passes(model, truth) -> tuple[float, float]:
+def router_settings(model) -> dict:
+    """The experts' load-balancing loss, too, where TRL can compute it."""
+    settings = {"output_router_logits": True}
+    try:
+        run(model, **settings)
+    except Exception:  # no experts, or their config lacks a name that TRL reads
+        return {}
+    return settings
+
+
+def errors_of_passes(model, truth, settings: dict) -> tuple[float, float]:
     """The largest errors of all completions together, of one at a time, and of two with gradient checkpointing."""
     from trl.models.prefix_sharing import SharedPrefixPasses
 
-    errors = [error_of(run(model, passes=SharedPrefixPasses(PROMPT, size)), truth) for size in (None, 1)]
+    def errors_of(size):
+        return error_of(run(model, passes=SharedPrefixPasses(PROMPT, size), **settings), truth)
+
+    errors = [errors_of(None), errors_of(1)]
     if model.supports_gradient_checkpointing:
         model.gradient_checkpointing_enable()
-        errors.append(error_of(run(model, passes=SharedPrefixPasses(PROMPT, 2)), truth))
+        errors.append(errors_of(2))
         model.gradient_checkpointing_disable()
     return tuple(max(values) for values in zip(*errors, strict=True))
-
-
-def pure_float64(torch, utils) -> None:
-    """Norms, softmax, masks and the head compute in float32 whatever the model is: from here on in float64."""
-
-    class PlainLogProb:
-        """The head's outputs in the dtype of its inputs, in the place of sums in float32."""
-
-        @staticmethod
-        def apply(hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs):
-            logits = torch.nn.functional.linear(hidden, weight, bias) * logit_scale
-            if softcap is not None:
-                logits = softcap * torch.tanh(logits / softcap)
-            log_probs = (logits / temperature).log_softmax(-1)
-            entropy = -(log_probs.exp() * log_probs).sum(-1)
-            return log_probs.gather(-1, targets[:, None])[:, 0], entropy, None, None, None
-
-    torch.set_default_dtype(torch.float64)
-    torch.float32 = torch.float = torch.float64
-    torch.Tensor.float = torch.Tensor.double
-    utils._ChunkedLogProbFunction = PlainLogProb
 
 
 def batch():
@@ -168,7 +179,7 @@ def run(model, **settings):
     out = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True, **settings)
     tokens = torch.stack([out.log_probs[:, -COMPLETION:], out.entropy[:, -COMPLETION:]])
     weights = torch.linspace(-1, 1, tokens[0].numel()).view(1, -1, COMPLETION) * torch.tensor([1.0, 0.1]).view(2, 1, 1)
-    (tokens * weights).sum().backward()
+    ((tokens * weights).sum() + (0 if out.aux_loss is None else out.aux_loss)).backward()
     gradient = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
     return tokens.detach(), gradient
 

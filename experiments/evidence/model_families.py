@@ -14,6 +14,7 @@ import select
 import signal
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict
 from datetime import date
 from importlib.metadata import version
@@ -24,8 +25,8 @@ from experiments.builds import use_fork
 from experiments.config import ARMS, ConfigError
 from experiments.evidence import family_check
 from experiments.evidence.common import need
-from experiments.evidence.family_check import FAILS, OTHER, REFUSED, SHARED, UNTRIED, WRONG, Result
-from experiments.evidence.tiny_families import Family, families
+from experiments.evidence.family_check import FAILS, OTHER, REFUSED, SHARED, TOLERANCE, UNTRIED, WRONG, Result
+from experiments.evidence.tiny_families import WINDOW, Family, families
 from experiments.run_options import Parser
 
 SECONDS = 60  # for one family; most take less than one
@@ -34,11 +35,52 @@ FIRST = (
     "qwen", "llama", "gemma", ("mistral", "ministral", "mixtral"), "phi", "gpt_oss", "deepseek", "glm", "granite",
     "nemotron", "lfm", ("olmo", "flex_olmo"), ("smollm", "smolvlm"),
 )  # fmt: skip
+PAGE = """# Model families
+
+Of all models that transformers maps to causal or image-text classes,
+{counts}.
+Made on {made} by
+
+
+    python -m experiments.evidence.model_families --write docs/models.md
+
+Each is a tiny random model: two to six layers, one of each kind that its config has, width 32, windows of {window}
+tokens. Two prompts of 20 and 15 tokens, the second behind padding, have three completions each of up to 7 tokens.
+They go through TRL's own pass as whole rows, and through prefix sharing: all completions of a prompt together, one at
+a time, and two at a time with gradient checkpointing.
+
+* **shared**: log-probabilities and entropies, and the gradient of all parameters, are those of whole rows in float64,
+  with the experts' load-balancing loss where TRL has it for the model. The relative error is below {tolerance}, and
+  below the power of ten in the row. **Greedy tokens** are those of `generate` without sharing. "As without a cache":
+  `generate` writes other tokens with its cache than without, and sharing writes the latter.
+* **refused**: `prefix_sharing=True` ends before training, with an error that says why.
+* **not tried**: TRL fails on text alone without sharing, too, or the model needs a package that is not installed.
+* **images**: here every prompt is text.
+
+Where a name has two classes, TRL takes the one that the checkpoint's config names: as a rule the one with images. A
+row stands for the code of a family, with the rotary embedding of its default config: a checkpoint with `longrope` or
+a dynamic one is refused whatever its family.
+
+## What people train most
+
+{first}
+
+## All others
+
+{rest}
+
+## Not trained on text by RLOO and GRPO
+
+What decides is the class (`is_encoder_decoder`, `can_generate`, `output_modalities`, `main_input_name`). For attention
+to later tokens it is a trial: the last token of a sequence changes the hidden states before it.
+
+{others}
+"""
 COLUMNS = ("family", "class", "text", "log-probs", "gradient", "greedy tokens", "images")
 
 
 def check_all(tried: list[Family], workers: int):
-    """Yields each family with its result, as they come. Each runs in a process of its own, with a limit on its time."""
+    """Yields each family with its result, as they come. Each has a process of its own, and a limit on its time."""
     waiting, running = list(tried), {}
     while waiting or running:
         while waiting and len(running) < workers:
@@ -110,52 +152,37 @@ def table(rows: list[tuple[str, ...]]) -> str:
 def page(results: list[tuple[Family, Result]]) -> str:
     """docs/models.md."""
     results = sorted(results, key=lambda pair: rank(pair[0]))
-    counts = {v: sum(r.verdict == v for _, r in results) for v in (SHARED, REFUSED, WRONG, FAILS, UNTRIED, OTHER)}
-    shown = [(family, result) for family, result in results if result.verdict != OTHER]
     others: dict[str, list[str]] = {}
     for family, result in results:
         if result.verdict == OTHER:
             others.setdefault(result.reason, []).append(", ".join(family.names))
+    shown = [pair for pair in results if pair[1].verdict != OTHER]
     first = [cells(*pair) for pair in shown if rank(pair[0])[0] < len(FIRST)]
     rest = [cells(*pair) for pair in shown if rank(pair[0])[0] == len(FIRST)]
     versions = ", ".join(f"{name} {version(name).split('+')[0]}" for name in ("transformers", "torch", "trl"))
-    broken = f"**{counts[WRONG]} wrong, {counts[FAILS]} fail**, " if counts[WRONG] or counts[FAILS] else ""
-    return f"""# Model families
+    return PAGE.format(
+        counts=counts(results),
+        made=f"{date.today():%Y-%m-%d} with {versions}",
+        window=WINDOW,
+        tolerance=f"{TOLERANCE:.0e}",
+        first=table(first),
+        rest=table(rest),
+        others="\n".join(f"* {reason}: {'; '.join(names)}" for reason, names in sorted(others.items())),
+    )
 
-{counts[SHARED]} classes share prompts exactly, {counts[REFUSED]} are refused, {broken}{counts[UNTRIED]} could not be
-tried, {counts[OTHER]} are none that RLOO and GRPO train on text. Made by `python -m
-experiments.evidence.model_families --write docs/models.md` on {date.today():%Y-%m-%d}: {versions}.
 
-The rows are all classes that transformers maps to causal or image-text models, each as a tiny random model: two to six
-layers, at least one of each kind that its default config has, width 32, windows of {10} tokens. Two prompts of 20 and
-15 tokens with three completions each of up to 7 go through TRL's own pass as whole rows, and through prefix sharing:
-all completions of a prompt together, one at a time, two at a time with gradient checkpointing.
-
-* **shared**: log-probabilities with entropies, and the gradient of all parameters, are those of whole rows in float64:
-  the relative error is below {family_check.TOLERANCE:.0e}, and below the power of ten in the row. **Greedy tokens** are those of
-  `generate` without sharing; "as without a cache" where that writes other tokens with its cache than without.
-* **refused**: `prefix_sharing=True` ends with an error that says why, before training. Set it to `False`.
-* **not tried**: TRL fails on text alone without sharing as well, or the model needs a package that is not installed.
-* **images**: every prompt here is text. Images are not shared yet.
-
-A family stands for its code, not for each checkpoint: one with `longrope` or dynamic rotary embeddings is refused whatever
-its family.
-
-## What people train most
-
-{table(first)}
-
-## All others
-
-{table(rest)}
-
-## Not trained on text by RLOO and GRPO
-
-What decides is the class (`is_encoder_decoder`, `can_generate`, `output_modalities`, `main_input_name`), and for
-attention to later tokens a trial: the last token of a sequence changes the hidden states before it.
-
-{chr(10).join(f"* {reason}: {'; '.join(names)}" for reason, names in sorted(others.items()))}
-"""
+def counts(results: list[tuple[Family, Result]]) -> str:
+    """How many models have which verdict; what must not be is named only where it is."""
+    found = Counter(result.verdict for _, result in results)
+    said = {
+        SHARED: "share prompts exactly",
+        REFUSED: "are refused",
+        WRONG: "are shared **wrong**",
+        FAILS: "**fail** when shared",
+        UNTRIED: "could not be tried",
+        OTHER: "are none that RLOO and GRPO train on text",
+    }
+    return ", ".join(f"{found[verdict]} {text}" for verdict, text in said.items() if found[verdict])
 
 
 def load() -> None:

@@ -80,7 +80,7 @@ MORE: dict[str, dict] = {  # {model type of a config: what else it needs; a nest
     "blt": {"encoder_hash_byte_group_vocab": 50},
     "chameleon": {"vocabulary_map": {"<image>": 100}},
     "cohere_compass_text": {**SLIDING, "rope_parameters": {"sliding_attention": rope(), "full_attention": rope()}},
-    "dbrx": {"attn_config": {"rope_theta": 10_000.0}},
+    "dbrx": {"attn_config": {"rope_theta": 10_000.0, "clip_qkv": 8.0}},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse"]},
     "dots1": SLIDING,
     "dots3_note_text": {
@@ -125,6 +125,7 @@ MORE: dict[str, dict] = {  # {model type of a config: what else it needs; a nest
     "muse_spark_audio": {"hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1]},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 110},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 110},
+    "qwen3_vl_moe_text": {"sliding_window": None},  # its cache would slide, its attention does not
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
