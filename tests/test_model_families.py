@@ -200,7 +200,7 @@ def test_errors_are_shown_as_powers_of_ten(error, shown):
 @pytest.mark.torch
 def test_an_unknown_family_is_named():
     result = survey("--only", "lama")
-    assert result.returncode == 2 and "llama" in result.stderr and not result.stdout
+    assert result.returncode == 2 and "did you mean llama" in result.stderr and not result.stdout
 
 
 def test_a_page_of_some_families_is_refused():

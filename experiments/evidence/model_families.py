@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from dataclasses import asdict
 from datetime import date
+from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,7 +26,19 @@ from experiments.builds import use_fork
 from experiments.config import ARMS, ConfigError
 from experiments.evidence import family_check
 from experiments.evidence.common import need
-from experiments.evidence.family_check import FAILS, OTHER, REFUSED, SHARED, TOLERANCE, UNTRIED, WRONG, Result
+from experiments.evidence.family_check import (
+    COMPLETION,
+    FAILS,
+    LEFT_PADDING,
+    OTHER,
+    PROMPT,
+    REFUSED,
+    SHARED,
+    TOLERANCE,
+    UNTRIED,
+    WRONG,
+    Result,
+)
 from experiments.evidence.tiny_families import WINDOW, Family, families
 from experiments.run_options import Parser
 
@@ -41,13 +54,12 @@ Of all models that transformers maps to causal or image-text classes,
 {counts}.
 Made on {made} by
 
-
     python -m experiments.evidence.model_families --write docs/models.md
 
 Each is a tiny random model: two to six layers, one of each kind that its config has, width 32, windows of {window}
-tokens. Two prompts of 20 and 15 tokens, the second behind padding, have three completions each of up to 7 tokens.
-They go through TRL's own pass as whole rows, and through prefix sharing: all completions of a prompt together, one at
-a time, and two at a time with gradient checkpointing.
+tokens. Two prompts of {prompts} tokens, the second behind padding, have three completions each of up to {completion}
+tokens. They go through TRL's own pass as whole rows, and through prefix sharing: all completions of a prompt together,
+one at a time, and two at a time with gradient checkpointing.
 
 * **shared**: log-probabilities and entropies, and the gradient of all parameters, are those of whole rows in float64,
   with the experts' load-balancing loss where TRL has it for the model. The relative error is below {tolerance}, and
@@ -125,7 +137,7 @@ def is_bad(result: Result) -> bool:
 
 
 def cells(family: Family, result: Result) -> tuple[str, ...]:
-    """A row of the page. Names and verdict are the same on each machine, the last digits of errors are not."""
+    """A row of the page. All but the errors is the same on each machine."""
     text = f"{result.verdict}: {result.reason}" if result.reason else result.verdict
     errors = tuple(bound(error) for error in (result.tokens, result.gradient))
     return (", ".join(family.names), f"`{family.class_name}`", text, *errors, result.generation, "")
@@ -164,6 +176,8 @@ def page(results: list[tuple[Family, Result]]) -> str:
         counts=counts(results),
         made=f"{date.today():%Y-%m-%d} with {versions}",
         window=WINDOW,
+        prompts=f"{PROMPT} and {PROMPT - LEFT_PADDING}",
+        completion=COMPLETION,
         tolerance=f"{TOLERANCE:.0e}",
         first=table(first),
         rest=table(rest),
@@ -188,7 +202,6 @@ def counts(results: list[tuple[Family, Result]]) -> str:
 def load() -> None:
     """Import here what every family's process needs, once."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    need("torch", "transformers", "accelerate", "datasets")
     use_fork(ARMS["shared"])
     import torch
     import transformers
@@ -199,6 +212,18 @@ def load() -> None:
     transformers.logging.set_verbosity_error()
 
 
+def chosen(wanted: list[str]) -> list[Family]:
+    """The families with these names or classes. Raises `ConfigError` for one that is none."""
+    found = families()
+    names = {name for family in found for name in (*family.names, family.class_name)}
+    for name in wanted:
+        if name not in names:
+            near = get_close_matches(name, names)
+            hint = f"did you mean {' or '.join(near)}?" if near else "docs/models.md has all"
+            raise ConfigError(f"unknown family {name!r}; {hint}")
+    return [family for family in found if not {*family.names, family.class_name}.isdisjoint(wanted)]
+
+
 def run(argv: list[str] | None) -> int:
     parser = Parser(prog="python -m experiments.evidence.model_families", description=__doc__.split("\n")[0])
     parser.add_argument("--write", type=Path, metavar="FILE", help="the page, such as docs/models.md")
@@ -206,12 +231,9 @@ def run(argv: list[str] | None) -> int:
     args = parser.parse_args(argv)
     if args.write and args.only:
         raise ConfigError("--write makes the page of all families; leave out --only")
+    need("torch", "transformers", "accelerate", "datasets")
+    tried = chosen(args.only.split(",")) if args.only else families()
     load()
-    tried = families()
-    if args.only:
-        names = {name for family in tried for name in (*family.names, family.class_name)}
-        wanted = {cfg.choose("family", name, names) for name in args.only.split(",")}
-        tried = [family for family in tried if wanted & {*family.names, family.class_name}]
     results = []
     for family, result in check_all(tried, workers=min(len(os.sched_getaffinity(0)), 8)):
         results.append((family, result))

@@ -134,7 +134,12 @@ MORE: dict[str, dict] = {  # {model type of a config: what else it needs; a nest
         "indexer_compress_ratio": 4,
     },
     "radio": {"video_temporal_patch_size": 2},
-    "reformer": {"is_decoder": True, "axial_pos_embds": False, "attn_layers": ["local", "local"]},
+    "reformer": {
+        "is_decoder": True,
+        "axial_pos_embds": False,
+        "attn_layers": ["local"] * 2,
+        "local_attn_chunk_length": 7,
+    },
     "smollm3": SLIDING,
     "step3p7_text": SLIDING,
     "xmod": {"default_language": "en_XX"},
