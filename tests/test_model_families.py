@@ -14,10 +14,10 @@ from experiments.evidence.family_check import OTHER, REFUSED, SHARED, Result
 from experiments.evidence.tiny_families import Family
 
 PAGE = (ROOT / "docs" / "models.md").read_text()
-# Row: (names, class) -> (verdict with its reason, greedy tokens). Errors are left out: their last digit may move
+# Row: (names, class) -> (verdict with its reason, decoding). Errors are left out: their last digit may move
 ROWS = {
-    (names, class_name.strip("`")): (text, greedy)
-    for names, class_name, text, _, _, greedy, _ in (
+    (names, class_name.strip("`")): (text, decoding)
+    for names, class_name, text, _, _, decoding, _ in (
         map(str.strip, line.strip("|").split("|")) for line in PAGE.splitlines() if line.startswith("| ")
     )
     if names != "family"
@@ -66,7 +66,7 @@ def test_each_name_of_both_mappings_is_on_the_page():
 def test_no_model_on_the_page_is_shared_otherwise_than_exactly():
     texts = {text.split(":")[0] for text, _ in ROWS.values()}
     assert texts == {"shared", "refused", "not tried"}
-    assert {greedy for text, greedy in ROWS.values() if text == "shared"} <= {"same", "as without a cache"}
+    assert {decoding for text, decoding in ROWS.values() if text == "shared"} <= {"same", "as without a cache"}
     assert sum(text == "shared" for text, _ in ROWS.values()) >= 80
 
 

@@ -4,7 +4,7 @@
 
 A tiny random model of each causal and image-text class goes through TRL's own pass and through prefix sharing: two
 prompts with three completions each, in float64. Prints a line a family. Exit code 1 if prefix sharing accepts a model
-and its log-probabilities, gradients or greedy tokens are not those of whole rows, or it fails on them.
+and its log-probabilities, gradients or greedy decoding are not those of whole rows, or it fails on them.
 """
 
 import json
@@ -63,8 +63,8 @@ one at a time, and two at a time with gradient checkpointing.
 
 * **shared**: log-probabilities and entropies, and the gradient of all parameters, are those of whole rows in float64,
   with the experts' load-balancing loss where TRL has it for the model. The relative error is below {tolerance}, and
-  below the power of ten in the row. **Greedy tokens** are those of `generate` without sharing. "As without a cache":
-  `generate` writes other tokens with its cache than without, and sharing writes the latter.
+  below the power of ten in the row. **Decoding** compares the logits of four greedy steps with those of `generate`
+  without sharing. "As without a cache": `generate` computes others with its cache than without, sharing the latter.
 * **refused**: `prefix_sharing=True` ends before training, with an error that says why.
 * **not tried**: TRL fails on text alone without sharing, too, or the model needs a package that is not installed.
 * **images**: here every prompt is text.
@@ -88,7 +88,7 @@ to later tokens it is a trial: the last token of a sequence changes the hidden s
 
 {others}
 """
-COLUMNS = ("family", "class", "text", "log-probs", "gradient", "greedy tokens", "images")
+COLUMNS = ("family", "class", "text", "log-probs", "gradient", "decoding", "images")
 
 
 def check_all(tried: list[Family], workers: int):
