@@ -26,6 +26,8 @@ from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing 
 from trl.models.token_budget import TokenBudgetPasses  # noqa: E402
 from trl.trainer import utils  # noqa: E402
 
+from experiments.evidence.float64 import pure_float64  # noqa: E402
+
 VOCAB = 97  # of the models; the batch leaves out what means images to some of them
 FIRST_SPECIAL = 88
 SHAPE = dict(
@@ -135,38 +137,6 @@ def passes_of(prefix_length, prefix_sharing=True, completions_per_forward=None, 
     if tokens_per_forward is None:
         return SharedPrefixPasses(prefix_length, completions_per_forward)
     return TokenBudgetPasses(prefix_length, tokens_per_forward=tokens_per_forward, prefix_sharing=prefix_sharing)
-
-
-class PlainLogProb:
-    """The head's outputs in the dtype of its inputs: upstream's sums in float32, too coarse to compare in float64."""
-
-    @staticmethod
-    def apply(hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs):
-        logits = torch.nn.functional.linear(hidden, weight, bias) * logit_scale
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        log_probs = (logits / temperature).log_softmax(-1)
-        entropy = -(log_probs.exp() * log_probs).sum(-1)
-        return log_probs.gather(-1, targets[:, None])[:, 0], entropy, None, None, None
-
-
-@contextlib.contextmanager
-def pure_float64():
-    """Norms, softmax and the head compute in float32 whatever the model's dtype: here they compute in float64."""
-    names = [
-        (torch, "float32", torch.float64),
-        (torch, "float", torch.float64),
-        (torch.Tensor, "float", torch.Tensor.double),
-        (utils, "_ChunkedLogProbFunction", PlainLogProb),
-    ]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in names]
-    for owner, name, value in names:
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
 
 
 def build(name, dtype, seed=0):

@@ -1,0 +1,232 @@
+"""Prefix sharing beside whole rows on one tiny model, in float64: tokens, gradients, greedy generation.
+
+Whole rows are TRL's own pass of the same model, before prefix sharing is enabled.
+"""
+
+import re
+from dataclasses import dataclass
+
+from experiments.evidence.float64 import pure_float64
+from experiments.evidence.tiny_families import FIRST_TOKEN, LAST_TOKEN, Family, build
+
+PROMPT, COMPLETION = 70, 7  # linear attention computes in chunks of 64 tokens
+LEFT_PADDING, LENGTHS = 5, (7, 3, 1, 5, 0, 2)
+NEW_TOKENS = 4
+TOLERANCE = 1e-10  # relative, and 1e5 times what float64 rounds off
+
+SHARED, REFUSED, WRONG, FAILS, UNTRIED, OTHER = "shared", "refused", "WRONG", "FAILS", "not tried", "other"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the check of a family found. Errors are relative: the largest of all ways to divide completions."""
+
+    verdict: str
+    reason: str = ""
+    tokens: float | None = None  # of log-probabilities and entropies
+    gradient: float | None = None  # of all parameters
+    generation: str = ""  # "same", or what differs
+
+
+def check(family: Family) -> Result:
+    """Try prefix sharing on a family."""
+    import torch
+
+    try:
+        if kind := other_kind(family):
+            return Result(OTHER, kind)
+        model = build(family).train()
+    except ImportError as error:
+        package = re.search(r"requires the (\w+) library|No module named '(\w+)'", str(error))
+        return Result(UNTRIED, f"needs {package[1] or package[2]}" if package else said(error))
+    except Exception as error:
+        return Result(UNTRIED, f"cannot be built here: {said(error)}")
+    try:
+        if sees_later_tokens(model):
+            return Result(OTHER, "attention to later tokens")
+    except Exception as error:
+        return Result(UNTRIED, without_sharing(error))
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pure_float64():
+            return compare(model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def compare(model) -> Result:
+    """Prefix sharing on a model, and TRL's own pass."""
+    import torch
+    from trl.models.prefix_sharing import enable_prefix_sharing
+    from trl.trainer.utils import add_fused_lm_head
+
+    try:
+        model.set_experts_implementation("eager")  # the others do not know float64
+        add_fused_lm_head(model.double(), temperature=0.9, outputs=("log_probs", "entropy"))
+        settings = router_settings(model)
+        truth, again = run(model, **settings), run(model, **settings)
+    except Exception as error:
+        return Result(UNTRIED, without_sharing(error))
+    if not all(torch.isfinite(x).all() and torch.equal(x, y) for x, y in zip(truth, again, strict=True)):
+        return Result(UNTRIED, "TRL without sharing computes no numbers, or others each time")
+    whole_rows = generate(model)
+    try:
+        enable_prefix_sharing(model)
+    except Exception as error:
+        return Result(REFUSED, refusal(error))
+    try:
+        tokens, gradient = errors_of_passes(model, truth, settings)
+    except Exception as error:
+        return Result(FAILS, said(error))
+    verdict = SHARED if max(tokens, gradient) <= TOLERANCE else WRONG  # not a number is WRONG
+    return Result(verdict, "", tokens, gradient, compare_generation(model, whole_rows))
+
+
+def other_kind(family: Family) -> str:
+    """Why RLOO and GRPO do not train such models on text, where the class says so."""
+    import transformers
+    from transformers import CONFIG_MAPPING, GenerationMixin
+
+    model_class = getattr(transformers, family.class_name)
+    if CONFIG_MAPPING[family.config_type].is_encoder_decoder:
+        return "encoder and decoder"
+    if not model_class.can_generate() or not issubclass(model_class, GenerationMixin):
+        return "no generation token by token"
+    if "text" not in model_class.output_modalities:
+        return "no text comes out"
+    if model_class.main_input_name != "input_ids":
+        return "text is not the main input"
+    if family.config_type.endswith("_assistant"):
+        return "drafts from another model's states"
+    return ""
+
+
+def without_sharing(error: Exception) -> str:
+    return f"TRL without sharing fails: {said(error)}"
+
+
+def said(error: Exception, length: int = 120) -> str:
+    """An exception in a cell of a table."""
+    text = " ".join(f"{type(error).__name__}: {error}".split()).replace("|", "/")
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def refusal(error: Exception) -> str:
+    """The reason that prefix sharing gives, without class and advice, or the exception that its trial ended in."""
+    text = " ".join(str(error).split()).replace("|", "/")
+    if "`prefix_sharing=" not in text:
+        return f"by an exception without advice: {said(error)}"
+    text = re.sub(r"^`prefix_sharing=True` does not support \S+ \(\S+\): | by [\d.]+%", "", text)
+    return re.sub(r"(, so [^.]*)?\. (Set|Load) .*$", "", text)
+
+
+def router_settings(model) -> dict:
+    """The experts' load-balancing loss, too, where TRL can compute it."""
+    settings = {"output_router_logits": True}
+    try:
+        run(model, **settings)
+    except Exception:  # no experts, or their config lacks a name that TRL reads
+        return {}
+    return settings
+
+
+def errors_of_passes(model, truth, settings: dict) -> tuple[float, float]:
+    """The largest errors of all completions together, of one at a time, and of two with gradient checkpointing."""
+    from trl.models.prefix_sharing import SharedPrefixPasses
+
+    def errors_of(size):
+        return error_of(run(model, passes=SharedPrefixPasses(PROMPT, size), **settings), truth)
+
+    errors = [errors_of(None), errors_of(1)]
+    if model.supports_gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+        errors.append(errors_of(2))
+        model.gradient_checkpointing_disable()
+    return tuple(max(values) for values in zip(*errors, strict=True))
+
+
+def batch():
+    """Two prompts, one behind padding, with three completions each, one of which has no token."""
+    import torch
+
+    torch.manual_seed(7)
+    ids = torch.randint(FIRST_TOKEN, LAST_TOKEN + 1, (6, PROMPT + COMPLETION))
+    ids[:3, :PROMPT], ids[3:, :PROMPT] = ids[0, :PROMPT], ids[3, :PROMPT]
+    mask = torch.ones_like(ids)
+    mask[3:, :LEFT_PADDING] = 0
+    for row, length in enumerate(LENGTHS):
+        mask[row, PROMPT + length :] = 0
+    return ids, mask
+
+
+def sees_later_tokens(model) -> bool:
+    """Whether the last token of a sequence changes the hidden states before it."""
+    import torch
+
+    ids = batch()[0][:1]
+    other = ids.clone()
+    other[0, -1] = FIRST_TOKEN if ids[0, -1] != FIRST_TOKEN else LAST_TOKEN
+    with torch.no_grad():
+        states = [model.base_model(input_ids=x, use_cache=False).last_hidden_state[0, :-1] for x in (ids, other)]
+    return bool((states[0] - states[1]).norm() > 1e-3 * states[0].norm())
+
+
+def run(model, **settings):
+    """(log-probabilities and entropies, gradient of all parameters) of a pass of the batch."""
+    import torch
+
+    ids, mask = batch()
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :PROMPT] = -100
+    model.zero_grad()
+    out = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True, **settings)
+    tokens = torch.stack([out.log_probs[:, -COMPLETION:], out.entropy[:, -COMPLETION:]])
+    weights = torch.linspace(-1, 1, tokens[0].numel()).view(1, -1, COMPLETION) * torch.tensor([1.0, 0.1]).view(2, 1, 1)
+    ((tokens * weights).sum() + (0 if out.aux_loss is None else out.aux_loss)).backward()
+    gradient = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
+    return tokens.detach(), gradient
+
+
+def error_of(got, truth) -> tuple[float, float]:
+    """Relative errors of the tokens and of the gradient."""
+    return tuple(((x - y).norm() / y.norm()).item() for x, y in zip(got, truth, strict=True))
+
+
+def generate(model, shared: bool = False, use_cache: bool = True):
+    """Logits of the steps of greedy decoding behind both prompts, or why it fails."""
+    import torch
+    from transformers import GenerationConfig
+    from trl.generation.shared_prefix import generate_with_shared_prefix
+
+    ids, mask = batch()
+    config = GenerationConfig(
+        max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, eos_token_id=1,
+        disable_compile=True, use_cache=use_cache, output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    inputs = {"input_ids": ids[:, :PROMPT], "attention_mask": mask[:, :PROMPT], "generation_config": config}
+    model.eval()
+    try:
+        with torch.no_grad():
+            output = generate_with_shared_prefix(model, **inputs) if shared else model.generate(**inputs)
+    except Exception as error:
+        return said(error)
+    finally:
+        model.train()
+    return torch.stack(output.logits)
+
+
+def compare_generation(model, cached) -> str:
+    """Whether sharing decodes as `generate` does, or else as that does without a cache."""
+    shared = generate(model, shared=True)
+    if isinstance(shared, str):
+        return f"FAILS: {shared}"
+    if isinstance(cached, str):
+        return f"without sharing {cached}"
+    if is_equal(shared, cached):
+        return "same"
+    uncached = generate(model, use_cache=False)
+    return "as without a cache" if not isinstance(uncached, str) and is_equal(shared, uncached) else "DIFFERS"
+
+
+def is_equal(got, truth) -> bool:
+    return bool((got - truth).norm() <= TOLERANCE * truth.norm())

@@ -1,0 +1,254 @@
+"""Every model family of the pinned transformers: shared exactly, refused and why, or not tried.
+
+    python -m experiments.evidence.model_families [--write docs/models.md] [--only llama,gemma3]
+
+A tiny random model of each causal and image-text class goes through TRL's own pass and through prefix sharing: two
+prompts with three completions each, in float64. Prints a line a family. Exit code 1 if prefix sharing accepts a model
+and its log-probabilities, gradients or greedy decoding are not those of whole rows, or it fails on them.
+"""
+
+import json
+import math
+import os
+import select
+import signal
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict
+from datetime import date
+from difflib import get_close_matches
+from importlib.metadata import version
+from pathlib import Path
+
+from experiments import config as cfg
+from experiments.builds import use_fork
+from experiments.config import ARMS, ConfigError
+from experiments.evidence import family_check
+from experiments.evidence.common import need
+from experiments.evidence.family_check import (
+    COMPLETION,
+    FAILS,
+    LEFT_PADDING,
+    OTHER,
+    PROMPT,
+    REFUSED,
+    SHARED,
+    TOLERANCE,
+    UNTRIED,
+    WRONG,
+    Result,
+)
+from experiments.evidence.tiny_families import WINDOW, Family, families
+from experiments.run_options import Parser
+
+SECONDS = 60  # for one family; most take less than one
+# What people train most, by how the names begin
+FIRST = (
+    "qwen", "llama", "gemma", ("mistral", "ministral", "mixtral"), "phi", "gpt_oss", "deepseek", "glm", "granite",
+    "nemotron", "lfm", ("olmo", "flex_olmo"), ("smollm", "smolvlm"),
+)  # fmt: skip
+PAGE = """# Model families
+
+Of all models that transformers maps to causal or image-text classes,
+{counts}.
+Made on {made} by
+
+    python -m experiments.evidence.model_families --write docs/models.md
+
+Each is a tiny random model: two to six layers, one of each kind that its config has, width 32, windows of {window}
+tokens. Two prompts of {prompts} tokens, the second behind padding, have three completions each of up to {completion}
+tokens. They go through TRL's own pass as whole rows, and through prefix sharing: all completions of a prompt together,
+one at a time, and two at a time with gradient checkpointing.
+
+* **shared**: log-probabilities and entropies, and the gradient of all parameters, are those of whole rows in float64,
+  with the experts' load-balancing loss where TRL has it for the model. The relative error is below {tolerance}, and
+  below the power of ten in the row. **Decoding** compares the logits of four greedy steps with those of `generate`
+  without sharing. "As without a cache": `generate` computes others with its cache than without, sharing the latter.
+* **refused**: `prefix_sharing=True` ends before training, with an error that says why.
+* **not tried**: TRL fails on text alone without sharing, too, or the model needs a package that is not installed.
+* **images**: here every prompt is text.
+
+Where a name has two classes, TRL takes the one that the checkpoint's config names: as a rule the one with images. A
+row stands for the code of a family, with the rotary embedding of its default config: a checkpoint with `longrope` or
+a dynamic one is refused whatever its family.
+
+## What people train most
+
+{first}
+
+## All others
+
+{rest}
+
+## Not trained on text by RLOO and GRPO
+
+What decides is the class (`is_encoder_decoder`, `can_generate`, `output_modalities`, `main_input_name`). For attention
+to later tokens it is a trial: the last token of a sequence changes the hidden states before it.
+
+{others}
+"""
+COLUMNS = ("family", "class", "text", "log-probs", "gradient", "decoding", "images")
+
+
+def check_all(tried: list[Family], workers: int):
+    """Yields each family with its result, as they come. Each has a process of its own, and a limit on its time."""
+    waiting, running = list(tried), {}
+    while waiting or running:
+        while waiting and len(running) < workers:
+            family = waiting.pop(0)
+            read, write = os.pipe()
+            if (pid := os.fork()) == 0:
+                answer(family, write)
+            os.close(write)
+            running[read] = [family, pid, time.monotonic() + SECONDS, b""]
+        for read in select.select(list(running), [], [], 1)[0]:
+            data = os.read(read, 1 << 16)
+            running[read][3] += data
+            if not data:
+                family, pid, _, text = running.pop(read)
+                os.close(read)
+                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                yield family, Result(**json.loads(text)) if text else Result(FAILS, ended(status))
+        for _, pid, limit, _ in running.values():
+            if time.monotonic() > limit:
+                os.kill(pid, signal.SIGKILL)
+
+
+def ended(status: int) -> str:
+    return f"not done after {SECONDS} seconds" if status == -signal.SIGKILL else f"the process ended with {status}"
+
+
+def answer(family: Family, write: int) -> None:
+    """In a forked process: check, write the result, and end."""
+    status = 1
+    try:
+        silence = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silence, 1)
+        os.dup2(silence, 2)
+        os.write(write, json.dumps(asdict(family_check.check(family))).encode())
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def is_bad(result: Result) -> bool:
+    return result.verdict in (WRONG, FAILS) or result.generation.startswith(("FAILS", "DIFFERS"))
+
+
+def cells(family: Family, result: Result) -> tuple[str, ...]:
+    """A row of the page. All but the errors is the same on each machine."""
+    text = f"{result.verdict}: {result.reason}" if result.reason else result.verdict
+    errors = tuple(bound(error) for error in (result.tokens, result.gradient))
+    return (", ".join(family.names), f"`{family.class_name}`", text, *errors, result.generation, "")
+
+
+def bound(error: float | None) -> str:
+    """The power of ten that an error lies below."""
+    if error is None:
+        return ""
+    return f"1e{math.ceil(math.log10(error)):+03d}" if 0 < error < math.inf else str(error)
+
+
+def rank(family: Family) -> tuple[int, str]:
+    """Place on the page: what people train most, then by name."""
+    name = family.names[0]
+    return next((i for i, starts in enumerate(FIRST) if name.startswith(starts)), len(FIRST)), name
+
+
+def table(rows: list[tuple[str, ...]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in (COLUMNS, *rows)]
+    return "\n".join([lines[0], "|---" * len(COLUMNS) + "|", *lines[1:]])
+
+
+def page(results: list[tuple[Family, Result]]) -> str:
+    """docs/models.md."""
+    results = sorted(results, key=lambda pair: rank(pair[0]))
+    others: dict[str, list[str]] = {}
+    for family, result in results:
+        if result.verdict == OTHER:
+            others.setdefault(result.reason, []).append(", ".join(family.names))
+    shown = [pair for pair in results if pair[1].verdict != OTHER]
+    first = [cells(*pair) for pair in shown if rank(pair[0])[0] < len(FIRST)]
+    rest = [cells(*pair) for pair in shown if rank(pair[0])[0] == len(FIRST)]
+    versions = ", ".join(f"{name} {version(name).split('+')[0]}" for name in ("transformers", "torch", "trl"))
+    return PAGE.format(
+        counts=counts(results),
+        made=f"{date.today():%Y-%m-%d} with {versions}",
+        window=WINDOW,
+        prompts=f"{PROMPT} and {PROMPT - LEFT_PADDING}",
+        completion=COMPLETION,
+        tolerance=f"{TOLERANCE:.0e}",
+        first=table(first),
+        rest=table(rest),
+        others="\n".join(f"* {reason}: {'; '.join(names)}" for reason, names in sorted(others.items())),
+    )
+
+
+def counts(results: list[tuple[Family, Result]]) -> str:
+    """How many models have which verdict; what must not be is named only where it is."""
+    found = Counter(result.verdict for _, result in results)
+    said = {
+        SHARED: "share prompts exactly",
+        REFUSED: "are refused",
+        WRONG: "are shared **wrong**",
+        FAILS: "**fail** when shared",
+        UNTRIED: "could not be tried",
+        OTHER: "are none that RLOO and GRPO train on text",
+    }
+    return ", ".join(f"{found[verdict]} {text}" for verdict, text in said.items() if found[verdict])
+
+
+def load() -> None:
+    """Import here what every family's process needs, once."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    use_fork(ARMS["shared"])
+    import torch
+    import transformers
+    import trl.generation.shared_prefix
+    import trl.trainer.utils  # noqa: F401
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+
+
+def chosen(wanted: list[str]) -> list[Family]:
+    """The families with these names or classes. Raises `ConfigError` for one that is none."""
+    found = families()
+    names = {name for family in found for name in (*family.names, family.class_name)}
+    for name in wanted:
+        if name not in names:
+            near = get_close_matches(name, names)
+            hint = f"did you mean {' or '.join(near)}?" if near else "docs/models.md has all"
+            raise ConfigError(f"unknown family {name!r}; {hint}")
+    return [family for family in found if not {*family.names, family.class_name}.isdisjoint(wanted)]
+
+
+def run(argv: list[str] | None) -> int:
+    parser = Parser(prog="python -m experiments.evidence.model_families", description=__doc__.split("\n")[0])
+    parser.add_argument("--write", type=Path, metavar="FILE", help="the page, such as docs/models.md")
+    parser.add_argument("--only", metavar="NAME,...", help="names of families or classes")
+    args = parser.parse_args(argv)
+    if args.write and args.only:
+        raise ConfigError("--write makes the page of all families; leave out --only")
+    need("torch", "transformers", "accelerate", "datasets")
+    tried = chosen(args.only.split(",")) if args.only else families()
+    load()
+    results = []
+    for family, result in check_all(tried, workers=min(len(os.sched_getaffinity(0)), 8)):
+        results.append((family, result))
+        print(" | ".join(filter(None, cells(family, result))), flush=True)
+    if args.write:
+        args.write.write_text(page(results))
+    bad = sorted(family.class_name for family, result in results if is_bad(result))
+    if bad:
+        print(f"model_families: not exact: {', '.join(bad)}", file=sys.stderr)
+    return 1 if bad else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    return cfg.exit_code("model_families", run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""docs/models.md holds what the check of model families finds, and the check finds what is not exact."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from experiments.config import ROOT, ConfigError
+from experiments.evidence import family_check, model_families
+from experiments.evidence.family_check import OTHER, REFUSED, SHARED, Result
+from experiments.evidence.tiny_families import Family
+
+PAGE = (ROOT / "docs" / "models.md").read_text()
+# Row: (names, class) -> (verdict with its reason, decoding). Errors are left out: their last digit may move
+ROWS = {
+    (names, class_name.strip("`")): (text, decoding)
+    for names, class_name, text, _, _, decoding, _ in (
+        map(str.strip, line.strip("|").split("|")) for line in PAGE.splitlines() if line.startswith("| ")
+    )
+    if names != "family"
+}
+NOT_TRAINED = PAGE.split("## Not trained", 1)[1]
+
+
+def survey(*arguments, before=""):
+    """The command in a process of its own, with code run before it."""
+    code = f"""
+import sys
+from experiments.evidence import model_families
+{textwrap.dedent(before)}
+sys.exit(model_families.main({list(arguments)!r}))
+"""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+
+def verdicts(output: str) -> dict:
+    """What the command printed, as `ROWS` has it."""
+    found = {}
+    for line in output.splitlines():
+        names, class_name, text, *rest = line.split(" | ")
+        found[names, class_name.strip("`")] = (text, rest[2] if len(rest) > 2 else "")
+    return found
+
+
+@pytest.mark.torch
+def test_each_name_of_both_mappings_is_on_the_page():
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
+    rows = {(name, class_name) for names, class_name in ROWS for name in names.split(", ")}
+    others = {
+        name for line in NOT_TRAINED.splitlines() for name in line.partition(": ")[2].replace(";", ",").split(", ")
+    }
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES):
+        assert not {
+            (name, model) for name, model in mapping.items() if (name, model) not in rows and name not in others
+        }
+
+
+def test_no_model_on_the_page_is_shared_otherwise_than_exactly():
+    texts = {text.split(":")[0] for text, _ in ROWS.values()}
+    assert texts == {"shared", "refused", "not tried"}
+    assert {decoding for text, decoding in ROWS.values() if text == "shared"} <= {"same", "as without a cache"}
+    assert sum(text == "shared" for text, _ in ROWS.values()) >= 80
+
+
+@pytest.mark.torch
+def test_rows_of_the_page_come_out_again():
+    result = survey("--only", "qwen3,gemma3_text,gpt_oss,deepseek_v3,olmo_hybrid,bloom,llava,bert")
+    assert result.returncode == 0, result.stderr
+    found = verdicts(result.stdout)
+    assert found.pop(("bert", "BertLMHeadModel"))[0] == f"{OTHER}: attention to later tokens"
+    assert len(found) == 7 and found == {key: ROWS[key] for key in found}
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_the_whole_page_comes_out_again(tmp_path):
+    result = survey("--write", str(tmp_path / "models.md"))
+    assert result.returncode == 0, result.stderr
+    found = {key: value for key, value in verdicts(result.stdout).items() if not value[0].startswith(OTHER)}
+    assert found == ROWS
+    page = (tmp_path / "models.md").read_text()
+    assert page.split("## Not trained", 1)[1] == NOT_TRAINED
+
+
+# Windows of 10 tokens are longer than the rows on which `enable_prefix_sharing` tries a model: what it cannot see
+IGNORE_WINDOWS = """
+model_families.load()
+from trl.models import prefix_sharing
+
+allowed = prefix_sharing.ReadPrefix.allowed
+prefix_sharing.ReadPrefix.allowed = lambda self, mask_function: allowed(self, lambda batch, head, q, k: k <= q)
+"""
+LOSE_GENERATED_VALUES = """
+model_families.load()
+from trl.generation import shared_prefix
+
+append = shared_prefix._SharedPrefixLayer.append
+shared_prefix._SharedPrefixLayer.append = lambda self, key, value: append(self, key, 0 * value)
+"""
+FAIL_BEHIND_LONG_PROMPTS = """
+model_families.load()
+from trl.models import prefix_sharing
+
+of = prefix_sharing.ReadPrefix.of.__func__
+
+
+def broken(cls, prefix, *args, **kwargs):
+    return of(cls, prefix if len(prefix.positions) < 10 else None, *args, **kwargs)
+
+
+prefix_sharing.ReadPrefix.of = classmethod(broken)
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "broken, name, found",
+    [
+        (IGNORE_WINDOWS, "MistralForCausalLM", "| WRONG |"),
+        (LOSE_GENERATED_VALUES, "MistralForCausalLM", "| DIFFERS"),
+        (FAIL_BEHIND_LONG_PROMPTS, "MistralForCausalLM", "| FAILS: AttributeError"),
+    ],
+    ids=["windows", "values", "fails"],
+)
+def test_what_is_not_exact_is_said_and_fails_the_command(broken, name, found):
+    result = survey("--only", name, before=broken)
+    assert result.returncode == 1 and found in result.stdout
+    assert f"not exact: {name}" in result.stderr
+
+
+def test_one_family_that_ends_or_hangs_does_not_end_the_others(monkeypatch):
+    def check(family):
+        if family.class_name == "Ends":
+            os._exit(3)
+        if family.class_name == "Hangs":
+            signal.pause()
+        return Result(SHARED, generation="same")
+
+    monkeypatch.setattr(family_check, "check", check)
+    monkeypatch.setattr(model_families, "SECONDS", 1)
+    tried = [Family((name,), name, name) for name in ("Ends", "Hangs", "Works", "Works, too")]
+    found = {family.class_name: result for family, result in model_families.check_all(tried, workers=2)}
+    assert found["Ends"] == Result("FAILS", "the process ended with 3")
+    assert found["Hangs"] == Result("FAILS", "not done after 1 seconds")
+    assert found["Works"] == found["Works, too"] == Result(SHARED, generation="same")
+
+
+@pytest.mark.parametrize(
+    "result, bad",
+    [
+        (Result(SHARED, generation="same"), False),
+        (Result(SHARED, generation="as without a cache"), False),
+        (Result(REFUSED, "why"), False),
+        (Result("WRONG", generation="same"), True),
+        (Result("FAILS"), True),
+        (Result(SHARED, generation="DIFFERS"), True),
+        (Result(SHARED, generation="FAILS: why"), True),
+    ],
+)
+def test_what_is_bad(result, bad):
+    assert model_families.is_bad(result) is bad
+
+
+@pytest.mark.parametrize(
+    "error, reason",
+    [
+        (
+            "`prefix_sharing=True` does not support M (m): it has layers of type ['x'], whose state cannot be shared. "
+            "Set `prefix_sharing=False`.",
+            "it has layers of type ['x'], whose state cannot be shared",
+        ),
+        (
+            "`prefix_sharing=True` does not support M (m): hidden states behind a shared prompt differ from those of "
+            "whole sequences by 3.1%. Set `prefix_sharing=False`.",
+            "hidden states behind a shared prompt differ from those of whole sequences",
+        ),
+        ("a | b", "by an exception without advice: ValueError: a / b"),
+    ],
+)
+def test_refusals_are_shortened(error, reason):
+    assert family_check.refusal(ValueError(error)) == reason
+
+
+@pytest.mark.parametrize(
+    "error, shown",
+    [(None, ""), (0.0, "0.0"), (3e-16, "1e-15"), (0.02, "1e-01"), (float("nan"), "nan"), (7.0, "1e+01")],
+)
+def test_errors_are_shown_as_powers_of_ten(error, shown):
+    assert model_families.bound(error) == shown
+
+
+@pytest.mark.torch
+def test_an_unknown_family_is_named():
+    result = survey("--only", "lama")
+    assert result.returncode == 2 and "did you mean llama" in result.stderr and not result.stdout
+
+
+def test_a_page_of_some_families_is_refused():
+    with pytest.raises(ConfigError, match="leave out --only"):
+        model_families.run(["--only", "llama", "--write", "models.md"])
