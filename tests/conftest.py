@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,20 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 os.environ["OMP_NUM_THREADS"] = "1"  # several workers share few cores
 os.environ["MPLBACKEND"] = "Agg"
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture
+def planned(capsys):
+    """Runs the planner's command in this process; returns its exit code and what it said."""
+
+    from experiments.plan import __main__ as plan
+
+    def command(*arguments):
+        code = plan.main([str(argument) for argument in arguments])
+        said = capsys.readouterr()
+        return SimpleNamespace(returncode=code, stdout=said.out, stderr=said.err)
+
+    return command
 
 
 @pytest.fixture(scope="session")

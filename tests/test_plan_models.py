@@ -1,0 +1,87 @@
+"""The planner on models of other families than the built-in shapes."""
+
+import json
+
+import pytest
+
+
+def plan_of_tiny(planned, model_type, folder, *arguments, **fields):
+    """The planner's result for a tiny model of that type."""
+    from transformers import CONFIG_MAPPING
+
+    CONFIG_MAPPING[model_type](
+        vocab_size=500,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        **fields,
+    ).save_pretrained(folder)
+    return planned("--model", folder, "--prompt", 200, "--completion", 32, "--k", 4, *arguments)
+
+
+def planned_arms(result):
+    return [line.split()[0] for line in result.stdout.split("\n\n")[0].splitlines()[2:]]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "model_type, fields",
+    [
+        ("gemma2", {}),  # soft-capped attention has no fused kernel
+        ("deepseek_v3", dict(  # latent attention caches other states than it attends to
+            kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, first_k_dense_replace=1,
+            n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2,
+        )),
+    ],
+)  # fmt: skip
+def test_models_with_another_kind_of_attention_are_planned(planned, model_type, fields, tmp_path):
+    result = plan_of_tiny(planned, model_type, tmp_path, **fields)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert planned_arms(result) == ["stock", "stock-accumulate", "shared"]
+
+
+@pytest.mark.torch
+def test_a_multimodal_class_takes_what_its_text_model_takes_and_the_weights_of_its_tower(planned, tmp_path):
+    from transformers import Gemma3Config
+
+    text = dict(
+        vocab_size=400, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, sliding_window=32, max_position_embeddings=256,
+    )  # fmt: skip
+    tower = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=5, num_attention_heads=2, image_size=16,
+                 patch_size=4)  # fmt: skip
+    Gemma3Config(text_config=text, vision_config=tower, mm_tokens_per_image=4).save_pretrained(tmp_path / "nested")
+    Gemma3Config(text_config=text).text_config.save_pretrained(tmp_path / "text")
+    kinds = {}
+    for name in ("nested", "text"):
+        options = ["--model", tmp_path / name, "--prompt", 64, "--completion", 16, "--k", 4, "--beta", 0]
+        result = planned(*options, "--json", tmp_path / f"{name}.json")
+        assert result.returncode == 0 and planned_arms(result) == ["stock", "stock-accumulate", "shared"], (
+            result.stderr
+        )
+        predictions = json.loads((tmp_path / f"{name}.json").read_text())["predictions"]
+        kinds[name] = {(p["arm"], x["phase"]): x["kinds"] for p in predictions for x in p["phases"]}
+    towers = {
+        nested["parameters"] - kinds["text"][place].pop("parameters") for place, nested in kinds["nested"].items()
+    }
+    assert len(towers) == 1 and towers.pop() > 50_000
+    for place, nested in kinds["nested"].items():
+        del nested["parameters"]
+        assert nested == pytest.approx(kinds["text"][place], rel=0.02, abs=4096), place
+
+
+@pytest.mark.torch
+def test_a_model_whose_prompts_cannot_be_shared_is_planned_without(planned, tmp_path):
+    reason = "does not go through `transformers.AttentionInterface`"
+    result = plan_of_tiny(planned, "stablelm", tmp_path)
+    assert result.returncode == 0 and reason in result.stderr, result.stderr[-3000:]
+    assert planned_arms(result) == ["stock", "stock-accumulate"]
+    alone = plan_of_tiny(planned, "stablelm", tmp_path, "--arms", "shared")
+    assert alone.returncode == 2 and "Traceback" not in alone.stderr
+    assert alone.stderr.splitlines()[-1].startswith("plan: ") and reason in alone.stderr.splitlines()[-1]
