@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -244,7 +245,7 @@ def test_the_planners_arms_are_those_of_the_harness_but_for_the_token_budget():
         Setup(100).arm("accumulate")
 
 
-POSITIONS = type("Config", (), {"max_position_embeddings": 10**6})
+POSITIONS = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=10**6))
 
 
 @given(
