@@ -249,7 +249,7 @@ def test_no_lever_is_kept_that_is_not_needed(budget, k, lora, checkpointing):
     def prediction(label, setup, hf_config=None):
         return Prediction(label, setup, [PredictedPeak("train", made_up_peak(setup), {}, 0)])
 
-    config = SimpleNamespace(max_position_embeddings=10**6)
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=10**6))
     search = doctor.Search(config, limit, lambda line: None)
     search.predict = prediction
     used, last = search.needed(prediction("as it is", start))
@@ -316,7 +316,7 @@ SETTINGS = st.fixed_dictionaries(
 
 
 def assert_there_and_back(own: dict) -> None:
-    config = SimpleNamespace(max_position_embeddings=10**6)
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=10**6))
     setup = from_settings(100, own)
     assert with_changes(own, changes(setup, setup)) == own
     for lever in LEVERS:
