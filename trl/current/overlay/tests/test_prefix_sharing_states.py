@@ -12,6 +12,8 @@
 # See the License for the specific language governing permissions and
 # limitations under the License.
 
+import copy
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, BambaConfig, GenerationConfig, JambaConfig, Qwen3NextConfig
@@ -53,7 +55,7 @@ CONFIGS = {
 
 def build(config):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
     for param in model.parameters():  # larger than at initialization, so that states matter
         param.data.mul_(4 if param.dim() > 1 else 1)
     add_fused_lm_head(model)

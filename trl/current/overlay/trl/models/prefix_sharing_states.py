@@ -225,12 +225,8 @@ def shared_states(mixers: list[nn.Module]) -> Iterator[None]:
 
 
 def fork_states(
-    layer: LinearAttentionLayer,
-    layer_idx: int,
-    prefixes: list["SharedPrefix"],
-    row_order: torch.Tensor,
-    sizes: list[int],
-) -> LinearAttentionLayer:
+    layer: LinearAttentionLayer, layer_idx: int, prefixes: list["SharedPrefix"], groups: list[torch.Tensor]
+) -> None:
     """
     Give each row a copy of the states that its prompt left in a layer.
 
@@ -241,14 +237,12 @@ def fork_states(
             Index of the layer.
         prefixes (`list[SharedPrefix]`):
             Prefix of each group.
-        row_order (`torch.Tensor` of shape `(B,)`):
-            Place of each row among the rows of all groups, one group after another.
-        sizes (`list[int]`):
-            Number of rows of each group.
+        groups (`list[torch.Tensor]`):
+            Rows of each group.
     """
     update = {"conv": layer.update_conv_state, "recurrent": layer.update_recurrent_state}
+    row_order = torch.cat(groups).argsort()
     for name in prefixes[0].states:
         if name[0] == layer_idx:
-            states = [prefix.read_state(name, size) for prefix, size in zip(prefixes, sizes, strict=True)]
+            states = [prefix.read_state(name, len(rows)) for prefix, rows in zip(prefixes, groups, strict=True)]
             update[name[2]](torch.cat(states)[row_order], state_idx=name[1])
-    return layer
