@@ -19,7 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM, BambaConfig, GenerationConfig, JambaConfig, Qwen3NextConfig
 
 from trl.generation.shared_prefix import generate_with_shared_prefix
-from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing
+from trl.models.prefix_sharing import SharedPrefix, SharedPrefixPasses, enable_prefix_sharing
+from trl.models.prefix_sharing_states import find_mixers, ignores_state
 from trl.trainer.utils import add_fused_lm_head
 
 from .test_prefix_sharing import make_batch
@@ -101,7 +102,7 @@ class TestPrefixSharingStates(TrlTestCase):
 
         assert torch.equal(output, expected)
 
-    def test_state_that_is_not_taken(self):
+    def test_state_that_does_not_arrive(self):
         # The layers of Jamba do not pass on what would tell a mixer where its state is
         config = JambaConfig(
             **SHAPE, attn_layer_period=3, attn_layer_offset=1, num_experts=1, mamba_d_state=8, mamba_dt_rank=4
@@ -111,3 +112,9 @@ class TestPrefixSharingStates(TrlTestCase):
             enable_prefix_sharing(model)
         assert model.config._attn_implementation == "sdpa"
         assert not any(module._forward_pre_hooks for module in model.modules())
+
+    def test_state_that_is_not_taken(self):
+        config = JambaConfig(**SHAPE, num_experts=1, mamba_d_state=8, mamba_dt_rank=4)
+        # PyTorch's scan of Mamba-1 always starts from zero
+        mixers = [find_mixers(build(config))[0], *[find_mixers(build(config))[0] for config in CONFIGS.values()]]
+        assert [ignores_state(mixer, SharedPrefix(torch.arange(2)), 32) for mixer in mixers] == [True, False, False]

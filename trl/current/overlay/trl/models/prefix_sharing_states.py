@@ -224,6 +224,40 @@ def shared_states(mixers: list[nn.Module]) -> Iterator[None]:
             handle.remove()
 
 
+@torch.no_grad()
+def ignores_state(mixer: nn.Module, prefix: "SharedPrefix", hidden_size: int) -> bool:
+    """
+    Whether a mixer asks for a state and goes on without it, as PyTorch's scan of Mamba-1 does. A comparison with whole
+    sequences does not have to show that: a layer can forget so fast that half precision rounds the rest away.
+
+    Args:
+        mixer (`nn.Module`):
+            Module found by [`find_mixers`].
+        prefix (`SharedPrefix`):
+            Prefix of two tokens, without states.
+        hidden_size (`int`):
+            Number of features that the mixer takes.
+    """
+    weight = next(mixer.parameters())
+    if any(param.is_meta or param.numel() == 0 for param in mixer.parameters()):  # the weights are not here
+        return False
+    # No random numbers, which training would miss
+    hidden_states = torch.linspace(-1, 1, 2 * hidden_size, dtype=weight.dtype, device=weight.device).view(1, 2, -1)
+    cache_argument = _cache_argument(mixer)
+    mixer(hidden_states, **{cache_argument: RecordStates(prefix)})
+    read = ReadStates.of(prefix, torch.zeros(2, dtype=torch.long, device=weight.device), lengths=[2])
+    recorded = dict(prefix.states)
+    for kind in {name[2] for name in recorded}:
+        outputs = []
+        for fill in (0.0, 1e4):
+            for name, (state, _) in recorded.items():
+                prefix.states[name] = (torch.full_like(state, fill) if name[2] == kind else state, None)
+            outputs.append(mixer(hidden_states, **{cache_argument: read}))
+        if torch.equal(*outputs):
+            return True
+    return False
+
+
 def fork_states(
     layer: LinearAttentionLayer, layer_idx: int, prefixes: list["SharedPrefix"], groups: list[torch.Tensor]
 ) -> None:
