@@ -1,5 +1,6 @@
 """Models with recurrent or convolutional states: what shared_exactness and shared_decoding do for the others, and what
-only states can get wrong. `shared_states.py PART ...` prints the results of each part by its name.
+only states can get wrong. `shared_states.py PART ...` prints the results of each part by its name, or by the precision
+for "exactness PRECISION" and "decoding PRECISION".
 
 A decoding step of Nemotron-H does not raise the time step to `time_step_min`, as a longer sequence does (transformers
 5.23), and with sharing, the last token of the prompt is a decoding step. So that it decodes alike, the minimum is low.
@@ -74,13 +75,16 @@ build_random = shared_exactness.build
 
 @functools.cache
 def weights(name):
-    """Those of a model that forgets slowly: at initialization, hardly anything of a prompt is left in the states."""
+    """Those of a model that forgets slowly: at initialization, hardly anything of a prompt is left in the states. The
+    token that goes through where there is no prefix, that of padding, leaves something, too."""
     values = build_random(name, torch.float32).state_dict()
     for parameter in values:
         if parameter.endswith("A_log"):
             values[parameter].fill_(-2)
         elif parameter.endswith("conv1d.weight"):
             values[parameter].mul_(8)
+        elif "embed" in parameter and values[parameter].shape[0] == shared_exactness.VOCAB:
+            values[parameter][0] = values[parameter][1]
     return values
 
 
@@ -97,16 +101,13 @@ shared_exactness.EXPERTS, shared_exactness.EAGER = ROUTER_LOSS, WITHOUT_ATTENTIO
 shared_exactness.build = shared_decoding.build = build
 
 
-def precisions(measure, *names):
-    """Of every family, in each precision: a dtype, or two for mixed precision."""
-    results = {}
-    for precision in names:
-        dtypes = [getattr(torch, name) for name in precision.split("+")]
-        for name in FAMILIES:
-            weights(name)
-        with pure_float64() if dtypes == [torch.float64] else contextlib.nullcontext():
-            results[precision] = {name: measure(name, *dtypes) for name in FAMILIES}
-    return results
+def of_every_family(measure, precision):
+    """`precision` is a dtype, or two for mixed precision."""
+    dtypes = [getattr(torch, name) for name in precision.split("+")]
+    for name in FAMILIES:
+        weights(name)
+    with pure_float64() if dtypes == [torch.float64] else contextlib.nullcontext():
+        return {name: measure(name, *dtypes) for name in FAMILIES}
 
 
 def refusal(model):
@@ -217,12 +218,13 @@ def failures():
 
 
 def random_batch(generator):
-    """Up to three prompts of 1 to 20 tokens, each with one to four completions of none to nine, rows in any order."""
+    """Up to three prompts of 1 to 20 tokens, often 1, with up to four completions each of 0 to 9, in any order."""
 
     def number(low, high):
         return torch.randint(low, high + 1, (), generator=generator).item()
 
-    prompts = [torch.randint(3, shared_exactness.VOCAB, (number(1, 20),), generator=generator) for _ in range(3)]
+    lengths = [number(2, 20) if number(0, 2) else 1 for _ in range(3)]
+    prompts = [torch.randint(3, shared_exactness.VOCAB, (length,), generator=generator) for length in lengths]
     rows = [(prompt, number(0, 9)) for prompt in prompts[: number(1, 3)] for _ in range(number(1, 4))]
     rows = [rows[i] for i in torch.randperm(len(rows), generator=generator)]
     columns, width = max(len(prompt) for prompt, _ in rows), max(1, *[length for _, length in rows])
@@ -299,11 +301,6 @@ def accumulation():
 
 
 PARTS = {
-    "exactness": lambda: precisions(shared_exactness.errors_of, "float32", "float64"),
-    "half": lambda: precisions(shared_exactness.errors_of, "bfloat16", "float32+bfloat16"),
-    "decoding": lambda: precisions(
-        shared_decoding.errors_of, "float64", "bfloat16", "float32+bfloat16", "float32+float16"
-    ),
     "refusals": refusals,
     "broken": broken,
     "trainings": trainings,
@@ -311,9 +308,16 @@ PARTS = {
     "accumulation": accumulation,
     "shapes": shapes,
 }
-
+MEASURES = {"exactness": shared_exactness.errors_of, "decoding": shared_decoding.errors_of}
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    print(json.dumps({part: PARTS[part]() for part in sys.argv[1:]}))
+    results = {}
+    for part in sys.argv[1:]:
+        if part in PARTS:
+            results[part] = PARTS[part]()
+        else:
+            name, precision = part.split()
+            results[precision] = of_every_family(MEASURES[name], precision)
+    print(json.dumps(results))

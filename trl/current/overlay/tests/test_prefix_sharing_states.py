@@ -102,6 +102,14 @@ class TestPrefixSharingStates(TrlTestCase):
 
         assert torch.equal(output, expected)
 
+    def test_gradients_of_a_state_are_summed_in_float32(self):
+        state = torch.ones(1, 2, 3, dtype=torch.bfloat16, requires_grad=True)
+        prefix = SharedPrefix(torch.arange(2))
+        prefix.record_state((0, 0, "conv"), state)
+        sum(prefix.read_state((0, 0, "conv"), num_rows=2).sum().float() for _ in range(512)).backward()
+        # A sum in bfloat16 ends at 512, where 2 is less than its last digit
+        torch.testing.assert_close(state.grad, torch.full_like(state, 1024))
+
     def test_state_that_does_not_arrive(self):
         # The layers of Jamba do not pass on what would tell a mixer where its state is
         config = JambaConfig(
