@@ -238,7 +238,7 @@ def ignores_state(mixer: nn.Module, prefix: "SharedPrefix", hidden_size: int) ->
         hidden_size (`int`):
             Number of features that the mixer takes.
     """
-    weight = next(mixer.parameters())
+    weight = next(child.weight for child in mixer.children() if isinstance(child, nn.Conv1d))  # never quantized
     if any(param.is_meta or param.numel() == 0 for param in mixer.parameters()):  # the weights are not here
         return False
     # No random numbers, which training would miss
