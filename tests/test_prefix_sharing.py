@@ -97,7 +97,7 @@ def test_bad_input_is_refused_with_value_limit_and_remedy_and_leaves_the_attenti
     result = probe("shared_refusals")
     expected = {
         "no attention interface": ["StableLmForCausalLM", "AttentionInterface"],
-        "linear attention": ["Qwen3NextForCausalLM", "linear_attention"],
+        "linear attention": ["MiniMaxForCausalLM", "linear_attention"],
         "state space": ["MambaForCausalLM", "linear_attention"],
         "positions from the mask": ["OPTForCausalLM", "differ"],
         "no backbone": ["Llama4ForCausalLM", "fails in it", "last_hidden_state", "prefix_sharing=False"],

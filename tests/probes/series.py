@@ -18,7 +18,7 @@ from unittest import mock
 
 import tiny
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, Qwen3_5TextConfig
 from trees import on_each_tree
 
 NAMES = ("RLOO", "GRPO")
@@ -44,10 +44,10 @@ def log_probs_and_gradient(model, **options):
     return torch.cat([log_probs.flatten(), *[p.grad.flatten() for p in model.parameters()]]).detach()
 
 
-def build_with_head():
+def build_with_head(config=None):
     from trl.trainer.utils import add_fused_lm_head
 
-    model = tiny.build_model()
+    model = tiny.build_model(config)
     add_fused_lm_head(model)
     return model
 
@@ -59,10 +59,13 @@ def close(got, expected):
 @promise
 def prefix_sharing(folder):
     """Shared prompts give the log-probabilities, gradients and completions of whole rows."""
+    return shares_as_whole_rows(build_with_head())
+
+
+def shares_as_whole_rows(model):
     from trl.generation.shared_prefix import generate_with_shared_prefix
     from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing
 
-    model = build_with_head()
     ids, mask, columns = tiny.build_batch()
     prompts = dict(input_ids=ids[:, :columns], attention_mask=mask[:, :columns])
     prompts["generation_config"] = GenerationConfig(max_new_tokens=4, do_sample=False, disable_compile=True)
@@ -174,6 +177,19 @@ def prefix_sharing_fsdp2(folder):
             if taken is bool(refused) or not (taken or "DeepSpeed ZeRO-3 and FSDP" in refused):
                 return False
     return True
+
+
+@promise
+def prefix_sharing_states(folder):
+    """Prompts leave their states, too."""
+    import trl.models.prefix_sharing_states  # noqa: F401
+
+    config = Qwen3_5TextConfig(
+        vocab_size=tiny.VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
+    )  # fmt: skip
+    return shares_as_whole_rows(build_with_head(config))
 
 
 @promise

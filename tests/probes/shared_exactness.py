@@ -55,17 +55,14 @@ QWEN_VISION = dict(depth=2, hidden_size=16, intermediate_size=24, out_hidden_siz
 
 
 def nested(text_type, vision, **extra):
-    """Settings of a multimodal class: those of the text part are the ones that SHAPE or a text model know."""
-    text_fields = {*SHAPE, *LAYER_EMBEDDINGS, "rope_parameters"}
-    text = {name: value for name, value in extra.items() if name in text_fields}
-    special = {name: FIRST_SPECIAL + i for i, name in enumerate(
-        ("image_token_id", "image_token_index", "boi_token_index", "eoi_token_index", "vision_start_token_id",
-         "vision_end_token_id", "video_token_id"))}  # fmt: skip
-    return dict(
-        text_config={**SHAPE, **text, "model_type": text_type},
-        vision_config=vision,
-        **{**special, **{name: value for name, value in extra.items() if name not in text_fields}},
+    """Settings of a multimodal class: those of the text part are the ones that the text config knows."""
+    text = {name: value for name, value in extra.items() if hasattr(CONFIG_MAPPING[text_type], name)}
+    names = (
+        "image_token_id image_token_index boi_token_index eoi_token_index vision_start_token_id vision_end_token_id"
     )
+    special = {name: FIRST_SPECIAL + i for i, name in enumerate([*names.split(), "video_token_id"])}
+    others = {name: value for name, value in extra.items() if name not in text}
+    return dict(text_config={**SHAPE, **text, "model_type": text_type}, vision_config=vision, **{**special, **others})
 
 
 ARCHITECTURES = {

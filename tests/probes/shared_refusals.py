@@ -49,10 +49,10 @@ def prompt_tuning():
 
 flash = model("llama")
 flash.config._attn_implementation_internal = "flash_attention_2"  # as if the package were there
-experts = dict(num_experts=4, num_experts_per_tok=2)
 MODELS = {
     "no attention interface": lambda: model("stablelm"),
-    "linear attention": lambda: model("qwen3_next", **experts, linear_num_value_heads=2, linear_num_key_heads=2),
+    "linear attention": lambda: model("minimax", layer_types=["linear_attention", "full_attention"] * 2, block_size=8,
+                                      num_hidden_layers=4, num_local_experts=4, num_experts_per_tok=2),
     "state space": lambda: model("mamba", "eager"),
     "positions from the mask": lambda: model("opt", ffn_dim=48, word_embed_proj_dim=32, dropout=0.0),
     # Stock fails on it, too: what TRL takes for its backbone is the whole model
@@ -63,7 +63,7 @@ MODELS = {
     "embedding dropout": lambda: model("gpt2", embd_pdrop=0.1, attn_pdrop=0.0, resid_pdrop=0.0),
     "length-dependent rotary": lambda: model("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
     "prompt learning": prompt_tuning,
-}
+}  # fmt: skip
 result = {name: message(lambda make=make: enable_prefix_sharing(make())) for name, make in MODELS.items()}
 for name in ("positions from the mask", "length-dependent rotary"):
     result[f"whole rows, {name}"] = message(lambda make=MODELS[name]: check_whole_rows(make()))

@@ -1,0 +1,325 @@
+"""Models with recurrent or convolutional states: what shared_exactness and shared_decoding do for the others, and what
+only states can get wrong. `shared_states.py PART ...` prints the results of each part by its name, or by the precision
+for "exactness PRECISION" and "decoding PRECISION".
+
+A decoding step of Nemotron-H does not raise the time step to `time_step_min`, as a longer sequence does (transformers
+5.23), and with sharing, the last token of the prompt is a decoding step. So that it decodes alike, the minimum is low.
+"""
+
+import contextlib
+import functools
+import json
+import logging
+import sys
+from unittest import mock
+
+import shared_decoding
+import shared_exactness
+import shared_trainer
+import torch
+from peft import LoraConfig
+from shared_exactness import AXES, QWEN_VISION, batch, error, nested, passes_of, pure_float64, run
+from transformers import CONFIG_MAPPING, GenerationConfig
+from trl.generation.shared_prefix import generate_with_shared_prefix
+from trl.models.prefix_sharing import SharedPrefix, enable_prefix_sharing
+from trl.models.prefix_sharing_states import ReadStates, find_mixers
+
+MIXED = ["linear_attention", "full_attention", "linear_attention"]
+CONV = dict(layer_types=["conv", "full_attention", "conv"])
+DELTA = dict(
+    layer_types=MIXED, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=6
+)
+# Chunks of 8 tokens: the prompts end within one
+MAMBA2 = dict(mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=2, mamba_chunk_size=8)
+MOE = dict(num_experts_per_tok=2, moe_intermediate_size=24, experts_implementation="eager")
+LATENTS = dict(kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12, num_key_value_heads=4)
+FAMILIES = {
+    "qwen3-next": ("qwen3_next", dict(DELTA, num_experts=4, shared_expert_intermediate_size=24, **MOE)),
+    "qwen3.5": ("qwen3_5_text", DELTA),
+    "qwen3.5-moe": ("qwen3_5_moe_text", dict(DELTA, num_experts=4, shared_expert_intermediate_size=24, **MOE)),
+    "qwen3.5-nested": ("qwen3_5", nested("qwen3_5_text", dict(QWEN_VISION, num_position_embeddings=16),
+                                         rope_parameters=AXES, **DELTA)),
+    "olmo-hybrid": ("olmo_hybrid", DELTA),
+    "kimi-linear": ("kimi_linear", dict(layer_types=MIXED, linear_head_dim=8, linear_num_heads=4, num_local_experts=4,
+                                        **LATENTS, **MOE)),
+    "bamba": ("bamba", dict(MAMBA2, attn_layer_indices=[1])),
+    "granite-hybrid": ("granitemoehybrid", dict(MAMBA2, layer_types=MIXED, num_local_experts=4,
+                                                shared_intermediate_size=24, **MOE)),
+    "nemotron-h": ("nemotron_h", dict(layers_block_type=[MIXED[0], "moe", *MIXED[1:], "mlp"],
+                                      mamba_num_heads=4, mamba_head_dim=16, n_groups=2, ssm_state_size=8, chunk_size=8,
+                                      n_routed_experts=4, moe_shared_expert_intermediate_size=24, time_step_min=1e-12,
+                                      **MOE)),
+    "falcon-h1": ("falcon_h1", dict(MAMBA2, mamba_d_ssm=64)),  # every layer attends and has a state
+    "lfm2": ("lfm2", dict(CONV, block_auto_adjust_ff_dim=False)),
+    "lfm2-moe": ("lfm2_moe", dict(CONV, num_experts=4, num_dense_layers=1, **MOE)),
+    "lfm3": ("lfm3", dict(CONV, conv_L_cache=4)),
+}  # fmt: skip
+ROUTER_LOSS = ("qwen3-next", "qwen3.5-moe")  # of the others, TRL does not know the number of experts
+MAMBA1 = dict(mamba_d_state=8, mamba_dt_rank=4)
+HYBRID = dict(num_hidden_layers=4, layers_block_type=["linear_attention", "hybrid"] * 2, num_key_value_heads=4)
+REFUSED = {
+    "jamba": ("jamba", dict(MAMBA1, attn_layer_period=3, attn_layer_offset=1, num_experts=1)),
+    "zamba": ("zamba", dict(MAMBA1, **HYBRID, attention_head_dim=16)),
+    "zamba2": ("zamba2", dict(HYBRID, mamba_d_state=8, n_mamba_heads=4, mamba_ngroups=2, chunk_size=8)),
+    "mamba": ("mamba", {}),
+    "mamba2": ("mamba2", dict(num_heads=4, head_dim=16, n_groups=2, state_size=8, chunk_size=8)),
+    "falcon-mamba": ("falcon_mamba", {}),
+    "rwkv": ("rwkv", {}),
+    "xlstm": ("xlstm", dict(num_heads=4)),
+    "recurrent-gemma": ("recurrent_gemma", dict(lru_width=32, block_types=["recurrent", "attention", "recurrent"])),
+    "minimax": ("minimax", dict(layer_types=MIXED, block_size=8, num_local_experts=4)),
+    "zaya": ("zaya", dict(num_hidden_layers=2, num_experts=4)),
+}
+WITHOUT_ATTENTION = ("mamba", "mamba2", "falcon-mamba", "rwkv", "xlstm")  # so that they know no implementation of it
+ALL = {**FAMILIES, **REFUSED}
+build_random = shared_exactness.build
+
+
+@functools.cache
+def weights(name):
+    """Those of a model that forgets slowly: at initialization, hardly anything of a prompt is left in the states. The
+    token that goes through where there is no prefix, that of padding, leaves something, too."""
+    values = build_random(name, torch.float32).state_dict()
+    for parameter in values:
+        if parameter.endswith("A_log"):
+            values[parameter].fill_(-2)
+        elif parameter.endswith("conv1d.weight"):
+            values[parameter].mul_(8)
+        elif "embed" in parameter and values[parameter].shape[0] == shared_exactness.VOCAB:
+            values[parameter][0] = values[parameter][1]
+    return values
+
+
+def build(name, dtype, seed=0):
+    """Some families draw their first weights in an explicit float32, which is another dtype in `pure_float64`."""
+    model = build_random(name, dtype, seed)
+    model.load_state_dict(weights(name))
+    return model
+
+
+shared_exactness.ARCHITECTURES.clear()
+shared_exactness.ARCHITECTURES.update(ALL)
+shared_exactness.EXPERTS, shared_exactness.EAGER = ROUTER_LOSS, WITHOUT_ATTENTION
+shared_exactness.build = shared_decoding.build = build
+
+
+def of_every_family(measure, precision):
+    """`precision` is a dtype, or two for mixed precision."""
+    dtypes = [getattr(torch, name) for name in precision.split("+")]
+    for name in FAMILIES:
+        weights(name)
+    with pure_float64() if dtypes == [torch.float64] else contextlib.nullcontext():
+        return {name: measure(name, *dtypes) for name in FAMILIES}
+
+
+def refusal(model):
+    try:
+        enable_prefix_sharing(model)
+    except ValueError as reason:
+        hooks = [module for module in model.modules() if module._forward_pre_hooks or module._forward_hooks]
+        return f"{reason} | {model.config._attn_implementation} | {len(hooks)} hooks"
+    return None
+
+
+def refusals():
+    return {name: refusal(build_random(name, torch.float32)) for name in REFUSED}
+
+
+def zero(name):
+    read = SharedPrefix.read_state
+    return lambda self, key, rows: read(self, key, rows) * (0 if key[2] == name else 1)
+
+
+BROKEN = {
+    "no recurrent state": (SharedPrefix, "read_state", zero("recurrent")),
+    "no columns": (SharedPrefix, "read_state", zero("conv")),
+    "columns one off": (ReadStates, "update_conv_state", lambda self, x, layer, state=0, **kwargs: torch.cat(
+        [self.get_conv_state(layer, state).roll(1, -1), x], -1)),
+}  # fmt: skip
+
+
+def broken():
+    """Errors that the check of a model finds when the hand-over is broken, by dtype."""
+    results = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for what, (owner, name, value) in BROKEN.items():
+            with mock.patch.object(owner, name, value):
+                key = f"{what}, {str(dtype).removeprefix('torch.')}"
+                results[key] = {family: refusal(build(family, dtype)) for family in FAMILIES}
+    return results
+
+
+# (family, options of shared_trainer.train). LoRA goes on all linear layers, those of mixers too
+TRAININGS = {
+    "rloo, passes of 2": ("qwen3.5", dict(completions_per_forward=2)),
+    "rloo, passes of 9 tokens": ("bamba", dict(batch=8, tokens=9)),
+    "rloo, no checkpointing": ("lfm2", dict(gradient_checkpointing=False, completions_per_forward=3)),
+    "rloo, one-token completions": ("kimi-linear", dict(experts=True, max_completion_length=1)),
+    "rloo, all truncated": ("falcon-h1", dict(mask_truncated_completions=True, ends=1)),
+    "rloo, LoRA": ("bamba", dict(lora="config", completions_per_forward=2)),
+    "grpo, reference": ("falcon-h1", dict(trainer="grpo", beta=0.05, completions_per_forward=2)),
+    "grpo, two iterations": ("olmo-hybrid", dict(trainer="grpo", num_iterations=2, gradient_accumulation_steps=2)),
+    "grpo, LoRA": ("qwen3-next", dict(trainer="grpo", experts=True, lora="config", completions_per_forward=3)),
+    "grpo, experts": ("qwen3.5-moe", dict(trainer="grpo", experts=True, batch=8)),
+    "grpo, whole rows": ("granite-hybrid", dict(trainer="grpo", experts=True, batch=8, tokens=40, whole=True)),
+}
+
+
+def trainings(*names):
+    """Whole runs with sharing against stock's, as in shared_trainer."""
+    results = {}
+    for what in names or TRAININGS:
+        family, options = TRAININGS[what]
+        model_type, extra = FAMILIES[family]
+
+        def config(model_type=model_type, extra=extra, **shape):
+            return CONFIG_MAPPING[model_type](**{**shape, "num_hidden_layers": 3, **extra})
+
+        def lora(target_modules, **kwargs):
+            return LoraConfig(target_modules="all-linear", **kwargs)
+
+        with (
+            mock.patch.object(shared_trainer, "Qwen3Config", config),
+            mock.patch.object(shared_trainer, "Qwen3MoeConfig", config),
+            mock.patch.object(shared_trainer, "LoraConfig", lora),
+        ):
+            results[f"{what}, {family}"] = shared_trainer.compare(**options)
+    return results
+
+
+def score(model, shared=None):
+    ids, mask, prompt = batch()
+    return run(model, "", **({} if shared is None else {"passes": passes_of(prompt, **shared)}))
+
+
+def failures():
+    """What is left of a pass that failed after the prompts: errors of the next passes, of a model that was fine."""
+    results = {}
+    with pure_float64():
+        for family in ("qwen3.5", "bamba", "lfm2"):
+            model = build(family, torch.float64)
+            truth = score(model)
+            enable_prefix_sharing(model)
+            mixer = [module for module in model.modules() if module._forward_hooks][-1]
+            calls = []
+
+            def fail(module, args, calls=calls):
+                calls.append(1)
+                if len(calls) == 4:  # two prompts and a pass of completions went well
+                    raise RuntimeError("out of memory, as if")
+
+            handle = mixer.register_forward_pre_hook(fail)
+            try:
+                score(model, dict(completions_per_forward=1))
+            except RuntimeError:
+                handle.remove()
+            after = [score(model, dict(completions_per_forward=1)), score(model)]
+            errors = [error(x, y) for got in after for x, y in zip(got[:2], truth[:2], strict=True)]
+            results[family] = {"calls": len(calls), "errors": errors}
+    return results
+
+
+def random_batch(generator):
+    """Up to three prompts of 1 to 20 tokens, often 1, with up to four completions each of 0 to 9, in any order."""
+
+    def number(low, high):
+        return torch.randint(low, high + 1, (), generator=generator).item()
+
+    lengths = [number(2, 20) if number(0, 2) else 1 for _ in range(3)]
+    prompts = [torch.randint(3, shared_exactness.VOCAB, (length,), generator=generator) for length in lengths]
+    rows = [(prompt, number(0, 9)) for prompt in prompts[: number(1, 3)] for _ in range(number(1, 4))]
+    rows = [rows[i] for i in torch.randperm(len(rows), generator=generator)]
+    columns, width = max(len(prompt) for prompt, _ in rows), max(1, *[length for _, length in rows])
+    ids = torch.randint(3, shared_exactness.VOCAB, (len(rows), columns + width), generator=generator)
+    mask = torch.zeros_like(ids)
+    for row, (prompt, length) in enumerate(rows):
+        ids[row, columns - len(prompt) : columns] = prompt
+        mask[row, columns - len(prompt) : columns + length] = 1
+    return ids, mask, columns
+
+
+def shapes(number=10):
+    """Largest errors of the log-probabilities and gradients of random batches, and whether all decoded the same."""
+    results = {}
+    for family in FAMILIES:
+        weights(family)
+    config = GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=1, disable_compile=True)
+    with pure_float64():
+        for family in ("qwen3.5", "kimi-linear", "bamba", "falcon-h1", "lfm2"):
+            whole, shared = build(family, torch.float64), build(family, torch.float64)
+            enable_prefix_sharing(shared)
+            generator, errors, same = torch.Generator().manual_seed(0), [], []
+            for case in range(number):
+                ids, mask, columns = random_batch(generator)
+                per_pass = (dict(completions_per_forward=2), dict(), dict(tokens_per_forward=1 + case))[case % 3]
+                checkpointed = case % 2 and not shared.is_gradient_checkpointing
+                shared.gradient_checkpointing_enable() if checkpointed else shared.gradient_checkpointing_disable()
+                with mock.patch.object(shared_exactness, "batch", lambda b=(ids, mask, columns): b):
+                    expected, got = run(whole, ""), run(shared, "", passes=passes_of(columns, **per_pass))
+                pairs = list(zip(got[:2], expected[:2], strict=True))
+                errors.append([error(x, y) if y.norm() > 0 else x.norm().item() for x, y in pairs])
+                prompts = dict(input_ids=ids[:, :columns], attention_mask=mask[:, :columns], generation_config=config)
+                decoded = generate_with_shared_prefix(shared.eval(), **prompts)
+                same.append(torch.equal(decoded, whole.eval().generate(**prompts)))
+                shared.train(), whole.train()
+            results[family] = {"errors": errors, "same": same}
+    return results
+
+
+def accumulation():
+    """Relative error of the gradient of the mixers after 48 passes of one completion: in mixed precision against
+    stock's, and with bfloat16 weights against that of stock which accumulates one completion at a time."""
+    results = {}
+    prompt, completion, rows = 24, 4, 48
+
+    def gradient(model, rows_together=rows, mixed=False, **shared):
+        torch.manual_seed(0)
+        ids = torch.randint(3, shared_exactness.VOCAB, (rows, prompt + completion))
+        ids[:, :prompt] = ids[0, :prompt]
+        model.zero_grad()
+        for chunk in ids.split(rows_together):
+            labels = chunk.clone()
+            labels[:, :prompt] = -100
+            with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+                mask = torch.ones_like(chunk)
+                out = model(input_ids=chunk, attention_mask=mask, labels=labels, fused_lm_head=True, **shared)
+            out.log_probs.sum().backward()  # every completion pulls the same way, so that the sum grows
+        return torch.cat([p.grad.flatten().double() for mixer in find_mixers(model) for p in mixer.parameters()])
+
+    one_a_pass = dict(passes=passes_of(prompt, completions_per_forward=1))
+    for family in ("qwen3.5", "bamba", "lfm2"):
+        rounded = build(family, torch.bfloat16)
+        exact, exact_rounded = build(family, torch.float64), build(family, torch.bfloat16).double()
+        with pure_float64():
+            truth, rounded_truth = gradient(exact), gradient(exact_rounded)
+        model = build(family, torch.float32)
+        result = {"mixed stock": error(gradient(model, mixed=True), truth)}
+        enable_prefix_sharing(model)
+        result["mixed shared"] = error(gradient(model, mixed=True, **one_a_pass), truth)
+        result["accumulate"] = error(gradient(rounded, rows_together=1), rounded_truth)
+        enable_prefix_sharing(rounded)
+        results[family] = result | {"shared": error(gradient(rounded, **one_a_pass), rounded_truth)}
+    return results
+
+
+PARTS = {
+    "refusals": refusals,
+    "broken": broken,
+    "trainings": trainings,
+    "failures": failures,
+    "accumulation": accumulation,
+    "shapes": shapes,
+}
+MEASURES = {"exactness": shared_exactness.errors_of, "decoding": shared_decoding.errors_of}
+
+if __name__ == "__main__":
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    results = {}
+    for part in sys.argv[1:]:
+        if part in PARTS:
+            results[part] = PARTS[part]()
+        else:
+            name, precision = part.split()
+            results[precision] = of_every_family(MEASURES[name], precision)
+    print(json.dumps(results))

@@ -1,0 +1,282 @@
+# Copyright 2020-2026 The HuggingFace Team. All rights reserved.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+
+"""
+Prefix sharing for layers with a state: the completions of a prompt go on from the states that it leaves in convolutions
+and recurrences.
+
+A mixer (Gated DeltaNet, Mamba-2, Kimi delta attention, short convolution) asks its cache for the state to start from and
+hands the new one back. In a pass, an object that writes nothing in place takes the cache's place, at the mixer's own
+forward: gradient checkpointing runs that again, and keeps a cache from the layers around it.
+
+A mixer cannot tell packed completions apart, so they lie in rows around it, one row each. Rows are padded on the right,
+which no token of a causal mixer can see. Kernels that take `cu_seqlens` with an initial state for each sequence would
+save that padding, but the implementations in PyTorch know nothing else. The model's forward runs unchanged, with the
+kernels that it finds.
+
+Shape suffixes: N rows that share a prompt, L tokens of the longest row, T tokens of a packed pass, H hidden size, D
+channels of a convolution, K its width.
+"""
+
+import functools
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import LinearAttentionLayer
+
+
+if TYPE_CHECKING:
+    from .prefix_sharing import SharedPrefix
+
+# What a layer of each type keeps of a sequence, as in transformers' caches
+_ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "hybrid"}
+_STATE_TYPES = {"linear_attention", "conv", "hybrid"}
+SUPPORTED_LAYER_TYPES = _ATTENTION_TYPES | _STATE_TYPES | {"moe", "mlp"}
+
+# Names that mixers have for their cache
+_CACHE_ARGUMENTS = ("cache_params", "past_key_values")
+
+
+def layers_by_kind(config: PretrainedConfig) -> tuple[set[int], set[int]]:
+    """Indices of the layers that attend and of those that have a state. A layer can do both, or neither."""
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return tuple(
+        {layer_idx for layer_idx, layer_type in enumerate(layer_types) if layer_type in types}
+        for types in (_ATTENTION_TYPES, _STATE_TYPES)
+    )
+
+
+@dataclass(frozen=True)
+class RecordStates:
+    """
+    Takes the place of a mixer's cache in a prompt pass: the mixer starts from nothing, and its states are kept.
+
+    Args:
+        prefix (`SharedPrefix`):
+            Where the states are kept.
+    """
+
+    prefix: "SharedPrefix"
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        size = conv_kernel_size or conv_states.shape[-1]
+        num_columns = conv_states.shape[-1] if len(self.prefix.positions) > 0 else 0
+        # A copy (1, D, K), because a slice would keep all of the prompt's columns
+        columns = nn.functional.pad(conv_states[..., :num_columns], (size - num_columns, 0))
+        self.prefix.record_state((layer_idx, state_idx, "conv"), columns)
+        return conv_states
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs
+    ) -> torch.Tensor:
+        # What goes through when there is no prefix is not part of the prompt: its completions start from zero
+        size = recurrent_states.shape[-1]
+        kept = size if len(self.prefix.positions) > 0 else 0
+        state = nn.functional.pad(recurrent_states[..., :kept], (0, size - kept))
+        self.prefix.record_state((layer_idx, state_idx, "recurrent"), state)
+        return recurrent_states
+
+    def to_rows(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states
+
+    def pack(self, output: torch.Tensor) -> torch.Tensor:
+        return output
+
+
+@dataclass(frozen=True)
+class ReadStates:
+    """
+    Takes the place of a mixer's cache in a pass of completions: each starts from the states of the prompt.
+
+    Args:
+        prefix (`SharedPrefix`):
+            Where the states are.
+        rows (`torch.Tensor` of shape `(T,)`):
+            Completion that each token of the pass belongs to.
+        columns (`torch.Tensor` of shape `(T,)`):
+            Place of each token in its completion.
+        shape (`tuple[int, int]`):
+            Number of rows, N, and tokens of a row, L.
+    """
+
+    prefix: "SharedPrefix"
+    rows: torch.Tensor
+    columns: torch.Tensor
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, prefix: "SharedPrefix", rows: torch.Tensor, lengths: list[int]) -> "ReadStates":
+        columns = torch.cat([torch.arange(length, device=rows.device) for length in lengths])
+        # With a single token and a state, mixers take a path for decoding that writes in place
+        return cls(prefix, rows, columns, (len(lengths), max(2, *lengths)))
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
+        return self.prefix.read_state((layer_idx, state_idx, "conv"), self.shape[0])
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        if (layer_idx, state_idx, "recurrent") not in self.prefix.states:  # a short convolution has none
+            return None
+        return self.prefix.read_state((layer_idx, state_idx, "recurrent"), self.shape[0])
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs
+    ) -> torch.Tensor:
+        return torch.cat([self.get_conv_state(layer_idx, state_idx), conv_states], dim=-1)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs
+    ) -> torch.Tensor:
+        return recurrent_states
+
+    def to_rows(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        rows = hidden_states.new_zeros(*self.shape, hidden_states.shape[-1])
+        return rows.index_put((self.rows, self.columns), hidden_states[0])
+
+    def pack(self, output: torch.Tensor) -> torch.Tensor:
+        return output[self.rows, self.columns][None]
+
+
+def find_mixers(model: PreTrainedModel) -> list[nn.Module]:
+    """Modules that take the states of transformers' cache: those with a convolution of their own and a cache."""
+    return [
+        module
+        for module in model.modules()
+        if any(isinstance(child, nn.Conv1d) for child in module.children()) and _cache_argument(module) is not None
+    ]
+
+
+def _cache_argument(module: nn.Module) -> str | None:
+    parameters = inspect.signature(module.forward).parameters
+    return next((name for name in _CACHE_ARGUMENTS if name in parameters), None)
+
+
+def _enter(cache_argument: str, mixer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    # Not for the kernels, to which mixers pass on what they do not know
+    context = kwargs.pop("shared_prefix", None)
+    if context is not None:
+        hidden_states = args[0] if args else kwargs.pop("hidden_states")
+        args = (context.states.to_rows(hidden_states), *args[1:])
+        kwargs[cache_argument] = context.states
+    return args, kwargs
+
+
+def _leave(cache_argument: str, mixer: nn.Module, args: tuple, kwargs: dict, output: torch.Tensor) -> torch.Tensor:
+    states = kwargs.get(cache_argument)
+    return states.pack(output) if isinstance(states, RecordStates | ReadStates) else output
+
+
+def share_states(mixers: list[nn.Module]) -> list[RemovableHandle]:
+    """Have mixers start from the states of a shared prefix where they are called with one, and leave them there."""
+    handles = []
+    for mixer in mixers:
+        name = _cache_argument(mixer)
+        enter, leave = functools.partial(_enter, name), functools.partial(_leave, name)
+        handles.append(mixer.register_forward_pre_hook(enter, with_kwargs=True))
+        handles.append(mixer.register_forward_hook(leave, with_kwargs=True))
+    return handles
+
+
+@contextmanager
+def shared_states(mixers: list[nn.Module]) -> Iterator[None]:
+    """[`share_states`] for a while."""
+    handles = share_states(mixers)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def ignores_state(mixer: nn.Module, prefix: "SharedPrefix", hidden_size: int) -> bool:
+    """
+    Whether a mixer asks for a state and goes on without it, as PyTorch's scan of Mamba-1 does. A comparison with whole
+    sequences does not have to show that: a layer can forget so fast that half precision rounds the rest away.
+
+    Args:
+        mixer (`nn.Module`):
+            Module found by [`find_mixers`].
+        prefix (`SharedPrefix`):
+            Prefix of two tokens, without states.
+        hidden_size (`int`):
+            Number of features that the mixer takes.
+    """
+    weight = next(child.weight for child in mixer.children() if isinstance(child, nn.Conv1d))  # never quantized
+    if any(param.is_meta or param.numel() == 0 for param in mixer.parameters()):  # the weights are not here
+        return False
+    # No random numbers, which training would miss
+    hidden_states = torch.linspace(-1, 1, 2 * hidden_size, dtype=weight.dtype, device=weight.device).view(1, 2, -1)
+    cache_argument = _cache_argument(mixer)
+    mixer(hidden_states, **{cache_argument: RecordStates(prefix)})
+    read = ReadStates.of(prefix, torch.zeros(2, dtype=torch.long, device=weight.device), lengths=[2])
+    recorded = dict(prefix.states)
+    for kind in {name[2] for name in recorded}:
+        outputs = []
+        for fill in (0.0, 1e4):
+            for name, (state, _) in recorded.items():
+                prefix.states[name] = (torch.full_like(state, fill) if name[2] == kind else state, None)
+            outputs.append(mixer(hidden_states, **{cache_argument: read}))
+        if torch.equal(*outputs):
+            return True
+    return False
+
+
+def fork_states(
+    layer: LinearAttentionLayer, layer_idx: int, prefixes: list["SharedPrefix"], groups: list[torch.Tensor]
+) -> None:
+    """
+    Give each row a copy of the states that its prompt left in a layer.
+
+    Args:
+        layer ([`~transformers.cache_utils.LinearAttentionLayer`]):
+            Cache layer without states.
+        layer_idx (`int`):
+            Index of the layer.
+        prefixes (`list[SharedPrefix]`):
+            Prefix of each group.
+        groups (`list[torch.Tensor]`):
+            Rows of each group.
+    """
+    update = {"conv": layer.update_conv_state, "recurrent": layer.update_recurrent_state}
+    row_order = torch.cat(groups).argsort()
+    for name in prefixes[0].states:
+        if name[0] == layer_idx:
+            states = [prefix.read_state(name, len(rows)) for prefix, rows in zip(prefixes, groups, strict=True)]
+            update[name[2]](torch.cat(states)[row_order], state_idx=name[1])
