@@ -1,6 +1,6 @@
 """Prompts with images, shared against whole: log-probabilities, gradients of all parameters and the images encoded.
 
-    shared_images.py PART [FAMILY ...]
+    shared_images.py scores|decodes|states|half-precision|refusals [FAMILY ...]
 
 Token ids and pixels are made by hand, so no processor is needed. Everything computes in float64 (see shared_exactness).
 One batch has what there is to get wrong: a prompt with two images, one without any, and two prompts of equal text with
@@ -11,12 +11,15 @@ import copy
 import functools
 import json
 import sys
+from unittest import mock
 
 import torch
 from shared_exactness import ARCHITECTURES, FIRST_SPECIAL, build, error, passes_of, pure_float64
 from transformers import GenerationConfig
 from trl.generation.shared_prefix import generate_with_shared_prefix
+from trl.models import prefix_sharing_images
 from trl.models.prefix_sharing import enable_prefix_sharing
+from trl.models.prefix_sharing_images import MultimodalInputs
 
 ROWS_PER_PROMPT = 3
 # Images of each prompt: height and width, in blocks of 8 x 8 pixels. The last two have the same text.
@@ -62,7 +65,9 @@ def positioned(images):
     for x in images:
         height, width = x.shape[1] // 4, x.shape[2] // 4
         rows.append(patches(x, 4) + 0.5)
-        places.append(torch.stack(torch.meshgrid(torch.arange(width), torch.arange(height), indexing="xy"), -1).view(-1, 2))
+        places.append(
+            torch.stack(torch.meshgrid(torch.arange(width), torch.arange(height), indexing="xy"), -1).view(-1, 2)
+        )
     return dict(
         pixel_values=torch.nn.utils.rnn.pad_sequence(rows, batch_first=True),
         image_position_ids=torch.nn.utils.rnn.pad_sequence(places, batch_first=True, padding_value=-1),
@@ -151,6 +156,14 @@ def batch(family, image_token, seed=7):
     return dict(input_ids=ids, attention_mask=mask, **inputs), prompt_columns, counts
 
 
+def build_with_images(family, dtype):
+    model = build(f"{family}-nested", dtype)
+    for parameter in model.parameters():
+        if parameter.dim() > 1 and not parameter.any():  # Gemma 3's projector: no image would matter
+            torch.nn.init.normal_(parameter)
+    return model
+
+
 def tower(model):
     decoder = model.base_model.get_decoder()
     return next(x for x in model.base_model.children() if hasattr(x, "config") and x is not decoder)
@@ -197,10 +210,7 @@ SETTINGS = (
 
 
 def scores(family):
-    model = build(f"{family}-nested", torch.float64)
-    for parameter in model.parameters():
-        if parameter.dim() > 1 and not parameter.any():  # Gemma 3's projector: no image would matter
-            torch.nn.init.normal_(parameter)
+    model = build_with_images(family, torch.float64)
     inputs, prompt, counts = batch(family, model.config.image_token_id)
     encoded = Encoded(model)
     for parameter in tower(model).parameters():
@@ -238,7 +248,7 @@ def decode(model, inputs, prompt, generate):
 
 
 def decodes(family):
-    model = build(f"{family}-nested", torch.float64).eval()
+    model = build_with_images(family, torch.float64).eval()
     inputs, prompt, counts = batch(family, model.config.image_token_id)
     encoded = Encoded(model)
 
@@ -258,10 +268,100 @@ def decodes(family):
     return result
 
 
-PARTS = {"scores": scores, "decodes": decodes}
+def states(family):
+    """What a model keeps of the images of an earlier call (Qwen: `rope_deltas`) changes nothing, and we leave nothing."""
+    model = build_with_images(family, torch.float64)
+    inputs, prompt, counts = batch(family, model.config.image_token_id)
+    text = {name: inputs[name][3:6] for name in ("input_ids", "attention_mask")}  # the rows without an image
+    enable_prefix_sharing(model)
+    model.generate = functools.partial(type(model).generate, model)
+    passes = passes_of(prompt, **counts)
+
+    def text_alone():
+        logits = decode(model.eval(), text, prompt, generate_with_shared_prefix)
+        tokens, gradient, _ = run(model.train(), text, prompt, passes=passes_of(prompt))
+        return torch.cat([logits.flatten(), tokens.flatten(), gradient])
+
+    fresh, images = text_alone(), run(model, inputs, prompt, passes=passes)[1]
+    decode(model.eval(), inputs, prompt, functools.partial(generate_with_shared_prefix, **counts))
+    left = vars(model.base_model).get("rope_deltas")
+    again = [text_alone()]
+    run(model.train(), inputs, prompt)  # a whole forward, which leaves its own
+    decode(model.eval(), inputs, prompt, type(model).generate)
+    again += [text_alone()]
+    images_again = run(model.train(), inputs, prompt, passes=passes)[1]
+    equal = all(torch.equal(fresh, x) for x in again) and torch.equal(images, images_again)
+    return {"left": left is not None, "equal": equal}
+
+
+def half_precision(family):
+    """Errors with bfloat16 weights against the same rounded weights in float64, shared over stock's: the median of
+    some batches, as the rounding errors of one are a small sample."""
+    errors = {"stock": [], "shared": []}
+    model = build_with_images(family, torch.bfloat16)
+    exact = build_with_images(family, torch.bfloat16).double()
+    for shared in (False, True):
+        if shared:
+            enable_prefix_sharing(model)
+        for seed in range(5):
+            inputs, prompt, counts = batch(family, model.config.image_token_id, seed)
+            with pure_float64():
+                truth = run(exact, inputs, prompt)
+            passes = dict(passes=passes_of(prompt, completions_per_forward=2, **counts)) if shared else {}
+            got = run(model, inputs, prompt, **passes)
+            errors["shared" if shared else "stock"].append([error(*pair) for pair in zip(got, truth, strict=True)])
+    medians = {name: torch.tensor(values).median(0).values for name, values in errors.items()}
+    ratios = (medians["shared"] / medians["stock"]).tolist()
+    return dict(zip(("tokens", "gradient", "tower_gradient"), ratios, strict=True))
+
+
+def refusals():
+    model = build("qwen2.5-vl-nested", torch.float64)
+    token = model.config.image_token_id
+    inputs, prompt, counts = batch("qwen2.5-vl", token)
+    enable_prefix_sharing(model)
+    messages = {}
+
+    def refused(name, inputs=inputs, **settings):
+        try:
+            run(model, inputs, prompt, passes=passes_of(prompt, **{**counts, **settings}))
+            messages[name] = None
+        except ValueError as problem:
+            messages[name] = str(problem)
+
+    def with_token(column):
+        ids = inputs["input_ids"].clone()
+        ids[1, column] = token
+        return dict(inputs, input_ids=ids)
+
+    refused("fine")
+    refused("no counts", num_images=None)
+    refused("unknown input", inputs=dict(inputs, pixel_values_videos=inputs["pixel_values"]))
+    refused("positions", inputs=dict(inputs, position_ids=inputs["input_ids"]))
+    refused("an image in a completion", inputs=with_token(prompt))
+    refused("a prompt that ends with an image", inputs=with_token(prompt - 1))
+    refused("whole rows", prefix_sharing=False, tokens_per_forward=9)
+    try:
+        decode(model, with_token(prompt - 1), prompt, functools.partial(generate_with_shared_prefix, **counts))
+    except ValueError as problem:
+        messages["generation behind an image"] = str(problem)
+    try:
+        MultimodalInputs.of({"pixel_values": torch.zeros(5, 3, 4, 4)}, num_rows=4, num_images=[1, 1, 1, 1])
+    except ValueError as problem:
+        messages["more images than counted"] = str(problem)
+    with mock.patch.object(prefix_sharing_images, "FSDPModule", torch.nn.Linear):  # as if its layers were sharded
+        refused("sharded, a prompt without an image")
+    return messages
+
+
+PARTS = {"scores": scores, "decodes": decodes, "states": states}
 
 if __name__ == "__main__":
     part, *families = sys.argv[1:]
-    torch.set_default_dtype(torch.float64)
-    with pure_float64():
-        print(json.dumps({family: PARTS[part](family) for family in families or FAMILIES}))
+    if part == "half-precision":
+        results = {family: half_precision(family) for family in families or FAMILIES}
+    else:
+        torch.set_default_dtype(torch.float64)
+        with pure_float64():
+            results = refusals() if part == "refusals" else {x: PARTS[part](x) for x in families or FAMILIES}
+    print(json.dumps(results))

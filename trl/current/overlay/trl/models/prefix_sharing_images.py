@@ -22,9 +22,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 
 from ..trainer.utils import split_pixel_values_by_grid
+from .prefix_sharing_fsdp2 import FSDPModule
 
 
 _OF_IMAGES = (
@@ -100,12 +100,24 @@ class MultimodalInputs:
         return cls(images, tokens)
 
     def check(
-        self, config: PretrainedConfig, input_ids: torch.Tensor, attention_mask: torch.Tensor, prefix_length: int
+        self, backbone: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, prefix_length: int
     ) -> None:
         """Raise a `ValueError` if an image is elsewhere than in the part of a prompt that is shared."""
         if not any(self.images):
             return
-        is_image = (input_ids == config.image_token_id) & (attention_mask != 0)
+        image_token_id = getattr(backbone.config, "image_token_id", None)
+        if image_token_id is None:
+            raise ValueError(
+                f"`prefix_sharing=True` does not support images with {backbone.config.model_type}, whose config does "
+                "not name the token that stands for an image. Set `prefix_sharing=False`."
+            )
+        if not all(self.images) and any(isinstance(module, FSDPModule) for module in backbone.modules()):
+            raise ValueError(
+                f"The prompt of row {self.images.index({})} of the batch has no image, but another has one. Processes "
+                "that shard the weights gather those of the vision tower together, so with `prefix_sharing=True` and "
+                "FSDP all prompts must have images. Filter the dataset, or set `prefix_sharing=False`."
+            )
+        is_image = (input_ids == image_token_id) & (attention_mask != 0)
         for row in is_image[:, prefix_length - 1].nonzero().flatten().tolist():
             raise ValueError(
                 f"The prompt of row {row} of the batch ends with an image, and `prefix_sharing=True` needs a token "
@@ -117,7 +129,7 @@ class MultimodalInputs:
                 f"The completion of row {row} of the batch has an image token, and `prefix_sharing=True` supports "
                 "images in prompts only. If a tool returned the image, let it return text, or set "
                 "`prefix_sharing=False`. If the model generated the token, suppress it with "
-                f"`generation_kwargs={{'suppress_tokens': [{config.image_token_id}]}}`."
+                f"`generation_kwargs={{'suppress_tokens': [{image_token_id}]}}`."
             )
 
     def same_images(self, row: int, other: int) -> bool:
