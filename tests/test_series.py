@@ -27,12 +27,14 @@ ADDS = {
     "0005-token-budget.patch": ({"tokens_per_forward"}, "token-budget"),
     "0006-reward-model-cache.patch": (set(), "reward-model-cache"),
     "0007-prefix-sharing-fsdp2.patch": (set(), "prefix-sharing-fsdp2"),
+    "0009-prefix-sharing-images.patch": (set(), "prefix-sharing-images"),
 }
 # Words that stand nowhere in the package before their patch
 WORDS = {
     "0001-prefix-sharing.patch": "prefix_sharing",
     "0005-token-budget.patch": "tokens_per_forward",
     "0007-prefix-sharing-fsdp2.patch": "prefix_sharing_fsdp2",
+    "0009-prefix-sharing-images.patch": "prefix_sharing_images",
 }
 
 

@@ -2,9 +2,9 @@
 
     shared_images.py scores|decodes|states|half-precision|refusals [FAMILY ...]
 
-Token ids and pixels are made by hand, so no processor is needed. Everything computes in float64 (see shared_exactness).
-One batch has what there is to get wrong: a prompt with two images, one without any, and two prompts of equal text with
-different images; left padding, completions of different length, one of them empty.
+Token ids and pixels are made by hand, so no processor is needed, and all but half precision computes in float64 (see
+shared_exactness). One batch has what there is to get wrong: a prompt with two images, one without any, and two prompts
+of equal text with different images; left padding, completions of different length, one of them empty.
 """
 
 import copy
@@ -269,7 +269,7 @@ def decodes(family):
 
 
 def states(family):
-    """What a model keeps of the images of an earlier call (Qwen: `rope_deltas`) changes nothing, and we leave nothing."""
+    """What a model keeps of an earlier call's images (Qwen: `rope_deltas`) changes nothing, and we leave nothing."""
     model = build_with_images(family, torch.float64)
     inputs, prompt, counts = batch(family, model.config.image_token_id)
     text = {name: inputs[name][3:6] for name in ("input_ids", "attention_mask")}  # the rows without an image
