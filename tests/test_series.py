@@ -28,6 +28,7 @@ ADDS = {
     "0006-reward-model-cache.patch": (set(), "reward-model-cache"),
     "0007-prefix-sharing-fsdp2.patch": (set(), "prefix-sharing-fsdp2"),
     "0008-prefix-sharing-states.patch": (set(), "prefix-sharing-states"),
+    "0009-prefix-sharing-images.patch": (set(), "prefix-sharing-images"),
     "0010-disable-attention-dropout.patch": (set(), "disable-attention-dropout"),
 }
 # Words that stand nowhere in the package before their patch
@@ -36,6 +37,7 @@ WORDS = {
     "0005-token-budget.patch": "tokens_per_forward",
     "0007-prefix-sharing-fsdp2.patch": "prefix_sharing_fsdp2",
     "0008-prefix-sharing-states.patch": "prefix_sharing_states",
+    "0009-prefix-sharing-images.patch": "prefix_sharing_images",
 }
 
 

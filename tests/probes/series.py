@@ -18,7 +18,7 @@ from unittest import mock
 
 import tiny
 import torch
-from transformers import GenerationConfig, Qwen3_5TextConfig
+from transformers import GenerationConfig, LlavaConfig, LlavaForConditionalGeneration, Qwen3_5TextConfig
 from trees import on_each_tree
 
 NAMES = ("RLOO", "GRPO")
@@ -190,6 +190,40 @@ def prefix_sharing_states(folder):
         linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
     )  # fmt: skip
     return shares_as_whole_rows(build_with_head(config))
+
+
+@promise
+def prefix_sharing_images(folder):
+    """A prompt's image goes through the vision tower once, with the log-probabilities and gradients of whole rows."""
+    from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing
+    from trl.trainer.utils import add_fused_lm_head
+
+    vision = dict(model_type="clip_vision_model", hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                  num_attention_heads=2, image_size=8, patch_size=4)  # fmt: skip
+    torch.manual_seed(0)
+    config = LlavaConfig(vision_config=vision, text_config=tiny.build_config(), image_token_index=tiny.VOCABULARY - 1)
+    model = LlavaForConditionalGeneration(config)
+    add_fused_lm_head(model)
+    encoded = []
+    model.base_model.vision_tower.register_forward_pre_hook(lambda module, args: encoded.append(len(args[0])))
+    ids, mask, columns = tiny.build_batch()
+    ids[ids == config.image_token_id] = 0
+    ids[:, columns - 5 : columns - 1] = config.image_token_id
+    images = torch.rand(1, 3, 8, 8).repeat(len(ids), 1, 1, 1)
+
+    def look_at(**options):
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[:, :columns] = -100
+        model.zero_grad()
+        inputs = dict(input_ids=ids, attention_mask=mask, pixel_values=images, labels=labels, fused_lm_head=True)
+        log_probs = model(**inputs, **options).log_probs[:, columns - ids.shape[1] :]
+        log_probs.sum().backward()
+        return torch.cat([log_probs.flatten(), *[p.grad.flatten() for p in model.parameters() if p.grad is not None]])
+
+    expected = look_at()
+    enable_prefix_sharing(model)
+    got = look_at(passes=SharedPrefixPasses(columns, num_images=[1] * len(ids)))
+    return close(got, expected) and encoded == [len(ids), 1, 1]  # two prompts
 
 
 @promise

@@ -129,11 +129,13 @@ SETTINGS = (
 EXPERTS = ("qwen3-moe", "mixtral", "gpt-oss-sinks")
 
 
-def passes_of(prefix_length, prefix_sharing=True, completions_per_forward=None, tokens_per_forward=None):
+def passes_of(prefix_length, prefix_sharing=True, completions_per_forward=None, tokens_per_forward=None, **rows):
     """What the trainers hand to the model for these options."""
     if tokens_per_forward is None:
-        return SharedPrefixPasses(prefix_length, completions_per_forward)
-    return TokenBudgetPasses(prefix_length, tokens_per_forward=tokens_per_forward, prefix_sharing=prefix_sharing)
+        return SharedPrefixPasses(prefix_length, completions_per_forward, **rows)
+    return TokenBudgetPasses(
+        prefix_length, tokens_per_forward=tokens_per_forward, prefix_sharing=prefix_sharing, **rows
+    )
 
 
 def build(name, dtype, seed=0):

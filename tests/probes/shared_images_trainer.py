@@ -1,0 +1,273 @@
+"""Whole training runs on prompts with images, with and without prefix sharing (see shared_trainer, whose settings it
+takes): what is logged, the trained parameters, and the images that went through the vision towers.
+
+    shared_images_trainer.py [START]
+
+START is how the names of the wanted scenarios begin.
+
+The processors are made here, of tiny tokenizers and the image processors that need no torchvision. Those of Qwen,
+InternVL and SmolVLM leave out the part for videos, which needs it.
+"""
+
+import copy
+import json
+import logging
+import re
+import sys
+import tempfile
+
+import shared_images
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from PIL import Image
+from shared_exactness import ARCHITECTURES, pure_float64
+from shared_trainer import SHAPE, TOKENIZER, reward
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, ProcessorMixin
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.pixtral import image_processing_pil_pixtral
+from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
+from trl.trainer import grpo_trainer, rloo_trainer
+
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{% if part.type == 'image' %}IMAGE"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SIZE = dict(height=16, width=16)
+
+
+class WithoutVideos(ProcessorMixin):
+    def __init__(self, image_processor=None, tokenizer=None, chat_template=None, **kwargs):
+        self.image_token, self.image_token_id = tokenizer.image_token, tokenizer.image_token_id
+        self.video_token, self.video_token_id = tokenizer.video_token, tokenizer.video_token_id
+        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+
+class Qwen(WithoutVideos, Qwen2_5_VLProcessor):
+    pass
+
+
+class InternVL(WithoutVideos, InternVLProcessor):
+    def __init__(self, image_processor=None, tokenizer=None, chat_template=None, **kwargs):
+        WithoutVideos.__init__(self, image_processor, tokenizer, chat_template)
+        self.image_seq_length = 4
+        self.start_image_token, self.start_image_token_id = tokenizer.start, tokenizer.start_id
+        self.end_image_token, self.end_image_token_id = tokenizer.end, tokenizer.end_id
+        self.multimodal_pattern = re.compile("(?P<image><image>)|(?P<video><video>)")
+
+
+class SmolVLM(WithoutVideos, SmolVLMProcessor):
+    apply_chat_template = ProcessorMixin.apply_chat_template
+
+    def __init__(self, image_processor=None, tokenizer=None, chat_template=None, **kwargs):
+        WithoutVideos.__init__(self, image_processor, tokenizer, chat_template)
+        self.fake_image_token, self.global_image_token, self.image_seq_len = "<start>", "<end>", 4
+
+
+def tokenizer_with_images():
+    tokenizer = copy.deepcopy(TOKENIZER)
+    names = dict(image_token="<image>", boi_token="<boi>", eoi_token="<eoi>", start="<start>", end="<end>")
+    names["video_token"] = "<video>"
+    tokenizer.add_special_tokens({"additional_special_tokens": list(names.values())})
+    for name, token in names.items():
+        setattr(tokenizer, name, token)
+        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
+    return tokenizer
+
+
+def qwen_images():
+    return Qwen2VLImageProcessorPil(patch_size=4, size=dict(shortest_edge=64, longest_edge=1024))
+
+
+def pixtral(tokenizer, template):
+    # Both have the function that the processor imports, but this one comes without torchvision
+    sys.modules["transformers.models.pixtral.image_processing_pixtral"] = image_processing_pil_pixtral
+    from transformers.models.pixtral.processing_pixtral import PixtralProcessor
+
+    class Pixtral(PixtralProcessor):
+        text_kwargs = {}  # lists, as prompts differ in length
+
+    images = image_processing_pil_pixtral.PixtralImageProcessorPil(patch_size=4, size=dict(longest_edge=32))
+    tokens = dict(image_token="<image>", image_break_token="<start>", image_end_token="<end>")
+    return Pixtral(images, tokenizer, patch_size=4, spatial_merge_size=2, chat_template=template, **tokens)
+
+
+# (processor, what stands for an image in a prompt)
+PROCESSORS = {
+    "gemma3": (lambda tokenizer, template: Gemma3Processor(
+        Gemma3ImageProcessorPil(size=SIZE), tokenizer, chat_template=template, image_seq_length=4), "<boi>"),
+    "llava": (lambda tokenizer, template: LlavaProcessor(
+        CLIPImageProcessorPil(size=SIZE, crop_size=SIZE), tokenizer, chat_template=template, patch_size=4,
+        vision_feature_select_strategy="default", num_additional_image_tokens=1), "<image>"),
+    "qwen2.5-vl": (lambda tokenizer, template: Qwen(qwen_images(), tokenizer, template), "<start><image><end>"),
+    "qwen3-vl": (lambda tokenizer, template: Qwen(qwen_images(), tokenizer, template), "<start><image><end>"),
+    "internvl": (lambda tokenizer, template: InternVL(
+        GotOcr2ImageProcessorPil(size=SIZE, crop_to_patches=True, min_patches=1, max_patches=3), tokenizer, template),
+        "<image>"),
+    "smolvlm": (lambda tokenizer, template: SmolVLM(
+        SmolVLMImageProcessorPil(size=dict(longest_edge=16), max_image_size=dict(longest_edge=16),
+                                 do_image_splitting=False), tokenizer, template), "<image>"),
+    "mistral3": (pixtral, "<image>"),
+}  # fmt: skip
+
+
+def picture(width, height, seed):
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=generator)
+    return Image.fromarray(pixels.numpy())
+
+
+def rows(text_too, text_alone):
+    """Prompts with two images of different sizes, with equal texts and different images, and one without an image."""
+    images = [
+        [picture(16, 16, 0), picture(32, 16, 1)],
+        [picture(16, 16, 2)],
+        [picture(16, 16, 3)],
+        [picture(16, 32, 4)],
+    ]
+    texts = ["apple stone river", "green paper", "green paper", "tiger tiger"]
+    if text_too:
+        images.insert(1, [])
+        texts.insert(1, "seven")
+    if text_alone:
+        return Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in texts]})
+    return Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in texts], "images": images})
+
+
+SCENARIOS = {
+    "rloo gemma3": dict(family="gemma3", completions_per_forward=2),
+    "rloo gemma3, some without": dict(family="gemma3", text_too=True, batch=8),
+    "rloo gemma3, text alone": dict(family="gemma3", text_alone=True),
+    "rloo llava": dict(family="llava", evaluate=True),
+    "rloo qwen2.5-vl": dict(family="qwen2.5-vl", num_iterations=2, gradient_accumulation_steps=2),
+    "rloo qwen3-vl, some without": dict(family="qwen3-vl", text_too=True, batch=8, completions_per_forward=1),
+    "rloo internvl": dict(family="internvl", steps_per_generation=2),
+    "rloo smolvlm, some without": dict(family="smolvlm", text_too=True, batch=8),
+    "rloo mistral3": dict(family="mistral3", batch=8, beta=0.0),
+    "rloo qwen2.5-vl, lora": dict(family="qwen2.5-vl", lora=True, completions_per_forward=2),
+    "grpo gemma3": dict(trainer="grpo", family="gemma3", beta=0.05, evaluate=True),
+    "grpo qwen2.5-vl, text alone": dict(trainer="grpo", family="qwen2.5-vl", text_alone=True),
+    "grpo llava": dict(trainer="grpo", family="llava", gradient_checkpointing=False, tower_trained=False),
+    "grpo qwen2.5-vl": dict(trainer="grpo", family="qwen2.5-vl", beta=0.05, batch=8, tokens_per_forward=9),
+    "grpo qwen3-vl": dict(trainer="grpo", family="qwen3-vl", completions_per_forward=2, num_iterations=2),
+    "grpo internvl": dict(trainer="grpo", family="internvl", batch=8),
+    "grpo smolvlm": dict(trainer="grpo", family="smolvlm", beta=0.05),
+    "grpo mistral3": dict(trainer="grpo", family="mistral3", completions_per_forward=2),
+}
+
+
+def build_model(family, processor):
+    model_type, fields = copy.deepcopy(ARCHITECTURES[f"{family}-nested"])
+    tokenizer = processor.tokenizer
+    token_of = dict(image_token_id="image", image_token_index="image", boi_token_index="boi", eoi_token_index="eoi",
+                    vision_start_token_id="start", vision_end_token_id="end", video_token_id="video")  # fmt: skip
+    fields |= {name: tokenizer.convert_tokens_to_ids(f"<{token}>") for name, token in token_of.items()}
+    fields["text_config"] |= dict(vocab_size=len(tokenizer), eos_token_id=SHAPE["eos_token_id"], num_hidden_layers=2)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[model_type](**fields))
+    for parameter in model.parameters():
+        if parameter.dim() > 1 and not parameter.any():  # Gemma 3's projector: no image would matter
+            torch.nn.init.normal_(parameter, std=0.1)
+        parameter.data.mul_(4 if parameter.dim() > 1 else 1)
+    model.generation_config.eos_token_id = list(range(3, 63))  # many, so that completions differ in length
+    model.generation_config.suppress_tokens = list(range(len(TOKENIZER), len(tokenizer)))
+    return model.to(torch.float64)
+
+
+def train(
+    folder, shared, family, trainer="rloo", batch=4, text_too=False, text_alone=False, evaluate=False, lora=False,
+    tower_trained=True, completions_per_forward=None, tokens_per_forward=None, **options,
+):  # fmt: skip
+    module = rloo_trainer if trainer == "rloo" else grpo_trainer
+    make_config, make_trainer = (RLOOConfig, RLOOTrainer) if trainer == "rloo" else (GRPOConfig, GRPOTrainer)
+    make_processor, image = PROCESSORS[family]
+    processor = make_processor(tokenizer_with_images(), TEMPLATE.replace("IMAGE", image))
+    build_model(family, processor).save_pretrained(folder)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64)
+    shared_images.tower(model).requires_grad_(tower_trained)
+    if evaluate:
+        options |= dict(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4)
+    dataset = rows(text_too, text_alone)
+    arguments = make_config(
+        output_dir=folder,
+        per_device_train_batch_size=batch,
+        num_generations=4,
+        max_steps=3,
+        seed=1,
+        use_cpu=True,
+        generation_kwargs={"suppress_tokens": model.generation_config.suppress_tokens},
+        **{"max_completion_length": 6, "learning_rate": 1e-3, "lr_scheduler_type": "constant", **options},
+        prefix_sharing=shared,
+        completions_per_forward=completions_per_forward if shared else None,
+        tokens_per_forward=tokens_per_forward if shared else None,
+        bf16=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    shuffle = module.shuffle_sequence_dict
+    module.shuffle_sequence_dict = lambda batch, group_size=1: shuffle(batch, 4)
+    run = make_trainer(
+        model=model,
+        reward_funcs=reward_of_text,
+        args=arguments,
+        processing_class=processor,
+        train_dataset=dataset,
+        eval_dataset=dataset if evaluate else None,
+        peft_config=LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if lora else None,
+    )
+    models = [x for x in (run.model.get_base_model() if lora else run.model, run.ref_model) if x is not None]
+    towers = [shared_images.Encoded(x) for x in models]
+    run.train()
+    module.shuffle_sequence_dict = shuffle
+    skipped = ("time", "runtime", "per_second", "num_input_tokens")
+    logs = [{k: v for k, v in log.items() if not any(s in k for s in skipped)} for log in run.state.log_history]
+    parameters = torch.cat([p.detach().flatten() for p in run.model.parameters()])
+    return logs, parameters, sum(tower.pixels for tower in towers)
+
+
+def reward_of_text(completions, **kwargs):
+    return reward([completion[0]["content"] for completion in completions])
+
+
+def compare(**scenario):
+    with tempfile.TemporaryDirectory() as folder, pure_float64():
+        stock_logs, stock, stock_pixels = train(folder, False, **scenario)
+        logs, shared, pixels = train(folder, True, **scenario)
+    worst = 0.0
+    for left, right in zip(stock_logs, logs, strict=True):
+        assert left.keys() == right.keys()
+        for name, value in left.items():
+            if value != right[name]:
+                worst = max(worst, abs(value - right[name]) / max(1.0, abs(value)))
+    steps = [log for log in logs if "loss" in log and "grad_norm" in log]
+    return {
+        "logs": worst,
+        "parameters": ((stock - shared).norm() / stock.norm()).item(),
+        "encoded": pixels / stock_pixels if stock_pixels else None,
+        "grad_norms": [log["grad_norm"] for log in steps],
+        "lengths": [log["completions/mean_length"] for log in steps if "completions/mean_length" in log],
+    }
+
+
+if __name__ == "__main__":
+    logging.disable(logging.WARNING)
+    result = {}
+    for name in [name for name in SCENARIOS if len(sys.argv) == 1 or name.startswith(sys.argv[1])]:
+        try:
+            result[name] = compare(**SCENARIOS[name])
+        except Exception as problem:
+            result[name] = {"error": f"{type(problem).__name__}: {problem}"}
+    print(json.dumps(result))

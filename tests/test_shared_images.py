@@ -1,0 +1,80 @@
+"""Prefix sharing for prompts with images. The probes run in their own processes, with the fork's TRL."""
+
+import math
+
+import pytest
+
+FAMILIES = {
+    "gemma3", "gemma4", "gemma4-blocks", "mistral3", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "glm4v", "internvl",
+    "llava", "smolvlm",
+}  # fmt: skip
+ROWS_PER_PROMPT = 3
+TOLERANCE = 1e-10  # relative, in float64, which has 1e-16 a step
+
+
+def test_scores_and_gradients_are_those_of_whole_rows_and_each_image_is_encoded_once(probe):
+    """Of all parameters, and of the vision tower alone, trained and frozen, with and without checkpointing."""
+    result = probe("shared_images", "scores")
+    assert result.keys() == FAMILIES
+    for family, errors in result.items():
+        assert errors["tower_gradient_norm"] > 1, f"{family}: no image matters, the test would be empty"
+        assert max(*errors["tokens"], *errors["gradient"], *errors["tower_gradient"]) <= TOLERANCE, (family, errors)
+        assert errors["encoded"] == pytest.approx([1 / ROWS_PER_PROMPT] * len(errors["encoded"])), (family, errors)
+
+
+def test_decoding_gives_the_logits_of_whole_rows_and_each_image_is_encoded_once(probe):
+    result = probe("shared_images", "decodes")
+    assert result.keys() == FAMILIES
+    for family, errors in result.items():
+        assert max(errors["logits"]) <= TOLERANCE, (family, errors)
+        assert errors["encoded"] == pytest.approx([1 / ROWS_PER_PROMPT] * len(errors["encoded"])), (family, errors)
+
+
+def test_calls_with_images_and_calls_without_do_not_disturb_each_other(probe):
+    for family, result in probe("shared_images", "states").items():
+        assert result == {"left": False, "equal": True}, family
+
+
+@pytest.mark.slow
+def test_in_half_precision_the_error_is_no_larger_than_that_of_whole_rows(probe):
+    """bfloat16 weights against the same rounded weights in float64. The median of five batches is a small sample of
+    rounding errors, so each family may be half as large again, and the mean over the families 5 %."""
+    result = probe("shared_images", "half-precision")
+    assert result.keys() == FAMILIES
+    for kind in ("tokens", "gradient", "tower_gradient"):
+        ratios = [ratio[kind] for ratio in result.values()]
+        assert max(ratios) <= 1.5, (kind, result)
+        assert math.exp(sum(map(math.log, ratios)) / len(ratios)) <= 1.05, (kind, result)
+
+
+def test_what_cannot_be_shared_is_refused_with_the_place_and_a_remedy(probe):
+    result = probe("shared_images", "refusals")
+    expected = {
+        "no counts": ["num_images"],
+        "unknown input": ["pixel_values_videos", "prefix_sharing=False"],
+        "positions": ["position_ids"],
+        "an image in a completion": ["completion of row 1", "in prompts only", "tool", "suppress_tokens"],
+        "a prompt that ends with an image": ["prompt of row 1", "ends with an image", "text behind the image"],
+        "generation behind an image": ["prompt of row 1", "ends with an image"],
+        "whole rows": ["tokens_per_forward", "pixel_values", "prefix_sharing=True"],
+        "more images than counted": ["`pixel_values` has 5 entries", "4 rows"],
+        "sharded, a prompt without an image": ["prompt of row 3", "FSDP", "prefix_sharing=False"],
+    }
+    assert result.pop("fine") is None
+    assert result.keys() == expected.keys()
+    for name, words in expected.items():
+        assert all(word in (result[name] or "") for word in words), (name, result[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["rloo", "grpo"])
+def test_training_runs_are_the_same_and_encode_each_prompts_images_once(probe, trainer):
+    """Three updates in float64 with sampled completions, four a prompt: the policy, its old log-probabilities, the
+    reference and generation. Stock encodes every image four times in each of them."""
+    result = probe("shared_images_trainer", trainer)
+    assert len(result) >= 7
+    for name, run in result.items():
+        assert "error" not in run, (name, run)
+        assert run["logs"] <= 1e-9 and run["parameters"] <= 1e-9, (name, run)
+        assert run["encoded"] == (pytest.approx(1 / 4) if "text alone" not in name else None), (name, run)
+        assert max(run["grad_norms"]) > 1e-3, (name, run)

@@ -1,0 +1,151 @@
+# Copyright 2020-2026 The HuggingFace Team. All rights reserved.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+
+"""
+Prefix sharing for prompts with images: the images of a prompt go through the vision tower once, in the prompt pass.
+
+Shape suffixes: B rows, P prompt columns, C completion columns, S prefix tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..trainer.utils import split_pixel_values_by_grid
+from .prefix_sharing_fsdp2 import FSDPModule
+
+
+_OF_IMAGES = (
+    "pixel_values", "pixel_attention_mask", "image_grid_thw", "image_position_ids", "image_sizes", "spatial_shapes"
+)  # fmt: skip
+_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
+
+
+@dataclass(frozen=True)
+class MultimodalInputs:
+    """
+    What a batch has beside token ids, divided among its rows.
+
+    Args:
+        images (`list[dict[str, torch.Tensor]]`):
+            Inputs of the images of each row, nothing where it has no image.
+        tokens (`dict[str, torch.Tensor]`):
+            Inputs of each token, of as many columns as the token ids.
+    """
+
+    images: list[dict[str, torch.Tensor]]
+    tokens: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        inputs: dict[str, torch.Tensor],
+        num_rows: int,
+        num_images: list[int] | None = None,
+        num_tiles: list[int] | None = None,
+    ) -> "MultimodalInputs":
+        """
+        Divide the inputs of a batch.
+
+        Args:
+            inputs (`dict[str, torch.Tensor]`):
+                What the model takes beside token ids and attention mask.
+            num_rows (`int`):
+                Number of rows, B.
+            num_images (`list[int]`, *optional*):
+                Number of images of each row.
+            num_tiles (`list[int]`, *optional*):
+                Number of tiles of each row, for models whose pixel values are indexed by tile.
+
+        Raises:
+            ValueError: If it is not known which row an input belongs to.
+        """
+        if unknown := sorted(inputs.keys() - {*_OF_IMAGES, *_OF_TOKENS}):
+            raise ValueError(
+                f"`prefix_sharing=True` does not know which prompt each part of {unknown} belongs to. Remove these "
+                "inputs, or set `prefix_sharing=False`."
+            )
+        tokens = {name: x for name, x in inputs.items() if name in _OF_TOKENS}
+        inputs = {name: x for name, x in inputs.items() if name in _OF_IMAGES}
+        images = [{} for _ in range(num_rows)]
+        if not inputs:
+            return cls(images, tokens)
+        if num_images is None:
+            raise ValueError(f"`num_images` must say how many images each row has, to divide {sorted(inputs)}.")
+        if "pixel_attention_mask" not in inputs or "spatial_shapes" in inputs:
+            counts = {"num_images": num_images, "num_tiles": num_tiles}
+            inputs = split_pixel_values_by_grid(
+                {**inputs, **{name: count for name, count in counts.items() if count is not None}}
+            )
+        for name, x in inputs.items():
+            if name in _OF_IMAGES:
+                if len(x) != num_rows:
+                    raise ValueError(f"`{name}` has {len(x)} entries, which cannot be divided among {num_rows} rows.")
+                for row in range(num_rows):
+                    if num_images[row] > 0:
+                        # A list has what belongs to a row, a tensor an entry for each row (Idefics, SmolVLM)
+                        images[row][name] = x[row] if isinstance(x, list) else x[row : row + 1]
+        return cls(images, tokens)
+
+    def check(
+        self, backbone: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, prefix_length: int
+    ) -> None:
+        """Raise a `ValueError` if an image is elsewhere than in the part of a prompt that is shared."""
+        if not any(self.images):
+            return
+        image_token_id = getattr(backbone.config, "image_token_id", None)
+        if image_token_id is None:
+            raise ValueError(
+                f"`prefix_sharing=True` does not support images with {backbone.config.model_type}, whose config does "
+                "not name the token that stands for an image. Set `prefix_sharing=False`."
+            )
+        if not all(self.images) and any(isinstance(module, FSDPModule) for module in backbone.modules()):
+            raise ValueError(
+                f"The prompt of row {self.images.index({})} of the batch has no image, but another has one. Processes "
+                "that shard the weights gather those of the vision tower together, so with `prefix_sharing=True` and "
+                "FSDP all prompts must have images. Filter the dataset, or set `prefix_sharing=False`."
+            )
+        is_image = (input_ids == image_token_id) & (attention_mask != 0)
+        for row in is_image[:, prefix_length - 1].nonzero().flatten().tolist():
+            raise ValueError(
+                f"The prompt of row {row} of the batch ends with an image, and `prefix_sharing=True` needs a token "
+                "of text that the completions follow. Put text behind the image, as chat templates do, or set "
+                "`prefix_sharing=False`."
+            )
+        for row in is_image[:, prefix_length:].any(1).nonzero().flatten().tolist():
+            raise ValueError(
+                f"The completion of row {row} of the batch has an image token, and `prefix_sharing=True` supports "
+                "images in prompts only. If a tool returned the image, let it return text, or set "
+                "`prefix_sharing=False`. If the model generated the token, suppress it with "
+                f"`generation_kwargs={{'suppress_tokens': [{image_token_id}]}}`."
+            )
+
+    def same_images(self, row: int, other: int) -> bool:
+        ours, theirs = self.images[row], self.images[other]
+        return ours.keys() == theirs.keys() and all(torch.equal(x, theirs[name]) for name, x in ours.items())
+
+    def of_prefix(self, row: int, columns: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Inputs of the prefix of a row, whose tokens are in these columns."""
+        return {**self.images[row], **{name: x[row, columns][None] for name, x in self.tokens.items()}}
+
+
+def rope_position_ids(backbone: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    """
+    Positions of the tokens of a prompt, of shape `(3, 1, S)`, where a model counts them along the axes of its images
+    (Qwen-VL, GLM-V). Asked for, because the model would keep the difference to columns for its next forward.
+    """
+    if not hasattr(backbone, "get_rope_index") or not {"image_grid_thw", "mm_token_type_ids"} <= inputs.keys():
+        return None
+    return backbone.get_rope_index(**inputs)[0]
