@@ -4,12 +4,19 @@ import math
 
 import pytest
 
+from experiments.evidence.model_families import WITH_IMAGES
+
 FAMILIES = {
-    "gemma3", "gemma4", "gemma4-blocks", "mistral3", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "glm4v", "internvl",
-    "llava", "smolvlm",
+    "gemma3", "gemma4", "gemma4-blocks", "mistral3", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5", "glm4v",
+    "internvl", "llava", "smolvlm",
 }  # fmt: skip
 ROWS_PER_PROMPT = 3
 TOLERANCE = 1e-10  # relative, in float64, which has 1e-16 a step
+
+
+def test_the_page_of_model_families_names_those_tried_with_images():
+    tried = {name.replace("_", "").replace(".", "") for name in WITH_IMAGES}
+    assert tried == {name.replace("-", "").replace(".", "") for name in FAMILIES - {"gemma4-blocks"}}
 
 
 def test_scores_and_gradients_are_those_of_whole_rows_and_each_image_is_encoded_once(probe):

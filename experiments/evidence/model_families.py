@@ -48,6 +48,11 @@ FIRST = (
     "qwen", "llama", "gemma", ("mistral", "ministral", "mixtral"), "phi", "gpt_oss", "deepseek", "glm", "granite",
     "nemotron", "lfm", ("olmo", "flex_olmo"), ("smollm", "smolvlm"),
 )  # fmt: skip
+# Tried with images, by the names of their classes with images (tests/test_shared_images.py)
+WITH_IMAGES = (
+    "gemma3", "gemma4", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "internvl", "llava",
+    "smolvlm",
+)  # fmt: skip
 PAGE = """# Model families
 
 Of all models that transformers maps to causal or image-text classes,
@@ -67,11 +72,12 @@ one at a time, and two at a time with gradient checkpointing.
   without sharing. "As without a cache": `generate` computes others with its cache than without, sharing the latter.
 * **refused**: `prefix_sharing=True` ends before training, with an error that says why.
 * **not tried**: TRL fails on text alone without sharing, too, or the model needs a package that is not installed.
-* **images**: here every prompt is text.
+* **images**: here every prompt is text. "exact": prompts with images are shared exactly, too, and each image goes
+  through the vision tower once (`tests/test_shared_images.py`). No other family was tried with images.
 
 Where a name has two classes, TRL takes the one that the checkpoint's config names: as a rule the one with images. A
-row stands for the code of a family, with the rotary embedding of its default config: a checkpoint with `longrope` or
-a dynamic one is refused whatever its family.
+row stands for the code of a family, with the rotary embedding of its default config: a checkpoint with a dynamic one
+is refused whatever its family.
 
 ## What people train most
 
@@ -140,7 +146,9 @@ def cells(family: Family, result: Result) -> tuple[str, ...]:
     """A row of the page. All but the errors is the same on each machine."""
     text = f"{result.verdict}: {result.reason}" if result.reason else result.verdict
     errors = tuple(bound(error) for error in (result.tokens, result.gradient))
-    return (", ".join(family.names), f"`{family.class_name}`", text, *errors, result.generation, "")
+    tried = "ForConditionalGeneration" in family.class_name and not set(WITH_IMAGES).isdisjoint(family.names)
+    images = "exact" if tried and result.verdict == SHARED else ""
+    return (", ".join(family.names), f"`{family.class_name}`", text, *errors, result.generation, images)
 
 
 def bound(error: float | None) -> str:

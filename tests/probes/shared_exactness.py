@@ -47,6 +47,10 @@ SCALED = dict(
     rope_type="yarn", rope_theta=1e4, factor=32.0, original_max_position_embeddings=8, beta_fast=32.0, beta_slow=1.0,
     llama_4_scaling_beta=0.5,
 )  # fmt: skip
+MIXED = ["linear_attention", "full_attention", "linear_attention"]
+DELTA = dict(
+    layer_types=MIXED, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=6
+)
 AXES = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])
 VISION = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, patch_size=4)
 PIXTRAL = dict(VISION, image_size=16)
@@ -108,6 +112,9 @@ ARCHITECTURES = {
                                                rope_parameters=AXES)),
     "qwen3-vl-nested": ("qwen3_vl", nested("qwen3_vl_text", dict(QWEN_VISION, num_position_embeddings=16,
                                                                  deepstack_visual_indexes=[0]), rope_parameters=AXES)),
+    # A nested class and a hybrid
+    "qwen3.5-nested": ("qwen3_5", nested("qwen3_5_text", dict(QWEN_VISION, num_position_embeddings=16),
+                                         rope_parameters=AXES, **DELTA)),
     "internvl-nested": ("internvl", nested("qwen2", dict(PIXTRAL, model_type="internvl_vision", image_size=[16, 16],
                                                          patch_size=[4, 4]))),
     "llava-nested": ("llava", nested("llama", dict(PIXTRAL, model_type="clip_vision_model"))),

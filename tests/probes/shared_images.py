@@ -108,6 +108,7 @@ FAMILIES = {
     "qwen2-vl": (qwen, blocks, "mm_token_type_ids"),
     "qwen2.5-vl": (qwen, blocks, "mm_token_type_ids"),
     "qwen3-vl": (qwen, blocks, "mm_token_type_ids"),
+    "qwen3.5": (qwen, blocks, "mm_token_type_ids"),
     "glm4v": (qwen, blocks, "mm_token_type_ids"),
     "internvl": (lambda images: dict(pixel_values=torch.cat([torch.stack(x.split(16, 2)) for x in images])),
                  lambda image: 4 * tiles(image), None),

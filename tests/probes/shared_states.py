@@ -18,17 +18,13 @@ import shared_exactness
 import shared_trainer
 import torch
 from peft import LoraConfig
-from shared_exactness import AXES, QWEN_VISION, batch, error, nested, passes_of, pure_float64, run
+from shared_exactness import DELTA, MIXED, batch, error, passes_of, pure_float64, run
 from transformers import CONFIG_MAPPING, GenerationConfig
 from trl.generation.shared_prefix import generate_with_shared_prefix
 from trl.models.prefix_sharing import SharedPrefix, enable_prefix_sharing
 from trl.models.prefix_sharing_states import ReadStates, find_mixers
 
-MIXED = ["linear_attention", "full_attention", "linear_attention"]
 CONV = dict(layer_types=["conv", "full_attention", "conv"])
-DELTA = dict(
-    layer_types=MIXED, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=6
-)
 # Chunks of 8 tokens: the prompts end within one
 MAMBA2 = dict(mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=2, mamba_chunk_size=8)
 MOE = dict(num_experts_per_tok=2, moe_intermediate_size=24, experts_implementation="eager")
@@ -37,8 +33,6 @@ FAMILIES = {
     "qwen3-next": ("qwen3_next", dict(DELTA, num_experts=4, shared_expert_intermediate_size=24, **MOE)),
     "qwen3.5": ("qwen3_5_text", DELTA),
     "qwen3.5-moe": ("qwen3_5_moe_text", dict(DELTA, num_experts=4, shared_expert_intermediate_size=24, **MOE)),
-    "qwen3.5-nested": ("qwen3_5", nested("qwen3_5_text", dict(QWEN_VISION, num_position_embeddings=16),
-                                         rope_parameters=AXES, **DELTA)),
     "olmo-hybrid": ("olmo_hybrid", DELTA),
     "kimi-linear": ("kimi_linear", dict(layer_types=MIXED, linear_head_dim=8, linear_num_heads=4, num_local_experts=4,
                                         **LATENTS, **MOE)),
@@ -161,6 +155,9 @@ TRAININGS = {
     "grpo, two iterations": ("olmo-hybrid", dict(trainer="grpo", num_iterations=2, gradient_accumulation_steps=2)),
     "grpo, LoRA": ("qwen3-next", dict(trainer="grpo", experts=True, lora="config", completions_per_forward=3)),
     "grpo, experts": ("qwen3.5-moe", dict(trainer="grpo", experts=True, batch=8)),
+    "rloo, experts": ("granite-hybrid", dict(experts=True, completions_per_forward=2)),
+    "grpo, experts without their loss": ("granite-hybrid", dict(trainer="grpo", experts=True, beta=0.05)),
+    "grpo, convolutions": ("lfm2", dict(trainer="grpo", completions_per_forward=2)),
     "grpo, whole rows": ("granite-hybrid", dict(trainer="grpo", experts=True, batch=8, tokens=40, whole=True)),
 }
 

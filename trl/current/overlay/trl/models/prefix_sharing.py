@@ -512,8 +512,8 @@ def enable_prefix_sharing(model: PreTrainedModel) -> None:
     if implementation.startswith(_IMPLEMENTATION_PREFIX):
         return
 
-    if model.config.is_encoder_decoder:
-        refuse("only decoders can share a prompt. Set `prefix_sharing=False`.")
+    if model.config.is_encoder_decoder or getattr(text_config, "cross_attention_layers", None):
+        refuse("only decoders without cross-attention can share a prompt. Set `prefix_sharing=False`.")
     layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
     if unsupported := layer_types - {"full_attention", "sliding_attention", "chunked_attention"}:
         refuse(
