@@ -77,6 +77,14 @@ def test_a_multimodal_class_takes_what_its_text_model_takes_and_the_weights_of_i
 
 
 @pytest.mark.torch
+def test_a_hybrid_is_refused_in_one_line(planned, tmp_path):
+    types = ["linear_attention", "full_attention"]
+    result = plan_of_tiny(planned, "qwen3_5_text", tmp_path, layer_types=types)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1, result.stderr
+    assert "layers of type linear_attention" in result.stderr and "attends in every layer" in result.stderr
+
+
+@pytest.mark.torch
 def test_a_model_whose_prompts_cannot_be_shared_is_planned_without(planned, tmp_path):
     reason = "does not go through `transformers.AttentionInterface`"
     result = plan_of_tiny(planned, "stablelm", tmp_path)
