@@ -120,6 +120,7 @@ prefix_sharing.ReadPrefix.of = classmethod(broken)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize(
     "broken, name, found",

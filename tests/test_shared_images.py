@@ -29,6 +29,7 @@ def test_scores_and_gradients_are_those_of_whole_rows_and_each_image_is_encoded_
         assert errors["encoded"] == pytest.approx([1 / ROWS_PER_PROMPT] * len(errors["encoded"])), (family, errors)
 
 
+@pytest.mark.slow
 def test_decoding_gives_the_logits_of_whole_rows_and_each_image_is_encoded_once(probe):
     result = probe("shared_images", "decodes")
     assert result.keys() == FAMILIES
@@ -37,6 +38,7 @@ def test_decoding_gives_the_logits_of_whole_rows_and_each_image_is_encoded_once(
         assert errors["encoded"] == pytest.approx([1 / ROWS_PER_PROMPT] * len(errors["encoded"])), (family, errors)
 
 
+@pytest.mark.slow
 def test_calls_with_images_and_calls_without_do_not_disturb_each_other(probe):
     for family, result in probe("shared_images", "states").items():
         assert result == {"left": False, "equal": True}, family

@@ -42,6 +42,7 @@ def test_in_half_precision_the_error_is_no_larger_than_that_of_whole_sequences(p
             assert is_no_larger(ratios), (kind, setting, ratios)
 
 
+@pytest.mark.slow
 def test_every_family_decodes_as_whole_sequences_do(probe):
     result = probe("shared_states", "decoding float64")["float64"]
     assert len(result) == FAMILIES
@@ -57,6 +58,7 @@ def test_every_family_decodes_in_half_precision_with_no_more_error_than_whole_se
         assert is_no_larger(ratios), (precision, ratios)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_shared_exactly_is_refused_and_left_as_it_was(probe):
     """Families, and then those that can be shared, with each way of handing their states over wrongly. With
     half-precision weights, that is noticed if a state is dropped."""
