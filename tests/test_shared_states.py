@@ -37,7 +37,7 @@ def test_in_half_precision_the_error_is_no_larger_than_that_of_whole_sequences(p
     results = probe("shared_states", f"exactness {precision}")[precision]
     result = {name: results[name] for name in WITHOUT_EXPERTS}
     for kind in ("tokens", "gradient"):
-        for setting in range(7):
+        for setting in range(3):  # passes of 3, of 9 tokens, of 2 with checkpointing
             ratios = {name: errors[kind][setting] / errors[f"stock_{kind}"] for name, errors in result.items()}
             assert is_no_larger(ratios), (kind, setting, ratios)
 

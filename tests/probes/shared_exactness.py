@@ -7,6 +7,7 @@ weights in float64, and stock's own error stands beside.
 """
 
 import contextlib
+import copy
 import json
 import sys
 
@@ -148,6 +149,7 @@ def passes_of(prefix_length, prefix_sharing=True, completions_per_forward=None, 
 def build(name, dtype, seed=0):
     model_type, extra = ARCHITECTURES[name]
     torch.manual_seed(seed)
+    extra = copy.deepcopy(extra)  # configs complete the dictionaries that they are given
     config = CONFIG_MAPPING[model_type](**(extra if name.endswith("-nested") else {**SHAPE, **extra}))
     multimodal = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     make = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM

@@ -251,7 +251,7 @@ def shapes(number=10):
                 per_pass = (dict(completions_per_forward=2), dict(), dict(tokens_per_forward=1 + case))[case % 3]
                 checkpointed = case % 2 and not shared.is_gradient_checkpointing
                 shared.gradient_checkpointing_enable() if checkpointed else shared.gradient_checkpointing_disable()
-                with mock.patch.object(shared_exactness, "batch", lambda b=(ids, mask, columns): b):
+                with mock.patch.object(shared_exactness, "batch", lambda seed, b=(ids, mask, columns): b):
                     expected, got = run(whole, ""), run(shared, "", passes=passes_of(columns, **per_pass))
                 pairs = list(zip(got[:2], expected[:2], strict=True))
                 errors.append([error(x, y) if y.norm() > 0 else x.norm().item() for x, y in pairs])
