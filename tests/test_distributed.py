@@ -176,3 +176,13 @@ def test_two_processes_train_with_prefix_sharing_as_without(tmp_path):
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not here: make test-deepspeed")
 def test_two_processes_train_with_zero3_and_prefix_sharing_as_without(tmp_path):
     check(ZERO3_RUNS, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not here: make test-deepspeed")
+def test_zero3_never_gathers_more_than_some_layers(probe):
+    """Of eight layers of equal size; with gradient checkpointing. Frozen weights that a recomputed pass gathered would
+    all stay until its backward is done."""
+    for name, part in probe("zero3_gathered").items():
+        assert part < 0.35, name
