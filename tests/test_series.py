@@ -28,12 +28,14 @@ ADDS = {
     "0006-reward-model-cache.patch": (set(), "reward-model-cache"),
     "0007-prefix-sharing-fsdp2.patch": (set(), "prefix-sharing-fsdp2"),
     "0010-disable-attention-dropout.patch": (set(), "disable-attention-dropout"),
+    "0011-prefix-sharing-zero3.patch": (set(), "prefix-sharing-zero3"),
 }
 # Words that stand nowhere in the package before their patch
 WORDS = {
     "0001-prefix-sharing.patch": "prefix_sharing",
     "0005-token-budget.patch": "tokens_per_forward",
     "0007-prefix-sharing-fsdp2.patch": "prefix_sharing_fsdp2",
+    "0011-prefix-sharing-zero3.patch": "prefix_sharing_zero3",
 }
 
 
