@@ -1,10 +1,12 @@
-.PHONY: help reproduce test test-all lint charts bench plans
+.PHONY: help reproduce test test-all test-deepspeed lint charts bench plans
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make reproduce   set up, run every arm at k = 2, 4, 8, draw charts and tables (14 to 25 minutes on 2 cores)"
 	@echo "make test        set up, lint, run the tests but the slow ones"
 	@echo "make test-all    set up, lint, run every test"
+	@echo "make test-deepspeed"
+	@echo "                 DeepSpeed ZeRO-3 on two processes, in an environment of its own (about 10 minutes)"
 	@echo "make bench       time and memory of today's trainer with and without prefix sharing (about 40 minutes)"
 	@echo "make plans       predict the memory of every profile (a few minutes)"
 	@echo "make charts      draw the committed results again, update the tables of README.md and docs"
@@ -24,6 +26,17 @@ test: lint
 
 test-all: lint
 	.venv/bin/python -m pytest -q -n 2 --dist loadfile
+
+# .venv and DeepSpeed upon it, thrown away and made again each time: .venv stays as requirements.lock has it
+test-deepspeed:
+	./setup_env.sh
+	rm -rf .venv-deepspeed
+	.venv/bin/python -m venv .venv-deepspeed
+	.venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > .venv-deepspeed/project.pth
+	mv .venv-deepspeed/project.pth "$$(.venv-deepspeed/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")"
+	.venv/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']['deepspeed'])" \
+	  | DS_BUILD_OPS=0 .venv-deepspeed/bin/python -m pip install -q --disable-pip-version-check -r /dev/stdin
+	.venv-deepspeed/bin/python -m pytest -q tests/test_distributed.py tests/test_launch_distributed.py -k zero3
 
 lint:
 	./setup_env.sh

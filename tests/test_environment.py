@@ -47,6 +47,9 @@ TORCH_CUDA = (
 # Declared, and used without an import here
 NOT_IMPORTED = {"bitsandbytes": "transformers imports it", "pytest-xdist": "pytest -n", "ruff": "make lint"}
 
+# Groups, and what they bring, that are not locked: `make test-deepspeed` makes an environment with it
+OPTIONAL = {"deepspeed"}
+
 
 def of_cuda(name):
     """Whether a package that torch asks for is its CUDA build's: torch pins those itself, so they are not locked."""
@@ -54,11 +57,9 @@ def of_cuda(name):
 
 
 def declared():
-    """Every requirement of the project and of its groups."""
-    return [
-        *PROJECT["project"]["dependencies"],
-        *(text for group in PROJECT["dependency-groups"].values() for text in group),
-    ]
+    """Every requirement of the project and of its groups, but the optional ones."""
+    groups = [group for name, group in PROJECT["dependency-groups"].items() if name not in OPTIONAL]
+    return [*PROJECT["project"]["dependencies"], *(text for group in groups for text in group)]
 
 
 def demands(roots, python, torch):
@@ -167,7 +168,8 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_used():
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 imported.add(node.module.split(".")[0])
     providers = importlib.metadata.packages_distributions()
-    third_party = imported - own - sys.stdlib_module_names - {"prefix_grouper"}  # a rival, compared with where it is
+    third_party = imported - own - sys.stdlib_module_names - OPTIONAL
+    third_party -= {"prefix_grouper"}  # a rival, compared with where it is
     assert third_party <= providers.keys()
     used = {canonicalize_name(name) for module in third_party for name in providers[module]}
     assert used | NOT_IMPORTED.keys() == {canonicalize_name(Requirement(text).name) for text in declared()}
@@ -184,7 +186,7 @@ def test_what_the_readmes_commands_write_is_ignored_and_results_are_not(tmp_path
     """Results of other machines may be committed."""
     ignored = """
         .venv/bin/python .venv.new/x .venv.old/x .build/x fits.yaml trl-1.16.0+fork.abc1234-py3-none-any.whl
-        my-trl/trl/x.py trainer_output/memory.json results/nvidia-h200/combined_memory.csv
+        .venv-deepspeed/bin/python my-trl/trl/x.py trainer_output/memory.json results/nvidia-h200/combined_memory.csv
     """.split()
     kept = """
         results/nvidia-h200/summary.csv results/nvidia-h200/charts/audit.png

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ save_strategy: steps
 save_steps: 4
 report_to: none
 disable_tqdm: true
-seed: 1
+seed: 3
 """
 
 
@@ -69,29 +70,25 @@ def launch(config, program, model, folder):
         "--output_dir",
         str(folder / config),
     ]
-    # About 15 s alone; other tests share the cores
-    exit_code, output = two_processes.run(command, MODEL_PATH=model, PYTHONPATH=str(ROOT))
+    # About 15 s alone; other tests share the cores. DeepSpeed compiles its Adam for the host once, in some minutes
+    seconds = 600 if config == "zero3_offload" else 240
+    environment = {"MODEL_PATH": model, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    exit_code, output = two_processes.run(command, seconds, **environment)
     assert exit_code == 0, f"{config}: exit code {exit_code}\n{output[-4000:]}"
     return output
 
 
-@pytest.mark.slow
-@pytest.mark.torch
-def test_ddp_fsdp2_and_offloading_train_the_same_numbers(tmp_path):
-    """Where this was written the weights were equal to the bit: float32, and a sum of two gradients has no order. The
-    bounds are for kernels that sum a norm or a product in another order, of which Adam makes steps where a gradient
-    is near zero."""
+def check(setups, folder):
+    """Trains with each of (file, program, offload policy of FSDP2's shards), DDP first, and compares with DDP."""
     from safetensors.torch import load_file
 
     model = build_model()
     before, logs, weights = load_file(Path(model) / "model.safetensors"), {}, {}
-    for config, program, policy in (
-        ("ddp", PROGRAM, None),
-        ("fsdp2", FSDP_PROGRAM, "OffloadPolicy"),
-        ("fsdp2_offload", FSDP_PROGRAM, "CPUOffloadPolicy"),
-    ):
-        output, out = launch(config, program, model, tmp_path), tmp_path / config
+    for config, program, policy in setups:
+        output, out = launch(config, program, model, folder), folder / config
         assert output.count("memory by phase:") == output.count("\nreward  letters - ") == 1
+        total = sum(tensor.numel() for tensor in before.values())
+        assert f"float32: {total:,} weights, all trained" in output
         logs[config] = json.loads((out / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
         weights[config] = load_file(out / "model.safetensors")  # whole, also where checkpoints are shards
 
@@ -99,21 +96,22 @@ def test_ddp_fsdp2_and_offloading_train_the_same_numbers(tmp_path):
             sharding = json.loads((out / "sharding.json").read_text())
             for which in ("policy", "reference"):
                 assert sharding[which] == dict.fromkeys(before, policy), f"{config}: {which}"
-        offloads = policy == "CPUOffloadPolicy"
-        devices = {"num_devices": 2, "fully_sharded": policy is not None, "offload_parameters": offloads}
+        sharded, offloads = config != "ddp", config.endswith("_offload")
+        devices = {"num_devices": 2, "fully_sharded": sharded, "offload_parameters": offloads}
         for suffix in ("", ".1"):  # each process has its own record
             record = json.loads((out / f"memory{suffix}.json").read_text())
             assert record["arguments"].items() >= devices.items()
-            assert record["parameters"] == sum(tensor.numel() for tensor in before.values())  # all, not a share
+            assert record["parameters"] == record["trained_parameters"] == total  # all, not a share
             with (out / f"memory_phases{suffix}.csv").open(newline="") as file:
                 rows = list(csv.DictReader(file))
             assert [row["phase"] for row in rows].count("generate") == 2
+            assert [row["phase"] for row in rows].count("optimizer") >= 4  # ZeRO-3 steps group by group
             assert all(float(row["start"]) <= float(row["end"]) for row in rows)
 
     assert len(logs["ddp"]) == 4 and logs["ddp"][1]["loss"] < -1e-3 and logs["ddp"][2]["kl"] > 1e-3
     # Where an update moved a policy far, the next one on the same completions can be clipped altogether
     assert sum(entry["grad_norm"] > 0.1 for entry in logs["ddp"]) >= 3
-    for config in ("fsdp2", "fsdp2_offload"):
+    for config, _, _ in setups[1:]:
         for entry, expected in zip(logs[config], logs["ddp"], strict=True):
             for key in {"loss", "reward", "reward_std", "kl", "entropy", "grad_norm"} & expected.keys():
                 assert entry[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6), (config, expected["step"], key)
@@ -122,6 +120,27 @@ def test_ddp_fsdp2_and_offloading_train_the_same_numbers(tmp_path):
             moved = (expected - before[name]).norm()
             assert moved > 1e-3 * before[name].norm(), f"{name} was not trained"
             assert (weights[config][name] - expected).norm() < 1e-3 * moved, (config, name)
+
+
+DDP = ("ddp", PROGRAM, None)
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_ddp_fsdp2_and_offloading_train_the_same_numbers(tmp_path):
+    """Where this was written the weights were equal to the bit: float32, and a sum of two gradients has no order. The
+    bounds are for kernels that sum a norm or a product in another order, of which Adam makes steps where a gradient
+    is near zero."""
+    setups = [DDP, ("fsdp2", FSDP_PROGRAM, "OffloadPolicy"), ("fsdp2_offload", FSDP_PROGRAM, "CPUOffloadPolicy")]
+    check(setups, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not here: make test-deepspeed")
+def test_ddp_and_zero3_train_the_same_numbers(tmp_path):
+    """Offloading steps with DeepSpeed's own Adam."""
+    check([DDP, ("zero3", PROGRAM, None), ("zero3_offload", PROGRAM, None)], tmp_path)
 
 
 @pytest.mark.slow

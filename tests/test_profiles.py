@@ -126,6 +126,9 @@ def test_mistakes_in_an_accelerate_file_are_named(tmp_path):
     path.write_text("distributed_type: NO\n")  # which YAML reads as false
     assert profiles.devices_from(path)["num_devices"] == 1
     for file in (profiles.FOLDER.parent / "accelerate").glob("*.yaml"):
+        if file.name.startswith("zero3"):
+            assert "no formula for distributed_type 'DEEPSPEED'" in refusal(profiles.devices_from, file)
+            continue
         assert profiles.devices_from(file)["fully_sharded"] == file.name.startswith("fsdp2")
 
 

@@ -30,6 +30,7 @@ ADDS = {
     "0008-prefix-sharing-states.patch": (set(), "prefix-sharing-states"),
     "0009-prefix-sharing-images.patch": (set(), "prefix-sharing-images"),
     "0010-disable-attention-dropout.patch": (set(), "disable-attention-dropout"),
+    "0011-prefix-sharing-zero3.patch": (set(), "prefix-sharing-zero3"),
 }
 # Words that stand nowhere in the package before their patch
 WORDS = {
@@ -38,6 +39,7 @@ WORDS = {
     "0007-prefix-sharing-fsdp2.patch": "prefix_sharing_fsdp2",
     "0008-prefix-sharing-states.patch": "prefix_sharing_states",
     "0009-prefix-sharing-images.patch": "prefix_sharing_images",
+    "0011-prefix-sharing-zero3.patch": "prefix_sharing_zero3",
 }
 
 

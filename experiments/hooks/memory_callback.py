@@ -29,6 +29,11 @@ TRAINED_WITH = (
 )  # fmt: skip
 
 
+def size_of(weight) -> int:
+    """Number of elements. Where ZeRO-3 has divided a weight, torch counts none."""
+    return getattr(weight, "ds_numel", weight.numel())
+
+
 def kept_on_host(model) -> bool:
     """Whether accelerate brings the model to the device only when it is called (`launch.keep_on_host`)."""
     from accelerate.hooks import CpuOffload
@@ -122,7 +127,9 @@ class MemoryCallback(TrainerCallback):
             self.highest_phase = max(peaks, key=peaks.get)
             self.highest = peaks[self.highest_phase]
         policy = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        self.phases.attach(policy, getattr(optimizer, "optimizer", optimizer))
+        while hasattr(optimizer, "optimizer"):  # accelerate's around DeepSpeed's around torch's
+            optimizer = optimizer.optimizer
+        self.phases.attach(policy, optimizer)
         # Other engines than the policy's own `generate` take lists of token ids
         if hasattr(policy, "generate_batch"):  # continuous batching
             self.phases.mark(policy, "generate_batch", lambda inputs, **kwargs: map(len, inputs))
@@ -192,16 +199,19 @@ class MemoryCallback(TrainerCallback):
         from transformers import PreTrainedModel
 
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        trained = sum(size_of(p) for p in model.parameters() if p.requires_grad)
         sharding = getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
+        deepspeed = self.trainer.accelerator.state.deepspeed_plugin
+        zero = deepspeed.deepspeed_config["zero_optimization"] if deepspeed else {}
         # Other trainers than RLOO's and GRPO's have neither
         reward_models = [f for f in getattr(self.trainer, "reward_funcs", []) if isinstance(f, PreTrainedModel)]
         levers = {
             "offload_reference": kept_on_host(getattr(self.trainer, "ref_model", None)),
             "offload_reward": any(map(kept_on_host, reward_models)),
             "num_devices": args.world_size,
-            "fully_sharded": sharding is not None,
-            "offload_parameters": isinstance(getattr(sharding, "cpu_offload", None), CPUOffloadPolicy),
+            "fully_sharded": sharding is not None or zero.get("stage") == 3,
+            "offload_parameters": isinstance(getattr(sharding, "cpu_offload", None), CPUOffloadPolicy)
+            or zero.get("offload_param", {}).get("device") == "cpu",
         }
         write_json(
             own_file(args, "memory.json"),
@@ -213,7 +223,7 @@ class MemoryCallback(TrainerCallback):
                 "static_bytes": self.static,
                 "prompt_tokens": max(self.phases.prompt_tokens, default=None),
                 "trained_parameters": trained,
-                "parameters": sum(p.numel() for p in model.parameters()),
+                "parameters": sum(map(size_of, model.parameters())),
                 "model_config": model.config.to_dict(),
                 "dtype": str(model.dtype).removeprefix("torch."),
                 "lora_rank": max((config.r for config in getattr(model, "peft_config", {}).values()), default=0),

@@ -8,9 +8,13 @@ from experiments.config import GIB
 
 def print_start(launch, model, trainer, lengths, reward: str) -> None:
     """What is trained on what, by which reward, how much at a time, where, and where the results go."""
+    from experiments.hooks.memory_callback import size_of
+
     config = trainer.args
-    trained = sum(weight.numel() for weight in trainer.model.parameters() if weight.requires_grad)
+    parameters = list(trainer.model.parameters())
+    trained = sum(size_of(weight) for weight in parameters if weight.requires_grad)
     weights = trainer.model.num_parameters() - (trained if model.use_peft else 0)  # unpacks those of 4 bits
+    weights += sum(size_of(weight) for weight in parameters if weight.numel() == 0)
     bits = " in 4 bits" if model.load_in_4bit else " in 8 bits" if model.load_in_8bit else ""
     adapters = f"LoRA of rank {model.lora_r} trains {trained:,}" if model.use_peft else "all trained"
     rows = len(trainer.train_dataset)

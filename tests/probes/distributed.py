@@ -8,6 +8,7 @@ RUNS is a JSON list of dictionaries: a `name` and arguments of `train`. What a r
 import json
 import os
 import sys
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,6 +22,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+try:
+    import with_deepspeed
+except ImportError:  # deepspeed is not here, and no run asks for it
+    with_deepspeed = None
 
 TRAINERS = {"rloo": (RLOOTrainer, RLOOConfig), "grpo": (GRPOTrainer, GRPOConfig)}
 VOCABULARY, COMPLETION_TOKENS, COMPLETIONS = 100, 6, 3
@@ -82,6 +88,8 @@ def reward(completion_ids, **kwargs):
 
 
 def full(tensor):
+    if hasattr(tensor, "ds_id"):
+        return with_deepspeed.full(tensor)
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
@@ -90,7 +98,9 @@ class Recorder(TrainerCallback):
         self.gradients, self.logs = [], []
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.gradients.append({name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None})
+        gradients = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        if gradients:  # of ZeRO-3 they are recorded earlier
+            self.gradients.append(gradients)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" in logs:
@@ -103,30 +113,36 @@ def train(
     *,
     trainer,
     fsdp=None,
+    zero3=None,
     dtype="float64",
     accumulate=1,
     updates=4,
     generate=False,
     evaluate=False,
     lora=False,
+    save=None,
+    resume=None,
     prompts=PROMPTS,
     options=None,
 ):
-    """One training. Unless told to `generate`, completions are fixed, so that both arms train on the same ones."""
+    """One training. Unless told to `generate`, completions are fixed, so that both arms train on the same ones.
+
+    With `save` it leaves a checkpoint after that update, with `resume` it goes on from that of an earlier run."""
     trainer_class, config_class = TRAINERS[trainer]
     dataset = []
     for start in range(0, len(prompts), accumulate):  # rank 0 takes the first half of what is generated at once
         steps = prompts[start : start + accumulate]
         dataset += [prompt for rank in range(2) for step in steps for prompt in step[rank]]
     for variable in [name for name in os.environ if name.startswith(("FSDP_", "ACCELERATE_"))]:
-        del os.environ[variable]  # set by an earlier run with FSDP
+        del os.environ[variable]  # set by an earlier run with FSDP or DeepSpeed
     arguments = config_class(
         output_dir=str(folder / "out"),
         use_cpu=True,
         seed=1,
         report_to="none",
         disable_tqdm=True,
-        save_strategy="no",
+        save_strategy="steps" if save else "no",
+        save_steps=save or 500,
         logging_steps=1,
         optim="sgd",
         learning_rate=0.03,
@@ -146,6 +162,7 @@ def train(
         mask_truncated_completions=True,
         model_init_kwargs={"dtype": getattr(torch, dtype)},
         **({} if fsdp is None else {"fsdp": True, "fsdp_config": {"version": 2, **fsdp}}),
+        **({} if zero3 is None else {"deepspeed": with_deepspeed.config(**zero3)}),
         **{"gradient_checkpointing": False, "bf16": False, **(options or {})},
     )
     recorder = Recorder()
@@ -157,7 +174,7 @@ def train(
         train_dataset=Dataset.from_dict({"prompt": dataset}),
         eval_dataset=Dataset.from_dict({"prompt": dataset[:3]}) if evaluate else None,
         callbacks=[recorder],
-        peft_config=LoraConfig(r=4, target_modules="all-linear") if lora else None,
+        peft_config=LoraConfig(r=4, lora_alpha=64, target_modules="all-linear") if lora else None,
     )
     completions = []
     generate_single_turn = instance._generate_single_turn
@@ -172,7 +189,9 @@ def train(
 
     instance._generate_single_turn = single_turn
     before = {name: full(p) for name, p in instance.model.named_parameters()}
-    instance.train()
+    checkpoint = str(folder / "out" / f"checkpoint-{resume}") if resume else None
+    with nullcontext() if zero3 is None else with_deepspeed.recording(instance, recorder.gradients):
+        instance.train(resume_from_checkpoint=checkpoint)
     if evaluate:
         metrics = instance.evaluate()
         recorder.logs.append({name: metrics[f"eval_{name}"] for name in LOGGED if f"eval_{name}" in metrics})

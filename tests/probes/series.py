@@ -162,21 +162,25 @@ def reward_model_cache(folder):
     return True
 
 
+def refusal(name, folder, zero3, version, **options):
+    """What a trainer says of a backend, or nothing."""
+    backend = SimpleNamespace(is_zero3=zero3, fsdp_version=version, is_fsdp=version is not None)
+    with mock.patch.object(trainer_module(name), "DistributedBackend", lambda _: backend):
+        try:
+            tiny.build_trainer(name, folder, **options)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
 @promise
 def prefix_sharing_fsdp2(folder):
-    """FSDP2 is taken, ZeRO-3 and FSDP1 are refused. (tests/test_distributed.py trains with FSDP2.)"""
-    for name in NAMES:
-        for zero3, version, taken in ((False, 2, True), (False, 1, False), (True, None, False)):
-            backend = SimpleNamespace(is_zero3=zero3, fsdp_version=version, is_fsdp=version is not None)
-            with mock.patch.object(trainer_module(name), "DistributedBackend", lambda _, b=backend: b):
-                try:
-                    tiny.build_trainer(name, folder, prefix_sharing=True)
-                    refused = ""
-                except ValueError as error:
-                    refused = str(error)
-            if taken is bool(refused) or not (taken or "DeepSpeed ZeRO-3 and FSDP" in refused):
-                return False
-    return True
+    """FSDP2 is taken, FSDP1 is refused. (tests/test_distributed.py trains with FSDP2.)"""
+    return all(
+        not refusal(name, folder, False, 2, prefix_sharing=True)
+        and "FSDP1" in refusal(name, folder, False, 1, prefix_sharing=True)
+        for name in NAMES
+    )
 
 
 @promise
@@ -238,6 +242,13 @@ def disable_attention_dropout(folder):
             if torch.equal(first, second) is not disable:
                 return False
     return True
+
+
+@promise
+def prefix_sharing_zero3(folder):
+    """ZeRO-3 is taken, with either option. (tests/test_distributed.py trains with it, where deepspeed is.)"""
+    options = (dict(prefix_sharing=True), dict(tokens_per_forward=16))
+    return not any(refusal(name, folder, True, None, **chosen) for name in NAMES for chosen in options)
 
 
 def look(tree):

@@ -90,9 +90,8 @@ for make in (RLOOConfig, GRPOConfig):
 
 for name, module in (("rloo", rloo_trainer), ("grpo", grpo_trainer)):
     backend = module.DistributedBackend
-    for what, sharded in (("ZeRO-3", (True, None)), ("FSDP1", (False, 1))):
-        module.DistributedBackend = lambda _, s=sharded: SimpleNamespace(is_zero3=s[0], fsdp_version=s[1])
-        result[f"{name.upper()} {what}"] = message(train, tempfile.mkdtemp(), True, trainer=name)
+    module.DistributedBackend = lambda _: SimpleNamespace(is_zero3=False, fsdp_version=1)
+    result[f"{name.upper()} FSDP1"] = message(train, tempfile.mkdtemp(), True, trainer=name)
     module.DistributedBackend = backend
 
 # A model that was refused, or that failed in the middle of a pass, computes as before
