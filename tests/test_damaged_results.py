@@ -127,9 +127,14 @@ def test_a_folder_where_nothing_can_be_used_is_refused(tmp_path, capsys):
      "x,train,1,1,2,3,,1,0.1", "plan_check.csv: line 2, predicted_bytes is empty"),
     ("rivals", "score_seconds,train_seconds,train_peak_bytes,gradient_difference,prompt_tokens,completion_tokens,k",
      ",1,1,0,1,1,2", "rivals/a.csv: line 2, score_seconds is empty"),
+    ("families", "generate_seconds,generate_peak_bytes,score_seconds,score_peak_bytes,train_seconds,train_peak_bytes,"
+     "images_encoded,gradient_difference,prompt_tokens,completion_tokens,k", "1,,1,1,1,1,0,0,1,1,2",
+     "families/a.csv: line 2, generate_peak_bytes is empty"),
 ])  # fmt: skip
 def test_damage_in_the_other_files_is_refused(tmp_path, capsys, name, header, row, told):
-    path = tmp_path / {"plan": "plan_check.csv", "rivals": "rivals/a.csv"}.get(name, f"{name}.csv")
+    path = tmp_path / {"plan": "plan_check.csv", "rivals": "rivals/a.csv", "families": "families/a.csv"}.get(
+        name, f"{name}.csv"
+    )
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"{header}\n{row}\n")
     assert run_cli(lambda: tables.render(name, tmp_path)) == 2

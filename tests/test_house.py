@@ -37,8 +37,9 @@ LONGER = {  # -> why
     "tests/test_visualization.py": "tables of damaged results",
 }
 STARTS_FAST = (  # before the sampler's first sample, the budget, or the word on what is missing
-    "memory_monitor", "config", "record", "suite", "train", "evidence.exactness", "evidence.host_allocator_bench",
-    "evidence.model_families", "evidence.planner_check", "evidence.rivals", "evidence.sampler_check",
+    "memory_monitor", "config", "record", "suite", "train", "evidence.exactness", "evidence.families_cost",
+    "evidence.host_allocator_bench", "evidence.model_families", "evidence.planner_check", "evidence.rivals",
+    "evidence.sampler_check",
 )  # fmt: skip
 HEAVY = ("torch", "transformers", "trl", "accelerate", "datasets", "peft", "pandas", "matplotlib")
 

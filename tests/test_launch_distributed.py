@@ -108,7 +108,7 @@ def check(setups, folder):
             assert [row["phase"] for row in rows].count("optimizer") >= 4  # ZeRO-3 steps group by group
             assert all(float(row["start"]) <= float(row["end"]) for row in rows)
 
-    assert len(logs["ddp"]) == 4 and logs["ddp"][1]["loss"] < -1e-3 and logs["ddp"][2]["kl"] > 1e-3
+    assert len(logs["ddp"]) == 4 and abs(logs["ddp"][1]["loss"]) > 1e-3 and abs(logs["ddp"][2]["kl"]) > 1e-3
     # Where an update moved a policy far, the next one on the same completions can be clipped altogether
     assert sum(entry["grad_norm"] > 0.1 for entry in logs["ddp"]) >= 3
     for config, _, _ in setups[1:]:

@@ -1,16 +1,27 @@
 """What all measurements of `experiments.evidence` promise: one line for bad input and for what is missing, tables that
 are never half, and going on where they were killed. Nothing is measured here; test_gpu_evidence.py does."""
 
+import contextlib
 import csv
+import time
 
 import pytest
 
 from experiments import builds
 from experiments.config import ROOT, ConfigError
-from experiments.evidence import common, exactness, host_allocator_bench, planner_check, rivals, sampler_check
+from experiments.evidence import (
+    common,
+    exactness,
+    families_cost,
+    host_allocator_bench,
+    planner_check,
+    rivals,
+    sampler_check,
+)
 from experiments.record import write_csv
+from visualization.pages.rivals import families_table
 
-ALL = (exactness, host_allocator_bench, planner_check, rivals, sampler_check)
+ALL = (exactness, families_cost, host_allocator_bench, planner_check, rivals, sampler_check)
 COMMIT = "0123456789ab"
 
 
@@ -77,6 +88,9 @@ def killed_after(count, work):
         (rivals, ["--ways", "shared"], "the others are compared with `whole`"),
         (rivals, ["--repeats", "0"], "'0' is not a whole number from 1"),
         (rivals, ["--prompt-tokens", "1"], "'1' is not a whole number from 2"),
+        (families_cost, ["--families", "nope"], "unknown family 'nope'"),
+        (families_cost, ["--families", "images,images"], "family 'images' is named twice"),
+        (families_cost, ["--repeats", "0"], "'0' is not a whole number from 1"),
         (host_allocator_bench, ["--steps", "0"], "'0' is not a whole number from 1"),
         (host_allocator_bench, ["--repeats", "x"], "'x' is not a whole number"),
     ],
@@ -306,3 +320,44 @@ def test_the_rivals_go_on_where_they_were_killed(measure, monkeypatch, tmp_path)
         ("whole", "0"), ("shared", "0"), ("whole", "1"), ("shared", "1")
     ]  # fmt: skip
     assert [float(row["gradient_difference"]) for row in rows] == [0, 1, 0, 1], "against `whole`, whatever is first"
+
+
+@pytest.mark.torch
+def test_the_families_go_on_where_they_were_killed(measure, monkeypatch, tmp_path):
+    import torch
+
+    class Group:
+        def __init__(self, family):
+            self.model, self.encoded, self.num_rows = torch.nn.Linear(2, 1), 0, {"images": 8}.get(family, 0)
+
+        def generate(self, way):
+            time.sleep(0.001)
+            self.encoded += self.num_rows if way == "whole" else self.num_rows // 8
+
+        score = generate
+
+        def train(self, way):
+            self.generate(way)
+            (self.model(torch.ones(3, 2)).sum() * (1.5 if way == "shared" else 1.0)).backward()
+
+        def gradient(self):
+            return torch.cat([p.grad.flatten() for p in self.model.parameters()])
+
+    monkeypatch.setattr(families_cost, "use_fork", lambda arm: None)
+    monkeypatch.setattr(families_cost, "keep_only_live_memory", lambda: None)
+    monkeypatch.setattr(families_cost, "Group", Group)
+    monkeypatch.setattr(families_cost, "attention_of", lambda model, way: contextlib.nullcontext())
+    options = ("--families", "mamba-2,images", "--repeats", "2")
+    write = families_cost.Table.add
+    monkeypatch.setattr(families_cost.Table, "add", killed_after(8, write))
+    with pytest.raises(Killed):
+        measure(families_cost, *options)
+    monkeypatch.setattr(families_cost.Table, "add", killed_after(4, write))
+    assert measure(families_cost, *options) == (0, "")
+    rows = rows_of(tmp_path / "x" / "families" / "images.csv")
+    assert [(row["way"], row["repeat"]) for row in rows] == [
+        (way, repeat) for repeat in "01" for way in ("whole", "shared", "shared-2")
+    ]
+    assert [row["images_encoded"] for row in rows] == ["24", "3", "3"] * 2
+    assert [float(row["gradient_difference"]) for row in rows] == [0, 0.5, 0] * 2
+    assert "| 24 |" in families_table(tmp_path / "x")

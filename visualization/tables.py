@@ -5,7 +5,7 @@
 
 A marked place starts with `<!-- table:NAME results/<machine> -->`, or `<!-- table:NAME results/<machine> SCALE -->`
 for one scale only, and ends with `<!-- /table -->`. Names: summary, peak, audit, speed, published, phases, shapes,
-rivals, plan, levers, profiles, exactness, sampler. The folder is relative to the file.
+rivals, families, plan, levers, profiles, exactness, sampler. The folder is relative to the file.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from visualization.pages.phase_seconds import phases_table
 from visualization.pages.predictions import check_table, levers_table, profiles_table
 from visualization.pages.published import published_table
 from visualization.pages.results import audit_table, peak_table, speed_table
-from visualization.pages.rivals import rivals_table
+from visualization.pages.rivals import families_table, rivals_table
 from visualization.pages.summary import summary_table
 from visualization.runs import LEARN, Run, describe, footnotes, in_short, scales
 
@@ -37,6 +37,7 @@ TABLES: dict[str, Callable[[Sequence[Run]], list[str]]] = {
 # Of other files of the folder, which match the pattern
 FOLDER_TABLES: dict[str, tuple[Callable[[Path], str], str]] = {
     "rivals": (rivals_table, "rivals/*.csv"),
+    "families": (families_table, "families/*.csv"),
     "plan": (check_table, "plan_check.csv"),
     "levers": (levers_table, "plan_check.csv"),
     "profiles": (profiles_table, "*.json"),
@@ -77,7 +78,11 @@ def render(name: str, folder: Path, scale: str | None = None, load: Callable = l
 def page(folder: Path, runs: Sequence[Run]) -> str:
     """Every table that the folder has something for, each under a heading."""
     names = [*TABLES, *(["shapes"] if any(SHAPE.fullmatch(run.scale) for run in runs) else [])]
-    names += [name for name in ("rivals", "plan", "exactness", "sampler") if any(folder.glob(FOLDER_TABLES[name][1]))]
+    names += [
+        name
+        for name in ("rivals", "families", "plan", "exactness", "sampler")
+        if any(folder.glob(FOLDER_TABLES[name][1]))
+    ]
     tables = {name: render(name, folder, load=lambda folder: runs) for name in names}
     return "\n".join(f"## {name}\n\n{text}" for name, text in tables.items() if text.strip())
 

@@ -1,4 +1,4 @@
-"""A table of ways to compute one group's log-probabilities: results/<machine>/rivals/*.csv."""
+"""Tables of ways to compute one group: results/<machine>/rivals/*.csv and families/*.csv."""
 
 from pathlib import Path
 
@@ -54,3 +54,53 @@ def rivals_table(folder: Path) -> str:
         header = ["", "score, s", "train, s", "train peak above start, MiB", "gradient differs by"]
         parts.append("\n".join([*lines, *markdown(header, table)]))
     return "\n\n".join(parts) + "\n"
+
+
+PHASES = ("generate", "score", "train")
+FAMILIES = {
+    "gated-deltanet": "Gated DeltaNet (Qwen3.5)",
+    "mamba-2": "Mamba-2 (Bamba)",
+    "images": "One image of 1,024 tokens (Qwen2.5-VL)",
+}
+
+
+def families_table(folder: Path) -> str:
+    """For each family: median seconds and peak of each phase, images encoded, and difference of gradients.
+
+    Raises LoadError where there is nothing to show.
+    """
+    program = "experiments.evidence.families_cost"
+    paths = sorted((folder / "families").glob("*.csv"))
+    if not paths:
+        raise LoadError(f"{folder}/families: no results; run python -m {program}")
+    numbers = [f"{phase}_{what}" for phase in PHASES for what in ("seconds", "peak_bytes")]
+    table = []
+    for path in paths:
+        rows = read_rows(
+            path,
+            (*numbers, "images_encoded", "gradient_difference", "prompt_tokens", "completion_tokens", "k"),
+            program,
+        )
+        first = rows.iloc[0]
+        whole = rows[rows.way == "whole"]
+        size = f"prompt {first.prompt_tokens:,}, completions {first.completion_tokens:,}, k = {first.k}"
+        for way in rows.way.unique():
+            mine = rows[rows.way == way]
+            cells = [
+                f"{FAMILIES.get(first.family, first.family)}, {size}" if way == "whole" else "",
+                NAMES.get(way, way),
+            ]
+            for phase in PHASES:
+                seconds, peak = mine[f"{phase}_seconds"].median(), mine[f"{phase}_peak_bytes"].median()
+                faster = f" ({whole[f'{phase}_seconds'].median() / seconds:.1f} x)" if way != "whole" else ""
+                cells.append(f"{seconds:.1f} s{faster}, {peak / MIB:,.0f} MiB")
+            cells.append(f"{mine.images_encoded.median():.0f}" if rows.images_encoded.any() else "")
+            cells.append("" if way == "whole" else f"{mine.gradient_difference.max():.0e}")
+            table.append(cells)
+    header = ["", "", *PHASES, "images encoded", "gradient differs by"]
+    about = (
+        f"*CPU: {first.device_name} · torch {first.torch_version} · transformers {first.transformers_version} · "
+        f"commit {first.commit[:10]} · float32, 8 layers of width 256 · median of {len(whole)} alternating repeats · "
+        "peak resident above the start of the phase*"
+    )
+    return "\n".join([about, "", *markdown(header, table)]) + "\n"
