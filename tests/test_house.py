@@ -39,7 +39,7 @@ LONGER = {  # -> why
 STARTS_FAST = (  # before the sampler's first sample, the budget, or the word on what is missing
     "memory_monitor", "config", "record", "suite", "train", "evidence.exactness", "evidence.families_cost",
     "evidence.host_allocator_bench", "evidence.model_families", "evidence.planner_check", "evidence.rivals",
-    "evidence.sampler_check",
+    "evidence.sampler_check", "evidence.worth",
 )  # fmt: skip
 HEAVY = ("torch", "transformers", "trl", "accelerate", "datasets", "peft", "pandas", "matplotlib")
 

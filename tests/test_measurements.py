@@ -1,9 +1,7 @@
 """What all measurements of `experiments.evidence` promise: one line for bad input and for what is missing, tables that
 are never half, and going on where they were killed. Nothing is measured here; test_gpu_evidence.py does."""
 
-import contextlib
 import csv
-import time
 
 import pytest
 
@@ -17,11 +15,12 @@ from experiments.evidence import (
     planner_check,
     rivals,
     sampler_check,
+    worth,
 )
 from experiments.record import write_csv
 from visualization.pages.rivals import families_table
 
-ALL = (exactness, families_cost, host_allocator_bench, planner_check, rivals, sampler_check)
+ALL = (exactness, families_cost, host_allocator_bench, planner_check, rivals, sampler_check, worth)
 COMMIT = "0123456789ab"
 
 
@@ -327,18 +326,17 @@ def test_the_families_go_on_where_they_were_killed(measure, monkeypatch, tmp_pat
     import torch
 
     class Group:
-        def __init__(self, family):
-            self.model, self.encoded, self.num_rows = torch.nn.Linear(2, 1), 0, {"images": 8}.get(family, 0)
-
-        def generate(self, way):
-            time.sleep(0.001)
-            self.encoded += self.num_rows if way == "whole" else self.num_rows // 8
-
-        score = generate
+        def __init__(self, model, vocab_size, sizes, image):
+            self.model, self.rows = torch.nn.Linear(2, 1), sizes.k if image else 0
 
         def train(self, way):
-            self.generate(way)
+            self.model.zero_grad()
             (self.model(torch.ones(3, 2)).sum() * (1.5 if way == "shared" else 1.0)).backward()
+
+        def measure(self, way, high_water):
+            self.train(way)
+            self.encoded = 3 * self.rows if way == "whole" else 3 * self.rows // 8
+            return dict.fromkeys(families_cost.PHASE_COLUMNS, 1)
 
         def gradient(self):
             return torch.cat([p.grad.flatten() for p in self.model.parameters()])
@@ -346,7 +344,7 @@ def test_the_families_go_on_where_they_were_killed(measure, monkeypatch, tmp_pat
     monkeypatch.setattr(families_cost, "use_fork", lambda arm: None)
     monkeypatch.setattr(families_cost, "keep_only_live_memory", lambda: None)
     monkeypatch.setattr(families_cost, "Group", Group)
-    monkeypatch.setattr(families_cost, "attention_of", lambda model, way: contextlib.nullcontext())
+    monkeypatch.setattr(families_cost, "build_model", lambda family: None)
     options = ("--families", "mamba-2,images", "--repeats", "2")
     write = families_cost.Table.add
     monkeypatch.setattr(families_cost.Table, "add", killed_after(8, write))

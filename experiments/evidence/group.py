@@ -1,0 +1,131 @@
+"""One prompt with k completions, and the phases of a training step on them: whole rows, or with the prompt shared."""
+
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+from experiments.device import settle, status_bytes
+from experiments.phases import HighWater
+
+PHASES = ("generate", "score", "train")
+PHASE_COLUMNS = tuple(f"{phase}_{what}" for what in ("seconds", "cpu_seconds", "peak_bytes") for phase in PHASES)
+# All completions together, or two at a time
+WAYS = {"whole": None, "shared": {}, "shared-2": {"completions_per_forward": 2}}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Tokens of the prompt and of each of the k completions."""
+
+    prompt: int
+    completion: int
+    k: int
+
+
+@dataclass(frozen=True)
+class Image:
+    """The one image of a prompt: patches along a side, four of which make a token, and that token's id."""
+
+    side: int
+    token: int
+
+
+def attention_of(model, way: str):
+    """Whole rows go through the attention that stock has."""
+    from trl.models.prefix_sharing import use_base_attention
+
+    return use_base_attention(model) if way == "whole" else nullcontext()
+
+
+class Group:
+    """The model, in float32 with the compact LM head, and random tokens from 10 to its vocabulary."""
+
+    def __init__(self, model, vocab_size: int, sizes: Sizes, image: Image | None = None):
+        import torch
+        from trl.models.prefix_sharing import enable_prefix_sharing
+        from trl.trainer.utils import add_fused_lm_head
+
+        torch.manual_seed(0)
+        self.torch, self.model, self.sizes, self.image = torch, model.train(), sizes, image
+        add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+        enable_prefix_sharing(model)
+        self.ids = torch.randint(10, vocab_size, (sizes.k, sizes.prompt + sizes.completion))
+        self.ids[:, : sizes.prompt] = self.ids[0, : sizes.prompt]
+        self.weights = torch.linspace(-1, 1, sizes.k * sizes.completion).view(sizes.k, sizes.completion)
+        self.pixels, self.num_images, self.encoded = {}, None, 0
+        if image is not None:
+            patches = image.side**2
+            self.ids[:, 20 : 20 + patches // 4] = image.token
+            self.pixels = {
+                "pixel_values": torch.randn(patches, 3 * 2 * 14 * 14).repeat(sizes.k, 1),
+                "image_grid_thw": torch.tensor([[1, image.side, image.side]] * sizes.k),
+            }
+            self.num_images = [1] * sizes.k
+            model.base_model.visual.register_forward_pre_hook(self.count)
+
+    def count(self, tower, args) -> None:
+        self.encoded += len(args[0]) // self.image.side**2
+
+    def inputs(self, ids) -> dict:
+        types = {} if self.image is None else {"mm_token_type_ids": (ids == self.image.token).long()}
+        return {"input_ids": ids, "attention_mask": self.torch.ones_like(ids), **types, **self.pixels}
+
+    def generate(self, way: str) -> None:
+        """Completions of full length, sampled."""
+        from transformers import GenerationConfig
+        from trl.generation.shared_prefix import generate_with_shared_prefix
+
+        length = {"max_new_tokens": self.sizes.completion, "min_new_tokens": self.sizes.completion}
+        config = GenerationConfig(**length, do_sample=True, pad_token_id=0, eos_token_id=1, disable_compile=True)
+        inputs = self.inputs(self.ids[:, : self.sizes.prompt])
+        self.model.eval()
+        with self.torch.no_grad():
+            if way == "whole":
+                self.model.generate(**inputs, generation_config=config)
+            else:
+                sharing = {"group_size": self.sizes.k, "num_images": self.num_images}
+                generate_with_shared_prefix(self.model, generation_config=config, **sharing, **inputs)
+        self.model.train()
+
+    def log_probs(self, way: str):
+        """Of shape (k, completion)."""
+        from trl.models.prefix_sharing import SharedPrefixPasses
+
+        labels = self.ids.clone()
+        labels[:, : self.sizes.prompt] = -100
+        passes, shared = None, WAYS[way]
+        if shared is not None:
+            sharing = {"group_size": self.sizes.k, "num_images": self.num_images}
+            passes = SharedPrefixPasses(self.sizes.prompt, **sharing, **shared)
+        output = self.model(**self.inputs(self.ids), labels=labels, fused_lm_head=True, passes=passes)
+        return output.log_probs[:, -self.sizes.completion :]
+
+    def score(self, way: str) -> None:
+        with self.torch.no_grad():
+            self.log_probs(way)
+
+    def train(self, way: str) -> None:
+        """Forward and backward with gradient checkpointing, which the trainer switches off for generation."""
+        self.model.gradient_checkpointing_enable()  # in transformers 5.17 as in 5.23, which has another name, too
+        (self.log_probs(way) * self.weights).sum().backward()
+        self.model.gradient_checkpointing_disable()
+
+    def gradient(self):
+        return self.torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None])
+
+    def measure(self, way: str, high_water: HighWater) -> dict:
+        """Wall and CPU seconds, and peak resident bytes above the level before, of each phase: `PHASE_COLUMNS`."""
+        self.encoded = 0
+        self.model.zero_grad(set_to_none=False)
+        row = {}
+        with attention_of(self.model, way):
+            for phase in PHASES:
+                settle()
+                before = status_bytes("VmRSS")
+                high_water.reset()
+                start, cpu_start = time.perf_counter(), time.process_time()
+                getattr(self, phase)(way)
+                row[f"{phase}_seconds"] = round(time.perf_counter() - start, 4)
+                row[f"{phase}_cpu_seconds"] = round(time.process_time() - cpu_start, 4)
+                row[f"{phase}_peak_bytes"] = high_water.read()[2] - before
+        return row

@@ -1,0 +1,55 @@
+"""The limit that `experiments.evidence.worth` holds its seconds against is what a counter of operations finds."""
+
+import pytest
+
+from experiments.builds import use_fork
+from experiments.config import ARMS
+from experiments.evidence import worth
+from experiments.evidence.group import Group, Sizes, attention_of
+from experiments.evidence.worth import Work
+
+SIZES = Sizes(prompt=24, completion=5, k=3)
+
+
+@pytest.mark.torch
+def test_the_multiplications_are_those_that_run(tmp_path, monkeypatch):
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoModelForCausalLM
+
+    use_fork(ARMS["shared"])
+    config = worth.shape_config("qwen3-8-layers", 512)
+    config.num_hidden_layers, config.layer_types = 2, config.layer_types[:2]
+    in_place = {torch.ops.aten.addmm_: lambda x, a, b, **kwargs: 2 * a[0] * a[1] * b[1]}
+    for way, shared in (("whole", False), ("shared", True)):
+        group = Group(AutoModelForCausalLM.from_config(config), 512, SIZES)
+        group.model.set_attn_implementation("prefix_sharing_eager")  # the counter does not know the CPU's kernel
+        work = Work.of(SIZES, shared)
+        if shared:  # each completion has the last token of the prompt before it here
+            work = Work(work.tokens + SIZES.k - 1, 0, work.scored)
+        for phase in worth.LIMITED:
+            with attention_of(group.model, way), FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+                getattr(group, phase)(way)
+            counted = {str(op): flops // 2 for op, flops in counter.get_flop_counts()["Global"].items()}
+            linear = sum(n for op, n in counted.items() if op != "aten.bmm")
+            without_attention = Work(work.tokens, 0, work.scored).multiplications(config, phase)
+            if shared and phase == "train":  # nothing of the prompt's last layer but keys and values has a gradient
+                per_token = config.hidden_size * (2 * 4 * 64 + 3 * config.intermediate_size)
+                without_attention -= 2 * (SIZES.prompt - 1) * per_token
+            assert linear == without_attention, (way, phase)
+            if way == "whole" and phase == "score":  # eager attention takes whole squares
+                square = Work(0, SIZES.k * (SIZES.prompt + SIZES.completion) ** 2, 0)
+                assert counted["aten.bmm"] == square.multiplications(config, phase)
+
+
+def test_the_limit_is_what_tokens_and_pairs_leave():
+    """One token a completion and none of the width in attention: rows over the rows that are needed."""
+    config = worth.shape_config("qwen3-8-layers", 1)
+    assert worth.limit(config, Sizes(1000, 1, 8), "score") == pytest.approx(8 * 1001 / 1008, rel=0.15)
+    assert worth.limit(config, Sizes(2, 5000, 8), "train") == pytest.approx(1.0, abs=0.001)
+
+
+@pytest.mark.parametrize("cells", ["3000", "3000x", "1x1", "0x100", "9999999x1", "3000x100,3000x100", "a x b", ""])
+def test_bad_cells_are_one_line(cells, tmp_path, capsys):
+    assert worth.main(["--cells", cells, "--results", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1 and not list(tmp_path.rglob("*"))
