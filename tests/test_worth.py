@@ -7,6 +7,9 @@ from experiments.config import ARMS
 from experiments.evidence import worth
 from experiments.evidence.group import Group, Sizes, attention_of
 from experiments.evidence.worth import Work
+from experiments.record import write_csv
+from visualization.charts import worth as worth_chart
+from visualization.files import run_cli
 
 SIZES = Sizes(prompt=24, completion=5, k=3)
 
@@ -53,3 +56,27 @@ def test_the_limit_is_what_tokens_and_pairs_leave():
 def test_bad_cells_are_one_line(cells, tmp_path, capsys):
     assert worth.main(["--cells", cells, "--results", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1 and not list(tmp_path.rglob("*"))
+
+
+def test_the_chart_shows_each_cell_and_a_damaged_table_is_one_line(tmp_path, capsys):
+    row = dict.fromkeys(worth.COLUMNS, 1) | {"model": "wide", "train_limit": 5.5, "prompt_tokens": 3000}
+    seconds = {"whole": 6, "shared": 2, "shared-2": 3}
+    rows = [
+        {**row, "completion_tokens": completion, "way": way, **{f"{phase}_seconds": s for phase in worth.PHASES}}
+        for completion in (100, 1000)
+        for way, s in seconds.items()
+    ]
+    write_csv(tmp_path / "worth.csv", worth.COLUMNS, rows)
+    figure = worth_chart.chart(worth_chart.read_worth(tmp_path))
+    texts = [text.get_text() for axes in figure.axes for text in axes.texts]
+    train, step = "3.00 x together\n2.00 x two a pass\nlimit 5.50 x", "3.00 x together\n2.00 x two a pass"
+    assert texts == [train, train, step, step]
+
+    def draw():
+        return worth_chart.main([str(tmp_path), str(tmp_path / "worth.png")])
+
+    assert run_cli(draw) == 0 and (tmp_path / "worth.png").stat().st_size > 10_000
+    write_csv(tmp_path / "worth.csv", worth.COLUMNS, [row for row in rows if row["way"] != "whole"])
+    assert run_cli(draw) == 2 and "lacks 'whole'" in capsys.readouterr().err
+    write_csv(tmp_path / "worth.csv", worth.COLUMNS, [{**rows[0], "train_seconds": ""}])
+    assert run_cli(draw) == 2 and "line 2, train_seconds" in capsys.readouterr().err

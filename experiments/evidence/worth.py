@@ -35,7 +35,7 @@ MODELS = {  # shape, vocabulary, layers
     "narrow": ("qwen3-8-layers", 32_768, 8),
     "wide": ("qwen3-0.6b", 10_852, 2),
 }
-CELLS = "3000x100,3000x1000,1000x100,1000x1000,200x1000,100x750"
+CELLS = "3000x100,3000x1000,1000x100,1000x1000,200x100,200x1000"
 
 
 @dataclass(frozen=True)

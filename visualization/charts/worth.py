@@ -1,0 +1,100 @@
+"""What sharing is worth: how many times faster than whole rows, over prompts and completions of many lengths.
+
+python -m visualization.charts.worth results/<machine> OUT.png
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap, LogNorm
+from matplotlib.figure import Figure
+
+from visualization import style
+from visualization.files import LoadError, read_rows, run_cli
+
+PHASES = ("generate", "score", "train")
+NUMBERS = (
+    "prompt_tokens", "completion_tokens", "k", "train_limit",
+    *(f"{phase}_seconds" for phase in PHASES), *(f"{phase}_peak_bytes" for phase in PHASES),
+)  # fmt: skip
+MODELS = {"narrow": "narrow (8 layers of width 256)", "wide": "wide (2 layers of Qwen3-0.6B's width)"}
+_LIGHT = ListedColormap(colormaps["YlGn"](range(0, 160)))  # black text can be read on all of it
+WAYS = {"shared": "together", "shared-2": "two a pass"}
+
+
+def read_worth(folder: Path) -> pd.DataFrame:
+    """The rows that python -m experiments.evidence.worth wrote, with the sum of the phases. Raises LoadError."""
+    rows = read_rows(folder / "worth.csv", NUMBERS, "experiments.evidence.worth")
+    rows["step_seconds"] = rows[[f"{phase}_seconds" for phase in PHASES]].sum(axis=1)
+    return rows
+
+
+def faster(rows: pd.DataFrame, phase: str) -> pd.DataFrame:
+    """How many times faster each way is than whole rows: medians, by model, prompt and completion tokens."""
+    by = ["model", "prompt_tokens", "completion_tokens", "way"]
+    seconds = rows.groupby(by)[f"{phase}_seconds"].median().unstack("way")
+    return seconds["whole"].to_numpy()[:, None] / seconds[list(WAYS)]
+
+
+def chart(rows: pd.DataFrame) -> Figure:
+    """One panel a model for the training pass, with the counted limit, and one for the whole step."""
+    first = rows.iloc[0]
+    models = [name for name in MODELS if name in set(rows.model)]
+    small_print = [
+        f"CPU: {first.device_name} · torch {first.torch_version} · transformers {first.transformers_version} · commit "
+        f"{first.commit[:10]} · float32 · median of {rows['repeat'].nunique()} alternating repeats",
+        "Against TRL's own whole rows with the LM head that scores only completions. A step is one generation, one "
+        "scoring and one training pass. The limit: multiplications of whole rows over those that are needed when the "
+        "prompt is computed once.",
+    ]
+    figure = style.new_figure(
+        10, 3.2 * len(models), f"Times faster than whole rows, k = {first.k} completions a prompt", small_print
+    )
+    axes = figure.subplots(len(models), 2, squeeze=False)
+    for line, model in zip(axes, models, strict=True):
+        mine = rows[rows.model == model]
+        limits = mine.groupby(["model", "prompt_tokens", "completion_tokens"]).train_limit.first()
+        draw(line[0], faster(mine, "train"), limits, f"Training pass, {MODELS[model]}")
+        draw(line[1], faster(mine, "step"), None, f"Whole step, {MODELS[model]}")
+    return figure
+
+
+def draw(axes: Axes, table: pd.DataFrame, limits: pd.Series | None, title: str) -> None:
+    """One square a cell: prompts upwards, completions to the right."""
+    plane = table.max(axis=1).droplevel("model").unstack("completion_tokens")
+    axes.imshow(plane, origin="lower", aspect="auto", cmap=_LIGHT, norm=LogNorm(0.7, 16))
+    for (_, prompt, completion), row in table.iterrows():
+        lines = [f"{row[way]:.2f} x {name}" for way, name in WAYS.items()]
+        lines += [] if limits is None else [f"limit {limits.loc[:, prompt, completion].item():.2f} x"]
+        at = (plane.columns.get_loc(completion), plane.index.get_loc(prompt))
+        axes.annotate("\n".join(lines), at, ha="center", va="center")
+    axes.grid(visible=False)
+    axes.set_xticks(range(len(plane.columns)), [f"{x:,}" for x in plane.columns])
+    axes.set_yticks(range(len(plane.index)), [f"{x:,}" for x in plane.index])
+    axes.set_xlabel("completion (tokens)")
+    axes.set_ylabel("prompt (tokens)")
+    axes.set_title(title)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw the chart. Raises LoadError where the folder has no such rows, OSError where OUT cannot be written."""
+    parser = argparse.ArgumentParser(prog="python -m visualization.charts.worth", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="results/<machine>")
+    parser.add_argument("out", type=Path, help="the PNG to write")
+    args = parser.parse_args(argv)
+    rows = read_worth(args.folder)
+    try:
+        figure = chart(rows)
+    except KeyError as error:
+        raise LoadError(f"{args.folder}/worth.csv: lacks {error}; run python -m experiments.evidence.worth") from None
+    figure.savefig(args.out, dpi=150)
+    print(args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_cli(main))
