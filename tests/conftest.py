@@ -77,7 +77,7 @@ def probe():
     def run(name, *arguments):
         command = [sys.executable, str(ROOT / "tests" / "probes" / f"{name}.py"), *map(str, arguments)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, env=environment)
         assert result.returncode == 0, result.stderr[-3000:]
         return json.loads(result.stdout.splitlines()[-1])
 
