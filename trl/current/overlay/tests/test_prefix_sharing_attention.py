@@ -81,15 +81,18 @@ def errors(got, expected):
 
 
 class Operators(TorchDispatchMode):
-    """Names of the operators that run, and what they are called with."""
+    """Names of the operators that run, what they are called with, and tensors that they make."""
 
     def __init__(self):
         super().__init__()
-        self.calls = []
+        self.calls, self.results = [], []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.calls.append((func.overloadpacket.__name__, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and isinstance(result, torch.Tensor):
+            self.results.append(result)
+        return result
 
     def named(self, word):
         return [call for call in self.calls if word in call[0]]
@@ -174,6 +177,13 @@ class TestMasks(TrlTestCase):
                 assert allowed[token, : num_prefix_tokens + size].tolist() == [bool(x) for x in seen]
             start += size
 
+    def test_a_mask_is_the_largest_thing_that_it_is_made_of(self):
+        context = self.context(300, [20] * 8)
+        with Operators() as operators:
+            allowed = context.allowed(sliding_window_causal_mask_function(30))
+        sizes = [x.nbytes for x in operators.results]
+        assert sorted(sizes)[-1] == allowed.nbytes and sorted(sizes)[-2] < allowed.nbytes / 2
+
     @pytest.mark.parametrize("gradient_checkpointing", [False, True])
     def test_plain_causal_layers_attend_without_a_mask(self, gradient_checkpointing):
         model = load(MODEL_ID).train()
@@ -191,6 +201,24 @@ class TestMasks(TrlTestCase):
             "_scaled_dot_product_flash_attention_for_cpu_backward",
         }
         assert all(kwargs.get("attn_mask") is None for _, _, kwargs in attention)
+
+    @pytest.mark.parametrize("completions_per_forward", [None, 2])
+    def test_gradients_of_the_prompt_are_added_in_float32_where_they_are_added(self, completions_per_forward):
+        model = load(MODEL_ID).bfloat16().train()
+        enable_prefix_sharing(model)
+        input_ids, attention_mask, prompt_length = make_batch()
+        attention_mask[:] = 1
+        passes = SharedPrefixPasses(prompt_length, completions_per_forward)
+        outputs = passes.forward(model.model, input_ids, attention_mask)
+        with Operators() as operators:
+            outputs.last_hidden_state.sum().backward()
+        config = model.config
+        head_size = config.hidden_size // config.num_attention_heads
+        shape = (1, config.num_key_value_heads, prompt_length - 1, head_size)
+        added = [x for x in operators.results if x.shape == shape and x.dtype == torch.float32]
+        num_passes = 0 if completions_per_forward is None else 2
+        # A key and a value of each layer and prompt, copied by each pass, and added
+        assert len(added) == 2 * config.num_hidden_layers * 2 * max(0, 2 * num_passes - 1)
 
     def test_layers_with_a_window_have_a_mask(self):
         config = Gemma3TextConfig(
