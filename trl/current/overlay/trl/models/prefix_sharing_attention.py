@@ -84,7 +84,7 @@ def _repeat(x: torch.Tensor, num_groups: int) -> torch.Tensor:
 # tokens attends causally to itself, else all queries to all keys. The log-sum-exp has shape (B, H, Q).
 
 
-def _forward_on_cpu(query, key, value, runs: Runs | None, scale: float | None):
+def forward_on_cpu(query, key, value, runs: Runs | None, scale: float | None):
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     num_groups = query.shape[1] // key.shape[1]
     if runs is None:
@@ -101,7 +101,7 @@ def _forward_on_cpu(query, key, value, runs: Runs | None, scale: float | None):
     return torch.cat(outputs, dim=1).transpose(1, 2), torch.cat(lses, dim=2)
 
 
-def _backward_on_cpu(grad, query, key, value, output, lse, runs: Runs | None, scale: float | None):
+def backward_on_cpu(grad, query, key, value, output, lse, runs: Runs | None, scale: float | None):
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     num_groups = query.shape[1] // key.shape[1]
     if runs is None:
@@ -129,7 +129,7 @@ def _lengths_on_cuda(query, key, runs: Runs | None) -> tuple:
     return runs.starts, runs.starts, longest, longest, 0.0, True
 
 
-def _forward_on_cuda(query, key, value, runs: Runs | None, scale: float | None):
+def forward_on_cuda(query, key, value, runs: Runs | None, scale: float | None):
     lengths = _lengths_on_cuda(query, key, runs)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     if runs is not None:
@@ -140,7 +140,7 @@ def _forward_on_cuda(query, key, value, runs: Runs | None, scale: float | None):
     return output.transpose(1, 2), lse
 
 
-def _backward_on_cuda(grad, query, key, value, output, lse, runs: Runs | None, scale: float | None):
+def backward_on_cuda(grad, query, key, value, output, lse, runs: Runs | None, scale: float | None):
     lengths = _lengths_on_cuda(query, key, runs)
     tensors = [*(x.transpose(1, 2) for x in (grad, query, key, value, output)), lse]
     if runs is not None:
@@ -153,12 +153,12 @@ def _backward_on_cuda(grad, query, key, value, output, lse, runs: Runs | None, s
 
 
 def _forward(query, key, value, runs: Runs | None, scale: float | None):
-    kernels = _forward_on_cuda if query.device.type == "cuda" else _forward_on_cpu
+    kernels = forward_on_cuda if query.device.type == "cuda" else forward_on_cpu
     return kernels(query, key, value, runs, scale)
 
 
 def _backward(grad, query, key, value, output, lse, runs: Runs | None, scale: float | None):
-    kernels = _backward_on_cuda if query.device.type == "cuda" else _backward_on_cpu
+    kernels = backward_on_cuda if query.device.type == "cuda" else backward_on_cpu
     return kernels(grad, query, key, value, output, lse, runs, scale)
 
 
