@@ -177,6 +177,19 @@ class TestMasks(TrlTestCase):
                 assert allowed[token, : num_prefix_tokens + size].tolist() == [bool(x) for x in seen]
             start += size
 
+    def test_a_layer_with_more_than_a_scale_has_a_mask(self):
+        context = self.context(7, SHAPES["ragged"][-1])
+        query, key, value, *prefix = make_tensors("ragged", torch.float64)
+        context.prefix.record(0, *prefix)
+        tensors = (nn.Module(), query, key, value, context.no_mask)
+        tensors[0].layer_idx = 0
+        expected, _ = context.attend("sdpa", *tensors, scaling=0.3, dropout=0.0, softcap=None)
+        assert context.prefix.unmasked == {0}
+        context.prefix.unmasked.clear()
+        output, _ = context.attend("sdpa", *tensors, scaling=0.3, s_aux=torch.ones(4))  # which `sdpa` does not read
+        assert context.prefix.unmasked == set()
+        torch.testing.assert_close(output, expected)
+
     def test_a_mask_is_the_largest_thing_that_it_is_made_of(self):
         context = self.context(300, [20] * 8)
         with Operators() as operators:

@@ -27,8 +27,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 
-# Beside the scale, what changes the attention that `sdpa` computes, or what it refuses
-_OTHER_ARGUMENTS = ("dropout", "softcap", "s_aux", "position_bias", "cache")
+# Beside scale and dropout, what changes attention, or what `sdpa` refuses
+_OTHER_ARGUMENTS = ("softcap", "s_aux", "position_bias", "cache")
 
 # FlashAttention-2 has no kernel for larger heads
 _MAX_HEAD_SIZE_ON_CUDA = 256
@@ -255,7 +255,7 @@ def kernels_take(key: torch.Tensor, value: torch.Tensor) -> bool:
 
 def is_plain(arguments: dict) -> bool:
     """Whether attention that is called with these arguments is a softmax of scaled scores, and nothing else."""
-    return not any(arguments.get(name) for name in _OTHER_ARGUMENTS)
+    return not arguments.get("dropout") and all(arguments.get(name) is None for name in _OTHER_ARGUMENTS)
 
 
 def shared_prefix_attention(
