@@ -31,6 +31,7 @@ ADDS = {
     "0009-prefix-sharing-images.patch": (set(), "prefix-sharing-images"),
     "0010-disable-attention-dropout.patch": (set(), "disable-attention-dropout"),
     "0011-prefix-sharing-zero3.patch": (set(), "prefix-sharing-zero3"),
+    "0012-prefix-sharing-kernels.patch": (set(), "prefix-sharing-kernels"),
 }
 # Words that stand nowhere in the package before their patch
 WORDS = {
@@ -40,6 +41,7 @@ WORDS = {
     "0008-prefix-sharing-states.patch": "prefix_sharing_states",
     "0009-prefix-sharing-images.patch": "prefix_sharing_images",
     "0011-prefix-sharing-zero3.patch": "prefix_sharing_zero3",
+    "0012-prefix-sharing-kernels.patch": "prefix_sharing_attention",
 }
 
 

@@ -251,6 +251,18 @@ def prefix_sharing_zero3(folder):
     return not any(refusal(name, folder, True, None, **chosen) for name in NAMES for chosen in options)
 
 
+@promise
+def prefix_sharing_kernels(folder):
+    """No layer of a plain causal model takes a mask to share a prompt."""
+    from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing
+
+    model = build_with_head()
+    enable_prefix_sharing(model)
+    ids, mask, columns = tiny.build_batch()
+    output = SharedPrefixPasses(columns, completions_per_forward=2).forward(model.model, ids, mask)
+    return output.unmasked_layers == set(range(model.config.num_hidden_layers))
+
+
 def look(tree):
     import trl
 

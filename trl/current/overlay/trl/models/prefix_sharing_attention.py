@@ -1,0 +1,297 @@
+# Copyright 2020-2026 The HuggingFace Team. All rights reserved.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+
+"""
+Attention to a shared prefix without a mask: one kernel for the prefix, one for the completions among themselves, and
+their outputs merged by the log-sum-exp of the scores.
+
+Shape suffixes: B rows, S prefix tokens, T tokens of a packed pass, Q queries, K keys, H heads, G query heads that read
+the same key head, D head size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+
+# Beside scale and dropout, what changes attention, or what `sdpa` refuses
+_OTHER_ARGUMENTS = ("softcap", "s_aux", "position_bias", "cache")
+
+# FlashAttention-2 has no kernel for larger heads
+_MAX_HEAD_SIZE_ON_CUDA = 256
+
+
+@dataclass(frozen=True)
+class Runs:
+    """
+    Runs of tokens that lie one after another in a row, and attend causally, each to itself.
+
+    Args:
+        lengths (`list[int]`):
+            Number of tokens of each.
+        starts (`torch.Tensor` of shape `(len(lengths) + 1,)`):
+            Where each of them begins, and where the last one ends.
+    """
+
+    lengths: list[int]
+    starts: torch.Tensor
+
+    @classmethod
+    def of(cls, lengths: list[int], device: torch.device) -> "Runs":
+        starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return cls(lengths, starts.to(device, non_blocking=True))
+
+
+def _fold(x: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """`(B, H, Q, ...)` as `(B, H / G, G * Q, ...)`: the query heads of a key head become more queries of it."""
+    return x.unflatten(1, (-1, num_groups)).flatten(2, 3)
+
+
+def _unfold(x: torch.Tensor, num_groups: int) -> torch.Tensor:
+    x = x.unflatten(2, (num_groups, -1)).movedim(3, 1)  # (B, Q, H / G, G, ...)
+    return x.flatten(2, 3).transpose(1, 2)
+
+
+def _batch(x: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """`(B, H, Q, ...)` as `(B * G, H / G, Q, ...)`: more rows, where each query may see other keys."""
+    return x.unflatten(1, (-1, num_groups)).transpose(1, 2).flatten(0, 1)
+
+
+def _unbatch(x: torch.Tensor, num_groups: int) -> torch.Tensor:
+    x = x.unflatten(0, (-1, num_groups)).movedim((3, 2), (1, 2))  # (B, Q, H / G, G, ...)
+    return x.flatten(2, 3).transpose(1, 2)
+
+
+def _repeat(x: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """Keys `(B, H / G, K, D)` for the rows of [`_batch`], without a copy if B is 1."""
+    return x.unsqueeze(1).expand(-1, num_groups, -1, -1, -1).flatten(0, 1)
+
+
+# The kernels below take a query of shape (B, H, Q, D) and keys of fewer heads. With `runs`, of a single row, each run of
+# tokens attends causally to itself, else all queries to all keys. The log-sum-exp has shape (B, H, Q).
+
+
+def forward_on_cpu(query, key, value, runs: Runs | None, scale: float | None):
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    num_groups = query.shape[1] // key.shape[1]
+    if runs is None:
+        output, lse = kernel(_fold(query, num_groups), key, value, scale=scale)
+        return _unfold(output, num_groups), _unfold(lse, num_groups)
+    outputs, lses = [], []
+    for run_query, run_key, run_value in zip(*(x.split(runs.lengths, 2) for x in (query, key, value)), strict=True):
+        run_query, run_key, run_value = (
+            _batch(run_query, num_groups), _repeat(run_key, num_groups), _repeat(run_value, num_groups)
+        )  # fmt: skip
+        output, lse = kernel(run_query, run_key, run_value, is_causal=True, scale=scale)
+        outputs.append(_unbatch(output, num_groups).transpose(1, 2))
+        lses.append(_unbatch(lse, num_groups))
+    return torch.cat(outputs, dim=1).transpose(1, 2), torch.cat(lses, dim=2)
+
+
+def backward_on_cpu(grad, query, key, value, output, lse, runs: Runs | None, scale: float | None):
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    num_groups = query.shape[1] // key.shape[1]
+    if runs is None:
+        grad, query, output, lse = (_fold(x, num_groups) for x in (grad, query, output, lse))
+        grad_query, *grads = kernel(grad, query, key, value, output, lse, 0.0, False, scale=scale)
+        return _unfold(grad_query, num_groups), *grads
+    grads = []
+    for *of_queries, run_key, run_value in zip(
+        *(x.split(runs.lengths, 2) for x in (grad, query, output, lse, key, value)), strict=True
+    ):
+        run_grad, run_query, run_output, run_lse = (_batch(x, num_groups) for x in of_queries)
+        run_key, run_value = _repeat(run_key, num_groups), _repeat(run_value, num_groups)
+        run_grads = kernel(run_grad, run_query, run_key, run_value, run_output, run_lse, 0.0, True, scale=scale)
+        of_key, of_value = (x.unflatten(0, (-1, num_groups)).sum(1) for x in run_grads[1:])
+        grads.append((_unbatch(run_grads[0], num_groups), of_key, of_value))
+    return tuple(torch.cat(run_grads, dim=2) for run_grads in zip(*grads, strict=True))
+
+
+def _lengths_on_cuda(query, key, runs: Runs | None) -> tuple:
+    """Arguments of the kernels that say which tokens attend to each other, the last whether they do causally."""
+    if runs is None:
+        return None, None, query.shape[2], key.shape[2], 0.0, False
+    # A bound, never 1: for single queries, the kernel mixes up the log-sum-exps of grouped heads of different runs
+    longest = max(2, *runs.lengths)
+    return runs.starts, runs.starts, longest, longest, 0.0, True
+
+
+def forward_on_cuda(query, key, value, runs: Runs | None, scale: float | None):
+    lengths = _lengths_on_cuda(query, key, runs)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    if runs is not None:
+        query, key, value = query[0], key[0], value[0]
+    output, lse, *_ = torch.ops.aten._flash_attention_forward(query, key, value, *lengths, False, scale=scale)
+    if runs is not None:
+        output, lse = output[None], lse[None]
+    return output.transpose(1, 2), lse
+
+
+def backward_on_cuda(grad, query, key, value, output, lse, runs: Runs | None, scale: float | None):
+    lengths = _lengths_on_cuda(query, key, runs)
+    tensors = [*(x.transpose(1, 2) for x in (grad, query, key, value, output)), lse]
+    if runs is not None:
+        tensors = [x[0] for x in tensors]
+    rng_state = torch.empty(0, dtype=torch.uint64, device=query.device)  # of the dropout that there is not
+    grads = torch.ops.aten._flash_attention_backward(*tensors, *lengths, rng_state, rng_state, scale=scale)
+    if runs is not None:
+        grads = (x[None] for x in grads)
+    return tuple(x.transpose(1, 2) for x in grads)
+
+
+def _forward(query, key, value, runs: Runs | None, scale: float | None):
+    kernels = forward_on_cuda if query.device.type == "cuda" else forward_on_cpu
+    return kernels(query, key, value, runs, scale)
+
+
+def _backward(grad, query, key, value, output, lse, runs: Runs | None, scale: float | None):
+    kernels = backward_on_cuda if query.device.type == "cuda" else backward_on_cpu
+    return kernels(grad, query, key, value, output, lse, runs, scale)
+
+
+class SharedPrefixAttention(torch.autograd.Function):
+    """
+    Attention of a packed pass: each query attends to the prefix, and causally to its own run.
+
+    Softmax over both is a weighted mean of the softmax over each, and the weights come from the log-sum-exps. The
+    backward of either kernel is exact when it is given the output and the log-sum-exp of both: with them, it finds the
+    probabilities and their mean gradient as they are in the softmax over all keys.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        prefix_key: torch.Tensor,
+        prefix_value: torch.Tensor,
+        runs: Runs,
+        scale: float | None,
+    ) -> torch.Tensor:
+        output, lse = _forward(query, key, value, runs, scale)
+        if prefix_key.shape[2] > 0:
+            prefix_output, prefix_lse = _forward(query, prefix_key, prefix_value, None, scale)
+            weight = torch.sigmoid(prefix_lse - lse)[..., None]
+            output = torch.lerp(output.to(lse.dtype), prefix_output.to(lse.dtype), weight).to(query.dtype)
+            lse = torch.logaddexp(lse, prefix_lse)
+        ctx.save_for_backward(query, key, value, prefix_key, prefix_value, output, lse)
+        ctx.runs, ctx.scale = runs, scale
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, prefix_key, prefix_value, output, lse = ctx.saved_tensors
+        grads = _backward(grad, query, key, value, output, lse, ctx.runs, ctx.scale)
+        prefix_grads = torch.zeros_like(prefix_key), torch.zeros_like(prefix_value)
+        if prefix_key.shape[2] > 0:
+            of_query, *prefix_grads = _backward(grad, query, prefix_key, prefix_value, output, lse, None, ctx.scale)
+            grads = (grads[0] + of_query, *grads[1:])
+        return *grads, *prefix_grads, None, None
+
+
+def attention_with_lse(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Attention and the log-sum-exp of its scores, without gradients.
+
+    Args:
+        query (`torch.Tensor` of shape `(B, H, Q, D)`):
+            Queries.
+        key (`torch.Tensor` of shape `(B, H / G, K, D)`):
+            Keys, of which [`kernels_take`] says that they can be attended to.
+        value (`torch.Tensor` of shape `(B, H / G, K, D)`):
+            Values.
+        is_causal (`bool`):
+            Whether each query attends to the keys up to its own place only. There must be a single row then.
+        scale (`float`, *optional*):
+            Factor of the scores. If `None`, the inverse square root of the head size.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: Output of shape `(B, H, Q, D)`, and log-sum-exp of shape `(B, H, Q)`.
+    """
+    runs = Runs.of([query.shape[2]], query.device) if is_causal else None
+    return _forward(query, key, value, runs, scale)
+
+
+def _compute_dtype(value: torch.Tensor) -> torch.dtype:
+    # Attention is on autocast's list, the kernels behind it are not
+    device = value.device.type
+    autocast = torch.is_autocast_enabled(device) and value.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if autocast else value.dtype
+
+
+def kernels_take(key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether there are kernels for keys and values like these."""
+    head_size, dtype = key.shape[-1], _compute_dtype(value)
+    if value.shape[-1] > head_size:  # smaller values are padded
+        return False
+    if key.device.type == "cpu":
+        return True
+    return (
+        key.device.type == "cuda"
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(key.device) >= (8, 0)
+        and dtype in (torch.float16, torch.bfloat16)
+        and head_size % 8 == 0
+        and head_size <= _MAX_HEAD_SIZE_ON_CUDA
+    )
+
+
+def is_plain(arguments: dict) -> bool:
+    """Whether attention that is called with these arguments is a softmax of scaled scores, and nothing else."""
+    return not arguments.get("dropout") and all(arguments.get(name) is None for name in _OTHER_ARGUMENTS)
+
+
+def shared_prefix_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    prefix_key: torch.Tensor,
+    prefix_value: torch.Tensor,
+    runs: Runs,
+    scale: float | None,
+) -> torch.Tensor:
+    """
+    [`SharedPrefixAttention`] in the dtype that `sdpa` computes in.
+
+    Args:
+        query (`torch.Tensor` of shape `(1, H, T, D)`):
+            Queries of a pass.
+        key (`torch.Tensor` of shape `(1, H / G, T, D)`):
+            Keys of a pass.
+        value (`torch.Tensor` of shape `(1, H / G, T, D)`):
+            Values of a pass, whose heads may be smaller.
+        prefix_key (`torch.Tensor` of shape `(1, H / G, S, D)`):
+            Keys of the prefix.
+        prefix_value (`torch.Tensor` of shape `(1, H / G, S, D)`):
+            Values of the prefix.
+        runs (`Runs`):
+            Completions of the pass.
+        scale (`float`, *optional*):
+            Factor of the scores. If `None`, the inverse square root of the head size.
+
+    Returns:
+        `torch.Tensor` of shape `(1, T, H, D)`: Output.
+    """
+    dtype, head_size, value_size = _compute_dtype(value), key.shape[-1], value.shape[-1]
+    padding = (0, head_size - value_size)
+    value, prefix_value = (nn.functional.pad(x, padding) if any(padding) else x for x in (value, prefix_value))
+    tensors = (x.to(dtype) for x in (query, key, value, prefix_key, prefix_value))
+    output = SharedPrefixAttention.apply(*tensors, runs, scale)
+    return output[..., :value_size].transpose(1, 2).contiguous()
