@@ -31,6 +31,7 @@ ADDS = {
     "0009-prefix-sharing-images.patch": (set(), "prefix-sharing-images"),
     "0010-disable-attention-dropout.patch": (set(), "disable-attention-dropout"),
     "0011-prefix-sharing-zero3.patch": (set(), "prefix-sharing-zero3"),
+    "0012-prefix-sharing-decoding.patch": (set(), "prefix-sharing-decoding"),
 }
 # Words that stand nowhere in the package before their patch
 WORDS = {

@@ -18,6 +18,7 @@ from unittest import mock
 
 import tiny
 import torch
+from dispatched import operations_of_a_layer
 from transformers import GenerationConfig, LlavaConfig, LlavaForConditionalGeneration, Qwen3_5TextConfig
 from trees import on_each_tree
 
@@ -249,6 +250,13 @@ def prefix_sharing_zero3(folder):
     """ZeRO-3 is taken, with either option. (tests/test_distributed.py trains with it, where deepspeed is.)"""
     options = (dict(prefix_sharing=True), dict(tokens_per_forward=16))
     return not any(refusal(name, folder, True, None, **chosen) for name in NAMES for chosen in options)
+
+
+@promise
+def prefix_sharing_decoding(folder):
+    """A decoded token takes at most a quarter more operations a layer than in stock, however the prompts differ."""
+    stock = operations_of_a_layer((20,) * 4, shared=False)
+    return all(operations_of_a_layer(x, shared=True) <= 1.25 * stock for x in ((20,) * 4, (20, 17, 12, 5)))
 
 
 def look(tree):

@@ -18,9 +18,9 @@ PROMPT, HEAD = 50, 8
 
 def keys_and_values():
     """Bytes of the storages of all tensors that can hold a prompt's keys or values."""
-    tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.dim() == 4 and x.shape[-1] == HEAD]
+    tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.dim() >= 3 and x.shape[-1] == HEAD]
     storages = {
-        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors if x.shape[2] >= PROMPT - 1
+        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors if x.shape[-2] >= PROMPT - 1
     }
     return sum(storages.values())
 
@@ -36,7 +36,7 @@ def count(module, args, kwargs, output):
     if kwargs.get("past_key_values") is not None:  # a decoding step, not a prompt
         gc.collect()
         layers = kwargs["past_key_values"].layers
-        states = [x for layer in layers for pair in layer.states for x in pair]
+        states = [x for layer in layers for pair in (*layer.prefixes, layer.own) for x in pair]
         cache = sum(x.untyped_storage().nbytes() for x in states)
         steps.append({"alive": keys_and_values(), "cache": cache})
 
