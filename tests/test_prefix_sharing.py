@@ -108,9 +108,14 @@ def test_lora_trains_the_same_with_sgd(probe):
 
 
 def test_while_generating_the_prompts_keys_and_values_are_alive_once(probe):
-    steps = probe("shared_memory")
-    assert len(steps) == 5
-    assert all(step["alive"] == step["cache"] > 0 for step in steps), steps
+    result = probe("shared_memory")
+    assert len(result["steps"]) == 5
+    assert all(step["alive"] == step["cache"] == step["expected"] for step in result["steps"]), result
+
+    # A layer that slides keeps a window, and room for some tokens
+    assert len(result["kept"]) == 3 * result["window"]
+    assert max(prompt for prompt, _ in result["kept"]) == result["window"] and result["kept"][-1][0] == 0, result
+    assert max(own for _, own in result["kept"]) < result["window"] + 4, result
 
 
 def test_bad_input_is_refused_with_value_limit_and_remedy_and_leaves_the_attention_usable(probe):
