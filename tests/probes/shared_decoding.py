@@ -72,7 +72,7 @@ def exact_errors_of(name):
         model = build(name, torch.float64)
         truth = logits(model, steps=30, order=ORDER)
         enable_prefix_sharing(model)
-        more_often = mock.patch.object(shared_prefix, "_MIN_NEW_STEPS", 4)  # the cache makes room, and drops
+        more_often = mock.patch.object(shared_prefix, "MIN_NEW_STEPS", 4)  # the cache makes room, and drops
         with mock.patch.object(shared_prefix, "attention_with_lse", counted), more_often:
             shared = logits(model, shared=True, steps=30, order=ORDER)
     return {"shared": error(shared, truth), "merged": len(calls)}
