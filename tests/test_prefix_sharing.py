@@ -51,6 +51,26 @@ def test_every_architecture_decodes_with_no_more_error_than_whole_sequences(prob
         assert is_no_larger(ratios), (precision, ratios)
 
 
+def test_every_architecture_decodes_what_whole_sequences_do(probe):
+    """Logits in float64, far behind the prompts and past the windows. Attention is merged except where the model's own
+    has soft-capping or sinks, where keys and values have other sizes, and where prompts are not shared (longrope)."""
+    result = probe("shared_decoding", "float64")["float64"]
+    assert len(result) >= 32
+    assert {name: errors for name, errors in result.items() if errors["shared"] > 1e-10} == {}
+    unmerged = {name for name, errors in result.items() if errors["merged"] == 0}
+    assert unmerged == {"gemma2-window-softcap", "gpt-oss-sinks", "deepseek-latents", "phi3-longrope"}
+
+
+def test_a_decoded_token_reads_each_key_once_copies_none_and_takes_few_operations(probe):
+    """Views are not counted. Prompts of one length are read in one call. Four of different lengths take three calls
+    more, and two operations that put their outputs together."""
+    for name, result in probe("shared_steps").items():
+        stock, shared = result["stock"], result["shared"]
+        assert shared["operations"] <= 1.25 * stock["operations"], (name, result)
+        assert stock["read"] == stock["expected"] and shared["read"] == shared["expected"], (name, result)
+        assert shared["concatenated"] <= 0.1 * stock["concatenated"], (name, result)
+
+
 @pytest.mark.slow
 def test_many_passes_in_bfloat16_keep_the_gradient_of_the_prompt(probe):
     """64 passes each add to the gradient of the prompt's keys. With bfloat16 weights that is no worse than stock with
@@ -89,9 +109,14 @@ def test_lora_trains_the_same_with_sgd(probe):
 
 
 def test_while_generating_the_prompts_keys_and_values_are_alive_once(probe):
-    steps = probe("shared_memory")
-    assert len(steps) == 5
-    assert all(step["alive"] == step["cache"] > 0 for step in steps), steps
+    result = probe("shared_memory")
+    assert len(result["steps"]) == 5
+    assert all(step["alive"] == step["cache"] == step["expected"] for step in result["steps"]), result
+
+    # A layer that slides keeps a window, and room for some tokens
+    assert len(result["kept"]) == 3 * result["window"]
+    assert max(prompt for prompt, _ in result["kept"]) == result["window"] and result["kept"][-1][0] == 0, result
+    assert max(own for _, own in result["kept"]) < result["window"] + 4, result
 
 
 def test_bad_input_is_refused_with_value_limit_and_remedy_and_leaves_the_attention_usable(probe):

@@ -32,6 +32,7 @@ ADDS = {
     "0010-disable-attention-dropout.patch": (set(), "disable-attention-dropout"),
     "0011-prefix-sharing-zero3.patch": (set(), "prefix-sharing-zero3"),
     "0012-prefix-sharing-kernels.patch": (set(), "prefix-sharing-kernels"),
+    "0013-prefix-sharing-decoding.patch": (set(), "prefix-sharing-decoding"),
 }
 # Words that stand nowhere in the package before their patch
 WORDS = {

@@ -18,6 +18,7 @@ from unittest import mock
 
 import tiny
 import torch
+from dispatched import operations_of_a_layer
 from transformers import GenerationConfig, LlavaConfig, LlavaForConditionalGeneration, Qwen3_5TextConfig
 from trees import on_each_tree
 
@@ -261,6 +262,12 @@ def prefix_sharing_kernels(folder):
     ids, mask, columns = tiny.build_batch()
     output = SharedPrefixPasses(columns, completions_per_forward=2).forward(model.model, ids, mask)
     return output.unmasked_layers == set(range(model.config.num_hidden_layers))
+
+
+def prefix_sharing_decoding(folder):
+    """A decoded token takes at most a quarter more operations a layer than in stock, however the prompts differ."""
+    stock = operations_of_a_layer((20,) * 4, shared=False)
+    return all(operations_of_a_layer(x, shared=True) <= 1.25 * stock for x in ((20,) * 4, (20, 17, 12, 5)))
 
 
 def look(tree):

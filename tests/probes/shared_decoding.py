@@ -1,44 +1,49 @@
-"""Errors of the logits of five decoding steps, shared and whole, for every architecture: with weights in the first
-dtype and, if there is a second, arithmetic in that one (autocast). The tokens are forced, so that all decode the same.
-The truth is the same weights in float64."""
+"""Errors of the logits of decoding steps, shared and whole, for every architecture: with weights in the first dtype
+and, if there is a second, arithmetic in that one (autocast). The tokens are forced, so that all decode the same. The
+truth is the same weights in float64, of five steps. Where the model is in float64 throughout, it decodes thirty with
+its rows in another order: more than the prompts are long, and past the windows."""
 
 import functools
 import json
 import sys
+from unittest import mock
 
 import torch
 from shared_exactness import ARCHITECTURES, batch, build, error, pure_float64  # builds the fork, puts it on the path
 from transformers import GenerationConfig
-from trl.generation.shared_prefix import generate_with_shared_prefix
+from trl.generation import shared_prefix
+from trl.generation.shared_prefix import attention_with_lse, generate_with_shared_prefix
 from trl.models.prefix_sharing import enable_prefix_sharing
 
-STEPS = 5
+ORDER = (0, 3, 1, 4, 5, 2)  # of rows, in which the prompts are mixed
 
 
-def logits(model, shared=False) -> torch.Tensor:
+def logits(model, shared=False, steps=5, order=slice(None)) -> torch.Tensor:
     """Of shape (steps, rows, vocabulary), float64."""
     ids, mask, prompt = batch()
+    ids, mask = ids[order,], mask[order,]
 
     def forced(row, tokens):  # what is written behind the prompt differs between rows
         return [3 + (5 * row + len(tokens)) % 50]
 
     config = GenerationConfig(
-        max_new_tokens=STEPS,
-        min_new_tokens=STEPS,
+        max_new_tokens=steps,
+        min_new_tokens=steps,
         do_sample=False,
         pad_token_id=0,
         eos_token_id=1,
         disable_compile=True,
-        return_dict_in_generate=True,
-        output_logits=True,
     )
     model.eval()
+    outputs = []  # of every call of the LM head, as the model gives them: `generate` rounds to float32
+    head = model.get_output_embeddings().register_forward_hook(lambda module, args, x: outputs.append(x[:, -1:]))
     generate = functools.partial(type(model).generate, model, prefix_allowed_tokens_fn=forced)
     if shared:
         model.generate, generate = generate, functools.partial(generate_with_shared_prefix, model)
     with torch.no_grad():
-        output = generate(input_ids=ids[:, :prompt], attention_mask=mask[:, :prompt], generation_config=config)
-    return torch.stack(output.logits).double()
+        generate(input_ids=ids[:, :prompt], attention_mask=mask[:, :prompt], generation_config=config)
+    head.remove()
+    return torch.stack([x[:, 0] for x in outputs[-steps:]]).double()
 
 
 def errors_of(name, dtype, autocast=None):
@@ -55,9 +60,30 @@ def errors_of(name, dtype, autocast=None):
     return {"stock": stock, "shared": shared}
 
 
+def exact_errors_of(name):
+    """And "merged": how often attention went through the kernel whose outputs are merged."""
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return attention_with_lse(*args, **kwargs)
+
+    with pure_float64():
+        model = build(name, torch.float64)
+        truth = logits(model, steps=30, order=ORDER)
+        enable_prefix_sharing(model)
+        more_often = mock.patch.object(shared_prefix, "MIN_NEW_STEPS", 4)  # the cache makes room, and drops
+        with mock.patch.object(shared_prefix, "attention_with_lse", counted), more_often:
+            shared = logits(model, shared=True, steps=30, order=ORDER)
+    return {"shared": error(shared, truth), "merged": len(calls)}
+
+
 if __name__ == "__main__":
     results = {}
     for precision in sys.argv[1:]:  # a dtype, or two: that of the weights + that of autocast
+        if precision == "float64":
+            results[precision] = {name: exact_errors_of(name) for name in ARCHITECTURES}
+            continue
         dtypes = [getattr(torch, name) for name in precision.split("+")]
         results[precision] = {name: errors_of(name, *dtypes) for name in ARCHITECTURES}
     print(json.dumps(results))

@@ -1,48 +1,74 @@
 """Bytes of the prompts' keys and values that are alive while shared prompts generate, after each decoding step.
 
-Prints for each step "alive", all keys and values that are reachable, and "cache", what the cache holds: the prompt and
-room for what is generated."""
+Prints for each step "alive", all keys and values that are reachable, "cache", what the cache holds: the prompt and
+room for what is generated, and "expected", the same counted. Then the tokens that the cache of a sliding layer holds
+of a prompt and of what a row generates, after each decoding step."""
 
 import gc
 import json
+from unittest import mock
 
 import tiny
 import torch
-from shared_exactness import SHAPE  # noqa: F401  builds the fork and puts it on the path
-from transformers import GenerationConfig
+from shared_exactness import SHAPE  # builds the fork and puts it on the path
+from transformers import AutoModelForCausalLM, GenerationConfig, MistralConfig
+from trl.generation import shared_prefix
 from trl.generation.shared_prefix import generate_with_shared_prefix
 from trl.models.prefix_sharing import enable_prefix_sharing
 
-PROMPT, HEAD = 50, 8
+PROMPT, HEAD, WINDOW = 50, 8, 20
 
 
 def keys_and_values():
     """Bytes of the storages of all tensors that can hold a prompt's keys or values."""
-    tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.dim() == 4 and x.shape[-1] == HEAD]
+    tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.dim() >= 3 and x.shape[-1] == HEAD]
     storages = {
-        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors if x.shape[2] >= PROMPT - 1
+        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors if x.shape[-2] >= PROMPT - 1
     }
     return sum(storages.values())
 
 
-model = tiny.build_model().eval()
-enable_prefix_sharing(model)
-torch.manual_seed(0)
-prompts = torch.randint(50, 100, (2, PROMPT)).repeat_interleave(3, dim=0)
-steps = []
+def generate(model, steps, look):
+    """`look` at the cache after each decoding step."""
+
+    def hook(module, args, kwargs, output):
+        if kwargs.get("past_key_values") is not None:  # a decoding step, not a prompt
+            look(kwargs["past_key_values"])
+
+    enable_prefix_sharing(model.eval())
+    model.register_forward_hook(hook, with_kwargs=True)
+    torch.manual_seed(0)
+    prompts = torch.randint(50, 97, (2, PROMPT)).repeat_interleave(3, dim=0)
+    config = GenerationConfig(
+        max_new_tokens=steps, min_new_tokens=steps, do_sample=False, pad_token_id=0, disable_compile=True
+    )
+    with torch.no_grad():
+        generate_with_shared_prefix(model, prompts, torch.ones_like(prompts), config)
 
 
-def count(module, args, kwargs, output):
-    if kwargs.get("past_key_values") is not None:  # a decoding step, not a prompt
-        gc.collect()
-        layers = kwargs["past_key_values"].layers
-        states = [x for layer in layers for pair in layer.states for x in pair]
-        cache = sum(x.untyped_storage().nbytes() for x in states)
-        steps.append({"alive": keys_and_values(), "cache": cache})
+def count_bytes(cache):
+    gc.collect()
+    states = [x for layer in cache.layers for pair in (*layer.prefixes, layer.own) for x in pair]
+    tokens = 2 * (PROMPT - 1) + 6 * shared_prefix.MIN_NEW_STEPS
+    bytes_of_a_token = 2 * 2 * HEAD * 4 * len(cache.layers)  # keys and values, key heads, float32
+    steps.append(
+        {
+            "alive": keys_and_values(),
+            "cache": sum(x.untyped_storage().nbytes() for x in states),
+            "expected": tokens * bytes_of_a_token,
+        }
+    )
 
 
-model.register_forward_hook(count, with_kwargs=True)
-config = GenerationConfig(max_new_tokens=5, min_new_tokens=5, do_sample=False, pad_token_id=0, disable_compile=True)
-with torch.no_grad():
-    generate_with_shared_prefix(model, prompts, torch.ones_like(prompts), config)
-print(json.dumps(steps))
+def count_tokens(cache):
+    (layer,) = cache.layers
+    stored = (x.untyped_storage().nbytes() // (4 * HEAD * 2) for x in (layer.prefixes[0][0], layer.own[0]))
+    kept.append([tokens // rows for tokens, rows in zip(stored, (2, 6), strict=True)])
+
+
+steps, kept = [], []
+generate(tiny.build_model(), 5, count_bytes)
+sliding = {**SHAPE, "num_hidden_layers": 1, "sliding_window": WINDOW}
+with mock.patch.object(shared_prefix, "MIN_NEW_STEPS", 4):
+    generate(AutoModelForCausalLM.from_config(MistralConfig(**sliding)), 3 * WINDOW, count_tokens)
+print(json.dumps({"steps": steps, "window": WINDOW, "kept": kept}))

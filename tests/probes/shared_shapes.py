@@ -79,7 +79,7 @@ def check(case):
     got_tokens, got_gradient = score(shared, ids, mask, columns, passes=passes_of(columns, **passes))
     torch.testing.assert_close(got_tokens, tokens, rtol=1e-10, atol=1e-10)
     assert (got_gradient - gradient).norm() <= 1e-10 * gradient.norm() + 1e-12
-    config = GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=1, disable_compile=True)
+    config = GenerationConfig(max_new_tokens=9, do_sample=False, pad_token_id=0, eos_token_id=1, disable_compile=True)
     prompts = dict(input_ids=ids[:, :columns], attention_mask=mask[:, :columns], generation_config=config)
     with torch.no_grad():
         expected = whole.eval().generate(**prompts)
