@@ -33,6 +33,7 @@ ADDS = {
     "0011-prefix-sharing-zero3.patch": (set(), "prefix-sharing-zero3"),
     "0012-prefix-sharing-kernels.patch": (set(), "prefix-sharing-kernels"),
     "0013-prefix-sharing-decoding.patch": (set(), "prefix-sharing-decoding"),
+    "0014-prefix-sharing-recomputation.patch": (set(), "prefix-sharing-recomputation"),
 }
 # Words that stand nowhere in the package before their patch
 WORDS = {

@@ -253,6 +253,26 @@ def prefix_sharing_zero3(folder):
 
 
 @promise
+def prefix_sharing_recomputation(folder):
+    """Two prompts go through the layers once, and so do their completions; in passes that were asked for, twice."""
+    from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing
+
+    model = build_with_head()
+    enable_prefix_sharing(model)
+    ids, _, columns = tiny.build_batch()
+    calls = []
+    model.model.layers[0].register_forward_pre_hook(lambda module, args: calls.append(1))
+
+    def count(**options):
+        calls.clear()
+        log_probs_and_gradient(model, passes=SharedPrefixPasses(columns, **options))
+        return len(calls)
+
+    prompts = len({tuple(row) for row in ids[:, :columns].tolist()})
+    return prompts > 1 and count() == 2 * prompts and count(completions_per_forward=len(ids)) == 3 * prompts - 1
+
+
+@promise
 def prefix_sharing_kernels(folder):
     """No layer of a plain causal model takes a mask to share a prompt."""
     from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing

@@ -156,7 +156,8 @@ def error_of_passes(model: PreTrainedModel, passes) -> float:
             Passes to compare, with a `prefix_length` of `PROBE_PREFIX_LENGTH`.
 
     Returns:
-        `float`: Relative error, the median over the tokens of a row, of the worse row. 0 if the weights are not here, but on other processes.
+        `float`: Relative error, the median over the tokens of a row, of the worse row. 0 if the weights are not here,
+        but on other processes.
     """
     if any(param.is_meta or param.numel() == 0 for param in model.parameters()):
         return 0.0
