@@ -27,9 +27,8 @@ def stub_trainer(folder, policy, **facts):
     arguments = SimpleNamespace(
         output_dir=str(folder), process_index=0, world_size=1, learning_rate=1e-3, use_vllm=True
     )
-    accelerator = SimpleNamespace(
-        device=SimpleNamespace(type="cpu"), unwrap_model=lambda model: model, state=SimpleNamespace()
-    )
+    state = SimpleNamespace(deepspeed_plugin=None)
+    accelerator = SimpleNamespace(device=SimpleNamespace(type="cpu"), unwrap_model=lambda model: model, state=state)
     metrics = {"train": {}}
     metrics["train"] = type("Lists", (dict,), {"__missing__": lambda self, key: self.setdefault(key, [])})()
     return SimpleNamespace(args=arguments, accelerator=accelerator, model=policy, _metrics=metrics, **facts)

@@ -243,24 +243,35 @@ class Simulation:
         setup, cache = self.setup, past_key_values
         rows, prefix = setup.generation_rows, setup.prompt_tokens - 1
         steps = max(setup.max_completion_length - 2, 1)
-        room = 0
-        while room < steps:  # as the cache grows
-            room += max(64, room)
+        self.decode_shared(rows, prefix, 1, cache)  # has the cache take what it keeps
         with self.memory.of_kind("KV cache"):
             for i, layer in enumerate(cache.layers):
                 self.event("grow", i)
-                layer.states = [
-                    tuple(x.new_empty(*x.shape[:2], prefix + room * setup.num_generations, x.shape[3]) for x in states)
-                    for states in layer.states
-                ]
-                layer.num_steps = steps - 1
+                window = self.window(i)
+                while layer.num_steps < steps - 1:
+                    if window is not None and prefix + layer.num_steps + 1 > window:
+                        layer.window = window
+                    if layer.num_kept == layer.own[0].shape[2]:
+                        layer.make_room()
+                    filled = min(layer.own[0].shape[2] - layer.num_kept, steps - 1 - layer.num_steps)
+                    layer.num_steps += filled
+                    layer.num_kept += filled
+        self.decode_shared(rows, prefix, steps, cache)
+
+    def decode_shared(self, rows: int, prefix: int, step: int, cache) -> None:
         self.decode(
             rows,
             1,
-            attention_mask=torch.ones(rows, prefix + steps, dtype=torch.long),
-            position_ids=torch.full((rows, 1), prefix + steps - 1),
+            attention_mask=torch.ones(rows, prefix + step, dtype=torch.long),
+            position_ids=torch.full((rows, 1), prefix + step - 1),
             past_key_values=cache,
         )
+
+    def window(self, layer_idx: int) -> int | None:
+        """Tokens that a layer sees, where that is not all of them."""
+        config = self.config.get_text_config()
+        types = getattr(config, "layer_types", None) or ["full_attention"] * (layer_idx + 1)
+        return config.sliding_window if types[layer_idx] == "sliding_attention" else None
 
     def generating(self):
         """PEFT's `generate`, and the fork's, call the model inside, past the forward that accelerate wraps in
