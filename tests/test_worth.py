@@ -10,6 +10,7 @@ from experiments.evidence.worth import Work
 from experiments.record import write_csv
 from visualization.charts import worth as worth_chart
 from visualization.files import run_cli
+from visualization.pages.rivals import read_worth, worth_table
 
 SIZES = Sizes(prompt=24, completion=5, k=3)
 
@@ -67,10 +68,12 @@ def test_the_chart_shows_each_cell_and_a_damaged_table_is_one_line(tmp_path, cap
         for way, s in seconds.items()
     ]
     write_csv(tmp_path / "worth.csv", worth.COLUMNS, rows)
-    figure = worth_chart.chart(worth_chart.read_worth(tmp_path))
+    figure = worth_chart.chart(read_worth(tmp_path))
     texts = [text.get_text() for axes in figure.axes for text in axes.texts]
     train, step = "3.00 x together\n2.00 x two a pass\nlimit 5.50 x", "3.00 x together\n2.00 x two a pass"
     assert texts == [train, train, step, step]
+
+    assert "| wide | 3,000 | 100 | 5.50 x | 3.00 x | 2.00 x | 3.00 x | 2.00 x |" in worth_table(tmp_path)
 
     def draw():
         return worth_chart.main([str(tmp_path), str(tmp_path / "worth.png")])

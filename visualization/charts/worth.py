@@ -14,30 +14,11 @@ from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.figure import Figure
 
 from visualization import style
-from visualization.files import LoadError, read_rows, run_cli
+from visualization.files import LoadError, run_cli
+from visualization.pages.rivals import IN_SHORT, faster, read_worth
 
-PHASES = ("generate", "score", "train")
-NUMBERS = (
-    "prompt_tokens", "completion_tokens", "k", "train_limit",
-    *(f"{phase}_seconds" for phase in PHASES), *(f"{phase}_peak_bytes" for phase in PHASES),
-)  # fmt: skip
 MODELS = {"narrow": "narrow (8 layers of width 256)", "wide": "wide (2 layers of Qwen3-0.6B's width)"}
 _LIGHT = ListedColormap(colormaps["YlGn"](range(0, 160)))  # black text can be read on all of it
-WAYS = {"shared": "together", "shared-2": "two a pass"}
-
-
-def read_worth(folder: Path) -> pd.DataFrame:
-    """The rows that python -m experiments.evidence.worth wrote, with the sum of the phases. Raises LoadError."""
-    rows = read_rows(folder / "worth.csv", NUMBERS, "experiments.evidence.worth")
-    rows["step_seconds"] = rows[[f"{phase}_seconds" for phase in PHASES]].sum(axis=1)
-    return rows
-
-
-def faster(rows: pd.DataFrame, phase: str) -> pd.DataFrame:
-    """How many times faster each way is than whole rows: medians, by model, prompt and completion tokens."""
-    by = ["model", "prompt_tokens", "completion_tokens", "way"]
-    seconds = rows.groupby(by)[f"{phase}_seconds"].median().unstack("way")
-    return seconds["whole"].to_numpy()[:, None] / seconds[list(WAYS)]
 
 
 def chart(rows: pd.DataFrame) -> Figure:
@@ -68,7 +49,7 @@ def draw(axes: Axes, table: pd.DataFrame, limits: pd.Series | None, title: str) 
     plane = table.max(axis=1).droplevel("model").unstack("completion_tokens")
     axes.imshow(plane, origin="lower", aspect="auto", cmap=_LIGHT, norm=LogNorm(0.7, 16))
     for (_, prompt, completion), row in table.iterrows():
-        lines = [f"{row[way]:.2f} x {name}" for way, name in WAYS.items()]
+        lines = [f"{row[way]:.2f} x {name}" for way, name in IN_SHORT.items()]
         lines += [] if limits is None else [f"limit {limits.loc[:, prompt, completion].item():.2f} x"]
         at = (plane.columns.get_loc(completion), plane.index.get_loc(prompt))
         axes.annotate("\n".join(lines), at, ha="center", va="center")

@@ -1,6 +1,8 @@
-"""Tables of ways to compute one group: results/<machine>/rivals/*.csv and families/*.csv."""
+"""Tables of ways to compute one group: results/<machine>/rivals/*.csv, families/*.csv and worth.csv."""
 
 from pathlib import Path
+
+import pandas as pd
 
 from visualization.files import LoadError, read_rows
 from visualization.pages.lines import markdown
@@ -102,5 +104,47 @@ def families_table(folder: Path) -> str:
         f"*CPU: {first.device_name} · torch {first.torch_version} · transformers {first.transformers_version} · "
         f"commit {first.commit[:10]} · float32, 8 layers of width 256 · median of {len(whole)} alternating repeats · "
         "peak resident above the start of the phase*"
+    )
+    return "\n".join([about, "", *markdown(header, table)]) + "\n"
+
+
+IN_SHORT = {"shared": "together", "shared-2": "two a pass"}
+
+
+def read_worth(folder: Path) -> pd.DataFrame:
+    """The rows that python -m experiments.evidence.worth wrote, with the sum of the phases. Raises LoadError."""
+    numbers = [f"{phase}_{what}" for phase in PHASES for what in ("seconds", "peak_bytes")]
+    cell = ("prompt_tokens", "completion_tokens", "k", "train_limit")
+    rows = read_rows(folder / "worth.csv", (*cell, *numbers), "experiments.evidence.worth")
+    rows["step_seconds"] = rows[[f"{phase}_seconds" for phase in PHASES]].sum(axis=1)
+    return rows
+
+
+def faster(rows: pd.DataFrame, phase: str) -> pd.DataFrame:
+    """How many times faster each way is than whole rows: medians, by model, prompt and completion tokens."""
+    by = ["model", "prompt_tokens", "completion_tokens", "way"]
+    seconds = rows.groupby(by)[f"{phase}_seconds"].median().unstack("way")
+    return seconds["whole"].to_numpy()[:, None] / seconds[list(IN_SHORT)]
+
+
+def worth_table(folder: Path) -> str:
+    """For each model and length: the limit of training, and how many times faster training and whole step are.
+
+    Raises LoadError where there is nothing to show.
+    """
+    rows = read_worth(folder)
+    first = rows.iloc[0]
+    train, step = faster(rows, "train"), faster(rows, "step")
+    limits = rows.groupby(["model", "prompt_tokens", "completion_tokens"]).train_limit.first()
+    table = [
+        [model, f"{prompt:,}", f"{completion:,}", f"{limits[model, prompt, completion]:.2f} x"]
+        + [f"{seconds.loc[model, prompt, completion][way]:.2f} x" for seconds in (train, step) for way in IN_SHORT]
+        for model, prompt, completion in train.index
+    ]
+    header = ["model", "prompt", "completion", "limit of training"]
+    header += [f"{what}, {way}" for what in ("training", "step") for way in IN_SHORT.values()]
+    about = (
+        f"*CPU: {first.device_name} · torch {first.torch_version} · transformers {first.transformers_version} · "
+        f"commit {first.commit[:10]} · float32 · k = {first.k} · {rows['repeat'].nunique()} alternating repeats*"
     )
     return "\n".join([about, "", *markdown(header, table)]) + "\n"
