@@ -253,6 +253,25 @@ def prefix_sharing_zero3(folder):
 
 
 @promise
+def prefix_sharing_kernels(folder):
+    """No layer of a plain causal model takes a mask to share a prompt."""
+    from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing
+
+    model = build_with_head()
+    enable_prefix_sharing(model)
+    ids, mask, columns = tiny.build_batch()
+    output = SharedPrefixPasses(columns, completions_per_forward=2).forward(model.model, ids, mask)
+    return output.unmasked_layers == set(range(model.config.num_hidden_layers))
+
+
+@promise
+def prefix_sharing_decoding(folder):
+    """A decoded token takes at most a quarter more operations a layer than in stock, however the prompts differ."""
+    stock = operations_of_a_layer((20,) * 4, shared=False)
+    return all(operations_of_a_layer(x, shared=True) <= 1.25 * stock for x in ((20,) * 4, (20, 17, 12, 5)))
+
+
+@promise
 def prefix_sharing_recomputation(folder):
     """Two prompts go through the layers once, and so do their completions; in passes that were asked for, twice."""
     from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing
@@ -270,24 +289,6 @@ def prefix_sharing_recomputation(folder):
 
     prompts = len({tuple(row) for row in ids[:, :columns].tolist()})
     return prompts > 1 and count() == 2 * prompts and count(completions_per_forward=len(ids)) == 3 * prompts - 1
-
-
-@promise
-def prefix_sharing_kernels(folder):
-    """No layer of a plain causal model takes a mask to share a prompt."""
-    from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing
-
-    model = build_with_head()
-    enable_prefix_sharing(model)
-    ids, mask, columns = tiny.build_batch()
-    output = SharedPrefixPasses(columns, completions_per_forward=2).forward(model.model, ids, mask)
-    return output.unmasked_layers == set(range(model.config.num_hidden_layers))
-
-
-def prefix_sharing_decoding(folder):
-    """A decoded token takes at most a quarter more operations a layer than in stock, however the prompts differ."""
-    stock = operations_of_a_layer((20,) * 4, shared=False)
-    return all(operations_of_a_layer(x, shared=True) <= 1.25 * stock for x in ((20,) * 4, (20, 17, 12, 5)))
 
 
 def look(tree):
