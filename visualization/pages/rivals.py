@@ -127,6 +127,12 @@ def faster(rows: pd.DataFrame, phase: str) -> pd.DataFrame:
     return seconds["whole"].to_numpy()[:, None] / seconds[list(IN_SHORT)]
 
 
+def how_often(rows: pd.DataFrame) -> str:
+    """How often each cell was measured, in words."""
+    number = rows["repeat"].nunique()
+    return "measured once" if number == 1 else f"median of {number} alternating repeats"
+
+
 def worth_table(folder: Path) -> str:
     """For each model and length: the limit of training, and how many times faster training and whole step are.
 
@@ -145,6 +151,6 @@ def worth_table(folder: Path) -> str:
     header += [f"{what}, {way}" for what in ("training", "step") for way in IN_SHORT.values()]
     about = (
         f"*CPU: {first.device_name} · torch {first.torch_version} · transformers {first.transformers_version} · "
-        f"commit {first.commit[:10]} · float32 · k = {first.k} · {rows['repeat'].nunique()} alternating repeats*"
+        f"commit {first.commit[:10]} · float32 · k = {first.k} · {how_often(rows)}*"
     )
     return "\n".join([about, "", *markdown(header, table)]) + "\n"
