@@ -80,17 +80,23 @@ def test_a_patch_brings_its_own_words_and_files_and_no_other(places):
 
 
 @pytest.mark.slow
-def test_every_place_imports_with_the_options_claimed_so_far_and_keeps_the_promises_so_far(places, probe):
-    results = probe("series", json.dumps([str(tree) for tree in places]))
-    options, kept = {trainer: set(names) for trainer, names in results[0]["options"].items()}, []
-    for name, result in zip((None, *SERIES), results, strict=True):
-        if name:
-            added, promise = ADDS[name]
-            assert not any(added & names for names in options.values()), name
-            options = {trainer: names | added for trainer, names in options.items()}
-            kept += [promise] if promise else []
+def test_every_place_imports_with_its_options_and_each_patch_keeps_its_promise(places, probe):
+    """A promise is not kept before its patch, and is at its place and at the last."""
+    promised = [ADDS[name][1] for name in SERIES]
+    # At each place the promise of its patch and that of the next one, at the last all
+    asked = [promised[max(0, i - 1) : i + 1] for i in range(len(SERIES))] + [promised]
+    asked = [[promise for promise in some if promise] for some in asked]
+    trees = dict(zip(map(str, places), asked, strict=True))
+    results = probe("series", json.dumps(trees))
+    options = {trainer: set(names) for trainer, names in results[0]["options"].items()}
+    assert results[0]["kept"] == []
+    for name, result in zip(SERIES, results[1:], strict=True):
+        added, promise = ADDS[name]
+        assert not any(added & names for names in options.values()), name
+        options = {trainer: names | added for trainer, names in options.items()}
         assert {trainer: set(names) for trainer, names in result["options"].items()} == options, name
-        assert result["kept"] == kept, name
+        assert result["kept"] == ([promise] if promise else []) or name == SERIES[-1], name
+    assert results[-1]["kept"] == [promise for promise in promised if promise]
 
 
 COMPACT = "0003-compact-lm-head.patch"  # the one patch that has no option

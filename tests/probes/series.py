@@ -2,8 +2,8 @@
 
     series.py TREES
 
-TREES is a JSON list of folders. Prints a dictionary for each: "options" of the two trainers' configs, and "kept", the
-names of promises.
+TREES is a JSON dictionary of folders and the promises to try there. Prints a dictionary for each: "options" of the two
+trainers' configs, and "kept", the names of promises.
 """
 
 import contextlib
@@ -291,7 +291,7 @@ def prefix_sharing_recomputation(folder):
     return prompts > 1 and count() == 2 * prompts and count(completions_per_forward=len(ids)) == 3 * prompts - 1
 
 
-def look(tree):
+def look(tree, names):
     import trl
 
     configs = [getattr(trl, f"{name}Config") for name in NAMES]
@@ -300,13 +300,14 @@ def look(tree):
     kept = []
     with tempfile.TemporaryDirectory() as folder:
         tiny.build_model().save_pretrained(folder)
-        for name, function in promises.items():
+        for name in names:
             with contextlib.suppress(ImportError, TypeError, AttributeError):  # what the patch adds is not there
-                if function(folder):
+                if promises[name](folder):
                     kept.append(name)
     return {"options": dict(zip(NAMES, map(sorted, fields), strict=True)), "kept": kept}
 
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
-    print(json.dumps(on_each_tree(look, json.loads(sys.argv[1]))))
+    asked = json.loads(sys.argv[1])
+    print(json.dumps(on_each_tree(lambda tree: look(tree, asked[tree]), asked)))
