@@ -47,8 +47,8 @@ TORCH_CUDA = (
 # Declared, and used without an import here
 NOT_IMPORTED = {"bitsandbytes": "transformers imports it", "pytest-xdist": "pytest -n", "ruff": "make lint"}
 
-# Groups, and what they bring, that are not locked: `make test-deepspeed` makes an environment with it
-OPTIONAL = {"deepspeed"}
+# Groups that are not locked, and what is imported of them: `make test-deepspeed` makes an environment with it
+OPTIONAL_GROUPS, OPTIONAL = {"deepspeed", "images"}, {"deepspeed"}
 
 
 def of_cuda(name):
@@ -58,7 +58,7 @@ def of_cuda(name):
 
 def declared():
     """Every requirement of the project and of its groups, but the optional ones."""
-    groups = [group for name, group in PROJECT["dependency-groups"].items() if name not in OPTIONAL]
+    groups = [group for name, group in PROJECT["dependency-groups"].items() if name not in OPTIONAL_GROUPS]
     return [*PROJECT["project"]["dependencies"], *(text for group in groups for text in group)]
 
 
