@@ -306,7 +306,7 @@ def test_the_rivals_go_on_where_they_were_killed(measure, monkeypatch, tmp_path)
 
     monkeypatch.setattr(rivals, "use_fork", lambda arm: None)
     monkeypatch.setattr(rivals, "keep_only_live_memory", lambda: None)
-    monkeypatch.setattr(rivals, "Group", Group)
+    monkeypatch.setattr(rivals, "Rivals", Group)
     options = ("--ways", "shared,whole", "--repeats", "2", "--prompt-tokens", "8")
     write = rivals.Table.add
     monkeypatch.setattr(rivals.Table, "add", killed_after(3, write))

@@ -2,7 +2,7 @@
 
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from experiments.device import settle, status_bytes
 from experiments.phases import HighWater
@@ -20,6 +20,25 @@ class Sizes:
     prompt: int
     completion: int
     k: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of some work: wall and CPU seconds, and peak resident bytes above the level before."""
+
+    seconds: float
+    cpu_seconds: float
+    peak_bytes: int
+
+
+def measured(high_water: HighWater, work) -> Cost:
+    settle()
+    before = status_bytes("VmRSS")
+    high_water.reset()
+    start, cpu_start = time.perf_counter(), time.process_time()
+    work()
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+    return Cost(round(seconds, 4), round(cpu_seconds, 4), high_water.read()[2] - before)
 
 
 @dataclass(frozen=True)
@@ -114,18 +133,12 @@ class Group:
         return self.torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None])
 
     def measure(self, way: str, high_water: HighWater) -> dict:
-        """Wall and CPU seconds, and peak resident bytes above the level before, of each phase: `PHASE_COLUMNS`."""
+        """The `Cost` of each phase, as `PHASE_COLUMNS`."""
         self.encoded = 0
         self.model.zero_grad(set_to_none=False)
         row = {}
         with attention_of(self.model, way):
             for phase in PHASES:
-                settle()
-                before = status_bytes("VmRSS")
-                high_water.reset()
-                start, cpu_start = time.perf_counter(), time.process_time()
-                getattr(self, phase)(way)
-                row[f"{phase}_seconds"] = round(time.perf_counter() - start, 4)
-                row[f"{phase}_cpu_seconds"] = round(time.process_time() - cpu_start, 4)
-                row[f"{phase}_peak_bytes"] = high_water.read()[2] - before
+                cost = measured(high_water, lambda phase=phase: getattr(self, phase)(way))
+                row |= {f"{phase}_{what}": value for what, value in asdict(cost).items()}
         return row

@@ -12,15 +12,15 @@ difference of all parameters' gradients from `whole`.
 import os
 import statistics
 import sys
-import time
 from importlib.metadata import version
 from importlib.util import find_spec
 
 from experiments import config as cfg
 from experiments.builds import use_fork
 from experiments.config import ARMS, SCALES, ConfigError
-from experiments.device import keep_only_live_memory, settle, status_bytes
+from experiments.device import keep_only_live_memory
 from experiments.evidence.common import FACTS, Parser, Table, place, whole, words
+from experiments.evidence.group import Group, Sizes, measured
 from experiments.phases import HighWater
 from experiments.workload.models import shape_config
 
@@ -31,43 +31,23 @@ COLUMNS = (
 WAYS = ("whole", "prefix-grouper", "shared", "shared-2")
 
 
-class Group:
+class Rivals(Group):
     """One prompt with k completions, and its log-probabilities computed in each of the `WAYS`."""
 
-    def __init__(self, shape: str, vocab_size: int, prompt: int, completion: int, k: int):
+    def __init__(self, shape: str, vocab_size: int, sizes: Sizes):
         import torch
         from transformers import AutoModelForCausalLM
-        from trl.models.prefix_sharing import enable_prefix_sharing
-        from trl.trainer.utils import add_fused_lm_head
 
         torch.manual_seed(0)
-        self.torch, self.prompt, self.k = torch, prompt, k
-        self.model = AutoModelForCausalLM.from_config(shape_config(shape, vocab_size)).train()
-        self.model.gradient_checkpointing_enable()  # in transformers 5.17 as in 5.23, which has another name, too
-        add_fused_lm_head(self.model, outputs=("log_probs", "entropy"))
-        enable_prefix_sharing(self.model)
-        self.ids = torch.randint(4, vocab_size, (k, prompt + completion))
-        self.ids[:, :prompt] = self.ids[0, :prompt]
-        self.weights = torch.linspace(-1, 1, k * completion).view(k, completion)
+        model = AutoModelForCausalLM.from_config(shape_config(shape, vocab_size))
+        model.gradient_checkpointing_enable()  # in transformers 5.17 as in 5.23, which has another name, too
+        super().__init__(model, vocab_size, sizes)
 
     def log_probs(self, way: str):
-        from trl.models.prefix_sharing import SharedPrefixPasses
-
         if way == "prefix-grouper":
             return self.grouped_log_probs()
         self.model.set_attn_implementation("prefix_sharing_sdpa")
-        labels = self.ids.clone()
-        labels[:, : self.prompt] = -100
-        two = 2 if way == "shared-2" else None
-        passes = None if way == "whole" else SharedPrefixPasses(self.prompt, two, group_size=self.k)
-        output = self.model(
-            input_ids=self.ids,
-            attention_mask=self.torch.ones_like(self.ids),
-            labels=labels,
-            fused_lm_head=True,
-            passes=passes,
-        )
-        return output.log_probs[:, -self.weights.shape[1] :]
+        return super().log_probs(way)
 
     def grouped_log_probs(self):
         """As the package's README says: one row holds the prompt and the completions, its attention splits them.
@@ -81,12 +61,12 @@ class Group:
         from trl.kernels import ChunkedLogProbFunction
         from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
-        torch, prompt, completion = self.torch, self.prompt, self.weights.shape[1]
+        torch, prompt, completion, k = self.torch, self.sizes.prompt, self.sizes.completion, self.sizes.k
         causal = torch.ones(completion, prompt + completion, dtype=torch.bool).tril(prompt)
 
         def attention(module, query, key, value, attention_mask, prefix_grouper, **kwargs):
             def sdpa(query, key, value, padding_mask):
-                mask = None if query.shape[2] == key.shape[2] else causal.expand(self.k, 1, -1, -1)
+                mask = None if query.shape[2] == key.shape[2] else causal.expand(k, 1, -1, -1)
                 return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)[0]
 
             return prefix_grouper.forward(sdpa, query, key, value), None
@@ -95,9 +75,9 @@ class Group:
         self.model.set_attn_implementation("prefix_grouper")  # also while the backward computes layers again
         prompt_ids, completion_ids = self.ids[:1, :prompt], self.ids[:, prompt:]
         masks = torch.ones_like(prompt_ids), torch.ones_like(completion_ids)
-        grouper = PrefixGrouper.from_ungrouped_masks(*masks, group_sizes=self.k, padding_mode="right")
+        grouper = PrefixGrouper.from_ungrouped_masks(*masks, group_sizes=k, padding_mode="right")
         ids = grouper.concat_input(prompt_ids, masks[0], completion_ids, masks[1])
-        positions = torch.cat([torch.arange(prompt), torch.arange(prompt, prompt + completion).repeat(self.k)])
+        positions = torch.cat([torch.arange(prompt), torch.arange(prompt, prompt + completion).repeat(k)])
         hidden = self.model.model(
             input_ids=ids,
             attention_mask=grouper.padding_mask,
@@ -117,20 +97,7 @@ class Group:
             1.0,
             ("log_probs", "entropy"),
         )
-        return log_probs.view(self.k, completion)
-
-    def gradient(self):
-        return self.torch.cat([p.grad.flatten() for p in self.model.parameters()])
-
-
-def measured(high_water: HighWater, work):
-    """(result, seconds, peak resident bytes above the level before) of `work()`."""
-    settle()
-    before = status_bytes("VmRSS")
-    high_water.reset()
-    start = time.perf_counter()
-    result = work()
-    return result, time.perf_counter() - start, high_water.read()[2] - before
+        return log_probs.view(k, completion)
 
 
 def run(argv: list[str] | None) -> int:
@@ -160,7 +127,7 @@ def run(argv: list[str] | None) -> int:
     if not all(table.has(way=way, repeat=repeat) for way in ways for repeat in range(args.repeats)):
         use_fork(ARMS["shared"])
         keep_only_live_memory()
-        measure(Group(scale.shape, scale.vocab_size, *sizes.values()), ways, args.repeats, table)
+        measure(Rivals(scale.shape, scale.vocab_size, Sizes(*sizes.values())), ways, args.repeats, table)
     table.finish()
     for way in ways:
         mine = [row for row in table.rows if row["way"] == way]
@@ -170,7 +137,7 @@ def run(argv: list[str] | None) -> int:
     return 0
 
 
-def measure(group: Group, ways: list[str], repeats: int, table: Table) -> None:
+def measure(group: Rivals, ways: list[str], repeats: int, table: Table) -> None:
     """Adds the rows that `table` has not: seconds and bytes. The first of `ways` is what gradients are compared to."""
     import torch
 
@@ -180,16 +147,13 @@ def measure(group: Group, ways: list[str], repeats: int, table: Table) -> None:
             if table.has(way=way, repeat=repeat):
                 continue
             with torch.no_grad():
-                _, score_seconds, score_peak = measured(high_water, lambda way=way: group.log_probs(way))
+                score = measured(high_water, lambda way=way: group.log_probs(way))
             group.model.zero_grad(set_to_none=False)
 
-            def train(way=way):
-                (group.log_probs(way) * group.weights).sum().backward()
-
-            _, train_seconds, train_peak = measured(high_water, train)
+            train = measured(high_water, lambda way=way: (group.log_probs(way) * group.weights).sum().backward())
             gradient = group.gradient()
             truth = gradient if truth is None else truth
-            seconds = f"{score_seconds + train_seconds:.1f} s"
+            seconds = f"{score.seconds + train.seconds:.1f} s"
             if repeat < 0:
                 print(f"{way}: warm-up, {seconds}", flush=True)
                 continue
@@ -197,10 +161,10 @@ def measure(group: Group, ways: list[str], repeats: int, table: Table) -> None:
                 {
                     "way": way,
                     "repeat": repeat,
-                    "score_seconds": round(score_seconds, 4),
-                    "train_seconds": round(train_seconds, 4),
-                    "score_peak_bytes": score_peak,
-                    "train_peak_bytes": train_peak,
+                    "score_seconds": score.seconds,
+                    "train_seconds": train.seconds,
+                    "score_peak_bytes": score.peak_bytes,
+                    "train_peak_bytes": train.peak_bytes,
                     "gradient_difference": f"{((gradient - truth).norm() / truth.norm()).item():.2e}",
                 }
             )

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from visualization import style
 from visualization.files import LoadError, run_cli
-from visualization.pages.rivals import IN_SHORT, faster, how_often, read_worth
+from visualization.pages.rivals import IN_SHORT, faster, how_often, measured_on, read_worth
 
 MODELS = {"narrow": "narrow (8 layers of width 256)", "wide": "wide (2 layers of Qwen3-0.6B's width)"}
 _LIGHT = ListedColormap(colormaps["YlGn"](range(0, 160)))  # black text can be read on all of it
@@ -26,8 +26,7 @@ def chart(rows: pd.DataFrame) -> Figure:
     first = rows.iloc[0]
     models = [name for name in MODELS if name in set(rows.model)]
     small_print = [
-        f"CPU: {first.device_name} · torch {first.torch_version} · transformers {first.transformers_version} · commit "
-        f"{first.commit[:10]} · float32 · {how_often(rows)}",
+        f"{measured_on(first)} · float32 · {how_often(rows)}",
         "Against TRL's own whole rows with the LM head that scores only completions. A step is one generation, one "
         "scoring and one training pass. The limit: multiplications of whole rows over those that are needed when the "
         "prompt is computed once.",

@@ -16,24 +16,37 @@ NAMES = {
 }
 
 
+def csv_files(folder: Path, program: str) -> list[Path]:
+    """The tables that `python -m PROGRAM` wrote. Raises LoadError where there are none."""
+    paths = sorted(folder.glob("*.csv"))
+    if not paths:
+        raise LoadError(f"{folder}: no results; run python -m {program}")
+    return paths
+
+
+def measured_on(row: pd.Series) -> str:
+    """What the row of a measurement was measured on, in words."""
+    return (
+        f"CPU: {row.device_name} · torch {row.torch_version} · transformers {row.transformers_version} · commit "
+        f"{row.commit[:10]}"
+    )
+
+
 def rivals_table(folder: Path) -> str:
     """For each workload: median seconds and how many times faster than whole rows, peak, and difference of gradients.
 
     Raises LoadError where there is nothing to show.
     """
-    paths = sorted((folder / "rivals").glob("*.csv"))
-    if not paths:
-        raise LoadError(f"{folder}/rivals: no results; run python -m experiments.evidence.rivals")
+    program = "experiments.evidence.rivals"
     parts = []
-    for path in paths:
-        rows = read_rows(path, (*NUMBERS, "gradient_difference"), "experiments.evidence.rivals")
+    for path in csv_files(folder / "rivals", program):
+        rows = read_rows(path, (*NUMBERS, "gradient_difference"), program)
         first = rows.iloc[0]
         prompt, completion, k = first.prompt_tokens, first.completion_tokens, first.k
         whole = rows[rows.way == "whole"]
         ratio = k * (prompt + completion) / (prompt + k * completion)
         lines = [
-            f"*CPU: {first.device_name} · torch {first.torch_version} · transformers {first.transformers_version} · "
-            f"commit {first.commit[:10]} · {first['shape']}*",
+            f"*{measured_on(first)} · {first['shape']}*",
             "",
             f"Prompt {prompt:,}, completions {completion:,}, k = {k}: token ratio {ratio:.2f}. Median of "
             f"{len(whole)} alternating repeats:",
@@ -72,12 +85,9 @@ def families_table(folder: Path) -> str:
     Raises LoadError where there is nothing to show.
     """
     program = "experiments.evidence.families_cost"
-    paths = sorted((folder / "families").glob("*.csv"))
-    if not paths:
-        raise LoadError(f"{folder}/families: no results; run python -m {program}")
     numbers = [f"{phase}_{what}" for phase in PHASES for what in ("seconds", "peak_bytes")]
     table = []
-    for path in paths:
+    for path in csv_files(folder / "families", program):
         rows = read_rows(
             path,
             (*numbers, "images_encoded", "gradient_difference", "prompt_tokens", "completion_tokens", "k"),
@@ -101,8 +111,7 @@ def families_table(folder: Path) -> str:
             table.append(cells)
     header = ["", "", *PHASES, "images encoded", "gradient differs by"]
     about = (
-        f"*CPU: {first.device_name} · torch {first.torch_version} · transformers {first.transformers_version} · "
-        f"commit {first.commit[:10]} · float32, 8 layers of width 256 · median of {len(whole)} alternating repeats · "
+        f"*{measured_on(first)} · float32, 8 layers of width 256 · median of {len(whole)} alternating repeats · "
         "peak resident above the start of the phase*"
     )
     return "\n".join([about, "", *markdown(header, table)]) + "\n"
@@ -149,8 +158,5 @@ def worth_table(folder: Path) -> str:
     ]
     header = ["model", "prompt", "completion", "limit of training"]
     header += [f"{what}, {way}" for what in ("training", "step") for way in IN_SHORT.values()]
-    about = (
-        f"*CPU: {first.device_name} · torch {first.torch_version} · transformers {first.transformers_version} · "
-        f"commit {first.commit[:10]} · float32 · k = {first.k} · {how_often(rows)}*"
-    )
+    about = f"*{measured_on(first)} · float32 · k = {first.k} · {how_often(rows)}*"
     return "\n".join([about, "", *markdown(header, table)]) + "\n"
