@@ -16,7 +16,7 @@ SIZES = Sizes(prompt=24, completion=5, k=3)
 
 
 @pytest.mark.torch
-def test_the_multiplications_are_those_that_run(tmp_path, monkeypatch):
+def test_the_multiplications_are_those_that_run():
     import torch
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import AutoModelForCausalLM
@@ -29,14 +29,13 @@ def test_the_multiplications_are_those_that_run(tmp_path, monkeypatch):
         group = Group(AutoModelForCausalLM.from_config(config), 512, SIZES)
         group.model.set_attn_implementation("prefix_sharing_eager")  # the counter does not know the CPU's kernel
         work = Work.of(SIZES, shared)
-        if shared:  # each completion has the last token of the prompt before it here
-            work = Work(work.tokens + SIZES.k - 1, 0, work.scored)
+        tokens = work.tokens + (SIZES.k - 1 if shared else 0)  # each completion has the prompt's last token before it
         for phase in worth.LIMITED:
             with attention_of(group.model, way), FlopCounterMode(display=False, custom_mapping=in_place) as counter:
                 getattr(group, phase)(way)
             counted = {str(op): flops // 2 for op, flops in counter.get_flop_counts()["Global"].items()}
             linear = sum(n for op, n in counted.items() if op != "aten.bmm")
-            without_attention = Work(work.tokens, 0, work.scored).multiplications(config, phase)
+            without_attention = Work(tokens, 0, work.scored).multiplications(config, phase)
             if shared and phase == "train":  # nothing of the prompt's last layer but keys and values has a gradient
                 per_token = config.hidden_size * (2 * 4 * 64 + 3 * config.intermediate_size)
                 without_attention -= 2 * (SIZES.prompt - 1) * per_token
