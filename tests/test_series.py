@@ -34,6 +34,7 @@ ADDS = {
     "0012-prefix-sharing-kernels.patch": (set(), "prefix-sharing-kernels"),
     "0013-prefix-sharing-decoding.patch": (set(), "prefix-sharing-decoding"),
     "0014-prefix-sharing-recomputation.patch": (set(), "prefix-sharing-recomputation"),
+    "0015-prefix-sharing-gradients.patch": (set(), "prefix-sharing-gradients"),
 }
 # Words that stand nowhere in the package before their patch
 WORDS = {

@@ -273,7 +273,8 @@ def prefix_sharing_decoding(folder):
 
 @promise
 def prefix_sharing_recomputation(folder):
-    """Two prompts go through the layers once, and so do their completions; in passes that were asked for, twice."""
+    """Two prompts go through the layers once, and so do their completions; in passes that were asked for, twice. Where
+    layers are checkpointed, the last passes are not, as far as they have no more tokens than the prompts."""
     from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing
 
     model = build_with_head()
@@ -288,7 +289,47 @@ def prefix_sharing_recomputation(folder):
         return len(calls)
 
     prompts = len({tuple(row) for row in ids[:, :columns].tolist()})
-    return prompts > 1 and count() == 2 * prompts and count(completions_per_forward=len(ids)) == 3 * prompts - 1
+    once, asked_for = count(), count(completions_per_forward=len(ids))
+    model.train().gradient_checkpointing_enable()
+    # Prompts of 7 and 4 tokens; the passes have 9, 2, 6 and 4
+    return (prompts, once, asked_for, count(completions_per_forward=2)) == (2, 4, 5, 2 + 4 + 2)
+
+
+@promise
+def prefix_sharing_gradients(folder):
+    """No gradient of keys and values is in float32 any longer when the backward enters the first prompt."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing
+
+    model = build_with_head().bfloat16()
+    enable_prefix_sharing(model)
+    columns, lengths = 21, (20, 17)
+    ids = torch.randint(3, tiny.VOCABULARY, (2, columns + 3)).repeat_interleave(2, dim=0)
+    mask = torch.ones_like(ids)
+    mask[2:, : lengths[0] - lengths[1]] = 0
+    converted, entered = [], []
+
+    def of_prompts():
+        return [shape for shape in converted if shape in [(1, 2, length, 8) for length in lengths]]
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            output = operation(*args, **(kwargs or {}))
+            if operation is torch.ops.aten._to_copy.default and args[0].dtype is torch.float32:
+                converted.append(tuple(args[0].shape))
+            return output
+
+    def watch(module, args, output):
+        if output.shape[1] in lengths and output.requires_grad:
+            output.register_hook(lambda grad: entered.append(len(of_prompts())))
+
+    model.model.layers[-2].register_forward_hook(watch)
+    with Watch():
+        SharedPrefixPasses(columns, completions_per_forward=1).forward(
+            model.model, ids, mask
+        ).last_hidden_state.sum().backward()
+    number = 2 * model.config.num_hidden_layers * len(lengths)  # keys and values
+    return len(of_prompts()) == entered[0] == number
 
 
 def look(tree, names):
