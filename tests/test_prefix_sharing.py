@@ -1,34 +1,24 @@
 """Prefix sharing on the current line. The probes run in their own process with the fork's TRL first on the path."""
 
-import math
-
 import pytest
+from rounding import is_no_larger
 
 # Relative error that rounding explains: float32 has 6e-8 a step and the gradients of three layers sum some thousand of
 # them; float64 has 1e-16.
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
-EXPERTS = ("qwen3-moe", "mixtral", "gpt-oss-sinks")
+EXPERTS = ("mixtral", "gpt-oss-sinks")
 # Stock's own gradient in float32 is up to 3e-4 away from float64, by batch, as sharing is: rounding errors grow a
 # thousandfold on the way
-ILL_CONDITIONED = ("gemma4-layer-embeddings", "gemma4-nested")
+ILL_CONDITIONED = ("gemma4-layer-embeddings",)
 
 
 def test_every_architecture_computes_what_whole_sequences_do(probe):
     for dtype, result in probe("shared_exactness", *TOLERANCE).items():
-        assert len(result) >= 32
+        assert len(result) >= {"float32": 10, "float64": 32}[dtype]
         for name, errors in result.items():
             worst = max(*errors["tokens"], *errors["gradient"], *errors["loss"])
             assert worst <= TOLERANCE[dtype] * (50 if name in ILL_CONDITIONED else 1), (dtype, name, errors)
             assert errors["off_is_equal"], f"{name}: prepared but not sharing, it computes something else"
-
-
-def is_no_larger(ratios: dict[str, float]) -> bool:
-    """Ratios of an error to stock's, by architecture. Some batches of an architecture are a small sample of rounding
-    errors, so each may be half as large again, and the mean over the architectures 5 %. Where rounding sends a token
-    to another expert, here or in stock, the error is a step: up to 2.5 times."""
-    smooth = {name: ratio for name, ratio in ratios.items() if name not in EXPERTS}
-    mean = math.exp(sum(map(math.log, smooth.values())) / len(smooth))
-    return len(smooth) >= 29 and max(smooth.values()) <= 1.5 and max(ratios.values()) <= 2.5 and mean <= 1.05
 
 
 @pytest.mark.slow
@@ -39,7 +29,7 @@ def test_in_half_precision_the_error_is_no_larger_than_that_of_whole_sequences(p
         for kind in ("tokens", "gradient"):
             for setting in range(3):  # passes of 3, of 9 tokens, of 2 with checkpointing
                 ratios = {name: errors[kind][setting] / errors[f"stock_{kind}"] for name, errors in result.items()}
-                assert is_no_larger(ratios), (precision, kind, setting, ratios)
+                assert len(ratios) >= 10 and is_no_larger(ratios, EXPERTS), (precision, kind, setting, ratios)
         assert all(errors["off_is_equal"] for errors in result.values())
 
 
@@ -48,7 +38,7 @@ def test_every_architecture_decodes_with_no_more_error_than_whole_sequences(prob
     results = probe("shared_decoding", "float32", "bfloat16", "float32+bfloat16", "float32+float16")
     for precision, result in results.items():
         ratios = {name: errors["shared"] / errors["stock"] for name, errors in result.items()}
-        assert is_no_larger(ratios), (precision, ratios)
+        assert len(ratios) >= 10 and is_no_larger(ratios, EXPERTS), (precision, ratios)
 
 
 def test_every_architecture_decodes_what_whole_sequences_do(probe):

@@ -1,9 +1,8 @@
 """Prefix sharing for models with recurrent or convolutional states. The probe runs in its own process with the fork's
 TRL first on the path; what it measures is described there."""
 
-import math
-
 import pytest
+from rounding import is_no_larger
 
 FAMILIES, WITHOUT_EXPERTS = 12, 6
 # As for the models without states: float64 measures 2e-15, float32 1e-6 (gradients; 8e-8 elsewhere)
@@ -18,12 +17,6 @@ def test_every_family_computes_what_whole_sequences_do(probe, dtype):
         worst = max(*errors["tokens"], *errors["gradient"], *errors["loss"])
         assert worst <= TOLERANCE[dtype], (dtype, name, errors)
         assert errors["off_is_equal"], f"{name}: prepared but not sharing, it computes something else"
-
-
-def is_no_larger(ratios: dict[str, float]) -> bool:
-    """Ratios of an error to stock's, by family. One batch of a family is a small sample of rounding errors, so each
-    may be half as large again, and the mean over the families 10 %."""
-    return max(ratios.values()) <= 1.5 and math.exp(sum(map(math.log, ratios.values())) / len(ratios)) <= 1.1
 
 
 @pytest.mark.slow
