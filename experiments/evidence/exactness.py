@@ -4,7 +4,7 @@
 
 The truth is the same weights in float64, row by row, without the fused LM head. Stock's own error stands beside that
 of prefix sharing, in float32 and with bfloat16 weights under autocast, and the attention kernels that ran are named.
-Exit code 1 if prefix sharing's error is larger than it may be: 1e-5 in float32 (norms, softmax and the head round
+Exit code 4 if prefix sharing's error is larger than it may be: 1e-5 in float32 (norms, softmax and the head round
 there), and in bfloat16 that of stock and a tenth, because sums are in another order. The rows stay in
 results/<machine>/exactness.csv either way.
 """
@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from experiments import config as cfg
 from experiments.builds import use_fork
 from experiments.config import ARMS
-from experiments.evidence.common import FACTS, Parser, Table, place
+from experiments.evidence.common import EXIT_VERDICT, FACTS, Parser, Table, place
 from experiments.workload.models import shape_config
 
 COLUMNS = (
@@ -167,7 +167,7 @@ def run(argv: list[str] | None) -> int:
     table.finish()
     if failed := too_large(table.rows):
         print(f"exactness: larger than it may be: {'; '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+    return EXIT_VERDICT if failed else 0
 
 
 def main(argv: list[str] | None = None) -> int:
