@@ -108,6 +108,9 @@ class CountedHighWater:
     def __init__(self, memory):
         self.memory = memory
 
+    def wait(self) -> None:
+        """The CPU has done what it was given."""
+
     def reset(self) -> bool:
         self.memory.reset()
         return True
