@@ -7,7 +7,9 @@ import subprocess
 import sys
 import tarfile
 import time
+import zipfile
 from dataclasses import asdict
+from importlib import metadata
 
 import pytest
 
@@ -221,12 +223,24 @@ def test_without_a_network_prepare_says_so_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    with pytest.raises(ConfigError, match=r"cannot fetch datasets==.*: connect to the network, or unpack") as refused:
-        prepare.fetch(tmp_path / "site")
+    with pytest.raises(ConfigError, match=r"cannot fetch datasets==.*: connect to the network, or put") as refused:
+        prepare.fetch(tmp_path / "wheels")
     assert "\n" not in str(refused.value)
-    for name, version in prepare.WHEELS.items():
-        (tmp_path / "site" / f"{name}-{version}.dist-info").mkdir(parents=True)
-    prepare.fetch(tmp_path / "site")
+    for name, version in prepare.pinned().items():
+        (tmp_path / "wheels").mkdir(exist_ok=True)
+        (tmp_path / "wheels" / f"{name}-{version}-py3-none-any.whl").write_text("")
+    prepare.fetch(tmp_path / "wheels")
+
+
+def test_packages_are_taken_along_where_they_are_missing_or_of_another_version(tmp_path):
+    folder = Folder(tmp_path)
+    folder.wheels.mkdir()
+    for name, version in (("transformers", metadata.version("transformers")), ("made_up", "1.2")):
+        assert folder.packages() is None
+        with zipfile.ZipFile(folder.wheels / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}/__init__.py", "here = True")
+            wheel.writestr(f"{name}-{version}.dist-info/RECORD", "")
+    assert folder.packages() == folder.site and (folder.site / "made_up/__init__.py").is_file()
 
 
 def test_the_stop_of_a_session_is_kept(program):

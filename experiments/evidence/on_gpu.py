@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 from experiments import config as cfg
@@ -121,9 +120,9 @@ def surroundings(folder: Folder, device: str) -> dict[str, str]:
     """The environment of every item: the same settings for all, and packages of the folder that are missing here."""
     environment = {**os.environ, **SETTINGS}
     paths = [str(ROOT)]
-    if folder.site.is_dir() and find_spec("datasets") is None:
-        paths.append(str(folder.site))
-        sys.path.append(str(folder.site))
+    if packages := folder.packages():
+        paths.append(str(packages))
+        sys.path.insert(1, str(packages))
     environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
     if commit := folder.source_commit(ROOT):
         environment.setdefault("SOURCE_COMMIT", commit)

@@ -114,7 +114,7 @@ def cells(lengths: tuple[int, int], k: int, completions: str, ways=OF_EVERY_CELL
 
 RIVALS = ("stock", "stock-cudnn", "shared-2", "shared-8192")
 ON_CPU = {"device": "cpu", "vocab_size": 2000}
-SMALL = ("qwen3-8-layers", 0, 48, 8, 4)
+SMALL = ("tiny-qwen3", 0, 48, 8, 4)
 PLANS = {
     "first": Plan(cells((3000, 100), 8, "sampled", shapes=SHAPES[:1]), visits=3, steps=1),
     "k8": Plan(
@@ -129,7 +129,7 @@ PLANS = {
         (
             *(Cell(*SMALL, "sampled", way, **ON_CPU) for way in ("stock", "shared-2", "shared-4096")),
             *(Cell(*SMALL, "ragged", way, **ON_CPU) for way in ("stock-accumulate", "shared-all", "shared-2-mask")),
-            Cell("qwen3-8-layers", 4, *SMALL[2:], "given", "shared-2", **ON_CPU),
+            Cell(SMALL[0], 4, *SMALL[2:], "given", "shared-2", **ON_CPU),
         ),
         steps=1,
         stated_s=20,

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import zipfile
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from experiments.builds import build
@@ -16,10 +17,10 @@ from experiments.evidence.gpu.expected_peaks import predict_cells
 from experiments.evidence.gpu.plans import PLANS
 from experiments.record import read_json, source_commit, write_json
 
-# What such a machine lacks beside torch, transformers, accelerate, peft, pandas, pyarrow, psutil and nvidia-ml-py, for
-# its Python; one that has them keeps its own
+# What such a machine lacks, or has in another version than requirements.lock, beside torch, accelerate, tokenizers,
+# pandas, pyarrow, psutil and nvidia-ml-py, for its Python. The fork needs transformers as it is pinned.
 TARGET_PYTHON = "3.12"
-WHEELS = {"datasets": "5.2.0", "dill": "0.4.1", "multiprocess": "0.70.19"}
+WHEELS = ("datasets", "dill", "multiprocess", "peft", "transformers")
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 MOST_BYTES = 60 * 2**20  # of the folder and the files of the project
 SOURCES = ("experiments", "trl", "requirements.lock")  # as `record.source_commit` has them
@@ -35,8 +36,12 @@ class Folder:
     path: Path
 
     @property
+    def wheels(self) -> Path:
+        return self.path / "wheels"
+
+    @property
     def site(self) -> Path:
-        """Packages that the machine may lack, unpacked."""
+        """The wheels unpacked, on the machine."""
         return self.path / "site"
 
     @property
@@ -50,6 +55,14 @@ class Folder:
     @property
     def source(self) -> Path:
         return self.path / "SOURCE_COMMIT"
+
+    def packages(self) -> Path | None:
+        """Where packages are imported from that this Python lacks or has in another version; None where it has all."""
+        wheels = sorted(self.wheels.glob("*.whl"))
+        if all(has(*wheel.name.split("-")[:2]) for wheel in wheels):
+            return None
+        unpack_wheels(wheels, self.site)
+        return self.site
 
     def install(self, root: Path) -> None:
         """Put the builds of TRL where the arms look for them, unless they are there."""
@@ -67,6 +80,29 @@ class Folder:
         return said["commit"] if said["sources_sha256"] == digest(root) else f"{said['commit']}-dirty"
 
 
+def has(name: str, wanted: str) -> bool:
+    """Whether this Python has that version of a package."""
+    try:
+        return version(name) == wanted
+    except PackageNotFoundError:
+        return False
+
+
+def unpack_wheels(wheels: list[Path], site: Path) -> None:
+    """Make `site` hold what is in the wheels. One that was unpacked before is left as it is."""
+    for wheel in wheels:
+        if not (site / f"{'-'.join(wheel.name.split('-')[:2])}.dist-info" / "RECORD").is_file():
+            with zipfile.ZipFile(wheel) as opened:
+                opened.extractall(site)
+
+
+def pinned() -> dict[str, str]:
+    """The versions of `WHEELS` in requirements.lock."""
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    versions = dict(line.lower().split("==") for line in lines if "==" in line and not line.startswith("#"))
+    return {name: versions[name] for name in WHEELS}
+
+
 def digest(root: Path, sources: tuple[str, ...] = SOURCES) -> str:
     """One hash over these sources; by default over those that decide what is measured."""
     paths = [path for name in sources for path in [root / name, *(root / name).rglob("*")] if path.is_file()]
@@ -82,7 +118,7 @@ def run(folder: Folder, python: str, trial: bool) -> int:
     if commit == "unknown" or commit.endswith("-dirty"):
         print(f"commit {commit}: nothing measured so is resumed; commit what is changed first", file=sys.stderr)
     print("packages", flush=True)
-    fetch(folder.site)
+    fetch(folder.wheels)
     print("builds of TRL", flush=True)
     shutil.rmtree(folder.forks, ignore_errors=True)
     for dest in sorted({build(arm) for arm in ARMS.values()}):
@@ -93,6 +129,8 @@ def run(folder: Folder, python: str, trial: bool) -> int:
         folder.predictions.unlink(missing_ok=True)
     write_json(folder.source, {"commit": commit, "sources_sha256": digest(ROOT), "planner_sha256": planner})
     predict_cells(planned_cells(), folder.predictions)
+    for stale in (folder.site, folder.path / "trial"):
+        shutil.rmtree(stale, ignore_errors=True)
     mine, project = size(folder.path), sum(path.stat().st_size for path in tracked())
     print(f"{folder.path}: {mine / 2**20:.1f} MiB, the project {project / 2**20:.1f} MiB", flush=True)
     if mine + project > MOST_BYTES:
@@ -120,11 +158,11 @@ def tracked() -> list[Path]:
     return [ROOT / name for name in said.split("\0") if name and (ROOT / name).is_file()]
 
 
-def fetch(site: Path) -> None:
-    """Download and unpack `WHEELS` into `site`, unless these very versions are there. Raises `ConfigError`."""
-    if all((site / f"{name}-{version}.dist-info").is_dir() for name, version in WHEELS.items()):
+def fetch(folder: Path) -> None:
+    """Download the pinned wheels into `folder`, unless these very versions are there. Raises `ConfigError`."""
+    wanted = [f"{name}=={number}" for name, number in pinned().items()]
+    if all(list(folder.glob(f"{name.replace('==', '-')}-*.whl")) for name in wanted):
         return
-    wanted = [f"{name}=={version}" for name, version in WHEELS.items()]
     platforms = [option for platform in PLATFORMS for option in ("--platform", platform)]
     with tempfile.TemporaryDirectory() as temp:
         command = [
@@ -136,12 +174,12 @@ def fetch(site: Path) -> None:
         wheels = sorted(Path(temp).glob("*.whl"))
         if pip.returncode or len(wheels) < len(WHEELS):
             reason = (pip.stderr.strip().splitlines() or ["pip brought none"])[-1]
-            remedy = f"connect to the network, or unpack their wheels into {site}"
+            remedy = f"connect to the network, or put their wheels into {folder}"
             raise ConfigError(f"cannot fetch {', '.join(wanted)}: {remedy} ({reason})")
-        shutil.rmtree(site, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
         for wheel in wheels:
-            with zipfile.ZipFile(wheel) as opened:
-                opened.extractall(site)
+            shutil.copy(wheel, folder)
 
 
 def tried(folder: Folder, python: str) -> None:
@@ -155,7 +193,7 @@ def tried(folder: Folder, python: str) -> None:
             target = root / path.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, target)
-        shutil.copytree(folder.path, root / ".gpu")
+        shutil.copytree(folder.path, root / ".gpu", ignore=shutil.ignore_patterns("site", "trial"))
         alone = ["unshare", "-rn"] if without_network() else []
         environment = {"HOME": str(home), "PATH": str(home), "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
         options = ("--device", "cpu", "--minutes", TRIAL_MINUTES, "--out", str(archive), "--only", TRIAL)
