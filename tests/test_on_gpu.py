@@ -29,6 +29,7 @@ folder = sys.argv[sys.argv.index("--results") + 1] + "/" + sys.argv[sys.argv.ind
 with open(f"{folder}/{name}.csv", "a") as file:
     file.write("a row\\n")
 time.sleep(float(seconds))
+print(*sys.argv)
 print("last words of", name)
 sys.exit(int(code))
 """
@@ -111,6 +112,12 @@ def test_what_does_not_fit_is_not_begun_and_what_is_shorter_is(program):
     assert program.rows("parts") == 2 and "not begun" in program.said[-1]
 
 
+def test_an_item_is_told_to_end_in_time_for_what_it_has_begun(program):
+    program.session(minutes=1).run([program.item("parts", least_s=5, last_s=20)])
+    told = (program.folder / "on_gpu" / "parts.log").read_text().split("--minutes ")[1].split()[0]
+    assert 0.4 < float(told) <= (60 - session.END_SECONDS - 5 - 20) / 60 + 1e-3
+
+
 def test_what_an_item_took_is_what_it_will_take(program):
     before = program.session()
     before.run([program.item("good", seconds=0.3, expected=20)])
@@ -150,6 +157,14 @@ def test_the_archive_is_there_after_each_item_and_survives_a_kill(tmp_path, prog
     assert program.rows("one") == 1 and program.rows("two") == 2
 
 
+def test_what_a_long_item_has_finished_is_packed_while_it_goes_on(program, monkeypatch):
+    monkeypatch.setattr(session, "PACK_SECONDS", 0.0)
+    at_work, packed = program.session(), []
+    at_work.pack = lambda: packed.append(program.rows("long"))
+    at_work.run([program.item("long", seconds=2.5)])
+    assert packed[0] in (0, 1) and len(packed) >= 2 and packed[-1] == 1
+
+
 def test_an_archive_stays_below_its_limit_and_names_what_is_left_out(tmp_path):
     machine = tmp_path / "results" / "x"
     for number in range(8):
@@ -170,7 +185,7 @@ def test_an_archive_stays_below_its_limit_and_names_what_is_left_out(tmp_path):
 def test_all_that_only_a_gpu_can_show_is_planned_in_order(tmp_path):
     plan = items.on_cuda(tmp_path / "predictions.json")
     names = [item.name for item in plan]
-    assert names[:6] == ["device", "kernels", "exactness", "cells-first", "cells-k8", "published-k8"]
+    assert names[:7] == ["device", "kernels", "exactness", "attention", "cells-first", "cells-k8", "published-k8"]
     assert len(set(names)) == len(names) and all(item.expected_s > 0 for item in plan)
     assert {name for name in cfg.SCALES if name[-5:] in ("-c100", "-c512")} <= set(names)
     assert {item.command[0] for item in items.on_cpu(tmp_path)} == {item.command[0] for item in plan}

@@ -1,6 +1,7 @@
 """Cells of real shapes at small size: every way to train, a cell that runs out of memory, minutes, and their table."""
 
 import csv
+import gc
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from experiments.config import ConfigError
 from experiments.evidence import common, planner_check, sampler_check
 from experiments.evidence.common import EXIT_TIME, EXIT_VERDICT
-from experiments.evidence.gpu import expected_peaks, kernels, shape_cells, step_profile
+from experiments.evidence.gpu import attention_speed, expected_peaks, kernels, shape_cells, step_profile
 from experiments.evidence.gpu.plans import ON_CPU, PLANS, SMALL, WAYS, Cell, Plan
 from experiments.record import write_csv
 from visualization.tables import render
@@ -42,23 +43,31 @@ def test_ways_alternate_and_one_that_runs_out_of_memory_is_a_row_and_the_next_go
     command, tmp_path, monkeypatch, capsys
 ):
     import torch
+    from transformers import PreTrainedModel
 
     stock, shared = replace(CELL, way="stock", completions="sampled"), replace(CELL, completions="sampled")
     accumulate = replace(shared, way="stock-accumulate")
     plan(monkeypatch, stock, accumulate, shared, visits=2)
-    measure, trained = shape_cells.Bench.measure, []
+    measure, given, trained, alive = shape_cells.Bench.measure, shape_cells.Completions.given, [], []
 
     def measured(self, cell, steps):
         trained.append(cell.way)
-        if cell is accumulate:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB\nmore")
+        alive.append(sum(issubclass(type(thing), PreTrainedModel) for thing in gc.get_objects()))
         return measure(self, cell, steps)
 
+    def or_out_of_memory(self):
+        """As it is raised, in the middle of a training."""
+        if self.cell.way == "stock-accumulate":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB\nmore")
+        return given(self)
+
     monkeypatch.setattr(shape_cells.Bench, "measure", measured)
+    monkeypatch.setattr(shape_cells.Completions, "given", or_out_of_memory)
     assert command(shape_cells, "--plan", "small", "--minutes", "0") == EXIT_TIME and not trained
     assert "not begun" in capsys.readouterr().out
     assert command(shape_cells, "--plan", "small") == 0
     assert trained == ["stock", "stock-accumulate", "shared-2"] * 2
+    assert not any(alive), "nothing of a trainer stays for the next one"
     rows = rows_of(tmp_path)
     assert [row["status"] for row in rows] == ["ok", "oom", "ok"] * 2 and [row["visit"] for row in rows] == [*"000111"]
     assert rows[1]["error"].startswith("OutOfMemoryError: CUDA out of memory.") and not rows[1]["train_seconds"]
@@ -113,6 +122,10 @@ def test_the_kernels_are_judged_and_the_worst_cell_is_profiled(command, tmp_path
     assert {row["tensor"] for row in rows} == {*kernels.TENSORS, "decoding", "log-sum-exp"}
     assert all(row["verdict"] == "ok" and float(row["error"]) < 0.02 for row in rows)
     assert "| no prompt | 4 / 2 | float32 |" in render("kernels", tmp_path / "x")
+    assert command(attention_speed) == 0
+    rows = rows_of(tmp_path, "attention.csv")
+    assert len(rows) == 5 and all(float(row["backward_ms"]) > 0 and row["error"] == "" for row in rows)
+    assert "flash_attention_for_cpu" in rows[3]["kernels"] and "prompt" in rows[2]["call"]
     plan(monkeypatch, replace(CELL, way="stock"), CELL)
     assert command(step_profile) == 0
     sums = [row for row in rows_of(tmp_path, "profile.csv") if row["name"] == "all"]

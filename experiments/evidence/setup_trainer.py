@@ -7,9 +7,10 @@ from experiments.workload import data
 
 
 def build_trainer(
-    setup: Setup, model: str, tokenizer, prompts, out: Path, steps: int = 2, reward_model: str | None = None, **more
+    setup: Setup, model: str, tokenizer, prompts, out: Path, steps: int = 2, reward_model: str | None = None
 ):
-    """The trainer that makes `steps` updates on the model of that path or name; `more` goes into its arguments."""
+    """The trainer that makes `steps` updates on the model of that path or name. `reward_model` is a path, None takes a
+    function that counts letters."""
     import torch
     from datasets import Dataset
     from peft import LoraConfig
@@ -41,7 +42,6 @@ def build_trainer(
         generation_kwargs={"min_new_tokens": setup.max_completion_length},
         model_init_kwargs={"dtype": getattr(torch, setup.dtype)},
         **passes,
-        **more,
     )
     weights = ModelConfig(
         load_in_4bit=setup.weight_bits == 4,

@@ -1,9 +1,11 @@
 """What a lent device is asked, in order of priority: what cannot be known without one comes first."""
 
+import os
 from functools import partial
 from pathlib import Path
 
 from experiments import config as cfg
+from experiments.config import ROOT
 from experiments.evidence.gpu.session import Item
 from experiments.record import FINISHED, read_record, source_commit
 
@@ -22,7 +24,7 @@ def suite(name: str, device: str, scale: str, arms: str, ks: str, repeats: int, 
     command = ("--device", device, "--scale", scale, "--arms", arms, "--k", ks, "--repeats", str(repeats))
     runs = len(arms.split(",")) * len(ks.split(",")) * repeats
     wanted = partial(has_all, device=device, scale=scale, arms=arms, ks=ks, repeats=repeats)
-    return Item(name, ("experiments.suite", *command), runs * seconds, 2 * seconds, wanted)
+    return Item(name, ("experiments.suite", *command), runs * seconds, 1.5 * seconds, seconds, wanted)
 
 
 def has_all(folder: Path, device: str, scale: str, arms: str, ks: str, repeats: int) -> bool:
@@ -45,7 +47,7 @@ def measure(name: str, device: str, expected: float, module: str, *options: str,
 
 
 def cells(plan: str, device: str, expected: float, least: float, predictions: Path) -> Item:
-    options = ("--plan", plan, "--predictions", str(predictions))
+    options = ("--plan", plan, "--predictions", os.path.relpath(predictions, ROOT))  # the same wherever the project is
     return measure(f"cells-{plan}", device, expected, "gpu.shape_cells", *options, least=least)
 
 
@@ -57,6 +59,7 @@ def on_cuda(predictions: Path) -> list[Item]:
         measure("device", "cuda", 30, "gpu.device_facts"),
         measure("kernels", "cuda", 40, "gpu.kernels"),
         measure("exactness", "cuda", 150, "exactness"),
+        measure("attention", "cuda", 40, "gpu.attention_speed"),
         cells("first", "cuda", 200, 50, predictions),
         cells("k8", "cuda", 260, 60, predictions),
         suite("published-k8", "cuda", "seed", published, "8", 1),
@@ -85,6 +88,7 @@ def on_cpu(predictions: Path) -> list[Item]:
         measure("device", "cpu", 15, "gpu.device_facts"),
         measure("kernels", "cpu", 15, "gpu.kernels"),
         measure("exactness", "cpu", 60, "exactness"),
+        measure("attention", "cpu", 15, "gpu.attention_speed"),
         cells("small", "cpu", 60, 20, predictions),
         suite("published-k2", "cpu", "test", "shared,classic-lean", "2", 1, seconds=20),
         measure("profile", "cpu", 20, "gpu.step_profile"),

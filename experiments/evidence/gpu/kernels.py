@@ -45,6 +45,7 @@ SETTINGS = {
     "heads of 64": Setting(4, 2, 64, 300, (33, 80)),
     "heads of 256": Setting(4, 1, 256, 300, (33, 80)),
     "single tokens": Setting(16, 8, 128, 129, (1, 1, 1)),
+    "one token": Setting(16, 8, 128, 129, (1,)),
     "no prompt": Setting(16, 8, 128, 0, (70, 130)),
     "published workload": Setting(4, 2, 128, 3000, (100,) * 8),
 }
@@ -125,8 +126,7 @@ def errors_of(setting: Setting, dtype: str, device: str) -> list[tuple[str, floa
         if right.numel()
     ]
     if setting.prompt:
-        query, key = tensors[0].expand(3, -1, -1, -1), tensors[3].expand(3, -1, -1, -1)
-        value = tensors[4].expand(3, -1, -1, -1)
+        query, key, value = (tensors[i].repeat(3, 1, 1, 1) for i in (0, 3, 4))
         output, lse = attention_with_lse(query, key, value, is_causal=False, scale=None)
         groups = setting.heads // setting.key_heads
         keys, values = (x.double().repeat_interleave(groups, dim=1) for x in (key, value))

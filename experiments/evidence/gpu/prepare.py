@@ -25,7 +25,7 @@ PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x8
 MOST_BYTES = 60 * 2**20  # of the folder and the files of the project
 SOURCES = ("experiments", "trl", "requirements.lock")  # as `record.source_commit` has them
 PREDICTING = ("experiments/plan", "experiments/workload/models.py", "experiments/evidence/gpu/plans.py", "trl/current")
-TRIAL = "device,kernels,cells-small"
+TRIAL = "device,kernels,cells-small,published-k2"
 TRIAL_MINUTES = "8"
 
 

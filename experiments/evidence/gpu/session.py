@@ -29,9 +29,9 @@ class Item:
     command: tuple[str, ...]  # a module and its arguments
     expected_s: float  # a statement; what earlier runs took is known better
     least_s: float | None = None  # what is worth beginning with, of an item that takes --minutes; None: all of it
-    complete: Callable[[Path], bool] | None = (
-        None  # whether results/<machine> has it all, where exit code 0 may not say
-    )
+    last_s: float = 0.0  # what it may take beyond its minutes, to end what it began
+    # Whether results/<machine> has all of it, where exit code 0 may not say
+    complete: Callable[[Path], bool] | None = None
 
     @property
     def takes_minutes(self) -> bool:
@@ -109,7 +109,7 @@ class Session:
         place = ("--results", str(self.folder.parent), "--machine", self.folder.name)
         command = [sys.executable, "-m", *item.command, *place]
         if item.takes_minutes:
-            command += ["--minutes", f"{max(0.0, min(limit, self.left()) - 5) / 60:.3f}"]
+            command += ["--minutes", f"{max(0.0, min(limit, self.left()) - 5 - item.last_s) / 60:.3f}"]
         log = self.folder / "on_gpu" / f"{item.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         here = os.getpid()

@@ -125,9 +125,7 @@ class Bench:
         tokenizer, prompts = self.texts(cell)
         hf_config = cell.hf_config(tokenizer)
         with tempfile.TemporaryDirectory() as out, made_on(self.device, hf_config):
-            trainer = build_trainer(
-                cell.setup, cell.model, tokenizer, prompts, Path(out), steps + 1, dataloader_pin_memory=False
-            )
+            trainer = build_trainer(cell.setup, cell.model, tokenizer, prompts, Path(out), steps + 1)
             rows = measure_steps(trainer, cell, tokenizer, Path(out), steps)
         return rows
 
