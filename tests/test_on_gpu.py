@@ -228,6 +228,9 @@ def test_a_folder_says_which_commit_it_is_and_whether_it_was_changed(tmp_path):
     assert folder.source_commit(tmp_path) is None
     folder.path.mkdir()
     write_json(folder.source, {"commit": "abc", "sources_sha256": prepare.digest(tmp_path)})
+    for cache in ("__pycache__", ".ruff_cache"):
+        (tmp_path / "experiments" / cache).mkdir()
+        (tmp_path / "experiments" / cache / "a").write_text("x")
     assert folder.source_commit(tmp_path) == "abc"
     (tmp_path / "experiments" / "a.py").write_text("2")
     assert folder.source_commit(tmp_path) == "abc-dirty"

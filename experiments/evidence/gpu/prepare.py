@@ -104,10 +104,14 @@ def pinned() -> dict[str, str]:
 
 
 def digest(root: Path, sources: tuple[str, ...] = SOURCES) -> str:
-    """One hash over these sources; by default over those that decide what is measured."""
+    """One hash over these sources; by default over those that decide what is measured. Caches are none."""
     paths = [path for name in sources for path in [root / name, *(root / name).rglob("*")] if path.is_file()]
-    names = {path.relative_to(root).as_posix(): path for path in paths if "__pycache__" not in path.parts}
-    lines = [f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for name, path in sorted(names.items())]
+    names = {path.relative_to(root): path for path in paths}
+    lines = [
+        f"{name.as_posix()} {hashlib.sha256(path.read_bytes()).hexdigest()}"
+        for name, path in sorted(names.items())
+        if not any(part == "__pycache__" or part.startswith(".") for part in name.parts)
+    ]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -208,8 +212,10 @@ def tried(folder: Folder, python: str) -> None:
         if missing := sorted(set(TRIAL.split(",")) - done) or result.returncode or not archive.is_file():
             kept = shutil.copytree(root / "results", folder.path / "trial", dirs_exist_ok=True)
             raise ConfigError(f"the trial failed ({missing}); what it left is in {kept}")
-        commits = {state["commit"] for items in states for state in items.values()}
-        print(f"trial passed: {TRIAL}, commit {', '.join(commits)}, archive {archive.stat().st_size / 1024:.0f} KiB")
+        commits, mine = {state["commit"] for items in states for state in items.values()}, read_json(folder.source)
+        if commits != {mine["commit"]}:
+            raise ConfigError(f"the trial took itself for {', '.join(commits)}, not {mine['commit']}; prepare again")
+        print(f"trial passed: {TRIAL}, commit {mine['commit']}, archive {archive.stat().st_size / 1024:.0f} KiB")
 
 
 def without_network() -> bool:
