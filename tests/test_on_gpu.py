@@ -1,5 +1,6 @@
 """The program that a lent GPU runs: its order, its minutes, what it leaves when killed, and what it takes along."""
 
+import importlib
 import json
 import os
 import signal
@@ -189,6 +190,17 @@ def test_all_that_only_a_gpu_can_show_is_planned_in_order(tmp_path):
     assert len(set(names)) == len(names) and all(item.expected_s > 0 for item in plan)
     assert {name for name in cfg.SCALES if name[-5:] in ("-c100", "-c512")} <= set(names)
     assert {item.command[0] for item in items.on_cpu(tmp_path)} == {item.command[0] for item in plan}
+
+
+@pytest.mark.torch
+def test_every_item_is_a_command_that_its_program_takes(tmp_path, capsys):
+    """All that can be wrong with it here is that there is no such device."""
+    for item in items.on_cuda(tmp_path / "predictions.json"):
+        module, *options = item.command
+        options += ["--results", str(tmp_path), "--machine", "x", *(["--minutes", "1"] if item.takes_minutes else [])]
+        assert importlib.import_module(module).main(options) == 2, item.name
+        assert "device 'cuda' is not usable here" in capsys.readouterr().err, item.name
+        assert item.complete is None or not item.complete(tmp_path / "x")
 
 
 def test_a_suite_is_done_when_all_its_runs_are(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from experiments.evidence.common import EXIT_TIME, EXIT_VERDICT
 from experiments.evidence.gpu import attention_speed, expected_peaks, kernels, shape_cells, step_profile
 from experiments.evidence.gpu.plans import ON_CPU, PLANS, SMALL, WAYS, Cell, Plan
 from experiments.record import write_csv
+from visualization.files import LoadError
 from visualization.tables import render
 
 CELL = Cell(*SMALL, "ragged", "shared-2", **ON_CPU)
@@ -184,6 +185,35 @@ def test_every_planned_cell_is_one_that_the_planner_takes_and_plans_name_none_tw
         assert len(set(planned.cells)) == len(planned.cells), name
         for cell in planned.cells:
             check(cell.setup, cell.hf_config())
+
+
+def test_the_table_compares_with_the_best_of_stock_and_with_the_prediction(tmp_path):
+    """Made-up figures of a GPU, to see the table; none of them leaves the temporary folder."""
+
+    def step(way, seconds, size, predicted, **more):
+        found = {f"{phase}_seconds": seconds / 4 for phase in shape_cells.PHASES}
+        for phase in shape_cells.PHASES:
+            sizes = {f"{phase}_{name}_bytes": int(size * 2**30) for name in ("allocated", "reserved", "device")}
+            found |= sizes | {f"{phase}_predicted_bytes": int(predicted * 2**30)}
+        facts = FACTS | {"device_kind": "cuda", "device_name": "A made-up GPU", "commit": "0123456789abcdef"}
+        return {**CELL.row, "completions": "sampled", "status": "ok", **found, "way": way, **facts, **more}
+
+    rows = [step("stock", 8, 40, 44), step("stock-cudnn", 4, 40, 44), step("stock-cudnn", 6, 40, 44)]
+    rows += [step("shared-2", 2, 10, 9), {**step("shared-all", 2, 10, 9), "status": "oom", "error": "no room"}]
+    (tmp_path / "cells").mkdir()
+    write_csv(tmp_path / "cells" / "first.csv.unfinished", shape_cells.COLUMNS, rows[:3])
+    write_csv(tmp_path / "cells" / "k8.csv", shape_cells.COLUMNS, rows[3:])
+    text = render("cells", tmp_path)
+    assert text.startswith("*GPU: A made-up GPU · torch x · commit 0123456789*")
+    assert (
+        "| `stock-cudnn` | 1.250 | 1.250 | 1.250 | 1.250 | 5.000 | 40.00 | 40.00 | 40.00 | 44.00 (+10.0 %) |" in text
+    )
+    times = "2.000 (2.5 x) | 10.00 (4.0 x) | 10.00 | 10.00 | 9.00 (\N{MINUS SIGN}10.0 %) |"
+    assert (
+        f"| `shared-2` | 0.500 | 0.500 | 0.500 | 0.500 | {times}" in text and "`shared-all` | out of memory |" in text
+    )
+    with pytest.raises(LoadError, match="no cells; run python -m experiments.evidence.on_gpu"):
+        render("cells", tmp_path / "cells")
 
 
 def test_given_completions_are_the_same_for_every_way_and_ragged_ones_differ_in_length():

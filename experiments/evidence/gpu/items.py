@@ -2,6 +2,7 @@
 
 import os
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from experiments import config as cfg
@@ -55,6 +56,7 @@ def on_cuda(predictions: Path) -> list[Item]:
     """Seconds are statements for an H200; those of a finished item are what it took."""
     published = ",".join(PUBLISHED)
     more = "classic-string,classic-string-exact,classic-lean,shared"
+    quantized = () if find_spec("bitsandbytes") else ("--without-quantized",)
     return [
         measure("device", "cuda", 30, "gpu.device_facts"),
         measure("kernels", "cuda", 40, "gpu.kernels"),
@@ -69,7 +71,7 @@ def on_cuda(predictions: Path) -> list[Item]:
         measure("profile", "cuda", 60, "gpu.step_profile"),
         cells("mask-offload", "cuda", 90, 50, predictions),
         measure("sampler", "cuda", 9 * RUN_SECONDS, "sampler_check", least=60),
-        measure("planner", "cuda", 500, "planner_check", "--without-quantized", least=60),
+        measure("planner", "cuda", 500, "planner_check", *quantized, least=60),
         cells("long-sampled", "cuda", 400, 160, predictions),
         suite("published-repeats", "cuda", "seed", published, "2,4,8", 3),
         suite("published-large-k", "cuda", "seed", more, "16,32,64", 1),

@@ -64,7 +64,9 @@ def run(argv: list[str] | None) -> int:
                 print(f"{cell}: not begun, may take {needs:.0f} s", flush=True)
                 return EXIT_TIME
             rows = bench.visit(cell, plan.steps)
-            predicted = {f"{phase}_predicted_bytes": size for phase, size in known.get(cell.key, {}).items()}
+            happens = PHASES if cell.completions == "sampled" else PHASES[1:]
+            peaks = known.get(cell.key, {})
+            predicted = {f"{phase}_predicted_bytes": peaks.get(phase) for phase in happens}
             table.add(*({**cell.row, "visit": visit, **row, **predicted} for row in rows))
             print(f"{cell}, visit {visit + 1} of {plan.visits}: {told(rows[-1])}", flush=True)
             if not bench.is_sound():
