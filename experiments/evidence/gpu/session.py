@@ -76,8 +76,13 @@ class Session:
         return state.seconds if state and state.state in DONE else item.expected_s
 
     def run(self, items: list[Item]) -> list[str]:
-        """Begins whatever is not done and fits, those that failed before last. Returns the names of those that failed
-        now."""
+        """Begins whatever is not done and fits, those that failed before last, and then what was stopped once more.
+        Returns the names of those that failed now."""
+        failed = self.run_once(items)
+        stopped = [item for item in items if item.name in self.states and self.states[item.name].state == "stopped"]
+        return failed + (self.run_once(stopped) if stopped else [])
+
+    def run_once(self, items: list[Item]) -> list[str]:
         failed = []
         for item in sorted(items, key=self.failures):
             known = self.known(item)
