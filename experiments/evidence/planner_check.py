@@ -125,8 +125,7 @@ def measure(setup: Setup, folder: Path, tokenizer, prompts) -> dict[str, int]:
     from experiments.plan.live_bytes import LiveBytes
     from experiments.workload.trainers import torch_optimizer
 
-    reward_model = str(folder / "reward") if setup.reward_model else None
-    trainer = build_trainer(setup, str(folder), tokenizer, prompts, folder / "out", reward_model=reward_model)
+    trainer = build_trainer(setup, folder, tokenizer, prompts)
     if setup.offload_reference:
         keep_on_host(trainer, trainer.ref_model)
     if setup.reward_model:

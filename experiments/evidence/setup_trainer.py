@@ -6,11 +6,9 @@ from experiments.plan.setups import Setup
 from experiments.workload import data
 
 
-def build_trainer(
-    setup: Setup, model: str, tokenizer, prompts, out: Path, steps: int = 2, reward_model: str | None = None
-):
-    """The trainer that makes `steps` updates on the model of that path or name. `reward_model` is a path, None takes a
-    function that counts letters."""
+def build_trainer(setup: Setup, folder: Path, tokenizer, prompts, model: str | None = None, steps: int = 2):
+    """The trainer that makes `steps` updates on the model in `folder`, or on `model` if that is given. The folder
+    takes the trainer's output and holds the reward model; without one, letters are counted."""
     import torch
     from datasets import Dataset
     from peft import LoraConfig
@@ -21,7 +19,7 @@ def build_trainer(
         name: getattr(setup, name) for name in ("prefix_sharing", "completions_per_forward", "tokens_per_forward")
     }
     arguments = RLOOConfig(
-        output_dir=str(out),
+        output_dir=str(folder / "out"),
         use_cpu=setup.device == "cpu",
         report_to="none",
         save_strategy="no",
@@ -51,8 +49,8 @@ def build_trainer(
     )
     lora = LoraConfig(r=setup.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
     return RLOOTrainer(
-        model=model,
-        reward_funcs=reward_model or data.letter_reward,
+        model=model or str(folder),
+        reward_funcs=str(folder / "reward") if setup.reward_model else data.letter_reward,
         args=arguments,
         processing_class=tokenizer,
         train_dataset=Dataset.from_dict({"prompt": prompts}),

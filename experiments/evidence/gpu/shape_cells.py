@@ -127,7 +127,7 @@ class Bench:
         tokenizer, prompts = self.texts(cell)
         hf_config = cell.hf_config(tokenizer)
         with tempfile.TemporaryDirectory() as out, made_on(self.device, hf_config):
-            trainer = build_trainer(cell.setup, cell.model, tokenizer, prompts, Path(out), steps + 1)
+            trainer = build_trainer(cell.setup, Path(out), tokenizer, prompts, cell.model, steps + 1)
             rows = measure_steps(trainer, cell, tokenizer, Path(out), steps)
         return rows
 

@@ -77,7 +77,7 @@ def profiled(cell: Cell, bench: Bench):
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if bench.device == "cuda" else [])]
     profiler, (tokenizer, prompts) = profile(activities=activities), bench.texts(cell)
     with tempfile.TemporaryDirectory() as out, made_on(bench.device, cell.hf_config(tokenizer)):
-        trainer = build_trainer(cell.setup, cell.model, tokenizer, prompts, Path(out), steps=2)
+        trainer = build_trainer(cell.setup, Path(out), tokenizer, prompts, cell.model)
         phases = PhaseRecorder(Path(out) / "phases.csv", bench.device)
         phases.attach(trainer.model, torch_optimizer(trainer))
         completions = Completions(trainer, cell, tokenizer, phases)
