@@ -9,13 +9,9 @@ from pathlib import Path
 from experiments.config import ROOT, Arm, ConfigError
 
 
-@functools.cache
-def use_fork(arm: Arm) -> list[str]:
-    """Build the arm's TRL, put it first on the path, and check that it is what `import trl` gives.
-
-    Returns the names of the patches in it, as the build recorded them. Arms of the same patches share a build. Raises
-    `ConfigError` with the reason in one line.
-    """
+def build(arm: Arm) -> Path:
+    """Build the arm's TRL, if it is not there, and return where. Arms of the same patches share a build. Raises
+    `ConfigError` with the reason in one line."""
     if arm.patches is None:
         name, choice = f"{arm.line}-series", []
     elif arm.patches:
@@ -27,6 +23,17 @@ def use_fork(arm: Arm) -> list[str]:
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         raise ConfigError("; ".join(result.stderr.split("\n")).strip("; ") or f"{' '.join(command)} failed")
+    return dest
+
+
+@functools.cache
+def use_fork(arm: Arm) -> list[str]:
+    """`build` the arm's TRL, put it first on the path, and check that it is what `import trl` gives.
+
+    Returns the names of the patches in it, as the build recorded them. Raises `ConfigError` with the reason in one
+    line.
+    """
+    dest = build(arm)
     sys.path.insert(0, str(dest))
     import trl
 

@@ -59,7 +59,11 @@ def pick_device(wanted: str) -> tuple[str, str, int]:
 
 
 def cuda_uuid() -> str:
-    """NVML and CUDA number devices differently; the UUID means the same device to both."""
+    """NVML and CUDA number devices differently; the UUID means the same device to both. Of a MIG instance it is what
+    `CUDA_VISIBLE_DEVICES` says: torch may give that of the whole GPU."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+    if visible.startswith("MIG-"):
+        return visible
     import torch
 
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)

@@ -8,10 +8,12 @@ CUDA_VISIBLE_DEVICES leaves visible, or the start of a UUID. Without NVML it sam
 Sizes are bytes, times are seconds. What the columns hold:
 
 * device_used_bytes, device_total_bytes, resident_bytes: read for every row.
-* device_utilization_percent, process_device_bytes, cpu_percent, host_used_bytes: read at most every SLOW_PERIOD,
-  repeated in the rows between. The kernel counts CPU time in ticks of 10 ms, so cpu_percent moves in coarse steps.
+* device_utilization_percent, cpu_percent, host_used_bytes: read at most every SLOW_PERIOD, repeated in the rows
+  between. The kernel counts CPU time in ticks of 10 ms, so cpu_percent moves in coarse steps.
+* process_device_bytes: read every PROCESS_PERIOD, because reading the list may keep processes from allocating.
 * resident_bytes and cpu_percent are the watched process alone. process_device_bytes adds its children, and is empty
-  where NVML does not list them (before they use the device, and always in many containers).
+  where NVML does not list them (before they use the device, and in many containers), and where it lists process ids
+  that are not there: those of a container's host, of which one may be ours by chance. The report says which it was.
 
 The sampler ends when the watched process ends, or on SIGTERM or SIGINT, and then prints one JSON line: an
 IntervalReport and the name of the device. Exit codes: 0 finished, 2 bad arguments, 3 the file could not be written on.
@@ -28,7 +30,7 @@ import sys
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -46,7 +48,7 @@ COLUMNS = (
     "host_used_bytes",
 )
 MIN_INTERVAL, MAX_INTERVAL = 0.01, 1.0
-SLOW_PERIOD = 0.05
+SLOW_PERIOD, PROCESS_PERIOD = 0.05, 0.5
 START_TIMEOUT = 10.0
 
 
@@ -61,12 +63,16 @@ class Device:
 
 @dataclass(frozen=True)
 class IntervalReport:
-    """How well the asked-for interval was kept, in seconds; the gaps are None with fewer than two samples."""
+    """How well the asked-for interval was kept, in seconds; the gaps are None with fewer than two samples.
+
+    `device_processes` says what NVML listed of processes that use the device: `ours`, `not ours`, `foreign` (ids that
+    are not there, twice in a row), or None where it was not asked."""
 
     requested_interval_s: float
     achieved_interval_s: float | None
     longest_gap_s: float | None
     samples: int
+    device_processes: str | None = None
 
 
 def interval_report(timestamps: Sequence[float], requested: float) -> IntervalReport:
@@ -176,17 +182,37 @@ def find_device(wanted: str) -> Device | None:
     return device
 
 
-def _process_use(device: Device, pid: int, ours: dict[int, bool]) -> int | None:
-    """Bytes that NVML says `pid` and its children use on the device; None where it lists none of them.
+class _ProcessUse:
+    """What NVML says that the watched process and its children use on the device."""
 
-    `ours` remembers which listed processes are the watched one or below it: walking up the parents is slow.
-    """
-    listed = pynvml.nvmlDeviceGetComputeRunningProcesses_v3(device.handle)
-    for entry in listed:
-        if entry.pid not in ours:
-            ours[entry.pid] = entry.pid == pid or _is_below(entry.pid, pid)
-    sizes = [entry.usedGpuMemory for entry in listed if ours[entry.pid] and entry.usedGpuMemory is not None]
-    return sum(sizes) if sizes else None
+    def __init__(self, pid: int):
+        self.pid, self.ours = pid, {}  # id -> whether it is the watched one or below it: walking up is slow
+        self.unknown = 0  # reads in a row that listed an id that is not there
+        self.seen: str | None = None
+
+    def read(self, device: Device) -> int | None:
+        """Bytes; None where it lists none of them, or an id that is not there: then none can be trusted."""
+        listed = pynvml.nvmlDeviceGetComputeRunningProcesses_v3(device.handle)
+        # A process that has just ended may still be listed, once
+        self.unknown = 0 if all(_exists(entry.pid) for entry in listed) else self.unknown + 1
+        if self.unknown > 1 or self.seen == "foreign":
+            self.seen = "foreign"
+        if self.unknown or self.seen == "foreign":
+            return None
+        for entry in listed:
+            if entry.pid not in self.ours:
+                self.ours[entry.pid] = entry.pid == self.pid or _is_below(entry.pid, self.pid)
+        mine = [entry.usedGpuMemory for entry in listed if self.ours[entry.pid]]
+        self.seen = "ours" if mine or self.seen == "ours" else "not ours"
+        sizes = [size for size in mine if size is not None]
+        return sum(sizes) if sizes else None
+
+
+def _exists(pid: int) -> bool:
+    try:
+        return psutil.pid_exists(pid)
+    except OverflowError:  # no number of a process
+        return False
 
 
 def _is_below(pid: int, ancestor: int) -> bool:
@@ -205,10 +231,10 @@ def sample(process: psutil.Process, output, interval: float, device: Device | No
     _write_line(output, COLUMNS)
     process.cpu_percent()  # psutil measures from the call before
     utilization = process_device = cpu = host = None
-    ours: dict[int, bool] = {}
+    processes = _ProcessUse(process.pid)
     lost_said = False
     times = array("d")
-    slow_due = 0.0
+    slow_due = processes_due = 0.0
     tick = 0
     start, began = time.monotonic(), time.time()
     while True:
@@ -232,12 +258,14 @@ def sample(process: psutil.Process, output, interval: float, device: Device | No
                 slow_due = elapsed + SLOW_PERIOD * 0.9  # the margin keeps a tick that comes early from being missed
                 cpu = process.cpu_percent() if times else None
                 host = psutil.virtual_memory().used
-                utilization = process_device = None
+                utilization = None
                 if used is not None:
                     with contextlib.suppress(pynvml.NVMLError):  # MIG has no utilization
                         utilization = pynvml.nvmlDeviceGetUtilizationRates(device.handle).gpu
-                    with contextlib.suppress(pynvml.NVMLError):
-                        process_device = _process_use(device, process.pid, ours)
+            if elapsed >= processes_due and used is not None:
+                processes_due, process_device = elapsed + PROCESS_PERIOD, None
+                with contextlib.suppress(pynvml.NVMLError):
+                    process_device = processes.read(device)
         except psutil.NoSuchProcess:
             break
         if used is None:
@@ -249,7 +277,7 @@ def sample(process: psutil.Process, output, interval: float, device: Device | No
         tick = max(tick, int((time.monotonic() - start) / interval)) + 1
         if select.select([stop], [], [], max(0.0, start + tick * interval - time.monotonic()))[0]:
             break
-    return interval_report(times, interval)
+    return replace(interval_report(times, interval), device_processes=processes.seen)
 
 
 def _write_line(output, cells: Sequence[object]) -> None:

@@ -40,6 +40,13 @@ class HighWater:
         self.cuda = device_kind == "cuda"
         self.can_reset = self.reset()
 
+    def wait(self) -> None:
+        """Until the device has done what it was given: what is measured ends there, not where the host has asked."""
+        if self.cuda:
+            import torch
+
+            torch.cuda.synchronize()
+
     def reset(self) -> bool:
         """Start a new measurement. Returns whether the resident high-water mark could be reset."""
         if self.cuda:
@@ -116,6 +123,7 @@ class PhaseRecorder:
 
     def close(self) -> None:
         """Write the current phase's row; also called when the run fails in the middle of a phase."""
+        self.high_water.wait()
         peak = PhasePeak(self.phase, self.step, self.start, self.now(), *self.high_water.read())
         self.peaks.append(peak)
         csv.writer(self.file).writerow(["" if value is None else value for value in vars(peak).values()])

@@ -17,10 +17,12 @@ from experiments.evidence import (
     sampler_check,
     worth,
 )
+from experiments.evidence.gpu import attention_speed, device_facts, kernels, step_profile
 from experiments.record import write_csv
 from visualization.pages.rivals import families_table
 
-ALL = (exactness, families_cost, host_allocator_bench, planner_check, rivals, sampler_check, worth)
+ON_A_DEVICE = (exactness, planner_check, sampler_check, attention_speed, device_facts, kernels, step_profile)
+ALL = (*ON_A_DEVICE, families_cost, host_allocator_bench, rivals, worth)
 COMMIT = "0123456789ab"
 
 
@@ -31,7 +33,7 @@ def measure(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(host_allocator_bench.host_allocator, "find", lambda name: None)
 
     def run(module, *options):
-        device = ["--device", "cpu"] if module in (exactness, planner_check, sampler_check) else []
+        device = ["--device", "cpu"] if module in ON_A_DEVICE else []
         code = module.main([*device, "--results", str(tmp_path), "--machine", "x", *options])
         return code, capsys.readouterr().err
 
@@ -188,7 +190,7 @@ def test_too_large_an_error_leaves_its_rows_and_says_which_bound(
     monkeypatch.setattr(exactness, "use_fork", lambda arm: None)
     monkeypatch.setattr(exactness, "compare", compare)
     code, err = measure(exactness)
-    assert (code, err) == ((1, f"exactness: larger than it may be: {said}\n") if said else (0, ""))
+    assert (code, err) == ((common.EXIT_VERDICT, f"exactness: larger than it may be: {said}\n") if said else (0, ""))
     assert len(rows_of(tmp_path / "x" / "exactness.csv")) == 4
     monkeypatch.setattr(exactness, "compare", killed_after(0, compare))
     assert measure(exactness) == (code, err), "measured already: the same verdict"

@@ -8,13 +8,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from experiments import memory_monitor
+from experiments.device import cuda_uuid
 from experiments.memory_monitor import COLUMNS, Device, interval_report, start_monitor, stop_monitor, visible_devices
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -178,6 +181,7 @@ def test_device_memory_follows_the_device(monitor, stub, watched, tmp_path):
     assert report["device"] == "Stub A" and stderr == ""
     distinct = list(dict.fromkeys(seen()))
     assert distinct == [str(2 * GIB), str(9 * GIB), str(3 * GIB)]
+    assert report["device_processes"] == "ours"
     for row in rows(tmp_path / "memory.csv"):
         assert (row["device_total_bytes"], row["device_utilization_percent"]) == (str(80 * GIB), "37")
         assert row["process_device_bytes"] == str(GIB)
@@ -193,11 +197,51 @@ def test_device_memory_of_children_counts(monitor, stub, tmp_path):
     assert first["process_device_bytes"] == "1234"
 
 
-@pytest.mark.parametrize("listed", ["", "{pid}:-1"], ids=["not listed", "listed without a size"])
-def test_unknown_process_use_is_empty_not_zero(monitor, stub, watched, tmp_path, listed):
-    monitor(stub, STUB_NVML_PROCESSES=listed.format(pid=watched.pid))
-    first = until(lambda: rows(tmp_path / "memory.csv"))[0]
-    assert first["process_device_bytes"] == "" and first["device_used_bytes"] == str(GIB)
+@pytest.mark.parametrize(
+    ("listed", "seen"),
+    [("", "not ours"), ("{pid}:-1", "ours"), ("{pid}:5,4000000000:7", "foreign"), ("4000000000:7", "foreign")],
+    ids=["not listed", "listed without a size", "ours beside ids of a host", "ids of a host"],
+)
+def test_unknown_process_use_is_empty_not_zero_or_wrong(monitor, stub, watched, tmp_path, listed, seen):
+    process = monitor(stub, STUB_NVML_PROCESSES=listed.format(pid=watched.pid))
+    until(lambda: rows(tmp_path / "memory.csv") and float(rows(tmp_path / "memory.csv")[-1]["elapsed_s"]) > 0.6)
+    report = finish(process)[0]
+    for row in rows(tmp_path / "memory.csv"):
+        assert row["process_device_bytes"] == "" and row["device_used_bytes"] == str(GIB)
+    assert report["device_processes"] == seen
+
+
+def test_the_list_of_processes_is_read_twice_a_second_only(monkeypatch):
+    """Reading it may keep the trained process from allocating; the device's level is read for every row."""
+    calls = {"level": 0, "processes": 0}
+
+    def count(name, value):
+        calls[name] += 1
+        return value
+
+    level = SimpleNamespace(used=GIB, total=2 * GIB)
+    entry = SimpleNamespace(pid=os.getpid(), usedGpuMemory=4096)
+    for name, answer in (
+        ("nvmlDeviceGetMemoryInfo", lambda handle: count("level", level)),
+        ("nvmlDeviceGetComputeRunningProcesses_v3", lambda handle: count("processes", [entry])),
+        ("nvmlDeviceGetUtilizationRates", lambda handle: SimpleNamespace(gpu=1)),
+    ):
+        monkeypatch.setattr(memory_monitor.pynvml, name, answer)
+    readable, writable = os.pipe()
+    lines = []
+    output = SimpleNamespace(write=lambda line: lines.append(bytes(line)) or len(line), fileno=lambda: -1)
+    stop = threading.Timer(1.2, lambda: os.write(writable, b"x"))
+    stop.start()
+    report = memory_monitor.sample(psutil.Process(), output, 0.02, Device(A, "stub"), readable)
+    assert calls["level"] == report.samples > 20 and 2 <= calls["processes"] <= 3
+    assert report.device_processes == "ours" and all(b",4096," in line for line in lines[1:])
+    os.close(readable)
+    os.close(writable)
+
+
+def test_of_a_mig_instance_the_sampler_is_asked_by_what_cuda_was_shown(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", MIG)
+    assert cuda_uuid() == MIG
 
 
 @pytest.mark.parametrize(

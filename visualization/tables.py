@@ -5,7 +5,8 @@
 
 A marked place starts with `<!-- table:NAME results/<machine> -->`, or `<!-- table:NAME results/<machine> SCALE -->`
 for one scale only, and ends with `<!-- /table -->`. Names: summary, peak, audit, speed, published, phases, shapes,
-rivals, families, worth, plan, levers, profiles, exactness, sampler. The folder is relative to the file.
+rivals, families, worth, plan, levers, profiles, exactness, kernels, cells, sampler. The folder is relative to the
+file.
 """
 
 import argparse
@@ -15,7 +16,14 @@ from pathlib import Path
 
 from visualization.files import LoadError, read_text, run_cli
 from visualization.load import load_machine, tell_damaged
-from visualization.pages.gpu_evidence import SHAPE, exactness_table, sampler_table, shapes_table
+from visualization.pages.gpu_evidence import (
+    SHAPE,
+    cells_table,
+    exactness_table,
+    kernels_table,
+    sampler_table,
+    shapes_table,
+)
 from visualization.pages.phase_seconds import phases_table
 from visualization.pages.predictions import check_table, levers_table, profiles_table
 from visualization.pages.published import published_table
@@ -43,6 +51,8 @@ FOLDER_TABLES: dict[str, tuple[Callable[[Path], str], str]] = {
     "levers": (levers_table, "plan_check.csv"),
     "profiles": (profiles_table, "*.json"),
     "exactness": (exactness_table, "exactness.csv"),
+    "kernels": (kernels_table, "kernels.csv"),
+    "cells": (cells_table, "cells/*.csv*"),
     "sampler": (sampler_table, "sampler.csv"),
 }
 NAMES = (*TABLES, "shapes", *FOLDER_TABLES)
@@ -81,7 +91,7 @@ def page(folder: Path, runs: Sequence[Run]) -> str:
     names = [*TABLES, *(["shapes"] if any(SHAPE.fullmatch(run.scale) for run in runs) else [])]
     names += [
         name
-        for name in ("rivals", "families", "worth", "plan", "exactness", "sampler")
+        for name in ("rivals", "families", "worth", "plan", "kernels", "exactness", "cells", "sampler")
         if any(folder.glob(FOLDER_TABLES[name][1]))
     ]
     tables = {name: render(name, folder, load=lambda folder: runs) for name in names}

@@ -18,6 +18,8 @@ from experiments.config import ROOT, ConfigError
 from experiments.device import pick_device
 from experiments.record import make_writable, source_commit, write_csv
 
+EXIT_VERDICT = 4  # measured to the end, and what was measured is not as it should be
+EXIT_TIME = 5  # what fitted into --minutes is measured; the same command goes on from there
 FACTS = ("device_kind", "device_name", "torch_version", "transformers_version", "commit")  # columns of every table
 
 
@@ -34,6 +36,17 @@ class Parser(run_options.Parser):
         self.add_argument("--results", type=Path, default=ROOT / "results", help="holds one folder a machine")
         self.add_argument("--machine", help="folder name below --results; default: from the device's name")
         self.add_argument("--fresh", action="store_true", help="repeat what this commit has measured here already")
+
+
+def minutes(text: str) -> float:
+    """The type of an option that says after how long nothing new is begun."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 10**6:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of minutes from 0 to 1,000,000")
+    return value
 
 
 def whole(least: int, most: int = 100_000):

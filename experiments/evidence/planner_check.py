@@ -5,12 +5,13 @@
 On CUDA the measure is torch's own peak of allocated bytes, on a CPU `LiveBytes`, which counts the same there. Two
 updates are trained with the fork and the peaks of the second one compared, when the optimizer has its state. Writes
 one row a case and phase to results/<machine>/plan_check.csv, case by case; cases that this commit has measured there
-are not repeated.
+are not repeated. Exit code 5: --minutes were over before the last case.
 """
 
 import gc
 import sys
 import tempfile
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,19 @@ from pathlib import Path
 from experiments import config as cfg
 from experiments.builds import use_fork
 from experiments.config import ARMS, GIB
-from experiments.evidence.common import FACTS, Parser, in_text, is_same, need, place, read_rows, words
+from experiments.evidence.common import (
+    EXIT_TIME,
+    FACTS,
+    Parser,
+    in_text,
+    is_same,
+    minutes,
+    need,
+    place,
+    read_rows,
+    words,
+)
+from experiments.evidence.setup_trainer import build_trainer
 from experiments.phases import HighWater, PhaseRecorder
 from experiments.plan.predict import predict
 from experiments.plan.setups import Setup
@@ -84,11 +97,19 @@ def cases(device: str) -> dict[str, Setup]:
     }
 
 
+def is_quantized(setup: Setup) -> bool:
+    """Whether it needs bitsandbytes."""
+    return setup.weight_bits < 16 or "bnb" in setup.optim
+
+
 class CountedHighWater:
     """Stands in for `HighWater` where torch has no counter: the peak of `LiveBytes`."""
 
     def __init__(self, memory):
         self.memory = memory
+
+    def wait(self) -> None:
+        """The CPU has done what it was given."""
 
     def reset(self) -> bool:
         self.memory.reset()
@@ -96,58 +117,6 @@ class CountedHighWater:
 
     def read(self):
         return self.memory.peak, None, None, None
-
-
-def build_trainer(setup: Setup, folder: Path, tokenizer, prompts):
-    """The fork's RLOO trainer for `setup`, on the model in `folder`."""
-    import torch
-    from datasets import Dataset
-    from peft import LoraConfig
-
-    from trl import ModelConfig, RLOOConfig, RLOOTrainer, get_quantization_config
-
-    passes = {
-        name: getattr(setup, name) for name in ("prefix_sharing", "completions_per_forward", "tokens_per_forward")
-    }
-    arguments = RLOOConfig(
-        output_dir=str(folder / "out"),
-        use_cpu=setup.device == "cpu",
-        report_to="none",
-        save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
-        max_steps=2,
-        bf16=setup.bf16,
-        optim=setup.optim,
-        beta=setup.beta,
-        per_device_train_batch_size=setup.per_device_train_batch_size,
-        num_generations=setup.num_generations,
-        gradient_accumulation_steps=setup.gradient_accumulation_steps,
-        steps_per_generation=setup.steps_per_generation,
-        temperature=setup.temperature,
-        max_completion_length=setup.max_completion_length,
-        gradient_checkpointing=setup.gradient_checkpointing,
-        activation_offloading=setup.activation_offloading,
-        generation_kwargs={"min_new_tokens": setup.max_completion_length},
-        model_init_kwargs={"dtype": getattr(torch, setup.dtype)},
-        **passes,
-    )
-    weights = ModelConfig(
-        load_in_4bit=setup.weight_bits == 4,
-        load_in_8bit=setup.weight_bits == 8,
-        use_bnb_nested_quant=True,
-        dtype=setup.dtype,
-    )
-    lora = LoraConfig(r=setup.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    return RLOOTrainer(
-        model=str(folder),
-        reward_funcs=str(folder / "reward") if setup.reward_model else data.letter_reward,
-        args=arguments,
-        processing_class=tokenizer,
-        train_dataset=Dataset.from_dict({"prompt": prompts}),
-        peft_config=lora if setup.lora_rank else None,
-        quantization_config=get_quantization_config(weights),
-    )
 
 
 def measure(setup: Setup, folder: Path, tokenizer, prompts) -> dict[str, int]:
@@ -185,13 +154,18 @@ def measure(setup: Setup, folder: Path, tokenizer, prompts) -> dict[str, int]:
 def run(argv: list[str] | None) -> int:
     parser = Parser("planner_check", __doc__)
     parser.add_argument("--cases", help="some of the cases, by name; default: all")
+    parser.add_argument("--without-quantized", action="store_true", help="leave out what needs bitsandbytes")
+    parser.add_argument("--minutes", type=minutes, default=10**6, help="begin no case after that")
     args = parser.parse_args(argv)
+    deadline, took = time.monotonic() + 60 * args.minutes, 0.0
     here = place(args, "peft")
     chosen = cases(here.device)
     order = {name: number for number, name in enumerate(chosen)}
     if args.cases is not None:
         chosen = {name: chosen[name] for name in words("case", args.cases, chosen)}
-    if any(setup.weight_bits < 16 or "bnb" in setup.optim for setup in chosen.values()):
+    if args.without_quantized:
+        chosen = {name: setup for name, setup in chosen.items() if not is_quantized(setup)}
+    if any(map(is_quantized, chosen.values())):
         need("bitsandbytes")
     path = here.folder / "plan_check.csv"
     rows = read_rows(path, COLUMNS)
@@ -203,6 +177,10 @@ def run(argv: list[str] | None) -> int:
     print(f"{'case, GiB predicted / measured':32}" + "".join(f"{phase:>22}" for phase in PHASES))
     for name, setup in chosen.items():
         if name not in there:
+            if time.monotonic() + took > deadline:
+                print(f"{name}: not begun after --minutes {args.minutes:g}; the same command goes on from here")
+                return EXIT_TIME
+            begun = time.monotonic()
             facts = {
                 "case": name,
                 "shape": shape,
@@ -217,6 +195,7 @@ def run(argv: list[str] | None) -> int:
             rows += [in_text(COLUMNS, {**row, **facts}) for row in found]
             rows.sort(key=lambda row: order.get(row["case"], len(order)))
             write_csv(path, COLUMNS, rows)
+            took = max(took, time.monotonic() - begun)
         sizes = [[float(row[key]) for key in COLUMNS[2:5]] for row in rows if row["case"] == name]
         cells = (f"{says / GIB:8.3f}/{got / GIB:.3f} {error:+5.0%}" for says, got, error in sizes)
         print(f"{name:32}" + "".join(f"{cell:>22}" for cell in cells), flush=True)

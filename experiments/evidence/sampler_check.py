@@ -4,16 +4,18 @@
 
 The same run at each interval, alternating. A run's record says by how much the highest sample lies below the peak that
 torch (CUDA) or the kernel (CPU, resident memory) counted, and how often the sampler really sampled. Writes one row a
-run to results/<machine>/sampler.csv. Runs that this commit has made with the same settings are not repeated.
+run to results/<machine>/sampler.csv. Runs that this commit has made with the same settings are not repeated. Exit
+code 5: --minutes were over before the last run.
 """
 
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from experiments import config as cfg
 from experiments.config import ConfigError, RunConfig
-from experiments.evidence.common import FACTS, Parser, Table, numbers, place, whole
+from experiments.evidence.common import EXIT_TIME, FACTS, Parser, Table, minutes, numbers, place, whole
 from experiments.record import main_peak
 from experiments.suite import run_one
 
@@ -31,7 +33,11 @@ def run(argv: list[str] | None) -> int:
     parser.add_argument("--intervals", default="0.01,0.05,0.1", help="seconds")
     parser.add_argument("--repeats", type=whole(1, 100), default=3)
     parser.add_argument("--threads", type=whole(1))
+    parser.add_argument(
+        "--minutes", type=minutes, default=10**6, help="begin no run after that; the same command goes on"
+    )
     args = parser.parse_args(argv)
+    deadline, took = time.monotonic() + 60 * args.minutes, 0.0
     intervals = numbers("--intervals", args.intervals)
     here = place(args, "peft", "psutil", "pynvml")
     scale = args.scale or cfg.default_scale(here.device)
@@ -47,7 +53,12 @@ def run(argv: list[str] | None) -> int:
         if table.has(interval_s=config.interval, repeat=config.repeat):
             print(f"{title}: already there", flush=True)
             continue
+        if time.monotonic() + took > deadline:
+            print(f"{title}: not begun after --minutes {args.minutes:g}; the same command goes on from here")
+            return EXIT_TIME
+        begun = time.monotonic()
         row = measure(config)
+        took = max(took, time.monotonic() - begun)
         table.add({"interval_s": config.interval, "repeat": config.repeat, **row})
         print(
             f"{title}: every {row['achieved_interval_s'] * 1000:.1f} ms, longest gap "

@@ -15,7 +15,7 @@ use_fork(ARMS["shared"])
 import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification  # noqa: E402
 
-from experiments.evidence.planner_check import build_trainer  # noqa: E402
+from experiments.evidence.setup_trainer import build_trainer  # noqa: E402
 from experiments.launch.offload import keep_on_host  # noqa: E402
 from experiments.plan.levers import LEVERS, applied  # noqa: E402
 from experiments.plan.setups import Setup  # noqa: E402

@@ -16,7 +16,7 @@ import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification  # noqa: E402
 from trl.kernels import ChunkedLogProbFunction  # noqa: E402
 
-from experiments.evidence.planner_check import build_trainer  # noqa: E402
+from experiments.evidence.setup_trainer import build_trainer  # noqa: E402
 from experiments.plan.setups import Setup  # noqa: E402
 from experiments.plan.simulate import Simulation  # noqa: E402
 from experiments.workload import data, models  # noqa: E402

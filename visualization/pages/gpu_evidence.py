@@ -1,12 +1,14 @@
-"""Tables of what `run_gpu.sh` measures beside the published workload: exactness, the sampler, real shapes."""
+"""Tables of what `run_gpu.sh` measures beside the published workload: kernels, exactness, real shapes, the sampler."""
 
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from visualization.files import LoadError, read_rows
-from visualization.pages.lines import failure, markdown
+import pandas as pd
+
+from visualization.files import LoadError, read_csv, read_rows
+from visualization.pages.lines import failure, markdown, signed
 from visualization.pages.phase_seconds import PHASES, phase_seconds
 from visualization.runs import DEVICE_WORDS, GIB, MIB, Cell, Run, cells, describe, footnotes
 
@@ -24,15 +26,38 @@ def exactness_table(folder: Path) -> str:
     rows = read_rows(folder / "exactness.csv", numbers, "experiments.evidence.exactness")
     first = rows.iloc[0]
     intro = (
-        f"{first['shape']}, random weights, prompt {first.prompt_tokens:,.0f}, completions to "
-        f"{first.completion_tokens:,.0f}, k = {first.k:.0f}. Relative errors against the same weights in float64:"
+        f"{first['shape']}, random weights, a prompt of P tokens, k completions of up to C. Relative errors against "
+        "the same weights in float64:"
     )
-    header = ["weights", "", "log-probabilities", "gradient", "attention"]
+    header = ["weights", "P", "C", "k", "", "log-probabilities", "gradient", "attention"]
     cells = [
-        [row.precision, row.way, f"{row.log_prob_error:.1e}", f"{row.gradient_error:.1e}", f"`{row.attention}`"]
+        [
+            *(row.precision, f"{row.prompt_tokens:,.0f}", f"{row.completion_tokens:,.0f}", f"{row.k:.0f}", row.way),
+            *(f"{row.log_prob_error:.1e}", f"{row.gradient_error:.1e}", f"`{row.attention}`"),
+        ]
         for row in rows.itertuples()
     ]
     return _page(first, intro, header, cells)
+
+
+def kernels_table(folder: Path) -> str:
+    """Errors of the attention kernels by themselves, the largest of each setting and dtype, from kernels.csv. Raises
+    LoadError."""
+    program = "run python -m experiments.evidence.gpu.kernels"
+    rows = read_csv(folder / "kernels.csv", ("error", "masked_error", "heads", "key_heads"), program)
+    if rows.empty:
+        raise LoadError(f"{folder / 'kernels.csv'}: holds no rows; {program} again")
+    intro = (
+        "Attention to a shared prompt by itself, the largest relative error against float64 of output and gradients:"
+    )
+    header = ["", "heads", "dtype", "prefix sharing", "sdpa with a mask", "verdict"]
+    cells = []
+    for (setting, dtype), mine in rows.groupby(["setting", "dtype"], sort=False):
+        wrong = [f"{row.tensor}: {row.verdict}" for row in mine.itertuples() if row.verdict != "ok"]
+        errors = ["" if pd.isna(size) else f"{size:.1e}" for size in (mine.error.max(), mine.masked_error.max())]
+        heads = f"{mine.heads.iloc[0]:.0f} / {mine.key_heads.iloc[0]:.0f}"
+        cells.append([setting, heads, dtype, *errors, "; ".join(wrong) or "ok"])
+    return _page(rows.iloc[0], intro, header, cells)
 
 
 def sampler_table(folder: Path) -> str:
@@ -89,6 +114,75 @@ def shapes_table(runs: Sequence[Run]) -> str:
     intro = "Medians; in brackets how many times less than `stock`:"
     notes = [f"\n{line}." for line in footnotes(mine)]
     return "\n".join([f"*{describe(mine)}*", "", intro, "", *markdown(header, rows), *notes]) + "\n"
+
+
+STEP = ("generate", "score", "train", "optimizer")
+OF_SHAPE = ["model", "lora_rank", "prompt_tokens", "completion_tokens", "k", "completions"]
+LENGTHS = {"sampled": "sampled", "given": "given", "ragged": "given, of different lengths"}
+
+
+def cells_table(folder: Path) -> str:
+    """Ways to train, shape by shape, from cells/*.csv, also of measurements that go on. Raises LoadError."""
+    sizes = ("allocated", "reserved", "device", "resident", "predicted")
+    numbers = [f"{phase}_{size}_bytes" for size in sizes for phase in STEP] + [f"{phase}_seconds" for phase in STEP]
+    program = "run python -m experiments.evidence.on_gpu"
+    paths = sorted((folder / "cells").glob("*.csv*"))
+    if not paths:
+        raise LoadError(f"{folder / 'cells'}: no cells; {program}")
+    whole = ["lora_rank", "prompt_tokens", "completion_tokens", "k"]
+    rows = pd.concat([read_csv(path, [*numbers, *whole], program) for path in paths], ignore_index=True)
+    if rows.empty:
+        raise LoadError(f"{folder / 'cells'}: holds no rows; {program} again")
+    on_gpu = rows.device_kind.iloc[0] == "cuda"
+    shown = ("allocated", "reserved", "device") if on_gpu else ("resident",)
+    header = ["", *(f"{phase}, s" for phase in STEP), "step, s", *(f"{size}, GiB" for size in shown), "predicted, GiB"]
+    parts = []
+    for shape, mine in rows.groupby(OF_SHAPE, sort=False):
+        model, lora, prompt, completion, k, completions = shape
+        title = f"{model}{f' LoRA {lora:.0f}' if lora else ''}, P = {prompt:,.0f}, C = {completion:,.0f}, k = {k:.0f}"
+        ways = {way: _way(steps, shown) for way, steps in mine.groupby("way", sort=False)}
+        best = {
+            name: min((x[name] for way, x in ways.items() if way.startswith("stock") and x.get(name)), default=None)
+            for name in ("step", shown[0])
+        }
+        table = []
+        for way, found in ways.items():
+            if found["status"] != "ok":
+                table.append([f"`{way}`", found["status"], *[""] * (len(header) - 2)])
+                continue
+            row = [f"`{way}`", *(f"{found[phase]:.3f}" for phase in STEP)]
+            if completions != "sampled":
+                row[1] = "given"
+            for name, digits in (("step", 3), *((size, 2) for size in shown)):
+                times = best[name] / found[name] if best.get(name) and not way.startswith("stock") else None
+                row.append(f"{found[name]:.{digits}f}" + (f" ({times:.1f} x)" if times else ""))
+            error = f" ({signed(found['predicted'] / found[shown[0]] - 1)})" if on_gpu and found["predicted"] else ""
+            table.append([*row, f"{found['predicted']:.2f}{error}" if found["predicted"] else ""])
+        parts.append("\n".join([f"{title}, completions {LENGTHS[completions]}:", "", *markdown(header, table)]))
+    first = rows.iloc[0]
+    commits = ", ".join(commit[:10] for commit in dict.fromkeys(rows.commit))
+    caption = (
+        f"*{DEVICE_WORDS[first.device_kind]}: {first.device_name} · torch {first.torch_version} · commit {commits}*"
+    )
+    intro = (
+        "The fork's trainer on random weights; `stock` has all of the fork switched off. Medians of the steps; in "
+        "brackets how many times less than the least of the ways of `stock`, and the error of the prediction:"
+    )
+    return "\n\n".join([caption, intro, *parts]) + "\n"
+
+
+def _way(steps: pd.DataFrame, shown: Sequence[str]) -> dict:
+    """Seconds of the phases and of the step, and the highest peak of its phases in GiB. What failed says how."""
+    fine = steps[steps.status == "ok"]
+    if fine.empty:
+        kind = steps.status.iloc[-1]
+        return {"status": "out of memory" if kind == "oom" else "failed: " + steps.error.iloc[-1][:80]}
+    found = {phase: fine[f"{phase}_seconds"].median() for phase in STEP}
+    found["step"] = sum(found.values())
+    for size in (*shown, "predicted"):
+        peak = fine[[f"{phase}_{size}_bytes" for phase in STEP]].max(axis=1).median()
+        found[size] = None if pd.isna(peak) else peak / GIB
+    return {"status": "ok", **found}
 
 
 def _peak(cell: Cell, column: str) -> float | None:

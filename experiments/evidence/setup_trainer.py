@@ -1,0 +1,59 @@
+"""The fork's RLOO trainer for a setup of the planner: what is measured is what was predicted."""
+
+from pathlib import Path
+
+from experiments.plan.setups import Setup
+from experiments.workload import data
+
+
+def build_trainer(setup: Setup, folder: Path, tokenizer, prompts, model: str | None = None, steps: int = 2):
+    """The trainer that makes `steps` updates on the model in `folder`, or on `model` if that is given. The folder
+    takes the trainer's output and holds the reward model; without one, letters are counted."""
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+
+    from trl import ModelConfig, RLOOConfig, RLOOTrainer, get_quantization_config
+
+    passes = {
+        name: getattr(setup, name) for name in ("prefix_sharing", "completions_per_forward", "tokens_per_forward")
+    }
+    arguments = RLOOConfig(
+        output_dir=str(folder / "out"),
+        use_cpu=setup.device == "cpu",
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+        max_steps=steps,
+        bf16=setup.bf16,
+        optim=setup.optim,
+        beta=setup.beta,
+        per_device_train_batch_size=setup.per_device_train_batch_size,
+        num_generations=setup.num_generations,
+        gradient_accumulation_steps=setup.gradient_accumulation_steps,
+        steps_per_generation=setup.steps_per_generation,
+        temperature=setup.temperature,
+        max_completion_length=setup.max_completion_length,
+        gradient_checkpointing=setup.gradient_checkpointing,
+        activation_offloading=setup.activation_offloading,
+        generation_kwargs={"min_new_tokens": setup.max_completion_length},
+        model_init_kwargs={"dtype": getattr(torch, setup.dtype)},
+        **passes,
+    )
+    weights = ModelConfig(
+        load_in_4bit=setup.weight_bits == 4,
+        load_in_8bit=setup.weight_bits == 8,
+        use_bnb_nested_quant=True,
+        dtype=setup.dtype,
+    )
+    lora = LoraConfig(r=setup.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    return RLOOTrainer(
+        model=model or str(folder),
+        reward_funcs=str(folder / "reward") if setup.reward_model else data.letter_reward,
+        args=arguments,
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        peft_config=lora if setup.lora_rank else None,
+        quantization_config=get_quantization_config(weights),
+    )
