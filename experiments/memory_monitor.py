@@ -377,11 +377,12 @@ def start_monitor(output: Path, interval: float = 0.05, device: str = "auto") ->
     )
     deadline = time.monotonic() + START_TIMEOUT
     while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise RuntimeError(f"the memory sampler did not start: {process.communicate()[1].strip()}")
+        ended = process.poll() is not None
         with contextlib.suppress(FileNotFoundError):
-            if output.read_bytes().count(b"\n") > 1:
+            if output.read_bytes().count(b"\n") > 1:  # it did start, even if it has been killed since
                 break
+        if ended:
+            raise RuntimeError(f"the memory sampler did not start: {process.communicate()[1].strip()}")
         time.sleep(0.01)
     return process
 
