@@ -1,6 +1,7 @@
 import functools
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -70,14 +71,66 @@ def train(tmp_path_factory):
     return run
 
 
+class Zygote:
+    """A process of tests/zygote.py, begun when it is first needed, and anew after a script that did not end."""
+
+    process = None
+
+    def run(self, argv, stdout, stderr, timeout):
+        """The exit code of a script that writes to these files. Raises `subprocess.TimeoutExpired`."""
+        if self.process is None:
+            self.process = subprocess.Popen(
+                [sys.executable, str(ROOT / "tests" / "zygote.py")],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                start_new_session=True,
+            )
+        self.process.stdin.write(json.dumps({"argv": argv, "stdout": stdout, "stderr": stderr}).encode() + b"\n")
+        self.process.stdin.flush()
+        if not select.select([self.process.stdout], [], [], timeout)[0]:
+            self.end()
+            raise subprocess.TimeoutExpired(argv, timeout)
+        answer = self.process.stdout.readline()
+        assert answer, "tests/zygote.py has ended"
+        return int(answer)
+
+    def end(self):
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.communicate()
+            self.process = None
+
+
+@pytest.fixture(scope="session")
+def zygote():
+    process = Zygote()
+    yield process
+    process.end()
+
+
 @pytest.fixture
-def probe():
-    """Runs tests/probes/NAME.py on one arm's TRL in its own process; returns what it printed as JSON."""
+def forked(zygote, tmp_path):
+    """Runs tests/probes/NAME.py in its own process; returns its exit code and what it said."""
+
+    def run(name, *arguments, timeout=600):
+        argv = [str(ROOT / "tests" / "probes" / f"{name}.py"), *map(str, arguments)]
+        stdout, stderr = (tmp_path / f"probe.{stream}" for stream in ("out", "err"))
+        for path in (stdout, stderr):
+            path.write_text("")
+        code = zygote.run(argv, str(stdout), str(stderr), timeout)
+        return SimpleNamespace(returncode=code, stdout=stdout.read_text(), stderr=stderr.read_text())
+
+    return run
+
+
+@pytest.fixture
+def probe(forked):
+    """Runs tests/probes/NAME.py on one arm's TRL; returns what it printed as JSON."""
 
     def run(name, *arguments):
-        command = [sys.executable, str(ROOT / "tests" / "probes" / f"{name}.py"), *map(str, arguments)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, env=environment)
+        result = forked(name, *arguments)
         assert result.returncode == 0, result.stderr[-3000:]
         return json.loads(result.stdout.splitlines()[-1])
 

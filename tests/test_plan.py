@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -337,16 +336,9 @@ def test_a_device_smaller_than_the_weights_is_told_by_how_much(planned):
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_few_layers_and_few_passes_tell_what_many_take():
+def test_few_layers_and_few_passes_tell_what_many_take(forked):
     """The short cuts of the simulation against the whole one, byte for byte but for bookkeeping tensors."""
-    result = subprocess.run(
-        [sys.executable, "tests/probes/plan_extended.py"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    result = forked("plan_extended")
     assert result.returncode == 0, result.stderr[-3000:]
     rows = [line.split() for line in result.stdout.splitlines()]
     assert len(rows) == 3 * 5

@@ -4,9 +4,6 @@ far, and keeps the promises made so far."""
 import base64
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy
@@ -134,16 +131,14 @@ def own_tests(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SERIES if own_tests(name)])
-def test_a_patchs_own_tests_pass_at_its_place(places, name, tmp_path):
+def test_a_patchs_own_tests_pass_at_its_place(places, forked, name, tmp_path):
     """As upstream would run them, on models and data of the same names that are made here."""
     tests = own_tests(name)
-    maker = [sys.executable, str(ROOT / "tests/probes/upstream_fixtures.py"), str(tmp_path)]
-    subprocess.run(maker, check=True, capture_output=True, timeout=120)
+    made = forked("upstream_fixtures", tmp_path, timeout=120)
+    assert made.returncode == 0, made.stderr[-3000:]
     for path in {"tests/test_prefix_sharing.py", *tests}:  # what the others import
         (tmp_path / path).write_bytes((ROOT / "trl/current/overlay" / path).read_bytes())
     tree = places[SERIES.index(name) + 1]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", *tests]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "HF_HOME": str(tmp_path / "hf")}
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1200, env=environment)
-    assert run.returncode == 0, run.stdout[-4000:]
+    run = forked("upstream_tests", tmp_path, tree, *tests, timeout=1200)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
     assert " passed" in run.stdout
