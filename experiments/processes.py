@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import signal
+import subprocess
 import time
 import uuid
 from collections.abc import Iterator
@@ -89,6 +90,16 @@ def end_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # it ended before that
         raise Stopped(signal.SIGTERM)
+
+
+def end_group(process: subprocess.Popen, number: int, patience: float) -> None:
+    """Tell the leader of a group to end, and after `patience` seconds kill it and whatever it started."""
+    if process.poll() is None:
+        process.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from pathlib import Path
 from experiments import config as cfg
 from experiments.config import ARMS, GIB, ROOT, SCALES, ConfigError, RunConfig, Stopped
 from experiments.device import pick_device, tells_of_memory
-from experiments.processes import Launch, end_with, new_token, owned, stoppable
+from experiments.processes import Launch, end_group, end_with, new_token, owned, stoppable
 from experiments.record import (
     FINISHED,
     RunRecord,
@@ -226,12 +226,7 @@ def follow(process: subprocess.Popen, timeout: float | None, show) -> bool:
 
 def end(process: subprocess.Popen, number: int) -> None:
     """End a run that may still go on, and whatever it started that does not end with it."""
-    if process.poll() is None:
-        process.send_signal(number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(PATIENCE)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    end_group(process, number, PATIENCE)
     process.wait()
     process.stdout.close()
 

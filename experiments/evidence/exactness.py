@@ -86,6 +86,13 @@ def gradient(model):
     return flat
 
 
+def profile_of(device: str):
+    """torch's profiler of the host, and of a GPU."""
+    from torch.profiler import ProfilerActivity, profile
+
+    return profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])])
+
+
 def attention_kernels(profiler) -> str:
     """Names of the attention operations that torch's profiler saw, forward, and on a GPU of the kernels behind them.
 
@@ -114,7 +121,6 @@ def is_within(event, prefix: str) -> bool:
 def compare(device: str, precision: str):
     """Yields one row a way. Errors are norms relative to the truth's, root mean squares over the batches."""
     import torch
-    from torch.profiler import ProfilerActivity, profile
     from transformers import AutoModelForCausalLM
     from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing
     from trl.trainer.utils import add_fused_lm_head
@@ -139,13 +145,12 @@ def compare(device: str, precision: str):
     ways = {"stock": {}, "shared": {"passes": together}, "shared, two a pass": {"passes": two}}
     squares = {way: [0.0, 0.0] for way in ways}
     kernels: dict[str, str] = {}
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     for seed in range(BATCHES):
         batch = Batch(seed, device, vocab_size, *sizes)
         truth = batch.truth(exact)
         for way, settings in ways.items():
             # On the first batch alone, it is slow
-            names = profile(activities=activities) if seed == 0 else nullcontext()
+            names = profile_of(device) if seed == 0 else nullcontext()
             with names as profiler:
                 got = batch.run(model, autocast, **settings)
             if profiler is not None:

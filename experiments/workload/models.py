@@ -115,6 +115,11 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
+def typed_line(error: Exception) -> str:
+    """The same behind its type."""
+    return f"{type(error).__name__}: {one_line(error)}"
+
+
 def is_model(name: str) -> bool:
     """Whether a name says where a model is: a local folder, or `hub:owner/name`."""
     return name.startswith("hub:") or name != "" and Path(name).is_dir()
@@ -137,7 +142,7 @@ def check_fits(config: RunConfig, hf_config) -> None:
     try:
         parameters = sum(p.numel() for p in meta_model(hf_config).parameters())
     except Exception as error:  # no causal model, or fields that do not go together: whatever building one raises
-        wrong = f"{type(error).__name__}: {one_line(error)}"
+        wrong = typed_line(error)
         raise ConfigError(f"cannot build model {config.model or config.shape!r}: {wrong}; mend its config") from error
     copies = 1 if config.lora_rank else 5  # policy; reference, gradient, two moments
     copies += config.reward == "model"

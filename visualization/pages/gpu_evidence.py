@@ -116,7 +116,7 @@ def shapes_table(runs: Sequence[Run]) -> str:
     return "\n".join([f"*{describe(mine)}*", "", intro, "", *markdown(header, rows), *notes]) + "\n"
 
 
-STEP = ("generate", "score", "train", "optimizer")
+STEP = (*PHASES, "optimizer")
 OF_SHAPE = ["model", "lora_rank", "prompt_tokens", "completion_tokens", "k", "completions"]
 LENGTHS = {"sampled": "sampled", "given": "given", "ragged": "given, of different lengths"}
 
@@ -161,14 +161,11 @@ def cells_table(folder: Path) -> str:
         parts.append("\n".join([f"{title}, completions {LENGTHS[completions]}:", "", *markdown(header, table)]))
     first = rows.iloc[0]
     commits = ", ".join(commit[:10] for commit in dict.fromkeys(rows.commit))
-    caption = (
-        f"*{DEVICE_WORDS[first.device_kind]}: {first.device_name} · torch {first.torch_version} · commit {commits}*"
-    )
     intro = (
         "The fork's trainer on random weights; `stock` has all of the fork switched off. Medians of the steps; in "
         "brackets how many times less than the least of the ways of `stock`, and the error of the prediction:"
     )
-    return "\n\n".join([caption, intro, *parts]) + "\n"
+    return "\n\n".join([_caption(first, commits), intro, *parts]) + "\n"
 
 
 def _way(steps: pd.DataFrame, shown: Sequence[str]) -> dict:
@@ -208,7 +205,10 @@ def _range(values) -> str:
     return low if low == high else f"{low} to {high}"
 
 
+def _caption(row, commits: str) -> str:
+    return f"*{DEVICE_WORDS[row.device_kind]}: {row.device_name} · torch {row.torch_version} · commit {commits}*"
+
+
 def _page(row, intro: str, header: list[str], cells: list[list[str]]) -> str:
-    device = DEVICE_WORDS[row.device_kind]
-    caption = f"*{device}: {row.device_name} · torch {row.torch_version} · commit {row.commit[:10]}*"
+    caption = _caption(row, row.commit[:10])
     return "\n".join([caption, "", intro, "", *markdown(header, cells)]) + "\n"

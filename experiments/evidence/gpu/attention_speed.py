@@ -17,9 +17,10 @@ from experiments import config as cfg
 from experiments.builds import use_fork
 from experiments.config import ARMS
 from experiments.evidence.common import FACTS, Parser, Table, place
-from experiments.evidence.exactness import attention_kernels
+from experiments.evidence.exactness import attention_kernels, profile_of
 from experiments.evidence.gpu.device_facts import timed
-from experiments.evidence.gpu.kernels import Setting, mask_of, whole
+from experiments.evidence.gpu.kernels import Setting, cudnn_first, mask_of, whole
+from experiments.workload.models import typed_line
 
 COLUMNS = (
     "call", "cudnn_first", "heads", "key_heads", "head_size", "prompt_tokens", "completion_tokens", "k", "forward_ms",
@@ -84,13 +85,11 @@ class Layer:
     def measure(self, attend, sizes: tuple[int, ...]) -> dict:
         """Milliseconds of forward and of backward, and the kernels of one of each."""
         import torch
-        from torch.profiler import ProfilerActivity, profile
 
         inputs = self.random(*sizes)
         output = attend(*inputs)
         weights = torch.randn_like(output)
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device == "cuda" else [])]
-        with profile(activities=activities) as profiler:
+        with profile_of(self.device) as profiler:
             torch.autograd.grad(attend(*inputs), inputs, weights)
         repeats = REPEATS[self.device]
         forward = timed(lambda: attend(*inputs), self.device, repeats)
@@ -101,28 +100,26 @@ class Layer:
 
 def run(argv: list[str] | None) -> int:
     import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     here = place(Parser("gpu.attention_speed", __doc__).parse_args(argv))
     use_fork(ARMS["shared"])
     table = Table(here.folder / "attention.csv", COLUMNS, here.facts, fresh=True)
-    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     for heads in HEADS[here.device]:
         for lengths in LENGTHS[here.device]:
             layer = Layer(*heads, *lengths, here.device)
             for name, (attend, sizes) in layer.calls().items():
-                for cudnn_first in (
+                for with_cudnn in (
                     (False, True) if here.device == "cuda" and name != "shared, completions" else (False,)
                 ):
                     try:
-                        with sdpa_kernel(order, set_priority=True) if cudnn_first else nullcontext():
+                        with cudnn_first() if with_cudnn else nullcontext():
                             found = layer.measure(attend, sizes)
                     except Exception as error:  # whatever a kernel raises
                         traceback.print_exc()
-                        found = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+                        found = {"error": typed_line(error)}
                     facts = dict(zip(COLUMNS[2:8], (*heads, *lengths), strict=True))
-                    table.add({"call": name, "cudnn_first": cudnn_first, **facts, **found})
-                    print(f"{name}, cuDNN first {cudnn_first}, {heads}, {lengths}: {found}", flush=True)
+                    table.add({"call": name, "cudnn_first": with_cudnn, **facts, **found})
+                    print(f"{name}, cuDNN first {with_cudnn}, {heads}, {lengths}: {found}", flush=True)
                     if here.device == "cuda":
                         torch.cuda.empty_cache()
     table.finish()

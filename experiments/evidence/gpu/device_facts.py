@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from experiments import config as cfg
 from experiments.evidence.common import Parser, place
 from experiments.record import write_json
+from experiments.workload.models import typed_line
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "datasets", "nvidia-cudnn-cu13", "nvidia-ml-py")
 SIDE = {"cuda": 8192, "cpu": 256}  # of the product's matrices
@@ -33,7 +34,7 @@ def run(argv: list[str] | None) -> int:
         try:
             facts[name] = part(here.device)
         except Exception as error:  # whatever this machine does not have
-            facts[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            facts[name] = typed_line(error)
         print(f"{name}: {facts[name]}", flush=True)
     write_json(here.folder / "device.json", facts)
     return 0

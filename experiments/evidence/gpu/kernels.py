@@ -18,6 +18,7 @@ from experiments import config as cfg
 from experiments.builds import use_fork
 from experiments.config import ARMS
 from experiments.evidence.common import EXIT_VERDICT, FACTS, Parser, Table, is_same, place, read_rows
+from experiments.workload.models import typed_line
 
 MARGIN = 2.0
 LEAST = {"bfloat16": 2e-3, "float16": 3e-4, "float32": 1e-6}
@@ -56,6 +57,14 @@ def are_right(folder: Path, facts: dict[str, str]) -> bool:
     """False if they were tried on this device and one of them failed: then a mask is taken in their place."""
     rows = [row for row in read_rows(folder / "kernels.csv", COLUMNS) if is_same(row, facts)]
     return all(row["verdict"] == "ok" for row in rows)
+
+
+def cudnn_first():
+    """A context in which `scaled_dot_product_attention` asks for cuDNN's kernels before the others."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(order, set_priority=True)
 
 
 def inputs(setting: Setting, device: str):
@@ -154,10 +163,7 @@ def run(argv: list[str] | None) -> int:
                 rows = [said | judged(*found, dtype) for found in errors_of(setting, dtype, here.device)]
             except Exception as failure:  # a kernel that is not there, or takes other arguments, is a finding
                 traceback.print_exc()
-                rows = [
-                    said
-                    | {"tensor": "all", "verdict": f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"}
-                ]
+                rows = [said | {"tensor": "all", "verdict": typed_line(failure)}]
             table.add(*rows)
             wrong = [f"{row['tensor']} {row['verdict']}" for row in rows if row["verdict"] != "ok"]
             print(f"{name:20} {dtype:9} {'; '.join(wrong) or 'ok'}", flush=True)

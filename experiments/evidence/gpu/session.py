@@ -12,7 +12,7 @@ from pathlib import Path
 
 from experiments.config import ROOT, Stopped
 from experiments.evidence.common import EXIT_TIME, EXIT_VERDICT
-from experiments.processes import end_with
+from experiments.processes import end_group, end_with
 from experiments.record import read_json, write_json
 
 DONE = ("done", "verdict")  # of a verdict: measured to the end, and not as it should be
@@ -167,14 +167,10 @@ class Session:
         return process.poll() is not None
 
     def end(self, process: subprocess.Popen) -> None:
-        """SIGTERM and some seconds to write a record, then SIGKILL, to all that it started."""
-        for number, patience in ((signal.SIGTERM, 4.0), (signal.SIGKILL, 1.0)):
-            if process.poll() is None:
-                process.send_signal(number)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(patience)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        """Some seconds to write a record, and no wait for what a driver does not let go."""
+        end_group(process, signal.SIGTERM, patience=4.0)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(1.0)
 
     def keep(self, item: Item, state: State) -> None:
         self.states[item.name] = state

@@ -23,7 +23,7 @@ from experiments.config import ARMS
 from experiments.device import is_out_of_memory, level
 from experiments.evidence.common import EXIT_TIME, EXIT_VERDICT, FACTS, Parser, Table, minutes, place
 from experiments.evidence.gpu.expected_peaks import read_peaks
-from experiments.evidence.gpu.kernels import are_right
+from experiments.evidence.gpu.kernels import are_right, cudnn_first
 from experiments.evidence.gpu.plans import PLANS, Cell
 from experiments.evidence.setup_trainer import build_trainer
 from experiments.phases import PhaseRecorder
@@ -118,7 +118,7 @@ class Bench:
         except Exception as error:  # whatever a trainer or a kernel raises is the cell's outcome
             status = "oom" if is_out_of_memory(error) else "error"
             traceback.print_exc()
-            rows = [{"status": status, "error": f"{type(error).__name__}: {models.one_line(error)}", "step": 0}]
+            rows = [{"status": status, "error": models.typed_line(error), "step": 0}]
         self.clear()
         seconds = round(time.monotonic() - begun, 2)
         return [{**row, "attention": attention, "visit_seconds": seconds} for row in rows]
@@ -260,14 +260,12 @@ def made_on(device: str, hf_config):
 def switches(cell: Cell, mask: bool):
     """What a way to train switches on beside its settings: cuDNN's attention first, or attention with a mask where
     there are kernels without."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
     from trl.generation import shared_prefix
     from trl.models import prefix_sharing
 
-    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with contextlib.ExitStack() as stack:
         if cell.with_cudnn:
-            stack.enter_context(sdpa_kernel([SDPBackend.CUDNN_ATTENTION, *order], set_priority=True))
+            stack.enter_context(cudnn_first())
         for module in (prefix_sharing, shared_prefix) if mask else ():
             stack.callback(setattr, module, "kernels_take", module.kernels_take)
             module.kernels_take = lambda key, value: False

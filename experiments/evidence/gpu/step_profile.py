@@ -20,6 +20,7 @@ from experiments import config as cfg
 from experiments.builds import use_fork
 from experiments.config import ARMS
 from experiments.evidence.common import FACTS, Parser, Table, place
+from experiments.evidence.exactness import profile_of
 from experiments.evidence.gpu.kernels import are_right
 from experiments.evidence.gpu.plans import PLANS, Cell
 from experiments.evidence.gpu.shape_cells import OF_CELL, Bench, Completions, made_on, switches
@@ -70,12 +71,9 @@ def values(model: str, numbers: list[str], completions: str) -> dict:
 
 def profiled(cell: Cell, bench: Bench):
     """torch's profiler after one step, from given completions to the end."""
-    from torch.profiler import ProfilerActivity, profile
-
     from experiments.workload.trainers import torch_optimizer
 
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if bench.device == "cuda" else [])]
-    profiler, (tokenizer, prompts) = profile(activities=activities), bench.texts(cell)
+    profiler, (tokenizer, prompts) = profile_of(bench.device), bench.texts(cell)
     with tempfile.TemporaryDirectory() as out, made_on(bench.device, cell.hf_config(tokenizer)):
         trainer = build_trainer(cell.setup, Path(out), tokenizer, prompts, cell.model)
         phases = PhaseRecorder(Path(out) / "phases.csv", bench.device)
