@@ -132,13 +132,13 @@ class Group:
     def gradient(self):
         return self.torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None])
 
-    def measure(self, way: str, high_water: HighWater) -> dict:
-        """The `Cost` of each phase, as `PHASE_COLUMNS`."""
+    def measure(self, way: str, high_water: HighWater, phases: tuple[str, ...] = PHASES) -> dict:
+        """The `Cost` of each of these phases, as `PHASE_COLUMNS`."""
         self.encoded = 0
         self.model.zero_grad(set_to_none=False)
         row = {}
         with attention_of(self.model, way):
-            for phase in PHASES:
+            for phase in phases:
                 cost = measured(high_water, lambda phase=phase: getattr(self, phase)(way))
                 row |= {f"{phase}_{what}": value for what, value in asdict(cost).items()}
         return row

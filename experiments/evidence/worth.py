@@ -6,9 +6,10 @@ Whole rows (TRL 1.16.0's own pass with the LM head that scores only completions,
 prefix sharing with all or two completions together, alternating in one process. `narrow` is the bench's model, `wide`
 has the width of Qwen3-0.6B, two of its layers and a fourteenth of its vocabulary.
 
-Writes one row a repeat to results/<machine>/worth.csv: wall and CPU seconds and peak resident bytes above the level
-before of each phase, and the limit of any exact method for scoring and training: multiplications that whole rows take
-over those that are needed when the prompt is computed once (see `Work`).
+Writes one row a repeat to results/<machine>/worth.csv: wall and CPU seconds of each phase, and the limit of any exact
+method for scoring and training: multiplications that whole rows take over those that are needed when the prompt is
+computed once (see `Work`). Memory is not measured here: malloc is left as trainings have it, because what makes
+resident memory mean "alive" (see docs/measuring.md) takes time, and more of it the more often tensors come and go.
 """
 
 import os
@@ -20,15 +21,15 @@ from dataclasses import dataclass
 from experiments import config as cfg
 from experiments.builds import use_fork
 from experiments.config import ARMS, ConfigError
-from experiments.device import keep_only_live_memory
 from experiments.evidence.common import FACTS, Parser, Table, place, whole, words
-from experiments.evidence.group import PHASE_COLUMNS, PHASES, WAYS, Group, Sizes
+from experiments.evidence.group import PHASES, WAYS, Group, Sizes
 from experiments.phases import HighWater
 from experiments.workload.models import shape_config
 
 LIMITED = ("score", "train")  # decoding is bound by what it reads, not by multiplications
 COLUMNS = (
-    "model", "prompt_tokens", "completion_tokens", "k", "way", "repeat", *PHASE_COLUMNS,
+    "model", "prompt_tokens", "completion_tokens", "k", "way", "repeat",
+    *(f"{phase}_{clock}" for clock in ("seconds", "cpu_seconds") for phase in PHASES),
     *(f"{phase}_limit" for phase in LIMITED), *FACTS,
 )  # fmt: skip
 MODELS = {  # shape, vocabulary, layers
@@ -108,7 +109,6 @@ def run(argv: list[str] | None) -> int:
     here = place(args)
     use_fork(ARMS["shared"])
     table = Table(here.folder / "worth.csv", COLUMNS, here.facts, args.fresh)
-    keep_only_live_memory()
     for number, (name, sizes) in enumerate(cells, start=1):
         print(f"{number} of {len(cells)}: {name}, prompt {sizes.prompt}, completions {sizes.completion}", flush=True)
         measure(name, sizes, args.repeats, table)

@@ -122,10 +122,10 @@ IN_SHORT = {"shared": "together", "shared-2": "two a pass"}
 
 def read_worth(folder: Path) -> pd.DataFrame:
     """The rows that python -m experiments.evidence.worth wrote, with the sum of the phases. Raises LoadError."""
-    numbers = [f"{phase}_{what}" for phase in PHASES for what in ("seconds", "peak_bytes")]
+    seconds = [f"{phase}_seconds" for phase in PHASES]
     cell = ("prompt_tokens", "completion_tokens", "k", "train_limit")
-    rows = read_rows(folder / "worth.csv", (*cell, *numbers), "experiments.evidence.worth")
-    rows["step_seconds"] = rows[[f"{phase}_seconds" for phase in PHASES]].sum(axis=1)
+    rows = read_rows(folder / "worth.csv", (*cell, *seconds), "experiments.evidence.worth")
+    rows["step_seconds"] = rows[seconds].sum(axis=1)
     return rows
 
 
