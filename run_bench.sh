@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Today's trainer with and without prefix sharing, side by side: five alternating repeats at k = 8, then other k.
+# Today's trainer with and without prefix sharing, side by side, in alternating repeats at k = 8: first their seconds,
+# then their memory, because what makes resident memory mean "alive" takes time (docs/measuring.md). Then other k.
 # Options are passed on to the suite: ./run_bench.sh --device cuda
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -9,8 +10,10 @@ suite() { # after failed runs the next suite begins all the same; not after a ba
   SCRIPT_PID=$$ .venv/bin/python -m experiments.suite "$@" || worst=$?
   [ "$worst" -le 1 ] || exit "$worst"
 }
-suite --scale bench --arms stock,stock-accumulate,stock-compact,shared --k 8 --repeats 5 "$@"
-suite --scale bench --arms shared --k 8 --repeats 5 --completions-per-forward 8 "$@"
+for runs in "bench-time --repeats 3" "bench --repeats 2"; do
+  suite --scale $runs --arms stock,stock-accumulate,stock-compact,shared --k 8 "$@"
+  suite --scale $runs --arms shared --k 8 --completions-per-forward 8 "$@"
+done
 suite --scale bench --arms stock-compact --k 2,4,16 "$@"
 suite --scale bench --arms shared --k 2,4,16,32,64 "$@"
 # A reward that can be learned, 30 updates, same seed: training is not harmed

@@ -2,7 +2,7 @@
 # Usage: ./visualize_results.sh [results/MACHINE ...]
 #
 # Draws the charts and tables of the machine that it runs on, or of the folders named, from their runs as they are now.
-# Writes results/MACHINE/: charts/*.png, charts/*.svg, charts/tables.md, summary.csv, combined_*.csv.
+# Writes results/MACHINE/: report.html, charts/*.png, charts/*.svg, charts/tables.md, summary.csv, combined_*.csv.
 # Prints the peaks and what they mean. Exit code 1: a run folder is damaged; it is named, the others are drawn.
 set -euo pipefail
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then

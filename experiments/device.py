@@ -8,9 +8,12 @@ prints the name of this machine's folder below results/. Starts fast: torch is i
 import ctypes
 import gc
 import os
+import re
 import resource
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from experiments import config as cfg
@@ -121,6 +124,24 @@ def status_bytes(field: str) -> int:
     raise OSError(f"/proc/self/status has no {field}")
 
 
+def available_bytes(device: str) -> int:
+    """What is free on the device ("cpu": in the host's memory, and in the cgroup that this process is in)."""
+    if device != "cpu":
+        import torch
+
+        return torch.cuda.mem_get_info(device)[0]
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        file_pages = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+        used = int((group / "memory.current").read_text()) - int(file_pages[1])
+    except (OSError, TypeError):  # no cgroup of version 2
+        return free
+    return free if limit == "max" else max(0, min(free, int(limit) - used))
+
+
 def settle() -> None:
     """Give freed host memory back to the system, so that a level read now is what is in use."""
     gc.collect()
@@ -131,17 +152,34 @@ def settle() -> None:
 
 
 def keep_only_live_memory() -> None:
-    """Make glibc return every freed block of 1 MiB or more to the system at once.
+    """Make glibc return every freed block of 128 KiB or more to the system at once.
 
     By default it raises that size up to 32 MiB as the program runs and keeps freed blocks below it, so that resident
-    memory would show the heap's fragmentation instead of the tensors that are alive.
+    memory would show the heap's fragmentation instead of the tensors that are alive. A page fault for each page of
+    each tensor takes its time: not where seconds count.
     """
+    mallopt(mmap_threshold=2**17)  # where glibc begins
+
+
+@contextmanager
+def only_live_memory() -> Iterator[None]:
+    """`keep_only_live_memory` for a while. Then freed blocks are kept up to 32 MiB, where glibc's own raising ends."""
+    keep_only_live_memory()
     try:
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        yield
+    finally:
+        mallopt(mmap_threshold=2**25, trim_threshold=2**26)
+
+
+def mallopt(mmap_threshold: int, trim_threshold: int | None = None) -> None:
+    """Sizes in bytes; nothing where malloc is not glibc's."""
+    try:
+        function = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):
-        return  # not glibc
-    m_mmap_threshold = -3  # malloc.h
-    mallopt(m_mmap_threshold, 2**20)
+        return
+    function(-3, mmap_threshold)  # M_MMAP_THRESHOLD in malloc.h
+    if trim_threshold is not None:
+        function(-1, trim_threshold)  # M_TRIM_THRESHOLD
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -204,7 +204,7 @@ def train(config: RunConfig, documents: list[str], record: RunRecord, phases: Ph
     from experiments.workload import data, models, trainers  # all heavy imports come before the budget is set
 
     torch.set_num_threads(config.threads)
-    if config.device == "cpu":
+    if config.device == "cpu" and config.freed_memory == "returned":
         keep_only_live_memory()
     record.trl_version, record.trl_file = trl.__version__, os.path.relpath(Path(trl.__file__).parent, ROOT)
     record.torch_version, record.transformers_version = torch.__version__, transformers.__version__

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 
 from experiments.config import resolve
 from experiments.plan import doctor
-from experiments.plan.extrapolate import PredictedPeak
 from experiments.plan.levers import LEVERS, applied, in_turn
 from experiments.plan.options import LEAST_DEVICE
-from experiments.plan.predict import Prediction
+from experiments.plan.predict import PredictedPeak, Prediction
 from experiments.plan.records import read_run
 from experiments.plan.setups import Setup
 from experiments.plan.trl_settings import changes, from_settings, with_changes

@@ -37,9 +37,9 @@ LONGER = {  # -> why
     "tests/test_visualization.py": "tables of damaged results",
 }
 STARTS_FAST = (  # before the sampler's first sample, the budget, or the word on what is missing
-    "memory_monitor", "config", "record", "suite", "train", "evidence.exactness", "evidence.families_cost",
-    "evidence.host_allocator_bench", "evidence.model_families", "evidence.planner_check", "evidence.rivals",
-    "evidence.sampler_check", "evidence.worth", "evidence.on_gpu", "evidence.gpu.shape_cells",
+    "memory_monitor", "config", "record", "suite", "train", "evidence.decoding", "evidence.exactness",
+    "evidence.families_cost", "evidence.host_allocator_bench", "evidence.model_families", "evidence.planner_check",
+    "evidence.rivals", "evidence.sampler_check", "evidence.worth", "evidence.on_gpu", "evidence.gpu.shape_cells",
     "evidence.gpu.step_profile", "evidence.gpu.attention_speed", "evidence.gpu.device_facts",
 )  # fmt: skip
 HEAVY = ("torch", "transformers", "trl", "accelerate", "datasets", "peft", "pandas", "matplotlib")

@@ -231,6 +231,7 @@ def test_what_only_loading_shows_is_one_line_too(policy, tmp_path, monkeypatch, 
     monkeypatch.setenv("MODEL_PATH", "model")
     shutil.copytree(policy, "model")
     usual = "balanced --max_steps 1 --max_completion_length 8 --prompt_tokens 48 --output_dir out --disable_tqdm true"
+    usual += " --predict_memory false"
     cases = [(words.split(), parts, None) for words, parts in AFTER_LOADING.items()]
     cases += [([], [said], (Path("model", name), text)) for name, (text, said) in NOT_A_MODEL.items()]
     cases += [
@@ -319,7 +320,17 @@ def started(model, folder, reward, *settings):
     command = [ROOT / "launch_single_gpu.sh", "balanced", "--dataset", "rows.jsonl", "--reward", reward]
     settings = ["--max_steps", "1000", "--max_completion_length", "8", "--gradient_accumulation_steps", "1", *settings]
     return subprocess.Popen(
-        [*command, *settings, "--output_dir", "out", "--report_to", "none", "--disable_tqdm", "true"],
+        [
+            *command,
+            *settings,
+            "--output_dir",
+            "out",
+            "--report_to",
+            "none",
+            "--disable_tqdm",
+            "true",
+            "--predict_memory=false",
+        ],
         cwd=folder,
         env={**os.environ, "MODEL_PATH": model, "CUDA_VISIBLE_DEVICES": ""},
         stdout=subprocess.PIPE,
@@ -413,7 +424,7 @@ def test_memory_that_runs_out_is_said_in_one_line_and_recorded(policy, tmp_path,
 
     monkeypatch.setattr(RLOOTrainer, "compute_loss", out_of_memory)
     words = "balanced --max_steps 1 --max_completion_length 8 --prompt_tokens 48 --output_dir out --disable_tqdm true"
-    assert launch.main([*words.split(), "--report_to", "none"]) == 1
+    assert launch.main([*words.split(), "--report_to", "none", "--predict_memory", "false"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("launch: out of memory in phase train of update 1: ") and error.count("\n") == 1, error
     assert "Tried to allocate 2.00 GiB" in error and "experiments.plan.doctor out says" in error

@@ -41,6 +41,7 @@ save_strategy: steps
 save_steps: 4
 report_to: none
 disable_tqdm: true
+predict_memory: false
 seed: 3
 """
 

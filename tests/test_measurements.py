@@ -2,6 +2,7 @@
 are never half, and going on where they were killed. Nothing is measured here; test_gpu_evidence.py does."""
 
 import csv
+from contextlib import nullcontext
 
 import pytest
 
@@ -9,8 +10,10 @@ from experiments import builds
 from experiments.config import ROOT, ConfigError
 from experiments.evidence import (
     common,
+    decoding,
     exactness,
     families_cost,
+    group,
     host_allocator_bench,
     planner_check,
     rivals,
@@ -22,7 +25,7 @@ from experiments.record import write_csv
 from visualization.pages.rivals import families_table
 
 ON_A_DEVICE = (exactness, planner_check, sampler_check, attention_speed, device_facts, kernels, step_profile)
-ALL = (*ON_A_DEVICE, families_cost, host_allocator_bench, rivals, worth)
+ALL = (*ON_A_DEVICE, decoding, families_cost, host_allocator_bench, rivals, worth)
 COMMIT = "0123456789ab"
 
 
@@ -94,6 +97,10 @@ def killed_after(count, work):
         (families_cost, ["--repeats", "0"], "'0' is not a whole number from 1"),
         (host_allocator_bench, ["--steps", "0"], "'0' is not a whole number from 1"),
         (host_allocator_bench, ["--repeats", "x"], "'x' is not a whole number"),
+        (decoding, ["--cells", "100x64"], "write prompt x completion tokens x k, like 2000x256x8"),
+        (decoding, ["--cells", "100x64x1"], "k from 2 to 1,000"),
+        (decoding, ["--cells", "100x64x8,100x64x8"], "names a cell twice"),
+        (decoding, ["--models", "big"], "narrow, wide"),
     ],
 )
 def test_bad_input_is_one_line_and_touches_no_table(measure, tmp_path, module, options, said):
@@ -297,17 +304,20 @@ def test_the_rivals_go_on_where_they_were_killed(measure, monkeypatch, tmp_path)
 
     class Group:
         def __init__(self, *sizes):
-            self.model, self.weights = torch.nn.Linear(2, 1), torch.ones(3, 1)
-            self.ways = []
+            self.model = torch.nn.Linear(2, 1)
 
-        def log_probs(self, way):
-            return self.model(torch.ones(3, 2)) * (2.0 if way == "shared" else 1.0)
+        def score(self, way):
+            self.model(torch.ones(3, 2))
+
+        def train(self, way):
+            self.model.zero_grad()
+            (self.model(torch.ones(3, 2)).sum() * (2.0 if way == "shared" else 1.0)).backward()
 
         def gradient(self):
             return torch.cat([p.grad.flatten() for p in self.model.parameters()])
 
     monkeypatch.setattr(rivals, "use_fork", lambda arm: None)
-    monkeypatch.setattr(rivals, "keep_only_live_memory", lambda: None)
+    monkeypatch.setattr(group, "only_live_memory", nullcontext)
     monkeypatch.setattr(rivals, "Rivals", Group)
     options = ("--ways", "shared,whole", "--repeats", "2", "--prompt-tokens", "8")
     write = rivals.Table.add
@@ -344,7 +354,6 @@ def test_the_families_go_on_where_they_were_killed(measure, monkeypatch, tmp_pat
             return torch.cat([p.grad.flatten() for p in self.model.parameters()])
 
     monkeypatch.setattr(families_cost, "use_fork", lambda arm: None)
-    monkeypatch.setattr(families_cost, "keep_only_live_memory", lambda: None)
     monkeypatch.setattr(families_cost, "Group", Group)
     monkeypatch.setattr(families_cost, "build_model", lambda family: None)
     options = ("--families", "mamba-2,images", "--repeats", "2")

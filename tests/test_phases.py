@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from experiments.device import status_bytes
+from experiments.device import only_live_memory, status_bytes
 from experiments.phases import PhaseRecorder
 
 MIB = 2**20
@@ -79,3 +79,21 @@ def test_a_prompt_computed_before_generate_belongs_to_generation(recorder):
     rollout = ("generate", "generate", "score", "train")
     assert seen == [(step, phase) for step in (1, 2) for phase in rollout]
     assert len(recorder.rollout_starts) == 2
+
+
+def test_freed_blocks_go_back_at_once_while_only_live_memory_counts():
+    """Between blocks that stay, where the heap would keep them: blocks of 1 MiB, every tenth of which stays."""
+
+    def left_of_100_mib():
+        before = status_bytes("VmRSS")
+        blocks = [bytearray(b"x" * MIB) for _ in range(100)]
+        full = status_bytes("VmRSS") - before
+        kept = blocks[::10]
+        del blocks
+        return full, status_bytes("VmRSS") - before, kept
+
+    with only_live_memory():
+        full, left, kept = left_of_100_mib()
+    assert full > 90 * MIB and left < 20 * MIB and len(kept) == 10
+    full, left, kept = left_of_100_mib()
+    assert left > 80 * MIB and len(kept) == 10, "malloc keeps them again"

@@ -60,7 +60,7 @@ def test_without_arguments_it_draws_its_own_machine_and_ends_with_one_screen(cop
         "-m visualization.report results/here",
     ]
     here, there = ({path.name for path in (copy / "results" / name).iterdir()} for name in ("here", "there"))
-    assert {"charts", "combined_memory.csv", "combined_statistics.csv"} == here - there
+    assert {"charts", "combined_memory.csv", "combined_statistics.csv", "report.html"} == here - there
     assert (copy / "results" / "here" / "charts" / "tables.md").read_text().startswith("## peak")
     assert "75 % less than classic-baseline at k = 2, and it fed 1,024 of 3,000 prompt tokens" in result.stdout
 

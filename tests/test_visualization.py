@@ -542,6 +542,26 @@ def test_summary_says_three_ways_in_words_and_so_does_its_chart(tmp_path):
     assert readme(load_machine(machine)) is None
 
 
+def test_seconds_come_from_the_runs_that_are_there_for_them(tmp_path):
+    """And from nowhere else, while memory does not come from these."""
+    machine = tmp_path / "here"
+    for arm, seconds in (("stock", 90.0), ("stock-accumulate", 95.0), ("shared", 20.0)):
+        write_run(machine, arm, 8, above=GIB, step_seconds_median=seconds, scale="bench")
+    for repeat in range(3):
+        write_run(machine, "stock", 8, repeat, above=9 * GIB, step_seconds_median=70.0 + repeat, scale="bench-time")
+    write_run(machine, "shared", 8, status="error", scale="bench-time")
+    write_run(machine, "stock", 4, scale="bench-time")  # no run that is there for memory
+    summary, phases = (tables.render(name, machine, "bench") for name in ("summary", "phases"))
+    assert (
+        "| TRL as it is | 71.0 | 1.0 | 1.00 |" in summary
+        and "| prefix sharing, two at a time | 20.0 | 3.5 |" in summary
+    )
+    assert summary.count("Seconds are those of other runs") == 1 and "| 71.0 | 1.00 |" in phases
+    left = {run.run_id for run in load_machine(machine) if run.scale == "bench-time"}
+    assert left == {"shared_bench-time_k8_r0", "stock_bench-time_k4_r0"}, "nothing is dropped without a word"
+    assert "Seconds are those of other runs" in " ".join(texts(readme(load_machine(machine))))
+
+
 def test_a_run_that_lost_its_sampler_says_so_in_tables_and_charts(machine):
     write_run(machine, "stock", 2, sampler={"lost_after_s": 12.4, "peak_from": "torch's counters"})
     write_run(machine, "shared", 2, sampler=None).joinpath("memory.csv").unlink()

@@ -4,13 +4,13 @@ import pytest
 
 from experiments.builds import use_fork
 from experiments.config import ARMS
-from experiments.evidence import worth
+from experiments.evidence import decoding, worth
 from experiments.evidence.group import Group, Sizes, attention_of
 from experiments.evidence.worth import Work
 from experiments.record import write_csv
 from visualization.charts import worth as worth_chart
 from visualization.files import run_cli
-from visualization.pages.rivals import read_worth, worth_table
+from visualization.pages.rivals import decoding_table, read_worth, worth_table
 
 SIZES = Sizes(prompt=24, completion=5, k=3)
 
@@ -82,3 +82,20 @@ def test_the_chart_shows_each_cell_and_a_damaged_table_is_one_line(tmp_path, cap
     assert run_cli(draw) == 2 and "lacks 'whole'" in capsys.readouterr().err
     write_csv(tmp_path / "worth.csv", worth.COLUMNS, [{**rows[0], "train_seconds": ""}])
     assert run_cli(draw) == 2 and "line 2, train_seconds" in capsys.readouterr().err
+
+
+def test_the_table_of_generation_shows_medians_and_who_is_faster(tmp_path):
+    row = dict.fromkeys(decoding.COLUMNS, 1) | {
+        "model": "wide",
+        "prompt_tokens": 8000,
+        "completion_tokens": 64,
+        "k": 32,
+    }
+    rows = [
+        {**row, "way": way, "repeat": repeat, "generate_seconds": seconds + repeat}
+        for way, seconds in (("whole", 8), ("shared", 2))
+        for repeat in range(3)
+    ]
+    write_csv(tmp_path / "decoding.csv", decoding.COLUMNS, rows)
+    assert "| wide | 8,000 | 64 | 32 | 9.0 | 3.0 | 3.00 x |" in decoding_table(tmp_path)
+    assert "median of 3 alternating repeats" in decoding_table(tmp_path)

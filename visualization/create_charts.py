@@ -38,14 +38,18 @@ def figures(runs: Sequence[Run], baseline: str) -> Iterator[tuple[str, Figure]]:
             yield name, figure
 
 
+def folder_of(scale: str, shown: Sequence[str], out: Path) -> Path:
+    """Where the charts of a scale go."""
+    return out if scale in DEFAULT_SCALES or len(shown) == 1 else out / scale
+
+
 def draw_all(runs: Sequence[Run], out: Path, shown: Sequence[str], baseline: str = BASELINE) -> list[Path]:
     """Draw the charts of those scales, and the training curves where there are any, below `out`. Returns the files."""
     written = []
     for scale in shown:
         chosen = [run for run in runs if run.scale == scale]
-        folder = out if scale in DEFAULT_SCALES or len(shown) == 1 else out / scale
         for name, figure in figures(chosen, baseline):
-            written += style.save(figure, folder, name)
+            written += style.save(figure, folder_of(scale, shown, out), name)
     learned = [run for run in runs if run.scale == LEARN]
     if learned and (curves := convergence(learned)):
         written += style.save(curves, out, "convergence")

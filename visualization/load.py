@@ -15,7 +15,7 @@ import pandas as pd
 
 from visualization import legacy
 from visualization.files import LoadError, read_csv, read_json
-from visualization.runs import DEVICE_USED, DEVICE_WORDS, LEARN, RESERVED, RESIDENT, Measure, Run
+from visualization.runs import DEVICE_USED, DEVICE_WORDS, LEARN, RESERVED, RESIDENT, TIMES, Measure, Run
 
 SAMPLE_COLUMNS = (
     "timestamp",
@@ -99,7 +99,21 @@ def load_machine(folder: Path | str) -> tuple[Run, ...]:
     if len(damaged) == len(runs):
         more = f" (and {len(runs) - 1} more, none can be used)" if len(runs) > 1 else ""
         raise LoadError(damaged[0] + more)
-    return runs
+    return with_times(runs)
+
+
+def with_times(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """The runs, where those of a scale like `bench-time` have become the `timed` of the same cell of `bench`."""
+    timed: dict[tuple, tuple[Run, ...]] = {}
+    cells = {(run.scale, run.arm, run.k) for run in runs}
+    for run in runs:
+        cell = (run.scale.removesuffix(TIMES), run.arm, run.k)
+        if run.scale.endswith(TIMES) and run.status == "ok" and cell in cells:
+            timed[cell] = (*timed.get(cell, ()), run)
+    found = {run.run_id for each in timed.values() for run in each}
+    return tuple(
+        replace(run, timed=timed.get((run.scale, run.arm, run.k), ())) for run in runs if run.run_id not in found
+    )
 
 
 def tell_damaged(runs: Sequence[Run]) -> int:

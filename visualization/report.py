@@ -1,4 +1,4 @@
-"""Everything there is to see of one machine: combined CSV files, charts, tables.md, and one screen of text.
+"""Everything there is to see of one machine: combined CSV files, charts, tables.md, report.html, one screen of text.
 
 python -m visualization.report RESULTS_MACHINE_DIR
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 from visualization import combine_memory_data, create_charts, tables
 from visualization.files import run_cli
 from visualization.load import load_machine, tell_damaged
+from visualization.page import build
 from visualization.runs import ARMS, GIB, LEARN, Cell, Run, cells, describe, footnotes, in_order, scales
 
 SCREEN = 24  # lines
@@ -28,6 +29,7 @@ def screen(folder: Path, runs: Sequence[Run]) -> list[str]:
     others = [other for other in scales(runs) if other != scale]
     end = ["", f"charts: {folder}/charts/*.png", f"tables: {folder}/charts/tables.md"]
     end[-1] += f", also of the scales {', '.join(others)}" if others else ""
+    end.append(f"all of it on one page: {folder}/report.html")
     notes = footnotes(chosen)
     head = [
         *textwrap.wrap(describe(chosen), WIDTH),
@@ -101,8 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = load_machine(args.results)
     combine_memory_data.write(runs, args.results)
     charts = args.results / "charts"
-    create_charts.draw_all(runs, charts, [scale for scale in scales(runs) if scale != LEARN])
+    drawn = create_charts.draw_all(runs, charts, [scale for scale in scales(runs) if scale != LEARN])
     (charts / "tables.md").write_text(tables.page(args.results, runs), encoding="utf-8")
+    build.write(args.results, runs, drawn)
     print("\n".join(screen(args.results, runs)))
     return tell_damaged(runs)
 

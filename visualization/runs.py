@@ -12,6 +12,7 @@ GIB = 2**30
 MIB = 2**20
 LEARN = "learn"  # the scale of the convergence runs: another workload, not compared with the others
 BENCH = "bench"  # the scale of a model large enough that a step's time is the model's
+TIMES = "-time"  # ends the name of a scale whose runs are there for their seconds: those of `bench-time` for `bench`
 # What each arm is, in words that stand alone, in the order of every table
 ARMS = {
     "classic-baseline": "TRL 0.21 as it is",
@@ -95,6 +96,7 @@ class Run:
     peak_missed_bytes: float | None = None
     sampler_lost: str = ""  # when its samples end before the run does: "after 12 s", or that nobody knows
     trace: tuple[Mapping, ...] = field(default=(), repr=False)  # of each update: step, reward, loss, kl
+    timed: tuple["Run", ...] = field(default=(), repr=False)  # runs of the same cell whose seconds count in its place
 
     @property
     def above_start_bytes(self) -> float | None:
@@ -123,13 +125,19 @@ class Cell:
         """The runs that have a peak."""
         return tuple(run for run in self.runs if run.peak_bytes is not None)
 
+    @property
+    def clocked(self) -> tuple[Run, ...]:
+        """The runs whose seconds count."""
+        return next((run.timed for run in self.runs if run.timed), self.finished)
+
     def count(self, status: str) -> int:
         """How many runs ended with this status."""
         return sum(run.status == status for run in self.runs)
 
     def values(self, name: str) -> list[float]:
         """That figure of every finished run that has it, unsorted."""
-        return [value for run in self.finished if (value := getattr(run, name)) is not None]
+        runs = self.clocked if name == "step_seconds_median" else self.finished
+        return [value for run in runs if (value := getattr(run, name)) is not None]
 
     def median(self, name: str) -> float | None:
         """Median of that figure over the finished runs, None when there is none."""
@@ -207,10 +215,12 @@ def seconds_a_step(run: Run, phase: str) -> float | None:
     return (rows["end"] - rows["start"]).sum() / rows["step"].nunique() if len(rows) else None
 
 
-def footnotes(runs: Iterable[Run]) -> list[str]:
+def footnotes(runs: Sequence[Run]) -> list[str]:
     """A line for each kind of run that is not what it seems: lost its sampler, was killed, is damaged."""
     lost = [f"{run.run_id} ({run.sampler_lost})" for run in runs if run.sampler_lost]
     lines = [f"{LOST} sampler lost, samples end before the run does: {', '.join(lost)}"] if lost else []
+    if any(run.timed for run in runs):
+        lines.append("Seconds are those of other runs, in which malloc keeps freed memory as it likes")
     for status, words in (("killed", "killed before it could report"), ("damaged", "damaged and left out")):
         named = [run.run_id for run in runs if run.status == status]
         lines += [f"{words}: {', '.join(named)}"] if named else []
@@ -258,6 +268,7 @@ def describe(runs: Sequence[Run]) -> str:
     counts = sorted({len(cell.runs) for cell in cells(runs)})
     repeats = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
     device = DEVICE_WORDS.get("".join(kinds), "device")
+    runs = [*runs, *(timed for run in runs for timed in run.timed)]
     device += f": {_joined(run.device_name for run in runs) or 'name not recorded'}"
     found = {
         "torch": _joined(run.torch_version for run in runs),
@@ -270,7 +281,7 @@ def describe(runs: Sequence[Run]) -> str:
         [
             device,
             *versions,
-            f"scale {_joined(run.scale for run in runs)}",
+            f"scale {_joined(run.scale.removesuffix(TIMES) for run in runs)}",
             f"{repeats} {'repeat' if repeats == '1' else 'repeats'} per cell",
         ]
     )

@@ -5,8 +5,8 @@
 
 A marked place starts with `<!-- table:NAME results/<machine> -->`, or `<!-- table:NAME results/<machine> SCALE -->`
 for one scale only, and ends with `<!-- /table -->`. Names: summary, peak, audit, speed, published, phases, shapes,
-rivals, families, worth, plan, levers, profiles, exactness, kernels, cells, sampler. The folder is relative to the
-file.
+rivals, families, worth, decoding, plan, levers, profiles, exactness, kernels, cells, sampler. The folder is relative
+to the file.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from visualization.pages.phase_seconds import phases_table
 from visualization.pages.predictions import check_table, levers_table, profiles_table
 from visualization.pages.published import published_table
 from visualization.pages.results import audit_table, peak_table, speed_table
-from visualization.pages.rivals import families_table, rivals_table, worth_table
+from visualization.pages.rivals import decoding_table, families_table, rivals_table, worth_table
 from visualization.pages.summary import summary_table
 from visualization.runs import LEARN, Run, describe, footnotes, in_short, scales
 
@@ -47,6 +47,7 @@ FOLDER_TABLES: dict[str, tuple[Callable[[Path], str], str]] = {
     "rivals": (rivals_table, "rivals/*.csv"),
     "families": (families_table, "families/*.csv"),
     "worth": (worth_table, "worth.csv"),
+    "decoding": (decoding_table, "decoding.csv"),
     "plan": (check_table, "plan_check.csv"),
     "levers": (levers_table, "plan_check.csv"),
     "profiles": (profiles_table, "*.json"),
@@ -91,7 +92,7 @@ def page(folder: Path, runs: Sequence[Run]) -> str:
     names = [*TABLES, *(["shapes"] if any(SHAPE.fullmatch(run.scale) for run in runs) else [])]
     names += [
         name
-        for name in ("rivals", "families", "worth", "plan", "kernels", "exactness", "cells", "sampler")
+        for name in ("rivals", "families", "worth", "decoding", "plan", "kernels", "exactness", "cells", "sampler")
         if any(folder.glob(FOLDER_TABLES[name][1]))
     ]
     tables = {name: render(name, folder, load=lambda folder: runs) for name in names}

@@ -19,7 +19,6 @@ from experiments.config import ARMS, ConfigError
 from experiments.evidence.common import FACTS, Parser, Table, place, whole, words
 from experiments.evidence.group import Group, Sizes
 from experiments.evidence.worth import MODELS, model_config
-from experiments.phases import HighWater
 
 WAYS = ("whole", "shared")
 COLUMNS = (
@@ -77,11 +76,11 @@ def measure(name: str, sizes: Sizes, repeats: int, table: Table) -> None:
         (repeat, way) for repeat in range(repeats) for way in WAYS if not table.has(**cell, way=way, repeat=repeat)
     ]
     if missing:
-        model, high_water = AutoModelForCausalLM.from_config(config), HighWater("cpu")
+        model = AutoModelForCausalLM.from_config(config)
         Group(model, config.vocab_size, Sizes(sizes.prompt, 2, sizes.k)).generate("shared")  # warms up
         group = Group(model, config.vocab_size, sizes)
         for repeat, way in missing:
-            row = group.measure(way, high_water, ("generate",))
+            row = group.measure(way, phases=("generate",))
             table.add({**cell, "way": way, "repeat": repeat, **row})
             print(f"  {way}: {repeat + 1} of {repeats}, {row['generate_seconds']:.1f} s", flush=True)
     mine = [row for row in table.rows if all(row[key] == str(value) for key, value in cell.items())]

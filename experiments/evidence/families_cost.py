@@ -19,7 +19,6 @@ import sys
 from experiments import config as cfg
 from experiments.builds import use_fork
 from experiments.config import ARMS
-from experiments.device import keep_only_live_memory
 from experiments.evidence.common import FACTS, Parser, Place, Table, place, whole, words
 from experiments.evidence.group import PHASE_COLUMNS, PHASES, WAYS, Group, Image, Sizes
 from experiments.phases import HighWater
@@ -92,7 +91,6 @@ def measure(family: str, here: Place, repeats: int, fresh: bool) -> None:
     table = Table(path, COLUMNS, {**facts, **here.facts}, fresh)
     missing = [(repeat, way) for repeat in range(repeats) for way in WAYS if not table.has(way=way, repeat=repeat)]
     if missing:
-        keep_only_live_memory()
         image = IMAGE if family == "images" else None
         group, high_water = Group(build_model(family), VOCAB, sizes, image), HighWater("cpu")
         group.train("whole")

@@ -2,9 +2,10 @@
 
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 
-from experiments.device import settle, status_bytes
+from experiments.device import only_live_memory, settle, status_bytes
 from experiments.phases import HighWater
 
 PHASES = ("generate", "score", "train")
@@ -24,21 +25,29 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of some work: wall and CPU seconds, and peak resident bytes above the level before."""
+    """Of some work: wall and CPU seconds, and peak resident bytes above the level before, None if not asked for."""
 
     seconds: float
     cpu_seconds: float
-    peak_bytes: int
+    peak_bytes: int | None = None
 
 
-def measured(high_water: HighWater, work) -> Cost:
+def measured(work, high_water: HighWater | None = None) -> Cost:
+    """The cost of `work()`, which is done a second time for the peak: what makes resident memory mean "alive" takes
+    time, and more of it the more often tensors come and go."""
     settle()
-    before = status_bytes("VmRSS")
-    high_water.reset()
     start, cpu_start = time.perf_counter(), time.process_time()
     work()
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-    return Cost(round(seconds, 4), round(cpu_seconds, 4), high_water.read()[2] - before)
+    cost = Cost(round(seconds, 4), round(cpu_seconds, 4))
+    if high_water is None:
+        return cost
+    with only_live_memory():
+        settle()
+        before = status_bytes("VmRSS")
+        high_water.reset()
+        work()
+        return replace(cost, peak_bytes=high_water.read()[2] - before)
 
 
 @dataclass(frozen=True)
@@ -125,6 +134,7 @@ class Group:
 
     def train(self, way: str) -> None:
         """Forward and backward with gradient checkpointing, which the trainer switches off for generation."""
+        self.model.zero_grad(set_to_none=False)
         self.model.gradient_checkpointing_enable()  # in transformers 5.17 as in 5.23, which has another name, too
         (self.log_probs(way) * self.weights).sum().backward()
         self.model.gradient_checkpointing_disable()
@@ -132,13 +142,13 @@ class Group:
     def gradient(self):
         return self.torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None])
 
-    def measure(self, way: str, high_water: HighWater, phases: tuple[str, ...] = PHASES) -> dict:
-        """The `Cost` of each of these phases, as `PHASE_COLUMNS`."""
-        self.encoded = 0
-        self.model.zero_grad(set_to_none=False)
-        row = {}
+    def measure(self, way: str, high_water: HighWater | None = None, phases: tuple[str, ...] = PHASES) -> dict:
+        """The `Cost` of each of these phases, as `PHASE_COLUMNS`, with peaks if there is a `high_water`."""
+        row, self.encoded = {}, 0
         with attention_of(self.model, way):
             for phase in phases:
-                cost = measured(high_water, lambda phase=phase: getattr(self, phase)(way))
+                cost = measured(partial(getattr(self, phase), way), high_water)
                 row |= {f"{phase}_{what}": value for what, value in asdict(cost).items()}
+        if high_water is not None:  # each phase ran twice
+            self.encoded //= 2
         return row

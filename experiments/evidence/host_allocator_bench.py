@@ -116,6 +116,7 @@ def train(allocator: str, model: str, prompts: Path, out: Path, steps: int) -> d
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": "true",
+        "predict_memory": "false",
     }
     words = [str(word) for name, value in settings.items() for word in (f"--{name}", value)]
     result = subprocess.run(

@@ -12,13 +12,13 @@ difference of all parameters' gradients from `whole`.
 import os
 import statistics
 import sys
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 
 from experiments import config as cfg
 from experiments.builds import use_fork
 from experiments.config import ARMS, SCALES, ConfigError
-from experiments.device import keep_only_live_memory
 from experiments.evidence.common import FACTS, Parser, Table, place, whole, words
 from experiments.evidence.group import Group, Sizes, measured
 from experiments.phases import HighWater
@@ -39,9 +39,7 @@ class Rivals(Group):
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(shape_config(shape, vocab_size))
-        model.gradient_checkpointing_enable()  # in transformers 5.17 as in 5.23, which has another name, too
-        super().__init__(model, vocab_size, sizes)
+        super().__init__(AutoModelForCausalLM.from_config(shape_config(shape, vocab_size)), vocab_size, sizes)
 
     def log_probs(self, way: str):
         if way == "prefix-grouper":
@@ -126,7 +124,6 @@ def run(argv: list[str] | None) -> int:
     table = Table(folder / name, COLUMNS, facts, args.fresh)
     if not all(table.has(way=way, repeat=repeat) for way in ways for repeat in range(args.repeats)):
         use_fork(ARMS["shared"])
-        keep_only_live_memory()
         measure(Rivals(scale.shape, scale.vocab_size, Sizes(*sizes.values())), ways, args.repeats, table)
     table.finish()
     for way in ways:
@@ -139,18 +136,13 @@ def run(argv: list[str] | None) -> int:
 
 def measure(group: Rivals, ways: list[str], repeats: int, table: Table) -> None:
     """Adds the rows that `table` has not: seconds and bytes. The first of `ways` is what gradients are compared to."""
-    import torch
-
     high_water, truth = HighWater("cpu"), None
     for repeat in range(-1, repeats):  # the first round warms up and is not written
         for way in ways:
             if table.has(way=way, repeat=repeat):
                 continue
-            with torch.no_grad():
-                score = measured(high_water, lambda way=way: group.log_probs(way))
-            group.model.zero_grad(set_to_none=False)
-
-            train = measured(high_water, lambda way=way: (group.log_probs(way) * group.weights).sum().backward())
+            score = measured(partial(group.score, way), high_water)
+            train = measured(partial(group.train, way), high_water)
             gradient = group.gradient()
             truth = gradient if truth is None else truth
             seconds = f"{score.seconds + train.seconds:.1f} s"

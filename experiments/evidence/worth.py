@@ -23,7 +23,6 @@ from experiments.builds import use_fork
 from experiments.config import ARMS, ConfigError
 from experiments.evidence.common import FACTS, Parser, Table, place, whole, words
 from experiments.evidence.group import PHASES, WAYS, Group, Sizes
-from experiments.phases import HighWater
 from experiments.workload.models import shape_config
 
 LIMITED = ("score", "train")  # decoding is bound by what it reads, not by multiplications
@@ -132,11 +131,11 @@ def measure(name: str, sizes: Sizes, repeats: int, table: Table) -> None:
         (repeat, way) for repeat in range(repeats) for way in WAYS if not table.has(**cell, way=way, repeat=repeat)
     ]
     if missing:
-        group, high_water = Group(AutoModelForCausalLM.from_config(config), config.vocab_size, sizes), HighWater("cpu")
+        group = Group(AutoModelForCausalLM.from_config(config), config.vocab_size, sizes)
         group.train("shared")  # warms up
         limits = {f"{phase}_limit": round(limit(config, sizes, phase), 3) for phase in LIMITED}
         for repeat, way in missing:
-            row = group.measure(way, high_water)
+            row = group.measure(way)
             table.add({**cell, "way": way, "repeat": repeat, **row, **limits})
             print(f"  {way}: {repeat + 1} of {repeats}, {sum(row[f'{x}_seconds'] for x in PHASES):.1f} s", flush=True)
     mine = [row for row in table.rows if all(row[key] == str(value) for key, value in cell.items())]

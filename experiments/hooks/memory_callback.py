@@ -97,12 +97,19 @@ class MemoryCallback(TrainerCallback):
             https://docs.pytorch.org/memory_viz. Needs CUDA.
         settings (`dict`, *optional*): settings that the trainer does not know, such as where the model and the data
             came from, for the record.
+        predicted (`dict`, *optional*): bytes that were predicted for each phase, to stand beside the measured ones.
 
     Raises:
         ValueError: for another `snapshot`, or without CUDA.
     """
 
-    def __init__(self, trainer, snapshot: str | None = None, settings: dict | None = None):
+    def __init__(
+        self,
+        trainer,
+        snapshot: str | None = None,
+        settings: dict | None = None,
+        predicted: dict[str, int] | None = None,
+    ):
         import torch
 
         if snapshot not in (None, "peak", "oom"):
@@ -111,6 +118,7 @@ class MemoryCallback(TrainerCallback):
         if snapshot and not self.cuda:
             raise ValueError(f"snapshot={snapshot!r} needs CUDA, training is on {trainer.accelerator.device}")
         self.torch, self.trainer, self.snapshot, self.settings = torch, trainer, snapshot, settings or {}
+        self.predicted = predicted or {}
         self.phases: PhaseRecorder | None = None
         self.seen = 0  # rows of `phases` that were logged
         self.highest = 0  # bytes, and the phase that it was in
@@ -220,6 +228,7 @@ class MemoryCallback(TrainerCallback):
                 "host_allocator": host_allocator.active(),
                 "device_bytes": self.torch.cuda.mem_get_info()[1] if self.cuda else None,
                 "peaks": peaks,
+                "predicted_peaks": self.predicted,
                 "static_bytes": self.static,
                 "prompt_tokens": max(self.phases.prompt_tokens, default=None),
                 "trained_parameters": trained,

@@ -33,7 +33,8 @@ Reward: a file rewards.py where you stand (or on PYTHONPATH), named as --reward 
 
 In output_dir (default trainer_output): memory.json (python -m experiments.plan.doctor OUTPUT_DIR reads it),
 memory_phases.csv, checkpoints every save_steps, and at the end the model, unless --save_strategy no.
-Exit code: 0 trained, 1 failed or out of memory, 2 a setting that cannot work, 130 Ctrl-C, 143 SIGTERM.
+Exit code: 0 trained, 1 failed or out of memory, 2 a setting that cannot work or a training that would not fit,
+130 Ctrl-C, 143 SIGTERM.
 More: docs/launch.md, docs/memory_guide.md.
 """
 

@@ -1,6 +1,7 @@
 """What a training will take in memory, before it runs.
 
-* `predict`: the peaks of a setup, in one call. `setups`: what a setup is. `__main__` and `options`: the command.
+* `ask.predict`: the peaks of a training, in one call from Python. `predict`: those of a setup. `setups`: what a setup
+  is. `__main__` and `options`: the command.
 * `doctor`: what makes it fit. `levers`: the changes it knows. `trl_settings`: settings to setups and back. `records`:
   what a run left behind.
 * `simulate`: one step on tensors without values. `building`: its models. `replaced`: kernels that cannot run so.

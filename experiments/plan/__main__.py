@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from experiments.config import GIB, ConfigError, choose, exit_code
+from experiments.plan.errors import measured_errors
 from experiments.plan.options import (
     Problems,
     add_memory_options,
@@ -49,9 +50,13 @@ def table(predictions: list[Prediction], budget: int | None) -> str:
 
 
 def fits(peak: int, budget: int | None) -> str:
+    """The verdict; a peak that fits by less than predictions were wrong by is called "just"."""
     if budget is None:
         return ""
-    return "yes" if peak <= budget else f"short by {max((peak - budget) / GIB, 0.01):.2f} GiB"
+    if peak > budget:
+        return f"short by {max((peak - budget) / GIB, 0.01):.2f} GiB"
+    errors = measured_errors()
+    return "just" if errors and errors.range_of(peak)[1] > budget else "yes"
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -115,7 +120,9 @@ def run(args: argparse.Namespace) -> int:
         if parameters > budget:
             short = f"{(parameters - budget) / GIB:.2f} GiB"
             print(f"The weights alone exceed {args.device_memory} less {args.reserve} by {short}.")
-        print(f"fits: within {args.device_memory} less {args.reserve} reserved")
+        print(f"fits: within {args.device_memory} less {args.reserve} reserved; just: by less than the error")
+    if errors := measured_errors():
+        print(errors.in_words(max(prediction.peak.total for prediction in predictions)))
     if (profile or {}).get("use_vllm"):
         print("use_vllm: what the engine keeps is not predicted; generate is transformers' own")
     for arm in [prediction.arm for prediction in predictions] if args.largest else ():
@@ -141,6 +148,7 @@ def result_of(model: str, budget: int | None, predictions: list[Prediction]) -> 
         "model": model,
         "versions": f"trl {trl.__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
         "device_memory_bytes": budget,
+        "measured_over_predicted": [errors.low, errors.high] if (errors := measured_errors()) else None,
         "predictions": [
             {"arm": p.arm, "setup": asdict(p.setup), "phases": [asdict(phase) for phase in p.phases]}
             for p in predictions

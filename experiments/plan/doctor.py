@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from experiments.config import GIB, ConfigError, exit_code
+from experiments.plan.errors import measured_errors
 from experiments.plan.levers import FASTER_FROM, LEVERS, Lever, applied, in_turn, settings_by_lever
 from experiments.plan.options import (
     Problems,
@@ -226,6 +227,8 @@ def conclude(args: argparse.Namespace, settings: dict, setup: Setup, used: list[
     same = "Trains the same as before. " if used and all(lever.exact(setup) for lever in used) else ""
     path = args.output.resolve()
     print(f"fits: {gib(last)}. {same}Settings, with prompts to {setup.prompt_tokens} tokens: {path}")
+    if errors := measured_errors():
+        print(f"  {errors.in_words(last.peak.total)}")
     own = "" if settings.get("dataset") else " --dataset PROMPTS.jsonl"
     own += "" if settings.get("reward") else " --reward MODULE:FUNCTION"
     model = "MODEL_PATH=/path/to/model "

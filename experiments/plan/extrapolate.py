@@ -7,30 +7,14 @@ way.
 """
 
 import copy
-from dataclasses import dataclass
 
-from experiments.config import GIB, ConfigError
+from experiments.config import ConfigError
 from experiments.plan.building import decoder_layers
+from experiments.plan.predict import PredictedPeak
 from experiments.plan.replaced import head_tokens
 from experiments.plan.sharding import spread, weights_by_place
 from experiments.plan.simulate import PHASES, Simulation
 from experiments.workload.models import meta_model
-
-
-@dataclass(frozen=True)
-class PredictedPeak:
-    """What a phase is predicted to hold at its peak, in bytes: on the device in all and by kind, and moved to the
-    host. A measured one is `experiments.phases.PhasePeak`."""
-
-    phase: str
-    total: int
-    kinds: dict[str, int]
-    host: int
-
-    def parts(self) -> str:
-        """The kinds that are more than half a percent of the peak, largest first, in GiB."""
-        kinds = sorted(self.kinds.items(), key=lambda item: -item[1])
-        return ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in kinds if size > 0.005 * self.total)
 
 
 def phase_peaks(setup, hf_config) -> list[PredictedPeak]:

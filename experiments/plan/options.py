@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from experiments.config import GIB, ConfigError, parse_bytes, size_hint
-from experiments.plan.setups import OPTIMIZERS, Setup, wrong_numbers
+from experiments.plan.setups import OPTIMIZERS, Setup, as_widened, wrong_numbers
 from experiments.plan.trl_settings import COMMAND_LINE, changes, from_settings, with_changes
 from experiments.settings.profiles import devices_from
 from experiments.workload.models import is_model, named_config
@@ -206,9 +206,7 @@ def setup_from(args: argparse.Namespace, profile: dict | None, **where) -> tuple
     if args.bits:
         bits = replace(setup, weight_bits=args.bits, nested_scales=args.bits == 4 or setup.nested_scales)
         settings, setup = with_changes(settings, changes(setup, bits)), bits
-    if setup.fully_sharded and setup.bf16 and not setup.lora_rank:
-        setup = replace(setup, dtype="float32")  # accelerate's `fsdp2_prepare_model` widens trained weights
-    return settings, setup, called
+    return settings, as_widened(setup), called
 
 
 def rows(args: argparse.Namespace, base: dict, profile: dict | None, prompt: int, where: dict) -> dict:

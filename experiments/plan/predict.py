@@ -20,12 +20,28 @@ from experiments.plan.setups import LARGEST, MOST_TOKENS, Setup, check
 
 
 @dataclass(frozen=True)
+class PredictedPeak:
+    """What a phase is predicted to hold at its peak, in bytes: on the device in all and by kind, and moved to the
+    host. A measured one is `experiments.phases.PhasePeak`."""
+
+    phase: str
+    total: int
+    kinds: dict[str, int]
+    host: int
+
+    def parts(self) -> str:
+        """The kinds that are more than half a percent of the peak, largest first, in GiB."""
+        kinds = sorted(self.kinds.items(), key=lambda item: -item[1])
+        return ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in kinds if size > 0.005 * self.total)
+
+
+@dataclass(frozen=True)
 class Prediction:
     """The peak of each phase of one setup, in bytes."""
 
     arm: str
     setup: Setup
-    phases: list  # of extrapolate.PredictedPeak
+    phases: list[PredictedPeak]
 
     @property
     def peak(self):

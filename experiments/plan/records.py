@@ -45,12 +45,18 @@ def read_run(folder: Path) -> Run:
     raise ConfigError(f"{folder} holds neither memory.json (MemoryCallback) nor run.json (experiments.train)")
 
 
-def memory_record(folder: Path, record: dict) -> Run:
-    """memory.json, which `experiments.hooks.memory_callback.MemoryCallback` writes."""
+def config_from(values: dict):
+    """The transformers config that `to_dict` gave."""
     from transformers import CONFIG_MAPPING
 
-    fields = {name: value for name, value in record["model_config"].items() if name != "model_type"}
-    hf_config = CONFIG_MAPPING[record["model_config"]["model_type"]](**fields)
+    return CONFIG_MAPPING[values["model_type"]](
+        **{name: value for name, value in values.items() if name != "model_type"}
+    )
+
+
+def memory_record(folder: Path, record: dict) -> Run:
+    """memory.json, which `experiments.hooks.memory_callback.MemoryCallback` writes."""
+    hf_config = config_from(record["model_config"])
     arguments = record["arguments"]
     where = {name: arguments[name] for name in NOT_SETTINGS if name in arguments} | {"device": record["device_kind"]}
     recorded = arguments | record.get("settings", {})  # older records have the first ones alone

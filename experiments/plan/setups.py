@@ -144,6 +144,11 @@ class Setup:
         )
 
 
+def as_widened(setup: Setup) -> Setup:
+    """With FSDP2 and mixed precision, accelerate's `fsdp2_prepare_model` makes trained weights float32."""
+    return replace(setup, dtype="float32") if setup.fully_sharded and setup.bf16 and not setup.lora_rank else setup
+
+
 MOST_TOKENS = 2**27  # of a rollout: their ids are real numbers, also where all else has no values
 # Fields of `Setup` that are numbers, with the least that works
 LEAST = {

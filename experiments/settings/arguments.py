@@ -33,3 +33,7 @@ class LaunchArguments:
         None, "peak or oom: dump torch's memory snapshot at a new peak, or when memory runs out (CUDA)"
     )
     host_allocator: str = setting("system", "malloc for host memory: system, tcmalloc or jemalloc")
+    predict_memory: bool = setting(
+        True, "predict the peak of each phase before the model loads; a training that does not fit is refused"
+    )
+    anyway: bool = setting(False, "train even if it is predicted not to fit")

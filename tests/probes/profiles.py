@@ -11,7 +11,13 @@ from experiments.settings import profiles
 
 out = Path(sys.argv[1])
 quick = ["--max_steps=1", "--gradient_accumulation_steps=1", "--max_completion_length=6", "--prompt_tokens=48"]
-here = ["--activation_offloading=false", "--save_strategy=no", "--report_to=none", "--disable_tqdm=true"]
+here = [
+    "--activation_offloading=false",
+    "--save_strategy=no",
+    "--report_to=none",
+    "--disable_tqdm=true",
+    "--predict_memory=false",
+]
 result = {}
 for name in sys.argv[2:] or profiles.names():
     folder = out / name

@@ -94,7 +94,7 @@ def _timeline(runs: Sequence[Run], title: str, curve: Curve) -> Figure:
         panels, strips = grid[2 * row], grid[2 * row + 1]
         for column, panel, phases_panel in zip(columns, panels, strips, strict=True):
             mine = [run for run in runs if run.k == k and run.arm in column]
-            drawn = [_representative(cell.runs) for cell in cells(mine)]
+            drawn = [representative(cell.runs) for cell in cells(mine)]
             if not drawn:
                 panel.set_axis_off()
                 phases_panel.set_axis_off()
@@ -117,7 +117,7 @@ def _timeline(runs: Sequence[Run], title: str, curve: Curve) -> Figure:
     return figure
 
 
-def _representative(runs: Sequence[Run]) -> Run:
+def representative(runs: Sequence[Run]) -> Run:
     """The first repeat that finished, else the first that went out of memory, else the first."""
     return min(runs, key=lambda run: (run.peak_bytes is None, run.status != "oom", run.repeat))
 

@@ -13,7 +13,7 @@ PHASES = ("generate", "score", "train")
 def phase_seconds(cell: Cell, phase: str) -> float | None:
     """Median over the runs of the seconds a step spends in that phase, None where it is not marked."""
     found = []
-    for run in cell.finished:
+    for run in cell.clocked:
         if (seconds := seconds_a_step(run, phase)) is not None:
             found.append(seconds)
     return median(found) if found else None
@@ -51,7 +51,7 @@ def phases_table(runs: Sequence[Run]) -> list[str]:
             + (f" (1/{theirs / above:.1f})" if theirs and cell is not reference else "")
         )
         rows.append(row)
-    repeats = min(len(cell.runs) for cell in table)
+    repeats = min(len(cell.clocked) for cell in table)
     return [
         f"Seconds at k = {k}, median of {repeats} runs, and how many times faster than `{REFERENCE}`. The token "
         f"ratio is {ratio}:",

@@ -1,4 +1,4 @@
-"""Tables of ways to compute one group: results/<machine>/rivals/*.csv, families/*.csv and worth.csv."""
+"""Tables of ways to compute one group: results/<machine>/rivals/*.csv, families/*.csv, worth.csv and decoding.csv."""
 
 from pathlib import Path
 
@@ -138,8 +138,13 @@ def faster(rows: pd.DataFrame, phase: str) -> pd.DataFrame:
 
 def how_often(rows: pd.DataFrame) -> str:
     """How often each cell was measured, in words."""
-    number = rows["repeat"].nunique()
-    return "measured once" if number == 1 else f"median of {number} alternating repeats"
+    cell = [name for name in ("model", "prompt_tokens", "completion_tokens", "k", "way") if name in rows]
+    counts = rows.groupby(cell)["repeat"].nunique()
+    least, most = counts.min(), counts.max()
+    if most == 1:
+        return "measured once"
+    number = f"{least} to {most}" if least < most else most
+    return f"median of {number} alternating repeats"
 
 
 def worth_table(folder: Path) -> str:
@@ -159,4 +164,23 @@ def worth_table(folder: Path) -> str:
     header = ["model", "prompt", "completion", "limit of training"]
     header += [f"{what}, {way}" for what in ("training", "step") for way in IN_SHORT.values()]
     about = f"*{measured_on(first)} · float32 · k = {first.k} · {how_often(rows)}*"
+    return "\n".join([about, "", *markdown(header, table)]) + "\n"
+
+
+def decoding_table(folder: Path) -> str:
+    """For each model, length and k: seconds of generation with a cache a row and with one that shares the prompt.
+
+    Raises LoadError where there is nothing to show.
+    """
+    numbers = ("prompt_tokens", "completion_tokens", "k", "generate_seconds", "generate_cpu_seconds")
+    rows = read_rows(folder / "decoding.csv", numbers, "experiments.evidence.decoding")
+    by = ["model", "prompt_tokens", "completion_tokens", "k"]
+    seconds = rows.groupby([*by, "way"]).generate_seconds.median().unstack("way")
+    table = [
+        [model, f"{prompt:,}", f"{completion:,}", f"{k}", f"{row.whole:.1f}", f"{row.shared:.1f}"]
+        + [f"{row.whole / row.shared:.2f} x"]
+        for (model, prompt, completion, k), row in seconds.iterrows()
+    ]
+    header = ["model", "prompt", "completion", "k", "a cache a row, s", "prompt shared, s", "times faster"]
+    about = f"*{measured_on(rows.iloc[0])} · float32 · {how_often(rows)}*"
     return "\n".join([about, "", *markdown(header, table)]) + "\n"

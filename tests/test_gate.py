@@ -1,0 +1,196 @@
+"""The planner asked from Python, and the launcher that asks it before it trains."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import two_processes
+
+from experiments.config import ConfigError, resolve
+from experiments.launch import __main__ as launch
+from experiments.launch import gate
+from experiments.plan import __main__ as plan
+from experiments.plan import ask
+from experiments.workload import data, models
+
+ROOT = Path(__file__).resolve().parent.parent
+MIB = 2**20
+TRAIN = ["profile.yaml"]
+PROFILE = """
+dtype: float32
+bf16: false
+beta: 0.0
+num_generations: 8
+per_device_train_batch_size: 8
+gradient_accumulation_steps: 1
+max_completion_length: 16
+prompt_tokens: 160
+max_steps: 1
+gradient_checkpointing: true
+optim: adamw_torch
+save_strategy: 'no'
+report_to: none
+disable_tqdm: true
+output_dir: out
+"""
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))[0]
+
+
+@pytest.fixture
+def here(policy, tmp_path, monkeypatch):
+    """A folder with a profile that trains the policy."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MODEL_PATH", policy)
+    (tmp_path / "profile.yaml").write_text(PROFILE)
+    return tmp_path
+
+
+@pytest.fixture
+def planner(monkeypatch, forked, tmp_path):
+    """The planner's process is a fork; what it was asked is kept."""
+    asked = []
+
+    def run(question):
+        asked.append(question)
+        (tmp_path / "question.json").write_text(json.dumps(question))
+        result = forked("plan_ask", tmp_path / "question.json")
+        return subprocess.CompletedProcess([], result.returncode, result.stdout, result.stderr)
+
+    monkeypatch.setattr(ask, "in_its_own_process", run)
+    return asked
+
+
+@pytest.mark.torch
+def test_what_python_asks_is_what_the_command_says(planner, tmp_path):
+    """For a model's name and for its config, with adapters from a LoraConfig."""
+    from peft import LoraConfig
+
+    from experiments.builds import use_fork
+    from experiments.config import ARMS
+
+    use_fork(ARMS["shared"])
+    from trl import RLOOConfig
+
+    args = RLOOConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=True, num_generations=4, per_device_train_batch_size=4,
+        gradient_accumulation_steps=1, max_completion_length=16, prefix_sharing=True, completions_per_forward=2,
+        optim="adamw_torch", beta=0.05, temperature=1.0,
+    )  # fmt: skip
+    lora = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0)
+    shape = models.named_config("tiny-qwen3")
+    found = [
+        ask.predict(args, model, 64, peft_config=lora, settings={"dtype": "bfloat16"})
+        for model in ("tiny-qwen3", shape)
+    ]
+    assert found[0].phases == found[1].phases and found[0].remedy is None
+    words = "--prompt 64 --completion 16 --k 4 --completions-per-forward 2 --lora 4 --optim adamw_torch --arms shared"
+    assert plan.main(["--model", "tiny-qwen3", *words.split(), "--json", str(tmp_path / "plan.json")]) == 0
+    (command,) = json.loads((tmp_path / "plan.json").read_text())["predictions"]
+    assert [asdict(phase) for phase in found[0].phases] == command["phases"]
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_the_planners_process_answers_and_its_refusals_are_raised():
+    settings = {"num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 8}
+    expected = ask.predict(settings, "tiny-qwen3", 32, device="cpu")
+    assert [phase.phase for phase in expected.phases] == ["load", "generate", "score", "train", "optimizer"]
+    assert expected.peak.total == max(phase.total for phase in expected.phases) > MIB
+    with pytest.raises(ConfigError, match="^per_device_train_batch_size 3 .* is not a multiple of num_generations 2"):
+        ask.predict({**settings, "per_device_train_batch_size": 3, "steps_per_generation": 1}, "tiny-qwen3", 32)
+    with pytest.raises(ConfigError, match="did you mean tiny-qwen3"):
+        ask.predict(settings, "tiny-qwen", 32)
+
+
+@pytest.mark.torch
+def test_a_training_that_does_not_fit_is_refused_with_settings_that_do(here, policy, planner, monkeypatch, capsys):
+    """With these settings it trains, and anyway it trains, too; the record has the prediction beside the peak."""
+    import transformers
+
+    monkeypatch.setattr(gate, "available_bytes", lambda device: 10**12)
+    expected = gate_says(policy)
+    limit = int(0.9 * expected.peak.total)
+    monkeypatch.setattr(gate, "available_bytes", lambda device: limit)
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.PreTrainedModel, "from_pretrained", lambda *a, **k: pytest.fail("a model loads"))
+        assert launch.main(TRAIN) == 2
+    said = capsys.readouterr()
+    line = said.err.strip()
+    assert line.startswith("launch: predicted peak ") and line.count("\n") == 0, line
+    assert line.endswith("--anyway trains all the same") and f"in phase {expected.peak.phase}" in line
+    assert "predicting the peak of each phase" in said.out and "looking for a change" in said.out
+    remedy = re.search(r"; (--.*) needs ([\d.]+) GiB \((trains the same .*)\);", line)
+    assert remedy, line
+    for words in (remedy[1].replace(",", "").split(), ["--anyway"]):
+        code, (out, err) = launch.main([*TRAIN, *words]), capsys.readouterr()
+        assert code == 0, err
+        record = json.loads(Path("out", "memory.json").read_text())
+        assert set(record["predicted_peaks"]) == {"load", "generate", "score", "train", "optimizer"}
+        fits = max(record["predicted_peaks"].values()) <= limit
+        assert fits == (words != ["--anyway"]), words
+        assert re.search(r"\npeak .*; predicted for it [\d.]+ of tensors\n", out), out
+
+
+def gate_says(policy):
+    """What the planner says to the launcher's own question: its settings on this machine."""
+    from experiments.launch import command_line
+
+    launched, config, model = command_line.parse(TRAIN)
+    settings = ask.settings_of(model) | ask.settings_of(launched) | ask.settings_of(config)
+    return ask.predict(settings, policy, 160, device="cpu")
+
+
+@pytest.mark.torch
+def test_what_cannot_be_predicted_is_said_and_trained(here, monkeypatch, capsys):
+    def refuse(question):
+        return subprocess.CompletedProcess([], 2, "", "a warning\nplan: optim 'lion' is not one that the plan knows\n")
+
+    monkeypatch.setattr(ask, "in_its_own_process", refuse)
+    assert launch.main(TRAIN) == 0
+    out = capsys.readouterr().out
+    assert "memory  not predicted: optim 'lion' is not one that the plan knows\n" in out
+    assert json.loads(Path("out", "memory.json").read_text())["predicted_peaks"] == {}
+    monkeypatch.setattr(
+        ask, "in_its_own_process", lambda question: subprocess.CompletedProcess([], -9, "", "last words")
+    )
+    with pytest.raises(ConfigError, match="the planner ended with exit code -9: last words"):
+        ask.predict({}, "tiny-qwen3", 8)
+    with pytest.raises(ConfigError, match="give its name, its folder, the model or its config"):
+        ask.predict({}, 5, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_two_processes_are_refused_once(here, policy):
+    program = "tests/probes/launch_on_a_small_device.py"
+    command = [sys.executable, "-W", "ignore", "-m", "accelerate.commands.launch", "--config_file"]
+    command += ["experiments/settings/accelerate/ddp.yaml", "--num_processes", "2", "--main_process_port", "0"]
+    command += [program, str(here / "profile.yaml"), "--output_dir", str(here / "out")]
+    code, output = two_processes.run(command, 240, MODEL_PATH=policy, PYTHONPATH=str(ROOT))
+    assert code != 0 and output.count("launch: predicted peak") == 1, output[-3000:]
+    assert output.count("memory  predicting") == 1 and not list((here / "out").glob("memory*"))
+
+
+@pytest.mark.parametrize(
+    ("limit", "current", "file_pages", "left"),
+    [("max", 900 * MIB, 0, 500 * MIB), (600 * MIB, 300 * MIB, 100 * MIB, 400 * MIB), (100, 200, 0, 0)],
+)
+def test_what_is_free_is_what_the_host_and_its_cgroup_have(tmp_path, monkeypatch, limit, current, file_pages, left):
+    from experiments import device
+
+    files = {
+        "/proc/meminfo": f"MemTotal: 9 kB\nMemAvailable:    {500 * 1024} kB\n",
+        "/sys/fs/cgroup/memory.max": f"{limit}\n",
+        "/sys/fs/cgroup/memory.current": f"{current}\n",
+        "/sys/fs/cgroup/memory.stat": f"anon 5\ninactive_file {file_pages}\nactive_file 7\n",
+    }
+    monkeypatch.setattr(Path, "read_text", lambda path: files[str(path)])
+    assert device.available_bytes("cpu") == left

@@ -1,0 +1,152 @@
+"""results/<machine>/report.html: what it says, that it needs nothing else, and what it does in a browser."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+from test_visualization import GIB, write_run
+
+from visualization import create_charts
+from visualization.load import load_machine
+from visualization.page import build
+from visualization.runs import LEARN, scales
+
+VOID = {"meta", "img", "input", "br", "hr", "link"}
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+class Page(HTMLParser):
+    """Fails at a tag that does not close; keeps text, and what would be loaded from elsewhere."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.open, self.text, self.loaded, self.ids, self.images = [], [], [], [], []
+        self.feed(html)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        values = dict(attributes)
+        self.ids += [values["id"]] if "id" in values else []
+        self.images += [values.get("alt")] if tag == "img" else []
+        for name in ("src", "href", "action"):
+            if name in values and not values[name].startswith(("data:", "#")):
+                self.loaded.append(values[name])
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] not in ("script", "style"):
+            self.text.append(data)
+
+
+@pytest.fixture
+def machine(tmp_path):
+    machine = tmp_path / "a machine <b>"
+    for k in (2, 8):
+        write_run(machine, "classic-baseline", k, above=k * GIB, status="ok" if k == 2 else "oom")
+        write_run(machine, "stock", k, above=4 * GIB, step_seconds_median=70.0)
+        write_run(machine, "shared", k, above=GIB // 2, step_seconds_median=10.0)
+    write_run(machine, "stock", 8, above=5 * GIB, scale="bench")
+    folder = write_run(
+        machine, "shared", 8, above=GIB, scale="bench", device_name="</script><script>alert(1)</script>"
+    )
+    (folder / "log.txt").write_text("first\n" * 40 + "the last line & <more>\n")
+    (write_run(machine, "shared", 4) / "run.json").write_text("7")
+    return machine
+
+
+@pytest.fixture
+def html(machine):
+    runs = load_machine(machine)
+    charts = create_charts.draw_all(runs, machine / "charts", [scale for scale in scales(runs) if scale != LEARN])
+    build.write(machine, runs, charts)
+    return (machine / "report.html").read_text()
+
+
+def test_the_page_answers_first_and_holds_every_run(html, machine):
+    page = Page(html)
+    text = " ".join(" ".join(page.text).split())
+    first = text[text.index("The answer") : text.index("Charts")]
+    assert "At k = 8, shared (TRL 1.16 with prefix sharing, two completions at a time) has the lowest peak" in first
+    assert "0.50 GiB. The highest is stock (TRL 1.16 as it is) with 4.00 GiB." in first
+    assert "A step takes 10.0 s with shared" in first and "Out of memory: classic-baseline at k = 8." in first
+    assert first.index("Scale cpu") < first.index("Scale bench"), "what everybody runs comes first"
+    assert "a machine <b>" in text and "1 damaged, left out" in text
+    for folder in machine.glob("*/memory.csv"):
+        assert f"{folder.parent.name}: " in text
+    assert "the last line & <more>" in text and text.count("first first") > 0 and "alert(1)" in text
+    assert len(page.ids) == len(set(page.ids)) and {"answer", "charts", "timelines", "tables", "runs"} <= set(page.ids)
+    assert page.images and all(page.images), "each picture in words"
+
+
+def test_the_page_is_one_file_that_loads_nothing(html):
+    page = Page(html)
+    assert page.loaded == [] and not re.search(r"@import|url\(\s*['\"]?http|fetch\(|XMLHttpRequest", html)
+    assert len(html.encode()) < 6e6
+    assert "</script><script>alert" not in html
+
+
+def test_timelines_hold_each_runs_recorded_peak(html, machine):
+    curves = [
+        curve
+        for data in re.findall(r'<script type="application/json">(.*?)</script>', html)
+        for curve in json.loads(data)
+    ]
+    peaks = {run.run_id: run.peak_bytes / GIB for run in load_machine(machine) if run.peak_bytes}
+    drawn = {curve["name"]: max(curve["y"]) for curve in curves}
+    assert {name: pytest.approx(peak, abs=1e-3) for name, peak in peaks.items()} == {
+        name: peak for name, peak in drawn.items() if name in peaks
+    }
+    assert "classic-baseline_cpu_k8_r0 (oom)" in drawn
+    assert all(curve["t"] == sorted(set(curve["t"])) and len(curve["t"]) == len(curve["y"]) for curve in curves)
+
+
+USE = """
+const said = {};
+const table = document.querySelector("#answer table");
+const column = (i) => [...table.tBodies[0].rows].map((row) => row.cells[i].textContent);
+const sort = (i) => table.querySelectorAll("thead th button")[i].click();
+sort(2); said.up = column(2);
+sort(2); said.down = column(2);
+said.order = table.querySelectorAll("thead th")[2].getAttribute("aria-sort");
+sort(0); said.names = column(0);
+const place = document.querySelector(".timeline");
+const box = place.previousElementSibling.querySelector("input");
+box.checked = false;
+box.dispatchEvent(new Event("change", { bubbles: true }));
+said.shown = place.plot.series.slice(1).map((series) => series.show);
+said.drawn = document.querySelectorAll(".timeline canvas").length;
+said.places = document.querySelectorAll(".timeline").length;
+const find = document.querySelector("#find");
+find.value = "K8 oom";
+find.dispatchEvent(new Event("input"));
+said.found = [...document.querySelectorAll("details.run")].filter((run) => !run.hidden).length;
+said.wide = document.documentElement.scrollWidth - innerWidth;
+document.body.innerHTML = "<pre id=said></pre>";
+document.querySelector("#said").textContent = JSON.stringify(said);
+"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium here: apt install chromium")
+def test_a_browser_draws_sorts_switches_and_finds(html, machine, tmp_path):
+    """And nothing is wider than a phone, nor does the page write an error."""
+    used = machine / "used.html"
+    used.write_text(html.replace("</body>", f"<script>{USE}</script></body>"))
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=500,900", "--no-first-run"]
+    command += ["--disable-dev-shm-usage", "--disable-extensions", "--disable-background-networking"]
+    command += ["--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", used.as_uri()]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    said = json.loads(re.search(r'<pre id="said">(.*?)</pre>', result.stdout)[1])
+    assert "CONSOLE" not in result.stderr, result.stderr[-2000:]
+    assert said["up"] == ["0.50", "0.50", "2.00", "4.00", "4.00", "", ""]
+    assert said["order"] == "descending"
+    assert said["down"] == ["4.00", "4.00", "2.00", "0.50", "0.50", "", ""], "what is no number stays last"
+    assert said["names"] == sorted(said["names"])
+    assert said["shown"][0] is False and all(said["shown"][1:]) and said["drawn"] == said["places"] > 2
+    assert said["found"] == 1 and said["wide"] <= 0
