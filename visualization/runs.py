@@ -126,9 +126,14 @@ class Cell:
         return tuple(run for run in self.runs if run.peak_bytes is not None)
 
     @property
+    def timed(self) -> tuple[Run, ...]:
+        """The runs that are there for their seconds, if there are such."""
+        return next((run.timed for run in self.runs if run.timed), ())
+
+    @property
     def clocked(self) -> tuple[Run, ...]:
         """The runs whose seconds count."""
-        return next((run.timed for run in self.runs if run.timed), self.finished)
+        return self.timed or self.finished
 
     def count(self, status: str) -> int:
         """How many runs ended with this status."""

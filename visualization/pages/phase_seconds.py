@@ -51,7 +51,7 @@ def phases_table(runs: Sequence[Run]) -> list[str]:
             + (f" (1/{theirs / above:.1f})" if theirs and cell is not reference else "")
         )
         rows.append(row)
-    repeats = min(len(cell.clocked) for cell in table)
+    repeats = min(len(cell.timed or cell.runs) for cell in table)
     return [
         f"Seconds at k = {k}, median of {repeats} runs, and how many times faster than `{REFERENCE}`. The token "
         f"ratio is {ratio}:",
