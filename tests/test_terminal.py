@@ -30,7 +30,7 @@ def test_a_terminal_has_one_changing_line(standard_output):
     live.show("step 2 " + "x" * 500)
     live.say("done")
     said = ""
-    while "done" not in said:
+    while "done\r\n" not in said:
         said += os.read(reader, 4096).decode()
     assert said.startswith("\rstep 1\x1b[K\rstep 2 x") and said.endswith("\r\x1b[Kdone\r\n")
     assert len(said) < 200, "a long line would wrap, and the next could not replace it"
