@@ -186,7 +186,7 @@ def curve_of(run: Run) -> dict:
 
 def timeline(title: str, curves: Sequence[dict], measure: str) -> str:
     boxes = "".join(
-        f'<label><input type="checkbox" checked value="{i}"><span class="line" style="background:{curve["colour"]}">'
+        f'<label><input type="checkbox" checked value="{i}"><span class="line" style="background:{swatch(curve)}">'
         f"</span>{escape(curve['name'])}</label>"
         for i, curve in enumerate(curves, 1)
     )
@@ -197,6 +197,10 @@ def timeline(title: str, curves: Sequence[dict], measure: str) -> str:
         f'data-clock="seconds since the first step began" data-measure="{escape(measure)}, GiB">'
         f'<script type="application/json">{data}</script></div>'
     )
+
+
+def swatch(curve: dict) -> str:
+    return "currentColor" if curve["colour"] == "#000000" else curve["colour"]  # black cannot be seen on a dark page
 
 
 def as_html(folder: Path, runs: Sequence[Run]) -> str:
