@@ -10,7 +10,6 @@ results/<machine>/decoding.csv: wall and CPU seconds.
 
 import os
 import re
-import statistics
 import sys
 
 from experiments import config as cfg
@@ -18,7 +17,7 @@ from experiments.builds import use_fork
 from experiments.config import ARMS, ConfigError
 from experiments.evidence.common import FACTS, Parser, Table, place, whole, words
 from experiments.evidence.group import Group, Sizes
-from experiments.evidence.worth import MODELS, model_config
+from experiments.evidence.worth import MODELS, cell_of, cells_of, median, missing_rows, model_config, rows_of
 
 WAYS = ("whole", "shared")
 COLUMNS = (
@@ -46,9 +45,7 @@ def run(argv: list[str] | None) -> int:
     parser.add_argument("--repeats", type=whole(1, 100), default=2)
     args = parser.parse_args(argv)
     names = words("model", args.models, MODELS)
-    cells = [(name, read_cell(cell)) for cell in args.cells.split(",") for name in names]
-    if len(set(cells)) < len(cells):
-        raise ConfigError(f"--cells {args.cells} names a cell twice; name it once")
+    cells = cells_of(args.cells, names, read_cell)
     here = place(args)
     use_fork(ARMS["shared"])
     table = Table(here.folder / "decoding.csv", COLUMNS, here.facts, args.fresh)
@@ -66,15 +63,8 @@ def measure(name: str, sizes: Sizes, repeats: int, table: Table) -> None:
     from transformers import AutoModelForCausalLM
 
     config = model_config(name)
-    cell = {
-        "model": name,
-        "prompt_tokens": sizes.prompt,
-        "completion_tokens": sizes.completion,
-        "k": sizes.k,
-    }
-    missing = [
-        (repeat, way) for repeat in range(repeats) for way in WAYS if not table.has(**cell, way=way, repeat=repeat)
-    ]
+    cell = cell_of(name, sizes)
+    missing = missing_rows(table, cell, WAYS, repeats)
     if missing:
         model = AutoModelForCausalLM.from_config(config)
         Group(model, config.vocab_size, Sizes(sizes.prompt, 2, sizes.k)).generate("shared")  # warms up
@@ -83,10 +73,7 @@ def measure(name: str, sizes: Sizes, repeats: int, table: Table) -> None:
             row = group.measure(way, phases=("generate",))
             table.add({**cell, "way": way, "repeat": repeat, **row})
             print(f"  {way}: {repeat + 1} of {repeats}, {row['generate_seconds']:.1f} s", flush=True)
-    mine = [row for row in table.rows if all(row[key] == str(value) for key, value in cell.items())]
-    whole, shared = (
-        statistics.median(float(row["generate_seconds"]) for row in mine if row["way"] == way) for way in WAYS
-    )
+    whole, shared = (median(rows_of(table, cell), way, "generate") for way in WAYS)
     print(f"  shared: {whole / shared:.2f} x")
 
 

@@ -16,12 +16,13 @@ import os
 import re
 import statistics
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from experiments import config as cfg
 from experiments.builds import use_fork
 from experiments.config import ARMS, ConfigError
-from experiments.evidence.common import FACTS, Parser, Table, place, whole, words
+from experiments.evidence.common import FACTS, Parser, Table, is_equal, place, whole, words
 from experiments.evidence.group import PHASES, WAYS, Group, Sizes
 from experiments.workload.models import shape_config
 
@@ -102,9 +103,7 @@ def run(argv: list[str] | None) -> int:
     parser.add_argument("--repeats", type=whole(1, 100), default=2)
     args = parser.parse_args(argv)
     names = words("model", args.models, MODELS)
-    cells = [(name, Sizes(*read_cell(cell), args.k)) for cell in args.cells.split(",") for name in names]
-    if len(set(cells)) < len(cells):
-        raise ConfigError(f"--cells {args.cells} names a cell twice; name it once")
+    cells = cells_of(args.cells, names, lambda cell: Sizes(*read_cell(cell), args.k))
     here = place(args)
     use_fork(ARMS["shared"])
     table = Table(here.folder / "worth.csv", COLUMNS, here.facts, args.fresh)
@@ -116,20 +115,37 @@ def run(argv: list[str] | None) -> int:
     return 0
 
 
+def cells_of(option: str, names: list[str], read) -> list[tuple]:
+    """Each of the comma-separated cells with each of the models. Raises `ConfigError` where one is named twice."""
+    cells = [(name, read(cell)) for cell in option.split(",") for name in names]
+    if len(set(cells)) < len(cells):
+        raise ConfigError(f"--cells {option} names a cell twice; name it once")
+    return cells
+
+
+def cell_of(name: str, sizes: Sizes) -> dict:
+    """The columns that say which cell a row is of."""
+    return {"model": name, "prompt_tokens": sizes.prompt, "completion_tokens": sizes.completion, "k": sizes.k}
+
+
+def missing_rows(table: Table, cell: dict, ways: Iterable[str], repeats: int) -> list[tuple[int, str]]:
+    """(repeat, way) of what the table has not yet, the ways alternating."""
+    return [
+        (repeat, way) for repeat in range(repeats) for way in ways if not table.has(**cell, way=way, repeat=repeat)
+    ]
+
+
+def rows_of(table: Table, cell: dict) -> list[dict[str, str]]:
+    return [row for row in table.rows if is_equal(row, cell)]
+
+
 def measure(name: str, sizes: Sizes, repeats: int, table: Table) -> None:
     """Brings the table to `repeats` rows of each way for one cell, and prints how many times faster sharing is."""
     from transformers import AutoModelForCausalLM
 
     config = model_config(name)
-    cell = {
-        "model": name,
-        "prompt_tokens": sizes.prompt,
-        "completion_tokens": sizes.completion,
-        "k": sizes.k,
-    }
-    missing = [
-        (repeat, way) for repeat in range(repeats) for way in WAYS if not table.has(**cell, way=way, repeat=repeat)
-    ]
+    cell = cell_of(name, sizes)
+    missing = missing_rows(table, cell, WAYS, repeats)
     if missing:
         group = Group(AutoModelForCausalLM.from_config(config), config.vocab_size, sizes)
         group.train("shared")  # warms up
@@ -138,7 +154,7 @@ def measure(name: str, sizes: Sizes, repeats: int, table: Table) -> None:
             row = group.measure(way)
             table.add({**cell, "way": way, "repeat": repeat, **row, **limits})
             print(f"  {way}: {repeat + 1} of {repeats}, {sum(row[f'{x}_seconds'] for x in PHASES):.1f} s", flush=True)
-    mine = [row for row in table.rows if all(row[key] == str(value) for key, value in cell.items())]
+    mine = rows_of(table, cell)
     for way in list(WAYS)[1:]:
         faster = [median(mine, "whole", phase) / median(mine, way, phase) for phase in PHASES]
         phases = ", ".join(f"{phase} {x:.2f} x" for phase, x in zip(PHASES, faster, strict=True))

@@ -3,14 +3,13 @@
 import os
 import time
 
-from experiments.config import GIB, ConfigError
+from experiments.config import GIB, ConfigError, parse_bytes
 from experiments.device import available_bytes
 from experiments.plan import ask
 from experiments.plan.errors import measured_errors
+from experiments.plan.options import RESERVE
 from experiments.plan.predict import PredictedPeak
 from experiments.settings.arguments import LaunchArguments
-
-RESERVE = 0.8 * GIB  # for CUDA's context and fragmentation, as the planner's own --reserve: assumed, not measured
 
 
 def predicted_peaks(
@@ -42,8 +41,8 @@ def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source:
     began, device = time.monotonic(), config.device.type
     print("memory  predicting the peak of each phase (--predict_memory false leaves it out)", flush=True)
     settings = ask.settings_of(model) | ask.settings_of(launch) | ask.settings_of(config)
-    limit = available_bytes(str(config.device))
-    limit = int(limit - RESERVE if device == "cuda" else limit / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    limit, reserve = available_bytes(str(config.device)), parse_bytes(RESERVE)
+    limit = int(limit - reserve if device == "cuda" else limit / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     try:
         where = {"device": device, **devices_here(config)}
         expected = ask.predict(settings, source, prompt_tokens, **where)
@@ -65,7 +64,7 @@ def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source:
         print("memory  looking for a change that makes it fit: a minute or some", flush=True)
         remedy = ask.predict(settings, source, prompt_tokens, limit=limit, **where).remedy
         doctor = f"python -m experiments.plan.doctor --profile {profile} --model {source} --prompt {prompt_tokens}"
-        doctor += f" --device-memory {(limit + RESERVE) / GIB:.1f}GiB"
+        doctor += f" --device-memory {(limit + reserve) / GIB:.1f}GiB"
         raise ConfigError(refusal(peak, limit, remedy, settings, doctor))
     return {phase.phase: phase.total for phase in expected.phases}
 

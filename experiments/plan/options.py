@@ -14,6 +14,7 @@ from experiments.plan.trl_settings import COMMAND_LINE, changes, from_settings, 
 from experiments.settings.profiles import devices_from
 from experiments.workload.models import is_model, named_config
 
+RESERVE = "0.8GiB"  # of a device's memory, for CUDA's context and fragmentation: assumed, not measured
 LEAST_DEVICE, MOST_DEVICE = 2**28, 2**50  # bytes: less is a forgotten unit, more has no device
 # Options whose value is a setting, by the setting's name, which is also the field's of `Setup`
 VALUES = {
@@ -88,7 +89,7 @@ def add_setup_options(parser: argparse.ArgumentParser) -> None:
 def add_memory_options(parser: argparse.ArgumentParser, default: str = "") -> None:
     """Options that `memory_limit` reads."""
     parser.add_argument("--device-memory", help=f"such as 24GiB{default}")
-    parser.add_argument("--reserve", default="0.8GiB", help="of it for CUDA's context and fragmentation (assumed)")
+    parser.add_argument("--reserve", default=RESERVE, help="of it for CUDA's context and fragmentation (assumed)")
 
 
 def memory_limit(device_memory: str | int | None, reserve: str) -> int | None:
@@ -102,7 +103,7 @@ def memory_limit(device_memory: str | int | None, reserve: str) -> int | None:
         raise ConfigError(f"--device-memory {device_memory} is {size:,} bytes, below the 256 MiB of any device{hint}")
     if kept >= size:
         raise ConfigError(
-            f"--reserve {reserve} leaves nothing of the device's {size / GIB:.2f} GiB; the default is 0.8GiB"
+            f"--reserve {reserve} leaves nothing of the device's {size / GIB:.2f} GiB; the default is {RESERVE}"
         )
     return size - kept
 
