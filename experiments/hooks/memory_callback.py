@@ -5,13 +5,14 @@ trainer.add_callback(MemoryCallback(trainer))
 """
 
 import json
+import sys
 from pathlib import Path
 
 from transformers import TrainerCallback
 
-from experiments import host_allocator
+from experiments import config, host_allocator
 from experiments.phases import PhaseRecorder
-from experiments.record import write_json
+from experiments.record import source_commit, write_json
 
 MB = 2**20
 # Arguments of the trainer that decide its memory, as `experiments.plan.setups.Setup` names them
@@ -69,6 +70,23 @@ def trained_settings(args, model) -> dict:
     return settings
 
 
+def place_of(kind: str) -> dict:
+    """Of memory.json: the machine, and the versions of what is measured there."""
+    import torch
+    import transformers
+
+    name = torch.cuda.get_device_name() if kind == "cuda" else config.cpu_name()
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    if "trl" in sys.modules:
+        versions["trl"] = sys.modules["trl"].__version__
+    return {
+        "machine": config.machine_name(kind, name),
+        "device_name": name,
+        "versions": versions,
+        "commit": source_commit(),
+    }
+
+
 def own_file(args, name: str) -> Path:
     """The file `name` of this process in the output folder: x.json of the first process, x.1.json of the next."""
     path = Path(args.output_dir, name)
@@ -97,7 +115,11 @@ class MemoryCallback(TrainerCallback):
             https://docs.pytorch.org/memory_viz. Needs CUDA.
         settings (`dict`, *optional*): settings that the trainer does not know, such as where the model and the data
             came from, for the record.
-        predicted (`dict`, *optional*): bytes that were predicted for each phase, to stand beside the measured ones.
+        predicted (`dict`, *optional*): bytes that the planner predicts for each phase, to stand beside the measured
+            ones.
+        predicted_prompt_tokens (`int`, *optional*): the prompt length that it predicts them for.
+        calibrated (`dict`, *optional*): the same bytes as a calibration of this machine corrects them.
+        start_bytes (`int`, *optional*): `experiments.device.level` before the model was loaded.
 
     Raises:
         ValueError: for another `snapshot`, or without CUDA.
@@ -109,6 +131,9 @@ class MemoryCallback(TrainerCallback):
         snapshot: str | None = None,
         settings: dict | None = None,
         predicted: dict[str, int] | None = None,
+        predicted_prompt_tokens: int | None = None,
+        calibrated: dict[str, int] | None = None,
+        start_bytes: int | None = None,
     ):
         import torch
 
@@ -118,22 +143,30 @@ class MemoryCallback(TrainerCallback):
         if snapshot and not self.cuda:
             raise ValueError(f"snapshot={snapshot!r} needs CUDA, training is on {trainer.accelerator.device}")
         self.torch, self.trainer, self.snapshot, self.settings = torch, trainer, snapshot, settings or {}
-        self.predicted = predicted or {}
+        self.predicted, self.calibrated = predicted or {}, calibrated or {}
+        self.predicted_prompt_tokens, self.start_bytes = predicted_prompt_tokens, start_bytes
         self.phases: PhaseRecorder | None = None
         self.seen = 0  # rows of `phases` that were logged
         self.highest = 0  # bytes, and the phase that it was in
         self.highest_phase: str | None = None
+        self.peaks: dict[str, int] = {}  # those of the highest step
+        self.completion_tokens = 0  # the longest completion, where the trainer tells
+        self.lengths = None  # longest completion and prompt when memory.json was last written
+        self.out_of_memory: str | None = None  # the phase that memory ran out in
+        self.place: dict = {}
         self.static = 0  # weights, gradients and optimizer state, seen before the optimizer's step
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         kind = "cuda" if self.cuda else "cpu"
+        self.place = place_of(kind)
         resumed = state.global_step > 0
         self.phases = PhaseRecorder(own_file(args, "memory_phases.csv"), kind, go_on=resumed)
         if resumed and own_file(args, "memory.json").exists():
-            peaks = json.loads(own_file(args, "memory.json").read_text())["peaks"]
-            self.highest_phase = max(peaks, key=peaks.get)
-            self.highest = peaks[self.highest_phase]
+            before = json.loads(own_file(args, "memory.json").read_text())
+            self.peaks, self.completion_tokens = before["peaks"], before.get("completion_tokens") or 0
+            self.highest_phase = max(self.peaks, key=self.peaks.get)
+            self.highest = self.peaks[self.highest_phase]
         policy = self.trainer.accelerator.unwrap_model(self.trainer.model)
         while hasattr(optimizer, "optimizer"):  # accelerate's around DeepSpeed's around torch's
             optimizer = optimizer.optimizer
@@ -173,11 +206,16 @@ class MemoryCallback(TrainerCallback):
             metrics["mem_alloc_retries"] = self.torch.cuda.memory_stats().get("num_alloc_retries", 0)
         for name, value in metrics.items():
             self.trainer._metrics["train"][name].append(value)
-        if highest > self.highest:
-            self.highest, self.highest_phase = highest, max(peaks, key=peaks.get)
-            self._record(args, peaks)
-            if self.snapshot == "peak":
-                self.torch.cuda.memory._dump_snapshot(str(own_file(args, "memory_snapshot.pickle")))
+        made = self.trainer._metrics["train"].get("completions/max_length") or [0]
+        self.completion_tokens = max(self.completion_tokens, round(max(made)))
+        lengths = (self.completion_tokens, max(self.phases.prompt_tokens, default=None))
+        longer, self.lengths = lengths != self.lengths, lengths
+        if higher := highest > self.highest:
+            self.peaks, self.highest, self.highest_phase = peaks, highest, max(peaks, key=peaks.get)
+        if higher or longer:
+            self._record(args)
+        if higher and self.snapshot == "peak":
+            self.torch.cuda.memory._dump_snapshot(str(own_file(args, "memory_snapshot.pickle")))
 
     def failed(self) -> str:
         """Record a step that memory ran out in, as far as it came. Returns the phase."""
@@ -187,7 +225,10 @@ class MemoryCallback(TrainerCallback):
         self.phases.close()
         peaks = self._peaks_of_step()
         if max(peaks.values(), default=0) > self.highest:
-            self._record(self.trainer.args, peaks)
+            self.peaks = peaks
+        self.out_of_memory = phase
+        if self.peaks:
+            self._record(self.trainer.args)
         return phase
 
     def _peaks_of_step(self) -> dict[str, int]:
@@ -201,8 +242,8 @@ class MemoryCallback(TrainerCallback):
         peaks.pop("load", None)
         return peaks
 
-    def _record(self, args, peaks: dict[str, int]) -> None:
-        """memory.json: what the doctor needs to explain the highest peak so far."""
+    def _record(self, args) -> None:
+        """memory.json: what the doctor needs to explain the highest peak so far, and what a calibration needs."""
         from torch.distributed.fsdp import CPUOffloadPolicy
         from transformers import PreTrainedModel
 
@@ -225,12 +266,18 @@ class MemoryCallback(TrainerCallback):
             own_file(args, "memory.json"),
             {
                 "device_kind": "cuda" if self.cuda else "cpu",
+                **self.place,
                 "host_allocator": host_allocator.active(),
                 "device_bytes": self.torch.cuda.mem_get_info()[1] if self.cuda else None,
-                "peaks": peaks,
+                "start_bytes": self.start_bytes,
+                "peaks": self.peaks,
                 "predicted_peaks": self.predicted,
+                "calibrated_peaks": self.calibrated,
+                "predicted_prompt_tokens": self.predicted_prompt_tokens,
+                "out_of_memory": self.out_of_memory,
                 "static_bytes": self.static,
                 "prompt_tokens": max(self.phases.prompt_tokens, default=None),
+                "completion_tokens": self.completion_tokens or None,
                 "trained_parameters": trained,
                 "parameters": sum(map(size_of, model.parameters())),
                 "model_config": model.config.to_dict(),
