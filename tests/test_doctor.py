@@ -149,10 +149,10 @@ def test_a_runs_settings_are_those_that_it_recorded_and_no_others(tmp_path):
 def faked(monkeypatch, peak):
     """The doctor without simulations: `peak` gives the bytes of a setup."""
 
-    def predict(label, setup, hf_config):
+    def predict(label, setup, hf_config, calibration=None):
         return Prediction(label, setup, [PredictedPeak("train", peak(setup), {"activations": peak(setup)}, 0)])
 
-    def predict_all(setups, hf_config, say):
+    def predict_all(setups, hf_config, say, calibration=None):
         return [predict(label, setup, hf_config) for label, setup in setups.items()]
 
     monkeypatch.setattr(doctor, "predict", predict)

@@ -2,11 +2,13 @@
 
     python -m experiments.plan --model Qwen/Qwen3-8B --prompt 3000 --completion 512 --k 8 --device-memory 80GiB
     python -m experiments.plan --model ./my-model --profile single_gpu_24gb --prompt 3000 --largest k
+    python -m experiments.plan --calibrate RUN_DIR... [--out FILE]
 
 Compares today's trainer with one pass (stock), with one completion a pass (stock-accumulate), and prefix sharing
 (shared); with --tokens-per-forward also whole rows within a token budget (stock-tokens, which only the planner has).
 Sizes are what torch allocates on the device; the CUDA context and the allocator's fragmentation come on top
-(`--reserve`). A chart of a prediction: --json PLAN.json, then python -m visualization.charts.plan PLAN.json OUT.png
+(`--reserve`). --calibrate turns runs of the launcher into corrections for their machine, --calibration uses them. A
+chart of a prediction: --json PLAN.json, then python -m visualization.charts.plan PLAN.json OUT.png
 """
 
 import argparse
@@ -14,18 +16,23 @@ import json
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from experiments.config import GIB, ConfigError, choose, exit_code
+from experiments.plan.calibrate import calibrate
+from experiments.plan.calibration import Calibration, as_json, range_in_words, range_of
 from experiments.plan.errors import measured_errors
 from experiments.plan.options import (
     Problems,
     add_memory_options,
     add_setup_options,
+    calibration_for,
     check_writable,
     memory_limit,
     model_config,
     quiet,
+    reserve_of,
     setup_from,
 )
 from experiments.plan.predict import Prediction, largest_that_fits, predict_all
@@ -33,14 +40,14 @@ from experiments.plan.setups import ARM_NAMES, LARGEST, Setup, check
 from experiments.settings.profiles import load_profile
 
 
-def table(predictions: list[Prediction], budget: int | None) -> str:
+def table(predictions: list[Prediction], budget: int | None, measure: str = "peak allocated, GiB") -> str:
     """Peaks by phase in GiB, one line an arm, and what the highest is made of."""
     phases = [phase.phase for phase in predictions[0].phases]
-    lines = [f"{'peak allocated, GiB':22}" + "".join(f"{name:>11}" for name in phases) + "  fits"]
+    lines = [f"{measure:22}" + "".join(f"{name:>11}" for name in phases) + "  fits"]
     for prediction in predictions:
         peak = prediction.peak
         cells = "".join(f"{phase.total / GIB:>10.2f}{'*' if phase is peak else ' '}" for phase in prediction.phases)
-        lines.append(f"{prediction.arm:22}{cells}  {fits(peak.total, budget)}".rstrip())
+        lines.append(f"{prediction.arm:22}{cells}  {fits(peak.total, budget, range_of(prediction.phases))}".rstrip())
     lines.append("")
     for prediction in predictions:
         peak = prediction.peak
@@ -49,14 +56,13 @@ def table(predictions: list[Prediction], budget: int | None) -> str:
     return "\n".join(lines)
 
 
-def fits(peak: int, budget: int | None) -> str:
-    """The verdict; a peak that fits by less than predictions were wrong by is called "just"."""
+def fits(peak: int, budget: int | None, stands_for: tuple[int, int, int] | None) -> str:
+    """The verdict; a peak that fits, but not with the highest of the range that it stands for, is called "just"."""
     if budget is None:
         return ""
     if peak > budget:
         return f"short by {max((peak - budget) / GIB, 0.01):.2f} GiB"
-    errors = measured_errors()
-    return "just" if errors and errors.range_of(peak)[1] > budget else "yes"
+    return "just" if stands_for and stands_for[2] > budget else "yes"
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -68,6 +74,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--arms", help=f"some of {', '.join(ARM_NAMES)}; default: those that the settings have")
     parser.add_argument("--largest", choices=tuple(LARGEST), help="find the largest that fits the device memory")
     parser.add_argument("--json", type=Path, help="write the prediction to this file")
+    parser.add_argument(
+        "--calibrate",
+        type=Path,
+        nargs="+",
+        metavar="RUN_DIR",
+        help="make corrections from the launcher's output folders",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where they go; results/<machine>/calibration.json")
     return parser.parse_args(argv)
 
 
@@ -87,19 +101,36 @@ def chosen_arms(names: str | None, setup: Setup) -> list[str]:
     return arms
 
 
+def only_calibrate(args: argparse.Namespace) -> int:
+    others = [
+        f"--{name.replace('_', '-')}"
+        for name, value in vars(parse_args([])).items()
+        if name not in ("calibrate", "out") and getattr(args, name) != value
+    ]
+    if others:
+        raise ConfigError(f"--calibrate reads runs and predicts nothing: leave out {', '.join(others)}")
+    return calibrate(args.calibrate, args.out)
+
+
 def run(args: argparse.Namespace) -> int:
+    if args.calibrate:
+        return only_calibrate(args)
     start, problems = time.time(), Problems()
     profile = problems.of(load_profile, args.profile) if args.profile else None
     model = args.model or (profile or {}).get("model_name_or_path")
     if not model and not problems.lines:
         problems.lines.append("no model: name one with --model, or a profile that has model_name_or_path")
     hf_config = problems.of(model_config, model) if model else None
-    budget = problems.of(memory_limit, args.device_memory, args.reserve)
+    calibration = problems.of(calibration_for, args.calibration, args.device or "cuda")
+    reserve = reserve_of(args.reserve, calibration)
+    budget = problems.of(memory_limit, args.device_memory, reserve)
+    if args.out:
+        problems.lines.append(f"--out {args.out} is for --calibrate RUN_DIR...; a prediction goes to --json FILE")
     if args.largest and args.device_memory is None:
         problems.lines.append("--largest needs --device-memory")
     if args.json:
         problems.of(check_writable, args.json)
-    planned = problems.of(setup_from, args, profile)
+    planned = problems.of(partial(setup_from, device=args.device or "cuda"), args, profile)
     if planned:
         _, setup, called = planned
         arms = problems.of(chosen_arms, args.arms, setup)
@@ -108,36 +139,41 @@ def run(args: argparse.Namespace) -> int:
     problems.stop()
 
     say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
-    predictions = predict_all({arm: setup.arm(arm) for arm in arms}, hf_config, say)
+    predictions = predict_all({arm: setup.arm(arm) for arm in arms}, hf_config, say, calibration)
     parameters = predictions[0].phases[0].kinds.get("parameters", 0)
     print(
         f"{model}: prompt {setup.prompt_tokens}, completion {setup.max_completion_length}, k {setup.num_generations}, "
         f"{setup.generation_rows} completions generated together, {setup.per_device_train_batch_size} a micro-batch, "
         f"weights on a device {parameters / GIB:.2f} GiB"
     )
-    print(table(predictions, budget))
+    if calibration and args.device == "cpu":
+        print(table(predictions, budget, "above start, GiB"))
+    else:
+        print(table(predictions, budget))
     if budget is not None:
         if parameters > budget:
             short = f"{(parameters - budget) / GIB:.2f} GiB"
-            print(f"The weights alone exceed {args.device_memory} less {args.reserve} by {short}.")
-        print(f"fits: within {args.device_memory} less {args.reserve} reserved; just: by less than the error")
-    if errors := measured_errors():
-        print(errors.in_words(max(prediction.peak.total for prediction in predictions)))
+            print(f"The weights alone exceed {args.device_memory} less {reserve} by {short}.")
+        print(f"fits: within {args.device_memory} less {reserve} reserved; just: by less than the error")
+    if words := range_in_words(max(predictions, key=lambda p: p.peak.total).phases, calibration):
+        print(words)
+    for line in calibration.said_of({p.arm: p.phases for p in predictions}) if calibration else ():
+        print(line)
     if (profile or {}).get("use_vllm"):
         print("use_vllm: what the engine keeps is not predicted; generate is transformers' own")
     for arm in [prediction.arm for prediction in predictions] if args.largest else ():
         print(f"{arm}: looking for the largest {args.largest}")
-        value = largest_that_fits(arm, setup, hf_config, args.largest, budget)
+        value = largest_that_fits(arm, setup, hf_config, args.largest, budget, calibration=calibration)
         print(f"{arm}: largest {args.largest} {value or 'none'}")
     if args.json:
-        args.json.write_text(json.dumps(result_of(model, budget, predictions), indent=1) + "\n")
+        args.json.write_text(json.dumps(result_of(model, budget, predictions, calibration), indent=1) + "\n")
         chart = args.json.with_suffix(".png")
         print(f"{args.json}; a chart of it: python -m visualization.charts.plan {args.json} {chart}")
     print(f"{time.time() - start:.0f} s", file=sys.stderr)
     return 0
 
 
-def result_of(model: str, budget: int | None, predictions: list[Prediction]) -> dict:
+def result_of(model: str, budget: int | None, predictions: list[Prediction], calibration: Calibration | None) -> dict:
     """What --json writes. Sizes in bytes; `device_memory_bytes` is less the reserve."""
     import torch
     import transformers
@@ -149,6 +185,7 @@ def result_of(model: str, budget: int | None, predictions: list[Prediction]) -> 
         "versions": f"trl {trl.__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
         "device_memory_bytes": budget,
         "measured_over_predicted": [errors.low, errors.high] if (errors := measured_errors()) else None,
+        **({"calibration": {"file": calibration.file, **as_json(calibration)}} if calibration else {}),
         "predictions": [
             {"arm": p.arm, "setup": asdict(p.setup), "phases": [asdict(phase) for phase in p.phases]}
             for p in predictions

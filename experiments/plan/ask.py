@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from experiments.config import EXIT_USAGE, ROOT, ConfigError, exit_code
+from experiments.plan.calibration import CalibratedPeak, Calibration, as_json, from_json, load, range_of
 from experiments.plan.predict import PredictedPeak, Prediction
 
 # What a process that starts under `accelerate launch` or torchrun would take for a place in their group
@@ -40,14 +41,20 @@ class Remedy:
 @dataclass(frozen=True)
 class Expected:
     """The predicted peak of each phase of a step, and with a `limit` that it exceeds the change that the doctor would
-    try first of those that make it fit alone."""
+    try first of those that make it fit alone. With a calibration, phases that it corrects are `CalibratedPeak`s."""
 
     phases: tuple[PredictedPeak, ...]
     remedy: Remedy | None = None
+    calibration: Calibration | None = None
 
     @property
     def peak(self) -> PredictedPeak:
         return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def range(self) -> tuple[int, int, int] | None:
+        """The lowest, the expected and the highest that the peak can be, bytes; None where nothing was measured."""
+        return range_of(self.phases)
 
 
 def predict(
@@ -58,6 +65,7 @@ def predict(
     peft_config=None,
     settings: dict | None = None,
     limit: int | None = None,
+    calibration: Calibration | Path | str | None = None,
     **where,
 ) -> Expected:
     """The peaks of a training.
@@ -71,16 +79,22 @@ def predict(
         settings: more settings under TRL's names, such as `load_in_4bit`, or `dtype` of a model that is named (without
             one, what its config says).
         limit: bytes; beyond it, a remedy is looked for, which takes a minute or some.
+        calibration: corrects the peaks; or the file of one, which `python -m experiments.plan --calibrate` writes.
         where: other fields of `experiments.plan.setups.Setup`, such as `num_devices` or `device="cpu"`.
 
     Raises:
         ConfigError: for settings that no trainer accepts, and for what cannot be predicted, with the reason.
     """
+    if isinstance(calibration, str | Path):
+        calibration = load(calibration)
+    if calibration:
+        calibration.check(where.get("device", "cuda"))
     asked = {
         "settings": {**settings_of(config), **lora_settings(peft_config), **plain(settings or {})},
         "model": model_in_text(model),
         "prompt_tokens": prompt_tokens,
         "limit": limit,
+        "calibration": as_json(calibration) if calibration else None,
         "where": where,
     }
     if hasattr(model, "dtype") and hasattr(model, "config"):
@@ -93,7 +107,8 @@ def predict(
         raise ConfigError(f"the planner ended with exit code {result.returncode}: {(said or ['without a word'])[-1]}")
     answer = json.loads(result.stdout.splitlines()[-1])
     remedy = Remedy(**answer["remedy"]) if answer["remedy"] else None
-    return Expected(tuple(PredictedPeak(**phase) for phase in answer["phases"]), remedy)
+    phases = (CalibratedPeak(**phase) if "low" in phase else PredictedPeak(**phase) for phase in answer["phases"])
+    return Expected(tuple(phases), remedy, calibration)
 
 
 def in_its_own_process(asked: dict) -> subprocess.CompletedProcess:
@@ -172,14 +187,15 @@ def answer(asked: dict) -> int:
             "torch."
         )
     setup = as_widened(from_settings(asked["prompt_tokens"], settings, **asked["where"]))
-    (now,) = predict_all({"as it is": setup}, hf_config, lambda line: None)
+    calibration = from_json(asked["calibration"]) if asked["calibration"] else None
+    (now,) = predict_all({"as it is": setup}, hf_config, lambda line: None, calibration)
     exceeds = asked["limit"] is not None and now.peak.total > asked["limit"]
-    remedy = first_remedy(now, hf_config, asked["limit"]) if exceeds else None
+    remedy = first_remedy(now, hf_config, asked["limit"], calibration) if exceeds else None
     print(json.dumps({"phases": [asdict(peak) for peak in now.phases], "remedy": remedy and asdict(remedy)}))
     return 0
 
 
-def first_remedy(now: Prediction, hf_config, limit: int) -> Remedy | None:
+def first_remedy(now: Prediction, hf_config, limit: int, calibration: Calibration | None) -> Remedy | None:
     """Of the doctor's changes that make it fit alone, the first in its order: those that train the same come first."""
     from experiments.plan.levers import LEVERS, applied
     from experiments.plan.predict import predict_all
@@ -187,7 +203,8 @@ def first_remedy(now: Prediction, hf_config, limit: int) -> Remedy | None:
 
     trials = {lever.name: trial for lever in LEVERS if (trial := applied(lever, now.setup, hf_config))}
     try:
-        found = {p.arm: p for p in predict_all(trials, hf_config, lambda line: None)} if trials else {}
+        predictions = predict_all(trials, hf_config, lambda line: None, calibration) if trials else []
+        found = {p.arm: p for p in predictions}
     except ConfigError:  # not one of them can be predicted
         return None
     for lever in sorted(LEVERS, key=lambda lever: not lever.exact(now.setup)):

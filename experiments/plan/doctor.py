@@ -16,16 +16,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from experiments.config import GIB, ConfigError, exit_code
-from experiments.plan.errors import measured_errors
+from experiments.plan.calibration import Calibration, range_in_words
 from experiments.plan.levers import FASTER_FROM, LEVERS, Lever, applied, in_turn, settings_by_lever
 from experiments.plan.options import (
     Problems,
     add_memory_options,
     add_setup_options,
+    calibration_for,
     check_writable,
     memory_limit,
     model_config,
     quiet,
+    reserve_of,
     setup_from,
 )
 from experiments.plan.predict import Prediction, predict, predict_all
@@ -44,11 +46,12 @@ class Search:
     budget: int
     say: Callable[[str], None]
     known: dict[Setup, Prediction] = field(default_factory=dict)
+    calibration: Calibration | None = None
 
     def predict(self, label: str, setup: Setup) -> Prediction:
         """Raises `ConfigError` for a setup that the model does not support."""
         if setup not in self.known:
-            self.known[setup] = predict(label, setup, self.hf_config)
+            self.known[setup] = predict(label, setup, self.hf_config, self.calibration)
         return self.known[setup]
 
     def fits(self, prediction: Prediction) -> bool:
@@ -112,7 +115,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("run", nargs="?", type=Path, help="folder of a run, instead of the options that describe one")
     add_setup_options(parser)
     add_memory_options(parser, default="; default: the device of the run")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default cuda, or the run's")
     parser.add_argument("--output", type=Path, default=Path("fits.yaml"), help="where the settings that fit go")
     return parser.parse_args(argv)
 
@@ -148,7 +150,9 @@ def run(args: argparse.Namespace) -> int:
         device_memory = old.device_bytes
     if device_memory is None and (old or not args.run):
         problems.lines.append("no device memory: --device-memory, such as 24GiB")
-    budget = problems.of(memory_limit, device_memory, args.reserve)
+    device = args.device or (old.where["device"] if old else "cuda")
+    calibration = problems.of(calibration_for, args.calibration, device)
+    budget = problems.of(memory_limit, device_memory, reserve_of(args.reserve, calibration))
     problems.of(check_writable, args.output)
     planned = problems.of(planned_for, args, old, profile) if old or not args.run else None
     if planned and hf_config:
@@ -162,10 +166,12 @@ def run(args: argparse.Namespace) -> int:
     trials = [(lever, trial) for lever in LEVERS if (trial := applied(lever, setup, hf_config))]
     say(f"predicting {1 + len(trials)} setups")
     setups = {"as it is": setup} | {lever.name: trial for lever, trial in trials}
-    predictions = {p.arm: p for p in predict_all(setups, hf_config, say)}
+    predictions = {p.arm: p for p in predict_all(setups, hf_config, say, calibration)}
     if (now := predictions.pop("as it is", None)) is None:
         raise ConfigError("the setup as it is cannot be planned, see above")
     explain(now, old.peaks if old else {}, budget)
+    for line in calibration.said_of({"as it is": now.phases}) if calibration else ():
+        print(line)
     if settings.get("use_vllm"):
         print("use_vllm: what the engine keeps is not predicted; generate is transformers' own")
 
@@ -177,7 +183,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"  {prediction.peak.total / GIB:8.2f}  {-saved / GIB:+8.2f}  {name:31} {effect}")
 
     print(f"\nuntil it fits in {budget / GIB:.2f} GiB:")
-    search = Search(hf_config, budget, say, {p.setup: p for p in (now, *predictions.values())})
+    search = Search(hf_config, budget, say, {p.setup: p for p in (now, *predictions.values())}, calibration)
     used, last = search.needed(now)
     if not used and search.fits(last):
         print("  nothing is needed")
@@ -189,7 +195,7 @@ def run(args: argparse.Namespace) -> int:
         )
         return 1
     write_settings(args.output, settings, old, used, now, last, budget)
-    conclude(args, settings, setup, used, last)
+    conclude(args, settings, setup, used, last, calibration)
     return 0
 
 
@@ -223,12 +229,19 @@ def write_settings(
     dump_profile(path, with_changes(settings, changed) | {"max_prompt_tokens": setup.prompt_tokens}, lines)
 
 
-def conclude(args: argparse.Namespace, settings: dict, setup: Setup, used: list[Lever], last: Prediction) -> None:
+def conclude(
+    args: argparse.Namespace,
+    settings: dict,
+    setup: Setup,
+    used: list[Lever],
+    last: Prediction,
+    calibration: Calibration | None,
+) -> None:
     same = "Trains the same as before. " if used and all(lever.exact(setup) for lever in used) else ""
     path = args.output.resolve()
     print(f"fits: {gib(last)}. {same}Settings, with prompts to {setup.prompt_tokens} tokens: {path}")
-    if errors := measured_errors():
-        print(f"  {errors.in_words(last.peak.total)}")
+    if words := range_in_words(last.phases, calibration):
+        print(f"  {words}")
     own = "" if settings.get("dataset") else " --dataset PROMPTS.jsonl"
     own += "" if settings.get("reward") else " --reward MODULE:FUNCTION"
     model = "MODEL_PATH=/path/to/model "

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from experiments.config import GIB, ConfigError, parse_bytes, size_hint
+from experiments.plan.calibration import Calibration, load
 from experiments.plan.setups import OPTIMIZERS, Setup, as_widened, wrong_numbers
 from experiments.plan.trl_settings import COMMAND_LINE, changes, from_settings, with_changes
 from experiments.settings.profiles import devices_from
@@ -84,12 +85,33 @@ def add_setup_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--offload-reference", action="store_true", help="on the host except while it scores")
     parser.add_argument("--reward-model", help="one that scores, named as --model is; default: a function")
     parser.add_argument("--offload-reward", action="store_true", help="the reward model, likewise")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default cuda, or the run's")
+    parser.add_argument("--calibration", type=Path, metavar="FILE", help="correct by what --calibrate measured")
 
 
 def add_memory_options(parser: argparse.ArgumentParser, default: str = "") -> None:
     """Options that `memory_limit` reads."""
     parser.add_argument("--device-memory", help=f"such as 24GiB{default}")
-    parser.add_argument("--reserve", default=RESERVE, help="of it for CUDA's context and fragmentation (assumed)")
+    parser.add_argument(
+        "--reserve",
+        help=f"of it for CUDA's context and fragmentation; default {RESERVE} (assumed), or the calibration's",
+    )
+
+
+def calibration_for(path: Path | None, device: str) -> Calibration | None:
+    """What is to correct predictions for such a device. Raises `ConfigError`."""
+    if path is None:
+        return None
+    calibration = load(path)
+    calibration.check(device, f" (--device {calibration.device_kind} predicts for its own)")
+    return calibration
+
+
+def reserve_of(reserve: str | None, calibration: Calibration | None) -> str:
+    """What is asked to be kept free, else what was measured, else what is assumed."""
+    if reserve is None and calibration and calibration.kept_bytes is not None:
+        return f"{calibration.kept_bytes / 2**20:.0f}MiB"
+    return reserve or RESERVE
 
 
 def memory_limit(device_memory: str | int | None, reserve: str) -> int | None:

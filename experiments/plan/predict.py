@@ -18,6 +18,8 @@ from experiments.builds import use_fork
 from experiments.config import ARMS, GIB, ConfigError
 from experiments.plan.setups import LARGEST, MOST_TOKENS, Setup, check
 
+CORRECTION = "correction"  # the kind of a peak that a calibration adds or takes away
+
 
 @dataclass(frozen=True)
 class PredictedPeak:
@@ -28,6 +30,10 @@ class PredictedPeak:
     total: int
     kinds: dict[str, int]
     host: int
+
+    @property
+    def uncorrected(self) -> int:
+        return self.total - self.kinds.get(CORRECTION, 0)
 
     def parts(self) -> str:
         """The kinds that are more than half a percent of the peak, largest first, in GiB."""
@@ -48,16 +54,18 @@ class Prediction:
         return max(self.phases, key=lambda phase: phase.total)
 
 
-def predict(arm: str, setup: Setup, hf_config) -> Prediction:
-    """The peaks of one setup; `arm` is its label. Raises `ConfigError` before anything runs."""
+def predict(arm: str, setup: Setup, hf_config, calibration=None) -> Prediction:
+    """The peaks of one setup, corrected by an `experiments.plan.calibration.Calibration` if there is one; `arm` is its
+    label. Raises `ConfigError` before anything runs."""
     check(setup, hf_config)
     use_fork(ARMS["shared"])
     from experiments.plan.extrapolate import phase_peaks
 
-    return Prediction(arm, setup, phase_peaks(setup, hf_config))
+    peaks = phase_peaks(setup, hf_config)
+    return Prediction(arm, setup, calibration.corrected(peaks) if calibration else peaks)
 
 
-def predict_all(setups: dict[str, Setup], hf_config, say) -> list[Prediction]:
+def predict_all(setups: dict[str, Setup], hf_config, say, calibration=None) -> list[Prediction]:
     """The same for several, by label, at the same time in processes of their own. What no trainer accepts or the model
     does not support is said and left out; raises `ConfigError` if nothing is left. `say` is told how far it is and
     about how long it takes."""
@@ -96,6 +104,7 @@ def predict_all(setups: dict[str, Setup], hf_config, say) -> list[Prediction]:
             try:
                 results = [each.result() for each in reversed(futures[label])]
                 peaks = extrapolate.combine(setups[label], hf_config, tasks[label], results)
+                peaks = calibration.corrected(peaks) if calibration else peaks
                 found[label] = Prediction(label, setups[label], peaks)
             except ConfigError as error:
                 refused[label], line = error, f"{line}: {error}"
@@ -106,7 +115,7 @@ def predict_all(setups: dict[str, Setup], hf_config, say) -> list[Prediction]:
     return [found[label] for label in setups if label in found]
 
 
-def largest_that_fits(arm: str, setup: Setup, hf_config, what: str, limit: int, say=print) -> int:
+def largest_that_fits(arm: str, setup: Setup, hf_config, what: str, limit: int, say=print, calibration=None) -> int:
     """The largest k, prompt or completion ("k", "prompt", "completion") whose peak stays within `limit` bytes; 0 if
     the smallest does not fit. Peaks grow along almost straight lines, so each guess is where the last two would meet
     the limit."""
@@ -125,7 +134,7 @@ def largest_that_fits(arm: str, setup: Setup, hf_config, what: str, limit: int, 
     def peak(value: int) -> int:
         if value not in known:
             trial = setup.with_k(value) if what == "k" else replace(setup, **{name: value})
-            known[value] = predict(arm, trial.arm(arm), hf_config).peak.total
+            known[value] = predict(arm, trial.arm(arm), hf_config, calibration).peak.total
             say(f"  {what} {value}: {known[value] / GIB:.2f} GiB")
         return known[value]
 
