@@ -14,7 +14,7 @@ from experiments.config import ConfigError, resolve
 from experiments.launch import __main__ as launch
 from experiments.launch import gate
 from experiments.plan import __main__ as plan
-from experiments.plan import ask
+from experiments.plan import ask, calibration
 from experiments.workload import data, models
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,6 +42,12 @@ output_dir: out
 @pytest.fixture(scope="module")
 def policy():
     return models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))[0]
+
+
+@pytest.fixture(autouse=True)
+def uncalibrated(monkeypatch, tmp_path):
+    """Whoever has calibrated this machine: these tests are about the prediction as it is."""
+    monkeypatch.setattr(calibration, "RESULTS", tmp_path)
 
 
 @pytest.fixture
@@ -165,6 +171,24 @@ def test_what_cannot_be_predicted_is_said_and_trained(here, monkeypatch, capsys)
         ask.predict({}, "tiny-qwen3", 8)
     with pytest.raises(ConfigError, match="give its name, its folder, the model or its config"):
         ask.predict({}, 5, 8)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--calibration", "gone.json"], "launch: cannot read the calibration gone.json: No such file or directory; "),
+        (["--calibration", "profile.yaml"], "launch: profile.yaml is not a calibration (JSONDecodeError: "),
+        (["--calibration", "x", "--predict_memory", "false"], "launch: profile.yaml: calibration 'x' corrects the "),
+    ],
+)
+def test_a_calibration_that_cannot_be_used_is_refused_before_the_model_loads(here, words, line, monkeypatch, capsys):
+    import transformers
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", lambda *a, **k: pytest.fail("a model loads"))
+    assert launch.main([*TRAIN, *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(line) and error.count("\n") == 1, error
 
 
 @pytest.mark.slow

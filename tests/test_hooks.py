@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments.config import resolve
+from experiments.config import machine_name, resolve
 from experiments.workload import data, models
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -103,6 +103,34 @@ def test_another_engines_generation_is_marked_and_its_prompts_are_counted(engine
     phases = ("generate", "score", "train", "optimizer", "train")
     assert [row for row in rows if row[1] != "load"][:5] == [(1, phase) for phase in phases]
     assert record["prompt_tokens"] == 3
+
+
+@pytest.mark.torch
+def test_the_record_says_where_how_long_and_that_memory_ran_out(tmp_path):
+    """The longest completion also where it brings no new peak; and memory that runs out in a later, lower step."""
+    from experiments.hooks.memory_callback import MemoryCallback
+
+    trainer = stub_trainer(tmp_path, stub_policy())
+    callback = MemoryCallback(
+        trainer, predicted={"train": 5}, predicted_prompt_tokens=7, calibrated={"train": 6}, start_bytes=8
+    )
+    lengths = iter((3.0, 9.0, 5.0))
+
+    def generate():
+        trainer._metrics["train"]["completions/max_length"].append(next(lengths))
+        if trainer._metrics["train"]["completions/max_length"][-1] > 3:
+            callback.highest = 2**60
+
+    _, record = train(callback, trainer, generate, updates=3)
+    expected = {"predicted_prompt_tokens": 7, "calibrated_peaks": {"train": 6}, "start_bytes": 8}
+    assert record.items() >= (expected | {"completion_tokens": 9, "out_of_memory": None}).items()
+    assert record["machine"] == machine_name("cpu", record["device_name"]) and record["commit"]
+    assert set(record["versions"]) >= {"torch", "transformers"}
+    before = record["peaks"]
+    callback.phases.enter("train")
+    assert callback.failed() == "train"
+    record = json.loads((tmp_path / "memory.json").read_text())
+    assert record["out_of_memory"] == "train" and record["peaks"] == before != {}
 
 
 @pytest.mark.torch

@@ -430,6 +430,7 @@ def test_memory_that_runs_out_is_said_in_one_line_and_recorded(policy, tmp_path,
     assert "Tried to allocate 2.00 GiB" in error and "experiments.plan.doctor out says" in error
     record = json.loads(Path("out", "memory.json").read_text())
     assert record["prompt_tokens"] == 48 and set(record["peaks"]) == {"generate", "score", "train"}
+    assert record["out_of_memory"] == "train"
 
 
 @pytest.mark.torch

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from experiments import host_allocator
 from experiments.config import ARMS, ConfigError, exit_code
-from experiments.device import is_out_of_memory
+from experiments.device import is_out_of_memory, level, settle
 from experiments.launch import command_line, dataset, gate, help, inputs, quiet
 from experiments.launch.announce import print_end, print_start
 from experiments.launch.offload import keep_on_host
@@ -88,10 +88,12 @@ def run(argv: list[str]) -> int:
     named = model.model_name_or_path
     source = named if named.startswith("hub:") else path
     predicted = gate.predicted_peaks(argv[0], launch, config, model, source, lengths.longest)
+    settle()
+    start = level(config.device.type)
     trainer = build_trainer(launch, config, model, path, tokenizer, rows, reward)
     if trainer.is_world_process_zero():
         print_start(launch, model, trainer, lengths, inputs.reward_in_words(launch.reward, reward))
-    return train(trainer, launch, model, predicted)
+    return train(trainer, launch, model, predicted, start)
 
 
 def build_trainer(launch: LaunchArguments, config, model, path: str, tokenizer, rows, reward):
@@ -127,13 +129,22 @@ def build_trainer(launch: LaunchArguments, config, model, path: str, tokenizer, 
     return trainer
 
 
-def train(trainer, launch: LaunchArguments, model, predicted: dict[str, int]) -> int:
-    """Train and save; says what came out of it. Returns the exit code."""
+def train(trainer, launch: LaunchArguments, model, predicted: gate.Forecast, start: int) -> int:
+    """Train and save; says what came out of it. `start` are the bytes in use before the model was loaded. Returns the
+    exit code."""
     from experiments.hooks.memory_callback import MemoryCallback
 
     config = trainer.args
     named = {"model_name_or_path": model.model_name_or_path, **dataclasses.asdict(launch)}
-    memory = MemoryCallback(trainer, snapshot=launch.memory_snapshot, settings=named, predicted=predicted)
+    memory = MemoryCallback(
+        trainer,
+        snapshot=launch.memory_snapshot,
+        settings=named,
+        predicted=predicted.peaks,
+        predicted_prompt_tokens=predicted.prompt_tokens,
+        calibrated=predicted.calibrated,
+        start_bytes=start,
+    )
     trainer.add_callback(memory)
     began = time.monotonic()
     try:

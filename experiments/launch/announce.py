@@ -67,9 +67,14 @@ def print_end(trainer, memory, seconds: float) -> None:
     print(f"trained {state.global_step} update{'s' if state.global_step != 1 else ''} in {seconds:.1f} s{moved}")
     if memory.highest:
         what = "allocated on the device" if memory.cuda else "resident, the whole process"
-        predicted = memory.predicted.get(memory.highest_phase)
+        phase = memory.highest_phase
+        predicted = memory.predicted.get(phase)
         beside = f"; predicted for it {predicted / GIB:.2f}" if predicted else ""
         beside += " of tensors" if predicted and not memory.cuda else ""
+        if phase in memory.calibrated:
+            beside += f", calibrated {memory.calibrated[phase] / GIB:.2f}"
+            above = memory.highest - memory.start_bytes
+            beside += "" if memory.cuda else f"; it is {above / GIB:.2f} above the level before the model"
         print(f"peak    {memory.highest / GIB:.2f} GiB in phase {memory.highest_phase} ({what}){beside}")
     print(f"memory by phase: {Path(config.output_dir, 'memory_phases.csv')}, memory.json")
     print("no model written: save_strategy is no" if config.save_strategy == "no" else f"model: {config.output_dir}")

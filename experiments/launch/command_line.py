@@ -107,6 +107,10 @@ def check_values(profile: str, launch: LaunchArguments, config, model) -> None:
     problems = [problem for name, value in values.items() if (problem := out_of_range(name, value))]
     floats = {name: value for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
     problems += [f"{name} is {value}: it must be a finite number" for name, value in floats.items()]
+    if launch.calibration not in (None, "none") and not launch.predict_memory:
+        problems.append(
+            f"calibration {launch.calibration!r} corrects the prediction, and predict_memory is off; remove one"
+        )
     if launch.memory_snapshot not in (None, "peak", "oom"):
         problems.append(f"memory_snapshot is {launch.memory_snapshot!r}: choose peak or oom, or leave it out")
     elif launch.memory_snapshot and no_gpu():

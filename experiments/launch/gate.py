@@ -2,26 +2,34 @@
 
 import os
 import time
+from dataclasses import dataclass, field
 
-from experiments.config import GIB, ConfigError, parse_bytes
+from experiments.config import GIB, ConfigError, cpu_name, machine_name, parse_bytes
 from experiments.device import available_bytes
 from experiments.plan import ask
-from experiments.plan.errors import measured_errors
-from experiments.plan.options import RESERVE
+from experiments.plan.calibration import CalibratedPeak, Calibration, file_of, load, range_in_words
+from experiments.plan.options import reserve_of
 from experiments.plan.predict import PredictedPeak
 from experiments.settings.arguments import LaunchArguments
 
 
-def predicted_peaks(
-    profile: str, launch: LaunchArguments, config, model, source: str, prompt_tokens: int
-) -> dict[str, int]:
-    """The peak of each phase, bytes; {} where it cannot be predicted, which is said.
+@dataclass(frozen=True)
+class Forecast:
+    """The predicted peak of each phase, and the same for those that a calibration corrects; bytes."""
+
+    peaks: dict[str, int] = field(default_factory=dict)
+    calibrated: dict[str, int] = field(default_factory=dict)
+    prompt_tokens: int | None = None
+
+
+def predicted_peaks(profile: str, launch: LaunchArguments, config, model, source: str, prompt_tokens: int) -> Forecast:
+    """The peak of each phase; an empty forecast where it cannot be predicted, which is said.
 
     The first process predicts, and all of them hear what it found. Raises `ConfigError` with the first remedy where
     the training does not fit and nobody said `anyway`, in the first process; the others end without a word.
     """
     if not launch.predict_memory:
-        return {}
+        return Forecast()
     found = [None]
     if config.process_index == 0:
         try:
@@ -37,18 +45,19 @@ def predicted_peaks(
     return found[0]
 
 
-def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source: str, prompt_tokens: int):
+def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source: str, prompt_tokens: int) -> Forecast:
     began, device = time.monotonic(), config.device.type
     print("memory  predicting the peak of each phase (--predict_memory false leaves it out)", flush=True)
     settings = ask.settings_of(model) | ask.settings_of(launch) | ask.settings_of(config)
-    limit, reserve = available_bytes(str(config.device)), parse_bytes(RESERVE)
+    calibration = calibration_here(launch.calibration, config)
+    limit, reserve = available_bytes(str(config.device)), parse_bytes(reserve_of(None, calibration))
     limit = int(limit - reserve if device == "cuda" else limit / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     try:
         where = {"device": device, **devices_here(config)}
-        expected = ask.predict(settings, source, prompt_tokens, **where)
+        expected = ask.predict(settings, source, prompt_tokens, calibration=calibration, **where)
     except ConfigError as error:
         print(f"memory  not predicted: {error}", flush=True)
-        return {}
+        return Forecast()
     peak = expected.peak
     phases = ", ".join(f"{phase.phase} {phase.total / GIB:.2f}" for phase in expected.phases)
     engine = "; what vLLM keeps comes on top" if config.use_vllm else ""
@@ -57,16 +66,52 @@ def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source:
         f"({phases}{engine}; {time.monotonic() - began:.0f} s)",
         flush=True,
     )
-    errors = measured_errors()
-    if errors and errors.range_of(peak.total)[1] > limit:
-        print(f"memory  it may not fit: {errors.in_words(peak.total)}", flush=True)
+    for line in calibration.said_of({"this": expected.phases}) if calibration else ():
+        print(f"memory  {line}", flush=True)
+    if expected.range and expected.range[2] > limit:
+        print(f"memory  it may not fit: {range_in_words(expected.phases, calibration)}", flush=True)
     if peak.total > limit and not launch.anyway:
         print("memory  looking for a change that makes it fit: a minute or some", flush=True)
-        remedy = ask.predict(settings, source, prompt_tokens, limit=limit, **where).remedy
+        remedy = ask.predict(settings, source, prompt_tokens, limit=limit, calibration=calibration, **where).remedy
         doctor = f"python -m experiments.plan.doctor --profile {profile} --model {source} --prompt {prompt_tokens}"
         doctor += f" --device-memory {(limit + reserve) / GIB:.1f}GiB"
+        if calibration:
+            doctor += f" --calibration {calibration.file}" + (" --device cpu" if device == "cpu" else "")
         raise ConfigError(refusal(peak, limit, remedy, settings, doctor))
-    return {phase.phase: phase.total for phase in expected.phases}
+    corrected = {phase.phase: phase.total for phase in expected.phases if isinstance(phase, CalibratedPeak)}
+    return Forecast({phase.phase: phase.uncorrected for phase in expected.phases}, corrected, prompt_tokens)
+
+
+def calibration_here(asked: str | None, config) -> Calibration | None:
+    """The calibration that is asked for, or this machine's own, if there is one that can be used. Raises `ConfigError`
+    for one that is asked for and cannot be used here."""
+    if asked == "none":
+        return None
+    kind = "cuda" if config.device.type == "cuda" else "cpu"
+    machine = machine_name(kind, device_name(config))
+    if asked is None and not file_of(machine).exists():
+        return None
+    try:
+        calibration = load(asked or file_of(machine))
+        calibration.check(kind)
+    except ConfigError as error:
+        if asked:
+            raise
+        print(f"memory  not calibrated: {error}", flush=True)
+        return None
+    if calibration.machine != machine:
+        print(
+            f"memory  {calibration.file} is of another machine, {calibration.machine}; this is {machine}", flush=True
+        )
+    return calibration
+
+
+def device_name(config) -> str:
+    if config.device.type != "cuda":
+        return cpu_name()
+    import torch
+
+    return torch.cuda.get_device_name(config.device)
 
 
 def refusal(peak: PredictedPeak, limit: int, remedy: ask.Remedy | None, settings: dict, doctor: str) -> str:

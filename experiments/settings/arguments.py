@@ -36,4 +36,9 @@ class LaunchArguments:
     predict_memory: bool = setting(
         True, "predict the peak of each phase before the model loads; a training that does not fit is refused"
     )
+    calibration: str | None = setting(
+        None,
+        "a file of corrections of the prediction, which python -m experiments.plan --calibrate RUN_DIR... writes, or "
+        "none; without it this machine's own, if there is one",
+    )
     anyway: bool = setting(False, "train even if it is predicted not to fit")
