@@ -95,6 +95,8 @@ def test_three_runs_give_the_range_and_the_parts_still_add_up(three):
         assert peak.total == pytest.approx(1.1 * before.total, rel=1e-6) == sum(peak.kinds.values())
         assert (peak.low, peak.high) == pytest.approx((before.total, 1.2 * before.total), rel=1e-6)
     assert range_of(peaks) == pytest.approx((400 * MIB, 440 * MIB, 480 * MIB), rel=1e-6)
+    same = replace(found, phases=dict.fromkeys(PHASES, Spread(1.1, 1.1, 1.1, 3)))
+    assert range_of(same.corrected(PEAKS)) == (round(440 * MIB),) * 3, "not widened"
 
 
 def test_the_range_of_fewer_runs_is_widened_by_the_errors_measured_elsewhere(tmp_path):
@@ -133,7 +135,8 @@ def test_the_command_shows_the_runs_and_writes_the_file(tmp_path, capsys, monkey
         for folder, ratio in ((one, 1.2), (two, 1.1))
         for phase, size in PREDICTED.items()
     ]
-    assert f"calibrated with 2 runs on The One ({path})\n" in out and "on this machine" in out
+    assert f"calibrated with 2 runs on The One ({path})\n" in out
+    assert f"used by planner and doctor with --calibration {path}, by the launcher on this machine\n" in out
     values = json.loads(path.read_text())
     assert [run["folder"] for run in values["runs"]] == [str(one), str(two)]
     assert all(run["commit"] == "abc" and run["versions"] == VERSIONS for run in values["runs"])

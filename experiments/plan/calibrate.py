@@ -220,8 +220,8 @@ def calibrate(folders: list[Path], out: Path | None) -> int:
     replaced = " (replaced)" if path.exists() else ""
     write_json(path, as_json(calibration))
     print(f"{replace(calibration, file=shown_path(path)).in_words()}{replaced}")
-    print(f"used by: python -m experiments.plan ... --calibration {path}; the doctor, likewise; the launcher", end="")
-    print(" on this machine" if path == file_of(calibration.machine) else f" with --calibration {path}")
+    own = "on this machine" if path == file_of(calibration.machine) else f"with --calibration {shown_path(path)}"
+    print(f"used by planner and doctor with --calibration {shown_path(path)}, by the launcher {own}")
     return 0
 
 
