@@ -96,7 +96,7 @@ class Scale:
     """A workload. Token counts are per sequence, `budget_bytes` is what torch may allocate before "out of memory"."""
 
     name: str
-    shape: str  # a name in models.SHAPES
+    shape: str  # a name in shapes.SHAPES
     vocab_size: int
     prompt_tokens: int
     completion_tokens: int

@@ -2,11 +2,13 @@
 
 Where all layers are alike, a model of 3 and one of 4 layers are simulated and the rest follows: between two visits to
 a layer, what is alive is a straight line in the number of layers. A peak is the highest of such stretches, so each is
-extended on its own, and the highest is taken afterwards. Many passes of a shared prompt follow from few in the same
-way.
+extended on its own, and the highest is taken afterwards. Where layers of two kinds alternate (sliding and full
+attention), the same is done with whole rounds of them. Many passes of a shared prompt follow from few in the same way.
 """
 
 import copy
+from collections import Counter
+from dataclasses import dataclass
 
 from experiments.config import ConfigError
 from experiments.plan.building import decoder_layers
@@ -34,7 +36,8 @@ def simulations(setup, hf_config) -> list[tuple]:
     setups = [(setup, True)]
     if more:  # generation has no passes
         setups = [(setup.with_k(few), True), (setup.with_k(more), True), (setup, False)]
-    configs = [with_layers(hf_config, 3), with_layers(hf_config, 4)] if few_layers_tell(hf_config) else [hf_config]
+    rounds = Rounds.of(hf_config)
+    configs = [with_layers(hf_config, count) for count in (rounds.few, rounds.more)] if rounds else [hf_config]
     return [(each, config, passes) for each, passes in setups for config in configs]
 
 
@@ -54,15 +57,7 @@ def simulate(setup, hf_config, passes: bool) -> dict[tuple, dict[str, int]]:
 
 def combine(setup, hf_config, tasks: list[tuple], results: list[dict[tuple, dict[str, int]]]) -> list[PredictedPeak]:
     """The peaks of a setup from the results of its `simulations`, in the order of these `tasks`."""
-    few, more = passes_that_tell(setup)
-    if tasks[0][1] is not hf_config:  # models of three and of four layers
-        pairs = zip(results[::2], results[1::2], strict=True)
-        results = [all_layers(three, four, hf_config.get_text_config().num_hidden_layers) for three, four in pairs]
-    stretches, *others = [highest(result) for result in results]
-    if more:
-        again, generation = others
-        x = (setup.num_generations - few) / (more - few)
-        stretches = {place: along_line(stretches[place], again[place], x) for place in again} | generation
+    stretches = stretches_of(setup, hf_config, tasks, results)
     peaks, weights = [], weights_by_place(hf_config) if setup.fully_sharded else (0, 0)
     # All of them are there when the optimizer steps
     gradients = max(kinds.get("gradients", 0) for place, kinds in stretches.items() if place[0] == "optimizer")
@@ -77,6 +72,23 @@ def combine(setup, hf_config, tasks: list[tuple], results: list[dict[tuple, dict
     return peaks
 
 
+def stretches_of(setup, hf_config, tasks: list[tuple], results: list[dict]) -> dict[tuple, dict[str, int]]:
+    """The bytes by kind at the peak of each (phase, event, layer, role), with all layers
+    and all passes, from the results of these `tasks`, the `simulations` of a setup."""
+    few, more = passes_that_tell(setup)
+    if tasks[0][1] is not hf_config:
+        configs = tasks[0][1], tasks[1][1], hf_config
+        rounds = Rounds(*(config.get_text_config().num_hidden_layers for config in configs))
+        pairs = zip(results[::2], results[1::2], strict=True)
+        results = [rounds.all_layers(*pair) for pair in pairs]
+    stretches, *others = [highest(result) for result in results]
+    if more:
+        again, generation = others
+        x = (setup.num_generations - few) / (more - few)
+        stretches = {place: along_line(stretches[place], again[place], x) for place in again} | generation
+    return stretches
+
+
 def passes_that_tell(setup) -> tuple[int, int]:
     """Two numbers of completions from whose peaks that of `num_generations` follows, or (0, 0) if it has few passes,
     or passes of whole rows that mix prompts.
@@ -88,21 +100,49 @@ def passes_that_tell(setup) -> tuple[int, int]:
     if per_forward is None or mixed or rows % k:  # parts of groups do not grow along a line
         return 0, 0
     tokens = rows * setup.max_completion_length // k  # for each of k
-    passes = 2 if tokens * k <= tile else max(2, -(-tile // (tokens * per_forward)))
-    if k <= (passes + 2) * per_forward:
+    # Three are the fewest that have one of each kind: the first, the last, and one between
+    passes = 3 if tokens * k <= tile else max(3, -(-tile // (tokens * per_forward)))
+    if k <= (passes + 1) * per_forward:
         return 0, 0
-    return passes * per_forward, (passes + 2) * per_forward
+    return passes * per_forward, (passes + 1) * per_forward
 
 
-def all_layers(three: dict, four: dict, num_layers: int) -> dict[tuple, dict[str, int]]:
-    """What is alive between events, see `Simulation.run`, with all layers, from what it is with three and four."""
-    # The first two and the last two layers stand for all: along the layers between it is a straight line, too
-    return {
-        (phase, event, layer, visit): along_line(
-            three[phase, event, {0: 0, 1: 1, 2: 1, 3: 2}.get(layer), visit], kinds, num_layers - 3
-        )
-        for (phase, event, layer, visit), kinds in four.items()
-    }
+@dataclass(frozen=True)
+class Rounds:
+    """Models of `few` and of `more` layers that stand for one of `layers`. They are a round apart: layers after which
+    the kinds of layers repeat."""
+
+    few: int
+    more: int
+    layers: int
+
+    @classmethod
+    def of(cls, hf_config) -> "Rounds | None":
+        """None where all layers must be simulated: they are few, or have weights of different shapes."""
+        text_config = hf_config.get_text_config()
+        count = text_config.num_hidden_layers
+        types = getattr(text_config, "layer_types", None) or ["full_attention"] * count
+        length = next(n for n in range(1, count + 1) if types[n:] == types[:-n])
+        few = (3 if length < 3 else 2) * length + count % length
+        if few + few + length >= count:
+            return None
+        layers = decoder_layers(meta_model(hf_config))
+        shapes = {tuple((name, p.shape) for name, p in layer.named_parameters()) for layer in layers}
+        return cls(few, few + length, count) if len(layers) == count and len(shapes) == 1 else None
+
+    def all_layers(self, few: dict, more: dict) -> dict[tuple, dict[str, int]]:
+        """What is alive between events, see `Simulation.run`, with all layers, from what it is with few and more."""
+        # The first rounds and the last ones stand for all: along the layers between it is a straight line, too
+        length = self.more - self.few
+        first = (self.few // length - 1) * length
+        x = (self.layers - self.few) / length
+        return {
+            (phase, event, layer, visit): along_line(
+                few[phase, event, layer if layer is None or layer < first else layer - length, visit], kinds, x
+            )
+            for (phase, event, layer, visit), kinds in more.items()
+            if layer is None or layer < first or layer >= 2 * length
+        }
 
 
 def along_line(first: dict[str, int], second: dict[str, int], x: float) -> dict[str, int]:
@@ -112,12 +152,21 @@ def along_line(first: dict[str, int], second: dict[str, int], x: float) -> dict[
     }
 
 
+# Visits that are not like the others: the prompt's in generation, in a backward the one whose activations stayed and
+# the one that ends the gradients of shared keys, behind the last layer the one that puts all passes together
+ALONE = {"forward": "first", "logits": "first", "backward": "first and last", "behind": "last"}
+
+
 def highest(stretches: dict[tuple, dict[str, int]]) -> dict[tuple, dict[str, int]]:
-    """For each (phase, event, layer), the visit with most on the device."""
+    """For each (phase, event, layer, role of the visit), the visit with most on the device. Roles are those of `ALONE`
+    and "other"."""
+    visits = Counter(tuple(place) for *place, _ in stretches)
     best: dict[tuple, dict[str, int]] = {}
-    for (*place, _), kinds in stretches.items():
-        if on_device(kinds) > on_device(best.get(tuple(place), {})):
-            best[tuple(place)] = kinds
+    for (*place, visit), kinds in stretches.items():
+        role = "first" if visit == 0 else "last" if visit == visits[tuple(place)] - 1 else "other"
+        place = (*place, role if role in ALONE.get(place[1], "") else "other")
+        if on_device(kinds) >= on_device(best.get(place, {})):
+            best[place] = kinds
     return best
 
 
@@ -133,14 +182,3 @@ def with_layers(hf_config, count: int):
     if getattr(text_config, "layer_types", None):  # not every family has it
         text_config.layer_types = text_config.layer_types[:count]
     return config
-
-
-def few_layers_tell(hf_config) -> bool:
-    """Whether there are many layers, with weights of the same shapes, that attend in the same way."""
-    text_config = hf_config.get_text_config()
-    if text_config.num_hidden_layers <= 7:
-        return False
-    layers = decoder_layers(meta_model(hf_config))
-    shapes = {tuple((name, p.shape) for name, p in layer.named_parameters()) for layer in layers}
-    kinds = set(getattr(text_config, "layer_types", None) or ["full"])
-    return len(layers) == text_config.num_hidden_layers and len(shapes) == len(kinds) == 1

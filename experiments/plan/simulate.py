@@ -57,7 +57,8 @@ class Simulation:
         self.visits: Counter[tuple] = Counter()
 
     def run(self, passes: bool = True) -> dict[tuple, dict[str, int]]:
-        """The peaks between events: a phase begins, a layer's forward begins, its backward begins. Without `passes`,
+        """The peaks between events: a phase, a layer's forward, its backward, what is behind the layers or the LM head
+        begins. Without `passes`,
         only loading and generation."""
         marked = functools.partial(counted, self.memory, "logits", event=lambda: self.event("head"))
         with pretending(self.setup.device, self.shapes, marked), self.shapes, self.memory:
@@ -101,16 +102,36 @@ class Simulation:
         self.memory.reset()
 
     def mark_layers(self) -> None:
-        def after_forward(i, output):
+        """Events of each layer, which keep apart what goes through it: a shared prompt or anything else, in a forward
+        or computed again in a backward."""
+
+        def again() -> str:
+            return " again" if torch._C._current_graph_task_id() != -1 else ""
+
+        def before_forward(i, kwargs):
+            self.event(f"{whose(kwargs)}forward{again()}", i)
+
+        def after_forward(i, kwargs, output):
             hidden = output[0] if isinstance(output, tuple) else output
             if hidden.requires_grad:
-                hidden.register_hook(lambda grad: self.event("backward", i))
+                name = f"{whose(kwargs)}backward"  # the hook must not keep the arguments alive
+                hidden.register_hook(lambda grad: self.event(name, i))
+            if i == len(layers) - 1:
+                self.event(f"{whose(kwargs)}behind{again()}")
 
-        for i, layer in enumerate(decoder_layers(self.model)):
-            layer.register_forward_pre_hook(lambda module, args, i=i: self.event("forward", i))
-            layer.register_forward_hook(lambda module, args, output, i=i: after_forward(i, output))
+        layers = decoder_layers(self.model)
+        for i, layer in enumerate(layers):
+            layer.register_forward_pre_hook(
+                lambda module, args, kwargs, i=i: before_forward(i, kwargs), with_kwargs=True
+            )
+            layer.register_forward_hook(
+                lambda module, args, kwargs, output, i=i: after_forward(i, kwargs, output), with_kwargs=True
+            )
+        self.model.get_output_embeddings().register_forward_pre_hook(lambda module, args: self.event("logits"))
         for i, layer in enumerate(decoder_layers(self.reference) if self.reference else ()):
-            layer.register_forward_pre_hook(lambda module, args, i=i: self.event("reference", i))
+            layer.register_forward_pre_hook(
+                lambda module, args, kwargs, i=i: self.event(f"{whose(kwargs)}reference", i), with_kwargs=True
+            )
 
     # -- the model and its optimizer ---------------------------------------------------------------------------------
 
@@ -378,6 +399,13 @@ class Simulation:
         if self.setup.gradient_accumulation_steps > 1:  # from the second step on, gradients are there already
             self.make_gradients()
         self.log_probs(self.model, self.backbone).sum().backward()
+
+
+def whose(kwargs: dict) -> str:
+    """What a layer's keyword arguments say about what goes through it."""
+    from trl.models.prefix_sharing import RecordPrefix
+
+    return "prompt's " if isinstance(kwargs.get("shared_prefix"), RecordPrefix) else ""
 
 
 def kept(layer) -> float:

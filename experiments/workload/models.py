@@ -8,54 +8,7 @@ import tempfile
 from pathlib import Path
 
 from experiments.config import ROOT, ConfigError, RunConfig
-
-# Shapes as published: tiny-Qwen3 is trl-internal-testing's tiny-Qwen3ForCausalLM, the others are from the models' own
-# config.json. A vocabulary of another size can be asked for.
-_QWEN3 = dict(
-    model_type="qwen3", vocab_size=151_936, num_key_value_heads=8, head_dim=128, max_position_embeddings=40_960,
-    rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-)  # fmt: skip
-_LLAMA = dict(
-    model_type="llama", vocab_size=128_256, num_key_value_heads=8, head_dim=128, max_position_embeddings=131_072,
-    rope_parameters={
-        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-)  # fmt: skip
-
-
-def _shape(family: dict, hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> dict:
-    return dict(
-        family,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        tie_word_embeddings=tied,
-    )
-
-
-SHAPES = {
-    "tiny-qwen3": dict(
-        model_type="qwen3", vocab_size=151_936, hidden_size=8, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=128, max_position_embeddings=32_768,
-        tie_word_embeddings=False,
-    ),
-    # Qwen3's proportions, small enough for two cores
-    "qwen3-8-layers": dict(
-        model_type="qwen3", vocab_size=151_936, hidden_size=256, intermediate_size=768, num_hidden_layers=8,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=32_768,
-        tie_word_embeddings=False,
-    ),
-    "qwen3-0.6b": _shape(_QWEN3, 1024, 3072, 28, 16, tied=True),
-    "qwen3-1.7b": _shape(_QWEN3, 2048, 6144, 28, 16, tied=True),
-    "qwen3-4b": _shape(_QWEN3, 2560, 9728, 36, 32, tied=True),
-    "qwen3-8b": _shape(_QWEN3, 4096, 12_288, 36, 32, tied=False),
-    "qwen3-14b": _shape(_QWEN3, 5120, 17_408, 40, 40, tied=False),
-    "qwen3-32b": _shape(_QWEN3, 5120, 25_600, 64, 64, tied=False),
-    "llama-3.1-8b": _shape(_LLAMA, 4096, 14_336, 32, 32, tied=False),
-    "llama-3.3-70b": _shape(_LLAMA, 8192, 28_672, 80, 64, tied=False),
-}  # fmt: skip
+from experiments.workload.shapes import SHAPES
 
 SPECIAL_TOKENS = ["[PAD]", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MAX_TOKENIZER_VOCAB = 16_000  # enough for 465,000 characters; the model's vocabulary may be larger
@@ -87,7 +40,7 @@ def named_config(model: str):
 
     Raises `ConfigError` for anything else: nothing is downloaded unless `hub:` asks for it.
     """
-    short = model.rsplit("/", 1)[-1].lower().removesuffix("-instruct").removesuffix("-base")
+    short = model.rsplit("/", 1)[-1].lower().removesuffix("-base").removesuffix("-it").replace("-instruct", "")
     if short in SHAPES and not Path(model).exists():
         return shape_config(short)
     if not model.startswith("hub:") and not Path(model).exists():
