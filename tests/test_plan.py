@@ -341,5 +341,9 @@ def test_few_layers_and_few_passes_tell_what_many_take(forked):
     result = forked("plan_extended")
     assert result.returncode == 0, result.stderr[-3000:]
     rows = [line.split() for line in result.stdout.splitlines()]
-    assert len(rows) == 3 * 5
-    assert all(abs(int(short) - int(whole)) <= 1024 for _, _, short, whole in rows), result.stdout
+    assert len(rows) == 5 * 5
+    for _, _, *sizes in rows:
+        short, whole, host_short, host_whole = map(int, sizes)
+        assert abs(short - whole) <= 1024 and abs(host_short - host_whole) <= 1024, result.stdout
+    on_host = {(name, phase) for name, phase, *_, host in rows if int(host)}
+    assert on_host == {("stock-offloaded", "train"), ("passes-offloaded", "train")}

@@ -1,7 +1,8 @@
 """The peak of each phase, from simulations of a few layers and a few passes.
 
 Where all layers are alike, a model of 3 and one of 4 layers are simulated and the rest follows: between two visits to
-a layer, what is alive is a straight line in the number of layers. A peak is the highest of such stretches, so each is
+a layer, what is alive is a straight line in the number of layers. (Of 6 and 7 where activations are offloaded: the
+inputs of five layers are on their way at a time.) A peak is the highest of such stretches, so each is
 extended on its own, and the highest is taken afterwards. Many passes of a shared prompt follow from few in the same
 way.
 """
@@ -34,7 +35,9 @@ def simulations(setup, hf_config) -> list[tuple]:
     setups = [(setup, True)]
     if more:  # generation has no passes
         setups = [(setup.with_k(few), True), (setup.with_k(more), True), (setup, False)]
-    configs = [with_layers(hf_config, 3), with_layers(hf_config, 4)] if few_layers_tell(hf_config) else [hf_config]
+    count = 6 if setup.activation_offloading else 3
+    few_layers = few_layers_tell(hf_config)
+    configs = [with_layers(hf_config, count), with_layers(hf_config, count + 1)] if few_layers else [hf_config]
     return [(each, config, passes) for each, passes in setups for config in configs]
 
 
@@ -55,9 +58,10 @@ def simulate(setup, hf_config, passes: bool) -> dict[tuple, dict[str, int]]:
 def combine(setup, hf_config, tasks: list[tuple], results: list[dict[tuple, dict[str, int]]]) -> list[PredictedPeak]:
     """The peaks of a setup from the results of its `simulations`, in the order of these `tasks`."""
     few, more = passes_that_tell(setup)
-    if tasks[0][1] is not hf_config:  # models of three and of four layers
+    if tasks[0][1] is not hf_config:  # models of few layers and of one more
         pairs = zip(results[::2], results[1::2], strict=True)
-        results = [all_layers(three, four, hf_config.get_text_config().num_hidden_layers) for three, four in pairs]
+        count, num_layers = (each.get_text_config().num_hidden_layers for each in (tasks[0][1], hf_config))
+        results = [all_layers(few_layers, more_layers, count, num_layers) for few_layers, more_layers in pairs]
     stretches, *others = [highest(result) for result in results]
     if more:
         again, generation = others
@@ -67,13 +71,11 @@ def combine(setup, hf_config, tasks: list[tuple], results: list[dict[tuple, dict
     # All of them are there when the optimizer steps
     gradients = max(kinds.get("gradients", 0) for place, kinds in stretches.items() if place[0] == "optimizer")
     for phase in PHASES:
-        each = (
+        each = [
             spread(setup, weights, gradients, phase, kinds) for place, kinds in stretches.items() if place[0] == phase
-        )
-        kinds = max(each, key=on_device)
-        kinds = {kind: size for kind, size in kinds.items() if size}
-        host = kinds.pop("host", 0)
-        peaks.append(PredictedPeak(phase, on_device(kinds), kinds, host))
+        ]
+        kinds = {kind: size for kind, size in max(each, key=on_device).items() if size and kind != "host"}
+        peaks.append(PredictedPeak(phase, on_device(kinds), kinds, max(map(on_host, each))))
     return peaks
 
 
@@ -94,14 +96,17 @@ def passes_that_tell(setup) -> tuple[int, int]:
     return passes * per_forward, (passes + 2) * per_forward
 
 
-def all_layers(three: dict, four: dict, num_layers: int) -> dict[tuple, dict[str, int]]:
-    """What is alive between events, see `Simulation.run`, with all layers, from what it is with three and four."""
-    # The first two and the last two layers stand for all: along the layers between it is a straight line, too
+def all_layers(few: dict, more: dict, count: int, num_layers: int) -> dict[tuple, dict[str, int]]:
+    """What is alive between events, see `Simulation.run`, with all layers; with `count` it is `few`, with one more
+    `more`."""
+    # The first layers and the last ones stand for all: along the layers between it is a straight line, too
     return {
         (phase, event, layer, visit): along_line(
-            three[phase, event, {0: 0, 1: 1, 2: 1, 3: 2}.get(layer), visit], kinds, num_layers - 3
+            few[phase, event, layer if layer is None or layer <= count // 2 else layer - 1, visit],
+            kinds,
+            num_layers - count,
         )
-        for (phase, event, layer, visit), kinds in four.items()
+        for (phase, event, layer, visit), kinds in more.items()
     }
 
 
@@ -113,16 +118,21 @@ def along_line(first: dict[str, int], second: dict[str, int], x: float) -> dict[
 
 
 def highest(stretches: dict[tuple, dict[str, int]]) -> dict[tuple, dict[str, int]]:
-    """For each (phase, event, layer), the visit with most on the device."""
+    """For each (phase, event, layer), the visit with most on the device, and the most on the host of any visit."""
     best: dict[tuple, dict[str, int]] = {}
     for (*place, _), kinds in stretches.items():
-        if on_device(kinds) > on_device(best.get(tuple(place), {})):
-            best[tuple(place)] = kinds
+        before = best.get(tuple(place), {})
+        host = max(on_host(before), on_host(kinds))
+        best[tuple(place)] = max(before, kinds, key=on_device) | {"host": host}
     return best
 
 
 def on_device(kinds: dict[str, int]) -> int:
     return sum(size for kind, size in kinds.items() if kind != "host")
+
+
+def on_host(kinds: dict[str, int]) -> int:
+    return kinds.get("host", 0)
 
 
 def with_layers(hf_config, count: int):

@@ -171,24 +171,48 @@ class Simulation:
 
     @contextlib.contextmanager
     def offloading(self):
-        """With `activation_offloading`, tensors saved for the backward are on the host until they are needed."""
+        """With `activation_offloading`, tensors saved for the backward are on the host until they are needed.
+
+        As TRL's OffloadActivations, whose `min_offload_size` is 1,024 bytes and `max_fwd_stash_size` 5: the last five
+        are on the device, too, until they are copied, and what is saved again meanwhile stays there. What no backward
+        asks for is kept to the end.
+        """
         if not self.setup.activation_offloading:
             yield
             return
         weights = {p.untyped_storage()._cdata for p in self.model.parameters()}
+        saved: list[tuple[torch.Tensor, bool] | None] = []  # and whether it is on the host
+        leaving: dict[int, tuple[tuple, torch.Tensor]] = {}  # view of a storage, and the tensor, by index in `saved`
+        last: dict[tuple, int] = {}  # of these and what was saved again: index by view
 
         def pack(tensor):
-            # As TRL's OffloadActivations, whose `min_offload_size` is 1,024 bytes
-            if tensor.untyped_storage()._cdata in weights or tensor.numel() * tensor.element_size() < 1024:
-                return tensor
+            storage, number = tensor.untyped_storage()._cdata, len(saved)
+            view = storage, tensor.storage_offset(), tensor.dtype
+            again = view in last
+            if again:
+                last[view] = number
+            if again or storage in weights or tensor.numel() * tensor.element_size() < 1024:
+                saved.append((tensor, False))
+                return number
+            for old in [each for each in leaving if each <= number - 5]:
+                gone, _ = leaving.pop(old)
+                if last[gone] == old:
+                    del last[gone]
+            last[view], leaving[number] = number, (view, tensor)
             with self.memory.of_kind("host"):
-                return (tensor.clone(),)
+                saved.append((tensor.clone(), True))
+            return number
 
-        def unpack(packed):
-            return packed[0].clone() if isinstance(packed, tuple) else packed
+        def unpack(number):
+            last.clear()
+            leaving.clear()
+            tensor, on_host = saved[number]
+            saved[number] = None
+            return tensor.clone() if on_host else tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
+        saved.clear()
 
     def autocast(self):
         return torch.autocast("cpu", torch.bfloat16, enabled=self.setup.bf16)
@@ -299,13 +323,15 @@ class Simulation:
         if setup.prefix_sharing or setup.tokens_per_forward:
             prompts = torch.arange(rows).div(setup.num_generations, rounding_mode="floor")
             input_ids, mask = prompts[:, None].repeat(1, length), torch.ones(rows, length, dtype=torch.long)
-            passes = SharedPrefixPasses(setup.prompt_tokens, setup.completions_per_forward, setup.num_generations)
+            common = dict(
+                prefix_length=setup.prompt_tokens,
+                group_size=setup.num_generations,
+                activation_offloading=setup.activation_offloading,
+            )
+            passes = SharedPrefixPasses(**common, completions_per_forward=setup.completions_per_forward)
             if setup.tokens_per_forward:
                 passes = TokenBudgetPasses(
-                    prefix_length=setup.prompt_tokens,
-                    tokens_per_forward=setup.tokens_per_forward,
-                    prefix_sharing=setup.prefix_sharing,
-                    group_size=setup.num_generations,
+                    **common, tokens_per_forward=setup.tokens_per_forward, prefix_sharing=setup.prefix_sharing
                 )
             if setup.padded and not setup.prefix_sharing:
                 backbone = self.padded(backbone)
@@ -321,6 +347,7 @@ class Simulation:
             return backbone(attention_mask=self.causal_mask(*attention_mask.shape), **kwargs)
 
         forward.get_input_embeddings = backbone.get_input_embeddings
+        forward.is_gradient_checkpointing = backbone.is_gradient_checkpointing
         return forward
 
     def log_probs(self, model, backbone) -> torch.Tensor:

@@ -89,7 +89,7 @@ SCENARIOS = {
     "grpo passes of 9 tokens": dict(trainer="grpo", batch=8, beta=0.05, tokens=9),
     "grpo whole rows, passes of 40 tokens": dict(trainer="grpo", batch=8, evaluate=True, tokens=40, whole=True),
     "grpo lora, whole rows": dict(trainer="grpo", lora="config", tokens=20, whole=True),
-    "grpo activations offloaded, passes of 9 tokens": dict(trainer="grpo", activation_offloading=True, batch=8, tokens=9),
+    "grpo activations offloaded": dict(trainer="grpo", activation_offloading=True, batch=8, tokens=9),
     "grpo experts, activations offloaded, whole rows": dict(trainer="grpo", activation_offloading=True, experts=True,
                                                             batch=8, tokens=40, whole=True),
     "grpo lora beta": dict(trainer="grpo", lora="config", beta=0.05),
