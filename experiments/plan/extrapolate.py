@@ -1,7 +1,7 @@
 """The peak of each phase, from simulations of a few layers and a few passes.
 
 Where all layers are alike, a model of 3 and one of 4 layers are simulated and the rest follows: between two visits to
-a layer, what is alive is a straight line in the number of layers. (Of 6 and 7 where activations are offloaded: the
+a layer, what is alive is a straight line in the number of layers. (Of 7 and 8 where activations are offloaded: the
 inputs of five layers are on their way at a time.) A peak is the highest of such stretches, so each is
 extended on its own, and the highest is taken afterwards. Many passes of a shared prompt follow from few in the same
 way.
@@ -35,7 +35,7 @@ def simulations(setup, hf_config) -> list[tuple]:
     setups = [(setup, True)]
     if more:  # generation has no passes
         setups = [(setup.with_k(few), True), (setup.with_k(more), True), (setup, False)]
-    count = 6 if setup.activation_offloading else 3
+    count = 7 if setup.activation_offloading else 3
     few_layers = few_layers_tell(hf_config)
     configs = [with_layers(hf_config, count), with_layers(hf_config, count + 1)] if few_layers else [hf_config]
     return [(each, config, passes) for each, passes in setups for config in configs]
@@ -99,10 +99,10 @@ def passes_that_tell(setup) -> tuple[int, int]:
 def all_layers(few: dict, more: dict, count: int, num_layers: int) -> dict[tuple, dict[str, int]]:
     """What is alive between events, see `Simulation.run`, with all layers; with `count` it is `few`, with one more
     `more`."""
-    # The first layers and the last ones stand for all: along the layers between it is a straight line, too
+    # The first layers and the last two stand for all: along the layers between it is a straight line, too
     return {
         (phase, event, layer, visit): along_line(
-            few[phase, event, layer if layer is None or layer <= count // 2 else layer - 1, visit],
+            few[phase, event, layer if layer is None or layer <= count - 2 else layer - 1, visit],
             kinds,
             num_layers - count,
         )

@@ -88,14 +88,14 @@ class Simulation:
         self.current = (name, "start", None, 0)
         self.visits.clear()
         yield
-        self.stretches[self.current] = self.memory.at_peak
+        self.stretches[self.current] = dict(self.memory.at_peak)
         self.current = None
 
     def event(self, name: str, layer: int | None = None) -> None:
         """A new stretch begins."""
         if self.current is None:
             return
-        self.stretches[self.current] = self.memory.at_peak
+        self.stretches[self.current] = dict(self.memory.at_peak)
         self.current = (self.current[0], name, layer, self.visits[name, layer])
         self.visits[name, layer] += 1
         self.memory.reset()
@@ -127,6 +127,7 @@ class Simulation:
         reached = {*self.model.get_decoder().parameters(), *self.model.get_output_embeddings().parameters()}
         for parameter in set(self.model.parameters()) - reached:
             parameter.requires_grad_(False)
+        del reached  # it would hold the weights that are quantized below
         if setup.reward_model:
             config = self.config if setup.reward_model == "policy" else named_config(setup.reward_model)
             config = copy.deepcopy(config)

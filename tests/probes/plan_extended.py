@@ -1,5 +1,6 @@
 """Peaks that the simulation extends from few layers and few passes, beside those of a whole simulation: one line a
-setup and phase. Then the same of what waits on the host."""
+setup and phase. Then the same of what waits on the host. At the end the forwards of layers
+whose inputs are offloaded, which are not where the phase peaks."""
 
 from dataclasses import replace
 
@@ -26,6 +27,7 @@ setups = {
     "stock-offloaded": (offloaded, ten_layers),
     "passes-offloaded": (replace(offloaded, device="cpu").with_k(10).arm("shared"), ten_layers),
 }
+forwards = []
 for name, (setup, config) in setups.items():
     short = extrapolate.phase_peaks(setup, config)
     whole = extrapolate.highest(simulate.Simulation(setup, config).run())
@@ -33,3 +35,9 @@ for name, (setup, config) in setups.items():
         stretches = [kinds for place, kinds in whole.items() if place[0] == peak.phase]
         exact, host = (max(map(count, stretches)) for count in (extrapolate.on_device, extrapolate.on_host))
         print(name, peak.phase, peak.total, exact, peak.host, host)
+    if name == "stock-offloaded":
+        results = [extrapolate.simulate(*task) for task in extrapolate.simulations(setup, config)]
+        few_layers = extrapolate.highest(extrapolate.all_layers(*results, 7, 10))
+        for count in (extrapolate.on_device, extrapolate.on_host):
+            forwards.extend(max(count(x[p]) for p in x if p[:2] == ("train", "forward")) for x in (few_layers, whole))
+print("stock-offloaded", "forward", *forwards)
