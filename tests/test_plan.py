@@ -341,5 +341,29 @@ def test_few_layers_and_few_passes_tell_what_many_take(forked):
     result = forked("plan_extended")
     assert result.returncode == 0, result.stderr[-3000:]
     rows = [line.split() for line in result.stdout.splitlines()]
-    assert len(rows) == 3 * 5
-    assert all(abs(int(short) - int(whole)) <= 1024 for _, _, short, whole in rows), result.stdout
+    assert len(rows) == 8 * 5 + 1
+    for _, _, *sizes in rows:
+        short, whole, host_short, host_whole = map(int, sizes)
+        assert abs(short - whole) <= 1024 and abs(host_short - host_whole) <= 1024, result.stdout
+    on_host = {(name, phase) for name, phase, *_, host in rows if int(host)}
+    assert on_host == {("stock-offloaded", "train"), ("passes-offloaded", "train"), ("stock-offloaded", "forward")}
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_with_offloading_it_is_the_host_that_grows_with_the_passes(tmp_path):
+    """An 8B model, 56 completions of 512 tokens more, in passes of two: the inputs of their layers."""
+    options = ("--prompt", 200, "--completion", 512, "--lora", 16, "--activation-offloading", "--arms", "shared")
+    trained = []
+    for k in (8, 64):
+        path = tmp_path / f"{k}.json"
+        result = run("plan", "--model", "Qwen/Qwen3-8B", *options, "--k", k, "--json", path)
+        assert result.returncode == 0, result.stderr[-3000:]
+        (prediction,) = json.loads(path.read_text())["predictions"]
+        assert prediction["setup"]["completions_per_forward"] == 2
+        trained += [phase for phase in prediction["phases"] if phase["phase"] == "train"]
+        assert f"shared, on the host at most: {trained[-1]['host'] / 2**30:.2f} (train)" in result.stdout
+    few, many = trained
+    inputs = 56 * 513 * 4096 * 2 * 36  # tokens with the prompt's last, hidden size, bfloat16, layers
+    assert inputs <= many["host"] - few["host"] <= 1.1 * inputs
+    assert many["total"] - few["total"] <= 0.2 * inputs

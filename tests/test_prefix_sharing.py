@@ -109,6 +109,18 @@ def test_while_generating_the_prompts_keys_and_values_are_alive_once(probe):
     assert max(own for _, own in result["kept"]) < result["window"] + 4, result
 
 
+def test_what_waits_for_the_backward_does_not_grow_with_the_passes_on_the_device_if_it_is_offloaded(probe):
+    """Per completion, with three and six layers: the inputs of layers are on the device where passes are neither
+    computed again nor offloaded, else not. TRL's own code moves what the planner says, to the byte."""
+    result = probe("offloaded_passes")
+    of_a_layer = result["bytes of a token"] * result["tokens of a completion"]
+    for place, ways_that_keep in ((0, {"kept"}), (1, {"TRL", "TRL, streams", "planner"})):
+        for way, alive in result["alive"].items():
+            three, six = ((alive[layers]["12"][place] - alive[layers]["4"][place]) / 8 for layers in ("3", "6"))
+            assert six - three == (3 * of_a_layer if way in ways_that_keep else 0), (way, place, result)
+    assert result["alive"]["planner"] == result["alive"]["TRL, streams"]
+
+
 def test_bad_input_is_refused_with_value_limit_and_remedy_and_leaves_the_attention_usable(probe):
     result = probe("shared_refusals")
     expected = {

@@ -32,6 +32,7 @@ ADDS = {
     "0013-prefix-sharing-decoding.patch": (set(), "prefix-sharing-decoding"),
     "0014-prefix-sharing-recomputation.patch": (set(), "prefix-sharing-recomputation"),
     "0015-prefix-sharing-gradients.patch": (set(), "prefix-sharing-gradients"),
+    "0016-prefix-sharing-offloading.patch": (set(), "prefix-sharing-offloading"),
 }
 # Words that stand nowhere in the package before their patch
 WORDS = {

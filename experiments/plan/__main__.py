@@ -51,8 +51,9 @@ def table(predictions: list[Prediction], budget: int | None, measure: str = "pea
     lines.append("")
     for prediction in predictions:
         peak = prediction.peak
-        host = f"; on the host {peak.host / GIB:.2f}" if peak.host else ""
-        lines.append(f"{prediction.arm}, {peak.phase}: {peak.parts()}{host}")
+        lines.append(f"{prediction.arm}, {peak.phase}: {peak.parts()}")
+        if most := prediction.most_on_host.host:
+            lines.append(f"{prediction.arm}, on the host at most: {most / GIB:.2f} ({prediction.most_on_host.phase})")
     return "\n".join(lines)
 
 

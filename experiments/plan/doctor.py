@@ -180,6 +180,8 @@ def run(args: argparse.Namespace) -> int:
     for name, prediction in sorted(predictions.items(), key=lambda pair: pair[1].peak.total):
         saved = now.peak.total - prediction.peak.total
         effect = levers[name].effect(setup)
+        if host := prediction.most_on_host.host:
+            effect += f"; {host / GIB:.2f} GiB wait on the host"
         print(f"  {prediction.peak.total / GIB:8.2f}  {-saved / GIB:+8.2f}  {name:31} {effect}")
 
     print(f"\nuntil it fits in {budget / GIB:.2f} GiB:")
@@ -242,6 +244,8 @@ def conclude(
     print(f"fits: {gib(last)}. {same}Settings, with prompts to {setup.prompt_tokens} tokens: {path}")
     if words := range_in_words(last.phases, calibration):
         print(f"  {words}")
+    if host := last.most_on_host.host:
+        print(f"  {host / GIB:.2f} GiB wait on the host at most ({last.most_on_host.phase})")
     own = "" if settings.get("dataset") else " --dataset PROMPTS.jsonl"
     own += "" if settings.get("reward") else " --reward MODULE:FUNCTION"
     model = "MODEL_PATH=/path/to/model "

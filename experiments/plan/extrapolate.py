@@ -3,7 +3,8 @@
 Where all layers are alike, a model of 3 and one of 4 layers are simulated and the rest follows: between two visits to
 a layer, what is alive is a straight line in the number of layers. A peak is the highest of such stretches, so each is
 extended on its own, and the highest is taken afterwards. Where layers of two kinds alternate (sliding and full
-attention), the same is done with whole rounds of them. Many passes of a shared prompt follow from few in the same way.
+attention), the same is done with whole rounds of them. (Where activations are offloaded, with 7 layers and more: the
+inputs of five layers are on their way at a time.) Many passes of a shared prompt follow from few in the same way.
 """
 
 import copy
@@ -36,7 +37,7 @@ def simulations(setup, hf_config) -> list[tuple]:
     setups = [(setup, True)]
     if more:  # generation has no passes
         setups = [(setup.with_k(few), True), (setup.with_k(more), True), (setup, False)]
-    rounds = Rounds.of(hf_config)
+    rounds = Rounds.of(hf_config, 7 if setup.activation_offloading else 3)
     configs = [with_layers(hf_config, count) for count in (rounds.few, rounds.more)] if rounds else [hf_config]
     return [(each, config, passes) for each, passes in setups for config in configs]
 
@@ -62,19 +63,17 @@ def combine(setup, hf_config, tasks: list[tuple], results: list[dict[tuple, dict
     # All of them are there when the optimizer steps
     gradients = max(kinds.get("gradients", 0) for place, kinds in stretches.items() if place[0] == "optimizer")
     for phase in PHASES:
-        each = (
+        each = [
             spread(setup, weights, gradients, phase, kinds) for place, kinds in stretches.items() if place[0] == phase
-        )
-        kinds = max(each, key=on_device)
-        kinds = {kind: size for kind, size in kinds.items() if size}
-        host = kinds.pop("host", 0)
-        peaks.append(PredictedPeak(phase, on_device(kinds), kinds, host))
+        ]
+        kinds = {kind: size for kind, size in max(each, key=on_device).items() if size and kind != "host"}
+        peaks.append(PredictedPeak(phase, on_device(kinds), kinds, max(map(on_host, each))))
     return peaks
 
 
 def stretches_of(setup, hf_config, tasks: list[tuple], results: list[dict]) -> dict[tuple, dict[str, int]]:
-    """The bytes by kind at the peak of each (phase, event, layer, role), with all layers
-    and all passes, from the results of these `tasks`, the `simulations` of a setup."""
+    """The bytes by kind at the peak of each (phase, event, layer, role), with all layers and all passes, from the
+    results of these `tasks`, the `simulations` of a setup."""
     few, more = passes_that_tell(setup)
     if tasks[0][1] is not hf_config:
         configs = tasks[0][1], tasks[1][1], hf_config
@@ -117,13 +116,14 @@ class Rounds:
     layers: int
 
     @classmethod
-    def of(cls, hf_config) -> "Rounds | None":
-        """None where all layers must be simulated: they are few, or have weights of different shapes."""
+    def of(cls, hf_config, least: int) -> "Rounds | None":
+        """With at least so many layers. None where all must be simulated: they are few, or have weights of different
+        shapes."""
         text_config = hf_config.get_text_config()
         count = text_config.num_hidden_layers
         types = getattr(text_config, "layer_types", None) or ["full_attention"] * count
         length = next(n for n in range(1, count + 1) if types[n:] == types[:-n])
-        few = (3 if length < 3 else 2) * length + count % length
+        few = max(3 if length < 3 else 2, -(-least // length)) * length + count % length
         if few + few + length >= count:
             return None
         layers = decoder_layers(meta_model(hf_config))
@@ -158,20 +158,25 @@ ALONE = {"forward": "first", "logits": "first", "backward": "first and last", "b
 
 
 def highest(stretches: dict[tuple, dict[str, int]]) -> dict[tuple, dict[str, int]]:
-    """For each (phase, event, layer, role of the visit), the visit with most on the device. Roles are those of `ALONE`
-    and "other"."""
+    """For each (phase, event, layer, role of the visit), the visit with most on the device, and the most on the host
+    of any of them. Roles are those of `ALONE` and "other"."""
     visits = Counter(tuple(place) for *place, _ in stretches)
     best: dict[tuple, dict[str, int]] = {}
     for (*place, visit), kinds in stretches.items():
         role = "first" if visit == 0 else "last" if visit == visits[tuple(place)] - 1 else "other"
         place = (*place, role if role in ALONE.get(place[1], "") else "other")
-        if on_device(kinds) >= on_device(best.get(place, {})):
-            best[place] = kinds
+        before = best.get(place, {})
+        host = max(on_host(before), on_host(kinds))
+        best[place] = max(before, kinds, key=on_device) | {"host": host}
     return best
 
 
 def on_device(kinds: dict[str, int]) -> int:
     return sum(size for kind, size in kinds.items() if kind != "host")
+
+
+def on_host(kinds: dict[str, int]) -> int:
+    return kinds.get("host", 0)
 
 
 def with_layers(hf_config, count: int):

@@ -35,6 +35,11 @@ def cost_of_sharing(setup: Setup) -> str:
     )
 
 
+def cost_of_offloading(setup: Setup) -> str:
+    again = setup.gradient_checkpointing and setup.needs_fork and setup.rows_per_pass is not None
+    return "transfers, host memory" + (", in place of computing passes again" if again else "")
+
+
 def share_prompt(setup: Setup) -> Setup:
     return setup if setup.prefix_sharing or drops_out(setup) else setup.arm("shared")
 
@@ -144,7 +149,7 @@ LEVERS = (
     ),
     Lever("offload_reward", "the reward model's, likewise", offload_reward, TRANSFERS, always),
     Lever(
-        "activation_offloading", "transfers, host memory", lambda s: replace(s, activation_offloading=True), TRANSFERS,
+        "activation_offloading", cost_of_offloading, lambda s: replace(s, activation_offloading=True), TRANSFERS,
         always,
     ),
     Lever("prefix_sharing, lora_dropout: 0", "adapters train without dropout", share_without_dropout),

@@ -18,8 +18,8 @@ class LiveBytes(TorchDispatchMode):
     """Counts storages created by operations inside the `with` block, and those given to `add`.
 
     `live` is bytes by kind now, `total` their sum without the kind "host", and `at_peak` what `live` was when `total`
-    was largest since `reset`. A new storage is of the kind that `kind` names. In a backward, a tensor in the shape of
-    a watched weight is a gradient on its way to the parameter.
+    was largest since `reset`, but of "host" the most since then, whenever that was. A new storage is of the kind that
+    `kind` names. In a backward, a tensor in the shape of a watched weight is a gradient on its way to the parameter.
     """
 
     def __init__(self):
@@ -51,8 +51,10 @@ class LiveBytes(TorchDispatchMode):
         self.freed[key] = weakref.ref(storage, lambda _: self.remove(key))
         self.live[kind] += size
         self.total += size if kind != "host" else 0
+        most_on_host = max(self.at_peak.get("host", 0), self.live["host"])
         if self.total > self.peak:
             self.peak, self.at_peak = self.total, dict(self.live)
+        self.at_peak["host"] = most_on_host
 
     def remove(self, key: int) -> None:
         """Stop counting a storage: it was freed, or it left the device."""

@@ -23,8 +23,8 @@ CORRECTION = "correction"  # the kind of a peak that a calibration adds or takes
 
 @dataclass(frozen=True)
 class PredictedPeak:
-    """What a phase is predicted to hold at its peak, in bytes: on the device in all and by kind, and moved to the
-    host. A measured one is `experiments.phases.PhasePeak`."""
+    """What a phase is predicted to hold at its peak, in bytes: on the device in all and by kind. `host` is the most
+    that waits on the host, maybe at another moment. A measured one is `experiments.phases.PhasePeak`."""
 
     phase: str
     total: int
@@ -52,6 +52,11 @@ class Prediction:
     @property
     def peak(self):
         return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def most_on_host(self) -> PredictedPeak:
+        """The phase in which most waits on the host."""
+        return max(self.phases, key=lambda phase: phase.host)
 
 
 def predict(arm: str, setup: Setup, hf_config, calibration=None) -> Prediction:

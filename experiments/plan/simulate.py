@@ -22,6 +22,7 @@ from transformers import AutoModelForSequenceClassification, DynamicCache, Gener
 from experiments.config import ConfigError
 from experiments.plan.building import build, decoder_layers, quantize, weights_not_in_8_bits, with_adapters
 from experiments.plan.live_bytes import LiveBytes
+from experiments.plan.offloaded import offloaded
 from experiments.plan.replaced import head_log_probs, pretending
 from experiments.plan.shapes_only import ShapesOnly
 from experiments.workload.models import named_config
@@ -77,7 +78,7 @@ class Simulation:
             with self.phase("score"), torch.no_grad():
                 self.score()
             self.model.train()
-            with self.phase("train"), self.offloading():
+            with self.phase("train"), self.offloaded():
                 self.train()
             with self.phase("optimizer"):
                 self.optimizer.step()
@@ -89,14 +90,14 @@ class Simulation:
         self.current = (name, "start", None, 0)
         self.visits.clear()
         yield
-        self.stretches[self.current] = self.memory.at_peak
+        self.stretches[self.current] = dict(self.memory.at_peak)
         self.current = None
 
     def event(self, name: str, layer: int | None = None) -> None:
         """A new stretch begins."""
         if self.current is None:
             return
-        self.stretches[self.current] = self.memory.at_peak
+        self.stretches[self.current] = dict(self.memory.at_peak)
         self.current = (self.current[0], name, layer, self.visits[name, layer])
         self.visits[name, layer] += 1
         self.memory.reset()
@@ -148,6 +149,7 @@ class Simulation:
         reached = {*self.model.get_decoder().parameters(), *self.model.get_output_embeddings().parameters()}
         for parameter in set(self.model.parameters()) - reached:
             parameter.requires_grad_(False)
+        del reached  # it would hold the weights that are quantized below
         if setup.reward_model:
             config = self.config if setup.reward_model == "policy" else named_config(setup.reward_model)
             config = copy.deepcopy(config)
@@ -190,26 +192,8 @@ class Simulation:
             self.optimizer.step()
         self.optimizer.zero_grad()
 
-    @contextlib.contextmanager
-    def offloading(self):
-        """With `activation_offloading`, tensors saved for the backward are on the host until they are needed."""
-        if not self.setup.activation_offloading:
-            yield
-            return
-        weights = {p.untyped_storage()._cdata for p in self.model.parameters()}
-
-        def pack(tensor):
-            # As TRL's OffloadActivations, whose `min_offload_size` is 1,024 bytes
-            if tensor.untyped_storage()._cdata in weights or tensor.numel() * tensor.element_size() < 1024:
-                return tensor
-            with self.memory.of_kind("host"):
-                return (tensor.clone(),)
-
-        def unpack(packed):
-            return packed[0].clone() if isinstance(packed, tuple) else packed
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            yield
+    def offloaded(self):
+        return offloaded(self.model, self.memory) if self.setup.activation_offloading else contextlib.nullcontext()
 
     def autocast(self):
         return torch.autocast("cpu", torch.bfloat16, enabled=self.setup.bf16)
@@ -320,13 +304,15 @@ class Simulation:
         if setup.prefix_sharing or setup.tokens_per_forward:
             prompts = torch.arange(rows).div(setup.num_generations, rounding_mode="floor")
             input_ids, mask = prompts[:, None].repeat(1, length), torch.ones(rows, length, dtype=torch.long)
-            passes = SharedPrefixPasses(setup.prompt_tokens, setup.completions_per_forward, setup.num_generations)
+            common = dict(
+                prefix_length=setup.prompt_tokens,
+                group_size=setup.num_generations,
+                activation_offloading=setup.activation_offloading,
+            )
+            passes = SharedPrefixPasses(**common, completions_per_forward=setup.completions_per_forward)
             if setup.tokens_per_forward:
                 passes = TokenBudgetPasses(
-                    prefix_length=setup.prompt_tokens,
-                    tokens_per_forward=setup.tokens_per_forward,
-                    prefix_sharing=setup.prefix_sharing,
-                    group_size=setup.num_generations,
+                    **common, tokens_per_forward=setup.tokens_per_forward, prefix_sharing=setup.prefix_sharing
                 )
             if setup.padded and not setup.prefix_sharing:
                 backbone = self.padded(backbone)
@@ -342,6 +328,7 @@ class Simulation:
             return backbone(attention_mask=self.causal_mask(*attention_mask.shape), **kwargs)
 
         forward.get_input_embeddings = backbone.get_input_embeddings
+        forward.is_gradient_checkpointing = backbone.is_gradient_checkpointing
         return forward
 
     def log_probs(self, model, backbone) -> torch.Tensor:

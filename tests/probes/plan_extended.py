@@ -1,5 +1,6 @@
 """Peaks that the simulation extends from few layers and few passes, beside those of a whole simulation: one line a
-setup and phase."""
+setup and phase. Then the same of what waits on the host. At the end the forwards of layers
+whose inputs are offloaded, which are not where the phase peaks."""
 
 from dataclasses import replace
 
@@ -13,17 +14,42 @@ from experiments.plan.setups import Setup  # noqa: E402
 from experiments.workload import models  # noqa: E402
 
 eight_layers = models.shape_config("qwen3-8-layers", 4000)
+deep = models.shape_config("qwen3-8-layers", 4000)
+deep.num_hidden_layers, deep.layer_types = 16, ["full_attention"] * 16
+# Three sliding layers and a full one, and one more at the end
+alternating = models.shape_config("gemma-3-1b", 4000)
+alternating.hidden_size, alternating.intermediate_size, alternating.head_dim = 256, 512, 64
+alternating.num_hidden_layers = 25
+alternating.layer_types = [("sliding_attention", "full_attention")[i % 4 == 3] for i in range(25)]
+alternating.sliding_window = 32
 base = Setup(prompt_tokens=96, max_completion_length=16, num_generations=4, per_device_train_batch_size=4)
 # The LM head's tile is small on a CPU: two passes fill it, so few tell what five take
-many_passes = replace(base, device="cpu", max_completion_length=64).with_k(10)
+many_passes = replace(base, device="cpu", max_completion_length=64).with_k(16)
+offloaded = replace(base, lora_rank=8, activation_offloading=True, max_completion_length=64)
 setups = {
     "stock": (base, eight_layers),
     "shared-lora": (replace(base, lora_rank=8).arm("shared"), eight_layers),
     "passes": (many_passes.arm("shared"), extrapolate.with_layers(eight_layers, 2)),
+    "short-prompt": (
+        replace(base, prompt_tokens=20).with_k(12).arm("shared"),
+        extrapolate.with_layers(eight_layers, 2),
+    ),
+    "alternating": (base, alternating),
+    "alternating-shared": (base.arm("shared"), alternating),
+    "stock-offloaded": (offloaded, deep),
+    "passes-offloaded": (replace(offloaded, device="cpu").with_k(10).arm("shared"), deep),
 }
+forwards = []
 for name, (setup, config) in setups.items():
     short = extrapolate.phase_peaks(setup, config)
     whole = extrapolate.highest(simulate.Simulation(setup, config).run())
     for peak in short:
-        exact = max(extrapolate.on_device(kinds) for place, kinds in whole.items() if place[0] == peak.phase)
-        print(name, peak.phase, peak.total, exact)
+        stretches = [kinds for place, kinds in whole.items() if place[0] == peak.phase]
+        exact, host = (max(map(count, stretches)) for count in (extrapolate.on_device, extrapolate.on_host))
+        print(name, peak.phase, peak.total, exact, peak.host, host)
+    if name == "stock-offloaded":
+        results = [extrapolate.simulate(*task) for task in extrapolate.simulations(setup, config)]
+        few_layers = extrapolate.highest(extrapolate.Rounds(7, 8, 16).all_layers(*results))
+        for count in (extrapolate.on_device, extrapolate.on_host):
+            forwards.extend(max(count(x[p]) for p in x if p[:2] == ("train", "forward")) for x in (few_layers, whole))
+print("stock-offloaded", "forward", *forwards)

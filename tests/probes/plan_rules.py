@@ -39,7 +39,7 @@ def offloaded(dtype, elements: int) -> bool:
     x = torch.ones(elements, dtype=dtype, requires_grad=True)
     with simulation.memory, simulation.offloading():
         y = x.double().exp() if dtype == torch.float64 else x.exp()
-    return simulation.memory.live["host"] > 0 and y.requires_grad
+        return simulation.memory.live["host"] > 0 and y.requires_grad
 
 
 base = Setup(64, max_completion_length=16, reward_model="policy", device="cpu", padded=False)

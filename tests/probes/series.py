@@ -18,6 +18,7 @@ from unittest import mock
 
 import tiny
 import torch
+from cpu_offloading import get_act_offloading_ctx_manager
 from dispatched import operations_of_a_layer
 from transformers import GenerationConfig, LlavaConfig, LlavaForConditionalGeneration, Qwen3_5TextConfig
 from trees import on_each_tree
@@ -326,6 +327,35 @@ def prefix_sharing_gradients(folder):
         ).last_hidden_state.sum().backward()
     number = 2 * model.config.num_hidden_layers * len(lengths)  # keys and values
     return len(of_prompts()) == entered[0] == number
+
+
+@promise
+def prefix_sharing_offloading(folder):
+    """Layers run three times for all passes but the last that a trainer was asked for, twice if it offloads what is
+    saved, and computes layers again. Where layers are not, passes are."""
+
+    def runs(name, **options):
+        """How often a layer runs with gradients in one training step of four completions."""
+        with mock.patch.object(trainer_module(name), "get_act_offloading_ctx_manager", get_act_offloading_ctx_manager):
+            trainer = tiny.build_trainer(name, folder, max_steps=1, **options)
+        calls = []
+        # A norm: the hooks of a layer that is checkpointed do not run again with it
+        trainer.model.model.layers[0].input_layernorm.register_forward_pre_hook(
+            lambda module, args: calls.append(1) if torch.is_grad_enabled() else None
+        )
+        trainer.train()
+        return len(calls)
+
+    # Options, prompts that go through the model by themselves, passes
+    asked = ((dict(prefix_sharing=True, completions_per_forward=1), 1, 4), (dict(tokens_per_forward=1), 0, 4))
+    return all(
+        runs(name, **options) == 2 * (prompts + passes) + passes - 1
+        and runs(name, **options, activation_offloading=True) == 2 * (prompts + passes)
+        and runs(name, **options, activation_offloading=True, gradient_checkpointing=False)
+        == prompts + passes + passes - 1
+        for name in NAMES
+        for options, prompts, passes in asked
+    )
 
 
 def look(tree, names):

@@ -18,6 +18,7 @@ from experiments.builds import use_fork
 use_fork(cfg.ARMS["shared"])
 
 import torch  # noqa: E402
+from cpu_offloading import get_act_offloading_ctx_manager  # noqa: E402
 from datasets import Dataset, IterableDataset  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
 from shared_exactness import ARCHITECTURES, pure_float64  # noqa: E402
@@ -61,8 +62,9 @@ SCENARIOS = {
     "rloo two iterations": dict(num_iterations=2, gradient_accumulation_steps=2),
     "rloo two batches a generation": dict(steps_per_generation=2),
     "rloo no checkpointing": dict(gradient_checkpointing=False, completions_per_forward=2),
-    "rloo activations offloaded": dict(offload=True, completions_per_forward=2),
-    "rloo activations offloaded, no checkpointing": dict(offload=True, gradient_checkpointing=False),
+    "rloo activations offloaded": dict(activation_offloading=True, completions_per_forward=2),
+    "rloo activations offloaded, no checkpointing": dict(activation_offloading=True, gradient_checkpointing=False),
+    "rloo lora, activations offloaded": dict(activation_offloading=True, lora="config", completions_per_forward=1),
     "rloo truncated masked": dict(mask_truncated_completions=True),
     "rloo all truncated": dict(mask_truncated_completions=True, ends=1),
     "rloo one-token completions": dict(max_completion_length=1),
@@ -87,6 +89,9 @@ SCENARIOS = {
     "grpo passes of 9 tokens": dict(trainer="grpo", batch=8, beta=0.05, tokens=9),
     "grpo whole rows, passes of 40 tokens": dict(trainer="grpo", batch=8, evaluate=True, tokens=40, whole=True),
     "grpo lora, whole rows": dict(trainer="grpo", lora="config", tokens=20, whole=True),
+    "grpo activations offloaded": dict(trainer="grpo", activation_offloading=True, batch=8, tokens=9),
+    "grpo experts, activations offloaded, whole rows": dict(trainer="grpo", activation_offloading=True, experts=True,
+                                                            batch=8, tokens=40, whole=True),
     "grpo lora beta": dict(trainer="grpo", lora="config", beta=0.05),
     "grpo gemma4 class": dict(trainer="grpo", nested="gemma4", beta=0.05, learning_rate=1e-3),
     "grpo gemma3 class, lora": dict(trainer="grpo", nested="gemma3", lora="config", beta=0.05),
@@ -127,7 +132,6 @@ def train(
     experts=False,
     nested=None,
     lora=None,
-    offload=False,
     completions_per_forward=None,
     tokens=None,
     whole=False,
@@ -180,6 +184,7 @@ def train(
     )
     shuffle = module.shuffle_sequence_dict
     module.shuffle_sequence_dict = lambda batch, group_size=1: shuffle(batch, 4)
+    module.get_act_offloading_ctx_manager = get_act_offloading_ctx_manager
     run = make_trainer(
         model=model,
         reward_funcs=reward,
@@ -189,8 +194,6 @@ def train(
         eval_dataset=rows if evaluate else None,
         peft_config=lora_config if lora == "config" else None,
     )
-    if offload:  # what `activation_offloading` does where there is an accelerator: saved tensors leave and come back
-        run.maybe_activation_offload_context = torch.autograd.graph.save_on_cpu()
     run.train()
     module.shuffle_sequence_dict = shuffle
     skipped = ("time", "runtime", "per_second", "num_input_tokens")

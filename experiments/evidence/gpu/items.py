@@ -69,7 +69,7 @@ def on_cuda(predictions: Path) -> list[Item]:
         cells("k32", "cuda", 420, 80, predictions),
         suite("published-k2-k4", "cuda", "seed", published, "2,4", 1),
         measure("profile", "cuda", 60, "gpu.step_profile"),
-        cells("mask-offload", "cuda", 90, 50, predictions),
+        cells("mask-offload", "cuda", 150, 50, predictions),
         measure("sampler", "cuda", 9 * RUN_SECONDS, "sampler_check", least=60),
         measure("planner", "cuda", 500, "planner_check", *quantized, least=60),
         cells("long-sampled", "cuda", 400, 160, predictions),

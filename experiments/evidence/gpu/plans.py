@@ -124,7 +124,10 @@ PLANS = {
     "ragged": Plan(sum((cells(x, 8, "ragged", RIVALS) for x in LENGTHS), ())),
     "k32": Plan(sum((cells(x, 32, kind) for x, kind in LENGTHS.items()), ()), steps=1, stated_s=60),
     "long-sampled": Plan(cells((1000, 2000), 8, "sampled", ("shared-8192", "stock")), steps=1, stated_s=150),
-    "mask-offload": Plan(cells((3000, 100), 8, "given", ("shared-2-mask", "stock-offload", "shared-2-offload"))),
+    "mask-offload": Plan(
+        cells((3000, 100), 8, "given", ("shared-2-mask", "stock-offload", "shared-2-offload"))
+        + cells((1000, 2000), 8, "given", ("stock-offload", "shared-2-offload"))
+    ),
     "small": Plan(
         (
             *(Cell(*SMALL, "sampled", way, **ON_CPU) for way in ("stock", "shared-2", "shared-4096")),

@@ -1,0 +1,127 @@
+# Copyright 2020-2026 The HuggingFace Team. All rights reserved.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from datasets import load_dataset
+
+from trl.models import get_act_offloading_ctx_manager
+from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing
+from trl.models.token_budget import TokenBudgetPasses
+
+from .test_prefix_sharing import TRAINERS, load, make_batch
+from .testing_utils import TrlTestCase
+
+
+MODEL_ID = "trl-internal-testing/tiny-Qwen2ForCausalLM-2.5"
+
+
+def offload_on_cpu(model):
+    # Without an accelerator, the CPU stands for one: saved tensors are copied, and taken from where the copies are kept
+    with patch.object(torch.accelerator, "current_accelerator", lambda: torch.device("cpu")):
+        manager = get_act_offloading_ctx_manager(model, use_pin_memory=False, use_streams=False)
+    manager.device_module = SimpleNamespace(**vars(torch.cpu), empty_cache=lambda: None)
+    return manager
+
+
+def count_layer_forwards(model):
+    # A norm and not the layer, whose hooks do not run when it is computed again
+    counts = []
+    norm = model.get_decoder().layers[0].input_layernorm
+    norm.register_forward_pre_hook(lambda *args: counts.append(1) if torch.is_grad_enabled() else None)
+    return counts
+
+
+class TestPrefixSharingOffloading(TrlTestCase):
+    # Two prompts, and two passes or more for each. Number of times that a layer runs: prompts and passes in the
+    # forward, each again by layer, and all passes but the last as a whole
+    @pytest.mark.parametrize("gradient_checkpointing", [False, True])
+    @pytest.mark.parametrize(
+        "make_passes, prompts, passes",
+        [
+            (lambda p, on: SharedPrefixPasses(p, completions_per_forward=1, activation_offloading=on), 2, 6),
+            (lambda p, on: SharedPrefixPasses(p, completions_per_forward=2, activation_offloading=on), 2, 4),
+            (
+                lambda p, on: TokenBudgetPasses(
+                    prefix_length=p, tokens_per_forward=8, prefix_sharing=True, activation_offloading=on
+                ),
+                2,
+                4,
+            ),
+            (lambda p, on: TokenBudgetPasses(prefix_length=p, tokens_per_forward=40, activation_offloading=on), 0, 3),
+        ],
+    )
+    def test_log_probs_and_gradients(self, make_passes, prompts, passes, gradient_checkpointing):
+        model = load(MODEL_ID).train()
+        input_ids, attention_mask, prompt_length = make_batch()
+        labels = input_ids.masked_fill(attention_mask == 0, -100)
+        labels[:, :prompt_length] = -100
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, "fused_lm_head": True}
+        expected = model(**inputs)
+        expected.log_probs.sum().backward()
+        expected_grads = {
+            name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None
+        }
+
+        enable_prefix_sharing(model)
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        counts = count_layer_forwards(model)
+        for activation_offloading in (False, True):
+            model.zero_grad()
+            counts.clear()
+            with offload_on_cpu(model):
+                outputs = model(**inputs, passes=make_passes(prompt_length, activation_offloading))
+                outputs.log_probs.sum().backward()
+
+            log_probs = expected.log_probs[:, prompt_length - 1 :]
+            torch.testing.assert_close(outputs.log_probs, log_probs, rtol=1e-5, atol=1e-5)
+            for name, grad in expected_grads.items():
+                torch.testing.assert_close(model.get_parameter(name).grad, grad, rtol=1e-4, atol=1e-5)
+            by_layer = prompts + passes if gradient_checkpointing else 0
+            whole = 0 if activation_offloading and gradient_checkpointing else passes - 1
+            assert len(counts) == prompts + passes + by_layer + whole
+
+    @pytest.mark.parametrize(
+        "kwargs, passes, prompts",
+        [({"prefix_sharing": True, "completions_per_forward": 1}, 3, 1), ({"tokens_per_forward": 1}, 3, 0)],
+    )
+    @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
+    def test_train(self, config_class, trainer_class, kwargs, passes, prompts):
+        dataset = load_dataset("trl-internal-testing/zen", "standard_prompt_only", split="train")
+        for activation_offloading in (False, True):
+            training_args = config_class(
+                output_dir=self.tmp_dir,
+                per_device_train_batch_size=3,  # reduce the batch size to reduce memory usage
+                num_generations=3,  # reduce the number of generations to reduce memory usage
+                max_completion_length=8,  # reduce the completion length to reduce memory usage
+                max_steps=1,
+                activation_offloading=activation_offloading,
+                report_to="none",
+                **kwargs,
+            )
+            with patch(f"{trainer_class.__module__}.get_act_offloading_ctx_manager", offload_on_cpu):
+                trainer = trainer_class(
+                    model=MODEL_ID,
+                    reward_funcs="trl-internal-testing/tiny-Qwen2ForSequenceClassification-2.5",
+                    args=training_args,
+                    train_dataset=dataset,
+                )
+            counts = count_layer_forwards(trainer.model)
+            trainer.train()
+            whole = 0 if activation_offloading else passes - 1
+            assert len(counts) == 2 * (prompts + passes) + whole
