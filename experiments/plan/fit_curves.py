@@ -108,10 +108,16 @@ def some_lengths(number: int, seed: int, most: dict[str, int]) -> list[tuple[int
 
 
 def simulated_lengths(arm: str, window: int | None) -> list[tuple[int, int, int]]:
-    """Lengths whose simulations tell the terms apart: of many short ones, which take the least time, those that differ
-    most in their terms, and a third more than there are terms."""
-    # Three passes are the fewest that have one of each kind: the first, the last, and one between
-    candidates = [x for x in some_lengths(600, 1, {"prompt": 6000, "completion": 3000, "k": 9}) if x[2] >= 6]
+    """Lengths whose simulations tell the terms apart: of many that do not take long, those that differ most in their
+    terms, and a third more than there are terms."""
+    candidates = [
+        (prompt, completion, k)
+        for prompt, completion, k in some_lengths(2000, 1, {"prompt": 4000, "completion": 2500, "k": 40})
+        # Three passes are the fewest that have one of each kind: the first, the last, and one between; and three must
+        # fill a tile of the LM head, or all together none, see `extrapolate.passes_that_tell`
+        if k >= 3 * PER_PASS and (completion * k <= LM_HEAD_TILE or completion * 3 * PER_PASS >= LM_HEAD_TILE)
+        if k * (prompt + completion) <= 60_000
+    ]
     chosen: list[int] = []
     for phase, more in (("train", 1 / 3), ("generate", 0.0)):
         table = np.array([list(terms(arm, window, phase, *lengths).values()) for lengths in candidates])
