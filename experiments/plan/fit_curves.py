@@ -17,6 +17,7 @@ import numpy as np
 
 from experiments.plan import extrapolate
 from experiments.plan.setups import Setup
+from experiments.plan.sharding import SHARDED
 
 LM_HEAD_TILE = 4096  # tokens that TRL's fused LM head works on at a time on CUDA; a test holds it to TRL's
 FIRST_ROOM = 64  # tokens that the cache of shared prompts has room for at first, and gets at least (`MIN_NEW_STEPS`)
@@ -186,18 +187,18 @@ def relative_error(peaks: dict[str, dict[str, float]], stretches: dict[tuple, di
 
 
 def highest_only(curves: Curves) -> Curves:
-    """Without the stretches that are a phase's highest nowhere on the page."""
+    """Without the stretches that are a phase's highest nowhere on the page: on one device, or on so many that what is
+    sharded takes nothing."""
     kept = set()
     for lengths in some_lengths(1500, 2, MOST):
-        best: dict[str, tuple[float, tuple]] = {}
+        best: dict[tuple, tuple[float, tuple]] = {}
         for place, kinds in curves.stretches.items():
             values = terms(curves.arm, curves.window, place[0], *lengths)
-            size = sum(
-                bytes_a_term * values[term]
-                for kind, by_term in kinds.items()
-                if kind != "host"
-                for term, bytes_a_term in by_term.items()
-            )
-            best[place[0]] = max(best.get(place[0], (0.0, place)), (size, place), key=lambda item: item[0])
+            sizes = {
+                kind: sum(size * values[term] for term, size in by_term.items()) for kind, by_term in kinds.items()
+            }
+            here, sharded = extrapolate.on_device(sizes), sum(sizes.get(kind, 0) for kind in SHARDED)
+            for key, size in (((place[0], 1), here), ((place[0], 2), here - sharded)):
+                best[key] = max(best.get(key, (-1.0, place)), (size, place), key=lambda item: item[0])
         kept |= {place for _, place in best.values()}
     return replace(curves, stretches={place: curves.stretches[place] for place in curves.stretches if place in kept})
