@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from experiments.workload import models
+
 
 def plan_of_tiny(planned, model_type, folder, *arguments, **fields):
     """The planner's result for a tiny model of that type."""
@@ -93,3 +95,38 @@ def test_a_model_whose_prompts_cannot_be_shared_is_planned_without(planned, tmp_
     alone = plan_of_tiny(planned, "stablelm", tmp_path, "--arms", "shared")
     assert alone.returncode == 2 and "Traceback" not in alone.stderr
     assert alone.stderr.splitlines()[-1].startswith("plan: ") and reason in alone.stderr.splitlines()[-1]
+
+
+# In billions, as the models' own pages have them
+PUBLISHED = {
+    "qwen3-0.6b": 0.596, "qwen3-1.7b": 1.72, "qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-14b": 14.77,
+    "qwen3-32b": 32.76, "qwen3-30b-a3b": 30.53, "qwen3-vl-8b": 8.77, "qwen2.5-1.5b": 1.54, "qwen2.5-7b": 7.62,
+    "qwen2.5-14b": 14.77, "qwen2.5-vl-7b": 8.29, "llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21, "llama-3.1-8b": 8.03,
+    "llama-3.3-70b": 70.55, "gemma-3-1b": 1.00, "gemma-3-4b": 4.30, "gemma-3-12b": 12.19, "gemma-3-27b": 27.43,
+    "mistral-7b-v0.3": 7.25, "mistral-small-24b-2501": 23.57, "gpt-oss-20b": 20.91, "phi-4": 14.66, "smollm3-3b": 3.08,
+}  # fmt: skip
+
+
+@pytest.mark.torch
+def test_built_in_shapes_have_as_many_weights_as_the_published_models(forked):
+    result = forked("shape_weights")
+    assert result.returncode == 0, result.stderr[-3000:]
+    counted = {name: int(count) / 1e9 for name, count in map(str.split, result.stdout.splitlines())}
+    ours = {"tiny-qwen3", "qwen3-8-layers"}
+    assert {name: count for name, count in counted.items() if name not in ours} == {
+        name: pytest.approx(size, rel=5e-3) for name, size in PUBLISHED.items()
+    }
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "name",
+    (
+        "google/gemma-3-4b-it",
+        "mistralai/Mistral-7B-Instruct-v0.3",
+        "Qwen/Qwen2.5-VL-7B-Instruct",
+        "openai/gpt-oss-20b",
+    ),
+)
+def test_a_models_name_on_the_hub_is_its_shape(name):
+    assert models.named_config(name).model_type in ("gemma3", "mistral", "qwen2_5_vl", "gpt_oss")

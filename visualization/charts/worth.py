@@ -26,7 +26,7 @@ def chart(rows: pd.DataFrame) -> Figure:
     first = rows.iloc[0]
     models = [name for name in MODELS if name in set(rows.model)]
     small_print = [
-        f"{measured_on(first)} · float32 · {how_often(rows)}",
+        f"{measured_on(rows)} · float32 · {how_often(rows)}",
         "Against TRL's own whole rows with the LM head that scores only completions. A step is one generation, one "
         "scoring and one training pass. The limit: multiplications of whole rows over those that are needed when the "
         "prompt is computed once.",

@@ -24,12 +24,11 @@ def csv_files(folder: Path, program: str) -> list[Path]:
     return paths
 
 
-def measured_on(row: pd.Series) -> str:
-    """What the row of a measurement was measured on, in words."""
-    return (
-        f"CPU: {row.device_name} · torch {row.torch_version} · transformers {row.transformers_version} · commit "
-        f"{row.commit[:10]}"
-    )
+def measured_on(rows: pd.DataFrame) -> str:
+    """What rows of one machine were measured on, in words, with every commit."""
+    row, commits = rows.iloc[0], ", ".join(dict.fromkeys(commit[:10] for commit in rows.commit))
+    versions = f"torch {row.torch_version} · transformers {row.transformers_version}"
+    return f"CPU: {row.device_name} · {versions} · commit {commits}"
 
 
 def rivals_table(folder: Path) -> str:
@@ -46,7 +45,7 @@ def rivals_table(folder: Path) -> str:
         whole = rows[rows.way == "whole"]
         ratio = k * (prompt + completion) / (prompt + k * completion)
         lines = [
-            f"*{measured_on(first)} · {first['shape']}*",
+            f"*{measured_on(rows)} · {first['shape']}*",
             "",
             f"Prompt {prompt:,}, completions {completion:,}, k = {k}: token ratio {ratio:.2f}. Median of "
             f"{len(whole)} alternating repeats:",
@@ -111,7 +110,7 @@ def families_table(folder: Path) -> str:
             table.append(cells)
     header = ["", "", *PHASES, "images encoded", "gradient differs by"]
     about = (
-        f"*{measured_on(first)} · float32, 8 layers of width 256 · median of {len(whole)} alternating repeats · "
+        f"*{measured_on(rows)} · float32, 8 layers of width 256 · median of {len(whole)} alternating repeats · "
         "peak resident above the start of the phase*"
     )
     return "\n".join([about, "", *markdown(header, table)]) + "\n"
@@ -163,7 +162,7 @@ def worth_table(folder: Path) -> str:
     ]
     header = ["model", "prompt", "completion", "limit of training"]
     header += [f"{what}, {way}" for what in ("training", "step") for way in IN_SHORT.values()]
-    about = f"*{measured_on(first)} · float32 · k = {first.k} · {how_often(rows)}*"
+    about = f"*{measured_on(rows)} · float32 · k = {first.k} · {how_often(rows)}*"
     return "\n".join([about, "", *markdown(header, table)]) + "\n"
 
 
@@ -182,5 +181,5 @@ def decoding_table(folder: Path) -> str:
         for (model, prompt, completion, k), row in seconds.iterrows()
     ]
     header = ["model", "prompt", "completion", "k", "a cache a row, s", "prompt shared, s", "times faster"]
-    about = f"*{measured_on(rows.iloc[0])} · float32 · {how_often(rows)}*"
+    about = f"*{measured_on(rows)} · float32 · {how_often(rows)}*"
     return "\n".join([about, "", *markdown(header, table)]) + "\n"
