@@ -25,17 +25,14 @@ from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing 
 from trl.trainer.utils import add_fused_lm_head  # noqa: E402
 
 from experiments.plan.live_bytes import LiveBytes  # noqa: E402
-from experiments.plan.setups import Setup  # noqa: E402
-from experiments.plan.simulate import Simulation  # noqa: E402
+from experiments.plan.offloaded import offloaded  # noqa: E402
 
 PROMPT, COMPLETION = 40, 30
 
 
 def offloading(way: str, model, memory: LiveBytes):
     if way == "planner":
-        simulation = Simulation(Setup(PROMPT, activation_offloading=True), None)
-        simulation.model, simulation.memory = model, memory
-        return simulation.offloading()
+        return offloaded(model, memory)
     if not way.startswith("TRL"):
         return contextlib.nullcontext()
     manager = get_act_offloading_ctx_manager(model, use_streams="streams" in way)

@@ -11,6 +11,7 @@ use_fork(ARMS["shared"])
 import torch  # noqa: E402
 
 from experiments.plan.live_bytes import LiveBytes  # noqa: E402
+from experiments.plan.offloaded import offloaded  # noqa: E402
 from experiments.plan.replaced import dropout  # noqa: E402
 from experiments.plan.setups import Setup  # noqa: E402
 from experiments.plan.simulate import Simulation  # noqa: E402
@@ -32,14 +33,13 @@ def reward_rows(setup: Setup) -> int:
     return rows[0]
 
 
-def offloaded(dtype, elements: int) -> bool:
-    """Whether a tensor that is saved for the backward goes to the host."""
-    simulation = Simulation(Setup(100, activation_offloading=True), None)
-    simulation.model = torch.nn.Linear(1, 1)
+def goes_to_the_host(dtype, elements: int) -> bool:
+    """Whether a tensor that is saved for the backward does."""
+    memory = LiveBytes()
     x = torch.ones(elements, dtype=dtype, requires_grad=True)
-    with simulation.memory, simulation.offloading():
+    with memory, offloaded(torch.nn.Linear(1, 1), memory):
         y = x.double().exp() if dtype == torch.float64 else x.exp()
-        return simulation.memory.live["host"] > 0 and y.requires_grad
+        return memory.live["host"] > 0 and y.requires_grad
 
 
 base = Setup(64, max_completion_length=16, reward_model="policy", device="cpu", padded=False)
@@ -59,10 +59,10 @@ print(
                 "less than a row": reward_rows(replace(budget, tokens_per_forward=20).arm("shared")),
             },
             "offloaded from 1,024 bytes on": [
-                offloaded(torch.float32, 255),
-                offloaded(torch.float32, 256),
-                offloaded(torch.bfloat16, 511),
-                offloaded(torch.bfloat16, 512),
+                goes_to_the_host(torch.float32, 255),
+                goes_to_the_host(torch.float32, 256),
+                goes_to_the_host(torch.bfloat16, 511),
+                goes_to_the_host(torch.bfloat16, 512),
             ],
             "dropout keeps a byte an element": (memory.total - before - y.nbytes) / len(x),
         }
