@@ -61,6 +61,15 @@ def pick_device(wanted: str) -> tuple[str, str, int]:
     return "cpu", cfg.cpu_name(), host_bytes
 
 
+def device_name(kind: str, device=None) -> str:
+    """Of a "cuda" device, the current one if none is named, or of the processor."""
+    if kind != "cuda":
+        return cfg.cpu_name()
+    import torch
+
+    return torch.cuda.get_device_name(device)
+
+
 def cuda_uuid() -> str:
     """NVML and CUDA number devices differently; the UUID means the same device to both. Of a MIG instance it is what
     `CUDA_VISIBLE_DEVICES` says: torch may give that of the whole GPU."""

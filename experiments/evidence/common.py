@@ -128,6 +128,18 @@ class Table:
         """Whether there is a row with these values."""
         return any(is_equal(row, values) for row in self.rows)
 
+    def rows_with(self, **values) -> list[dict[str, str]]:
+        return [row for row in self.rows if is_equal(row, values)]
+
+    def missing(self, ways: Collection[str], repeats: int, **values) -> list[tuple[int, str]]:
+        """(repeat, way) of the rows with these values that are not there yet, the ways alternating."""
+        return [
+            (repeat, way)
+            for repeat in range(repeats)
+            for way in ways
+            if not self.has(**values, way=way, repeat=repeat)
+        ]
+
     def add(self, *rows: dict) -> None:
         """Add rows, without `facts`, and write."""
         self.rows += [in_text(self.columns, {**row, **self.facts}) for row in rows]

@@ -17,7 +17,7 @@ from experiments.builds import use_fork
 from experiments.config import ARMS, ConfigError
 from experiments.evidence.common import FACTS, Parser, Table, place, whole, words
 from experiments.evidence.group import Group, Sizes
-from experiments.evidence.worth import MODELS, cell_of, cells_of, median, missing_rows, model_config, rows_of
+from experiments.evidence.worth import MODELS, cell_of, cells_of, median, model_config
 
 WAYS = ("whole", "shared")
 COLUMNS = (
@@ -64,7 +64,7 @@ def measure(name: str, sizes: Sizes, repeats: int, table: Table) -> None:
 
     config = model_config(name)
     cell = cell_of(name, sizes)
-    missing = missing_rows(table, cell, WAYS, repeats)
+    missing = table.missing(WAYS, repeats, **cell)
     if missing:
         model = AutoModelForCausalLM.from_config(config)
         Group(model, config.vocab_size, Sizes(sizes.prompt, 2, sizes.k)).generate("shared")  # warms up
@@ -73,7 +73,7 @@ def measure(name: str, sizes: Sizes, repeats: int, table: Table) -> None:
             row = group.measure(way, phases=("generate",))
             table.add({**cell, "way": way, "repeat": repeat, **row})
             print(f"  {way}: {repeat + 1} of {repeats}, {row['generate_seconds']:.1f} s", flush=True)
-    whole, shared = (median(rows_of(table, cell), way, "generate") for way in WAYS)
+    whole, shared = (median(table.rows_with(**cell), way, "generate") for way in WAYS)
     print(f"  shared: {whole / shared:.2f} x")
 
 

@@ -89,7 +89,7 @@ def measure(family: str, here: Place, repeats: int, fresh: bool) -> None:
     facts = {"family": family, "prompt_tokens": sizes.prompt, "completion_tokens": sizes.completion, "k": sizes.k}
     path = here.folder / "families" / f"{family}.csv"
     table = Table(path, COLUMNS, {**facts, **here.facts}, fresh)
-    missing = [(repeat, way) for repeat in range(repeats) for way in WAYS if not table.has(way=way, repeat=repeat)]
+    missing = table.missing(WAYS, repeats)
     if missing:
         image = IMAGE if family == "images" else None
         group, high_water = Group(build_model(family), VOCAB, sizes, image), HighWater("cpu")

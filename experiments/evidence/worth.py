@@ -16,13 +16,12 @@ import os
 import re
 import statistics
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from experiments import config as cfg
 from experiments.builds import use_fork
 from experiments.config import ARMS, ConfigError
-from experiments.evidence.common import FACTS, Parser, Table, is_equal, place, whole, words
+from experiments.evidence.common import FACTS, Parser, Table, place, whole, words
 from experiments.evidence.group import PHASES, WAYS, Group, Sizes
 from experiments.workload.models import shape_config
 
@@ -128,24 +127,13 @@ def cell_of(name: str, sizes: Sizes) -> dict:
     return {"model": name, "prompt_tokens": sizes.prompt, "completion_tokens": sizes.completion, "k": sizes.k}
 
 
-def missing_rows(table: Table, cell: dict, ways: Iterable[str], repeats: int) -> list[tuple[int, str]]:
-    """(repeat, way) of what the table has not yet, the ways alternating."""
-    return [
-        (repeat, way) for repeat in range(repeats) for way in ways if not table.has(**cell, way=way, repeat=repeat)
-    ]
-
-
-def rows_of(table: Table, cell: dict) -> list[dict[str, str]]:
-    return [row for row in table.rows if is_equal(row, cell)]
-
-
 def measure(name: str, sizes: Sizes, repeats: int, table: Table) -> None:
     """Brings the table to `repeats` rows of each way for one cell, and prints how many times faster sharing is."""
     from transformers import AutoModelForCausalLM
 
     config = model_config(name)
     cell = cell_of(name, sizes)
-    missing = missing_rows(table, cell, WAYS, repeats)
+    missing = table.missing(WAYS, repeats, **cell)
     if missing:
         group = Group(AutoModelForCausalLM.from_config(config), config.vocab_size, sizes)
         group.train("shared")  # warms up
@@ -154,7 +142,7 @@ def measure(name: str, sizes: Sizes, repeats: int, table: Table) -> None:
             row = group.measure(way)
             table.add({**cell, "way": way, "repeat": repeat, **row, **limits})
             print(f"  {way}: {repeat + 1} of {repeats}, {sum(row[f'{x}_seconds'] for x in PHASES):.1f} s", flush=True)
-    mine = rows_of(table, cell)
+    mine = table.rows_with(**cell)
     for way in list(WAYS)[1:]:
         faster = [median(mine, "whole", phase) / median(mine, way, phase) for phase in PHASES]
         phases = ", ".join(f"{phase} {x:.2f} x" for phase, x in zip(PHASES, faster, strict=True))

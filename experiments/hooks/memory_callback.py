@@ -11,6 +11,7 @@ from pathlib import Path
 from transformers import TrainerCallback
 
 from experiments import config, host_allocator
+from experiments.device import device_name
 from experiments.phases import PhaseRecorder
 from experiments.record import source_commit, write_json
 
@@ -75,7 +76,7 @@ def place_of(kind: str) -> dict:
     import torch
     import transformers
 
-    name = torch.cuda.get_device_name() if kind == "cuda" else config.cpu_name()
+    name = device_name(kind)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     if "trl" in sys.modules:
         versions["trl"] = sys.modules["trl"].__version__

@@ -4,8 +4,8 @@ import os
 import time
 from dataclasses import dataclass, field
 
-from experiments.config import GIB, ConfigError, cpu_name, machine_name, parse_bytes
-from experiments.device import available_bytes
+from experiments.config import GIB, ConfigError, machine_name, parse_bytes
+from experiments.device import available_bytes, device_name
 from experiments.plan import ask
 from experiments.plan.calibration import CalibratedPeak, Calibration, file_of, load, range_in_words
 from experiments.plan.options import reserve_of
@@ -88,7 +88,7 @@ def calibration_here(asked: str | None, config) -> Calibration | None:
     if asked == "none":
         return None
     kind = "cuda" if config.device.type == "cuda" else "cpu"
-    machine = machine_name(kind, device_name(config))
+    machine = machine_name(kind, device_name(kind, config.device))
     if asked is None and not file_of(machine).exists():
         return None
     try:
@@ -104,14 +104,6 @@ def calibration_here(asked: str | None, config) -> Calibration | None:
             f"memory  {calibration.file} is of another machine, {calibration.machine}; this is {machine}", flush=True
         )
     return calibration
-
-
-def device_name(config) -> str:
-    if config.device.type != "cuda":
-        return cpu_name()
-    import torch
-
-    return torch.cuda.get_device_name(config.device)
 
 
 def refusal(peak: PredictedPeak, limit: int, remedy: ask.Remedy | None, settings: dict, doctor: str) -> str:

@@ -40,10 +40,10 @@ from experiments.plan.setups import ARM_NAMES, LARGEST, Setup, check
 from experiments.settings.profiles import load_profile
 
 
-def table(predictions: list[Prediction], budget: int | None, measure: str = "peak allocated, GiB") -> str:
+def table(predictions: list[Prediction], budget: int | None, measure: str) -> str:
     """Peaks by phase in GiB, one line an arm, and what the highest is made of."""
     phases = [phase.phase for phase in predictions[0].phases]
-    lines = [f"{measure:22}" + "".join(f"{name:>11}" for name in phases) + "  fits"]
+    lines = [f"{measure + ', GiB':22}" + "".join(f"{name:>11}" for name in phases) + "  fits"]
     for prediction in predictions:
         peak = prediction.peak
         cells = "".join(f"{phase.total / GIB:>10.2f}{'*' if phase is peak else ' '}" for phase in prediction.phases)
@@ -147,10 +147,7 @@ def run(args: argparse.Namespace) -> int:
         f"{setup.generation_rows} completions generated together, {setup.per_device_train_batch_size} a micro-batch, "
         f"weights on a device {parameters / GIB:.2f} GiB"
     )
-    if calibration and args.device == "cpu":
-        print(table(predictions, budget, "above start, GiB"))
-    else:
-        print(table(predictions, budget))
+    print(table(predictions, budget, "above start" if calibration and args.device == "cpu" else "peak allocated"))
     if budget is not None:
         if parameters > budget:
             short = f"{(parameters - budget) / GIB:.2f} GiB"

@@ -16,7 +16,18 @@ from pathlib import Path
 from statistics import median
 
 from experiments.config import GIB, ConfigError
-from experiments.plan.calibration import MATTERS, Calibration, Spread, as_json, file_of, minor, number, shown_path
+from experiments.plan.calibration import (
+    FACTORS,
+    MATTERS,
+    Calibration,
+    Spread,
+    as_json,
+    file_of,
+    minor,
+    number,
+    shown_path,
+    what_is_wrong,
+)
 from experiments.plan.options import check_writable
 from experiments.record import write_json
 
@@ -32,7 +43,6 @@ MEANS = {
     ("reserve", "cuda"): "what torch has reserved beyond the highest peak",
     ("context", "cpu"): "the process before the model is loaded",
 }
-LEAST, MOST = 0.01, 100  # measured over predicted: outside of that no planner errs
 
 
 class LeftOut(Exception):
@@ -71,8 +81,7 @@ def measured_run(folder: Path) -> MeasuredRun:
             with (folder / "memory_phases.csv").open(newline="", encoding="utf-8") as file:
                 return from_record(str(folder), record, list(csv.DictReader(file)))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, csv.Error) as error:
-        what = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
-        raise LeftOut(f"is not a whole record ({what}); train again") from error
+        raise LeftOut(f"is not a whole record ({what_is_wrong(error)}); train again") from error
     raise LeftOut(reason)
 
 
@@ -119,8 +128,9 @@ def from_record(folder: str, record: dict, rows: list[dict]) -> MeasuredRun:
     predicted = {phase: number(record["predicted_peaks"][phase]) for phase in measured}
     if not measured:
         raise ValueError("no phase is both predicted and measured")
+    least, most = FACTORS
     for phase, size in measured.items():
-        if not 0 < LEAST * predicted[phase] <= size <= MOST * predicted[phase]:
+        if not 0 < least * predicted[phase] <= size <= most * predicted[phase]:
             raise ValueError(f"{phase}: measured {size}, predicted {predicted[phase]}")
     context, reserve = start, None
     if cuda:

@@ -18,6 +18,7 @@ from experiments.plan.predict import CORRECTION, PredictedPeak
 RESULTS = ROOT / "results"
 ENOUGH = 3  # runs whose own spread is the range; of fewer it is widened by the planner's errors elsewhere
 REACH = 4  # a peak so many times smaller or larger than the runs' is not corrected: their factor is not its
+FACTORS = 0.01, 100  # measured over predicted: outside of that no planner errs
 MATTERS = ("torch", "transformers")  # whose major and minor version a calibration holds for
 HOW = "python -m experiments.plan --calibrate RUN_DIR..."
 
@@ -141,8 +142,10 @@ def range_of(phases) -> tuple[int, int, int] | None:
     if any(isinstance(phase, CalibratedPeak) for phase in phases):
         low = max(getattr(phase, "low", phase.total) for phase in phases)
         return low, expected, max(getattr(phase, "high", phase.total) for phase in phases)
-    errors = measured_errors()
-    return (errors.range_of(expected)[0], expected, errors.range_of(expected)[1]) if errors else None
+    if (errors := measured_errors()) is None:
+        return None
+    low, high = errors.range_of(expected)
+    return low, expected, high
 
 
 def range_in_words(phases, calibration: Calibration | None) -> str | None:
@@ -181,8 +184,12 @@ def load(path: Path | str) -> Calibration:
     except OSError as error:
         raise ConfigError(f"cannot read the calibration {path}: {error.strerror}; {HOW} writes one") from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        what = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
-        raise ConfigError(f"{path} is not a calibration ({what}); {HOW} writes one") from error
+        raise ConfigError(f"{path} is not a calibration ({what_is_wrong(error)}); {HOW} writes one") from error
+
+
+def what_is_wrong(error: Exception) -> str:
+    """The type and the beginning of what a damaged file raises."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
 
 
 def from_json(values: dict, file: str = "") -> Calibration:
@@ -194,7 +201,7 @@ def from_json(values: dict, file: str = "") -> Calibration:
     runs, peaks = tuple(dict(run) for run in values["runs"]), tuple(map(number, values["predicted_peaks"]))
     if not runs or len(peaks) != 2 or not values["phases"]:
         raise ValueError("it has no runs, no phases, or no predicted_peaks")
-    phases = {str(phase): spread(one, 0.01, 100) for phase, one in values["phases"].items()}
+    phases = {str(phase): spread(one, *FACTORS) for phase, one in values["phases"].items()}
     rest = {name: None if values[name] is None else spread(values[name], 0, 2**50) for name in ("context", "reserve")}
     return Calibration(**found, versions=versions, runs=runs, phases=phases, predicted_peaks=peaks, file=file, **rest)
 

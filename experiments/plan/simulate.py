@@ -59,8 +59,7 @@ class Simulation:
 
     def run(self, passes: bool = True) -> dict[tuple, dict[str, int]]:
         """The peaks between events: a phase, a layer's forward, its backward, what is behind the layers or the LM head
-        begins. Without `passes`,
-        only loading and generation."""
+        begins. Without `passes`, only loading and generation."""
         marked = functools.partial(counted, self.memory, "logits", event=lambda: self.event("head"))
         with pretending(self.setup.device, self.shapes, marked), self.shapes, self.memory:
             with self.phase("load"), warnings.catch_warnings():
@@ -90,14 +89,14 @@ class Simulation:
         self.current = (name, "start", None, 0)
         self.visits.clear()
         yield
-        self.stretches[self.current] = dict(self.memory.at_peak)
+        self.stretches[self.current] = dict(self.memory.at_peak)  # counting goes on
         self.current = None
 
     def event(self, name: str, layer: int | None = None) -> None:
         """A new stretch begins."""
         if self.current is None:
             return
-        self.stretches[self.current] = dict(self.memory.at_peak)
+        self.stretches[self.current] = self.memory.at_peak
         self.current = (self.current[0], name, layer, self.visits[name, layer])
         self.visits[name, layer] += 1
         self.memory.reset()

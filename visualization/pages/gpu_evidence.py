@@ -8,7 +8,7 @@ from statistics import median
 import pandas as pd
 
 from visualization.files import LoadError, read_csv, read_rows
-from visualization.pages.lines import failure, markdown, signed
+from visualization.pages.lines import commits_in_short, failure, markdown, signed
 from visualization.pages.phase_seconds import PHASES, phase_seconds
 from visualization.runs import DEVICE_WORDS, GIB, MIB, Cell, Run, cells, describe, footnotes
 
@@ -160,12 +160,11 @@ def cells_table(folder: Path) -> str:
             table.append([*row, f"{found['predicted']:.2f}{error}" if found["predicted"] else ""])
         parts.append("\n".join([f"{title}, completions {LENGTHS[completions]}:", "", *markdown(header, table)]))
     first = rows.iloc[0]
-    commits = ", ".join(commit[:10] for commit in dict.fromkeys(rows.commit))
     intro = (
         "The fork's trainer on random weights; `stock` has all of the fork switched off. Medians of the steps; in "
         "brackets how many times less than the least of the ways of `stock`, and the error of the prediction:"
     )
-    return "\n\n".join([_caption(first, commits), intro, *parts]) + "\n"
+    return "\n\n".join([_caption(first, commits_in_short(rows.commit)), intro, *parts]) + "\n"
 
 
 def _way(steps: pd.DataFrame, shown: Sequence[str]) -> dict:

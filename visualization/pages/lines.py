@@ -1,6 +1,6 @@
 """How a table says its figures."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from visualization.runs import Cell, Run, cells, in_order
 
@@ -11,6 +11,11 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 
     """Lines of a table whose first `texts` columns are text, the others numbers."""
     lines = [header, ["---"] * texts + ["---:"] * (len(header) - texts), *rows]
     return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def commits_in_short(commits: Iterable[str]) -> str:
+    """Each once, in their order."""
+    return ", ".join(dict.fromkeys(commit[:10] for commit in commits))
 
 
 def by_k(runs: Sequence[Run], show: Callable[[Cell, dict], str]) -> list[str]:

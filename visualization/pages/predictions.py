@@ -5,7 +5,7 @@ from pathlib import Path
 import pandas as pd
 
 from visualization.files import LoadError, read_json, read_rows
-from visualization.pages.lines import markdown
+from visualization.pages.lines import commits_in_short, markdown
 from visualization.runs import GIB, MIB
 
 CHECK_NUMBERS = (
@@ -28,7 +28,7 @@ def read_check(folder: Path) -> pd.DataFrame:
 
 def machine_line(rows: pd.DataFrame) -> str:
     first = rows.iloc[0]
-    commits = ", ".join(dict.fromkeys(commit[:10] for commit in rows.commit))
+    commits = commits_in_short(rows.commit)
     return (
         f"*{first.device_kind.upper()}: {first.device_name} · torch {first.torch_version} · commit {commits} · "
         f"{first['shape']}, vocabulary {first.vocab_size:,}*"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pandas as pd
 
 from visualization.files import LoadError, read_rows
-from visualization.pages.lines import markdown
+from visualization.pages.lines import commits_in_short, markdown
 from visualization.runs import MIB
 
 NUMBERS = ("prompt_tokens", "completion_tokens", "k", "score_seconds", "train_seconds", "train_peak_bytes")
@@ -26,9 +26,9 @@ def csv_files(folder: Path, program: str) -> list[Path]:
 
 def measured_on(rows: pd.DataFrame) -> str:
     """What rows of one machine were measured on, in words, with every commit."""
-    row, commits = rows.iloc[0], ", ".join(dict.fromkeys(commit[:10] for commit in rows.commit))
+    row = rows.iloc[0]
     versions = f"torch {row.torch_version} · transformers {row.transformers_version}"
-    return f"CPU: {row.device_name} · {versions} · commit {commits}"
+    return f"CPU: {row.device_name} · {versions} · commit {commits_in_short(rows.commit)}"
 
 
 def rivals_table(folder: Path) -> str:

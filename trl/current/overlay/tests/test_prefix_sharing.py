@@ -61,22 +61,30 @@ def make_batch():
     return input_ids, attention_mask, prompt_length
 
 
+def make_inputs():
+    input_ids, attention_mask, prompt_length = make_batch()
+    labels = input_ids.masked_fill(attention_mask == 0, -100)
+    labels[:, :prompt_length] = -100
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, "fused_lm_head": True}
+    return inputs, prompt_length
+
+
+def forward_whole_rows(model, inputs):
+    outputs = model(**inputs)
+    outputs.log_probs.sum().backward()
+    grads = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+    model.zero_grad()
+    return outputs, grads
+
+
 class TestPrefixSharing(TrlTestCase):
     @pytest.mark.parametrize("gradient_checkpointing", [False, True])
     @pytest.mark.parametrize("completions_per_forward", [None, 1, 2])
     @pytest.mark.parametrize("model_id", [*MODEL_IDS, NESTED_MODEL_ID])
     def test_log_probs_and_gradients(self, model_id, completions_per_forward, gradient_checkpointing):
         model = load(model_id).train()
-        input_ids, attention_mask, prompt_length = make_batch()
-        labels = input_ids.masked_fill(attention_mask == 0, -100)
-        labels[:, :prompt_length] = -100
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, "fused_lm_head": True}
-        expected = model(**inputs)
-        expected.log_probs.sum().backward()
-        expected_grads = {
-            name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None
-        }
-        model.zero_grad()
+        inputs, prompt_length = make_inputs()
+        expected, expected_grads = forward_whole_rows(model, inputs)
 
         enable_prefix_sharing(model)
         if gradient_checkpointing:

@@ -23,7 +23,7 @@ from trl.models import get_act_offloading_ctx_manager
 from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing
 from trl.models.token_budget import TokenBudgetPasses
 
-from .test_prefix_sharing import TRAINERS, load, make_batch
+from .test_prefix_sharing import TRAINERS, forward_whole_rows, load, make_inputs
 from .testing_utils import TrlTestCase
 
 
@@ -67,15 +67,8 @@ class TestPrefixSharingOffloading(TrlTestCase):
     )
     def test_log_probs_and_gradients(self, make_passes, prompts, passes, gradient_checkpointing):
         model = load(MODEL_ID).train()
-        input_ids, attention_mask, prompt_length = make_batch()
-        labels = input_ids.masked_fill(attention_mask == 0, -100)
-        labels[:, :prompt_length] = -100
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, "fused_lm_head": True}
-        expected = model(**inputs)
-        expected.log_probs.sum().backward()
-        expected_grads = {
-            name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None
-        }
+        inputs, prompt_length = make_inputs()
+        expected, expected_grads = forward_whole_rows(model, inputs)
 
         enable_prefix_sharing(model)
         if gradient_checkpointing:

@@ -23,7 +23,7 @@ from trl.models.prefix_sharing import SharedPrefix, SharedPrefixPasses, enable_p
 from trl.models.prefix_sharing_states import find_mixers, ignores_state
 from trl.trainer.utils import add_fused_lm_head
 
-from .test_prefix_sharing import make_batch
+from .test_prefix_sharing import make_batch, make_inputs
 from .testing_utils import TrlTestCase
 
 
@@ -69,10 +69,7 @@ class TestPrefixSharingStates(TrlTestCase):
     @pytest.mark.parametrize("name", CONFIGS)
     def test_log_probs_and_gradients(self, name, completions_per_forward, gradient_checkpointing):
         model = build(CONFIGS[name]).train()
-        input_ids, attention_mask, prompt_length = make_batch()
-        labels = input_ids.masked_fill(attention_mask == 0, -100)
-        labels[:, :prompt_length] = -100
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, "fused_lm_head": True}
+        inputs, prompt_length = make_inputs()
         expected = model(**inputs)
         expected.log_probs.sum().backward()
         expected_grads = {n: param.grad.clone() for n, param in model.named_parameters()}

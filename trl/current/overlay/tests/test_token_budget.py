@@ -20,7 +20,7 @@ from trl import GRPOConfig, RLOOConfig
 from trl.models.prefix_sharing import enable_prefix_sharing
 from trl.models.token_budget import TokenBudgetPasses
 
-from .test_prefix_sharing import TRAINERS, load, make_batch
+from .test_prefix_sharing import TRAINERS, forward_whole_rows, load, make_inputs
 from .testing_utils import TrlTestCase
 
 
@@ -33,16 +33,8 @@ class TestTokenBudget(TrlTestCase):
     @pytest.mark.parametrize("prefix_sharing", [False, True])
     def test_log_probs_and_gradients(self, prefix_sharing, tokens_per_forward, gradient_checkpointing):
         model = load(MODEL_ID).train()
-        input_ids, attention_mask, prompt_length = make_batch()
-        labels = input_ids.masked_fill(attention_mask == 0, -100)
-        labels[:, :prompt_length] = -100
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, "fused_lm_head": True}
-        expected = model(**inputs)
-        expected.log_probs.sum().backward()
-        expected_grads = {
-            name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None
-        }
-        model.zero_grad()
+        inputs, prompt_length = make_inputs()
+        expected, expected_grads = forward_whole_rows(model, inputs)
 
         if prefix_sharing:
             enable_prefix_sharing(model)
