@@ -42,10 +42,10 @@ def simulations(setup, hf_config) -> list[tuple]:
     return [(each, config, passes) for each, passes in setups for config in configs]
 
 
-def simulate(setup, hf_config, passes: bool) -> dict[tuple, dict[str, int]]:
+def simulate(setup, hf_config, passes: bool, each_allocation: bool = False) -> dict[tuple, dict[str, int]]:
     """What `Simulation.run` gives. Raises `ConfigError` where prefix sharing refuses the model, or anything fails."""
     try:
-        return Simulation(setup, hf_config).run(passes)
+        return Simulation(setup, hf_config, each_allocation).run(passes)
     except ConfigError:
         raise
     except Exception as error:  # most often a model whose code looks at values, or takes another mask than most
@@ -136,13 +136,15 @@ class Rounds:
         length = self.more - self.few
         first = (self.few // length - 1) * length
         x = (self.layers - self.few) / length
-        return {
-            (phase, event, layer, visit): along_line(
-                few[phase, event, layer if layer is None or layer < first else layer - length, visit], kinds, x
-            )
-            for (phase, event, layer, visit), kinds in more.items()
-            if layer is None or layer < first or layer >= 2 * length
-        }
+        stretches = {}
+        for (phase, event, layer, visit), kinds in more.items():
+            if layer is not None and first <= layer < 2 * length:
+                continue
+            of_few = layer if layer is None or layer < first else layer - length
+            # Among more layers, an event can have allocations that it has not among few
+            if (fewer := few.get((phase, event, of_few, visit))) is not None:
+                stretches[phase, event, layer, visit] = along_line(fewer, kinds, x)
+        return stretches
 
 
 def along_line(first: dict[str, int], second: dict[str, int], x: float) -> dict[str, int]:
@@ -164,11 +166,16 @@ def highest(stretches: dict[tuple, dict[str, int]]) -> dict[tuple, dict[str, int
     best: dict[tuple, dict[str, int]] = {}
     for (*place, visit), kinds in stretches.items():
         role = "first" if visit == 0 else "last" if visit == visits[tuple(place)] - 1 else "other"
-        place = (*place, role if role in ALONE.get(place[1], "") else "other")
+        place = (*place, role if role in ALONE.get(event_of(place[1]), "") else "other")
         before = best.get(place, {})
         host = max(on_host(before), on_host(kinds))
         best[place] = max(before, kinds, key=on_device) | {"host": host}
     return best
+
+
+def event_of(name: str) -> str:
+    """The event of an allocation behind it."""
+    return name.partition(":")[0]
 
 
 def on_device(kinds: dict[str, int]) -> int:

@@ -31,9 +31,12 @@ class LiveBytes(TorchDispatchMode):
         self.at_peak: dict[str, int] = {}
         self.sizes: dict[int, tuple[str, int]] = {}  # storage -> (kind, bytes)
         self.freed: dict[int, weakref.ref] = {}  # keep the callbacks alive
+        self.added = lambda operation: None  # called with the last operation when a storage was added
+        self.operation = None  # the last one
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
+        self.operation = func
         for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self.sizes:
                 backward = torch._C._current_graph_task_id() != -1
@@ -55,6 +58,7 @@ class LiveBytes(TorchDispatchMode):
         if self.total > self.peak:
             self.peak, self.at_peak = self.total, dict(self.live)
         self.at_peak["host"] = most_on_host
+        self.added(self.operation)
 
     def remove(self, key: int) -> None:
         """Stop counting a storage: it was freed, or it left the device."""

@@ -48,14 +48,17 @@ def counted(memory: LiveBytes, kind: str, function, event=None):
 class Simulation:
     """The phases of one step of `setup`, once the optimizer has its state, with every layer of `hf_config`."""
 
-    def __init__(self, setup, hf_config):
+    def __init__(self, setup, hf_config, each_allocation: bool = False):
         self.setup, self.config = setup, hf_config
         self.shapes = ShapesOnly()
         self.memory = LiveBytes()
+        if each_allocation:
+            self.memory.added = self.allocation
         # (phase, event, layer, how often it came before in this phase) -> bytes by kind at the peak until the next one
         self.stretches: dict[tuple, dict[str, int]] = {}
         self.current: tuple | None = None
         self.visits: Counter[tuple] = Counter()
+        self.allocations = Counter()  # since the last event, by operation
 
     def run(self, passes: bool = True) -> dict[tuple, dict[str, int]]:
         """The peaks between events: a phase, a layer's forward, its backward, what is behind the layers or the LM head
@@ -99,7 +102,16 @@ class Simulation:
         self.stretches[self.current] = self.memory.at_peak
         self.current = (self.current[0], name, layer, self.visits[name, layer])
         self.visits[name, layer] += 1
+        self.allocations.clear()
         self.memory.reset()
+
+    def allocation(self, operation) -> None:
+        """What is alive when a storage was allocated, as a stretch of its own."""
+        if self.current is not None and self.current[1] != "start":
+            phase, name, *rest = self.current
+            number = self.allocations[operation]
+            self.stretches[phase, f"{name}: {operation} {number}", *rest] = dict(self.memory.live)
+            self.allocations[operation] += 1
 
     def mark_layers(self) -> None:
         """Events of each layer, which keep apart what goes through it: a shared prompt or anything else, in a forward

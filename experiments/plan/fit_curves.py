@@ -1,0 +1,303 @@
+"""What a phase holds as a sum over its lengths: found from a few simulations, for the page that answers without any.
+
+At one allocation of a simulation (see `Simulation.allocation`), what is alive is a sum of terms in the tokens of a
+prompt P, of a completion C, and the completions k: weights that do not depend on them, hidden states of k (P + C)
+tokens, masks of k (P + C)^2 entries, the tiles of the LM head, the room that a cache has. `TERMS` names them, least
+squares finds how many bytes of each kind belong to which term, and a peak is the highest of all allocations. Where
+other lengths make other allocations, each of these regimes has its own sums.
+
+The page (visualization/fit) evaluates the same formulas; a test compares both with the planner.
+"""
+
+import functools
+import math
+import random
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from experiments.plan import extrapolate
+from experiments.plan.setups import Setup
+from experiments.plan.sharding import SHARDED
+from experiments.plan.simulate import PHASES
+
+LM_HEAD_TILE = 4096  # tokens that TRL's fused LM head works on at a time on CUDA; a test holds it to TRL's
+FIRST_ROOM = 64  # tokens that the cache of shared prompts has room for at first, and gets at least (`MIN_NEW_STEPS`)
+# What the page offers. Two completions go together in a pass of `shared`, so k is even; from 4 on there are passes.
+LEAST = {"prompt": 64, "completion": 64, "k": 4}
+MOST = {"prompt": 65_536, "completion": 32_768, "k": 128}
+PER_PASS = 2
+PASSES_THAT_TELL = (6, 8)  # k, of passes of two. Three are the fewest that have a first, a last, and one between
+ARMS = ("stock", "stock-accumulate", "shared")
+# A term is its own formula, in what Python and JavaScript have in common. P and C are tokens of the prompt and of a
+# completion, W those that a layer sees that slides; (P > W) is 1 or 0. See `rooms` and `block` for the others.
+TILE = f"min(k*C,{LM_HEAD_TILE})"
+GENERATE = ("k", "P", "k*P", "k*C")
+TERMS = {
+    ("stock", "generate"): GENERATE,
+    ("stock-accumulate", "generate"): GENERATE,
+    ("shared", "generate"): ("k", "P", "k*P", "k*room(P,C,0)", "k*before(P,C,0)"),
+    ("stock", "train"): ("k", "P", "C", "k*P", "k*C", "k*P*P", "k*P*C", "k*C*C", TILE),
+    ("stock-accumulate", "train"): ("P", "C", "P*P", "P*C", "C*C", f"min(C,{LM_HEAD_TILE})"),
+    ("shared", "train"): ("k", "P", "C", "k*P", "k*C", TILE),
+}
+OF_WINDOWS = {
+    ("stock", "generate"): ("k*min(P,W)", "k*min(P+C,W)", "k*P*P", "P*P"),
+    ("shared", "generate"): ("min(P,W)", "k*room(P,C,W)", "k*before(P,C,W)", "P*P"),
+    ("shared", "train"): ("P*C", "P*P", "block(P,C)", "C*block(P,C)", "k*P*C", "k*C*block(P,C)"),
+}
+OF_WINDOWS["stock-accumulate", "generate"] = OF_WINDOWS["stock", "generate"]
+TOGETHER = "(8*C<=P)"  # two completions attend together: they are at most a quarter of the prompt, see `ReadPrefix`
+assert 4 * PER_PASS == 8
+
+
+def regimes(arm: str, window: int | None, phase: str, event: str) -> tuple[str, ...]:
+    """Lengths between which the allocations behind an event differ: formulas, of which one is 1 and the others 0."""
+    if phase == "generate" and window:
+        if arm == "shared":
+            return ("(P<=W)", "(P>W)")
+        return ("(P+C<W)", "(P<W)*(P+C>=W)", "(P>=W)")
+    if phase in ("score", "train"):
+        if event in ("head", "logits", "behind"):
+            tokens = "C" if arm == "stock-accumulate" else "k*C"
+            return (f"({tokens}<={LM_HEAD_TILE})", f"({tokens}>{LM_HEAD_TILE})")
+        if window and arm == "shared":
+            return ("(P<W)", "(P>=W)") if event.startswith("prompt's") else (TOGETHER, "(8*C>P)")
+    return ("1",)
+
+
+@functools.lru_cache(10_000)
+def rooms(prompt: int, completion: int, window: int) -> tuple[int, int]:
+    """Tokens that the cache of shared prompts has room for behind a prompt when the last of a completion is decoded,
+    and before it last grew. `window`: of a layer that slides, else 0."""
+    size, before, kept, steps = FIRST_ROOM, 0, 1, 1
+    last = max(completion - 2, 1)
+    while steps < last:
+        if kept == size:
+            if window and prompt + steps > window:
+                kept = min(kept, window - 1)
+            before, size = size, kept + max(FIRST_ROOM, kept // 8)
+        filled = min(size - kept, last - steps)
+        kept, steps = kept + filled, steps + filled
+    return size, before
+
+
+def block(prompt: int, completion: int) -> int:
+    """Tokens of completions that attend together."""
+    return PER_PASS * completion if 4 * PER_PASS * completion <= prompt else completion
+
+
+def value(formula: str, window: int | None, lengths: tuple[int, int, int]) -> float:
+    """Of a term or a regime at a prompt, a completion and a k."""
+    prompt, completion, k = lengths
+    names = {
+        "P": prompt, "C": completion, "k": k, "W": window or 0, "min": min, "block": block,
+        "room": lambda *lengths: rooms(*lengths)[0], "before": lambda *lengths: rooms(*lengths)[1],
+    }  # fmt: skip
+    return float(eval(compiled(formula), {"__builtins__": {}}, names))
+
+
+@functools.cache
+def compiled(formula: str):
+    return compile(formula, formula, "eval")
+
+
+def terms(arm: str, window: int | None, phase: str) -> tuple[str, ...]:
+    """`window`: of the layers that slide, where some do."""
+    key = (arm, "train" if phase == "score" else phase)
+    return ("1", *TERMS.get(key, ()), *(OF_WINDOWS.get(key, ()) if window else ()))
+
+
+def table_of(formulas: tuple[str, ...], window: int | None, lengths) -> np.ndarray:
+    """Values of formulas, a row for each of these lengths."""
+    return np.array([[value(formula, window, each) for formula in formulas] for each in lengths])
+
+
+@dataclass(frozen=True)
+class Regime:
+    """`stretches`: bytes of each kind a term at allocations that can be the highest, at lengths where `when` is 1."""
+
+    when: str
+    stretches: list[dict[str, dict[str, float]]]
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Of one arm of one model: what is alive, by phase. `error` is the largest relative error of a phase's peak in the
+    simulations that they come from."""
+
+    arm: str
+    window: int | None
+    phases: dict[str, list[Regime]]
+    error: float
+
+    def peaks(self, prompt: int, completion: int, k: int) -> dict[str, dict[str, float]]:
+        """Bytes by kind at the peak of each phase."""
+        lengths = prompt, completion, k
+        best = {}
+        for phase, regimes in self.phases.items():
+            sizes = [
+                {
+                    kind: sum(size * value(term, self.window, lengths) for term, size in by_term.items())
+                    for kind, by_term in kinds.items()
+                }
+                for regime in regimes
+                if value(regime.when, self.window, lengths)
+                for kinds in regime.stretches
+            ]
+            best[phase] = max(sizes, key=extrapolate.on_device)
+        return best
+
+
+def some_lengths(number: int, seed: int, most: dict[str, int]) -> list[tuple[int, int, int]]:
+    """Prompts, completions and even k between `LEAST` and `most`, each order of magnitude as likely."""
+    rng = random.Random(seed)
+
+    def of(name: str) -> int:
+        return round(math.exp(rng.uniform(math.log(LEAST[name]), math.log(most[name]))))
+
+    return [(of("prompt"), of("completion"), of("k") // 2 * 2) for _ in range(number)]
+
+
+EVENTS = ("forward", "prompt's forward", "head")  # of every family of regimes
+
+
+def simulated_lengths(arm: str, window: int | None) -> dict[tuple[int, int, int], bool]:
+    """Lengths whose simulations tell the terms apart in every regime, and whether that needs more than generation: of
+    many that do not take long, those that differ most in their terms."""
+    candidates = [
+        (prompt, completion, k)
+        for prompt, completion, k in some_lengths(6000, 1, {"prompt": 5000, "completion": 6000, "k": 40})
+        if arm != "shared" or k in PASSES_THAT_TELL
+        if k * (prompt + completion) <= 60_000
+    ]
+    chosen: dict[int, bool] = {}
+    for phase in ("train", "generate"):
+        table = table_of(terms(arm, window, phase), window, candidates)
+        table /= table.max(axis=0)
+        for when in dict.fromkeys(when for event in EVENTS for when in regimes(arm, window, phase, event)):
+            there = table_of((when,), window, candidates)[:, 0] > 0
+            left = table * there[:, None]
+            for index in chosen:
+                left = without(left, left[index])
+            while True:  # what the chosen ones do not yet span, and one more, to see errors
+                spanned = np.abs(left).max() < 1e-6
+                sizes = np.linalg.norm(left if not spanned else table * there[:, None], axis=1)
+                sizes[list(chosen)] = -1
+                index = int(sizes.argmax())
+                chosen[index] = phase == "train"
+                if spanned:
+                    break
+                left = without(left, left[index])
+    return {candidates[i]: passes for i, passes in chosen.items()}
+
+
+def without(rows: np.ndarray, row: np.ndarray) -> np.ndarray:
+    """The part of each of `rows` that is perpendicular to `row`."""
+    size = row @ row
+    return rows if size < 1e-18 else rows - np.outer(rows @ row / size, row)
+
+
+def stretches_at(setup: Setup, hf_config, arm: str, lengths: tuple[int, int, int], passes: bool = True) -> dict:
+    """Bytes by kind at each event and each allocation of the simulation, with all layers and every pass, see
+    `Simulation.run` and `extrapolate.highest`. Without `passes`, only loading and generation."""
+    prompt, completion, k = lengths
+    setup = replace(
+        setup,
+        prompt_tokens=prompt,
+        max_completion_length=completion,
+        num_generations=k,
+        per_device_train_batch_size=k,
+    ).arm(arm)
+    rounds = extrapolate.Rounds.of(hf_config, 3)
+    if rounds is None:
+        return extrapolate.highest(extrapolate.simulate(setup, hf_config, passes, each_allocation=True))
+    configs = [extrapolate.with_layers(hf_config, count) for count in (rounds.few, rounds.more)]
+    pair = [extrapolate.simulate(setup, config, passes, each_allocation=True) for config in configs]
+    return extrapolate.highest(rounds.all_layers(*pair))
+
+
+def fitted(arm: str, window: int | None, simulated: dict[tuple[int, int, int], dict]) -> Curves:
+    """The curves through simulated stretches, by lengths."""
+    phases = {}
+    for phase in PHASES:
+        mine = {
+            lengths: {p: kinds for p, kinds in each.items() if p[0] == phase} for lengths, each in simulated.items()
+        }
+        mine = {lengths: each for lengths, each in mine.items() if each}
+        events = sorted({extrapolate.event_of(place[1]) for each in mine.values() for place in each})
+        by_regime: dict[str, set[str]] = {}
+        for event in events:
+            for when in regimes(arm, window, phase, event):
+                by_regime.setdefault(when, set()).add(event)
+        found = [fitted_regime(arm, window, phase, when, events, mine) for when, events in by_regime.items()]
+        phases[phase] = [regime for regime in found if regime.stretches]
+    curves = Curves(arm, window, phases, 0.0)
+    return replace(curves, error=max(relative_error(curves, lengths, each) for lengths, each in simulated.items()))
+
+
+def fitted_regime(arm: str, window, phase: str, when: str, events: set[str], simulated: dict) -> Regime:
+    """By least squares, relative to the phase's peak at each length; and of all allocations behind these events, those
+    that are the highest of them somewhere on the page: on one device, or on so many that what is sharded takes
+    nothing."""
+    simulated = {lengths: result for lengths, result in simulated.items() if value(when, window, lengths)}
+    places = aligned(list(simulated.values()))
+    places = [place for place in places if extrapolate.event_of(place[1]) in events]
+    if not places:
+        return Regime(when, [])
+    kinds = sorted({kind for result in simulated.values() for place in places for kind in result[place]} - {"host"})
+    formulas = terms(arm, window, phase)
+    table = table_of(formulas, window, simulated)
+    sizes = np.array(
+        [[[result[place].get(kind, 0) for kind in kinds] for place in places] for result in simulated.values()], float
+    )
+    peaks = np.array([highest(result, phase) for result in simulated.values()])
+    scale = np.abs(table).max(axis=0)
+    scale[scale == 0] = 1
+    weighted = table / scale / peaks[:, None]
+    found = np.linalg.lstsq(weighted, sizes.reshape(len(simulated), -1) / peaks[:, None], rcond=1e-9)[0]
+    # What rounding leaves of a term that is not there
+    found[np.abs(weighted).max(axis=0)[:, None] * np.abs(found) < 1e-6] = 0
+    found = (found / scale[:, None]).reshape(len(formulas), len(places), len(kinds))
+
+    everywhere = [each for each in some_lengths(6000, 2, MOST) if value(when, window, each)]
+    everywhere = table_of(formulas, window, everywhere)
+    sharded = np.array([kind in SHARDED for kind in kinds])
+    here = (everywhere @ found.sum(axis=2)).argmax(axis=1)
+    spread = (everywhere @ found[:, :, ~sharded].sum(axis=2)).argmax(axis=1)
+    stretches = [
+        {
+            kind: {formula: float(f"{x:.7g}") for formula, x in zip(formulas, found[:, place, i], strict=True) if x}
+            for i, kind in enumerate(kinds)
+            if found[:, place, i].any()
+        }
+        for place in sorted({*here, *spread})
+    ]
+    return Regime(when, stretches)
+
+
+def highest(stretches: dict[tuple, dict[str, int]], phase: str) -> int:
+    """Bytes at the peak of a phase."""
+    return max(extrapolate.on_device(kinds) for place, kinds in stretches.items() if place[0] == phase)
+
+
+def aligned(results: list[dict[tuple, dict[str, int]]]) -> list[tuple]:
+    """The allocations that there are at all lengths; and where one that is not everywhere is higher than the others
+    behind its event, the highest of them."""
+    everywhere = set.intersection(*map(set, results))
+    places = {place for place in everywhere if extrapolate.event_of(place[1]) != place[1]}
+    events = everywhere - places
+    for result in results:
+        most: dict[tuple, int] = {}
+        for place in places - events:
+            event = (place[0], extrapolate.event_of(place[1]), *place[2:])
+            most[event] = max(most.get(event, 0), extrapolate.on_device(result[place]))
+        places |= {event for event in events if extrapolate.on_device(result[event]) > 1.001 * most.get(event, 0)}
+    return sorted(places, key=str)
+
+
+def relative_error(curves: Curves, lengths: tuple[int, int, int], stretches: dict[tuple, dict[str, int]]) -> float:
+    """The largest of all phases, of their peaks."""
+    peaks = curves.peaks(*lengths)
+    phases = {place[0] for place in stretches}
+    return max(abs(extrapolate.on_device(peaks[phase]) / highest(stretches, phase) - 1) for phase in phases)

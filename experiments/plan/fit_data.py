@@ -1,0 +1,238 @@
+"""Makes docs/fit.json, what docs/fit.html answers from: curves of every model, of what is trained, of every arm.
+
+    python -m experiments.plan.fit_data [--models qwen3-8b,gemma-3-4b] [--processes 2]
+
+A part is one arm of one model. Finished parts are kept in .build/fit, so the same command goes on where it was
+interrupted; parts of other code or versions are made again. The file is written when all parts are there, and not if
+one is further from its simulations than `MOST_ERROR`.
+"""
+
+import argparse
+import ast
+import hashlib
+import json
+import multiprocessing
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from experiments.builds import use_fork
+from experiments.config import ARMS, ROOT, ConfigError, exit_code
+from experiments.plan.errors import measured_errors
+from experiments.plan.options import RESERVE, quiet, read_bytes
+from experiments.plan.setups import Setup
+
+PARTS, PAGE = ROOT / ".build" / "fit", ROOT / "docs" / "fit.json"
+MOST_ERROR = 0.02  # of a phase's peak
+# Names on the hub, in the page's order; each is a shape of `experiments.workload.shapes`
+MODELS = (
+    "Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "Qwen/Qwen3-14B", "Qwen/Qwen3-32B",
+    "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-VL-8B-Instruct", "Qwen/Qwen2.5-7B-Instruct", "meta-llama/Llama-3.2-1B-Instruct",
+    "meta-llama/Llama-3.2-3B-Instruct", "meta-llama/Llama-3.1-8B-Instruct", "google/gemma-3-4b-it",
+    "mistralai/Mistral-7B-Instruct-v0.3", "openai/gpt-oss-20b",
+)  # fmt: skip
+# What is trained: what the page calls it, and the setup. bfloat16 weights compute in bfloat16 without autocast, which
+# under FSDP2 would widen trained weights to float32
+TRAINED = {
+    "all": ("all weights", Setup(prompt_tokens=1, bf16=False)),
+    "lora": ("LoRA, rank 16", Setup(prompt_tokens=1, lora_rank=16)),
+    "lora-4-bits": ("LoRA, rank 16, on 4 bits", Setup(prompt_tokens=1, lora_rank=16, weight_bits=4)),
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    model: str  # its name on the hub
+    trained: str
+    arm: str
+
+    @property
+    def path(self) -> Path:
+        return PARTS / f"{self.model.replace('/', '--')}_{self.trained}_{self.arm}.json"
+
+    def __str__(self) -> str:
+        return f"{self.model}, {TRAINED[self.trained][0]}, {self.arm}"
+
+
+def code_id() -> str:
+    """Of all that decides a part: the planner, the shapes, the fork, the versions of its libraries. Comments and
+    docstrings decide nothing."""
+    import peft
+    import torch
+    import transformers
+
+    versions = "".join((torch.__version__.partition("+")[0], transformers.__version__, peft.__version__))
+    digest = hashlib.sha256(versions.encode())
+    series = ROOT / "trl" / "current"
+    files = [ROOT / "experiments" / "workload" / "shapes.py", *(series / "overlay" / "trl").rglob("*.py")]
+    files += [Path(__file__).with_name(f"{name}.py") for name in (
+        "building", "extrapolate", "fit_curves", "live_bytes", "replaced", "setups", "shapes_only", "simulate",
+    )]  # fmt: skip
+    for path in sorted(files):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+                node.body = node.body[1:]
+        digest.update(ast.dump(tree).encode())
+    for path in sorted(series.glob("*.patch")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def window_of(hf_config) -> int | None:
+    """Tokens that a layer of a model sees, where some layers do not see all."""
+    text_config = hf_config.get_text_config()
+    slides = "sliding_attention" in (getattr(text_config, "layer_types", None) or ())
+    return text_config.sliding_window if slides else None
+
+
+def make(part: Part, code: str) -> float:
+    """Writes the file of a part. Returns the error of its curves."""
+    from experiments.plan import fit_curves
+    from experiments.workload.models import named_config
+
+    with quiet():
+        hf_config = named_config(part.model)
+        window, setup = window_of(hf_config), TRAINED[part.trained][1]
+        simulated = {
+            lengths: fit_curves.stretches_at(setup, hf_config, part.arm, lengths, passes)
+            for lengths, passes in fit_curves.simulated_lengths(part.arm, window).items()
+        }
+        curves = fit_curves.fitted(part.arm, window, simulated)
+    phases = {phase: [asdict(regime) for regime in regimes] for phase, regimes in curves.phases.items()}
+    PARTS.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"code": code, "error": curves.error, "phases": phases})
+    unfinished = part.path.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(text)
+    unfinished.replace(part.path)
+    return curves.error
+
+
+def finished(part: Part, code: str) -> dict | None:
+    """What the file of a part holds; None where there is none of this code."""
+    try:
+        found = json.loads(part.path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and found.get("code") == code else None
+
+
+def make_all(parts: list[Part], processes: int, code: str) -> None:
+    """Makes the parts that are not there, and says how far it is."""
+    missing = [part for part in parts if finished(part, code) is None]
+    print(f"{len(parts) - len(missing)} of {len(parts)} parts are there", flush=True)
+    if not missing:
+        return
+    import trl.trainer.rloo_trainer  # noqa: F401  once, not in each process
+
+    start = time.monotonic()
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
+        waiting = {pool.submit(make, part, code): part for part in missing}
+        try:
+            for number, future in enumerate(as_completed(waiting), 1):
+                left = (time.monotonic() - start) / number * (len(missing) - number) / 60
+                done = len(parts) - len(missing) + number
+                error = f"{future.result():.2%} off its simulations at most"
+                print(f"{done} of {len(parts)}: {waiting[future]}: {error}; about {left:.0f} min left", flush=True)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def page_data(models: tuple[str, ...], code: str) -> dict:
+    """What the file holds: bytes a term by kind (`fit_curves.terms`) of stretches, by model, trained, arm, phase."""
+    import torch
+    import transformers
+
+    import trl
+    from experiments.plan import fit_curves
+    from experiments.plan.sharding import weights_by_place
+    from experiments.workload.models import meta_model, named_config
+
+    listed = []
+    for name in models:
+        hf_config = named_config(name)
+        largest_layer, other_weights = weights_by_place(hf_config)
+        text_config = hf_config.get_text_config()
+        curves = {
+            trained: {arm: finished(Part(name, trained, arm), code)["phases"] for arm in fit_curves.ARMS}
+            for trained in TRAINED
+        }
+        experts = (getattr(text_config, each, None) for each in ("num_experts", "num_local_experts"))
+        listed.append(
+            {
+                "name": name,
+                "weights": sum(p.numel() for p in meta_model(hf_config).parameters()),
+                "largest_layer": largest_layer,
+                "other_weights": other_weights,
+                "positions": text_config.max_position_embeddings,
+                "window": window_of(hf_config),
+                "experts": next(filter(None, experts), None),
+                "trained": curves,
+            }
+        )
+    errors = measured_errors()
+    measured = {"low": errors.low, "high": errors.high, "peaks": errors.peaks, "on": errors.devices}
+    return {
+        "code": code,
+        "versions": f"trl {trl.__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
+        "measured_over_predicted": measured,
+        "reserve_bytes": read_bytes("reserve", RESERVE),
+        "lm_head_tile": fit_curves.LM_HEAD_TILE,
+        "first_room": fit_curves.FIRST_ROOM,
+        "per_pass": fit_curves.PER_PASS,
+        "least": fit_curves.LEAST,
+        "most": fit_curves.MOST,
+        "trained": {name: {"called": called} for name, (called, _) in TRAINED.items()},
+        "models": listed,
+    }
+
+
+def run(args: argparse.Namespace) -> int:
+    models = MODELS
+    if args.models is not None:
+        short = {name.rsplit("/", 1)[-1].lower(): name for name in MODELS}
+        named = [name.strip().rsplit("/", 1)[-1].lower() for name in args.models.split(",")]
+        if unknown := [name for name in named if name not in short]:
+            raise ConfigError(f"--models {unknown[0]!r} is not on the page; it has {', '.join(short)}")
+        models = tuple(name for key, name in short.items() if key in named)
+    if args.processes < 1:
+        raise ConfigError(f"--processes is {args.processes}; it must be at least 1")
+    use_fork(ARMS["shared"])
+    from experiments.plan.fit_curves import ARMS as arms
+
+    code = code_id()
+    parts = [Part(model, trained, arm) for model in models for trained in TRAINED for arm in arms]
+    try:
+        make_all(parts, args.processes, code)
+    except KeyboardInterrupt:
+        there = sum(finished(part, code) is not None for part in parts)
+        print(f"interrupted with {there} of {len(parts)} parts; the same command goes on", file=sys.stderr)
+        return 130
+    far = [f"{part}: {error:.1%}" for part in parts if (error := finished(part, code)["error"]) > MOST_ERROR]
+    if far:
+        raise ConfigError(f"not written: further than {MOST_ERROR:.0%} from their simulations are {'; '.join(far)}")
+    if models != MODELS:
+        print(f"these parts are there; {PAGE.relative_to(ROOT)} is written when all models are asked for")
+        return 0
+    PAGE.write_text(json.dumps(page_data(models, code), separators=(",", ":")) + "\n")
+    print(f"{PAGE.relative_to(ROOT)}: {len(models)} models, {PAGE.stat().st_size / 1e6:.1f} MB")
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.plan.fit_data",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--models", help="only these, to try; default: all, and the file is written")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    return exit_code("fit_data", run, parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
