@@ -252,6 +252,7 @@ def test_it_is_readable_on_a_phone_and_in_the_dark(opened, width, scheme):
         page = opened(hash, width, scheme)
         if page.is_visible("summary"):
             page.click("summary")
+            page.wait_for_selector("#numbers table")
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert page.evaluate(WIDER) == []
         found = page.evaluate(CONTRAST)

@@ -22,7 +22,8 @@ const FIRST = {
 
 const by = (id) => document.getElementById(id);
 const count = (n) => n.toLocaleString("en-US");
-const gib = (bytes) => `${(bytes / GIB).toFixed(2)}\u00a0GiB`;
+const inGib = (bytes) => (bytes / GIB).toFixed(2);
+const gib = (bytes) => `${inGib(bytes)}\u00a0GiB`;
 const slug = (kind) => kind.toLowerCase().replaceAll(" ", "-");
 
 /** A new element; the children are elements or text. */
@@ -160,7 +161,7 @@ function showAnswer(model, choice, found) {
     const peak = highest(found[arm]);
     const { fits, words } = verdict(peak, choice);
     sentences.push(`${WAYS[arm]} ${words}.`);
-    const range = `${(peak.total * MEASURED.low / GIB).toFixed(2)} to ${gib(peak.total * MEASURED.high)}`;
+    const range = `${inGib(peak.total * MEASURED.low)} to ${gib(peak.total * MEASURED.high)}`;
     return [
       element("span", {}, WAYS[arm], code(arm)),
       element("span", { class: `verdict ${fits}` }, words),
@@ -170,18 +171,18 @@ function showAnswer(model, choice, found) {
     ];
   });
   const head = ["Way", "Answer", "Highest peak", "Largest k", "Largest prompt", "Largest completion"];
-  by("answer").replaceChildren(table("Largest: with all else as chosen.", head, 1, rows));
+  by("answer").replaceChildren(table("Largest: with all else as chosen.", head, rows));
   said(sentences.join(" "));
 }
 
 const code = (text) => element("code", { class: "quiet line" }, text);
 
-/** A table whose rows a narrow screen stacks; the first `names` cells of a row name it. The roles are for browsers
- *  that forget them where the layout is no table's. */
-function table(caption, head, names, rows) {
-  const cell = (content, i) => (i < names ?
+/** A table whose rows a narrow screen stacks; the first cell of a row names it. The roles are for browsers that forget
+ *  them where the layout is no table's. */
+function table(caption, head, rows) {
+  const cell = (content, i) => (i === 0 ?
     element("th", { scope: "row", role: "rowheader" }, content) :
-    element("td", { role: "cell", "data-head": head[i] }, content));
+    element("td", { role: "cell", "data-head": head[i], ...(content === "0.00" && { class: "nothing" }) }, content));
   const heads = head.map((words) => element("th", { scope: "col", role: "columnheader" }, words));
   return element("table", { role: "table", class: "stacks" }, element("caption", {}, caption),
     element("thead", { role: "rowgroup" }, element("tr", { role: "row" }, ...heads)),
@@ -204,9 +205,9 @@ function showParts(choice, found) {
   by("bars").replaceChildren(...ARMS.map((arm) => element("div", { class: "way" },
     element("h3", {}, `${WAYS[arm]} `, code(arm)),
     ...phasesOf(found[arm]).map(([phase, peak]) => bar(phase, peak, may, scale)))));
-  showNumbers = () => by("numbers").replaceChildren(table("What is less than 5 MiB everywhere is left out.",
-    ["Way", "Phase", ...kinds, "In all"], 2, ARMS.flatMap((arm) => phasesOf(found[arm]).map(([phase, peak]) =>
-      [WAYS[arm], phase, ...kinds.map((kind) => gib(parts(peak)[kind])), gib(peak.total)]))));
+  showNumbers = () => by("numbers").replaceChildren(...ARMS.map((arm) =>
+    table(`${WAYS[arm]}, GiB`, ["phase", ...kinds, "in all"], phasesOf(found[arm]).map(([phase, peak]) =>
+      [phase, ...kinds.map((kind) => parts(peak)[kind]), peak.total].map((size) => size.toFixed ? inGib(size) : size)))));
   if (by("numbers").parentElement.open) showNumbers();
 }
 
