@@ -1,0 +1,200 @@
+"""docs/fit.html: its numbers are the planner's, and its settings are what planner, launcher and TRL take."""
+
+import ast
+import inspect
+import shlex
+import subprocess
+from dataclasses import replace
+from functools import partial
+
+import fit_page
+import pytest
+from fit_page import ARMS, CHOICE, DATA, MODEL, MODELS, TRAINED, address, choices, made_up, needs_browser
+
+from experiments.config import GIB, ROOT
+from visualization.fit import build
+
+browser, file, opened = fit_page.browser, fit_page.file, fit_page.opened  # fixtures
+
+
+@needs_browser
+def test_peaks_are_the_sums_that_the_planner_fitted(opened):
+    fit_curves = pytest.importorskip("experiments.plan.fit_curves", reason="the planner's sums are not in this tree")
+    from experiments.plan.sharding import spread
+
+    asked = choices(200, seed=3)
+    answers = opened().evaluate("asked => asked.map((choice) => window.fit.peaks(choice.model, choice))", asked)
+    for choice, answer in zip(asked, answers, strict=True):
+        model, lengths = MODELS[choice["model"]], (choice["prompt"], choice["completion"], choice["k"])
+        setup = replace(TRAINED[choice["trained"]], num_devices=choice["cards"], fully_sharded=choice["cards"] > 1)
+        for arm, phases in model["trained"][choice["trained"]].items():
+            for phase, stretches in phases.items():
+                values = fit_curves.terms(arm, model["window"], phase, *lengths)
+                each = []
+                for kinds in stretches:
+                    sizes = {kind: sum(size * values[term] for term, size in by.items()) for kind, by in kinds.items()}
+                    if not choice["reference"]:
+                        sizes.pop("reference", None)
+                    weights = model["largest_layer"], model["other_weights"]
+                    sizes = spread(setup, weights, 0, phase, sizes)
+                    each.append(sum(size for kind, size in sizes.items() if kind != "host"))
+                assert answer[arm][phase] == pytest.approx(max(each), rel=1e-9), (choice, arm, phase)
+
+
+@needs_browser
+def test_a_peak_by_hand(opened, tmp_path):
+    """8 completions of 512 are one tile of the LM head; those of 1,024 are two, and the second counts."""
+    data = made_up()
+    (tmp_path / "fit.html").write_text(build.page(data))
+    page = opened(path=tmp_path / "fit.html")
+    ask = "choice => window.fit.peaks('Qwen/Qwen3-8B', choice)"
+    choice = dict(trained="all", prompt=1000, completion=512, k=8, cards=1, reference=True)
+    weights = 2 * 8_190_735_360
+    alive = 4 * weights  # with the reference, and an optimizer state of two
+    peaks = page.evaluate(ask, choice)
+    assert peaks["stock"]["load"] == weights
+    assert peaks["stock"]["optimizer"] == 5 * weights
+    activations = 8 * 1512 * 4e5 + 8 * (1000**2 + 512**2) * 2
+    train = alive + weights / 4 + activations + 4096 * 6e5
+    assert peaks["stock"]["train"] == pytest.approx(max(train, 5 * weights))
+    peaks = page.evaluate(ask, choice | {"completion": 1024})
+    activations = 8 * 2024 * 4e5 + 8 * (1000**2 + 1024**2) * 2
+    assert peaks["stock"]["train"] == pytest.approx(
+        max(alive + weights / 4 + activations + 4096 * 6e5 - 9e8, 5 * weights)
+    )
+    assert page.evaluate(ask, choice | {"reference": False})["stock"]["optimizer"] == 4 * weights
+    assert page.evaluate(ask, choice | {"cards": 4})["stock"]["optimizer"] == 5 * weights / 4
+    # its share, one layer and the next, and what belongs to no layer
+    gathered = (2 * (8_190_735_360 // 40) + 8_190_735_360 // 8) * 2
+    score = page.evaluate(ask, choice | {"cards": 4})["stock"]["score"]
+    assert score == pytest.approx(alive / 4 + gathered + 1000 * 3e5)
+
+
+@needs_browser
+def test_the_largest_fits_and_one_step_more_does_not(opened):
+    check = """([asked, arms, least]) => asked.map((choice) => [choice, Object.fromEntries(arms.flatMap((arm) =>
+      ["k", "prompt", "completion"].map((name) => {
+        const phases = (value) => window.fit.peaks(choice.model, {...choice, [name]: value})[arm];
+        const peak = (value) => Math.max(...Object.values(phases(value)));
+        const value = window.fit.largest(choice.model, choice, arm, name);
+        return [`${arm} ${name}`, [value, peak(value || least[name]), peak(value + (name === "k" ? 2 : 1))]];
+      })))])"""
+    ends = 0
+    for choice, found in opened().evaluate(check, [choices(40, seed=4), ARMS, DATA["least"]]):
+        may = choice["card"] * GIB - DATA["reserve_bytes"]
+        for what, (value, peak, more) in found.items():
+            name = what.split()[1]
+            least, most, step = DATA["least"][name], DATA["most"][name], 2 if name == "k" else 1
+            if name != "k":
+                other = choice["completion" if name == "prompt" else "prompt"]
+                most = min(most, MODELS[choice["model"]]["positions"] - other)
+            if not value:
+                assert peak > may, (choice, what)
+                continue
+            assert least <= value <= most and peak <= may, (choice, what)
+            assert value + step > most or more > may, (choice, what)
+            ends += value + step <= most
+    assert ends > 50, "most of the largest are where memory ends"
+
+
+@needs_browser
+def test_what_is_shown_is_what_is_computed_with_its_error(opened):
+    page = opened(address())
+    peaks = page.evaluate("choice => window.fit.peaks(choice.model, choice)", CHOICE)
+    may, measured = 24 * GIB - DATA["reserve_bytes"], DATA["measured_over_predicted"]
+    for row, arm in zip(page.query_selector_all("#answer tbody tr"), ARMS, strict=True):
+        phase, peak = max(peaks[arm].items(), key=lambda item: item[1])
+        text = row.inner_text().replace("\xa0", " ")
+        assert f"{peak / GIB:.2f} GiB in {phase}" in text
+        assert f"stands for {peak * measured['low'] / GIB:.2f} to {peak * measured['high'] / GIB:.2f} GiB" in text
+        spare = f"fits: {(may - peak) / GIB:.2f} GiB to spare" if peak <= may else "does not fit: short by"
+        assert spare in text
+    page.click("summary")
+    page.wait_for_selector("#numbers table")
+    cells = page.evaluate(
+        """[...document.querySelectorAll("#numbers tbody tr")].map((row) =>
+          [...row.cells].map((cell) => parseFloat(cell.textContent)))"""
+    )
+    assert len(cells) == 15
+    for _, *kinds, total in cells:
+        assert sum(kinds) == pytest.approx(total, abs=0.05), "the kinds of a phase add up"
+    bars = page.evaluate(
+        """[...document.querySelectorAll(".bar")].map((bar) => [bar.getAttribute("aria-label"),
+          [...bar.querySelectorAll(".part")].length, bar.closest(".phase").querySelector(".size").textContent])"""
+    )
+    assert len(bars) == 15 and all(len(label.split(",")) == parts > 0 for label, parts, _ in bars)
+    said = page.inner_text("body")
+    assert ("Not compared with a GPU yet" in said) == ("GPU" not in measured["on"])
+    assert said.index("All k completions go through") < said.index("stock-accumulate")
+
+
+@needs_browser
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_its_settings_are_what_launcher_planner_and_trl_take(opened, tmp_path, monkeypatch):
+    from experiments.plan import __main__ as plan
+    from experiments.plan.options import memory_limit, setup_from
+    from experiments.settings.profiles import load_profile
+
+    page = opened()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".build").mkdir()
+    (tmp_path / "experiments").symlink_to(ROOT / "experiments")
+    for trained, reference, cards, k in (("all", 1, 2, 8), ("lora", 0, 8, 16), ("lora-4-bits", 1, 1, 4)):
+        page.evaluate(
+            "hash => { location.hash = hash }", address(trained=trained, reference=reference, cards=cards, k=k)
+        )
+        page.wait_for_function(
+            "k => document.querySelector('#yaml').textContent.includes(`num_generations: ${k}\\n`)", arg=k
+        )
+        yaml, python, commands = (page.text_content(f"#{name}") for name in ("yaml", "python", "command"))
+        (tmp_path / "fit.yaml").write_text(yaml)
+        settings = load_profile("fit.yaml")
+
+        *before, predict, launch = commands.strip().splitlines()
+        for line in before:
+            subprocess.run(line, shell=True, check=True)
+        assert predict.startswith(".venv/bin/python -m experiments.plan --profile fit.yaml --prompt 3000 ")
+        args = plan.parse_args(shlex.split(predict)[3:])
+        _, setup, _ = setup_from(args, settings)
+        lengths = dict(prompt_tokens=3000, max_completion_length=512, num_generations=k, per_device_train_batch_size=k)
+        where = dict(num_devices=cards, fully_sharded=cards > 1, beta=0.05 * reference)
+        if trained == "all":  # then nothing reads how LoRA would be
+            setup = replace(setup, lora_target_modules="all-linear", lora_dropout=0.0)
+        if trained != "lora-4-bits":
+            setup = replace(setup, nested_scales=True)
+        for arm in ARMS:
+            assert setup.arm(arm) == replace(TRAINED[trained], **lengths, **where).arm(arm)
+        assert memory_limit(args.device_memory, "0.8GiB") == 24 * GIB - DATA["reserve_bytes"]
+        assert (ROOT / launch.split()[0]).exists() and f"hub:{MODEL}" in launch
+        assert cards == 1 or (tmp_path / shlex.split(launch)[3]).exists()
+        check_python(python, settings, monkeypatch)
+
+
+def check_python(source: str, settings: dict, monkeypatch) -> None:
+    """Runs it up to the trainer, on this machine's CPU; what it makes says the same as the profile."""
+    import trl
+    from trl import ModelConfig, RLOOConfig, get_peft_config, get_quantization_config
+
+    monkeypatch.setattr(trl, "RLOOConfig", partial(RLOOConfig, use_cpu=True))
+    body = ast.parse(source).body
+    trainer = next(node for node in body if isinstance(node, ast.Assign) and node.targets[0].id == "trainer")
+    made = {}
+    exec(compile(ast.Module(body[: body.index(trainer)], []), "fit.py", "exec"), made)
+    monkeypatch.setattr(trl, "RLOOConfig", RLOOConfig)
+    config = {name: value for name, value in settings.items() if hasattr(made["args"], name)}
+    assert {name: getattr(made["args"], name) for name in config} == config and len(config) > 8
+    assert made["args"].model_init_kwargs == {"dtype": settings["dtype"]}
+    model = ModelConfig(
+        **{name: value for name, value in settings.items() if name in ModelConfig.__dataclass_fields__}
+    )
+    assert (made["lora"].to_dict() if "lora" in made else None) == ((p := get_peft_config(model)) and p.to_dict())
+    assert (made["bits"].to_dict() if "bits" in made else None) == (
+        (b := get_quantization_config(model)) and b.to_dict()
+    )
+    passed = {keyword.arg: ast.unparse(keyword.value) for keyword in trainer.value.keywords}
+    wanted = {"reward_funcs": "my_reward", "args": "args", "train_dataset": "my_dataset"}
+    wanted |= {"peft_config": "lora"} if "lora" in made else {}
+    assert passed == wanted | ({"quantization_config": "bits"} if "bits" in made else {})
+    assert ast.literal_eval(trainer.value.args[0]) == settings["model_name_or_path"]
+    assert set(passed) <= inspect.signature(trl.RLOOTrainer.__init__).parameters.keys()

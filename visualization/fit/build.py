@@ -1,0 +1,106 @@
+"""docs/fit.html: which training fits which card, in one file that needs nothing else, made of docs/fit.json.
+
+    python -m visualization.fit.build [--data docs/fit.json] [--out docs/fit.html]
+
+The data are sums that `python -m experiments.plan.fit_data` fits to the planner's simulations.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from string import Template
+
+from visualization.charts.plan import KINDS
+from visualization.files import LoadError, read_json, run_cli
+
+HERE = Path(__file__).parent
+DOCS = HERE.parent.parent / "docs"
+REMEDY = "make it with python -m experiments.plan.fit_data"
+NEEDED = (
+    "versions", "measured_over_predicted", "reserve_bytes", "first_room", "per_pass", "least", "most", "trained",
+    "models",
+)  # fmt: skip
+OF_A_MODEL = ("name", "weights", "largest_layer", "other_weights", "positions", "window", "experts", "trained")
+ARMS = {"stock", "stock-accumulate", "shared"}
+# What a formula may be made of: the page evaluates it
+FORMULA = re.compile(r"(?:\b(?:min|room|before|block|[PCkW]|\d+)\b|[-+*<>=(),])+")
+# matplotlib's hatches as CSS: layers of a background
+HATCHES = {
+    "": "",
+    "//": "repeating-linear-gradient(135deg, #fff9 0 1px, #0000 1px 5px)",
+    "\\\\": "repeating-linear-gradient(45deg, #fff9 0 1px, #0000 1px 5px)",
+    "||": "repeating-linear-gradient(90deg, #fff9 0 1px, #0000 1px 5px)",
+    "--": "repeating-linear-gradient(0deg, #0006 0 1px, #0000 1px 5px)",
+    "xx": "repeating-linear-gradient(45deg, #fff9 0 1px, #0000 1px 5px), "
+    "repeating-linear-gradient(135deg, #fff9 0 1px, #0000 1px 5px)",
+    "..": "radial-gradient(#fffc 1px, #0000 1.5px) 0 0 / 6px 6px",
+    "oo": "radial-gradient(#0000 1px, #fffc 1.2px 2px, #0000 2.2px) 0 0 / 8px 8px",
+}
+
+
+def checked(path: Path) -> dict:
+    """The data of the page. Raises LoadError that names what is missing or wrong."""
+    data = read_json(path, REMEDY)
+    if missing := [name for name in NEEDED if not data.get(name)]:
+        raise LoadError(f"{path}: has no {', '.join(missing)}; {REMEDY}")
+    for number, model in enumerate(data["models"], 1):
+        if not isinstance(model, dict) or not set(OF_A_MODEL) <= model.keys():
+            has = model.keys() if isinstance(model, dict) else ()
+            missing = [name for name in OF_A_MODEL if name not in has]
+            raise LoadError(f"{path}: model {number} has no {', '.join(missing)}; {REMEDY}")
+        if model["trained"].keys() != data["trained"].keys():
+            raise LoadError(f"{path}: {model['name']} is not there for each of {', '.join(data['trained'])}; {REMEDY}")
+        for trained, arms in model["trained"].items():
+            if arms.keys() != ARMS or not all(arms.values()):
+                raise LoadError(f"{path}: {model['name']}, {trained} lacks one of {', '.join(sorted(ARMS))}; {REMEDY}")
+            check_sums(f"{path}: {model['name']}, {trained}", arms)
+    return data
+
+
+def check_sums(place: str, arms: dict) -> None:
+    for arm, phases in arms.items():
+        for phase, stretches in phases.items():
+            terms = [item for kinds in stretches for by_term in kinds.values() for item in by_term.items()]
+            wrong = [f for f, size in terms if not FORMULA.fullmatch(f) or not isinstance(size, int | float)]
+            if wrong or not terms:
+                raise LoadError(f"{place}, {arm}, {phase}: {(wrong or ['nothing'])[0]!r} is no sum; {REMEDY}")
+
+
+def colours() -> str:
+    """The kinds' colours and hatches, those of the project's charts, as CSS."""
+    lines = []
+    for kind, (colour, hatch) in KINDS.items():
+        layers = ", ".join(filter(None, (HATCHES[hatch], colour)))
+        lines.append(f".kind-{kind.lower().replace(' ', '-')} {{ background: {layers}; }}")
+    return "\n".join(lines)
+
+
+def page(data: dict) -> str:
+    """The page as HTML."""
+    text = json.dumps({**data, "kinds": list(KINDS)}, separators=(",", ":"))
+    return Template((HERE / "fit.html").read_text()).substitute(
+        style=(HERE / "fit.css").read_text() + colours(),
+        data=text.replace("<", "\\u003c"),  # no tag of the page's own
+        script="\n".join((HERE / name).read_text() for name in ("sums.js", "settings.js", "fit.js")),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m visualization.fit.build",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--data", type=Path, default=DOCS / "fit.json")
+    parser.add_argument("--out", type=Path, default=DOCS / "fit.html")
+    args = parser.parse_args(argv)
+    data = checked(args.data)
+    args.out.write_text(page(data), encoding="utf-8")
+    print(f"{args.out}: {len(data['models'])} models, {args.out.stat().st_size / 1e6:.1f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_cli(main))
