@@ -1,4 +1,4 @@
-.PHONY: help reproduce test test-all test-deepspeed lint charts bench plans
+.PHONY: help reproduce test test-all test-deepspeed lint charts bench plans fit-data
 .DEFAULT_GOAL := help
 
 help:
@@ -9,6 +9,7 @@ help:
 	@echo "                 DeepSpeed ZeRO-3 on two processes, in an environment of its own (about 10 minutes)"
 	@echo "make bench       time and memory of today's trainer with and without prefix sharing (about 40 minutes)"
 	@echo "make plans       predict the memory of every profile (a few minutes)"
+	@echo "make fit-data    make docs/fit.html and what it answers from (about an hour; goes on where it was interrupted)"
 	@echo "make charts      draw the committed results again, update the tables of README.md and docs"
 
 reproduce:
@@ -57,3 +58,10 @@ plans:
 	.venv/bin/python -m experiments.plan --profile multi_gpu_70b --prompt 2000 --device-memory 80GiB \
 	  --accelerate experiments/settings/accelerate/fsdp2_offload.yaml --json results/plans/multi_gpu_70b.json
 	.venv/bin/python -m visualization.charts.plan results/plans/single_gpu_24gb.json results/plans/single_gpu_24gb.png
+
+# Each line goes on where it was interrupted. fit_check holds the page's sums against the planner
+fit-data:
+	./setup_env.sh --quiet
+	.venv/bin/python -m experiments.plan.fit_data
+	.venv/bin/python -m experiments.plan.fit_check
+	.venv/bin/python -m visualization.fit.make_page

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from experiments.plan.setups import Setup
-from visualization.fit import build
+from visualization.fit import make_page
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium here: apt install chromium")
@@ -21,7 +21,7 @@ TRAINED = {
 
 def made_up() -> dict:
     """Data of two models that are none, with every kind of formula; a second tile of the LM head takes less."""
-    last = {"logits": {"min(k*C,4096)": 6e5, "(k*C>4096)*1": -9e8}}
+    one_tile, more = ({"logits": {"min(k*C,4096)": 6e5, "1": size}} for size in (0, -9e8))
     cache = {
         "stock": {"k*P": 1.5e5, "k*C": 1.5e5, "k*min(P,W)": 2e4, "(P>=W)*k*P": 10.0},
         "shared": {"P": 1.5e5, "k*room(P,C,0)": 1.5e5, "k*before(P,C,W)": 100.0},
@@ -40,16 +40,16 @@ def made_up() -> dict:
         kept = cache["shared" if name == "shared" else "stock"]
         kept = kept if window else {term: size for term, size in kept.items() if "W" not in term}
         attends = {"C*block(P,C)": 3.0} if name == "shared" and window else {}
-        train = {"activations": activations[name] | attends, **(last if name != "stock-accumulate" else {})}
+        train = {**alive, "activations": activations[name] | attends, "gradients": {"1": 0.25 * states}}
+        tiles = {"1": {}} if name == "stock-accumulate" else {"(k*C<=4096)": one_tile, "(k*C>4096)": more}
+        ended = {"when": "1", "stretches": [{**alive, "gradients": {"1": states}}]}
+        generated = [{**alive, "KV cache": kept, "activations": {"k": -2e5}}, {**alive, "activations": {"k*P": 9.0}}]
         return {
-            "load": [{"parameters": {"1": weights}}],
-            "generate": [
-                {**alive, "KV cache": kept, "activations": {"k": -2e5}},
-                {**alive, "activations": {"k*P": 9.0}},
-            ],
-            "score": [{**alive, "activations": {"P": 3e5}}],
-            "train": [{**alive, **train, "gradients": {"1": 0.25 * states}}, {**alive, "gradients": {"1": states}}],
-            "optimizer": [{**alive, "gradients": {"1": states}}],
+            "load": [{"when": "1", "stretches": [{"parameters": {"1": weights}}]}],
+            "generate": [{"when": "1", "stretches": generated}],
+            "score": [{"when": "1", "stretches": [{**alive, "activations": {"P": 3e5}}]}],
+            "train": [*({"when": when, "stretches": [{**train, **tile}]} for when, tile in tiles.items()), ended],
+            "optimizer": [ended],
         }
 
     def model(name, weights, positions, window=None):
@@ -74,7 +74,7 @@ def made_up() -> dict:
     }
 
 
-REAL = build.DOCS / "fit.json"
+REAL = make_page.DOCS / "fit.json"
 DATA = json.loads(REAL.read_text()) if REAL.exists() else made_up()
 MODELS = {model["name"]: model for model in DATA["models"]}
 MODEL = "Qwen/Qwen3-8B" if "Qwen/Qwen3-8B" in MODELS else DATA["models"][0]["name"]
@@ -85,7 +85,7 @@ CHOICE = dict(model=MODEL, trained="lora", prompt=3000, completion=512, k=8, car
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     path = tmp_path_factory.mktemp("docs") / "fit.html"
-    path.write_text(build.page(DATA))
+    path.write_text(make_page.page(DATA))
     return path
 
 

@@ -1,6 +1,7 @@
 """docs/fit.html: its numbers are the planner's, and its settings are what planner, launcher and TRL take."""
 
 import ast
+import csv
 import inspect
 import shlex
 import subprocess
@@ -12,14 +13,15 @@ import pytest
 from fit_page import ARMS, CHOICE, DATA, MODEL, MODELS, TRAINED, address, choices, made_up, needs_browser
 
 from experiments.config import GIB, ROOT
-from visualization.fit import build
+from experiments.plan import fit_check
+from visualization.fit import make_page
 
 browser, file, opened = fit_page.browser, fit_page.file, fit_page.opened  # fixtures
 
 
 @needs_browser
 def test_peaks_are_the_sums_that_the_planner_fitted(opened):
-    fit_curves = pytest.importorskip("experiments.plan.fit_curves", reason="the planner's sums are not in this tree")
+    from experiments.plan.fit_curves import value
     from experiments.plan.sharding import spread
 
     asked = choices(200, seed=3)
@@ -28,11 +30,11 @@ def test_peaks_are_the_sums_that_the_planner_fitted(opened):
         model, lengths = MODELS[choice["model"]], (choice["prompt"], choice["completion"], choice["k"])
         setup = replace(TRAINED[choice["trained"]], num_devices=choice["cards"], fully_sharded=choice["cards"] > 1)
         for arm, phases in model["trained"][choice["trained"]].items():
-            for phase, stretches in phases.items():
-                values = fit_curves.terms(arm, model["window"], phase, *lengths)
+            for phase, regimes in phases.items():
+                of = partial(value, window=model["window"], lengths=lengths)
                 each = []
-                for kinds in stretches:
-                    sizes = {kind: sum(size * values[term] for term, size in by.items()) for kind, by in kinds.items()}
+                for kinds in [kinds for regime in regimes if of(regime["when"]) for kinds in regime["stretches"]]:
+                    sizes = {kind: sum(size * of(term) for term, size in by.items()) for kind, by in kinds.items()}
                     if not choice["reference"]:
                         sizes.pop("reference", None)
                     weights = model["largest_layer"], model["other_weights"]
@@ -42,10 +44,28 @@ def test_peaks_are_the_sums_that_the_planner_fitted(opened):
 
 
 @needs_browser
+def test_at_the_recorded_choices_the_browser_is_within_2_percent_of_the_planner(opened):
+    """results/plans/fit_check.csv holds what the planner said at 200 random choices."""
+    with fit_check.TABLE.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    asked = [dict(model=row["model"], trained=row["trained"], **lengths_of(row)) for row in rows]
+    answers = opened().evaluate("asked => asked.map((choice) => window.fit.peaks(choice.model, choice))", asked)
+    assert len(rows) == 200
+    for row, answer in zip(rows, answers, strict=True):
+        for phase, size in answer[row["arm"]].items():
+            assert size == pytest.approx(int(row[f"{phase}_planned_bytes"]), rel=fit_check.MOST_APART), (row, phase)
+
+
+def lengths_of(row: dict) -> dict:
+    columns = {"prompt": "prompt_tokens", "completion": "completion_tokens", "k": "k", "cards": "cards"}
+    return {name: int(row[column]) for name, column in columns.items()} | {"reference": row["reference"] == "1"}
+
+
+@needs_browser
 def test_a_peak_by_hand(opened, tmp_path):
     """8 completions of 512 are one tile of the LM head; those of 1,024 are two, and the second counts."""
     data = made_up()
-    (tmp_path / "fit.html").write_text(build.page(data))
+    (tmp_path / "fit.html").write_text(make_page.page(data))
     page = opened(path=tmp_path / "fit.html")
     ask = "choice => window.fit.peaks('Qwen/Qwen3-8B', choice)"
     choice = dict(trained="all", prompt=1000, completion=512, k=8, cards=1, reference=True)

@@ -9,7 +9,7 @@ import pytest
 from fit_page import DATA, MODEL, MODELS, OTHER, address, made_up, needs_browser
 
 from experiments.config import ROOT
-from visualization.fit import build
+from visualization.fit import make_page
 
 browser, file, opened = fit_page.browser, fit_page.file, fit_page.opened  # fixtures
 
@@ -30,15 +30,19 @@ def test_it_is_one_file_that_loads_nothing_and_links_to_what_is_there(file):
     assert len(links) > 5 and all(link == "data:," or (ROOT / "docs" / link).exists() for link in links)
 
 
+def stock(data: dict) -> dict:
+    return data["models"][0]["trained"]["all"]["stock"]
+
+
 WRONG = {
     "is missing": lambda data: None,
     "not valid JSON": lambda data: "{",
     "has no models": lambda data: data.update(models=[]),
     "model 2 has no positions": lambda data: data["models"][1].pop("positions"),
     "lacks one of shared": lambda data: data["models"][0]["trained"]["all"].pop("shared"),
-    "'alert(1)' is no sum": lambda data: data["models"][0]["trained"]["all"]["stock"]["train"].append(
-        {"other": {"alert(1)": 1.0}}
-    ),
+    "'alert(1)' is no sum": lambda data: stock(data)["train"][0]["stretches"].append({"other": {"alert(1)": 1.0}}),
+    "'P==k' is no sum": lambda data: stock(data)["train"][0].update(when="P==k"),
+    "no list of 'when' and 'stretches'": lambda data: stock(data).update(train=[{"other": {"1": 1.0}}]),
 }
 
 
@@ -48,18 +52,34 @@ def test_data_that_cannot_be_used_are_told_in_one_line(words, tmp_path, capsys):
     text = WRONG[words](data)
     if words != "is missing":
         (tmp_path / "fit.json").write_text(text if isinstance(text, str) else json.dumps(data))
-    command = partial(build.main, ["--data", str(tmp_path / "fit.json"), "--out", str(tmp_path / "fit.html")])
-    assert build.run_cli(command) == 2
+    command = partial(make_page.main, ["--data", str(tmp_path / "fit.json"), "--out", str(tmp_path / "fit.html")])
+    assert make_page.run_cli(command) == 2
     said = capsys.readouterr().err
     assert words in said and "experiments.plan.fit_data" in said and said.count("\n") == 1
     assert not (tmp_path / "fit.html").exists()
+
+
+def test_the_committed_page_is_made_of_the_committed_data(tmp_path):
+    assert make_page.main(["--out", str(tmp_path / "fit.html")]) == 0
+    made, committed = (tmp_path / "fit.html").read_text(), (ROOT / "docs" / "fit.html").read_text()
+    assert made == committed, "run python -m visualization.fit.make_page"
+    assert '"compared":{"choices":200,' in made
+
+
+def test_it_says_how_far_it_was_from_the_planner_only_for_its_own_data(tmp_path):
+    table = tmp_path / "check.csv"
+    names = [f"{phase}_{whose}_bytes" for phase in make_page.PHASES for whose in ("planned", "page")]
+    table.write_text("\n".join([",".join([*names, "code"]), ",".join(["100"] * 9 + ["101", "a1"]), ""]))
+    assert make_page.comparison(table, {"code": "a1"}) == {"choices": 1, "apart": pytest.approx(0.01)}
+    assert make_page.comparison(table, {"code": "b2"}) is None
+    assert make_page.comparison(tmp_path / "none.csv", {"code": "a1"}) is None
 
 
 def test_the_command_writes_the_page_and_no_name_in_the_data_ends_its_script(tmp_path, capsys):
     data = made_up()
     data["versions"] = "</script><script>alert(1)</script>"
     (tmp_path / "fit.json").write_text(json.dumps(data))
-    assert build.main(["--data", str(tmp_path / "fit.json"), "--out", str(tmp_path / "fit.html")]) == 0
+    assert make_page.main(["--data", str(tmp_path / "fit.json"), "--out", str(tmp_path / "fit.html")]) == 0
     assert "2 models" in capsys.readouterr().out and "<script>alert" not in (tmp_path / "fit.html").read_text()
 
 

@@ -162,7 +162,6 @@ def test_no_two_rooms_have_a_module_of_the_same_name():
             rooms[module].add(room)
     rooms["plan"] -= {"visualization.charts"}  # draws what experiments.plan predicts
     rooms["worth"] -= {"visualization.charts"}
-    rooms["build"] -= {"visualization.fit"}  # each makes the one page of its room
     rooms["rivals"] -= {"visualization.pages"}  # shows what experiments.evidence.rivals measures
     assert not {module: sorted(places) for module, places in rooms.items() if len(places) > 1}
 

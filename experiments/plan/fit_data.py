@@ -1,6 +1,6 @@
 """Makes docs/fit.json, what docs/fit.html answers from: curves of every model, of what is trained, of every arm.
 
-    python -m experiments.plan.fit_data [--models qwen3-8b,gemma-3-4b] [--processes 2]
+    python -m experiments.plan.fit_data [--models qwen3-8b,gemma-3-4b-it] [--processes 2]
 
 A part is one arm of one model. Finished parts are kept in .build/fit, so the same command goes on where it was
 interrupted; parts of other code or versions are made again. The file is written when all parts are there, and not if
@@ -13,10 +13,11 @@ import hashlib
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from experiments.builds import use_fork
@@ -30,9 +31,9 @@ MOST_ERROR = 0.02  # of a phase's peak
 # Names on the hub, in the page's order; each is a shape of `experiments.workload.shapes`
 MODELS = (
     "Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "Qwen/Qwen3-14B", "Qwen/Qwen3-32B",
-    "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-VL-8B-Instruct", "Qwen/Qwen2.5-7B-Instruct", "meta-llama/Llama-3.2-1B-Instruct",
-    "meta-llama/Llama-3.2-3B-Instruct", "meta-llama/Llama-3.1-8B-Instruct", "google/gemma-3-4b-it",
-    "mistralai/Mistral-7B-Instruct-v0.3", "openai/gpt-oss-20b",
+    "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-VL-8B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct",
+    "meta-llama/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.2-3B-Instruct", "meta-llama/Llama-3.1-8B-Instruct",
+    "mistralai/Mistral-7B-Instruct-v0.3", "HuggingFaceTB/SmolLM3-3B",
 )  # fmt: skip
 # What is trained: what the page calls it, and the setup. bfloat16 weights compute in bfloat16 without autocast, which
 # under FSDP2 would widen trained weights to float32
@@ -89,8 +90,8 @@ def window_of(hf_config) -> int | None:
     return text_config.sliding_window if slides else None
 
 
-def make(part: Part, code: str) -> float:
-    """Writes the file of a part. Returns the error of its curves."""
+def make(part: Part, code: str) -> tuple[Part, float]:
+    """Writes the file of a part. Returns it and the error of its curves."""
     from experiments.plan import fit_curves
     from experiments.workload.models import named_config
 
@@ -104,11 +105,10 @@ def make(part: Part, code: str) -> float:
         curves = fit_curves.fitted(part.arm, window, simulated)
     phases = {phase: [asdict(regime) for regime in regimes] for phase, regimes in curves.phases.items()}
     PARTS.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"code": code, "error": curves.error, "phases": phases})
     unfinished = part.path.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(text)
+    unfinished.write_text(json.dumps({"code": code, "error": curves.error, "phases": phases}))
     unfinished.replace(part.path)
-    return curves.error
+    return part, curves.error
 
 
 def finished(part: Part, code: str) -> dict | None:
@@ -129,17 +129,13 @@ def make_all(parts: list[Part], processes: int, code: str) -> None:
     import trl.trainer.rloo_trainer  # noqa: F401  once, not in each process
 
     start = time.monotonic()
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
-        waiting = {pool.submit(make, part, code): part for part in missing}
-        try:
-            for number, future in enumerate(as_completed(waiting), 1):
-                left = (time.monotonic() - start) / number * (len(missing) - number) / 60
-                done = len(parts) - len(missing) + number
-                error = f"{future.result():.2%} off its simulations at most"
-                print(f"{done} of {len(parts)}: {waiting[future]}: {error}; about {left:.0f} min left", flush=True)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    ignored = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends this process, which ends the others
+    with multiprocessing.get_context("fork").Pool(processes, signal.signal, ignored) as pool:
+        for number, (part, error) in enumerate(pool.imap_unordered(partial(make, code=code), missing), 1):
+            left = (time.monotonic() - start) / number * (len(missing) - number) / 60
+            done = len(parts) - len(missing) + number
+            off = f"{error:.2%} off its simulations at most"
+            print(f"{done} of {len(parts)}: {part}: {off}; about {left:.0f} min left", flush=True)
 
 
 def page_data(models: tuple[str, ...], code: str) -> dict:

@@ -230,7 +230,8 @@ class Simulation:
             self.decode(rows, prompt, attention_mask=mask, past_key_values=cache, logits_to_keep=1)
         del mask
         with self.memory.of_kind("KV cache"):
-            for layer in cache.layers:
+            for i, layer in enumerate(cache.layers):
+                self.event("grow", i)
                 if layer.keys is None:  # it attends to the keys of an earlier layer
                     continue
                 layer.keys, layer.values = (

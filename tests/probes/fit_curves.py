@@ -1,33 +1,42 @@
-"""Curves of small models beside the planner at lengths that they were not made from: a line of JSON for each."""
+"""Curves of a small model beside the planner, at lengths that they were not made from: a line of JSON for each phase.
+
+python -m tests.probes.fit_curves full|alternating ARM
+"""
 
 import json
 import sys
+from dataclasses import replace
 
 from experiments.builds import use_fork
 from experiments.config import ARMS
 
 use_fork(ARMS["shared"])
 
+from trl.generation.shared_prefix import MIN_NEW_STEPS  # noqa: E402
+
 from experiments.plan import extrapolate, fit_curves, replaced  # noqa: E402
 from experiments.plan.setups import Setup  # noqa: E402
 from experiments.workload import models  # noqa: E402
-from trl.generation.shared_prefix import MIN_NEW_STEPS  # noqa: E402
 
+WINDOW = 512
+kind, arm = sys.argv[1:]
+config, window = extrapolate.with_layers(models.shape_config("qwen3-8-layers", 4000), 2), None
+if kind == "alternating":
+    config, window = models.shape_config("gemma-3-1b", 4000), WINDOW
+    config.hidden_size, config.intermediate_size, config.head_dim = 256, 512, 64
+    config.sliding_window, config.num_hidden_layers = WINDOW, 2
+    config.layer_types = ["sliding_attention", "full_attention"]
 print(json.dumps({"tile": replaced.head_tokens("cuda"), "room": MIN_NEW_STEPS}))
 
-full = extrapolate.with_layers(models.shape_config("qwen3-8-layers", 4000), 2)
-alternating = models.shape_config("gemma-3-1b", 4000)
-alternating.hidden_size, alternating.intermediate_size, alternating.head_dim = 256, 512, 64
-alternating.sliding_window, alternating.num_hidden_layers = 512, 2
-alternating.layer_types = ["sliding_attention", "full_attention"]
-elsewhere = [(3000, 512, 8), (200, 3000, 16), (900, 64, 24), (9000, 700, 6)]
-for name, config, window in (("full", full, None), ("alternating", alternating, 512)):
-    for arm in sys.argv[1:] or fit_curves.ARMS:
-        setup = Setup(prompt_tokens=1, lora_rank=8)
-        lengths = fit_curves.simulated_lengths(arm, window)
-        simulated = {each: fit_curves.stretches_at(setup, config, arm, each) for each in lengths}
-        curves = fit_curves.fitted(arm, window, simulated)
-        for each in elsewhere:
-            stretches = fit_curves.stretches_at(setup, config, arm, each)
-            error = fit_curves.relative_error(curves.peaks(*each), stretches)
-            print(json.dumps({"model": name, "arm": arm, "lengths": each, "error": error, "fit": curves.error}))
+base = Setup(prompt_tokens=1, lora_rank=8)
+lengths = fit_curves.simulated_lengths(arm, window)
+simulated = {each: fit_curves.stretches_at(base, config, arm, each, passes) for each, passes in lengths.items()}
+curves = fit_curves.fitted(arm, window, simulated)
+# Long and short, few and many, and where the window begins to hide something
+for prompt, completion, k in ((9000, 700, 6), (200, 3000, 64), (900, 64, 128), (WINDOW, 100, 6), (WINDOW + 1, 200, 8)):
+    rows = dict(prompt_tokens=prompt, max_completion_length=completion, num_generations=k)
+    planned = extrapolate.phase_peaks(replace(base, **rows, per_device_train_batch_size=k).arm(arm), config)
+    page = curves.peaks(prompt, completion, k)
+    for peak in planned:
+        sizes = {"planned": peak.total, "page": extrapolate.on_device(page[peak.phase])}
+        print(json.dumps({"lengths": (prompt, completion, k), "phase": peak.phase, **sizes}))

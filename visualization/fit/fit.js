@@ -257,6 +257,11 @@ function showWhatIsAlwaysSo() {
   by("how-sure").append(element("strong", {}, "These are predictions." + compared), ` ${measured}`);
   by("errors").textContent =
     `${measured}${compared} A peak stands for that range, and “just fits” is less to spare than that.`;
+  if (DATA.compared) {
+    const percent = Math.max(0.01, 100 * DATA.compared.apart).toFixed(2);
+    by("compared").textContent =
+      `At ${DATA.compared.choices} random choices the two were at most ${percent} % apart, in any phase. `;
+  }
   by("reserve").textContent = `${gib(DATA.reserve_bytes)} of a card are kept free for CUDA’s context and the ` +
     "allocator’s fragmentation. That is assumed, not measured.";
   const { least, most } = DATA;

@@ -50,7 +50,8 @@ function formula(text) {
 
 const prepared = new Map();
 
-/** What is trained of a model in one arm: its formulas, each once, and its stretches as lists of numbers. */
+/** What is trained of a model in one arm: its formulas, each once, and its stretches as lists of numbers. Those of a
+ *  regime count where its formula `when` is 1. */
 function curves(model, trained, arm) {
   const key = `${model.name} ${trained} ${arm}`;
   if (!prepared.has(key)) {
@@ -60,7 +61,9 @@ function curves(model, trained, arm) {
       kind, sharded: SHARDED.includes(kind), places: Object.keys(terms).map(place), bytes: Object.values(terms),
     }));
     const each = Object.entries(model.trained[trained][arm]);
-    const phases = each.map(([phase, stretches]) => ({ phase, stretches: stretches.map(listed) }));
+    const phases = each.map(([phase, regimes]) => ({
+      phase, regimes: regimes.map(({ when, stretches }) => ({ when: place(when), stretches: stretches.map(listed) })),
+    }));
     prepared.set(key, { formulas: names.map(formula), phases });
   }
   return prepared.get(key);
@@ -93,11 +96,14 @@ function gathered(model, choice, phase) {
 function tops(model, choice, arm) {
   const { formulas, phases } = curves(model, choice.trained, arm);
   const values = formulas.map((f) => f(choice.prompt, choice.completion, choice.k, model.window || 0));
-  return [phases.map(({ phase, stretches }) => {
+  return [phases.map(({ phase, regimes }) => {
     let [most, top] = [-1, null];
-    for (const stretch of stretches) {
-      const size = held(stretch, values, choice);
-      if (size > most) [most, top] = [size, stretch];
+    for (const { when, stretches } of regimes) {
+      if (!values[when]) continue;
+      for (const stretch of stretches) {
+        const size = held(stretch, values, choice);
+        if (size > most) [most, top] = [size, stretch];
+      }
     }
     const { parameters, gradients } = gathered(model, choice, phase);
     return [phase, most + parameters + gradients, top];

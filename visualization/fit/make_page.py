@@ -1,8 +1,9 @@
 """docs/fit.html: which training fits which card, in one file that needs nothing else, made of docs/fit.json.
 
-    python -m visualization.fit.build [--data docs/fit.json] [--out docs/fit.html]
+    python -m visualization.fit.make_page [--data docs/fit.json] [--out docs/fit.html] [--compared FILE]
 
-The data are sums that `python -m experiments.plan.fit_data` fits to the planner's simulations.
+The data are sums that `python -m experiments.plan.fit_data` fits to the planner's simulations, and FILE is what
+`python -m experiments.plan.fit_check` found when it compared them with the planner, if it did.
 """
 
 import argparse
@@ -13,16 +14,18 @@ from pathlib import Path
 from string import Template
 
 from visualization.charts.plan import KINDS
-from visualization.files import LoadError, read_json, run_cli
+from visualization.files import LoadError, read_json, read_rows, run_cli
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent.parent / "docs"
+COMPARED = DOCS.parent / "results" / "plans" / "fit_check.csv"
 REMEDY = "make it with python -m experiments.plan.fit_data"
 NEEDED = (
     "versions", "measured_over_predicted", "reserve_bytes", "first_room", "per_pass", "least", "most", "trained",
     "models",
 )  # fmt: skip
 OF_A_MODEL = ("name", "weights", "largest_layer", "other_weights", "positions", "window", "experts", "trained")
+PHASES = ("load", "generate", "score", "train", "optimizer")
 ARMS = {"stock", "stock-accumulate", "shared"}
 # What a formula may be made of: the page evaluates it
 FORMULA = re.compile(r"(?:\b(?:min|room|before|block|[PCkW]|\d+)\b|[-+*<>=(),])+")
@@ -61,9 +64,20 @@ def checked(path: Path) -> dict:
 
 def check_sums(place: str, arms: dict) -> None:
     for arm, phases in arms.items():
-        for phase, stretches in phases.items():
-            terms = [item for kinds in stretches for by_term in kinds.values() for item in by_term.items()]
+        for phase, regimes in phases.items():
+            if not regimes or not all(
+                isinstance(each, dict) and each.keys() == {"when", "stretches"} for each in regimes
+            ):
+                raise LoadError(f"{place}, {arm}, {phase}: no list of 'when' and 'stretches'; {REMEDY}")
+            terms = [
+                item
+                for each in regimes
+                for kinds in each["stretches"]
+                for by_term in kinds.values()
+                for item in by_term.items()
+            ]
             wrong = [f for f, size in terms if not FORMULA.fullmatch(f) or not isinstance(size, int | float)]
+            wrong += [each["when"] for each in regimes if not FORMULA.fullmatch(each["when"])]
             if wrong or not terms:
                 raise LoadError(f"{place}, {arm}, {phase}: {(wrong or ['nothing'])[0]!r} is no sum; {REMEDY}")
 
@@ -77,9 +91,20 @@ def colours() -> str:
     return "\n".join(lines)
 
 
-def page(data: dict) -> str:
+def comparison(path: Path, data: dict) -> dict | None:
+    """Choices at which these data were compared with the planner, and the largest relative difference of a phase."""
+    if not path.exists():
+        return None
+    names = [(f"{phase}_planned_bytes", f"{phase}_page_bytes") for phase in PHASES]
+    rows = read_rows(path, [name for pair in names for name in pair], "experiments.plan.fit_check")
+    rows = rows[rows.code == data.get("code")]
+    apart = [(rows[page] / rows[planned] - 1).abs().max() for planned, page in names]
+    return {"choices": len(rows), "apart": max(apart)} if len(rows) else None
+
+
+def page(data: dict, compared: dict | None = None) -> str:
     """The page as HTML."""
-    text = json.dumps({**data, "kinds": list(KINDS)}, separators=(",", ":"))
+    text = json.dumps({**data, "compared": compared, "kinds": list(KINDS)}, separators=(",", ":"))
     return Template((HERE / "fit.html").read_text()).substitute(
         style=(HERE / "fit.css").read_text() + colours(),
         data=text.replace("<", "\\u003c"),  # no tag of the page's own
@@ -89,15 +114,16 @@ def page(data: dict) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m visualization.fit.build",
+        prog="python -m visualization.fit.make_page",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--data", type=Path, default=DOCS / "fit.json")
     parser.add_argument("--out", type=Path, default=DOCS / "fit.html")
+    parser.add_argument("--compared", type=Path, default=COMPARED)
     args = parser.parse_args(argv)
     data = checked(args.data)
-    args.out.write_text(page(data), encoding="utf-8")
+    args.out.write_text(page(data, comparison(args.compared, data)), encoding="utf-8")
     print(f"{args.out}: {len(data['models'])} models, {args.out.stat().st_size / 1e6:.1f} MB")
     return 0
 

@@ -1,0 +1,106 @@
+"""docs/fit.json: sums that say what the planner says, and a long making of them that can be interrupted."""
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from experiments.config import ROOT
+from experiments.plan import fit_check, fit_data
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "kind, arm, apart",
+    [
+        ("full", "stock", 1e-5),
+        pytest.param("full", "stock-accumulate", 1e-5, marks=SLOW),
+        pytest.param("full", "shared", 2e-3, marks=SLOW),
+        # The masks of sliding windows have more terms than `fit_curves.TERMS` has
+        pytest.param("alternating", "stock", 5e-3, marks=SLOW),
+        pytest.param("alternating", "shared", 1e-2, marks=SLOW),
+    ],
+)
+def test_curves_say_what_the_planner_says_elsewhere(kind, arm, apart, forked):
+    """Two layers, where no weights hide an error; lengths and k far from those that were simulated."""
+    result = forked("fit_curves", kind, arm)
+    assert result.returncode == 0, result.stderr[-3000:]
+    constants, *rows = map(json.loads, result.stdout.splitlines())
+    from experiments.plan.fit_curves import FIRST_ROOM, LM_HEAD_TILE
+
+    assert constants == {"tile": LM_HEAD_TILE, "room": FIRST_ROOM}
+    assert len(rows) == 5 * 5
+    for row in rows:
+        assert row["page"] == pytest.approx(row["planned"], rel=apart), row
+
+
+@pytest.mark.torch
+def test_interrupted_it_keeps_its_parts_and_goes_on(tmp_path, forked):
+    command = [sys.executable, "-m", "tests.probes.fit_interrupted", str(tmp_path), "--processes", "1"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    said = [process.stdout.readline() for _ in range(3)]
+    assert said[0] == "0 of 9 parts are there\n" and said[2].startswith("2 of 9: Qwen/Qwen3-0.6B, all weights, ")
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and time.monotonic() - start < 20
+    assert "of 9 parts; the same command goes on" in error and "Traceback" not in error
+    assert not (tmp_path / "fit.json").exists()
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "parts").glob("*.json")}
+    assert 2 <= len(kept) < 9
+
+    result = forked("fit_interrupted", tmp_path, "--processes", 2)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.startswith(f"{len(kept)} of 9 parts are there\n")
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    data = json.loads((tmp_path / "fit.json").read_text())
+    assert data["code"] == "made up" and data["models"][0]["name"] == "Qwen/Qwen3-0.6B"
+    again = forked("fit_interrupted", tmp_path)
+    assert again.returncode == 0 and again.stdout.startswith("9 of 9 parts are there\n")
+
+
+WRONG = {
+    "--models 'qwen9' is not on the page; it has qwen3-0.6b": ["--models", "qwen3-8b,qwen9"],
+    "--processes is 0; it must be at least 1": ["--processes", "0"],
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_a_wrong_option_is_told_in_one_line(words, capsys):
+    assert fit_data.main(WRONG[words]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1
+
+
+def committed() -> tuple[dict, list[dict]]:
+    with fit_check.TABLE.open(newline="") as file:
+        return json.loads(fit_data.PAGE.read_text()), list(csv.DictReader(file))
+
+
+def test_at_200_random_choices_the_page_is_within_2_percent_of_the_planner():
+    data, rows = committed()
+    assert len(rows) == 200 and {row["code"] for row in rows} == {data["code"]}
+    assert [{name: str(choice[name]) for name in fit_check.CHOICE} for choice in fit_check.choices(data, 200)] == [
+        {name: row[name] for name in fit_check.CHOICE} for row in rows
+    ]
+    assert {row["model"] for row in rows} == set(fit_data.MODELS) == {model["name"] for model in data["models"]}
+    assert max(map(fit_check.apart, rows)) < fit_check.MOST_APART
+
+
+@pytest.mark.torch
+def test_the_planner_of_this_tree_still_says_what_the_page_says(forked):
+    """Of the recorded choices, those of a small model: data of an older planner are found out."""
+    data, rows = committed()
+    mine = [row for row in rows if row["model"] in ("Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B-Instruct")][:4]
+    assert len(mine) == 4
+    result = forked("fit_planned", json.dumps(mine))
+    assert result.returncode == 0, result.stderr[-3000:]
+    for row, planned in zip(mine, json.loads(result.stdout.splitlines()[-1]), strict=True):
+        for phase, size in planned.items():
+            assert float(row[f"{phase}_page_bytes"]) == pytest.approx(size, rel=fit_check.MOST_APART), (row, phase)
