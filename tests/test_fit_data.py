@@ -13,6 +13,7 @@ from experiments.config import ROOT
 from experiments.plan import fit_check, fit_data
 
 SLOW = pytest.mark.slow
+needs_data = pytest.mark.skipif(not fit_data.PAGE.exists(), reason="docs/fit.json is not made yet: make fit-data")
 
 
 @pytest.mark.torch
@@ -83,6 +84,7 @@ def committed() -> tuple[dict, list[dict]]:
         return json.loads(fit_data.PAGE.read_text()), list(csv.DictReader(file))
 
 
+@needs_data
 def test_at_200_random_choices_the_page_is_within_2_percent_of_the_planner():
     data, rows = committed()
     assert len(rows) == 200 and {row["code"] for row in rows} == {data["code"]}
@@ -93,6 +95,7 @@ def test_at_200_random_choices_the_page_is_within_2_percent_of_the_planner():
     assert max(map(fit_check.apart, rows)) < fit_check.MOST_APART
 
 
+@needs_data
 @pytest.mark.torch
 def test_the_planner_of_this_tree_still_says_what_the_page_says(forked):
     """Of the recorded choices, those of a small model: data of an older planner are found out."""

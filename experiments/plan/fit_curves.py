@@ -214,7 +214,37 @@ def stretches_at(setup: Setup, hf_config, arm: str, lengths: tuple[int, int, int
         return extrapolate.highest(extrapolate.simulate(setup, hf_config, passes, each_allocation=True))
     configs = [extrapolate.with_layers(hf_config, count) for count in (rounds.few, rounds.more)]
     pair = [extrapolate.simulate(setup, config, passes, each_allocation=True) for config in configs]
-    return extrapolate.highest(rounds.all_layers(*pair))
+    return extrapolate.highest(rounds.all_layers(*without_strangers(*pair)))
+
+
+def without_strangers(few: dict, more: dict) -> tuple[dict, dict]:
+    """The stretches of two simulations of fewer and more layers, without the allocations behind events that have not
+    as many in both, counted from the last layer: their numbers would not name the same allocations."""
+
+    def numbers(stretches: dict) -> dict[tuple, set[str]]:
+        found: dict[tuple, set[str]] = {}
+        for phase, name, layer, visit in stretches:
+            place = phase, extrapolate.event_of(name), layer, visit
+            found.setdefault(place, set()).add(name)
+        return found
+
+    layers = [max(place[2] for place in stretches if place[2] is not None) for stretches in (few, more)]
+    of_few, of_more = numbers(few), numbers(more)
+    apart = layers[1] - layers[0]
+    differ = set()
+    for (phase, event, layer, visit), names in of_more.items():
+        for mine in {layer, layer - apart} if layer is not None else {None}:
+            if (other := of_few.get((phase, event, mine, visit))) is not None and other != names:
+                differ |= {(phase, event, layer, visit), (phase, event, mine, visit)}
+
+    def kept(stretches: dict) -> dict:
+        return {
+            (phase, name, layer, visit): kinds
+            for (phase, name, layer, visit), kinds in stretches.items()
+            if extrapolate.event_of(name) == name or (phase, extrapolate.event_of(name), layer, visit) not in differ
+        }
+
+    return kept(few), kept(more)
 
 
 def fitted(arm: str, window: int | None, simulated: dict[tuple[int, int, int], dict]) -> Curves:
@@ -277,8 +307,13 @@ def fitted_regime(arm: str, window, phase: str, when: str, events: set[str], sim
 
 
 def highest(stretches: dict[tuple, dict[str, int]], phase: str) -> int:
-    """Bytes at the peak of a phase."""
-    return max(extrapolate.on_device(kinds) for place, kinds in stretches.items() if place[0] == phase)
+    """Bytes at the peak of a phase, as the planner has it: of the highest between events, not of single allocations,
+    of which one that was taken for another would go unseen."""
+    return max(
+        extrapolate.on_device(kinds)
+        for (place, name, *_), kinds in stretches.items()
+        if place == phase and extrapolate.event_of(name) == name
+    )
 
 
 def aligned(results: list[dict[tuple, dict[str, int]]]) -> list[tuple]:

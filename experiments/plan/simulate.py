@@ -156,11 +156,7 @@ class Simulation:
         elif setup.beta:
             self.reference = build(setup, self.shapes, self.config)
             self.memory.watch(self.reference, "host" if setup.offload_reference else "reference")
-        # Text reaches no tower: without a gradient, its weights have no optimizer state either
-        reached = {*self.model.get_decoder().parameters(), *self.model.get_output_embeddings().parameters()}
-        for parameter in set(self.model.parameters()) - reached:
-            parameter.requires_grad_(False)
-        del reached  # it would hold the weights that are quantized below
+        self.freeze_what_text_does_not_reach()
         if setup.reward_model:
             config = self.config if setup.reward_model == "policy" else named_config(setup.reward_model)
             config = copy.deepcopy(config)
@@ -183,6 +179,13 @@ class Simulation:
                     enable_prefix_sharing(model)
                 except ValueError as error:
                     raise ConfigError(str(error)) from error
+
+    def freeze_what_text_does_not_reach(self) -> None:
+        """Without a gradient, the weights of towers have no optimizer state either."""
+        # A function of its own: a variable that is left would hold weights that are quantized afterwards
+        reached = {*self.model.get_decoder().parameters(), *self.model.get_output_embeddings().parameters()}
+        for parameter in set(self.model.parameters()) - reached:
+            parameter.requires_grad_(False)
 
     def create_optimizer(self) -> None:
         """The optimizer, with the state that it has from the second step on."""
