@@ -41,7 +41,7 @@ WRONG = {
     "model 2 has no positions": lambda data: data["models"][1].pop("positions"),
     "lacks one of shared": lambda data: data["models"][0]["trained"]["all"].pop("shared"),
     "'alert(1)' is no sum": lambda data: stock(data)["train"][0]["stretches"].append({"other": {"alert(1)": 1.0}}),
-    "'P==k' is no sum": lambda data: stock(data)["train"][0].update(when="P==k"),
+    "'P;k' is no sum": lambda data: stock(data)["train"][0].update(when="P;k"),
     "no list of 'when' and 'stretches'": lambda data: stock(data).update(train=[{"other": {"1": 1.0}}]),
 }
 
