@@ -23,7 +23,7 @@ needs_data = pytest.mark.skipif(not fit_data.PAGE.exists(), reason="docs/fit.jso
         ("full", "stock", 1e-5),
         pytest.param("full", "stock-accumulate", 1e-5, marks=SLOW),
         pytest.param("full", "shared", 2e-3, marks=SLOW),
-        # Sharing with sliding windows is not here: far away, at k = 64, it is 10 % off, and no model of the page has it
+        # Not sharing with sliding windows: at k = 64 it is 10 % off, and no model of the page has it
         pytest.param("alternating", "stock", 5e-3, marks=SLOW),
     ],
 )
