@@ -61,7 +61,6 @@ def made_up() -> dict:
         "versions": "trl 0",
         "measured_over_predicted": {"low": 0.95, "high": 1.05, "peaks": 7, "on": "CPU"},
         "reserve_bytes": 858_993_459,
-        "lm_head_tile": 4096,
         "first_room": 64,
         "per_pass": 2,
         "least": {"prompt": 64, "completion": 64, "k": 4},

@@ -136,15 +136,25 @@ class Rounds:
         length = self.more - self.few
         first = (self.few // length - 1) * length
         x = (self.layers - self.few) / length
+        of_few, of_more = behind_events(few), behind_events(more)
         stretches = {}
-        for (phase, event, layer, visit), kinds in more.items():
+        for (phase, name, layer, visit), kinds in more.items():
             if layer is not None and first <= layer < 2 * length:
                 continue
-            of_few = layer if layer is None or layer < first else layer - length
-            # Among more layers, an event can have allocations that it has not among few
-            if (fewer := few.get((phase, event, of_few, visit))) is not None:
-                stretches[phase, event, layer, visit] = along_line(fewer, kinds, x)
+            source = layer if layer is None or layer < first else layer - length
+            event = event_of(name)
+            # Where more layers have other allocations behind an event, their numbers do not name the same ones
+            if name == event or of_few[phase, event, source, visit] == of_more[phase, event, layer, visit]:
+                stretches[phase, name, layer, visit] = along_line(few[phase, name, source, visit], kinds, x)
         return stretches
+
+
+def behind_events(stretches: dict) -> dict[tuple, set[str]]:
+    """For each (phase, event, layer, visit), its own name and those of the allocations behind it."""
+    names: dict[tuple, set[str]] = {}
+    for phase, name, layer, visit in stretches:
+        names.setdefault((phase, event_of(name), layer, visit), set()).add(name)
+    return names
 
 
 def along_line(first: dict[str, int], second: dict[str, int], x: float) -> dict[str, int]:

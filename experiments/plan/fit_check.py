@@ -10,19 +10,16 @@ import argparse
 import csv
 import json
 import math
-import multiprocessing
 import os
 import random
-import signal
 import sys
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from experiments.builds import use_fork
 from experiments.config import ARMS, ROOT, ConfigError, exit_code
-from experiments.plan.fit_data import PAGE, TRAINED
+from experiments.plan.fit_data import PAGE, TRAINED, in_processes
 from experiments.plan.options import quiet
 
 TABLE = ROOT / "results" / "plans" / "fit_check.csv"
@@ -73,7 +70,7 @@ def setup_of(choice: dict):
 
 def page_peaks(data: dict, choice: dict) -> dict[str, float]:
     """Bytes of each phase by the page's sums, as `visualization/fit/sums.js` adds them up."""
-    from experiments.plan.fit_curves import value
+    from experiments.plan.fit_curves import Regime, sizes_at
     from experiments.plan.sharding import spread
 
     model = next(each for each in data["models"] if each["name"] == choice["model"])
@@ -81,17 +78,10 @@ def page_peaks(data: dict, choice: dict) -> dict[str, float]:
     setup, weights = setup_of(choice), (model["largest_layer"], model["other_weights"])
     peaks = {}
     for phase, regimes in model["trained"][choice["trained"]][choice["arm"]].items():
-        sizes = []
-        for kinds in (
-            kinds for each in regimes if value(each["when"], model["window"], lengths) for kinds in each["stretches"]
-        ):
-            by_kind = {
-                kind: sum(size * value(term, model["window"], lengths) for term, size in by_term.items())
-                for kind, by_term in kinds.items()
-                if kind != "reference" or choice["reference"]
-            }
-            sizes.append(sum(spread(setup, weights, 0, phase, by_kind).values()))
-        peaks[phase] = max(sizes)
+        each = sizes_at([Regime(**regime) for regime in regimes], model["window"], lengths)
+        for kinds in each if not choice["reference"] else ():
+            kinds.pop("reference", None)
+        peaks[phase] = max(sum(spread(setup, weights, 0, phase, kinds).values()) for kinds in each)
     return peaks
 
 
@@ -130,26 +120,21 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{PAGE} is missing; make it with python -m experiments.plan.fit_data")
     data = json.loads(PAGE.read_text())
     use_fork(ARMS["shared"])
-    import trl.trainer.rloo_trainer  # noqa: F401  once, not in each process
-
     wanted = choices(data, args.choices)
     texts = [tuple(str(choice[name]) for name in CHOICE) for choice in wanted]
     there = {tuple(row[name] for name in CHOICE): row for row in rows_there(TABLE) if row["code"] == data["code"]}
     rows = {text: there[text] for text in texts if text in there}
     missing = [choice for choice, text in zip(wanted, texts, strict=True) if text not in rows]
     print(f"{len(rows)} of {len(wanted)} choices are there", flush=True)
-    start, ignored = time.monotonic(), (signal.SIGINT, signal.SIG_IGN)
     try:
-        with multiprocessing.get_context("fork").Pool(args.processes, signal.signal, ignored) as pool:
-            for number, row in enumerate(pool.imap(partial(row_of, data=data), missing), 1):
-                rows[tuple(str(row[name]) for name in CHOICE)] = row
-                with TABLE.open("w", newline="", encoding="utf-8") as file:
-                    writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-                    writer.writeheader()
-                    writer.writerows(rows[text] for text in texts if text in rows)
-                left = (time.monotonic() - start) / number * (len(missing) - number) / 60
-                what = ", ".join(str(row[name]) for name in CHOICE)
-                print(f"{len(rows)} of {len(wanted)}: {what}: {apart(row):.3%}; about {left:.0f} min left", flush=True)
+        for row, left in in_processes(partial(row_of, data=data), missing, args.processes):
+            rows[tuple(str(row[name]) for name in CHOICE)] = row
+            with TABLE.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(rows[text] for text in texts if text in rows)
+            what = ", ".join(str(row[name]) for name in CHOICE)
+            print(f"{len(rows)} of {len(wanted)}: {what}: {apart(row):.3%}; about {left:.0f} min left", flush=True)
     except KeyboardInterrupt:
         print(f"interrupted with {len(rows)} of {len(wanted)} choices; the same command goes on", file=sys.stderr)
         return 130

@@ -47,8 +47,8 @@ OF_WINDOWS = {
     ("shared", "train"): ("P*C", "P*P", "block(P,C)", "C*block(P,C)", "k*P*C", "k*C*block(P,C)"),
 }
 OF_WINDOWS["stock-accumulate", "generate"] = OF_WINDOWS["stock", "generate"]
-TOGETHER = "(8*C<=P)"  # two completions attend together: they are at most a quarter of the prompt, see `ReadPrefix`
-assert 4 * PER_PASS == 8
+# Completions of a pass attend together, or not: if they are at most a quarter of the prompt, see `ReadPrefix`
+TOGETHER = (f"({4 * PER_PASS}*C<=P)", f"({4 * PER_PASS}*C>P)")
 
 
 def regimes(arm: str, window: int | None, phase: str, event: str) -> tuple[str, ...]:
@@ -62,7 +62,7 @@ def regimes(arm: str, window: int | None, phase: str, event: str) -> tuple[str, 
             tokens = "C" if arm == "stock-accumulate" else "k*C"
             return (f"({tokens}<={LM_HEAD_TILE})", f"({tokens}>{LM_HEAD_TILE})")
         if window and arm == "shared":
-            return ("(P<W)", "(P>=W)") if event.startswith("prompt's") else (TOGETHER, "(8*C>P)")
+            return ("(P<W)", "(P>=W)") if event.startswith("prompt's") else TOGETHER
     return ("1",)
 
 
@@ -133,20 +133,23 @@ class Curves:
 
     def peaks(self, prompt: int, completion: int, k: int) -> dict[str, dict[str, float]]:
         """Bytes by kind at the peak of each phase."""
-        lengths = prompt, completion, k
-        best = {}
-        for phase, regimes in self.phases.items():
-            sizes = [
-                {
-                    kind: sum(size * value(term, self.window, lengths) for term, size in by_term.items())
-                    for kind, by_term in kinds.items()
-                }
-                for regime in regimes
-                if value(regime.when, self.window, lengths)
-                for kinds in regime.stretches
-            ]
-            best[phase] = max(sizes, key=extrapolate.on_device)
-        return best
+        return {
+            phase: max(sizes_at(regimes, self.window, (prompt, completion, k)), key=extrapolate.on_device)
+            for phase, regimes in self.phases.items()
+        }
+
+
+def sizes_at(regimes: list[Regime], window: int | None, lengths: tuple[int, int, int]) -> list[dict[str, float]]:
+    """Bytes by kind of each stretch that counts at these lengths."""
+    return [
+        {
+            kind: sum(size * value(term, window, lengths) for term, size in by_term.items())
+            for kind, by_term in kinds.items()
+        }
+        for regime in regimes
+        if value(regime.when, window, lengths)
+        for kinds in regime.stretches
+    ]
 
 
 def some_lengths(number: int, seed: int, most: dict[str, int]) -> list[tuple[int, int, int]]:
@@ -214,37 +217,13 @@ def stretches_at(setup: Setup, hf_config, arm: str, lengths: tuple[int, int, int
         return extrapolate.highest(extrapolate.simulate(setup, hf_config, passes, each_allocation=True))
     configs = [extrapolate.with_layers(hf_config, count) for count in (rounds.few, rounds.more)]
     pair = [extrapolate.simulate(setup, config, passes, each_allocation=True) for config in configs]
-    return extrapolate.highest(rounds.all_layers(*without_strangers(*pair)))
+    return extrapolate.highest(rounds.all_layers(*pair))
 
 
-def without_strangers(few: dict, more: dict) -> tuple[dict, dict]:
-    """The stretches of two simulations of fewer and more layers, without the allocations behind events that have not
-    as many in both, counted from the last layer: their numbers would not name the same allocations."""
-
-    def numbers(stretches: dict) -> dict[tuple, set[str]]:
-        found: dict[tuple, set[str]] = {}
-        for phase, name, layer, visit in stretches:
-            place = phase, extrapolate.event_of(name), layer, visit
-            found.setdefault(place, set()).add(name)
-        return found
-
-    layers = [max(place[2] for place in stretches if place[2] is not None) for stretches in (few, more)]
-    of_few, of_more = numbers(few), numbers(more)
-    apart = layers[1] - layers[0]
-    differ = set()
-    for (phase, event, layer, visit), names in of_more.items():
-        for mine in {layer, layer - apart} if layer is not None else {None}:
-            if (other := of_few.get((phase, event, mine, visit))) is not None and other != names:
-                differ |= {(phase, event, layer, visit), (phase, event, mine, visit)}
-
-    def kept(stretches: dict) -> dict:
-        return {
-            (phase, name, layer, visit): kinds
-            for (phase, name, layer, visit), kinds in stretches.items()
-            if extrapolate.event_of(name) == name or (phase, extrapolate.event_of(name), layer, visit) not in differ
-        }
-
-    return kept(few), kept(more)
+def curves_of(setup: Setup, hf_config, arm: str, window: int | None) -> Curves:
+    """Simulates what tells the terms apart, and fits them."""
+    lengths = simulated_lengths(arm, window)
+    return fitted(arm, window, {each: stretches_at(setup, hf_config, arm, each, lengths[each]) for each in lengths})
 
 
 def fitted(arm: str, window: int | None, simulated: dict[tuple[int, int, int], dict]) -> Curves:

@@ -16,9 +16,11 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from experiments.builds import use_fork
 from experiments.config import ARMS, ROOT, ConfigError, exit_code
@@ -98,11 +100,7 @@ def make(part: Part, code: str) -> tuple[Part, float]:
     with quiet():
         hf_config = named_config(part.model)
         window, setup = window_of(hf_config), TRAINED[part.trained][1]
-        simulated = {
-            lengths: fit_curves.stretches_at(setup, hf_config, part.arm, lengths, passes)
-            for lengths, passes in fit_curves.simulated_lengths(part.arm, window).items()
-        }
-        curves = fit_curves.fitted(part.arm, window, simulated)
+        curves = fit_curves.curves_of(setup, hf_config, part.arm, window)
     phases = {phase: [asdict(regime) for regime in regimes] for phase, regimes in curves.phases.items()}
     PARTS.mkdir(parents=True, exist_ok=True)
     unfinished = part.path.with_suffix(f".{os.getpid()}")
@@ -126,16 +124,21 @@ def make_all(parts: list[Part], processes: int, code: str) -> None:
     print(f"{len(parts) - len(missing)} of {len(parts)} parts are there", flush=True)
     if not missing:
         return
+    for number, ((part, error), left) in enumerate(in_processes(partial(make, code=code), missing, processes), 1):
+        done = len(parts) - len(missing) + number
+        off = f"{error:.2%} off its simulations at most"
+        print(f"{done} of {len(parts)}: {part}: {off}; about {left:.0f} min left", flush=True)
+
+
+def in_processes(function, tasks: list, processes: int) -> Iterator[tuple[Any, float]]:
+    """What `function` returns of each task, in the order of their ends, and the minutes that the others will take.
+    Where this process is interrupted, the others end."""
     import trl.trainer.rloo_trainer  # noqa: F401  once, not in each process
 
-    start = time.monotonic()
-    ignored = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends this process, which ends the others
+    start, ignored = time.monotonic(), (signal.SIGINT, signal.SIG_IGN)
     with multiprocessing.get_context("fork").Pool(processes, signal.signal, ignored) as pool:
-        for number, (part, error) in enumerate(pool.imap_unordered(partial(make, code=code), missing), 1):
-            left = (time.monotonic() - start) / number * (len(missing) - number) / 60
-            done = len(parts) - len(missing) + number
-            off = f"{error:.2%} off its simulations at most"
-            print(f"{done} of {len(parts)}: {part}: {off}; about {left:.0f} min left", flush=True)
+        for number, result in enumerate(pool.imap_unordered(function, tasks), 1):
+            yield result, (time.monotonic() - start) / number * (len(tasks) - number) / 60
 
 
 def page_data(models: tuple[str, ...], code: str) -> dict:
@@ -177,7 +180,6 @@ def page_data(models: tuple[str, ...], code: str) -> dict:
         "versions": f"trl {trl.__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
         "measured_over_predicted": measured,
         "reserve_bytes": read_bytes("reserve", RESERVE),
-        "lm_head_tile": fit_curves.LM_HEAD_TILE,
         "first_room": fit_curves.FIRST_ROOM,
         "per_pass": fit_curves.PER_PASS,
         "least": fit_curves.LEAST,

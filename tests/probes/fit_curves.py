@@ -29,9 +29,7 @@ if kind == "alternating":
 print(json.dumps({"tile": replaced.head_tokens("cuda"), "room": MIN_NEW_STEPS}))
 
 base = Setup(prompt_tokens=1, lora_rank=8)
-lengths = fit_curves.simulated_lengths(arm, window)
-simulated = {each: fit_curves.stretches_at(base, config, arm, each, passes) for each, passes in lengths.items()}
-curves = fit_curves.fitted(arm, window, simulated)
+curves = fit_curves.curves_of(base, config, arm, window)
 # Long and short, few and many, and where the window begins to hide something
 for prompt, completion, k in ((9000, 700, 6), (200, 3000, 64), (900, 64, 128), (WINDOW, 100, 6), (WINDOW + 1, 200, 8)):
     rows = dict(prompt_tokens=prompt, max_completion_length=completion, num_generations=k)
