@@ -24,7 +24,7 @@ def made_up() -> dict:
     one_tile, more = ({"logits": {"min(k*C,4096)": 6e5, "1": size}} for size in (0, -9e8))
     cache = {
         "stock": {"k*P": 1.5e5, "k*C": 1.5e5, "k*min(P,W)": 2e4, "(P>=W)*k*P": 10.0},
-        "shared": {"P": 1.5e5, "k*room(P,C,0)": 1.5e5, "k*before(P,C,W)": 100.0},
+        "shared": {"P": 1.5e5, "k*room(P,C,0)": 1.5e5, "k*before(P,C,W)": 100.0, "prefix(P,C,W)": 200.0},
     }
     activations = {
         "stock": {"k*P": 4e5, "k*C": 4e5, "k*P*P": 2.0, "k*C*C": 2.0},

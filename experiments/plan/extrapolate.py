@@ -172,11 +172,12 @@ ALONE = {"forward": "first", "logits": "first", "backward": "first and last", "b
 def highest(stretches: dict[tuple, dict[str, int]]) -> dict[tuple, dict[str, int]]:
     """For each (phase, event, layer, role of the visit), the visit with most on the device, and the most on the host
     of any of them. Roles are those of `ALONE` and "other"."""
-    visits = Counter(tuple(place) for *place, _ in stretches)
+    visits = Counter((phase, name, layer) for phase, name, layer, _ in stretches if event_of(name) == name)
     best: dict[tuple, dict[str, int]] = {}
-    for (*place, visit), kinds in stretches.items():
-        role = "first" if visit == 0 else "last" if visit == visits[tuple(place)] - 1 else "other"
-        place = (*place, role if role in ALONE.get(event_of(place[1]), "") else "other")
+    for (phase, name, layer, visit), kinds in stretches.items():
+        event = event_of(name)
+        role = "first" if visit == 0 else "last" if visit == visits[phase, event, layer] - 1 else "other"
+        place = (phase, name, layer, role if role in ALONE.get(event, "") else "other")
         before = best.get(place, {})
         host = max(on_host(before), on_host(kinds))
         best[place] = max(before, kinds, key=on_device) | {"host": host}

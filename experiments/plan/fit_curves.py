@@ -22,6 +22,7 @@ from experiments.plan.sharding import SHARDED
 from experiments.plan.simulate import PHASES
 
 LM_HEAD_TILE = 4096  # tokens that TRL's fused LM head works on at a time on CUDA; a test holds it to TRL's
+MOST_OFF = 1e-4  # of a phase's peak: an allocation that is further from every sum is not the same at all lengths
 FIRST_ROOM = 64  # tokens that the cache of shared prompts has room for at first, and gets at least (`MIN_NEW_STEPS`)
 # What the page offers. Two completions go together in a pass of `shared`, so k is even; from 4 on there are passes.
 LEAST = {"prompt": 64, "completion": 64, "k": 4}
@@ -36,15 +37,23 @@ GENERATE = ("k", "P", "k*P", "k*C")
 TERMS = {
     ("stock", "generate"): GENERATE,
     ("stock-accumulate", "generate"): GENERATE,
-    ("shared", "generate"): ("k", "P", "k*P", "k*room(P,C,0)", "k*before(P,C,0)"),
+    ("shared", "generate"): ("k", "P", "k*P", "k*C", "k*room(P,C,0)", "k*before(P,C,0)"),
     ("stock", "train"): ("k", "P", "C", "k*P", "k*C", "k*P*P", "k*P*C", "k*C*C", TILE),
     ("stock-accumulate", "train"): ("P", "C", "P*P", "P*C", "C*C", f"min(C,{LM_HEAD_TILE})"),
     ("shared", "train"): ("k", "P", "C", "k*P", "k*C", TILE),
 }
 OF_WINDOWS = {
     ("stock", "generate"): ("k*min(P,W)", "k*min(P+C,W)", "k*P*P", "P*P"),
-    ("shared", "generate"): ("min(P,W)", "k*room(P,C,W)", "k*before(P,C,W)", "P*P"),
-    ("shared", "train"): ("P*C", "P*P", "block(P,C)", "C*block(P,C)", "k*P*C", "k*C*block(P,C)"),
+    ("shared", "generate"): (
+        "prefix(P,C,W)",
+        "min(P,W-min(C,W))",
+        "k*min(P,W-min(C,W))",
+        "k*min(C,W)",
+        "k*room(P,C,W)",
+        "k*before(P,C,W)",
+        "P*P",
+    ),
+    ("shared", "train"): ("P*C", "(P>=W)*P*P", "block(P,C)", "C*block(P,C)", "k*P*C", "k*C*block(P,C)"),
 }
 OF_WINDOWS["stock-accumulate", "generate"] = OF_WINDOWS["stock", "generate"]
 # Completions of a pass attend together, or not: if they are at most a quarter of the prompt, see `ReadPrefix`
@@ -67,19 +76,20 @@ def regimes(arm: str, window: int | None, phase: str, event: str) -> tuple[str, 
 
 
 @functools.lru_cache(10_000)
-def rooms(prompt: int, completion: int, window: int) -> tuple[int, int]:
+def rooms(prompt: int, completion: int, window: int) -> tuple[int, int, int]:
     """Tokens that the cache of shared prompts has room for behind a prompt when the last of a completion is decoded,
-    and before it last grew. `window`: of a layer that slides, else 0."""
-    size, before, kept, steps = FIRST_ROOM, 0, 1, 1
+    and before it last grew; and those of the prompt that it keeps. `window`: of a layer that slides, else 0."""
+    size, before, kept, steps, prefix = FIRST_ROOM, 0, 1, 1, prompt
     last = max(completion - 2, 1)
     while steps < last:
         if kept == size:
             if window and prompt + steps > window:
                 kept = min(kept, window - 1)
+                prefix = min(prompt, max(0, window - steps))
             before, size = size, kept + max(FIRST_ROOM, kept // 8)
         filled = min(size - kept, last - steps)
         kept, steps = kept + filled, steps + filled
-    return size, before
+    return size, before, prefix
 
 
 def block(prompt: int, completion: int) -> int:
@@ -93,6 +103,7 @@ def value(formula: str, window: int | None, lengths: tuple[int, int, int]) -> fl
     names = {
         "P": prompt, "C": completion, "k": k, "W": window or 0, "min": min, "block": block,
         "room": lambda *lengths: rooms(*lengths)[0], "before": lambda *lengths: rooms(*lengths)[1],
+        "prefix": lambda *lengths: rooms(*lengths)[2],
     }  # fmt: skip
     return float(eval(compiled(formula), {"__builtins__": {}}, names))
 
@@ -250,23 +261,41 @@ def fitted_regime(arm: str, window, phase: str, when: str, events: set[str], sim
     that are the highest of them somewhere on the page: on one device, or on so many that what is sharded takes
     nothing."""
     simulated = {lengths: result for lengths, result in simulated.items() if value(when, window, lengths)}
-    places = aligned(list(simulated.values()))
-    places = [place for place in places if extrapolate.event_of(place[1]) in events]
-    if not places:
+    if not simulated:
         return Regime(when, [])
-    kinds = sorted({kind for result in simulated.values() for place in places for kind in result[place]} - {"host"})
-    formulas = terms(arm, window, phase)
+    results = [
+        {place: kinds for place, kinds in result.items() if extrapolate.event_of(place[1]) in events}
+        for result in simulated.values()
+    ]
+    formulas, peaks = terms(arm, window, phase), np.array([highest(result, phase) for result in simulated.values()])
     table = table_of(formulas, window, simulated)
-    sizes = np.array(
-        [[[result[place].get(kind, 0) for kind in kinds] for place in places] for result in simulated.values()], float
-    )
-    peaks = np.array([highest(result, phase) for result in simulated.values()])
     scale = np.abs(table).max(axis=0)
     scale[scale == 0] = 1
     weighted = table / scale / peaks[:, None]
-    found = np.linalg.lstsq(weighted, sizes.reshape(len(simulated), -1) / peaks[:, None], rcond=1e-9)[0]
-    # What rounding leaves of a term that is not there
-    found[np.abs(weighted).max(axis=0)[:, None] * np.abs(found) < 1e-6] = 0
+    kinds = sorted({kind for result in results for each in result.values() for kind in each} - {"host"})
+
+    def sizes_of(places: list[tuple]) -> np.ndarray:
+        sizes = [[[result[place].get(kind, 0) for kind in kinds] for place in places] for result in results]
+        return np.array(sizes, float).reshape(len(results), -1) / peaks[:, None]
+
+    places = set.intersection(*map(set, results))
+    names = sorted({place for place in places if extrapolate.event_of(place[1]) != place[1]}, key=str)
+    if names:
+        sizes = sizes_of(names)
+        off = np.abs(weighted @ np.linalg.lstsq(weighted, sizes, rcond=1e-9)[0] - sizes).max(axis=0)
+        off = off.reshape(len(names), len(kinds)).max(axis=1)
+        # Weights and what has their sizes are the same at all lengths: else the names are those of other allocations
+        fixed = [kind for kind in kinds if kind in SHARDED]
+        names = [
+            name
+            for name, error in zip(names, off, strict=True)
+            if error < MOST_OFF
+            and len({tuple(result[name].get(kind, 0) for kind in fixed) for result in results}) == 1
+        ]
+    places = with_events(names, results, places)
+    if not places:
+        return Regime(when, [])
+    found = fewest_terms(weighted, sizes_of(places))
     found = (found / scale[:, None]).reshape(len(formulas), len(places), len(kinds))
 
     everywhere = [each for each in some_lengths(6000, 2, MOST) if value(when, window, each)]
@@ -285,6 +314,30 @@ def fitted_regime(arm: str, window, phase: str, when: str, events: set[str], sim
     return Regime(when, stretches)
 
 
+def fewest_terms(table: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Least squares, a column for each of `sizes`, without the terms that are not needed: what rounding leaves of them
+    would be much far from the simulations."""
+
+    def solved(terms, column):
+        found = np.zeros(table.shape[1])
+        found[terms] = np.linalg.lstsq(table[:, terms], column, rcond=1e-9)[0]
+        return found, np.abs(table @ found - column).max()
+
+    columns, of = np.unique(sizes, axis=1, return_inverse=True)
+    result = np.zeros((table.shape[1], columns.shape[1]))
+    for i, column in enumerate(columns.T):
+        kept = list(range(table.shape[1]))
+        found, error = solved(kept, column)
+        enough = max(1e-7, 2 * error)
+        for term in reversed(range(table.shape[1])):
+            fewer = [each for each in kept if each != term]
+            simpler, error = solved(fewer, column)
+            if error < enough:
+                kept, found = fewer, simpler
+        result[:, i] = found
+    return result[:, of.reshape(-1)]
+
+
 def highest(stretches: dict[tuple, dict[str, int]], phase: str) -> int:
     """Bytes at the peak of a phase, as the planner has it: of the highest between events, not of single allocations,
     of which one that was taken for another would go unseen."""
@@ -295,15 +348,13 @@ def highest(stretches: dict[tuple, dict[str, int]], phase: str) -> int:
     )
 
 
-def aligned(results: list[dict[tuple, dict[str, int]]]) -> list[tuple]:
-    """The allocations that there are at all lengths; and where one that is not everywhere is higher than the others
-    behind its event, the highest of them."""
-    everywhere = set.intersection(*map(set, results))
-    places = {place for place in everywhere if extrapolate.event_of(place[1]) != place[1]}
-    events = everywhere - places
+def with_events(allocations: list[tuple], results: list[dict], everywhere: set[tuple]) -> list[tuple]:
+    """`allocations`, and where another one is higher than these behind its event, the highest of them."""
+    places = set(allocations)
+    events = {place for place in everywhere if extrapolate.event_of(place[1]) == place[1]}
     for result in results:
         most: dict[tuple, int] = {}
-        for place in places - events:
+        for place in allocations:
             event = (place[0], extrapolate.event_of(place[1]), *place[2:])
             most[event] = max(most.get(event, 0), extrapolate.on_device(result[place]))
         places |= {event for event in events if extrapolate.on_device(result[event]) > 1.001 * most.get(event, 0)}

@@ -135,10 +135,18 @@ def in_processes(function, tasks: list, processes: int) -> Iterator[tuple[Any, f
     Where this process is interrupted, the others end."""
     import trl.trainer.rloo_trainer  # noqa: F401  once, not in each process
 
-    start, ignored = time.monotonic(), (signal.SIGINT, signal.SIG_IGN)
-    with multiprocessing.get_context("fork").Pool(processes, signal.signal, ignored) as pool:
+    start = time.monotonic()
+    with multiprocessing.get_context("fork").Pool(processes, alone) as pool:
         for number, result in enumerate(pool.imap_unordered(function, tasks), 1):
             yield result, (time.monotonic() - start) / number * (len(tasks) - number) / 60
+
+
+def alone() -> None:
+    """Of several processes: each computes on one core, and is ended by the first one, not by Ctrl-C."""
+    import torch
+
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def page_data(models: tuple[str, ...], code: str) -> dict:

@@ -36,12 +36,16 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
+        self.count(func, result)
+        return result
+
+    def count(self, func, result) -> None:
+        """Count what the operation gave."""
         self.operation = func
         for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in self.sizes:
                 backward = torch._C._current_graph_task_id() != -1
                 self.add(leaf, "gradients" if backward and leaf.shape in self.weight_shapes else self.kind)
-        return result
 
     def add(self, tensor: torch.Tensor, kind: str) -> None:
         """Count the tensor's storage, once, until it is freed."""

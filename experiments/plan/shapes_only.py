@@ -36,8 +36,13 @@ class ShapesOnly(TorchDispatchMode):
     torch, and operations in place do nothing. An operation whose shapes depend on values is an error.
     """
 
-    def __init__(self):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # torch's: its wrapper takes a tenth of the time
+        return False
+
+    def __init__(self, memory=None):
         super().__init__()
+        self.memory = memory
         self.creating = False
         self.known: dict[tuple, object] = {}  # what an operation gives; None for a view of an argument
 
@@ -50,9 +55,18 @@ class ShapesOnly(TorchDispatchMode):
             self.creating = before
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        result = self.given(func, args, kwargs or {})
+        if self.memory is not None:
+            self.memory.count(func, result)
+        return result
+
+    def given(self, func, args: tuple, kwargs: dict):
+        """What the operation gives."""
         key, tensors = [func], []
-        _describe((args, kwargs), key, tensors)
+        _describe(args, key, tensors)
+        for name, value in kwargs.items():
+            key.append(name)
+            _describe((value,), key, tensors)
         if not (any(map(_has_no_values, tensors)) if tensors else self.creating) or func.is_view:
             return func(*args, **kwargs)
         if func._schema.is_mutable:
@@ -61,6 +75,8 @@ class ShapesOnly(TorchDispatchMode):
         if key not in self.known:
             self.known[key] = _on_meta(func, args, kwargs)
         result = self.known[key]
+        if isinstance(result, _Shape):
+            return _tensor(result)
         if result is None:
             return func(*args, **kwargs)
         return tree_map(lambda each: _tensor(each) if isinstance(each, _Shape) else each, result)
@@ -78,21 +94,17 @@ def _tensor(shape: _Shape) -> torch.Tensor:
     return torch.frombuffer(SPACE_MAP, dtype=shape.dtype, count=length).as_strided(shape.sizes, shape.strides)
 
 
-def _describe(value, key: list, tensors: list[torch.Tensor]) -> None:
+def _describe(values, key: list, tensors: list[torch.Tensor]) -> None:
     """Adds to `key` what decides the shapes that an operation gives, and to `tensors` its tensors."""
-    if isinstance(value, torch.Tensor):
-        key += value.dtype, value.shape, value.stride()
-        tensors.append(value)
-    elif isinstance(value, dict):
-        for name, each in value.items():
-            key.append(name)
-            _describe(each, key, tensors)
-    elif isinstance(value, (tuple, list)):
-        key.append(len(value))
-        for each in value:
-            _describe(each, key, tensors)
-    else:
-        key += type(value), value  # 1, 1.0 and True are equal, but give different dtypes
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            key += value.dtype, value.shape, value.stride()
+            tensors.append(value)
+        elif isinstance(value, (tuple, list)):
+            key.append(len(value))
+            _describe(value, key, tensors)
+        else:
+            key += type(value), value  # 1, 1.0 and True are equal, but give different dtypes
 
 
 def _on_meta(func, args: tuple, kwargs: dict):

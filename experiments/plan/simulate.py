@@ -50,8 +50,8 @@ class Simulation:
 
     def __init__(self, setup, hf_config, each_allocation: bool = False):
         self.setup, self.config = setup, hf_config
-        self.shapes = ShapesOnly()
         self.memory = LiveBytes()
+        self.shapes = ShapesOnly(self.memory)
         if each_allocation:
             self.memory.added = self.allocation
         # (phase, event, layer, how often it came before in this phase) -> bytes by kind at the peak until the next one
@@ -64,7 +64,7 @@ class Simulation:
         """The peaks between events: a phase, a layer's forward, its backward, what is behind the layers or the LM head
         begins. Without `passes`, only loading and generation."""
         marked = functools.partial(counted, self.memory, "logits", event=lambda: self.event("head"))
-        with pretending(self.setup.device, self.shapes, marked), self.shapes, self.memory:
+        with pretending(self.setup.device, self.shapes, marked), self.shapes:
             with self.phase("load"), warnings.catch_warnings():
                 # Names that TRL and PEFT use; the new ones are not in transformers 5.17
                 warnings.simplefilter("ignore", FutureWarning)
@@ -110,7 +110,7 @@ class Simulation:
         if self.current is not None and self.current[1] != "start":
             phase, name, *rest = self.current
             number = self.allocations[operation]
-            self.stretches[phase, f"{name}: {operation} {number}", *rest] = dict(self.memory.live)
+            self.stretches[phase, f"{name}: {operation.name()} {number}", *rest] = dict(self.memory.live)
             self.allocations[operation] += 1
 
     def mark_layers(self) -> None:
@@ -248,13 +248,15 @@ class Simulation:
     def generate_shared(self) -> None:
         """The same with the fork's own generation: each prompt once, then the last token with a cache that has room
         for all that came before."""
-        from trl.generation.shared_prefix import generate_with_shared_prefix
+        from trl.generation.shared_prefix import _SharedPrefixLayer, generate_with_shared_prefix
 
         setup = self.setup
         rows, k, prompt = setup.generation_rows, setup.num_generations, setup.prompt_tokens
         prompts = torch.arange(rows).div(k, rounding_mode="floor")  # the rows of a group are alike, no others
         input_ids, mask = prompts[:, None].repeat(1, prompt), torch.ones(rows, prompt, dtype=torch.long)
-        with mock.patch.object(self.model, "generate", self.last_shared_token), self.generating():
+        room = counted(self.memory, "KV cache", _SharedPrefixLayer.make_room)
+        last_token = mock.patch.object(self.model, "generate", self.last_shared_token)
+        with mock.patch.object(_SharedPrefixLayer, "make_room", room), last_token, self.generating():
             config = GenerationConfig(max_new_tokens=self.setup.max_completion_length)
             generate_with_shared_prefix(self.model, input_ids, mask, generation_config=config, group_size=k)
 

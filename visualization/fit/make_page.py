@@ -28,7 +28,7 @@ OF_A_MODEL = ("name", "weights", "largest_layer", "other_weights", "positions", 
 PHASES = ("load", "generate", "score", "train", "optimizer")
 ARMS = {"stock", "stock-accumulate", "shared"}
 # What a formula may be made of: the page evaluates it
-FORMULA = re.compile(r"(?:\b(?:min|room|before|block|[PCkW]|\d+)\b|[-+*<>=(),])+")
+FORMULA = re.compile(r"(?:\b(?:min|room|before|prefix|block|[PCkW]|\d+)\b|[-+*<>=(),])+")
 # matplotlib's hatches as CSS: layers of a background
 HATCHES = {
     "": "",

@@ -10,14 +10,17 @@ const SHARDED = ["parameters", "reference", "gradients", "optimizer state"];
 const WEIGHT = 2; // bytes of a weight that FSDP2 gathers: bfloat16
 const MODELS = new Map(DATA.models.map((model) => [model.name, model]));
 
-/** [tokens, tokens]: what the cache of a shared prompt has room for at the end, and before it last grew. `window`:
- *  tokens that a layer sees which slides, else 0. */
+/** Tokens that the cache of a shared prompt has room for at the end, and before it last grew; and those of the prompt
+ *  that it keeps. `window`: tokens that a layer sees which slides, else 0. */
 function rooms(prompt, completion, window) {
-  let [size, before, kept, steps] = [DATA.first_room, 0, 1, 1];
+  let [size, before, kept, steps, prefix] = [DATA.first_room, 0, 1, 1, prompt];
   const last = Math.max(completion - 2, 1);
   while (steps < last) {
     if (kept === size) {
-      if (window && prompt + steps > window) kept = Math.min(kept, window - 1);
+      if (window && prompt + steps > window) {
+        kept = Math.min(kept, window - 1);
+        prefix = Math.min(prompt, Math.max(0, window - steps));
+      }
       before = size;
       size = kept + Math.max(DATA.first_room, Math.floor(kept / 8));
     }
@@ -25,11 +28,17 @@ function rooms(prompt, completion, window) {
     kept += filled;
     steps += filled;
   }
-  return [size, before];
+  return [size, before, prefix];
 }
 
-const room = (...lengths) => rooms(...lengths)[0];
-const before = (...lengths) => rooms(...lengths)[1];
+// The names in formulas; the others are P, C, k, W
+const NAMES = {
+  min: Math.min,
+  room: (...lengths) => rooms(...lengths)[0],
+  before: (...lengths) => rooms(...lengths)[1],
+  prefix: (...lengths) => rooms(...lengths)[2],
+  block,
+};
 
 /** Tokens of completions that attend to the prompt together. */
 function block(prompt, completion) {
@@ -42,8 +51,8 @@ const compiled = new Map();
 /** The function of (P, C, k, W) that a formula is. */
 function formula(text) {
   if (!compiled.has(text)) {
-    const made = new Function("min", "room", "before", "block", `"use strict"; return (P, C, k, W) => +(${text});`);
-    compiled.set(text, made(Math.min, room, before, block));
+    const made = new Function(...Object.keys(NAMES), `"use strict"; return (P, C, k, W) => +(${text});`);
+    compiled.set(text, made(...Object.values(NAMES)));
   }
   return compiled.get(text);
 }
