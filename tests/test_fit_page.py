@@ -117,13 +117,21 @@ def test_the_address_carries_the_choice_and_back_takes_it_back(opened):
     assert shown(there) == answer and there.input_value("#k") == "16" and there.input_value("#trained") == "all"
     assert "#model=" + MODEL + "&trained=all&prompt=3000&completion=512&k=16&" in here
     page.go_back()
-    assert page.input_value("#k") == "8" and page.input_value("#prompt") == "3000"
+    wait_for(page, "k", "8")
+    assert page.input_value("#prompt") == "3000"
     page.go_back()
     page.go_back()
-    assert shown(page) == first and page.input_value("#trained") == "lora"
+    wait_for(page, "trained", "lora")
+    assert shown(page) == first
     for _ in range(3):
         page.go_forward()
+    wait_for(page, "k", "16")
     assert page.url == here and shown(page) == answer
+
+
+def wait_for(page, name: str, value: str) -> None:
+    """The browser tells a page of another address a moment after it has gone there."""
+    page.wait_for_function("([name, value]) => document.getElementById(name).value === value", arg=[name, value])
 
 
 WRONG_ADDRESSES = {

@@ -248,15 +248,13 @@ class Simulation:
     def generate_shared(self) -> None:
         """The same with the fork's own generation: each prompt once, then the last token with a cache that has room
         for all that came before."""
-        from trl.generation.shared_prefix import _SharedPrefixLayer, generate_with_shared_prefix
+        from trl.generation.shared_prefix import generate_with_shared_prefix
 
         setup = self.setup
         rows, k, prompt = setup.generation_rows, setup.num_generations, setup.prompt_tokens
         prompts = torch.arange(rows).div(k, rounding_mode="floor")  # the rows of a group are alike, no others
         input_ids, mask = prompts[:, None].repeat(1, prompt), torch.ones(rows, prompt, dtype=torch.long)
-        room = counted(self.memory, "KV cache", _SharedPrefixLayer.make_room)
-        last_token = mock.patch.object(self.model, "generate", self.last_shared_token)
-        with mock.patch.object(_SharedPrefixLayer, "make_room", room), last_token, self.generating():
+        with mock.patch.object(self.model, "generate", self.last_shared_token), self.generating():
             config = GenerationConfig(max_new_tokens=self.setup.max_completion_length)
             generate_with_shared_prefix(self.model, input_ids, mask, generation_config=config, group_size=k)
 
@@ -265,7 +263,9 @@ class Simulation:
         setup, cache = self.setup, past_key_values
         rows, prefix = setup.generation_rows, setup.prompt_tokens - 1
         steps = max(setup.max_completion_length - 2, 1)
-        self.decode_shared(rows, prefix, 1, cache)  # has the cache take what it keeps
+        kind = type(cache.layers[0])
+        with mock.patch.object(kind, "make_room", counted(self.memory, "KV cache", kind.make_room)):
+            self.decode_shared(rows, prefix, 1, cache)  # has the cache take what it keeps
         with self.memory.of_kind("KV cache"):
             for i, layer in enumerate(cache.layers):
                 self.event("grow", i)

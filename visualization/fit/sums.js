@@ -31,8 +31,8 @@ function rooms(prompt, completion, window) {
   return [size, before, prefix];
 }
 
-// The names in formulas; the others are P, C, k, W
-const NAMES = {
+// What a formula can call
+const FUNCTIONS = {
   min: Math.min,
   room: (...lengths) => rooms(...lengths)[0],
   before: (...lengths) => rooms(...lengths)[1],
@@ -51,8 +51,8 @@ const compiled = new Map();
 /** The function of (P, C, k, W) that a formula is. */
 function formula(text) {
   if (!compiled.has(text)) {
-    const made = new Function(...Object.keys(NAMES), `"use strict"; return (P, C, k, W) => +(${text});`);
-    compiled.set(text, made(...Object.values(NAMES)));
+    const made = new Function(...Object.keys(FUNCTIONS), `"use strict"; return (P, C, k, W) => +(${text});`);
+    compiled.set(text, made(...Object.values(FUNCTIONS)));
   }
   return compiled.get(text);
 }
