@@ -114,7 +114,8 @@ def test_the_address_carries_the_choice_and_back_takes_it_back(opened):
     page.fill("#k", "16")
     here, answer, there = page.url, shown(page), opened()
     there.goto(here)
-    assert shown(there) == answer and there.input_value("#k") == "16" and there.input_value("#trained") == "all"
+    wait_for(there, "k", "16")
+    assert shown(there) == answer and there.input_value("#trained") == "all"
     assert "#model=" + MODEL + "&trained=all&prompt=3000&completion=512&k=16&" in here
     page.go_back()
     wait_for(page, "k", "8")
