@@ -8,12 +8,12 @@ import sys
 import time
 
 import pytest
+from fit_page import needs_data
 
 from experiments.config import ROOT
 from experiments.plan import fit_check, fit_data
 
 SLOW = pytest.mark.slow
-needs_data = pytest.mark.skipif(not fit_data.PAGE.exists(), reason="docs/fit.json is not made yet: make fit-data")
 
 
 @pytest.mark.torch

@@ -10,7 +10,7 @@ from functools import partial
 
 import fit_page
 import pytest
-from fit_page import ARMS, CHOICE, DATA, MODEL, MODELS, TRAINED, address, choices, made_up, needs_browser
+from fit_page import ARMS, CHOICE, DATA, MODEL, MODELS, TRAINED, address, choices, made_up, needs_browser, needs_data
 
 from experiments.config import GIB, ROOT
 from experiments.plan import fit_check
@@ -44,7 +44,7 @@ def test_peaks_are_the_sums_that_the_planner_fitted(opened):
 
 
 @needs_browser
-@pytest.mark.skipif(not fit_page.REAL.exists(), reason="docs/fit.json is not made yet: make fit-data")
+@needs_data
 def test_at_the_recorded_choices_the_browser_is_within_2_percent_of_the_planner(opened):
     """results/plans/fit_check.csv holds what the planner said at 200 random choices."""
     with fit_check.TABLE.open(newline="") as file:

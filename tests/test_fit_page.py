@@ -6,7 +6,7 @@ from functools import partial
 
 import fit_page
 import pytest
-from fit_page import DATA, MODEL, MODELS, OTHER, address, made_up, needs_browser
+from fit_page import DATA, MODEL, MODELS, OTHER, address, made_up, needs_browser, needs_data
 
 from experiments.config import ROOT
 from visualization.fit import make_page
@@ -59,7 +59,7 @@ def test_data_that_cannot_be_used_are_told_in_one_line(words, tmp_path, capsys):
     assert not (tmp_path / "fit.html").exists()
 
 
-@pytest.mark.skipif(not fit_page.REAL.exists(), reason="docs/fit.json is not made yet: make fit-data")
+@needs_data
 def test_the_committed_page_is_made_of_the_committed_data(tmp_path):
     assert make_page.main(["--out", str(tmp_path / "fit.html")]) == 0
     made, committed = (tmp_path / "fit.html").read_text(), (ROOT / "docs" / "fit.html").read_text()

@@ -274,33 +274,32 @@ def fitted_regime(arm: str, window, phase: str, when: str, events: set[str], sim
     weighted = table / scale / peaks[:, None]
     kinds = sorted({kind for result in results for each in result.values() for kind in each} - {"host"})
 
-    def sizes_of(places: list[tuple]) -> np.ndarray:
-        sizes = [[[result[place].get(kind, 0) for kind in kinds] for place in places] for result in results]
-        return np.array(sizes, float).reshape(len(results), -1) / peaks[:, None]
-
-    places = set.intersection(*map(set, results))
-    names = sorted({place for place in places if extrapolate.event_of(place[1]) != place[1]}, key=str)
-    if names:
-        sizes = sizes_of(names)
-        off = np.abs(weighted @ np.linalg.lstsq(weighted, sizes, rcond=1e-9)[0] - sizes).max(axis=0)
-        off = off.reshape(len(names), len(kinds)).max(axis=1)
-        # Weights and what has their sizes are the same at all lengths: else the names are those of other allocations
-        fixed = [kind for kind in kinds if kind in SHARDED]
-        names = [
-            name
-            for name, error in zip(names, off, strict=True)
-            if error < MOST_OFF
-            and len({tuple(result[name].get(kind, 0) for kind in fixed) for result in results}) == 1
-        ]
-    places = with_events(names, results, places)
+    there = sorted(set.intersection(*map(set, results)), key=str)
+    if not there:
+        return Regime(when, [])
+    sharded = np.array([kind in SHARDED for kind in kinds])
+    sizes = [[[result[place].get(kind, 0) for kind in kinds] for place in there] for result in results]
+    sizes = np.array(sizes, float)
+    # Weights and what has their sizes are the same at all lengths: else the names are those of other allocations
+    alike = (sizes[:, :, sharded] == sizes[:1, :, sharded]).all(axis=(0, 2))
+    sizes /= peaks[:, None, None]
+    flat = sizes.reshape(len(results), -1)
+    off = np.abs(weighted @ np.linalg.lstsq(weighted, flat, rcond=1e-9)[0] - flat).max(axis=0)
+    fits = off.reshape(len(there), -1).max(axis=1) < MOST_OFF
+    allocations = [
+        place
+        for place, good in zip(there, alike & fits, strict=True)
+        if good and extrapolate.event_of(place[1]) != place[1]
+    ]
+    places = with_events(allocations, results, there)
     if not places:
         return Regime(when, [])
-    found = fewest_terms(weighted, sizes_of(places))
+    index = {place: i for i, place in enumerate(there)}
+    found = fewest_terms(weighted, sizes[:, [index[place] for place in places]].reshape(len(results), -1))
     found = (found / scale[:, None]).reshape(len(formulas), len(places), len(kinds))
 
     everywhere = [each for each in some_lengths(6000, 2, MOST) if value(when, window, each)]
     everywhere = table_of(formulas, window, everywhere)
-    sharded = np.array([kind in SHARDED for kind in kinds])
     here = (everywhere @ found.sum(axis=2)).argmax(axis=1)
     spread = (everywhere @ found[:, :, ~sharded].sum(axis=2)).argmax(axis=1)
     stretches = [
@@ -348,7 +347,7 @@ def highest(stretches: dict[tuple, dict[str, int]], phase: str) -> int:
     )
 
 
-def with_events(allocations: list[tuple], results: list[dict], everywhere: set[tuple]) -> list[tuple]:
+def with_events(allocations: list[tuple], results: list[dict], everywhere: list[tuple]) -> list[tuple]:
     """`allocations`, and where another one is higher than these behind its event, the highest of them."""
     places = set(allocations)
     events = {place for place in everywhere if extrapolate.event_of(place[1]) == place[1]}
