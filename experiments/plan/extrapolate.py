@@ -16,7 +16,7 @@ from experiments.plan.building import decoder_layers
 from experiments.plan.predict import PredictedPeak
 from experiments.plan.replaced import head_tokens
 from experiments.plan.sharding import spread, weights_by_place
-from experiments.plan.simulate import PHASES, Simulation
+from experiments.plan.simulate import PHASES, REFERENCE, Simulation
 from experiments.workload.models import meta_model
 
 
@@ -122,7 +122,9 @@ class Rounds:
         text_config = hf_config.get_text_config()
         count = text_config.num_hidden_layers
         types = getattr(text_config, "layer_types", None) or ["full_attention"] * count
-        length = next(n for n in range(1, count + 1) if types[n:] == types[:-n])
+        rotates = getattr(text_config, "no_rope_layers", None) or [1] * count  # 0 where a layer has no positions
+        kinds = list(zip(types, rotates, strict=True))
+        length = next(n for n in range(1, count + 1) if kinds[n:] == kinds[:-n])
         few = max(3 if length < 3 else 2, -(-least // length)) * length + count % length
         if few + few + length >= count:
             return None
@@ -171,17 +173,24 @@ ALONE = {"forward": "first", "logits": "first", "backward": "first and last", "b
 
 def highest(stretches: dict[tuple, dict[str, int]]) -> dict[tuple, dict[str, int]]:
     """For each (phase, event, layer, role of the visit), the visit with most on the device, and the most on the host
-    of any of them. Roles are those of `ALONE` and "other"."""
+    of any of them. Roles are those of `ALONE` and "other". Allocations that only some of these visits have are left
+    out: their numbers name other ones where visits differ."""
     visits = Counter((phase, name, layer) for phase, name, layer, _ in stretches if event_of(name) == name)
     best: dict[tuple, dict[str, int]] = {}
+    found: Counter[tuple] = Counter()
     for (phase, name, layer, visit), kinds in stretches.items():
         event = event_of(name)
         role = "first" if visit == 0 else "last" if visit == visits[phase, event, layer] - 1 else "other"
-        place = (phase, name, layer, role if role in ALONE.get(event, "") else "other")
+        place = (phase, name, layer, role if role in ALONE.get(event.removeprefix(REFERENCE), "") else "other")
+        found[place] += 1
         before = best.get(place, {})
         host = max(on_host(before), on_host(kinds))
         best[place] = max(before, kinds, key=on_device) | {"host": host}
-    return best
+    return {
+        place: kinds
+        for place, kinds in best.items()
+        if found[place] == found[place[0], event_of(place[1]), *place[2:]]
+    }
 
 
 def event_of(name: str) -> str:

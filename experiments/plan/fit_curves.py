@@ -19,16 +19,16 @@ import numpy as np
 from experiments.plan import extrapolate
 from experiments.plan.setups import Setup
 from experiments.plan.sharding import SHARDED
-from experiments.plan.simulate import PHASES
+from experiments.plan.simulate import PHASES, REFERENCE
 
 LM_HEAD_TILE = 4096  # tokens that TRL's fused LM head works on at a time on CUDA; a test holds it to TRL's
-MOST_OFF = 1e-4  # of a phase's peak: an allocation that is further from every sum is not the same at all lengths
+MOST_OFF = 1e-4  # relative: an allocation that is further from every sum is not the same at all lengths
 FIRST_ROOM = 64  # tokens that the cache of shared prompts has room for at first, and gets at least (`MIN_NEW_STEPS`)
 # What the page offers. Two completions go together in a pass of `shared`, so k is even; from 4 on there are passes.
 LEAST = {"prompt": 64, "completion": 64, "k": 4}
 MOST = {"prompt": 65_536, "completion": 32_768, "k": 128}
 PER_PASS = 2
-PASSES_THAT_TELL = (6, 8)  # k, of passes of two. Three are the fewest that have a first, a last, and one between
+PASSES_THAT_TELL = (6, 8, 10)  # k, of passes of two. Three are the fewest with a first, a last, and one between
 ARMS = ("stock", "stock-accumulate", "shared")
 # A term is its own formula, in what Python and JavaScript have in common. P and C are tokens of the prompt and of a
 # completion, W those that a layer sees that slides; (P > W) is 1 or 0. See `rooms` and `block` for the others.
@@ -60,14 +60,18 @@ OF_WINDOWS["stock-accumulate", "generate"] = OF_WINDOWS["stock", "generate"]
 TOGETHER = (f"({4 * PER_PASS}*C<=P)", f"({4 * PER_PASS}*C>P)")
 
 
-def regimes(arm: str, window: int | None, phase: str, event: str) -> tuple[str, ...]:
-    """Lengths between which the allocations behind an event differ: formulas, of which one is 1 and the others 0."""
+def regimes(arm: str, window: int | None, phase: str, event: str, role: str = "other") -> tuple[str, ...]:
+    """Lengths between which the allocations behind an event differ, at visits of this role (`extrapolate.ALONE`):
+    formulas, of which one is 1, or none where there is no such visit."""
+    event = event.removeprefix(REFERENCE)
+    if arm == "shared" and event == "backward" and role == "other":  # neither the first pass nor the last
+        return tuple(f"{when}*(k>{2 * PER_PASS})" for when in regimes(arm, window, phase, event, "first"))
     if phase == "generate" and window:
         if arm == "shared":
             return ("(P<=W)", "(P>W)")
         return ("(P+C<W)", "(P<W)*(P+C>=W)", "(P>=W)")
     if phase in ("score", "train"):
-        if event in ("head", "logits", "behind"):
+        if event in ("head", "head's backward", "head's end", "logits", "behind"):
             tokens = "C" if arm == "stock-accumulate" else "k*C"
             return (f"({tokens}<={LM_HEAD_TILE})", f"({tokens}>{LM_HEAD_TILE})")
         if window and arm == "shared":
@@ -173,7 +177,7 @@ def some_lengths(number: int, seed: int, most: dict[str, int]) -> list[tuple[int
     return [(of("prompt"), of("completion"), of("k") // 2 * 2) for _ in range(number)]
 
 
-EVENTS = ("forward", "prompt's forward", "head")  # of every family of regimes
+EVENTS = ("forward", "prompt's forward", "head")  # of every family of regimes that have different lengths
 
 
 def simulated_lengths(arm: str, window: int | None) -> dict[tuple[int, int, int], bool]:
@@ -245,26 +249,30 @@ def fitted(arm: str, window: int | None, simulated: dict[tuple[int, int, int], d
             lengths: {p: kinds for p, kinds in each.items() if p[0] == phase} for lengths, each in simulated.items()
         }
         mine = {lengths: each for lengths, each in mine.items() if each}
-        events = sorted({extrapolate.event_of(place[1]) for each in mine.values() for place in each})
-        by_regime: dict[str, set[str]] = {}
-        for event in events:
-            for when in regimes(arm, window, phase, event):
-                by_regime.setdefault(when, set()).add(event)
-        found = [fitted_regime(arm, window, phase, when, events, mine) for when, events in by_regime.items()]
+        by_regime: dict[str, set[tuple[str, str]]] = {}
+        for visits in sorted({visits_of(place) for each in mine.values() for place in each}):
+            for when in regimes(arm, window, phase, *visits):
+                by_regime.setdefault(when, set()).add(visits)
+        found = [fitted_regime(arm, window, phase, when, visits, mine) for when, visits in by_regime.items()]
         phases[phase] = [regime for regime in found if regime.stretches]
     curves = Curves(arm, window, phases, 0.0)
     return replace(curves, error=max(relative_error(curves, lengths, each) for lengths, each in simulated.items()))
 
 
-def fitted_regime(arm: str, window, phase: str, when: str, events: set[str], simulated: dict) -> Regime:
-    """By least squares, relative to the phase's peak at each length; and of all allocations behind these events, those
+def visits_of(place: tuple) -> tuple[str, str]:
+    """The event and the role of the visits of a (phase, event or allocation, layer, role)."""
+    return extrapolate.event_of(place[1]), place[3]
+
+
+def fitted_regime(arm: str, window, phase: str, when: str, visits: set[tuple], simulated: dict) -> Regime:
+    """By least squares, relative to the phase's peak at each length; and of all allocations of these visits, those
     that are the highest of them somewhere on the page: on one device, or on so many that what is sharded takes
     nothing."""
     simulated = {lengths: result for lengths, result in simulated.items() if value(when, window, lengths)}
     if not simulated:
         return Regime(when, [])
     results = [
-        {place: kinds for place, kinds in result.items() if extrapolate.event_of(place[1]) in events}
+        {place: kinds for place, kinds in result.items() if visits_of(place) in visits}
         for result in simulated.values()
     ]
     formulas, peaks = terms(arm, window, phase), np.array([highest(result, phase) for result in simulated.values()])
@@ -272,7 +280,9 @@ def fitted_regime(arm: str, window, phase: str, when: str, events: set[str], sim
     scale = np.abs(table).max(axis=0)
     scale[scale == 0] = 1
     weighted = table / scale / peaks[:, None]
-    kinds = sorted({kind for result in results for each in result.values() for kind in each} - {"host"})
+    kinds = sorted(
+        {kind for result in results for each in result.values() for kind in each} - {"host"} | {"activations"}
+    )
 
     there = sorted(set.intersection(*map(set, results)), key=str)
     if not there:
@@ -280,12 +290,20 @@ def fitted_regime(arm: str, window, phase: str, when: str, events: set[str], sim
     sharded = np.array([kind in SHARDED for kind in kinds])
     sizes = [[[result[place].get(kind, 0) for kind in kinds] for place in there] for result in results]
     sizes = np.array(sizes, float)
-    # Weights and what has their sizes are the same at all lengths: else the names are those of other allocations
-    alike = (sizes[:, :, sharded] == sizes[:1, :, sharded]).all(axis=(0, 2))
+    # Weights and what has their sizes are the same at all lengths: else the names are those of other allocations. But
+    # for gradients of norms: which of them count as activations depends on the pass
+    more = np.where(sharded, sizes.max(axis=0) - sizes, 0)
+    alike = more.max(axis=(0, 2)) < MOST_OFF * peaks.min()
+    sizes += more
+    activations = kinds.index("activations")
+    sizes[:, :, activations] -= more.sum(axis=2)
+    # The sum is what must be right, so it is fitted, and activations are what the other kinds leave of it
+    sizes[:, :, activations] = sizes[:, :, ~sharded].sum(axis=2)
     sizes /= peaks[:, None, None]
     flat = sizes.reshape(len(results), -1)
-    off = np.abs(weighted @ np.linalg.lstsq(weighted, flat, rcond=1e-9)[0] - flat).max(axis=0)
-    fits = off.reshape(len(there), -1).max(axis=1) < MOST_OFF
+    off = np.abs(weighted @ np.linalg.lstsq(weighted, flat, rcond=1e-9)[0] - flat).reshape(sizes.shape)
+    most = sizes[:, :, activations].max(axis=1)[:, None]
+    fits = (off[:, :, activations] < MOST_OFF * most).all(axis=0) & (off.max(axis=2) < 0.01 * most).all(axis=0)
     allocations = [
         place
         for place, good in zip(there, alike & fits, strict=True)
@@ -297,6 +315,8 @@ def fitted_regime(arm: str, window, phase: str, when: str, events: set[str], sim
     index = {place: i for i, place in enumerate(there)}
     found = fewest_terms(weighted, sizes[:, [index[place] for place in places]].reshape(len(results), -1))
     found = (found / scale[:, None]).reshape(len(formulas), len(places), len(kinds))
+    others = [i for i in np.flatnonzero(~sharded) if i != activations]
+    found[:, :, activations] -= found[:, :, others].sum(axis=2)
 
     everywhere = [each for each in some_lengths(6000, 2, MOST) if value(when, window, each)]
     everywhere = table_of(formulas, window, everywhere)

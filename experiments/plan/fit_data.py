@@ -132,12 +132,24 @@ def make_all(parts: list[Part], processes: int, code: str) -> None:
 
 def in_processes(function, tasks: list, processes: int) -> Iterator[tuple[Any, float]]:
     """What `function` returns of each task, in the order of their ends, and the minutes that the others will take.
-    Where this process is interrupted, the others end."""
+    Where this process is interrupted, the others end. Raises `ConfigError` where the system ended one of them."""
     import trl.trainer.rloo_trainer  # noqa: F401  once, not in each process
 
     start = time.monotonic()
     with multiprocessing.get_context("fork").Pool(processes, alone) as pool:
-        for number, result in enumerate(pool.imap_unordered(function, tasks), 1):
+        workers = {process.pid for process in multiprocessing.active_children()}
+        results = pool.imap_unordered(function, tasks)
+        for number in range(1, len(tasks) + 1):
+            while True:
+                try:
+                    result = results.next(timeout=2)
+                    break
+                except multiprocessing.TimeoutError:  # the pool replaces a process, but not what it had begun
+                    if workers != {process.pid for process in multiprocessing.active_children()}:
+                        raise ConfigError(
+                            f"the system ended one of {processes} processes, most likely for its memory; what is "
+                            "finished is kept: run the same command with a smaller --processes"
+                        ) from None
             yield result, (time.monotonic() - start) / number * (len(tasks) - number) / 60
 
 

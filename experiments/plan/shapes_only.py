@@ -35,7 +35,7 @@ class ShapesOnly(TorchDispatchMode):
     What an operation gives is worked out once, on the meta device, for arguments of the same shapes. Views are made by
     torch, and operations in place do nothing. An operation whose shapes depend on values is an error.
 
-    `memory`, a `LiveBytes`, counts what operations give: one mode for both, because a second one takes about a fifth of the
+    `memory`, a `LiveBytes`, counts what operations give: one mode for both, because two take a fifth more
     time.
     """
 

@@ -28,18 +28,19 @@ from experiments.plan.shapes_only import ShapesOnly
 from experiments.workload.models import named_config
 
 PHASES = ("load", "generate", "score", "train", "optimizer")
+REFERENCE = "reference's "  # events of its layers, or, with LoRA, of the policy's without the adapters
 
 
-def counted(memory: LiveBytes, kind: str, function, event=None):
-    """`function`, with what it allocates counted as `kind`. `event` is called before and after it."""
+def counted(memory: LiveBytes, kind: str, function, before=None, after=None):
+    """`function`, with what it allocates counted as `kind`. `before` and `after` are called before and after it."""
 
     def counted(*args, **kwargs):
-        if event:
-            event()
+        if before:
+            before()
         with memory.of_kind(kind):
             result = function(*args, **kwargs)
-        if event:
-            event()
+        if after:
+            after()
         return result
 
     return counted
@@ -52,6 +53,8 @@ class Simulation:
         self.setup, self.config = setup, hf_config
         self.memory = LiveBytes()
         self.shapes = ShapesOnly(self.memory)
+        self.each_allocation = each_allocation
+        self.scores = ""  # `REFERENCE` while it does
         if each_allocation:
             self.memory.added = self.allocation
         # (phase, event, layer, how often it came before in this phase) -> bytes by kind at the peak until the next one
@@ -63,7 +66,8 @@ class Simulation:
     def run(self, passes: bool = True) -> dict[tuple, dict[str, int]]:
         """The peaks between events: a phase, a layer's forward, its backward, what is behind the layers or the LM head
         begins. Without `passes`, only loading and generation."""
-        marked = functools.partial(counted, self.memory, "logits", event=lambda: self.event("head"))
+        events = {"before": lambda: self.event("head's backward"), "after": lambda: self.event("head's end")}
+        marked = functools.partial(counted, self.memory, "logits", **events)
         with pretending(self.setup.device, self.shapes, marked), self.shapes:
             with self.phase("load"), warnings.catch_warnings():
                 # Names that TRL and PEFT use; the new ones are not in transformers 5.17
@@ -104,6 +108,8 @@ class Simulation:
         self.visits[name, layer] += 1
         self.allocations.clear()
         self.memory.reset()
+        if self.each_allocation:  # nothing was allocated yet, but what is alive now can be the most
+            self.stretches[self.current[0], f"{name}: begins", *self.current[2:]] = dict(self.memory.live)
 
     def allocation(self, operation) -> None:
         """What is alive when a storage was allocated, as a stretch of its own."""
@@ -120,30 +126,24 @@ class Simulation:
         def again() -> str:
             return " again" if torch._C._current_graph_task_id() != -1 else ""
 
-        def before_forward(i, kwargs):
-            self.event(f"{whose(kwargs)}forward{again()}", i)
+        def before_forward(i, module, args, kwargs):
+            self.event(f"{self.scores}{whose(kwargs)}forward{again()}", i)
 
-        def after_forward(i, kwargs, output):
+        def after_forward(i, last, module, args, kwargs, output):
             hidden = output[0] if isinstance(output, tuple) else output
             if hidden.requires_grad:
                 name = f"{whose(kwargs)}backward"  # the hook must not keep the arguments alive
                 hidden.register_hook(lambda grad: self.event(name, i))
-            if i == len(layers) - 1:
-                self.event(f"{whose(kwargs)}behind{again()}")
+            if last:
+                self.event(f"{self.scores}{whose(kwargs)}behind{again()}")
 
-        layers = decoder_layers(self.model)
-        for i, layer in enumerate(layers):
-            layer.register_forward_pre_hook(
-                lambda module, args, kwargs, i=i: before_forward(i, kwargs), with_kwargs=True
-            )
-            layer.register_forward_hook(
-                lambda module, args, kwargs, output, i=i: after_forward(i, kwargs, output), with_kwargs=True
-            )
+        for model in filter(None, (self.model, self.reference)):
+            layers = decoder_layers(model)
+            for i, layer in enumerate(layers):
+                last = i == len(layers) - 1
+                layer.register_forward_pre_hook(functools.partial(before_forward, i), with_kwargs=True)
+                layer.register_forward_hook(functools.partial(after_forward, i, last), with_kwargs=True)
         self.model.get_output_embeddings().register_forward_pre_hook(lambda module, args: self.event("logits"))
-        for i, layer in enumerate(decoder_layers(self.reference) if self.reference else ()):
-            layer.register_forward_pre_hook(
-                lambda module, args, kwargs, i=i: self.event(f"{whose(kwargs)}reference", i), with_kwargs=True
-            )
 
     # -- the model and its optimizer ---------------------------------------------------------------------------------
 
@@ -371,12 +371,14 @@ class Simulation:
         """The policy, the reference, the reward model. An offloaded reference leaves when the policy trains."""
         self.log_probs(self.model, self.backbone)
         self.event("reference")
+        self.scores = REFERENCE
         with self.on_device(self.reference, "reference", self.setup.offload_reference):
             if self.reference is not None:
                 self.log_probs(self.reference, self.reference.base_model)
             elif self.setup.beta:  # LoRA: the policy without its adapters
                 with self.model.disable_adapter():
                     self.log_probs(self.model, self.backbone)
+            self.scores = ""
             if self.setup.reward_model:
                 self.event("reward")
                 self.reward()

@@ -31,7 +31,7 @@ print(json.dumps({"tile": replaced.head_tokens("cuda"), "room": MIN_NEW_STEPS}))
 base = Setup(prompt_tokens=1, lora_rank=8)
 curves = fit_curves.curves_of(base, config, arm, window)
 # Long and short, few and many, and where the window begins to hide something
-for prompt, completion, k in ((9000, 700, 6), (200, 3000, 64), (900, 64, 128), (WINDOW, 100, 6), (WINDOW + 1, 200, 8)):
+for prompt, completion, k in ((9000, 700, 6), (200, 3000, 64), (900, 64, 128), (WINDOW, 100, 6), (WINDOW + 1, 200, 4)):
     rows = dict(prompt_tokens=prompt, max_completion_length=completion, num_generations=k)
     planned = extrapolate.phase_peaks(replace(base, **rows, per_device_train_batch_size=k).arm(arm), config)
     page = curves.peaks(prompt, completion, k)
