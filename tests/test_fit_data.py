@@ -23,7 +23,7 @@ SLOW = pytest.mark.slow
     [
         ("full", "stock", 1e-5),
         pytest.param("full", "stock-accumulate", 1e-5, marks=SLOW),
-        pytest.param("full", "shared", 1e-4, marks=SLOW),
+        pytest.param("full", "shared", 1e-5, marks=SLOW),
         pytest.param("alternating", "stock", 1e-5, marks=SLOW),
         pytest.param("alternating", "shared", 1e-2, marks=SLOW),
     ],

@@ -32,15 +32,14 @@ PASSES_THAT_TELL = (6, 8, 10)  # k, of passes of two. Three are the fewest with 
 ARMS = ("stock", "stock-accumulate", "shared")
 # A term is its own formula, in what Python and JavaScript have in common. P and C are tokens of the prompt and of a
 # completion, W those that a layer sees that slides; (P > W) is 1 or 0. See `rooms` and `block` for the others.
-TILE = f"min(k*C,{LM_HEAD_TILE})"
 GENERATE = ("k", "P", "k*P", "k*C")
 TERMS = {
     ("stock", "generate"): GENERATE,
     ("stock-accumulate", "generate"): GENERATE,
     ("shared", "generate"): ("k", "P", "k*P", "k*C", "k*room(P,C,0)", "k*before(P,C,0)"),
-    ("stock", "train"): ("k", "P", "C", "k*P", "k*C", "k*P*P", "k*P*C", "k*C*C", TILE),
-    ("stock-accumulate", "train"): ("P", "C", "P*P", "P*C", "C*C", f"min(C,{LM_HEAD_TILE})"),
-    ("shared", "train"): ("k", "P", "C", "k*P", "k*C", TILE),
+    ("stock", "train"): ("k", "P", "C", "k*P", "k*C", "k*P*P", "k*P*C", "k*C*C"),
+    ("stock-accumulate", "train"): ("P", "C", "P*P", "P*C", "C*C"),
+    ("shared", "train"): ("k", "P", "C", "k*P", "k*C"),
 }
 OF_WINDOWS = {
     ("stock", "generate"): ("k*min(P,W)", "k*min(P+C,W)", "k*P*P", "P*P"),
@@ -60,20 +59,31 @@ OF_WINDOWS["stock-accumulate", "generate"] = OF_WINDOWS["stock", "generate"]
 TOGETHER = (f"({4 * PER_PASS}*C<=P)", f"({4 * PER_PASS}*C>P)")
 
 
+# Events that come after the layers, where the LM head is, or what it has left
+AT_HEAD = ("head", "head's backward", "head's end", "logits", "behind")
+
+
+def tiles(arm: str) -> tuple[str, ...]:
+    """What the LM head works on at a time, and what there is besides if that is not all."""
+    tokens = "C" if arm == "stock-accumulate" else "k*C"
+    return f"min({tokens},{LM_HEAD_TILE})", f"({tokens}>{LM_HEAD_TILE})", f"({tokens}>{LM_HEAD_TILE})*{tokens}"
+
+
 def regimes(arm: str, window: int | None, phase: str, event: str, role: str = "other") -> tuple[str, ...]:
-    """Lengths between which the allocations behind an event differ, at visits of this role (`extrapolate.ALONE`):
-    formulas, of which one is 1, or none where there is no such visit."""
+    """Formulas that are 1 at lengths where allocations behind an event are the same ones, at visits of this role
+    (`extrapolate.ALONE`), and 0 elsewhere. All of them are 0 where there is no such visit."""
     event = event.removeprefix(REFERENCE)
     if arm == "shared" and event == "backward" and role == "other":  # neither the first pass nor the last
         return tuple(f"{when}*(k>{2 * PER_PASS})" for when in regimes(arm, window, phase, event, "first"))
+    if arm == "shared" and event == "grow":  # beyond the first room, and the token that is decoded last
+        return tuple(f"{when}*(C>{FIRST_ROOM + 3})" for when in regimes(arm, window, phase, "forward"))
     if phase == "generate" and window:
         if arm == "shared":
             return ("(P<=W)", "(P>W)")
         return ("(P+C<W)", "(P<W)*(P+C>=W)", "(P>=W)")
     if phase in ("score", "train"):
-        if event in ("head", "head's backward", "head's end", "logits", "behind"):
-            tokens = "C" if arm == "stock-accumulate" else "k*C"
-            return (f"({tokens}<={LM_HEAD_TILE})", f"({tokens}>{LM_HEAD_TILE})")
+        if event in AT_HEAD:
+            return ("1", tiles(arm)[1])  # a second tile has allocations of its own
         if window and arm == "shared":
             return ("(P<W)", "(P>=W)") if event.startswith("prompt's") else TOGETHER
     return ("1",)
@@ -117,10 +127,11 @@ def compiled(formula: str):
     return compile(formula, formula, "eval")
 
 
-def terms(arm: str, window: int | None, phase: str) -> tuple[str, ...]:
+def terms(arm: str, window: int | None, phase: str, event: str) -> tuple[str, ...]:
     """`window`: of the layers that slide, where some do."""
     key = (arm, "train" if phase == "score" else phase)
-    return ("1", *TERMS.get(key, ()), *(OF_WINDOWS.get(key, ()) if window else ()))
+    found = ("1", *TERMS.get(key, ()), *(OF_WINDOWS.get(key, ()) if window else ()))
+    return found + tiles(arm) if key[1] == "train" and event.removeprefix(REFERENCE) in AT_HEAD else found
 
 
 def table_of(formulas: tuple[str, ...], window: int | None, lengths) -> np.ndarray:
@@ -177,36 +188,46 @@ def some_lengths(number: int, seed: int, most: dict[str, int]) -> list[tuple[int
     return [(of("prompt"), of("completion"), of("k") // 2 * 2) for _ in range(number)]
 
 
-EVENTS = ("forward", "prompt's forward", "head")  # of every family of regimes that have different lengths
+EVENTS = ("forward", "prompt's forward", "head", "grow")  # of every family of regimes that have different lengths
 
 
 def simulated_lengths(arm: str, window: int | None) -> dict[tuple[int, int, int], bool]:
     """Lengths whose simulations tell the terms apart in every regime, and whether that needs more than generation: of
-    many that do not take long, those that differ most in their terms."""
+    many that do not take long, those that differ most in their terms, and one more in each to see errors."""
     candidates = [
         (prompt, completion, k)
         for prompt, completion, k in some_lengths(6000, 1, {"prompt": 5000, "completion": 6000, "k": 40})
         if arm != "shared" or k in PASSES_THAT_TELL
         if k * (prompt + completion) <= 60_000
     ]
-    chosen: dict[int, bool] = {}
+    rows = {}  # of the terms at each candidate: of a phase and a regime
     for phase in ("train", "generate"):
-        table = table_of(terms(arm, window, phase), window, candidates)
-        table /= table.max(axis=0)
-        for when in dict.fromkeys(when for event in EVENTS for when in regimes(arm, window, phase, event)):
-            there = table_of((when,), window, candidates)[:, 0] > 0
-            left = table * there[:, None]
-            for index in chosen:
-                left = without(left, left[index])
-            while True:  # what the chosen ones do not yet span, and one more, to see errors
-                spanned = np.abs(left).max() < 1e-6
-                sizes = np.linalg.norm(left if not spanned else table * there[:, None], axis=1)
-                sizes[list(chosen)] = -1
-                index = int(sizes.argmax())
-                chosen[index] = phase == "train"
-                if spanned:
-                    break
-                left = without(left, left[index])
+        for event in EVENTS:
+            formulas = terms(arm, window, phase, event)
+            table = table_of(formulas, window, candidates)
+            for when in regimes(arm, window, phase, event):
+                rows[phase, when, formulas] = table / table.max(axis=0) * table_of((when,), window, candidates)
+    chosen: dict[int, bool] = {}
+
+    def choose(left: dict) -> int:  # what differs most from those that are chosen, over all regimes
+        sizes = {key: np.linalg.norm(each, axis=1) for key, each in left.items()}
+        differs = sum(size / size.max() for size in sizes.values())
+        differs[list(chosen)] = -1
+        index = int(differs.argmax())
+        chosen[index] = any(np.abs(each[index]).max() > 1e-6 for key, each in left.items() if key[0] == "train")
+        return index
+
+    left = {key: each for key, each in rows.items() if each.any()}
+    while left:
+        index = choose(left)
+        left = {key: without(each, each[index]) for key, each in left.items()}
+        left = {key: each for key, each in left.items() if np.abs(each).max() > 1e-6}
+    # One more in each, of the k between the others where only some k are simulated
+    middle = np.array([[arm != "shared" or k == PASSES_THAT_TELL[1]] for _, _, k in candidates])
+    left = {key: each * middle for key, each in rows.items() if (each * middle).any()}
+    while left:
+        index = choose(left)
+        left = {key: each for key, each in left.items() if not each[index].any()}
     return {candidates[i]: passes for i, passes in chosen.items()}
 
 
@@ -249,11 +270,12 @@ def fitted(arm: str, window: int | None, simulated: dict[tuple[int, int, int], d
             lengths: {p: kinds for p, kinds in each.items() if p[0] == phase} for lengths, each in simulated.items()
         }
         mine = {lengths: each for lengths, each in mine.items() if each}
-        by_regime: dict[str, set[tuple[str, str]]] = {}
+        by_regime: dict[tuple, set[tuple[str, str]]] = {}
         for visits in sorted({visits_of(place) for each in mine.values() for place in each}):
+            formulas = terms(arm, window, phase, visits[0])
             for when in regimes(arm, window, phase, *visits):
-                by_regime.setdefault(when, set()).add(visits)
-        found = [fitted_regime(arm, window, phase, when, visits, mine) for when, visits in by_regime.items()]
+                by_regime.setdefault((when, formulas), set()).add(visits)
+        found = [fitted_regime(window, phase, *key, visits, mine) for key, visits in by_regime.items()]
         phases[phase] = [regime for regime in found if regime.stretches]
     curves = Curves(arm, window, phases, 0.0)
     return replace(curves, error=max(relative_error(curves, lengths, each) for lengths, each in simulated.items()))
@@ -264,7 +286,7 @@ def visits_of(place: tuple) -> tuple[str, str]:
     return extrapolate.event_of(place[1]), place[3]
 
 
-def fitted_regime(arm: str, window, phase: str, when: str, visits: set[tuple], simulated: dict) -> Regime:
+def fitted_regime(window, phase: str, when: str, formulas: tuple[str, ...], visits: set, simulated: dict) -> Regime:
     """By least squares, relative to the phase's peak at each length; and of all allocations of these visits, those
     that are the highest of them somewhere on the page: on one device, or on so many that what is sharded takes
     nothing."""
@@ -275,7 +297,7 @@ def fitted_regime(arm: str, window, phase: str, when: str, visits: set[tuple], s
         {place: kinds for place, kinds in result.items() if visits_of(place) in visits}
         for result in simulated.values()
     ]
-    formulas, peaks = terms(arm, window, phase), np.array([highest(result, phase) for result in simulated.values()])
+    peaks = np.array([highest(result, phase) for result in simulated.values()])
     table = table_of(formulas, window, simulated)
     scale = np.abs(table).max(axis=0)
     scale[scale == 0] = 1

@@ -268,16 +268,17 @@ class Simulation:
             self.decode_shared(rows, prefix, 1, cache)  # has the cache take what it keeps
         with self.memory.of_kind("KV cache"):
             for i, layer in enumerate(cache.layers):
-                self.event("grow", i)
                 window = self.window(i)
                 while layer.num_steps < steps - 1:
                     if window is not None and prefix + layer.num_steps + 1 > window:
                         layer.window = window
                     if layer.num_kept == layer.own[0].shape[2]:
+                        self.event("grow", i)
                         layer.make_room()
                     filled = min(layer.own[0].shape[2] - layer.num_kept, steps - 1 - layer.num_steps)
                     layer.num_steps += filled
                     layer.num_kept += filled
+        self.event("decode")
         self.decode_shared(rows, prefix, steps, cache)
 
     def decode_shared(self, rows: int, prefix: int, step: int, cache) -> None:
