@@ -28,7 +28,7 @@ SLOW = pytest.mark.slow
         pytest.param("alternating", "shared", 1e-2, marks=SLOW),
     ],
 )
-def test_curves_say_what_the_planner_says_elsewhere(kind, arm, apart, forked):
+def test_curves_say_what_simulating_all_passes_says_elsewhere(kind, arm, apart, forked):
     """Two layers, where no weights hide an error; lengths and k far from those that were simulated."""
     result = forked("fit_curves", kind, arm)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -38,7 +38,7 @@ def test_curves_say_what_the_planner_says_elsewhere(kind, arm, apart, forked):
     assert constants == {"tile": LM_HEAD_TILE, "room": FIRST_ROOM}
     assert len(rows) == 5 * 5
     for row in rows:
-        assert row["page"] == pytest.approx(row["planned"], rel=apart), row
+        assert row["page"] == pytest.approx(row["simulated"], rel=apart), row
 
 
 @pytest.mark.torch
@@ -59,6 +59,35 @@ def test_an_allocation_that_only_some_visits_have_does_not_count():
         ("backward", 0, "last"): 13,
         ("backward: add 0", 0, "last"): 4,
     }
+
+
+@pytest.mark.torch
+def test_allocations_are_the_same_where_more_layers_shift_their_numbers():
+    from experiments.plan.extrapolate import same_allocations
+
+    few = ["b: begins", "b: mm 0", "b: to 0", "b: to 1", "b: mm 1", "b: to 2", "b"]
+    more = ["b: begins", "b: mm 0", "b: to 0", "b: to 1", "b: to 2", "b: mm 1", "b: to 3", "b"]
+    pairs = [("b: mm 0", "b: mm 0"), ("b: to 0", "b: to 0"), ("b: to 1", "b: to 1"), ("b: mm 1", "b: mm 1")]
+    assert same_allocations(few, more) == [("b: begins", "b: begins"), *pairs, ("b: to 2", "b: to 3"), ("b", "b")]
+    assert same_allocations(few, few) == [(name, name) for name in few]
+    assert same_allocations(few, ["b: begins", "b: cat 0", "b"]) == [("b", "b")], "another stretch"
+
+
+@pytest.mark.torch
+def test_a_stretch_that_is_no_sum_is_an_error():
+    """Peaks between events without an allocation behind them: what is not linear in C has no sum to be fitted."""
+    from experiments.plan import fit_curves
+    from experiments.plan.simulate import PHASES
+
+    def stretches(completion: int) -> dict:
+        places = {(phase, "start", None, "other"): {"parameters": 10**9} for phase in PHASES}
+        return places | {("train", "start", None, "other"): {"activations": max(10**6, 1000 * completion)}}
+
+    lengths = fit_curves.simulated_lengths("stock", None)
+    curves = fit_curves.fitted("stock", None, {each: stretches(1000 + each[1]) for each in lengths})
+    assert curves.error < 1e-6
+    curves = fit_curves.fitted("stock", None, {each: stretches(each[1]) for each in lengths})
+    assert curves.error > 0.02
 
 
 @pytest.mark.torch

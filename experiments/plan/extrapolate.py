@@ -140,23 +140,36 @@ class Rounds:
         x = (self.layers - self.few) / length
         of_few, of_more = behind_events(few), behind_events(more)
         stretches = {}
-        for (phase, name, layer, visit), kinds in more.items():
+        for (phase, event, layer, visit), names in of_more.items():
             if layer is not None and first <= layer < 2 * length:
                 continue
             source = layer if layer is None or layer < first else layer - length
-            event = event_of(name)
-            # Where more layers have other allocations behind an event, their numbers do not name the same ones
-            if name == event or of_few[phase, event, source, visit] == of_more[phase, event, layer, visit]:
-                stretches[phase, name, layer, visit] = along_line(few[phase, name, source, visit], kinds, x)
+            for of_few_layers, name in same_allocations(of_few[phase, event, source, visit], names):
+                kinds = few[phase, of_few_layers, source, visit], more[phase, name, layer, visit]
+                stretches[phase, of_few_layers, layer, visit] = along_line(*kinds, x)
         return stretches
 
 
-def behind_events(stretches: dict) -> dict[tuple, set[str]]:
-    """For each (phase, event, layer, visit), its own name and those of the allocations behind it."""
-    names: dict[tuple, set[str]] = {}
+def behind_events(stretches: dict) -> dict[tuple, list[str]]:
+    """For each (phase, event, layer, visit), its own name and those of the allocations behind it, in their order."""
+    names: dict[tuple, list[str]] = {}
     for phase, name, layer, visit in stretches:
-        names.setdefault((phase, event_of(name), layer, visit), set()).add(name)
+        names.setdefault((phase, event_of(name), layer, visit), []).append(name)
     return names
+
+
+def same_allocations(few: list[str], more: list[str]) -> list[tuple[str, str]]:
+    """Pairs of names that stand for the same allocation with few and with more layers: those up to where more layers
+    have some more, and those from there on, whose numbers that shifts. Otherwise only the event itself."""
+
+    def alike(one: list[str], other: list[str]) -> int:
+        pairs = enumerate(zip(map(operation_of, one), map(operation_of, other)))  # noqa: B905
+        return next((i for i, (x, y) in pairs if x != y), min(len(one), len(other)))
+
+    before, after = alike(few, more), alike(few[::-1], more[::-1])
+    if before + after < len(few):
+        return [(name, name) for name in few if event_of(name) == name]
+    return list(zip(few, more[:before] + more[len(more) - len(few) + before :], strict=True))
 
 
 def along_line(first: dict[str, int], second: dict[str, int], x: float) -> dict[str, int]:
@@ -196,6 +209,11 @@ def highest(stretches: dict[tuple, dict[str, int]]) -> dict[tuple, dict[str, int
 def event_of(name: str) -> str:
     """The event of an allocation behind it."""
     return name.partition(":")[0]
+
+
+def operation_of(name: str) -> str:
+    """An allocation's name without its number."""
+    return name.rpartition(" ")[0] or name
 
 
 def on_device(kinds: dict[str, int]) -> int:

@@ -149,8 +149,8 @@ class Regime:
 
 @dataclass(frozen=True)
 class Curves:
-    """Of one arm of one model: what is alive, by phase. `error` is the largest relative error of a phase's peak in the
-    simulations that they come from."""
+    """Of one arm of one model: what is alive, by phase. `error` is the largest relative error in the simulations that
+    they come from: of a phase's peak, or of a stretch that is no allocation, see `fitted_regime`."""
 
     arm: str
     window: int | None
@@ -264,7 +264,7 @@ def curves_of(setup: Setup, hf_config, arm: str, window: int | None) -> Curves:
 
 def fitted(arm: str, window: int | None, simulated: dict[tuple[int, int, int], dict]) -> Curves:
     """The curves through simulated stretches, by lengths."""
-    phases = {}
+    phases, errors = {}, []
     for phase in PHASES:
         mine = {
             lengths: {p: kinds for p, kinds in each.items() if p[0] == phase} for lengths, each in simulated.items()
@@ -276,9 +276,11 @@ def fitted(arm: str, window: int | None, simulated: dict[tuple[int, int, int], d
             for when in regimes(arm, window, phase, *visits):
                 by_regime.setdefault((when, formulas), set()).add(visits)
         found = [fitted_regime(window, phase, *key, visits, mine) for key, visits in by_regime.items()]
-        phases[phase] = [regime for regime in found if regime.stretches]
+        phases[phase] = [regime for regime, _ in found if regime.stretches]
+        errors += [error for _, error in found]
     curves = Curves(arm, window, phases, 0.0)
-    return replace(curves, error=max(relative_error(curves, lengths, each) for lengths, each in simulated.items()))
+    errors += [relative_error(curves, lengths, each) for lengths, each in simulated.items()]
+    return replace(curves, error=max(errors))
 
 
 def visits_of(place: tuple) -> tuple[str, str]:
@@ -286,13 +288,16 @@ def visits_of(place: tuple) -> tuple[str, str]:
     return extrapolate.event_of(place[1]), place[3]
 
 
-def fitted_regime(window, phase: str, when: str, formulas: tuple[str, ...], visits: set, simulated: dict) -> Regime:
+def fitted_regime(
+    window, phase: str, when: str, formulas: tuple[str, ...], visits: set, simulated: dict
+) -> tuple[Regime, float]:
     """By least squares, relative to the phase's peak at each length; and of all allocations of these visits, those
     that are the highest of them somewhere on the page: on one device, or on so many that what is sharded takes
-    nothing."""
+    nothing. And how far, relative to what is alive besides weights, peaks between events are from their sums, where
+    they stand for allocations that have none: they need not have one, and elsewhere it can be anything."""
     simulated = {lengths: result for lengths, result in simulated.items() if value(when, window, lengths)}
     if not simulated:
-        return Regime(when, [])
+        return Regime(when, []), 0.0
     results = [
         {place: kinds for place, kinds in result.items() if visits_of(place) in visits}
         for result in simulated.values()
@@ -308,7 +313,7 @@ def fitted_regime(window, phase: str, when: str, formulas: tuple[str, ...], visi
 
     there = sorted(set.intersection(*map(set, results)), key=str)
     if not there:
-        return Regime(when, [])
+        return Regime(when, []), 0.0
     sharded = np.array([kind in SHARDED for kind in kinds])
     sizes = [[[result[place].get(kind, 0) for kind in kinds] for place in there] for result in results]
     sizes = np.array(sizes, float)
@@ -333,8 +338,10 @@ def fitted_regime(window, phase: str, when: str, formulas: tuple[str, ...], visi
     ]
     places = with_events(allocations, results, there)
     if not places:
-        return Regime(when, [])
+        return Regime(when, []), 0.0
     index = {place: i for i, place in enumerate(there)}
+    events = [index[place] for place in places if place not in allocations]
+    error = float((off[:, events, activations] / np.maximum(most, 1e-3)).max(initial=0))
     found = fewest_terms(weighted, sizes[:, [index[place] for place in places]].reshape(len(results), -1))
     found = (found / scale[:, None]).reshape(len(formulas), len(places), len(kinds))
     others = [i for i in np.flatnonzero(~sharded) if i != activations]
@@ -352,7 +359,7 @@ def fitted_regime(window, phase: str, when: str, formulas: tuple[str, ...], visi
         }
         for place in sorted({*here, *spread})
     ]
-    return Regime(when, stretches)
+    return Regime(when, stretches), error
 
 
 def fewest_terms(table: np.ndarray, sizes: np.ndarray) -> np.ndarray:

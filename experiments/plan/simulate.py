@@ -95,6 +95,7 @@ class Simulation:
         self.memory.reset()
         self.current = (name, "start", None, 0)
         self.visits.clear()
+        self.allocations.clear()
         yield
         self.stretches[self.current] = dict(self.memory.at_peak)  # counting goes on
         self.current = None
@@ -113,7 +114,7 @@ class Simulation:
 
     def allocation(self, operation) -> None:
         """What is alive when a storage was allocated, as a stretch of its own."""
-        if self.current is not None and self.current[1] != "start":
+        if self.current is not None and self.current[0] != "load":  # a model's weights are many
             phase, name, *rest = self.current
             number = self.allocations[operation]
             self.stretches[phase, f"{name}: {operation.name()} {number}", *rest] = dict(self.memory.live)

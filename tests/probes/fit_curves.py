@@ -1,4 +1,5 @@
-"""Curves of a small model beside the planner, at lengths that they were not made from: a line of JSON for each phase.
+"""Curves of a small model beside simulations of every pass, at lengths that they were not made from: a line of JSON
+for each phase.
 
 python -m tests.probes.fit_curves full|alternating ARM
 """
@@ -16,6 +17,7 @@ from trl.generation.shared_prefix import MIN_NEW_STEPS  # noqa: E402
 
 from experiments.plan import extrapolate, fit_curves, replaced  # noqa: E402
 from experiments.plan.setups import Setup  # noqa: E402
+from experiments.plan.simulate import PHASES  # noqa: E402
 from experiments.workload import models  # noqa: E402
 
 WINDOW = 512
@@ -33,8 +35,9 @@ curves = fit_curves.curves_of(base, config, arm, window)
 # Long and short, few and many, and where the window begins to hide something
 for prompt, completion, k in ((9000, 700, 6), (200, 3000, 64), (900, 64, 128), (WINDOW, 100, 6), (WINDOW + 1, 200, 4)):
     rows = dict(prompt_tokens=prompt, max_completion_length=completion, num_generations=k)
-    planned = extrapolate.phase_peaks(replace(base, **rows, per_device_train_batch_size=k).arm(arm), config)
+    setup = replace(base, **rows, per_device_train_batch_size=k).arm(arm)
+    simulated = extrapolate.highest(extrapolate.simulate(setup, config, passes=True))
     page = curves.peaks(prompt, completion, k)
-    for peak in planned:
-        sizes = {"planned": peak.total, "page": extrapolate.on_device(page[peak.phase])}
-        print(json.dumps({"lengths": (prompt, completion, k), "phase": peak.phase, **sizes}))
+    for phase in PHASES:
+        sizes = {"simulated": fit_curves.highest(simulated, phase), "page": extrapolate.on_device(page[phase])}
+        print(json.dumps({"lengths": (prompt, completion, k), "phase": phase, **sizes}))
