@@ -94,8 +94,7 @@ class Simulation:
     def phase(self, name: str):
         self.memory.reset()
         self.current = (name, "start", None, 0)
-        self.visits.clear()
-        self.allocations.clear()
+        self.visits, self.allocations = Counter(), Counter()
         yield
         self.stretches[self.current] = dict(self.memory.at_peak)  # counting goes on
         self.current = None
