@@ -108,7 +108,7 @@ def opened(browser, file):
     def open_page(hash="", width=1280, scheme="light", path=file):
         contexts.append(browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme))
         page = contexts[-1].new_page()
-        page.set_default_timeout(5000)
+        page.set_default_timeout(20_000)  # a busy machine takes its time
         page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))
         page.on("request", lambda request: asked.add(request.url.split("#")[0]))
