@@ -1,8 +1,8 @@
 """The peak of each phase, from simulations of a few layers and a few passes.
 
-Where all layers are alike, a model of 3 and one of 4 layers are simulated and the rest follows: between two visits to
-a layer, what is alive is a straight line in the number of layers. A peak is the highest of such stretches, so each is
-extended on its own, and the highest is taken afterwards. Where layers of two kinds alternate (sliding and full
+Where all layers are alike, a model of 3 and one of 4 layers are simulated and the rest follows: at one allocation,
+what is alive is a straight line in the number of layers. Which allocation is the highest can depend on that number, so
+each is extended on its own, and the highest is taken afterwards. Where layers of two kinds alternate (sliding and full
 attention), the same is done with whole rounds of them. (Where activations are offloaded, with 7 layers and more: the
 inputs of five layers are on their way at a time.) Many passes of a shared prompt follow from few in the same way.
 """
@@ -42,10 +42,10 @@ def simulations(setup, hf_config) -> list[tuple]:
     return [(each, config, passes) for each, passes in setups for config in configs]
 
 
-def simulate(setup, hf_config, passes: bool, each_allocation: bool = False) -> dict[tuple, dict[str, int]]:
+def simulate(setup, hf_config, passes: bool) -> dict[tuple, dict[str, int]]:
     """What `Simulation.run` gives. Raises `ConfigError` where prefix sharing refuses the model, or anything fails."""
     try:
-        return Simulation(setup, hf_config, each_allocation).run(passes)
+        return Simulation(setup, hf_config).run(passes)
     except ConfigError:
         raise
     except Exception as error:  # most often a model whose code looks at values, or takes another mask than most
@@ -84,7 +84,7 @@ def stretches_of(setup, hf_config, tasks: list[tuple], results: list[dict]) -> d
     if more:
         again, generation = others
         x = (setup.num_generations - few) / (more - few)
-        stretches = {place: along_line(stretches[place], again[place], x) for place in again} | generation
+        stretches = extended(stretches, again, {place: place[2] for place in map(of_event, again)}, x) | generation
     return stretches
 
 
@@ -99,8 +99,9 @@ def passes_that_tell(setup) -> tuple[int, int]:
     if per_forward is None or mixed or rows % k:  # parts of groups do not grow along a line
         return 0, 0
     tokens = rows * setup.max_completion_length // k  # for each of k
-    # Three are the fewest that have one of each kind: the first, the last, and one between
-    passes = 3 if tokens * k <= tile else max(3, -(-tile // (tokens * per_forward)))
+    # Four are the fewest that have one of each kind: the first, the last, and two between, as what comes at the end of
+    # a pass depends on whether the next is the last
+    passes = 4 if tokens * k <= tile else max(4, -(-tile // (tokens * per_forward)))
     if k <= (passes + 1) * per_forward:
         return 0, 0
     return passes * per_forward, (passes + 1) * per_forward
@@ -137,17 +138,27 @@ class Rounds:
         # The first rounds and the last ones stand for all: along the layers between it is a straight line, too
         length = self.more - self.few
         first = (self.few // length - 1) * length
-        x = (self.layers - self.few) / length
-        of_few, of_more = behind_events(few), behind_events(more)
-        stretches = {}
-        for (phase, event, layer, visit), names in of_more.items():
-            if layer is not None and first <= layer < 2 * length:
-                continue
-            source = layer if layer is None or layer < first else layer - length
-            for of_few_layers, name in same_allocations(of_few[phase, event, source, visit], names):
-                kinds = few[phase, of_few_layers, source, visit], more[phase, name, layer, visit]
-                stretches[phase, of_few_layers, layer, visit] = along_line(*kinds, x)
-        return stretches
+        stands_for = {}
+        for place in map(of_event, more):
+            layer = place[2]
+            if layer is None or layer < first:
+                stands_for[place] = layer
+            elif layer >= 2 * length:
+                stands_for[place] = layer - length
+        return extended(few, more, stands_for, (self.layers - self.few) / length)
+
+
+def extended(few: dict, more: dict, stands_for: dict[tuple, int | None], x: float) -> dict[tuple, dict[str, int]]:
+    """What is alive at `x` of the straight lines from `few` at 0 to `more` at 1: at each allocation that both have,
+    behind the events of `stands_for`, which says with which layer of `few` they go."""
+    of_few, of_more = behind_events(few), behind_events(more)
+    stretches = {}
+    for (phase, event, layer, visit), source in stands_for.items():
+        names = of_few[phase, event, source, visit], of_more[phase, event, layer, visit]
+        for one, other in same_allocations(*names):
+            kinds = few[phase, one, source, visit], more[phase, other, layer, visit]
+            stretches[phase, one, layer, visit] = along_line(*kinds, x)
+    return stretches
 
 
 def behind_events(stretches: dict) -> dict[tuple, list[str]]:
@@ -159,17 +170,22 @@ def behind_events(stretches: dict) -> dict[tuple, list[str]]:
 
 
 def same_allocations(few: list[str], more: list[str]) -> list[tuple[str, str]]:
-    """Pairs of names that stand for the same allocation with few and with more layers: those up to where more layers
-    have some more, and those from there on, whose numbers that shifts. Otherwise only the event itself."""
+    """Pairs of names that stand for the same allocation with few and with more layers or passes: where more have some
+    more, those in front of these and those behind them, whose numbers that shifts. Not those that can be either: in a
+    row of the same operation, nothing tells which ones are new. Otherwise only the event itself."""
 
     def alike(one: list[str], other: list[str]) -> int:
         pairs = enumerate(zip(map(operation_of, one), map(operation_of, other)))  # noqa: B905
         return next((i for i, (x, y) in pairs if x != y), min(len(one), len(other)))
 
     before, after = alike(few, more), alike(few[::-1], more[::-1])
-    if before + after < len(few):
+    shorter = min(len(few), len(more))
+    if before + after < shorter:
         return [(name, name) for name in few if event_of(name) == name]
-    return list(zip(few, more[:before] + more[len(more) - len(few) + before :], strict=True))
+    if len(few) == len(more):
+        return list(zip(few, more, strict=True))
+    front, back = shorter - after, shorter - before
+    return [*zip(few[:front], more[:front], strict=True), *zip(few[-back:], more[-back:], strict=True)]
 
 
 def along_line(first: dict[str, int], second: dict[str, int], x: float) -> dict[str, int]:
@@ -199,16 +215,18 @@ def highest(stretches: dict[tuple, dict[str, int]]) -> dict[tuple, dict[str, int
         before = best.get(place, {})
         host = max(on_host(before), on_host(kinds))
         best[place] = max(before, kinds, key=on_device) | {"host": host}
-    return {
-        place: kinds
-        for place, kinds in best.items()
-        if found[place] == found[place[0], event_of(place[1]), *place[2:]]
-    }
+    return {place: kinds for place, kinds in best.items() if found[place] == found[of_event(place)]}
 
 
 def event_of(name: str) -> str:
     """The event of an allocation behind it."""
     return name.partition(":")[0]
+
+
+def of_event(place: tuple) -> tuple:
+    """The (phase, event, layer, role) that an allocation is behind; an event's own is the same."""
+    phase, name, *rest = place
+    return (phase, event_of(name), *rest)
 
 
 def operation_of(name: str) -> str:

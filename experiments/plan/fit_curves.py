@@ -241,18 +241,13 @@ def stretches_at(setup: Setup, hf_config, arm: str, lengths: tuple[int, int, int
     """Bytes by kind at each event and each allocation of the simulation, with all layers and every pass, see
     `Simulation.run` and `extrapolate.highest`. Without `passes`, only loading and generation."""
     prompt, completion, k = lengths
-    setup = replace(
-        setup,
-        prompt_tokens=prompt,
-        max_completion_length=completion,
-        num_generations=k,
-        per_device_train_batch_size=k,
-    ).arm(arm)
+    rows = dict(prompt_tokens=prompt, max_completion_length=completion, num_generations=k)
+    setup = replace(setup, **rows, per_device_train_batch_size=k).arm(arm)
     rounds = extrapolate.Rounds.of(hf_config, 3)
     if rounds is None:
-        return extrapolate.highest(extrapolate.simulate(setup, hf_config, passes, each_allocation=True))
+        return extrapolate.highest(extrapolate.simulate(setup, hf_config, passes))
     configs = [extrapolate.with_layers(hf_config, count) for count in (rounds.few, rounds.more)]
-    pair = [extrapolate.simulate(setup, config, passes, each_allocation=True) for config in configs]
+    pair = [extrapolate.simulate(setup, config, passes) for config in configs]
     return extrapolate.highest(rounds.all_layers(*pair))
 
 
@@ -288,13 +283,17 @@ def visits_of(place: tuple) -> tuple[str, str]:
     return extrapolate.event_of(place[1]), place[3]
 
 
+def is_event(place: tuple) -> bool:
+    """Not an allocation behind one."""
+    return extrapolate.of_event(place) == place
+
+
 def fitted_regime(
     window, phase: str, when: str, formulas: tuple[str, ...], visits: set, simulated: dict
 ) -> tuple[Regime, float]:
-    """By least squares, relative to the phase's peak at each length; and of all allocations of these visits, those
-    that are the highest of them somewhere on the page: on one device, or on so many that what is sharded takes
-    nothing. And how far, relative to what is alive besides weights, peaks between events are from their sums, where
-    they stand for allocations that have none: they need not have one, and elsewhere it can be anything."""
+    """By least squares, relative to the phase's peak at each length: the allocations of these visits that count. And
+    how far, relative to what is alive besides weights, peaks between events are from their sums, where they stand for
+    allocations that have none: they need not have one, and elsewhere it can be anything."""
     simulated = {lengths: result for lengths, result in simulated.items() if value(when, window, lengths)}
     if not simulated:
         return Regime(when, []), 0.0
@@ -310,56 +309,64 @@ def fitted_regime(
     kinds = sorted(
         {kind for result in results for each in result.values() for kind in each} - {"host"} | {"activations"}
     )
-
     there = sorted(set.intersection(*map(set, results)), key=str)
     if not there:
         return Regime(when, []), 0.0
     sharded = np.array([kind in SHARDED for kind in kinds])
-    sizes = [[[result[place].get(kind, 0) for kind in kinds] for place in there] for result in results]
-    sizes = np.array(sizes, float)
-    # Weights and what has their sizes are the same at all lengths: else the names are those of other allocations. But
-    # for gradients of norms: which of them count as activations depends on the pass
-    more = np.where(sharded, sizes.max(axis=0) - sizes, 0)
-    alike = more.max(axis=(0, 2)) < MOST_OFF * peaks.min()
-    sizes += more
     activations = kinds.index("activations")
-    sizes[:, :, activations] -= more.sum(axis=2)
-    # The sum is what must be right, so it is fitted, and activations are what the other kinds leave of it
-    sizes[:, :, activations] = sizes[:, :, ~sharded].sum(axis=2)
+    sizes, differ = sizes_of(results, there, kinds)
     sizes /= peaks[:, None, None]
     flat = sizes.reshape(len(results), -1)
     off = np.abs(weighted @ np.linalg.lstsq(weighted, flat, rcond=1e-9)[0] - flat).reshape(sizes.shape)
     most = sizes[:, :, activations].max(axis=1)[:, None]
     fits = (off[:, :, activations] < MOST_OFF * most).all(axis=0) & (off.max(axis=2) < 0.01 * most).all(axis=0)
-    allocations = [
-        place
-        for place, good in zip(there, alike & fits, strict=True)
-        if good and extrapolate.event_of(place[1]) != place[1]
-    ]
+    fits &= differ < MOST_OFF * peaks.min()
+    allocations = [place for place, good in zip(there, fits, strict=True) if good and not is_event(place)]
     places = with_events(allocations, results, there)
     if not places:
         return Regime(when, []), 0.0
     index = {place: i for i, place in enumerate(there)}
-    events = [index[place] for place in places if place not in allocations]
+    events = [index[place] for place in places if is_event(place)]
     error = float((off[:, events, activations] / np.maximum(most, 1e-3)).max(initial=0))
     found = fewest_terms(weighted, sizes[:, [index[place] for place in places]].reshape(len(results), -1))
     found = (found / scale[:, None]).reshape(len(formulas), len(places), len(kinds))
     others = [i for i in np.flatnonzero(~sharded) if i != activations]
     found[:, :, activations] -= found[:, :, others].sum(axis=2)
+    return Regime(when, highest_anywhere(window, when, formulas, kinds, found)), error
 
-    everywhere = [each for each in some_lengths(6000, 2, MOST) if value(when, window, each)]
-    everywhere = table_of(formulas, window, everywhere)
-    here = (everywhere @ found.sum(axis=2)).argmax(axis=1)
-    spread = (everywhere @ found[:, :, ~sharded].sum(axis=2)).argmax(axis=1)
-    stretches = [
+
+def sizes_of(results: list[dict], places: list[tuple], kinds: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes at these places, of shape (results, places, kinds), and by place how much weights and what has their sizes
+    differ. In place of activations is the sum of all that is not sharded: it must be right, so it is what is fitted,
+    and activations are what the other kinds leave of it."""
+    sizes = [[[result[place].get(kind, 0) for kind in kinds] for place in places] for result in results]
+    sizes = np.array(sizes, float)
+    sharded, activations = np.array([kind in SHARDED for kind in kinds]), kinds.index("activations")
+    # Weights are the same at all lengths: else the names are those of other allocations. But for gradients of norms:
+    # which of them count as activations depends on the pass
+    more = np.where(sharded, sizes.max(axis=0) - sizes, 0)
+    sizes += more
+    sizes[:, :, activations] -= more.sum(axis=2)
+    sizes[:, :, activations] = sizes[:, :, ~sharded].sum(axis=2)
+    return sizes, more.max(axis=(0, 2))
+
+
+def highest_anywhere(window, when: str, formulas: tuple[str, ...], kinds: list[str], found: np.ndarray) -> list[dict]:
+    """Of `found`, of shape (formulas, places, kinds), the places that are the highest somewhere on the page: on one
+    device, or on so many that what is sharded takes nothing. As `Regime.stretches`."""
+    sharded = np.array([kind in SHARDED for kind in kinds])
+    lengths = [each for each in some_lengths(6000, 2, MOST) if value(when, window, each)]
+    table = table_of(formulas, window, lengths)
+    alone = (table @ found.sum(axis=2)).argmax(axis=1)
+    spread = (table @ found[:, :, ~sharded].sum(axis=2)).argmax(axis=1)
+    return [
         {
             kind: {formula: float(f"{x:.7g}") for formula, x in zip(formulas, found[:, place, i], strict=True) if x}
             for i, kind in enumerate(kinds)
             if found[:, place, i].any()
         }
-        for place in sorted({*here, *spread})
+        for place in sorted({*alone, *spread})
     ]
-    return Regime(when, stretches), error
 
 
 def fewest_terms(table: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -387,23 +394,19 @@ def fewest_terms(table: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 
 
 def highest(stretches: dict[tuple, dict[str, int]], phase: str) -> int:
-    """Bytes at the peak of a phase, as the planner has it: of the highest between events, not of single allocations,
-    of which one that was taken for another would go unseen."""
-    return max(
-        extrapolate.on_device(kinds)
-        for (place, name, *_), kinds in stretches.items()
-        if place == phase and extrapolate.event_of(name) == name
-    )
+    """Bytes at the peak of a phase: of the highest between events, not of single allocations, of which one that was
+    taken for another would go unseen."""
+    return max(extrapolate.on_device(kinds) for p, kinds in stretches.items() if p[0] == phase and is_event(p))
 
 
 def with_events(allocations: list[tuple], results: list[dict], everywhere: list[tuple]) -> list[tuple]:
     """`allocations`, and where another one is higher than these behind its event, the highest of them."""
     places = set(allocations)
-    events = {place for place in everywhere if extrapolate.event_of(place[1]) == place[1]}
+    events = set(filter(is_event, everywhere))
     for result in results:
         most: dict[tuple, int] = {}
         for place in allocations:
-            event = (place[0], extrapolate.event_of(place[1]), *place[2:])
+            event = extrapolate.of_event(place)
             most[event] = max(most.get(event, 0), extrapolate.on_device(result[place]))
         places |= {event for event in events if extrapolate.on_device(result[event]) > 1.001 * most.get(event, 0)}
     return sorted(places, key=str)

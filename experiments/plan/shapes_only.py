@@ -86,14 +86,15 @@ class ShapesOnly(TorchDispatchMode):
 
 
 def _has_no_values(tensor: torch.Tensor) -> bool:
-    return ADDRESS <= tensor.data_ptr() < ADDRESS + SPACE
+    address = tensor.data_ptr() or tensor.untyped_storage().data_ptr()  # that of an empty tensor is 0
+    return ADDRESS <= address < ADDRESS + SPACE
 
 
 def _tensor(shape: _Shape) -> torch.Tensor:
     """A tensor without values, with a storage of its own."""
-    if not all(shape.sizes):
-        return torch.empty_strided(shape.sizes, shape.strides, dtype=shape.dtype)
-    length = 1 + sum((size - 1) * stride for size, stride in zip(shape.sizes, shape.strides, strict=True))
+    length = 1  # of an empty tensor, too
+    if all(shape.sizes):
+        length += sum((size - 1) * stride for size, stride in zip(shape.sizes, shape.strides, strict=True))
     return torch.frombuffer(SPACE_MAP, dtype=shape.dtype, count=length).as_strided(shape.sizes, shape.strides)
 
 

@@ -49,14 +49,12 @@ def counted(memory: LiveBytes, kind: str, function, before=None, after=None):
 class Simulation:
     """The phases of one step of `setup`, once the optimizer has its state, with every layer of `hf_config`."""
 
-    def __init__(self, setup, hf_config, each_allocation: bool = False):
+    def __init__(self, setup, hf_config):
         self.setup, self.config = setup, hf_config
         self.memory = LiveBytes()
         self.shapes = ShapesOnly(self.memory)
-        self.each_allocation = each_allocation
         self.scores = ""  # `REFERENCE` while it does
-        if each_allocation:
-            self.memory.added = self.allocation
+        self.memory.added = self.allocation
         # (phase, event, layer, how often it came before in this phase) -> bytes by kind at the peak until the next one
         self.stretches: dict[tuple, dict[str, int]] = {}
         self.current: tuple | None = None
@@ -108,8 +106,8 @@ class Simulation:
         self.visits[name, layer] += 1
         self.allocations.clear()
         self.memory.reset()
-        if self.each_allocation:  # nothing was allocated yet, but what is alive now can be the most
-            self.stretches[self.current[0], f"{name}: begins", *self.current[2:]] = dict(self.memory.live)
+        # Nothing was allocated yet, but what is alive now can be the most
+        self.stretches[self.current[0], f"{name}: begins", *self.current[2:]] = dict(self.memory.live)
 
     def allocation(self, operation) -> None:
         """What is alive when a storage was allocated, as a stretch of its own."""

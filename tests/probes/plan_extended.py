@@ -9,7 +9,7 @@ from experiments.config import ARMS
 
 use_fork(ARMS["shared"])
 
-from experiments.plan import extrapolate, simulate  # noqa: E402
+from experiments.plan import extrapolate, fit_curves, simulate  # noqa: E402
 from experiments.plan.setups import Setup  # noqa: E402
 from experiments.workload import models  # noqa: E402
 
@@ -22,6 +22,8 @@ alternating.hidden_size, alternating.intermediate_size, alternating.head_dim = 2
 alternating.num_hidden_layers = 25
 alternating.layer_types = [("sliding_attention", "full_attention")[i % 4 == 3] for i in range(25)]
 alternating.sliding_window = 32
+two_kinds = extrapolate.with_layers(alternating, 2)
+two_kinds.layer_types, two_kinds.sliding_window = ["sliding_attention", "full_attention"], 512
 base = Setup(prompt_tokens=96, max_completion_length=16, num_generations=4, per_device_train_batch_size=4)
 # The LM head's tile is small on a CPU: two passes fill it, so few tell what five take
 many_passes = replace(base, device="cpu", max_completion_length=64).with_k(16)
@@ -36,6 +38,11 @@ setups = {
     ),
     "alternating": (base, alternating),
     "alternating-shared": (base.arm("shared"), alternating),
+    # What is highest behind an event is another allocation with many passes than with few
+    "passes-windows": (
+        replace(base, prompt_tokens=200, max_completion_length=3000, lora_rank=8).with_k(64).arm("shared"),
+        two_kinds,
+    ),
     "stock-offloaded": (offloaded, deep),
     "passes-offloaded": (replace(offloaded, device="cpu").with_k(10).arm("shared"), deep),
 }
@@ -53,3 +60,12 @@ for name, (setup, config) in setups.items():
         for count in (extrapolate.on_device, extrapolate.on_host):
             forwards.extend(max(count(x[p]) for p in x if p[:2] == ("train", "forward")) for x in (few_layers, whole))
 print("stock-offloaded", "forward", *forwards)
+# Here the peak is at the end of a pass that another one follows, in the first of many layers
+config = models.named_config("meta-llama/Llama-3.2-3B-Instruct")
+rows = dict(prompt_tokens=1012, max_completion_length=1338, num_generations=60, per_device_train_batch_size=60)
+setup = Setup(**rows, bf16=False)
+short = {peak.phase: peak.total for peak in extrapolate.phase_peaks(setup.arm("shared"), config)}
+whole = fit_curves.stretches_at(setup, config, "shared", (1012, 1338, 60))
+for phase, size in short.items():
+    exact = max(extrapolate.on_device(kinds) for place, kinds in whole.items() if place[0] == phase)
+    print("passes-3b", phase, size, exact, 0, 0)
