@@ -9,7 +9,7 @@ help:
 	@echo "                 DeepSpeed ZeRO-3 on two processes, in an environment of its own (about 10 minutes)"
 	@echo "make bench       time and memory of today's trainer with and without prefix sharing (about 40 minutes)"
 	@echo "make plans       predict the memory of every profile (a few minutes)"
-	@echo "make fit-data    make docs/fit.html and what it answers from (about 50 minutes; goes on where it was interrupted)"
+	@echo "make fit-data    make docs/fit.html and what it answers from (about 30 minutes; goes on where it was interrupted)"
 	@echo "make charts      draw the committed results again, update the tables of README.md and docs"
 
 reproduce:
@@ -59,12 +59,11 @@ plans:
 	  --accelerate experiments/settings/accelerate/fsdp2_offload.yaml --json results/plans/multi_gpu_70b.json
 	.venv/bin/python -m visualization.charts.plan results/plans/single_gpu_24gb.json results/plans/single_gpu_24gb.png
 
-# Each line goes on where it was interrupted. fit_check holds the page's sums against the planner. malloc keeps what is
-# freed: taking it from the system again, page by page, was a fifth of the time
-fit-data: export MALLOC_MMAP_THRESHOLD_ = 1073741824
-fit-data: export MALLOC_TRIM_THRESHOLD_ = 2147483647
+# Each line goes on where it was interrupted. fit_check holds the page's sums against the planner. In the first, malloc
+# keeps what is freed: taking it from the system again, page by page, was a fifth of the time. Many passes, as the second
+# has, would take 16 GiB so
 fit-data:
 	./setup_env.sh --quiet
-	.venv/bin/python -m experiments.plan.fit_data
+	MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=2147483647 .venv/bin/python -m experiments.plan.fit_data
 	.venv/bin/python -m experiments.plan.fit_check
 	.venv/bin/python -m visualization.fit.make_page
