@@ -11,7 +11,8 @@ import time
 import pytest
 from fit_page import needs_data
 
-from experiments.config import ROOT, ConfigError
+from experiments.builds import use_fork
+from experiments.config import ARMS, ROOT, ConfigError
 from experiments.plan import fit_check, fit_data
 
 SLOW = pytest.mark.slow
@@ -33,7 +34,7 @@ def test_curves_say_what_simulating_all_passes_says_elsewhere(kind, arm, apart, 
     result = forked("fit_curves", kind, arm)
     assert result.returncode == 0, result.stderr[-3000:]
     constants, *rows = map(json.loads, result.stdout.splitlines())
-    from experiments.plan.fit_curves import FIRST_ROOM, LM_HEAD_TILE
+    from experiments.plan.fit_terms import FIRST_ROOM, LM_HEAD_TILE
 
     assert constants == {"tile": LM_HEAD_TILE, "room": FIRST_ROOM}
     assert len(rows) == 5 * 5
@@ -46,18 +47,21 @@ def test_an_allocation_that_only_some_visits_have_does_not_count():
     """Where visits differ, the same name is another allocation."""
     from experiments.plan.extrapolate import highest
 
-    names = {0: ("add 0",), 1: ("add 0", "mul 0"), 2: ("add 0", "mul 0", "mul 1"), 3: ("add 0",)}
+    names = {0: ("add 0",), 1: ("add 0", "mul 0"), 2: ("mul 0",), 3: ("add 0", "mul 0"), 4: (), 5: ("add 0",)}
     stretches = {("train", "backward", 0, visit): {"activations": 10 + visit} for visit in names}
     for visit, found in names.items():
         stretches |= {("train", f"backward: {name}", 0, visit): {"activations": 1 + visit} for name in found}
     assert {place[1:]: kinds["activations"] for place, kinds in highest(stretches).items()} == {
         ("backward", 0, "first"): 10,
         ("backward: add 0", 0, "first"): 1,
-        ("backward", 0, "other"): 12,
-        ("backward: add 0", 0, "other"): 3,
-        ("backward: mul 0", 0, "other"): 3,  # not "mul 1"
-        ("backward", 0, "last"): 13,
-        ("backward: add 0", 0, "last"): 4,
+        ("backward", 0, "early"): 11,
+        ("backward: add 0", 0, "early"): 2,
+        ("backward: mul 0", 0, "early"): 2,
+        ("backward", 0, "between"): 13,
+        ("backward: mul 0", 0, "between"): 4,  # of both; "add 0" only one has
+        ("backward", 0, "late"): 14,
+        ("backward", 0, "last"): 15,
+        ("backward: add 0", 0, "last"): 6,
     }
 
 
@@ -82,8 +86,8 @@ def test_a_stretch_that_is_no_sum_is_an_error():
     from experiments.plan.simulate import PHASES
 
     def stretches(completion: int) -> dict:
-        places = {(phase, "start", None, "other"): {"parameters": 10**9} for phase in PHASES}
-        return places | {("train", "start", None, "other"): {"activations": max(10**6, 1000 * completion)}}
+        places = {(phase, "start", None, "early"): {"parameters": 10**9} for phase in PHASES}
+        return places | {("train", "start", None, "early"): {"activations": max(10**6, 1000 * completion)}}
 
     lengths = fit_curves.simulated_lengths("stock", None)
     curves = fit_curves.fitted("stock", None, {each: stretches(1000 + each[1]) for each in lengths})
@@ -93,15 +97,22 @@ def test_a_stretch_that_is_no_sum_is_an_error():
 
 
 @pytest.mark.torch
-def test_two_passes_have_none_between_the_first_and_the_last():
-    from experiments.plan.fit_curves import regimes, value
+def test_few_passes_have_no_visits_of_some_roles():
+    """Of the layers' backward, and of what is computed again, which the pass that comes last is not."""
+    from experiments.plan.extrapolate import role_of
+    from experiments.plan.fit_terms import regimes, value
 
-    for window in (None, 512):
-        whens = regimes("shared", window, "train", "backward", "other")
-        assert [sum(value(when, window, (1000, 100, k)) for when in whens) for k in (4, 6, 128)] == [0, 1, 1]
-        for role in ("first", "last"):
-            whens = regimes("shared", window, "train", "backward", role)
-            assert [sum(value(when, window, (1000, 100, k)) for when in whens) for k in (4, 6, 128)] == [1, 1, 1]
+    for event in ("forward", "behind", "backward", "forward again", "prompt's backward"):
+        for k in (4, 6, 8, 128):
+            visits = 1 if event.startswith("prompt's") else k // 2 - event.endswith(" again")
+            there = {role_of(event, visit, visits) for visit in range(visits)} - {"between"}
+            for window in (None, 512):
+                for role in ("first", "early", "late", "last"):
+                    whens = regimes("shared", window, "train", event, role)
+                    found = sum(value(when, window, (1000, 100, k)) for when in whens)
+                    assert found or role not in there, (event, k, role)
+                    if role in ("early", "late") and visits > 1:
+                        assert bool(found) == (role in there), (event, k, role)
 
 
 @pytest.mark.torch
@@ -137,6 +148,7 @@ def ends_itself_at_2(task: int) -> int:
 
 @pytest.mark.torch
 def test_a_process_that_the_system_ends_is_an_error_not_a_wait():
+    use_fork(ARMS["shared"])  # it imports trl, and other tests in this process want this one
     results = fit_data.in_processes(ends_itself_at_2, [1, 2, 3], 2)
     with pytest.raises(ConfigError, match="the system ended one of 2 processes"):
         list(results)

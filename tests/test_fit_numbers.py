@@ -21,7 +21,7 @@ browser, file, opened = fit_page.browser, fit_page.file, fit_page.opened  # fixt
 
 @needs_browser
 def test_peaks_are_the_sums_that_the_planner_fitted(opened):
-    from experiments.plan.fit_curves import value
+    from experiments.plan.fit_terms import value
     from experiments.plan.sharding import spread
 
     asked = choices(200, seed=3)

@@ -84,7 +84,8 @@ def stretches_of(setup, hf_config, tasks: list[tuple], results: list[dict]) -> d
     if more:
         again, generation = others
         x = (setup.num_generations - few) / (more - few)
-        stretches = extended(stretches, again, {place: place[2] for place in map(of_event, again)}, x) | generation
+        both = {place: place[2] for place in map(of_event, again) if place in stretches}
+        stretches = extended(stretches, again, both, x) | generation
     return stretches
 
 
@@ -195,22 +196,43 @@ def along_line(first: dict[str, int], second: dict[str, int], x: float) -> dict[
     }
 
 
-# Visits that are not like the others: the prompt's in generation, in a backward the one whose activations stayed and
-# the one that ends the gradients of shared keys, behind the last layer the one that puts all passes together
-ALONE = {"forward": "first", "logits": "first", "backward": "first and last", "behind": "last"}
+# Visits that are not like the others: in generation the prompt's, and the last time that a cache grows; in a backward
+# the one whose activations stayed and the one that ends the gradients of shared keys; behind the last layer the one
+# that puts all passes together
+ALONE = {
+    "grow": ("last",),
+    "forward": ("first",),
+    "logits": ("first",),
+    "backward": ("first", "last"),
+    "behind": ("last",),
+    "forward again": ("last",),
+    "behind again": ("last",),
+}
+
+
+def role_of(event: str, visit: int, visits: int) -> str:
+    """Of one of so many visits to a layer: "first" or "last" as in `ALONE`; of the others, along which what is alive
+    rises or falls, "early" for the first one, "late" for the last, "between" for the rest."""
+    alone = ALONE.get(event.removeprefix(REFERENCE), ())
+    if visit == 0 and "first" in alone:
+        return "first"
+    if visit == visits - 1 and "last" in alone:
+        return "last"
+    if visit == ("first" in alone):
+        return "early"
+    return "late" if visit == visits - 1 - ("last" in alone) else "between"
 
 
 def highest(stretches: dict[tuple, dict[str, int]]) -> dict[tuple, dict[str, int]]:
     """For each (phase, event, layer, role of the visit), the visit with most on the device, and the most on the host
-    of any of them. Roles are those of `ALONE` and "other". Allocations that only some of these visits have are left
-    out: their numbers name other ones where visits differ."""
+    of any of them. Allocations that only some of these visits have are left out: their numbers name other ones where
+    visits differ."""
     visits = Counter((phase, name, layer) for phase, name, layer, _ in stretches if event_of(name) == name)
     best: dict[tuple, dict[str, int]] = {}
     found: Counter[tuple] = Counter()
     for (phase, name, layer, visit), kinds in stretches.items():
         event = event_of(name)
-        role = "first" if visit == 0 else "last" if visit == visits[phase, event, layer] - 1 else "other"
-        place = (phase, name, layer, role if role in ALONE.get(event.removeprefix(REFERENCE), "") else "other")
+        place = (phase, name, layer, role_of(event, visit, visits[phase, event, layer]))
         found[place] += 1
         before = best.get(place, {})
         host = max(on_host(before), on_host(kinds))

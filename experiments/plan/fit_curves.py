@@ -2,14 +2,11 @@
 
 At one allocation of a simulation (see `Simulation.allocation`), what is alive is a sum of terms in the tokens of a
 prompt P, of a completion C, and the completions k: weights that do not depend on them, hidden states of k (P + C)
-tokens, masks of k (P + C)^2 entries, the tiles of the LM head, the room that a cache has. `TERMS` names them, least
-squares finds how many bytes of each kind belong to which term, and a peak is the highest of all allocations. Where
-other lengths make other allocations, each of these regimes has its own sums.
-
-The page (visualization/fit) evaluates the same formulas; a test compares both with the planner.
+tokens, masks of k (P + C)^2 entries, the tiles of the LM head, the room that a cache has. `fit_terms` names them,
+least squares finds how many bytes of each kind belong to which term, and a peak is the highest of all allocations.
+Where other lengths make other allocations, each of these regimes has its own sums.
 """
 
-import functools
 import math
 import random
 from dataclasses import dataclass, replace
@@ -17,126 +14,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from experiments.plan import extrapolate
+from experiments.plan.fit_terms import LEAST, MOST, regimes, table_of, terms, value
 from experiments.plan.setups import Setup
 from experiments.plan.sharding import SHARDED
-from experiments.plan.simulate import PHASES, REFERENCE
+from experiments.plan.simulate import PHASES
 
-LM_HEAD_TILE = 4096  # tokens that TRL's fused LM head works on at a time on CUDA; a test holds it to TRL's
 MOST_OFF = 1e-4  # relative: an allocation that is further from every sum is not the same at all lengths
-FIRST_ROOM = 64  # tokens that the cache of shared prompts has room for at first, and gets at least (`MIN_NEW_STEPS`)
-# What the page offers. Two completions go together in a pass of `shared`, so k is even; from 4 on there are passes.
-LEAST = {"prompt": 64, "completion": 64, "k": 4}
-MOST = {"prompt": 65_536, "completion": 32_768, "k": 128}
-PER_PASS = 2
-PASSES_THAT_TELL = (6, 8, 10)  # k, of passes of two. Three are the fewest with a first, a last, and one between
+LEAST_ALIVE = 0.01  # of a phase's peak: errors are relative to no less
+# k, of passes of two. Four passes are the fewest with a first, a last, and the two ends of the line between them
+PASSES_THAT_TELL = (8, 10, 12)
 ARMS = ("stock", "stock-accumulate", "shared")
-# A term is its own formula, in what Python and JavaScript have in common. P and C are tokens of the prompt and of a
-# completion, W those that a layer sees that slides; (P > W) is 1 or 0. See `rooms` and `block` for the others.
-GENERATE = ("k", "P", "k*P", "k*C")
-TERMS = {
-    ("stock", "generate"): GENERATE,
-    ("stock-accumulate", "generate"): GENERATE,
-    ("shared", "generate"): ("k", "P", "k*P", "k*C", "k*room(P,C,0)", "k*before(P,C,0)"),
-    ("stock", "train"): ("k", "P", "C", "k*P", "k*C", "k*P*P", "k*P*C", "k*C*C"),
-    ("stock-accumulate", "train"): ("P", "C", "P*P", "P*C", "C*C"),
-    ("shared", "train"): ("k", "P", "C", "k*P", "k*C"),
-}
-OF_WINDOWS = {
-    ("stock", "generate"): ("k*min(P,W)", "k*min(P+C,W)", "k*P*P", "P*P"),
-    ("shared", "generate"): (
-        "prefix(P,C,W)",
-        "min(P,W-min(C,W))",
-        "k*min(P,W-min(C,W))",
-        "k*min(C,W)",
-        "k*room(P,C,W)",
-        "k*before(P,C,W)",
-        "P*P",
-    ),
-    ("shared", "train"): ("P*C", "(P>=W)*P*P", "block(P,C)", "C*block(P,C)", "k*P*C", "k*C*block(P,C)"),
-}
-OF_WINDOWS["stock-accumulate", "generate"] = OF_WINDOWS["stock", "generate"]
-# Completions of a pass attend together, or not: if they are at most a quarter of the prompt, see `ReadPrefix`
-TOGETHER = (f"({4 * PER_PASS}*C<=P)", f"({4 * PER_PASS}*C>P)")
-
-
-# Events that come after the layers, where the LM head is, or what it has left
-AT_HEAD = ("head", "head's backward", "head's end", "logits", "behind")
-
-
-def tiles(arm: str) -> tuple[str, ...]:
-    """What the LM head works on at a time, and what there is besides if that is not all."""
-    tokens = "C" if arm == "stock-accumulate" else "k*C"
-    return f"min({tokens},{LM_HEAD_TILE})", f"({tokens}>{LM_HEAD_TILE})", f"({tokens}>{LM_HEAD_TILE})*{tokens}"
-
-
-def regimes(arm: str, window: int | None, phase: str, event: str, role: str = "other") -> tuple[str, ...]:
-    """Formulas that are 1 at lengths where allocations behind an event are the same ones, at visits of this role
-    (`extrapolate.ALONE`), and 0 elsewhere. All of them are 0 where there is no such visit."""
-    event = event.removeprefix(REFERENCE)
-    if arm == "shared" and event == "backward" and role == "other":  # neither the first pass nor the last
-        return tuple(f"{when}*(k>{2 * PER_PASS})" for when in regimes(arm, window, phase, event, "first"))
-    if arm == "shared" and event == "grow":  # beyond the first room, and the token that is decoded last
-        return tuple(f"{when}*(C>{FIRST_ROOM + 3})" for when in regimes(arm, window, phase, "forward"))
-    if phase == "generate" and window:
-        if arm == "shared":
-            return ("(P<=W)", "(P>W)")
-        return ("(P+C<W)", "(P<W)*(P+C>=W)", "(P>=W)")
-    if phase in ("score", "train"):
-        if event in AT_HEAD:
-            return ("1", tiles(arm)[1])  # a second tile has allocations of its own
-        if window and arm == "shared":
-            return ("(P<W)", "(P>=W)") if event.startswith("prompt's") else TOGETHER
-    return ("1",)
-
-
-@functools.lru_cache(10_000)
-def rooms(prompt: int, completion: int, window: int) -> tuple[int, int, int]:
-    """Tokens that the cache of shared prompts has room for behind a prompt when the last of a completion is decoded,
-    and before it last grew; and those of the prompt that it keeps. `window`: of a layer that slides, else 0."""
-    size, before, kept, steps, prefix = FIRST_ROOM, 0, 1, 1, prompt
-    last = max(completion - 2, 1)
-    while steps < last:
-        if kept == size:
-            if window and prompt + steps > window:
-                kept = min(kept, window - 1)
-                prefix = min(prompt, max(0, window - steps))
-            before, size = size, kept + max(FIRST_ROOM, kept // 8)
-        filled = min(size - kept, last - steps)
-        kept, steps = kept + filled, steps + filled
-    return size, before, prefix
-
-
-def block(prompt: int, completion: int) -> int:
-    """Tokens of completions that attend together."""
-    return PER_PASS * completion if 4 * PER_PASS * completion <= prompt else completion
-
-
-def value(formula: str, window: int | None, lengths: tuple[int, int, int]) -> float:
-    """Of a term or a regime at a prompt, a completion and a k."""
-    prompt, completion, k = lengths
-    names = {
-        "P": prompt, "C": completion, "k": k, "W": window or 0, "min": min, "block": block,
-        "room": lambda *lengths: rooms(*lengths)[0], "before": lambda *lengths: rooms(*lengths)[1],
-        "prefix": lambda *lengths: rooms(*lengths)[2],
-    }  # fmt: skip
-    return float(eval(compiled(formula), {"__builtins__": {}}, names))
-
-
-@functools.cache
-def compiled(formula: str):
-    return compile(formula, formula, "eval")
-
-
-def terms(arm: str, window: int | None, phase: str, event: str) -> tuple[str, ...]:
-    """`window`: of the layers that slide, where some do."""
-    key = (arm, "train" if phase == "score" else phase)
-    found = ("1", *TERMS.get(key, ()), *(OF_WINDOWS.get(key, ()) if window else ()))
-    return found + tiles(arm) if key[1] == "train" and event.removeprefix(REFERENCE) in AT_HEAD else found
-
-
-def table_of(formulas: tuple[str, ...], window: int | None, lengths) -> np.ndarray:
-    """Values of formulas, a row for each of these lengths."""
-    return np.array([[value(formula, window, each) for formula in formulas] for each in lengths])
 
 
 @dataclass(frozen=True)
@@ -224,6 +111,7 @@ def simulated_lengths(arm: str, window: int | None) -> dict[tuple[int, int, int]
         left = {key: each for key, each in left.items() if np.abs(each).max() > 1e-6}
     # One more in each, of the k between the others where only some k are simulated
     middle = np.array([[arm != "shared" or k == PASSES_THAT_TELL[1]] for _, _, k in candidates])
+    middle[list(chosen)] = False
     left = {key: each * middle for key, each in rows.items() if (each * middle).any()}
     while left:
         index = choose(left)
@@ -261,16 +149,19 @@ def fitted(arm: str, window: int | None, simulated: dict[tuple[int, int, int], d
     """The curves through simulated stretches, by lengths."""
     phases, errors = {}, []
     for phase in PHASES:
-        mine = {
-            lengths: {p: kinds for p, kinds in each.items() if p[0] == phase} for lengths, each in simulated.items()
-        }
-        mine = {lengths: each for lengths, each in mine.items() if each}
-        by_regime: dict[tuple, set[tuple[str, str]]] = {}
-        for visits in sorted({visits_of(place) for each in mine.values() for place in each}):
+        mine = {lengths: by_visits(each, phase) for lengths, each in simulated.items()}
+        peaks = {lengths: highest(simulated[lengths], phase) for lengths, each in mine.items() if each}
+        by_regime: dict[tuple, list[tuple[str, str]]] = {}
+        for visits in sorted({visits for each in mine.values() for visits in each}):
             formulas = terms(arm, window, phase, visits[0])
             for when in regimes(arm, window, phase, *visits):
-                by_regime.setdefault((when, formulas), set()).add(visits)
-        found = [fitted_regime(window, phase, *key, visits, mine) for key, visits in by_regime.items()]
+                by_regime.setdefault((when, formulas), []).append(visits)
+        found = []
+        for (when, formulas), several in by_regime.items():
+            here = [lengths for lengths in peaks if value(when, window, lengths)]
+            results = [{p: x for visits in several for p, x in mine[each].get(visits, {}).items()} for each in here]
+            table = table_of(formulas, window, here)
+            found.append(fitted_regime(window, when, formulas, table, results, np.array([peaks[x] for x in here])))
         phases[phase] = [regime for regime, _ in found if regime.stretches]
         errors += [error for _, error in found]
     curves = Curves(arm, window, phases, 0.0)
@@ -278,47 +169,43 @@ def fitted(arm: str, window: int | None, simulated: dict[tuple[int, int, int], d
     return replace(curves, error=max(errors))
 
 
-def visits_of(place: tuple) -> tuple[str, str]:
-    """The event and the role of the visits of a (phase, event or allocation, layer, role)."""
-    return extrapolate.event_of(place[1]), place[3]
+def by_visits(stretches: dict, phase: str) -> dict[tuple[str, str], dict]:
+    """Those of a phase, by their event and the role of its visits. "Between" the others none is higher than these."""
+    found: dict[tuple[str, str], dict] = {}
+    for place, kinds in stretches.items():
+        if place[0] == phase and place[3] != "between":
+            found.setdefault((extrapolate.event_of(place[1]), place[3]), {})[place] = kinds
+    return found
 
 
 def is_event(place: tuple) -> bool:
     """Not an allocation behind one."""
-    return extrapolate.of_event(place) == place
+    return extrapolate.event_of(place[1]) == place[1]
 
 
 def fitted_regime(
-    window, phase: str, when: str, formulas: tuple[str, ...], visits: set, simulated: dict
+    window, when: str, formulas: tuple[str, ...], table: np.ndarray, results: list[dict], peaks: np.ndarray
 ) -> tuple[Regime, float]:
-    """By least squares, relative to the phase's peak at each length: the allocations of these visits that count. And
-    how far, relative to what is alive besides weights, peaks between events are from their sums, where they stand for
-    allocations that have none: they need not have one, and elsewhere it can be anything."""
-    simulated = {lengths: result for lengths, result in simulated.items() if value(when, window, lengths)}
-    if not simulated:
+    """By least squares, relative to the phase's peak at each length: of the stretches in `results`, at lengths where
+    the terms have the values of `table`, the allocations that count. And how far, relative to what is alive besides
+    weights, peaks between events are from their sums, where they stand for allocations that have none: they need not
+    have one, and elsewhere it can be anything."""
+    there = sorted(set.intersection(*map(set, results)), key=str) if results else []
+    if not there:
         return Regime(when, []), 0.0
-    results = [
-        {place: kinds for place, kinds in result.items() if visits_of(place) in visits}
-        for result in simulated.values()
-    ]
-    peaks = np.array([highest(result, phase) for result in simulated.values()])
-    table = table_of(formulas, window, simulated)
     scale = np.abs(table).max(axis=0)
     scale[scale == 0] = 1
     weighted = table / scale / peaks[:, None]
     kinds = sorted(
         {kind for result in results for each in result.values() for kind in each} - {"host"} | {"activations"}
     )
-    there = sorted(set.intersection(*map(set, results)), key=str)
-    if not there:
-        return Regime(when, []), 0.0
     sharded = np.array([kind in SHARDED for kind in kinds])
     activations = kinds.index("activations")
     sizes, differ = sizes_of(results, there, kinds)
     sizes /= peaks[:, None, None]
     flat = sizes.reshape(len(results), -1)
     off = np.abs(weighted @ np.linalg.lstsq(weighted, flat, rcond=1e-9)[0] - flat).reshape(sizes.shape)
-    most = sizes[:, :, activations].max(axis=1)[:, None]
+    most = np.maximum(sizes[:, :, activations].max(axis=1), LEAST_ALIVE)[:, None]
     fits = (off[:, :, activations] < MOST_OFF * most).all(axis=0) & (off.max(axis=2) < 0.01 * most).all(axis=0)
     fits &= differ < MOST_OFF * peaks.min()
     allocations = [place for place, good in zip(there, fits, strict=True) if good and not is_event(place)]
@@ -327,7 +214,7 @@ def fitted_regime(
         return Regime(when, []), 0.0
     index = {place: i for i, place in enumerate(there)}
     events = [index[place] for place in places if is_event(place)]
-    error = float((off[:, events, activations] / np.maximum(most, 1e-3)).max(initial=0))
+    error = float((off[:, events, activations] / most).max(initial=0))
     found = fewest_terms(weighted, sizes[:, [index[place] for place in places]].reshape(len(results), -1))
     found = (found / scale[:, None]).reshape(len(formulas), len(places), len(kinds))
     others = [i for i in np.flatnonzero(~sharded) if i != activations]

@@ -35,7 +35,7 @@ MODELS = (
     "Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "Qwen/Qwen3-14B", "Qwen/Qwen3-32B",
     "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-VL-8B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct",
     "meta-llama/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.2-3B-Instruct", "meta-llama/Llama-3.1-8B-Instruct",
-    "mistralai/Mistral-7B-Instruct-v0.3", "HuggingFaceTB/SmolLM3-3B",
+    "mistralai/Mistral-7B-Instruct-v0.3", "google/gemma-3-4b-it", "openai/gpt-oss-20b", "HuggingFaceTB/SmolLM3-3B",
 )  # fmt: skip
 # What is trained: what the page calls it, and the setup. bfloat16 weights compute in bfloat16 without autocast, which
 # under FSDP2 would widen trained weights to float32
@@ -72,7 +72,8 @@ def code_id() -> str:
     series = ROOT / "trl" / "current"
     files = [ROOT / "experiments" / "workload" / "shapes.py", *(series / "overlay" / "trl").rglob("*.py")]
     files += [Path(__file__).with_name(f"{name}.py") for name in (
-        "building", "extrapolate", "fit_curves", "live_bytes", "replaced", "setups", "shapes_only", "simulate",
+        "building", "extrapolate", "fit_curves", "fit_terms", "live_bytes", "replaced", "setups", "shapes_only",
+        "simulate",
     )]  # fmt: skip
     for path in sorted(files):
         tree = ast.parse(path.read_text())
@@ -162,12 +163,12 @@ def alone() -> None:
 
 
 def page_data(models: tuple[str, ...], code: str) -> dict:
-    """What the file holds: bytes a term by kind (`fit_curves.terms`) of stretches, by model, trained, arm, phase."""
+    """What the file holds: bytes a term by kind (`fit_terms.terms`) of stretches, by model, trained, arm, phase."""
     import torch
     import transformers
 
     import trl
-    from experiments.plan import fit_curves
+    from experiments.plan import fit_curves, fit_terms
     from experiments.plan.sharding import weights_by_place
     from experiments.workload.models import meta_model, named_config
 
@@ -200,10 +201,10 @@ def page_data(models: tuple[str, ...], code: str) -> dict:
         "versions": f"trl {trl.__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
         "measured_over_predicted": measured,
         "reserve_bytes": read_bytes("reserve", RESERVE),
-        "first_room": fit_curves.FIRST_ROOM,
-        "per_pass": fit_curves.PER_PASS,
-        "least": fit_curves.LEAST,
-        "most": fit_curves.MOST,
+        "first_room": fit_terms.FIRST_ROOM,
+        "per_pass": fit_terms.PER_PASS,
+        "least": fit_terms.LEAST,
+        "most": fit_terms.MOST,
         "trained": {name: {"called": called} for name, (called, _) in TRAINED.items()},
         "models": listed,
     }

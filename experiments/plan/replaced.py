@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 PATCHED_ON_CUDA = {
     "_use_triton": lambda device: True,
@@ -78,18 +79,26 @@ class QuantizedLinear(torch.autograd.Function):
 
 @contextlib.contextmanager
 def pretending(device: str, shapes, counted):
-    """Attention and the masks of shared prompts, and on a CUDA device dropout and TRL's LM-head kernels, without
-    computing.
+    """Attention and its masks, and on a CUDA device dropout and TRL's LM-head kernels, without computing.
 
     Args:
         device (`str`): "cuda" or "cpu", the one that is planned for.
         shapes (`experiments.plan.shapes_only.ShapesOnly`): makes the tensors.
         counted (`Callable`): wraps the backward of the LM head, which makes its sums itself.
     """
+    from trl.generation import shared_prefix
     from trl.kernels import ChunkedLogProbFunction, chunked_logprob
     from trl.models import prefix_sharing
 
-    def allowed(context, mask_function):  # its values do not matter, and computing them takes time
+    # The values of masks do not matter, and take time and, of 20,000 tokens, gigabytes
+    def without_values(mask):
+        def made(*args, **kwargs):
+            with shapes.new():
+                return mask(*args, **kwargs)
+
+        return made
+
+    def allowed(context, mask_function):
         columns = len(context.prefix.positions) + max(context.blocks)
         with shapes.new():
             return torch.ones(1, 1, len(context.rows), columns, dtype=torch.bool)
@@ -103,8 +112,12 @@ def pretending(device: str, shapes, counted):
     with contextlib.ExitStack() as stack:
         patch = lambda *args, **kwargs: stack.enter_context(mock.patch.object(*args, **kwargs))  # noqa: E731
         patch(torch.nn.functional, "scaled_dot_product_attention", attention)
+        masks = {name: without_values(ALL_MASK_ATTENTION_FUNCTIONS[name]) for name in ("sdpa", "eager")}
+        stack.enter_context(mock.patch.dict(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, masks))
         patch(ChunkedLogProbFunction, "backward", staticmethod(new_head_backward))
         patch(prefix_sharing.ReadPrefix, "allowed", allowed)
+        for module in (prefix_sharing, shared_prefix):
+            patch(module, "as_base_mask", without_values(module.as_base_mask))
         patch(prefix_sharing, "error_of_passes", lambda model, passes: 0.0)  # it compares real numbers
         if device == "cuda":
             patch(torch.nn.functional, "dropout", dropout)

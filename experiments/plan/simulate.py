@@ -128,10 +128,12 @@ class Simulation:
             self.event(f"{self.scores}{whose(kwargs)}forward{again()}", i)
 
         def after_forward(i, last, module, args, kwargs, output):
-            hidden = output[0] if isinstance(output, tuple) else output
-            if hidden.requires_grad:
+            states = output[0] if isinstance(output, tuple) else output
+            if last and whose(kwargs):  # of a prompt, only keys and values have gradients
+                states = kwargs["shared_prefix"].prefix.layers.get(i, (states,))[0]
+            if states.requires_grad:
                 name = f"{whose(kwargs)}backward"  # the hook must not keep the arguments alive
-                hidden.register_hook(lambda grad: self.event(name, i))
+                states.register_hook(lambda grad: self.event(name, i))
             if last:
                 self.event(f"{self.scores}{whose(kwargs)}behind{again()}")
 

@@ -21,7 +21,7 @@ def stretches_at(setup, hf_config, arm, lengths, passes=True):
     prompt, *_ = lengths
     time.sleep(0.02)
     return {
-        (phase, "start", None, "other"): {"activations": 1000 * prompt * (phase == "train"), "parameters": 10**6}
+        (phase, "start", None, "early"): {"activations": 1000 * prompt * (phase == "train"), "parameters": 10**6}
         for phase in PHASES
         if passes or phase in ("load", "generate")
     }
