@@ -98,7 +98,8 @@ def test_the_largest_fits_and_one_step_more_does_not(opened):
         const phases = (value) => window.fit.peaks(choice.model, {...choice, [name]: value})[arm];
         const peak = (value) => Math.max(...Object.values(phases(value)));
         const value = window.fit.largest(choice.model, choice, arm, name);
-        return [`${arm} ${name}`, [value, peak(value || least[name]), peak(value + (name === "k" ? 2 : 1))]];
+        const [fits, step] = [value || least[name], name === "k" ? 2 : 1];
+        return [`${arm} ${name}`, [value, peak(fits), peak(fits + step)]];
       })))])"""
     ends = 0
     for choice, found in opened().evaluate(check, [choices(40, seed=4), ARMS, DATA["least"]]):

@@ -194,6 +194,9 @@ def test_a_wrong_number_in_the_form_is_told_and_is_in_the_address_too(opened):
     page.select_option("#trained", "lora-4-bits")
     disabled = page.eval_on_selector_all("#cards option", "options => options.map((option) => option.disabled)")
     assert disabled == [False, True, True, True] and page.is_visible("#cards-hint")
+    for model in MODELS:  # weights that the numbers are not of
+        page.select_option("#model", model)
+        assert page.is_visible("#published-hint") == (model == "openai/gpt-oss-20b")
 
 
 # -- who uses it ------------------------------------------------------------------------------------------------------

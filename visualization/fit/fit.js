@@ -108,6 +108,7 @@ function show(wrong = []) {
     else control.removeAttribute("aria-invalid");
   }
   by("reference-hint").hidden = asked.trained === "all";
+  by("published-hint").hidden = !asked.model.startsWith("openai/gpt-oss");
   by("cards-hint").hidden = asked.trained !== "lora-4-bits";
   for (const option of by("cards").options) option.disabled = asked.trained === "lora-4-bits" && option.value !== "1";
   by("problem").textContent = lines.join("\n");

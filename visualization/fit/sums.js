@@ -1,6 +1,6 @@
 "use strict";
 // The numbers: what is alive in each stretch of a phase, as sums of formulas in the lengths. Must say what
-// experiments/plan/fit_curves.py and experiments/plan/sharding.py say.
+// experiments/plan/fit_terms.py and experiments/plan/sharding.py say.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const GIB = 2 ** 30;
