@@ -334,6 +334,15 @@ def test_a_device_smaller_than_the_weights_is_told_by_how_much(planned):
     assert "The weights alone exceed 256MiB less 248MiB by" in result.stdout
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize("arm", ["stock-accumulate", "shared"])
+def test_planning_takes_no_memory_for_the_masks_of_long_prompts(arm, forked):
+    """Of 60,000 tokens, a mask of numbers takes 7 GB."""
+    result = forked("plan_masks", arm)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert int(result.stdout) < 2 * 1024**3
+
+
 @pytest.mark.slow
 @pytest.mark.torch
 def test_few_layers_and_few_passes_tell_what_many_take(forked):
