@@ -99,7 +99,6 @@ def simulated_lengths(arm: str, window: int | None) -> dict[tuple[int, int, int]
     def choose(left: dict) -> int:  # what differs most from those that are chosen, over all regimes
         sizes = {key: np.linalg.norm(each, axis=1) for key, each in left.items()}
         differs = sum(size / size.max() for size in sizes.values())
-        differs[list(chosen)] = -1
         index = int(differs.argmax())
         chosen[index] = any(np.abs(each[index]).max() > 1e-6 for key, each in left.items() if key[0] == "train")
         return index
@@ -148,9 +147,9 @@ def curves_of(setup: Setup, hf_config, arm: str, window: int | None) -> Curves:
 def fitted(arm: str, window: int | None, simulated: dict[tuple[int, int, int], dict]) -> Curves:
     """The curves through simulated stretches, by lengths."""
     phases, errors = {}, []
+    peaks = {lengths: event_peaks(each) for lengths, each in simulated.items()}
     for phase in PHASES:
-        mine = {lengths: by_visits(each, phase) for lengths, each in simulated.items()}
-        peaks = {lengths: highest(simulated[lengths], phase) for lengths, each in mine.items() if each}
+        mine = {lengths: by_visits(each, phase) for lengths, each in simulated.items() if phase in peaks[lengths]}
         by_regime: dict[tuple, list[tuple[str, str]]] = {}
         for visits in sorted({visits for each in mine.values() for visits in each}):
             formulas = terms(arm, window, phase, visits[0])
@@ -158,14 +157,15 @@ def fitted(arm: str, window: int | None, simulated: dict[tuple[int, int, int], d
                 by_regime.setdefault((when, formulas), []).append(visits)
         found = []
         for (when, formulas), several in by_regime.items():
-            here = [lengths for lengths in peaks if value(when, window, lengths)]
+            here = [lengths for lengths in mine if value(when, window, lengths)]
             results = [{p: x for visits in several for p, x in mine[each].get(visits, {}).items()} for each in here]
             table = table_of(formulas, window, here)
-            found.append(fitted_regime(window, when, formulas, table, results, np.array([peaks[x] for x in here])))
+            sizes = np.array([peaks[each][phase] for each in here])
+            found.append(fitted_regime(window, when, formulas, table, results, sizes))
         phases[phase] = [regime for regime, _ in found if regime.stretches]
         errors += [error for _, error in found]
     curves = Curves(arm, window, phases, 0.0)
-    errors += [relative_error(curves, lengths, each) for lengths, each in simulated.items()]
+    errors += [relative_error(curves, lengths, each) for lengths, each in peaks.items()]
     return replace(curves, error=max(errors))
 
 
@@ -280,10 +280,13 @@ def fewest_terms(table: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     return result[:, of.reshape(-1)]
 
 
-def highest(stretches: dict[tuple, dict[str, int]], phase: str) -> int:
-    """Bytes at the peak of a phase: of the highest between events, not of single allocations, of which one that was
+def event_peaks(stretches: dict[tuple, dict[str, int]]) -> dict[str, int]:
+    """Bytes at the peak of each phase: of the highest between events, not of single allocations, of which one that was
     taken for another would go unseen."""
-    return max(extrapolate.on_device(kinds) for p, kinds in stretches.items() if p[0] == phase and is_event(p))
+    peaks: dict[str, int] = {}
+    for place in filter(is_event, stretches):
+        peaks[place[0]] = max(peaks.get(place[0], 0), extrapolate.on_device(stretches[place]))
+    return peaks
 
 
 def with_events(allocations: list[tuple], results: list[dict], everywhere: list[tuple]) -> list[tuple]:
@@ -299,8 +302,7 @@ def with_events(allocations: list[tuple], results: list[dict], everywhere: list[
     return sorted(places, key=str)
 
 
-def relative_error(curves: Curves, lengths: tuple[int, int, int], stretches: dict[tuple, dict[str, int]]) -> float:
-    """The largest of all phases, of their peaks."""
-    peaks = curves.peaks(*lengths)
-    phases = {place[0] for place in stretches}
-    return max(abs(extrapolate.on_device(peaks[phase]) / highest(stretches, phase) - 1) for phase in phases)
+def relative_error(curves: Curves, lengths: tuple[int, int, int], peaks: dict[str, int]) -> float:
+    """The largest of all phases, of their `event_peaks`."""
+    found = curves.peaks(*lengths)
+    return max(abs(extrapolate.on_device(found[phase]) / size - 1) for phase, size in peaks.items())

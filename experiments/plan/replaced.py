@@ -91,31 +91,26 @@ def pretending(device: str, shapes, counted):
     from trl.models import prefix_sharing
 
     # The values of masks do not matter, and take time and, of 20,000 tokens, gigabytes
-    def without_values(mask):
+    def without_values(function):
         def made(*args, **kwargs):
             with shapes.new():
-                return mask(*args, **kwargs)
+                return function(*args, **kwargs)
 
         return made
 
     def allowed(context, mask_function):
         columns = len(context.prefix.positions) + max(context.blocks)
-        with shapes.new():
-            return torch.ones(1, 1, len(context.rows), columns, dtype=torch.bool)
+        return torch.ones(1, 1, len(context.rows), columns, dtype=torch.bool)
 
-    head_backward = counted(ChunkedLogProbFunction.backward)
-
-    def new_head_backward(ctx, *gradients):
-        with shapes.new():
-            return head_backward(ctx, *gradients)
+    head_backward = without_values(counted(ChunkedLogProbFunction.backward))
 
     with contextlib.ExitStack() as stack:
         patch = lambda *args, **kwargs: stack.enter_context(mock.patch.object(*args, **kwargs))  # noqa: E731
         patch(torch.nn.functional, "scaled_dot_product_attention", attention)
         masks = {name: without_values(ALL_MASK_ATTENTION_FUNCTIONS[name]) for name in ("sdpa", "eager")}
         stack.enter_context(mock.patch.dict(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, masks))
-        patch(ChunkedLogProbFunction, "backward", staticmethod(new_head_backward))
-        patch(prefix_sharing.ReadPrefix, "allowed", allowed)
+        patch(ChunkedLogProbFunction, "backward", staticmethod(head_backward))
+        patch(prefix_sharing.ReadPrefix, "allowed", without_values(allowed))
         for module in (prefix_sharing, shared_prefix):
             patch(module, "as_base_mask", without_values(module.as_base_mask))
         patch(prefix_sharing, "error_of_passes", lambda model, passes: 0.0)  # it compares real numbers

@@ -36,8 +36,8 @@ curves = fit_curves.curves_of(base, config, arm, window)
 for prompt, completion, k in ((9000, 700, 6), (200, 3000, 64), (900, 64, 128), (WINDOW, 100, 6), (WINDOW + 1, 200, 4)):
     rows = dict(prompt_tokens=prompt, max_completion_length=completion, num_generations=k)
     setup = replace(base, **rows, per_device_train_batch_size=k).arm(arm)
-    simulated = extrapolate.highest(extrapolate.simulate(setup, config, passes=True))
+    simulated = fit_curves.event_peaks(extrapolate.highest(extrapolate.simulate(setup, config, passes=True)))
     page = curves.peaks(prompt, completion, k)
     for phase in PHASES:
-        sizes = {"simulated": fit_curves.highest(simulated, phase), "page": extrapolate.on_device(page[phase])}
+        sizes = {"simulated": simulated[phase], "page": extrapolate.on_device(page[phase])}
         print(json.dumps({"lengths": (prompt, completion, k), "phase": phase, **sizes}))
