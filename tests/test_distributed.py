@@ -30,6 +30,9 @@ RUNS = {
         [(True, TWO, {}), (False, {**WHOLE, "tokens_per_forward": 16}, {})],
     ),
     "ddp-grpo": (dict(trainer="grpo", accumulate=2, dtype="float32"), [(True, ONE, {})]),
+    # One row a micro-batch: a prompt goes through the model with the first of three, on each process
+    "ddp-split": (dict(trainer="rloo", rows=1), [(True, SHARED, {})]),
+    "ddp-grpo-split": (dict(trainer="grpo", rows=1, dtype="float32"), [(False, SHARED, {})]),
     "ddp-generate": (dict(trainer="grpo", generate=True, options=GREEDY), [(False, SHARED, {})]),
     "fsdp-rloo": (
         dict(trainer="rloo", accumulate=2, fsdp=RESHARD),
@@ -39,6 +42,8 @@ RUNS = {
         dict(trainer="grpo", evaluate=True, dtype="float32", fsdp=RESHARD),
         [(True, ONE, PARTS), (True, TWO, {}), (True, {**WHOLE, "tokens_per_forward": 16}, {})],
     ),
+    "fsdp-split": (dict(trainer="rloo", rows=1, fsdp=RESHARD), [(True, SHARED, {}), (False, SHARED, KEEP)]),
+    "fsdp-lora-split": (dict(trainer="grpo", rows=1, fsdp=RESHARD, lora=True), [(True, SHARED, PARTS)]),
     "fsdp-generate": (dict(trainer="rloo", generate=True, options=GREEDY, fsdp=RESHARD), [(True, SHARED, {})]),
     "fsdp-lora-generate": (
         dict(trainer="rloo", generate=True, options=GREEDY, fsdp=RESHARD, lora=True),
@@ -70,6 +75,11 @@ ZERO3_RUNS = {
     "zero3-lora": (
         dict(trainer="rloo", lora=True, options={"gradient_checkpointing": True}, **ZERO3),
         [(True, TWO, {}), (False, SHARED, {}), (True, {**WHOLE, "tokens_per_forward": 16}, {})],
+    ),
+    "zero3-split": (dict(trainer="rloo", rows=1, **ZERO3), [(False, SHARED, {}), (True, SHARED, {})]),
+    "zero3-lora-split": (
+        dict(trainer="grpo", rows=1, lora=True, options={"gradient_checkpointing": True}, **ZERO3),
+        [(True, SHARED, {})],
     ),
     "zero3-generate": (dict(trainer="grpo", generate=True, options=GREEDY, **ZERO3), [(True, SHARED, {})]),
     "zero3-generate-sharded": (
@@ -143,7 +153,7 @@ def check(runs, folder):
         assert len(expected["logs"]) > 3
         for logs, expected_logs in zip(result["logs"], expected["logs"][skipped:], strict=True):
             # A mean of means depends on which completions share a micro-batch, and sharing shuffles them by prompt
-            kept = ("loss",) if "accumulate" in arguments else expected_logs
+            kept = ("loss",) if {"accumulate", "rows"} & arguments.keys() else expected_logs
             for key in kept:
                 assert logs[key] == pytest.approx(expected_logs[key], rel=bound, abs=bound / 10), (variant, key)
         assert len(result["gradients"]) == len(expected["gradients"]) - skipped

@@ -33,6 +33,7 @@ ADDS = {
     "0014-prefix-sharing-recomputation.patch": (set(), "prefix-sharing-recomputation"),
     "0015-prefix-sharing-gradients.patch": (set(), "prefix-sharing-gradients"),
     "0016-prefix-sharing-offloading.patch": (set(), "prefix-sharing-offloading"),
+    "0017-prefix-sharing-micro-batches.patch": (set(), "prefix-sharing-micro-batches"),
 }
 # Words that stand nowhere in the package before their patch
 WORDS = {
@@ -43,6 +44,7 @@ WORDS = {
     "0009-prefix-sharing-images.patch": "prefix_sharing_images",
     "0011-prefix-sharing-zero3.patch": "prefix_sharing_zero3",
     "0012-prefix-sharing-kernels.patch": "prefix_sharing_attention",
+    "0017-prefix-sharing-micro-batches.patch": "prefix_sharing_micro_batches",
 }
 
 
@@ -137,7 +139,8 @@ def test_a_patchs_own_tests_pass_at_its_place(places, forked, name, tmp_path):
     tests = own_tests(name)
     made = forked("upstream_fixtures", tmp_path, timeout=120)
     assert made.returncode == 0, made.stderr[-3000:]
-    for path in {"tests/test_prefix_sharing.py", *tests}:  # what the others import
+    imported = {"tests/test_prefix_sharing.py", "tests/test_prefix_sharing_offloading.py"}
+    for path in {*imported, *tests}:
         (tmp_path / path).write_bytes((ROOT / "trl/current/overlay" / path).read_bytes())
     tree = places[SERIES.index(name) + 1]
     run = forked("upstream_tests", tmp_path, tree, *tests, timeout=1200)

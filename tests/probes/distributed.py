@@ -116,6 +116,7 @@ def train(
     zero3=None,
     dtype="float64",
     accumulate=1,
+    rows=2 * COMPLETIONS,
     updates=4,
     generate=False,
     evaluate=False,
@@ -125,7 +126,8 @@ def train(
     prompts=PROMPTS,
     options=None,
 ):
-    """One training. Unless told to `generate`, completions are fixed, so that both arms train on the same ones.
+    """One training, with micro-batches of some `rows`: of two groups, of one, or of a part of one. Unless told to
+    `generate`, completions are fixed, so that both arms train on the same ones.
 
     With `save` it leaves a checkpoint after that update, with `resume` it goes on from that of an earlier run."""
     trainer_class, config_class = TRAINERS[trainer]
@@ -150,9 +152,9 @@ def train(
         max_grad_norm=0.0,
         max_steps=updates,
         num_iterations=accumulate,
-        gradient_accumulation_steps=accumulate,
+        gradient_accumulation_steps=accumulate * 2 * COMPLETIONS // rows,
         shuffle_dataset=False,
-        per_device_train_batch_size=2 * COMPLETIONS,
+        per_device_train_batch_size=rows,
         num_generations=COMPLETIONS,
         temperature=0.8,
         beta=0.1,

@@ -329,22 +329,27 @@ def prefix_sharing_gradients(folder):
     return len(of_prompts()) == entered[0] == number
 
 
+def runs_of_a_layer(trainer):
+    """How often a layer runs with gradients in a training."""
+    calls = []
+    # A norm: the hooks of a layer that is checkpointed do not run again with it
+    trainer.model.model.layers[0].input_layernorm.register_forward_pre_hook(
+        lambda module, args: calls.append(1) if torch.is_grad_enabled() else None
+    )
+    trainer.train()
+    return len(calls)
+
+
 @promise
 def prefix_sharing_offloading(folder):
     """Layers run three times for all passes but the last that a trainer was asked for, twice if it offloads what is
     saved, and computes layers again. Where layers are not, passes are."""
 
     def runs(name, **options):
-        """How often a layer runs with gradients in one training step of four completions."""
+        """In one training step of four completions."""
         with mock.patch.object(trainer_module(name), "get_act_offloading_ctx_manager", get_act_offloading_ctx_manager):
             trainer = tiny.build_trainer(name, folder, max_steps=1, **options)
-        calls = []
-        # A norm: the hooks of a layer that is checkpointed do not run again with it
-        trainer.model.model.layers[0].input_layernorm.register_forward_pre_hook(
-            lambda module, args: calls.append(1) if torch.is_grad_enabled() else None
-        )
-        trainer.train()
-        return len(calls)
+        return runs_of_a_layer(trainer)
 
     # Options, prompts that go through the model by themselves, passes
     asked = ((dict(prefix_sharing=True, completions_per_forward=1), 1, 4), (dict(tokens_per_forward=1), 0, 4))
@@ -356,6 +361,17 @@ def prefix_sharing_offloading(folder):
         for name in NAMES
         for options, prompts, passes in asked
     )
+
+
+@promise
+def prefix_sharing_micro_batches(folder):
+    """A prompt and each of its four completions, one a micro-batch, go through the layers once, and again by layer."""
+    options = dict(prefix_sharing=True, per_device_train_batch_size=1, gradient_accumulation_steps=4, max_steps=1)
+    try:
+        trainers = [tiny.build_trainer(name, folder, **options) for name in NAMES]
+    except ValueError:  # a batch was whole groups
+        return False
+    return all(runs_of_a_layer(trainer) == 2 * (1 + 4) for trainer in trainers)
 
 
 def look(tree, names):

@@ -156,6 +156,13 @@ SCENARIOS = {
     "rloo smolvlm, some without": dict(family="smolvlm", text_too=True, batch=8),
     "rloo mistral3": dict(family="mistral3", batch=8, beta=0.0),
     "rloo qwen2.5-vl, lora": dict(family="qwen2.5-vl", lora=True, completions_per_forward=2),
+    "rloo gemma3, two of 4 a micro-batch": dict(family="gemma3", batch=2, gradient_accumulation_steps=2),
+    "rloo qwen3-vl, one of 4 a micro-batch": dict(
+        family="qwen3-vl", text_too=True, batch=1, gradient_accumulation_steps=8
+    ),
+    "grpo internvl, two of 4 a micro-batch": dict(
+        trainer="grpo", family="internvl", batch=2, lora=True, gradient_accumulation_steps=4, num_iterations=2
+    ),
     "grpo gemma3": dict(trainer="grpo", family="gemma3", beta=0.05, evaluate=True),
     "grpo qwen2.5-vl, text alone": dict(trainer="grpo", family="qwen2.5-vl", text_alone=True),
     "grpo llava": dict(trainer="grpo", family="llava", gradient_checkpointing=False, tower_trained=False),

@@ -220,7 +220,7 @@ class TestPrefixSharingTrainers(TrlTestCase):
     @pytest.mark.parametrize(
         "kwargs, match",
         [
-            ({"prefix_sharing": True, "per_device_train_batch_size": 2}, "per_device_train_batch_size"),
+            ({"prefix_sharing": True, "per_device_train_batch_size": 6}, "per_device_train_batch_size"),
             ({"prefix_sharing": True, "completions_per_forward": 0}, "completions_per_forward"),
             ({"prefix_sharing": True, "completions_per_forward": 5}, "completions_per_forward"),
             ({"completions_per_forward": 2}, "prefix_sharing=True"),
