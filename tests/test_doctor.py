@@ -356,7 +356,8 @@ def test_levers_that_are_said_to_train_the_same_do(probe):
     result = probe("exact_levers")
     assert result.pop("half the completion") > 0.1 and result.pop("steps_per_generation of two updates") > 0.1
     assert result.pop("said to be exact") == [False] and result.pop("update") > 1e-3
-    shown = {name.removesuffix(" of shared") for name in result}
+    shown = {name.partition(" of ")[0] for name in result}
+    assert {"prefix_sharing of parts", "one completion a pass of shared parts"} <= result.keys()
     exact = {lever.name for lever in LEVERS if lever.same}
     assert shown == exact - {"activation_offloading"}
     assert max(result.values()) < 1e-5, result

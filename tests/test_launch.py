@@ -387,7 +387,7 @@ def test_it_works_where_the_user_stands_and_a_signal_ends_it_in_one_line(policy,
             process.kill()
 
 
-def test_the_passes_are_said_in_whole_groups():
+def test_the_passes_are_said_in_groups():
     from experiments.launch.announce import passes
 
     config = dict(
@@ -401,6 +401,8 @@ def test_the_passes_are_said_in_whole_groups():
     )
     at_most = "16 = 2 whole groups of k = 8 completions, at most 4,096 tokens together; x 2 accumulated x 2 devices"
     assert passes(SimpleNamespace(**config)) == at_most + " = 8 prompts an update"
+    part = SimpleNamespace(**{**config, "per_device_train_batch_size": 2, "tokens_per_forward": None})
+    assert passes(part).startswith("2 of the k = 8 completions of a prompt, all together; x 2 accumulated")
     plain = SimpleNamespace(**{**config, "prefix_sharing": False, "per_device_train_batch_size": 2})
     assert passes(plain).startswith("2 rows together, k = 8, no prefix sharing; x 2 accumulated")
 

@@ -291,7 +291,7 @@ def test_the_buckets_of_ddp_are_there_in_every_phase():
 @pytest.mark.torch
 def test_the_simulation_calls_the_models_as_a_real_training_does(probe):
     calls = probe("model_calls")
-    assert len(calls) == 10
+    assert len(calls) == 12
     for case, (trained, simulated) in calls.items():
         assert trained == simulated, case
     models = {case: {call[0] for call in trained} for case, (trained, _) in calls.items()}

@@ -87,6 +87,8 @@ def cases(device: str) -> dict[str, Setup]:
         "shared-k8-long": replace(base, prompt_tokens=completion + 8, max_completion_length=prompt).arm("shared"),
         "shared-k32": base.with_k(32).arm("shared"),
         "shared-k8-tied": base.arm("shared"),  # one matrix for embedding and head
+        "shared-parts": replace(base.with_rows(2), prefix_sharing=True),
+        "shared-parts-lora": replace(half.with_rows(1), prefix_sharing=True, lora_rank=16),
         "shared-two-prompts": replace(base, per_device_train_batch_size=16).arm("shared"),
         "tokens-k8": replace(base, tokens_per_forward=two_rows).arm("stock-tokens"),
         "tokens-k8-lora": replace(half, lora_rank=16, tokens_per_forward=two_rows).arm("stock-tokens"),

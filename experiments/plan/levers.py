@@ -41,11 +41,23 @@ def cost_of_offloading(setup: Setup) -> str:
 
 
 def share_prompt(setup: Setup) -> Setup:
-    return setup if setup.prefix_sharing or drops_out(setup) else setup.arm("shared")
+    return setup if setup.prefix_sharing or drops_out(setup) else shared(setup)
 
 
 def share_without_dropout(setup: Setup) -> Setup:
-    return setup if setup.prefix_sharing or not drops_out(setup) else replace(setup, lora_dropout=0.0).arm("shared")
+    return setup if setup.prefix_sharing or not drops_out(setup) else shared(replace(setup, lora_dropout=0.0))
+
+
+def shared(setup: Setup) -> Setup:
+    """In the same micro-batches where these can be parts of a group, else in those of whole groups."""
+    return replace(setup, prefix_sharing=True) if can_split_groups(setup) else setup.arm("shared")
+
+
+def can_split_groups(setup: Setup) -> bool:
+    k, batch = setup.num_generations, setup.per_device_train_batch_size
+    return (
+        batch < k and not any(rows % k for rows in (setup.rows_per_update, setup.generation_rows)) and k % batch == 0
+    )
 
 
 def drops_out(setup: Setup) -> bool:
@@ -53,7 +65,7 @@ def drops_out(setup: Setup) -> bool:
 
 
 def keeps_updates(setup: Setup) -> bool:
-    """Whether the rows of an update are the same when micro-batches become one prompt's group each."""
+    """Whether the rows of an update are the same when micro-batches become one prompt's group each, or parts of it."""
     same_batch = setup.per_device_train_batch_size == setup.num_generations
     return setup.rows_per_update % setup.num_generations == 0 and (same_batch or not setup.scaled_by_batch)
 
@@ -76,6 +88,8 @@ def rollout_is_in_an_update(setup: Setup) -> bool:
 
 
 def one_completion_a_pass(setup: Setup) -> Setup:
+    if setup.splits_groups:
+        return replace(setup.with_rows(1), completions_per_forward=None, tokens_per_forward=None)
     if setup.prefix_sharing:
         return replace(setup, completions_per_forward=1, tokens_per_forward=None)
     return setup.arm("stock-accumulate")
@@ -141,7 +155,7 @@ LEVERS = (
     ),
     Lever(
         "one completion a pass", "slower: smaller passes", one_completion_a_pass, ROUNDING,
-        lambda s: s.prefix_sharing or not s.scaled_by_batch and not drops_out(s),
+        lambda s: s.prefix_sharing and not s.splits_groups or not s.scaled_by_batch and not drops_out(s),
     ),
     Lever(
         "offload_reference", "the reference's weights cross the bus once a rollout", offload_reference, TRANSFERS,

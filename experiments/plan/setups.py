@@ -74,10 +74,15 @@ class Setup:
         return k * (prompt + completion) / (prompt + k * completion)
 
     @property
+    def splits_groups(self) -> bool:
+        """Whether the completions of a shared prompt are spread over several micro-batches."""
+        return self.prefix_sharing and self.per_device_train_batch_size < self.num_generations
+
+    @property
     def rows_per_pass(self) -> int | None:
         """Rows, with prefix sharing completions, that go through the model together; None: all of them."""
         if self.tokens_per_forward is None:
-            return self.completions_per_forward
+            return self.completions_per_forward or (self.per_device_train_batch_size if self.splits_groups else None)
         tokens = self.max_completion_length + (1 if self.prefix_sharing else self.prompt_tokens)
         return max(1, self.tokens_per_forward // tokens)
 
@@ -197,10 +202,18 @@ def check(setup: Setup, hf_config, called: dict[str, str] | None = None) -> None
             f"{setup.steps_per_generation} is not a multiple of {name('num_generations')} {k}; use a batch of {k}"
         )
     if setup.prefix_sharing and not setup.has_whole_groups:
-        wrong.append(
-            f"per_device_train_batch_size {setup.per_device_train_batch_size} is not a multiple of "
-            f"{name('num_generations')} {k}, which prefix_sharing needs; use {k}"
-        )
+        batch, update = setup.per_device_train_batch_size, setup.rows_per_update
+        if k % batch:
+            wrong.append(
+                f"per_device_train_batch_size {batch} is neither a multiple nor a divisor of "
+                f"{name('num_generations')} {k}, which prefix_sharing needs; use {k}"
+            )
+        elif update % k:
+            wrong.append(
+                f"per_device_train_batch_size {batch} x gradient_accumulation_steps "
+                f"{setup.gradient_accumulation_steps} is not a multiple of {name('num_generations')} {k}, which "
+                f"prefix_sharing needs; accumulate {k // batch} steps"
+            )
     if setup.completions_per_forward is not None:
         own = f"{name('completions_per_forward')} {setup.completions_per_forward}"
         if setup.completions_per_forward > k:

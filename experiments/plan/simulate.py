@@ -23,6 +23,7 @@ from experiments.config import ConfigError
 from experiments.plan.building import build, decoder_layers, quantize, weights_not_in_8_bits, with_adapters
 from experiments.plan.live_bytes import LiveBytes
 from experiments.plan.offloaded import offloaded
+from experiments.plan.passes import open_prefix_of, passes_of
 from experiments.plan.replaced import head_log_probs, pretending
 from experiments.plan.shapes_only import ShapesOnly
 from experiments.workload.models import named_config
@@ -54,6 +55,7 @@ class Simulation:
         self.memory = LiveBytes()
         self.shapes = ShapesOnly(self.memory)
         self.scores = ""  # `REFERENCE` while it does
+        self.open_prefix = open_prefix_of(setup)
         self.memory.added = self.allocation
         # (phase, event, layer, how often it came before in this phase) -> bytes by kind at the peak until the next one
         self.stretches: dict[tuple, dict[str, int]] = {}
@@ -314,26 +316,16 @@ class Simulation:
 
     def hidden_states(self, backbone) -> torch.Tensor:
         """Hidden states that predict the next token, of shape (rows, completion, hidden)."""
-        from trl.models.prefix_sharing import SharedPrefixPasses
-        from trl.models.token_budget import TokenBudgetPasses
-
         setup, rows = self.setup, self.setup.per_device_train_batch_size
         length = setup.prompt_tokens + setup.max_completion_length
-        if setup.prefix_sharing or setup.tokens_per_forward:
+        if setup.needs_fork:
+            if setup.splits_groups and not torch.is_grad_enabled():
+                rows = setup.num_generations
             prompts = torch.arange(rows).div(setup.num_generations, rounding_mode="floor")
             input_ids, mask = prompts[:, None].repeat(1, length), torch.ones(rows, length, dtype=torch.long)
-            common = dict(
-                prefix_length=setup.prompt_tokens,
-                group_size=setup.num_generations,
-                activation_offloading=setup.activation_offloading,
-            )
-            passes = SharedPrefixPasses(**common, completions_per_forward=setup.completions_per_forward)
-            if setup.tokens_per_forward:
-                passes = TokenBudgetPasses(
-                    **common, tokens_per_forward=setup.tokens_per_forward, prefix_sharing=setup.prefix_sharing
-                )
             if setup.padded and not setup.prefix_sharing:
                 backbone = self.padded(backbone)
+            passes = passes_of(setup, rows, self.open_prefix)
             return passes.forward(backbone, input_ids, mask).last_hidden_state[:, :-1]
         mask = self.causal_mask(rows, length) if setup.padded else None
         output = backbone(input_ids=self.ids(rows, length), attention_mask=mask, use_cache=False)
@@ -388,7 +380,7 @@ class Simulation:
         """The reward model's forward: all rows of the rollout together, or as many as share a pass."""
         setup = self.setup
         length = setup.prompt_tokens + setup.max_completion_length
-        rows = setup.completions_per_forward or setup.generation_rows
+        rows = setup.rows_per_pass or setup.generation_rows
         if setup.tokens_per_forward is not None:
             rows = max(1, setup.tokens_per_forward // length)
         rows = min(rows, setup.generation_rows)
@@ -405,7 +397,15 @@ class Simulation:
     def train(self) -> None:
         if self.setup.gradient_accumulation_steps > 1:  # from the second step on, gradients are there already
             self.make_gradients()
-        self.log_probs(self.model, self.backbone).sum().backward()
+        if self.open_prefix is None:
+            self.log_probs(self.model, self.backbone).sum().backward()
+            return
+        # The first of the micro-batches of a prompt, one that is like all those between, and the last
+        last = self.open_prefix.num_micro_batches - 1
+        for number in sorted({0, min(1, last), last}):
+            self.open_prefix.enter(number, updates=number == last)
+            self.log_probs(self.model, self.backbone).sum().backward()
+            self.open_prefix.backward()
 
 
 def whose(kwargs: dict) -> str:

@@ -77,7 +77,12 @@ with tempfile.TemporaryDirectory() as name:
     plain = trained(START, folder, tokenizer, prompts)
     update = (plain - before).abs().max()
     result = {"update": update.item()}
-    starts = {"": START, " of shared": replace(START.arm("shared"), completions_per_forward=None)}
+    starts = {
+        "": START,
+        " of shared": replace(START.arm("shared"), completions_per_forward=None),
+        " of parts": START.with_rows(2),
+        " of shared parts": replace(START.with_rows(2), prefix_sharing=True),
+    }
     for kind, start in starts.items():
         for lever in LEVERS:
             setup = applied(lever, start, hf_config)

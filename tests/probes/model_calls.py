@@ -44,6 +44,8 @@ CASES = {
     "shared-one": replace(rewarded, completions_per_forward=1).arm("shared"),
     "shared-tokens": replace(tokens, tokens_per_forward=2 * (COMPLETION + 1)).arm("shared"),
     "shared-lora": replace(base, lora_rank=4).arm("shared"),
+    "shared-parts": replace(rewarded.with_rows(1), prefix_sharing=True),
+    "shared-parts-lora": replace(base.with_rows(2), prefix_sharing=True, lora_rank=4),
     "shared-two-prompts": replace(base, gradient_accumulation_steps=2, steps_per_generation=2).arm("shared"),
 }
 

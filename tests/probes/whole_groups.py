@@ -1,5 +1,6 @@
-"""Two updates with a batch of 2 and accumulation, k = 4 completions a prompt, beside the same updates in whole groups
-with prefix sharing, in float64. Prints how far apart logs and weights are, and how far the weights moved."""
+"""Two updates with a batch of 2 and accumulation, k = 4 completions a prompt, beside the same updates with prefix
+sharing, in the same batches and in whole groups, in float64. Prints how far apart logs and weights are, and how far the
+weights moved."""
 
 import copy  # noqa: I001
 import json
@@ -35,7 +36,7 @@ def train(folder, batch, accumulation, shared):
         report_to="none",
         disable_tqdm=True,
         model_init_kwargs={"dtype": torch.float64},
-        **(dict(prefix_sharing=True, completions_per_forward=2) if shared else {}),
+        **(dict(prefix_sharing=True, completions_per_forward=2 if batch > 2 else None) if shared else {}),
     )
     rows = Dataset.from_dict({"prompt": PROMPTS * 2})
     run = make_trainer(
@@ -57,7 +58,7 @@ with tempfile.TemporaryDirectory() as folder:
     model.to(torch.float64).save_pretrained(folder / "policy")
     logs, moved = train(folder, 2, 4, shared=False)
     result = {}
-    for batch, accumulation in ((4, 2), (8, 1)):
+    for batch, accumulation in ((2, 4), (4, 2), (8, 1)):
         others, steps = train(folder, batch, accumulation, shared=True)
         apart = {"logs": (others - logs).abs().max().item(), "weights": ((steps - moved).norm() / moved.norm()).item()}
         result[f"{batch} x {accumulation}"] = apart
