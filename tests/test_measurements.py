@@ -358,15 +358,15 @@ def test_the_families_go_on_where_they_were_killed(measure, monkeypatch, tmp_pat
     monkeypatch.setattr(families_cost, "build_model", lambda family: None)
     options = ("--families", "mamba-2,images", "--repeats", "2")
     write = families_cost.Table.add
-    monkeypatch.setattr(families_cost.Table, "add", killed_after(8, write))
+    monkeypatch.setattr(families_cost.Table, "add", killed_after(10, write))
     with pytest.raises(Killed):
         measure(families_cost, *options)
-    monkeypatch.setattr(families_cost.Table, "add", killed_after(4, write))
+    monkeypatch.setattr(families_cost.Table, "add", killed_after(6, write))
     assert measure(families_cost, *options) == (0, "")
     rows = rows_of(tmp_path / "x" / "families" / "images.csv")
     assert [(row["way"], row["repeat"]) for row in rows] == [
-        (way, repeat) for repeat in "01" for way in ("whole", "shared", "shared-2")
+        (way, repeat) for repeat in "01" for way in ("whole", "shared", "shared-2", "shared-micro-2")
     ]
-    assert [row["images_encoded"] for row in rows] == ["24", "3", "3"] * 2
-    assert [float(row["gradient_difference"]) for row in rows] == [0, 0.5, 0] * 2
+    assert [row["images_encoded"] for row in rows] == ["24", "3", "3", "3"] * 2
+    assert [float(row["gradient_difference"]) for row in rows] == [0, 0.5, 0, 0] * 2
     assert "| 24 |" in families_table(tmp_path / "x")

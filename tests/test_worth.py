@@ -60,7 +60,7 @@ def test_bad_cells_are_one_line(cells, tmp_path, capsys):
 
 def test_the_chart_shows_each_cell_and_a_damaged_table_is_one_line(tmp_path, capsys):
     row = dict.fromkeys(worth.COLUMNS, 1) | {"model": "wide", "train_limit": 5.5, "prompt_tokens": 3000}
-    seconds = {"whole": 6, "shared": 2, "shared-2": 3}
+    seconds = {"whole": 6, "shared": 2, "shared-2": 3, "shared-micro-2": 2.5}
     rows = [
         {**row, "completion_tokens": completion, "way": way, **{f"{phase}_seconds": s for phase in worth.PHASES}}
         for completion in (100, 1000)
@@ -69,10 +69,12 @@ def test_the_chart_shows_each_cell_and_a_damaged_table_is_one_line(tmp_path, cap
     write_csv(tmp_path / "worth.csv", worth.COLUMNS, rows)
     figure = worth_chart.chart(read_worth(tmp_path))
     texts = [text.get_text() for axes in figure.axes for text in axes.texts]
-    train, step = "3.00 x together\n2.00 x two a pass\nlimit 5.50 x", "3.00 x together\n2.00 x two a pass"
+    step = "3.00 x together\n2.00 x two a pass\n2.40 x two a micro-batch"
+    train = step + "\nlimit 5.50 x"
     assert texts == [train, train, step, step]
 
-    assert "| wide | 3,000 | 100 | 5.50 x | 3.00 x | 2.00 x | 3.00 x | 2.00 x |" in worth_table(tmp_path)
+    cells = "5.50 x | 3.00 x | 2.00 x | 2.40 x | 3.00 x | 2.00 x | 2.40 x |"
+    assert f"| wide | 3,000 | 100 | {cells}" in worth_table(tmp_path)
 
     def draw():
         return worth_chart.main([str(tmp_path), str(tmp_path / "worth.png")])

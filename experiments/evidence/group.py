@@ -10,8 +10,24 @@ from experiments.phases import HighWater
 
 PHASES = ("generate", "score", "train")
 PHASE_COLUMNS = tuple(f"{phase}_{what}" for what in ("seconds", "cpu_seconds", "peak_bytes") for phase in PHASES)
-# All completions together, or two at a time
-WAYS = {"whole": None, "shared": {}, "shared-2": {"completions_per_forward": 2}}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a group goes through the model: its prompt shared or not, and how many of its rows together. Rows of a pass
+    have their backward with all others, those of a micro-batch have one of their own."""
+
+    shared: bool = True
+    pass_rows: int | None = None
+    micro_batch_rows: int | None = None
+
+
+WAYS = {
+    "whole": Way(shared=False),
+    "shared": Way(),
+    "shared-2": Way(pass_rows=2),
+    "shared-micro-2": Way(pass_rows=2, micro_batch_rows=2),
+}
 
 
 @dataclass(frozen=True)
@@ -95,8 +111,11 @@ class Group:
         self.encoded += len(args[0]) // self.image.side**2
 
     def inputs(self, ids) -> dict:
-        types = {} if self.image is None else {"mm_token_type_ids": (ids == self.image.token).long()}
-        return {"input_ids": ids, "attention_mask": self.torch.ones_like(ids), **types, **self.pixels}
+        inputs = {"input_ids": ids, "attention_mask": self.torch.ones_like(ids)}
+        if self.image is not None:
+            inputs["mm_token_type_ids"] = (ids == self.image.token).long()
+        images = {name: x[: len(x) // self.sizes.k * len(ids)] for name, x in self.pixels.items()}  # all are alike
+        return inputs | images
 
     def generate(self, way: str) -> None:
         """Completions of full length, sampled."""
@@ -115,17 +134,23 @@ class Group:
                 generate_with_shared_prefix(self.model, generation_config=config, **sharing, **inputs)
         self.model.train()
 
-    def log_probs(self, way: str):
-        """Of shape (k, completion)."""
+    def log_probs(self, way: str, rows: slice = slice(None), open_prefix=None):
+        """Of shape (rows, completion)."""
         from trl.models.prefix_sharing import SharedPrefixPasses
 
-        labels = self.ids.clone()
+        ids = self.ids[rows]
+        labels = ids.clone()
         labels[:, : self.sizes.prompt] = -100
-        passes, shared = None, WAYS[way]
-        if shared is not None:
-            sharing = {"group_size": self.sizes.k, "num_images": self.num_images}
-            passes = SharedPrefixPasses(self.sizes.prompt, **sharing, **shared)
-        output = self.model(**self.inputs(self.ids), labels=labels, fused_lm_head=True, passes=passes)
+        passes = None
+        if WAYS[way].shared:
+            passes = SharedPrefixPasses(
+                self.sizes.prompt,
+                completions_per_forward=WAYS[way].pass_rows,
+                group_size=len(ids),
+                num_images=self.num_images and self.num_images[rows],
+                open_prefix=open_prefix,
+            )
+        output = self.model(**self.inputs(ids), labels=labels, fused_lm_head=True, passes=passes)
         return output.log_probs[:, -self.sizes.completion :]
 
     def score(self, way: str) -> None:
@@ -136,8 +161,23 @@ class Group:
         """Forward and backward with gradient checkpointing, which the trainer switches off for generation."""
         self.model.zero_grad(set_to_none=False)
         self.model.gradient_checkpointing_enable()  # in transformers 5.17 as in 5.23, which has another name, too
-        (self.log_probs(way) * self.weights).sum().backward()
+        micro_batch_rows = WAYS.get(way, Way()).micro_batch_rows  # rivals have ways of their own
+        if micro_batch_rows is None:
+            (self.log_probs(way) * self.weights).sum().backward()
+        else:
+            self.accumulate(way, micro_batch_rows)
         self.model.gradient_checkpointing_disable()
+
+    def accumulate(self, way: str, size: int) -> None:
+        """One backward a micro-batch, and that of the prompt."""
+        from trl.models.prefix_sharing_micro_batches import OpenPrefix
+
+        open_prefix = OpenPrefix(self.sizes.k // size)
+        for step in range(open_prefix.num_micro_batches):
+            open_prefix.enter(step, updates=step == open_prefix.num_micro_batches - 1)
+            rows = slice(step * size, (step + 1) * size)
+            (self.log_probs(way, rows, open_prefix) * self.weights[rows]).sum().backward()
+            open_prefix.backward()
 
     def gradient(self):
         return self.torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None])

@@ -3,8 +3,8 @@
     python -m experiments.evidence.worth [--models narrow,wide] [--cells 3000x100,1000x1000] [--k 8] [--repeats 2]
 
 Whole rows (TRL 1.16.0's own pass with the LM head that scores only completions, as stock has it on a GPU) against
-prefix sharing with all or two completions together, alternating in one process. `narrow` is the bench's model, `wide`
-has the width of Qwen3-0.6B, two of its layers and a fourteenth of its vocabulary.
+prefix sharing with all completions together, two a pass, or two a micro-batch, alternating in one process. `narrow` is
+the bench's model, `wide` has the width of Qwen3-0.6B, two of its layers and a fourteenth of its vocabulary.
 
 Writes one row a repeat to results/<machine>/worth.csv: wall and CPU seconds of each phase, and the limit of any exact
 method for scoring and training: multiplications that whole rows take over those that are needed when the prompt is

@@ -13,6 +13,7 @@ NAMES = {
     "whole": "whole rows (stock)",
     "shared": "prefix sharing, all together",
     "shared-2": "prefix sharing, two a pass",
+    "shared-micro-2": "prefix sharing, two a micro-batch",
 }
 
 
@@ -116,7 +117,7 @@ def families_table(folder: Path) -> str:
     return "\n".join([about, "", *markdown(header, table)]) + "\n"
 
 
-IN_SHORT = {"shared": "together", "shared-2": "two a pass"}
+IN_SHORT = {"shared": "together", "shared-2": "two a pass", "shared-micro-2": "two a micro-batch"}
 
 
 def read_worth(folder: Path) -> pd.DataFrame:
