@@ -64,9 +64,10 @@ def train(args: argparse.Namespace) -> None:
     set_seed(0)
     model, tokenizer = (args.model, None) if args.model else small_model()
     rows = Dataset.from_list([{"prompt": f"{CONTEXT}Write the letter {x}:", "answer": x} for x in "abcdefgh"])
-    groups = dict(num_generations=args.k, per_device_train_batch_size=args.k)  # whole groups: a multiple of k
+    batch = 2 - args.k % 2  # divides k; fewer need less memory, more are faster
+    groups = dict(num_generations=args.k, per_device_train_batch_size=batch, gradient_accumulation_steps=args.k // batch)
     if args.prefix_sharing:
-        groups |= dict(prefix_sharing=True, completions_per_forward=2)  # fewer need less memory, more are faster
+        groups |= dict(prefix_sharing=True)
     with tempfile.TemporaryDirectory() as folder:
         config = make_config(folder, max_steps=args.steps, bf16=cuda, **groups, **SETTINGS)
         trainer = make_trainer(model, reward, config, train_dataset=rows, processing_class=tokenizer)

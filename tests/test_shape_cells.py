@@ -173,6 +173,8 @@ def test_ways_differ_in_what_their_names_say_and_in_nothing_else():
         plain = replace(setups[way], prefix_sharing=False, completions_per_forward=None, tokens_per_forward=None)
         assert plain == base and setups[way].prefix_sharing
     assert setups["shared-all"] == replace(base, prefix_sharing=True)
+    assert setups["shared-micro-2"] == replace(base.with_rows(2), prefix_sharing=True)
+    assert setups["shared-micro-2"].gradient_accumulation_steps == base.num_generations // 2
     assert setups["shared-2-mask"] == setups["shared-2"]
     assert setups["shared-2-offload"] == replace(setups["shared-2"], activation_offloading=True)
     assert replace(cell, completions="ragged").setup == replace(base, padded=True)

@@ -7,12 +7,13 @@ from experiments.plan.setups import Setup
 from experiments.workload.models import shape_config
 
 VOCABULARY = 151_936
-# Ways to train. A number is completions or, if it is larger than k, tokens that go through the model together
+# Ways to train. A number is completions or, if it is larger than k, tokens that go through the model together; with
+# `micro`, completions of a micro-batch
 WAYS = (
-    "stock", "stock-cudnn", "stock-accumulate", "shared-2", "shared-4096", "shared-8192", "shared-all",
-    "shared-2-mask", "stock-offload", "shared-2-offload",
+    "stock", "stock-cudnn", "stock-accumulate", "shared-2", "shared-micro-2", "shared-4096", "shared-8192",
+    "shared-all", "shared-2-mask", "stock-offload", "shared-2-offload",
 )  # fmt: skip
-OF_EVERY_CELL = WAYS[:7]
+OF_EVERY_CELL = WAYS[:8]
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ class Cell:
         passes = self.way.split("-")[1]
         if passes == "all":
             return replace(base, prefix_sharing=True)
+        if passes == "micro":
+            return replace(base.with_rows(int(self.way.split("-")[2])), prefix_sharing=True)
         name = "completions_per_forward" if int(passes) <= self.k else "tokens_per_forward"
         return replace(base, **{name: int(passes)}).arm("shared")
 
@@ -130,7 +133,7 @@ PLANS = {
     ),
     "small": Plan(
         (
-            *(Cell(*SMALL, "sampled", way, **ON_CPU) for way in ("stock", "shared-2", "shared-4096")),
+            *(Cell(*SMALL, "sampled", way, **ON_CPU) for way in ("stock", "shared-2", "shared-micro-2", "shared-4096")),
             *(Cell(*SMALL, "ragged", way, **ON_CPU) for way in ("stock-accumulate", "shared-all", "shared-2-mask")),
             Cell(SMALL[0], 4, *SMALL[2:], "given", "shared-2", **ON_CPU),
         ),
