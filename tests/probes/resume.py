@@ -27,6 +27,7 @@ SCENARIOS = {
     "rloo": dict(memory=True),
     "rloo accumulation": dict(gradient_accumulation_steps=2),
     "rloo lora": dict(lora=True, completions_per_forward=2),
+    "rloo parts of groups": dict(batch=2, gradient_accumulation_steps=2),
     "rloo two iterations": dict(num_iterations=2, save_steps=2),
     "grpo": dict(trainer="grpo", beta=0.05),
     "grpo two batches a generation": dict(trainer="grpo", steps_per_generation=2, save_steps=2),
@@ -38,11 +39,11 @@ SCENARIOS = {
 }
 
 
-def build(folder, shared, trainer="rloo", memory=False, lora=False, prompts=PROMPTS * 2, **options):
+def build(folder, shared, trainer="rloo", batch=4, memory=False, lora=False, prompts=PROMPTS * 2, **options):
     make_config, make_trainer = (RLOOConfig, RLOOTrainer) if trainer == "rloo" else (GRPOConfig, GRPOTrainer)
     arguments = make_config(
         output_dir=str(folder / "out"),
-        per_device_train_batch_size=4,
+        per_device_train_batch_size=batch,
         num_generations=4,
         max_steps=6,
         max_completion_length=6,

@@ -69,6 +69,23 @@ class TestPrefixSharingMicroBatches(TrlTestCase):
         # Two prompts and six completions, in the forward and again by layer
         assert len(counts) == 8 * (1 + gradient_checkpointing)
 
+    def test_little_to_share(self):
+        # Prompts of two tokens: whole rows go through the model, in all micro-batches of a prompt
+        model = load(MODEL_ID).train()
+        inputs, prompt_length = make_inputs()
+        inputs = {name: x[:, prompt_length - 2 :] if torch.is_tensor(x) else x for name, x in inputs.items()}
+        for name in ("input_ids", "attention_mask", "labels"):  # longer completions
+            inputs[name] = torch.cat([inputs[name]] + 4 * [inputs[name][:, 2:]], dim=1)
+        expected, expected_grads = forward_whole_rows(model, inputs)
+
+        enable_prefix_sharing(model)
+        counts = count_layer_forwards(model)
+        log_probs = forward_micro_batches(model, inputs, prompt_length=2)
+        assert len(counts) == 6
+        torch.testing.assert_close(log_probs, expected.log_probs[:, 1:], rtol=1e-5, atol=1e-5)
+        for name, grad in expected_grads.items():
+            torch.testing.assert_close(model.get_parameter(name).grad, grad, rtol=1e-4, atol=1e-5)
+
     @pytest.mark.parametrize("in_one_backward", [False, True])
     def test_frozen_below(self, in_one_backward):
         # No keys and values of the frozen layers have a gradient

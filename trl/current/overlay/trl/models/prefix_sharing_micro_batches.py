@@ -93,18 +93,21 @@ class OpenPrefix:
         """Whether the prompt went through the model with an earlier micro-batch."""
         return self._prefix is not None
 
-    def check_prompt(self, prompt_ids: torch.Tensor) -> None:
+    def check_prompt(self, prompt_ids: torch.Tensor, num_prompts: int) -> None:
         """
         Args:
             prompt_ids (`torch.Tensor` of shape `(B, P)`):
                 Prompts of the rows of the micro-batch, -1 where they are padded.
+            num_prompts (`int`):
+                Number of different ones, images included.
 
         Raises:
-            RuntimeError: If they are not those of the first micro-batch.
+            RuntimeError: If they are not the one of the first micro-batch.
         """
         if self.is_first:
             self._prompt_ids = prompt_ids[:1]
-        if prompt_ids.shape[1] != self._prompt_ids.shape[1] or (prompt_ids != self._prompt_ids).any():
+        same_shape = prompt_ids.shape[1] == self._prompt_ids.shape[1]
+        if num_prompts > 1 or not same_shape or (prompt_ids != self._prompt_ids).any():
             raise RuntimeError(
                 f"A row of micro-batch {self.micro_batch + 1} of the {self.num_micro_batches} of a prompt has another "
                 "prompt. The completions of a prompt must follow one another."
