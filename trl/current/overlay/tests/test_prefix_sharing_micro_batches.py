@@ -70,12 +70,14 @@ class TestPrefixSharingMicroBatches(TrlTestCase):
         assert len(counts) == 8 * (1 + gradient_checkpointing)
 
     def test_little_to_share(self):
-        # Prompts of two tokens: whole rows go through the model, in all micro-batches of a prompt
+        # Two tokens before completions of thirty: whole rows go through the model, in all micro-batches of a prompt
         model = load(MODEL_ID).train()
-        inputs, prompt_length = make_inputs()
-        inputs = {name: x[:, prompt_length - 2 :] if torch.is_tensor(x) else x for name, x in inputs.items()}
-        for name in ("input_ids", "attention_mask", "labels"):  # longer completions
-            inputs[name] = torch.cat([inputs[name]] + 4 * [inputs[name][:, 2:]], dim=1)
+        input_ids = torch.randint(10, 100, (6, 32), generator=torch.Generator().manual_seed(0))
+        input_ids[:3, :2], input_ids[3:, :2] = input_ids[0, :2], input_ids[3, :2]
+        labels = input_ids.clone()
+        labels[:, :2] = -100
+        attention_mask = torch.ones_like(input_ids)
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, "fused_lm_head": True}
         expected, expected_grads = forward_whole_rows(model, inputs)
 
         enable_prefix_sharing(model)
