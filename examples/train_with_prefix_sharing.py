@@ -65,7 +65,8 @@ def train(args: argparse.Namespace) -> None:
     model, tokenizer = (args.model, None) if args.model else small_model()
     rows = Dataset.from_list([{"prompt": f"{CONTEXT}Write the letter {x}:", "answer": x} for x in "abcdefgh"])
     batch = 2 - args.k % 2  # divides k; fewer need less memory, more are faster
-    groups = dict(num_generations=args.k, per_device_train_batch_size=batch, gradient_accumulation_steps=args.k // batch)
+    groups = dict(num_generations=args.k, per_device_train_batch_size=batch)
+    groups |= dict(gradient_accumulation_steps=args.k // batch)
     if args.prefix_sharing:
         groups |= dict(prefix_sharing=True)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,6 @@
 """Two updates with a batch of 2 and accumulation, k = 4 completions a prompt, beside the same updates with prefix
-sharing, in the same batches and in whole groups, in float64. Prints how far apart logs and weights are, and how far the
-weights moved."""
+sharing, in the same batches and in whole groups, in float64. Prints how far apart logs and weights are, and how far
+the weights moved."""
 
 import copy  # noqa: I001
 import json

@@ -133,7 +133,8 @@ PLANS = {
     ),
     "small": Plan(
         (
-            *(Cell(*SMALL, "sampled", way, **ON_CPU) for way in ("stock", "shared-2", "shared-micro-2", "shared-4096")),
+            *(Cell(*SMALL, "sampled", way, **ON_CPU) for way in ("stock", "shared-2", "shared-4096")),
+            Cell(*SMALL, "sampled", "shared-micro-2", **ON_CPU),
             *(Cell(*SMALL, "ragged", way, **ON_CPU) for way in ("stock-accumulate", "shared-all", "shared-2-mask")),
             Cell(SMALL[0], 4, *SMALL[2:], "given", "shared-2", **ON_CPU),
         ),
