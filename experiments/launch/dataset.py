@@ -123,6 +123,20 @@ def kind(python_type: type) -> str:
     return {str: "text", list: "a list", dict: "an object", type(None): "missing"}.get(python_type, "a number")
 
 
+def check_enough(dataset, config, source: str) -> None:
+    """Raise `ConfigError` where the dataset has fewer prompts than a rollout: TRL leaves out what does not fill one,
+    so it would train nothing."""
+    prompts = config.generation_batch_size // config.num_generations
+    if len(dataset) < prompts:
+        what = f"{config.steps_per_generation} micro-batches of {config.per_device_train_batch_size} completions"
+        devices = f" on each of {config.world_size} devices" if config.world_size > 1 else ""
+        raise ConfigError(
+            f"dataset {source!r} has {len(dataset)} prompt{'s' if len(dataset) > 1 else ''}, and {prompts} are "
+            f"generated for at a time ({what}{devices}, k = {config.num_generations}): nothing would be trained; add "
+            "prompts or lower steps_per_generation"
+        )
+
+
 def measure(dataset, tokenizer, options: dict, limit: int | None, source: str) -> Lengths:
     """Count the tokens of the prompts as the trainer will: `options` are its `chat_template_kwargs`.
 
