@@ -8,6 +8,7 @@ inputs of five layers are on their way at a time.) Many passes of a shared promp
 """
 
 import copy
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -103,9 +104,12 @@ def passes_that_tell(setup) -> tuple[int, int]:
     # Four are the fewest that have one of each kind: the first, the last, and two between, as what comes at the end of
     # a pass depends on whether the next is the last
     passes = 4 if tokens * k <= tile else max(4, -(-tile // (tokens * per_forward)))
-    if k <= (passes + 1) * per_forward:
-        return 0, 0
-    return passes * per_forward, (passes + 1) * per_forward
+    few, step = passes * per_forward, per_forward
+    if setup.device == "cpu" and tokens * k > tile:
+        # Without Triton, folding a tile takes several times its size: what is left for the last one must be the same
+        step = math.lcm(per_forward, tile // math.gcd(tokens, tile))
+        few += (k - few) % step
+    return (few, few + step) if k > few + step else (0, 0)
 
 
 @dataclass(frozen=True)
