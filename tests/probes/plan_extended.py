@@ -32,6 +32,11 @@ setups = {
     "stock": (base, eight_layers),
     "shared-lora": (replace(base, lora_rank=8).arm("shared"), eight_layers),
     "passes": (many_passes.arm("shared"), extrapolate.with_layers(eight_layers, 2)),
+    # Neither 8 nor 10 completions leave as much for the last tile as 32
+    "passes-rest": (
+        replace(many_passes, max_completion_length=24).with_k(32).arm("shared"),
+        extrapolate.with_layers(eight_layers, 2),
+    ),
     "short-prompt": (
         replace(base, prompt_tokens=20).with_k(12).arm("shared"),
         extrapolate.with_layers(eight_layers, 2),
