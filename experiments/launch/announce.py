@@ -41,9 +41,10 @@ def passes(config) -> str:
             at_once = f"{config.completions_per_forward} together"
         elif config.tokens_per_forward:
             at_once = f"at most {config.tokens_per_forward:,} tokens together"
-        what = f"{batch} = {batch // k} whole group{'s' if batch > k else ''} of k = {k} completions"
         if batch < k:
             what = f"{batch} of the k = {k} completions of a prompt"
+        else:
+            what = f"{batch} = {batch // k} whole group{'s' if batch > k else ''} of k = {k} completions"
         text = f"{what}, {at_once}"
     total = batch * config.gradient_accumulation_steps * config.world_size
     return (

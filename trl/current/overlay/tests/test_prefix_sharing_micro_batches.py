@@ -48,6 +48,11 @@ def forward_micro_batches(model, inputs, prompt_length, in_one_backward=False, *
     return torch.cat(log_probs)
 
 
+def assert_same_gradients(model, expected_grads):
+    for name, grad in expected_grads.items():
+        torch.testing.assert_close(model.get_parameter(name).grad, grad, rtol=1e-4, atol=1e-5)
+
+
 class TestPrefixSharingMicroBatches(TrlTestCase):
     @pytest.mark.parametrize("kwargs", [{}, {"in_one_backward": True}, {"tokens_per_forward": 3}])
     @pytest.mark.parametrize("gradient_checkpointing", [False, True])
@@ -64,8 +69,7 @@ class TestPrefixSharingMicroBatches(TrlTestCase):
         log_probs = forward_micro_batches(model, inputs, prompt_length, **kwargs)
 
         torch.testing.assert_close(log_probs, expected.log_probs[:, prompt_length - 1 :], rtol=1e-5, atol=1e-5)
-        for name, grad in expected_grads.items():
-            torch.testing.assert_close(model.get_parameter(name).grad, grad, rtol=1e-4, atol=1e-5)
+        assert_same_gradients(model, expected_grads)
         # Two prompts and six completions, in the forward and again by layer
         assert len(counts) == 8 * (1 + gradient_checkpointing)
 
@@ -85,8 +89,7 @@ class TestPrefixSharingMicroBatches(TrlTestCase):
         log_probs = forward_micro_batches(model, inputs, prompt_length=2)
         assert len(counts) == 6
         torch.testing.assert_close(log_probs, expected.log_probs[:, 1:], rtol=1e-5, atol=1e-5)
-        for name, grad in expected_grads.items():
-            torch.testing.assert_close(model.get_parameter(name).grad, grad, rtol=1e-4, atol=1e-5)
+        assert_same_gradients(model, expected_grads)
 
     @pytest.mark.parametrize("in_one_backward", [False, True])
     def test_frozen_below(self, in_one_backward):
@@ -101,8 +104,7 @@ class TestPrefixSharingMicroBatches(TrlTestCase):
         log_probs = forward_micro_batches(model, inputs, prompt_length, in_one_backward)
         torch.testing.assert_close(log_probs, expected.log_probs[:, prompt_length - 1 :], rtol=1e-5, atol=1e-5)
         assert all(".layers.1." in name for name in expected_grads)
-        for name, grad in expected_grads.items():
-            torch.testing.assert_close(model.get_parameter(name).grad, grad, rtol=1e-4, atol=1e-5)
+        assert_same_gradients(model, expected_grads)
 
     @pytest.mark.parametrize("in_one_backward", [False, True])
     def test_activation_offloading(self, in_one_backward):
@@ -114,8 +116,7 @@ class TestPrefixSharingMicroBatches(TrlTestCase):
         model.gradient_checkpointing_enable({"use_reentrant": False})
         with offload_on_cpu(model):
             forward_micro_batches(model, inputs, prompt_length, in_one_backward)
-        for name, grad in expected_grads.items():
-            torch.testing.assert_close(model.get_parameter(name).grad, grad, rtol=1e-4, atol=1e-5)
+        assert_same_gradients(model, expected_grads)
 
     def test_wrong_micro_batch(self):
         model = load(MODEL_ID).train()
