@@ -95,7 +95,7 @@ def passes_that_tell(setup) -> tuple[int, int]:
     or passes of whole rows that mix prompts.
 
     The LM head works on tiles of some tokens, so all three must fill one tile, or none must."""
-    tile, k, per_forward = head_tokens(setup.device), setup.num_generations, setup.rows_per_pass
+    tile, k, per_forward = head_tokens(), setup.num_generations, setup.rows_per_pass
     rows = setup.per_device_train_batch_size
     mixed = not setup.prefix_sharing and rows > k
     if per_forward is None or mixed or rows % k:  # parts of groups do not grow along a line

@@ -122,21 +122,19 @@ def pretending(device: str, shapes, counted):
         yield
 
 
-def head_tokens(device: str) -> int:
+def head_tokens() -> int:
     """Tokens that TRL's fused LM head works on at a time."""
     from trl.kernels import chunked_logprob
 
-    return (
-        chunked_logprob.TOKEN_CHUNK_SIZE if device == "cuda" else chunked_logprob.token_chunk_size(torch.device("cpu"))
-    )
+    return chunked_logprob.TOKEN_CHUNK_SIZE
 
 
 def head_log_probs(hidden: torch.Tensor, head: torch.nn.Linear, ids: torch.Tensor, temperature: float) -> torch.Tensor:
     """Log-probabilities as TRL's models give them, by its fused LM head; `hidden` has a row a token."""
-    from trl.kernels import ChunkedLogProbFunction
-    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
+    from trl.kernels import ChunkedLogProbFunction, chunked_logprob
+    from trl.trainer import utils
 
+    on_cuda = chunked_logprob._use_triton(hidden.device)  # replaced above
+    width = utils._CHUNKED_LOGPROB_CHUNK_SIZE if on_cuda else utils._CHUNKED_LOGPROB_SMALL_CHUNK_SIZE
     outputs = ("log_probs", "entropy")
-    return ChunkedLogProbFunction.apply(
-        hidden, head.weight, head.bias, ids, temperature, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, outputs
-    )[0]
+    return ChunkedLogProbFunction.apply(hidden, head.weight, head.bias, ids, temperature, width, None, 1.0, outputs)[0]

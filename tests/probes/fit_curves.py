@@ -28,7 +28,7 @@ if kind == "alternating":
     config.hidden_size, config.intermediate_size, config.head_dim = 256, 512, 64
     config.sliding_window, config.num_hidden_layers = WINDOW, 2
     config.layer_types = ["sliding_attention", "full_attention"]
-print(json.dumps({"tile": replaced.head_tokens("cuda"), "room": MIN_NEW_STEPS}))
+print(json.dumps({"tile": replaced.head_tokens(), "room": MIN_NEW_STEPS}))
 
 base = Setup(prompt_tokens=1, lora_rank=8)
 curves = fit_curves.curves_of(base, config, arm, window)

@@ -25,16 +25,15 @@ alternating.sliding_window = 32
 two_kinds = extrapolate.with_layers(alternating, 2)
 two_kinds.layer_types, two_kinds.sliding_window = ["sliding_attention", "full_attention"], 512
 base = Setup(prompt_tokens=96, max_completion_length=16, num_generations=4, per_device_train_batch_size=4)
-# The LM head's tile is small on a CPU: two passes fill it, so few tell what five take
 many_passes = replace(base, device="cpu", max_completion_length=64).with_k(16)
 offloaded = replace(base, lora_rank=8, activation_offloading=True, max_completion_length=64)
 setups = {
     "stock": (base, eight_layers),
     "shared-lora": (replace(base, lora_rank=8).arm("shared"), eight_layers),
     "passes": (many_passes.arm("shared"), extrapolate.with_layers(eight_layers, 2)),
-    # Neither 8 nor 10 completions leave as much for the last tile as 32
+    # 10 completions leave more for the last tile of the LM head than 8 and 40
     "passes-rest": (
-        replace(many_passes, max_completion_length=24).with_k(32).arm("shared"),
+        replace(many_passes, max_completion_length=768).with_k(40).arm("shared"),
         extrapolate.with_layers(eight_layers, 2),
     ),
     "short-prompt": (

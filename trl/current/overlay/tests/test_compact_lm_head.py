@@ -51,7 +51,23 @@ class TestCompactLMHead(TrlTestCase):
         torch.testing.assert_close(outputs.log_probs, expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(grad, expected_grad, rtol=1e-4, atol=1e-5)
 
-    def test_tiles_are_small_without_triton(self, monkeypatch):
-        assert chunked_logprob.token_chunk_size(torch.device("cpu")) == chunked_logprob.TOKEN_CHUNK_SIZE_WITHOUT_TRITON
-        monkeypatch.setattr(chunked_logprob, "_TRITON_AVAILABLE", True)
-        assert chunked_logprob.token_chunk_size(torch.device("cuda")) == chunked_logprob.TOKEN_CHUNK_SIZE
+    def test_tiles_are_small_where_torch_folds_them(self, monkeypatch):
+        widths = []
+
+        class Counted(chunked_logprob.ChunkedLogProbFunction):
+            @staticmethod
+            def forward(ctx, hidden, weight, bias, targets, temperature, chunk_size, *args):
+                widths.append(chunk_size)
+                args = (hidden, weight, bias, targets, temperature, chunk_size, *args)
+                return chunked_logprob.ChunkedLogProbFunction.forward(ctx, *args)
+
+        monkeypatch.setattr(utils, "_ChunkedLogProbFunction", Counted)
+        model = AutoModelForCausalLM.from_pretrained("trl-internal-testing/tiny-Qwen2ForCausalLM-2.5")
+        add_fused_lm_head(model)
+        input_ids = torch.arange(20).view(2, 10)
+        model(input_ids=input_ids, labels=input_ids, fused_lm_head=True)
+        # As if the device had Triton; its kernels are not called
+        monkeypatch.setattr(utils, "_use_triton", lambda device: True)
+        model(input_ids=input_ids, labels=input_ids, fused_lm_head=True)
+
+        assert widths == [utils._CHUNKED_LOGPROB_SMALL_CHUNK_SIZE, utils._CHUNKED_LOGPROB_CHUNK_SIZE]
