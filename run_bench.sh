@@ -11,12 +11,12 @@ suite() { # after failed runs the next suite begins all the same; not after a ba
   [ "$worst" -le 1 ] || exit "$worst"
 }
 for runs in "bench-time --repeats 3" "bench --repeats 2"; do
-  suite --scale $runs --arms stock,stock-accumulate,stock-compact,shared --k 8 "$@"
+  suite --scale $runs --arms stock,stock-accumulate,stock-compact,shared,shared-accumulate --k 8 "$@"
   suite --scale $runs --arms shared --k 8 --completions-per-forward 8 "$@"
 done
 suite --scale bench --arms stock-compact --k 2,4,16 "$@"
-suite --scale bench --arms shared --k 2,4,16,32,64 "$@"
+suite --scale bench --arms shared,shared-accumulate --k 2,4,16,32,64 "$@"
 # A reward that can be learned, 30 updates, same seed: training is not harmed
-suite --arms stock,shared --scale learn --k 4 "$@"
+suite --arms stock,shared,shared-accumulate --scale learn --k 4 "$@"
 ./visualize_results.sh
 exit "$worst"

@@ -61,7 +61,7 @@ class Arm:
     line: str
     patches: tuple[str, ...] | None  # applied to the line: () is untouched upstream, None the whole series
     shows: str
-    accumulate: bool = False  # one completion a forward, gradients accumulated over the batch
+    accumulate: bool = False  # micro-batches of few completions, gradients accumulated over the batch
     shares_prefix: bool = False  # the prompt computed once, the completions in passes of some
 
     def completions_per_forward(self, batch: int) -> int:
@@ -87,6 +87,14 @@ ARMS = {
         Arm("stock-accumulate", "current", (), "TRL 1.16.0 untouched, one completion a pass", accumulate=True),
         Arm("stock-compact", "current", None, "the same with the compact LM head alone: prefix sharing off"),
         Arm("shared", "current", None, "TRL 1.16.0 + prefix sharing, N completions a pass", shares_prefix=True),
+        Arm(
+            "shared-accumulate",
+            "current",
+            None,
+            "TRL 1.16.0 + prefix sharing, N completions a micro-batch",
+            accumulate=True,
+            shares_prefix=True,
+        ),
     )
 }
 
@@ -280,6 +288,12 @@ def check(config: RunConfig) -> None:
         raise ConfigError(
             f"--completions-per-forward {shown(config.completions_per_forward)} is outside 1 to k={k}: completions of "
             f"one prompt go together; use {min(max(1, config.completions_per_forward), k)}"
+        )
+    if arm.shares_prefix and arm.accumulate and k % config.completions_per_forward:
+        fitting = max(rows for rows in range(1, config.completions_per_forward) if k % rows == 0)
+        raise ConfigError(
+            f"--completions-per-forward {config.completions_per_forward}: micro-batches of {arm.name} must divide "
+            f"k={k}; use {fitting}"
         )
     if config.lora_rank and arm.line == "classic":
         current = ", ".join(name for name, other in ARMS.items() if other.line == "current")

@@ -50,7 +50,7 @@ OPTIONS = {
     "precision": (str, "float64, float32, bf16 (mixed) or bfloat16 (weights, too)"),
     "threads": (whole, "of torch on the CPU; default: one a core"),
     "batch": (whole, "completions per batch; default: one prompt's, as published"),
-    "completions_per_forward": (whole, "arm shared: how many go together; default 2"),
+    "completions_per_forward": (whole, "arms with prefix sharing: how many go together; default 2"),
 }  # fmt: skip
 OF_ONE_RUN = {
     "prompt_tokens": (whole, "of each prompt, chat template included"),

@@ -73,7 +73,7 @@ def test_the_page_answers_first_and_holds_every_run(html, machine):
     page = Page(html)
     text = " ".join(" ".join(page.text).split())
     first = text[text.index("The answer") : text.index("Charts")]
-    assert "At k = 8, shared (TRL 1.16 with prefix sharing, two completions at a time) has the lowest peak" in first
+    assert "At k = 8, shared (TRL 1.16 with prefix sharing, two completions a pass) has the lowest peak" in first
     assert "0.50 GiB. The highest is stock (TRL 1.16 as it is) with 4.00 GiB." in first
     assert "A step takes 10.0 s with shared" in first and "Out of memory: classic-baseline at k = 8." in first
     assert first.index("Scale cpu") < first.index("Scale bench"), "what everybody runs comes first"

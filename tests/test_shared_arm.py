@@ -1,6 +1,7 @@
 """The arm `shared`: the fork's prefix sharing, measured and trained like `stock`."""
 
 import csv
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from experiments import builds, suite
 from experiments import config as cfg
 from experiments import train as train_module
 from experiments.config import ARMS, ROOT, ConfigError
+from experiments.plan.records import harness_record
 from experiments.record import read_record
 from tests.test_suite import run_suite
 
@@ -27,11 +29,21 @@ def test_a_run_records_its_patches_its_passes_and_its_phases(train):
     assert phases == [("load", 0)] + [(phase, step) for step in (1, 2) for phase in ["generate", "score", *updates]]
 
 
-def test_it_trains_as_stock_does(train):
+def test_a_run_in_micro_batches_takes_two_completions_at_a_time(train):
+    code, record, _, _ = train("shared-accumulate", 4)
+    assert code == 0 and record["status"] == "ok", record["error"]
+    assert record["batch"] == 4 and record["completions_per_forward"] == 2 and record["fork_patches"] == SERIES
+    settings = harness_record(Path("run"), record).settings
+    assert settings["prefix_sharing"] and "completions_per_forward" not in settings
+    assert settings["per_device_train_batch_size"] == settings["gradient_accumulation_steps"] == 2
+
+
+@pytest.mark.parametrize("arm", ["shared", "shared-accumulate"])
+def test_it_trains_as_stock_does(arm, train):
     """Three rollouts of three updates, same seed, in float64. What is sampled is the same, so rewards are equal. The
     log-probabilities are float32 in this TRL, 1e-7 each, and losses and KL are averages of their differences."""
     options = ("--steps", "3", "--learning-rate", "1e-3", "--precision", "float64")
-    stock, shared = (train(arm, 4, *options)[1]["trace"] for arm in ("stock", "shared"))
+    stock, shared = (train(name, 4, *options)[1]["trace"] for name in ("stock", arm))
     assert len(stock) == 3 and abs(stock[-1]["loss"]) > 1e-4, "nothing was learned: the test would be empty"
     for expected, step in zip(stock, shared, strict=True):
         assert step["reward"] == expected["reward"]
@@ -71,13 +83,15 @@ def test_run_ids_name_the_completions_a_pass_only_where_they_are_not_the_usual()
     assert (learn.batch, learn.completions_per_forward, learn.run_id) == (48, 2, "shared_learn_k4_r0")
     usual = {arm: cfg.resolve(arm, 8, "cpu", "cpu") for arm in ARMS if arm != "shared"}
     assert {arm: config.run_id for arm, config in usual.items()} == {arm: f"{arm}_cpu_k8_r0" for arm in usual}
-    assert {config.completions_per_forward for arm, config in usual.items()} == {8, 1}
+    assert {config.completions_per_forward for arm, config in usual.items()} == {8, 2, 1}
     assert usual["stock-accumulate"].completions_per_forward == 1
+    assert usual["shared-accumulate"].completions_per_forward == 2
 
 
 BAD = {
     "none": (["--arm", "shared", "--k", "4", "--completions-per-forward", "0"], ("0", "k=4", "use 1")),
     "more than k": (["--arm", "shared", "--k", "4", "--completions-per-forward", "5"], ("5", "k=4", "use 4")),
+    "no part": (["--arm", "shared-accumulate", "--k", "4", "--completions-per-forward", "3"], ("3", "k=4", "use 2")),
     "another arm": (["--arm", "stock", "--k", "4", "--completions-per-forward", "2"], ("2", "takes 4", "--arm")),
 }
 

@@ -519,7 +519,7 @@ def test_every_arm_has_its_words_in_every_chart(machine):
     for name, figure in create_charts.figures(load_machine(machine), "classic-baseline"):
         told = " ".join(" ".join(texts(figure)).split())
         assert "classic-lean: TRL 0.21, logits only where they are read" in told, name
-        assert "shared-c8: the same, 8 at a time" in told, name
+        assert "shared-c8: shared, 8 at a time" in told, name
 
 
 def test_summary_says_three_ways_in_words_and_so_does_its_chart(tmp_path):

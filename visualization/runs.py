@@ -22,7 +22,8 @@ ARMS = {
     "stock": "TRL 1.16 as it is",
     "stock-accumulate": "TRL 1.16, one completion at a time",
     "stock-compact": "TRL 1.16, logits of completions only",
-    "shared": "TRL 1.16 with prefix sharing, two completions at a time",
+    "shared": "TRL 1.16 with prefix sharing, two completions a pass",
+    "shared-accumulate": "TRL 1.16 with prefix sharing, two completions a micro-batch",
     "Basic": "the 2025 baseline",
     "String": "the change published in 2025",
 }
@@ -190,7 +191,7 @@ def in_words(arms: Iterable[str]) -> str:
     for arm in in_order(arms):
         name, passes = usual_arm(arm)
         if passes:
-            told.append(f"{arm}: the same, {passes} at a time")
+            told.append(f"{arm}: {name}, {passes} at a time")
         elif name in ARMS:
             told.append(f"{arm}: {ARMS[name]}")
     return "; ".join(told)

@@ -89,7 +89,8 @@ def harness_record(folder: Path, record: dict) -> Run:
     arm, config = ARMS[record["arm"]], record["config"]
     if arm.line != "current":
         raise ConfigError(f"{folder} is a run of {arm.name}: the planner knows today's trainer only; use --arm stock")
-    rows = record["batch"] if arm.shares_prefix else record["completions_per_forward"]
+    in_passes = arm.shares_prefix and not arm.accumulate
+    rows = record["batch"] if in_passes else record["completions_per_forward"]
     settings = {
         "dtype": "float32" if config["precision"] == "bf16" else config["precision"],
         "bf16": config["precision"] in ("bf16", "bfloat16"),
@@ -104,7 +105,9 @@ def harness_record(folder: Path, record: dict) -> Run:
         "temperature": config["temperature"],
     }
     if arm.shares_prefix:
-        settings |= {"prefix_sharing": True, "completions_per_forward": record["completions_per_forward"]}
+        settings["prefix_sharing"] = True
+    if in_passes:
+        settings["completions_per_forward"] = record["completions_per_forward"]
     if rank := config.get("lora_rank", 0):
         settings |= {"use_peft": True, "lora_r": rank, "lora_target_modules": "all-linear", "lora_dropout": 0.0}
     where = {

@@ -80,8 +80,10 @@ def build_classic(config: RunConfig, policy_path: str, reward_path: str, tokeniz
 def build_current(config: RunConfig, policy_path: str, reward_path: str, tokenizer, prompts):
     """TRL 1.x's `RLOOTrainer` with the same numbers: batch, epochs over a rollout, KL coefficient, clipping."""
     rows, sharing = config.completions_per_forward, {}
-    if ARMS[config.arm].shares_prefix:  # fields that upstream does not have
-        rows, sharing = config.batch, dict(prefix_sharing=True, completions_per_forward=rows)
+    if (arm := ARMS[config.arm]).shares_prefix:  # fields that upstream does not have
+        sharing = dict(prefix_sharing=True)
+        if not arm.accumulate:
+            rows, sharing = config.batch, sharing | dict(completions_per_forward=rows)
     arguments = RLOOConfig(
         **common_arguments(config),
         **sharing,
