@@ -318,6 +318,7 @@ def test_the_rivals_go_on_where_they_were_killed(measure, monkeypatch, tmp_path)
 
     monkeypatch.setattr(rivals, "use_fork", lambda arm: None)
     monkeypatch.setattr(group, "only_live_memory", nullcontext)
+    monkeypatch.setattr(rivals, "keep_freed_memory", lambda: None)
     monkeypatch.setattr(rivals, "Rivals", Group)
     options = ("--ways", "shared,whole", "--repeats", "2", "--prompt-tokens", "8")
     write = rivals.Table.add
@@ -345,10 +346,13 @@ def test_the_families_go_on_where_they_were_killed(measure, monkeypatch, tmp_pat
             self.model.zero_grad()
             (self.model(torch.ones(3, 2)).sum() * (1.5 if way == "shared" else 1.0)).backward()
 
-        def measure(self, way, high_water):
+        def measure(self, way):
             self.train(way)
             self.encoded = 3 * self.rows if way == "whole" else 3 * self.rows // 8
             return dict.fromkeys(families_cost.PHASE_COLUMNS, 1)
+
+        def peaks(self, way, high_water):
+            return {}
 
         def gradient(self):
             return torch.cat([p.grad.flatten() for p in self.model.parameters()])
@@ -356,6 +360,7 @@ def test_the_families_go_on_where_they_were_killed(measure, monkeypatch, tmp_pat
     monkeypatch.setattr(families_cost, "use_fork", lambda arm: None)
     monkeypatch.setattr(families_cost, "Group", Group)
     monkeypatch.setattr(families_cost, "build_model", lambda family: None)
+    monkeypatch.setattr(families_cost, "keep_freed_memory", lambda: None)
     options = ("--families", "mamba-2,images", "--repeats", "2")
     write = families_cost.Table.add
     monkeypatch.setattr(families_cost.Table, "add", killed_after(10, write))

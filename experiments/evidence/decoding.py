@@ -4,7 +4,7 @@
 
 A cell is prompt x completion tokens x k. Rows with a cache of their own (transformers' `generate`, as TRL calls it)
 against one cache that holds the prompt once, alternating in one process. The models are those of
-`experiments.evidence.worth`, and malloc is left as trainings have it, too. Writes one row a repeat to
+`experiments.evidence.worth`, and malloc keeps what is freed, as there. Writes one row a repeat to
 results/<machine>/decoding.csv: wall and CPU seconds.
 """
 
@@ -15,6 +15,7 @@ import sys
 from experiments import config as cfg
 from experiments.builds import use_fork
 from experiments.config import ARMS, ConfigError
+from experiments.device import keep_freed_memory
 from experiments.evidence.common import FACTS, Parser, Table, place, whole, words
 from experiments.evidence.group import Group, Sizes
 from experiments.evidence.worth import MODELS, cell_of, cells_of, median, model_config
@@ -67,7 +68,9 @@ def measure(name: str, sizes: Sizes, repeats: int, table: Table) -> None:
     missing = table.missing(WAYS, repeats, **cell)
     if missing:
         model = AutoModelForCausalLM.from_config(config)
-        Group(model, config.vocab_size, Sizes(sizes.prompt, 2, sizes.k)).generate("shared")  # warms up
+        keep_freed_memory()
+        for way in WAYS:  # warms up
+            Group(model, config.vocab_size, Sizes(sizes.prompt, 2, sizes.k)).generate(way)
         group = Group(model, config.vocab_size, sizes)
         for repeat, way in missing:
             row = group.measure(way, phases=("generate",))

@@ -1,8 +1,9 @@
 """One prompt with k completions, and the phases of a training step on them: whole rows, or with the prompt shared."""
 
+import gc
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 
 from experiments.device import only_live_memory, settle, status_bytes
@@ -41,29 +42,31 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of some work: wall and CPU seconds, and peak resident bytes above the level before, None if not asked for."""
+    """Of some work: wall and CPU seconds."""
 
     seconds: float
     cpu_seconds: float
-    peak_bytes: int | None = None
 
 
-def measured(work, high_water: HighWater | None = None) -> Cost:
-    """The cost of `work()`, which is done a second time for the peak: what makes resident memory mean "alive" takes
-    time, and more of it the more often tensors come and go."""
-    settle()
+def timed(work) -> Cost:
+    """The cost of `work()`. Call `keep_freed_memory` before, and let the largest way warm up."""
+    gc.collect()
     start, cpu_start = time.perf_counter(), time.process_time()
     work()
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-    cost = Cost(round(seconds, 4), round(cpu_seconds, 4))
-    if high_water is None:
-        return cost
+    return Cost(round(seconds, 4), round(cpu_seconds, 4))
+
+
+def peak_of(work, high_water: HighWater) -> int:
+    """Peak resident bytes of `work()` above the level before. Not for times: what makes resident memory mean "alive"
+    takes time, and more of it the more often tensors come and go. Call it before `keep_freed_memory`: free blocks
+    within the heap would be used, and stay resident."""
     with only_live_memory():
         settle()
         before = status_bytes("VmRSS")
         high_water.reset()
         work()
-        return replace(cost, peak_bytes=high_water.read()[2] - before)
+        return high_water.read()[2] - before
 
 
 @dataclass(frozen=True)
@@ -182,13 +185,16 @@ class Group:
     def gradient(self):
         return self.torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None])
 
-    def measure(self, way: str, high_water: HighWater | None = None, phases: tuple[str, ...] = PHASES) -> dict:
-        """The `Cost` of each of these phases, as `PHASE_COLUMNS`, with peaks if there is a `high_water`."""
+    def measure(self, way: str, phases: tuple[str, ...] = PHASES) -> dict:
+        """The `Cost` of each of these phases, as `PHASE_COLUMNS`."""
         row, self.encoded = {}, 0
         with attention_of(self.model, way):
             for phase in phases:
-                cost = measured(partial(getattr(self, phase), way), high_water)
+                cost = timed(partial(getattr(self, phase), way))
                 row |= {f"{phase}_{what}": value for what, value in asdict(cost).items()}
-        if high_water is not None:  # each phase ran twice
-            self.encoded //= 2
         return row
+
+    def peaks(self, way: str, high_water: HighWater) -> dict:
+        """`peak_of` each phase, as `PHASE_COLUMNS`."""
+        with attention_of(self.model, way):
+            return {f"{phase}_peak_bytes": peak_of(partial(getattr(self, phase), way), high_water) for phase in PHASES}

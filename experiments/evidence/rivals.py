@@ -6,7 +6,8 @@ The same model, gradient checkpointing and compact LM head for every way: what d
 layers. `whole` is TRL 1.16.0's own pass, `prefix-grouper` the PyPI package of that name (skipped where it is not
 installed), `shared` and `shared-2` prefix sharing with all or two completions together. Writes one row a repeat to
 results/<machine>/rivals/p<P>_c<C>_k<k>.csv: seconds, peak resident bytes above the level before, and the relative
-difference of all parameters' gradients from `whole`.
+difference of all parameters' gradients from `whole`. A process measures peaks once, before any time: for times, malloc
+keeps what is freed.
 """
 
 import os
@@ -19,8 +20,9 @@ from importlib.util import find_spec
 from experiments import config as cfg
 from experiments.builds import use_fork
 from experiments.config import ARMS, SCALES, ConfigError
+from experiments.device import keep_freed_memory
 from experiments.evidence.common import FACTS, Parser, Table, place, whole, words
-from experiments.evidence.group import Group, Sizes, measured
+from experiments.evidence.group import Group, Sizes, peak_of, timed
 from experiments.phases import HighWater
 from experiments.workload.models import shape_config
 
@@ -136,31 +138,32 @@ def run(argv: list[str] | None) -> int:
 
 def measure(group: Rivals, ways: list[str], repeats: int, table: Table) -> None:
     """Adds the rows that `table` has not: seconds and bytes. The first of `ways` is what gradients are compared to."""
-    high_water, truth = HighWater("cpu"), None
-    for repeat in range(-1, repeats):  # the first round warms up and is not written
+    high_water, peaks = HighWater("cpu"), {}
+    for way in ways:
+        print(f"{way}: peaks", flush=True)
+        peaks[way] = [peak_of(partial(work, way), high_water) for work in (group.score, group.train)]
+    keep_freed_memory()
+    for way in reversed(ways):  # warms up
+        group.train(way)
+    truth = group.gradient()
+    for repeat in range(repeats):
         for way in ways:
             if table.has(way=way, repeat=repeat):
                 continue
-            score = measured(partial(group.score, way), high_water)
-            train = measured(partial(group.train, way), high_water)
-            gradient = group.gradient()
-            truth = gradient if truth is None else truth
-            seconds = f"{score.seconds + train.seconds:.1f} s"
-            if repeat < 0:
-                print(f"{way}: warm-up, {seconds}", flush=True)
-                continue
+            score, train = timed(partial(group.score, way)), timed(partial(group.train, way))
+            gradient, (score_peak, train_peak) = group.gradient(), peaks[way]
             table.add(
                 {
                     "way": way,
                     "repeat": repeat,
                     "score_seconds": score.seconds,
                     "train_seconds": train.seconds,
-                    "score_peak_bytes": score.peak_bytes,
-                    "train_peak_bytes": train.peak_bytes,
+                    "score_peak_bytes": score_peak,
+                    "train_peak_bytes": train_peak,
                     "gradient_difference": f"{((gradient - truth).norm() / truth.norm()).item():.2e}",
                 }
             )
-            print(f"{way}: {repeat + 1} of {repeats}, {seconds}", flush=True)
+            print(f"{way}: {repeat + 1} of {repeats}, {score.seconds + train.seconds:.1f} s", flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:

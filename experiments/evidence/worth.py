@@ -8,8 +8,8 @@ the bench's model, `wide` has the width of Qwen3-0.6B, two of its layers and a f
 
 Writes one row a repeat to results/<machine>/worth.csv: wall and CPU seconds of each phase, and the limit of any exact
 method for scoring and training: multiplications that whole rows take over those that are needed when the prompt is
-computed once (see `Work`). Memory is not measured here: malloc is left as trainings have it, because what makes
-resident memory mean "alive" (see docs/measuring.md) takes time, and more of it the more often tensors come and go.
+computed once (see `Work`). Memory is not measured here: malloc keeps what is freed, so that no way pays the system for
+its pages again.
 """
 
 import os
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from experiments import config as cfg
 from experiments.builds import use_fork
 from experiments.config import ARMS, ConfigError
+from experiments.device import keep_freed_memory
 from experiments.evidence.common import FACTS, Parser, Table, place, whole, words
 from experiments.evidence.group import PHASES, WAYS, Group, Sizes
 from experiments.workload.models import shape_config
@@ -136,7 +137,9 @@ def measure(name: str, sizes: Sizes, repeats: int, table: Table) -> None:
     missing = table.missing(WAYS, repeats, **cell)
     if missing:
         group = Group(AutoModelForCausalLM.from_config(config), config.vocab_size, sizes)
-        group.train("shared")  # warms up
+        keep_freed_memory()
+        for way in ("whole", "shared"):  # warms up
+            group.train(way)
         limits = {f"{phase}_limit": round(limit(config, sizes, phase), 3) for phase in LIMITED}
         for repeat, way in missing:
             row = group.measure(way)

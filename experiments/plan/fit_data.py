@@ -24,7 +24,6 @@ from typing import Any
 
 from experiments.builds import use_fork
 from experiments.config import ARMS, ROOT, ConfigError, exit_code
-from experiments.plan.errors import measured_errors
 from experiments.plan.options import RESERVE, quiet, read_bytes
 from experiments.plan.setups import Setup
 
@@ -194,12 +193,9 @@ def page_data(models: tuple[str, ...], code: str) -> dict:
                 "trained": curves,
             }
         )
-    errors = measured_errors()
-    measured = {"low": errors.low, "high": errors.high, "peaks": errors.peaks, "on": errors.devices}
     return {
         "code": code,
         "versions": f"trl {trl.__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
-        "measured_over_predicted": measured,
         "reserve_bytes": read_bytes("reserve", RESERVE),
         "first_room": fit_terms.FIRST_ROOM,
         "per_pass": fit_terms.PER_PASS,
