@@ -59,7 +59,7 @@ class Rivals(Group):
         from transformers import AttentionInterface
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
         from trl.kernels import ChunkedLogProbFunction
-        from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
+        from trl.trainer.utils import _CHUNKED_LOGPROB_SMALL_CHUNK_SIZE
 
         torch, prompt, completion, k = self.torch, self.sizes.prompt, self.sizes.completion, self.sizes.k
         causal = torch.ones(completion, prompt + completion, dtype=torch.bool).tril(prompt)
@@ -92,7 +92,7 @@ class Rivals(Group):
             None,
             completion_ids.reshape(-1),
             1.0,
-            _CHUNKED_LOGPROB_CHUNK_SIZE,
+            _CHUNKED_LOGPROB_SMALL_CHUNK_SIZE,
             None,
             1.0,
             ("log_probs", "entropy"),
