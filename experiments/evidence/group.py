@@ -58,10 +58,12 @@ def timed(work) -> Cost:
 
 
 def peak_of(work, high_water: HighWater) -> int:
-    """Peak resident bytes of `work()` above the level before. Not for times: what makes resident memory mean "alive"
-    takes time, and more of it the more often tensors come and go. Call it before `keep_freed_memory`: free blocks
-    within the heap would be used, and stay resident."""
+    """Peak resident bytes of `work()` above the level before, the second time: the first makes gradients and what
+    libraries keep. Not for times: what makes resident memory mean "alive" takes time, and more of it the more often
+    tensors come and go. Call it before `keep_freed_memory`: free blocks within the heap would be used, and stay
+    resident."""
     with only_live_memory():
+        work()
         settle()
         before = status_bytes("VmRSS")
         high_water.reset()
