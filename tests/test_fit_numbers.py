@@ -10,7 +10,20 @@ from functools import partial
 
 import fit_page
 import pytest
-from fit_page import ARMS, CHOICE, DATA, MODEL, MODELS, TRAINED, address, choices, made_up, needs_browser, needs_data
+from fit_page import (
+    ARMS,
+    CHOICE,
+    DATA,
+    MEASURED,
+    MODEL,
+    MODELS,
+    TRAINED,
+    address,
+    choices,
+    made_up,
+    needs_browser,
+    needs_data,
+)
 
 from experiments.config import GIB, ROOT
 from experiments.plan import fit_check
@@ -66,7 +79,7 @@ def lengths_of(row: dict) -> dict:
 def test_a_peak_by_hand(opened, tmp_path):
     """8 completions of 512 are one tile of the LM head; those of 1,024 are two, and the second counts."""
     data = made_up()
-    (tmp_path / "fit.html").write_text(make_page.page(data))
+    (tmp_path / "fit.html").write_text(make_page.page(data, MEASURED))
     page = opened(path=tmp_path / "fit.html")
     ask = "choice => window.fit.peaks('Qwen/Qwen3-8B', choice)"
     choice = dict(trained="all", prompt=1000, completion=512, k=8, cards=1, reference=True)
@@ -123,12 +136,12 @@ def test_the_largest_fits_and_one_step_more_does_not(opened):
 def test_what_is_shown_is_what_is_computed_with_its_error(opened):
     page = opened(address())
     peaks = page.evaluate("choice => window.fit.peaks(choice.model, choice)", CHOICE)
-    may, measured = 24 * GIB - DATA["reserve_bytes"], DATA["measured_over_predicted"]
+    may = 24 * GIB - DATA["reserve_bytes"]
     for row, arm in zip(page.query_selector_all("#answer tbody tr"), ARMS, strict=True):
         phase, peak = max(peaks[arm].items(), key=lambda item: item[1])
         text = row.inner_text().replace("\xa0", " ")
         assert f"{peak / GIB:.2f} GiB in {phase}" in text
-        assert f"stands for {peak * measured['low'] / GIB:.2f} to {peak * measured['high'] / GIB:.2f} GiB" in text
+        assert f"stands for {peak * MEASURED['low'] / GIB:.2f} to {peak * MEASURED['high'] / GIB:.2f} GiB" in text
         spare = f"fits: {(may - peak) / GIB:.2f} GiB to spare" if peak <= may else "does not fit: short by"
         assert spare in text
     page.click("summary")
@@ -146,7 +159,7 @@ def test_what_is_shown_is_what_is_computed_with_its_error(opened):
     )
     assert len(bars) == 15 and all(len(label.split(",")) == parts > 0 for label, parts, _ in bars)
     said = page.inner_text("body")
-    assert ("Not compared with a GPU yet" in said) == ("GPU" not in measured["on"])
+    assert ("Not compared with a GPU yet" in said) == ("GPU" not in MEASURED["on"])
     assert said.index("All k completions go through") < said.index("stock-accumulate")
 
 

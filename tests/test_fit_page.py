@@ -9,6 +9,7 @@ import pytest
 from fit_page import DATA, MODEL, MODELS, OTHER, address, made_up, needs_browser, needs_data
 
 from experiments.config import ROOT
+from experiments.plan.errors import measured_errors
 from visualization.fit import make_page
 
 browser, file, opened = fit_page.browser, fit_page.file, fit_page.opened  # fixtures
@@ -74,6 +75,20 @@ def test_it_says_how_far_it_was_from_the_planner_only_for_its_own_data(tmp_path)
     assert make_page.comparison(table, {"code": "a1"}) == {"choices": 1, "apart": pytest.approx(0.01)}
     assert make_page.comparison(table, {"code": "b2"}) is None
     assert make_page.comparison(tmp_path / "none.csv", {"code": "a1"}) is None
+
+
+def test_it_says_how_far_predictions_were_from_all_that_was_measured(file):
+    errors = measured_errors()
+    found = make_page.measured_over_predicted(ROOT / "results")
+    expected = {"low": errors.low, "high": errors.high, "peaks": errors.peaks, "on": errors.devices}
+    assert found == {**expected, "low": pytest.approx(errors.low), "high": pytest.approx(errors.high)}
+    assert "measured_over_predicted" not in DATA and '"measured_over_predicted":{"low":0.95,' in file.read_text()
+
+
+def test_a_page_without_measurements_is_told_in_one_line(tmp_path, capsys):
+    command = partial(make_page.main, ["--results", str(tmp_path), "--out", str(tmp_path / "fit.html")])
+    assert make_page.run_cli(command) == 2 and not (tmp_path / "fit.html").exists()
+    assert re.fullmatch(r"error: .*: no folder .* plan_check.csv; run python -m \S+\n", capsys.readouterr().err)
 
 
 def test_the_command_writes_the_page_and_no_name_in_the_data_ends_its_script(tmp_path, capsys):

@@ -522,22 +522,23 @@ def test_every_arm_has_its_words_in_every_chart(machine):
         assert "shared-c8: shared, 8 at a time" in told, name
 
 
-def test_summary_says_three_ways_in_words_and_so_does_its_chart(tmp_path):
+def test_summary_says_four_ways_in_words_and_so_does_its_chart(tmp_path):
     machine = tmp_path / "here"
     write_run(machine, "stock", 8, above=4 * GIB, step_seconds_median=70.0, scale="bench")
     write_run(machine, "stock-accumulate", 8, above=3 * GIB, step_seconds_median=75.0, scale="bench")
-    write_run(machine, "shared", 8, above=GIB // 2, step_seconds_median=10.0, scale="bench")
+    write_run(machine, "shared-accumulate", 8, above=GIB // 2, step_seconds_median=10.0, scale="bench")
     write_run(machine, "stock-compact", 8, above=GIB, step_seconds_median=45.0, scale="bench")
     lines = [line for line in tables.render("summary", machine, "bench").splitlines() if line.startswith("| ")]
     assert lines[2:] == [
         "| TRL as it is | 70.0 | 1.0 | 4.00 |",
         "| TRL, one completion at a time | 75.0 | 0.9 | 3.00 |",
+        "| TRL, logits of completions only | 45.0 | 1.6 | 1.00 |",
         "| prefix sharing, two at a time | 10.0 | 7.0 | 0.50 |",
     ]
     shown = texts(readme(load_machine(machine)))
     assert {"TRL as it is", "TRL, one completion at a time", "prefix sharing, two at a time"} <= set(shown)
     assert not any("stock" in text for text in shown)
-    (machine / "shared_bench_k8_r0").rename(tmp_path / "gone")
+    (machine / "shared-accumulate_bench_k8_r0").rename(tmp_path / "gone")
     assert "| prefix sharing, two at a time | not run |  |  |" in tables.render("summary", machine, "bench")
     assert readme(load_machine(machine)) is None
 
@@ -545,11 +546,12 @@ def test_summary_says_three_ways_in_words_and_so_does_its_chart(tmp_path):
 def test_seconds_come_from_the_runs_that_are_there_for_them(tmp_path):
     """And from nowhere else, while memory does not come from these."""
     machine = tmp_path / "here"
-    for arm, seconds in (("stock", 90.0), ("stock-accumulate", 95.0), ("shared", 20.0)):
+    arms = {"stock": 90.0, "stock-accumulate": 95.0, "stock-compact": 60.0, "shared-accumulate": 20.0}
+    for arm, seconds in arms.items():
         write_run(machine, arm, 8, above=GIB, step_seconds_median=seconds, scale="bench")
     for repeat in range(3):
         write_run(machine, "stock", 8, repeat, above=9 * GIB, step_seconds_median=70.0 + repeat, scale="bench-time")
-    write_run(machine, "shared", 8, status="error", scale="bench-time")
+    write_run(machine, "shared-accumulate", 8, status="error", scale="bench-time")
     write_run(machine, "stock", 4, scale="bench-time")  # no run that is there for memory
     summary, phases = (tables.render(name, machine, "bench") for name in ("summary", "phases"))
     assert (
@@ -558,7 +560,7 @@ def test_seconds_come_from_the_runs_that_are_there_for_them(tmp_path):
     )
     assert summary.count("Seconds are those of other runs") == 1 and "| 71.0 | 1.00 |" in phases
     left = {run.run_id for run in load_machine(machine) if run.scale == "bench-time"}
-    assert left == {"shared_bench-time_k8_r0", "stock_bench-time_k4_r0"}, "nothing is dropped without a word"
+    assert left == {"shared-accumulate_bench-time_k8_r0", "stock_bench-time_k4_r0"}
     assert "Seconds are those of other runs" in " ".join(texts(readme(load_machine(machine))))
 
 

@@ -27,11 +27,12 @@ ARMS = {
     "Basic": "the 2025 baseline",
     "String": "the change published in 2025",
 }
-# The three that a first reader needs
+# Those that a first reader needs
 IN_SHORT = {
     "stock": "TRL as it is",
     "stock-accumulate": "TRL, one completion at a time",
-    "shared": "prefix sharing, two at a time",
+    "stock-compact": "TRL, logits of completions only",
+    "shared-accumulate": "prefix sharing, two at a time",
 }
 DEVICE_WORDS = {"cuda": "GPU", "cpu": "CPU"}
 LOST = "\N{DAGGER}"  # marks a figure whose run lost its sampler

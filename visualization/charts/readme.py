@@ -1,4 +1,4 @@
-"""The chart that a first reader sees: TRL as it is, one completion at a time, and prefix sharing."""
+"""The chart that a first reader sees: TRL as it is, in two cheaper ways, and with prefix sharing."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from visualization.runs import IN_SHORT, Run, describe, footnotes, in_short
 
 
 def readme(runs: Sequence[Run]) -> Figure | None:
-    """Peak above the start level against the seconds of a step at k = 8. None unless all three arms finished."""
+    """Peak above the start level against the seconds of a step at k = 8. None unless all its arms finished."""
     table = in_short(runs)
     if not all(cell and cell.values("step_seconds_median") and cell.values("above_start_bytes") for cell in table):
         return None

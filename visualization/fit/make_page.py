@@ -1,9 +1,10 @@
 """docs/fit.html: which training fits which card, in one file that needs nothing else, made of docs/fit.json.
 
-    python -m visualization.fit.make_page [--data docs/fit.json] [--out docs/fit.html] [--compared FILE]
+    python -m visualization.fit.make_page [--data FIT.json] [--out FIT.html] [--compared FILE] [--results DIR]
 
 The data are sums that `python -m experiments.plan.fit_data` fits to the planner's simulations, and FILE is what
-`python -m experiments.plan.fit_check` found when it compared them with the planner, if it did.
+`python -m experiments.plan.fit_check` found when it compared them with the planner, if it did. DIR has one folder a
+machine, with what `python -m experiments.evidence.planner_check` measured there beside what the planner predicts.
 """
 
 import argparse
@@ -13,17 +14,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 
+import pandas as pd
+
 from visualization.charts.plan import KINDS
 from visualization.files import LoadError, read_json, read_rows, run_cli
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent.parent / "docs"
-COMPARED = DOCS.parent / "results" / "plans" / "fit_check.csv"
+RESULTS = DOCS.parent / "results"
+COMPARED = RESULTS / "plans" / "fit_check.csv"
 REMEDY = "make it with python -m experiments.plan.fit_data"
-NEEDED = (
-    "versions", "measured_over_predicted", "reserve_bytes", "first_room", "per_pass", "least", "most", "trained",
-    "models",
-)  # fmt: skip
+NEEDED = ("versions", "reserve_bytes", "first_room", "per_pass", "least", "most", "trained", "models")
 OF_A_MODEL = ("name", "weights", "largest_layer", "other_weights", "positions", "window", "experts", "trained")
 PHASES = ("load", "generate", "score", "train", "optimizer")
 ARMS = {"stock", "stock-accumulate", "shared"}
@@ -102,9 +103,23 @@ def comparison(path: Path, data: dict) -> dict | None:
     return {"choices": len(rows), "apart": max(apart)} if len(rows) else None
 
 
-def page(data: dict, compared: dict | None = None) -> str:
+def measured_over_predicted(results: Path) -> dict:
+    """Peaks that were measured over those that were predicted: the smallest and the largest ratio on all machines, how
+    many, and on what. Raises LoadError if there are none."""
+    program, numbers = "experiments.evidence.planner_check", ("measured_bytes", "predicted_bytes")
+    tables = [read_rows(path, numbers, program) for path in sorted(results.glob("*/plan_check.csv"))]
+    if not tables:
+        raise LoadError(f"{results}: no folder in it has a plan_check.csv; run python -m {program}")
+    rows = pd.concat(tables)
+    ratios = rows.measured_bytes / rows.predicted_bytes
+    devices = " and a ".join(sorted(rows.device_kind.str.upper().replace("CUDA", "GPU").unique()))
+    return {"low": ratios.min(), "high": ratios.max(), "peaks": len(rows), "on": devices}
+
+
+def page(data: dict, measured: dict, compared: dict | None = None) -> str:
     """The page as HTML."""
-    text = json.dumps({**data, "compared": compared, "kinds": list(KINDS)}, separators=(",", ":"))
+    data = {**data, "measured_over_predicted": measured, "compared": compared, "kinds": list(KINDS)}
+    text = json.dumps(data, separators=(",", ":"))
     return Template((HERE / "fit.html").read_text()).substitute(
         style=(HERE / "fit.css").read_text() + colours(),
         data=text.replace("<", "\\u003c"),  # no tag of the page's own
@@ -121,9 +136,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, default=DOCS / "fit.json")
     parser.add_argument("--out", type=Path, default=DOCS / "fit.html")
     parser.add_argument("--compared", type=Path, default=COMPARED)
+    parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
-    data = checked(args.data)
-    args.out.write_text(page(data, comparison(args.compared, data)), encoding="utf-8")
+    data, measured = checked(args.data), measured_over_predicted(args.results)
+    args.out.write_text(page(data, measured, comparison(args.compared, data)), encoding="utf-8")
     print(f"{args.out}: {len(data['models'])} models, {args.out.stat().st_size / 1e6:.1f} MB")
     return 0
 

@@ -1,4 +1,4 @@
-"""What a first reader needs: three ways to train with k = 8, in words."""
+"""What a first reader needs: ways to train with k = 8, in words."""
 
 from collections.abc import Sequence
 
