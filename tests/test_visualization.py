@@ -19,6 +19,7 @@ from visualization import create_charts, tables
 from visualization.charts import plan
 from visualization.charts.audit import audit
 from visualization.charts.convergence import convergence
+from visualization.charts.frontier import frontier
 from visualization.charts.peak_comparison import peak_comparison
 from visualization.charts.phase_peaks import phase_peaks
 from visualization.charts.readme import readme
@@ -541,6 +542,15 @@ def test_summary_says_four_ways_in_words_and_so_does_its_chart(tmp_path):
     (machine / "shared-accumulate_bench_k8_r0").rename(tmp_path / "gone")
     assert "| prefix sharing, two at a time | not run |  |  |" in tables.render("summary", machine, "bench")
     assert readme(load_machine(machine)) is None
+
+
+def test_names_of_points_in_one_place_stand_apart(tmp_path):
+    machine = tmp_path / "here"
+    for arm in ("stock", "stock-accumulate", "shared", "shared-accumulate"):
+        write_run(machine, arm, 8, above=GIB, step_seconds_median=20.0, scale="bench")
+    figure = frontier(load_machine(machine))
+    (axes,) = figure.axes
+    assert len({text.get_position() for text in axes.texts}) == len(axes.texts) == 4
 
 
 def test_seconds_come_from_the_runs_that_are_there_for_them(tmp_path):

@@ -28,9 +28,20 @@ def frontier(runs: Sequence[Run]) -> Figure | None:
 
 def draw_points(axes: Axes, table: Sequence[Cell], names: Mapping[str, str]) -> None:
     """One point a cell with its name beside it: median, bars over the repeats. Axes start at nothing."""
-    for number, cell in enumerate(table):
+    points = [(median(cell.values("step_seconds_median")), median(cell.values("above_start_bytes"))) for cell in table]
+    most = [max(values) for values in zip(*points, strict=True)]
+    named: list[tuple[tuple[float, float], int]] = []  # points and how far above them their names stand
+    for cell, point in zip(table, points, strict=True):
         seconds, peaks = cell.values("step_seconds_median"), [x / GIB for x in cell.values("above_start_bytes")]
-        x, y = median(seconds), median(peaks)
+        x, y = point[0], point[1] / GIB
+        near = [
+            height
+            for other, height in named
+            if all(abs(a - b) < 0.05 * top for a, b, top in zip(point, other, most, strict=True))
+        ]
+        # Neighbors in the table are often neighbors here: their names go above and below
+        heights = (7, -14, 19, 31) if len(named) % 2 == 0 else (-14, 7, 19, 31)
+        named.append((point, next((height for height in heights if height not in near), heights[0])))
         axes.errorbar(
             x,
             y,
@@ -41,11 +52,10 @@ def draw_points(axes: Axes, table: Sequence[Cell], names: Mapping[str, str]) -> 
             markersize=9,
             capsize=3,
         )
-        # Neighbors in the table are often neighbors here: their names go above and below
         axes.annotate(
             names[cell.arm],
             (x, y),
-            xytext=(7, -14 if number % 2 else 7),
+            xytext=(7, named[-1][1]),
             textcoords="offset points",
             fontsize=9,
             color=style.colour(cell.arm),
