@@ -64,6 +64,11 @@ class Arm:
     accumulate: bool = False  # micro-batches of few completions, gradients accumulated over the batch
     shares_prefix: bool = False  # the prompt computed once, the completions in passes of some
 
+    @property
+    def in_passes(self) -> bool:
+        """Whether one micro-batch goes through the model in several passes."""
+        return self.shares_prefix and not self.accumulate
+
     def completions_per_forward(self, batch: int) -> int:
         """How many completions go through the model together, unless a run asks for another number."""
         if self.shares_prefix:
@@ -87,14 +92,7 @@ ARMS = {
         Arm("stock-accumulate", "current", (), "TRL 1.16.0 untouched, one completion a pass", accumulate=True),
         Arm("stock-compact", "current", None, "the same with the compact LM head alone: prefix sharing off"),
         Arm("shared", "current", None, "TRL 1.16.0 + prefix sharing, N completions a pass", shares_prefix=True),
-        Arm(
-            "shared-accumulate",
-            "current",
-            None,
-            "TRL 1.16.0 + prefix sharing, N completions a micro-batch",
-            accumulate=True,
-            shares_prefix=True,
-        ),
+        Arm("shared-accumulate", "current", None, "the same, N a micro-batch", accumulate=True, shares_prefix=True),
     )
 }
 
@@ -291,10 +289,8 @@ def check(config: RunConfig) -> None:
         )
     if arm.shares_prefix and arm.accumulate and k % config.completions_per_forward:
         fitting = max(rows for rows in range(1, config.completions_per_forward) if k % rows == 0)
-        raise ConfigError(
-            f"--completions-per-forward {config.completions_per_forward}: micro-batches of {arm.name} must divide "
-            f"k={k}; use {fitting}"
-        )
+        given = f"--completions-per-forward {config.completions_per_forward}"
+        raise ConfigError(f"{given}: micro-batches of {arm.name} must divide k={k}; use {fitting}")
     if config.lora_rank and arm.line == "classic":
         current = ", ".join(name for name, other in ARMS.items() if other.line == "current")
         raise ConfigError(

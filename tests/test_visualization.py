@@ -570,7 +570,8 @@ def test_seconds_come_from_the_runs_that_are_there_for_them(tmp_path):
     )
     assert summary.count("Seconds are those of other runs") == 1 and "| 71.0 | 1.00 |" in phases
     left = {run.run_id for run in load_machine(machine) if run.scale == "bench-time"}
-    assert left == {"shared-accumulate_bench-time_k8_r0", "stock_bench-time_k4_r0"}
+    apart = {"shared-accumulate_bench-time_k8_r0", "stock_bench-time_k4_r0"}
+    assert left == apart, "nothing is dropped without a word"
     assert "Seconds are those of other runs" in " ".join(texts(readme(load_machine(machine))))
 
 

@@ -79,25 +79,36 @@ def run(argv: list[str] | None) -> int:
     here = place(args)
     (here.folder / "families").mkdir(exist_ok=True)
     use_fork(ARMS["shared"])
-    for number, family in enumerate(families, start=1):
+    tables = {family: table_of(family, here, args.fresh) for family in families}
+    peaks = {}
+    for family, table in tables.items():  # all before any time
+        if table.missing(WAYS, args.repeats):
+            print(f"{family}: peaks", flush=True)
+            group, high_water = group_of(family), HighWater("cpu")
+            peaks[family] = {way: group.peaks(way, high_water) for way in WAYS}
+    keep_freed_memory()
+    for number, (family, table) in enumerate(tables.items(), start=1):
         print(f"{family}, {number} of {len(families)}", flush=True)
-        measure(family, here, args.repeats, args.fresh)
+        measure(family, table, args.repeats, peaks.get(family, {}))
     return 0
 
 
-def measure(family: str, here: Place, repeats: int, fresh: bool) -> None:
-    """Brings results/<machine>/families/<family>.csv to `repeats` rows of each way, and prints their medians."""
+def table_of(family: str, here: Place, fresh: bool) -> Table:
+    """results/<machine>/families/<family>.csv"""
     sizes = SIZES[family]
     facts = {"family": family, "prompt_tokens": sizes.prompt, "completion_tokens": sizes.completion, "k": sizes.k}
-    path = here.folder / "families" / f"{family}.csv"
-    table = Table(path, COLUMNS, {**facts, **here.facts}, fresh)
+    return Table(here.folder / "families" / f"{family}.csv", COLUMNS, {**facts, **here.facts}, fresh)
+
+
+def group_of(family: str) -> Group:
+    return Group(build_model(family), VOCAB, SIZES[family], IMAGE if family == "images" else None)
+
+
+def measure(family: str, table: Table, repeats: int, peaks: dict[str, dict]) -> None:
+    """Brings the table to `repeats` rows of each way, and prints their medians."""
     missing = table.missing(WAYS, repeats)
     if missing:
-        image = IMAGE if family == "images" else None
-        group, high_water = Group(build_model(family), VOCAB, sizes, image), HighWater("cpu")
-        print("first the peaks of each way", flush=True)
-        peaks = {way: group.peaks(way, high_water) for way in WAYS}
-        keep_freed_memory()
+        group = group_of(family)
         group.train("shared")  # warms up, as the next
         group.train("whole")
         truth = group.gradient()
@@ -117,7 +128,7 @@ def measure(family: str, here: Place, repeats: int, fresh: bool) -> None:
             f"{x} {medians[f'{x}_seconds']:6.2f} s, {medians[f'{x}_peak_bytes'] / 2**20:6.0f} MiB" for x in PHASES
         )
         print(f"{way:9} {phases}   {medians['images_encoded']:.0f} images")
-    print(os.path.relpath(path))
+    print(os.path.relpath(table.path))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -89,8 +89,7 @@ def harness_record(folder: Path, record: dict) -> Run:
     arm, config = ARMS[record["arm"]], record["config"]
     if arm.line != "current":
         raise ConfigError(f"{folder} is a run of {arm.name}: the planner knows today's trainer only; use --arm stock")
-    in_passes = arm.shares_prefix and not arm.accumulate
-    rows = record["batch"] if in_passes else record["completions_per_forward"]
+    rows = record["batch"] if arm.in_passes else record["completions_per_forward"]
     settings = {
         "dtype": "float32" if config["precision"] == "bf16" else config["precision"],
         "bf16": config["precision"] in ("bf16", "bfloat16"),
@@ -106,7 +105,7 @@ def harness_record(folder: Path, record: dict) -> Run:
     }
     if arm.shares_prefix:
         settings["prefix_sharing"] = True
-    if in_passes:
+    if arm.in_passes:
         settings["completions_per_forward"] = record["completions_per_forward"]
     if rank := config.get("lora_rank", 0):
         settings |= {"use_peft": True, "lora_r": rank, "lora_target_modules": "all-linear", "lora_dropout": 0.0}

@@ -82,7 +82,7 @@ def build_current(config: RunConfig, policy_path: str, reward_path: str, tokeniz
     rows, sharing = config.completions_per_forward, {}
     if (arm := ARMS[config.arm]).shares_prefix:  # fields that upstream does not have
         sharing = dict(prefix_sharing=True)
-        if not arm.accumulate:
+        if arm.in_passes:
             rows, sharing = config.batch, sharing | dict(completions_per_forward=rows)
     arguments = RLOOConfig(
         **common_arguments(config),
