@@ -18,5 +18,5 @@ suite --scale bench --arms stock-compact --k 2,4,16 "$@"
 suite --scale bench --arms shared,shared-accumulate --k 2,4,16,32,64 "$@"
 # A reward that can be learned, 30 updates, same seed: training is not harmed
 suite --arms stock,shared,shared-accumulate --scale learn --k 4 "$@"
-./visualize_results.sh
+./visualize_results.sh "$(.venv/bin/python -m experiments.suite --arms stock --k 4 "$@" --print-folder)"
 exit "$worst"

@@ -61,9 +61,13 @@ def run(argv: list[str] | None) -> int:
     parser.add_argument("--fresh", action="store_true", help="repeat runs that are already finished")
     parser.add_argument("--timeout", type=number, default=3600, help="seconds after which one run is stopped")
     parser.add_argument("--minutes", type=number, help="begin no run after that; the same command goes on later")
+    parser.add_argument("--print-folder", action="store_true", help="print where the runs would go, and run nothing")
     add_options(parser, OPTIONS)
     args = parser.parse_args(argv)
     plan, machine = make_plan(args)
+    if args.print_folder:
+        print(machine)
+        return 0
     make_writable(machine)
     return run_plan(plan, machine, args.fresh, args.timeout, args.minutes)
 
