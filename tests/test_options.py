@@ -71,7 +71,7 @@ def test_every_option_is_in_the_tables(capsys):
         options = {
             word.strip("[],;") for word in capsys.readouterr().out.split() if word.strip("[],;").startswith("--")
         }
-        assert options - {"--help", "--fresh"} == set(table) - {"--no-such-option"}
+        assert options - {"--help", "--fresh", "--print-folder"} == set(table) - {"--no-such-option"}
 
 
 def test_the_limits_themselves_are_accepted():
