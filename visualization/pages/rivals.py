@@ -177,7 +177,7 @@ def decoding_table(folder: Path) -> str:
     by = ["model", "prompt_tokens", "completion_tokens", "k"]
     seconds = rows.groupby([*by, "way"]).generate_seconds.median().unstack("way")
     table = [
-        [model, f"{prompt:,}", f"{completion:,}", f"{k}", f"{row.whole:.1f}", f"{row.shared:.1f}"]
+        [model, f"{prompt:,}", f"{completion:,}", f"{k}", f"{row.whole:.2f}", f"{row.shared:.2f}"]
         + [f"{row.whole / row.shared:.2f} x"]
         for (model, prompt, completion, k), row in seconds.iterrows()
     ]
