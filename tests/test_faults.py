@@ -61,11 +61,12 @@ def start(tmp_path):
 
 
 def running(folder):
-    """The processes that run or sample into `folder`."""
-    found = []
-    for process in psutil.process_iter(["cmdline", "status"]):
+    """The processes that run or sample into `folder`. A suite's run does not name it in its command line."""
+    found, run = [], read_record(folder)["pid"]
+    for process in psutil.process_iter(["pid", "cmdline", "status"]):
         words = " ".join(process.info["cmdline"] or ())
-        if str(folder.parents[1]) in words and process.info["status"] != psutil.STATUS_ZOMBIE:
+        alive = process.info["status"] != psutil.STATUS_ZOMBIE
+        if alive and (process.info["pid"] == run or str(folder.parents[1]) in words):
             found.append(words)
     return found
 

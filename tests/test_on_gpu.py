@@ -184,6 +184,18 @@ def test_an_archive_stays_below_its_limit_and_names_what_is_left_out(tmp_path):
         archive.unpack(tmp_path / "half.tar.gz", tmp_path / "home")
 
 
+@pytest.mark.parametrize("name", ("../out.csv", "/tmp/out.csv", "x/../../out.csv", "x/link.csv"))
+def test_an_archive_writes_nothing_outside_the_results(name, tmp_path):
+    entry = tarfile.TarInfo(name)
+    if "link" in name:
+        entry.type, entry.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    with tarfile.open(tmp_path / "out.tar.gz", "w:gz") as packed:
+        packed.addfile(entry)
+    with pytest.raises(ConfigError, match="is no file below"):
+        archive.unpack(tmp_path / "out.tar.gz", tmp_path / "home")
+    assert not (tmp_path / "home").exists()
+
+
 def test_all_that_only_a_gpu_can_show_is_planned_in_order(tmp_path):
     plan = items.on_cuda(tmp_path / "predictions.json")
     names = [item.name for item in plan]

@@ -99,5 +99,5 @@ def test_the_table_of_generation_shows_medians_and_who_is_faster(tmp_path):
         for repeat in range(3)
     ]
     write_csv(tmp_path / "decoding.csv", decoding.COLUMNS, rows)
-    assert "| wide | 8,000 | 64 | 32 | 9.0 | 3.0 | 3.00 x |" in decoding_table(tmp_path)
+    assert "| wide | 8,000 | 64 | 32 | 9.00 | 3.00 | 3.00 x |" in decoding_table(tmp_path)
     assert "median of 3 alternating repeats" in decoding_table(tmp_path)

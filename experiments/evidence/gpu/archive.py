@@ -62,9 +62,13 @@ def unpack(archive: Path, results: Path) -> list[str]:
     """Put what `pack` wrote below `results`. Returns the names of the machines. Raises `ConfigError`."""
     try:
         with tarfile.open(archive) as opened:
-            names = opened.getnames()
-            results.mkdir(parents=True, exist_ok=True)
-            opened.extractall(results, filter="data")
+            entries = opened.getmembers()
+            for entry in entries:
+                path = results / entry.name
+                if not entry.isfile() or ".." in path.parts or entry.name.startswith("/"):
+                    raise tarfile.TarError(f"{entry.name} is no file below {results}")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(opened.extractfile(entry).read())
     except (OSError, EOFError, tarfile.TarError) as error:
         raise ConfigError(f"cannot unpack {archive} ({error}); give the archive that `run --out` wrote") from None
-    return sorted({name.split("/")[0] for name in names})
+    return sorted({entry.name.split("/")[0] for entry in entries})
