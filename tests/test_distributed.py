@@ -4,7 +4,6 @@ The processes have different numbers of tokens, of distinct prompts and of promp
 sharded weights every pass is a collective, so one pass too few on one process is a deadlock."""
 
 import json
-import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -99,24 +98,19 @@ def launch(arm, runs, folder):
     choice = ["--no-patches"] if arm == "untouched" else []
     build = [sys.executable, str(ROOT / "trl" / "fork.py"), "build", "current", str(trl), *choice]
     subprocess.run(build, check=True, capture_output=True, timeout=120)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        str(PROBE),
-        str(folder),
-        arm,
-        json.dumps(runs),
-    ]
-    # About 5 s a run alone; other tests share the cores
-    _, output = two_processes.run(command, 120 + 40 * len(runs), PYTHONPATH=str(trl), DS_ACCELERATOR="cpu")
-    done = re.findall(r"done: (\S+)", output)  # anywhere in a line: two processes write into one pipe
-    expected = [run["name"] for run in runs]
-    # Not the exit status: gloo can abort when one process has left and the other one is about to
-    assert done == expected, f"{arm}: of {expected} only {done} ended\n{output[-4000:]}"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    missing = runs
+    for _ in range(2):
+        command = [*launcher, str(PROBE), str(folder), arm, json.dumps(missing)]
+        # About 5 s a run alone; other tests share the cores
+        _, output = two_processes.run(command, 120 + 40 * len(missing), PYTHONPATH=str(trl), DS_ACCELERATOR="cpu")
+        # Not the exit status: gloo can abort when one process has left and the other one is about to
+        missing = [run for run in missing if not (folder / f"{run['name']}-{arm}.pt").exists()]
+        # Seen once in some fifty launches, with untouched TRL: a process aborts amid a run. What is missing runs again
+        if not missing or "(SIGABRT)" not in output:
+            break
+    missing = [run["name"] for run in missing]
+    assert not missing, f"{arm}: {missing} did not end\n{output[:4000]}\n...\n{output[-4000:]}"
 
 
 def check(runs, folder):

@@ -222,8 +222,8 @@ def main():
         name = run.pop("name")
         result = train(folder, tokenizer, **run)
         if dist.get_rank() == 0:
-            torch.save(result, folder / f"{name}-{arm}.pt")
-            print("done:", name, flush=True)
+            torch.save(result, folder / "result.part")
+            (folder / "result.part").rename(folder / f"{name}-{arm}.pt")  # a file of that name is whole
     dist.barrier()
     dist.destroy_process_group()
 
