@@ -4,7 +4,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -143,6 +143,21 @@ def test_a_training_that_does_not_fit_is_refused_with_settings_that_do(here, pol
         fits = max(record["predicted_peaks"].values()) <= limit
         assert fits == (words != ["--anyway"]), words
         assert re.search(r"\npeak .*; predicted for it [\d.]+ of tensors\n", out), out
+
+
+@pytest.mark.torch
+def test_a_training_is_not_refused_where_kernels_replace_what_is_predicted(
+    here, policy, planner, monkeypatch, capsys
+):
+    monkeypatch.setattr(gate, "available_bytes", lambda device: 2**20)
+    monkeypatch.setattr(gate, "kernels_here", lambda: "flash-linear-attention")
+    assert launch.main(TRAIN) == 2  # no layer with a state, so that says nothing
+    note = replace(gate_says(policy), note="with kernels other sizes")
+    monkeypatch.setattr(ask, "predict", lambda *args, **kwargs: note)
+    assert launch.main(TRAIN) == 0
+    out = capsys.readouterr().out
+    assert "memory  with kernels other sizes\n" in out
+    assert "memory  it may not fit; not refused, because flash-linear-attention can be here for that" in out
 
 
 def gate_says(policy):

@@ -1,5 +1,6 @@
 """The planner on models of other families than the built-in shapes."""
 
+import functools
 import json
 
 import pytest
@@ -79,11 +80,38 @@ def test_a_multimodal_class_takes_what_its_text_model_takes_and_the_weights_of_i
 
 
 @pytest.mark.torch
-def test_a_hybrid_is_refused_in_one_line(planned, tmp_path):
-    types = ["linear_attention", "full_attention"]
-    result = plan_of_tiny(planned, "qwen3_5_text", tmp_path, layer_types=types)
-    assert result.returncode == 2 and result.stderr.count("\n") == 1, result.stderr
-    assert "layers of type linear_attention" in result.stderr and "attends in every layer" in result.stderr
+@pytest.mark.parametrize("shape", ("qwen3.5-8-layers", "bamba-8-layers", "lfm2-8-layers"))
+def test_layers_with_a_state_are_planned_and_what_is_not_sure_is_said(planned, shape, tmp_path):
+    options = ("--model", shape, "--prompt", 48, "--completion", 16, "--k", 4, "--arms", "stock,shared")
+    result = planned(*options, "--json", tmp_path / "plan.json")
+    assert result.returncode == 0, result.stderr[-3000:]
+    stock, shared = json.loads((tmp_path / "plan.json").read_text())["predictions"]
+    saved = {
+        x["phase"]: x["total"] - y["total"] for x, y in zip(stock["phases"], shared["phases"], strict=True)
+    }  # of a prompt that is computed once
+    assert saved["train"] > 0 and saved["score"] >= 0 and abs(saved["load"]) < 1024
+    assert "with the kernels of flash-linear-attention, causal-conv1d, mamba-ssm they hold other" in result.stdout
+    assert "layers with a state" not in planned(*options, "--device", "cpu").stdout  # for which there are none
+
+
+@pytest.mark.torch
+def test_kernels_that_are_installed_stay_out_of_a_prediction(planned, monkeypatch):
+    """Kernels take no tensors without values: transformers' own code is planned in their place."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+
+    own = modeling_qwen3_5.torch_chunk_gated_delta_rule.__wrapped__
+    kernel = functools.wraps(own)(lambda *args, **kwargs: pytest.fail("the kernel ran"))
+    options = ("--model", "qwen3.5-8-layers", "--prompt", 32, "--completion", 8, "--k", 4, "--arms", "stock")
+    expected = planned(*options).stdout
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", kernel)
+    assert planned(*options).stdout == expected != ""
+
+
+@pytest.mark.torch
+def test_a_token_budget_is_planned_for_rows_of_different_lengths(planned, tmp_path):
+    result = plan_of_tiny(planned, "qwen3", tmp_path, "--tokens-per-forward", 300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert planned_arms(result) == ["stock", "stock-accumulate", "stock-tokens", "shared"]
 
 
 @pytest.mark.torch
@@ -103,6 +131,8 @@ PUBLISHED = {
     "qwen3-32b": 32.76, "qwen3-30b-a3b": 30.53, "qwen3-vl-8b": 8.77, "qwen2.5-1.5b": 1.54, "qwen2.5-7b": 7.62,
     "qwen2.5-14b": 14.77, "qwen2.5-vl-7b": 8.29, "llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21, "llama-3.1-8b": 8.03,
     "llama-3.3-70b": 70.55, "gemma-3-1b": 1.00, "gemma-3-4b": 4.30, "gemma-3-12b": 12.19, "gemma-3-27b": 27.43,
+    # 26.90, 8.95 and 4.21 of text; the pages' 9.65 of the 9B has a head for several tokens, which is not trained
+    "qwen3.5-27b": 26.90 + 0.46, "qwen3.5-9b": 8.95 + 0.46, "qwen3.5-4b": 4.21 + 0.45,
     "mistral-7b-v0.3": 7.25, "mistral-small-24b-2501": 23.57, "gpt-oss-20b": 20.91, "phi-4": 14.66, "smollm3-3b": 3.08,
 }  # fmt: skip
 
@@ -112,8 +142,7 @@ def test_built_in_shapes_have_as_many_weights_as_the_published_models(forked):
     result = forked("shape_weights")
     assert result.returncode == 0, result.stderr[-3000:]
     counted = {name: int(count) / 1e9 for name, count in map(str.split, result.stdout.splitlines())}
-    ours = {"tiny-qwen3", "qwen3-8-layers"}
-    assert {name: count for name, count in counted.items() if name not in ours} == {
+    assert {name: n for name, n in counted.items() if name != "tiny-qwen3" and "8-layers" not in name} == {
         name: pytest.approx(size, rel=5e-3) for name, size in PUBLISHED.items()
     }
 

@@ -24,6 +24,7 @@ from experiments.device import keep_freed_memory
 from experiments.evidence.common import FACTS, Parser, Place, Table, place, whole, words
 from experiments.evidence.group import PHASE_COLUMNS, PHASES, WAYS, Group, Image, Sizes
 from experiments.phases import HighWater
+from experiments.workload.models import shape_config
 
 COLUMNS = (
     "way", "repeat", *PHASE_COLUMNS, "images_encoded", "gradient_difference", "family", "prompt_tokens",
@@ -32,6 +33,7 @@ COLUMNS = (
 VOCAB, LAYERS, HIDDEN = 32_000, 8, 256
 IMAGE = Image(side=64, token=3)
 TEXT = 200
+SHAPES_OF = {"gated-deltanet": "qwen3.5-8-layers", "mamba-2": "bamba-8-layers"}
 SIZES = {
     "gated-deltanet": Sizes(3000, 100, 8),
     "mamba-2": Sizes(3000, 100, 8),
@@ -49,16 +51,8 @@ def build_model(family: str):
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, num_hidden_layers=LAYERS,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=8192,
     )  # fmt: skip
-    if family == "gated-deltanet":
-        heads = dict(
-            linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=64, linear_value_head_dim=64
-        )
-        config = CONFIG_MAPPING["qwen3_5_text"](**width, **heads, head_dim=64)
-        return AutoModelForCausalLM.from_config(config)
-    if family == "mamba-2":
-        heads = dict(mamba_n_heads=8, mamba_d_head=64, mamba_d_state=64, mamba_n_groups=1)
-        config = CONFIG_MAPPING["bamba"](**width, **heads, attn_layer_indices=[3, 7])
-        return AutoModelForCausalLM.from_config(config)
+    if family in SHAPES_OF:
+        return AutoModelForCausalLM.from_config(shape_config(SHAPES_OF[family], VOCAB))
     # As in Qwen2.5-VL 3B, the tower has about three quarters of the text model's multiplications on such a prompt
     vision = dict(
         depth=2, fullatt_block_indexes=[1], hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, out_hidden_size=HIDDEN,

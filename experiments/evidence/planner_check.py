@@ -45,6 +45,13 @@ COLUMNS = (
 PHASES = ("generate", "score", "train", "optimizer")
 # (shape, vocabulary, prompt, completion): large enough that tensors, not bookkeeping, are what is counted
 WORKLOADS = {"cpu": ("qwen3-8-layers", 8000, 256, 24), "cuda": ("qwen3-0.6b", 151_936, 3000, 256)}
+# Shapes of models with a state in three of four layers, by the last word of a case
+WITH_STATES = {"deltanet": "qwen3.5-8-layers", "mamba2": "bamba-8-layers", "conv": "lfm2-8-layers"}
+
+
+def shape_of(case: str, device: str) -> str:
+    """The built-in shape that a case trains."""
+    return WITH_STATES.get(case.rpartition("-")[2], WORKLOADS[device][0])
 
 
 def cases(device: str) -> dict[str, Setup]:
@@ -65,6 +72,7 @@ def cases(device: str) -> dict[str, Setup]:
         "stock-k8-offload-activations": replace(half, activation_offloading=True),
         "shared-k8-offload-activations": replace(half, activation_offloading=True).arm("shared"),
     }
+    few = replace(base, max_completion_length=8)  # in PyTorch, a state takes many small operations a token
     return (on_gpu if device == "cuda" else {}) | {
         "stock-k4": base.with_k(4),
         "stock-k8": base,
@@ -96,6 +104,14 @@ def cases(device: str) -> dict[str, Setup]:
         "stock-k8-reward": replace(half, reward_model="policy"),
         "shared-k8-reward": replace(base, reward_model="policy").arm("shared"),
         "shared-generate-each": replace(base, gradient_accumulation_steps=2).arm("shared"),
+        "stock-k8-deltanet": few,
+        "shared-k8-deltanet": few.arm("shared"),
+        "shared-parts-deltanet": replace(few.with_rows(2), prefix_sharing=True),
+        "shared-k8-lora-deltanet": replace(few, dtype="bfloat16", bf16=True, lora_rank=16).arm("shared"),
+        "stock-k8-mamba2": few,
+        "shared-k8-mamba2": few.arm("shared"),
+        "stock-k8-conv": few,
+        "shared-k8-conv": few.arm("shared"),
     }
 
 
@@ -173,7 +189,7 @@ def run(argv: list[str] | None) -> int:
     rows = read_rows(path, COLUMNS)
     there = set() if args.fresh else {row["case"] for row in rows if is_same(row, here.facts)}
     use_fork(ARMS["shared"])
-    shape, vocab_size, _, _ = WORKLOADS[here.device]
+    vocab_size = WORKLOADS[here.device][1]
     documents = data.load_documents("builtin")
     tokenizer = models.build_tokenizer(documents, vocab_size)
     print(f"{'case, GiB predicted / measured':32}" + "".join(f"{phase:>22}" for phase in PHASES))
@@ -182,7 +198,7 @@ def run(argv: list[str] | None) -> int:
             if time.monotonic() + took > deadline:
                 print(f"{name}: not begun after --minutes {args.minutes:g}; the same command goes on from here")
                 return EXIT_TIME
-            begun = time.monotonic()
+            begun, shape = time.monotonic(), shape_of(name, here.device)
             facts = {
                 "case": name,
                 "shape": shape,

@@ -10,6 +10,7 @@ from experiments.plan import ask
 from experiments.plan.calibration import CalibratedPeak, Calibration, file_of, load, range_in_words
 from experiments.plan.options import reserve_of
 from experiments.plan.predict import PredictedPeak
+from experiments.plan.recurrent import kernels_here
 from experiments.settings.arguments import LaunchArguments
 
 
@@ -70,7 +71,12 @@ def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source:
         print(f"memory  {line}", flush=True)
     if expected.range and expected.range[2] > limit:
         print(f"memory  it may not fit: {range_in_words(expected.phases, calibration)}", flush=True)
-    if peak.total > limit and not launch.anyway:
+    if expected.note:
+        print(f"memory  {expected.note}", flush=True)
+    uncertain = expected.note and kernels_here()
+    if peak.total > limit and uncertain:
+        print(f"memory  it may not fit; not refused, because {uncertain} can be here for that", flush=True)
+    elif peak.total > limit and not launch.anyway:
         print("memory  looking for a change that makes it fit: a minute or some", flush=True)
         remedy = ask.predict(settings, source, prompt_tokens, limit=limit, calibration=calibration, **where).remedy
         doctor = f"python -m experiments.plan.doctor --profile {profile} --model {source} --prompt {prompt_tokens}"

@@ -36,6 +36,7 @@ from experiments.plan.options import (
     setup_from,
 )
 from experiments.plan.predict import Prediction, largest_that_fits, predict_all
+from experiments.plan.recurrent import note
 from experiments.plan.setups import ARM_NAMES, LARGEST, Setup, check
 from experiments.settings.profiles import load_profile
 
@@ -157,6 +158,8 @@ def run(args: argparse.Namespace) -> int:
         print(words)
     for line in calibration.said_of({p.arm: p.phases for p in predictions}) if calibration else ():
         print(line)
+    if words := note(hf_config, setup.device):
+        print(words)
     if (profile or {}).get("use_vllm"):
         print("use_vllm: what the engine keeps is not predicted; generate is transformers' own")
     for arm in [prediction.arm for prediction in predictions] if args.largest else ():

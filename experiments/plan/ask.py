@@ -41,11 +41,13 @@ class Remedy:
 @dataclass(frozen=True)
 class Expected:
     """The predicted peak of each phase of a step, and with a `limit` that it exceeds the change that the doctor would
-    try first of those that make it fit alone. With a calibration, phases that it corrects are `CalibratedPeak`s."""
+    try first of those that make it fit alone. With a calibration, phases that it corrects are `CalibratedPeak`s. What
+    is not sure of it, if anything, is in `note` (`experiments.plan.recurrent`)."""
 
     phases: tuple[PredictedPeak, ...]
     remedy: Remedy | None = None
     calibration: Calibration | None = None
+    note: str | None = None
 
     @property
     def peak(self) -> PredictedPeak:
@@ -108,7 +110,7 @@ def predict(
     answer = json.loads(result.stdout.splitlines()[-1])
     remedy = Remedy(**answer["remedy"]) if answer["remedy"] else None
     phases = (CalibratedPeak(**phase) if "low" in phase else PredictedPeak(**phase) for phase in answer["phases"])
-    return Expected(tuple(phases), remedy, calibration)
+    return Expected(tuple(phases), remedy, calibration, answer["note"])
 
 
 def in_its_own_process(asked: dict) -> subprocess.CompletedProcess:
@@ -177,6 +179,7 @@ def answer(asked: dict) -> int:
     from experiments.plan.options import model_config
     from experiments.plan.predict import predict_all
     from experiments.plan.records import config_from
+    from experiments.plan.recurrent import note
     from experiments.plan.setups import as_widened
     from experiments.plan.trl_settings import from_settings
 
@@ -191,7 +194,8 @@ def answer(asked: dict) -> int:
     (now,) = predict_all({"as it is": setup}, hf_config, lambda line: None, calibration)
     exceeds = asked["limit"] is not None and now.peak.total > asked["limit"]
     remedy = first_remedy(now, hf_config, asked["limit"], calibration) if exceeds else None
-    print(json.dumps({"phases": [asdict(peak) for peak in now.phases], "remedy": remedy and asdict(remedy)}))
+    phases = [asdict(peak) for peak in now.phases]
+    print(json.dumps({"phases": phases, "remedy": remedy and asdict(remedy), "note": note(hf_config, setup.device)}))
     return 0
 
 

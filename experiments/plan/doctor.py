@@ -32,6 +32,7 @@ from experiments.plan.options import (
 )
 from experiments.plan.predict import Prediction, predict, predict_all
 from experiments.plan.records import Run, read_run
+from experiments.plan.recurrent import note
 from experiments.plan.setups import Setup, check
 from experiments.plan.trl_settings import changes, with_changes
 from experiments.settings.profiles import dump_profile, load_profile, profile_path
@@ -172,6 +173,8 @@ def run(args: argparse.Namespace) -> int:
     explain(now, old.peaks if old else {}, budget)
     for line in calibration.said_of({"as it is": now.phases}) if calibration else ():
         print(line)
+    if words := note(hf_config, setup.device):
+        print(words)
     if settings.get("use_vllm"):
         print("use_vllm: what the engine keeps is not predicted; generate is transformers' own")
 

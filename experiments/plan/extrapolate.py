@@ -123,8 +123,8 @@ class Rounds:
 
     @classmethod
     def of(cls, hf_config, least: int) -> "Rounds | None":
-        """With at least so many layers. None where all must be simulated: they are few, or have weights of different
-        shapes."""
+        """With at least so many layers. None where all must be simulated: they are few, or the shapes of their
+        weights do not repeat."""
         text_config = hf_config.get_text_config()
         count = text_config.num_hidden_layers
         types = getattr(text_config, "layer_types", None) or ["full_attention"] * count
@@ -134,9 +134,10 @@ class Rounds:
         few = max(3 if length < 3 else 2, -(-least // length)) * length + count % length
         if few + few + length >= count:
             return None
-        layers = decoder_layers(meta_model(hf_config))
-        shapes = {tuple((name, p.shape) for name, p in layer.named_parameters()) for layer in layers}
-        return cls(few, few + length, count) if len(layers) == count and len(shapes) == 1 else None
+        shapes = shapes_of_layers(hf_config)
+        # With the first of these layers, the configuration must still make them: some have fields of their own
+        alike = shapes[length:] == shapes[:-length] and shapes_of_layers(with_layers(hf_config, few)) == shapes[:few]
+        return cls(few, few + length, count) if len(shapes) == count and alike else None
 
     def all_layers(self, few: dict, more: dict) -> dict[tuple, dict[str, int]]:
         """What is alive between events, see `Simulation.run`, with all layers, from what it is with few and more."""
@@ -268,11 +269,18 @@ def on_host(kinds: dict[str, int]) -> int:
     return kinds.get("host", 0)
 
 
+def shapes_of_layers(hf_config) -> list[tuple]:
+    """Names and shapes of the weights of each layer."""
+    layers = decoder_layers(meta_model(hf_config))
+    return [tuple((name, p.shape) for name, p in layer.named_parameters()) for layer in layers]
+
+
 def with_layers(hf_config, count: int):
     """The same configuration with the first `count` layers."""
     config = copy.deepcopy(hf_config)
     text_config = config.get_text_config()
     text_config.num_hidden_layers = count
-    if getattr(text_config, "layer_types", None):  # not every family has it
+    # Not every family has it, and of some it follows from the number of layers
+    if len(getattr(text_config, "layer_types", None) or ()) > count:
         text_config.layer_types = text_config.layer_types[:count]
     return config

@@ -113,7 +113,9 @@ def pretending(device: str, shapes, counted):
         patch(prefix_sharing.ReadPrefix, "allowed", without_values(allowed))
         for module in (prefix_sharing, shared_prefix):
             patch(module, "as_base_mask", without_values(module.as_base_mask))
-        patch(prefix_sharing, "error_of_passes", lambda model, passes: 0.0)  # it compares real numbers
+        # They compare real numbers
+        patch(prefix_sharing, "error_of_passes", lambda model, passes: 0.0)
+        patch(prefix_sharing, "ignores_state", lambda mixer, prefix, hidden_size: False)
         if device == "cuda":
             patch(torch.nn.functional, "dropout", dropout)
             kernels = {"_forward_kernel": NoKernel(), "_backward_kernel": NoKernel()}

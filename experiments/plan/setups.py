@@ -8,8 +8,6 @@ from experiments.config import ConfigError, choose
 # The arms of `experiments.config.ARMS` that the planner knows, and `stock-tokens`, which is the planner's alone: the
 # fork's token budget without sharing
 ARM_NAMES = ("stock", "stock-accumulate", "stock-tokens", "shared")
-# Recurrences and convolutions: PyTorch's own code for them takes another memory than the kernels of a GPU
-WITH_STATES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 LARGEST = {"k": "num_generations", "prompt": "prompt_tokens", "completion": "max_completion_length"}
 # Bytes of state a trained weight, by `optim`; None runs torch's own AdamW. 8 bits: one byte for each of two moments
 # and a float32 for 256 of them (bitsandbytes, arXiv 2110.02861). Adafactor: a row and a column of each matrix.
@@ -241,11 +239,6 @@ def check(setup: Setup, hf_config, called: dict[str, str] | None = None) -> None
             f"lora_dropout is {setup.lora_dropout}: completions that share a prompt would share its dropout; set 0.0"
         )
     text_config = hf_config.get_text_config()
-    if states := sorted(WITH_STATES.intersection(getattr(text_config, "layer_types", None) or ())):
-        wrong.append(
-            f"the model has layers of type {' and '.join(states)}, whose kernels keep what the planner does not know; "
-            "plan one of its size that attends in every layer"
-        )
     length, positions = setup.prompt_tokens + setup.max_completion_length, text_config.max_position_embeddings
     if length > positions:
         wrong.append(

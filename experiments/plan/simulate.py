@@ -18,12 +18,14 @@ from unittest import mock
 
 import torch
 from transformers import AutoModelForSequenceClassification, DynamicCache, GenerationConfig
+from transformers.cache_utils import DynamicLayer
 
 from experiments.config import ConfigError
 from experiments.plan.building import build, decoder_layers, quantize, weights_not_in_8_bits, with_adapters
 from experiments.plan.live_bytes import LiveBytes
 from experiments.plan.offloaded import offloaded
 from experiments.plan.passes import open_prefix_of, passes_of
+from experiments.plan.recurrent import operators_in_torch
 from experiments.plan.replaced import head_log_probs, pretending
 from experiments.plan.shapes_only import ShapesOnly
 from experiments.workload.models import named_config
@@ -51,7 +53,7 @@ class Simulation:
     """The phases of one step of `setup`, once the optimizer has its state, with every layer of `hf_config`."""
 
     def __init__(self, setup, hf_config):
-        self.setup, self.config = setup, hf_config
+        self.setup, self.config = setup, copy.deepcopy(hf_config)  # sharing is noted in a model's config
         self.memory = LiveBytes()
         self.shapes = ShapesOnly(self.memory)
         self.scores = ""  # `REFERENCE` while it does
@@ -68,7 +70,8 @@ class Simulation:
         begins. Without `passes`, only loading and generation."""
         events = {"before": lambda: self.event("head's backward"), "after": lambda: self.event("head's end")}
         marked = functools.partial(counted, self.memory, "logits", **events)
-        with pretending(self.setup.device, self.shapes, marked), self.shapes:
+        pretended = pretending(self.setup.device, self.shapes, marked)
+        with contextlib.ExitStack() as self.patches, pretended, self.shapes:
             with self.phase("load"), warnings.catch_warnings():
                 # Names that TRL and PEFT use; the new ones are not in transformers 5.17
                 warnings.simplefilter("ignore", FutureWarning)
@@ -153,10 +156,12 @@ class Simulation:
         setup = self.setup
         self.model, self.reference = build(setup, self.shapes, self.config), None
         self.backbone = self.model.base_model
+        for patch in operators_in_torch(self.model, self.shapes):
+            self.patches.enter_context(patch)
         if setup.lora_rank:
             self.model = with_adapters(self.model, setup, self.shapes)
         elif setup.beta:
-            self.reference = build(setup, self.shapes, self.config)
+            self.reference = build(setup, self.shapes, copy.deepcopy(self.config))
             self.memory.watch(self.reference, "host" if setup.offload_reference else "reference")
         self.freeze_what_text_does_not_reach()
         if setup.reward_model:
@@ -237,7 +242,8 @@ class Simulation:
         with self.memory.of_kind("KV cache"):
             for i, layer in enumerate(cache.layers):
                 self.event("grow", i)
-                if layer.keys is None:  # it attends to the keys of an earlier layer
+                # Not where it keeps a state, whatever the length, or attends to the keys of an earlier layer
+                if not isinstance(layer, DynamicLayer) or layer.keys is None:
                     continue
                 layer.keys, layer.values = (
                     x.new_empty(*x.shape[:2], min(x.shape[2] + steps, kept(layer)), x.shape[3])
@@ -262,14 +268,17 @@ class Simulation:
 
     def last_shared_token(self, past_key_values, **kwargs) -> None:
         """In place of transformers' `generate`, which the fork calls with its own cache."""
+        from trl.generation.shared_prefix import _SharedPrefixLayer
+
         setup, cache = self.setup, past_key_values
         rows, prefix = setup.generation_rows, setup.prompt_tokens - 1
         steps = max(setup.max_completion_length - 2, 1)
-        kind = type(cache.layers[0])
+        growing = [(i, layer) for i, layer in enumerate(cache.layers) if isinstance(layer, _SharedPrefixLayer)]
+        kind = _SharedPrefixLayer
         with mock.patch.object(kind, "make_room", counted(self.memory, "KV cache", kind.make_room)):
             self.decode_shared(rows, prefix, 1, cache)  # has the cache take what it keeps
         with self.memory.of_kind("KV cache"):
-            for i, layer in enumerate(cache.layers):
+            for i, layer in growing:
                 window = self.window(i)
                 while layer.num_steps < steps - 1:
                     if window is not None and prefix + layer.num_steps + 1 > window:
@@ -337,7 +346,7 @@ class Simulation:
         def forward(attention_mask, **kwargs):
             return backbone(attention_mask=self.causal_mask(*attention_mask.shape), **kwargs)
 
-        forward.get_input_embeddings = backbone.get_input_embeddings
+        forward.config, forward.get_input_embeddings = backbone.config, backbone.get_input_embeddings
         forward.is_gradient_checkpointing = backbone.is_gradient_checkpointing
         return forward
 

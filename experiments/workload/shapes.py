@@ -1,7 +1,7 @@
 """Shapes of models as published: the fields of their config.json that decide sizes.
 
-tiny-qwen3 is trl-internal-testing's tiny-Qwen3ForCausalLM, qwen3-8-layers is ours, the others are from the models' own
-config.json; a test holds their numbers of weights against the published ones.
+tiny-qwen3 is trl-internal-testing's tiny-Qwen3ForCausalLM, those of 8 layers are ours, the others are from the models'
+own config.json; a test holds their numbers of weights against the published ones.
 """
 
 
@@ -25,6 +25,10 @@ _LLAMA_SMALL = _LLAMA | {"rope_parameters": _LLAMA["rope_parameters"] | {"factor
 _MISTRAL = dict(
     model_type="mistral", num_key_value_heads=8, head_dim=128, sliding_window=None, max_position_embeddings=32_768,
 )  # fmt: skip
+_8_LAYERS = dict(
+    hidden_size=256, intermediate_size=768, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=32_768, tie_word_embeddings=False,
+)  # fmt: skip
 # Of the tower of Gemma 3's larger models
 _SIGLIP = dict(
     hidden_size=1152, intermediate_size=4304, num_hidden_layers=27, num_attention_heads=16, image_size=896,
@@ -44,6 +48,20 @@ def _shape(family: dict, hidden: int, intermediate: int, layers: int, heads: int
     }
 
 
+def _qwen3_5(hidden: int, intermediate: int, layers: int, heads: int, value_heads: int, tied: bool) -> dict:
+    text = dict(
+        vocab_size=248_320, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=4, head_dim=256, linear_num_key_heads=16,
+        linear_num_value_heads=value_heads, linear_key_head_dim=128, linear_value_head_dim=128,
+        max_position_embeddings=262_144, tie_word_embeddings=tied,
+    )  # fmt: skip
+    vision = dict(
+        depth=27, hidden_size=1152, intermediate_size=4304, num_heads=16, patch_size=16, out_hidden_size=hidden,
+        num_position_embeddings=2304,
+    )  # fmt: skip
+    return dict(model_type="qwen3_5", text_config=text, vision_config=vision, tie_word_embeddings=tied)
+
+
 def _gemma3(hidden: int, intermediate: int, layers: int, heads: int, key_heads: int, head_dim: int) -> dict:
     text = dict(
         vocab_size=262_208, max_position_embeddings=131_072, hidden_size=hidden, intermediate_size=intermediate,
@@ -60,10 +78,18 @@ SHAPES = {
         tie_word_embeddings=False,
     ),
     # Qwen3's proportions, small enough for two cores
-    "qwen3-8-layers": dict(
-        model_type="qwen3", vocab_size=151_936, hidden_size=256, intermediate_size=768, num_hidden_layers=8,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=32_768,
-        tie_word_embeddings=False,
+    "qwen3-8-layers": dict(_8_LAYERS, model_type="qwen3", vocab_size=151_936, head_dim=64),
+    # As narrow, with a state in three of four layers: Gated DeltaNet, Mamba-2, short convolutions
+    "qwen3.5-8-layers": dict(
+        _8_LAYERS, model_type="qwen3_5_text", vocab_size=248_320, head_dim=64, linear_num_value_heads=4,
+        linear_num_key_heads=2, linear_key_head_dim=64, linear_value_head_dim=64,
+    ),
+    "bamba-8-layers": dict(
+        _8_LAYERS, model_type="bamba", vocab_size=128_000, mamba_n_heads=8, mamba_d_head=64, mamba_d_state=64,
+        mamba_n_groups=1, attn_layer_indices=[3, 7],
+    ),
+    "lfm2-8-layers": dict(
+        _8_LAYERS, model_type="lfm2", vocab_size=65_536, layer_types=[*["conv"] * 3, "full_attention"] * 2,
     ),
     "qwen3-0.6b": _shape(_QWEN3, 1024, 3072, 28, 16, tied=True),
     "qwen3-1.7b": _shape(_QWEN3, 2048, 6144, 28, 16, tied=True),
@@ -100,6 +126,9 @@ SHAPES = {
             window_size=112, fullatt_block_indexes=[7, 15, 23, 31],
         ),
     ),
+    "qwen3.5-4b": _qwen3_5(2560, 9216, 32, 16, 32, tied=True),
+    "qwen3.5-9b": _qwen3_5(4096, 12_288, 32, 16, 32, tied=False),
+    "qwen3.5-27b": _qwen3_5(5120, 17_408, 64, 24, 48, tied=False),
     "llama-3.2-1b": _shape(_LLAMA_SMALL, 2048, 8192, 16, 32, tied=True, head_dim=64),
     "llama-3.2-3b": _shape(_LLAMA_SMALL, 3072, 8192, 28, 24, tied=True),
     "llama-3.1-8b": _shape(_LLAMA, 4096, 14_336, 32, 32, tied=False),

@@ -9,6 +9,8 @@ from experiments.config import ARMS
 
 use_fork(ARMS["shared"])
 
+from transformers import CONFIG_MAPPING  # noqa: E402
+
 from experiments.plan import extrapolate, fit_curves, simulate  # noqa: E402
 from experiments.plan.setups import Setup  # noqa: E402
 from experiments.workload import models  # noqa: E402
@@ -24,6 +26,13 @@ alternating.layer_types = [("sliding_attention", "full_attention")[i % 4 == 3] f
 alternating.sliding_window = 32
 two_kinds = extrapolate.with_layers(alternating, 2)
 two_kinds.layer_types, two_kinds.sliding_window = ["sliding_attention", "full_attention"], 512
+# A state in three of four layers, and one more at the end; in every layer
+states = models.shape_config("qwen3.5-8-layers", 4000)
+states.num_hidden_layers, states.layer_types = 25, (states.layer_types * 4)[:25]
+states_too = CONFIG_MAPPING["falcon_h1"](
+    vocab_size=4000, hidden_size=128, intermediate_size=256, num_hidden_layers=9, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=32, mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_d_state=32,
+)  # fmt: skip
 base = Setup(prompt_tokens=96, max_completion_length=16, num_generations=4, per_device_train_batch_size=4)
 many_passes = replace(base, device="cpu", max_completion_length=64).with_k(16)
 offloaded = replace(base, lora_rank=8, activation_offloading=True, max_completion_length=64)
@@ -42,6 +51,9 @@ setups = {
     ),
     "alternating": (base, alternating),
     "alternating-shared": (base.arm("shared"), alternating),
+    "states": (base, states),
+    "states-shared": (base.arm("shared"), states),
+    "states-in-every-layer": (base.arm("shared"), states_too),
     # What is highest behind an event is another allocation with many passes than with few
     "passes-windows": (
         replace(base, prompt_tokens=200, max_completion_length=3000, lora_rank=8).with_k(64).arm("shared"),
