@@ -146,9 +146,7 @@ def test_a_training_that_does_not_fit_is_refused_with_settings_that_do(here, pol
 
 
 @pytest.mark.torch
-def test_a_training_is_not_refused_where_kernels_replace_what_is_predicted(
-    here, policy, planner, monkeypatch, capsys
-):
+def test_a_training_is_not_refused_where_kernels_replace_what_is_predicted(here, policy, planner, monkeypatch, capsys):
     monkeypatch.setattr(gate, "available_bytes", lambda device: 2**20)
     monkeypatch.setattr(gate, "kernels_here", lambda: "flash-linear-attention")
     assert launch.main(TRAIN) == 2  # no layer with a state, so that says nothing
