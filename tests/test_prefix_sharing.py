@@ -136,6 +136,13 @@ def test_bad_input_is_refused_with_value_limit_and_remedy_and_leaves_the_attenti
         "embedding dropout": ["transformer.drop", "0.1"],
         "length-dependent rotary": ["dynamic", "prefix_sharing=False"],
         "prompt learning": ["PROMPT_TUNING"],
+        "residual dropout": ["self_attn` is 0.1", "disable_dropout=True"],
+        "router jitter": ["MixtralForCausalLM", "differ", "noise"],
+        "adapter left out at random": ["module_dropout", "0.5"],
+        "adapter that samples": ["differ", "noise"],
+        "adapter that mixes tokens": ["differ"],
+        "adapter for some tokens": ["aLoRA", "prefix_sharing=False"],
+        "beams in the model's config": ["num_beams=2", "generation config"],
         "whole rows, positions from the mask": ["OPTForCausalLM", "differ", "per_device_train_batch_size"],
         "whole rows, length-dependent rotary": ["dynamic", "per_device_train_batch_size"],
     }
@@ -148,6 +155,11 @@ def test_bad_input_is_refused_with_value_limit_and_remedy_and_leaves_the_attenti
             f"{trainer} uneven parts": ["(6)", "num_generations (4)", "multiple or a divisor"],
             f"{trainer} parts of an update": ["(2)", "gradient_accumulation_steps (1)", "num_generations (4)"],
             f"{trainer} reentrant": ["use_reentrant"],
+            f"{trainer} reentrant unsaid": ["({})", "'use_reentrant': False"],
+            f"{trainer} reentrant undecided": ["None", "'use_reentrant': False"],
+            f"{trainer} tokens reentrant unsaid": ["`tokens_per_forward`", "'use_reentrant': False"],
+            f"{trainer} noise on embeddings": ["neftune_noise_alpha"],
+            f"{trainer} guidance": ["guidance_scale=1.5"],
             f"{trainer} beams": ["num_beams=2"],
             f"{trainer} static cache": ["cache_implementation='static'"],
             f"{trainer} compile": ["torch_compile"],
@@ -160,6 +172,7 @@ def test_bad_input_is_refused_with_value_limit_and_remedy_and_leaves_the_attenti
         }
     for name in ("empty prompt, scored", "empty prompt, generated"):
         expected[name] = ["row 4", "empty", "Remove empty prompts"]
+    assert result["a check leaves no trace"]
     for name, parts in expected.items():
         assert result[name] and result[name].startswith("ValueError"), (name, result[name])
         assert all(part in result[name] for part in parts), (name, result[name])

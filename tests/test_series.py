@@ -34,6 +34,7 @@ ADDS = {
     "0015-prefix-sharing-gradients.patch": (set(), "prefix-sharing-gradients"),
     "0016-prefix-sharing-offloading.patch": (set(), "prefix-sharing-offloading"),
     "0017-prefix-sharing-micro-batches.patch": (set(), "prefix-sharing-micro-batches"),
+    "0018-prefix-sharing-checks.patch": (set(), "prefix-sharing-checks"),
 }
 # Words that stand nowhere in the package before their patch
 WORDS = {

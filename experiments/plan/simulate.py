@@ -18,10 +18,10 @@ from unittest import mock
 
 import torch
 from transformers import AutoModelForSequenceClassification, DynamicCache, GenerationConfig
-from transformers.cache_utils import DynamicLayer
 
 from experiments.config import ConfigError
 from experiments.plan.building import build, decoder_layers, quantize, weights_not_in_8_bits, with_adapters
+from experiments.plan.caches import attending, grow, grow_shared
 from experiments.plan.live_bytes import LiveBytes
 from experiments.plan.offloaded import offloaded
 from experiments.plan.passes import open_prefix_of, passes_of
@@ -240,17 +240,7 @@ class Simulation:
             self.decode(rows, prompt, attention_mask=mask, past_key_values=cache, logits_to_keep=1)
         del mask
         with self.memory.of_kind("KV cache"):
-            for i, layer in enumerate(cache.layers):
-                self.event("grow", i)
-                # Not where it keeps a state, whatever the length, or attends to the keys of an earlier layer
-                if not isinstance(layer, DynamicLayer) or layer.keys is None:
-                    continue
-                layer.keys, layer.values = (
-                    x.new_empty(*x.shape[:2], min(x.shape[2] + steps, kept(layer)), x.shape[3])
-                    for x in (layer.keys, layer.values)
-                )
-                if layer.is_sliding:
-                    layer.cumulative_length += steps
+            grow(cache, steps, self.event)
         self.decode(rows, 1, past_key_values=cache)
 
     def generate_shared(self) -> None:
@@ -268,27 +258,14 @@ class Simulation:
 
     def last_shared_token(self, past_key_values, **kwargs) -> None:
         """In place of transformers' `generate`, which the fork calls with its own cache."""
-        from trl.generation.shared_prefix import _SharedPrefixLayer
-
         setup, cache = self.setup, past_key_values
         rows, prefix = setup.generation_rows, setup.prompt_tokens - 1
         steps = max(setup.max_completion_length - 2, 1)
-        growing = [(i, layer) for i, layer in enumerate(cache.layers) if isinstance(layer, _SharedPrefixLayer)]
-        kind = _SharedPrefixLayer
+        kind = type(attending(cache)[0][1])
         with mock.patch.object(kind, "make_room", counted(self.memory, "KV cache", kind.make_room)):
             self.decode_shared(rows, prefix, 1, cache)  # has the cache take what it keeps
         with self.memory.of_kind("KV cache"):
-            for i, layer in growing:
-                window = self.window(i)
-                while layer.num_steps < steps - 1:
-                    if window is not None and prefix + layer.num_steps + 1 > window:
-                        layer.window = window
-                    if layer.num_kept == layer.own[0].shape[2]:
-                        self.event("grow", i)
-                        layer.make_room()
-                    filled = min(layer.own[0].shape[2] - layer.num_kept, steps - 1 - layer.num_steps)
-                    layer.num_steps += filled
-                    layer.num_kept += filled
+            grow_shared(cache, prefix, steps, self.window, self.event)
         self.event("decode")
         self.decode_shared(rows, prefix, steps, cache)
 
@@ -422,8 +399,3 @@ def whose(kwargs: dict) -> str:
     from trl.models.prefix_sharing import RecordPrefix
 
     return "prompt's " if isinstance(kwargs.get("shared_prefix"), RecordPrefix) else ""
-
-
-def kept(layer) -> float:
-    """Tokens that a layer of transformers' cache keeps: its sliding window, or all."""
-    return layer.sliding_window - 1 if layer.is_sliding else float("inf")

@@ -374,6 +374,21 @@ def prefix_sharing_micro_batches(folder):
     return all(runs_of_a_layer(trainer) == 2 * (1 + 4) for trainer in trainers)
 
 
+@promise
+def prefix_sharing_checks(folder):
+    """Checkpointing that is reentrant because nobody said otherwise is refused."""
+    reentrant = dict(gradient_checkpointing_kwargs={"preserve_rng_state": False})
+    for name in NAMES:
+        try:
+            tiny.build_trainer(name, folder, prefix_sharing=True, **reentrant)
+        except ValueError as error:
+            if "use_reentrant" not in str(error):
+                return False
+        else:
+            return False
+    return True
+
+
 def look(tree, names):
     import trl
 

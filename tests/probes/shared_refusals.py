@@ -9,7 +9,14 @@ from unittest import mock
 
 import shared_trainer
 import torch  # noqa: E402, I001
-from peft import PromptTuningConfig, get_peft_model  # noqa: E402
+from peft import (  # noqa: E402
+    LilyConfig,
+    LoHaConfig,
+    LoraConfig,
+    PromptTuningConfig,
+    PveraConfig,
+    get_peft_model,
+)
 from shared_exactness import SHAPE, batch, passes_of  # builds the fork and puts it on the path
 from shared_trainer import train
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig  # noqa: E402
@@ -43,6 +50,10 @@ def settings(make, **options):
     return message(make, tempfile.mkdtemp(), **{**defaults, **options})
 
 
+def adapted(config):
+    return get_peft_model(model("llama"), config)
+
+
 def prompt_tuning():
     return get_peft_model(model("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
 
@@ -63,6 +74,16 @@ MODELS = {
     "embedding dropout": lambda: model("gpt2", embd_pdrop=0.1, attn_pdrop=0.0, resid_pdrop=0.0),
     "length-dependent rotary": lambda: model("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
     "prompt learning": prompt_tuning,
+    # Noise that is no dropout layer's
+    "residual dropout": lambda: model("starcoder2", residual_dropout=0.1),
+    "router jitter": lambda: model("mixtral", num_local_experts=4, router_jitter_noise=0.1),
+    "adapter left out at random": lambda: adapted(LoHaConfig(target_modules=["q_proj"], r=4, module_dropout=0.5)),
+    "adapter that samples": lambda: adapted(PveraConfig(target_modules=["q_proj"], r=4)),
+    # Its experts are mixed by a mean over all tokens of a call, which a start at zero hides
+    "adapter that mixes tokens": lambda: adapted(LilyConfig(target_modules=["q_proj"], r=4)),
+    "adapter for some tokens": lambda: adapted(
+        LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[5, 6], task_type="CAUSAL_LM")
+    ),
 }  # fmt: skip
 result = {name: message(lambda make=make: enable_prefix_sharing(make())) for name, make in MODELS.items()}
 for name in ("positions from the mask", "length-dependent rotary"):
@@ -80,6 +101,13 @@ for make in (RLOOConfig, GRPOConfig):
         f"{name} uneven parts": settings(make, per_device_train_batch_size=6, gradient_accumulation_steps=2),
         f"{name} parts of an update": settings(make, per_device_train_batch_size=2, steps_per_generation=2),
         f"{name} reentrant": settings(make, gradient_checkpointing_kwargs={"use_reentrant": True}),
+        f"{name} reentrant unsaid": settings(make, gradient_checkpointing_kwargs={}),
+        f"{name} reentrant undecided": settings(make, gradient_checkpointing_kwargs={"use_reentrant": None}),
+        f"{name} tokens reentrant unsaid": settings(
+            make, prefix_sharing=False, tokens_per_forward=64, gradient_checkpointing_kwargs={"debug": False}
+        ),
+        f"{name} noise on embeddings": settings(make, neftune_noise_alpha=5.0),
+        f"{name} guidance": settings(make, generation_kwargs={"guidance_scale": 1.5}),
         f"{name} beams": settings(make, generation_kwargs={"num_beams": 2}),
         f"{name} static cache": settings(make, cache_implementation="static"),
         f"{name} compile": settings(make, torch_compile=True),
@@ -89,6 +117,23 @@ for make in (RLOOConfig, GRPOConfig):
             make, prefix_sharing=False, tokens_per_forward=64, gradient_checkpointing_kwargs={"use_reentrant": True}
         ),
     }
+
+# What a check does is undone: weights, random numbers, the mode
+checked = adapted(LoraConfig(target_modules=["q_proj"], r=4)).train()
+parameters, random_numbers = [p.detach().clone() for p in checked.parameters()], torch.get_rng_state()
+enable_prefix_sharing(checked)
+result["a check leaves no trace"] = bool(
+    all(map(torch.equal, parameters, checked.parameters()))
+    and torch.equal(random_numbers, torch.get_rng_state())
+    and checked.training
+)
+guided = model("llama")
+enable_prefix_sharing(guided)
+guided.generation_config.num_beams = 2
+result["beams in the model's config"] = message(
+    generate_with_shared_prefix, guided, torch.full((2, 4), 7), torch.ones(2, 4, dtype=torch.long),
+    generation_config=GenerationConfig(max_new_tokens=2, pad_token_id=0),
+)  # fmt: skip
 
 for name, module in (("rloo", rloo_trainer), ("grpo", grpo_trainer)):
     backend = module.DistributedBackend

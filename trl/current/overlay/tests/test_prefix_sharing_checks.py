@@ -1,0 +1,121 @@
+# Copyright 2020-2026 The HuggingFace Team. All rights reserved.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+
+
+import pytest
+import torch
+from datasets import load_dataset
+from transformers import GenerationConfig
+from transformers.utils import is_peft_available
+
+from trl import GRPOConfig, RLOOConfig
+from trl.generation.shared_prefix import generate_with_shared_prefix
+from trl.models.prefix_sharing import enable_prefix_sharing
+
+from .test_prefix_sharing import TRAINERS, load, make_inputs
+from .testing_utils import TrlTestCase, require_peft
+
+
+if is_peft_available():
+    from peft import LoHaConfig, LoraConfig, PveraConfig, get_peft_model
+
+MODEL_ID = "trl-internal-testing/tiny-Qwen2ForCausalLM-2.5"
+
+
+class TestPrefixSharingChecks(TrlTestCase):
+    @pytest.mark.parametrize("config_class", [RLOOConfig, GRPOConfig])
+    @pytest.mark.parametrize("option", [{"prefix_sharing": True}, {"tokens_per_forward": 64}])
+    @pytest.mark.parametrize(
+        "kwargs, match",
+        [
+            # PyTorch takes the reentrant one if it is not told
+            ({"gradient_checkpointing_kwargs": {}}, "use_reentrant"),
+            ({"gradient_checkpointing_kwargs": {"preserve_rng_state": False}}, "use_reentrant"),
+            ({"gradient_checkpointing_kwargs": {"use_reentrant": None}}, "use_reentrant"),
+            ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+        ],
+    )
+    def test_invalid_config(self, config_class, option, kwargs, match):
+        with pytest.raises(ValueError, match=match):
+            config_class(output_dir=self.tmp_dir, num_generations=4, per_device_train_batch_size=4, **option, **kwargs)
+
+    @pytest.mark.parametrize("config_class", [RLOOConfig, GRPOConfig])
+    @pytest.mark.parametrize(
+        "kwargs", [{}, {"use_reentrant": False}, {"use_reentrant": False, "determinism_check": "none"}]
+    )
+    def test_valid_checkpointing(self, config_class, kwargs):
+        config_class(
+            output_dir=self.tmp_dir,
+            num_generations=4,
+            per_device_train_batch_size=4,
+            prefix_sharing=True,
+            gradient_checkpointing=bool(kwargs),
+            gradient_checkpointing_kwargs=kwargs,
+        )
+
+    @require_peft
+    def test_dropout_of_adapter(self):
+        config = LoHaConfig(target_modules=["q_proj"], r=4, module_dropout=0.1)
+        with pytest.raises(ValueError, match="module_dropout"):
+            enable_prefix_sharing(get_peft_model(load(MODEL_ID), config))
+
+    @require_peft
+    def test_noise_is_refused_and_leaves_no_trace(self):
+        model = get_peft_model(load(MODEL_ID), PveraConfig(target_modules=["q_proj"], r=4)).train()
+        params = {name: param.detach().clone() for name, param in model.named_parameters()}
+        rng_state = torch.get_rng_state()
+
+        with pytest.raises(ValueError, match="differ"):
+            enable_prefix_sharing(model)
+
+        assert model.training and torch.equal(torch.get_rng_state(), rng_state)
+        for name, param in params.items():
+            torch.testing.assert_close(model.get_parameter(name), param, rtol=0, atol=0)
+
+    @require_peft
+    def test_alora_is_refused(self):
+        config = LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[5, 6], task_type="CAUSAL_LM")
+        with pytest.raises(ValueError, match="aLoRA"):
+            enable_prefix_sharing(get_peft_model(load(MODEL_ID), config))
+
+    @pytest.mark.parametrize("name, value", [("num_beams", 2), ("guidance_scale", 1.5)])
+    def test_generation_config_of_the_model(self, name, value):
+        model = load(MODEL_ID).eval()
+        enable_prefix_sharing(model)
+        setattr(model.generation_config, name, value)
+        inputs, prompt_length = make_inputs()
+        prompts = {name: inputs[name][:, :prompt_length] for name in ("input_ids", "attention_mask")}
+        with pytest.raises(ValueError, match=f"{name}={value}"):
+            generate_with_shared_prefix(model, **prompts, generation_config=GenerationConfig(max_new_tokens=2))
+
+    @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
+    def test_train_with_max_length(self, config_class, trainer_class):
+        dataset = load_dataset("trl-internal-testing/zen", "standard_prompt_only", split="train")
+        training_args = config_class(
+            output_dir=self.tmp_dir,
+            per_device_train_batch_size=3,
+            num_generations=3,
+            max_steps=1,
+            prefix_sharing=True,
+            generation_kwargs={"max_new_tokens": None, "max_length": 32},
+            report_to="none",
+        )
+        trainer = trainer_class(
+            model=MODEL_ID,
+            reward_funcs=lambda completions, **kwargs: [float(len(set(completion))) for completion in completions],
+            args=training_args,
+            train_dataset=dataset,
+        )
+        trainer.train()
+        assert trainer.state.log_history[-1]["train_loss"] is not None
