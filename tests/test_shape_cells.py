@@ -11,6 +11,7 @@ from experiments.evidence import common, planner_check, sampler_check
 from experiments.evidence.common import EXIT_TIME, EXIT_VERDICT
 from experiments.evidence.gpu import attention_speed, expected_peaks, kernels, shape_cells, step_profile
 from experiments.evidence.gpu.plans import ON_CPU, PLANS, SMALL, WAYS, Cell, Plan
+from experiments.phases import PhaseRecorder
 from experiments.record import write_csv
 from visualization.files import LoadError
 from visualization.tables import render
@@ -81,6 +82,37 @@ def test_ways_alternate_and_one_that_runs_out_of_memory_is_a_row_and_the_next_go
     text = render("cells", tmp_path / "x")
     assert text.startswith("*CPU: ") and "| `stock-accumulate` | out of memory |" in text
     assert "tiny-qwen3, P = 48, C = 8, k = 4, completions sampled:" in text
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("lora_rank", (0, 4))
+def test_the_prompt_is_computed_within_generation(command, monkeypatch, lora_rank):
+    """Once a rollout, with LoRA through the base model alone."""
+    from experiments.builds import use_fork
+    from experiments.config import ARMS
+
+    use_fork(ARMS["shared"])
+    from trl.generation import shared_prefix
+
+    recorders, passes = [], []
+    attach, prefill = PhaseRecorder.attach, shared_prefix.prefill
+
+    def attached(self, *args):
+        recorders.append(self)
+        attach(self, *args)
+
+    def filled(*args):
+        cache = prefill(*args)
+        passes.append((recorders[0].step, recorders[0].phase))
+        return cache
+
+    monkeypatch.setattr(PhaseRecorder, "attach", attached)
+    monkeypatch.setattr(shared_prefix, "prefill", filled)
+    plan(monkeypatch, replace(CELL, completions="sampled", lora_rank=lora_rank))
+    assert command(shape_cells, "--plan", "small") == 0
+    assert passes == [(1, "generate"), (2, "generate")]
+    phases = [(peak.step, peak.phase) for peak in recorders[0].peaks]
+    assert phases[:3] == [(0, "load"), (1, "generate"), (1, "score")] and phases.count((2, "generate")) == 1
 
 
 @pytest.mark.torch
