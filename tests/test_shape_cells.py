@@ -124,7 +124,7 @@ def test_a_cell_that_fails_is_a_verdict_and_wrong_kernels_are_not_used(command, 
     from trl.models import prefix_sharing
 
     facts = dict(zip(common.FACTS, values(command, tmp_path), strict=True))
-    bad = {"setting": "s", "dtype": "bfloat16", "tensor": "output", "verdict": "too large", **facts}
+    bad = {"setting": "s", "dtype": "float32", "head_size": 128, "tensor": "output", "verdict": "too large", **facts}
     (tmp_path / "x").mkdir()
     write_csv(tmp_path / "x" / "kernels.csv", kernels.COLUMNS, [bad])
 
@@ -166,9 +166,14 @@ def test_the_kernels_are_judged_and_the_worst_cell_is_profiled(command, tmp_path
 
 
 def test_a_kernel_whose_error_is_too_large_or_that_is_not_there_is_told(command, tmp_path, monkeypatch):
-    assert kernels.judged("output", 3e-3, 2e-3, "bfloat16")["verdict"] == "ok"
-    assert kernels.judged("output", 5e-3, 2e-3, "bfloat16")["verdict"] == "too large, bound 4.0e-03"
-    assert kernels.judged("output", float("nan"), 2e-3, "bfloat16")["verdict"].startswith("too large")
+    for mine, masked, verdict in (
+        (3e-3, 2e-3, "ok"),
+        (5e-3, 2e-3, "too large, bound 4.0e-03"),
+        (float("nan"), 2e-3, "too large, bound 4.0e-03"),
+        (5e-3, None, "ok"),
+        (5e-2, None, "too large, bound 2.0e-02"),
+    ):
+        assert kernels.Compared("output", mine, masked).judged("bfloat16")["verdict"] == verdict
 
     def missing(*args):
         raise NotImplementedError("_flash_attention_forward()\nis not there")
@@ -177,6 +182,40 @@ def test_a_kernel_whose_error_is_too_large_or_that_is_not_there_is_told(command,
     assert command(kernels) == EXIT_VERDICT
     assert rows_of(tmp_path, "kernels.csv")[0]["verdict"].endswith("_flash_attention_forward() is not there")
     assert "is not there" in render("kernels", tmp_path / "x")
+
+
+@pytest.mark.torch
+def test_masked_attention_that_fails_is_no_failure_of_the_kernels(command, tmp_path, monkeypatch):
+    import torch
+
+    def out_of_memory(*args, plain):
+        if not plain:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB")
+        return whole(*args, plain)
+
+    whole = kernels.whole
+    monkeypatch.setattr(kernels, "whole", out_of_memory)
+    assert command(kernels) == 0
+    rows = [row for row in rows_of(tmp_path, "kernels.csv") if row["tensor"] == "output"]
+    assert [row["setting"] for row in rows] == [name for name in kernels.ON_CPU for _ in range(2)]
+    for row in rows:
+        assert row["verdict"] == "ok" and float(row["error"]) < 0.01
+        assert row["masked_verdict"].startswith("OutOfMemoryError: CUDA out of memory.") and not row["masked_error"]
+    assert "OutOfMemoryError: CUDA out of memory." in render("kernels", tmp_path / "x")
+
+
+def test_cells_ask_about_the_kernels_that_they_use(tmp_path):
+    """A device may do all that they need, and not float16 or heads of 256."""
+    facts = FACTS | {"device_kind": "cuda"}
+    used = {"setting": "s", "dtype": "bfloat16", "tensor": "output", "head_size": 128, "verdict": "ok", **facts}
+    bad = {"verdict": "too large, bound 2.0e-03"}
+    for other, right in (({"dtype": "float16"}, True), ({"head_size": 256}, True), ({"setting": "t"}, False)):
+        write_csv(tmp_path / "kernels.csv", kernels.COLUMNS, [used, used | other | bad])
+        assert kernels.are_right(tmp_path, facts) == right, other
+    for cell in (cell for planned in PLANS.values() for cell in planned.cells):
+        assert kernels.OF_CELLS[cell.device] == (cell.setup.dtype, str(cell.hf_config().head_dim)), str(cell)
+    for device, settings in (("cuda", kernels.SETTINGS), ("cpu", kernels.ON_CPU)):
+        assert kernels.OF_CELLS[device][1] in {str(setting.head_size) for setting in settings.values()}
 
 
 def row(way, seconds, **more):
