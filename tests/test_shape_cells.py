@@ -2,6 +2,7 @@
 
 import csv
 import gc
+import re
 from dataclasses import replace
 
 import pytest
@@ -149,7 +150,7 @@ def values(command, tmp_path):
 
 
 @pytest.mark.torch
-def test_the_kernels_are_judged_and_the_worst_cell_is_profiled(command, tmp_path, monkeypatch):
+def test_the_kernels_are_judged_and_the_worst_cell_is_profiled(command, tmp_path, monkeypatch, capsys):
     assert command(kernels) == 0
     rows = rows_of(tmp_path, "kernels.csv")
     assert {row["tensor"] for row in rows} == {*kernels.TENSORS, "decoding", "log-sum-exp"}
@@ -161,6 +162,7 @@ def test_the_kernels_are_judged_and_the_worst_cell_is_profiled(command, tmp_path
     assert "flash_attention_for_cpu" in rows[3]["kernels"] and "prompt" in rows[2]["call"]
     plan(monkeypatch, replace(CELL, way="stock"), CELL)
     assert command(step_profile) == 0
+    assert re.search(r"^stock: \d{3,} events, \d+ s .*^shared-2: \d{3,} events", capsys.readouterr().out, re.M | re.S)
     sums = [row for row in rows_of(tmp_path, "profile.csv") if row["name"] == "all"]
     assert [row["way"] for row in sums] == ["stock", "shared-2"] and all(int(row["calls"]) > 100 for row in sums)
 
