@@ -4,6 +4,7 @@ import csv
 import gc
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -311,6 +312,50 @@ def test_given_completions_are_the_same_for_every_way_and_ragged_ones_differ_in_
     assert all(x[-1] == 3 and 3 not in x[:-1] for x in ids)
     equal = shape_cells.Completions(Trainer(), replace(cell, completions="given"), Tokenizer(), None).given()
     assert {len(x) for x in equal} == {100}
+
+
+@pytest.mark.torch
+def test_what_a_gpu_loads_during_the_training_is_counted_outside_of_the_pool(tmp_path, monkeypatch):
+    """On a made-up GPU of 10,000 bytes: 100 beside the pool before the training, 130 after it."""
+    import torch
+
+    gpu = {"pool": 1000, "beside": 100}
+    for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda: gpu["pool"])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10_000 - sum(gpu.values()), 10_000))
+    model = torch.nn.Linear(1, 1)
+    model.generate = None
+
+    def train():
+        for _ in range(2):
+            trainer._generate_single_turn(None)
+            model(torch.ones(1, 1)).sum().backward()
+            trainer.optimizer.step()
+        gpu["beside"] = 130
+
+    trainer = SimpleNamespace(model=model, train=train, _generate_single_turn=None, remove_callback=lambda kind: None)
+    trainer.optimizer = torch.optim.SGD(model.parameters())
+    cell = replace(CELL, completions="given", device="cuda")
+    (row,) = shape_cells.measure_steps(trainer, cell, range(20), tmp_path, steps=1)
+    assert [row[f"train_{size}_bytes"] for size in ("reserved", "device")] == [1000, 1130]
+
+
+@pytest.mark.parametrize("way, lengths", (("stock", [8, 100]), ("stock-cudnn", [100, 100]), ("shared-2", [8, 100])))
+def test_cudnn_has_seen_all_lengths_before_a_step_is_measured(way, lengths):
+    """It plans each length of the keys when it first comes up."""
+    settings, asked = SimpleNamespace(), []
+
+    def sample(ids):
+        asked.append((settings.min_new_tokens, settings.max_new_tokens))
+
+    trainer = SimpleNamespace(_generate_single_turn=sample, generation_config=settings)
+    cell = replace(CELL, completions="sampled", completion_tokens=100, way=way)
+    completions = shape_cells.Completions(trainer, cell, range(20), None)
+    for _ in lengths:
+        completions.generate([])
+    assert asked == [(length, length) for length in lengths]
 
 
 def test_predictions_are_made_once_and_read_where_they_are(tmp_path, monkeypatch):
