@@ -132,6 +132,7 @@ class PhaseRecorder:
     def attach(self, policy, optimizer) -> None:
         """Mark phases from now on: generate -> score -> (train -> optimizer) x n -> generate ..."""
         import torch
+        from accelerate.utils import is_peft_model
 
         def lengths(*args, **kwargs) -> list[int]:
             mask = kwargs.get("attention_mask")
@@ -156,6 +157,9 @@ class PhaseRecorder:
 
         self.mark(policy, "generate", lengths)
         policy.register_forward_pre_hook(before_forward)
+        if is_peft_model(policy):
+            # A shared prompt goes past the PEFT model's forward. What goes through both only enters its phase again
+            policy.get_base_model().register_forward_pre_hook(before_forward)
         optimizer.register_step_pre_hook(before_optimizer)
         optimizer.register_step_post_hook(lambda *args: self.enter("train"))
 

@@ -4,6 +4,7 @@ import csv
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pandas as pd
@@ -61,7 +62,27 @@ def test_errors_and_attention_kernels_are_measured_on_the_device(tmp_path):
     assert [row["precision"] for row in rows] == ["bfloat16"] * 3 + ["float32"] * 3
     assert all(0 < float(row["gradient_error"]) < 1e-5 for row in rows[3:])
     assert all(row["attention"] not in ("", "none") for row in rows)
+    assert result.stdout.count("events profiled in") == 6, "a way and precision once"
     assert "shared, two a pass" in render("exactness", tmp_path / "x")
+
+
+@pytest.mark.torch
+def test_kernels_are_named_from_one_forward_without_a_backward(monkeypatch, capsys):
+    import torch
+
+    class Model(torch.nn.Module):
+        def forward(self, input_ids, **settings):
+            states = torch.nn.functional.scaled_dot_product_attention(*[torch.ones(1, 2, 8, 16)] * 3, is_causal=True)
+            forwards.append((torch.is_grad_enabled(), settings["way"]))
+            return SimpleNamespace(log_probs=states.sum() * torch.ones(input_ids.shape))
+
+    forwards, profilers = [], []
+    profile_of = exactness.profile_of
+    monkeypatch.setattr(exactness, "profile_of", lambda device: profilers.append(profile_of(device)) or profilers[0])
+    batch = exactness.Batch(0, "cpu", vocab_size=20, prompt=4, completion=4, k=2)
+    names = batch.kernels("cpu", Model(), nullcontext(), way="stock")
+    assert names == "flash_attention_for_cpu" and forwards == [(False, "stock")]
+    assert capsys.readouterr().out.startswith(f"{len(profilers[0].events())} events profiled in ")
 
 
 def test_kernels_are_named_by_who_called_them():

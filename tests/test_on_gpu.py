@@ -11,12 +11,13 @@ import time
 import zipfile
 from dataclasses import asdict
 from importlib import metadata
+from importlib.util import find_spec
 
 import pytest
 
 from experiments import config as cfg
 from experiments.config import ROOT, ConfigError
-from experiments.evidence import on_gpu
+from experiments.evidence import common, on_gpu
 from experiments.evidence.common import EXIT_TIME, EXIT_VERDICT
 from experiments.evidence.gpu import archive, items, prepare, session
 from experiments.evidence.gpu.prepare import Folder
@@ -259,6 +260,26 @@ def test_a_folder_says_which_commit_it_is_and_whether_it_was_changed(tmp_path):
     assert folder.source_commit(tmp_path) == "abc"
     (tmp_path / "experiments" / "a.py").write_text("2")
     assert folder.source_commit(tmp_path) == "abc-dirty"
+
+
+def test_a_copy_with_git_s_folder_and_without_git_knows_its_commit(tmp_path, monkeypatch):
+    write_json((folder := Folder(tmp_path)).source, {"commit": "abc", "sources_sha256": prepare.digest(tmp_path)})
+    git = ("git", "-C", tmp_path, "-c", "user.name=x", "-c", "user.email=x")
+    subprocess.run([*git, "init", "-q"], check=True)
+    assert folder.source_commit(tmp_path) == "abc", "git has no commit to say"
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
+    assert folder.source_commit(tmp_path) is None
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert folder.source_commit(tmp_path) == "abc"
+
+
+@pytest.mark.parametrize("package", ("xxhash", "datasets", "pandas", "pyarrow"))
+def test_a_missing_package_is_said_before_the_first_item(package, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(common, "find_spec", lambda name: None if name == package else find_spec(name))
+    options = ["--minutes", "1", "--device", "cpu", "--results", str(tmp_path), "--folder", str(tmp_path)]
+    assert on_gpu.main(["run", "--out", str(tmp_path / "a.tar.gz"), *options, "--only", "device"]) == 2
+    assert f": {package}; run ./setup_env.sh" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_without_a_network_prepare_says_so_in_one_line(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from experiments.config import ROOT
 from experiments.device import status_bytes
@@ -64,17 +65,22 @@ def test_several_generate_calls_before_training_are_one_rollout(recorder):
     assert len(seconds) == 2 and sum(seconds) == pytest.approx(end - recorder.rollout_starts[0])
 
 
-def test_a_prompt_computed_before_generate_belongs_to_generation(recorder):
-    """As prefix sharing does it: a forward of the prompt, `generate`, then scoring, each without gradients."""
-    policy = torch.nn.Linear(2, 2)
+@pytest.mark.parametrize("lora", (False, True))
+def test_a_prompt_computed_before_generate_belongs_to_generation(recorder, lora):
+    """As prefix sharing does it: a forward of the prompt, `generate`, then scoring, each without gradients. With LoRA
+    the prompt and `generate` go through the base model, the rest through both."""
+    model = policy = torch.nn.Sequential(torch.nn.Linear(2, 2))
     seen = []
-    policy.register_forward_hook(lambda *args: seen.append((recorder.step, recorder.phase)))
-    policy.generate = lambda input_ids: policy(input_ids)
+    model.register_forward_hook(lambda *args: seen.append((recorder.step, recorder.phase)))
+    if lora:
+        policy = get_peft_model(model, LoraConfig(target_modules=["0"]))
+        assert policy.get_base_model() is model
+    policy.generate = lambda input_ids: model(input_ids)
     optimizer = torch.optim.SGD(policy.parameters())
     recorder.attach(policy, optimizer)
     for _ in range(2):
         with torch.no_grad():
-            policy(torch.ones(1, 2))
+            model(torch.ones(1, 2))
             policy.generate(input_ids=torch.ones(1, 2))
             policy(torch.ones(1, 2))
         policy(torch.ones(1, 2)).sum().backward()

@@ -2,7 +2,9 @@
 
 import csv
 import gc
+import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +13,7 @@ from experiments.evidence import common, planner_check, sampler_check
 from experiments.evidence.common import EXIT_TIME, EXIT_VERDICT
 from experiments.evidence.gpu import attention_speed, expected_peaks, kernels, shape_cells, step_profile
 from experiments.evidence.gpu.plans import ON_CPU, PLANS, SMALL, WAYS, Cell, Plan
+from experiments.phases import PhaseRecorder
 from experiments.record import write_csv
 from visualization.files import LoadError
 from visualization.tables import render
@@ -84,6 +87,37 @@ def test_ways_alternate_and_one_that_runs_out_of_memory_is_a_row_and_the_next_go
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize("lora_rank", (0, 4))
+def test_the_prompt_is_computed_within_generation(command, monkeypatch, lora_rank):
+    """Once a rollout, with LoRA through the base model alone."""
+    from experiments.builds import use_fork
+    from experiments.config import ARMS
+
+    use_fork(ARMS["shared"])
+    from trl.generation import shared_prefix
+
+    recorders, passes = [], []
+    attach, prefill = PhaseRecorder.attach, shared_prefix.prefill
+
+    def attached(self, *args):
+        recorders.append(self)
+        attach(self, *args)
+
+    def filled(*args):
+        cache = prefill(*args)
+        passes.append((recorders[0].step, recorders[0].phase))
+        return cache
+
+    monkeypatch.setattr(PhaseRecorder, "attach", attached)
+    monkeypatch.setattr(shared_prefix, "prefill", filled)
+    plan(monkeypatch, replace(CELL, completions="sampled", lora_rank=lora_rank))
+    assert command(shape_cells, "--plan", "small") == 0
+    assert passes == [(1, "generate"), (2, "generate")]
+    phases = [(peak.step, peak.phase) for peak in recorders[0].peaks]
+    assert phases[:3] == [(0, "load"), (1, "generate"), (1, "score")] and phases.count((2, "generate")) == 1
+
+
+@pytest.mark.torch
 def test_a_cell_that_fails_is_a_verdict_and_wrong_kernels_are_not_used(command, tmp_path, monkeypatch):
     from experiments.builds import use_fork
     from experiments.config import ARMS
@@ -92,7 +126,7 @@ def test_a_cell_that_fails_is_a_verdict_and_wrong_kernels_are_not_used(command, 
     from trl.models import prefix_sharing
 
     facts = dict(zip(common.FACTS, values(command, tmp_path), strict=True))
-    bad = {"setting": "s", "dtype": "bfloat16", "tensor": "output", "verdict": "too large", **facts}
+    bad = {"setting": "s", "dtype": "float32", "head_size": 128, "tensor": "output", "verdict": "too large", **facts}
     (tmp_path / "x").mkdir()
     write_csv(tmp_path / "x" / "kernels.csv", kernels.COLUMNS, [bad])
 
@@ -117,7 +151,7 @@ def values(command, tmp_path):
 
 
 @pytest.mark.torch
-def test_the_kernels_are_judged_and_the_worst_cell_is_profiled(command, tmp_path, monkeypatch):
+def test_the_kernels_are_judged_and_the_worst_cell_is_profiled(command, tmp_path, monkeypatch, capsys):
     assert command(kernels) == 0
     rows = rows_of(tmp_path, "kernels.csv")
     assert {row["tensor"] for row in rows} == {*kernels.TENSORS, "decoding", "log-sum-exp"}
@@ -129,14 +163,20 @@ def test_the_kernels_are_judged_and_the_worst_cell_is_profiled(command, tmp_path
     assert "flash_attention_for_cpu" in rows[3]["kernels"] and "prompt" in rows[2]["call"]
     plan(monkeypatch, replace(CELL, way="stock"), CELL)
     assert command(step_profile) == 0
+    assert re.search(r"^stock: \d{3,} events, \d+ s .*^shared-2: \d{3,} events", capsys.readouterr().out, re.M | re.S)
     sums = [row for row in rows_of(tmp_path, "profile.csv") if row["name"] == "all"]
     assert [row["way"] for row in sums] == ["stock", "shared-2"] and all(int(row["calls"]) > 100 for row in sums)
 
 
 def test_a_kernel_whose_error_is_too_large_or_that_is_not_there_is_told(command, tmp_path, monkeypatch):
-    assert kernels.judged("output", 3e-3, 2e-3, "bfloat16")["verdict"] == "ok"
-    assert kernels.judged("output", 5e-3, 2e-3, "bfloat16")["verdict"] == "too large, bound 4.0e-03"
-    assert kernels.judged("output", float("nan"), 2e-3, "bfloat16")["verdict"].startswith("too large")
+    for mine, masked, verdict in (
+        (3e-3, 2e-3, "ok"),
+        (5e-3, 2e-3, "too large, bound 4.0e-03"),
+        (float("nan"), 2e-3, "too large, bound 4.0e-03"),
+        (5e-3, None, "ok"),
+        (5e-2, None, "too large, bound 2.0e-02"),
+    ):
+        assert kernels.Compared("output", mine, masked).judged("bfloat16")["verdict"] == verdict
 
     def missing(*args):
         raise NotImplementedError("_flash_attention_forward()\nis not there")
@@ -145,6 +185,40 @@ def test_a_kernel_whose_error_is_too_large_or_that_is_not_there_is_told(command,
     assert command(kernels) == EXIT_VERDICT
     assert rows_of(tmp_path, "kernels.csv")[0]["verdict"].endswith("_flash_attention_forward() is not there")
     assert "is not there" in render("kernels", tmp_path / "x")
+
+
+@pytest.mark.torch
+def test_masked_attention_that_fails_is_no_failure_of_the_kernels(command, tmp_path, monkeypatch):
+    import torch
+
+    def out_of_memory(*args, plain):
+        if not plain:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB")
+        return whole(*args, plain)
+
+    whole = kernels.whole
+    monkeypatch.setattr(kernels, "whole", out_of_memory)
+    assert command(kernels) == 0
+    rows = [row for row in rows_of(tmp_path, "kernels.csv") if row["tensor"] == "output"]
+    assert [row["setting"] for row in rows] == [name for name in kernels.ON_CPU for _ in range(2)]
+    for row in rows:
+        assert row["verdict"] == "ok" and float(row["error"]) < 0.01
+        assert row["masked_verdict"].startswith("OutOfMemoryError: CUDA out of memory.") and not row["masked_error"]
+    assert "OutOfMemoryError: CUDA out of memory." in render("kernels", tmp_path / "x")
+
+
+def test_cells_ask_about_the_kernels_that_they_use(tmp_path):
+    """A device may do all that they need, and not float16 or heads of 256."""
+    facts = FACTS | {"device_kind": "cuda"}
+    used = {"setting": "s", "dtype": "bfloat16", "tensor": "output", "head_size": 128, "verdict": "ok", **facts}
+    bad = {"verdict": "too large, bound 2.0e-03"}
+    for other, right in (({"dtype": "float16"}, True), ({"head_size": 256}, True), ({"setting": "t"}, False)):
+        write_csv(tmp_path / "kernels.csv", kernels.COLUMNS, [used, used | other | bad])
+        assert kernels.are_right(tmp_path, facts) == right, other
+    for cell in (cell for planned in PLANS.values() for cell in planned.cells):
+        assert kernels.OF_CELLS[cell.device] == (cell.setup.dtype, str(cell.hf_config().head_dim)), str(cell)
+    for device, settings in (("cuda", kernels.SETTINGS), ("cpu", kernels.ON_CPU)):
+        assert kernels.OF_CELLS[device][1] in {str(setting.head_size) for setting in settings.values()}
 
 
 def row(way, seconds, **more):
@@ -238,6 +312,50 @@ def test_given_completions_are_the_same_for_every_way_and_ragged_ones_differ_in_
     assert all(x[-1] == 3 and 3 not in x[:-1] for x in ids)
     equal = shape_cells.Completions(Trainer(), replace(cell, completions="given"), Tokenizer(), None).given()
     assert {len(x) for x in equal} == {100}
+
+
+@pytest.mark.torch
+def test_what_a_gpu_loads_during_the_training_is_counted_outside_of_the_pool(tmp_path, monkeypatch):
+    """On a made-up GPU of 10,000 bytes: 100 beside the pool before the training, 130 after it."""
+    import torch
+
+    gpu = {"pool": 1000, "beside": 100}
+    for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda: gpu["pool"])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10_000 - sum(gpu.values()), 10_000))
+    model = torch.nn.Linear(1, 1)
+    model.generate = None
+
+    def train():
+        for _ in range(2):
+            trainer._generate_single_turn(None)
+            model(torch.ones(1, 1)).sum().backward()
+            trainer.optimizer.step()
+        gpu["beside"] = 130
+
+    trainer = SimpleNamespace(model=model, train=train, _generate_single_turn=None, remove_callback=lambda kind: None)
+    trainer.optimizer = torch.optim.SGD(model.parameters())
+    cell = replace(CELL, completions="given", device="cuda")
+    (row,) = shape_cells.measure_steps(trainer, cell, range(20), tmp_path, steps=1)
+    assert [row[f"train_{size}_bytes"] for size in ("reserved", "device")] == [1000, 1130]
+
+
+@pytest.mark.parametrize("way, lengths", (("stock", [8, 100]), ("stock-cudnn", [100, 100]), ("shared-2", [8, 100])))
+def test_cudnn_has_seen_all_lengths_before_a_step_is_measured(way, lengths):
+    """It plans each length of the keys when it first comes up."""
+    settings, asked = SimpleNamespace(), []
+
+    def sample(ids):
+        asked.append((settings.min_new_tokens, settings.max_new_tokens))
+
+    trainer = SimpleNamespace(_generate_single_turn=sample, generation_config=settings)
+    cell = replace(CELL, completions="sampled", completion_tokens=100, way=way)
+    completions = shape_cells.Completions(trainer, cell, range(20), None)
+    for _ in lengths:
+        completions.generate([])
+    assert asked == [(length, length) for length in lengths]
 
 
 def test_predictions_are_made_once_and_read_where_they_are(tmp_path, monkeypatch):

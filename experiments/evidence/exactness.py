@@ -11,7 +11,7 @@ results/<machine>/exactness.csv either way.
 
 import re
 import sys
-from contextlib import nullcontext
+import time
 
 from experiments import config as cfg
 from experiments.builds import use_fork
@@ -67,15 +67,30 @@ class Batch:
             rows.append(log_probs.detach())
         return torch.stack(rows), gradient(model)
 
-    def run(self, model, autocast, **settings):
-        """The same with the fork's fused LM head."""
+    def forward(self, model, autocast, **settings):
+        """Log-probabilities with the fork's fused LM head."""
         with autocast:
             output = model(
                 input_ids=self.ids, attention_mask=self.mask, labels=self.labels, fused_lm_head=True, **settings
             )
-        log_probs = output.log_probs[:, -self.weights.shape[1] :] * (self.weights != 0)
+        return output.log_probs[:, -self.weights.shape[1] :] * (self.weights != 0)
+
+    def run(self, model, autocast, **settings):
+        """The same as `truth`, with that."""
+        log_probs = self.forward(model, autocast, **settings)
         (log_probs * self.weights).sum().backward()
         return log_probs.detach(), gradient(model)
+
+    def kernels(self, device: str, model, autocast, **settings) -> str:
+        """What attends in a forward: with a backward, reading the events would take longer than measuring."""
+        import torch
+
+        begun = time.monotonic()
+        with torch.no_grad(), profile_of(device) as profiler:
+            self.forward(model, autocast, **settings)
+        names = attention_kernels(profiler)
+        print(f"{len(profiler.events())} events profiled in {time.monotonic() - begun:.1f} s", flush=True)
+        return names
 
 
 def gradient(model):
@@ -149,12 +164,9 @@ def compare(device: str, precision: str):
         batch = Batch(seed, device, vocab_size, *sizes)
         truth = batch.truth(exact)
         for way, settings in ways.items():
-            # On the first batch alone, it is slow
-            names = profile_of(device) if seed == 0 else nullcontext()
-            with names as profiler:
-                got = batch.run(model, autocast, **settings)
-            if profiler is not None:
-                kernels[way] = attention_kernels(profiler)
+            if seed == 0:
+                kernels[way] = batch.kernels(device, model, autocast, **settings)
+            got = batch.run(model, autocast, **settings)
             for i in range(2):
                 squares[way][i] += ((got[i].double() - truth[i]).norm() / truth[i].norm()).item() ** 2
     for way, sums in squares.items():

@@ -33,6 +33,10 @@ SETTINGS = {  # the same for all that is compared; an arm that has cuDNN's atten
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONUNBUFFERED": "1",
 }
+# All that any item imports, so that what is missing is said before the first one begins
+PACKAGES = (
+    "torch", "transformers", "accelerate", "peft", "datasets", "pandas", "pyarrow", "xxhash", "psutil", "pynvml",
+)  # fmt: skip
 SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
@@ -81,7 +85,7 @@ def run_items(args: argparse.Namespace) -> int:
     folder.install(ROOT)
     environment = surroundings(folder, args.device)
     os.environ.update(environment)
-    need("torch", "transformers", "accelerate", "peft", "psutil", "pynvml")
+    need(*PACKAGES)
     machine = args.results.absolute() / machine_name(args.device, environment)
     make_writable(machine)
     make_writable(args.out.absolute().parent)

@@ -55,6 +55,8 @@ def kernels_table(folder: Path) -> str:
     for (setting, dtype), mine in rows.groupby(["setting", "dtype"], sort=False):
         wrong = [f"{row.tensor}: {row.verdict}" for row in mine.itertuples() if row.verdict != "ok"]
         errors = ["" if pd.isna(size) else f"{size:.1e}" for size in (mine.error.max(), mine.masked_error.max())]
+        failed = [said for said in mine.masked_verdict if not pd.isna(said) and said != "ok"]
+        errors[1] = "; ".join(filter(None, [errors[1], *dict.fromkeys(failed)]))
         heads = f"{mine.heads.iloc[0]:.0f} / {mine.key_heads.iloc[0]:.0f}"
         cells.append([setting, heads, dtype, *errors, "; ".join(wrong) or "ok"])
     return _page(rows.iloc[0], intro, header, cells)

@@ -53,14 +53,15 @@ def cells(plan: str, device: str, expected: float, least: float, predictions: Pa
 
 
 def on_cuda(predictions: Path) -> list[Item]:
-    """Seconds are statements for an H200; those of a finished item are what it took."""
+    """Seconds are statements for an H200; those of a finished item are what it took. Of `exactness` and `profile` they
+    hold 50 microseconds for each event that torch's profiler hands out."""
     published = ",".join(PUBLISHED)
     more = "classic-string,classic-string-exact,classic-lean,shared"
     quantized = () if find_spec("bitsandbytes") else ("--without-quantized",)
     return [
         measure("device", "cuda", 30, "gpu.device_facts"),
         measure("kernels", "cuda", 40, "gpu.kernels"),
-        measure("exactness", "cuda", 150, "exactness"),
+        measure("exactness", "cuda", 220, "exactness"),
         measure("attention", "cuda", 40, "gpu.attention_speed"),
         cells("first", "cuda", 200, 50, predictions),
         cells("k8", "cuda", 260, 60, predictions),
@@ -68,7 +69,7 @@ def on_cuda(predictions: Path) -> list[Item]:
         cells("ragged", "cuda", 180, 60, predictions),
         cells("k32", "cuda", 420, 80, predictions),
         suite("published-k2-k4", "cuda", "seed", published, "2,4", 1),
-        measure("profile", "cuda", 60, "gpu.step_profile"),
+        measure("profile", "cuda", 120, "gpu.step_profile"),
         cells("mask-offload", "cuda", 150, 50, predictions),
         measure("sampler", "cuda", 9 * RUN_SECONDS, "sampler_check", least=60),
         measure("planner", "cuda", 500, "planner_check", *quantized, least=60),

@@ -73,11 +73,20 @@ class Folder:
                 shutil.copytree(made.parent, there)
 
     def source_commit(self, root: Path) -> str | None:
-        """The commit that this copy of the project was prepared from, marked if its sources have changed since."""
+        """The commit that this copy of the project was prepared from, marked if its sources have changed since. None
+        where git knows it."""
         said = read_json(self.source)
-        if not isinstance(said, dict) or (root / ".git").exists():
+        if not isinstance(said, dict) or is_known_to_git(root):
             return None
         return said["commit"] if said["sources_sha256"] == digest(root) else f"{said['commit']}-dirty"
+
+
+def is_known_to_git(root: Path) -> bool:
+    """Whether git is there and says a commit. A `.git` can be carried to where there is no git."""
+    try:
+        return subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True).returncode == 0
+    except OSError:
+        return False
 
 
 def has(name: str, wanted: str) -> bool:

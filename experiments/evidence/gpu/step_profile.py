@@ -11,6 +11,7 @@ they ran and their own time, and the sums of all to results/<machine>/profile.cs
 import csv
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -119,7 +120,11 @@ def run(argv: list[str] | None) -> int:
     for cell in worst(measured(here.folder), here.device):
         cell = replace(cell, completions="ragged" if cell.completions == "ragged" else "given")
         with switches(cell, cell.shares and (cell.with_mask or not bench.kernels)):
-            rows = rows_of(profiled(cell, bench))
+            begun, profiler = time.monotonic(), profiled(cell, bench)
+        rows = rows_of(profiler)
+        told = f"{len(profiler.events())} events, {time.monotonic() - begun:.0f} s"
+        print(f"{cell.way}: {told} from making the trainer to reading them", flush=True)
+        del profiler
         bench.clear()
         table.add(*({**cell.row, **row} for row in rows))
         for row in rows[:6]:
