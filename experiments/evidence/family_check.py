@@ -131,18 +131,39 @@ def router_settings(model) -> dict:
 
 
 def errors_of_passes(model, truth, settings: dict) -> tuple[float, float]:
-    """The largest errors of all completions together, of one at a time, and of two with gradient checkpointing."""
+    """The largest errors of all completions together, of one at a time, of two with gradient checkpointing, and of one
+    a micro-batch."""
     from trl.models.prefix_sharing import SharedPrefixPasses
 
     def errors_of(size):
         return error_of(run(model, passes=SharedPrefixPasses(PROMPT, size), **settings), truth)
 
-    errors = [errors_of(None), errors_of(1)]
+    errors = [errors_of(None), errors_of(1), error_of_micro_batches(model)]
     if model.supports_gradient_checkpointing:
         model.gradient_checkpointing_enable()
         errors.append(errors_of(2))
         model.gradient_checkpointing_disable()
     return tuple(max(values) for values in zip(*errors, strict=True))
+
+
+def error_of_micro_batches(model) -> tuple[float, float]:
+    """The same of one completion a micro-batch, beside whole rows. Without the router's loss, which is another one in
+    micro-batches, with TRL's own as well."""
+    import torch
+    from trl.models.prefix_sharing import SharedPrefixPasses
+    from trl.models.prefix_sharing_micro_batches import OpenPrefix
+
+    truth = run(model)
+    model.zero_grad()
+    open_prefix, tokens = OpenPrefix(num_micro_batches=len(LENGTHS) // 2), []
+    for step in range(len(LENGTHS)):
+        open_prefix.enter(step, updates=step == len(LENGTHS) - 1)
+        passes = SharedPrefixPasses(PROMPT, group_size=1, open_prefix=open_prefix)
+        own, loss = scored(model, slice(step, step + 1), passes=passes)
+        loss.backward()
+        open_prefix.backward()
+        tokens.append(own)
+    return error_of((torch.cat(tokens, dim=1), gradient_of(model)), truth)
 
 
 def batch():
@@ -173,18 +194,31 @@ def sees_later_tokens(model) -> bool:
 
 def run(model, **settings):
     """(log-probabilities and entropies, gradient of all parameters) of a pass of the batch."""
+    model.zero_grad()
+    tokens, loss = scored(model, slice(None), **settings)
+    loss.backward()
+    return tokens, gradient_of(model)
+
+
+def scored(model, rows: slice, **settings):
+    """(log-probabilities and entropies, their weighted sum with the router's loss) of some rows of the batch."""
     import torch
 
     ids, mask = batch()
     labels = ids.masked_fill(mask == 0, -100)
     labels[:, :PROMPT] = -100
-    model.zero_grad()
-    out = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True, **settings)
+    weights = torch.linspace(-1, 1, len(ids) * COMPLETION).view(1, -1, COMPLETION)
+    weights = weights * torch.tensor([1.0, 0.1]).view(2, 1, 1)
+    inputs = {"input_ids": ids[rows], "attention_mask": mask[rows], "labels": labels[rows]}
+    out = model(**inputs, fused_lm_head=True, **settings)
     tokens = torch.stack([out.log_probs[:, -COMPLETION:], out.entropy[:, -COMPLETION:]])
-    weights = torch.linspace(-1, 1, tokens[0].numel()).view(1, -1, COMPLETION) * torch.tensor([1.0, 0.1]).view(2, 1, 1)
-    ((tokens * weights).sum() + (0 if out.aux_loss is None else out.aux_loss)).backward()
-    gradient = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
-    return tokens.detach(), gradient
+    return tokens.detach(), (tokens * weights[:, rows]).sum() + (0 if out.aux_loss is None else out.aux_loss)
+
+
+def gradient_of(model):
+    import torch
+
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
 
 
 def error_of(got, truth) -> tuple[float, float]:
