@@ -187,11 +187,11 @@ def read_samples(path: Path) -> list[dict[str, float | None]]:
 
 
 def write_json(path: Path, value: dict) -> None:
+    replace_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
     """Write through a temporary file: a reader sees the old or the new text, never half of one."""
-    _replace(path, json.dumps(value, indent=1) + "\n")
-
-
-def _replace(path: Path, text: str) -> None:
     staging = path.with_name(f".{path.name}.{os.getpid()}")  # a process each: two may write the same summary
     try:
         staging.write_text(text, encoding="utf-8", newline="")
@@ -280,7 +280,7 @@ def write_csv(path: Path, columns: tuple[str, ...], rows: list[dict]) -> None:
     writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    _replace(path, text.getvalue())
+    replace_text(path, text.getvalue())
 
 
 def source_commit() -> str:
@@ -302,7 +302,7 @@ def make_writable(folder: Path) -> None:
     """Make `folder` if need be and try to write there. Raises `ConfigError`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder / ".probe", "x")
+        replace_text(folder / ".probe", "x")
         (folder / ".probe").unlink(missing_ok=True)  # another process may try as well
     except OSError as error:
         raise ConfigError(f"{no_room(error, folder)}; choose another --results") from error

@@ -38,6 +38,7 @@ from experiments.record import (
     make_writable,
     no_room,
     outcome,
+    replace_text,
     source_commit,
     write_machine,
     write_summary,
@@ -129,6 +130,7 @@ def run(argv: list[str] | None) -> int:
                 with contextlib.suppress(OSError):  # a full disk is told by what must be written
                     shutil.copyfileobj(early, log)
                 measure(folder, config, documents, record, progress)
+            relative_paths(folder / "log.txt")
         except OSError as error:  # not even a log
             record.status, record.exit_code, record.error = "error", EXIT_ERROR, no_room(error, folder)
         return end(folder, record, progress)
@@ -193,6 +195,16 @@ def measure(folder: Path, config: RunConfig, documents: list[str], record: RunRe
             traceback.print_exc()
     finally:
         ignore_signals()
+
+
+def relative_paths(log: Path) -> None:
+    """Leave out of the log in which folders this machine has the project and the environment."""
+    with contextlib.suppress(OSError):  # a full disk: it stays as it is
+        before = after = log.read_bytes().decode(errors="replace")
+        for folder in (ROOT, Path(sys.prefix)):
+            after = after.replace(f"{folder}/", "")
+        if after != before:
+            replace_text(log, after)
 
 
 def train(config: RunConfig, documents: list[str], record: RunRecord, phases: PhaseRecorder) -> None:

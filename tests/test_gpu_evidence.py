@@ -1,4 +1,4 @@
-"""Measurements that `run_gpu.sh` runs, on the CPU at small size: nothing may fail for the first time on a lent GPU."""
+"""Measurements that `run_gpu.sh` runs, on the CPU at small size: nothing may fail for the first time on a GPU."""
 
 import csv
 import os

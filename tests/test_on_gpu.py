@@ -1,4 +1,4 @@
-"""The program that a lent GPU runs: its order, its minutes, what it leaves when killed, and what it takes along."""
+"""The program that runs on a GPU: its order, its minutes, what it leaves when killed, and what it takes along."""
 
 import importlib
 import json

@@ -9,7 +9,7 @@ TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
 EXPERTS = ("mixtral", "gpt-oss-sinks")
 # Stock's own gradient in float32 is up to 3e-4 away from float64, by batch, as sharing is: rounding errors grow a
 # thousandfold on the way
-ILL_CONDITIONED = ("gemma4-layer-embeddings",)
+ILL_CONDITIONED = {"float32": ("gemma4-layer-embeddings",), "float64": ()}
 
 
 def test_every_architecture_computes_what_whole_sequences_do(probe):
@@ -17,7 +17,7 @@ def test_every_architecture_computes_what_whole_sequences_do(probe):
         assert len(result) >= {"float32": 10, "float64": 32}[dtype]
         for name, errors in result.items():
             worst = max(*errors["tokens"], *errors["gradient"], *errors["loss"])
-            assert worst <= TOLERANCE[dtype] * (50 if name in ILL_CONDITIONED else 1), (dtype, name, errors)
+            assert worst <= TOLERANCE[dtype] * (50 if name in ILL_CONDITIONED[dtype] else 1), (dtype, name, errors)
             assert errors["off_is_equal"], f"{name}: prepared but not sharing, it computes something else"
 
 

@@ -75,7 +75,9 @@ def test_out_of_memory_is_recorded_with_exit_code_3_and_no_row_lost(train):
     assert rows and all(row["host_used_bytes"] for row in rows)
     with (folder / "phases.csv").open() as file:
         assert len(list(csv.DictReader(file))) >= 2
-    assert "Traceback" in (folder / "log.txt").read_text()
+    log = (folder / "log.txt").read_text()
+    assert "Traceback" in log and "experiments/train.py" in log
+    assert str(cfg.ROOT) not in log and sys.prefix not in log  # nobody else's folders
 
 
 @pytest.mark.slow

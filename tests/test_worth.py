@@ -3,14 +3,15 @@
 import pytest
 
 from experiments.builds import use_fork
-from experiments.config import ARMS
+from experiments.config import ARMS, ROOT
 from experiments.evidence import decoding, worth
 from experiments.evidence.group import Group, Sizes, attention_of
 from experiments.evidence.worth import Work
+from experiments.plan.levers import MEASURED
 from experiments.record import write_csv
 from visualization.charts import worth as worth_chart
 from visualization.files import run_cli
-from visualization.pages.rivals import decoding_table, read_worth, worth_table
+from visualization.pages.rivals import decoding_table, faster, read_worth, worth_table
 
 SIZES = Sizes(prompt=24, completion=5, k=3)
 
@@ -50,6 +51,14 @@ def test_the_limit_is_what_tokens_and_pairs_leave():
     config = worth.shape_config("qwen3-8-layers", 1)
     assert worth.limit(config, Sizes(1000, 1, 8), "score") == pytest.approx(8 * 1001 / 1008, rel=0.15)
     assert worth.limit(config, Sizes(2, 5000, 8), "train") == pytest.approx(1.0, abs=0.001)
+
+
+def test_the_doctor_says_what_was_measured():
+    measured = faster(read_worth(ROOT / "results" / "reference-cpu-2-cores"), "train")
+    prompt, completion = (measured.index.get_level_values(f"{what}_tokens") for what in ("prompt", "completion"))
+    cells = measured.groupby((8 * (prompt + completion) / (prompt + 8 * completion)).round(1))
+    found = {ratio: (cell.min(axis=None).round(1), cell.max(axis=None).round(1)) for ratio, cell in cells}
+    assert found.items() >= MEASURED.items()
 
 
 @pytest.mark.parametrize("cells", ["3000", "3000x", "1x1", "0x100", "9999999x1", "3000x100,3000x100", "a x b", ""])

@@ -2,10 +2,11 @@
 
     python -m experiments.evidence.families_cost [--families gated-deltanet,mamba-2,images] [--repeats 3]
 
-Whole rows against prefix sharing with all or two completions together: the same narrow model in float32, gradient
-checkpointing and compact LM head for each. `gated-deltanet` is Qwen3.5's text model and `mamba-2` Bamba's, both at a
-prompt of 3,000 and completions of 100; `images` is Qwen2.5-VL's architecture at a prompt of 1,024 image tokens (4,096
-patches) and 200 of text. The operators are PyTorch's own: there are no kernels for recurrent layers on a CPU.
+Whole rows against prefix sharing with all completions together, two a pass, or two a micro-batch: the same narrow
+model in float32, gradient checkpointing and compact LM head for each. `gated-deltanet` is Qwen3.5's text model and
+`mamba-2` Bamba's, both at a prompt of 3,000 and completions of 100; `images` is Qwen2.5-VL's architecture at a prompt
+of 1,024 image tokens (4,096 patches) and 200 of text. The operators are PyTorch's own: there are no kernels for
+recurrent layers on a CPU.
 
 Writes one row a repeat to results/<machine>/families/<family>.csv: seconds and peak resident bytes above the level
 before of each phase, how many images went through the vision tower in all three, and the relative difference of all

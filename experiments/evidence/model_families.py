@@ -64,7 +64,7 @@ Made on {made} by
 Each is a tiny random model: two to six layers, one of each kind that its config has, width 32, windows of {window}
 tokens. Two prompts of {prompts} tokens, the second behind padding, have three completions each of up to {completion}
 tokens. They go through TRL's own pass as whole rows, and through prefix sharing: all completions of a prompt together,
-one at a time, and two at a time with gradient checkpointing.
+one at a time, two at a time with gradient checkpointing, and one a micro-batch.
 
 * **shared**: log-probabilities and entropies, and the gradient of all parameters, are those of whole rows in float64,
   with the experts' load-balancing loss where TRL has it for the model. The relative error is below {tolerance}, and

@@ -1,4 +1,4 @@
-"""The planner's predictions of what will be measured, made beforehand: a lent device is not for predicting."""
+"""The planner's predictions of what will be measured, made beforehand: a GPU is not for predicting."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a lent device is asked, in order of priority: what cannot be known without one comes first."""
+"""What a GPU is asked, in order of priority: what cannot be known without one comes first."""
 
 import os
 from functools import partial
@@ -17,7 +17,7 @@ PUBLISHED = (
 )  # fmt: skip
 MODELS = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-8b-lora")
 TOKENS = ("p3000-c100", "p3000-c512", "p1000-c100", "p1000-c512", "p8000-c100", "p8000-c512")
-RUN_SECONDS = 45.0  # of one run of the suite, its process started; stated
+RUN_SECONDS = 45.0  # of one run of the suite, its process started; a guess
 
 
 def suite(name: str, device: str, scale: str, arms: str, ks: str, repeats: int, seconds: float = RUN_SECONDS) -> Item:
@@ -53,7 +53,7 @@ def cells(plan: str, device: str, expected: float, least: float, predictions: Pa
 
 
 def on_cuda(predictions: Path) -> list[Item]:
-    """Seconds are statements for an H200; those of a finished item are what it took. Of `exactness` and `profile` they
+    """Seconds are guesses for an H200; those of a finished item are what it took. Of `exactness` and `profile` they
     hold 50 microseconds for each event that torch's profiler hands out."""
     published = ",".join(PUBLISHED)
     more = "classic-string,classic-string-exact,classic-lean,shared"
