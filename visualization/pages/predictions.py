@@ -27,11 +27,10 @@ def read_check(folder: Path) -> pd.DataFrame:
 
 
 def machine_line(rows: pd.DataFrame) -> str:
-    first = rows.iloc[0]
-    commits = commits_in_short(rows.commit)
+    first, names = rows.iloc[0], {column: rows[column].unique() for column in ("device_name", "shape")}
     return (
-        f"*{first.device_kind.upper()}: {first.device_name} · torch {first.torch_version} · commit {commits} · "
-        f"{first['shape']}, vocabulary {first.vocab_size:,}*"
+        f"*{first.device_kind.upper()}: {' and '.join(names['device_name'])} · torch {first.torch_version} · commit "
+        f"{commits_in_short(rows.commit)} · {', '.join(names['shape'])}, vocabulary {first.vocab_size:,}*"
     )
 
 
@@ -92,7 +91,8 @@ def levers_table(folder: Path) -> str:
         sizes = [f"{peak.measured_bytes / MIB:.0f} ({peak.phase})" for peak in (before, after)]
         table.append([lever, f"`{without}`, `{with_it}`", *sizes, f"{change:+.0%}".replace("-", "−")])
     lines = markdown(["lever", "case", "peak, MiB", "with it", ""], table, texts=2)
-    return machine_line(rows) + "\n\n" + "\n".join(lines) + "\n"
+    used = rows[rows.case.isin({case for _, *cases in LEVERS for case in cases})]
+    return machine_line(used) + "\n\n" + "\n".join(lines) + "\n"
 
 
 def profiles_table(folder: Path) -> str:
