@@ -89,15 +89,26 @@ class TestPrefixSharingChecks(TrlTestCase):
         with pytest.raises(ValueError, match="aLoRA"):
             enable_prefix_sharing(get_peft_model(load(MODEL_ID), config))
 
-    @pytest.mark.parametrize("name, value", [("num_beams", 2), ("guidance_scale", 1.5)])
+    @pytest.mark.parametrize(
+        "name, value", [("num_beams", 2), ("guidance_scale", 1.5), ("cache_implementation", "static")]
+    )
     def test_generation_config_of_the_model(self, name, value):
         model = load(MODEL_ID).eval()
         enable_prefix_sharing(model)
         setattr(model.generation_config, name, value)
         inputs, prompt_length = make_inputs()
         prompts = {name: inputs[name][:, :prompt_length] for name in ("input_ids", "attention_mask")}
-        with pytest.raises(ValueError, match=f"{name}={value}"):
+        with pytest.raises(ValueError, match=f"{name}={value!r}"):
             generate_with_shared_prefix(model, **prompts, generation_config=GenerationConfig(max_new_tokens=2))
+
+    def test_cache_of_older_checkpoints(self):
+        model = load(MODEL_ID).eval()
+        enable_prefix_sharing(model)
+        model.generation_config.cache_implementation = "hybrid"
+        inputs, prompt_length = make_inputs()
+        prompts = {name: inputs[name][:, :prompt_length] for name in ("input_ids", "attention_mask")}
+        config = GenerationConfig(max_new_tokens=2, min_new_tokens=2)
+        assert generate_with_shared_prefix(model, **prompts, generation_config=config).shape[1] == prompt_length + 2
 
     @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
     def test_train_with_max_length(self, config_class, trainer_class):
