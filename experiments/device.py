@@ -134,8 +134,8 @@ def status_bytes(field: str) -> int:
 
 
 def available_bytes(device: str) -> int:
-    """What is free on the device ("cpu": in the host's memory, and in the cgroup that this process is in)."""
-    if device != "cpu":
+    """What is free on the device ("cpu", "cpu:0": in the host's memory, and in the cgroup that this process is in)."""
+    if not device.startswith("cpu"):  # a process of several on a CPU has a number, too
         import torch
 
         return torch.cuda.mem_get_info(device)[0]

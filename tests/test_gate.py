@@ -230,4 +230,4 @@ def test_what_is_free_is_what_the_host_and_its_cgroup_have(tmp_path, monkeypatch
         "/sys/fs/cgroup/memory.stat": f"anon 5\ninactive_file {file_pages}\nactive_file 7\n",
     }
     monkeypatch.setattr(Path, "read_text", lambda path: files[str(path)])
-    assert device.available_bytes("cpu") == left
+    assert device.available_bytes("cpu") == device.available_bytes("cpu:0") == left

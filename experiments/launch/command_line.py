@@ -4,6 +4,7 @@ import argparse
 import difflib
 import math
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 from experiments.config import ConfigError
@@ -41,7 +42,7 @@ def before_torch(argv: list[str], asked: argparse.Namespace):
             "name a profile first: ./launch_single_gpu.sh single_gpu_24gb [--setting value ...]; --help lists them"
         )
     read_yaml(find_profile(argv[0]))
-    problems, rows = [], None
+    problems, rows = two_models(argv), None
     if asked.algorithm not in ("rloo", "grpo"):
         problems.append(f"algorithm {asked.algorithm!r}: choose rloo or grpo")
     texts = {"dataset": asked.dataset, "reward": asked.reward, "model_name_or_path": asked.model_name_or_path}
@@ -68,6 +69,16 @@ def before_torch(argv: list[str], asked: argparse.Namespace):
     return rows
 
 
+def two_models(argv: list[str]) -> list[str]:
+    """What is wrong where the command line and the environment name different models: which one is meant?"""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model_name_or_path", "--model-name-or-path")
+    named, path = parser.parse_known_args(argv[1:])[0].model_name_or_path, os.environ.get("MODEL_PATH")
+    if not path or named in (None, path):
+        return []
+    return [f"MODEL_PATH is {path!r} and --model_name_or_path {named!r}; leave one of them out"]
+
+
 def parse(argv: list[str]):
     """(launch arguments, trainer's config, model config). Raises `ConfigError` for what TRL would not accept."""
     profile, overrides = argv[0], argv[1:]
@@ -91,7 +102,10 @@ def parse(argv: list[str]):
             ["--config", str(find_profile(profile)), *overrides], fail_with_unknown_args=True
         )
     except (ValueError, TypeError, ImportError, OSError) as error:
-        raise ConfigError(f"{profile}: {' '.join(str(error).split())}") from error
+        said = " ".join(str(error).split())
+        if "generation_batch_size" in said:  # a name that nobody gave
+            said += " It is per_device_train_batch_size x steps_per_generation; set --steps_per_generation as well."
+        raise ConfigError(f"{profile}: {said}") from error
     model.model_name_or_path = os.environ.get("MODEL_PATH") or model.model_name_or_path
     check_values(profile, launch, config, model)
     return launch, config, model
@@ -121,6 +135,22 @@ def check_values(profile: str, launch: LaunchArguments, config, model) -> None:
         problems.append(
             "activation_offloading moves activations from a GPU to the host, and there is no GPU here; "
             "--activation_offloading false"
+        )
+    if config.prefix_sharing and model.attn_implementation not in (None, "sdpa", "eager"):
+        problems.append(
+            f"attn_implementation {model.attn_implementation!r} does not take the mask that prefix_sharing needs; "
+            "--attn_implementation sdpa"
+        )
+    if config.prefix_sharing and model.use_peft and model.lora_dropout:
+        problems.append(
+            f"lora_dropout is {model.lora_dropout}: completions that share a prompt would share its dropout; "
+            "--lora_dropout 0"
+        )
+    if config.use_vllm and find_spec("vllm") is None:
+        problems.append("use_vllm needs the package vllm, which is not installed; --use_vllm false")
+    if config.eval_strategy != "no":
+        problems.append(
+            f"eval_strategy is {config.eval_strategy.value!r}, and there is no dataset to evaluate on; leave it out"
         )
     if launch.offload_reference and (config.beta == 0 or model.use_peft):
         why = "LoRA needs none" if model.use_peft else "beta is 0"

@@ -15,7 +15,8 @@ usage: [MODEL_PATH=MODEL] ./launch_single_gpu.sh PROFILE [--setting value ...]
   MODEL_PATH=random:qwen3-0.6b ./launch_single_gpu.sh balanced --max_steps 2        # random weights, to try a card
   ./launch_single_gpu.sh fits.yaml --model_name_or_path hub:Qwen/Qwen3-8B           # downloads it
 
-MODEL is a folder, hub:owner/name, or random:shape; it goes before model_name_or_path. Paths are those where you stand.
+MODEL is a folder, hub:owner/name, or random:shape; it goes before a profile's model_name_or_path. Paths are those
+where you stand.
 PROFILE is a YAML file (with ending), or one of
 """
 SETTINGS = """

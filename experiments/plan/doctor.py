@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from experiments.config import GIB, ConfigError, exit_code
-from experiments.plan.calibration import Calibration, range_in_words
+from experiments.plan.calibration import Calibration, range_in_words, range_of
 from experiments.plan.levers import FASTER_FROM, LEVERS, Lever, applied, in_turn, settings_by_lever
 from experiments.plan.options import (
     Problems,
@@ -200,7 +200,7 @@ def run(args: argparse.Namespace) -> int:
         )
         return 1
     write_settings(args.output, settings, old, used, now, last, budget)
-    conclude(args, settings, setup, used, last, calibration)
+    conclude(args, settings, setup, used, last, calibration, budget)
     return 0
 
 
@@ -226,6 +226,10 @@ def write_settings(
         lines.append(f"{lever.name}: {lever.effect(setup)}")
         new = {name: value for name, value in decided.items() if settings.get(name) != value}
         lines += [f"  {name} is removed" if value is None else f"  {name}: {value}" for name, value in new.items()]
+    if last.setup.lora_rank and not setup.lora_rank and "learning_rate" not in settings:
+        lines.append(
+            "learning_rate is not set: TRL's is for all weights, adapters take more (single_gpu_24gb has 1e-5)."
+        )
     if old and old.missing:
         lines.append(f"The run did not record {', '.join(old.missing)}: add yours, else the defaults are taken.")
     changed = changes(setup, last.setup)
@@ -241,10 +245,13 @@ def conclude(
     used: list[Lever],
     last: Prediction,
     calibration: Calibration | None,
+    budget: int,
 ) -> None:
     same = "Trains the same as before. " if used and all(lever.exact(setup) for lever in used) else ""
     path = args.output.resolve()
-    print(f"fits: {gib(last)}. {same}Settings, with prompts to {setup.prompt_tokens} tokens: {path}")
+    just = (stands_for := range_of(last.phases)) and stands_for[2] > budget
+    verdict = "just fits, by less than the error" if just else "fits"
+    print(f"{verdict}: {gib(last)}. {same}Settings, with prompts to {setup.prompt_tokens} tokens: {path}")
     if words := range_in_words(last.phases, calibration):
         print(f"  {words}")
     if host := last.most_on_host.host:
