@@ -276,9 +276,22 @@ def test_wheel_is_the_same_bytes_every_time(project, packed, monkeypatch):
         assert {entry.external_attr >> 16 for entry in archive.infolist()} == {0o100644}
     assert packed("one")[0] == first  # written over, and nothing left beside it
     assert list(files) == sorted(files, key=lambda name: (".dist-info/" in name, ".dist-info/RECORD" in name, name))
-    project.patches("pile", first=project.one("other"))
-    assert project.run("wheel", "pile", project.folder / "one")[0] == 0
-    assert len(os.listdir(project.folder / "one")) == 2  # other content, other label
+
+
+def test_wheel_takes_the_place_of_older_ones(project, packed):
+    old, _, _ = packed()
+    kept = [
+        "trl-9.9.9+fork.mine-py3-none-any.whl",
+        "trl-9.9.9-py3-none-any.whl",
+        "trl-9.9.8+fork.1234567-py3-none-any.whl",
+    ]
+    for name in kept:
+        (old.parent / name).write_text("mine")
+    project.patches("pile", first=project.one("other"))  # other content, other label
+    code, said, _ = project.run("wheel", "pile", old.parent)
+    (new,) = set(os.listdir(old.parent)) - set(kept)
+    assert code == 0 and new != old.name and said.strip().endswith(f"; removed {old.name}")
+    assert all((old.parent / name).exists() for name in kept)
 
 
 def test_wheel_of_one_patch(packed):

@@ -33,6 +33,7 @@ def policy():
 DATASETS = {
     "broken.jsonl": (ROW + b'{"prompt": \n' + ROW, ["line 2 is not JSON"]),
     "truncated.jsonl": (ROW + b'{"prompt": "a', ["line 2 is not JSON"]),
+    "unclosed.jsonl": (ROW + b'{"prompt": "b"\r\n' + ROW, ["line 2 is not JSON", "(character 15)"]),
     "list.jsonl": (ROW + b"[1]\n", ["line 2 is [1]", "not an object"]),
     "empty.jsonl": (b"", ["is an empty file"]),
     "blank.jsonl": (b"\n\n", ["no rows"]),
@@ -144,7 +145,8 @@ REFUSED = {  # after the dataset and the model's name are found good
     "balanced --num_generations 3": ["num_generations", "3"],
     "balanced --learning_rate nan": ["learning_rate is nan", "finite"],
     "balanced --max_completion_length 0 --temperature -1": ["max_completion_length is 0", "temperature is -1"],
-    "balanced --epsilon 0.2 --delta 0.3": ["--delta"],
+    "balanced --epsilon 0.2 --delta 0.3": ["launch: '--delta', '0.3': no settings of rloo"],
+    "balanced stray --max_steps 2 words": ["launch: 'stray', 'words': no settings of rloo"],
     "constrained --use_cpu": ["activation_offloading", "no GPU", "--activation_offloading false"],
     "balanced --algorithm grpo --loss_type best": ["loss_type is 'best'", "dapo"],
     "balanced --deepspeed none.json": ["deepspeed"],

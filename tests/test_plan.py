@@ -238,6 +238,12 @@ def test_a_device_less_its_reserve_is_what_is_left():
     assert memory_limit("256MiB", "0") == 2**28
 
 
+def test_decimal_gigabytes_are_taken_with_a_hint(capsys):
+    assert memory_limit("24GB", "0") == 24 * 10**9
+    assert capsys.readouterr().err == "24GB is 22.35 GiB; cards are sold in GiB: 24GiB\n"
+    assert memory_limit("24GiB", "0") and memory_limit(24 * 10**9, "0") and not capsys.readouterr().err
+
+
 def test_the_planners_arms_are_those_of_the_harness_but_for_the_token_budget():
     assert set(ARM_NAMES) - set(ARMS) == {"stock-tokens"}
     with pytest.raises(ConfigError, match="accumulate.*stock-accumulate"):

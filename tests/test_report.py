@@ -44,7 +44,7 @@ def copy(tmp_path):
 
 
 def visualize(folder, *arguments):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": str(WIDTH)}  # xdist sets a narrow one
     command = ["./visualize_results.sh", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, env=environment)
 
@@ -108,6 +108,15 @@ def test_percentages_of_next_to_nothing_are_not_told(tmp_path):
         write_run(tmp_path / "here", arm, 2, above=above)
     text = "\n".join(screen(tmp_path / "here", load_machine(tmp_path / "here")))
     assert "classic-lean classic-baseline takes 0.02 GiB at k = 2, too little to compare" in text and "%" not in text
+
+
+def test_verdicts_are_whole_in_a_narrow_terminal(tmp_path):
+    for arm, above in (("classic-baseline", GIB), ("classic-string", GIB // 4)):
+        write_run(tmp_path / "here", arm, above=above, fed=61)
+    lines = screen(tmp_path / "here", load_machine(tmp_path / "here"), width=60)
+    start = next(number for number, line in enumerate(lines) if line.startswith("The change published"))
+    assert max(len(line) for line in lines[start : start + 4]) <= 60
+    assert "less than classic-baseline at k = 2, and it fed 61 of 3,000 prompt tokens." in " ".join(lines)
 
 
 def test_the_screen_stays_one_screen_with_many_arms(tmp_path):

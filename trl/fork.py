@@ -389,8 +389,8 @@ def fork_version(version: str, fingerprint: str) -> str:
 def pack(root: Path, name: str, dest: Path, patches: tuple[str, ...] | None, wheels: Path | None = None) -> str:
     """Write the build of line `name` with `patches` (see `select`) as a wheel into `dest` and say what was done.
 
-    The same inputs give the same bytes. Raises ForkError where that is impossible, or the release itself would come
-    out; `dest` is then as it was.
+    Other wheels of the fork of the same release are removed from `dest`. The same inputs give the same bytes. Raises
+    ForkError where that is impossible, or the release itself would come out; `dest` is then as it was.
     """
     line = find_line(root, name)
     if dest.is_relative_to(root):  # a folder around the sources may well get one more file
@@ -427,7 +427,20 @@ def pack(root: Path, name: str, dest: Path, patches: tuple[str, ...] | None, whe
             entry = zipfile.ZipInfo(path)  # dated 1980 and not compressed: zlib's versions give different bytes
             entry.external_attr = 0o100644 << 16
             archive.writestr(entry, data)
-    return f"{target}: trl {version}, {', '.join(patch.name for patch in chosen) or 'no patches'}"
+    removed = "".join(f"; removed {name}" for name in remove_older(target, line.version))
+    return f"{target}: trl {version}, {', '.join(patch.name for patch in chosen) or 'no patches'}{removed}"
+
+
+def remove_older(target: Path, release: str) -> list[str]:
+    """Remove other wheels of the fork of `release` beside `target`: pip refuses two versions at once. Their names."""
+    start = f"trl-{release}+fork."
+    _, dash, rest = target.name.removeprefix(start).partition("-")
+    pattern = re.escape(start) + "[0-9a-f]{1,7}" + re.escape(dash + rest)
+    older = [path for path in sorted(target.parent.iterdir()) if path != target and re.fullmatch(pattern, path.name)]
+    older = [path for path in older if path.is_file()]
+    for path in older:
+        path.unlink()
+    return [path.name for path in older]
 
 
 def header_problems(patch: Patch) -> list[str]:

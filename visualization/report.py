@@ -4,6 +4,7 @@ python -m visualization.report RESULTS_MACHINE_DIR
 """
 
 import argparse
+import shutil
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,20 +13,23 @@ from visualization import combine_memory_data, create_charts, tables
 from visualization.files import run_cli
 from visualization.load import load_machine, tell_damaged
 from visualization.page import build
-from visualization.runs import ARMS, GIB, LEARN, Cell, Run, cells, describe, footnotes, in_order, scales
+from visualization.runs import ARMS, GIB, LEARN, Cell, Run, cells, change, describe, footnotes, in_order, scales
 
 SCREEN = 24  # lines
 WIDTH = 119
-LEAST = GIB // 10  # of peak above start, bytes: below it, percentages are noise
 
 
-def screen(folder: Path, runs: Sequence[Run]) -> list[str]:
-    """At most `SCREEN` lines: peaks of the main scale, arm by k, what they mean, and where charts and tables are."""
+def screen(folder: Path, runs: Sequence[Run], width: int = WIDTH) -> list[str]:
+    """At most `SCREEN` lines: peaks of the main scale, arm by k, what they mean, and where charts and tables are.
+
+    What they mean is whole, in lines of `width`: it says what to make of the figures.
+    """
     found = [scale for scale in scales(runs) if scale != LEARN] or scales(runs)
     scale = next((scale for scale in create_charts.DEFAULT_SCALES if scale in found), found[0])
     chosen = [run for run in runs if run.scale == scale]
     table = {(cell.arm, cell.k): cell for cell in cells(chosen)}
-    meaning = ["", *_meaning(table)]
+    wrap = textwrap.TextWrapper(max(width, 40), break_on_hyphens=False).wrap  # arms' names have hyphens
+    meaning = ["", *(row for verdict in _meaning(table) for row in wrap(verdict))]
     others = [other for other in scales(runs) if other != scale]
     end = ["", f"charts: {folder}/charts/*.png", f"tables: {folder}/charts/tables.md"]
     end[-1] += f", also of the scales {', '.join(others)}" if others else ""
@@ -40,8 +44,8 @@ def screen(folder: Path, runs: Sequence[Run]) -> list[str]:
     room = SCREEN - len(head) - len(meaning) - len(notes) - len(end)
     if len(rows) > room:
         rows = [*rows[: room - 1], f"... {len(rows) - room + 1} more arms in tables.md"]
-    lines = [*head, *rows, *notes, *meaning]
-    return [*(line if len(line) <= WIDTH else line[: WIDTH - 4] + " ..." for line in lines), *end]  # paths stay whole
+    cut = [line if len(line) <= WIDTH else line[: WIDTH - 4] + " ..." for line in [*head, *rows, *notes]]
+    return [*cut, *meaning, *end]  # paths stay whole
 
 
 def _rows(table: dict[tuple[str, int], Cell]) -> list[str]:
@@ -66,7 +70,7 @@ def _peak(cell: Cell | None) -> str:
 
 
 def _meaning(table: dict[tuple[str, int], Cell]) -> list[str]:
-    """What the figures say, three lines, each at the largest k where both sides finished."""
+    """What the figures say, three sentences, each at the largest k where both sides finished."""
     published, string = _saved(table, "classic-string", "classic-baseline")
     if string:
         asked, fed = string.first("prompt_tokens_requested"), string.first("prompt_tokens_fed_mean")
@@ -88,9 +92,9 @@ def _saved(table: dict[tuple[str, int], Cell], arm: str, reference: str) -> tupl
         ours, theirs = table[arm, k], table.get((reference, k))
         mine, other = ours.median("above_start_bytes"), theirs and theirs.median("above_start_bytes")
         if mine is not None and other:
-            if other < LEAST:
+            if (fraction := change(mine, other)) is None:
                 return f"{reference} takes {other / GIB:.2f} GiB at k = {k}, too little to compare", ours
-            less = round((1 - mine / other) * 100)
+            less = round(-fraction * 100)
             return f"{abs(less)} % {'more' if less < 0 else 'less'} than {reference} at k = {k}", ours
     return f"not compared, no k where it and {reference} finished", None
 
@@ -106,7 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     drawn = create_charts.draw_all(runs, charts, [scale for scale in scales(runs) if scale != LEARN])
     (charts / "tables.md").write_text(tables.page(args.results, runs), encoding="utf-8")
     build.write(args.results, runs, drawn)
-    print("\n".join(screen(args.results, runs)))
+    width = shutil.get_terminal_size((WIDTH, SCREEN)).columns
+    print("\n".join(screen(args.results, runs, width)))
     return tell_damaged(runs)
 
 

@@ -35,6 +35,7 @@ IN_SHORT = {
     "shared-accumulate": "prefix sharing, two at a time",
 }
 DEVICE_WORDS = {"cuda": "GPU", "cpu": "CPU"}
+LEAST = GIB // 10  # of peak above start, bytes: below it, percentages are noise
 LOST = "\N{DAGGER}"  # marks a figure whose run lost its sampler
 
 
@@ -166,6 +167,12 @@ class Cell:
         if self.finished:
             return ", ".join(f"{count} of {len(self.runs)} {word}" for count, word in kinds if count)
         return " + ".join(word for count, word in kinds if count)
+
+
+def change(ours: float | None, theirs: float | None) -> float | None:
+    """Change of a peak above start against another, as a fraction; None where one is missing or `theirs` is too little
+    to compare with."""
+    return ours / theirs - 1 if ours is not None and theirs and theirs >= LEAST else None
 
 
 def in_order(arms: Iterable[str]) -> list[str]:

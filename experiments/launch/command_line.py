@@ -96,11 +96,18 @@ def parse(argv: list[str]):
     algorithm = asked_for(argv).algorithm
     parser = TrlParser((LaunchArguments, RLOOConfig if algorithm == "rloo" else GRPOConfig, ModelConfig))
     parser.error = refuse  # not a page of usage
-    overrides = [*(["--use_cpu"] if no_gpu() and "--use_cpu" not in overrides else []), *overrides]
+    overrides = [*(["--use_cpu=true"] if no_gpu() and "--use_cpu" not in overrides else []), *overrides]
     try:
-        launch, config, model = parser.parse_args_and_config(
-            ["--config", str(find_profile(profile)), *overrides], fail_with_unknown_args=True
+        launch, config, model, in_profile, stray = parser.parse_args_and_config(
+            ["--config", str(find_profile(profile)), *overrides],
+            return_remaining_strings=True,
+            separate_remaining_strings=True,
         )
+        for words, where in ((in_profile, f"{profile}: "), (stray, "")):
+            if words:
+                refuse(f"{where}{', '.join(map(repr, words))}: no settings of {algorithm}; write --name value")
+    except ConfigError:  # of the command line: not the profile's fault
+        raise
     except (ValueError, TypeError, ImportError, OSError) as error:
         said = " ".join(str(error).split())
         if "generation_batch_size" in said:  # a name that nobody gave

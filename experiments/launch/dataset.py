@@ -101,7 +101,7 @@ def broken_row(path: Path) -> str | None:
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
-                row = json.loads(line.decode())
+                row = json.loads(line.decode().rstrip("\r\n"))  # the end of a line is said to be on the next one
                 if not isinstance(row, dict):
                     return f"line {number} is {one_line(repr(row))}, not an object like {{'prompt': ...}}"
                 first = first or (number, type(row.get("prompt")))

@@ -4,6 +4,8 @@ import argparse
 import contextlib
 import logging
 import os
+import re
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -127,7 +129,15 @@ def memory_limit(device_memory: str | int | None, reserve: str) -> int | None:
         raise ConfigError(
             f"--reserve {reserve} leaves nothing of the device's {size / GIB:.2f} GiB; the default is {RESERVE}"
         )
+    if hint := decimal_hint(str(device_memory)):
+        print(hint, file=sys.stderr)
     return size - kept
+
+
+def decimal_hint(text: str) -> str | None:
+    """What to say of a size in decimal GB, which is less than the card of that name has; None for another unit."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*gb\s*", text.lower())
+    return match and f"{text.strip()} is {parse_bytes(text) / GIB:.2f} GiB; cards are sold in GiB: {match[1]}GiB"
 
 
 def read_bytes(option: str, text: str | int) -> int:

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from visualization import style
-from visualization.runs import GIB, Cell, Run, alone, cells, in_order
+from visualization.runs import GIB, Cell, Run, alone, cells, change, in_order
 
 
 def peak_comparison(runs: Sequence[Run], baseline: str) -> Figure:
@@ -68,8 +68,8 @@ def _reductions(table: dict[tuple[str, int], Cell], baseline: str) -> dict[tuple
         reference = table.get((baseline, k))
         ours, theirs = cell.median("above_start_bytes"), reference and reference.median("above_start_bytes")
         # 2025 files hold device-wide figures and no known end of a run: nothing to derive a claim from.
-        if arm != baseline and ours is not None and theirs and not cell.count("unknown"):
-            found[arm, k] = ours / theirs - 1
+        if arm != baseline and not cell.count("unknown") and (fraction := change(ours, theirs)) is not None:
+            found[arm, k] = fraction
     return found
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from visualization.pages.lines import markdown
-from visualization.runs import GIB, Cell, Run, compared, seconds_a_step
+from visualization.runs import GIB, Cell, Run, change, compared, seconds_a_step
 
 REFERENCE = "stock"  # what a user of TRL has today
 PHASES = ("generate", "score", "train")
@@ -48,7 +48,7 @@ def phases_table(runs: Sequence[Run]) -> list[str]:
             cell.failure()
             if above is None
             else f"{above / GIB:.2f}{cell.mark}"
-            + (f" (1/{theirs / above:.1f})" if theirs and cell is not reference else "")
+            + (f" (1/{theirs / above:.1f})" if change(above, theirs) is not None and cell is not reference else "")
         )
         rows.append(row)
     repeats = min(len(cell.timed or cell.runs) for cell in table)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from visualization.pages.lines import by_k, failure, markdown, signed, whole, with_range
-from visualization.runs import GIB, Cell, Run, cells
+from visualization.runs import GIB, Cell, Run, cells, change
 
 BASELINE = "classic-baseline"
 
@@ -18,7 +18,8 @@ def peak_table(runs: Sequence[Run]) -> list[str]:
         text = with_range(cell, "above_start_bytes", GIB)
         reference = table.get((BASELINE, cell.k))
         theirs = reference and reference.median("above_start_bytes")
-        return text + (f", {signed(above / theirs - 1)}" if theirs and cell.arm != BASELINE else "")
+        fraction = change(above, theirs)
+        return text + (f", {signed(fraction)}" if fraction is not None and cell.arm != BASELINE else "")
 
     return [
         f"Peak memory above the start level, GiB (change against `{BASELINE}` at the same k):",
