@@ -230,7 +230,6 @@ NOT_A_MODEL = {  # file of a model -> what is in it, and what is said of it
 AFTER_LOADING = {
     '--model_init_kwargs {"nonsense":1}': ["cannot load", "unexpected keyword argument 'nonsense'"],
     "--use_peft --lora_dropout 0 --lora_target_modules nonsense": ["Target modules nonsense not found"],
-    "--prefix_sharing false --attn_implementation nonsense": ["attn_implementation"],
     "--report_to nonsense": ["nonsense is not supported"],
     '--lr_scheduler_kwargs {"a":1}': ["unexpected keyword argument 'a'"],
     "--adam_beta1 2": ["Invalid beta parameter"],
