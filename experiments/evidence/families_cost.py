@@ -48,10 +48,6 @@ def build_model(family: str):
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     torch.manual_seed(0)
-    width = dict(
-        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, num_hidden_layers=LAYERS,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=8192,
-    )  # fmt: skip
     if family in SHAPES_OF:
         return AutoModelForCausalLM.from_config(shape_config(SHAPES_OF[family], VOCAB))
     # As in Qwen2.5-VL 3B, the tower has about three quarters of the text model's multiplications on such a prompt
@@ -59,7 +55,11 @@ def build_model(family: str):
         depth=2, fullatt_block_indexes=[1], hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, out_hidden_size=HIDDEN,
         num_heads=4,
     )  # fmt: skip
-    text = dict(width, rope_parameters=dict(rope_type="default", rope_theta=1e6, mrope_section=[8, 12, 12]))
+    text = dict(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, num_hidden_layers=LAYERS,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=8192,
+        rope_parameters=dict(rope_type="default", rope_theta=1e6, mrope_section=[8, 12, 12]),
+    )  # fmt: skip
     special = dict(image_token_id=IMAGE.token, video_token_id=4, vision_start_token_id=5, vision_end_token_id=6)
     config = CONFIG_MAPPING["qwen2_5_vl"](text_config=text, vision_config=vision, **special)
     return AutoModelForImageTextToText.from_config(config)

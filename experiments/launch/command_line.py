@@ -24,10 +24,16 @@ def asked_for(argv: list[str]) -> argparse.Namespace:
         settings, _ = read_yaml(find_profile(argv[0]))
     except (IndexError, ConfigError):
         pass  # said by `before_torch`
+    defaults = {"algorithm": "rloo", "dataset": "builtin", "host_allocator": "system"}
+    names = ("host_allocator", "dataset", "reward", "model_name_or_path", "algorithm")
+    return read_words(argv, {name: settings.get(name, defaults.get(name)) for name in names})
+
+
+def read_words(argv: list[str], defaults: dict) -> argparse.Namespace:
+    """What the command line says of these settings, else their defaults. Raises `ConfigError`."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in ("host_allocator", "dataset", "reward", "model_name_or_path", "algorithm"):
-        default = {"algorithm": "rloo", "dataset": "builtin", "host_allocator": "system"}.get(name)
-        first.add_argument(f"--{name}", f"--{name.replace('_', '-')}", default=settings.get(name, default))
+    for name, default in defaults.items():
+        first.add_argument(f"--{name}", f"--{name.replace('_', '-')}", default=default)
     try:
         return first.parse_known_args(argv[1:])[0]
     except argparse.ArgumentError as error:
@@ -71,9 +77,8 @@ def before_torch(argv: list[str], asked: argparse.Namespace):
 
 def two_models(argv: list[str]) -> list[str]:
     """What is wrong where the command line and the environment name different models: which one is meant?"""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--model_name_or_path", "--model-name-or-path")
-    named, path = parser.parse_known_args(argv[1:])[0].model_name_or_path, os.environ.get("MODEL_PATH")
+    named = read_words(argv, {"model_name_or_path": None}).model_name_or_path
+    path = os.environ.get("MODEL_PATH")
     if not path or named in (None, path):
         return []
     return [f"MODEL_PATH is {path!r} and --model_name_or_path {named!r}; leave one of them out"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from experiments.config import GIB, ConfigError, machine_name, parse_bytes
 from experiments.device import available_bytes, device_name
 from experiments.plan import ask
-from experiments.plan.calibration import CalibratedPeak, Calibration, file_of, load, range_in_words
+from experiments.plan.calibration import CalibratedPeak, Calibration, file_of, load, may_exceed, range_in_words
 from experiments.plan.options import reserve_of
 from experiments.plan.predict import PredictedPeak
 from experiments.plan.recurrent import kernels_here
@@ -69,7 +69,7 @@ def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source:
     )
     for line in calibration.said_of({"this": expected.phases}) if calibration else ():
         print(f"memory  {line}", flush=True)
-    if expected.range and expected.range[2] > limit:
+    if may_exceed(expected.range, limit):
         print(f"memory  it may not fit: {range_in_words(expected.phases, calibration)}", flush=True)
     if expected.note:
         print(f"memory  {expected.note}", flush=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from experiments.config import GIB, ConfigError, choose, exit_code
 from experiments.plan.calibrate import calibrate
-from experiments.plan.calibration import Calibration, as_json, range_in_words, range_of
+from experiments.plan.calibration import Calibration, as_json, may_exceed, range_in_words, range_of
 from experiments.plan.errors import measured_errors
 from experiments.plan.options import (
     Problems,
@@ -64,7 +64,7 @@ def fits(peak: int, budget: int | None, stands_for: tuple[int, int, int] | None)
         return ""
     if peak > budget:
         return f"short by {max((peak - budget) / GIB, 0.01):.2f} GiB"
-    return "just" if stands_for and stands_for[2] > budget else "yes"
+    return "just" if may_exceed(stands_for, budget) else "yes"
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

@@ -148,6 +148,11 @@ def range_of(phases) -> tuple[int, int, int] | None:
     return low, expected, high
 
 
+def may_exceed(stands_for: tuple[int, int, int] | None, limit: int) -> bool:
+    """Whether the highest of a range as `range_of` gives it is more than so many bytes."""
+    return stands_for is not None and stands_for[2] > limit
+
+
 def range_in_words(phases, calibration: Calibration | None) -> str | None:
     """What a predicted peak stands for, and why; None where nothing was measured."""
     peak = max(phases, key=lambda phase: phase.total)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from experiments.config import GIB, ConfigError, exit_code
-from experiments.plan.calibration import Calibration, range_in_words, range_of
+from experiments.plan.calibration import Calibration, may_exceed, range_in_words, range_of
 from experiments.plan.levers import FASTER_FROM, LEVERS, Lever, applied, in_turn, settings_by_lever
 from experiments.plan.options import (
     Problems,
@@ -249,8 +249,7 @@ def conclude(
 ) -> None:
     same = "Trains the same as before. " if used and all(lever.exact(setup) for lever in used) else ""
     path = args.output.resolve()
-    just = (stands_for := range_of(last.phases)) and stands_for[2] > budget
-    verdict = "just fits, by less than the error" if just else "fits"
+    verdict = "just fits, by less than the error" if may_exceed(range_of(last.phases), budget) else "fits"
     print(f"{verdict}: {gib(last)}. {same}Settings, with prompts to {setup.prompt_tokens} tokens: {path}")
     if words := range_in_words(last.phases, calibration):
         print(f"  {words}")

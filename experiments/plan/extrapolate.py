@@ -135,9 +135,12 @@ class Rounds:
         if few + few + length >= count:
             return None
         shapes = shapes_of_layers(hf_config)
-        # With the first of these layers, the configuration must still make them: some have fields of their own
-        alike = shapes[length:] == shapes[:-length] and shapes_of_layers(with_layers(hf_config, few)) == shapes[:few]
-        return cls(few, few + length, count) if len(shapes) == count and alike else None
+        if len(shapes) != count or shapes[length:] != shapes[:-length]:
+            return None
+        # With the first of different layers, the configuration must still make them: some have fields of their own
+        if len(set(shapes)) > 1 and shapes_of_layers(with_layers(hf_config, few)) != shapes[:few]:
+            return None
+        return cls(few, few + length, count)
 
     def all_layers(self, few: dict, more: dict) -> dict[tuple, dict[str, int]]:
         """What is alive between events, see `Simulation.run`, with all layers, from what it is with few and more."""
