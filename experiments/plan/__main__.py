@@ -23,6 +23,7 @@ from experiments.config import GIB, ConfigError, choose, exit_code
 from experiments.plan.calibrate import calibrate
 from experiments.plan.calibration import Calibration, as_json, may_exceed, range_in_words, range_of
 from experiments.plan.errors import measured_errors
+from experiments.plan.images import PromptImages
 from experiments.plan.options import (
     Problems,
     add_memory_options,
@@ -148,6 +149,9 @@ def run(args: argparse.Namespace) -> int:
         f"{setup.generation_rows} completions generated together, {setup.per_device_train_batch_size} a micro-batch, "
         f"weights on a device {parameters / GIB:.2f} GiB"
     )
+    if setup.images:
+        tokens = " + ".join(f"{length:,}" for length in PromptImages.of(setup.images, hf_config).lengths)
+        print(f"{tokens} of the prompt's tokens are its image{'s' if len(setup.images) > 1 else ''}")
     print(table(predictions, budget, "above start" if calibration and args.device == "cpu" else "peak allocated"))
     if budget is not None:
         if parameters > budget:

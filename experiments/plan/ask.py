@@ -82,7 +82,8 @@ def predict(
             one, what its config says).
         limit: bytes; beyond it, a remedy is looked for, which takes a minute or some.
         calibration: corrects the peaks; or the file of one, which `python -m experiments.plan --calibrate` writes.
-        where: other fields of `experiments.plan.setups.Setup`, such as `num_devices` or `device="cpu"`.
+        where: other fields of `experiments.plan.setups.Setup`, such as `num_devices`, `device="cpu"` or, of the images
+            of a prompt, `images=((1280, 720),)`: `prompt_tokens` counts theirs, too.
 
     Raises:
         ConfigError: for settings that no trainer accepts, and for what cannot be predicted, with the reason.
@@ -189,7 +190,9 @@ def answer(asked: dict) -> int:
         settings["dtype"] = str(getattr(hf_config.get_text_config(), "dtype", None) or "float32").removeprefix(
             "torch."
         )
-    setup = as_widened(from_settings(asked["prompt_tokens"], settings, **asked["where"]))
+    where = asked["where"]
+    where["images"] = tuple(map(tuple, where.get("images", ())))  # JSON has lists
+    setup = as_widened(from_settings(asked["prompt_tokens"], settings, **where))
     calibration = from_json(asked["calibration"]) if asked["calibration"] else None
     (now,) = predict_all({"as it is": setup}, hf_config, lambda line: None, calibration)
     exceeds = asked["limit"] is not None and now.peak.total > asked["limit"]

@@ -71,6 +71,13 @@ def add_setup_options(parser: argparse.ArgumentParser) -> None:
         "--profile", help="a name in experiments/settings/profiles or a YAML file; options override it"
     )
     parser.add_argument("--prompt", type=int, help="tokens of the longest prompt; default: max_prompt_tokens")
+    parser.add_argument(
+        "--image",
+        action="append",
+        metavar="WIDTHxHEIGHT",
+        help="pixels of an image of each prompt, as the processor scales it; once for each image. --prompt counts its "
+        "tokens, too",
+    )
     parser.add_argument("--completion", type=int, help="max_completion_length")
     parser.add_argument("--k", type=int, help="num_generations: completions a prompt")
     parser.add_argument("--prompts", type=int, help="prompts a generation batch; default 1, or as the profile says")
@@ -195,6 +202,14 @@ def first_lines(error: Exception) -> str:
     return " ".join(line.strip() for line in str(error).splitlines()[:2])[:200]
 
 
+def read_image(text: str) -> tuple[int, int]:
+    """Width and height in pixels. Raises `ConfigError`."""
+    found = re.fullmatch(r"(\d{1,6})x(\d{1,6})", text)
+    if not found:
+        raise ConfigError(f"--image {text[:40]!r}: write width x height in pixels, like 1280x720")
+    return int(found[1]), int(found[2])
+
+
 def setup_from(args: argparse.Namespace, profile: dict | None, **where) -> tuple[dict, Setup, dict[str, str]]:
     """(settings, what they ask for, what the user wrote for a field of `Setup`): those of the profile or, with None,
     those of `COMMAND_LINE`, under the options. `where` are fields of `Setup` that are no settings. Raises
@@ -214,6 +229,8 @@ def setup_from(args: argparse.Namespace, profile: dict | None, **where) -> tuple
         problems.lines.append(f"--prompts is {args.prompts}; it must be at least 1")
     if args.accelerate:
         where |= problems.of(devices_from, args.accelerate) or {}
+    if args.image:
+        where["images"] = tuple(problems.of(read_image, text) for text in args.image)
     if args.reward_model and args.reward_model != "policy":
         problems.of(model_config, args.reward_model)
     problems.stop()

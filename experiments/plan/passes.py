@@ -11,14 +11,16 @@ def open_prefix_of(setup):
     return OpenPrefix(number, in_one_backward=setup.num_devices > 1)
 
 
-def passes_of(setup, rows: int, open_prefix):
-    """Of `rows` rows, in which the groups follow one another; `open_prefix` is that of the training."""
+def passes_of(setup, rows: int, open_prefix, num_images: list[int] | None):
+    """Of `rows` rows with so many images each, in which the groups follow one another; `open_prefix` is that of the
+    training."""
     from trl.models.prefix_sharing import SharedPrefixPasses
     from trl.models.token_budget import TokenBudgetPasses
 
     common = dict(
         prefix_length=setup.prompt_tokens,
         group_size=min(rows, setup.num_generations),
+        num_images=num_images,
         activation_offloading=setup.activation_offloading,
         open_prefix=open_prefix,
     )

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from experiments.config import ConfigError, choose
+from experiments.plan.images import wrong_images
 
 # The arms of `experiments.config.ARMS` that the planner knows, and `stock-tokens`, which is the planner's alone: the
 # fork's token budget without sharing
@@ -48,6 +49,9 @@ class Setup:
     temperature: float = 1.0
     padded: bool = True  # completions differ in length
     padded_prompts: bool = False  # prompts of a batch differ in length
+    images: tuple[
+        tuple[int, int], ...
+    ] = ()  # of each prompt: width and height in pixels, as the processor scales them
     device: str = "cuda"  # "cpu" has no Triton
     num_devices: int = 1
     fully_sharded: bool = False  # FSDP2 with reshard_after_forward; otherwise DDP
@@ -245,6 +249,8 @@ def check(setup: Setup, hf_config, called: dict[str, str] | None = None) -> None
             f"{name('prompt_tokens')} {setup.prompt_tokens} + {name('max_completion_length')} "
             f"{setup.max_completion_length} = {length} tokens exceed the model's {positions} positions"
         )
+    if setup.images:
+        wrong += wrong_images(setup, hf_config, name("prompt_tokens"))
     if setup.generation_rows * length > MOST_TOKENS:
         wrong.append(
             f"{setup.generation_rows} completions ({name('num_generations')} {k}) of {length} tokens in a rollout: "

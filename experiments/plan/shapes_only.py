@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 MAP_NORESERVE = 0x4000  # Linux; Python names it from 3.13 on
 SPACE = 2**44  # bytes of address space, which bounds one tensor; no memory is reserved for it
 SPACE_MAP = mmap.mmap(-1, SPACE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+INDEX = torch.ops.aten.index.Tensor
 ADDRESS = torch.frombuffer(SPACE_MAP, dtype=torch.uint8, count=1).data_ptr()
 
 
@@ -65,6 +66,8 @@ class ShapesOnly(TorchDispatchMode):
 
     def given(self, func, args: tuple, kwargs: dict):
         """What the operation gives."""
+        if func is INDEX:
+            args = (args[0], _places(args[1]))
         key, tensors = [func], []
         _describe(args, key, tensors)
         for name, value in kwargs.items():
@@ -109,6 +112,15 @@ def _describe(values, key: list, tensors: list[torch.Tensor]) -> None:
             _describe(value, key, tensors)
         else:
             key += type(value), value  # 1, 1.0 and True are equal, but give different dtypes
+
+
+def _places(indices) -> list:
+    """Indices of an operation, in numbers in place of masks: how many a mask chooses is in its values."""
+    places = []
+    for index in indices:
+        is_mask = index is not None and index.dtype == torch.bool and not _has_no_values(index)
+        places += index.nonzero().unbind(1) if is_mask else [index]
+    return places
 
 
 def _on_meta(func, args: tuple, kwargs: dict):

@@ -22,6 +22,7 @@ from transformers import AutoModelForSequenceClassification, DynamicCache, Gener
 from experiments.config import ConfigError
 from experiments.plan.building import build, decoder_layers, quantize, weights_not_in_8_bits, with_adapters
 from experiments.plan.caches import attending, grow, grow_shared
+from experiments.plan.images import TOWER, RolloutImages
 from experiments.plan.live_bytes import LiveBytes
 from experiments.plan.offloaded import offloaded
 from experiments.plan.passes import open_prefix_of, passes_of
@@ -57,6 +58,7 @@ class Simulation:
         self.memory = LiveBytes()
         self.shapes = ShapesOnly(self.memory)
         self.scores = ""  # `REFERENCE` while it does
+        self.images = RolloutImages(setup, hf_config, self.shapes, self.memory)
         self.open_prefix = open_prefix_of(setup)
         self.memory.added = self.allocation
         # (phase, event, layer, how often it came before in this phase) -> bytes by kind at the peak until the next one
@@ -80,11 +82,12 @@ class Simulation:
             if self.setup.gradient_accumulation_steps > self.setup.steps_per_generation:
                 self.make_gradients()  # it generates again before the optimizer's step
             self.model.eval()  # TRL switches gradient checkpointing off where there is no backward
-            with self.phase("generate"), torch.no_grad():
+            self.images.pixel_values = self.images.make()  # of the rollout before
+            with self.phase("generate"), torch.no_grad(), self.images.new_rollout():
                 self.generate_shared() if self.setup.prefix_sharing else self.generate()
             if not passes:
                 return self.stretches
-            with self.phase("score"), torch.no_grad():
+            with self.phase("score"), torch.no_grad(), self.images.new_rollout():
                 self.score()
             self.model.train()
             with self.phase("train"), self.offloaded():
@@ -116,8 +119,10 @@ class Simulation:
 
     def allocation(self, operation) -> None:
         """What is alive when a storage was allocated, as a stretch of its own."""
-        if self.current is not None and self.current[0] != "load":  # a model's weights are many
-            phase, name, *rest = self.current
+        if self.current is None or self.current[0] == "load":  # a model's weights are many
+            return
+        phase, name, *rest = self.current
+        if name.removeprefix(REFERENCE) not in TOWER:
             number = self.allocations[operation]
             self.stretches[phase, f"{name}: {operation.name()} {number}", *rest] = dict(self.memory.live)
             self.allocations[operation] += 1
@@ -143,6 +148,8 @@ class Simulation:
                 self.event(f"{self.scores}{whose(kwargs)}behind{again()}")
 
         for model in filter(None, (self.model, self.reference)):
+            if self.images:
+                self.images.mark_tower(model, lambda name: self.event(self.scores + name))
             layers = decoder_layers(model)
             for i, layer in enumerate(layers):
                 last = i == len(layers) - 1
@@ -163,7 +170,8 @@ class Simulation:
         elif setup.beta:
             self.reference = build(setup, self.shapes, copy.deepcopy(self.config))
             self.memory.watch(self.reference, "host" if setup.offload_reference else "reference")
-        self.freeze_what_text_does_not_reach()
+        if not self.images:
+            self.freeze_what_text_does_not_reach()
         if setup.reward_model:
             config = self.config if setup.reward_model == "policy" else named_config(setup.reward_model)
             config = copy.deepcopy(config)
@@ -223,6 +231,17 @@ class Simulation:
         with self.shapes.new():
             return torch.zeros(rows, columns, dtype=torch.long)
 
+    def rows_of(self, rows: int, columns: int) -> torch.Tensor:
+        """Rows that begin with a prompt: real numbers where the model looks for images among them."""
+        return (
+            self.images.among(torch.ones(rows, columns, dtype=torch.long)) if self.images else self.ids(rows, columns)
+        )
+
+    def groups_of(self, rows: int, columns: int) -> torch.Tensor:
+        """The same for the fork, which compares them: the rows of a group are alike, no others."""
+        groups = torch.arange(rows).div(self.setup.num_generations, rounding_mode="floor")
+        return self.images.among(groups[:, None].repeat(1, columns))
+
     def causal_mask(self, rows: int, length: int) -> torch.Tensor:
         """Where a row has padding, transformers builds a mask for every row, query and key."""
         with self.shapes.new():
@@ -235,13 +254,15 @@ class Simulation:
         setup = self.setup
         rows, prompt, steps = setup.generation_rows, setup.prompt_tokens, setup.max_completion_length - 2
         mask = self.causal_mask(rows, prompt) if setup.padded_prompts else None
+        ids = self.rows_of(rows, prompt)
+        images = self.images.of_whole_rows(self.backbone, ids)
         cache = DynamicCache(config=self.config)
         with mock.patch.object(DynamicCache, "update", counted(self.memory, "KV cache", DynamicCache.update)):
-            self.decode(rows, prompt, attention_mask=mask, past_key_values=cache, logits_to_keep=1)
-        del mask
+            self.decode(ids, attention_mask=mask, past_key_values=cache, logits_to_keep=1, **images)
+        del mask, images
         with self.memory.of_kind("KV cache"):
             grow(cache, steps, self.event)
-        self.decode(rows, 1, past_key_values=cache)
+        self.decode(self.ids(rows, 1), past_key_values=cache)
 
     def generate_shared(self) -> None:
         """The same with the fork's own generation: each prompt once, then the last token with a cache that has room
@@ -250,11 +271,17 @@ class Simulation:
 
         setup = self.setup
         rows, k, prompt = setup.generation_rows, setup.num_generations, setup.prompt_tokens
-        prompts = torch.arange(rows).div(k, rounding_mode="floor")  # the rows of a group are alike, no others
-        input_ids, mask = prompts[:, None].repeat(1, prompt), torch.ones(rows, prompt, dtype=torch.long)
+        input_ids, mask = self.groups_of(rows, prompt), torch.ones(rows, prompt, dtype=torch.long)
         with mock.patch.object(self.model, "generate", self.last_shared_token), self.generating():
-            config = GenerationConfig(max_new_tokens=self.setup.max_completion_length)
-            generate_with_shared_prefix(self.model, input_ids, mask, generation_config=config, group_size=k)
+            generate_with_shared_prefix(
+                self.model,
+                input_ids,
+                mask,
+                generation_config=GenerationConfig(max_new_tokens=self.setup.max_completion_length),
+                group_size=k,
+                num_images=self.images.number_of_each(rows),
+                **self.images.inputs(input_ids),
+            )
 
     def last_shared_token(self, past_key_values, **kwargs) -> None:
         """In place of transformers' `generate`, which the fork calls with its own cache."""
@@ -271,8 +298,7 @@ class Simulation:
 
     def decode_shared(self, rows: int, prefix: int, step: int, cache) -> None:
         self.decode(
-            rows,
-            1,
+            self.ids(rows, 1),
             attention_mask=torch.ones(rows, prefix + step, dtype=torch.long),
             position_ids=torch.full((rows, 1), prefix + step - 1),
             past_key_values=cache,
@@ -289,10 +315,10 @@ class Simulation:
         autocast."""
         return contextlib.nullcontext() if self.setup.lora_rank else self.autocast()
 
-    def decode(self, rows: int, columns: int, **kwargs) -> None:
+    def decode(self, input_ids: torch.Tensor, **kwargs) -> None:
         """One forward of `generate` and its sampling: the last logits in float32, the temperature, softmax."""
         with self.generating():
-            logits = self.model(input_ids=self.ids(rows, columns), use_cache=True, **kwargs).logits
+            logits = self.model(input_ids=input_ids, use_cache=True, **kwargs).logits
         with self.memory.of_kind("logits"):
             last = logits[:, -1, :].to(torch.float32, copy=True)
             scores = last / self.setup.temperature
@@ -307,14 +333,16 @@ class Simulation:
         if setup.needs_fork:
             if setup.splits_groups and not torch.is_grad_enabled():
                 rows = setup.num_generations
-            prompts = torch.arange(rows).div(setup.num_generations, rounding_mode="floor")
-            input_ids, mask = prompts[:, None].repeat(1, length), torch.ones(rows, length, dtype=torch.long)
+            input_ids, mask = self.groups_of(rows, length), torch.ones(rows, length, dtype=torch.long)
             if setup.padded and not setup.prefix_sharing:
                 backbone = self.padded(backbone)
-            passes = passes_of(setup, rows, self.open_prefix)
-            return passes.forward(backbone, input_ids, mask).last_hidden_state[:, :-1]
+            passes = passes_of(setup, rows, self.open_prefix, self.images.number_of_each(rows))
+            images = self.images.inputs(input_ids)
+            return passes.forward(backbone, input_ids, mask, **images).last_hidden_state[:, :-1]
         mask = self.causal_mask(rows, length) if setup.padded else None
-        output = backbone(input_ids=self.ids(rows, length), attention_mask=mask, use_cache=False)
+        ids = self.rows_of(rows, length)
+        images = self.images.of_whole_rows(backbone, ids)
+        output = backbone(input_ids=ids, attention_mask=mask, use_cache=False, **images)
         return output.last_hidden_state[:, -setup.max_completion_length - 1 : -1]
 
     def padded(self, backbone):

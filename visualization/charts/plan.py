@@ -22,6 +22,7 @@ KINDS = {
     "gradients": ("#D55E00", "\\\\"),
     "optimizer state": ("#E69F00", "xx"),
     "KV cache": ("#CC79A7", ".."),
+    "images": ("#882255", "++"),
     "activations": ("#009E73", ""),
     "logits": ("#F0E442", "--"),
     "other": ("#7F7F7F", "oo"),

@@ -40,6 +40,8 @@ HATCHES = {
     "xx": "repeating-linear-gradient(45deg, #fff9 0 1px, #0000 1px 5px), "
     "repeating-linear-gradient(135deg, #fff9 0 1px, #0000 1px 5px)",
     "..": "radial-gradient(#fffc 1px, #0000 1.5px) 0 0 / 6px 6px",
+    "++": "repeating-linear-gradient(0deg, #fff9 0 1px, #0000 1px 5px), "
+    "repeating-linear-gradient(90deg, #fff9 0 1px, #0000 1px 5px)",
     "oo": "radial-gradient(#0000 1px, #fffc 1.2px 2px, #0000 2.2px) 0 0 / 8px 8px",
 }
 
