@@ -8,6 +8,7 @@ one row a case and phase to results/<machine>/plan_check.csv, case by case; case
 are not repeated. Exit code 5: --minutes were over before the last case.
 """
 
+import copy
 import gc
 import sys
 import tempfile
@@ -31,7 +32,7 @@ from experiments.evidence.common import (
     read_rows,
     words,
 )
-from experiments.evidence.setup_trainer import build_trainer
+from experiments.evidence.setup_trainer import build_trainer, text_dataset
 from experiments.phases import HighWater, PhaseRecorder
 from experiments.plan.predict import predict
 from experiments.plan.setups import Setup
@@ -45,13 +46,17 @@ COLUMNS = (
 PHASES = ("generate", "score", "train", "optimizer")
 # (shape, vocabulary, prompt, completion): large enough that tensors, not bookkeeping, are what is counted
 WORKLOADS = {"cpu": ("qwen3-8-layers", 8000, 256, 24), "cuda": ("qwen3-0.6b", 151_936, 3000, 256)}
-# Shapes of models with a state in three of four layers, by the last word of a case
-WITH_STATES = {"deltanet": "qwen3.5-8-layers", "mamba2": "bamba-8-layers", "conv": "lfm2-8-layers"}
+# Shapes of other models, by the last word of a case: with a state in three of four layers, with a tower for images
+OTHERS = {
+    "deltanet": "qwen3.5-8-layers", "mamba2": "bamba-8-layers", "conv": "lfm2-8-layers",
+    "qwen2vl": "qwen2.5-vl-8-layers", "qwen3vl": "qwen3-vl-8-layers", "gemma3": "gemma-3-8-layers",
+}  # fmt: skip
+IMAGE, SENTENCES = (280, 224), 12  # its pixels, and what stands behind it: some 200 tokens
 
 
 def shape_of(case: str, device: str) -> str:
     """The built-in shape that a case trains."""
-    return WITH_STATES.get(case.rpartition("-")[2], WORKLOADS[device][0])
+    return OTHERS.get(case.rpartition("-")[2], WORKLOADS[device][0])
 
 
 def cases(device: str) -> dict[str, Setup]:
@@ -72,6 +77,8 @@ def cases(device: str) -> dict[str, Setup]:
         "stock-k8-offload-activations": replace(half, activation_offloading=True),
         "shared-k8-offload-activations": replace(half, activation_offloading=True).arm("shared"),
     }
+    image = replace(base, images=(IMAGE,))
+    image_half = replace(image, dtype="bfloat16", bf16=True, lora_rank=16)
     few = replace(base, max_completion_length=8)  # in PyTorch, a state takes many small operations a token
     return (on_gpu if device == "cuda" else {}) | {
         "stock-k4": base.with_k(4),
@@ -112,6 +119,17 @@ def cases(device: str) -> dict[str, Setup]:
         "shared-k8-mamba2": few.arm("shared"),
         "stock-k8-conv": few,
         "shared-k8-conv": few.arm("shared"),
+        "stock-k8-qwen2vl": image,
+        "stock-k8-lora-qwen2vl": image_half,
+        "accumulate-k8-qwen2vl": image.arm("stock-accumulate"),
+        "shared-k8-qwen2vl": image.arm("shared"),
+        "shared-k8-lora-qwen2vl": image_half.arm("shared"),
+        "shared-parts-qwen2vl": replace(image.with_rows(2), prefix_sharing=True),
+        "shared-k8-two-qwen2vl": replace(image, images=(IMAGE, (112, 168))).arm("shared"),
+        "stock-k8-qwen3vl": image,
+        "shared-k8-qwen3vl": image.arm("shared"),
+        "stock-k8-gemma3": image,
+        "shared-k8-gemma3": image.arm("shared"),
     }
 
 
@@ -137,13 +155,13 @@ class CountedHighWater:
         return self.memory.peak, None, None, None
 
 
-def measure(setup: Setup, folder: Path, tokenizer, prompts) -> dict[str, int]:
+def measure(setup: Setup, folder: Path, tokenizer, dataset) -> dict[str, int]:
     """Peak allocated bytes of each phase in the second update, from its last rollout on."""
     from experiments.launch.offload import keep_on_host
     from experiments.plan.live_bytes import LiveBytes
     from experiments.workload.trainers import torch_optimizer
 
-    trainer = build_trainer(setup, folder, tokenizer, prompts)
+    trainer = build_trainer(setup, folder, tokenizer, dataset)
     if setup.offload_reference:
         keep_on_host(trainer, trainer.ref_model)
     if setup.reward_model:
@@ -210,7 +228,7 @@ def run(argv: list[str] | None) -> int:
             }
             found = check(name, setup, shape, vocab_size, documents, tokenizer)
             rows = [row for row in rows if row["case"] != name]
-            rows += [in_text(COLUMNS, {**row, **facts}) for row in found]
+            rows += [in_text(COLUMNS, {**facts, **row}) for row in found]
             rows.sort(key=lambda row: order.get(row["case"], len(order)))
             write_csv(path, COLUMNS, rows)
             took = max(took, time.monotonic() - begun)
@@ -225,21 +243,24 @@ def run(argv: list[str] | None) -> int:
 def check(name: str, setup: Setup, shape: str, vocab_size: int, documents, tokenizer) -> list[dict]:
     """One case on a small model with random weights: a row a phase, bytes."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
-    hf_config = models.shape_config(shape, vocab_size)
+    hf_config = models.shape_config(shape, None if setup.images else vocab_size)
     hf_config.pad_token_id, hf_config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    if setup.images:
+        tokenizer, dataset, setup = with_images(setup, hf_config, tokenizer)
+    else:
+        dataset = text_dataset(data.build_prompts(documents, tokenizer, setup.prompt_tokens))
     hf_config.tie_word_embeddings |= name.endswith("tied")
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(hf_config).save_pretrained(folder)
+        models.auto_class(hf_config).from_config(hf_config).save_pretrained(folder)
         if setup.reward_model:
             hf_config.num_labels = 1
             AutoModelForSequenceClassification.from_config(hf_config).save_pretrained(Path(folder, "reward"))
             tokenizer.save_pretrained(Path(folder, "reward"))
         predicted = {peak.phase: peak.total for peak in predict(name, setup, hf_config).phases}
-        prompts = data.build_prompts(documents, tokenizer, setup.prompt_tokens)
-        measured = measure(setup, Path(folder), tokenizer, prompts)
+        measured = measure(setup, Path(folder), tokenizer, dataset)
     gc.collect()
     return [
         {
@@ -247,9 +268,21 @@ def check(name: str, setup: Setup, shape: str, vocab_size: int, documents, token
             "predicted_bytes": predicted[phase],
             "measured_bytes": measured[phase],
             "error": round(predicted[phase] / measured[phase] - 1, 4),
+            "prompt_tokens": setup.prompt_tokens,
         }
         for phase in PHASES
     ]
+
+
+def with_images(setup: Setup, hf_config, tokenizer):
+    """(processor, training set, the setup with the tokens that its prompts then have). The config gets the ids of the
+    tokens that stand for images."""
+    from experiments.workload import pictures
+
+    tokenizer = pictures.with_image_tokens(copy.deepcopy(tokenizer))
+    processor = pictures.processor_of(pictures.with_token_ids(hf_config, tokenizer), tokenizer)
+    dataset = pictures.dataset_of(setup.images, SENTENCES)
+    return processor, dataset, replace(setup, prompt_tokens=pictures.tokens_of(processor, dataset[0]))
 
 
 def main(argv: list[str] | None = None) -> int:

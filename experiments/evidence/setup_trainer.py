@@ -6,11 +6,18 @@ from experiments.plan.setups import Setup
 from experiments.workload import data
 
 
-def build_trainer(setup: Setup, folder: Path, tokenizer, prompts, model: str | None = None, steps: int = 2):
-    """The trainer that makes `steps` updates on the model in `folder`, or on `model` if that is given. The folder
-    takes the trainer's output and holds the reward model; without one, letters are counted."""
-    import torch
+def text_dataset(prompts: list):
+    """A training set of prompts, chats or texts."""
     from datasets import Dataset
+
+    return Dataset.from_dict({"prompt": prompts})
+
+
+def build_trainer(setup: Setup, folder: Path, processor, dataset, model: str | None = None, steps: int = 2):
+    """The trainer that makes `steps` updates on the model in `folder`, or on `model` if that is given. The folder
+    takes the trainer's output and holds the reward model; without one, letters are counted. `processor` is a tokenizer
+    where prompts are text."""
+    import torch
     from peft import LoraConfig
 
     from trl import ModelConfig, RLOOConfig, RLOOTrainer, get_quantization_config
@@ -52,8 +59,8 @@ def build_trainer(setup: Setup, folder: Path, tokenizer, prompts, model: str | N
         model=model or str(folder),
         reward_funcs=str(folder / "reward") if setup.reward_model else data.letter_reward,
         args=arguments,
-        processing_class=tokenizer,
-        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        processing_class=processor,
+        train_dataset=dataset,
         peft_config=lora if setup.lora_rank else None,
         quantization_config=get_quantization_config(weights),
     )

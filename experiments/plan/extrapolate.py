@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 from experiments.config import ConfigError
 from experiments.plan.building import decoder_layers
+from experiments.plan.events import REFERENCE
 from experiments.plan.predict import PredictedPeak
 from experiments.plan.replaced import head_tokens
 from experiments.plan.sharding import spread, weights_by_place
-from experiments.plan.simulate import PHASES, REFERENCE, Simulation
+from experiments.plan.simulate import PHASES, Simulation
 from experiments.workload.models import meta_model
 
 

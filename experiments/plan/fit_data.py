@@ -71,8 +71,8 @@ def code_id() -> str:
     series = ROOT / "trl" / "current"
     files = [ROOT / "experiments" / "workload" / "shapes.py", *(series / "overlay" / "trl").rglob("*.py")]
     files += [Path(__file__).with_name(f"{name}.py") for name in (
-        "building", "extrapolate", "fit_curves", "fit_terms", "live_bytes", "replaced", "setups", "shapes_only",
-        "simulate",
+        "building", "events", "extrapolate", "fit_curves", "fit_terms", "live_bytes", "replaced", "setups",
+        "shapes_only", "simulate",
     )]  # fmt: skip
     for path in sorted(files):
         tree = ast.parse(path.read_text())

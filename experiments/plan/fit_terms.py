@@ -10,7 +10,7 @@ import functools
 import numpy as np
 
 from experiments.plan import extrapolate
-from experiments.plan.simulate import REFERENCE
+from experiments.plan.events import REFERENCE
 
 LM_HEAD_TILE = 4096  # tokens that TRL's fused LM head works on at a time on CUDA; a test holds it to TRL's
 FIRST_ROOM = 64  # tokens that the cache of shared prompts has room for at first, and gets at least (`MIN_NEW_STEPS`)

@@ -1,4 +1,4 @@
-"""Images of prompts in a simulation: their tokens among those of text, their pixels, and the tower they go through."""
+"""Images of prompts in a simulation: their tokens among those of text, and their pixels."""
 
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +10,6 @@ GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3
 # Those whose processor brings every image to the one size that the tower takes
 ONE_SIZE = ("gemma3",)
 LEAST, MOST = 8, 16_384  # pixels of a side
-TOWER = ("tower", "tower's backward")  # events within which it computes
 
 
 @dataclass(frozen=True)
@@ -149,18 +148,3 @@ class RolloutImages:
             )
             inputs["position_ids"] = positions
         return inputs
-
-    def mark_tower(self, model, event) -> None:
-        """Events of the tower: its forward, what is behind it, and its backward. Its many allocations are not kept
-        apart, as they do not depend on the number of layers or passes."""
-
-        def behind(module, args, output):
-            event("behind tower")
-            for states in (output.pooler_output, output.last_hidden_state):
-                if states is not None and states.requires_grad:
-                    states.register_hook(lambda grad: event(TOWER[1]))
-                    return
-
-        tower = model.get_encoder(modality="image")
-        tower.register_forward_pre_hook(lambda module, args, kwargs: event(TOWER[0]), with_kwargs=True)
-        tower.register_forward_hook(behind)

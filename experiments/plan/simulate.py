@@ -20,9 +20,10 @@ import torch
 from transformers import AutoModelForSequenceClassification, DynamicCache, GenerationConfig
 
 from experiments.config import ConfigError
-from experiments.plan.building import build, decoder_layers, quantize, weights_not_in_8_bits, with_adapters
+from experiments.plan.building import build, quantize, weights_not_in_8_bits, with_adapters
 from experiments.plan.caches import attending, grow, grow_shared
-from experiments.plan.images import TOWER, RolloutImages
+from experiments.plan.events import REFERENCE, TOWER, mark
+from experiments.plan.images import RolloutImages
 from experiments.plan.live_bytes import LiveBytes
 from experiments.plan.offloaded import offloaded
 from experiments.plan.passes import open_prefix_of, passes_of
@@ -32,7 +33,6 @@ from experiments.plan.shapes_only import ShapesOnly
 from experiments.workload.models import named_config
 
 PHASES = ("load", "generate", "score", "train", "optimizer")
-REFERENCE = "reference's "  # events of its layers, or, with LoRA, of the policy's without the adapters
 
 
 def counted(memory: LiveBytes, kind: str, function, before=None, after=None):
@@ -127,36 +127,6 @@ class Simulation:
             self.stretches[phase, f"{name}: {operation.name()} {number}", *rest] = dict(self.memory.live)
             self.allocations[operation] += 1
 
-    def mark_layers(self) -> None:
-        """Events of each layer, which keep apart what goes through it: a shared prompt or anything else, in a forward
-        or computed again in a backward."""
-
-        def again() -> str:
-            return " again" if torch._C._current_graph_task_id() != -1 else ""
-
-        def before_forward(i, module, args, kwargs):
-            self.event(f"{self.scores}{whose(kwargs)}forward{again()}", i)
-
-        def after_forward(i, last, module, args, kwargs, output):
-            states = output[0] if isinstance(output, tuple) else output
-            if last and whose(kwargs):  # of a prompt, only keys and values have gradients
-                states = kwargs["shared_prefix"].prefix.layers.get(i, (states,))[0]
-            if states.requires_grad:
-                name = f"{whose(kwargs)}backward"  # the hook must not keep the arguments alive
-                states.register_hook(lambda grad: self.event(name, i))
-            if last:
-                self.event(f"{self.scores}{whose(kwargs)}behind{again()}")
-
-        for model in filter(None, (self.model, self.reference)):
-            if self.images:
-                self.images.mark_tower(model, lambda name: self.event(self.scores + name))
-            layers = decoder_layers(model)
-            for i, layer in enumerate(layers):
-                last = i == len(layers) - 1
-                layer.register_forward_pre_hook(functools.partial(before_forward, i), with_kwargs=True)
-                layer.register_forward_hook(functools.partial(after_forward, i, last), with_kwargs=True)
-        self.model.get_output_embeddings().register_forward_pre_hook(lambda module, args: self.event("logits"))
-
     # -- the model and its optimizer ---------------------------------------------------------------------------------
 
     def load(self) -> None:
@@ -183,7 +153,7 @@ class Simulation:
             quantize(self.model, setup, self.shapes)
         self.memory.watch(self.model)
         self.memory.reset()  # the weights have their kind now
-        self.mark_layers()
+        mark(self)
         if setup.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
         if setup.prefix_sharing:
@@ -420,10 +390,3 @@ class Simulation:
             self.open_prefix.enter(number, updates=number == last)
             self.log_probs(self.model, self.backbone).sum().backward()
             self.open_prefix.backward()
-
-
-def whose(kwargs: dict) -> str:
-    """What a layer's keyword arguments say about what goes through it."""
-    from trl.models.prefix_sharing import RecordPrefix
-
-    return "prompt's " if isinstance(kwargs.get("shared_prefix"), RecordPrefix) else ""

@@ -91,6 +91,33 @@ SHAPES = {
     "lfm2-8-layers": dict(
         _8_LAYERS, model_type="lfm2", vocab_size=65_536, layer_types=[*["conv"] * 3, "full_attention"] * 2,
     ),
+    # As narrow, with a tower for images
+    "qwen2.5-vl-8-layers": dict(
+        model_type="qwen2_5_vl",
+        text_config=dict(_8_LAYERS, vocab_size=152_064, **_rope(1e6, mrope_section=[8, 12, 12])),
+        vision_config=dict(
+            depth=4, hidden_size=128, intermediate_size=344, num_heads=4, out_hidden_size=256, patch_size=14,
+            window_size=112, fullatt_block_indexes=[1, 3],
+        ),
+    ),
+    "qwen3-vl-8-layers": dict(
+        model_type="qwen3_vl",
+        text_config=dict(
+            _8_LAYERS, vocab_size=151_936, head_dim=64, **_rope(5e6, mrope_section=[16, 8, 8], mrope_interleaved=True)
+        ),
+        vision_config=dict(
+            depth=4, hidden_size=128, intermediate_size=512, num_heads=4, out_hidden_size=256, patch_size=16,
+            num_position_embeddings=256, deepstack_visual_indexes=[0, 1, 2],
+        ),
+    ),
+    "gemma-3-8-layers": dict(
+        model_type="gemma3", mm_tokens_per_image=64,
+        text_config=_8_LAYERS | dict(vocab_size=262_208, head_dim=64, sliding_window=128, tie_word_embeddings=True),
+        vision_config=dict(
+            hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, image_size=224,
+            patch_size=14, vision_use_head=False,
+        ),
+    ),
     "qwen3-0.6b": _shape(_QWEN3, 1024, 3072, 28, 16, tied=True),
     "qwen3-1.7b": _shape(_QWEN3, 2048, 6144, 28, 16, tied=True),
     "qwen3-4b": _shape(_QWEN3, 2560, 9728, 36, 32, tied=True),

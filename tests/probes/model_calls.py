@@ -16,7 +16,7 @@ import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification  # noqa: E402
 from trl.kernels import ChunkedLogProbFunction  # noqa: E402
 
-from experiments.evidence.setup_trainer import build_trainer  # noqa: E402
+from experiments.evidence.setup_trainer import build_trainer, text_dataset  # noqa: E402
 from experiments.plan.setups import Setup  # noqa: E402
 from experiments.plan.simulate import Simulation  # noqa: E402
 from experiments.workload import data, models  # noqa: E402
@@ -116,7 +116,7 @@ def simulated(setup: Setup, hf_config) -> list:
 
 
 def trained(setup: Setup, folder: Path, tokenizer, prompts) -> list:
-    trainer = build_trainer(setup, folder, tokenizer, prompts)
+    trainer = build_trainer(setup, folder, tokenizer, text_dataset(prompts))
     trainer.args.max_steps = 1
     calls = Calls()
     policy = trainer.model.get_base_model() if setup.lora_rank else trainer.model

@@ -25,7 +25,7 @@ from experiments.evidence.common import EXIT_TIME, EXIT_VERDICT, FACTS, Parser, 
 from experiments.evidence.gpu.expected_peaks import read_peaks
 from experiments.evidence.gpu.kernels import are_right, cudnn_first
 from experiments.evidence.gpu.plans import PLANS, Cell
-from experiments.evidence.setup_trainer import build_trainer
+from experiments.evidence.setup_trainer import build_trainer, text_dataset
 from experiments.phases import PhaseRecorder
 from experiments.workload import data, models
 
@@ -127,7 +127,7 @@ class Bench:
         tokenizer, prompts = self.texts(cell)
         hf_config = cell.hf_config(tokenizer)
         with tempfile.TemporaryDirectory() as out, made_on(self.device, hf_config):
-            trainer = build_trainer(cell.setup, Path(out), tokenizer, prompts, cell.model, steps + 1)
+            trainer = build_trainer(cell.setup, Path(out), tokenizer, text_dataset(prompts), cell.model, steps + 1)
             rows = measure_steps(trainer, cell, tokenizer, Path(out), steps)
         return rows
 

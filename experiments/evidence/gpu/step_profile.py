@@ -25,7 +25,7 @@ from experiments.evidence.exactness import profile_of
 from experiments.evidence.gpu.kernels import are_right
 from experiments.evidence.gpu.plans import PLANS, Cell
 from experiments.evidence.gpu.shape_cells import OF_CELL, Bench, Completions, made_on, switches
-from experiments.evidence.setup_trainer import build_trainer
+from experiments.evidence.setup_trainer import build_trainer, text_dataset
 from experiments.phases import PhaseRecorder
 
 TIMED = ("score", "train", "optimizer")
@@ -76,7 +76,7 @@ def profiled(cell: Cell, bench: Bench):
 
     profiler, (tokenizer, prompts) = profile_of(bench.device), bench.texts(cell)
     with tempfile.TemporaryDirectory() as out, made_on(bench.device, cell.hf_config(tokenizer)):
-        trainer = build_trainer(cell.setup, Path(out), tokenizer, prompts, cell.model)
+        trainer = build_trainer(cell.setup, Path(out), tokenizer, text_dataset(prompts), cell.model)
         phases = PhaseRecorder(Path(out) / "phases.csv", bench.device)
         phases.attach(trainer.model, torch_optimizer(trainer))
         completions = Completions(trainer, cell, tokenizer, phases)
