@@ -30,14 +30,14 @@ def run(module, *arguments):
 @pytest.mark.torch
 def test_every_phase_is_predicted_within_ten_percent_of_a_real_training(tmp_path):
     """Some of the cases; all are in results/*/plan_check.csv."""
-    cases = "stock-k8,shared-k8"
+    cases = "stock-k8,shared-k8,shared-k8-qwen2vl"
     result = run(
         "evidence.planner_check", "--device", "cpu", "--results", tmp_path, "--machine", "here", "--cases", cases
     )
     assert result.returncode == 0, result.stderr[-3000:]
     with (tmp_path / "here" / "plan_check.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 2 * 4
+    assert len(rows) == 3 * 4
     wrong = [row for row in rows if abs(float(row["error"])) > 0.1]
     assert not wrong, "\n".join(f"{row['case']} {row['phase']}: {row['error']}" for row in wrong)
     measured = {(row["case"], row["phase"]): int(row["measured_bytes"]) for row in rows}
@@ -356,7 +356,7 @@ def test_few_layers_and_few_passes_tell_what_many_take(forked):
     result = forked("plan_extended")
     assert result.returncode == 0, result.stderr[-3000:]
     rows = [line.split() for line in result.stdout.splitlines()]
-    assert len(rows) == 14 * 5 + 1
+    assert len(rows) == 16 * 5 + 1
     for _, _, *sizes in rows:
         short, whole, host_short, host_whole = map(int, sizes)
         assert abs(short - whole) <= 1024 and abs(host_short - host_whole) <= 1024, result.stdout

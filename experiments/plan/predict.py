@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from experiments.builds import use_fork
 from experiments.config import ARMS, GIB, ConfigError
+from experiments.plan.images import PromptImages
 from experiments.plan.setups import LARGEST, MOST_TOKENS, Setup, check
 
 CORRECTION = "correction"  # the kind of a peak that a calibration adds or takes away
@@ -124,7 +125,8 @@ def largest_that_fits(arm: str, setup: Setup, hf_config, what: str, limit: int, 
     """The largest k, prompt or completion ("k", "prompt", "completion") whose peak stays within `limit` bytes; 0 if
     the smallest does not fit. Peaks grow along almost straight lines, so each guess is where the last two would meet
     the limit."""
-    name, least = LARGEST[what], {"k": 2, "prompt": 16, "completion": 16}[what]
+    shortest = PromptImages.of(setup.images, hf_config).tokens + 1 if setup.images else 16
+    name, least = LARGEST[what], {"k": 2, "prompt": shortest, "completion": 16}[what]
     positions = hf_config.get_text_config().max_position_embeddings
     prompts = setup.generation_rows // setup.num_generations
     length = setup.prompt_tokens + setup.max_completion_length

@@ -24,13 +24,17 @@ IN_CONFIG = {
 SENTENCE = "What does the picture show, and where is each thing in it? "
 
 
-class QwenProcessor(Qwen2_5_VLProcessor):
-    """Without the part for videos, which needs torchvision."""
+class WithoutVideos(ProcessorMixin):
+    """For processors of images and videos: without the part that needs torchvision."""
 
     def __init__(self, image_processor=None, tokenizer=None, chat_template=None, **kwargs):
         self.image_token, self.image_token_id = tokenizer.image_token, tokenizer.image_token_id
         self.video_token, self.video_token_id = tokenizer.video_token, tokenizer.video_token_id
         ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+
+class QwenProcessor(WithoutVideos, Qwen2_5_VLProcessor):
+    pass
 
 
 def with_image_tokens(tokenizer):

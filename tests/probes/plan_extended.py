@@ -33,6 +33,9 @@ states_too = CONFIG_MAPPING["falcon_h1"](
     vocab_size=4000, hidden_size=128, intermediate_size=256, num_hidden_layers=9, num_attention_heads=4,
     num_key_value_heads=2, head_dim=32, mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_d_state=32,
 )  # fmt: skip
+# A tower before the layers, windows in some of its blocks
+sees = models.shape_config("qwen2.5-vl-8-layers")
+sees.text_config.vocab_size, sees.image_token_id = 4000, 3999
 base = Setup(prompt_tokens=96, max_completion_length=16, num_generations=4, per_device_train_batch_size=4)
 many_passes = replace(base, device="cpu", max_completion_length=64).with_k(16)
 offloaded = replace(base, lora_rank=8, activation_offloading=True, max_completion_length=64)
@@ -54,6 +57,8 @@ setups = {
     "states": (base, states),
     "states-shared": (base.arm("shared"), states),
     "states-in-every-layer": (base.arm("shared"), states_too),
+    "images": (replace(base, images=((112, 168),)), sees),
+    "images-shared": (replace(base, images=((112, 168), (56, 56))).with_k(12).arm("shared"), sees),
     # What is highest behind an event is another allocation with many passes than with few
     "passes-windows": (
         replace(base, prompt_tokens=200, max_completion_length=3000, lora_rank=8).with_k(64).arm("shared"),

@@ -20,7 +20,6 @@ import shared_images
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from PIL import Image
 from shared_exactness import ARCHITECTURES, pure_float64
 from shared_trainer import SHAPE, TOKENIZER, reward
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, ProcessorMixin
@@ -31,31 +30,15 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.pixtral import image_processing_pil_pixtral
-from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 from trl.trainer import grpo_trainer, rloo_trainer
 
+from experiments.workload.pictures import TEMPLATE, QwenProcessor, WithoutVideos, picture, with_image_tokens
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{% if part.type == 'image' %}IMAGE"
-    "{% else %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 SIZE = dict(height=16, width=16)
-
-
-class WithoutVideos(ProcessorMixin):
-    def __init__(self, image_processor=None, tokenizer=None, chat_template=None, **kwargs):
-        self.image_token, self.image_token_id = tokenizer.image_token, tokenizer.image_token_id
-        self.video_token, self.video_token_id = tokenizer.video_token, tokenizer.video_token_id
-        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
-
-
-class Qwen(WithoutVideos, Qwen2_5_VLProcessor):
-    pass
 
 
 class InternVL(WithoutVideos, InternVLProcessor):
@@ -73,17 +56,6 @@ class SmolVLM(WithoutVideos, SmolVLMProcessor):
     def __init__(self, image_processor=None, tokenizer=None, chat_template=None, **kwargs):
         WithoutVideos.__init__(self, image_processor, tokenizer, chat_template)
         self.fake_image_token, self.global_image_token, self.image_seq_len = "<start>", "<end>", 4
-
-
-def tokenizer_with_images():
-    tokenizer = copy.deepcopy(TOKENIZER)
-    names = dict(image_token="<image>", boi_token="<boi>", eoi_token="<eoi>", start="<start>", end="<end>")
-    names["video_token"] = "<video>"
-    tokenizer.add_special_tokens({"additional_special_tokens": list(names.values())})
-    for name, token in names.items():
-        setattr(tokenizer, name, token)
-        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
-    return tokenizer
 
 
 def qwen_images():
@@ -110,8 +82,8 @@ PROCESSORS = {
     "llava": (lambda tokenizer, template: LlavaProcessor(
         CLIPImageProcessorPil(size=SIZE, crop_size=SIZE), tokenizer, chat_template=template, patch_size=4,
         vision_feature_select_strategy="default", num_additional_image_tokens=1), "<image>"),
-    "qwen2.5-vl": (lambda tokenizer, template: Qwen(qwen_images(), tokenizer, template), "<start><image><end>"),
-    "qwen3-vl": (lambda tokenizer, template: Qwen(qwen_images(), tokenizer, template), "<start><image><end>"),
+    "qwen2.5-vl": (lambda *parts: QwenProcessor(qwen_images(), *parts), "<start><image><end>"),
+    "qwen3-vl": (lambda *parts: QwenProcessor(qwen_images(), *parts), "<start><image><end>"),
     "internvl": (lambda tokenizer, template: InternVL(
         GotOcr2ImageProcessorPil(size=SIZE, crop_to_patches=True, min_patches=1, max_patches=3), tokenizer, template),
         "<image>"),
@@ -120,12 +92,6 @@ PROCESSORS = {
                                  do_image_splitting=False), tokenizer, template), "<image>"),
     "mistral3": (pixtral, "<image>"),
 }  # fmt: skip
-
-
-def picture(width, height, seed):
-    generator = torch.Generator().manual_seed(seed)
-    pixels = torch.randint(0, 256, (height, width, 3), dtype=torch.uint8, generator=generator)
-    return Image.fromarray(pixels.numpy())
 
 
 def rows(text_too, text_alone):
@@ -199,7 +165,7 @@ def train(
     module = rloo_trainer if trainer == "rloo" else grpo_trainer
     make_config, make_trainer = (RLOOConfig, RLOOTrainer) if trainer == "rloo" else (GRPOConfig, GRPOTrainer)
     make_processor, image = PROCESSORS[family]
-    processor = make_processor(tokenizer_with_images(), TEMPLATE.replace("IMAGE", image))
+    processor = make_processor(with_image_tokens(copy.deepcopy(TOKENIZER)), TEMPLATE.replace("IMAGE", image))
     build_model(family, processor).save_pretrained(folder)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64)
     shared_images.tower(model).requires_grad_(tower_trained)
