@@ -94,7 +94,7 @@ class PhaseRecorder:
         self.begun_by_forward = False  # the "generate" that runs: not known yet whether anything is generated in it
         self.inside = False  # a marked function that generates
         self.rollout_starts: list[float] = []
-        self.outside_pool_bytes = 0  # CUDA: what the device holds besides torch's pool, read before the first step
+        self.outside_pool_bytes = 0  # CUDA: what the device holds besides torch's pool
         self.grad_norms: dict[int, list[float]] = {}  # step -> norm before each optimizer step
         if go_on := go_on and path.exists():
             with path.open(newline="") as file:

@@ -237,6 +237,9 @@ def train(config: RunConfig, documents: list[str], record: RunRecord, phases: Ph
     try:
         trainer.train()
     finally:
+        if config.device == "cuda":  # it loads a module when that is first called
+            outside = level(config.device) - torch.cuda.memory_reserved()
+            phases.outside_pool_bytes = max(phases.outside_pool_bytes, outside)
         record.step_seconds = [round(seconds, 4) for seconds in phases.step_seconds(phases.now())]
         record.trace = logs.trace()
         fed = phases.prompt_tokens
