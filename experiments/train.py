@@ -237,15 +237,15 @@ def train(config: RunConfig, documents: list[str], record: RunRecord, phases: Ph
     try:
         trainer.train()
     finally:
-        if config.device == "cuda":  # it loads a module when that is first called
-            outside = level(config.device) - torch.cuda.memory_reserved()
-            phases.outside_pool_bytes = max(phases.outside_pool_bytes, outside)
         record.step_seconds = [round(seconds, 4) for seconds in phases.step_seconds(phases.now())]
         record.trace = logs.trace()
         fed = phases.prompt_tokens
         if fed:
             record.prompt_tokens_fed_min, record.prompt_tokens_fed_max = min(fed), max(fed)
             record.prompt_tokens_fed_mean = statistics.fmean(fed)
+        if config.device == "cuda":  # it loads a module when that is first called
+            outside = level(config.device) - torch.cuda.memory_reserved()
+            phases.outside_pool_bytes = max(phases.outside_pool_bytes, outside)
     record.step_seconds_median = statistics.median(record.step_seconds)
     record.final_loss = record.trace[-1]["loss"] if record.trace else None
 
