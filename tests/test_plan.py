@@ -356,7 +356,7 @@ def test_few_layers_and_few_passes_tell_what_many_take(forked):
     result = forked("plan_extended")
     assert result.returncode == 0, result.stderr[-3000:]
     rows = [line.split() for line in result.stdout.splitlines()]
-    assert len(rows) == 16 * 5 + 1
+    assert len(rows) == 17 * 5 + 1
     for _, _, *sizes in rows:
         short, whole, host_short, host_whole = map(int, sizes)
         assert abs(short - whole) <= 1024 and abs(host_short - host_whole) <= 1024, result.stdout

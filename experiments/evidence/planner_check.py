@@ -120,6 +120,7 @@ def cases(device: str) -> dict[str, Setup]:
         "stock-k8-conv": few,
         "shared-k8-conv": few.arm("shared"),
         "stock-k8-qwen2vl": image,
+        "stock-k8-plain-qwen2vl": replace(image, images=((560, 560),), gradient_checkpointing=False),
         "stock-k8-lora-qwen2vl": image_half,
         "accumulate-k8-qwen2vl": image.arm("stock-accumulate"),
         "shared-k8-qwen2vl": image.arm("shared"),

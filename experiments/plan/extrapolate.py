@@ -39,9 +39,17 @@ def simulations(setup, hf_config) -> list[tuple]:
     setups = [(setup, True)]
     if more:  # generation has no passes
         setups = [(setup.with_k(few), True), (setup.with_k(more), True), (setup, False)]
-    rounds = Rounds.of(hf_config, 7 if setup.activation_offloading else 3)
+    rounds = Rounds.of(hf_config, layers_that_tell(setup, hf_config))
     configs = [with_layers(hf_config, count) for count in (rounds.few, rounds.more)] if rounds else [hf_config]
     return [(each, config, passes) for each, passes in setups for config in configs]
+
+
+def layers_that_tell(setup, hf_config) -> int:
+    """The fewest layers that a simulation needs to stand for more. Where the first ones get features of the tower
+    (Qwen3-VL), some behind them."""
+    of_images = hf_config.vision_config if setup.images else None
+    first = len(getattr(of_images, "deepstack_visual_indexes", None) or ())
+    return max(7 if setup.activation_offloading else 3, first + 2)
 
 
 def simulate(setup, hf_config, passes: bool) -> dict[tuple, dict[str, int]]:

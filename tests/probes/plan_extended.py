@@ -36,6 +36,10 @@ states_too = CONFIG_MAPPING["falcon_h1"](
 # A tower before the layers, windows in some of its blocks
 sees = models.shape_config("qwen2.5-vl-8-layers")
 sees.text_config.vocab_size, sees.image_token_id = 4000, 3999
+# The first three layers get features of the tower
+sees_early = models.shape_config("qwen3-vl-8-layers")
+sees_early.text_config.vocab_size, sees_early.text_config.num_hidden_layers = 4000, 16
+sees_early.image_token_id, sees_early.video_token_id = 3999, 3998
 base = Setup(prompt_tokens=96, max_completion_length=16, num_generations=4, per_device_train_batch_size=4)
 many_passes = replace(base, device="cpu", max_completion_length=64).with_k(16)
 offloaded = replace(base, lora_rank=8, activation_offloading=True, max_completion_length=64)
@@ -59,6 +63,7 @@ setups = {
     "states-in-every-layer": (base.arm("shared"), states_too),
     "images": (replace(base, images=((112, 168),)), sees),
     "images-shared": (replace(base, images=((112, 168), (56, 56))).with_k(12).arm("shared"), sees),
+    "images-features-shared": (replace(base, images=((64, 96),)).arm("shared"), sees_early),
     # What is highest behind an event is another allocation with many passes than with few
     "passes-windows": (
         replace(base, prompt_tokens=200, max_completion_length=3000, lora_rank=8).with_k(64).arm("shared"),
