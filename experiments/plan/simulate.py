@@ -89,6 +89,8 @@ class Simulation:
                 return self.stretches
             with self.phase("score"), torch.no_grad(), self.images.new_rollout():
                 self.score()
+                self.event("batches")
+                self.images.make()  # the trainer's batches get rows of their own from all that was scored
             self.model.train()
             with self.phase("train"), self.offloaded():
                 self.train()
@@ -168,9 +170,12 @@ class Simulation:
     def freeze_what_text_does_not_reach(self) -> None:
         """Without a gradient, the weights of towers have no optimizer state either."""
         # A function of its own: a variable that is left would hold weights that are quantized afterwards
-        reached = {*self.model.get_decoder().parameters(), *self.model.get_output_embeddings().parameters()}
-        for parameter in set(self.model.parameters()) - reached:
+        for parameter in self.weights_of_towers():
             parameter.requires_grad_(False)
+
+    def weights_of_towers(self) -> set:
+        reached_by_text = {*self.model.get_decoder().parameters(), *self.model.get_output_embeddings().parameters()}
+        return set(self.model.parameters()) - reached_by_text
 
     def create_optimizer(self) -> None:
         """The optimizer, with the state that it has from the second step on."""
@@ -372,15 +377,18 @@ class Simulation:
             mask = self.causal_mask(rows, length) if setup.padded else None
             self.reward_model(input_ids=self.ids(rows, length), attention_mask=mask)
 
-    def make_gradients(self) -> None:
+    def make_gradients(self, without: frozenset | set = frozenset()) -> None:
         for parameter in self.model.parameters():
-            if parameter.requires_grad and parameter.grad is None:
+            if parameter.requires_grad and parameter.grad is None and parameter not in without:
                 parameter.grad = torch.empty_like(parameter)
                 self.memory.rename(parameter.grad, "gradients")
 
     def train(self) -> None:
-        if self.setup.gradient_accumulation_steps > 1:  # from the second step on, gradients are there already
-            self.make_gradients()
+        setup = self.setup
+        if setup.gradient_accumulation_steps > 1:  # from the second step on, gradients are there already
+            # Towers get theirs with the prompt's, behind the last micro-batch of its completions
+            one_prompt = setup.splits_groups and setup.rows_per_update == setup.num_generations
+            self.make_gradients(without=self.weights_of_towers() if one_prompt else frozenset())
         if self.open_prefix is None:
             self.log_probs(self.model, self.backbone).sum().backward()
             return
