@@ -15,7 +15,7 @@ use_fork(ARMS["shared"])
 import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification  # noqa: E402
 
-from experiments.evidence.setup_trainer import build_trainer  # noqa: E402
+from experiments.evidence.setup_trainer import build_trainer, text_dataset  # noqa: E402
 from experiments.launch.offload import keep_on_host  # noqa: E402
 from experiments.plan.levers import LEVERS, applied  # noqa: E402
 from experiments.plan.setups import Setup  # noqa: E402
@@ -41,7 +41,7 @@ START = Setup(
 def trained(setup: Setup, folder: Path, tokenizer, prompts, updates: int = 1) -> torch.Tensor:
     """All weights after the updates. Completions follow from the prompt and the place in its group, whoever asks."""
     torch.manual_seed(0)
-    trainer = build_trainer(setup, folder, tokenizer, prompts)
+    trainer = build_trainer(setup, folder, tokenizer, text_dataset(prompts))
     trainer.args.max_steps, trainer.args.learning_rate = updates, 1.0
     if setup.offload_reference:
         keep_on_host(trainer, trainer.ref_model)
