@@ -87,6 +87,7 @@ def write(path, prompts, **columns):
     """A parquet file with images, as `datasets` writes it."""
     import datasets
 
+    datasets.disable_progress_bars()
     kinds = {"image": datasets.Image(), "images": datasets.List(datasets.Image())}
     rows = datasets.Dataset.from_dict({"prompt": prompts, **columns})
     for name in columns.keys() & kinds.keys():
@@ -110,6 +111,11 @@ def test_prompts_with_images_train_and_the_gate_and_the_doctor_know_them(here, p
     run = read_run(Path("trainer_output"))
     _, setup, _ = doctor.planned_for(doctor.parse_args(["trainer_output"]), run, None)
     assert setup.images == ((SIDE, SIDE), (SIDE, SIDE)) and setup.prompt_tokens == record["prompt_tokens"]
+    Path("trainer_output", "memory.json").write_text(json.dumps(record | {"prompt_tokens": 5}))
+    assert read_run(Path("trainer_output")).prompt_tokens == asked["prompt_tokens"]  # or they would have no room
+    del record["images"]
+    Path("trainer_output", "memory.json").write_text(json.dumps(record))
+    assert "images" not in read_run(Path("trainer_output")).where  # an older one
 
 
 def test_images_in_files_train_one_a_row(here, capsys):
@@ -178,14 +184,14 @@ def test_what_cannot_be_trained_on_is_one_line_before_the_model_loads(here, monk
         refused(capsys, f"{name}.parquet", [f"launch: dataset '{name}.parquet'", *parts])
 
 
-def refused(capsys, rows: str, parts: list[str]):
-    code = launch.main(["profile.yaml", "--dataset", rows, "--per_device_train_batch_size", "4"])
+def refused(capsys, rows: str, parts: list[str], *words):
+    code = launch.main(["profile.yaml", "--dataset", rows, "--per_device_train_batch_size", "4", *words])
     error = capsys.readouterr().err
     assert code == 2 and error.count("\n") == 1 and all(part in error for part in parts), (error, parts)
 
 
 STAND_INS = (  # what AutoProcessor raises without torchvision, for Qwen2.5-VL and for Qwen3-VL
-    ImportError("\nQwen2VLVideoProcessor requires the Torchvision library but it was not found in your environment."),
+    ImportError("\nQwen2VLVideoProcessor requires the Torchvision library. Check out the page\nhttps://"),
     ValueError("model requires `torchvision` to be installed. Please install `torchvision` and try again."),
 )
 
@@ -197,11 +203,13 @@ def test_a_model_or_machine_that_cannot_take_images_is_named_with_a_remedy(
 
     monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", lambda *a, **k: pytest.fail("a model loads"))
     write("rows.parquet", [chat("a")] * 2, image=[picture(16, 16)] * 2)
-    install = "; .venv/bin/python -m pip install pillow torchvision\n"
+    monkeypatch.setattr(prompt_images, "version", lambda name: "2.13.0+cpu")
+    install = "; .venv/bin/python -m pip install pillow torchvision torch==2.13.0 --extra-index-url https://"
     for error in STAND_INS:
         with monkeypatch.context() as patch:
             patch.setattr(transformers.AutoProcessor, "from_pretrained", lambda *a, error=error, **k: raised(error))
-            refused(capsys, "rows.parquet", [f"the processor of model {model!r} cannot be loaded", install])
+            said = [f"the processor of model {model!r} cannot be loaded: ", "orchvision", install]
+            refused(capsys, "rows.parquet", said)
     with monkeypatch.context() as patch:
         patch.setattr(prompt_images, "find_spec", lambda name: None)
         refused(capsys, "rows.parquet", ["'rows.parquet' has images, and pillow is not installed", install])
@@ -214,6 +222,12 @@ def test_a_model_or_machine_that_cannot_take_images_is_named_with_a_remedy(
     refused(
         capsys, "rows.parquet", ["Can't load image processor", "; put its preprocessor_config.json beside its weights"]
     )
+    monkeypatch.setenv("MODEL_PATH", model)
+    refused(capsys, "rows.parquet", [f"template of the reward model {text_model!r}"], "--reward", text_model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(text_model)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    tokenizer.save_pretrained("printer")
+    refused(capsys, "rows.parquet", ["reward model 'printer' does not take", "'type': 'text'"], "--reward", "printer")
     monkeypatch.setenv("MODEL_PATH", text_model)
     refused(capsys, "rows.parquet", ["the prompts have images, and model ", "(of type qwen3) takes none"])
 

@@ -83,6 +83,8 @@ def run(argv: list[str]) -> int:
         path, tokenizer = inputs.model_and_tokenizer(model.model_name_or_path, with_images=images is not None)
         if rows is None:
             rows = inputs.builtin_prompts(tokenizer, launch.prompt_tokens)
+        if images and isinstance(reward, str):
+            inputs.check_reward_reads(reward)
     dataset.check_enough(rows, config, launch.dataset)
     lengths = dataset.measure(
         rows, tokenizer, config.chat_template_kwargs or {}, launch.max_prompt_tokens, launch.dataset, images

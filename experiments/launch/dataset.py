@@ -17,7 +17,7 @@ ROWS_COUNTED = 20_000  # for the summary; all of them where there is a limit to 
 @dataclass(frozen=True)
 class Lengths:
     """Tokens of the prompts: the longest one, its row (from 1), and how many rows were counted. `images` are width and
-    height in pixels, as the processor scales them, of the images of the row that has most of them."""
+    height in pixels, as the processor scales them, of the images of the row where they have most pixels."""
 
     longest: int
     row: int
@@ -155,8 +155,9 @@ def measure(
     rows = dataset if limit else dataset.select(range(min(len(dataset), to_count)))
     if images:
         prompt_images.check_places(dataset, images, source)
+        column = rows.select_columns(images.name)
     for row, prompt in enumerate(rows["prompt"], 1):
-        given, sizes = prompt_images.read(rows, row, images, source) if images else None, ()
+        given, sizes = prompt_images.read(column, row, source) if images else None, ()
         try:
             if images:
                 ids, sizes = prompt_images.encode(prompt, given, tokenizer, options)
@@ -174,7 +175,7 @@ def measure(
             raise ConfigError(f"dataset {source!r}, row {row}: the prompt has no tokens; remove the row or fill it")
         if len(ids) > longest:
             longest, longest_row = len(ids), row
-        # A model's image tokens grow with the pixels, and so does what its tower computes
+        # A model's image tokens grow with the pixels, and so does what its vision tower holds
         largest = max(largest, sizes, key=prompt_images.pixels)
         counted = row
     if limit and longest > limit:

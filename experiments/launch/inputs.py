@@ -67,11 +67,11 @@ def processor_of(name: str, path: str, hf_config):
     try:
         processor = AutoProcessor.from_pretrained(path, padding_side="left")
     except Exception as error:  # without torchvision a class that is a stand-in, a list that names it, or none
-        missing = any(package in str(error).lower() for package in ("torchvision", "pillow"))
-        remedy = prompt_images.INSTALL if missing else "put its preprocessor_config.json beside its weights"
+        said, remedy = one_line(error), "put its preprocessor_config.json beside its weights"
+        if any(package in str(error).lower() for package in ("torchvision", "pillow")):
+            said, remedy = said.partition(". ")[0], prompt_images.install()  # the rest names web pages
         raise ConfigError(
-            f"the prompts have images, and the processor of model {name!r} cannot be loaded: {one_line(error)}; "
-            f"{remedy}"
+            f"the prompts have images, and the processor of model {name!r} cannot be loaded: {said}; {remedy}"
         ) from error
     if getattr(processor, "image_processor", None) is None:
         raise ConfigError(takes_none)
@@ -196,6 +196,24 @@ def reward_function(name: str | None, columns: list[str]):
     except ValueError:  # a builtin without a signature
         pass
     return found
+
+
+def check_reward_reads(model: str) -> None:
+    """Raise `ConfigError` for a reward model whose chat template does not take contents in parts: what prompts with
+    images have, of which it is given the text."""
+    from transformers import AutoTokenizer
+
+    parts = [{"type": "image"}, {"type": "text", "text": "a"}]
+    chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": "a"}]
+    try:
+        text = AutoTokenizer.from_pretrained(model).apply_chat_template(chat, tokenize=False)
+        if "'type'" in text:
+            raise ValueError(f"it makes {text!r} of them")
+    except Exception as error:  # a template is a program: it raises what it likes
+        raise ConfigError(
+            f"the prompts have images, and the chat template of the reward model {model!r} does not take them: "
+            f"{one_line(error)}; use a reward function, or a model whose template takes contents in parts"
+        ) from error
 
 
 def reward_in_words(name: str | None, reward) -> str:

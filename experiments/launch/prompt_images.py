@@ -1,10 +1,11 @@
 """The images of a training set's prompts: which column has them, whether each can be opened, and what a processor
-makes of them. Does not import torch, but for the processor's own."""
+makes of them."""
 
 import io
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 
 from experiments.config import ConfigError
@@ -12,7 +13,7 @@ from experiments.workload.models import one_line
 
 COLUMNS = ("image", "images")  # one image a row, a list of them: as TRL's trainers take them
 ROWS_COUNTED = 200  # without a limit to keep: each of their images is read and scaled
-INSTALL = ".venv/bin/python -m pip install pillow torchvision"
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,14 @@ class ImageColumn:
     @property
     def rows_counted(self) -> int:
         return max(ROWS_COUNTED, self.first_row)
+
+
+def install() -> str:
+    """The command that installs what processors are made of. It names the torch that is here, or pip would replace it
+    by the one of the newest torchvision."""
+    torch, _, build = version("torch").partition("+")
+    command = f".venv/bin/python -m pip install pillow torchvision torch=={torch}"
+    return f"{command} --extra-index-url {CPU_INDEX}" if build == "cpu" else command
 
 
 def checked(rows, source: str):
@@ -54,7 +63,7 @@ def checked(rows, source: str):
                 "empty list that a row has none"
             )
         if images and find_spec("PIL") is None:
-            raise ConfigError(f"dataset {source!r} has images, and pillow is not installed; {INSTALL}")
+            raise ConfigError(f"dataset {source!r} has images, and pillow is not installed; {install()}")
         for image in images:
             if problem := not_opened(image):
                 raise ConfigError(
@@ -141,15 +150,16 @@ def check_places(rows, images: ImageColumn, source: str) -> None:
             raise ConfigError(f"dataset {source!r}, row {row}: {one_line(error)} Change the row.") from error
 
 
-def read(rows, row: int, images: ImageColumn, source: str) -> list:
-    """The images of a row (from 1), decoded. Raises `ConfigError`."""
+def read(column, row: int, source: str) -> list:
+    """The images of a row (from 1), decoded. `column` are the rows with the column of images alone. Raises
+    `ConfigError`."""
     try:
-        given = rows.select_columns(images.name)[row - 1][images.name]
+        (given,) = column[row - 1].values()
     except Exception as error:  # cut off behind its header, as a rule
         raise ConfigError(
             f"dataset {source!r}, row {row}: an image cannot be read ({one_line(error)}); replace it or remove the row"
         ) from error
-    return [given] if images.name == "image" else given
+    return given if isinstance(given, list) else [given]
 
 
 def encode(prompt: list, given: list, processor, options: dict) -> tuple[list[int], tuple[tuple[int, int], ...]]:
