@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny_gemma3
@@ -259,9 +260,17 @@ def test_the_first_200_rows_are_counted_or_all_where_there_is_a_limit(here, mode
     assert dataset.measure(rows, processor, {}, None, "rows", late).counted == 211
 
 
-def test_sizes_are_those_of_the_grid_where_a_processor_keeps_the_shape():
-    from types import SimpleNamespace
+def test_processes_that_would_wait_for_images_are_refused(here):
+    write("rows.parquet", [chat("a")] * 3, images=[[picture(8, 8)], [], [picture(8, 8)]])
+    rows, column = dataset.load("rows.parquet"), prompt_images.ImageColumn("images", 1)
+    with pytest.raises(ConfigError, match="row 2 has no image, .* 2 processes would wait .* --log_multimodal false"):
+        prompt_images.check_gathered(rows, column, SimpleNamespace(world_size=2, log_multimodal=True), "rows")
+    for processes, logged in ((1, True), (2, False)):
+        config = SimpleNamespace(world_size=processes, log_multimodal=logged)
+        prompt_images.check_gathered(rows, column, config, "rows")
 
+
+def test_sizes_are_those_of_the_grid_where_a_processor_keeps_the_shape():
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     images = Qwen2VLImageProcessorPil(patch_size=4, size=dict(shortest_edge=64, longest_edge=1024))

@@ -79,6 +79,8 @@ def run(argv: list[str]) -> int:
         )
     command_line.check_output(config)
     images = None if rows is None else prompt_images.column_of(rows)
+    if images:
+        prompt_images.check_gathered(rows, images, config, launch.dataset)
     with config.main_process_first():  # it writes or downloads, the others find it
         path, tokenizer = inputs.model_and_tokenizer(model.model_name_or_path, with_images=images is not None)
         if rows is None:

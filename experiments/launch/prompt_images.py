@@ -150,6 +150,19 @@ def check_places(rows, images: ImageColumn, source: str) -> None:
             raise ConfigError(f"dataset {source!r}, row {row}: {one_line(error)} Change the row.") from error
 
 
+def check_gathered(rows, images: ImageColumn, config, source: str) -> None:
+    """Raise `ConfigError` where several processes would wait for one another: TRL gathers the images of all of them
+    for its log, but not from one whose rows have none."""
+    if config.world_size == 1 or not config.log_multimodal:
+        return
+    for row, given in enumerate(images_of(rows, images.name), 1):
+        if not given:
+            raise ConfigError(
+                f"dataset {source!r}, row {row} has no image, and others have: {config.world_size} processes would "
+                "wait for one another's images, which TRL gathers for its log; --log_multimodal false"
+            )
+
+
 def read(column, row: int, source: str) -> list:
     """The images of a row (from 1), decoded. `column` are the rows with the column of images alone. Raises
     `ConfigError`."""
