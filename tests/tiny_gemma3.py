@@ -5,7 +5,7 @@ from pathlib import Path
 from experiments.workload import models
 
 IMAGE_TOKENS, SIDE = 4, 16  # of each image: its tokens, and the pixels of a side that its processor scales it to
-# `IMAGE` stands for one in the chat
+# `<boi>` stands for an image, until the processor puts its tokens there
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for part in m.content %}{% if part.type == 'image' %}<boi>{% else %}{{ part.text }}{% endif %}{% endfor %}"
