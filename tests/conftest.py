@@ -126,6 +126,23 @@ def forked(zygote, tmp_path):
 
 
 @pytest.fixture
+def planner(monkeypatch, forked, tmp_path):
+    """The planner's process is a fork; what it was asked is kept."""
+    from experiments.plan import ask
+
+    asked = []
+
+    def run(question):
+        asked.append(question)
+        (tmp_path / "question.json").write_text(json.dumps(question))
+        result = forked("plan_ask", tmp_path / "question.json")
+        return subprocess.CompletedProcess([], result.returncode, result.stdout, result.stderr)
+
+    monkeypatch.setattr(ask, "in_its_own_process", run)
+    return asked
+
+
+@pytest.fixture
 def probe(forked):
     """Runs tests/probes/NAME.py on one arm's TRL; returns what it printed as JSON."""
 

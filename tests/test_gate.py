@@ -59,21 +59,6 @@ def here(policy, tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.fixture
-def planner(monkeypatch, forked, tmp_path):
-    """The planner's process is a fork; what it was asked is kept."""
-    asked = []
-
-    def run(question):
-        asked.append(question)
-        (tmp_path / "question.json").write_text(json.dumps(question))
-        result = forked("plan_ask", tmp_path / "question.json")
-        return subprocess.CompletedProcess([], result.returncode, result.stdout, result.stderr)
-
-    monkeypatch.setattr(ask, "in_its_own_process", run)
-    return asked
-
-
 @pytest.mark.torch
 def test_what_python_asks_is_what_the_command_says(planner, tmp_path):
     """For a model's name and for its config, with adapters from a LoraConfig."""

@@ -120,6 +120,8 @@ class MemoryCallback(TrainerCallback):
             ones.
         predicted_prompt_tokens (`int`, *optional*): the prompt length that it predicts them for.
         calibrated (`dict`, *optional*): the same bytes as a calibration of this machine corrects them.
+        images (`tuple`, *optional*): width and height in pixels of each image of a prompt, as the processor scales
+            them, for the record.
         start_bytes (`int`, *optional*): `experiments.device.level` before the model was loaded.
 
     Raises:
@@ -134,6 +136,7 @@ class MemoryCallback(TrainerCallback):
         predicted: dict[str, int] | None = None,
         predicted_prompt_tokens: int | None = None,
         calibrated: dict[str, int] | None = None,
+        images: tuple[tuple[int, int], ...] = (),
         start_bytes: int | None = None,
     ):
         import torch
@@ -146,6 +149,7 @@ class MemoryCallback(TrainerCallback):
         self.torch, self.trainer, self.snapshot, self.settings = torch, trainer, snapshot, settings or {}
         self.predicted, self.calibrated = predicted or {}, calibrated or {}
         self.predicted_prompt_tokens, self.start_bytes = predicted_prompt_tokens, start_bytes
+        self.images = images
         self.phases: PhaseRecorder | None = None
         self.seen = 0  # rows of `phases` that were logged
         self.highest = 0  # bytes, and the phase that it was in
@@ -278,6 +282,7 @@ class MemoryCallback(TrainerCallback):
                 "out_of_memory": self.out_of_memory,
                 "static_bytes": self.static,
                 "prompt_tokens": max(self.phases.prompt_tokens, default=None),
+                "images": self.images,
                 "completion_tokens": self.completion_tokens or None,
                 "trained_parameters": trained,
                 "parameters": sum(map(size_of, model.parameters())),

@@ -19,7 +19,7 @@ from pathlib import Path
 from experiments import host_allocator
 from experiments.config import ARMS, ConfigError, exit_code
 from experiments.device import is_out_of_memory, level, settle
-from experiments.launch import command_line, dataset, gate, help, inputs, quiet
+from experiments.launch import command_line, dataset, gate, help, inputs, prompt_images, quiet
 from experiments.launch.announce import print_end, print_start
 from experiments.launch.offload import keep_on_host
 from experiments.settings.arguments import LaunchArguments
@@ -78,23 +78,28 @@ def run(argv: list[str]) -> int:
             f"offload_reward is on, but the reward {launch.reward or 'letters'!r} is a function; remove it"
         )
     command_line.check_output(config)
+    images = None if rows is None else prompt_images.column_of(rows)
+    if images:
+        prompt_images.check_gathered(rows, images, config, launch.dataset)
     with config.main_process_first():  # it writes or downloads, the others find it
-        path, tokenizer = inputs.model_and_tokenizer(model.model_name_or_path)
+        path, tokenizer = inputs.model_and_tokenizer(model.model_name_or_path, with_images=images is not None)
         if rows is None:
             rows = inputs.builtin_prompts(tokenizer, launch.prompt_tokens)
+        if images and isinstance(reward, str):
+            inputs.check_reward_reads(reward)
     dataset.check_enough(rows, config, launch.dataset)
     lengths = dataset.measure(
-        rows, tokenizer, config.chat_template_kwargs or {}, launch.max_prompt_tokens, launch.dataset
+        rows, tokenizer, config.chat_template_kwargs or {}, launch.max_prompt_tokens, launch.dataset, images
     )
     named = model.model_name_or_path
     source = named if named.startswith("hub:") else path
-    predicted = gate.predicted_peaks(argv[0], launch, config, model, source, lengths.longest)
+    predicted = gate.predicted_peaks(argv[0], launch, config, model, source, lengths)
     settle()
     start = level(config.device.type)
     trainer = build_trainer(launch, config, model, path, tokenizer, rows, reward)
     if trainer.is_world_process_zero():
         print_start(launch, model, trainer, lengths, inputs.reward_in_words(launch.reward, reward))
-    return train(trainer, launch, model, predicted, start)
+    return train(trainer, launch, model, predicted, lengths.images, start)
 
 
 def build_trainer(launch: LaunchArguments, config, model, path: str, tokenizer, rows, reward):
@@ -130,9 +135,11 @@ def build_trainer(launch: LaunchArguments, config, model, path: str, tokenizer, 
     return trainer
 
 
-def train(trainer, launch: LaunchArguments, model, predicted: gate.Forecast, start: int) -> int:
-    """Train and save; says what came out of it. `start` are the bytes in use before the model was loaded. Returns the
-    exit code."""
+def train(
+    trainer, launch: LaunchArguments, model, predicted: gate.Forecast, images: tuple[tuple[int, int], ...], start: int
+) -> int:
+    """Train and save; says what came out of it. `images` are those of a prompt, `start` the bytes in use before the
+    model was loaded. Returns the exit code."""
     from experiments.hooks.memory_callback import MemoryCallback
 
     config = trainer.args
@@ -144,6 +151,7 @@ def train(trainer, launch: LaunchArguments, model, predicted: gate.Forecast, sta
         predicted=predicted.peaks,
         predicted_prompt_tokens=predicted.prompt_tokens,
         calibrated=predicted.calibrated,
+        images=images,
         start_bytes=start,
     )
     trainer.add_callback(memory)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.config import ConfigError
+from experiments.launch import prompt_images
 
 KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 FORMATS = f"a {', '.join(KINDS)} file with a column `prompt`, a folder of such files, or hub:owner/name"
@@ -15,15 +16,18 @@ ROWS_COUNTED = 20_000  # for the summary; all of them where there is a limit to 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of the prompts: the longest one, its row (from 1), and how many rows were counted."""
+    """Tokens of the prompts: the longest one, its row (from 1), and how many rows were counted. `images` are width and
+    height in pixels, as the processor scales them, of the images of the row where they have most pixels."""
 
     longest: int
     row: int
     counted: int
+    images: tuple[tuple[int, int], ...] = ()
 
 
 def load(source: str):
-    """The training set, with a column `prompt` of texts or of chats. Raises `ConfigError` that names the row.
+    """The training set, with a column `prompt` of texts or of chats, and of chats one of images where it has them.
+    Raises `ConfigError` that names the row.
 
     Without "builtin", which needs the tokenizer. Only hub: downloads. Does not import torch.
     """
@@ -68,7 +72,7 @@ def load(source: str):
     for row, prompt in enumerate(dataset["prompt"], 1):
         if problem := wrong_prompt(prompt):
             raise ConfigError(f"dataset {source!r}, row {row}: {problem}")
-    return dataset
+    return prompt_images.checked(dataset, source)
 
 
 def wrong_prompt(prompt) -> str | None:
@@ -137,22 +141,33 @@ def check_enough(dataset, config, source: str) -> None:
         )
 
 
-def measure(dataset, tokenizer, options: dict, limit: int | None, source: str) -> Lengths:
-    """Count the tokens of the prompts as the trainer will: `options` are its `chat_template_kwargs`.
+def measure(
+    dataset, tokenizer, options: dict, limit: int | None, source: str, images: prompt_images.ImageColumn | None = None
+) -> Lengths:
+    """Count the tokens of the prompts as the trainer will: `options` are its `chat_template_kwargs`. With `images`,
+    `tokenizer` is the model's processor.
 
     Raises `ConfigError` for a prompt that is longer than `limit` tokens, that has none, or that the chat template does
-    not take; it names the row.
+    not take, and for images that cannot be read or have no place in their chat; it names the row.
     """
-    longest, longest_row, counted = 0, 0, 0
-    rows = dataset if limit else dataset.select(range(min(len(dataset), ROWS_COUNTED)))
+    longest, longest_row, counted, largest = 0, 0, 0, ()
+    to_count = images.rows_counted if images else ROWS_COUNTED
+    rows = dataset if limit else dataset.select(range(min(len(dataset), to_count)))
+    if images:
+        prompt_images.check_places(dataset, images, source)
+        column = rows.select_columns(images.name)
     for row, prompt in enumerate(rows["prompt"], 1):
+        given, sizes = prompt_images.read(column, row, source) if images else None, ()
         try:
-            if isinstance(prompt, str):
+            if images:
+                ids, sizes = prompt_images.encode(prompt, given, tokenizer, options)
+            elif isinstance(prompt, str):
                 ids = tokenizer(prompt)["input_ids"]
             else:
                 ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **options)
         except Exception as error:  # a template is a program: it raises what it likes
-            remedy = "use text, or a model with one" if not tokenizer.chat_template else "change the row"
+            use = "use a model with one" if images else "use text, or a model with one"
+            remedy = use if not tokenizer.chat_template else "change the row"
             raise ConfigError(
                 f"dataset {source!r}, row {row}: the chat template: {one_line(error)}; {remedy}"
             ) from error
@@ -160,13 +175,15 @@ def measure(dataset, tokenizer, options: dict, limit: int | None, source: str) -
             raise ConfigError(f"dataset {source!r}, row {row}: the prompt has no tokens; remove the row or fill it")
         if len(ids) > longest:
             longest, longest_row = len(ids), row
+        # A model's image tokens grow with the pixels, and so does what its vision tower holds
+        largest = max(largest, sizes, key=prompt_images.pixels)
         counted = row
     if limit and longest > limit:
         raise ConfigError(
             f"dataset {source!r}, row {longest_row}: the prompt has {longest:,} tokens, and the settings are for at "
             f"most max_prompt_tokens {limit:,}; shorten it, or plan again with --prompt {longest}"
         )
-    return Lengths(longest, longest_row, counted)
+    return Lengths(longest, longest_row, counted, largest)
 
 
 def one_line(error) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from experiments.config import GIB, ConfigError, machine_name, parse_bytes
 from experiments.device import available_bytes, device_name
+from experiments.launch.dataset import Lengths
 from experiments.plan import ask
 from experiments.plan.calibration import CalibratedPeak, Calibration, file_of, load, may_exceed, range_in_words
 from experiments.plan.options import reserve_of
@@ -23,7 +24,7 @@ class Forecast:
     prompt_tokens: int | None = None
 
 
-def predicted_peaks(profile: str, launch: LaunchArguments, config, model, source: str, prompt_tokens: int) -> Forecast:
+def predicted_peaks(profile: str, launch: LaunchArguments, config, model, source: str, lengths: Lengths) -> Forecast:
     """The peak of each phase; an empty forecast where it cannot be predicted, which is said.
 
     The first process predicts, and all of them hear what it found. Raises `ConfigError` with the first remedy where
@@ -34,7 +35,7 @@ def predicted_peaks(profile: str, launch: LaunchArguments, config, model, source
     found = [None]
     if config.process_index == 0:
         try:
-            found = [peaks_that_fit(profile, launch, config, model, source, prompt_tokens)]
+            found = [peaks_that_fit(profile, launch, config, model, source, lengths)]
         except ConfigError as error:
             found = [error]
     if config.world_size > 1:
@@ -46,7 +47,7 @@ def predicted_peaks(profile: str, launch: LaunchArguments, config, model, source
     return found[0]
 
 
-def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source: str, prompt_tokens: int) -> Forecast:
+def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source: str, lengths: Lengths) -> Forecast:
     began, device = time.monotonic(), config.device.type
     print("memory  predicting the peak of each phase (--predict_memory false leaves it out)", flush=True)
     settings = ask.settings_of(model) | ask.settings_of(launch) | ask.settings_of(config)
@@ -54,8 +55,8 @@ def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source:
     limit, reserve = available_bytes(str(config.device)), parse_bytes(reserve_of(None, calibration))
     limit = int(limit - reserve if device == "cuda" else limit / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     try:
-        where = {"device": device, **devices_here(config)}
-        expected = ask.predict(settings, source, prompt_tokens, calibration=calibration, **where)
+        where = {"device": device, "images": lengths.images, **devices_here(config)}
+        expected = ask.predict(settings, source, lengths.longest, calibration=calibration, **where)
     except ConfigError as error:
         print(f"memory  not predicted: {error}", flush=True)
         return Forecast()
@@ -78,14 +79,15 @@ def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source:
         print(f"memory  it may not fit; not refused, because {uncertain} can be here for that", flush=True)
     elif peak.total > limit and not launch.anyway:
         print("memory  looking for a change that makes it fit: a minute or some", flush=True)
-        remedy = ask.predict(settings, source, prompt_tokens, limit=limit, calibration=calibration, **where).remedy
-        doctor = f"python -m experiments.plan.doctor --profile {profile} --model {source} --prompt {prompt_tokens}"
+        remedy = ask.predict(settings, source, lengths.longest, limit=limit, calibration=calibration, **where).remedy
+        doctor = f"python -m experiments.plan.doctor --profile {profile} --model {source} --prompt {lengths.longest}"
+        doctor += "".join(f" --image {width}x{height}" for width, height in lengths.images)
         doctor += f" --device-memory {(limit + reserve) / GIB:.1f}GiB"
         if calibration:
             doctor += f" --calibration {calibration.file}" + (" --device cpu" if device == "cpu" else "")
         raise ConfigError(refusal(peak, limit, remedy, settings, doctor))
     corrected = {phase.phase: phase.total for phase in expected.phases if isinstance(phase, CalibratedPeak)}
-    return Forecast({phase.phase: phase.uncorrected for phase in expected.phases}, corrected, prompt_tokens)
+    return Forecast({phase.phase: phase.uncorrected for phase in expected.phases}, corrected, lengths.longest)
 
 
 def calibration_here(asked: str | None, config) -> Calibration | None:

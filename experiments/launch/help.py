@@ -23,8 +23,9 @@ SETTINGS = """
 Settings: every one of TRL's RLOOConfig (or GRPOConfig) and ModelConfig, such as --max_steps 100 --beta 0.01, and
 """
 REST = """
-Dataset: one row a prompt, in the column `prompt`: text, or a chat [{"role": "user", "content": "..."}]. Other columns
-go to the reward function by their names.
+Dataset: one row a prompt, in the column `prompt`: text, or a chat [{"role": "user", "content": "..."}]. Chats
+can have images, in a column `image` or, several a row, `images`. Other columns go to the reward function by their
+names.
 
 Reward: a file rewards.py where you stand (or on PYTHONPATH), named as --reward rewards:short:
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from experiments.config import ROOT, ConfigError
 from experiments.device import is_out_of_memory
+from experiments.launch import prompt_images
 from experiments.launch.dataset import one_line
 from experiments.workload.models import SHAPES, is_model, model_source
 
@@ -35,13 +36,14 @@ def check_model(name: str | None) -> None:
     )
 
 
-def model_and_tokenizer(name: str):
-    """(path of the model, tokenizer). Raises `ConfigError`. Only hub: downloads."""
+def model_and_tokenizer(name: str, with_images: bool = False):
+    """(path of the model, tokenizer); for prompts `with_images`, the processor in place of the tokenizer, which is in
+    it. Raises `ConfigError`. Only hub: downloads."""
     from transformers import AutoConfig, AutoTokenizer
 
     path = random_model(name.removeprefix("random:")) if name.startswith("random:") else model_source(name)
     try:
-        AutoConfig.from_pretrained(path)
+        hf_config = AutoConfig.from_pretrained(path)
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
     except Exception as error:  # a broken file raises whatever its parser raises
         raise ConfigError(
@@ -49,7 +51,31 @@ def model_and_tokenizer(name: str):
         ) from error
     if not tokenizer("Say a.")["input_ids"]:
         raise ConfigError(f"model {name!r} has no tokenizer; put the files of one beside its weights")
-    return path, tokenizer
+    return path, processor_of(name, path, hf_config) if with_images else tokenizer
+
+
+def processor_of(name: str, path: str, hf_config):
+    """What makes tokens and pixel values of chats with images. Raises `ConfigError` for a model that takes none."""
+    from transformers import AutoProcessor
+
+    takes_none = (
+        f"the prompts have images, and model {name!r} (of type {hf_config.model_type}) takes none; name a multimodal "
+        "one, or remove the column of images"
+    )
+    if hf_config.get_text_config() is hf_config:
+        raise ConfigError(takes_none)
+    try:
+        processor = AutoProcessor.from_pretrained(path, padding_side="left")
+    except Exception as error:  # without torchvision a class that is a stand-in, a list that names it, or none
+        said, remedy = one_line(error), "put its preprocessor_config.json beside its weights"
+        if any(package in str(error).lower() for package in ("torchvision", "pillow")):
+            said, remedy = said.partition(". ")[0], prompt_images.install()  # the rest names web pages
+        raise ConfigError(
+            f"the prompts have images, and the processor of model {name!r} cannot be loaded: {said}; {remedy}"
+        ) from error
+    if getattr(processor, "image_processor", None) is None:
+        raise ConfigError(takes_none)
+    return processor
 
 
 def random_model(shape: str, cache: Path = RANDOM_MODELS) -> str:
@@ -170,6 +196,24 @@ def reward_function(name: str | None, columns: list[str]):
     except ValueError:  # a builtin without a signature
         pass
     return found
+
+
+def check_reward_reads(model: str) -> None:
+    """Raise `ConfigError` for a reward model whose chat template does not take contents in parts: what prompts with
+    images have, of which it is given the text."""
+    from transformers import AutoTokenizer
+
+    parts = [{"type": "image"}, {"type": "text", "text": "a"}]
+    chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": "a"}]
+    try:
+        text = AutoTokenizer.from_pretrained(model).apply_chat_template(chat, tokenize=False)
+        if "'type'" in text:
+            raise ValueError(f"it makes {text!r} of them")
+    except Exception as error:  # a template is a program: it raises what it likes
+        raise ConfigError(
+            f"the prompts have images, and the chat template of the reward model {model!r} does not take them: "
+            f"{one_line(error)}; use a reward function, or a model whose template takes contents in parts"
+        ) from error
 
 
 def reward_in_words(name: str | None, reward) -> str:

@@ -81,7 +81,12 @@ def memory_record(folder: Path, record: dict) -> Run:
     missing = tuple(name for name in wanted if name not in settings)
     if "num_iterations" in missing:  # a rollout may have been trained on more than once
         where["scaled_by_rollout"] = True
-    return Run(settings, where, hf_config, record["prompt_tokens"], record["peaks"], record["device_bytes"], missing)
+    prompt = record["prompt_tokens"]
+    if images := record.get("images"):  # older records have none
+        where["images"] = tuple(map(tuple, images))
+        if prompt is not None:  # those of the row with most of them, which the run may not have come to
+            prompt = max(prompt, record["predicted_prompt_tokens"] or 0)
+    return Run(settings, where, hf_config, prompt, record["peaks"], record["device_bytes"], missing)
 
 
 def harness_record(folder: Path, record: dict) -> Run:
