@@ -72,13 +72,23 @@ def test_an_image_takes_a_tower_and_its_pixels_once_a_prompt_where_prompts_are_s
         (("qwen2.5-vl-8-layers", "--image", "560x560"), ["--prompt 200", "its image", "at least 403"]),
         (("gemma-3-8-layers", *("--image", "99x99") * 4), ["--prompt 200", "its 4 images", "at least 262"]),
         (("qwen3-8-layers", "--image", "280x224"), ["qwen3", "takes no images", "multimodal"]),
-        (("qwen2.5-vl-8-layers", "--image", "56x56", "--tokens-per-forward", 900), ["tokens_per_forward", "leave it"]),
     ],
 )
 def test_images_that_cannot_be_planned_are_one_line(planned, arguments, parts):
     result = planned("--model", *arguments, *OPTIONS)
     (line,) = result.stderr.splitlines()
     assert result.returncode == 2 and all(part in line for part in parts), line
+
+
+@pytest.mark.torch
+def test_a_token_budget_takes_images_where_prompts_are_shared_and_nowhere_else(planned):
+    options = ("--model", "qwen2.5-vl-8-layers", *OPTIONS, "--image", "56x56", "--tokens-per-forward", 40)
+    result = planned(*options, "--arms", "stock-tokens,shared")
+    assert result.returncode == 0 and "\nshared " in result.stdout and "\nstock-tokens " not in result.stdout
+    assert (
+        "stock-tokens: tokens_per_forward 40 divides rows of text, and prompts have images; set prefix"
+        in result.stderr
+    )
 
 
 def test_a_model_whose_images_are_not_known_is_named_with_those_that_are():

@@ -81,8 +81,6 @@ def wrong_images(setup, hf_config, prompt_called: str) -> list[str]:
             f"{'its image' if len(setup.images) == 1 else f'its {len(setup.images)} images'} a prompt has at least "
             f"{needed}"
         ]
-    if setup.tokens_per_forward is not None:
-        return ["tokens_per_forward divides rows of text; leave it out for prompts with images"]
     return []
 
 
