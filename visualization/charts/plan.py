@@ -85,9 +85,10 @@ def chart(result: dict) -> Figure:
         if kind in present
     ]
     axes.legend(handles=handles, fontsize=8, ncols=7, loc="upper center", bbox_to_anchor=(0.5, 1.09))
+    sizes = " and ".join(f"{width}x{height}" for width, height in setup.get("images", ()))  # older plans have none
     figure.suptitle(
-        f"{result['model']}: prompt {setup['prompt_tokens']:,}, completion {setup['max_completion_length']:,}, "
-        f"k = {setup['num_generations']}",
+        f"{result['model']}: prompt {setup['prompt_tokens']:,}{f' with {sizes}' if sizes else ''}, "
+        f"completion {setup['max_completion_length']:,}, k = {setup['num_generations']}",
         fontsize=12,
         fontweight="bold",
     )
