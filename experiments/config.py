@@ -1,5 +1,6 @@
 """What can be run: arms, scales, and the one frozen configuration that describes a run completely."""
 
+import difflib
 import errno
 import os
 import platform
@@ -323,7 +324,10 @@ def not_for(arm: Arm, config: RunConfig) -> ConfigError:
 def choose(kind: str, name: str, choices) -> str:
     """`name`, which must be one of `choices`. Raises `ConfigError`."""
     if name not in choices:
-        raise ConfigError(f"unknown {kind} {shown(name)}; choose one of: {', '.join(choices)}")
+        named = ", ".join(choices)
+        if len(named) > 600:
+            named = f"{', '.join(difflib.get_close_matches(name, choices, n=10, cutoff=0))} ({len(choices)} in all)"
+        raise ConfigError(f"unknown {kind} {shown(name)}; choose one of: {named}")
     return name
 
 
