@@ -2,32 +2,24 @@
 
 from pathlib import Path
 
-from experiments.workload import models
-
 IMAGE_TOKENS, SIDE = 4, 16  # of each image: its tokens, and the pixels of a side that its processor scales it to
-# `<boi>` stands for an image, until the processor puts its tokens there
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for part in m.content %}{% if part.type == 'image' %}<boi>{% else %}{{ part.text }}{% endif %}{% endfor %}"
-    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-TOKENS = {"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>"}
 
 
 def save(folder: Path) -> None:
     import torch
     from transformers import AutoModelForImageTextToText, Gemma3Config, PreTrainedTokenizerFast
-    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
-    from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 
+    from experiments.workload import models, pictures
+
+    tokens = {name: pictures.TOKENS[name] for name in ("image_token", "boi_token", "eoi_token")}
     plain = models.build_tokenizer(["What is in the picture? Say a word. user system assistant"] * 4, 300)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=plain.backend_tokenizer,
         pad_token=plain.pad_token,
         eos_token=plain.eos_token,
         padding_side="left",
-        extra_special_tokens=TOKENS,
-        chat_template=TEMPLATE,
+        extra_special_tokens=tokens,
+        chat_template=pictures.TEMPLATE.replace("IMAGE", tokens["boi_token"]),
     )
     sizes = dict(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -48,5 +40,4 @@ def save(folder: Path) -> None:
     )
     torch.manual_seed(0)
     AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
-    images = Gemma3ImageProcessorPil(size=dict(height=SIDE, width=SIDE))
-    Gemma3Processor(images, tokenizer, chat_template=TEMPLATE, image_seq_length=IMAGE_TOKENS).save_pretrained(folder)
+    pictures.processor_of(config, tokenizer).save_pretrained(folder)

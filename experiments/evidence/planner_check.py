@@ -278,12 +278,14 @@ def check(name: str, setup: Setup, shape: str, vocab_size: int, documents, token
 def with_images(setup: Setup, hf_config, tokenizer):
     """(processor, training set, the setup with the tokens that its prompts then have). The config gets the ids of the
     tokens that stand for images."""
+    from experiments.launch.prompt_images import encode
     from experiments.workload import pictures
 
     tokenizer = pictures.with_image_tokens(copy.deepcopy(tokenizer))
     processor = pictures.processor_of(pictures.with_token_ids(hf_config, tokenizer), tokenizer)
     dataset = pictures.dataset_of(setup.images, SENTENCES)
-    return processor, dataset, replace(setup, prompt_tokens=pictures.tokens_of(processor, dataset[0]))
+    ids, _ = encode(dataset[0]["prompt"], dataset[0]["images"], processor, {})
+    return processor, dataset, replace(setup, prompt_tokens=len(ids))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -49,9 +49,7 @@ class Setup:
     temperature: float = 1.0
     padded: bool = True  # completions differ in length
     padded_prompts: bool = False  # prompts of a batch differ in length
-    images: tuple[
-        tuple[int, int], ...
-    ] = ()  # of each prompt: width and height in pixels, as the processor scales them
+    images: tuple[tuple[int, int], ...] = ()  # of each prompt: width and height in pixels, as the model gets them
     device: str = "cuda"  # "cpu" has no Triton
     num_devices: int = 1
     fully_sharded: bool = False  # FSDP2 with reshard_after_forward; otherwise DDP

@@ -208,9 +208,9 @@ class Simulation:
 
     def rows_of(self, rows: int, columns: int) -> torch.Tensor:
         """Rows that begin with a prompt: real numbers where the model looks for images among them."""
-        return (
-            self.images.among(torch.ones(rows, columns, dtype=torch.long)) if self.images else self.ids(rows, columns)
-        )
+        if not self.images:
+            return self.ids(rows, columns)
+        return self.images.among(torch.ones(rows, columns, dtype=torch.long))
 
     def groups_of(self, rows: int, columns: int) -> torch.Tensor:
         """The same for the fork, which compares them: the rows of a group are alike, no others."""

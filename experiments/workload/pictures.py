@@ -7,9 +7,9 @@ from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProce
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{% if part.type == 'image' %}IMAGE"
-    "{% else %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # Attributes of the tokenizer, which the processors ask for, and their tokens
 TOKENS = {
@@ -85,15 +85,3 @@ def dataset_of(sizes: tuple[tuple[int, int], ...], sentences: int, rows: int = 4
     images = [[picture(*size, next(seeds)) for size in sizes] for _ in range(rows)]
     prompts = [[{"role": "user", "content": SENTENCE * sentences}] for _ in range(rows)]
     return Dataset.from_dict({"prompt": prompts, "images": images})
-
-
-def tokens_of(processor, row: dict) -> int:
-    """Tokens of a row's prompt with its images, as the trainers count them."""
-    from trl.data_utils import prepare_multimodal_messages
-
-    chat = prepare_multimodal_messages(row["prompt"], images=row["images"])
-    return len(
-        processor.apply_chat_template([chat], add_generation_prompt=True, tokenize=True, return_dict=True)[
-            "input_ids"
-        ][0]
-    )
