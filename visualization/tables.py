@@ -5,8 +5,8 @@
 
 A marked place starts with `<!-- table:NAME results/<machine> -->`, or `<!-- table:NAME results/<machine> SCALE -->`
 for one scale only, and ends with `<!-- /table -->`. Names: summary, peak, audit, speed, published, phases, shapes,
-rivals, families, worth, decoding, plan, levers, profiles, exactness, kernels, cells, sampler. The folder is relative
-to the file.
+rivals, families, worth, decoding, plan, levers, profiles, exactness, kernels, cells, sampler, gpu-peaks. The folder
+is relative to the file.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from visualization.pages.gpu_evidence import (
     sampler_table,
     shapes_table,
 )
+from visualization.pages.gpu_peaks import gpu_peaks_table
 from visualization.pages.phase_seconds import phases_table
 from visualization.pages.predictions import check_table, levers_table, profiles_table
 from visualization.pages.published import published_table
@@ -55,6 +56,7 @@ FOLDER_TABLES: dict[str, tuple[Callable[[Path], str], str]] = {
     "kernels": (kernels_table, "kernels.csv"),
     "cells": (cells_table, "cells/*.csv*"),
     "sampler": (sampler_table, "sampler.csv"),
+    "gpu-peaks": (gpu_peaks_table, "predicted.csv"),
 }
 NAMES = (*TABLES, "shapes", *FOLDER_TABLES)
 

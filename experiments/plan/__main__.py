@@ -4,8 +4,9 @@
     python -m experiments.plan --model ./my-model --profile single_gpu_24gb --prompt 3000 --largest k
     python -m experiments.plan --calibrate RUN_DIR... [--out FILE]
 
-Compares today's trainer with one pass (stock), with one completion a pass (stock-accumulate), and prefix sharing
-(shared); with --tokens-per-forward also whole rows within a token budget (stock-tokens, which only the planner has).
+Compares today's trainer with one pass (stock, TRL 1.15 and newer), with one completion a pass (stock-accumulate), and
+prefix sharing (shared); with --tokens-per-forward also whole rows within a token budget (stock-tokens, which only the
+planner has). --arms stock-1.9 is TRL 1.0 to 1.9, stock-1.13 is 1.10 to 1.13: they keep the logits of all completions.
 Sizes are what torch allocates on the device; the CUDA context and the allocator's fragmentation come on top
 (`--reserve`). --calibrate turns runs of the launcher into corrections for their machine, --calibration uses them. A
 chart of a prediction: --json PLAN.json, then python -m visualization.charts.plan PLAN.json OUT.png
@@ -38,7 +39,7 @@ from experiments.plan.options import (
 )
 from experiments.plan.predict import Prediction, largest_that_fits, predict_all
 from experiments.plan.recurrent import note
-from experiments.plan.setups import ARM_NAMES, LARGEST, Setup, check
+from experiments.plan.setups import ARM_NAMES, LARGEST, ROUNDED_AWAY, Setup, check
 from experiments.settings.profiles import load_profile
 
 
@@ -74,7 +75,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     add_setup_options(parser)
     add_memory_options(parser, default=": says what fits")
-    parser.add_argument("--arms", help=f"some of {', '.join(ARM_NAMES)}; default: those that the settings have")
+    parser.add_argument("--arms", help=f"some of {', '.join(ARM_NAMES)}; default: those of today")
     parser.add_argument("--largest", choices=tuple(LARGEST), help="find the largest that fits the device memory")
     parser.add_argument("--json", type=Path, help="write the prediction to this file")
     parser.add_argument(
@@ -97,7 +98,8 @@ def main(argv: list[str] | None = None) -> int:
 def chosen_arms(names: str | None, setup: Setup) -> list[str]:
     """The arms to compare, each once. Raises `ConfigError`."""
     if names is None:
-        return [arm for arm in ARM_NAMES if arm != "stock-tokens" or setup.tokens_per_forward]
+        budget = ("stock-tokens",) if setup.tokens_per_forward else ()
+        return ["stock", "stock-accumulate", *budget, "shared"]
     arms = list(dict.fromkeys(choose("arm", name.strip(), ARM_NAMES) for name in names.split(",")))
     if "stock-tokens" in arms and not setup.tokens_per_forward:
         raise ConfigError("arm stock-tokens is a token budget: add --tokens-per-forward N")
@@ -145,10 +147,12 @@ def run(args: argparse.Namespace) -> int:
     predictions = predict_all({arm: setup.arm(arm) for arm in arms}, hf_config, say, calibration)
     parameters = predictions[0].phases[0].kinds.get("parameters", 0)
     print(
-        f"{model}: prompt {setup.prompt_tokens}, completion {setup.max_completion_length}, k {setup.num_generations}, "
-        f"{setup.generation_rows} completions generated together, {setup.per_device_train_batch_size} a micro-batch, "
-        f"weights on a device {parameters / GIB:.2f} GiB"
+        f"{model}: {setup.in_words}; prompt {setup.prompt_tokens}, completion {setup.max_completion_length}, "
+        f"k {setup.num_generations}, {setup.generation_rows} completions generated together, "
+        f"{setup.per_device_train_batch_size} a micro-batch, weights on a device {parameters / GIB:.2f} GiB"
     )
+    if setup.rounds_updates_away:
+        print(f"{setup.dtype} weights: {ROUNDED_AWAY}")
     if setup.images:
         tokens = " + ".join(f"{length:,}" for length in PromptImages.of(setup.images, hf_config).lengths)
         print(f"{tokens} of the prompt's tokens are its image{'s' if len(setup.images) > 1 else ''}")

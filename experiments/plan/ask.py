@@ -79,7 +79,7 @@ def predict(
         prompt_tokens: of the longest prompt.
         peft_config: a `peft.LoraConfig`, where adapters are trained.
         settings: more settings under TRL's names, such as `load_in_4bit`, or `dtype` of a model that is named (without
-            one, what its config says).
+            one float32, as TRL loads it; "auto" is what its config says).
         limit: bytes; beyond it, a remedy is looked for, which takes a minute or some.
         calibration: corrects the peaks; or the file of one, which `python -m experiments.plan --calibrate` writes.
         where: other fields of `experiments.plan.setups.Setup`, such as `num_devices`, `device="cpu"` or, of the images
@@ -181,18 +181,17 @@ def answer(asked: dict) -> int:
     from experiments.plan.predict import predict_all
     from experiments.plan.records import config_from
     from experiments.plan.recurrent import note
-    from experiments.plan.setups import as_widened
     from experiments.plan.trl_settings import from_settings
 
     hf_config = config_from(asked["model"]) if isinstance(asked["model"], dict) else model_config(asked["model"])
     settings = asked["settings"]
-    if settings.get("dtype") in (None, "auto"):
+    if settings.get("dtype") == "auto":
         settings["dtype"] = str(getattr(hf_config.get_text_config(), "dtype", None) or "float32").removeprefix(
             "torch."
         )
     where = asked["where"]
     where["images"] = tuple(map(tuple, where.get("images", ())))  # JSON has lists
-    setup = as_widened(from_settings(asked["prompt_tokens"], settings, **where))
+    setup = from_settings(asked["prompt_tokens"], settings, **where)
     calibration = from_json(asked["calibration"]) if asked["calibration"] else None
     (now,) = predict_all({"as it is": setup}, hf_config, lambda line: None, calibration)
     exceeds = asked["limit"] is not None and now.peak.total > asked["limit"]

@@ -17,7 +17,7 @@ from experiments.plan.building import decoder_layers
 from experiments.plan.events import REFERENCE
 from experiments.plan.predict import PredictedPeak
 from experiments.plan.replaced import head_tokens
-from experiments.plan.sharding import spread, weights_by_place
+from experiments.plan.sharding import as_computed, spread, weights_by_place
 from experiments.plan.simulate import PHASES, Simulation
 from experiments.workload.models import meta_model
 
@@ -36,6 +36,7 @@ def phase_peaks(setup, hf_config) -> list[PredictedPeak]:
 def simulations(setup, hf_config) -> list[tuple]:
     """Arguments of the calls of `simulate` that the peaks of a setup follow from. They can run at the same time."""
     few, more = passes_that_tell(setup)
+    setup = as_computed(setup)
     setups = [(setup, True)]
     if more:  # generation has no passes
         setups = [(setup.with_k(few), True), (setup.with_k(more), True), (setup, False)]

@@ -3,6 +3,9 @@
 torch counts only its CUDA allocator's bytes. This counts storages on any device the same way, so a prediction made
 on tensors without values and a training measured on a CPU can be compared. What a kernel allocates for itself inside
 one operation is not seen.
+
+Counting must not change what is counted. In a backward, autograd works in place in tensors that nobody else holds, but
+never while a dispatch mode is active: `as_without_mode` undoes that.
 """
 
 import weakref
@@ -12,6 +15,31 @@ from contextlib import contextmanager
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+# What autograd does in place in a tensor that only it holds, but not while a dispatch mode is active
+_ATEN = torch.ops.aten
+IN_PLACE = {
+    _ATEN.add.Tensor: _ATEN.add_.Tensor,  # the gradients of a tensor's several uses (autograd/input_buffer.cpp)
+    _ATEN.scatter_add.default: _ATEN.scatter_add_.default,  # into zeros: the backward of gather (FunctionsManual.cpp)
+    _ATEN.index_put.default: _ATEN.index_put_.default,  # of indexing
+    _ATEN.scatter.value: _ATEN.scatter_.value,
+    _ATEN.scatter.src: _ATEN.scatter_.src,  # of max, and its like
+}
+# References to such a tensor, as a dispatch mode sees it: that of its holder, and those of the call. In an operation
+# that somebody's own backward calls from Python, there is another number
+HELD_ONCE, STORAGE_HELD_ONCE = 4, 2
+
+
+def as_without_mode(func, args: tuple):
+    """The operation that autograd calls in a backward without a dispatch mode."""
+    if func not in IN_PLACE or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+        return func
+    first, last = args[0], args[-1]
+    same = not (isinstance(last, torch.Tensor) and func is _ATEN.add.Tensor) or last.shape == first.shape
+    if not same or first._use_count() != HELD_ONCE or not first.is_contiguous():
+        return func
+    alone = torch._C._storage_Use_Count(first.untyped_storage()._cdata) == STORAGE_HELD_ONCE
+    return IN_PLACE[func] if alone else func
 
 
 class LiveBytes(TorchDispatchMode):
@@ -35,6 +63,7 @@ class LiveBytes(TorchDispatchMode):
         self.operation = None  # the last one
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        func = as_without_mode(func, args)
         result = func(*args, **(kwargs or {}))
         self.count(func, result)
         return result

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from experiments.config import GIB, ConfigError, parse_bytes, size_hint
 from experiments.plan.calibration import Calibration, load
-from experiments.plan.setups import OPTIMIZERS, Setup, as_widened, wrong_numbers
+from experiments.plan.setups import OPTIMIZERS, Setup, wrong_numbers
 from experiments.plan.trl_settings import COMMAND_LINE, changes, from_settings, with_changes
 from experiments.settings.profiles import devices_from
 from experiments.workload.models import is_model, named_config
@@ -87,7 +87,7 @@ def add_setup_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bits", type=int, choices=(4, 8, 16), help="bits of a frozen weight")
     parser.add_argument("--optim", help=", ".join(OPTIMIZERS))
     parser.add_argument("--beta", type=float, help="0 needs no reference model")
-    parser.add_argument("--dtype", help="of the weights: bfloat16, float16, float32")
+    parser.add_argument("--dtype", help="of the weights; default float32, with --lora bfloat16")
     parser.add_argument("--no-gradient-checkpointing", action="store_true")
     parser.add_argument("--activation-offloading", action="store_true")
     parser.add_argument("--accelerate", type=Path, help="accelerate's config: processes, DDP or FSDP2, offloading")
@@ -248,6 +248,8 @@ def setup_from(args: argparse.Namespace, profile: dict | None, **where) -> tuple
         settings |= {"use_peft": True, "lora_r": args.lora, **first}
     elif args.lora == 0:
         settings["use_peft"] = False
+    if profile is None:
+        settings.setdefault("dtype", "bfloat16" if args.lora else "float32")
     if args.reward_model:
         where["reward_model"] = args.reward_model
         if is_model(args.reward_model):  # a shape or the policy's is planned with, and nothing to load
@@ -256,7 +258,7 @@ def setup_from(args: argparse.Namespace, profile: dict | None, **where) -> tuple
     if args.bits:
         bits = replace(setup, weight_bits=args.bits, nested_scales=args.bits == 4 or setup.nested_scales)
         settings, setup = with_changes(settings, changes(setup, bits)), bits
-    return settings, as_widened(setup), called
+    return settings, setup, called
 
 
 def rows(args: argparse.Namespace, base: dict, profile: dict | None, prompt: int, where: dict) -> dict:

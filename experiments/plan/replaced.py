@@ -12,6 +12,8 @@ from unittest import mock
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from experiments.plan.autocast import as_on_cuda
+
 PATCHED_ON_CUDA = {
     "_use_triton": lambda device: True,
     "_addmm_fp32": lambda total, a, b: None,  # on CUDA a matrix product into `total`
@@ -119,6 +121,7 @@ def pretending(device: str, shapes, counted):
         patch(prefix_sharing, "ignores_state", lambda mixer, prefix, hidden_size: False)
         patch(MultimodalInputs, "same_images", lambda self, row, other: True)  # tokens alone tell prompts apart
         if device == "cuda":
+            stack.enter_context(as_on_cuda())
             patch(torch.nn.functional, "dropout", dropout)
             kernels = {"_forward_kernel": NoKernel(), "_backward_kernel": NoKernel()}
             for name, value in (PATCHED_ON_CUDA | kernels).items():

@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 from experiments.config import ConfigError, choose
 from experiments.plan.images import wrong_images
 
-# The arms of `experiments.config.ARMS` that the planner knows, and `stock-tokens`, which is the planner's alone: the
-# fork's token budget without sharing
-ARM_NAMES = ("stock", "stock-accumulate", "stock-tokens", "shared")
+# Arms with TRL's LM heads of other days, and which one (`experiments.plan.heads`)
+OLDER = {"stock-1.9": "full_logits_in_place", "stock-1.13": "full_logits"}
+# The arms of `experiments.config.ARMS` that the planner knows, and those that are the planner's alone: `OLDER`, and
+# `stock-tokens`, the fork's token budget without sharing
+ARM_NAMES = (*OLDER, "stock", "stock-accumulate", "stock-tokens", "shared")
 LARGEST = {"k": "num_generations", "prompt": "prompt_tokens", "completion": "max_completion_length"}
 # Bytes of state a trained weight, by `optim`; None runs torch's own AdamW. 8 bits: one byte for each of two moments
 # and a float32 for 256 of them (bitsandbytes, arXiv 2110.02861). Adafactor: a row and a column of each matrix.
@@ -17,6 +19,9 @@ OPTIMIZERS = {
     "adamw_torch": None, "adamw_torch_fused": None, "adamw_8bit": _8_BIT, "adamw_bnb_8bit": _8_BIT,
     "paged_adamw_8bit": _8_BIT, "paged_adamw_32bit": 8.0, "adafactor": 0.0, "sgd": 0.0,
 }  # fmt: skip
+
+
+ROUNDED_AWAY = "most updates of TRL's learning rate, 1e-6, round to nothing; float32 keeps them"
 
 
 @dataclass(frozen=True)
@@ -32,8 +37,8 @@ class Setup:
     prefix_sharing: bool = False
     completions_per_forward: int | None = None
     tokens_per_forward: int | None = None
-    dtype: str = "bfloat16"
-    bf16: bool = True
+    dtype: str | None = None  # of the weights; None: bfloat16 under adapters, else float32, as `__post_init__` says
+    bf16: bool = True  # autocast
     gradient_checkpointing: bool = True
     activation_offloading: bool = False
     beta: float = 0.05
@@ -47,9 +52,10 @@ class Setup:
     nested_scales: bool = True  # of 4-bit weights: their scales are quantized, too
     optim: str = "adamw_torch_fused"
     temperature: float = 1.0
-    padded: bool = True  # completions differ in length
+    padded: bool = True  # completions differ in length, and TRL pads a rollout's rows to the longest: they need a mask
     padded_prompts: bool = False  # prompts of a batch differ in length
     images: tuple[tuple[int, int], ...] = ()  # of each prompt: width and height in pixels, as the model gets them
+    lm_head: str = "fused"  # one of `experiments.plan.heads.HEADS`
     device: str = "cuda"  # "cpu" has no Triton
     num_devices: int = 1
     fully_sharded: bool = False  # FSDP2 with reshard_after_forward; otherwise DDP
@@ -58,6 +64,10 @@ class Setup:
     num_iterations: int = 1
     scaled_by_rollout: bool = False  # the loss, by what was generated together: GRPO, normalize_advantages
     scaled_by_batch: bool = False  # the loss, by what goes through the model together: GRPO's loss_type bnpo
+
+    def __post_init__(self):
+        if self.dtype is None:  # in bfloat16 an update of 1e-6 is below half of a weight's last digit
+            object.__setattr__(self, "dtype", "bfloat16" if self.lora_rank else "float32")
 
     @property
     def generation_rows(self) -> int:
@@ -87,6 +97,18 @@ class Setup:
         return max(1, self.tokens_per_forward // tokens)
 
     @property
+    def in_words(self) -> str:
+        """What is trained, and with what: the choices that decide most."""
+        bits = f"{self.weight_bits}-bit" if self.weight_bits < 16 else self.dtype
+        what = f"LoRA of rank {self.lora_rank} on {bits} weights" if self.lora_rank else f"all weights, {bits}"
+        return f"{what}, beta {self.beta:g}, {self.optim}"
+
+    @property
+    def rounds_updates_away(self) -> bool:
+        """Whether weights are trained in half precision, where most updates of TRL's learning rate change nothing."""
+        return not self.lora_rank and self.dtype != "float32" and not (self.fully_sharded and self.bf16)
+
+    @property
     def needs_fork(self) -> bool:
         return self.prefix_sharing or self.tokens_per_forward is not None
 
@@ -100,12 +122,14 @@ class Setup:
         return self.optim.startswith("paged")
 
     def arm(self, name: str) -> "Setup":
-        """The same work done by one of `ARM_NAMES`: the micro-batch in one pass, row by row, in passes within the
-        token budget, or shared. Raises `ConfigError` for another name."""
+        """The same work done by one of `ARM_NAMES`: the micro-batch in one pass, of this TRL or an older one, row by
+        row, in passes within the token budget, or shared. Raises `ConfigError` for another name."""
         choose("arm", name, ARM_NAMES)
         plain = replace(self, prefix_sharing=False, completions_per_forward=None, tokens_per_forward=None)
         if name == "stock":
             return plain
+        if name in OLDER:
+            return replace(plain, lm_head=OLDER[name])
         if name == "stock-accumulate":
             return plain.with_rows(1)
         if name == "stock-tokens":
@@ -147,11 +171,6 @@ class Setup:
             gradient_accumulation_steps=max(1, round(of_update * k / rows)),
             completions_per_forward=per_forward,
         )
-
-
-def as_widened(setup: Setup) -> Setup:
-    """With FSDP2 and mixed precision, accelerate's `fsdp2_prepare_model` makes trained weights float32."""
-    return replace(setup, dtype="float32") if setup.fully_sharded and setup.bf16 and not setup.lora_rank else setup
 
 
 MOST_TOKENS = 2**27  # of a rollout: their ids are real numbers, also where all else has no values

@@ -13,10 +13,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from experiments.plan.live_bytes import as_without_mode
+
 MAP_NORESERVE = 0x4000  # Linux; Python names it from 3.13 on
 SPACE = 2**44  # bytes of address space, which bounds one tensor; no memory is reserved for it
 SPACE_MAP = mmap.mmap(-1, SPACE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
 INDEX = torch.ops.aten.index.Tensor
+GROUPED_MM = (
+    torch.ops.aten._grouped_mm.default
+)  # of experts: on the meta device in bfloat16 only, elsewhere in any dtype
 ADDRESS = torch.frombuffer(SPACE_MAP, dtype=torch.uint8, count=1).data_ptr()
 
 
@@ -59,6 +64,7 @@ class ShapesOnly(TorchDispatchMode):
             self.creating = before
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        func = as_without_mode(func, args)
         result = self.given(func, args, kwargs or {})
         if self.memory is not None:
             self.memory.count(func, result)
@@ -131,16 +137,20 @@ def _on_meta(func, args: tuple, kwargs: dict):
         if isinstance(value, torch.device):
             return torch.device("meta")
         if isinstance(value, torch.Tensor):
-            value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+            own = torch.bfloat16 if func is GROUPED_MM and value.is_floating_point() else value.dtype
+            value = torch.empty_strided(value.shape, value.stride(), dtype=own, device="meta")
             storages.add(value.untyped_storage()._cdata)
         return value
 
+    dtype = args[0].dtype if func is GROUPED_MM else None
     args, kwargs = tree_map(to_meta, (args, kwargs))
     result = func(*args, **kwargs, **({} if storages or "device" in kwargs else {"device": "meta"}))
     given = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
     if any(each.untyped_storage()._cdata in storages for each in given):
         return None
-    return tree_map(lambda x: _Shape(x.dtype, x.shape, x.stride()) if isinstance(x, torch.Tensor) else x, result)
+    return tree_map(
+        lambda x: _Shape(dtype or x.dtype, x.shape, x.stride()) if isinstance(x, torch.Tensor) else x, result
+    )
 
 
 def _written(func, args: tuple, kwargs: dict):

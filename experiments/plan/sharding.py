@@ -6,7 +6,12 @@
   (`torch.distributed.fsdp.fully_shard`; arXiv 2304.11277, section 3). While it computes, one layer is gathered, the
   next is on its way, and what belongs to no layer (embedding, head, last norm) is gathered, too; in a backward the
   gradients of one layer and of those weights are whole. With offloading, shards are on the host.
+* With FSDP2 and mixed precision, shards are float32 where weights are trained (accelerate's `fsdp2_prepare_model`),
+  and what is gathered and computed is bfloat16 (its `MixedPrecisionPolicy`). So it is simulated in bfloat16, and the
+  shards are widened.
 """
+
+from dataclasses import replace
 
 from experiments.plan.building import decoder_layers
 from experiments.workload.models import meta_model
@@ -21,6 +26,20 @@ def weights_by_place(hf_config) -> tuple[int, int]:
     return max(layers), sum(p.numel() for p in model.parameters()) - sum(layers)
 
 
+def as_computed(setup):
+    """The setup in the dtype that a device computes in."""
+    return replace(setup, dtype="bfloat16") if setup.fully_sharded and setup.bf16 else setup
+
+
+def widened(setup, kind: str) -> int:
+    """Times as large as simulated, `as_computed`, a shard of that kind is."""
+    if not (setup.fully_sharded and setup.bf16):
+        return 1
+    trained = kind != "reference" and not setup.lora_rank
+    loaded = kind in ("parameters", "reference") and setup.dtype == "float32"
+    return 2 if trained or loaded else 1
+
+
 def spread(setup, weights: tuple[int, int], gradients: int, phase: str, kinds: dict[str, int]) -> dict[str, int]:
     """`kinds`, bytes of one device that does everything, as they are on each of `setup.num_devices`. `weights` as
     `weights_by_place` counts them, which only sharding needs; `gradients` are the bytes of all gradients."""
@@ -31,8 +50,11 @@ def spread(setup, weights: tuple[int, int], gradients: int, phase: str, kinds: d
         if phase != "load":  # the buckets are made with the trainer and stay
             kinds["other"] = kinds.get("other", 0) + gradients
         return kinds
-    for kind in SHARDED:
-        shard = -(-kinds.pop(kind, 0) // setup.num_devices)
+    step = (
+        ("activations",) if phase == "optimizer" else ()
+    )  # what the optimizer computes with is as large as its shards
+    for kind in (*SHARDED, *step):
+        shard = -(-kinds.pop(kind, 0) * widened(setup, kind) // setup.num_devices)
         place = "host" if setup.offload_parameters else kind
         kinds[place] = kinds.get(place, 0) + shard
     if phase in ("generate", "score", "train"):

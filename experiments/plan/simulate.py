@@ -23,12 +23,13 @@ from experiments.config import ConfigError
 from experiments.plan.building import build, quantize, weights_not_in_8_bits, with_adapters
 from experiments.plan.caches import attending, grow, grow_shared
 from experiments.plan.events import REFERENCE, TOWER, mark
+from experiments.plan.heads import HEADS
 from experiments.plan.images import RolloutImages
 from experiments.plan.live_bytes import LiveBytes
 from experiments.plan.offloaded import offloaded
 from experiments.plan.passes import open_prefix_of, passes_of
 from experiments.plan.recurrent import operators_in_torch
-from experiments.plan.replaced import head_log_probs, pretending
+from experiments.plan.replaced import pretending
 from experiments.plan.shapes_only import ShapesOnly
 from experiments.workload.models import named_config
 
@@ -191,7 +192,10 @@ class Simulation:
                     self.optimizer = SimpleNamespace(state=torch.empty(size, dtype=torch.uint8), step=lambda: None)
                 self.memory.rename(self.optimizer.state, kind)
                 return
-            self.optimizer = torch.optim.AdamW(trained, fused=True)
+            fused = self.setup.optim == "adamw_torch_fused"
+            # torch's choice where nothing is asked for (`_default_to_fused_or_foreach`)
+            foreach = not fused and self.setup.device == "cuda"
+            self.optimizer = torch.optim.AdamW(trained, fused=fused, foreach=foreach)
             self.make_gradients()
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -302,7 +306,7 @@ class Simulation:
     # -- scoring and training ----------------------------------------------------------------------------------------
 
     def hidden_states(self, backbone) -> torch.Tensor:
-        """Hidden states that predict the next token, of shape (rows, completion, hidden)."""
+        """Hidden states of what is scored and one behind it, of shape (rows, positions, hidden)."""
         setup, rows = self.setup, self.setup.per_device_train_batch_size
         length = setup.prompt_tokens + setup.max_completion_length
         if setup.needs_fork:
@@ -313,12 +317,12 @@ class Simulation:
                 backbone = self.padded(backbone)
             passes = passes_of(setup, rows, self.open_prefix, self.images.number_of_each(rows))
             images = self.images.inputs(input_ids)
-            return passes.forward(backbone, input_ids, mask, **images).last_hidden_state[:, :-1]
+            return passes.forward(backbone, input_ids, mask, **images).last_hidden_state
         mask = self.causal_mask(rows, length) if setup.padded else None
         ids = self.rows_of(rows, length)
         images = self.images.of_whole_rows(backbone, ids)
         output = backbone(input_ids=ids, attention_mask=mask, use_cache=False, **images)
-        return output.last_hidden_state[:, -setup.max_completion_length - 1 : -1]
+        return output.last_hidden_state[:, -setup.max_completion_length - 1 :]
 
     def padded(self, backbone):
         """The backbone as it is called with rows of different lengths, which need a mask."""
@@ -336,9 +340,9 @@ class Simulation:
             hidden = self.hidden_states(backbone)
             self.event("head")
             with self.shapes.new(), self.memory.of_kind("logits"):
-                hidden = hidden.reshape(-1, hidden.shape[-1])
-                ids = self.ids(1, len(hidden))[0]
-                return head_log_probs(hidden, model.get_output_embeddings(), ids, self.setup.temperature)
+                head, ids = model.get_output_embeddings(), self.ids(len(hidden), hidden.shape[1] - 1)
+                compute = HEADS[self.setup.lm_head]
+                return compute(hidden, head, ids, self.setup.temperature, self.setup.bf16)
 
     @contextlib.contextmanager
     def on_device(self, model, kind: str, offloaded: bool):

@@ -28,10 +28,9 @@ SWITCHES = (
     "bf16", "fp16", "prefix_sharing", "gradient_checkpointing", "activation_offloading", "offload_reference",
     "offload_reward", "use_peft", "load_in_4bit", "load_in_8bit", "use_bnb_nested_quant", "normalize_advantages",
 )  # fmt: skip
-# What the planner takes where neither a profile nor an option says: one prompt, and every weight in bfloat16. Written
-# out, because TRL's own defaults are others
+# What the planner takes where neither a profile nor an option says: one prompt. Written out: TRL's defaults are others
 COMMAND_LINE = {
-    "dtype": "bfloat16", "bf16": True, "beta": 0.05, "num_generations": 8, "per_device_train_batch_size": 8,
+    "bf16": True, "beta": 0.05, "num_generations": 8, "per_device_train_batch_size": 8,
     "steps_per_generation": 1, "gradient_accumulation_steps": 1, "max_completion_length": 512, "temperature": 1.0,
     "gradient_checkpointing": True, "optim": "adamw_torch_fused",
 }  # fmt: skip

@@ -1,0 +1,111 @@
+"""The planner beside GPUs: what others have published that their trainings took, and what is predicted for them.
+
+    python -m experiments.evidence.published
+
+Reads results/published/gpu_peaks.csv: one figure a row, with its source and the settings of the training in TRL's
+names. Writes results/published/predicted.csv: the same rows with the predicted bytes, the ratio, the bounds that it
+must stay within, and whether it does. A row that says why it is not held (`not_held`) is predicted all the same, where
+the planner has what ran. Exit code 4: a row is outside of its bounds. It takes some three minutes.
+"""
+
+import argparse
+import csv
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from experiments.config import GIB, ROOT, exit_code
+from experiments.evidence.common import EXIT_VERDICT
+from experiments.plan.options import model_config, quiet
+from experiments.plan.predict import Prediction, predict
+from experiments.plan.reserve import CONTEXT
+from experiments.plan.setups import Setup
+from experiments.plan.trl_settings import from_settings
+from experiments.record import source_commit, write_csv
+
+FOLDER = ROOT / "results" / "published"
+ADDED = ("predicted_bytes", "ratio", "low", "high", "holds", "commit")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The least and the most that measured over predicted may be; None: no bound."""
+
+    low: float | None
+    high: float | None
+
+    def hold(self, ratio: float) -> bool:
+        return (self.low is None or ratio >= self.low) and (self.high is None or ratio <= self.high)
+
+
+def bounds_of(metric: str, setup: Setup) -> Bounds | None:
+    """None for what the planner does not predict: a device's use, with the pool and other programs."""
+    off = 0.06 if setup.fully_sharded else 0.015
+    return {
+        "allocated": Bounds(1 - off, 1 + off),
+        "after a step": Bounds(0.999, 1.001),  # weights, gradients, moments: bookkeeping
+        "reserved": Bounds(1.0, 1.25),
+        "out of memory": Bounds(None, 1.0),  # the card's memory over what is predicted
+    }.get(metric)
+
+
+def setup_of(row: dict[str, str]) -> Setup:
+    where = json.loads(row["where"] or "{}")
+    return from_settings(int(row["prompt_tokens"]), json.loads(row["settings"]), **where).arm(row["arm"])
+
+
+def predicted_for(row: dict[str, str], setup: Setup, known: dict) -> int:
+    """Bytes that stand beside the measured ones: the highest phase, or the one that was measured."""
+    key = setup, row["model"], row["text_only"]
+    if key not in known:
+        hf_config = model_config(row["model"])
+        known[key] = predict(row["arm"], setup, hf_config.get_text_config() if row["text_only"] else hf_config)
+    prediction: Prediction = known[key]
+    phases = {phase.phase: phase.total for phase in prediction.phases}
+    total = phases[row["phase"]] if row["phase"] else prediction.peak.total
+    return total + (CONTEXT if row["metric"] == "out of memory" else 0)
+
+
+def compared(row: dict[str, str], known: dict) -> dict:
+    """The row with the columns of `ADDED`."""
+    setup = setup_of(row)
+    size, bounds = predicted_for(row, setup, known), bounds_of(row["metric"], setup)
+    measured = float(row["measured_gib"]) - float(row["besides_gib"] or 0)
+    ratio = measured * GIB / size
+    held = bounds if bounds and not row["not_held"] else Bounds(None, None)
+    holds = "" if row["not_held"] or bounds is None else "yes" if bounds.hold(ratio) else "no"
+    values = (size, f"{ratio:.4f}", held.low, held.high, holds, source_commit())
+    return row | dict(zip(ADDED, values, strict=True))
+
+
+def run(args: argparse.Namespace) -> int:
+    with (args.folder / "gpu_peaks.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    done, known = [], {}
+    with quiet():
+        for row in rows:
+            done.append(compared(row, known))
+            last = done[-1]
+            print(
+                f"{last['ratio']}  {last['holds'] or '-':3}  {row['card']}: {row['model']}, {row['metric']}",
+                flush=True,
+            )
+    write_csv(args.folder / "predicted.csv", (*rows[0], *ADDED), done)
+    outside = [row for row in done if row["holds"] == "no"]
+    print(f"{len(done)} rows, {sum(row['holds'] == 'yes' for row in done)} hold, {len(outside)} do not")
+    return EXIT_VERDICT if outside else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.evidence.published",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="holds gpu_peaks.csv")
+    return exit_code("published", run, parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""Autocast as on CUDA, for tensors of a CPU: the operations that CUDA's list brings to float32 and the CPU's does not.
+
+The list is that of `AT_FORALL_FP32` and its neighbours in aten/src/ATen/autocast_mode.h, as far as models use it.
+"""
+
+import contextlib
+import functools
+
+import torch
+
+IN_FLOAT32 = (
+    "exp", "expm1", "log", "log1p", "reciprocal", "rsqrt", "softplus", "pow.Tensor_Scalar", "pow.Tensor_Tensor",
+    "pow.Scalar", "layer_norm", "group_norm", "softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "cumsum",
+)  # fmt: skip
+HALF = (torch.bfloat16, torch.float16)
+
+
+def in_float32(operation, *args, **kwargs):
+    widened = [x.float() if isinstance(x, torch.Tensor) and x.dtype in HALF else x for x in args]
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+        return operation(*widened, **kwargs)
+
+
+@contextlib.contextmanager
+def as_on_cuda():
+    """Within it, `torch.autocast("cpu")` has CUDA's list of float32 operations."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for name in IN_FLOAT32:
+            packet, _, overload = name.partition(".")
+            operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            library.impl(name, functools.partial(in_float32, operation), "AutocastCPU")
+        yield
+    finally:
+        library._destroy()

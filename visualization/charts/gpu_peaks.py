@@ -1,0 +1,66 @@
+"""Predicted beside published peaks of GPUs: one point a training, a colour a card.
+
+python -m visualization.charts.gpu_peaks results/published OUT.png
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from visualization import style
+from visualization.files import run_cli
+from visualization.pages.gpu_peaks import read_peaks, within
+from visualization.runs import GIB
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255")
+MARKERS = {"allocated": "o", "after a step": "s"}
+
+
+def chart(rows: pd.DataFrame) -> Figure:
+    """Measured over predicted, by what is predicted; the band is what is held. Rows that are not held are left out."""
+    rows = rows[rows.metric.isin(MARKERS) & (rows.not_held == "")]
+    small_print = [
+        "Measured: published figures, with links in results/published/gpu_peaks.csv. Predicted: this planner, without "
+        "a GPU, for the LM head that ran.",
+        "Trainings of untouched TRL and one of torchtune: none with prefix sharing or activation offloading, and no "
+        f"GRPO with the fused head of TRL 1.15 and newer. {within(rows)}.",
+    ]
+    figure = style.new_figure(8, 3.4, "Published peaks of GPUs over predicted ones", small_print)
+    axes = figure.subplots()
+    axes.axhspan(0.985, 1.015, color="#e8f1e8", zorder=0)
+    axes.axhline(1, color="black", linewidth=0.8)
+    for colour, (card, mine) in zip(COLOURS * 2, rows.groupby("card", sort=False), strict=False):
+        for metric, points in mine.groupby("metric", sort=False):
+            axes.plot(
+                points.predicted_bytes / GIB, points.ratio, MARKERS[metric], color=colour, markersize=6, alpha=0.75,
+                label=f"{card}, {metric}", linestyle="",
+            )  # fmt: skip
+    axes.set_xscale("log")
+    ticks = [2, 3, 5, 10, 20, 40, 64]
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("predicted, GiB")
+    axes.set_ylabel("measured / predicted")
+    axes.set_ylim(0.94, 1.04)
+    axes.legend(loc="lower left", fontsize=7.5, ncols=2)
+    return figure
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw the chart. Raises LoadError where the folder has no such rows, OSError where OUT cannot be written."""
+    parser = argparse.ArgumentParser(
+        prog="python -m visualization.charts.gpu_peaks", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("folder", type=Path, help="results/published")
+    parser.add_argument("out", type=Path, help="the PNG to write")
+    args = parser.parse_args(argv)
+    chart(read_peaks(args.folder)).savefig(args.out, dpi=150)
+    print(args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_cli(main))
