@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from experiments.config import ARMS, ConfigError
 from experiments.plan import __main__ as plan
-from experiments.plan.options import memory_limit
+from experiments.plan.options import room_of
+from experiments.plan.predict import PredictedPeak, Prediction
+from experiments.plan.reserve import CONTEXT, FIXED, Room
 from experiments.plan.setups import ARM_NAMES, OLDER, Setup, check
 from experiments.plan.sharding import spread
 
@@ -222,26 +224,35 @@ def test_adapters_are_planned_as_the_settings_have_them(tmp_path, capsys):
         ("24", "0.8GiB", ["--device-memory 24 is 24 bytes", "did you mean 24GiB?"]),
         ("255MiB", "0.8GiB", ["255MiB", "256 MiB"]),
         ("5000TB", "0.8GiB", ["5000TB"]),
-        ("24GiB", "30GiB", ["--reserve 30GiB", "24.00 GiB", "0.8GiB"]),
+        ("24GiB", "30GiB", ["--reserve 30GiB", "24.00 GiB", "0.2GiB"]),
         ("24GiB", "24GiB", ["--reserve 24GiB"]),
         ("24GiB", "much", ["--reserve", "much"]),
     ],
 )
 def test_sizes_that_no_device_has_are_refused(memory, reserve, parts):
     with pytest.raises(ConfigError) as error:
-        memory_limit(memory, reserve)
+        room_of(memory, reserve)
     assert all(part in str(error.value) for part in parts) and len(str(error.value)) < 200, error.value
 
 
 def test_a_device_less_its_reserve_is_what_is_left():
-    assert memory_limit("24GiB", "0.8GiB") == 24 * 2**30 - int(0.8 * 2**30) and memory_limit(None, "x") is None
-    assert memory_limit("256MiB", "0") == 2**28
+    assert room_of("24GiB", "0.8GiB") == Room(24 * 2**30 - int(0.8 * 2**30)) and room_of(None, "x") is None
+    assert room_of("256MiB", "0").size == 2**28
+    assert room_of("24GiB", None) == Room(24 * 2**30 - CONTEXT, FIXED)
+
+
+def test_what_fits_has_room_for_what_the_allocator_wastes_and_what_is_short_has_none_for_its_tensors():
+    phase = PredictedPeak("train", 100, {"parameters": 40, "gradients": 20, "activations": 40}, 0)
+    assert Room(113, 0.33).holds([phase]) and not Room(112, 0.33).holds([phase]) and Room(100).holds([phase])
+    assert Room(112, 0.33).short([phase]) < 0 < Room(99, 0.33).short([phase])
+    verdicts = [plan.fits(Prediction("stock", Setup(10), [phase]), Room(size, 0.33)) for size in (99, 112, 130)]
+    assert [verdict.split()[0] for verdict in verdicts] == ["short", "just", "yes"]
 
 
 def test_decimal_gigabytes_are_taken_with_a_hint(capsys):
-    assert memory_limit("24GB", "0") == 24 * 10**9
+    assert room_of("24GB", "0").size == 24 * 10**9
     assert capsys.readouterr().err == "24GB is 22.35 GiB; cards are sold in GiB: 24GiB\n"
-    assert memory_limit("24GiB", "0") and memory_limit(24 * 10**9, "0") and not capsys.readouterr().err
+    assert room_of("24GiB", "0") and room_of(24 * 10**9, "0") and not capsys.readouterr().err
 
 
 def test_the_planners_arms_are_those_of_the_harness_but_for_the_token_budget():
@@ -337,7 +348,7 @@ def test_a_device_smaller_than_the_weights_is_told_by_how_much(planned):
         "shared",
     )
     assert result.returncode == 0, result.stderr[-2000:]
-    assert "The weights alone exceed 256MiB less 248MiB by" in result.stdout
+    assert "The weights alone exceed 256MiB less 248MiB reserved by" in result.stdout
 
 
 @pytest.mark.torch

@@ -87,7 +87,7 @@ def test_adamw_that_is_not_fused_takes_a_copy_of_all_trained_weights_on_cuda(pea
     on_cpu = [
         peaks(replace(SMALL, optim=o, device="cpu"))["optimizer"].total for o in ("adamw_torch", "adamw_torch_fused")
     ]
-    assert on_cpu[0] - on_cpu[1] < weights / 2, "a CPU takes one weight after the other"
+    assert on_cpu[0] - on_cpu[1] < weights, "a CPU takes one weight after the other"
 
 
 @pytest.mark.torch

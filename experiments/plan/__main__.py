@@ -31,26 +31,28 @@ from experiments.plan.options import (
     add_setup_options,
     calibration_for,
     check_writable,
-    memory_limit,
     model_config,
     quiet,
+    reserve_in_words,
     reserve_of,
+    room_of,
     setup_from,
 )
 from experiments.plan.predict import Prediction, largest_that_fits, predict_all
 from experiments.plan.recurrent import note
+from experiments.plan.reserve import Room
 from experiments.plan.setups import ARM_NAMES, LARGEST, ROUNDED_AWAY, Setup, check
 from experiments.settings.profiles import load_profile
 
 
-def table(predictions: list[Prediction], budget: int | None, measure: str) -> str:
+def table(predictions: list[Prediction], room: Room | None, measure: str) -> str:
     """Peaks by phase in GiB, one line an arm, and what the highest is made of."""
     phases = [phase.phase for phase in predictions[0].phases]
     lines = [f"{measure + ', GiB':22}" + "".join(f"{name:>11}" for name in phases) + "  fits"]
     for prediction in predictions:
         peak = prediction.peak
         cells = "".join(f"{phase.total / GIB:>10.2f}{'*' if phase is peak else ' '}" for phase in prediction.phases)
-        lines.append(f"{prediction.arm:22}{cells}  {fits(peak.total, budget, range_of(prediction.phases))}".rstrip())
+        lines.append(f"{prediction.arm:22}{cells}  {fits(prediction, room)}".rstrip())
     lines.append("")
     for prediction in predictions:
         peak = prediction.peak
@@ -60,13 +62,15 @@ def table(predictions: list[Prediction], budget: int | None, measure: str) -> st
     return "\n".join(lines)
 
 
-def fits(peak: int, budget: int | None, stands_for: tuple[int, int, int] | None) -> str:
-    """The verdict; a peak that fits, but not with the highest of the range that it stands for, is called "just"."""
-    if budget is None:
+def fits(prediction: Prediction, room: Room | None) -> str:
+    """The verdict. "just": the tensors fit, but not with what the allocator wastes, or with the highest of the range
+    that the peak stands for."""
+    if room is None:
         return ""
-    if peak > budget:
-        return f"short by {max((peak - budget) / GIB, 0.01):.2f} GiB"
-    return "just" if may_exceed(stands_for, budget) else "yes"
+    if (short := room.short(prediction.phases)) > 0:
+        return f"short by {max(short / GIB, 0.01):.2f} GiB"
+    sure = room.holds(prediction.phases) and not may_exceed(range_of(prediction.phases), room.size)
+    return "yes" if sure else "just"
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -128,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     hf_config = problems.of(model_config, model) if model else None
     calibration = problems.of(calibration_for, args.calibration, args.device or "cuda")
     reserve = reserve_of(args.reserve, calibration)
-    budget = problems.of(memory_limit, args.device_memory, reserve)
+    room = problems.of(room_of, args.device_memory, reserve)
     if args.out:
         problems.lines.append(f"--out {args.out} is for --calibrate RUN_DIR...; a prediction goes to --json FILE")
     if args.largest and args.device_memory is None:
@@ -156,12 +160,12 @@ def run(args: argparse.Namespace) -> int:
     if setup.images:
         tokens = " + ".join(f"{length:,}" for length in PromptImages.of(setup.images, hf_config).lengths)
         print(f"{tokens} of the prompt's tokens are its image{'s' if len(setup.images) > 1 else ''}")
-    print(table(predictions, budget, "above start" if calibration and args.device == "cpu" else "peak allocated"))
-    if budget is not None:
-        if parameters > budget:
-            short = f"{(parameters - budget) / GIB:.2f} GiB"
-            print(f"The weights alone exceed {args.device_memory} less {reserve} by {short}.")
-        print(f"fits: within {args.device_memory} less {reserve} reserved; just: by less than the error")
+    print(table(predictions, room, "above start" if calibration and args.device == "cpu" else "peak allocated"))
+    if room is not None:
+        taken = f"{args.device_memory} less {reserve_in_words(reserve)}"
+        if parameters > room.size:
+            print(f"The weights alone exceed {taken} by {(parameters - room.size) / GIB:.2f} GiB.")
+        print(f"fits: within {taken}; just: by less than the error, or than the allocator's part")
     if words := range_in_words(max(predictions, key=lambda p: p.peak.total).phases, calibration):
         print(words)
     for line in calibration.said_of({p.arm: p.phases for p in predictions}) if calibration else ():
@@ -172,17 +176,17 @@ def run(args: argparse.Namespace) -> int:
         print("use_vllm: what the engine keeps is not predicted; generate is transformers' own")
     for arm in [prediction.arm for prediction in predictions] if args.largest else ():
         print(f"{arm}: looking for the largest {args.largest}")
-        value = largest_that_fits(arm, setup, hf_config, args.largest, budget, calibration=calibration)
+        value = largest_that_fits(arm, setup, hf_config, args.largest, room, calibration=calibration)
         print(f"{arm}: largest {args.largest} {value or 'none'}")
     if args.json:
-        args.json.write_text(json.dumps(result_of(model, budget, predictions, calibration), indent=1) + "\n")
+        args.json.write_text(json.dumps(result_of(model, room, predictions, calibration), indent=1) + "\n")
         chart = args.json.with_suffix(".png")
         print(f"{args.json}; a chart of it: python -m visualization.charts.plan {args.json} {chart}")
     print(f"{time.time() - start:.0f} s", file=sys.stderr)
     return 0
 
 
-def result_of(model: str, budget: int | None, predictions: list[Prediction], calibration: Calibration | None) -> dict:
+def result_of(model: str, room: Room | None, predictions: list[Prediction], calibration: Calibration | None) -> dict:
     """What --json writes. Sizes in bytes; `device_memory_bytes` is less the reserve."""
     import torch
     import transformers
@@ -192,7 +196,7 @@ def result_of(model: str, budget: int | None, predictions: list[Prediction], cal
     return {
         "model": model,
         "versions": f"trl {trl.__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
-        "device_memory_bytes": budget,
+        "device_memory_bytes": room and room.size,
         "measured_over_predicted": [errors.low, errors.high] if (errors := measured_errors()) else None,
         **({"calibration": {"file": calibration.file, **as_json(calibration)}} if calibration else {}),
         "predictions": [

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from experiments.config import GIB, ConfigError, parse_bytes, size_hint
 from experiments.plan.calibration import Calibration, load
+from experiments.plan.reserve import CONTEXT, FIXED, Room
 from experiments.plan.setups import OPTIMIZERS, Setup, wrong_numbers
 from experiments.plan.trl_settings import COMMAND_LINE, changes, from_settings, with_changes
 from experiments.settings.profiles import devices_from
 from experiments.workload.models import is_model, named_config
 
-RESERVE = "0.8GiB"  # of a device's memory, for CUDA's context and fragmentation: assumed, not measured
 LEAST_DEVICE, MOST_DEVICE = 2**28, 2**50  # bytes: less is a forgotten unit, more has no device
 # Options whose value is a setting, by the setting's name, which is also the field's of `Setup`
 VALUES = {
@@ -99,11 +99,12 @@ def add_setup_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_memory_options(parser: argparse.ArgumentParser, default: str = "") -> None:
-    """Options that `memory_limit` reads."""
+    """Options that `room_of` reads."""
     parser.add_argument("--device-memory", help=f"such as 24GiB{default}")
     parser.add_argument(
         "--reserve",
-        help=f"of it for CUDA's context and fragmentation; default {RESERVE} (assumed), or the calibration's",
+        help="of it for CUDA's context and what the allocator cannot use; default: the calibration's, else "
+        f"{CONTEXT / GIB:.1f} GiB and {FIXED} of what comes and goes (measured by others on GPUs)",
     )
 
 
@@ -116,29 +117,36 @@ def calibration_for(path: Path | None, device: str) -> Calibration | None:
     return calibration
 
 
-def reserve_of(reserve: str | None, calibration: Calibration | None) -> str:
-    """What is asked to be kept free, else what was measured, else what is assumed."""
+def reserve_of(reserve: str | None, calibration: Calibration | None) -> str | None:
+    """What is asked to be kept free, else what was measured here; None: what others have measured."""
     if reserve is None and calibration and calibration.kept_bytes is not None:
         return f"{calibration.kept_bytes / 2**20:.0f}MiB"
-    return reserve or RESERVE
+    return reserve
 
 
-def memory_limit(device_memory: str | int | None, reserve: str) -> int | None:
-    """Bytes of the device less the reserve; None where no device is named. Raises `ConfigError` for sizes that no
-    device has."""
+def room_of(device_memory: str | int | None, reserve: str | None) -> Room | None:
+    """What a device of that memory has for torch; None where no device is named. Raises `ConfigError` for sizes that
+    no device has."""
     if device_memory is None:
         return None
-    size, kept = read_bytes("--device-memory", device_memory), read_bytes("--reserve", reserve)
+    size = read_bytes("--device-memory", device_memory)
+    kept = CONTEXT if reserve is None else read_bytes("--reserve", reserve)
     if size < LEAST_DEVICE:
         hint = size_hint(str(device_memory))
         raise ConfigError(f"--device-memory {device_memory} is {size:,} bytes, below the 256 MiB of any device{hint}")
     if kept >= size:
-        raise ConfigError(
-            f"--reserve {reserve} leaves nothing of the device's {size / GIB:.2f} GiB; the default is {RESERVE}"
-        )
+        default = f"the default is {CONTEXT / GIB:.1f}GiB"
+        raise ConfigError(f"--reserve {reserve} leaves nothing of the device's {size / GIB:.2f} GiB; {default}")
     if hint := decimal_hint(str(device_memory)):
         print(hint, file=sys.stderr)
-    return size - kept
+    return Room(size - kept, FIXED if reserve is None else 0.0)
+
+
+def reserve_in_words(reserve: str | None) -> str:
+    """What is taken off a device's memory."""
+    if reserve is not None:
+        return f"{reserve} reserved"
+    return f"{CONTEXT / GIB:.1f} GiB for CUDA's context and {FIXED} of what comes and goes for the allocator"
 
 
 def decimal_hint(text: str) -> str | None:

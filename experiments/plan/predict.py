@@ -121,10 +121,10 @@ def predict_all(setups: dict[str, Setup], hf_config, say, calibration=None) -> l
     return [found[label] for label in setups if label in found]
 
 
-def largest_that_fits(arm: str, setup: Setup, hf_config, what: str, limit: int, say=print, calibration=None) -> int:
-    """The largest k, prompt or completion ("k", "prompt", "completion") whose peak stays within `limit` bytes; 0 if
-    the smallest does not fit. Peaks grow along almost straight lines, so each guess is where the last two would meet
-    the limit."""
+def largest_that_fits(arm: str, setup: Setup, hf_config, what: str, room, say=print, calibration=None) -> int:
+    """The largest k, prompt or completion ("k", "prompt", "completion") that an `experiments.plan.reserve.Room` holds;
+    0 if the smallest does not fit. Peaks grow along almost straight lines, so each guess is where the last two would
+    meet the limit."""
     shortest = PromptImages.of(setup.images, hf_config).tokens + 1 if setup.images else 16
     name, least = LARGEST[what], {"k": 2, "prompt": shortest, "completion": 16}[what]
     positions = hf_config.get_text_config().max_position_embeddings
@@ -137,11 +137,12 @@ def largest_that_fits(arm: str, setup: Setup, hf_config, what: str, limit: int, 
     }[what]
     least = min(least, most)
     known: dict[int, int] = {}
+    limit = room.size
 
     def peak(value: int) -> int:
         if value not in known:
             trial = setup.with_k(value) if what == "k" else replace(setup, **{name: value})
-            known[value] = predict(arm, trial.arm(arm), hf_config, calibration).peak.total
+            known[value] = room.needed(predict(arm, trial.arm(arm), hf_config, calibration).phases)
             say(f"  {what} {value}: {known[value] / GIB:.2f} GiB")
         return known[value]
 

@@ -1,21 +1,42 @@
 """What a device's memory loses to all but tensors: CUDA's context, and what torch's allocator reserves and cannot use.
 
 Published figures of GPUs (results/published/gpu_peaks.csv, without expandable segments) show a context of 0.15 to
-0.20 GiB, and reserved beyond allocated 0.25 to 0.60 of what comes and goes: of what is neither weights nor gradients
-nor moments. Near the end of its memory torch gives back what it can (`torch.cuda.empty_cache`), so a training can fit
-with less.
+0.20 GiB, and reserved beyond allocated 0.25 to 0.60 of what comes and goes: of all that is neither weights nor
+gradients nor moments. When the device is full torch gives back what it can, so a training can fit with less.
 """
+
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from experiments.config import GIB
 from experiments.plan.predict import PredictedPeak
 
 CONTEXT = round(0.2 * GIB)
 STAYS = ("parameters", "reference", "reward model", "gradients", "optimizer state")
-# Of what comes and goes: the median of 15 published trainings; expandable segments: assumed, not measured
-FRAGMENTS = {"fixed": 0.33, "expandable": 0.1}
+# Of what comes and goes: the median of 15 published trainings, and with expandable segments an assumption
+FIXED, EXPANDABLE = 0.33, 0.1
 
 
-def fragments(peak: PredictedPeak, segments: str = "fixed") -> int:
-    """Bytes that torch is expected to have reserved beyond a phase's peak."""
-    stays = sum(peak.kinds.get(kind, 0) for kind in STAYS)
-    return round(FRAGMENTS[segments] * max(0, peak.total - stays))
+@dataclass(frozen=True)
+class Room:
+    """What a device has for torch: `size` bytes, of which the allocator wastes `fragments` of what comes and goes, or
+    none where that is taken off the size already."""
+
+    size: int
+    fragments: float = 0.0
+
+    def needed(self, phases: Iterable[PredictedPeak]) -> int:
+        """Bytes that torch is expected to reserve for the highest phase."""
+        return max(phase.total + round(self.fragments * comes_and_goes(phase)) for phase in phases)
+
+    def holds(self, phases: Iterable[PredictedPeak]) -> bool:
+        """Whether it fits with what the allocator wastes."""
+        return self.needed(phases) <= self.size
+
+    def short(self, phases: Iterable[PredictedPeak]) -> int:
+        """Bytes that the tensors alone are beyond the size; negative where they fit."""
+        return max(phase.total for phase in phases) - self.size
+
+
+def comes_and_goes(phase: PredictedPeak) -> int:
+    return max(0, phase.total - sum(phase.kinds.get(kind, 0) for kind in STAYS))
