@@ -182,7 +182,7 @@ def answer(asked: dict) -> int:
     from experiments.plan.records import config_from
     from experiments.plan.recurrent import note
     from experiments.plan.setups import as_widened
-    from experiments.plan.trl_settings import from_settings
+    from experiments.plan.trl_settings import from_settings, of_model
 
     hf_config = config_from(asked["model"]) if isinstance(asked["model"], dict) else model_config(asked["model"])
     settings = asked["settings"]
@@ -192,7 +192,7 @@ def answer(asked: dict) -> int:
         )
     where = asked["where"]
     where["images"] = tuple(map(tuple, where.get("images", ())))  # JSON has lists
-    setup = as_widened(from_settings(asked["prompt_tokens"], settings, **where))
+    setup = of_model(as_widened(from_settings(asked["prompt_tokens"], settings, **where)), settings, hf_config)
     calibration = from_json(asked["calibration"]) if asked["calibration"] else None
     (now,) = predict_all({"as it is": setup}, hf_config, lambda line: None, calibration)
     exceeds = asked["limit"] is not None and now.peak.total > asked["limit"]

@@ -34,7 +34,7 @@ from experiments.plan.predict import Prediction, predict, predict_all
 from experiments.plan.records import Run, read_run
 from experiments.plan.recurrent import note
 from experiments.plan.setups import Setup, check
-from experiments.plan.trl_settings import changes, with_changes
+from experiments.plan.trl_settings import by_batch, changes, of_model, with_changes
 from experiments.settings.profiles import dump_profile, load_profile, profile_path
 
 
@@ -157,9 +157,10 @@ def run(args: argparse.Namespace) -> int:
     problems.of(check_writable, args.output)
     planned = problems.of(planned_for, args, old, profile) if old or not args.run else None
     if planned and hf_config:
-        problems.of(check, planned[1], hf_config, planned[2])
+        settings, setup, called = planned
+        setup = of_model(setup, settings, hf_config)
+        problems.of(check, setup, hf_config, called)
     problems.stop()
-    settings, setup, _ = planned
     if args.model:
         settings = {"model_name_or_path": args.model} | settings | {"model_name_or_path": args.model}
 
@@ -175,6 +176,11 @@ def run(args: argparse.Namespace) -> int:
         print(line)
     if words := note(hf_config, setup.device):
         print(words)
+    if reasons := by_batch(settings, hf_config):
+        print(
+            f"{', '.join(reasons)}: an update depends on which completions share a micro-batch, in untouched TRL too, "
+            "so with other micro-batches it trains differently"
+        )
     if settings.get("use_vllm"):
         print("use_vllm: what the engine keeps is not predicted; generate is transformers' own")
 

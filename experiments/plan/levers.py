@@ -17,7 +17,7 @@ MEASURED = {6.5: (4.7, 7.2), 2.4: (1.1, 2.0), 1.8: (1.2, 1.5), 1.2: (0.9, 1.1)}
 @dataclass(frozen=True)
 class Lever:
     """One change. `apply` returns the changed setup, or the same one where the change does not apply. Where `exact`
-    says so, the training is the same but for what `same` says; `cost` is what it takes."""
+    says so, the training is the same but for what `same` says; `cost` is what it takes, in words or of a setup."""
 
     name: str
     cost: str | Callable[[Setup], str]
@@ -66,9 +66,11 @@ def drops_out(setup: Setup) -> bool:
 
 
 def keeps_updates(setup: Setup) -> bool:
-    """Whether the rows of an update are the same when micro-batches become one prompt's group each, or parts of it."""
-    same_batch = setup.per_device_train_batch_size == setup.num_generations
-    return setup.rows_per_update % setup.num_generations == 0 and (same_batch or not setup.scaled_by_batch)
+    """Whether as many rows are in an update when micro-batches become one prompt's group each, or parts of it, and
+    where it matters, the same in a micro-batch: the rows of several are shuffled, those of several prompts together
+    or each prompt's."""
+    one_batch = setup.generation_rows == setup.per_device_train_batch_size == setup.num_generations
+    return setup.rows_per_update % setup.num_generations == 0 and (one_batch or not setup.scaled_by_batch)
 
 
 def fewer_at_once(setup: Setup) -> Setup:
@@ -85,6 +87,7 @@ def rollout_is_in_an_update(setup: Setup) -> bool:
         setup.num_iterations == 1
         and setup.gradient_accumulation_steps % setup.steps_per_generation == 0
         and not setup.scaled_by_rollout
+        and not setup.scaled_by_batch  # rows of other prompts share a micro-batch
     )
 
 

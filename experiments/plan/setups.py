@@ -57,7 +57,7 @@ class Setup:
     # What does not decide memory, but whether a change trains the same
     num_iterations: int = 1
     scaled_by_rollout: bool = False  # the loss, by what was generated together: GRPO, normalize_advantages
-    scaled_by_batch: bool = False  # the loss, by what goes through the model together: GRPO's loss_type bnpo
+    scaled_by_batch: bool = False  # the loss, by what shares a micro-batch: `trl_settings.by_batch`
 
     @property
     def generation_rows(self) -> int:
