@@ -205,6 +205,8 @@ def test_the_settings_are_the_users_own_with_the_levers_changes_and_the_comments
     }[source]
     levers_seen = set()
     for budget in BUDGETS:
+        # The first file has nothing but what was given; sharing is in all others for its speed
+        monkeypatch.setattr(doctor, "is_faster", lambda setup, faster=budget != BUDGETS[0]: faster)
         output = tmp_path / f"{budget}.yaml"
         code = doctor.main([*start, "--device-memory", f"{budget}GiB", "--reserve", "0", "--output", str(output)])
         shown = capsys.readouterr().out
@@ -270,10 +272,13 @@ def test_lora_and_sharing_alone_make_an_8b_model_fit_24_gib(tmp_path):
     result = run("plan.doctor", "--model", "Qwen/Qwen3-8B", "--prompt", 3000, "--completion", 512, *memory)
     assert result.returncode == 0, result.stdout + result.stderr[-2000:]
     fits, named = written(path)
-    assert set(named) == {
-        "prefix_sharing", "completions_per_forward", "use_peft", "lora_r", "lora_target_modules", "lora_dropout",
+    assert set(named) - {"dtype"} == {
+        "prefix_sharing", "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
+        "use_peft", "lora_r", "lora_target_modules", "lora_dropout",
     }  # fmt: skip
     assert fits["optim"] == "adamw_torch_fused" and "activation_offloading" not in fits
+    assert (fits["per_device_train_batch_size"], fits["gradient_accumulation_steps"]) == (2, 4)
+    assert fits["dtype"] == "bfloat16"  # of weights that are frozen
     assert "token ratio 4.0" in result.stdout and result.stderr == ""
     assert re.search(r"^  1 of 13: .*; about \d+ s left$", result.stdout, re.MULTILINE)
 
@@ -361,6 +366,38 @@ def test_levers_that_are_said_to_train_the_same_do(probe):
     exact = {lever.name for lever in LEVERS if lever.same}
     assert shown == exact - {"activation_offloading"}
     assert max(result.values()) < 1e-5, result
+
+
+@pytest.mark.torch
+def test_sharing_that_takes_less_time_is_written_where_all_fits_and_bfloat16_weights_never_are(
+    tmp_path, monkeypatch, capsys
+):
+    """In micro-batches, as README has it; where whole gradients would wait between them, in passes."""
+    faked(monkeypatch, made_up_peak)
+    output = tmp_path / "fits.yaml"
+    start = ["--model", "qwen3-0.6b", "--prompt", "2000", "--dtype", "float32", "--reserve", "0"]
+    options = [*start, "--output", str(output), "--device-memory"]
+    assert doctor.main([*options, "80GiB"]) == 0
+    shown, (settings, named) = capsys.readouterr().out, written(output)
+    assert "nothing is needed; prefix_sharing takes less time" in shown and "Trains the same" in shown
+    assert set(named) == {
+        "prefix_sharing", "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
+    }  # fmt: skip
+    assert settings["per_device_train_batch_size"] == 2 and "completions_per_forward" not in settings
+    (line,) = [line for line in shown.splitlines() if " dtype: bfloat16 " in line]
+    assert "trains differently; at learning rates such as 1e-6 most updates round to nothing (1.9 %" in line
+    sharing, bfloat16 = (next(x for x in LEVERS if x.name.startswith(name)) for name in ("prefix_sharing", "dtype"))
+    assert LEVERS.index(bfloat16) > LEVERS.index(next(x for x in LEVERS if x.name.startswith("LoRA")))
+    assert "most updates" not in bfloat16.effect(Setup(100, lora_rank=8, dtype="float32"))
+    several = sharing.apply(Setup(2000, num_devices=2))
+    assert (several.per_device_train_batch_size, several.completions_per_forward) == (8, 2)
+    capsys.readouterr()
+    short = [*start, "--completion", "4000", "--output", str(output), "--device-memory", "200GiB"]
+    assert doctor.main(short) == 0 and "prefix_sharing" not in written(output)[0]  # a ratio of 1.4
+    for budget in BUDGETS:
+        if doctor.main([*options, f"{budget}GiB"]) == 0:
+            settings = written(output)[0]
+            assert settings["dtype"] == ("bfloat16" if settings.get("use_peft") else "float32"), budget
 
 
 def test_sharing_is_the_same_only_if_an_update_has_whole_groups():
