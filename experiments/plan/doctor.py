@@ -17,6 +17,7 @@ from pathlib import Path
 
 from experiments.config import GIB, ConfigError, exit_code
 from experiments.plan.calibration import Calibration, may_exceed, range_in_words, range_of
+from experiments.plan.checkpoint import in_words
 from experiments.plan.levers import FASTER_FROM, LEVERS, Lever, applied, in_turn, settings_by_lever
 from experiments.plan.options import (
     Problems,
@@ -179,8 +180,8 @@ def run(args: argparse.Namespace) -> int:
     planned = problems.of(planned_for, args, old, profile) if old or not args.run else None
     if planned and hf_config:
         settings, setup, called = planned
-        setup = of_model(setup, settings, hf_config)
-        problems.of(check, setup, hf_config, called)
+        if setup := problems.of(of_model, setup, settings, hf_config):
+            problems.of(check, setup, hf_config, called)
     problems.stop()
     if args.model:
         settings = {"model_name_or_path": args.model} | settings | {"model_name_or_path": args.model}
@@ -195,7 +196,7 @@ def run(args: argparse.Namespace) -> int:
     explain(now, old.peaks if old else {}, budget)
     for line in calibration.said_of({"as it is": now.phases}) if calibration else ():
         print(line)
-    if words := note(hf_config, setup.device):
+    for words in filter(None, (note(hf_config, setup.device), in_words(hf_config, setup.device))):
         print(words)
     if reasons := by_batch(settings, hf_config):
         print(

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from experiments.config import ConfigError, choose
+from experiments.plan.checkpoint import quantized
 from experiments.plan.images import wrong_images
 
 # The arms of `experiments.config.ARMS` that the planner knows, and `stock-tokens`, which is the planner's alone: the
@@ -225,6 +226,12 @@ def check(setup: Setup, hf_config, called: dict[str, str] | None = None) -> None
             )
     if setup.optim not in OPTIMIZERS:
         wrong.append(f"optim {setup.optim!r} is not one that the plan knows: {', '.join(OPTIMIZERS)}")
+    already = quantized(hf_config, setup.device)
+    if already and setup.weight_bits != already.bits:
+        wrong.append(
+            f"the model's weights are already quantized, to {already.bits} bits ({already.method}), not to "
+            f"{setup.weight_bits}"
+        )
     if setup.weight_bits < 16 and not setup.lora_rank:
         wrong.append(f"{setup.weight_bits}-bit weights cannot be trained themselves; add LoRA: --lora 16")
     if setup.offload_reference and (setup.lora_rank or not setup.beta):

@@ -8,6 +8,7 @@ import functools
 from dataclasses import fields, replace
 
 from experiments.config import ARMS, ConfigError
+from experiments.plan.checkpoint import quantized
 from experiments.plan.setups import Setup, wrong_numbers
 from experiments.workload.models import is_model
 
@@ -121,8 +122,13 @@ def by_batch(settings: dict, hf_config=None) -> list[str]:
 
 
 def of_model(setup: Setup, settings: dict, hf_config) -> Setup:
-    """`setup` with what its model decides beside the settings."""
-    return replace(setup, scaled_by_batch=setup.scaled_by_batch or bool(by_batch(settings, hf_config)))
+    """`setup` with what its model decides beside the settings: whether an update depends on its micro-batches, and
+    the bits of weights that are already quantized. Raises `ConfigError` for those without a formula."""
+    setup = replace(setup, scaled_by_batch=setup.scaled_by_batch or bool(by_batch(settings, hf_config)))
+    found = quantized(hf_config, setup.device)
+    if found is None or setup.weight_bits < 16:
+        return setup
+    return replace(setup, weight_bits=found.bits, nested_scales=found.nested_scales)
 
 
 def changes(before: Setup, after: Setup) -> dict:
