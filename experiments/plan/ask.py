@@ -177,7 +177,7 @@ def main() -> int:
 
 
 def answer(asked: dict) -> int:
-    from experiments.plan.options import model_config
+    from experiments.plan.options import model_config, settings_of_adapter
     from experiments.plan.predict import predict_all
     from experiments.plan.records import config_from
     from experiments.plan.recurrent import note
@@ -186,6 +186,8 @@ def answer(asked: dict) -> int:
 
     hf_config = config_from(asked["model"]) if isinstance(asked["model"], dict) else model_config(asked["model"])
     settings = asked["settings"]
+    if isinstance(asked["model"], str):
+        settings |= settings_of_adapter(asked["model"], settings)
     if settings.get("dtype") in (None, "auto"):
         settings["dtype"] = str(getattr(hf_config.get_text_config(), "dtype", None) or "float32").removeprefix(
             "torch."
