@@ -11,18 +11,16 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.config import resolve
 from experiments.plan import doctor
-from experiments.plan.levers import LEVERS, applied, in_turn
+from experiments.plan.levers import LEVERS, in_turn
 from experiments.plan.options import LEAST_DEVICE
 from experiments.plan.predict import PredictedPeak, Prediction
 from experiments.plan.records import read_run
 from experiments.plan.setups import Setup
-from experiments.plan.trl_settings import changes, from_settings, with_changes
-from experiments.settings import profiles
 from experiments.workload import data, models
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -281,77 +279,6 @@ def test_lora_and_sharing_alone_make_an_8b_model_fit_24_gib(tmp_path):
     assert fits["dtype"] == "bfloat16"  # of weights that are frozen
     assert "token ratio 4.0" in result.stdout and result.stderr == ""
     assert re.search(r"^  1 of 13: .*; about \d+ s left$", result.stdout, re.MULTILINE)
-
-
-SETTINGS = st.fixed_dictionaries(
-    {},
-    optional={
-        "algorithm": st.sampled_from(["rloo", "grpo"]),
-        "beta": st.sampled_from([0.0, 0.01, 0.2]),
-        "dtype": st.sampled_from(["float32", "bfloat16"]),
-        "model_init_kwargs": st.sampled_from([{"dtype": "float32"}, {"revision": "main"}]),
-        "bf16": st.sampled_from([True, False, None]),
-        "fp16": st.booleans(),
-        "num_generations": st.sampled_from([2, 4, 6]),
-        "per_device_train_batch_size": st.sampled_from([1, 4, 12, 24]),
-        "gradient_accumulation_steps": st.sampled_from([1, 6, 12]),
-        "steps_per_generation": st.sampled_from([1, 12, 24]),
-        "generation_batch_size": st.sampled_from([24, 48]),
-        "use_peft": st.booleans(),
-        "lora_r": st.sampled_from([4, 32]),
-        "lora_target_modules": st.sampled_from([["q_proj", "v_proj"], "all-linear", ["all-linear"], None]),
-        "lora_dropout": st.sampled_from([0.0, 0.05, 0.3]),
-        "load_in_4bit": st.booleans(),
-        "load_in_8bit": st.booleans(),
-        "use_bnb_nested_quant": st.booleans(),
-        "gradient_checkpointing": st.booleans(),
-        "optim": st.sampled_from(["adamw_torch", "sgd", "adamw_bnb_8bit"]),
-        "prefix_sharing": st.booleans(),
-        "tokens_per_forward": st.sampled_from([4000, None]),
-        "max_completion_length": st.sampled_from([64, 1000]),
-        "num_iterations": st.sampled_from([1, 3]),
-        "loss_type": st.sampled_from(["grpo", "bnpo"]),
-        "prompt_tokens": st.just(99),
-        "learning_rate": st.floats(1e-7, 1e-3),
-        "warmup_steps": st.integers(0, 5),
-        "temperature": st.floats(0.1, 2.0),
-    },
-)
-
-
-def assert_there_and_back(own: dict) -> None:
-    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=10**6))
-    setup = from_settings(100, own)
-    assert with_changes(own, changes(setup, setup)) == own
-    for lever in LEVERS:
-        if trial := applied(lever, setup, config):
-            changed = changes(setup, trial)
-            new = with_changes(own, changed)
-            assert from_settings(100, new) == trial, lever.name
-            left = {name: value for name, value in own.items() if name not in changed and name != "model_init_kwargs"}
-            assert left.items() <= new.items(), lever.name
-
-
-@pytest.mark.torch
-@given(own=SETTINGS)
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_settings_come_back_from_a_setup_as_they_were(own):
-    assert_there_and_back(own)
-
-
-@pytest.mark.torch
-def test_every_profile_comes_back_from_a_setup_as_it_was():
-    for name in profiles.names():
-        assert_there_and_back(profiles.load_profile(name))
-
-
-@pytest.mark.torch
-def test_what_a_setting_file_leaves_out_is_as_trl_has_it():
-    setup = from_settings(100, {})
-    expected = {"num_generations": 2, "dtype": "float32", "bf16": True, "beta": 0.05, "per_device_train_batch_size": 8}
-    assert expected.items() <= vars(setup).items()
-    grpo = from_settings(100, {"algorithm": "grpo", "gradient_accumulation_steps": 3})
-    assert (grpo.beta, grpo.num_generations, grpo.steps_per_generation) == (0.0, 8, 3)
 
 
 @pytest.mark.torch
