@@ -27,7 +27,10 @@ TRAINED_WITH = (
     "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "max_steps",
     "num_train_epochs", "num_iterations", "seed", "top_p", "top_k", "loss_type", "scale_rewards", "epsilon",
     "epsilon_high", "normalize_advantages", "mask_truncated_completions", "fp16", "sync_ref_model",
-    "use_transformers_continuous_batching",
+    "use_transformers_continuous_batching", "importance_sampling_level", "delta", "off_policy_mask_threshold",
+    "use_bias_correction_kl", "reward_weights", "reward_clip_range", "router_aux_loss_coef", "top_entropy_quantile",
+    "entropy_coef", "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta",
+    "entropy_target",
 )  # fmt: skip
 
 

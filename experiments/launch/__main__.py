@@ -23,6 +23,7 @@ from experiments.launch import command_line, dataset, gate, help, inputs, prompt
 from experiments.launch.announce import print_end, print_start
 from experiments.launch.offload import keep_on_host
 from experiments.settings.arguments import LaunchArguments
+from experiments.workload.adapters import adapter_of
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -87,24 +88,25 @@ def run(argv: list[str]) -> int:
             rows = inputs.builtin_prompts(tokenizer, launch.prompt_tokens)
         if images and isinstance(reward, str):
             inputs.check_reward_reads(reward)
+    quantization = inputs.quantization_of(path, model)
     dataset.check_enough(rows, config, launch.dataset)
     lengths = dataset.measure(
         rows, tokenizer, config.chat_template_kwargs or {}, launch.max_prompt_tokens, launch.dataset, images
     )
     named = model.model_name_or_path
-    source = named if named.startswith("hub:") else path
+    source = named if named.startswith("hub:") or adapter_of(named) else path
     predicted = gate.predicted_peaks(argv[0], launch, config, model, source, lengths)
     settle()
     start = level(config.device.type)
-    trainer = build_trainer(launch, config, model, path, tokenizer, rows, reward)
+    trainer = build_trainer(launch, config, model, path, quantization, tokenizer, rows, reward)
     if trainer.is_world_process_zero():
         print_start(launch, model, trainer, lengths, inputs.reward_in_words(launch.reward, reward))
     return train(trainer, launch, model, predicted, lengths.images, start)
 
 
-def build_trainer(launch: LaunchArguments, config, model, path: str, tokenizer, rows, reward):
+def build_trainer(launch: LaunchArguments, config, model, path: str, quantization, tokenizer, rows, reward):
     """The trainer, with the models that wait on the host. Raises `ConfigError` for what TRL or the fork refuses."""
-    from trl import GRPOTrainer, RLOOTrainer, get_peft_config, get_quantization_config
+    from trl import GRPOTrainer, RLOOTrainer, get_peft_config
 
     config.model_init_kwargs = {"dtype": model.dtype, **(config.model_init_kwargs or {})}
     if model.attn_implementation:
@@ -112,14 +114,15 @@ def build_trainer(launch: LaunchArguments, config, model, path: str, tokenizer, 
     if config.world_size > 1:  # with FSDP, TRL would have every process spread a whole reference over all GPUs
         config.model_init_kwargs.setdefault("device_map", None)
     try:
+        adapter = adapter_of(model.model_name_or_path)
         trainer = (RLOOTrainer if launch.algorithm == "rloo" else GRPOTrainer)(
-            model=path,
+            model=inputs.with_adapter(adapter.folder, path, config, quantization) if adapter else path,
             reward_funcs=reward,
             args=config,
             train_dataset=rows,
             processing_class=tokenizer,
-            peft_config=get_peft_config(model),
-            quantization_config=get_quantization_config(model),
+            peft_config=None if adapter else get_peft_config(model),
+            quantization_config=None if adapter else quantization,
         )
     except Exception as error:  # weights that are cut, a library that is not here: each loader raises its own
         if is_out_of_memory(error):

@@ -11,6 +11,7 @@ from experiments.config import ConfigError
 from experiments.launch import dataset, inputs
 from experiments.settings.arguments import LaunchArguments
 from experiments.settings.profiles import fields, find_profile, load_profile, out_of_range, read_yaml
+from experiments.workload.adapters import adapter_of
 
 
 def asked_for(argv: list[str]) -> argparse.Namespace:
@@ -119,6 +120,8 @@ def parse(argv: list[str]):
             said += " It is per_device_train_batch_size x steps_per_generation; set --steps_per_generation as well."
         raise ConfigError(f"{profile}: {said}") from error
     model.model_name_or_path = os.environ.get("MODEL_PATH") or model.model_name_or_path
+    if adapter := adapter_of(model.model_name_or_path):
+        adapter.put_into(model)
     check_values(profile, launch, config, model)
     return launch, config, model
 

@@ -13,6 +13,8 @@ from experiments.config import ROOT, ConfigError
 from experiments.device import is_out_of_memory
 from experiments.launch import prompt_images
 from experiments.launch.dataset import one_line
+from experiments.plan.checkpoint import settings_in
+from experiments.workload.adapters import adapter_of
 from experiments.workload.models import SHAPES, is_model, model_source
 
 RANDOM_MODELS = ROOT / ".build" / "models"
@@ -27,6 +29,10 @@ def check_model(name: str | None) -> None:
         raise ConfigError("no model: set MODEL_PATH, or model_name_or_path in the profile")
     if name == "random:":
         raise ConfigError(f"model 'random:' names no shape; such as random:{' or random:'.join(SHAPES)}")
+    if adapter := adapter_of(name):
+        if not is_model(adapter.base):
+            raise adapter.missing()
+        return
     if is_model(name) or name.startswith("random:"):
         return
     hub = "" if name.startswith((".", "/", "~")) else f"MODEL_PATH=hub:{name} downloads it, "
@@ -38,9 +44,11 @@ def check_model(name: str | None) -> None:
 
 def model_and_tokenizer(name: str, with_images: bool = False):
     """(path of the model, tokenizer); for prompts `with_images`, the processor in place of the tokenizer, which is in
-    it. Raises `ConfigError`. Only hub: downloads."""
+    it. Of an adapter's folder, those of its model. Raises `ConfigError`. Only hub: downloads."""
     from transformers import AutoConfig, AutoTokenizer
 
+    if adapter := adapter_of(name):
+        return model_and_tokenizer(adapter.base, with_images)
     path = random_model(name.removeprefix("random:")) if name.startswith("random:") else model_source(name)
     try:
         hf_config = AutoConfig.from_pretrained(path)
@@ -52,6 +60,46 @@ def model_and_tokenizer(name: str, with_images: bool = False):
     if not tokenizer("Say a.")["input_ids"]:
         raise ConfigError(f"model {name!r} has no tokenizer; put the files of one beside its weights")
     return path, processor_of(name, path, hf_config) if with_images else tokenizer
+
+
+def quantization_of(path: str, model):
+    """How the weights in `path` are loaded: as the `trl.ModelConfig` asks, and unpacked where they are quantized by
+    MXFP4, which cannot be trained. Raises `ConfigError` where weights that are quantized already are to be trained, or
+    quantized again."""
+    from transformers import AutoConfig
+
+    from trl import get_quantization_config
+
+    asked, settings = get_quantization_config(model), settings_in(AutoConfig.from_pretrained(path))
+    if settings is None:
+        return asked
+    method = settings.get("quant_method", "bitsandbytes")
+    if method == "mxfp4":
+        from transformers import Mxfp4Config
+
+        return Mxfp4Config(dequantize=True)
+    if asked is not None and method != "bitsandbytes":
+        raise ConfigError(
+            f"the model's weights are already quantized ({method}): leave out load_in_4bit and load_in_8bit"
+        )
+    if not model.use_peft and method in ("bitsandbytes", "gptq", "awq"):
+        raise ConfigError(
+            f"the model's weights are already quantized ({method}), so they cannot be trained themselves; add "
+            "--use_peft true"
+        )
+    return asked
+
+
+def with_adapter(folder: str, path: str, config, quantization):
+    """The model in `path` as TRL loads it, with the adapter in `folder`, which is trained further."""
+    from peft import PeftModel
+    from trl.trainer.utils import create_model_from_path
+
+    asked = {"trust_remote_code": config.trust_remote_code, **config.model_init_kwargs}
+    config.model_init_kwargs = None  # TRL loads nothing more: with adapters, it needs no second model
+    if quantization is not None:
+        asked["quantization_config"] = quantization
+    return PeftModel.from_pretrained(create_model_from_path(path, **asked), folder, is_trainable=True)
 
 
 def processor_of(name: str, path: str, hf_config):

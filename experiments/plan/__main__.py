@@ -23,6 +23,7 @@ from pathlib import Path
 from experiments.config import GIB, ConfigError, choose, exit_code
 from experiments.plan.calibrate import calibrate
 from experiments.plan.calibration import Calibration, as_json, may_exceed, range_in_words, range_of
+from experiments.plan.checkpoint import in_words
 from experiments.plan.errors import measured_errors
 from experiments.plan.images import PromptImages
 from experiments.plan.options import (
@@ -42,6 +43,7 @@ from experiments.plan.predict import Prediction, largest_that_fits, predict_all
 from experiments.plan.recurrent import note
 from experiments.plan.reserve import Room
 from experiments.plan.setups import ARM_NAMES, LARGEST, ROUNDED_AWAY, Setup, check
+from experiments.plan.trl_settings import of_model
 from experiments.settings.profiles import load_profile
 
 
@@ -141,9 +143,9 @@ def run(args: argparse.Namespace) -> int:
         problems.of(check_writable, args.json)
     planned = problems.of(partial(setup_from, device=args.device or "cuda"), args, profile)
     if planned:
-        _, setup, called = planned
+        settings, setup, called = planned
         arms = problems.of(chosen_arms, args.arms, setup)
-        if hf_config:
+        if hf_config and (setup := problems.of(of_model, setup, settings, hf_config)):
             problems.of(check, setup, hf_config, called)
     problems.stop()
 
@@ -170,7 +172,7 @@ def run(args: argparse.Namespace) -> int:
         print(words)
     for line in calibration.said_of({p.arm: p.phases for p in predictions}) if calibration else ():
         print(line)
-    if words := note(hf_config, setup.device):
+    for words in filter(None, (note(hf_config, setup.device), in_words(hf_config, setup.device))):
         print(words)
     if (profile or {}).get("use_vllm"):
         print("use_vllm: what the engine keeps is not predicted; generate is transformers' own")

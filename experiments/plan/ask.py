@@ -177,21 +177,23 @@ def main() -> int:
 
 
 def answer(asked: dict) -> int:
-    from experiments.plan.options import model_config
+    from experiments.plan.options import model_config, settings_of_adapter
     from experiments.plan.predict import predict_all
     from experiments.plan.records import config_from
     from experiments.plan.recurrent import note
-    from experiments.plan.trl_settings import from_settings
+    from experiments.plan.trl_settings import from_settings, of_model
 
     hf_config = config_from(asked["model"]) if isinstance(asked["model"], dict) else model_config(asked["model"])
     settings = asked["settings"]
+    if isinstance(asked["model"], str):
+        settings |= settings_of_adapter(asked["model"], settings)
     if settings.get("dtype") == "auto":
         settings["dtype"] = str(getattr(hf_config.get_text_config(), "dtype", None) or "float32").removeprefix(
             "torch."
         )
     where = asked["where"]
     where["images"] = tuple(map(tuple, where.get("images", ())))  # JSON has lists
-    setup = from_settings(asked["prompt_tokens"], settings, **where)
+    setup = of_model(from_settings(asked["prompt_tokens"], settings, **where), settings, hf_config)
     calibration = from_json(asked["calibration"]) if asked["calibration"] else None
     (now,) = predict_all({"as it is": setup}, hf_config, lambda line: None, calibration)
     exceeds = asked["limit"] is not None and now.peak.total > asked["limit"]

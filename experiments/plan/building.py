@@ -4,6 +4,7 @@ import torch
 from transformers.initialization import no_init_weights
 
 from experiments.config import ConfigError
+from experiments.plan.checkpoint import quantized
 from experiments.plan.replaced import QuantizedLinear
 from experiments.workload.models import auto_class
 
@@ -39,7 +40,8 @@ def with_adapters(model, setup, shapes):
             model = get_peft_model(model, config)
         except ValueError as error:
             raise ConfigError(f"lora_target_modules {modules}: {str(error).partition('. ')[0]}") from error
-        if setup.weight_bits < 16:
+        already = quantized(model.config, setup.device)
+        if setup.weight_bits < 16 and (already is None or already.by_bitsandbytes):
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.to(torch.bfloat16)
@@ -51,20 +53,30 @@ def with_adapters(model, setup, shapes):
 def quantize(model, setup, shapes) -> None:
     """4 or 8 bits a weight of every linear layer but the head, and bitsandbytes' scales: with 4 bits a float32 for 64
     weights, or nested one byte and a float32 for 256 of those (QLoRA, arXiv 2305.14314), with 8 bits a float32 a
-    row."""
-    head = model.get_output_embeddings()
+    row. A checkpoint that is already quantized says itself what of it is, and how. Raises `ConfigError` for one with
+    experts, whose weights are no linear layers."""
+    head, already = model.get_output_embeddings(), quantized(model.config, setup.device)
+    if already and any(parameter.ndim == 3 for parameter in model.get_decoder().parameters()):
+        raise ConfigError(f"the planner has no formula for experts that are already quantized ({already.method})")
+    in_decoder, bits = set(model.get_decoder().modules()), already.bits if already else setup.weight_bits
+    nested = already.nested_scales if already else setup.nested_scales
     for name, module in model.named_modules():
         if not isinstance(module, torch.nn.Linear) or module is head or "lora_" in name:
             continue
+        own_name = name.removeprefix("base_model.model.").removesuffix(".base_layer")  # PEFT's around it
+        if already and already.keeps(own_name, module in in_decoder):
+            continue
         weight, shape = module.weight, module.weight.shape
-        if setup.weight_bits == 4:
+        if already and not already.by_bitsandbytes:
+            size = already.weight_bytes(*shape)
+        elif bits == 4:
             scales = weight.numel() // 64
-            size = weight.numel() // 2 + (scales + scales // 256 * 4 if setup.nested_scales else scales * 4)
+            size = weight.numel() // 2 + (scales + scales // 256 * 4 if nested else scales * 4)
         else:
             size = weight.numel() + shape[0] * 4
         with shapes.new():
             module.weight = torch.nn.Parameter(torch.empty(size, dtype=torch.uint8), requires_grad=False)
-        holds_input = setup.weight_bits == 8
+        holds_input = bits == 8 and (already is None or already.by_bitsandbytes)
         module.forward = lambda x, m=module, s=shape, h=holds_input: QuantizedLinear.apply(x, m.bias, s, h)
 
 

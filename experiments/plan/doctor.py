@@ -17,6 +17,7 @@ from pathlib import Path
 
 from experiments.config import GIB, ConfigError, exit_code
 from experiments.plan.calibration import Calibration, may_exceed, range_in_words, range_of
+from experiments.plan.checkpoint import in_words
 from experiments.plan.levers import FASTER_FROM, LEVERS, Lever, applied, in_turn, settings_by_lever
 from experiments.plan.options import (
     Problems,
@@ -34,7 +35,7 @@ from experiments.plan.predict import Prediction, predict, predict_all
 from experiments.plan.records import Run, read_run
 from experiments.plan.recurrent import note
 from experiments.plan.setups import Setup, check
-from experiments.plan.trl_settings import changes, with_changes
+from experiments.plan.trl_settings import by_batch, changes, of_model, with_changes
 from experiments.settings.profiles import dump_profile, load_profile, profile_path
 
 
@@ -59,8 +60,11 @@ class Search:
         return prediction.peak.total <= self.budget
 
     def needed(self, start: Prediction) -> tuple[list[Lever], Prediction]:
-        """The levers that are needed, and what is predicted with them, fitting or not."""
+        """The levers that are needed, and what is predicted with them, fitting or not. Sharing that makes it faster
+        and trains the same is taken where all fits, too."""
         current, used = start, []
+        if is_faster(start.setup) and LEVERS[0].exact(start.setup):
+            current, used = self.with_sharing(start)
         exact_first = sorted(LEVERS, key=lambda lever: not lever.exact(start.setup))
         for lever in exact_first * 2:  # what was of no use before another change can be of use after it
             # Halving can be done again; the others change nothing the second time
@@ -78,6 +82,20 @@ class Search:
                 current, used = prediction, [*used, lever]
         return (used, current) if not self.fits(current) else self.without_unneeded(start, used, current)
 
+    def with_sharing(self, start: Prediction) -> tuple[Prediction, list[Lever]]:
+        """As `start`, but with prompts shared, unless it is so already, cannot be, or no longer fits then."""
+        sharing = LEVERS[0]
+        try:
+            trial = applied(sharing, start.setup, self.hf_config)
+            prediction = self.predict(sharing.name, trial) if trial else start
+        except ConfigError as error:
+            self.say(f"  {sharing.name}: {error}")
+            return start, []
+        if prediction is start or self.fits(start) and not self.fits(prediction):
+            return start, []
+        self.say(f"  {sharing.name}: {gib(prediction)}, and faster")
+        return prediction, [sharing]
+
     def without_unneeded(
         self, start: Prediction, used: list[Lever], last: Prediction
     ) -> tuple[list[Lever], Prediction]:
@@ -90,7 +108,7 @@ class Search:
             if setup == last.setup:  # a later one replaced it
                 used = rest
                 continue
-            if lever.name == "prefix_sharing" and start.setup.token_ratio >= FASTER_FROM:
+            if lever is LEVERS[0] and is_faster(start.setup):
                 continue
             try:
                 check(setup, self.hf_config)
@@ -101,6 +119,10 @@ class Search:
                 self.say(f"  without {lever.name}: {gib(prediction)}, fits: left out")
                 used, last = rest, prediction
         return used, last
+
+
+def is_faster(setup: Setup) -> bool:
+    return setup.token_ratio >= FASTER_FROM
 
 
 def gib(prediction: Prediction) -> str:
@@ -157,9 +179,10 @@ def run(args: argparse.Namespace) -> int:
     problems.of(check_writable, args.output)
     planned = problems.of(planned_for, args, old, profile) if old or not args.run else None
     if planned and hf_config:
-        problems.of(check, planned[1], hf_config, planned[2])
+        settings, setup, called = planned
+        if setup := problems.of(of_model, setup, settings, hf_config):
+            problems.of(check, setup, hf_config, called)
     problems.stop()
-    settings, setup, _ = planned
     if args.model:
         settings = {"model_name_or_path": args.model} | settings | {"model_name_or_path": args.model}
 
@@ -173,8 +196,13 @@ def run(args: argparse.Namespace) -> int:
     explain(now, old.peaks if old else {}, budget)
     for line in calibration.said_of({"as it is": now.phases}) if calibration else ():
         print(line)
-    if words := note(hf_config, setup.device):
+    for words in filter(None, (note(hf_config, setup.device), in_words(hf_config, setup.device))):
         print(words)
+    if reasons := by_batch(settings, hf_config):
+        print(
+            f"{', '.join(reasons)}: an update depends on which completions share a micro-batch, in untouched TRL too, "
+            "so with other micro-batches it trains differently"
+        )
     if settings.get("use_vllm"):
         print("use_vllm: what the engine keeps is not predicted; generate is transformers' own")
 
@@ -190,8 +218,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"\nuntil it fits in {budget / GIB:.2f} GiB:")
     search = Search(hf_config, budget, say, {p.setup: p for p in (now, *predictions.values())}, calibration)
     used, last = search.needed(now)
-    if not used and search.fits(last):
-        print("  nothing is needed")
+    if search.fits(now):
+        print(f"  nothing is needed{'; prefix_sharing takes less time' if used else ''}")
     if not search.fits(last):
         print(
             f"It does not fit: {gib(last)} with every lever, {last.peak.phase} phase. "

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from experiments.config import ConfigError
 from experiments.plan.building import decoder_layers
+from experiments.plan.checkpoint import quantized
 from experiments.plan.events import REFERENCE
 from experiments.plan.predict import PredictedPeak
 from experiments.plan.replaced import head_tokens
@@ -136,6 +137,8 @@ class Rounds:
         """With at least so many layers. None where all must be simulated: they are few, or the shapes of their
         weights do not repeat."""
         text_config = hf_config.get_text_config()
+        if (already := quantized(hf_config)) and already.by_layer:
+            return None
         count = text_config.num_hidden_layers
         types = getattr(text_config, "layer_types", None) or ["full_attention"] * count
         rotates = getattr(text_config, "no_rope_layers", None) or [1] * count  # 0 where a layer has no positions

@@ -17,7 +17,7 @@ MEASURED = {6.5: (4.7, 7.2), 2.4: (1.1, 2.0), 1.8: (1.2, 1.5), 1.2: (0.9, 1.1)}
 @dataclass(frozen=True)
 class Lever:
     """One change. `apply` returns the changed setup, or the same one where the change does not apply. Where `exact`
-    says so, the training is the same but for what `same` says; `cost` is what it takes."""
+    says so, the training is the same but for what `same` says; `cost` is what it takes, in words or of a setup."""
 
     name: str
     cost: str | Callable[[Setup], str]
@@ -50,8 +50,14 @@ def share_without_dropout(setup: Setup) -> Setup:
 
 
 def shared(setup: Setup) -> Setup:
-    """In the same micro-batches where these can be parts of a group, else in those of whole groups."""
-    return replace(setup, prefix_sharing=True) if can_split_groups(setup) else setup.arm("shared")
+    """In the same micro-batches where these can be parts of a group, else in micro-batches of two. Whole groups in
+    passes of two where parts would hold the gradients of a whole training, or train differently."""
+    k = setup.num_generations
+    if not can_split_groups(setup):
+        if setup.num_devices > 1 or setup.scaled_by_batch or setup.tokens_per_forward:
+            return setup.arm("shared")
+        setup = setup.with_rows(k).with_rows(2 if k % 2 == 0 else 1)
+    return replace(setup, prefix_sharing=True)
 
 
 def can_split_groups(setup: Setup) -> bool:
@@ -66,9 +72,11 @@ def drops_out(setup: Setup) -> bool:
 
 
 def keeps_updates(setup: Setup) -> bool:
-    """Whether the rows of an update are the same when micro-batches become one prompt's group each, or parts of it."""
-    same_batch = setup.per_device_train_batch_size == setup.num_generations
-    return setup.rows_per_update % setup.num_generations == 0 and (same_batch or not setup.scaled_by_batch)
+    """Whether as many rows are in an update when micro-batches become one prompt's group each, or parts of it, and
+    where it matters, the same in a micro-batch: the rows of several are shuffled, those of several prompts together
+    or each prompt's."""
+    one_batch = setup.generation_rows == setup.per_device_train_batch_size == setup.num_generations
+    return setup.rows_per_update % setup.num_generations == 0 and (one_batch or not setup.scaled_by_batch)
 
 
 def fewer_at_once(setup: Setup) -> Setup:
@@ -85,6 +93,7 @@ def rollout_is_in_an_update(setup: Setup) -> bool:
         setup.num_iterations == 1
         and setup.gradient_accumulation_steps % setup.steps_per_generation == 0
         and not setup.scaled_by_rollout
+        and not setup.scaled_by_batch  # rows of other prompts share a micro-batch
     )
 
 
@@ -109,7 +118,21 @@ def quantize(bits: int) -> Callable[[Setup], Setup]:
 def lora(setup: Setup) -> Setup:
     if setup.lora_rank:
         return setup
-    return replace(setup, lora_rank=16, lora_target_modules="all-linear", lora_dropout=0.0, offload_reference=False)
+    dtype = "bfloat16" if setup.dtype == "float32" else setup.dtype  # of what is frozen
+    return replace(
+        setup, lora_rank=16, lora_target_modules="all-linear", lora_dropout=0.0, offload_reference=False, dtype=dtype
+    )
+
+
+def in_bfloat16(setup: Setup) -> Setup:
+    """FSDP2 keeps trained weights in float32 all the same."""
+    return setup if setup.fully_sharded and not setup.lora_rank else replace(setup, dtype="bfloat16")
+
+
+def cost_of_bfloat16(setup: Setup) -> str:
+    if setup.lora_rank:
+        return "frozen weights are rounded, adapters are not"
+    return "at learning rates such as 1e-6 most updates round to nothing (1.9 % of weights moved, in float32 99.9 %)"
 
 
 def offload_reference(setup: Setup) -> Setup:
@@ -170,9 +193,9 @@ LEVERS = (
     Lever("prefix_sharing, lora_dropout: 0", "adapters train without dropout", share_without_dropout),
     Lever("optim: adamw_bnb_8bit", "moments rounded to 8 bits", eight_bit_optimizer),
     Lever("optim: paged_adamw_8bit", "the same, and transfers", lambda s: replace(s, optim="paged_adamw_8bit")),
-    Lever("dtype: bfloat16", "updates below a weight's 1/256 are lost", lambda s: replace(s, dtype="bfloat16")),
     Lever("beta: 0", "no KL term", no_reference),
     Lever("LoRA, rank 16", "adapters are trained, not the weights", lora),
+    Lever("dtype: bfloat16", cost_of_bfloat16, in_bfloat16),
     Lever("LoRA on 8-bit weights", "the same, and rounded weights", quantize(8)),
     Lever("LoRA on 4-bit weights", "the same, rounded more", quantize(4)),
     Lever("half of k", "a noisier baseline", half_of_k),

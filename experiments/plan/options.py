@@ -16,6 +16,7 @@ from experiments.plan.reserve import CONTEXT, FIXED, Room
 from experiments.plan.setups import OPTIMIZERS, Setup, wrong_numbers
 from experiments.plan.trl_settings import COMMAND_LINE, changes, from_settings, with_changes
 from experiments.settings.profiles import devices_from
+from experiments.workload.adapters import adapter_of
 from experiments.workload.models import is_model, named_config
 
 LEAST_DEVICE, MOST_DEVICE = 2**28, 2**50  # bytes: less is a forgotten unit, more has no device
@@ -262,11 +263,27 @@ def setup_from(args: argparse.Namespace, profile: dict | None, **where) -> tuple
         where["reward_model"] = args.reward_model
         if is_model(args.reward_model):  # a shape or the policy's is planned with, and nothing to load
             settings["reward"] = args.reward_model
+    settings |= settings_of_adapter(args.model or base.get("model_name_or_path"), base, args.lora)
     setup = from_settings(prompt, settings, **where)
     if args.bits:
         bits = replace(setup, weight_bits=args.bits, nested_scales=args.bits == 4 or setup.nested_scales)
         settings, setup = with_changes(settings, changes(setup, bits)), bits
     return settings, setup, called
+
+
+def settings_of_adapter(model: str | None, settings: dict, rank: int | None = None) -> dict:
+    """What an adapter's folder decides, where `model` is one; dropout is as `settings` have it, if they do. Raises
+    `ConfigError` where another `rank` is asked for."""
+    adapter = adapter_of(model)
+    if adapter is None:
+        return {}
+    if rank not in (None, adapter.settings["lora_r"]):
+        raise ConfigError(
+            f"--lora {rank}: {model} is an adapter of rank {adapter.settings['lora_r']}, which is trained further; "
+            "leave out --lora"
+        )
+    dropout = settings.get("lora_dropout") if settings.get("use_peft") else None
+    return adapter.settings | ({} if dropout is None else {"lora_dropout": dropout})
 
 
 def rows(args: argparse.Namespace, base: dict, profile: dict | None, prompt: int, where: dict) -> dict:

@@ -79,8 +79,8 @@ def memory_record(folder: Path, record: dict) -> Run:
             settings["reward"] = reward
     wanted = WANTED + (WANTED_WITH_LORA if record["lora_rank"] else ())
     missing = tuple(name for name in wanted if name not in settings)
-    if "num_iterations" in missing:  # a rollout may have been trained on more than once
-        where["scaled_by_rollout"] = True
+    if "num_iterations" in missing:  # nor are the others that decide whether a change trains the same
+        where |= {"scaled_by_rollout": True, "scaled_by_batch": True}
     prompt = record["prompt_tokens"]
     if images := record.get("images"):  # older records have none
         where["images"] = tuple(map(tuple, images))

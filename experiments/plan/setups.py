@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from experiments.config import ConfigError, choose
+from experiments.plan.checkpoint import quantized
 from experiments.plan.images import wrong_images
 
 # Arms with TRL's LM heads of other days, and which one (`experiments.plan.heads`)
@@ -63,7 +64,7 @@ class Setup:
     # What does not decide memory, but whether a change trains the same
     num_iterations: int = 1
     scaled_by_rollout: bool = False  # the loss, by what was generated together: GRPO, normalize_advantages
-    scaled_by_batch: bool = False  # the loss, by what goes through the model together: GRPO's loss_type bnpo
+    scaled_by_batch: bool = False  # the loss, by what shares a micro-batch: `trl_settings.by_batch`
 
     def __post_init__(self):
         if self.dtype is None:  # in bfloat16 an update of 1e-6 is below half of a weight's last digit
@@ -244,6 +245,12 @@ def check(setup: Setup, hf_config, called: dict[str, str] | None = None) -> None
             )
     if setup.optim not in OPTIMIZERS:
         wrong.append(f"optim {setup.optim!r} is not one that the plan knows: {', '.join(OPTIMIZERS)}")
+    already = quantized(hf_config, setup.device)
+    if already and setup.weight_bits != already.bits:
+        wrong.append(
+            f"the model's weights are already quantized, to {already.bits} bits ({already.method}), not to "
+            f"{setup.weight_bits}"
+        )
     if setup.weight_bits < 16 and not setup.lora_rank:
         wrong.append(f"{setup.weight_bits}-bit weights cannot be trained themselves; add LoRA: --lora 16")
     if setup.offload_reference and (setup.lora_rank or not setup.beta):

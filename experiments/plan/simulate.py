@@ -22,6 +22,7 @@ from transformers import AutoModelForSequenceClassification, DynamicCache, Gener
 from experiments.config import ConfigError
 from experiments.plan.building import build, quantize, weights_not_in_8_bits, with_adapters
 from experiments.plan.caches import attending, grow, grow_shared
+from experiments.plan.checkpoint import quantized
 from experiments.plan.events import REFERENCE, TOWER, mark
 from experiments.plan.heads import HEADS
 from experiments.plan.images import RolloutImages
@@ -151,6 +152,8 @@ class Simulation:
             config.num_labels, config.pad_token_id = 1, 0  # TRL sets the tokenizer's padding token
             config.use_cache = not self.setup.needs_fork  # patch 0006 switches it off
             self.reward_model = build(setup, self.shapes, config, AutoModelForSequenceClassification).eval()
+            if quantized(config, setup.device):
+                quantize(self.reward_model, setup, self.shapes)
             self.memory.watch(self.reward_model, "host" if setup.offload_reward else "reward model")
         if setup.weight_bits < 16:
             quantize(self.model, setup, self.shapes)

@@ -5,9 +5,10 @@ setup gives the settings that changed, and nothing else.
 """
 
 import functools
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from experiments.config import ARMS, ConfigError
+from experiments.plan.checkpoint import quantized
 from experiments.plan.setups import Setup, wrong_numbers
 from experiments.workload.models import is_model
 
@@ -93,10 +94,40 @@ def from_settings(prompt_tokens: int, settings: dict, **where) -> Setup:
             "nested_scales": bool(given["use_bnb_nested_quant"]),
             "reward_model": reward if isinstance(reward, str) and is_model(reward) else None,  # others are functions
             "scaled_by_rollout": algorithm == "grpo" or bool(given.get("normalize_advantages")),
-            "scaled_by_batch": given.get("loss_type") == "bnpo",
+            "scaled_by_batch": bool(by_batch(given)),
             **where,
         }
     )
+
+
+def by_batch(settings: dict, hf_config=None) -> list[str]:
+    """The settings for which an update depends on which completions share a micro-batch, as `name: value`: means,
+    thresholds and sums over its tokens, in untouched TRL too. `hf_config` says whether there are experts, whose
+    auxiliary loss is one, with a coefficient of the model's own unless the settings have one."""
+    given = lambda name, default: default if settings.get(name) is None else settings[name]  # noqa: E731
+    found = {
+        "loss_type": given("loss_type", "") == "bnpo",
+        "top_entropy_quantile": given("top_entropy_quantile", 1) < 1,
+        "entropy_coef": given("entropy_coef", 0) != 0,
+        "use_adaptive_entropy": given("use_adaptive_entropy", False),
+    }
+    reasons = [f"{name}: {settings[name]}" for name, depends in found.items() if depends]
+    text_config = hf_config and hf_config.get_text_config()
+    if hasattr(text_config, "output_router_logits"):
+        own = getattr(text_config, "router_aux_loss_coef", 0.0)
+        if coefficient := given("router_aux_loss_coef", own):
+            reasons.append(f"router_aux_loss_coef: {coefficient}")
+    return reasons
+
+
+def of_model(setup: Setup, settings: dict, hf_config) -> Setup:
+    """`setup` with what its model decides beside the settings: whether an update depends on its micro-batches, and
+    the bits of weights that are already quantized. Raises `ConfigError` for those without a formula."""
+    setup = replace(setup, scaled_by_batch=setup.scaled_by_batch or bool(by_batch(settings, hf_config)))
+    found = quantized(hf_config, setup.device)
+    if found is None or setup.weight_bits < 16:
+        return setup
+    return replace(setup, weight_bits=found.bits, nested_scales=found.nested_scales)
 
 
 def changes(before: Setup, after: Setup) -> dict:

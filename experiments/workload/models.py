@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from experiments.config import ROOT, ConfigError, RunConfig
+from experiments.workload.adapters import adapter_of
 from experiments.workload.shapes import SHAPES
 
 SPECIAL_TOKENS = ["[PAD]", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -36,10 +37,16 @@ def model_config(config: RunConfig):
 
 
 def named_config(model: str):
-    """The configuration of a built-in shape, also by its name on the hub, a local folder, or `hub:owner/name`.
+    """The configuration of a built-in shape, also by its name on the hub, a local folder, or `hub:owner/name`; of an
+    adapter's folder, that of its model.
 
     Raises `ConfigError` for anything else: nothing is downloaded unless `hub:` asks for it.
     """
+    if adapter := adapter_of(model):
+        try:
+            return named_config(adapter.base)
+        except ConfigError as error:
+            raise adapter.missing() from error
     short = model.rsplit("/", 1)[-1].lower().removesuffix("-base").removesuffix("-it").replace("-instruct", "")
     if short in SHAPES and not Path(model).exists():
         return shape_config(short)

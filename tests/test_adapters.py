@@ -1,0 +1,118 @@
+"""A LoRA adapter's folder in place of a model's: the training goes on, and its model is planned with its rank."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from safetensors.torch import load_file
+
+from experiments.config import ConfigError, resolve
+from experiments.launch import __main__ as launch
+from experiments.launch import inputs
+from experiments.plan.options import model_config, settings_of_adapter
+from experiments.workload import data, models
+from experiments.workload.adapters import adapter_of
+
+PROFILE = """\
+bf16: false
+beta: 0.0
+num_generations: 2
+per_device_train_batch_size: 2
+prefix_sharing: true
+max_completion_length: 4
+max_steps: 1
+report_to: none
+disable_tqdm: true
+save_strategy: "no"
+predict_memory: false
+"""
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    """An adapter of rank 3 whose weights are not those of a new one."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    policy = models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))[0]
+    config = LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(policy), config)
+    torch.manual_seed(0)
+    for weight in model.parameters():
+        if weight.requires_grad:
+            torch.nn.init.normal_(weight)
+    folder = tmp_path_factory.mktemp("adapter")
+    model.save_pretrained(folder)
+    return SimpleNamespace(folder=str(folder), base=policy)
+
+
+@pytest.mark.torch
+def test_a_training_goes_on_from_an_adapter(adapter, tmp_path, monkeypatch, capsys):
+    (tmp_path / "profile.yaml").write_text(PROFILE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MODEL_PATH", adapter.folder)
+    before = load_file(f"{adapter.folder}/adapter_model.safetensors")
+    for rate in ("0.0", "0.1"):
+        words = ["--learning_rate", rate, "--output_dir", rate, "--save_strategy", "steps"]
+        assert launch.main(["profile.yaml", *words]) == 0, capsys.readouterr().err
+        after = load_file(tmp_path / rate / "adapter_model.safetensors")
+        assert after.keys() == before.keys()
+        assert all(after[name].equal(before[name]) for name in before) == (rate == "0.0")
+    assert "LoRA of rank 3 trains" in capsys.readouterr().out
+    assert adapter_of(rate).settings == adapter_of(adapter.folder).settings
+
+
+@pytest.mark.torch
+def test_the_planner_takes_an_adapters_model_and_rank(adapter, tmp_path, planned):
+    own = {"use_peft": True, "lora_r": 3, "lora_alpha": 7, "lora_dropout": 0.0,
+           "lora_target_modules": ["q_proj", "v_proj"]}  # fmt: skip
+    assert settings_of_adapter(adapter.folder, {}) == own and settings_of_adapter(adapter.base, {}) == {}
+    assert settings_of_adapter(adapter.folder, {"use_peft": True, "lora_dropout": 0.3})["lora_dropout"] == 0.3
+    assert model_config(adapter.folder).to_dict() == model_config(adapter.base).to_dict()
+    options = ["--prompt", 16, "--completion", 4, "--k", 2, "--arms", "stock", "--json", tmp_path / "plan.json"]
+    assert planned("--model", adapter.folder, *options).returncode == 0
+    setup = json.loads((tmp_path / "plan.json").read_text())["predictions"][0]["setup"]
+    assert (setup["lora_rank"], setup["lora_target_modules"]) == (3, ["q_proj", "v_proj"])
+    refused = planned("--model", adapter.folder, *options, "--lora", 8)
+    assert refused.returncode == 2 and "is an adapter of rank 3" in refused.stderr
+
+
+def test_an_adapter_whose_model_is_not_here_is_named_with_it(tmp_path):
+    config = {"peft_type": "LORA", "base_model_name_or_path": "/gone/base", "target_modules": "all-linear", "r": 4,
+              "lora_alpha": 8, "lora_dropout": 0.0}  # fmt: skip
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(config))
+    for function in (inputs.check_model, model_config):
+        with pytest.raises(ConfigError, match=f"'{tmp_path}' is an adapter of the model '/gone/base', which is not"):
+            function(str(tmp_path))
+    path.write_text(json.dumps(config | {"base_model_name_or_path": "Qwen/Qwen3-8B"}))
+    assert model_config(str(tmp_path)).num_hidden_layers == 36  # planned, but not trained: nothing is downloaded
+    with pytest.raises(ConfigError, match="hub:owner/name, which downloads it"):
+        inputs.check_model(str(tmp_path))
+    for wrong in ({"peft_type": "IA3"}, {"r": None, "base_model_name_or_path": None}):
+        path.write_text(json.dumps(config | wrong))
+        with pytest.raises(ConfigError, match="only LoRA on a named model"):
+            adapter_of(str(tmp_path))
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="cannot read .*adapter_config.json"):
+        adapter_of(str(tmp_path))
+
+
+@pytest.mark.torch
+def test_weights_that_are_quantized_already_are_not_trained_themselves_nor_quantized_again(tmp_path):
+    inputs_of = lambda **words: SimpleNamespace(  # noqa: E731
+        **{"use_peft": True, "load_in_4bit": False, "load_in_8bit": False, "dtype": "float32"} | words
+    )
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "qwen3", "quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    assert inputs.quantization_of(str(tmp_path), inputs_of()) is None
+    with pytest.raises(
+        ConfigError, match="already quantized \\(gptq\\), so they cannot be trained themselves; add --use"
+    ):
+        inputs.quantization_of(str(tmp_path), inputs_of(use_peft=False))
+    again = inputs_of(load_in_8bit=True)
+    with pytest.raises(ConfigError, match="leave out load_in_4bit and load_in_8bit"):
+        inputs.quantization_of(str(tmp_path), again)
+    path.write_text(json.dumps({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}))
+    assert inputs.quantization_of(str(tmp_path), inputs_of(use_peft=False)).dequantize
