@@ -18,7 +18,7 @@ from pathlib import Path
 
 from experiments import host_allocator
 from experiments.config import ARMS, ConfigError, exit_code
-from experiments.device import is_out_of_memory, level, settle
+from experiments.device import is_out_of_memory, level, settle, show_one_gpu
 from experiments.launch import command_line, dataset, gate, help, inputs, output, prompt_images, quiet
 from experiments.launch.announce import print_end, print_start
 from experiments.launch.offload import keep_on_host
@@ -64,6 +64,10 @@ def run(argv: list[str]) -> int:
     host_allocator.activate(asked.host_allocator, restart=argv == sys.argv[1:])
     # one write: the workers' lines would mix
     print(f"host allocator: {', '.join(host_allocator.mapped().values()) or 'system'}\n", end="", flush=True)
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1 and (line := show_one_gpu()):
+        print(f"gpus    {line}", flush=True)
+    # torch would send attention to cuDNN on recent GPUs, which plans each length anew, so each decoded token
+    os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
     quiet.before_import()
     rows = command_line.before_torch(argv, asked)
 
