@@ -2,10 +2,12 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import two_processes
 
 from experiments.config import ConfigError, resolve
 from experiments.launch import __main__ as launch
@@ -13,6 +15,7 @@ from experiments.launch import announce, output
 from experiments.processes import owned
 from experiments.workload import data, models
 
+ROOT = Path(__file__).resolve().parent.parent
 PROFILE = """
 dtype: float32
 bf16: false
@@ -199,3 +202,15 @@ def test_that_updates_round_to_nothing_is_said_exactly_where_adam_moves_few_weig
         share = float(line.split("one leaves ")[1].split(" %")[0])
         assert f"in {dtype} " in line and f"learning_rate {rate:g}" in line and "--dtype float32" in line
         assert share == pytest.approx(100 * same, abs=3)
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.parametrize("words, said", [([], "holds the output of another"), (["true"], "finished: ")])
+def test_of_two_processes_the_first_decides_and_both_end(here, policy, words, said):
+    command = [sys.executable, "-W", "ignore", "-m", "accelerate.commands.launch", "--config_file"]
+    command += ["experiments/settings/accelerate/ddp.yaml", "--num_processes", "2", "--main_process_port", "0"]
+    command += ["-m", "experiments.launch", str(here / "profile.yaml"), "--output_dir", str(here / "trainer_output")]
+    command += ["--resume_from_checkpoint", *words] if words else []
+    code, text = two_processes.run(command, 240, MODEL_PATH=policy, PYTHONPATH=str(ROOT))
+    assert (code == 0) == bool(words) and text.count(said) == 1, text[-3000:]

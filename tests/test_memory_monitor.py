@@ -290,9 +290,7 @@ def test_the_launcher_leaves_one_gpu_visible_and_says_so(stub, visible, left, co
     run = subprocess.run(
         [sys.executable, "-c", code + "print(show_one_gpu(), os.environ['CUDA_VISIBLE_DEVICES'], sep='|', end='')"],
         cwd=ROOT,
-        env=inherited
-        | {"LD_LIBRARY_PATH": str(stub)}
-        | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}),
+        env=inherited | {"LD_LIBRARY_PATH": str(stub)} | shown,
         capture_output=True,
         text=True,
         check=True,
