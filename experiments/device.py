@@ -13,7 +13,7 @@ import resource
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from experiments import config as cfg
@@ -23,6 +23,9 @@ from experiments.run_options import Parser
 OOM_TEXTS = (
     "can't allocate memory", "cannot allocate memory", "out of memory", "bad_alloc", "memory allocation of",
     "can't start new thread",
+    # CUDA's libraries take their memory themselves. One that cannot be begun has in practice no room for its handle
+    "_status_alloc_failed", "_allocation_failed", "cublas_status_not_initialized when calling `cublascreate",
+    "cudnn_status_not_initialized",
 )  # fmt: skip
 
 
@@ -59,6 +62,25 @@ def pick_device(wanted: str) -> tuple[str, str, int]:
             f"device {wanted!r} is not usable here{why}; use --device cpu, or check nvidia-smi and torch"
         )
     return "cpu", cfg.cpu_name(), host_bytes
+
+
+def show_one_gpu() -> str:
+    """Of several GPUs leave only the first visible to this process: with more, TRL's trainers would spread over all of
+    them, which is refused. Returns what to say of it. To be called before torch looks at the GPUs."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    shown = visible.split(",") if visible else []
+    if visible is None:
+        from experiments import memory_monitor
+
+        with suppress(memory_monitor.pynvml.NVMLError):
+            shown = memory_monitor.visible_devices(memory_monitor.nvml_devices(), None)
+    if len(shown) < 2:
+        return ""
+    first = os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0] if visible else "0"
+    return (
+        f"{len(shown)} GPUs are visible, and one process trains on one: CUDA_VISIBLE_DEVICES={first}. Set it to "
+        "choose another; for all of them: accelerate launch (docs/launch.md)"
+    )
 
 
 def device_name(kind: str, device=None) -> str:
@@ -114,10 +136,17 @@ def level(device_kind: str) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: CUDA's own error, Python's, or the text of torch's CPU allocator."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    return isinstance(error, RuntimeError | OSError) and tells_of_memory(str(error))
+    """Whether an allocation failed, here or in what led to this error: CUDA's own error, Python's, or the text of
+    torch's CPU allocator or of CUDA's libraries."""
+    seen: list[BaseException] = []  # a chain can be a ring
+    while error is not None and error not in seen:
+        seen.append(error)
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+            return True
+        if isinstance(error, RuntimeError | OSError) and tells_of_memory(str(error)):
+            return True
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False
 
 
 def tells_of_memory(text: str) -> bool:

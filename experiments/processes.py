@@ -103,7 +103,7 @@ def end_group(process: subprocess.Popen, number: int, patience: float) -> None:
 
 
 @contextlib.contextmanager
-def owned(folder: Path, patience: float = 5.0) -> Iterator[None]:
+def owned(folder: Path, patience: float = 5.0, remedy: str = "another --machine") -> Iterator[None]:
     """`folder` is made if need be, and no other process that asks for it as well has it while this block runs.
 
     The kernel lets go of it when this process ends, however it ends. Raises `ConfigError` naming the process that
@@ -124,7 +124,7 @@ def owned(folder: Path, patience: float = 5.0) -> Iterator[None]:
                 owner = holder(handle)
                 os.close(handle)
                 raise ConfigError(
-                    f"{folder} is being written by {owner}; wait for its end, or choose another --machine"
+                    f"{folder} is being written by {owner}; wait for its end, or choose {remedy}"
                 ) from None
             time.sleep(0.05)
         except OSError:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -102,6 +103,8 @@ def run(argv: list[str] | None) -> int:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded unless it was asked for
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # its own allocator sets a GiB aside, unused
+    # All arms alike: cuDNN's attention plans each length anew, so each decoded token
+    os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
     make_writable(launch.machine)
     with owned(folder), tempfile.TemporaryFile() as early:
         with output_to(early):
@@ -165,9 +168,7 @@ def measure(folder: Path, config: RunConfig, documents: list[str], record: RunRe
     record.exit_code = EXIT_ERROR
     try:
         phases = PhaseRecorder(folder / "phases.csv", config.device, watch=progress.phase)
-        sampler = start_monitor(
-            folder / "memory.csv", config.interval, cuda_uuid() if config.device == "cuda" else "none"
-        )
+        sampler = start_sampler(folder / "memory.csv", config)
         try:
             train(config, documents, record, phases)
         finally:
@@ -195,6 +196,18 @@ def measure(folder: Path, config: RunConfig, documents: list[str], record: RunRe
             traceback.print_exc()
     finally:
         ignore_signals()
+
+
+def start_sampler(path: Path, config: RunConfig) -> subprocess.Popen:
+    """Of the device that CUDA trains on; where NVML does not list it (a container, an unusual UUID), of resident
+    memory: another GPU's numbers would mislead. Torch's own counters are recorded all the same."""
+    if config.device != "cuda":
+        return start_monitor(path, config.interval, "none")
+    try:
+        return start_monitor(path, config.interval, cuda_uuid())
+    except RuntimeError as error:
+        print(f"{error}: sampling resident memory only", file=sys.stderr)
+        return start_monitor(path, config.interval, "none")
 
 
 def relative_paths(log: Path) -> None:

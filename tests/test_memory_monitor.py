@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from experiments import memory_monitor
+from experiments import memory_monitor, train
 from experiments.device import cuda_uuid
 from experiments.memory_monitor import COLUMNS, Device, interval_report, start_monitor, stop_monitor, visible_devices
 
@@ -278,6 +278,31 @@ def test_visible_devices_end_at_the_first_unknown_entry():
     assert visible_devices(devices, f"{MIG[:8]},0") == [devices[2], devices[0]]
 
 
+@pytest.mark.parametrize(
+    ("visible", "left", "count"),
+    [(None, "0", 2), ("1,0", "1", 2), (f"{B},{A},{MIG}", B, 3), ("1", "1", None), ("", "", None)],
+)
+def test_the_launcher_leaves_one_gpu_visible_and_says_so(stub, visible, left, count):
+    """The stub has two."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
+    shown = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    code = "import os\nfrom experiments.device import show_one_gpu\n"
+    run = subprocess.run(
+        [sys.executable, "-c", code + "print(show_one_gpu(), os.environ['CUDA_VISIBLE_DEVICES'], sep='|', end='')"],
+        cwd=ROOT,
+        env=inherited | {"LD_LIBRARY_PATH": str(stub)} | shown,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    said, variable = run.stdout.split("|")
+    assert variable == left
+    if count is None:
+        assert not said
+    else:
+        assert said.startswith(f"{count} GPUs are visible") and f"CUDA_VISIBLE_DEVICES={left}." in said
+
+
 @pytest.mark.parametrize("device", ["2", "GPU-ffff", "GPU-"])
 def test_unknown_device(monitor, stub, tmp_path, device):
     line = refusal(monitor(stub, "--device", device, CUDA_VISIBLE_DEVICES="1"))
@@ -437,6 +462,16 @@ def test_start_and_stop_from_another_folder(stub, tmp_path, monkeypatch, capsys)
     assert report.requested_interval_s == 0.01 and report.samples == len(rows(tmp_path / "memory.csv"))
     assert "CUDA_DEVICE_ORDER" in capsys.readouterr().err  # what the sampler said is passed on
     assert process.returncode == 0
+
+
+def test_a_run_on_a_device_that_nvml_does_not_list_goes_on_without_it(stub, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(stub))
+    monkeypatch.setattr(train, "cuda_uuid", lambda: "GPU-ffff")
+    process = train.start_sampler(tmp_path / "memory.csv", SimpleNamespace(device="cuda", interval=0.01))
+    report = stop_monitor(process)
+    assert report.samples and rows(tmp_path / "memory.csv")[0]["device_used_bytes"] == ""
+    said = capsys.readouterr().err
+    assert "no device 'GPU-ffff'" in said and "sampling resident memory only\n" in said
 
 
 def test_start_passes_the_refusal_on(tmp_path):

@@ -14,6 +14,7 @@ import pytest
 from experiments import config as cfg
 from experiments import device
 from experiments import train as train_module
+from experiments.builds import use_fork
 from experiments.config import ROOT
 from experiments.memory_monitor import IntervalReport
 from experiments.phases import PhasePeak
@@ -186,6 +187,58 @@ def test_cpu_memory_failures_of_torch_are_told_from_other_errors(number):
     assert device.is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"))
     assert device.is_out_of_memory(MemoryError())
     assert not device.is_out_of_memory(RuntimeError(f"shape '[{number}]' is invalid"))
+
+
+@pytest.mark.parametrize(
+    "text, memory",
+    [
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", True),
+        ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasSgemm( handle, opa)`", False),
+        ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", True),
+        ("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED", True),
+        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", True),
+        ("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED", False),
+        ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`", False),
+    ],
+)
+def test_memory_failures_of_cudas_libraries_and_of_causes_are_told_from_other_errors(text, memory):
+    error = RuntimeError(text)
+    assert device.is_out_of_memory(error) == memory
+
+    def led_to(cause, **how):
+        try:
+            try:
+                raise error
+            except RuntimeError:
+                if how.get("handled"):
+                    raise ValueError("a library says something else") from None
+                if cause:
+                    raise ValueError("a library says something else") from error
+                raise ValueError("a library fails while it cleans up")  # noqa: B904
+        except ValueError as other:
+            return other
+
+    assert device.is_out_of_memory(led_to(cause=True)) == device.is_out_of_memory(led_to(cause=False)) == memory
+    assert not device.is_out_of_memory(led_to(cause=False, handled=True))
+    ring = led_to(cause=True)
+    error.__cause__ = ring
+    assert device.is_out_of_memory(ring) == memory
+
+
+@pytest.mark.torch
+def test_a_mean_that_is_no_number_is_nan_in_the_trace():
+    """TRL logs None where every value was NaN."""
+    use_fork(cfg.ARMS["shared"])
+    from experiments.workload.trainers import LogCollector
+
+    phases = SimpleNamespace(step=1, grad_norms={1: [float("inf"), 2.0]})
+    collector = LogCollector(phases)
+    for kl, reward in ((None, 0.5), (0.5, float("nan"))):
+        collector.on_log(None, None, None, logs={"loss": 2.0, "kl": kl, "reward": reward})
+    missing = pytest.approx(float("nan"), nan_ok=True)
+    (entry,) = collector.trace()
+    assert entry == {"step": 1, "loss": 2.0} | dict.fromkeys(("reward", "kl", "grad_norm"), missing)
 
 
 @pytest.mark.slow

@@ -169,6 +169,9 @@ class MemoryCallback(TrainerCallback):
         kind = "cuda" if self.cuda else "cpu"
         self.place = place_of(kind)
         resumed = state.global_step > 0
+        if not resumed:  # those of an earlier training: not of this one until it has its own
+            for name in ("memory.json", "memory_snapshot.pickle"):
+                own_file(args, name).unlink(missing_ok=True)
         self.phases = PhaseRecorder(own_file(args, "memory_phases.csv"), kind, go_on=resumed)
         if resumed and own_file(args, "memory.json").exists():
             before = json.loads(own_file(args, "memory.json").read_text())

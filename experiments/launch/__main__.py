@@ -18,8 +18,8 @@ from pathlib import Path
 
 from experiments import host_allocator
 from experiments.config import ARMS, ConfigError, exit_code
-from experiments.device import is_out_of_memory, level, settle
-from experiments.launch import command_line, dataset, gate, help, inputs, prompt_images, quiet
+from experiments.device import is_out_of_memory, level, settle, show_one_gpu
+from experiments.launch import command_line, dataset, gate, help, inputs, output, prompt_images, quiet
 from experiments.launch.announce import print_end, print_start
 from experiments.launch.offload import keep_on_host
 from experiments.settings.arguments import LaunchArguments
@@ -65,6 +65,10 @@ def run(argv: list[str]) -> int:
     host_allocator.activate(asked.host_allocator, restart=argv == sys.argv[1:])
     # one write: the workers' lines would mix
     print(f"host allocator: {', '.join(host_allocator.mapped().values()) or 'system'}\n", end="", flush=True)
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1 and (line := show_one_gpu()):
+        print(f"gpus    {line}", flush=True)
+    # torch would send attention to cuDNN on recent GPUs, which plans each length anew, so each decoded token
+    os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
     quiet.before_import()
     rows = command_line.before_torch(argv, asked)
 
@@ -78,7 +82,16 @@ def run(argv: list[str]) -> int:
         raise ConfigError(
             f"offload_reward is on, but the reward {launch.reward or 'letters'!r} is a function; remove it"
         )
-    command_line.check_output(config)
+    with output.taken(config) as begin:
+        if begin.finished:
+            if config.process_index == 0:
+                print(begin.finished)
+            return 0
+        return train_in_folder(argv[0], launch, config, model, rows, reward, begin)
+
+
+def train_in_folder(profile: str, launch: LaunchArguments, config, model, rows, reward, begin: output.Start) -> int:
+    """Read data and model, check them, train. Returns the exit code."""
     images = None if rows is None else prompt_images.column_of(rows)
     if images:
         prompt_images.check_gathered(rows, images, config, launch.dataset)
@@ -95,13 +108,13 @@ def run(argv: list[str]) -> int:
     )
     named = model.model_name_or_path
     source = named if named.startswith("hub:") or adapter_of(named) else path
-    predicted = gate.predicted_peaks(argv[0], launch, config, model, source, lengths)
+    predicted = gate.predicted_peaks(profile, launch, config, model, source, lengths)
     settle()
     start = level(config.device.type)
     trainer = build_trainer(launch, config, model, path, quantization, tokenizer, rows, reward)
     if trainer.is_world_process_zero():
         print_start(launch, model, trainer, lengths, inputs.reward_in_words(launch.reward, reward))
-    return train(trainer, launch, model, predicted, lengths.images, start)
+    return train(trainer, launch, model, predicted, lengths.images, start, begin)
 
 
 def build_trainer(launch: LaunchArguments, config, model, path: str, quantization, tokenizer, rows, reward):
@@ -139,14 +152,28 @@ def build_trainer(launch: LaunchArguments, config, model, path: str, quantizatio
 
 
 def train(
-    trainer, launch: LaunchArguments, model, predicted: gate.Forecast, images: tuple[tuple[int, int], ...], start: int
+    trainer,
+    launch: LaunchArguments,
+    model,
+    predicted: gate.Forecast,
+    images: tuple[tuple[int, int], ...],
+    start: int,
+    begin: output.Start,
 ) -> int:
     """Train and save; says what came out of it. `images` are those of a prompt, `start` the bytes in use before the
     model was loaded. Returns the exit code."""
-    from experiments.hooks.memory_callback import MemoryCallback
+    from experiments.hooks.memory_callback import MemoryCallback, trained_settings
 
     config = trainer.args
     named = {"model_name_or_path": model.model_name_or_path, **dataclasses.asdict(launch)}
+    says = begin.says
+    if begin.checkpoint:
+        policy = trainer.accelerator.unwrap_model(trainer.model)
+        settings, shape = trained_settings(config, policy) | named, policy.config.to_dict()
+        other = output.decided_once(config, lambda: output.compare(begin.checkpoint, settings, shape))
+        says = f"from {says}" + (f"; not as it was trained before: {other}" if other else "")
+    if says and trainer.is_world_process_zero():
+        print(f"begins  {says}", flush=True)
     memory = MemoryCallback(
         trainer,
         snapshot=launch.memory_snapshot,
@@ -160,7 +187,7 @@ def train(
     trainer.add_callback(memory)
     began = time.monotonic()
     try:
-        trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+        trainer.train(resume_from_checkpoint=begin.checkpoint)
         if config.save_strategy != "no":
             if trainer.is_fsdp_enabled:  # checkpoints are shards; of shards alone, `save_model` would save nothing
                 trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")

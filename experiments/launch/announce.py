@@ -1,5 +1,6 @@
 """The lines that the launcher prints when a training starts and when it ends."""
 
+import math
 import os
 from pathlib import Path
 
@@ -28,7 +29,41 @@ def print_start(launch, model, trainer, lengths, reward: str) -> None:
     print(f"reward  {reward}")
     print(f"passes  {passes(config)} ({launch.algorithm})")
     print(f"device  {devices(config)}")
+    if line := rounding(trainer, model):
+        print(f"weights {line}")
     print(f"output  {os.path.abspath(config.output_dir)}", flush=True)
+
+
+def rounding(trainer, model) -> str:
+    """A line where most updates of weights in 16 bits round to nothing; nothing where they do not.
+
+    Adam moves a weight by at most about the learning rate; a move of less than half the distance to the next number
+    that the dtype has leaves the weight as it is. DeepSpeed and FSDP under autocast keep float32 weights beside them.
+    """
+    import torch
+
+    config = trainer.args
+    optimizer = getattr(config.optim, "value", config.optim)
+    kept_in_float32 = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled and (config.bf16 or config.fp16)
+    if "adam" not in optimizer or kept_in_float32:
+        return ""
+    lost = counted = 0
+    dtypes = set()
+    for weight in trainer.model.parameters():
+        if weight.requires_grad and weight.dtype in (torch.bfloat16, torch.float16) and weight.numel():
+            some = weight.detach().flatten()[:: max(1, weight.numel() // 1000)].float()  # enough for a share
+            half_a_step = torch.finfo(weight.dtype).eps / 2 * 2.0 ** (torch.frexp(some)[1] - 1)
+            lost += weight.numel() * (half_a_step > config.learning_rate).float().mean().item()
+            counted += weight.numel()
+            dtypes.add(str(weight.dtype).removeprefix("torch."))
+    if not counted or lost <= counted / 2:
+        return ""
+    asked = (config.model_init_kwargs or {}).get("dtype")
+    remedy = "--dtype float32" if asked == model.dtype else "dtype float32 in model_init_kwargs"
+    return (
+        f"in {' and '.join(sorted(dtypes))} most updates round to nothing: at learning_rate {config.learning_rate:g} "
+        f"one leaves {100 * lost / counted:.0f} % of the weights as they are; {remedy} trains them"
+    )
 
 
 def passes(config) -> str:
@@ -64,12 +99,19 @@ def devices(config) -> str:
     return f"{config.world_size} x {properties.name}, {properties.total_memory / GIB:.0f} GiB"
 
 
+def rewards_in_words(logged: list[float | None]) -> str:
+    """The first and the last logged reward. TRL logs None where no completion had one, or one was not a number."""
+    means = ["none" if mean is None or math.isnan(mean) else f"{mean:.4g}" for mean in logged]
+    if len(means) < 2:
+        return "".join(f", reward {mean} in its only log" for mean in means)
+    return f", reward {means[0]} at first, {means[-1]} at last"
+
+
 def print_end(trainer, memory, seconds: float) -> None:
     """How long it took, what became of the reward, the peak, and what was written where."""
     config, state = trainer.args, trainer.state
-    rewards = [log["reward"] for log in state.log_history if "reward" in log]
-    moved = f", reward {rewards[0]:.4g} at first, {rewards[-1]:.4g} at last" if rewards else ""
-    print(f"trained {state.global_step} update{'s' if state.global_step != 1 else ''} in {seconds:.1f} s{moved}")
+    print(f"trained {state.global_step} update{'s' if state.global_step != 1 else ''} in {seconds:.1f} s", end="")
+    print(rewards_in_words([log["reward"] for log in state.log_history if "reward" in log]))
     if memory.highest:
         what = "allocated on the device" if memory.cuda else "resident, the whole process"
         phase = memory.highest_phase

@@ -5,7 +5,6 @@ import difflib
 import math
 import os
 from importlib.util import find_spec
-from pathlib import Path
 
 from experiments.config import ConfigError
 from experiments.launch import dataset, inputs
@@ -180,30 +179,3 @@ def no_gpu() -> bool:
     import torch
 
     return not torch.cuda.is_available()
-
-
-def check_output(config) -> None:
-    """Make the output folder, and find the checkpoint to go on from. Raises `ConfigError`."""
-    from transformers.trainer_utils import get_last_checkpoint
-
-    folder = Path(config.output_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot make output_dir {config.output_dir!r}: {error.strerror}; name another folder"
-        ) from error
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"cannot write to output_dir {config.output_dir!r}; name another folder")
-    words = {"true": True, "false": None, False: None}
-    config.resume_from_checkpoint = words.get(config.resume_from_checkpoint, config.resume_from_checkpoint)
-    if config.resume_from_checkpoint is True and get_last_checkpoint(config.output_dir) is None:
-        raise ConfigError(
-            f"resume_from_checkpoint is on, and {config.output_dir!r} holds no checkpoint-N; leave it out"
-        )
-    asked = config.resume_from_checkpoint
-    if isinstance(asked, str) and not Path(asked, "trainer_state.json").is_file():
-        there = ", ".join(sorted(path.name for path in folder.glob("checkpoint-*"))) or "no checkpoint"
-        raise ConfigError(
-            f"resume_from_checkpoint {asked!r} is no checkpoint, it has no trainer_state.json; {folder} holds {there}"
-        )

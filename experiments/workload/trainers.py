@@ -1,6 +1,7 @@
 """The two trainers, set up alike: TRL 0.21's `rloo_k` trainer and TRL 1.x's, each from whatever TRL was imported."""
 
 import atexit
+import math
 import os
 import shutil
 import statistics
@@ -136,14 +137,22 @@ class LogCollector(TrainerCallback):
         self.logs.append((self.phases.step, dict(logs or {})))
 
     def trace(self) -> list[dict]:
-        """One dictionary a rollout: step, loss, reward, kl, grad_norm (None where it was not logged)."""
+        """One dictionary a rollout: step, loss, reward, kl, grad_norm (None where it was not logged, NaN where one of
+        the rollout's updates had no finite value: TRL logs None for a mean of NaN)."""
+
+        def mean(values):
+            if not values:
+                return None
+            finite = all(value is not None and math.isfinite(value) for value in values)
+            return statistics.fmean(values) if finite else math.nan
+
         steps = []
         for number in sorted({step for step, _ in self.logs if step}):
             entry = {"step": number}
             for name, keys in self.NAMES.items():
-                values = [logs[key] for step, logs in self.logs if step == number for key in keys if key in logs]
-                entry[name] = statistics.fmean(values) if values else None
-            if entry["grad_norm"] is None and self.phases.grad_norms.get(number):
-                entry["grad_norm"] = statistics.fmean(self.phases.grad_norms[number])
+                logged = [logs[key] for step, logs in self.logs if step == number for key in keys if key in logs]
+                if name == "grad_norm" and not logged:
+                    logged = self.phases.grad_norms.get(number)
+                entry[name] = mean(logged)
             steps.append(entry)
         return steps

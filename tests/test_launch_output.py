@@ -1,0 +1,216 @@
+"""The launcher's output folder: whose it is, which checkpoint a training goes on from, what is said at both ends."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import two_processes
+
+from experiments.config import ConfigError, resolve
+from experiments.launch import __main__ as launch
+from experiments.launch import announce, output
+from experiments.processes import owned
+from experiments.workload import data, models
+
+ROOT = Path(__file__).resolve().parent.parent
+PROFILE = """
+dtype: float32
+bf16: false
+beta: 0.0
+num_generations: 2
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 1
+max_completion_length: 4
+prompt_tokens: 48
+max_steps: 2
+save_steps: 1
+optim: adamw_torch
+report_to: none
+disable_tqdm: true
+predict_memory: false
+"""
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))[0]
+
+
+@pytest.fixture(scope="module")
+def trained(policy, tmp_path_factory):
+    """A folder with a profile and, in the default output folder, a training of two updates with a checkpoint each."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "profile.yaml").write_text(PROFILE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("MODEL_PATH", policy)
+        assert launch.main(["profile.yaml"]) == 0
+    return folder
+
+
+@pytest.fixture
+def here(trained, policy, tmp_path, monkeypatch):
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MODEL_PATH", policy)
+    return tmp_path
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.torch
+def test_the_output_of_another_training_is_not_replaced(here, monkeypatch, capsys):
+    """Before a model loads, and the remedies that the line names work; a finished training trains nothing."""
+    import transformers
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", lambda *a, **k: pytest.fail("a model loads"))
+    before = contents(here)
+
+    def refused(*words):
+        assert launch.main(["profile.yaml", *words]) == 2
+        line = capsys.readouterr().err
+        assert line.startswith("launch: ") and line.count("\n") == 1, line
+        return line
+
+    line = refused()
+    for part in ("'trainer_output' holds", "--output_dir trainer_output-2", "--resume_from_checkpoint true", "delete"):
+        assert part in line, line
+    (here / "copy").mkdir()
+    shutil.copy(here / "trainer_output" / "model.safetensors", here / "copy")
+    line = refused("--output_dir", "copy")
+    assert "model.safetensors" in line and "resume" not in line
+    assert "'copy' holds" in refused("--output_dir=copy", "--resume_from_checkpoint", "trainer_output/checkpoint-1")
+    shutil.rmtree(here / "copy")
+    with owned(Path("trainer_output")):
+        line = refused("--resume_from_checkpoint", "true")
+    assert "trainer_output is being written by process" in line and "--output_dir trainer_output-2" in line
+    for words in (["true"], ["trainer_output/checkpoint-2"], ["true", "--max_steps", "1"]):
+        assert launch.main(["profile.yaml", "--resume_from_checkpoint", *words]) == 0
+        out = capsys.readouterr().out
+        assert "finished: trainer_output/checkpoint-2 has 2 updates" in out and "nothing is trained" in out, out
+        assert "a higher --max_steps trains on" in out
+    assert contents(here) == before
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+DAMAGE = {  # of a checkpoint -> what is said
+    "killed before its end": (lambda path: (path / "trainer_state.json").unlink(), "trainer_state.json, which is wr"),
+    "killed at its end": (lambda path: cut(path / "trainer_state.json"), "trainer_state.json, which is written last"),
+    "weights cut": (lambda path: cut(path / "model.safetensors"), "model.safetensors is cut"),
+    "weights empty": (lambda path: (path / "model.safetensors").write_bytes(b""), "model.safetensors is cut"),
+    "no weights": (lambda path: (path / "model.safetensors").unlink(), "it has no weights"),
+    "optimizer cut": (lambda path: cut(path / "optimizer.pt"), "optimizer.pt is cut"),
+    "no optimizer": (lambda path: (path / "optimizer.pt").unlink(), "it has no optimizer state"),
+    "no schedule": (lambda path: (path / "scheduler.pt").unlink(), "scheduler.pt is missing"),
+    "a shard too few": (
+        lambda at: (at / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}'),
+        "model-1.safetensors is missing",
+    ),
+    "shards half written": (lambda path: (path / "optimizer_0").mkdir(), "optimizer_0 has no .metadata"),
+    "DeepSpeed's half written": (lambda path: (path / "latest").write_text("global_step2"), "global_step2 is missing"),
+}  # fmt: skip
+
+
+@pytest.mark.torch
+def test_a_checkpoint_that_is_not_whole_is_passed_over_and_said(here):
+    out = Path("trainer_output")
+    assert output.newest_whole(out, False) == (out / "checkpoint-2", "trainer_output/checkpoint-2")
+    for name, (damage, why) in DAMAGE.items():
+        shutil.copytree(out, name)
+        damage(Path(name, "checkpoint-2"))
+        found, said = output.newest_whole(Path(name), False)
+        assert found == Path(name, "checkpoint-1") and f"checkpoint-2 is not whole, {why}" in said, (name, said)
+        with pytest.raises(ConfigError) as refused:
+            output.named(Path(name, "checkpoint-2"), Path(name), False)
+        assert ("is no checkpoint" in str(refused.value)) == (name == "killed before its end")
+        assert name == "killed before its end" or f"--resume_from_checkpoint {name}/checkpoint-1" in str(refused.value)
+    Path("no optimizer", "checkpoint-2", "scheduler.pt").unlink()
+    assert output.newest_whole(Path("no optimizer"), True)[0].name == "checkpoint-2"  # save_only_model
+
+
+@pytest.mark.torch
+def test_a_resumed_training_says_where_it_begins_and_what_is_different(here, capsys):
+    cut(here / "trainer_output" / "checkpoint-2" / "optimizer.pt")
+    go_on = ["profile.yaml", "--resume_from_checkpoint", "true"]
+    words = ("--learning_rate", "1e-3", "--prompt_tokens", "64")
+    assert launch.main([*go_on, *words]) == 0
+    out = capsys.readouterr().out
+    assert "\nbegins  from trainer_output/checkpoint-1; checkpoint-2 is not whole, optimizer.pt is cut; " in out, out
+    assert "learning_rate is 0.001 and was 1e-06; prompt_tokens is 64 and was 48\n" in out, out
+    state = json.loads(Path("trainer_output", "checkpoint-2", "trainer_state.json").read_text())
+    assert state["global_step"] == 2 and not output.broken(Path("trainer_output", "checkpoint-2"))
+    assert launch.main([*go_on, "--max_steps", "3", "--use_peft", "--lora_r", "2"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("launch: trainer_output/checkpoint-2 is of another training: use_peft is True and was ")
+    assert not Path("trainer_output", "checkpoint-3").exists()
+
+
+@pytest.mark.torch
+def test_a_record_without_a_model_is_replaced_and_said(here, capsys):
+    """As a training leaves it that ran out of memory in its first update."""
+    for path in (*Path("trainer_output").glob("checkpoint-*"), *Path("trainer_output").glob("*.safetensors")):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert launch.main(["profile.yaml", "--max_steps", "1", "--save_strategy", "no", "--dtype", "bfloat16"]) == 0
+    out = capsys.readouterr().out
+    assert "begins  trainer_output/memory.json of an earlier training, which kept no model, is replaced\n" in out
+    assert "in bfloat16 most updates round to nothing: at learning_rate 1e-06 one leaves " in out
+    assert "in its only log" in out or "at first" not in out
+
+
+def test_rewards_are_said_that_are_none_not_a_number_or_alone():
+    assert announce.rewards_in_words([None, 0.5, float("nan")]) == ", reward none at first, none at last"
+    assert announce.rewards_in_words([0.25, None, 0.5]) == ", reward 0.25 at first, 0.5 at last"
+    assert announce.rewards_in_words([0.5]) == ", reward 0.5 in its only log"
+    assert announce.rewards_in_words([None]) == ", reward none in its only log" and announce.rewards_in_words([]) == ""
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("dtype, rate, lora", [("bfloat16", 1e-6, False), ("float16", 1e-6, False),
+    ("float32", 1e-6, False), ("bfloat16", 1e-2, False), ("bfloat16", 1e-6, True)])  # fmt: skip
+def test_that_updates_round_to_nothing_is_said_exactly_where_adam_moves_few_weights(dtype, rate, lora):
+    """The share that the line gives is that of weights which one step of Adam leaves as they are."""
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(200, 200, bias=False).to(getattr(torch, dtype))  # up to 0.07
+    trained = torch.nn.Linear(4, 4, bias=False) if lora else model
+    model.requires_grad_(not lora)
+    trainer = SimpleNamespace(
+        model=torch.nn.Sequential(model, trained),
+        is_deepspeed_enabled=False,
+        is_fsdp_enabled=False,
+        args=SimpleNamespace(
+            learning_rate=rate, optim="adamw_torch", bf16=True, fp16=False, model_init_kwargs={"dtype": dtype}
+        ),
+    )
+    line = announce.rounding(trainer, SimpleNamespace(dtype=dtype))
+    before = trained.weight.detach().clone()
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=rate, weight_decay=0)
+    trained.weight.grad = torch.randn(before.shape).to(before.dtype)
+    optimizer.step()
+    same = (trained.weight == before).float().mean().item()
+    assert bool(line) == (same > 0.5), (line, same)
+    if line:
+        share = float(line.split("one leaves ")[1].split(" %")[0])
+        assert f"in {dtype} " in line and f"learning_rate {rate:g}" in line and "--dtype float32" in line
+        assert share == pytest.approx(100 * same, abs=3)
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.parametrize("words, said", [([], "holds the output of another"), (["true"], "finished: ")])
+def test_of_two_processes_the_first_decides_and_both_end(here, policy, words, said):
+    command = [sys.executable, "-W", "ignore", "-m", "accelerate.commands.launch", "--config_file"]
+    command += ["experiments/settings/accelerate/ddp.yaml", "--num_processes", "2", "--main_process_port", "0"]
+    command += ["-m", "experiments.launch", str(here / "profile.yaml"), "--output_dir", str(here / "trainer_output")]
+    command += ["--resume_from_checkpoint", *words] if words else []
+    code, text = two_processes.run(command, 240, MODEL_PATH=policy, PYTHONPATH=str(ROOT))
+    assert (code == 0) == bool(words) and text.count(said) == 1, text[-3000:]
