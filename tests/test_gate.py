@@ -177,7 +177,7 @@ def test_what_cannot_be_predicted_is_said_and_trained(here, monkeypatch, capsys)
     [
         (["--calibration", "gone.json"], "launch: cannot read the calibration gone.json: No such file or directory; "),
         (["--calibration", "profile.yaml"], "launch: profile.yaml is not a calibration (JSONDecodeError: "),
-        (["--calibration", "x", "--predict_memory", "false"], "launch: profile.yaml: calibration 'x' corrects the "),
+        (["--calibration", "x", "--predict_memory", "false"], "launch: calibration 'x' corrects the "),
     ],
 )
 def test_a_calibration_that_cannot_be_used_is_refused_before_the_model_loads(here, words, line, monkeypatch, capsys):

@@ -66,6 +66,8 @@ DATASETS = {
     "not_there.jsonl": (..., ["is not here", "not_there.jsonl)"]),
     "owner/name": (..., ["is not here", "hub:owner/name downloads it"]),
     "./folders": (..., ["is not here", "a folder of such files"]),
+    "half_chats.csv": (b'prompt\n"[{""role"": ""user"", ""content"": ""a""}]"\nSay a.\n', ["row 1 and none in row 2"]),
+    "numpy.csv": (b"prompt\n\"[{'role': 'user', 'content': 'a'}\n {'role': 'user'}]\"\n", ["row 1", "as JSON"]),
     "hub:": (..., ["has no name"]),
     "": (..., ["has no name"]),
 }  # fmt: skip
@@ -85,6 +87,8 @@ SEEN_AT_ONCE = {
     ],
     "balanced --reward no/such": ["'no/such' is no folder here and not module:function"],
     "balanced --reward leters": ["'leters' is no folder here and not module:function"],
+    "balanced --reward my-rewards.py:short": ["letters, digits and _ only; rename it to my_rewards.py"],
+    "balanced --reward my-rewards.py": ["names no function; write my-rewards.py:FUNCTION"],
     "balanced --reward not_there:short": ["there is no not_there.py in", "PYTHONPATH"],
 }  # fmt: skip
 
@@ -95,6 +99,7 @@ def test_a_bad_dataset_reward_or_model_is_named_before_torch_is_imported(tmp_pat
             (tmp_path / name).mkdir()
         elif text is not ...:
             (tmp_path / name).write_bytes(text)
+    (tmp_path / "my-rewards.py").write_text("")
     given = ["--reward", "letters", "--model_name_or_path", "random:tiny-qwen3"]
     cases = [(["balanced", "--dataset", name, *given], parts) for name, (_, parts) in DATASETS.items()]
     cases += [(words.split(), parts) for words, parts in SEEN_AT_ONCE.items()]
@@ -129,6 +134,10 @@ def test_datasets_of_every_kind_are_read(tmp_path, monkeypatch):
     for name in ("a.jsonl", "a.json", "a.csv", "a.parquet", "folder"):
         rows = dataset.load(name)
         assert rows.column_names == ["prompt", "answer"] and rows["answer"][:] == ["a", "b"], name
+    chats = [[{"role": "user", "content": text}] for text in ('Say "a".', "It's b.")]
+    for name, write in (("json.csv", json.dumps), ("python.csv", str)):  # pandas writes a list as Python does
+        frame.assign(prompt=[write(chat) for chat in chats]).to_csv(name, index=False)
+        assert dataset.load(name)["prompt"][:] == chats
 
 
 REWARDS = """
@@ -183,6 +192,27 @@ REFUSED = {  # after the dataset and the model's name are found good
     "balanced --steps_per_generation 3 --dataset rows.jsonl --reward my_rewards:good": [
         "'rows.jsonl' has 2 prompts, and 3 are generated for at a time", "lower steps_per_generation",
     ],
+    "balanced --num_generations 0": ["launch: num_generations is 0: it must be at least 2"],
+    "balanced --num_generations 100000000": ["launch: num_generations is 100000000", "at most 4096"],
+    "balanced --num_generations=1 --top_p 2": ["num_generations is 1", "top_p is 2"],
+    "balanced --top_k -1": ["launch: top_k is -1", "--top_k 0"],
+    "balanced --min_p 2 --repetition_penalty 0": ["min_p is 2", "repetition_penalty is 0"],
+    'balanced --generation_kwargs {"top_p":2}': ["launch: generation_kwargs: top_p is 2"],
+    "balanced --load_in_4bit true": ["launch: load_in_4bit needs use_peft"],
+    "balanced --report_to nonsense": ["launch: report_to: nonsense is not supported; choose none or some of"],
+    "balanced --report_to wandb": ["wandb is not installed; .venv/bin/python -m pip install wandb"],
+    "broken.yaml --max_steps 2": ["launch: broken.yaml: eval_strategy is 'steps'"],
+    "broken.yaml --max_steps 2 --offload_reference true": ["launch: offload_ref", "; broken.yaml: eval_"],
+    **{
+        f"balanced --dataset taken_{name}.jsonl --reward {reward}": [f"the column {name!r}", "rename the column"]
+        for name in ("completions", "trainer_state")
+        for reward in ("my_rewards:good", "letters")
+    },
+    "balanced --dataset far.jsonl --reward letters": ["'far.jsonl', row 2: the token '<far>' has the id", "512 rows"],
+    "balanced --prompt_tokens 100 --max_completion_length 50000": [
+        "'builtin', row 1: a prompt of 100 tokens and max_completion_length 50,000 exceed the model's",
+        "positions; --max_completion_length ", "; --anyway trains beyond",
+    ],
     "balanced --dataset shout.jsonl --reward letters": ["'shout.jsonl', row 2", "the chat template: no shouting"],
 }  # fmt: skip
 
@@ -196,6 +226,7 @@ def test_the_launcher_refuses_before_any_model_loads(policy, tmp_path, monkeypat
     tokenizer.chat_template = "{% if messages[0].role == 'root' %}{{ raise_exception('no shouting') }}{% endif %}" + (
         tokenizer.chat_template
     )
+    tokenizer.add_tokens(["<far>"])
     tokenizer.save_pretrained(model)
     (model / "config.json").write_bytes(Path(policy, "config.json").read_bytes())
     monkeypatch.chdir(tmp_path)
@@ -204,6 +235,10 @@ def test_the_launcher_refuses_before_any_model_loads(policy, tmp_path, monkeypat
     Path("rows.jsonl").write_bytes(ROWS)
     chats = [[{"role": role, "content": "a"}] for role in ("user", "root")]
     Path("shout.jsonl").write_text("".join(json.dumps({"prompt": chat}) + "\n" for chat in chats))
+    Path("far.jsonl").write_bytes(ROW + b'{"prompt": "Say <far>."}\n')
+    for name in ("completions", "trainer_state"):
+        Path(f"taken_{name}.jsonl").write_text(json.dumps({"prompt": "a", "answer": "b", name: "old"}))
+    Path("broken.yaml").write_text("eval_strategy: steps\nbeta: 0.0\n")
     Path("my_rewards.py").write_text(REWARDS)
     Path("my_broken.py").write_text("def good(:")
     elsewhere = tmp_path.parent / "elsewhere"
@@ -230,9 +265,9 @@ NOT_A_MODEL = {  # file of a model -> what is in it, and what is said of it
 AFTER_LOADING = {
     '--model_init_kwargs {"nonsense":1}': ["cannot load", "unexpected keyword argument 'nonsense'"],
     "--use_peft --lora_dropout 0 --lora_target_modules nonsense": ["Target modules nonsense not found"],
-    "--report_to nonsense": ["nonsense is not supported"],
     '--lr_scheduler_kwargs {"a":1}': ["unexpected keyword argument 'a'"],
     "--adam_beta1 2": ["Invalid beta parameter"],
+    "--dataset rows.jsonl --reward few_rewards:one": ["the reward 'few_rewards:one' returned [1.0]", "a list of 8 "],
 }
 
 
@@ -241,6 +276,8 @@ def test_what_only_loading_shows_is_one_line_too(policy, tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MODEL_PATH", "model")
     shutil.copytree(policy, "model")
+    Path("rows.jsonl").write_bytes(ROWS)
+    Path("few_rewards.py").write_text("def one(completions, **kwargs): return [1.0]")
     usual = "balanced --max_steps 1 --max_completion_length 8 --prompt_tokens 48 --output_dir out --disable_tqdm true"
     usual += " --predict_memory false"
     cases = [(words.split(), parts, None) for words, parts in AFTER_LOADING.items()]
@@ -258,6 +295,94 @@ def test_what_only_loading_shows_is_one_line_too(policy, tmp_path, monkeypatch, 
         assert code == 2 and line.startswith("launch: ") and all(part in line for part in parts), (words, parts, line)
         if damage:
             file.write_bytes(whole)
+
+
+@pytest.mark.torch
+def test_a_model_limits_the_prompts_by_its_positions_and_by_its_tokens():
+    import transformers
+
+    from experiments.launch import model_limits
+
+    small = dict(vocab_size=50, hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8)
+
+    def positions(kind, **settings):
+        return model_limits.positions_of(transformers.AutoConfig.for_model(kind, **{**small, **settings}))
+
+    for kind in ("gpt2", "gpt_neo", "opt", "gptj", "biogpt"):
+        more = {"attention_types": [[["global"], 1]], "num_layers": 1} if kind == "gpt_neo" else {}
+        more |= {"rotary_dim": 4} if kind == "gptj" else {"word_embed_proj_dim": 8} if kind == "opt" else {}
+        assert positions(kind, max_position_embeddings=64, **more) == (64, True), kind
+    assert positions("qwen3", max_position_embeddings=64) == (64, False)
+    for kind, settings in (("bloom", {}), ("mpt", {}), ("rwkv", {}), ("falcon", {"alibi": True}), ("jamba", {})):
+        assert positions(kind, **settings) == (None, False), kind
+
+    def scaled(**rope):
+        return positions("llama", max_position_embeddings=64, rope_parameters={"rope_theta": 1e4, **rope})
+
+    assert scaled(rope_type="dynamic", factor=2.0) == (None, False)
+    assert scaled(rope_type="linear", factor=2.0) == (128, False)
+    assert scaled(rope_type="yarn", factor=4.0, original_max_position_embeddings=32) == (128, False)
+    more = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    assert scaled(rope_type="llama3", factor=2.0, **more) == (64, False)
+
+    gpt2, qwen3 = (
+        transformers.AutoConfig.for_model(kind, **small, max_position_embeddings=64) for kind in ("gpt2", "qwen3")
+    )
+    lengths = dataset.Lengths(60, 7, 9)
+    model_limits.check_positions(gpt2, lengths, 4, "rows", False)
+    model_limits.check_positions(qwen3, lengths, 5, "rows", True)
+    for hf_config, anyway in ((gpt2, False), (gpt2, True), (qwen3, False)):
+        with pytest.raises(ConfigError, match="row 7: .* 64 positions; --max_completion_length 4, or shorten") as said:
+            model_limits.check_positions(hf_config, lengths, 5, "rows", anyway)
+        assert ("--anyway" in str(said.value)) == (hf_config is qwen3)
+
+    def tokenizer(eos, pad):
+        return SimpleNamespace(eos_token_id=eos, pad_token_id=pad, convert_ids_to_tokens=lambda token: f"<{token}>")
+
+    model_limits.check_special_tokens(qwen3, tokenizer(1, None), "m")
+    for given, said in (
+        ((None, 0), "no eos_token"),
+        ((1, 50), "pad_token of .* '<50>' .* 50 rows"),
+        ((60, 0), "eos_"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            model_limits.check_special_tokens(qwen3, tokenizer(*given), "m")
+
+
+BAD_REWARDS = {
+    "[1.0]": "of shape (1,); TRL expects a list of 2 finite numbers",
+    "[[1.0], [2.0]]": "of shape (2, 1)",
+    "['1', '2']": "returned ['1', '2']; TRL expects",
+    "None": "returned None",
+    "5.0": "returned 5.0",
+    "{'a': 1.0, 'b': 2.0}": "returned {'a'",
+    "[1.0, float('inf')]": "number 2 is inf",
+    "[float('nan'), 1.0]": "number 1 is nan",
+}
+
+
+@pytest.mark.torch
+def test_rewards_that_trl_cannot_train_on_are_named_in_the_first_call():
+    import asyncio
+
+    import torch
+
+    for returned, said in BAD_REWARDS.items():
+        with pytest.raises(ConfigError) as caught:
+            inputs.check_rewards("m:f", eval(returned), 2, first=True)
+        assert str(caught.value).startswith("the reward 'm:f' returned ") and said in str(caught.value), returned
+    for good in ([1, None], (True, 0.5), torch.ones(2), [torch.ones(1), 2.0], (float(i) for i in range(2))):
+        assert len(inputs.check_rewards("m:f", good, 2, first=True)) == 2
+    later = inputs.check_rewards("m:f", [float("nan"), 1.0], 2)
+    assert later[1] == 1.0
+    with pytest.raises(ConfigError, match="number 1 is -inf"):
+        inputs.check_rewards("m:f", [-float("inf"), 1.0], 2)
+
+    async def asked(completions, **given):
+        return [1.0] * 3
+
+    with pytest.raises(ConfigError, match="of shape \\(3,\\)"):
+        asyncio.run(inputs.checked("m:asked", asked)(completions=["a", "b"]))
 
 
 @pytest.mark.torch

@@ -19,7 +19,17 @@ from pathlib import Path
 from experiments import host_allocator
 from experiments.config import ARMS, ConfigError, exit_code
 from experiments.device import is_out_of_memory, level, settle, show_one_gpu
-from experiments.launch import command_line, dataset, gate, help, inputs, output, prompt_images, quiet
+from experiments.launch import (
+    command_line,
+    dataset,
+    gate,
+    help,
+    inputs,
+    model_limits,
+    output,
+    prompt_images,
+    quiet,
+)
 from experiments.launch.announce import print_end, print_start
 from experiments.launch.offload import keep_on_host
 from experiments.settings.arguments import LaunchArguments
@@ -101,11 +111,14 @@ def train_in_folder(profile: str, launch: LaunchArguments, config, model, rows, 
             rows = inputs.builtin_prompts(tokenizer, launch.prompt_tokens)
         if images and isinstance(reward, str):
             inputs.check_reward_reads(reward)
+        hf_config = model_limits.config_of(path, config.model_init_kwargs)
     quantization = inputs.quantization_of(path, model)
+    model_limits.check_special_tokens(hf_config, tokenizer, model.model_name_or_path)
     dataset.check_enough(rows, config, launch.dataset)
     lengths = dataset.measure(
-        rows, tokenizer, config.chat_template_kwargs or {}, launch.max_prompt_tokens, launch.dataset, images
+        rows, tokenizer, config.chat_template_kwargs or {}, launch.max_prompt_tokens, launch.dataset, images, hf_config
     )
+    model_limits.check_positions(hf_config, lengths, config.max_completion_length, launch.dataset, launch.anyway)
     named = model.model_name_or_path
     source = named if named.startswith("hub:") or adapter_of(named) else path
     predicted = gate.predicted_peaks(profile, launch, config, model, source, lengths)
@@ -196,6 +209,9 @@ def train(
         kept = f"; {config.output_dir}/memory.json is kept" if Path(config.output_dir, "memory.json").exists() else ""
         end_progress_bar(config)
         return stopped(stop, f"after update {trainer.state.global_step}{kept}")
+    except ConfigError:  # of the reward
+        end_progress_bar(config)
+        raise
     except Exception as error:
         if memory.phases is None and not is_out_of_memory(error):  # the optimizer, the schedule, the checkpoint
             raise ConfigError(said(error)) from error

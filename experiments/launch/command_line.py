@@ -9,7 +9,15 @@ from importlib.util import find_spec
 from experiments.config import ConfigError
 from experiments.launch import dataset, inputs
 from experiments.settings.arguments import LaunchArguments
-from experiments.settings.profiles import fields, find_profile, load_profile, out_of_range, read_yaml
+from experiments.settings.profiles import (
+    at_odds,
+    fields,
+    find_profile,
+    fits,
+    load_profile,
+    out_of_range,
+    read_yaml,
+)
 from experiments.workload.adapters import adapter_of
 
 
@@ -96,32 +104,41 @@ def parse(argv: list[str]):
             unknown.append(f"unknown setting {word!r}{f'; did you mean --{near[0]}?' if near else ''}")
     if unknown:
         raise ConfigError("; ".join(unknown))
+    given = given_values(overrides)
+    # TRL divides by some of them
+    numbers = {
+        name: (int if fits(value, int) else float)(value) for name, value in given.items() if fits(value, float)
+    }
+    wrong = [said for name, value in numbers.items() if (said := out_of_range(name, value))]
+    if wrong:
+        raise ConfigError("; ".join(wrong))
     from trl import GRPOConfig, ModelConfig, RLOOConfig, TrlParser
 
     algorithm = asked_for(argv).algorithm
     parser = TrlParser((LaunchArguments, RLOOConfig if algorithm == "rloo" else GRPOConfig, ModelConfig))
     parser.error = refuse  # not a page of usage
-    overrides = [*(["--use_cpu=true"] if no_gpu() and "--use_cpu" not in overrides else []), *overrides]
+    words = [*(["--use_cpu=true"] if no_gpu() and "--use_cpu" not in overrides else []), *overrides]
     try:
         launch, config, model, in_profile, stray = parser.parse_args_and_config(
-            ["--config", str(find_profile(profile)), *overrides],
+            ["--config", str(find_profile(profile)), *words],
             return_remaining_strings=True,
             separate_remaining_strings=True,
         )
-        for words, where in ((in_profile, f"{profile}: "), (stray, "")):
-            if words:
-                refuse(f"{where}{', '.join(map(repr, words))}: no settings of {algorithm}; write --name value")
+        for strange, where in ((in_profile, f"{profile}: "), (stray, "")):
+            if strange:
+                refuse(f"{where}{', '.join(map(repr, strange))}: no settings of {algorithm}; write --name value")
     except ConfigError:  # of the command line: not the profile's fault
         raise
     except (ValueError, TypeError, ImportError, OSError) as error:
         said = " ".join(str(error).split())
         if "generation_batch_size" in said:  # a name that nobody gave
             said += " It is per_device_train_batch_size x steps_per_generation; set --steps_per_generation as well."
-        raise ConfigError(f"{profile}: {said}") from error
+        with_it = f" with {' '.join(overrides)}" if overrides else ""
+        raise ConfigError(f"{profile}{with_it}: {said}") from error
     model.model_name_or_path = os.environ.get("MODEL_PATH") or model.model_name_or_path
     if adapter := adapter_of(model.model_name_or_path):
         adapter.put_into(model)
-    check_values(profile, launch, config, model)
+    check_values(profile, launch, config, model, given)
     return launch, config, model
 
 
@@ -129,12 +146,52 @@ def refuse(message: str):
     raise ConfigError(message)
 
 
-def check_values(profile: str, launch: LaunchArguments, config, model) -> None:
-    """Raise `ConfigError` for numbers out of range and for what this machine does not have, all of it in one line."""
+def given_values(words: list[str]) -> dict[str, str]:
+    """The settings of a command line as text; one that is named without a value is on, one with `--no_` is off."""
+    given = {}
+    for word, after in zip(words, [*words[1:], "--"], strict=True):
+        if word.startswith("--"):
+            name, equals, value = word.removeprefix("--").partition("=")
+            off = name.startswith(("no_", "no-"))
+            name = name[3 * off :].replace("-", "_")
+            given[name] = value if equals else "false" if off else "true" if after.startswith("--") else after
+    return given
+
+
+def check_reporters(names) -> list[str]:
+    """What is wrong with the names of `report_to`: unknown, or a package that is not installed."""
+    from transformers.integrations import integration_utils
+
+    known, here = integration_utils.INTEGRATION_TO_CALLBACK, integration_utils.get_available_reporting_integrations()
+    problems = [
+        f"report_to: {name} is not supported; choose none or some of {', '.join(sorted(known))}"
+        for name in names
+        if name not in known
+    ]
+    # of two transformers does not always say whether they are here
+    return problems + [
+        f"report_to: {name} is not installed; .venv/bin/python -m pip install {name}, or --report_to none"
+        for name in names
+        if name in set(known) - {"flyte", "azure_ml"} and name not in here
+    ]
+
+
+def check_values(profile: str, launch: LaunchArguments, config, model, given: dict) -> None:
+    """Raise `ConfigError` for numbers out of range and for what this machine does not have, all of it in one line.
+    `given` are the settings of the command line: what is wrong with others is the profile's."""
     values = {**vars(model), **vars(config), **vars(launch)}
     problems = [problem for name, value in values.items() if (problem := out_of_range(name, value))]
     floats = {name: value for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
     problems += [f"{name} is {value}: it must be a finite number" for name, value in floats.items()]
+    problems += [
+        f"generation_kwargs: {problem}"
+        for name, value in (config.generation_kwargs or {}).items()
+        if isinstance(value, int | float) and (problem := out_of_range(name, value))
+    ]
+    if config.top_k == -1 and not config.use_vllm:
+        problems.append("top_k is -1, which only vLLM takes for all tokens; --top_k 0")
+    problems += [problem for _, problem in at_odds(given, values)]
+    problems += check_reporters(config.report_to)
     if launch.calibration not in (None, "none") and not launch.predict_memory:
         problems.append(
             f"calibration {launch.calibration!r} corrects the prediction, and predict_memory is off; remove one"
@@ -172,7 +229,9 @@ def check_values(profile: str, launch: LaunchArguments, config, model) -> None:
     if (launch.offload_reference or launch.offload_reward) and os.environ.get("ACCELERATE_USE_FSDP") == "true":
         problems.append("offloading moves a whole model, and FSDP shards it: use fsdp2_offload.yaml instead")
     if problems:
-        raise ConfigError(f"{profile}: {'; '.join(problems)}")
+        said = [problem for problem in problems if {word.strip(":,;'") for word in problem.split()} & set(given)]
+        in_file = "; ".join(problem for problem in problems if problem not in said)
+        raise ConfigError("; ".join([*said, *([f"{profile}: {in_file}"] if in_file else [])]))
 
 
 def no_gpu() -> bool:

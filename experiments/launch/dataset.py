@@ -1,16 +1,19 @@
 """The prompts that a launched training is given: read and checked before torch is imported, counted before the model
 is loaded."""
 
+import ast
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.config import ConfigError
-from experiments.launch import prompt_images
+from experiments.launch import model_limits, prompt_images
 
 KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 FORMATS = f"a {', '.join(KINDS)} file with a column `prompt`, a folder of such files, or hub:owner/name"
+CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 ROWS_COUNTED = 20_000  # for the summary; all of them where there is a limit to keep
 
 
@@ -69,10 +72,50 @@ def load(source: str):
         )
     if not len(dataset):
         raise ConfigError(f"dataset {source!r} has no rows; it needs at least one prompt")
+    dataset = with_chats_read(dataset, source)
     for row, prompt in enumerate(dataset["prompt"], 1):
         if problem := wrong_prompt(prompt):
             raise ConfigError(f"dataset {source!r}, row {row}: {problem}")
     return prompt_images.checked(dataset, source)
+
+
+def with_chats_read(dataset, source: str):
+    """The rows with chats where each prompt is a chat as text: all that a table such as CSV can hold, as JSON or as
+    Python writes it. Raises `ConfigError` that names a row which is none, or cannot be read."""
+    prompts = dataset["prompt"][:]
+    written = [row for row, prompt in enumerate(prompts, 1) if isinstance(prompt, str) and CHAT_AS_TEXT.match(prompt)]
+    if not written:
+        return dataset
+    if len(written) < len(prompts):
+        other = next(row for row, at in enumerate([*written, 0], 1) if row != at)
+        raise ConfigError(
+            f"dataset {source!r}: the prompt is a chat as text in row {written[0]} and none in row {other}; all have "
+            "to be chats, or all text"
+        )
+    chats = []
+    for row, prompt in enumerate(prompts, 1):
+        try:
+            chats.append(json.loads(prompt))
+        except ValueError:
+            try:
+                chats.append(ast.literal_eval(prompt.strip()))
+            except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
+                raise ConfigError(
+                    f"dataset {source!r}, row {row}: the prompt is no chat that can be read ({one_line(error)}); "
+                    'write it as JSON: [{"role": "user", "content": "..."}]'
+                ) from error
+        if problem := wrong_prompt(chats[-1]):
+            raise ConfigError(f"dataset {source!r}, row {row}: {problem}")
+    if os.environ.get("RANK", "0") == "0":
+        print(f"data    the prompts of {source} are chats as text: read as chats", flush=True)
+    try:
+        return (
+            dataset.rename_column("prompt", "text of the prompt")
+            .add_column("prompt", chats)
+            .remove_columns("text of the prompt")
+        )
+    except Exception as error:  # contents of several kinds: Arrow's own errors
+        raise ConfigError(f"dataset {source!r}: the chats have no common form: {one_line(error)}") from error
 
 
 def wrong_prompt(prompt) -> str | None:
@@ -142,15 +185,23 @@ def check_enough(dataset, config, source: str) -> None:
 
 
 def measure(
-    dataset, tokenizer, options: dict, limit: int | None, source: str, images: prompt_images.ImageColumn | None = None
+    dataset,
+    tokenizer,
+    options: dict,
+    limit: int | None,
+    source: str,
+    images: prompt_images.ImageColumn | None = None,
+    hf_config=None,
 ) -> Lengths:
     """Count the tokens of the prompts as the trainer will: `options` are its `chat_template_kwargs`. With `images`,
     `tokenizer` is the model's processor.
 
-    Raises `ConfigError` for a prompt that is longer than `limit` tokens, that has none, or that the chat template does
-    not take, and for images that cannot be read or have no place in their chat; it names the row.
+    Raises `ConfigError` for a prompt that is longer than `limit` tokens, that has none, that has one without a row in
+    the embedding of the model (`hf_config`), or that the chat template does not take, and for images that cannot be
+    read or have no place in their chat; it names the row.
     """
     longest, longest_row, counted, largest = 0, 0, 0, ()
+    stand_ins = model_limits.placeholders(hf_config) if hf_config else ()
     to_count = images.rows_counted if images else ROWS_COUNTED
     rows = dataset if limit else dataset.select(range(min(len(dataset), to_count)))
     if images:
@@ -173,6 +224,8 @@ def measure(
             ) from error
         if not ids:
             raise ConfigError(f"dataset {source!r}, row {row}: the prompt has no tokens; remove the row or fill it")
+        if hf_config and (problem := model_limits.beyond(max(set(ids) - stand_ins, default=0), hf_config, tokenizer)):
+            raise ConfigError(f"dataset {source!r}, row {row}: {problem}")
         if len(ids) > longest:
             longest, longest_row = len(ids), row
         # A model's image tokens grow with the pixels, and so does what its vision tower holds

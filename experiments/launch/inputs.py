@@ -1,9 +1,11 @@
 """What a launched training is given: the model and its tokenizer, the built-in prompts, the reward."""
 
+import functools
 import hashlib
 import importlib
 import importlib.util
 import inspect
+import re
 import shutil
 import sys
 import tempfile
@@ -184,6 +186,14 @@ def check_reward(name: str | None, dataset: str) -> None:
     if name in (None, "letters") or is_model(name):
         return
     folder, module, function = split_reward(name)
+    file = module.rpartition(".")[2]
+    if function and not file.isidentifier() and (folder / f"{file}.py").exists():
+        raise ConfigError(
+            f"reward {name!r}: Python cannot import {file}.py, whose name may have letters, digits and _ only; "
+            "rename it to " + re.sub(r"\W", "_", file) + ".py"
+        )
+    if not function and (folder / f"{file}.py").exists():
+        raise ConfigError(f"reward {name!r} names no function; write {name.removesuffix(':')}:FUNCTION")
     if not function or not all(part.isidentifier() for part in module.split(".")):
         raise ConfigError(
             f"reward {name!r} is no folder here and not module:function; docs/launch.md says how to write one"
@@ -214,6 +224,12 @@ def reward_function(name: str | None, columns: list[str]):
     """
     from experiments.workload.data import letter_reward
 
+    taken = [column for column in columns if column in REWARD_ARGUMENTS]
+    if taken and not is_model(name or ""):
+        raise ConfigError(
+            f"the dataset has the column {taken[0]!r}, and TRL gives the reward an argument of that name itself; "
+            "rename the column"
+        )
     if name in (None, "letters"):
         return letter_reward
     if is_model(name):
@@ -243,7 +259,49 @@ def reward_function(name: str | None, columns: list[str]):
         ) from error
     except ValueError:  # a builtin without a signature
         pass
-    return found
+    return checked(name, found)
+
+
+def checked(name: str, function):
+    """The reward function, which raises `ConfigError` for what it returns where TRL cannot train on it."""
+    from trl.trainer.utils import is_async_callable
+
+    calls = 0
+
+    def check(rewards, completions):
+        nonlocal calls
+        calls += 1
+        return check_rewards(name, rewards, len(completions), first=calls == 1)
+
+    @functools.wraps(function)
+    def call(**given):
+        return check(function(**given), given["completions"])
+
+    @functools.wraps(function)
+    async def call_async(**given):
+        return check(await function(**given), given["completions"])
+
+    return call_async if is_async_callable(function) else call
+
+
+def check_rewards(name: str, rewards, count: int, first: bool = False) -> list:
+    """The rewards as a list. Raises `ConfigError` unless they are `count` finite numbers or None. A NaN is refused in
+    the `first` call alone: later it leaves a completion out, as None does."""
+    import torch
+
+    expected = f"TRL expects a list of {count} finite numbers, one a completion, or None to leave one out"
+    returned = f"the reward {name!r} returned {one_line(repr(rewards))}"
+    try:
+        rewards = list(rewards)
+        numbers = torch.tensor([0.0 if reward is None else reward for reward in rewards], dtype=torch.float32)
+    except Exception as error:  # what is no list, and what is no number: each raises its own
+        raise ConfigError(f"{returned}; {expected}") from error
+    if numbers.shape != (count,):
+        raise ConfigError(f"{returned}, of shape {tuple(numbers.shape)}; {expected}")
+    wrong = ~numbers.isfinite() if first else numbers.isinf()
+    if wrong.any():
+        raise ConfigError(f"{returned}: number {int(wrong.nonzero()[0]) + 1} is {numbers[wrong][0]}; {expected}")
+    return rewards
 
 
 def check_reward_reads(model: str) -> None:

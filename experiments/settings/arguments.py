@@ -41,4 +41,4 @@ class LaunchArguments:
         "a file of corrections of the prediction, which python -m experiments.plan --calibrate RUN_DIR... writes, or "
         "none; without it this machine's own, if there is one",
     )
-    anyway: bool = setting(False, "train even if it is predicted not to fit")
+    anyway: bool = setting(False, "train even if it is predicted not to fit, or beyond the model's rotary positions")

@@ -134,17 +134,28 @@ def load_profile(name: str) -> dict:
             problems.append((lines[key], problem))
         else:
             settings[key] = as_meant(value, known[key])
-    for one, other, reason in CONTRADICTIONS:
-        if settings.get(one) and settings.get(other):
-            problems.append((lines[one], f"{one} contradicts {other} (line {lines[other]}): {reason}"))
-    for one, needed, reason in NEEDS:
-        if settings.get(one) and not settings.get(needed):
-            problems.append((lines[one], f"{one} needs {needed}: {reason}"))
+    problems += [(lines[one], problem) for one, problem in at_odds(settings, settings, lines)]
     if problems:
         shown = "; ".join(f"line {line}: {problem}" for line, problem in sorted(problems)[:8])
         more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise ConfigError(f"{path}, {shown}{more}")
     return settings
+
+
+def at_odds(given, values: dict, lines: dict | None = None) -> list[tuple[str, str]]:
+    """(setting, what is wrong) for each of the `given` settings whose value contradicts another's, or that needs
+    another. `lines` are those of a file."""
+    where = {name: f" (line {line})" for name, line in (lines or {}).items()}
+    found = [
+        (one, f"{one} contradicts {other}{where.get(other, '')}: {reason}")
+        for one, other, reason in CONTRADICTIONS
+        if {one, other} & set(given) and values.get(one) and values.get(other)
+    ]
+    return found + [
+        (one, f"{one} needs {needed}: {reason}")
+        for one, needed, reason in NEEDS
+        if one in given and values.get(one) and not values.get(needed)
+    ]
 
 
 def find_profile(name: str) -> Path:
@@ -268,7 +279,10 @@ RANGES = {
     "prompt_tokens": AT_LEAST_1,
     "max_prompt_tokens": AT_LEAST_1,
     "lora_r": AT_LEAST_1,
-    "num_generations": (lambda x: x >= 2, "at least 2: the baseline is made of the other completions"),
+    "num_generations": (
+        lambda x: 2 <= x <= 4096,
+        "at least 2, as the baseline is made of the other completions, and at most 4096",
+    ),
     "max_steps": (lambda x: x == -1 or x >= 1, "at least 1, or -1 for num_train_epochs"),
     "num_train_epochs": (lambda x: x > 0, "above 0"),
     "temperature": (lambda x: x > 0, "above 0"),
@@ -276,6 +290,10 @@ RANGES = {
     "beta": (lambda x: x >= 0, "0 or more"),
     "lora_dropout": (lambda x: 0 <= x < 1, "from 0 to below 1"),
     "top_p": (lambda x: 0 < x <= 1, "above 0, at most 1"),
+    "top_k": (lambda x: x >= -1, "1 or more, or 0 for all tokens"),
+    "min_p": (lambda x: 0 <= x <= 1, "from 0 to 1"),
+    "repetition_penalty": (lambda x: x > 0, "above 0; 1 has no effect"),
+    "num_return_sequences": (lambda x: x == 1, "1: num_generations says how many completions a prompt has"),
     "vllm_gpu_memory_utilization": (lambda x: 0 < x <= 1, "above 0, at most 1"),
     "seed": (lambda x: 0 <= x < 2**32, "from 0 to 4294967295"),
 }
