@@ -6,6 +6,7 @@ python -m visualization.combine_memory_data RESULTS_MACHINE_DIR [--out DIR]
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 import pandas as pd
 
@@ -32,15 +33,13 @@ def statistics(runs: Sequence[Run]) -> pd.DataFrame:
 def _row(cell: Cell) -> dict:
     row = {"scale": cell.scale, "arm": cell.arm, "k": cell.k, "runs": len(cell.runs)}
     row |= {status: cell.count(status) for status in ("ok", "oom", "error", "killed", "damaged", "unknown")}
-    for name, column in (
-        ("peak", "peak_bytes"),
-        ("above_start", "above_start_bytes"),
-        ("step_seconds", "step_seconds_median"),
+    for name, unit, values in (
+        ("peak", "_bytes", cell.values("peak_bytes")),
+        ("above_start", "_bytes", cell.values("above_start_bytes")),
+        ("step_seconds", "", cell.seconds().values),
     ):
-        values = cell.values(column)
-        unit = "" if name == "step_seconds" else "_bytes"
         row |= {
-            f"{name}_median{unit}": cell.median(column),
+            f"{name}_median{unit}": median(values) if values else None,
             f"{name}_min{unit}": min(values, default=None),
             f"{name}_max{unit}": max(values, default=None),
         }

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from visualization import seconds
 from visualization.files import LoadError, read_text, run_cli
 from visualization.load import load_machine, tell_damaged
 from visualization.pages.gpu_evidence import (
@@ -66,7 +67,8 @@ def render(name: str, folder: Path, scale: str | None = None, load: Callable = l
     Raises LoadError.
     """
     if name in FOLDER_TABLES:
-        return FOLDER_TABLES[name][0](folder)
+        text = FOLDER_TABLES[name][0](folder)
+        return text + "".join(f"\n{line}.\n" for line in seconds.note([text]))
     if name not in NAMES:
         raise LoadError(f"no table is named {name}; there are {', '.join(NAMES)}")
     runs = load(folder)
@@ -82,7 +84,7 @@ def render(name: str, folder: Path, scale: str | None = None, load: Callable = l
             chosen = [run for cell in in_short(chosen) if cell for run in cell.runs] or chosen
         measure = next((run.measure.label for run in chosen if run.peak_bytes is not None), chosen[0].measure.label)
         if lines := TABLES[name](chosen):
-            notes = [f"\n{line}." for line in footnotes(chosen)]
+            notes = [f"\n{line}." for line in (*footnotes(chosen), *seconds.note(lines))]
             parts.append("\n".join([f"*{describe(chosen)} · {measure}*", "", *lines, *notes]))
     return "\n\n".join(parts) + "\n"
 
