@@ -10,7 +10,7 @@ from statistics import median
 
 import pandas as pd
 
-from visualization.files import run_cli
+from visualization.files import run_cli, whole_file
 from visualization.load import SAMPLE_COLUMNS, load, tell_damaged
 from visualization.runs import GIB, Cell, Run, cells
 
@@ -58,8 +58,9 @@ def write(runs: Sequence[Run], out: Path) -> int:
     """Write combined_memory.csv and combined_statistics.csv. Returns the number of samples."""
     out.mkdir(parents=True, exist_ok=True)
     samples = combined(runs)
-    samples.to_csv(out / "combined_memory.csv", index=False)
-    statistics(runs).to_csv(out / "combined_statistics.csv", index=False)
+    for name, table in (("combined_memory.csv", samples), ("combined_statistics.csv", statistics(runs))):
+        with whole_file(out / name) as staging:
+            table.to_csv(staging, index=False)
     return len(samples)
 
 

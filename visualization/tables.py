@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from visualization import seconds
-from visualization.files import LoadError, read_text, run_cli
+from visualization.files import LoadError, read_text, run_cli, write_text
 from visualization.load import load_machine, tell_damaged
 from visualization.pages.gpu_evidence import (
     SHAPE,
@@ -151,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     text, stale = fill(args.path, load)
     if args.write and stale:
-        args.path.write_text(text, encoding="utf-8")
+        write_text(args.path, text)
     for table in stale:
         print(f"{args.path}: table {table} " + ("is out of date; run with --write" if args.check else "written"))
     damaged = max((tell_damaged(runs) for runs in read.values()), default=0)

@@ -14,7 +14,7 @@ from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.figure import Figure
 
 from visualization import style
-from visualization.files import LoadError, run_cli
+from visualization.files import LoadError, run_cli, whole_file
 from visualization.pages.rivals import IN_SHORT, faster, how_often, measured_on, read_worth, times
 from visualization.seconds import note
 
@@ -73,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         figure = chart(rows)
     except KeyError as error:
         raise LoadError(f"{args.folder}/worth.csv: lacks {error}; run python -m experiments.evidence.worth") from None
-    figure.savefig(args.out, dpi=150)
+    with whole_file(args.out) as staging:
+        figure.savefig(staging, dpi=150)
     print(args.out)
     return 0
 

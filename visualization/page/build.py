@@ -17,7 +17,7 @@ from markdown_it import MarkdownIt
 
 from visualization import create_charts, seconds, style, tables
 from visualization.charts.timelines import peak_preserving, representative
-from visualization.files import LoadError
+from visualization.files import LoadError, write_text
 from visualization.runs import (
     ARMS,
     GIB,
@@ -283,4 +283,4 @@ def log_end(path: Path) -> str:
 
 def write(folder: Path, runs: Sequence[Run], charts: Sequence[Path]) -> None:
     """Write results/<machine>/report.html."""
-    (folder / "report.html").write_text(report(folder, runs, charts), encoding="utf-8")
+    write_text(folder / "report.html", report(folder, runs, charts))
