@@ -1,6 +1,20 @@
 #!/usr/bin/env bash
-# The untouched trainers at k = 2, 4, 8. Options are passed on: ./run_baseline-rloo.sh --repeats 3 --k 2,4
+# Usage: ./run_baseline-rloo.sh [OPTION ...]
+#
+# Measures the untouched trainers of TRL 0.21 and 1.16 at k = 2, 4, 8. Each run is a process of its own. The same
+# command goes on where it was stopped. Writes results/MACHINE/: a folder a run, summary.csv. Exit code 1: some run
+# failed.
+# Options: --k 2,4 --repeats 3 --scale test (minutes) --device cpu --minutes 30 --results FOLDER --machine NAME ...
+# Paths are those where you stand. All options: .venv/bin/python -m experiments.suite --help
 set -euo pipefail
-cd "$(dirname "$0")"
-./setup_env.sh --quiet
-exec .venv/bin/python -m experiments.suite --arms classic-baseline,stock,stock-accumulate "$@"
+here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
+case " $* " in *" --help "* | *" -h "*) sed -n '2,$ { /^#/!q; s/^# \{0,1\}//p; }' "${BASH_SOURCE[0]}" && exit ;; esac
+"$here/setup_env.sh" --quiet
+export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1 # a folder `experiments` where you stand is not ours
+python=$here/.venv/bin/python code=0
+SCRIPT_PID=$$ "$python" -m experiments.suite --arms classic-baseline,stock,stock-accumulate "$@" || code=$?
+[ "$code" -le 1 ] || exit "$code"
+results=$("$python" -m experiments.suite --arms stock "$@" --print-folder)
+echo "results: $results"
+printf 'next:%s\n' "$(printf ' %q' "$here/run_improve-rloo.sh" "$@")"
+exit "$code"

@@ -1,13 +1,20 @@
 #!/usr/bin/env bash
+# Usage: ./run_bench.sh [OPTION ...]
+#
 # Today's trainer with and without prefix sharing, side by side, in alternating repeats at k = 8: first their seconds,
-# then their memory, because what makes resident memory mean "alive" takes time (docs/measuring.md). Then other k.
-# Options are passed on to the suite: ./run_bench.sh --device cuda
+# then their memory, because what makes resident memory mean "alive" takes time (docs/measuring.md). Then other k, and
+# 30 updates with a reward that can be learned. About 40 minutes on 2 cores; the same command goes on where it was
+# stopped. Writes results/MACHINE/: a folder a run, summary.csv, charts, report.html. Exit code 1: some run failed.
+# Options: --device cpu --minutes 30 (of each of seven suites) --results FOLDER --machine NAME ...
+# Paths are those where you stand. All options: .venv/bin/python -m experiments.suite --help
 set -euo pipefail
-cd "$(dirname "$0")"
-./setup_env.sh --quiet
-worst=0
+here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
+case " $* " in *" --help "* | *" -h "*) sed -n '2,$ { /^#/!q; s/^# \{0,1\}//p; }' "${BASH_SOURCE[0]}" && exit ;; esac
+"$here/setup_env.sh" --quiet
+export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1 # a folder `experiments` where you stand is not ours
+python=$here/.venv/bin/python worst=0
 suite() { # after failed runs the next suite begins all the same; not after a bad option (2) or a signal (128 + n)
-  SCRIPT_PID=$$ .venv/bin/python -m experiments.suite "$@" || worst=$?
+  SCRIPT_PID=$$ "$python" -m experiments.suite "$@" || worst=$?
   [ "$worst" -le 1 ] || exit "$worst"
 }
 for runs in "bench-time --repeats 3" "bench --repeats 2"; do
@@ -18,5 +25,8 @@ suite --scale bench --arms stock-compact --k 2,4,16 "$@"
 suite --scale bench --arms shared,shared-accumulate --k 2,4,16,32,64 "$@"
 # A reward that can be learned, 30 updates, same seed: training is not harmed
 suite --arms stock,shared,shared-accumulate --scale learn --k 4 "$@"
-./visualize_results.sh "$(.venv/bin/python -m experiments.suite --arms stock --k 4 "$@" --print-folder)"
+results=$("$python" -m experiments.suite --arms stock --k 4 "$@" --print-folder)
+"$here/visualize_results.sh" "$results" || worst=$?
+echo "results: $results"
+echo "next: open $results/report.html"
 exit "$worst"

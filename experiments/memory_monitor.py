@@ -226,13 +226,14 @@ def sample(process: psutil.Process, output, interval: float, device: Device | No
     """Write a header and a row every `interval` seconds to `output` (an unbuffered binary file).
 
     Returns when `process` has ended or file descriptor `stop` becomes readable. Raises OSError when a row cannot be
-    written; the file then ends with the last whole row. NVML failing on the way leaves its cells empty.
+    written; the file then ends with the last whole row. NVML failing on the way leaves its cells empty, and a device
+    that does not tell its memory leaves those two empty.
     """
     _write_line(output, COLUMNS)
     process.cpu_percent()  # psutil measures from the call before
     utilization = process_device = cpu = host = None
     processes = _ProcessUse(process.pid)
-    lost_said = False
+    said = False
     times = array("d")
     slow_due = processes_due = 0.0
     tick = 0
@@ -241,15 +242,19 @@ def sample(process: psutil.Process, output, interval: float, device: Device | No
         elapsed = time.monotonic() - start
         timestamp = began + elapsed  # a clock that is set meanwhile does not part the samples from the phases
         used = total = None
+        answers = device is not None
         if device:
             try:
                 # Version 1: used + free = total, so it counts the driver's own share, as "out of memory" does.
                 memory = pynvml.nvmlDeviceGetMemoryInfo(device.handle)
                 used, total = memory.used, memory.total
             except pynvml.NVMLError as error:
-                if not lost_said:
-                    _say(f"{device.name} no longer answers ({error}): its cells stay empty while that lasts")
-                lost_said = True
+                # Not supported where the device shares the host's memory (GB10): it tells the rest
+                answers = isinstance(error, (pynvml.NVMLError_NotSupported, pynvml.NVMLError_NoPermission))
+                if not said:
+                    lacks = "does not tell its memory" if answers else "does not answer"
+                    _say(f"{device.name} {lacks} ({error}): those cells stay empty")
+                said = True
         try:
             resident = process.memory_info().rss
             if resident == 0 or not process.is_running():  # a zombie has no memory; a reused pid is not running
@@ -259,16 +264,16 @@ def sample(process: psutil.Process, output, interval: float, device: Device | No
                 cpu = process.cpu_percent() if times else None
                 host = psutil.virtual_memory().used
                 utilization = None
-                if used is not None:
+                if answers:
                     with contextlib.suppress(pynvml.NVMLError):  # MIG has no utilization
                         utilization = pynvml.nvmlDeviceGetUtilizationRates(device.handle).gpu
-            if elapsed >= processes_due and used is not None:
+            if elapsed >= processes_due and answers:
                 processes_due, process_device = elapsed + PROCESS_PERIOD, None
                 with contextlib.suppress(pynvml.NVMLError):
                     process_device = processes.read(device)
         except psutil.NoSuchProcess:
             break
-        if used is None:
+        if not answers:
             utilization = process_device = None
         cells = (timestamp, elapsed, used, total, utilization, process_device, resident, cpu, host)
         _write_line(output, cells)

@@ -185,10 +185,13 @@ def run_one(
     token = token or new_token()
     command = [sys.executable, "-m", "experiments.train", "--config"]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    with tempfile.TemporaryDirectory(prefix="rloo-") as temp, Path(temp, "stderr").open("w+b") as words:
-        Launch(config, machine, token, os.getpid()).write(Path(temp, "launch.json"))
+    with tempfile.TemporaryFile() as launch, tempfile.TemporaryFile() as words:  # no name: a kill leaves nothing
+        handed_over = f"/dev/fd/{launch.fileno()}"
+        Launch(config, machine, token, os.getpid()).write(Path(handed_over))
+        launch.seek(0)
         process = subprocess.Popen(
-            [*command, str(Path(temp, "launch.json"))],
+            [*command, handed_over],
+            pass_fds=[launch.fileno()],
             env={**os.environ, "PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

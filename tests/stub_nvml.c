@@ -2,6 +2,7 @@
  *
  * STUB_NVML_USED_FILE  a file read at every call: bytes in use on each device, or "lost" (every query then fails)
  * STUB_NVML_PROCESSES  "pid:bytes,pid:bytes", the compute processes on each device; bytes -1: not available
+ * STUB_NVML_MEMORY     the code that memory info returns (3: not supported, as on a GPU that shares the host's memory)
  * STUB_NVML_INIT       the code that init returns (9: driver not loaded)
  */
 #include <stdio.h>
@@ -80,6 +81,7 @@ int nvmlDeviceGetName(Device *device, char *name, unsigned size) { return copy(d
 int nvmlDeviceGetUUID(Device *device, char *uuid, unsigned size) { return copy(device->uuid, uuid, size); }
 
 int nvmlDeviceGetMemoryInfo(Device *device, Memory *memory) {
+    if (getenv("STUB_NVML_MEMORY")) return atoi(getenv("STUB_NVML_MEMORY"));
     memory->total = device->total;
     int result = read_used(&memory->used);
     memory->free = memory->total - memory->used;

@@ -346,6 +346,17 @@ def test_device_lost_on_the_way(monitor, stub, watched, tmp_path):
     assert report["device"] == "Stub A"  # what was sampled while it lasted
 
 
+def test_a_device_that_does_not_tell_its_memory_tells_the_rest(monitor, stub, watched, tmp_path):
+    process = monitor(stub, "--device", A, STUB_NVML_MEMORY="3", STUB_NVML_PROCESSES=f"{watched.pid}:4096")
+    until(lambda: len(rows(tmp_path / "memory.csv")) >= 3)
+    report, stderr = finish(process)
+    assert stderr.count("\n") == 1 and "Stub A does not tell its memory (Not Supported)" in stderr
+    for row in rows(tmp_path / "memory.csv"):
+        assert row["device_used_bytes"] == row["device_total_bytes"] == ""
+        assert (row["device_utilization_percent"], row["process_device_bytes"]) == ("37", "4096")
+    assert (report["device"], report["device_processes"]) == ("Stub A", "ours")
+
+
 def test_sigint_ends_it_with_a_report(monitor, no_nvml, tmp_path):
     process = monitor(no_nvml, "--device", "none", "--interval", "1")
     until(lambda: rows(tmp_path / "memory.csv"))

@@ -6,10 +6,11 @@ python -m visualization.combine_memory_data RESULTS_MACHINE_DIR [--out DIR]
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 import pandas as pd
 
-from visualization.files import run_cli
+from visualization.files import run_cli, whole_file
 from visualization.load import SAMPLE_COLUMNS, load, tell_damaged
 from visualization.runs import GIB, Cell, Run, cells
 
@@ -32,15 +33,13 @@ def statistics(runs: Sequence[Run]) -> pd.DataFrame:
 def _row(cell: Cell) -> dict:
     row = {"scale": cell.scale, "arm": cell.arm, "k": cell.k, "runs": len(cell.runs)}
     row |= {status: cell.count(status) for status in ("ok", "oom", "error", "killed", "damaged", "unknown")}
-    for name, column in (
-        ("peak", "peak_bytes"),
-        ("above_start", "above_start_bytes"),
-        ("step_seconds", "step_seconds_median"),
+    for name, unit, values in (
+        ("peak", "_bytes", cell.values("peak_bytes")),
+        ("above_start", "_bytes", cell.values("above_start_bytes")),
+        ("step_seconds", "", cell.seconds().values),
     ):
-        values = cell.values(column)
-        unit = "" if name == "step_seconds" else "_bytes"
         row |= {
-            f"{name}_median{unit}": cell.median(column),
+            f"{name}_median{unit}": median(values) if values else None,
             f"{name}_min{unit}": min(values, default=None),
             f"{name}_max{unit}": max(values, default=None),
         }
@@ -59,8 +58,9 @@ def write(runs: Sequence[Run], out: Path) -> int:
     """Write combined_memory.csv and combined_statistics.csv. Returns the number of samples."""
     out.mkdir(parents=True, exist_ok=True)
     samples = combined(runs)
-    samples.to_csv(out / "combined_memory.csv", index=False)
-    statistics(runs).to_csv(out / "combined_statistics.csv", index=False)
+    for name, table in (("combined_memory.csv", samples), ("combined_statistics.csv", statistics(runs))):
+        with whole_file(out / name) as staging:
+            table.to_csv(staging, index=False)
     return len(samples)
 
 

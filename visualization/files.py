@@ -1,15 +1,19 @@
-"""The careful reading of one file, and how a command ends when a file cannot be used."""
+"""The careful reading and writing of one file, and how a command ends when a file cannot be used."""
 
+import contextlib
 import csv
+import errno
 import io
 import json
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pandas as pd
 
 MAX_NUMBER = 10**18  # more than any count, size or time in these files
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class LoadError(Exception):
@@ -17,9 +21,9 @@ class LoadError(Exception):
 
 
 def read_text(path: Path, remedy: str) -> str:
-    """The file's text. Raises LoadError when it is missing, unreadable or not text."""
+    """The file's text, less a byte order mark. Raises LoadError when it is missing, unreadable or not text."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise LoadError(f"{path}: the file is missing; {remedy}") from None
     except UnicodeDecodeError:
@@ -86,14 +90,37 @@ def read_rows(path: Path, numbers: Sequence[str], program: str) -> pd.DataFrame:
     return rows
 
 
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A name beside `path` to write under. What was written takes the place of `path` in the end, or nothing of it is
+    left. Raises OSError that names `path`."""
+    staging = path.with_name(f".{os.getpid()}.{path.name}")  # its ending says what kind of picture it is
+    try:
+        yield staging
+        os.replace(staging, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from None
+    finally:
+        with contextlib.suppress(OSError):
+            staging.unlink()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write the whole text or nothing. Raises OSError that names `path`."""
+    with whole_file(path) as staging:
+        staging.write_text(text, encoding="utf-8")
+
+
 def run_cli(main: Callable[[], int]) -> int:
     """Run a command; a LoadError or a folder that cannot be written becomes one line on stderr and exit code 2."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # where the output has no place for our marks
     try:
         return main()
     except LoadError as error:
         message = str(error)
     except OSError as error:
-        place = f"{error.filename}: {error.strerror}; choose another place with --out"
-        message = place if error.filename else str(error)
+        remedy = "make room and run it again" if error.errno in DISK_FULL else "make it a place that can be written"
+        message = f"{error.filename}: {error.strerror}; {remedy}" if error.filename else str(error)
     print("error: " + " ".join(message.split()), file=sys.stderr)
     return 2

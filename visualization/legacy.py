@@ -81,7 +81,7 @@ def load_combined(path: Path) -> tuple[Run, ...]:
 
 def _header(path: Path) -> list[str]:
     with path.open("rb") as file:
-        return file.readline().decode("utf-8", errors="replace").strip().split(",")
+        return file.readline().decode("utf-8-sig", errors="replace").strip().split(",")
 
 
 def _read(path: Path, more: tuple[str, ...]) -> pd.DataFrame:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from visualization import combine_memory_data, create_charts, tables
-from visualization.files import run_cli
+from visualization.files import run_cli, write_text
 from visualization.load import load_machine, tell_damaged
 from visualization.page import build
 from visualization.runs import ARMS, GIB, LEARN, Cell, Run, cells, change, describe, footnotes, in_order, scales
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     combine_memory_data.write(runs, args.results)
     charts = args.results / "charts"
     drawn = create_charts.draw_all(runs, charts, [scale for scale in scales(runs) if scale != LEARN])
-    (charts / "tables.md").write_text(tables.page(args.results, runs), encoding="utf-8")
+    write_text(charts / "tables.md", tables.page(args.results, runs))
     build.write(args.results, runs, drawn)
     width = shutil.get_terminal_size((WIDTH, SCREEN)).columns
     print("\n".join(screen(args.results, runs, width)))

@@ -7,6 +7,7 @@ from statistics import median
 import pandas as pd
 
 from visualization.files import LoadError
+from visualization.seconds import Seconds
 
 GIB = 2**30
 MIB = 2**20
@@ -142,10 +143,13 @@ class Cell:
         """How many runs ended with this status."""
         return sum(run.status == status for run in self.runs)
 
+    def seconds(self, phase: str | None = None) -> Seconds:
+        """Of a step, or of one phase of it."""
+        return Seconds.of(seconds_a_step(run, phase) if phase else run.step_seconds_median for run in self.clocked)
+
     def values(self, name: str) -> list[float]:
-        """That figure of every finished run that has it, unsorted."""
-        runs = self.clocked if name == "step_seconds_median" else self.finished
-        return [value for run in runs if (value := getattr(run, name)) is not None]
+        """That figure of every finished run that has it, unsorted. Seconds have `seconds`."""
+        return [value for run in self.finished if (value := getattr(run, name)) is not None]
 
     def median(self, name: str) -> float | None:
         """Median of that figure over the finished runs, None when there is none."""

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from visualization import legacy
+from visualization.files import whole_file
 from visualization.runs import Run, describe, footnotes, in_words
 
 # A fixed salt and no date: the same results give the same SVG, byte for byte.
@@ -127,7 +128,7 @@ def draw_budget(axes: Axes, runs: Sequence[Run], unit: float) -> float | None:
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """Write NAME.png (150 dpi) and NAME.svg. Raises OSError where the folder cannot be written."""
+    """Write NAME.png (150 dpi) and NAME.svg, each whole or not at all. Raises OSError where it cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
     # The layout's solver ends a billionth apart from process to process, which the SVG's last digits would show
     figure.draw_without_rendering()
@@ -135,6 +136,7 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     for axes in figure.axes:
         axes.set_position([round(place, 5) for place in axes.get_position().bounds])
     paths = [folder / f"{name}.png", folder / f"{name}.svg"]
-    figure.savefig(paths[0], dpi=150)
-    figure.savefig(paths[1], metadata={"Date": None})
+    for path, options in zip(paths, ({"dpi": 150}, {"metadata": {"Date": None}}), strict=True):
+        with whole_file(path) as staging:
+            figure.savefig(staging, **options)
     return paths

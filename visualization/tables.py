@@ -14,7 +14,8 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from visualization.files import LoadError, read_text, run_cli
+from visualization import seconds
+from visualization.files import LoadError, read_text, run_cli, write_text
 from visualization.load import load_machine, tell_damaged
 from visualization.pages.gpu_evidence import (
     SHAPE,
@@ -68,7 +69,8 @@ def render(name: str, folder: Path, scale: str | None = None, load: Callable = l
     Raises LoadError.
     """
     if name in FOLDER_TABLES:
-        return FOLDER_TABLES[name][0](folder)
+        text = FOLDER_TABLES[name][0](folder)
+        return text + "".join(f"\n{line}.\n" for line in seconds.note([text]))
     if name not in NAMES:
         raise LoadError(f"no table is named {name}; there are {', '.join(NAMES)}")
     runs = load(folder)
@@ -84,7 +86,7 @@ def render(name: str, folder: Path, scale: str | None = None, load: Callable = l
             chosen = [run for cell in in_short(chosen) if cell for run in cell.runs] or chosen
         measure = next((run.measure.label for run in chosen if run.peak_bytes is not None), chosen[0].measure.label)
         if lines := TABLES[name](chosen):
-            notes = [f"\n{line}." for line in footnotes(chosen)]
+            notes = [f"\n{line}." for line in (*footnotes(chosen), *seconds.note(lines))]
             parts.append("\n".join([f"*{describe(chosen)} · {measure}*", "", *lines, *notes]))
     return "\n\n".join(parts) + "\n"
 
@@ -151,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     text, stale = fill(args.path, load)
     if args.write and stale:
-        args.path.write_text(text, encoding="utf-8")
+        write_text(args.path, text)
     for table in stale:
         print(f"{args.path}: table {table} " + ("is out of date; run with --write" if args.check else "written"))
     damaged = max((tell_damaged(runs) for runs in read.values()), default=0)

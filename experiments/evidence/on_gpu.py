@@ -108,7 +108,7 @@ def run_items(args: argparse.Namespace) -> int:
         failed = session.run(chosen)
     finally:
         pack()
-    say(f"{args.out}: {args.out.stat().st_size / 2**20:.2f} MiB")
+    say(f"results: {machine}, and all of it in {args.out}: {args.out.stat().st_size / 2**20:.2f} MiB")
     if failed:
         say(f"failed: {', '.join(failed)}; each says why in {machine.name}/on_gpu/<item>.log")
     return 1 if failed else 0

@@ -107,7 +107,8 @@ class MemoryCallback(TrainerCallback):
       grows with the number of completions, their length and the prompt's;
     * `mem_alloc_retries`: how often the allocator had to free its cache and try again since the training began.
 
-    Without CUDA the sizes are resident memory of the process, and there is nothing reserved and no retry.
+    Without CUDA the sizes are resident memory of the process. There is nothing reserved, no retry, and no share of the
+    batch: what is resident before the optimizer's step is more than weights, gradients and optimizer state.
 
     Of several processes each writes its own files, memory.json the first and memory.1.json the next; the log shows
     the first one's sizes.
@@ -209,10 +210,10 @@ class MemoryCallback(TrainerCallback):
         metrics = {
             "mem_alloc_mb": allocated / MB,
             "mem_max_alloc_mb": highest / MB,
-            "mem_batch_share": max(0.0, 1 - self.static / highest),
             **{f"mem_peak/{phase}_mb": size / MB for phase, size in peaks.items()},
         }
         if self.cuda:
+            metrics["mem_batch_share"] = max(0.0, 1 - self.static / highest)
             metrics["mem_reserved_mb"] = reserved / MB
             metrics["mem_alloc_retries"] = self.torch.cuda.memory_stats().get("num_alloc_retries", 0)
         for name, value in metrics.items():

@@ -1,18 +1,15 @@
 """The two trainers, set up alike: TRL 0.21's `rloo_k` trainer and TRL 1.x's, each from whatever TRL was imported."""
 
-import atexit
 import math
 import os
-import shutil
 import statistics
-import tempfile
 
 import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
-from experiments.config import ARMS, RunConfig
+from experiments.config import ARMS, ROOT, RunConfig
 from experiments.workload.data import letter_reward, render
 from trl import RLOOConfig, RLOOTrainer
 
@@ -23,10 +20,8 @@ def common_arguments(config: RunConfig) -> dict:
     if mixed:
         # TRL 0.21 makes its own Accelerator and relies on this variable, which transformers 4 set and 5 does not
         os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
-    folder = tempfile.mkdtemp(prefix="rloo-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return dict(
-        output_dir=folder,
+        output_dir=str(ROOT / ".build" / "no_output"),  # made by the trainers, and nothing is written there
         learning_rate=config.learning_rate,
         temperature=config.temperature,
         seed=config.seed,

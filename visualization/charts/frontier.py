@@ -6,7 +6,7 @@ from statistics import median
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from visualization import style
+from visualization import seconds, style
 from visualization.runs import GIB, Cell, Run, compared
 
 
@@ -15,24 +15,25 @@ def frontier(runs: Sequence[Run]) -> Figure | None:
 
     None unless several arms ran at one k. Bars span the repeats. A failed arm is named in the note.
     """
-    table = [cell for cell in compared(runs) if cell.values("step_seconds_median")]
+    table = [cell for cell in compared(runs) if cell.seconds().values]
     if len(table) < 2 or not all(cell.values("above_start_bytes") for cell in table):
         return None
     failed = [f"{cell.arm}: {cell.failure()}" for cell in compared(runs) if cell.failure()]
     note = "median, bars span the repeats" + (f"; not finished: {', '.join(failed)}" if failed else "")
     title = f"Memory and time of a step, at k = {table[0].k}"
-    figure = style.new_figure(7.5, 4.6, title, style.footer(runs, note))
-    draw_points(figure.add_subplot(), table, {cell.arm: cell.arm + cell.mark for cell in table})
+    names = {cell.arm: cell.arm + cell.mark + cell.seconds().mark for cell in table}
+    figure = style.new_figure(7.5, 4.6, title, [*style.footer(runs, note), *seconds.note(names.values())])
+    draw_points(figure.add_subplot(), table, names)
     return figure
 
 
 def draw_points(axes: Axes, table: Sequence[Cell], names: Mapping[str, str]) -> None:
     """One point a cell with its name beside it: median, bars over the repeats. Axes start at nothing."""
-    points = [(median(cell.values("step_seconds_median")), median(cell.values("above_start_bytes"))) for cell in table]
+    points = [(cell.seconds().median, median(cell.values("above_start_bytes"))) for cell in table]
     most = [max(values) for values in zip(*points, strict=True)]
     named: list[tuple[tuple[float, float], int]] = []  # points and how far above them their names stand
     for cell, point in zip(table, points, strict=True):
-        seconds, peaks = cell.values("step_seconds_median"), [x / GIB for x in cell.values("above_start_bytes")]
+        took, peaks = cell.seconds().values, [x / GIB for x in cell.values("above_start_bytes")]
         x, y = point[0], point[1] / GIB
         near = [
             height
@@ -45,7 +46,7 @@ def draw_points(axes: Axes, table: Sequence[Cell], names: Mapping[str, str]) -> 
         axes.errorbar(
             x,
             y,
-            xerr=[[x - min(seconds)], [max(seconds) - x]],
+            xerr=[[x - min(took)], [max(took) - x]],
             yerr=[[y - min(peaks)], [max(peaks) - y]],
             color=style.colour(cell.arm),
             marker=style.marker(cell.arm),

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from visualization import style  # noqa: F401  (sets how every chart looks)
-from visualization.files import LoadError, read_json, run_cli
+from visualization.files import LoadError, read_json, run_cli, whole_file
 from visualization.runs import GIB
 
 # Okabe-Ito, and hatches that tell the kinds apart in grey print
@@ -98,7 +98,9 @@ def chart(result: dict) -> Figure:
 
 def draw(result: dict, path: Path) -> None:
     """Write the chart of that result as a PNG. Raises OSError where the file cannot be written."""
-    chart(result).savefig(path, dpi=150)
+    figure = chart(result)
+    with whole_file(path) as staging:
+        figure.savefig(staging, dpi=150)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

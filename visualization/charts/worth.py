@@ -14,8 +14,9 @@ from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.figure import Figure
 
 from visualization import style
-from visualization.files import LoadError, run_cli
-from visualization.pages.rivals import IN_SHORT, faster, how_often, measured_on, read_worth
+from visualization.files import LoadError, run_cli, whole_file
+from visualization.pages.rivals import IN_SHORT, faster, how_often, measured_on, read_worth, times
+from visualization.seconds import note
 
 MODELS = {"narrow": "narrow (8 layers of width 256)", "wide": "wide (2 layers of Qwen3-0.6B's width)"}
 _LIGHT = ListedColormap(colormaps["YlGn"](range(0, 160)))  # black text can be read on all of it
@@ -26,6 +27,7 @@ def chart(rows: pd.DataFrame) -> Figure:
     first = rows.iloc[0]
     models = [name for name in MODELS if name in set(rows.model)]
     small_print = [
+        *note(times(ratio) for phase in ("train", "step") for ratio in faster(rows, phase).to_numpy().ravel()),
         f"{measured_on(rows)} · float32 · {how_often(rows)}",
         "Against TRL's own whole rows with the LM head that scores only completions. A step is one generation, one "
         "scoring and one training pass. The limit: multiplications of whole rows over those that are needed when the "
@@ -48,7 +50,7 @@ def draw(axes: Axes, table: pd.DataFrame, limits: pd.Series | None, title: str) 
     plane = table.max(axis=1).droplevel("model").unstack("completion_tokens")
     axes.imshow(plane, origin="lower", aspect="auto", cmap=_LIGHT, norm=LogNorm(0.7, 16))
     for (_, prompt, completion), row in table.iterrows():
-        lines = [f"{row[way]:.2f} x {name}" for way, name in IN_SHORT.items()]
+        lines = [f"{times(row[way])} {name}" for way, name in IN_SHORT.items()]
         lines += [] if limits is None else [f"limit {limits.loc[:, prompt, completion].item():.2f} x"]
         at = (plane.columns.get_loc(completion), plane.index.get_loc(prompt))
         axes.annotate("\n".join(lines), at, ha="center", va="center")
@@ -71,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         figure = chart(rows)
     except KeyError as error:
         raise LoadError(f"{args.folder}/worth.csv: lacks {error}; run python -m experiments.evidence.worth") from None
-    figure.savefig(args.out, dpi=150)
+    with whole_file(args.out) as staging:
+        figure.savefig(staging, dpi=150)
     print(args.out)
     return 0
 

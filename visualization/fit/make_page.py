@@ -17,7 +17,7 @@ from string import Template
 import pandas as pd
 
 from visualization.charts.plan import KINDS
-from visualization.files import LoadError, read_json, read_rows, run_cli
+from visualization.files import LoadError, read_json, read_rows, run_cli, write_text
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent.parent / "docs"
@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     data, measured = checked(args.data), measured_over_predicted(args.results)
-    args.out.write_text(page(data, measured, comparison(args.compared, data)), encoding="utf-8")
+    write_text(args.out, page(data, measured, comparison(args.compared, data)))
     print(f"{args.out}: {len(data['models'])} models, {args.out.stat().st_size / 1e6:.1f} MB")
     return 0
 

@@ -15,9 +15,9 @@ from string import Template
 import numpy as np
 from markdown_it import MarkdownIt
 
-from visualization import create_charts, style, tables
+from visualization import create_charts, seconds, style, tables
 from visualization.charts.timelines import peak_preserving, representative
-from visualization.files import LoadError
+from visualization.files import LoadError, write_text
 from visualization.runs import (
     ARMS,
     GIB,
@@ -69,7 +69,8 @@ def report(folder: Path, runs: Sequence[Run], charts: Sequence[Path]) -> str:
     body.append(section("charts", "Charts", parts))
     body.append(section("timelines", "Memory over time", [timelines(scale, mine) for scale, mine in by_scale.items()]))
     body.append(section("tables", "Tables", [as_html(folder, runs)]))
-    body.append(section("runs", "Every run", [finder(), *(of_run(folder, run) for run in runs)]))
+    of = {run.run_id: cell for cell in cells(runs) for run in cell.runs}
+    body.append(section("runs", "Every run", [finder(), *(of_run(folder, run, of[run.run_id]) for run in runs)]))
     names = {"answer": "answer", "charts": "charts", "timelines": "over time", "tables": "tables", "runs": "runs"}
     left_out = f" {len(damaged)} damaged, left out of charts and tables." if damaged else ""
     files = {name: (HERE / name).read_text() for name in ("report.html", "report.css", "report.js")}
@@ -103,19 +104,23 @@ def answer(scale: str, runs: Sequence[Run]) -> str:
             lines.append(f"The highest is {called(most)} with {high:.2f} GiB.")
         elif most is not least:
             lines.append("None of the others needs 5 % more.")
-        clocked = [cell for cell in table if cell.median("step_seconds_median") is not None]
+        clocked = [cell for cell in table if cell.seconds().answer is not None]
         if len(clocked) > 1:
-            fast = min(clocked, key=lambda cell: cell.median("step_seconds_median"))
-            slow = max(clocked, key=lambda cell: cell.median("step_seconds_median"))
+            fast, slow = (end(clocked, key=lambda cell: cell.seconds().answer) for end in (min, max))
             lines.append(
-                f"A step takes {fast.median('step_seconds_median'):.1f} s with {called(fast)} and "
-                f"{slow.median('step_seconds_median'):.1f} s with {called(slow)}."
+                f"A step takes {fast.seconds().answer:.1f} s with {called(fast)} and "
+                f"{slow.seconds().answer:.1f} s with {called(slow)}."
+            )
+        if apart := [cell.arm for cell in table if cell.seconds().mark]:
+            lines.append(
+                f"The seconds of {', '.join(apart)} tell nothing: repeats are too far apart ({seconds.MARK})."
             )
     out = [f"{cell.arm} at k = {cell.k}" for cell in cells(runs) if cell.count("oom")]
     out = f'<p class="failed">Out of memory: {escape(", ".join(out))}.</p>' if out else ""
-    notes = [describe(runs), in_words(run.arm for run in runs), *footnotes(runs)]
+    figures = cell_table(runs)
+    notes = [describe(runs), in_words(run.arm for run in runs), *footnotes(runs), *seconds.note([figures])]
     quiet = "".join(f'<p class="quiet">{escape(note)}</p>' for note in notes if note)
-    return f"<h3>Scale {escape(scale)}</h3><p>{escape(' '.join(lines))}</p>{out}{cell_table(runs)}{quiet}"
+    return f"<h3>Scale {escape(scale)}</h3><p>{escape(' '.join(lines))}</p>{out}{figures}{quiet}"
 
 
 def called(cell: Cell) -> str:
@@ -129,14 +134,11 @@ def cell_table(runs: Sequence[Run]) -> str:
     rows = []
     for cell in cells(runs):
         figures = [
-            "" if (value := cell.median(name)) is None else f"{value / unit:.2f}"
-            for name, unit in (
-                ("above_start_bytes", GIB), ("peak_bytes", GIB), ("start_bytes", GIB), ("step_seconds_median", 1),
-            )
-        ]  # fmt: skip
-        rows.append(
-            [cell.arm, str(cell.k), *figures, str(len(cell.runs)), cell.failure("out of memory") or "finished"]
-        )
+            "" if (value := cell.median(name)) is None else f"{value / GIB:.2f}"
+            for name in ("above_start_bytes", "peak_bytes", "start_bytes")
+        ]
+        figures += [cell.seconds().shown(2), str(len(cell.runs)), cell.failure("out of memory") or "finished"]
+        rows.append([cell.arm, str(cell.k), *figures])
     return html_table(head, rows, texts=(0, 7))
 
 
@@ -225,8 +227,10 @@ def finder() -> str:
     )
 
 
-def of_run(folder: Path, run: Run) -> str:
+def of_run(folder: Path, run: Run, cell: Cell) -> str:
     """Facts, phases, the sampler's quality and the log's last lines, folded away under the run's name."""
+    took = cell.seconds()
+    apart = f"{min(took.values):.1f} to {max(took.values):.1f}. {seconds.NOTE}" if took.mark else ""
     above = "" if run.above_start_bytes is None else f", {run.above_start_bytes / GIB:.2f} GiB above start"
     outcome = escape(f"{run.run_id}: {run.status}{above}")
     mark = "" if run.status in ("ok", "unknown") else ' class="failed"'
@@ -239,7 +243,7 @@ def of_run(folder: Path, run: Run) -> str:
         ("start, GiB", run.start_bytes and run.start_bytes / GIB),
         *((name.removesuffix("_bytes").replace("_", " ") + ", GiB", value and value / GIB)
           for name, value in run.peaks.items()),
-        ("seconds a step", run.step_seconds_median),
+        ("seconds a step", run.step_seconds_median), ("seconds a step of all repeats", apart),
         ("sampler: seconds between samples", run.achieved_interval_s),
         ("sampler: peak missed between samples, MiB", run.peak_missed_bytes and run.peak_missed_bytes / MIB),
         ("sampler lost", run.sampler_lost),
@@ -279,4 +283,4 @@ def log_end(path: Path) -> str:
 
 def write(folder: Path, runs: Sequence[Run], charts: Sequence[Path]) -> None:
     """Write results/<machine>/report.html."""
-    (folder / "report.html").write_text(report(folder, runs, charts), encoding="utf-8")
+    write_text(folder / "report.html", report(folder, runs, charts))

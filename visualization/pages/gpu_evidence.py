@@ -9,8 +9,9 @@ import pandas as pd
 
 from visualization.files import LoadError, read_csv, read_rows
 from visualization.pages.lines import commits_in_short, failure, markdown, signed
-from visualization.pages.phase_seconds import PHASES, phase_seconds
+from visualization.pages.phase_seconds import PHASES
 from visualization.runs import DEVICE_WORDS, GIB, MIB, Cell, Run, cells, describe, footnotes
+from visualization.seconds import Seconds, note
 
 SHAPE = re.compile(r"(.+)-p(\d+)-c(\d+)$")  # a scale of `experiments.config.real_shape`
 SIZES = {
@@ -109,12 +110,11 @@ def shapes_table(runs: Sequence[Run]) -> str:
                 continue
             row[-1] += failure(cell, " ({})")
             row += [_against(_peak(cell, column), stock and _peak(stock, column), cell) for column in sizes.values()]
-            theirs = stock and stock.median("step_seconds_median")
-            row.append(_against(cell.median("step_seconds_median"), theirs, cell))
-            seconds = [phase_seconds(cell, phase) for phase in PHASES]
-            rows.append([*row, *("not marked" if value is None else f"{value:.2f}" for value in seconds)])
+            times = cell.seconds().times_faster(stock.seconds()) if stock and cell is not stock else None
+            row.append((cell.seconds().shown(2) or "not recorded") + (f" ({times:.1f} x)" if times else ""))
+            rows.append([*row, *(cell.seconds(phase).shown(2) or "not marked" for phase in PHASES)])
     intro = "Medians; in brackets how many times less than `stock`:"
-    notes = [f"\n{line}." for line in footnotes(mine)]
+    notes = [f"\n{line}." for line in (*footnotes(mine), *note("".join(row) for row in rows))]
     return "\n".join([f"*{describe(mine)}*", "", intro, "", *markdown(header, rows), *notes]) + "\n"
 
 
@@ -145,19 +145,19 @@ def cells_table(folder: Path) -> str:
         ways = {way: _way(steps, shown) for way, steps in mine.groupby("way", sort=False)}
         best = {
             name: min((x[name] for way, x in ways.items() if way.startswith("stock") and x.get(name)), default=None)
-            for name in ("step", shown[0])
+            for name in (shown[0], "answer")
         }
         table = []
         for way, found in ways.items():
             if found["status"] != "ok":
                 table.append([f"`{way}`", found["status"], *[""] * (len(header) - 2)])
                 continue
-            row = [f"`{way}`", *(f"{found[phase]:.3f}" for phase in STEP)]
+            row = [f"`{way}`", *(found[phase].shown(3) for phase in STEP)]
             if completions != "sampled":
                 row[1] = "given"
-            for name, digits in (("step", 3), *((size, 2) for size in shown)):
-                times = best[name] / found[name] if best.get(name) and not way.startswith("stock") else None
-                row.append(f"{found[name]:.{digits}f}" + (f" ({times:.1f} x)" if times else ""))
+            for name, text in (("answer", found["step"]), *((size, f"{found[size]:.2f}") for size in shown)):
+                compared = best.get(name) and found[name] and not way.startswith("stock")
+                row.append(text + (f" ({best[name] / found[name]:.1f} x)" if compared else ""))
             error = f" ({signed(found['predicted'] / found[shown[0]] - 1)})" if on_gpu and found["predicted"] else ""
             table.append([*row, f"{found['predicted']:.2f}{error}" if found["predicted"] else ""])
         parts.append("\n".join([f"{title}, completions {LENGTHS[completions]}:", "", *markdown(header, table)]))
@@ -175,8 +175,10 @@ def _way(steps: pd.DataFrame, shown: Sequence[str]) -> dict:
     if fine.empty:
         kind = steps.status.iloc[-1]
         return {"status": "out of memory" if kind == "oom" else "failed: " + steps.error.iloc[-1][:80]}
-    found = {phase: fine[f"{phase}_seconds"].median() for phase in STEP}
-    found["step"] = sum(found.values())
+    found = {phase: Seconds.of(fine[f"{phase}_seconds"]) for phase in STEP}
+    whole = Seconds.of(fine[[f"{phase}_seconds" for phase in STEP]].sum(axis=1))
+    median = sum(found[phase].median or 0 for phase in STEP)
+    found |= {"step": f"{median:.3f}{whole.mark}", "answer": None if whole.mark else median}
     for size in (*shown, "predicted"):
         peak = fine[[f"{phase}_{size}_bytes" for phase in STEP]].max(axis=1).median()
         found[size] = None if pd.isna(peak) else peak / GIB

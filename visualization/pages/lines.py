@@ -1,6 +1,7 @@
 """How a table says its figures."""
 
 from collections.abc import Callable, Iterable, Sequence
+from statistics import median
 
 from visualization.runs import Cell, Run, cells, in_order
 
@@ -33,12 +34,12 @@ def by_k(runs: Sequence[Run], show: Callable[[Cell, dict], str]) -> list[str]:
     return markdown(["arm", *(f"k = {k}" for k in ks)], rows)
 
 
-def with_range(cell: Cell, name: str, unit: float) -> str:
-    """The median in that unit, with the range where it is noisy and a dagger where a run lost its sampler."""
-    values, middle = cell.values(name), cell.median(name)
+def with_range(values: Sequence[float], unit: float, mark: str) -> str:
+    """The median in that unit, with the range where it is noisy, and the mark."""
+    middle = median(values)
     spread = (max(values) - min(values)) / middle if middle else 0
     told = f" ({min(values) / unit:.2f} to {max(values) / unit:.2f})" if spread > NOISY else ""
-    return f"{middle / unit:.2f}{told}{cell.mark}"
+    return f"{middle / unit:.2f}{told}{mark}"
 
 
 def failure(cell: Cell, form: str = "{}") -> str:

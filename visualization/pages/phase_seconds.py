@@ -1,22 +1,12 @@
 """What a trainer costs in memory and in time, phase by phase."""
 
 from collections.abc import Sequence
-from statistics import median
 
 from visualization.pages.lines import markdown
-from visualization.runs import GIB, Cell, Run, change, compared, seconds_a_step
+from visualization.runs import GIB, Cell, Run, change, compared
 
 REFERENCE = "stock"  # what a user of TRL has today
 PHASES = ("generate", "score", "train")
-
-
-def phase_seconds(cell: Cell, phase: str) -> float | None:
-    """Median over the runs of the seconds a step spends in that phase, None where it is not marked."""
-    found = []
-    for run in cell.clocked:
-        if (seconds := seconds_a_step(run, phase)) is not None:
-            found.append(seconds)
-    return median(found) if found else None
 
 
 def phases_table(runs: Sequence[Run]) -> list[str]:
@@ -30,19 +20,16 @@ def phases_table(runs: Sequence[Run]) -> list[str]:
     )
     ratio = f"{k * (prompt + completion) / (prompt + k * completion):.2f}" if prompt and completion else "unknown"
 
-    def show(cell: Cell, value: float | None, theirs: float | None) -> str:
-        if value is None:
+    def show(cell: Cell, phase: str | None) -> str:
+        seconds = cell.seconds(phase)
+        if seconds.median is None:
             return cell.failure() or "not marked"
-        return f"{value:.1f}" + (f" ({theirs / value:.1f} x)" if theirs and cell is not reference else "")
+        times = seconds.times_faster(reference.seconds(phase)) if reference and cell is not reference else None
+        return seconds.shown(1) + (f" ({times:.1f} x)" if times else "")
 
     rows = []
     for cell in table:
-        row = [f"`{cell.arm}`"]
-        for phase in PHASES:
-            row.append(show(cell, phase_seconds(cell, phase), reference and phase_seconds(reference, phase)))
-        row.append(
-            show(cell, cell.median("step_seconds_median"), reference and reference.median("step_seconds_median"))
-        )
+        row = [f"`{cell.arm}`", *(show(cell, phase) for phase in (*PHASES, None))]
         above, theirs = cell.median("above_start_bytes"), reference and reference.median("above_start_bytes")
         row.append(
             cell.failure()

@@ -15,7 +15,7 @@ def peak_table(runs: Sequence[Run]) -> list[str]:
         above = cell.median("above_start_bytes")
         if above is None:
             return "no start level"
-        text = with_range(cell, "above_start_bytes", GIB)
+        text = with_range(cell.values("above_start_bytes"), GIB, cell.mark)
         reference = table.get((BASELINE, cell.k))
         theirs = reference and reference.median("above_start_bytes")
         fraction = change(above, theirs)
@@ -32,7 +32,8 @@ def speed_table(runs: Sequence[Run]) -> list[str]:
     """Rows arm, columns k: median seconds per step."""
 
     def show(cell: Cell, table: dict) -> str:
-        return with_range(cell, "step_seconds_median", 1) if cell.values("step_seconds_median") else "not recorded"
+        seconds = cell.seconds()
+        return with_range(seconds.values, 1, seconds.mark) if seconds.values else "not recorded"
 
     return ["Seconds per step, median:", "", *by_k(runs, show)]
 

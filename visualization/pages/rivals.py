@@ -1,5 +1,6 @@
 """Tables of ways to compute one group: results/<machine>/rivals/*.csv, families/*.csv, worth.csv and decoding.csv."""
 
+import math
 from pathlib import Path
 
 import pandas as pd
@@ -7,6 +8,7 @@ import pandas as pd
 from visualization.files import LoadError, read_rows
 from visualization.pages.lines import commits_in_short, markdown
 from visualization.runs import MIB
+from visualization.seconds import MARK, Seconds
 
 NUMBERS = ("prompt_tokens", "completion_tokens", "k", "score_seconds", "train_seconds", "train_peak_bytes")
 NAMES = {
@@ -60,9 +62,7 @@ def rivals_table(folder: Path) -> str:
                 name = f"`prefix-grouper` {first.prefix_grouper_version}"
             cells = [name]
             for column in ("score_seconds", "train_seconds"):
-                seconds = mine[column].median()
-                faster = f" ({whole[column].median() / seconds:.2f} x)" if way != "whole" else ""
-                cells.append(f"{seconds:.2f}{faster}")
+                cells.append(beside(mine[column], None if way == "whole" else whole[column], 2))
             differs = "" if way == "whole" else f"{mine.gradient_difference.max():.0e}"
             cells += [f"{mine.train_peak_bytes.median() / MIB:.0f}", differs]
             table.append(cells)
@@ -103,9 +103,9 @@ def families_table(folder: Path) -> str:
                 NAMES.get(way, way),
             ]
             for phase in PHASES:
-                seconds, peak = mine[f"{phase}_seconds"].median(), mine[f"{phase}_peak_bytes"].median()
-                faster = f" ({whole[f'{phase}_seconds'].median() / seconds:.1f} x)" if way != "whole" else ""
-                cells.append(f"{seconds:.1f} s{faster}, {peak / MIB:,.0f} MiB")
+                column, peak = f"{phase}_seconds", mine[f"{phase}_peak_bytes"].median()
+                took = beside(mine[column], None if way == "whole" else whole[column], 1, " s")
+                cells.append(f"{took}, {peak / MIB:,.0f} MiB")
             cells.append(f"{mine.images_encoded.median():.0f}" if rows.images_encoded.any() else "")
             cells.append("" if way == "whole" else f"{mine.gradient_difference.max():.0e}")
             table.append(cells)
@@ -130,10 +130,28 @@ def read_worth(folder: Path) -> pd.DataFrame:
 
 
 def faster(rows: pd.DataFrame, phase: str) -> pd.DataFrame:
-    """How many times faster each way is than whole rows: medians, by model, prompt and completion tokens."""
+    """How many times faster each way is than whole rows: medians, by model, prompt and completion tokens. NaN where
+    repeats are too far apart."""
     by = ["model", "prompt_tokens", "completion_tokens", "way"]
-    seconds = rows.groupby(by)[f"{phase}_seconds"].median().unstack("way")
-    return seconds["whole"].to_numpy()[:, None] / seconds[list(IN_SHORT)]
+    medians = rows.groupby(by)[f"{phase}_seconds"].agg(answer).unstack("way")
+    return medians["whole"].to_numpy()[:, None] / medians[list(IN_SHORT)]
+
+
+def answer(values: pd.Series) -> float:
+    """The median in seconds, NaN where repeats are too far apart."""
+    return math.nan if (found := Seconds.of(values).answer) is None else found
+
+
+def times(ratio: float) -> str:
+    """A ratio of `answer`s in words."""
+    return MARK if math.isnan(ratio) else f"{ratio:.2f} x"
+
+
+def beside(ours: pd.Series, theirs: pd.Series | None, digits: int, unit: str = "") -> str:
+    """The median in seconds, and how many times faster it is than `theirs`."""
+    took = Seconds.of(ours)
+    ratio = took.times_faster(None if theirs is None else Seconds.of(theirs))
+    return f"{took.shown(digits)}{unit}" + (f" ({ratio:.{digits}f} x)" if ratio else "")
 
 
 def how_often(rows: pd.DataFrame) -> str:
@@ -158,7 +176,7 @@ def worth_table(folder: Path) -> str:
     limits = rows.groupby(["model", "prompt_tokens", "completion_tokens"]).train_limit.first()
     table = [
         [model, f"{prompt:,}", f"{completion:,}", f"{limits[model, prompt, completion]:.2f} x"]
-        + [f"{seconds.loc[model, prompt, completion][way]:.2f} x" for seconds in (train, step) for way in IN_SHORT]
+        + [times(ratios.loc[model, prompt, completion][way]) for ratios in (train, step) for way in IN_SHORT]
         for model, prompt, completion in train.index
     ]
     header = ["model", "prompt", "completion", "limit of training"]
@@ -175,11 +193,11 @@ def decoding_table(folder: Path) -> str:
     numbers = ("prompt_tokens", "completion_tokens", "k", "generate_seconds", "generate_cpu_seconds")
     rows = read_rows(folder / "decoding.csv", numbers, "experiments.evidence.decoding")
     by = ["model", "prompt_tokens", "completion_tokens", "k"]
-    seconds = rows.groupby([*by, "way"]).generate_seconds.median().unstack("way")
+    took = rows.groupby([*by, "way"]).generate_seconds.agg(Seconds.of).unstack("way")
     table = [
-        [model, f"{prompt:,}", f"{completion:,}", f"{k}", f"{row.whole:.2f}", f"{row.shared:.2f}"]
-        + [f"{row.whole / row.shared:.2f} x"]
-        for (model, prompt, completion, k), row in seconds.iterrows()
+        [model, f"{prompt:,}", f"{completion:,}", f"{k}", row.whole.shown(2), row.shared.shown(2)]
+        + [times(row.shared.times_faster(row.whole) or math.nan)]
+        for (model, prompt, completion, k), row in took.iterrows()
     ]
     header = ["model", "prompt", "completion", "k", "a cache a row, s", "prompt shared, s", "times faster"]
     about = f"*{measured_on(rows)} · float32 · {how_often(rows)}*"

@@ -11,13 +11,13 @@ def summary_table(runs: Sequence[Run]) -> list[str]:
     table = in_short(runs)
     if not any(table):
         return []
-    stock = table[0] and table[0].median("step_seconds_median")
     rows = []
     for name, cell in zip(IN_SHORT.values(), table, strict=True):
-        seconds, above = (cell and cell.median(figure) for figure in ("step_seconds_median", "above_start_bytes"))
-        if not seconds or above is None:
+        seconds, above = (cell.seconds(), cell.median("above_start_bytes")) if cell else (None, None)
+        if not seconds or not seconds.median or above is None:
             rows.append([name, failure(cell) or "not recorded" if cell else "not run", "", ""])
             continue
-        faster = f"{stock / seconds:.1f}" if stock else ""
-        rows.append([name + failure(cell, " ({})"), f"{seconds:.1f}", faster, f"{above / GIB:.2f}{cell.mark}"])
+        times = seconds.times_faster(table[0].seconds()) if table[0] else None
+        faster = f"{times:.1f}" if times else ""
+        rows.append([name + failure(cell, " ({})"), seconds.shown(1), faster, f"{above / GIB:.2f}{cell.mark}"])
     return markdown(["", "whole step, seconds", "times faster", "peak above start, GiB"], rows)
