@@ -12,6 +12,7 @@ from experiments.plan.calibration import CalibratedPeak, Calibration, file_of, l
 from experiments.plan.options import reserve_of
 from experiments.plan.predict import PredictedPeak
 from experiments.plan.recurrent import kernels_here
+from experiments.plan.reserve import CONTEXT, EXPANDABLE, FIXED, Room
 from experiments.settings.arguments import LaunchArguments
 
 
@@ -52,8 +53,8 @@ def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source:
     print("memory  predicting the peak of each phase (--predict_memory false leaves it out)", flush=True)
     settings = ask.settings_of(model) | ask.settings_of(launch) | ask.settings_of(config)
     calibration = calibration_here(launch.calibration, config)
-    limit, reserve = available_bytes(str(config.device)), parse_bytes(reserve_of(None, calibration))
-    limit = int(limit - reserve if device == "cuda" else limit / int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    room = room_here(config, calibration)
+    limit = room.size
     try:
         where = {"device": device, "images": lengths.images, **devices_here(config)}
         expected = ask.predict(settings, source, lengths.longest, calibration=calibration, **where)
@@ -72,6 +73,9 @@ def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source:
         print(f"memory  {line}", flush=True)
     if may_exceed(expected.range, limit):
         print(f"memory  it may not fit: {range_in_words(expected.phases, calibration)}", flush=True)
+    elif not room.holds(expected.phases):
+        needed = f"{room.needed(expected.phases) / GIB:.2f} GiB"
+        print(f"memory  it may not fit: with what the allocator wastes, torch may reserve {needed}", flush=True)
     if expected.note:
         print(f"memory  {expected.note}", flush=True)
     uncertain = expected.note and kernels_here()
@@ -82,12 +86,25 @@ def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source:
         remedy = ask.predict(settings, source, lengths.longest, limit=limit, calibration=calibration, **where).remedy
         doctor = f"python -m experiments.plan.doctor --profile {profile} --model {source} --prompt {lengths.longest}"
         doctor += "".join(f" --image {width}x{height}" for width, height in lengths.images)
-        doctor += f" --device-memory {(limit + reserve) / GIB:.1f}GiB"
+        doctor += f" --device-memory {available_bytes(str(config.device)) / GIB:.1f}GiB"
         if calibration:
             doctor += f" --calibration {calibration.file}" + (" --device cpu" if device == "cpu" else "")
         raise ConfigError(refusal(peak, limit, remedy, settings, doctor))
     corrected = {phase.phase: phase.total for phase in expected.phases if isinstance(phase, CalibratedPeak)}
     return Forecast({phase.phase: phase.uncorrected for phase in expected.phases}, corrected, lengths.longest)
+
+
+def room_here(config, calibration: Calibration | None) -> Room:
+    """What the device of a process has free for tensors."""
+    free = available_bytes(str(config.device))
+    if config.device.type != "cuda":
+        room = Room(int(free / int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    elif kept := reserve_of(None, calibration):
+        room = Room(free - parse_bytes(kept))
+    else:
+        expandable = "expandable_segments:True" in os.environ.get("PYTORCH_ALLOC_CONF", "")
+        room = Room(free - CONTEXT, EXPANDABLE if expandable else FIXED)
+    return room
 
 
 def calibration_here(asked: str | None, config) -> Calibration | None:

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from experiments.config import GIB, ConfigError, choose, exit_code
+from experiments.plan import levers
 from experiments.plan.calibrate import calibrate
 from experiments.plan.calibration import Calibration, as_json, may_exceed, range_in_words, range_of
 from experiments.plan.checkpoint import in_words
@@ -134,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
     hf_config = problems.of(model_config, model) if model else None
     calibration = problems.of(calibration_for, args.calibration, args.device or "cuda")
     reserve = reserve_of(args.reserve, calibration)
-    room = problems.of(room_of, args.device_memory, reserve)
+    room = problems.of(room_of, args.device_memory, reserve, args.device or "cuda")
     if args.out:
         problems.lines.append(f"--out {args.out} is for --calibrate RUN_DIR...; a prediction goes to --json FILE")
     if args.largest and args.device_memory is None:
@@ -150,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
     problems.stop()
 
     say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
-    predictions = predict_all({arm: setup.arm(arm) for arm in arms}, hf_config, say, calibration)
+    predictions = predict_all({arm: levers.planned(arm, setup) for arm in arms}, hf_config, say, calibration)
     parameters = predictions[0].phases[0].kinds.get("parameters", 0)
     print(
         f"{model}: {setup.in_words}; prompt {setup.prompt_tokens}, completion {setup.max_completion_length}, "
@@ -164,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{tokens} of the prompt's tokens are its image{'s' if len(setup.images) > 1 else ''}")
     print(table(predictions, room, "above start" if calibration and args.device == "cpu" else "peak allocated"))
     if room is not None:
-        taken = f"{args.device_memory} less {reserve_in_words(reserve)}"
+        taken = f"{args.device_memory} less {reserve_in_words(reserve, setup.device)}"
         if parameters > room.size:
             print(f"The weights alone exceed {taken} by {(parameters - room.size) / GIB:.2f} GiB.")
         print(f"fits: within {taken}; just: by less than the error, or than the allocator's part")

@@ -25,15 +25,16 @@ from experiments.plan.options import (
     add_setup_options,
     calibration_for,
     check_writable,
-    memory_limit,
     model_config,
     quiet,
     reserve_of,
+    room_of,
     setup_from,
 )
 from experiments.plan.predict import Prediction, predict, predict_all
 from experiments.plan.records import Run, read_run
 from experiments.plan.recurrent import note
+from experiments.plan.reserve import Room
 from experiments.plan.setups import Setup, check
 from experiments.plan.trl_settings import by_batch, changes, of_model, with_changes
 from experiments.settings.profiles import dump_profile, load_profile, profile_path
@@ -41,11 +42,11 @@ from experiments.settings.profiles import dump_profile, load_profile, profile_pa
 
 @dataclass
 class Search:
-    """Looks for the changes that make a training fit into `budget` bytes. What was predicted is not predicted again;
+    """Looks for the changes that make a training fit into a device. What was predicted is not predicted again;
     `say` is told each step."""
 
     hf_config: object
-    budget: int
+    room: Room
     say: Callable[[str], None]
     known: dict[Setup, Prediction] = field(default_factory=dict)
     calibration: Calibration | None = None
@@ -57,7 +58,7 @@ class Search:
         return self.known[setup]
 
     def fits(self, prediction: Prediction) -> bool:
-        return prediction.peak.total <= self.budget
+        return self.room.holds(prediction.phases)
 
     def needed(self, start: Prediction) -> tuple[list[Lever], Prediction]:
         """The levers that are needed, and what is predicted with them, fitting or not. Sharing that makes it faster
@@ -175,7 +176,7 @@ def run(args: argparse.Namespace) -> int:
         problems.lines.append("no device memory: --device-memory, such as 24GiB")
     device = args.device or (old.where["device"] if old else "cuda")
     calibration = problems.of(calibration_for, args.calibration, device)
-    budget = problems.of(memory_limit, device_memory, reserve_of(args.reserve, calibration))
+    room = problems.of(room_of, device_memory, reserve_of(args.reserve, calibration), device)
     problems.of(check_writable, args.output)
     planned = problems.of(planned_for, args, old, profile) if old or not args.run else None
     if planned and hf_config:
@@ -193,7 +194,7 @@ def run(args: argparse.Namespace) -> int:
     predictions = {p.arm: p for p in predict_all(setups, hf_config, say, calibration)}
     if (now := predictions.pop("as it is", None)) is None:
         raise ConfigError("the setup as it is cannot be planned, see above")
-    explain(now, old.peaks if old else {}, budget)
+    explain(now, old.peaks if old else {}, room)
     for line in calibration.said_of({"as it is": now.phases}) if calibration else ():
         print(line)
     for words in filter(None, (note(hf_config, setup.device), in_words(hf_config, setup.device))):
@@ -215,20 +216,21 @@ def run(args: argparse.Namespace) -> int:
             effect += f"; {host / GIB:.2f} GiB wait on the host"
         print(f"  {prediction.peak.total / GIB:8.2f}  {-saved / GIB:+8.2f}  {name:31} {effect}")
 
-    print(f"\nuntil it fits in {budget / GIB:.2f} GiB:")
-    search = Search(hf_config, budget, say, {p.setup: p for p in (now, *predictions.values())}, calibration)
+    print(f"\nuntil it fits in {room.size / GIB:.2f} GiB:")
+    search = Search(hf_config, room, say, {p.setup: p for p in (now, *predictions.values())}, calibration)
     used, last = search.needed(now)
     if search.fits(now):
         print(f"  nothing is needed{'; prefix_sharing takes less time' if used else ''}")
     if not search.fits(last):
+        missing = (room.needed(last.phases) - room.size) / GIB
         print(
             f"It does not fit: {gib(last)} with every lever, {last.peak.phase} phase. "
-            f"{(last.peak.total - budget) / GIB:.2f} GiB are missing: a smaller model, a shorter prompt or more "
+            f"{missing:.2f} GiB are missing: a smaller model, a shorter prompt or more "
             "devices are left. No settings are written."
         )
         return 1
-    write_settings(args.output, settings, old, used, now, last, budget)
-    conclude(args, settings, setup, used, last, calibration, budget)
+    write_settings(args.output, settings, old, used, now, last, room)
+    conclude(args, settings, setup, used, last, calibration, room)
     return 0
 
 
@@ -242,12 +244,12 @@ def planned_for(args: argparse.Namespace, old: Run | None, profile: dict | None)
 
 
 def write_settings(
-    path: Path, settings: dict, old: Run | None, used: list[Lever], now: Prediction, last: Prediction, budget: int
+    path: Path, settings: dict, old: Run | None, used: list[Lever], now: Prediction, last: Prediction, room: Room
 ) -> None:
     """The user's settings with the changes of the levers, and the longest prompt that this is for."""
     setup = now.setup
     lines = [
-        f"Peak {gib(last)} predicted, {last.peak.phase} phase; limit {budget / GIB:.2f} GiB.",
+        f"Peak {gib(last)} predicted, {last.peak.phase} phase; limit {room.size / GIB:.2f} GiB.",
         f"max_prompt_tokens: {setup.prompt_tokens}: what was planned for; the launcher refuses longer prompts.",
     ]
     for lever, decided in settings_by_lever(used, setup).items():
@@ -273,11 +275,11 @@ def conclude(
     used: list[Lever],
     last: Prediction,
     calibration: Calibration | None,
-    budget: int,
+    room: Room,
 ) -> None:
     same = "Trains the same as before. " if used and all(lever.exact(setup) for lever in used) else ""
     path = args.output.resolve()
-    verdict = "just fits, by less than the error" if may_exceed(range_of(last.phases), budget) else "fits"
+    verdict = "just fits, by less than the error" if may_exceed(range_of(last.phases), room.size) else "fits"
     print(f"{verdict}: {gib(last)}. {same}Settings, with prompts to {setup.prompt_tokens} tokens: {path}")
     if words := range_in_words(last.phases, calibration):
         print(f"  {words}")
@@ -294,7 +296,13 @@ def conclude(
     print("  PYTORCH_ALLOC_CONF=expandable_segments:True keeps fragmentation low on CUDA; the launcher sets it")
 
 
-def explain(now: Prediction, measured: dict[str, int], budget: int) -> None:
+def in_all(prediction: Prediction, room: Room) -> str:
+    """How much torch is expected to reserve, where the allocator's part is not taken off the limit."""
+    needed = room.needed(prediction.phases)
+    return f"{needed / GIB:.2f} GiB with what the allocator wastes, " if needed > prediction.peak.total else ""
+
+
+def explain(now: Prediction, measured: dict[str, int], room: Room) -> None:
     """Which phase and which kind of tensor peaked."""
     phase = now.peak
     if measured:
@@ -305,10 +313,10 @@ def explain(now: Prediction, measured: dict[str, int], budget: int) -> None:
             f"measured: {measured[name] / GIB:.2f} GiB{what}, {name} phase; predicted for it "
             f"{phase.total / GIB:.2f} GiB"
         )
-    print(f"predicted peak {gib(now)}, {now.peak.phase} phase; limit {budget / GIB:.2f} GiB")
+    print(f"predicted peak {gib(now)}, {now.peak.phase} phase; {in_all(now, room)}limit {room.size / GIB:.2f} GiB")
     print(f"{phase.phase}: {phase.parts()}")
-    if phase.kinds.get("parameters", 0) > budget:
-        print(f"the weights alone exceed the limit by {(phase.kinds['parameters'] - budget) / GIB:.2f} GiB")
+    if phase.kinds.get("parameters", 0) > room.size:
+        print(f"the weights alone exceed the limit by {(phase.kinds['parameters'] - room.size) / GIB:.2f} GiB")
 
 
 if __name__ == "__main__":

@@ -60,6 +60,13 @@ def shared(setup: Setup) -> Setup:
     return replace(setup, prefix_sharing=True)
 
 
+def planned(arm: str, setup: Setup) -> Setup:
+    """One of the planner's arms of a setup. Prompts are shared in micro-batches, as `shared` has it, unless the setup
+    says how they are to be."""
+    says_how = setup.prefix_sharing or setup.completions_per_forward or setup.tokens_per_forward
+    return setup.arm(arm) if arm != "shared" or says_how else shared(setup)
+
+
 def can_split_groups(setup: Setup) -> bool:
     k, batch = setup.num_generations, setup.per_device_train_batch_size
     return (

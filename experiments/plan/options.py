@@ -12,7 +12,7 @@ from pathlib import Path
 
 from experiments.config import GIB, ConfigError, parse_bytes, size_hint
 from experiments.plan.calibration import Calibration, load
-from experiments.plan.reserve import CONTEXT, FIXED, Room
+from experiments.plan.reserve import CONTEXT, FIXED, LIBRARIES, Room
 from experiments.plan.setups import OPTIMIZERS, Setup, wrong_numbers
 from experiments.plan.trl_settings import COMMAND_LINE, changes, from_settings, with_changes
 from experiments.settings.profiles import devices_from
@@ -125,26 +125,29 @@ def reserve_of(reserve: str | None, calibration: Calibration | None) -> str | No
     return reserve
 
 
-def room_of(device_memory: str | int | None, reserve: str | None) -> Room | None:
-    """What a device of that memory has for torch; None where no device is named. Raises `ConfigError` for sizes that
-    no device has."""
+def room_of(device_memory: str | int | None, reserve: str | None, device: str = "cuda") -> Room | None:
+    """What a device of that memory has for tensors; None where none is named. Raises `ConfigError` for sizes that no
+    device has."""
     if device_memory is None:
         return None
     size = read_bytes("--device-memory", device_memory)
-    kept = CONTEXT if reserve is None else read_bytes("--reserve", reserve)
+    usual = CONTEXT if device == "cuda" else LIBRARIES
+    kept = usual if reserve is None else read_bytes("--reserve", reserve)
     if size < LEAST_DEVICE:
         hint = size_hint(str(device_memory))
         raise ConfigError(f"--device-memory {device_memory} is {size:,} bytes, below the 256 MiB of any device{hint}")
     if kept >= size:
-        default = f"the default is {CONTEXT / GIB:.1f}GiB"
+        default = f"the default is {usual / GIB:.1f}GiB"
         raise ConfigError(f"--reserve {reserve} leaves nothing of the device's {size / GIB:.2f} GiB; {default}")
     if hint := decimal_hint(str(device_memory)):
         print(hint, file=sys.stderr)
-    return Room(size - kept, FIXED if reserve is None else 0.0)
+    return Room(size - kept, FIXED if reserve is None and device == "cuda" else 0.0)
 
 
-def reserve_in_words(reserve: str | None) -> str:
+def reserve_in_words(reserve: str | None, device: str) -> str:
     """What is taken off a device's memory."""
+    if reserve is None and device == "cpu":
+        return f"{LIBRARIES / GIB:.1f} GiB for Python and its libraries"
     if reserve is not None:
         return f"{reserve} reserved"
     return f"{CONTEXT / GIB:.1f} GiB for CUDA's context and {FIXED} of what comes and goes for the allocator"

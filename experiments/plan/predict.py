@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from experiments.builds import use_fork
 from experiments.config import ARMS, GIB, ConfigError
 from experiments.plan.images import PromptImages
+from experiments.plan.levers import planned
 from experiments.plan.setups import LARGEST, MOST_TOKENS, Setup, check
 
 CORRECTION = "correction"  # the kind of a peak that a calibration adds or takes away
@@ -142,7 +143,7 @@ def largest_that_fits(arm: str, setup: Setup, hf_config, what: str, room, say=pr
     def peak(value: int) -> int:
         if value not in known:
             trial = setup.with_k(value) if what == "k" else replace(setup, **{name: value})
-            known[value] = room.needed(predict(arm, trial.arm(arm), hf_config, calibration).phases)
+            known[value] = room.needed(predict(arm, planned(arm, trial), hf_config, calibration).phases)
             say(f"  {what} {value}: {known[value] / GIB:.2f} GiB")
         return known[value]
 

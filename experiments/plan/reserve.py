@@ -12,6 +12,7 @@ from experiments.config import GIB
 from experiments.plan.predict import PredictedPeak
 
 CONTEXT = round(0.2 * GIB)
+LIBRARIES = round(0.8 * GIB)  # on a CPU: Python, torch and others, assumed
 STAYS = ("parameters", "reference", "reward model", "gradients", "optimizer state")
 # Of what comes and goes: the median of 15 published trainings, and with expandable segments an assumption
 FIXED, EXPANDABLE = 0.33, 0.1
