@@ -35,6 +35,7 @@ ADDS = {
     "0016-prefix-sharing-offloading.patch": (set(), "prefix-sharing-offloading"),
     "0017-prefix-sharing-micro-batches.patch": (set(), "prefix-sharing-micro-batches"),
     "0018-prefix-sharing-checks.patch": (set(), "prefix-sharing-checks"),
+    "0019-prefix-sharing-faithful.patch": (set(), "prefix-sharing-faithful"),
 }
 # Words that stand nowhere in the package before their patch
 WORDS = {
@@ -46,6 +47,7 @@ WORDS = {
     "0011-prefix-sharing-zero3.patch": "prefix_sharing_zero3",
     "0012-prefix-sharing-kernels.patch": "prefix_sharing_attention",
     "0017-prefix-sharing-micro-batches.patch": "prefix_sharing_micro_batches",
+    "0019-prefix-sharing-faithful.patch": "disable_prefix_sharing",
 }
 
 

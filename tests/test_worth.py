@@ -6,7 +6,7 @@ import pytest
 from experiments.builds import use_fork
 from experiments.config import ARMS, ROOT
 from experiments.evidence import decoding, worth
-from experiments.evidence.group import Group, Sizes, attention_of
+from experiments.evidence.group import Group, Sizes
 from experiments.evidence.worth import Work
 from experiments.plan.levers import MEASURED
 from experiments.record import write_csv
@@ -28,12 +28,12 @@ def test_the_multiplications_are_those_that_run():
     config.num_hidden_layers, config.layer_types = 2, config.layer_types[:2]
     in_place = {torch.ops.aten.addmm_: lambda x, a, b, **kwargs: 2 * a[0] * a[1] * b[1]}
     for way, shared in (("whole", False), ("shared", True)):
-        group = Group(AutoModelForCausalLM.from_config(config), 512, SIZES)
-        group.model.set_attn_implementation("prefix_sharing_eager")  # the counter does not know the CPU's kernel
+        # The counter does not know the CPU's kernel
+        group = Group(AutoModelForCausalLM.from_config(config, attn_implementation="eager"), 512, SIZES)
         work = Work.of(SIZES, shared)
         tokens = work.tokens + (SIZES.k - 1 if shared else 0)  # each completion has the prompt's last token before it
         for phase in worth.LIMITED:
-            with attention_of(group.model, way), FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+            with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
                 getattr(group, phase)(way)
             counted = {str(op): flops // 2 for op, flops in counter.get_flop_counts()["Global"].items()}
             linear = sum(n for op, n in counted.items() if op != "aten.bmm")

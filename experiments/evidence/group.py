@@ -2,7 +2,6 @@
 
 import gc
 import time
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 
@@ -77,13 +76,6 @@ class Image:
 
     side: int
     token: int
-
-
-def attention_of(model, way: str):
-    """Whole rows go through the attention that stock has."""
-    from trl.models.prefix_sharing import use_base_attention
-
-    return use_base_attention(model) if way == "whole" else nullcontext()
 
 
 class Group:
@@ -190,13 +182,11 @@ class Group:
     def measure(self, way: str, phases: tuple[str, ...] = PHASES) -> dict:
         """The `Cost` of each of these phases, as `PHASE_COLUMNS`."""
         row, self.encoded = {}, 0
-        with attention_of(self.model, way):
-            for phase in phases:
-                cost = timed(partial(getattr(self, phase), way))
-                row |= {f"{phase}_{what}": value for what, value in asdict(cost).items()}
+        for phase in phases:
+            cost = timed(partial(getattr(self, phase), way))
+            row |= {f"{phase}_{what}": value for what, value in asdict(cost).items()}
         return row
 
     def peaks(self, way: str, high_water: HighWater) -> dict:
         """`peak_of` each phase, as `PHASE_COLUMNS`."""
-        with attention_of(self.model, way):
-            return {f"{phase}_peak_bytes": peak_of(partial(getattr(self, phase), way), high_water) for phase in PHASES}
+        return {f"{phase}_peak_bytes": peak_of(partial(getattr(self, phase), way), high_water) for phase in PHASES}

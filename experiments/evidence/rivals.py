@@ -46,7 +46,7 @@ class Rivals(Group):
     def log_probs(self, way: str):
         if way == "prefix-grouper":
             return self.grouped_log_probs()
-        self.model.set_attn_implementation("prefix_sharing_sdpa")
+        self.model.set_attn_implementation("sdpa")
         return super().log_probs(way)
 
     def grouped_log_probs(self):

@@ -59,7 +59,7 @@ def trained_settings(args, model) -> dict:
             "use_peft": True,
             "lora_r": adapter.r,
             "lora_alpha": adapter.lora_alpha,
-            "lora_dropout": adapter.lora_dropout,
+            "lora_dropout": 0.0 if getattr(args, "disable_dropout", False) else adapter.lora_dropout,
             "lora_target_modules": sorted(targets) if isinstance(targets, set | list) else targets,
         }
     quantization = getattr(model.config, "quantization_config", None)

@@ -212,10 +212,10 @@ def check_values(profile: str, launch: LaunchArguments, config, model, given: di
             f"attn_implementation {model.attn_implementation!r} does not take the mask that prefix_sharing needs; "
             "--attn_implementation sdpa"
         )
-    if config.prefix_sharing and model.use_peft and model.lora_dropout:
+    if config.prefix_sharing and model.use_peft and model.lora_dropout and not config.disable_dropout:
         problems.append(
             f"lora_dropout is {model.lora_dropout}: completions that share a prompt would share its dropout; "
-            "--lora_dropout 0"
+            "--lora_dropout 0 or --disable_dropout true"
         )
     if config.use_vllm and find_spec("vllm") is None:
         problems.append("use_vllm needs the package vllm, which is not installed; --use_vllm false")

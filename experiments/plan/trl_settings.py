@@ -28,6 +28,7 @@ SAME_NAME = (
 SWITCHES = (
     "bf16", "fp16", "prefix_sharing", "gradient_checkpointing", "activation_offloading", "offload_reference",
     "offload_reward", "use_peft", "load_in_4bit", "load_in_8bit", "use_bnb_nested_quant", "normalize_advantages",
+    "disable_dropout",
 )  # fmt: skip
 # What the planner takes where neither a profile nor an option says: one prompt. Written out: TRL's defaults are others
 COMMAND_LINE = {
@@ -70,6 +71,8 @@ def from_settings(prompt_tokens: int, settings: dict, **where) -> Setup:
     if wrong:
         raise ConfigError("; ".join(wrong))
     values = {name: given[name] for name in SAME_NAME}
+    if given["disable_dropout"]:  # that of adapters, too
+        values["lora_dropout"] = 0.0
     init = given.get("model_init_kwargs")
     if isinstance(init, dict) and isinstance(init.get("dtype"), str):  # the launcher prefers it
         values["dtype"] = init["dtype"]

@@ -389,6 +389,14 @@ def prefix_sharing_checks(folder):
     return True
 
 
+@promise
+def prefix_sharing_faithful(folder):
+    """A model that shares prompts names the attention that it came with."""
+    model = build_with_head()
+    importlib.import_module("trl.models.prefix_sharing").enable_prefix_sharing(model)
+    return model.config._attn_implementation == "sdpa"
+
+
 def look(tree, names):
     import trl
 

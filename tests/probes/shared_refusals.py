@@ -21,7 +21,7 @@ from shared_exactness import SHAPE, batch, passes_of  # builds the fork and puts
 from shared_trainer import train
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig  # noqa: E402
 from trl.generation.shared_prefix import generate_with_shared_prefix  # noqa: E402
-from trl.models.prefix_sharing import enable_prefix_sharing, use_base_attention  # noqa: E402
+from trl.models.prefix_sharing import enable_prefix_sharing  # noqa: E402
 from trl.models.token_budget import check_whole_rows  # noqa: E402
 from trl.trainer import grpo_trainer, rloo_trainer  # noqa: E402
 from trl.trainer.utils import add_fused_lm_head  # noqa: E402
@@ -158,9 +158,7 @@ ids, mask, prompt = batch()
 labels = ids.masked_fill(mask == 0, -100)
 inputs = dict(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
 enable_prefix_sharing(good)
-with use_base_attention(good):  # what an engine finds that brings its own attention
-    result["engines find"] = good.config._attn_implementation
-result["after the engine"] = good.config._attn_implementation
+result["engines find"] = good.config._attn_implementation
 before, shared = good(**inputs).log_probs, good(**inputs, passes=passes_of(prompt)).log_probs
 
 empty = mask.clone()
@@ -186,6 +184,7 @@ def failing(*arguments):
 
 good.model.layers[1].mlp.forward = failing
 result["failing pass"] = message(good, **inputs, passes=passes_of(prompt))
+result["after a failing pass"] = good.config._attn_implementation
 good.model.layers[1].mlp.forward = forward
 result["usable after a failure"] = bool(
     torch.equal(good(**inputs).log_probs, before)
