@@ -43,6 +43,13 @@ RUNS = {
     ),
     "fsdp-split": (dict(trainer="rloo", rows=1, fsdp=RESHARD), [(True, SHARED, {}), (False, SHARED, KEEP)]),
     "fsdp-lora-split": (dict(trainer="grpo", rows=1, fsdp=RESHARD, lora=True), [(True, SHARED, PARTS)]),
+    # Prompts that differ within a group, on one process
+    "fsdp-differ": (dict(trainer="grpo", fsdp=RESHARD, differ=True), [(True, TWO, {})]),
+    "fsdp-differ-split": (dict(trainer="rloo", rows=1, fsdp=RESHARD, differ=True), [(True, SHARED, {})]),
+    "fsdp-differ-generate": (
+        dict(trainer="grpo", generate=True, options=GREEDY, fsdp=RESHARD, differ=True),
+        [(True, SHARED, {})],
+    ),
     "fsdp-generate": (dict(trainer="rloo", generate=True, options=GREEDY, fsdp=RESHARD), [(True, SHARED, {})]),
     "fsdp-lora-generate": (
         dict(trainer="rloo", generate=True, options=GREEDY, fsdp=RESHARD, lora=True),

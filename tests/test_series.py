@@ -36,6 +36,7 @@ ADDS = {
     "0017-prefix-sharing-micro-batches.patch": (set(), "prefix-sharing-micro-batches"),
     "0018-prefix-sharing-checks.patch": (set(), "prefix-sharing-checks"),
     "0019-prefix-sharing-faithful.patch": (set(), "prefix-sharing-faithful"),
+    "0020-prefix-sharing-trainers.patch": (set(), "prefix-sharing-trainers"),
 }
 # Words that stand nowhere in the package before their patch
 WORDS = {
@@ -142,7 +143,7 @@ def test_a_patchs_own_tests_pass_at_its_place(places, forked, name, tmp_path):
     tests = own_tests(name)
     made = forked("upstream_fixtures", tmp_path, timeout=120)
     assert made.returncode == 0, made.stderr[-3000:]
-    imported = {"tests/test_prefix_sharing.py", "tests/test_prefix_sharing_offloading.py"}
+    imported = {f"tests/test_prefix_sharing{end}.py" for end in ("", "_offloading", "_micro_batches")}
     for path in {*imported, *tests}:
         (tmp_path / path).write_bytes((ROOT / "trl/current/overlay" / path).read_bytes())
     tree = places[SERIES.index(name) + 1]

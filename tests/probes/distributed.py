@@ -121,13 +121,15 @@ def train(
     generate=False,
     evaluate=False,
     lora=False,
+    differ=False,
     save=None,
     resume=None,
     prompts=PROMPTS,
     options=None,
 ):
     """One training, with micro-batches of some `rows`: of two groups, of one, or of a part of one. Unless told to
-    `generate`, completions are fixed, so that both arms train on the same ones.
+    `generate`, completions are fixed, so that both arms train on the same ones. With `differ`, the prompts of a group
+    do, on one of the processes.
 
     With `save` it leaves a checkpoint after that update, with `resume` it goes on from that of an earlier run."""
     trainer_class, config_class = TRAINERS[trainer]
@@ -190,6 +192,14 @@ def train(
         return result
 
     instance._generate_single_turn = single_turn
+    if differ and instance.accelerator.process_index == 1:
+        tokenize = instance._tokenize_prompts
+
+        def tokenize_differently(prompts):
+            prompt_ids, *others = tokenize(prompts)
+            return [[*ids, 30 + row % 2] for row, ids in enumerate(prompt_ids)], *others
+
+        instance._tokenize_prompts = tokenize_differently
     before = {name: full(p) for name, p in instance.model.named_parameters()}
     checkpoint = str(folder / "out" / f"checkpoint-{resume}") if resume else None
     with nullcontext() if zero3 is None else with_deepspeed.recording(instance, recorder.gradients):

@@ -397,6 +397,21 @@ def prefix_sharing_faithful(folder):
     return model.config._attn_implementation == "sdpa"
 
 
+@promise
+def prefix_sharing_trainers(folder):
+    """A reward model scores all that was generated together, also where a batch is a part of a group."""
+    options = dict(prefix_sharing=True, per_device_train_batch_size=1, gradient_accumulation_steps=4, max_steps=1)
+    sizes = []
+    for name in NAMES:
+        model = tiny.build_reward_model()
+        model.register_forward_hook(lambda module, args, output: sizes.append(len(output.logits)))
+        try:
+            tiny.build_trainer(name, folder, reward_funcs=model, **options).train()
+        except ValueError:  # a batch was whole groups
+            return False
+    return sizes == [4, 4]
+
+
 def look(tree, names):
     import trl
 
