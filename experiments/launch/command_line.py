@@ -149,7 +149,7 @@ def refuse(message: str):
 def given_values(words: list[str]) -> dict[str, str]:
     """The settings of a command line as text; one that is named without a value is on, one with `--no_` is off."""
     given = {}
-    for word, after in zip(words, [*words[1:], "--"], strict=True):
+    for word, after in zip(words, [*words[1:], "--"], strict=False):  # no words, no pair
         if word.startswith("--"):
             name, equals, value = word.removeprefix("--").partition("=")
             off = name.startswith(("no_", "no-"))
