@@ -376,7 +376,7 @@ class Simulation:
         """The reward model's forward: all rows of the rollout together, or as many as share a pass."""
         setup = self.setup
         length = setup.prompt_tokens + setup.max_completion_length
-        rows = setup.rows_per_pass or setup.generation_rows
+        rows = setup.completions_per_forward or setup.generation_rows
         if setup.tokens_per_forward is not None:
             rows = max(1, setup.tokens_per_forward // length)
         rows = min(rows, setup.generation_rows)
@@ -402,6 +402,7 @@ class Simulation:
         # The first of the micro-batches of a prompt, one that is like all those between, and the last
         last = self.open_prefix.num_micro_batches - 1
         for number in sorted({0, min(1, last), last}):
+            self.open_prefix.micro_batch = number - 1  # as if those between had been
             self.open_prefix.enter(number, updates=number == last)
             self.log_probs(self.model, self.backbone).sum().backward()
             self.open_prefix.backward()
