@@ -189,7 +189,7 @@ REFUSED = {  # after the dataset and the model's name are found good
     ],
     "balanced --prompt_tokens 64 --max_prompt_tokens 63": ["'builtin', row 1: the prompt has 64 tokens"],
     "balanced --prompt_tokens 4": ["4 leaves no room"],
-    "balanced --steps_per_generation 3 --dataset rows.jsonl --reward my_rewards:good": [
+    "balanced --steps_per_generation 6 --dataset rows.jsonl --reward my_rewards:good": [
         "'rows.jsonl' has 2 prompts, and 3 are generated for at a time", "lower steps_per_generation",
     ],
     "balanced --num_generations 0": ["launch: num_generations is 0: it must be at least 2"],
