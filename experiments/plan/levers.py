@@ -62,9 +62,12 @@ def shared(setup: Setup) -> Setup:
 
 def planned(arm: str, setup: Setup) -> Setup:
     """One of the planner's arms of a setup. Prompts are shared in micro-batches, as `shared` has it, unless the setup
-    says how they are to be."""
+    says how they are to be. Where they are, the arms that take a group at once do."""
     says_how = setup.prefix_sharing or setup.completions_per_forward or setup.tokens_per_forward
-    return setup.arm(arm) if arm != "shared" or says_how else shared(setup)
+    if arm == "shared":
+        return setup.arm(arm) if says_how else shared(setup)
+    at_once = setup.splits_groups and arm not in ("stock-accumulate", "stock-tokens")
+    return (setup.with_rows(setup.num_generations) if at_once else setup).arm(arm)
 
 
 def can_split_groups(setup: Setup) -> bool:
