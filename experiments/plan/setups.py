@@ -100,7 +100,8 @@ class Setup:
     @property
     def in_words(self) -> str:
         """What is trained, and with what: the choices that decide most."""
-        bits = f"{self.weight_bits}-bit" if self.weight_bits < 16 else self.dtype
+        widened = self.fully_sharded and self.bf16 and not self.lora_rank  # by accelerate
+        bits = "float32 shards" if widened else f"{self.weight_bits}-bit" if self.weight_bits < 16 else self.dtype
         what = f"LoRA of rank {self.lora_rank} on {bits} weights" if self.lora_rank else f"all weights, {bits}"
         return f"{what}, beta {self.beta:g}, {self.optim}"
 
