@@ -46,7 +46,7 @@ lint:
 charts:
 	./visualize_results.sh results/reference-cpu-2-cores
 	.venv/bin/python -m visualization.charts.worth results/reference-cpu-2-cores results/reference-cpu-2-cores/charts/worth.png
-	.venv/bin/python -m visualization.charts.gpu_peaks results/published results/published/gpu_peaks.png
+	.venv/bin/python -m visualization.charts.published_gpus results/published results/published/gpu_peaks.png
 	for page in README.md docs/findings.md docs/memory_guide.md docs/prefix_sharing.md; do \
 	  .venv/bin/python -m visualization.tables $$page --write || exit 1; done
 

@@ -20,6 +20,7 @@ from experiments.plan.levers import LEVERS, in_turn
 from experiments.plan.options import LEAST_DEVICE
 from experiments.plan.predict import PredictedPeak, Prediction
 from experiments.plan.records import read_run
+from experiments.plan.reserve import Room
 from experiments.plan.setups import Setup
 from experiments.workload import data, models
 
@@ -250,7 +251,7 @@ def test_no_lever_is_kept_that_is_not_needed(budget, k, lora, checkpointing):
         return Prediction(label, setup, [PredictedPeak("train", made_up_peak(setup), {}, 0)])
 
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=10**6))
-    search = doctor.Search(config, limit, lambda line: None)
+    search = doctor.Search(config, Room(limit), lambda line: None)
     search.predict = prediction
     used, last = search.needed(prediction("as it is", start))
     if not search.fits(last):

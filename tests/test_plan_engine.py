@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from experiments.config import GIB, ROOT
-from experiments.evidence.published import bounds_of, compared, setup_of
+from experiments.evidence.published_peaks import bounds_of, compared, setup_of
 from experiments.plan.setups import Setup
 from experiments.workload.models import named_config
 
@@ -123,7 +123,9 @@ def rows(name: str) -> list[dict[str, str]]:
 
 def test_published_peaks_are_within_the_bounds_of_the_predictions():
     facts, done = rows("gpu_peaks.csv"), rows("predicted.csv")
-    assert [{name: row[name] for name in facts[0]} for row in done] == facts, "run experiments.evidence.published"
+    assert [{name: row[name] for name in facts[0]} for row in done] == facts, (
+        "run experiments.evidence.published_peaks"
+    )
     assert {row["holds"] for row in done} == {"yes", ""} and sum(row["holds"] == "yes" for row in done) >= 38
     for row in done:
         assert row["holds"] or row["not_held"], f"{row['source']}: not held, and nobody says why"

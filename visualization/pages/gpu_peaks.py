@@ -13,7 +13,7 @@ WORDS = {"out of memory": "card's memory, and it ran out"}
 
 def read_peaks(folder: Path) -> pd.DataFrame:
     """One row a published figure. Raises LoadError."""
-    rows = read_rows(folder / "predicted.csv", NUMBERS, "experiments.evidence.published")
+    rows = read_rows(folder / "predicted.csv", NUMBERS, "experiments.evidence.published_peaks")
     texts = ["not_held", "phase", "text_only", "holds"]
     rows[texts] = rows[texts].fillna("")
     return rows

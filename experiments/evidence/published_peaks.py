@@ -1,6 +1,6 @@
 """The planner beside GPUs: what others have published that their trainings took, and what is predicted for them.
 
-    python -m experiments.evidence.published
+    python -m experiments.evidence.published_peaks
 
 Reads results/published/gpu_peaks.csv: one figure a row, with its source and the settings of the training in TRL's
 names. Writes results/published/predicted.csv: the same rows with the predicted bytes, the ratio, the bounds that it
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.evidence.published",
+        prog="python -m experiments.evidence.published_peaks",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,6 +1,6 @@
 """Predicted beside published peaks of GPUs: one point a training, a colour a card.
 
-python -m visualization.charts.gpu_peaks results/published OUT.png
+python -m visualization.charts.published_gpus results/published OUT.png
 """
 
 import argparse
@@ -52,7 +52,7 @@ def chart(rows: pd.DataFrame) -> Figure:
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw the chart. Raises LoadError where the folder has no such rows, OSError where OUT cannot be written."""
     parser = argparse.ArgumentParser(
-        prog="python -m visualization.charts.gpu_peaks", description=__doc__.splitlines()[0]
+        prog="python -m visualization.charts.published_gpus", description=__doc__.splitlines()[0]
     )
     parser.add_argument("folder", type=Path, help="results/published")
     parser.add_argument("out", type=Path, help="the PNG to write")
