@@ -60,11 +60,12 @@ plans:
 	  --accelerate experiments/settings/accelerate/fsdp2_offload.yaml --json results/plans/multi_gpu_70b.json
 	.venv/bin/python -m visualization.charts.plan results/plans/single_gpu_24gb.json results/plans/single_gpu_24gb.png
 
-# Each line goes on where it was interrupted. fit_check holds the page's sums against the planner. In the first, malloc
-# keeps what is freed: taking it from the system again, page by page, was a fifth of the time. Many passes, as the second
-# has, would take 16 GiB so
+# The first goes on where it was interrupted: its parts stay until all is done. fit_check holds the page's sums against
+# the planner. In the first, malloc keeps what is freed: taking it from the system again, page by page, was a fifth of
+# the time. Many passes, as the second has, would take 16 GiB so
 fit-data:
 	./setup_env.sh --quiet
 	MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=2147483647 .venv/bin/python -m experiments.plan.fit_data
 	.venv/bin/python -m experiments.plan.fit_check
 	.venv/bin/python -m visualization.fit.make_page
+	rm -rf .build/fit

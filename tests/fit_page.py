@@ -7,16 +7,20 @@ import shutil
 import pytest
 
 from experiments.plan.setups import Setup
+from experiments.plan.sharding import SHARDED
 from visualization.fit import make_page
+
+PHASES = ("load", "generate", "score", "train", "optimizer")
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium here: apt install chromium")
 ARMS = ("stock", "stock-accumulate", "shared")
 TRAINED = {
-    "all": Setup(1, bf16=False),
+    "all": Setup(1, dtype="bfloat16", bf16=False),
     "lora": Setup(1, lora_rank=16),
     "lora-4-bits": Setup(1, lora_rank=16, weight_bits=4),
 }
+ONE_CARD = ("lora-4-bits",)
 
 
 def made_up() -> dict:
@@ -53,18 +57,30 @@ def made_up() -> dict:
         }
 
     def model(name, weights, positions, window=None):
+        compute = ("generate", "score", "train")
+        gathered = {phase: {"parameters": weights * 0.35} if phase in compute else {} for phase in PHASES}
+        of_all = {**gathered, "train": {**gathered["train"], "gradients": weights * 0.3}}
         trained = {key: {each: arm(each, 2.0 * weights, key, window) for each in ARMS} for key in TRAINED}
-        sizes = {"weights": weights, "largest_layer": weights // 40, "other_weights": weights // 8}
+        sizes = {"weights": weights, "gathered": {"all": of_all, "lora": gathered}, "vocabulary": 150_000}
         return {"name": name, **sizes, "positions": positions, "window": window, "experts": None, "trained": trained}
 
     return {
         "versions": "trl 0",
-        "reserve_bytes": 858_993_459,
+        "reserve_bytes": 214_748_365,
+        "fragments": 0.33,
+        "stays": ["parameters", "reference", "gradients", "optimizer state"],
         "first_room": 64,
         "per_pass": 2,
         "least": {"prompt": 64, "completion": 64, "k": 4},
         "most": {"prompt": 65_536, "completion": 32_768, "k": 128},
-        "trained": {key: {"called": f"called {key}"} for key in TRAINED},
+        "trained": {
+            key: {
+                "called": f"called {key}",
+                "one_card": key in ONE_CARD,
+                "widened": dict.fromkeys((*SHARDED, "activations"), 1 + (key == "all")) | {"reference": 1},
+            }
+            for key in TRAINED
+        },
         "models": [
             model("Qwen/Qwen3-8B", 8_190_735_360, 40_960),
             model("google/gemma-3-4b-it", 4_300_079_472, 131_072, 1024),
@@ -79,7 +95,7 @@ MEASURED = {"low": 0.95, "high": 1.05, "peaks": 7, "on": "CPU"}  # over predicte
 MODELS = {model["name"]: model for model in DATA["models"]}
 MODEL = "Qwen/Qwen3-8B" if "Qwen/Qwen3-8B" in MODELS else DATA["models"][0]["name"]
 OTHER = next(name for name in MODELS if name != MODEL)
-CHOICE = dict(model=MODEL, trained="lora", prompt=3000, completion=512, k=8, card=24, cards=1, reference=1)
+CHOICE = dict(model=MODEL, trained="lora", prompt=3000, completion=512, k=8, card=23.6, cards=1, reference=1)
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +121,8 @@ def opened(browser, file):
     """Opens the page, with an address; fails if it writes an error or asks for anything but itself."""
     contexts, said, asked = [], [], set()
 
-    def open_page(hash="", width=1280, scheme="light", path=file):
-        contexts.append(browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme))
+    def open_page(hash="", width=1280, scheme="light", path=file, height=900):
+        contexts.append(browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme))
         page = contexts[-1].new_page()
         page.set_default_timeout(20_000)  # a busy machine takes its time
         page.on("console", lambda message: said.append(message.text))
@@ -132,7 +148,7 @@ def choices(number: int, seed: int) -> list[dict]:
         name, trained = rng.choice(list(MODELS)), rng.choice(list(TRAINED))
         lengths = {key: round(64 * 2 ** rng.uniform(0, 9)) for key in ("prompt", "completion")}
         if sum(lengths.values()) <= MODELS[name]["positions"]:
-            cards = 1 if trained == "lora-4-bits" else rng.choice((1, 2, 8))
+            cards = 1 if trained in ONE_CARD else rng.choice((1, 2, 8))
             others = dict(k=2 * rng.randint(2, 64), cards=cards, reference=rng.random() < 0.5)
             found.append({"model": name, "trained": trained, "card": rng.choice((8, 24, 80)), **lengths, **others})
     return found

@@ -1,15 +1,16 @@
 """Makes docs/fit.json, what docs/fit.html answers from: curves of every model, of what is trained, of every arm.
 
     python -m experiments.plan.fit_data [--models qwen3-8b,gemma-3-4b-it] [--processes 2]
+    python -m experiments.plan.fit_data --facts [--models ...]
 
 A part is one arm of one model. Finished parts are kept in .build/fit, so the same command goes on where it was
-interrupted; parts of other code or versions are made again. The file is written when all parts are there, and not if
-one is further from its simulations than `MOST_ERROR`.
+interrupted, also after the code has changed: remove the folder to begin anew, as `make fit-data` does at its end. The
+file is written when all parts are there, and not if one is further from its simulations than `MOST_ERROR`. --facts
+makes anew what is in the file and needs no simulation: the models' sizes, the reserve, what sharding does; with
+--models, of these, and takes the others out.
 """
 
 import argparse
-import ast
-import hashlib
 import json
 import multiprocessing
 import os
@@ -17,14 +18,14 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from experiments.builds import use_fork
 from experiments.config import ARMS, ROOT, ConfigError, exit_code
-from experiments.plan.options import RESERVE, quiet, read_bytes
+from experiments.plan import reserve
+from experiments.plan.options import quiet
 from experiments.plan.setups import Setup
 
 PARTS, PAGE = ROOT / ".build" / "fit", ROOT / "docs" / "fit.json"
@@ -36,13 +37,19 @@ MODELS = (
     "meta-llama/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.2-3B-Instruct", "meta-llama/Llama-3.1-8B-Instruct",
     "mistralai/Mistral-7B-Instruct-v0.3", "google/gemma-3-4b-it", "openai/gpt-oss-20b", "HuggingFaceTB/SmolLM3-3B",
 )  # fmt: skip
-# What is trained: what the page calls it, and the setup. bfloat16 weights compute in bfloat16 without autocast, which
-# under FSDP2 would widen trained weights to float32
+# What is trained: what the page calls it, and the setup on one card. All weights in bfloat16 compute without autocast
 TRAINED = {
-    "all": ("all weights", Setup(prompt_tokens=1, bf16=False)),
-    "lora": ("LoRA, rank 16", Setup(prompt_tokens=1, lora_rank=16)),
-    "lora-4-bits": ("LoRA, rank 16, on 4 bits", Setup(prompt_tokens=1, lora_rank=16, weight_bits=4)),
+    "all": ("all weights, bfloat16", Setup(prompt_tokens=1, dtype="bfloat16", bf16=False)),
+    "lora": ("LoRA, rank 16", Setup(prompt_tokens=1, dtype="bfloat16", lora_rank=16)),
+    "lora-4-bits": ("LoRA, rank 16, on 4 bits", Setup(1, dtype="bfloat16", lora_rank=16, weight_bits=4)),
 }
+ON_ONE_CARD = ("lora-4-bits",)  # quantized weights have no formula on several
+
+
+def on_cards(setup: Setup, number: int) -> Setup:
+    """With FSDP2 on several, and autocast: then shards of trained weights are float32, see `sharding`."""
+    several = number > 1
+    return replace(setup, num_devices=number, fully_sharded=several, bf16=setup.bf16 or several)
 
 
 @dataclass(frozen=True)
@@ -59,32 +66,6 @@ class Part:
         return f"{self.model}, {TRAINED[self.trained][0]}, {self.arm}"
 
 
-def code_id() -> str:
-    """Of all that decides a part: the planner, the shapes, the fork, the versions of its libraries. Comments and
-    docstrings decide nothing."""
-    import peft
-    import torch
-    import transformers
-
-    versions = "".join((torch.__version__.partition("+")[0], transformers.__version__, peft.__version__))
-    digest = hashlib.sha256(versions.encode())
-    series = ROOT / "trl" / "current"
-    files = [ROOT / "experiments" / "workload" / "shapes.py", *(series / "overlay" / "trl").rglob("*.py")]
-    files += [Path(__file__).with_name(f"{name}.py") for name in (
-        "building", "events", "extrapolate", "fit_curves", "fit_terms", "live_bytes", "replaced", "setups",
-        "shapes_only", "simulate",
-    )]  # fmt: skip
-    for path in sorted(files):
-        tree = ast.parse(path.read_text())
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
-                node.body = node.body[1:]
-        digest.update(ast.dump(tree).encode())
-    for path in sorted(series.glob("*.patch")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
 def window_of(hf_config) -> int | None:
     """Tokens that a layer of a model sees, where some layers do not see all."""
     text_config = hf_config.get_text_config()
@@ -92,7 +73,7 @@ def window_of(hf_config) -> int | None:
     return text_config.sliding_window if slides else None
 
 
-def make(part: Part, code: str) -> tuple[Part, float]:
+def make(part: Part) -> tuple[Part, float]:
     """Writes the file of a part. Returns it and the error of its curves."""
     from experiments.plan import fit_curves
     from experiments.workload.models import named_config
@@ -104,27 +85,28 @@ def make(part: Part, code: str) -> tuple[Part, float]:
     phases = {phase: [asdict(regime) for regime in regimes] for phase, regimes in curves.phases.items()}
     PARTS.mkdir(parents=True, exist_ok=True)
     unfinished = part.path.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(json.dumps({"code": code, "error": curves.error, "phases": phases}))
+    unfinished.write_text(json.dumps({"error": curves.error, "phases": phases}))
     unfinished.replace(part.path)
     return part, curves.error
 
 
-def finished(part: Part, code: str) -> dict | None:
-    """What the file of a part holds; None where there is none of this code."""
+def finished(part: Part) -> dict | None:
+    """What the file of a part holds; None where there is none."""
     try:
         found = json.loads(part.path.read_text())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and found.get("code") == code else None
+    return found if isinstance(found, dict) else None
 
 
-def make_all(parts: list[Part], processes: int, code: str) -> None:
+def make_all(parts: list[Part], processes: int) -> None:
     """Makes the parts that are not there, and says how far it is."""
-    missing = [part for part in parts if finished(part, code) is None]
-    print(f"{len(parts) - len(missing)} of {len(parts)} parts are there", flush=True)
+    missing = [part for part in parts if finished(part) is None]
+    anew = f"; remove {PARTS} to make them anew" if len(missing) < len(parts) else ""
+    print(f"{len(parts) - len(missing)} of {len(parts)} parts are there{anew}", flush=True)
     if not missing:
         return
-    for number, ((part, error), left) in enumerate(in_processes(partial(make, code=code), missing, processes), 1):
+    for number, ((part, error), left) in enumerate(in_processes(make, missing, processes), 1):
         done = len(parts) - len(missing) + number
         off = f"{error:.2%} off its simulations at most"
         print(f"{done} of {len(parts)}: {part}: {off}; about {left:.0f} min left", flush=True)
@@ -161,49 +143,94 @@ def alone() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def page_data(models: tuple[str, ...], code: str) -> dict:
+def facts() -> dict:
+    """What the file holds of all models, but for what the simulations were of."""
+    from experiments.plan.sharding import SHARDED, widened
+
+    return {
+        "reserve_bytes": reserve.CONTEXT,
+        "fragments": reserve.FIXED,
+        "stays": reserve.STAYS,
+        "trained": {
+            name: {
+                "called": called,
+                "one_card": name in ON_ONE_CARD,
+                # Times as large as simulated a shard is
+                "widened": {kind: widened(on_cards(setup, 2), kind) for kind in (*SHARDED, "activations")},
+            }
+            for name, (called, setup) in TRAINED.items()
+        },
+    }
+
+
+def facts_of(name: str) -> dict:
+    """What it holds of a model, but for its curves. `gathered`: bytes by kind that FSDP2 gathers in a phase, on any
+    number of cards."""
+    from experiments.plan.sharding import spread, weights_by_place
+    from experiments.plan.simulate import PHASES
+    from experiments.workload.models import meta_model, named_config
+
+    hf_config = named_config(name)
+    text_config, weights = hf_config.get_text_config(), weights_by_place(hf_config)
+    sharded = {key: on_cards(setup, 2) for key, (_, setup) in TRAINED.items() if key not in ON_ONE_CARD}
+    gathered = {
+        trained: {phase: spread(setup, weights, 0, phase, {}) for phase in PHASES}
+        for trained, setup in sharded.items()
+    }
+    experts = (getattr(text_config, each, None) for each in ("num_experts", "num_local_experts"))
+    return {
+        "name": name,
+        "weights": sum(p.numel() for p in meta_model(hf_config).parameters()),
+        "gathered": {
+            trained: {phase: {kind: size for kind, size in kinds.items() if size} for phase, kinds in phases.items()}
+            for trained, phases in gathered.items()
+        },
+        "vocabulary": text_config.vocab_size,
+        "positions": text_config.max_position_embeddings,
+        "window": window_of(hf_config),
+        "experts": next(filter(None, experts), None),
+    }
+
+
+def page_data(models: tuple[str, ...]) -> dict:
     """What the file holds: bytes a term by kind (`fit_terms.terms`) of stretches, by model, trained, arm, phase."""
     import torch
     import transformers
 
     import trl
     from experiments.plan import fit_curves, fit_terms
-    from experiments.plan.sharding import weights_by_place
-    from experiments.workload.models import meta_model, named_config
 
-    listed = []
-    for name in models:
-        hf_config = named_config(name)
-        largest_layer, other_weights = weights_by_place(hf_config)
-        text_config = hf_config.get_text_config()
-        curves = {
-            trained: {arm: finished(Part(name, trained, arm), code)["phases"] for arm in fit_curves.ARMS}
+    def curves(name: str) -> dict:
+        return {
+            trained: {arm: finished(Part(name, trained, arm))["phases"] for arm in fit_curves.ARMS}
             for trained in TRAINED
         }
-        experts = (getattr(text_config, each, None) for each in ("num_experts", "num_local_experts"))
-        listed.append(
-            {
-                "name": name,
-                "weights": sum(p.numel() for p in meta_model(hf_config).parameters()),
-                "largest_layer": largest_layer,
-                "other_weights": other_weights,
-                "positions": text_config.max_position_embeddings,
-                "window": window_of(hf_config),
-                "experts": next(filter(None, experts), None),
-                "trained": curves,
-            }
-        )
+
     return {
-        "code": code,
         "versions": f"trl {trl.__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
-        "reserve_bytes": read_bytes("reserve", RESERVE),
         "first_room": fit_terms.FIRST_ROOM,
         "per_pass": fit_terms.PER_PASS,
         "least": fit_terms.LEAST,
         "most": fit_terms.MOST,
-        "trained": {name: {"called": called} for name, (called, _) in TRAINED.items()},
-        "models": listed,
+        **facts(),
+        "models": [{**facts_of(name), "trained": curves(name)} for name in models],
     }
+
+
+def refreshed(data: dict, names: tuple[str, ...]) -> dict:
+    """The same data of these models with the facts of now. Raises `ConfigError` where something else was simulated."""
+    if data["trained"].keys() != TRAINED.keys():
+        raise ConfigError(f"{PAGE} is of {', '.join(data['trained'])}, not {', '.join(TRAINED)}: run make fit-data")
+    kept = ("versions", "first_room", "per_pass", "least", "most", "compared")
+    models = [
+        {**facts_of(model["name"]), "trained": model["trained"]} for model in data["models"] if model["name"] in names
+    ]
+    return {name: data[name] for name in kept if name in data} | facts() | {"models": models}
+
+
+def write(data: dict) -> None:
+    PAGE.write_text(json.dumps(data, separators=(",", ":")) + "\n")
+    print(f"{PAGE.relative_to(ROOT)}: {len(data['models'])} models, {PAGE.stat().st_size / 1e6:.1f} MB")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -216,25 +243,28 @@ def run(args: argparse.Namespace) -> int:
         models = tuple(name for key, name in short.items() if key in named)
     if args.processes < 1:
         raise ConfigError(f"--processes is {args.processes}; it must be at least 1")
+    if args.facts and not PAGE.exists():
+        raise ConfigError(f"{PAGE} is missing: --facts changes one that is there; run make fit-data")
     use_fork(ARMS["shared"])
+    if args.facts:
+        write(refreshed(json.loads(PAGE.read_text()), models))
+        return 0
     from experiments.plan.fit_curves import ARMS as arms
 
-    code = code_id()
     parts = [Part(model, trained, arm) for model in models for trained in TRAINED for arm in arms]
     try:
-        make_all(parts, args.processes, code)
+        make_all(parts, args.processes)
     except KeyboardInterrupt:
-        there = sum(finished(part, code) is not None for part in parts)
+        there = sum(finished(part) is not None for part in parts)
         print(f"interrupted with {there} of {len(parts)} parts; the same command goes on", file=sys.stderr)
         return 130
-    far = [f"{part}: {error:.1%}" for part in parts if (error := finished(part, code)["error"]) > MOST_ERROR]
+    far = [f"{part}: {error:.1%}" for part in parts if (error := finished(part)["error"]) > MOST_ERROR]
     if far:
         raise ConfigError(f"not written: further than {MOST_ERROR:.0%} from their simulations are {'; '.join(far)}")
     if models != MODELS:
         print(f"these parts are there; {PAGE.relative_to(ROOT)} is written when all models are asked for")
         return 0
-    PAGE.write_text(json.dumps(page_data(models, code), separators=(",", ":")) + "\n")
-    print(f"{PAGE.relative_to(ROOT)}: {len(models)} models, {PAGE.stat().st_size / 1e6:.1f} MB")
+    write(page_data(models))
     return 0
 
 
@@ -246,6 +276,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--models", help="only these, to try; default: all, and the file is written")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--facts", action="store_true", help="only what needs no simulation, in the file that is there"
+    )
     return exit_code("fit_data", run, parser.parse_args(argv))
 
 

@@ -28,5 +28,4 @@ def stretches_at(setup, hf_config, arm, lengths, passes=True):
 
 
 fit_curves.stretches_at = stretches_at
-fit_data.code_id = lambda: "made up"
 sys.exit(fit_data.main(sys.argv[2:]))

@@ -1,14 +1,17 @@
 // The page: reads the choice from the form or the address, and shows what sums.js finds.
 
 const WAYS = { "stock": "TRL as it is", "stock-accumulate": "One completion at a time", "shared": "Prefix sharing" };
-// GiB, and who has it: as sold, but for cards that have 1 GiB less or more, most of it for error correction.
-// PyTorch's total capacity, from its messages when memory runs out: T4 14.75, A10 21.99, L40 44.40, H100 NVL 93.00
+// GiB, and who has it. What PyTorch sees, the least of what its messages say when memory runs out: T4 14.56 to 14.75, A10
+// and A10G 22.0, RTX 4090 23.6 (3DTopia/Phidias-Diffusion issue 8: 23.64, pinokiofactory/flux-webui 11: 23.61), RTX 5090
+// 31.3, A100 39.4 (TianheWu/CoSeR 10: 39.50) and 79.2 (wbfwonderful/Vad-R1 11: 79.25), L40 44.40, H100 79.1, H100 NVL 93.00,
+// H200 139.8. "Nominal": as it is sold, where none was found; a card has a little less
 const CARDS = [
-  [8, "RTX 4060, RTX 3070"], [10, "RTX 3080"], [12, "RTX 4070, RTX 3060"], [14.7, "T4 (sold with 16 GB)"],
-  [16, "RTX 4080, RTX 5080, RTX 5070 Ti"], [22, "L4, A10 (sold with 24 GB)"], [24, "RTX 3090, RTX 4090"],
-  [32, "RTX 5090, V100"], [40, "A100"], [44.4, "L40, L40S (sold with 48 GB)"], [48, "RTX A6000, RTX 6000 Ada"],
-  [80, "A100, H100"], [93, "H100 NVL (sold with 94 GB)"], [96, "RTX PRO 6000, H20"], [139, "H200 (sold with 141 GB)"],
-  [192, ""],
+  [8, "RTX 4060, RTX 3070 (nominal)"], [10, "RTX 3080 (nominal)"], [12, "RTX 4070, RTX 3060 (nominal)"],
+  [14.5, "T4 (16 GB)"], [16, "RTX 4080, RTX 5080, RTX 5070 Ti (nominal)"], [22, "A10, A10G, L4 (24 GB)"],
+  [23.6, "RTX 4090 (24 GB)"], [24, "RTX 3090 (nominal)"], [31.3, "RTX 5090 (32 GB)"], [32, "V100 (nominal)"],
+  [39.4, "A100 (40 GB)"], [44.4, "L40, L40S (48 GB)"], [48, "RTX A6000, RTX 6000 Ada (nominal)"], [79.1, "H100 (80 GB)"],
+  [79.2, "A100 (80 GB)"], [93, "H100 NVL (94 GB)"], [96, "RTX PRO 6000, H20 (nominal)"], [139.8, "H200 (141 GB)"],
+  [192, "MI300X (nominal)"],
 ];
 const CARD = { least: 8, most: 192 };
 const NUMBERS = { prompt: "Prompt", completion: "Completion", k: "k", card: "Memory of a card" };
@@ -17,7 +20,13 @@ const MEASURED = DATA.measured_over_predicted;
 const ON_GPU = /GPU/.test(MEASURED.on);
 const FIRST = {
   model: MODELS.has("Qwen/Qwen3-8B") ? "Qwen/Qwen3-8B" : DATA.models[0].name, trained: "lora", prompt: "3000",
-  completion: "512", k: "8", card: "24", cards: "1", reference: "1",
+  completion: "512", k: "8", card: "23.6", cards: "1", reference: "1",
+};
+
+// In place of whole groups in passes of two: what the planner says at three choices
+const MICRO_BATCHES = {
+  lora: "Micro-batches of two completions take less time, and about as much memory: 7 % less to 1 % more at three choices.",
+  all: "Micro-batches of two completions take less time, but hold gradients all along: 4 to 12 % more at three choices.",
 };
 
 const by = (id) => document.getElementById(id);
@@ -76,8 +85,8 @@ function checked() {
   if (tokens > positions)
     wrong.prompt = `A prompt of ${count(choice.prompt)} and a completion of ${count(choice.completion)} are ` +
       `${count(tokens)} tokens, more than the ${count(positions)} positions of ${model}: take less of one.`;
-  if (choice.cards > 1 && choice.trained === "lora-4-bits")
-    wrong.cards = `${choice.cards} cards with 4-bit weights: this page has no formula for them. ` +
+  if (choice.cards > 1 && DATA.trained[trained].one_card)
+    wrong.cards = `${choice.cards} cards with ${DATA.trained[trained].called}: this page has no formula for them. ` +
       "Take 1 card, or LoRA on 16 bits.";
   return Object.keys(wrong).length ? [null, wrong] : [choice, wrong];
 }
@@ -107,14 +116,17 @@ function show(wrong = []) {
     if (name in problems) control.setAttribute("aria-invalid", "true");
     else control.removeAttribute("aria-invalid");
   }
+  const oneCard = Boolean(DATA.trained[asked.trained]?.one_card);
   by("reference-hint").hidden = asked.trained === "all";
+  for (const id of ["bfloat16-hint", "planned-hint"]) by(id).hidden = asked.trained !== "all" || asked.cards !== "1";
+  by("float32-hint").hidden = asked.trained !== "all" || asked.cards === "1";
   by("published-hint").hidden = !asked.model.startsWith("openai/gpt-oss");
-  by("cards-hint").hidden = asked.trained !== "lora-4-bits";
-  for (const option of by("cards").options) option.disabled = asked.trained === "lora-4-bits" && option.value !== "1";
+  by("cards-hint").hidden = !oneCard;
+  for (const option of by("cards").options) option.disabled = oneCard && option.value !== "1";
   by("problem").textContent = lines.join("\n");
   by("found").hidden = lines.length > 0;
   if (lines.length) {
-    for (const id of ["asked", "answer", "bars", "numbers", "yaml", "command", "python"]) by(id).replaceChildren();
+    for (const id of ["asked", "answer", "older", "bars", "numbers", "yaml", "command", "python"]) by(id).replaceChildren();
     showNumbers = () => {};
     return said("");
   }
@@ -133,12 +145,13 @@ function said(words) {
   later = setTimeout(() => (by("said").textContent = words), 500);
 }
 
-/** {fits: "yes", "just" or "no", words}: as the planner says it. */
-function verdict(peak, choice) {
-  const spare = limit(choice) - peak.total;
+/** {fits: "yes", "just" or "no", words} of the peaks of all phases: as the planner says it. */
+function verdict(found, choice) {
+  const { total } = highest(found);
+  const spare = limit(choice) - total;
   if (spare < 0) return { fits: "no", words: `does not fit: short by ${gib(Math.max(-spare, GIB / 100))}` };
-  if (peak.total * MEASURED.high > limit(choice))
-    return { fits: "just", words: `just fits: ${gib(spare)} to spare, less than the error` };
+  const less = needed(found) > limit(choice) ? "the allocator’s part" : total * MEASURED.high > limit(choice) && "the error";
+  if (less) return { fits: "just", words: `just fits: ${gib(spare)} to spare, less than ${less}` };
   return { fits: "yes", words: `fits: ${gib(spare)} to spare` };
 }
 
@@ -146,7 +159,7 @@ function verdict(peak, choice) {
 function largestInWords(model, choice, arm, name) {
   const value = largest(model, choice, arm, name);
   const { least, most, step } = span(model, choice, name);
-  if (!value) return `none: not even ${count(least)}`;
+  if (!value) return `less than ${count(least)}`;
   if (value + step <= most) return count(value);
   return most < DATA.most[name] ? `${count(value)}, all positions` : `${count(value)} or more`;
 }
@@ -160,7 +173,7 @@ function showAnswer(model, choice, found) {
   const sentences = [];
   const rows = ARMS.map((arm) => {
     const peak = highest(found[arm]);
-    const { fits, words } = verdict(peak, choice);
+    const { fits, words } = verdict(found[arm], choice);
     sentences.push(`${WAYS[arm]} ${words}.`);
     const range = `${inGib(peak.total * MEASURED.low)} to ${gib(peak.total * MEASURED.high)}`;
     return [
@@ -173,6 +186,11 @@ function showAnswer(model, choice, found) {
   });
   const head = ["Way", "Answer", "Highest peak", "Largest k", "Largest prompt", "Largest completion"];
   by("answer").replaceChildren(table("Largest: with all else as chosen.", head, rows));
+  const more = (copies) => `${copies} × ${choice.k} × ${count(choice.completion)} × ${count(model.vocabulary)} × 4 bytes ` +
+    `= ${gib(fullLogits(model, choice, copies))}`;
+  by("older").textContent = "“TRL as it is” is TRL 1.15 or newer. TRL 1.0 to 1.13 keeps full logits of all k completions. " +
+    `By a formula, not a run, that is up to so much more: ${more(4)} in 1.0 to 1.9, ${more(3)} in 1.10 to 1.13. ` +
+    "The planner’s figures: --arms stock-1.9,stock-1.13.";
   said(sentences.join(" "));
 }
 
@@ -199,7 +217,8 @@ function showParts(choice, found) {
   const all = ARMS.flatMap((arm) => Object.values(found[arm]).map(parts));
   const kinds = DATA.kinds.filter((kind) => all.some((sizes) => sizes[kind] > VISIBLE));
   by("parts-about").textContent =
-    `The line is what the card has for torch: ${choice.card} GiB less ${gib(DATA.reserve_bytes)}, ${gib(may)}.` +
+    `The line is what the card has for torch: ${choice.card} GiB less ${gib(DATA.reserve_bytes)}, ${gib(may)}. ` +
+    "What the allocator wastes is in no bar." +
     (most > scale ? ` Bars that end in an arrow go on beyond ${gib(scale)}.` : "");
   by("legend").replaceChildren(...kinds.map((kind) =>
     element("li", {}, element("span", { class: `part kind-${slug(kind)}` }), kind)));
@@ -242,9 +261,10 @@ function parts(peak) {
 }
 
 function showSettings(choice, found) {
-  const { fits, words } = verdict(highest(found), choice);
+  const { fits, words } = verdict(found, choice);
   by("settings-about").textContent = `These settings are for prefix sharing, which ${words}. ` +
     (fits === "no" ? "They are what the numbers above are of, to be changed. " : "") +
+    `${MICRO_BATCHES[choice.trained === "all" ? "all" : "lora"]} ` +
     "What they do not name, such as the learning rate, is as TRL has it.";
   by("yaml").textContent = yaml(choice);
   by("command").textContent = commands(choice);
@@ -257,14 +277,17 @@ function showWhatIsAlwaysSo() {
   const compared = ON_GPU ? "" : " Not compared with a GPU yet.";
   by("how-sure").append(element("strong", {}, "These are predictions." + compared), ` ${measured}`);
   by("errors").textContent =
-    `${measured}${compared} A peak stands for that range, and “just fits” is less to spare than that.`;
+    `${measured}${compared} A peak stands for that range.`;
   if (DATA.compared) {
-    const percent = Math.max(0.01, 100 * DATA.compared.apart).toFixed(2);
-    by("compared").textContent =
-      `At ${DATA.compared.choices} random choices the two were at most ${percent} % apart, in any phase. `;
+    const [apart, below] = ["apart", "below"].map((name) => Math.max(0.01, 100 * DATA.compared[name]).toFixed(2));
+    by("compared").textContent = `At ${DATA.compared.choices} random choices this page was at most ${apart} % from the ` +
+      `planner, and at most ${below} % below it, in any phase. `;
   }
-  by("reserve").textContent = `${gib(DATA.reserve_bytes)} of a card are kept free for CUDA’s context and the ` +
-    "allocator’s fragmentation. That is assumed, not measured.";
+  by("reserve").textContent = `${gib(DATA.reserve_bytes)} of a card are kept free for CUDA’s context. The allocator is ` +
+    `expected to waste ${DATA.fragments} of what comes and goes: of all but weights, gradients and optimizer state. Both ` +
+    "are from published figures of GPUs. “Does not fit”: the peak alone is above the line. “Just fits”: it is below, but " +
+    "not with the allocator’s part, or not at the high end of its range. The largest k, prompt and completion have room " +
+    "for the allocator’s part.";
   const { least, most } = DATA;
   by("ends").textContent = `k of ${most.k}, prompts of ${count(most.prompt)} tokens, completions of ` +
     `${count(most.completion)}, and the model’s positions`;
@@ -280,7 +303,7 @@ function showWhatIsAlwaysSo() {
   by("trained").append(...Object.entries(DATA.trained).map(([name, { called }]) =>
     element("option", { value: name }, called)));
   by("named").append(
-    ...CARDS.map(([size, who]) => element("option", { value: size }, `${size} GiB${who && ": "}${who}`)),
+    ...CARDS.map(([size, who]) => element("option", { value: size }, `${who}: ${size} GiB`)),
     element("option", { value: "" }, "another: its memory is beside"));
 }
 
@@ -358,12 +381,15 @@ addEventListener("hashchange", read);
 showWhatIsAlwaysSo();
 read();
 
-/** For programs: bytes of each phase by arm; `choice` has trained, prompt, completion, k, cards and reference. */
+/** For programs: bytes of each phase by arm, and what torch is expected to reserve; `choice` has trained, prompt,
+ *  completion, k, cards and reference. */
 window.fit = {
   peaks(name, choice) {
     const model = MODELS.get(name);
     return Object.fromEntries(ARMS.map((arm) => [arm,
       Object.fromEntries(Object.entries(peaks(model, choice, arm)).map(([phase, { total }]) => [phase, total]))]));
   },
+  needed: (name, choice) =>
+    Object.fromEntries(ARMS.map((arm) => [arm, needed(peaks(MODELS.get(name), choice, arm))])),
   largest: (name, choice, arm, what) => largest(MODELS.get(name), choice, arm, what),
 };

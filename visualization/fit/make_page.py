@@ -1,8 +1,8 @@
 """docs/fit.html: which training fits which card, in one file that needs nothing else, made of docs/fit.json.
 
-    python -m visualization.fit.make_page [--data FIT.json] [--out FIT.html] [--compared FILE] [--results DIR]
+    python -m visualization.fit.make_page [--data FIT.json] [--out FIT.html] [--results DIR]
 
-The data are sums that `python -m experiments.plan.fit_data` fits to the planner's simulations, and FILE is what
+The data are sums that `python -m experiments.plan.fit_data` fits to the planner's simulations, with what
 `python -m experiments.plan.fit_check` found when it compared them with the planner, if it did. DIR has one folder a
 machine, with what `python -m experiments.evidence.planner_check` measured there beside what the planner predicts.
 """
@@ -22,11 +22,11 @@ from visualization.files import LoadError, read_json, read_rows, run_cli, write_
 HERE = Path(__file__).parent
 DOCS = HERE.parent.parent / "docs"
 RESULTS = DOCS.parent / "results"
-COMPARED = RESULTS / "plans" / "fit_check.csv"
 REMEDY = "make it with python -m experiments.plan.fit_data"
-NEEDED = ("versions", "reserve_bytes", "first_room", "per_pass", "least", "most", "trained", "models")
-OF_A_MODEL = ("name", "weights", "largest_layer", "other_weights", "positions", "window", "experts", "trained")
-PHASES = ("load", "generate", "score", "train", "optimizer")
+NEEDED = (
+    "versions", "reserve_bytes", "fragments", "stays", "first_room", "per_pass", "least", "most", "trained", "models",
+)  # fmt: skip
+OF_A_MODEL = ("name", "weights", "gathered", "vocabulary", "positions", "window", "experts", "trained")
 ARMS = {"stock", "stock-accumulate", "shared"}
 # What a formula may be made of: the page evaluates it
 FORMULA = re.compile(r"(?:\b(?:min|room|before|prefix|block|[PCkW]|\d+)\b|[-+*<>=(),])+")
@@ -94,17 +94,6 @@ def colours() -> str:
     return "\n".join(lines)
 
 
-def comparison(path: Path, data: dict) -> dict | None:
-    """Choices at which these data were compared with the planner, and the largest relative difference of a phase."""
-    if not path.exists():
-        return None
-    names = [(f"{phase}_planned_bytes", f"{phase}_page_bytes") for phase in PHASES]
-    rows = read_rows(path, [name for pair in names for name in pair], "experiments.plan.fit_check")
-    rows = rows[rows.code == data.get("code")]
-    apart = [(rows[page] / rows[planned] - 1).abs().max() for planned, page in names]
-    return {"choices": len(rows), "apart": max(apart)} if len(rows) else None
-
-
 def measured_over_predicted(results: Path) -> dict:
     """Peaks that were measured over those that were predicted: the smallest and the largest ratio on all machines, how
     many, and on what. Raises LoadError if there are none."""
@@ -118,9 +107,9 @@ def measured_over_predicted(results: Path) -> dict:
     return {"low": ratios.min(), "high": ratios.max(), "peaks": len(rows), "on": devices}
 
 
-def page(data: dict, measured: dict, compared: dict | None = None) -> str:
+def page(data: dict, measured: dict) -> str:
     """The page as HTML."""
-    data = {**data, "measured_over_predicted": measured, "compared": compared, "kinds": list(KINDS)}
+    data = {**data, "measured_over_predicted": measured, "kinds": list(KINDS)}
     text = json.dumps(data, separators=(",", ":"))
     return Template((HERE / "fit.html").read_text()).substitute(
         style=(HERE / "fit.css").read_text() + colours(),
@@ -137,11 +126,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--data", type=Path, default=DOCS / "fit.json")
     parser.add_argument("--out", type=Path, default=DOCS / "fit.html")
-    parser.add_argument("--compared", type=Path, default=COMPARED)
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     data, measured = checked(args.data), measured_over_predicted(args.results)
-    write_text(args.out, page(data, measured, comparison(args.compared, data)))
+    write_text(args.out, page(data, measured))
     print(f"{args.out}: {len(data['models'])} models, {args.out.stat().st_size / 1e6:.1f} MB")
     return 0
 

@@ -6,11 +6,11 @@ const BETA = "0.05";
 /** Settings that both forms have, by TRL's names. */
 function shared(choice) {
   return {
-    bf16: choice.trained !== "all",
+    bf16: choice.trained !== "all" || choice.cards > 1,
     beta: choice.reference ? BETA : "0.0",
     prefix_sharing: true,
-    completions_per_forward: DATA.per_pass,
     num_generations: choice.k,
+    completions_per_forward: DATA.per_pass,
     per_device_train_batch_size: choice.k,
     gradient_accumulation_steps: 1,
     steps_per_generation: 1,
@@ -27,8 +27,12 @@ const ABOUT = {
   gradient_accumulation_steps: "more prompts an update; costs no memory",
   max_prompt_tokens: "a dataset with a longer one is refused",
 };
-const BF16 = "bfloat16 weights compute so; true would widen them to float32 under FSDP2";
-const aboutOf = (choice) => ({ ...ABOUT, ...(choice.trained === "all" && { bf16: BF16 }) });
+const ALL = {
+  dtype: "most updates round to nothing at rates such as 1e-6: prefer float32",
+  bf16: "no autocast: bfloat16 weights compute in bfloat16",
+};
+const ALL_ON_CARDS = { dtype: "as loaded and gathered", bf16: "FSDP2 keeps shards of trained weights in float32" };
+const aboutOf = ({ trained, cards }) => ({ ...ABOUT, ...(trained === "all" && (cards > 1 ? ALL_ON_CARDS : ALL)) });
 
 function yaml(choice) {
   const lora = { use_peft: true, lora_r: 16, lora_target_modules: "all-linear", lora_dropout: "0.0" };
@@ -58,7 +62,7 @@ function python(choice) {
     "from trl import RLOOConfig, RLOOTrainer  # or GRPOConfig, GRPOTrainer: this project's wheel, see README.md",
     "",
     "args = RLOOConfig(",
-    '    model_init_kwargs={"dtype": "bfloat16"},',
+    `    model_init_kwargs={"dtype": "bfloat16"},${about.dtype ? `  # ${about.dtype}` : ""}`,
     ...settings.map(([name, value]) => `    ${name}=${written(value)},${name in about ? `  # ${about[name]}` : ""}`),
     ")",
     ...(lora ? [

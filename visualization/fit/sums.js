@@ -1,13 +1,12 @@
 "use strict";
 // The numbers: what is alive in each stretch of a phase, as sums of formulas in the lengths. Must say what
-// experiments/plan/fit_terms.py and experiments/plan/sharding.py say.
+// experiments/plan/fit_terms.py, experiments/plan/sharding.py and experiments/plan/reserve.py say.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const GIB = 2 ** 30;
 const ARMS = ["stock", "stock-accumulate", "shared"];
 const PHASES = ["load", "generate", "score", "train", "optimizer"];
 const SHARDED = ["parameters", "reference", "gradients", "optimizer state"];
-const WEIGHT = 2; // bytes of a weight that FSDP2 gathers: bfloat16
 const MODELS = new Map(DATA.models.map((model) => [model.name, model]));
 
 /** Tokens that the cache of a shared prompt has room for at the end, and before it last grew; and those of the prompt
@@ -66,12 +65,17 @@ function curves(model, trained, arm) {
   if (!prepared.has(key)) {
     const names = [];
     const place = (term) => (names.includes(term) ? names.indexOf(term) : names.push(term) - 1);
-    const listed = (kinds) => Object.entries(kinds).filter(([kind]) => kind !== "host").map(([kind, terms]) => ({
-      kind, sharded: SHARDED.includes(kind), places: Object.keys(terms).map(place), bytes: Object.values(terms),
+    const { widened } = DATA.trained[trained];
+    const sharded = (kind, phase) => SHARDED.includes(kind) || (kind === "activations" && phase === "optimizer");
+    const listed = (kinds, phase) => Object.entries(kinds).filter(([kind]) => kind !== "host").map(([kind, terms]) => ({
+      kind, wider: sharded(kind, phase) ? widened[kind] : 0, places: Object.keys(terms).map(place),
+      bytes: Object.values(terms),
     }));
     const each = Object.entries(model.trained[trained][arm]);
     const phases = each.map(([phase, regimes]) => ({
-      phase, regimes: regimes.map(({ when, stretches }) => ({ when: place(when), stretches: stretches.map(listed) })),
+      phase, regimes: regimes.map(({ when, stretches }) => ({
+        when: place(when), stretches: stretches.map((kinds) => listed(kinds, phase)),
+      })),
     }));
     prepared.set(key, { formulas: names.map(formula), phases });
   }
@@ -81,31 +85,25 @@ function curves(model, trained, arm) {
 /** Bytes of one of `choice.cards` devices in a stretch, by the values of the formulas. Each kind's go to `see`. */
 function held(stretch, values, choice, see = null) {
   let total = 0;
-  for (const { kind, sharded, places, bytes } of stretch) {
+  for (const { kind, wider, places, bytes } of stretch) {
     if (kind === "reference" && !choice.reference) continue;
     let size = 0;
     for (let i = 0; i < places.length; i++) size += bytes[i] * values[places[i]];
-    if (sharded && choice.cards > 1) size = Math.ceil(size / choice.cards);
+    if (wider && choice.cards > 1) size = Math.ceil(size * wider / choice.cards);
     if (see) see(kind, size);
     total += size;
   }
   return total;
 }
 
-/** What FSDP2 gathers while a phase computes: one layer, the next, and the weights that belong to no layer; in a
- *  backward also the gradients of one layer and of those. */
-function gathered(model, choice, phase) {
-  if (choice.cards === 1 || phase === "load" || phase === "optimizer") return { parameters: 0, gradients: 0 };
-  const { largest_layer: layer, other_weights: rest } = model;
-  const backward = phase === "train" && choice.trained === "all";
-  return { parameters: (2 * layer + rest) * WEIGHT, gradients: backward ? (layer + rest) * WEIGHT : 0 };
-}
+/** {kind: bytes} that FSDP2 gathers while a phase computes. */
+const gathered = (model, choice, phase) => (choice.cards === 1 ? {} : model.gathered[choice.trained][phase]);
 
-/** Of each phase [its name, bytes of the stretch that holds most, that stretch], and the values of the formulas. */
-function tops(model, choice, arm) {
+/** {phase: {total, kinds}} in bytes: what the stretch that holds most has. */
+function peaks(model, choice, arm) {
   const { formulas, phases } = curves(model, choice.trained, arm);
   const values = formulas.map((f) => f(choice.prompt, choice.completion, choice.k, model.window || 0));
-  return [phases.map(({ phase, regimes }) => {
+  return Object.fromEntries(phases.map(({ phase, regimes }) => {
     let [most, top] = [-1, null];
     for (const { when, stretches } of regimes) {
       if (!values[when]) continue;
@@ -114,19 +112,10 @@ function tops(model, choice, arm) {
         if (size > most) [most, top] = [size, stretch];
       }
     }
-    const { parameters, gradients } = gathered(model, choice, phase);
-    return [phase, most + parameters + gradients, top];
-  }), values];
-}
-
-/** {phase: {total, kinds}} in bytes. */
-function peaks(model, choice, arm) {
-  const [found, values] = tops(model, choice, arm);
-  return Object.fromEntries(found.map(([phase, total, stretch]) => {
-    const { parameters, gradients } = gathered(model, choice, phase);
-    const kinds = { ...(parameters && { parameters }), ...(gradients && { gradients }) };
-    held(stretch, values, choice, (kind, size) => (kinds[kind] = (kinds[kind] || 0) + size));
-    return [phase, { total, kinds }];
+    const kinds = { ...gathered(model, choice, phase) };
+    const whole = Object.values(kinds).reduce((sum, size) => sum + size, 0);
+    held(top, values, choice, (kind, size) => (kinds[kind] = (kinds[kind] || 0) + size));
+    return [phase, { total: most + whole, kinds }];
   }));
 }
 
@@ -136,8 +125,19 @@ function highest(found) {
   return { phase, ...peak };
 }
 
-/** Bytes that a training may take on a card. */
+/** Bytes of full logits, which TRL 1.0 to 1.13 keeps `copies` of in float32, of all k completions. By this formula. */
+const fullLogits = (model, choice, copies) => copies * choice.k * choice.completion * model.vocabulary * 4;
+
+/** Bytes that a card has for torch. */
 const limit = (choice) => Math.floor(choice.card * GIB) - DATA.reserve_bytes;
+
+/** Bytes that torch is expected to reserve for the highest phase: its allocator wastes some of what comes and goes. */
+function needed(found) {
+  return Math.max(...Object.values(found).map(({ total, kinds }) => {
+    const stays = DATA.stays.reduce((sum, kind) => sum + (kinds[kind] || 0), 0);
+    return total + Math.round(DATA.fragments * Math.max(0, total - stays));
+  }));
+}
 
 /** The least and the most of "k", "prompt" or "completion" on this page, the others as chosen, and its step. */
 function span(model, choice, name) {
@@ -146,14 +146,13 @@ function span(model, choice, name) {
   return { least: DATA.least[name], most: Math.min(DATA.most[name], model.positions - other), step: 1 };
 }
 
-/** The largest k, prompt or completion whose highest peak is within the limit and one step more is not; 0 where the
+/** The largest k, prompt or completion that needs no more than the limit, and one step more does; 0 where the
  *  least is not. Peaks grow, but for the places where the LM head or the cache begins anew: so it looks from above at
  *  places all over the span, bisects, and looks at what comes next. */
 function largest(model, choice, arm, name) {
   const { least, most, step } = span(model, choice, name);
   const [last, may] = [Math.floor((most - least) / step), limit(choice)];
-  const fits = (n) =>
-    tops(model, { ...choice, [name]: least + n * step }, arm)[0].every(([, total]) => total <= may);
+  const fits = (n) => needed(peaks(model, { ...choice, [name]: least + n * step }, arm)) <= may;
   const places = [0];
   for (let n = 1; n < last; n = n * 2) places.push(n);
   places.push(last);
