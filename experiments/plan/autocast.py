@@ -10,8 +10,9 @@ import torch
 
 IN_FLOAT32 = (
     "exp", "expm1", "log", "log1p", "reciprocal", "rsqrt", "softplus", "pow.Tensor_Scalar", "pow.Tensor_Tensor",
-    "pow.Scalar", "layer_norm", "group_norm", "softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "cumsum",
+    "pow.Scalar", "layer_norm", "group_norm",
 )  # fmt: skip
+GIVE_FLOAT32 = ("softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "cumsum")  # by their argument `dtype`
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -21,15 +22,22 @@ def in_float32(operation, *args, **kwargs):
         return operation(*widened, **kwargs)
 
 
+def giving_float32(operation, *args, **kwargs):
+    half = args[0].dtype in HALF and not any(isinstance(x, torch.dtype) for x in (*args, kwargs.get("dtype")))
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+        return operation(*args, **kwargs | ({"dtype": torch.float32} if half else {}))
+
+
 @contextlib.contextmanager
 def as_on_cuda():
     """Within it, `torch.autocast("cpu")` has CUDA's list of float32 operations."""
     library = torch.library.Library("aten", "IMPL")
     try:
-        for name in IN_FLOAT32:
+        for name in (*IN_FLOAT32, *GIVE_FLOAT32):
             packet, _, overload = name.partition(".")
             operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
-            library.impl(name, functools.partial(in_float32, operation), "AutocastCPU")
+            runs = in_float32 if name in IN_FLOAT32 else giving_float32
+            library.impl(name, functools.partial(runs, operation), "AutocastCPU")
         yield
     finally:
         library._destroy()
