@@ -60,6 +60,10 @@ def test_a_large_model_is_planned_without_weights(tmp_path):
         256,
         "--k",
         4,
+        "--dtype",
+        "bfloat16",
+        "--completions-per-forward",
+        2,
         "--device-memory",
         "12GiB",
         "--arms",
@@ -380,6 +384,7 @@ def test_few_layers_and_few_passes_tell_what_many_take(forked):
 def test_with_offloading_it_is_the_host_that_grows_with_the_passes(tmp_path):
     """An 8B model, 56 completions of 512 tokens more, in passes of two: the inputs of their layers."""
     options = ("--prompt", 200, "--completion", 512, "--lora", 16, "--activation-offloading", "--arms", "shared")
+    options += ("--completions-per-forward", 2)
     trained = []
     for k in (8, 64):
         path = tmp_path / f"{k}.json"
