@@ -54,7 +54,7 @@ def test_what_the_doctor_writes_trains_and_its_record_can_be_read_again(tmp_path
         "--dtype",
         "float32",
         "--device-memory",
-        "270MiB",
+        "275MiB",
         "--reserve",
         "250MiB",
         "--output",
