@@ -68,24 +68,24 @@ def predicted_for(row: dict[str, str], setup: Setup, known: dict) -> int:
 
 
 def compared(row: dict[str, str], known: dict) -> dict:
-    """The row with the columns of `ADDED`."""
+    """The row with the columns of `ADDED` but the commit."""
     setup = setup_of(row)
     size, bounds = predicted_for(row, setup, known), bounds_of(row["metric"], setup)
     measured = float(row["measured_gib"]) - float(row["besides_gib"] or 0)
     ratio = measured * GIB / size
     held = bounds if bounds and not row["not_held"] else Bounds(None, None)
     holds = "" if row["not_held"] or bounds is None else "yes" if bounds.hold(ratio) else "no"
-    values = (size, f"{ratio:.4f}", held.low, held.high, holds, source_commit())
-    return row | dict(zip(ADDED, values, strict=True))
+    values = (size, f"{ratio:.4f}", held.low, held.high, holds)
+    return row | dict(zip(ADDED[:-1], values, strict=True))
 
 
 def run(args: argparse.Namespace) -> int:
     with (args.folder / "gpu_peaks.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    done, known = [], {}
+    done, known, commit = [], {}, {"commit": source_commit()}
     with quiet():
         for row in rows:
-            done.append(compared(row, known))
+            done.append(compared(row, known) | commit)
             last = done[-1]
             print(
                 f"{last['ratio']}  {last['holds'] or '-':3}  {row['card']}: {row['model']}, {row['metric']}",

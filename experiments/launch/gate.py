@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from experiments.config import GIB, ConfigError, machine_name, parse_bytes
 from experiments.device import available_bytes, device_name
 from experiments.launch.dataset import Lengths
+from experiments.launch.output import decided_once
 from experiments.plan import ask
 from experiments.plan.calibration import CalibratedPeak, Calibration, file_of, load, may_exceed, range_in_words
 from experiments.plan.options import reserve_of
@@ -33,19 +34,7 @@ def predicted_peaks(profile: str, launch: LaunchArguments, config, model, source
     """
     if not launch.predict_memory:
         return Forecast()
-    found = [None]
-    if config.process_index == 0:
-        try:
-            found = [peaks_that_fit(profile, launch, config, model, source, lengths)]
-        except ConfigError as error:
-            found = [error]
-    if config.world_size > 1:
-        from accelerate.utils import broadcast_object_list
-
-        broadcast_object_list(found)
-    if isinstance(found[0], ConfigError):
-        raise found[0] if config.process_index == 0 else SystemExit(2)
-    return found[0]
+    return decided_once(config, lambda: peaks_that_fit(profile, launch, config, model, source, lengths))
 
 
 def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source: str, lengths: Lengths) -> Forecast:

@@ -50,9 +50,8 @@ def spread(setup, weights: tuple[int, int], gradients: int, phase: str, kinds: d
         if phase != "load":  # the buckets are made with the trainer and stay
             kinds["other"] = kinds.get("other", 0) + gradients
         return kinds
-    step = (
-        ("activations",) if phase == "optimizer" else ()
-    )  # what the optimizer computes with is as large as its shards
+    # What the optimizer computes with is as large as its shards
+    step = ("activations",) if phase == "optimizer" else ()
     for kind in (*SHARDED, *step):
         shard = -(-kinds.pop(kind, 0) * widened(setup, kind) // setup.num_devices)
         place = "host" if setup.offload_parameters else kind

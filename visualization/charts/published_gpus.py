@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from visualization import style
-from visualization.files import run_cli
+from visualization.files import run_cli, whole_file
 from visualization.pages.gpu_peaks import read_peaks, within
 from visualization.runs import GIB
 
@@ -57,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="results/published")
     parser.add_argument("out", type=Path, help="the PNG to write")
     args = parser.parse_args(argv)
-    chart(read_peaks(args.folder)).savefig(args.out, dpi=150)
+    figure = chart(read_peaks(args.folder))
+    with whole_file(args.out) as staging:
+        figure.savefig(staging, dpi=150)
     print(args.out)
     return 0
 
