@@ -454,7 +454,7 @@ def test_the_help_needs_nothing_installed_and_lists_everything(tmp_path):
 
 def started(model, folder, reward, *settings):
     command = [ROOT / "launch_single_gpu.sh", "balanced", "--dataset", "rows.jsonl", "--reward", reward]
-    settings = ["--max_steps", "1000", "--max_completion_length", "8", "--gradient_accumulation_steps", "1", *settings]
+    settings = ["--max_steps", "1000", "--max_completion_length", "8", "--gradient_accumulation_steps", "2", *settings]
     return subprocess.Popen(
         [
             *command,
@@ -515,7 +515,7 @@ def test_it_works_where_the_user_stands_and_a_signal_ends_it_in_one_line(policy,
             ):
                 assert part in output
             assert (
-                "8 = 1 whole group of k = 8 completions, 4 together; x 1 accumulated x 1 device = 1 prompt" in output
+                "4 of the k = 8 completions of a prompt, all together; x 2 accumulated x 1 device = 1 prompt" in output
             )
             assert str(tmp_path / number.name / "out") in output
     finally:

@@ -6,7 +6,9 @@ from experiments.config import GIB, ROOT
 from experiments.plan.__main__ import fits
 from experiments.plan.calibration import range_of
 from experiments.plan.errors import MeasuredErrors, measured_errors
-from experiments.plan.predict import PredictedPeak
+from experiments.plan.predict import PredictedPeak, Prediction
+from experiments.plan.reserve import Room
+from experiments.plan.setups import Setup
 from experiments.record import write_csv
 
 COLUMNS = ("case", "phase", "predicted_bytes", "measured_bytes", "device_kind")
@@ -34,8 +36,9 @@ def test_a_peak_that_fits_by_less_than_the_error_is_said_to_just_fit():
     assert sorted((ROOT / "results").glob("*/plan_check.csv"))
     phases = [PredictedPeak("train", 10 * GIB, {}, 0), PredictedPeak("load", GIB, {}, 0)]
     assert range_of(phases) == (errors.range_of(10 * GIB)[0], 10 * GIB, errors.range_of(10 * GIB)[1])
-    verdicts = [fits(10 * GIB, round(budget * GIB), range_of(phases)) for budget in (9.5, 10, 10.3, 12)]
-    assert verdicts == ["short by 0.50 GiB", "just", "just", "yes"] and fits(GIB, None, None) == ""
+    prediction = Prediction("stock", Setup(10), phases)
+    verdicts = [fits(prediction, Room(round(budget * GIB))) for budget in (9.5, 10, 10.3, 12)]
+    assert verdicts == ["short by 0.50 GiB", "just", "just", "yes"] and fits(prediction, None) == ""
 
 
 @pytest.mark.parametrize("size", [0, 1, 10**15])
