@@ -37,6 +37,8 @@ ADDS = {
     "0018-prefix-sharing-checks.patch": (set(), "prefix-sharing-checks"),
     "0019-prefix-sharing-faithful.patch": (set(), "prefix-sharing-faithful"),
     "0020-prefix-sharing-trainers.patch": (set(), "prefix-sharing-trainers"),
+    "0021-prefix-sharing-processes.patch": (set(), "prefix-sharing-processes"),
+    "0022-activation-offloading-exit.patch": (set(), "activation-offloading-exit"),
 }
 # Words that stand nowhere in the package before their patch
 WORDS = {

@@ -1,0 +1,66 @@
+# Copyright 2020-2026 The HuggingFace Team. All rights reserved.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+
+
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing
+from trl.models.token_budget import TokenBudgetPasses
+
+from .test_prefix_sharing import load
+from .test_prefix_sharing_micro_batches import MODEL_ID
+from .testing_utils import TrlTestCase
+
+
+class TestPrefixSharingProcesses(TrlTestCase):
+    @pytest.mark.parametrize("num_processes", [1, 2])
+    def test_a_group_of_one_process_is_none(self, num_processes, monkeypatch):
+        # As with vLLM in the trainer's process. Prompts of two tokens: sharing them saves next to nothing
+        model = load(MODEL_ID)
+        enable_prefix_sharing(model)
+        ids = torch.randint(10, 100, (2, 12))
+        ids[:, :2] = ids[0, :2]
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: num_processes)
+        whole = SharedPrefixPasses.forward_whole_rows
+        with patch.object(SharedPrefixPasses, "forward_whole_rows", autospec=True, side_effect=whole) as spy:
+            SharedPrefixPasses(2, group_size=2).forward(model.base_model, ids, torch.ones_like(ids))
+        assert spy.call_count == (num_processes == 1)
+
+    def test_a_process_alone_waits_for_no_other(self, monkeypatch):
+        model = load(MODEL_ID)
+        ids = torch.randint(10, 100, (4, 12))
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+        monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: pytest.fail("waited"))
+        output = TokenBudgetPasses(4, tokens_per_forward=24, prefix_sharing=False).forward(model.base_model, ids, torch.ones_like(ids))
+        assert output.last_hidden_state.shape[:2] == (4, 9)
+
+    @pytest.mark.parametrize(
+        "message, error",
+        [("CUDA error: no kernel image is available", RuntimeError), ("other shapes", ValueError)],
+    )
+    def test_a_fault_of_the_device_is_not_the_models(self, message, error, monkeypatch):
+        def fails(*args, **kwargs):
+            raise RuntimeError(message)
+
+        monkeypatch.setattr("trl.models.prefix_sharing.error_of_passes", fails)
+        model = load(MODEL_ID)
+        with pytest.raises(error) as caught:
+            enable_prefix_sharing(model)
+        assert type(caught.value) is error
