@@ -9,6 +9,7 @@
 #
 # An old .venv stays in use until the new one is complete. What pip says is in .build/setup_env.log.
 set -euo pipefail
+started_in=$PWD
 cd "$(dirname "$0")"
 
 fail() { # MESSAGE [EXIT CODE]
@@ -23,7 +24,7 @@ while [ $# -gt 0 ]; do
     --download | --offline)
       mode=${1#--}
       [ $# -gt 1 ] || fail "$1 needs a folder"
-      dir=$2
+      dir=$(cd "$started_in" && realpath -m -- "$2")
       shift ;;
     --cpu | --cuda) build=${1#--} ;;
     --quiet) quiet=yes ;;

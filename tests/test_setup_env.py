@@ -41,7 +41,7 @@ class Copy:
     """A folder with `setup_env.sh` and what it reads."""
 
     def __init__(self, folder):
-        self.folder = folder / "a copy"
+        self.started_in, self.folder = folder, folder / "a copy"
         (self.folder / "trl" / "classic").mkdir(parents=True)
         (self.folder / "trl" / "classic" / "series").write_text("# none but\n0001-one.patch\n")
         shutil.copy(ROOT / "setup_env.sh", self.folder)
@@ -54,8 +54,8 @@ class Copy:
 
     def start(self, *options, **environment):
         return subprocess.Popen(
-            ["./setup_env.sh", *options],
-            cwd=self.folder,
+            [self.folder / "setup_env.sh", *options],
+            cwd=self.started_in,
             env={**self.environment, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -143,8 +143,8 @@ MISSING = "ERROR: No matching distribution found for torch==2.0"
         ),
         ((), {"PIP": NO_NETWORK}, ["no network for torch: connect, or", "--download DIR", "--offline DIR"]),
         ((), {"PIP": "Killed"}, ["pip failed on torch (it said nothing)", "setup_env.log"]),
-        (("--offline", "."), {"PIP": MISSING}, [". does not serve for torch", "--download .", "Python 3.11.0"]),
-        (("--offline", "nowhere"), {}, ["no folder nowhere", "--download"]),
+        (("--offline", "."), {"PIP": MISSING}, [" does not serve for torch", "--download /", "Python 3.11.0"]),
+        (("--offline", "nowhere"), {}, ["no folder /", "/nowhere; ", "--download"]),
         (("--use-system-torch",), {}, ["cannot import torch", "without the option"]),
         ((), {"FORK": "fork.py: cannot obtain trl 0.21.0: connect to the network"}, ["fork.py: cannot obtain trl"]),
         ((), {"PYTHON": "/nowhere/python"}, ["no Python 3.11 or newer", "PYTHON=/path/to/python"]),
@@ -243,9 +243,9 @@ def test_of_two_set_ups_at_once_the_second_waits_and_finds_it_done(copy):
 
 def test_a_download_leaves_the_environment_alone_and_its_failure_is_one_line(old):
     code, out, err = old.run("--download", "wheels", "--cuda")
-    assert (code, err) == (0, []) and out[-1].endswith("./setup_env.sh --offline wheels") and old.is_old()
+    assert (code, err) == (0, []) and out[-1].endswith(f"--offline {old.started_in}/wheels") and old.is_old()
     calls = old.calls.read_text().splitlines()[-3:]
-    assert all("--dest wheels" in call for call in calls)
+    assert all(f"--dest {old.started_in}/wheels" in call for call in calls), "where the user stands"
     assert [call.split()[-1] for call in calls] == ["torch==2.0", "requirements.lock", "trl==0.21.0"]
     code, out, err = old.run("--download", "wheels", "--cpu", PIP=NO_NETWORK)
     assert code == 1 and len(err) == 1 and "no network for torch" in err[0] and old.is_old()
