@@ -651,10 +651,13 @@ def test_overlay_files_that_cannot_be_carried(project, name, text, said):
     assert said in project.refused("check", "pile")[0]
 
 
-def test_patch_may_not_change_an_overlay_file(project):
+@pytest.mark.parametrize("extra", ["", "Overlay: trl/new.py\n"])
+def test_no_patch_may_change_an_overlay_file_not_even_an_earlier_patchs(project, extra):
+    """Whoever reads it there reads what runs."""
     project.write("pile/overlay/trl/new.py", TOY)
-    project.patches("pile", first=patch("First", change("trl/new.py", 5, "five = 5")))
-    assert "pile/first.patch changes trl/new.py: edit it in overlay/" in project.refused("check", "pile")
+    first = patch("First", change("trl/trainer/toy.py", 9, "nine = 9"), extra=extra)
+    project.patches("pile", first=first, second=patch("Second", change("trl/new.py", 5, "five = 5")))
+    assert "pile/second.patch changes trl/new.py: edit it in overlay/" in project.refused("check", "pile")
 
 
 # export
@@ -702,29 +705,6 @@ def test_exported_stack_applies_with_git_am(project, tmp_path):
     assert (repository / "tests/test_extra.py").read_text() == "def test(): pass\n"
     added = git(repository, "show", "--format=", "--name-only", "--diff-filter=A", "HEAD")
     assert added.split() == ["trl/extra/claimed.py"]
-
-
-def test_a_patch_may_change_the_overlay_file_of_an_earlier_patch(project, tmp_path):
-    """As it may change upstream's files: in check, in the build and in the exported series."""
-    new = TOY.replace("line", "row")
-    project.write("pile/overlay/trl/new.py", new)
-    claim = patch("First", change("trl/trainer/toy.py", 9, "nine = 9"), extra="Overlay: trl/new.py\n")
-    then = patch("Second", change("trl/new.py", 5, "five = 'second'", new))
-    project.patches("pile", first=claim, second=then)
-    assert project.run("check", "pile")[0] == 0
-    project.build()
-    assert "five = 'second'" in (project.dest / "trl/new.py").read_text()
-    project.build("--patches=first")
-    assert (project.dest / "trl/new.py").read_text() == new
-    repository = tmp_path / "repository"
-    repository.mkdir()
-    checkout(repository)
-    assert project.run("export", "pile", tmp_path / "mails")[0] == 0
-    git(repository, "am", "-q", *sorted((tmp_path / "mails").iterdir()))
-    project.build()
-    assert package(repository) == package(project.dest)
-    project.patches("pile", second=then, first=claim)
-    assert "pile/second.patch changes trl/new.py: edit it in overlay/" in project.refused("check", "pile")
 
 
 def identity(monkeypatch, folder, text):

@@ -482,14 +482,11 @@ def check(line: Line, wheels: Path | None = None) -> list[str]:
         except ForkError as error:
             problems += error.args
     claims = [path for patch in patches for path in patch.claims]
-    earlier: set[str] = set()  # what a patch further down the stack finds in the tree, as it finds upstream's files
     for patch in patches:
         problems += header_problems(patch)
         problems += [f"{patch.label} claims {path}, not in overlay/" for path in patch.claims if path not in overlay]
-        changed = [path for path in patch.hunks if path in overlay and path not in earlier]
+        changed = [path for path in patch.hunks if path in overlay]
         problems += [f"{patch.label} changes {path}: edit it in overlay/" for path in changed]
-        if line.mode == "stack":
-            earlier.update(patch.claims)
         if "\r" in patch.diff:
             problems.append(f"{patch.label} holds a carriage return: a mailbox would not carry it intact")
     for path, data in overlay.items():

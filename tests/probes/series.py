@@ -102,6 +102,40 @@ def activation_offloading(folder):
 
 
 @promise
+def activation_offloading_exit(folder):
+    """What offloading tracks does not outlive it. What is not on its accelerator it tracks as it is."""
+    from trl.models import activation_offloading
+
+    with mock.patch.object(torch.accelerator, "current_accelerator", lambda: torch.device("meta")):
+        with mock.patch.object(torch, "get_device_module", lambda _: mock.MagicMock()):
+            context = activation_offloading.OffloadActivations(use_pin_memory=False, use_streams=False)
+            with context:
+                torch.ones(1, requires_grad=True).exp()
+    return not context.tracker
+
+
+@promise
+def checkpointing_arguments(folder):
+    """Behind a generation, every second layer is still computed once."""
+    options = dict(gradient_checkpointing_kwargs={"every_n_layers": 2, "use_reentrant": False}, max_steps=1)
+    return all(runs_of_a_layer(tiny.build_trainer(name, folder, **options), layer=1) == 1 for name in NAMES)
+
+
+@promise
+def nothing_to_train(folder):
+    """A model without a trainable parameter is refused."""
+    for name in NAMES:
+        try:
+            tiny.build_trainer(name, folder, model=tiny.build_model().requires_grad_(False), beta=0.0)
+        except ValueError as error:
+            if "nothing would be trained" not in str(error):
+                return False
+        else:
+            return False
+    return True
+
+
+@promise
 def compact_lm_head(folder):
     """On a CPU the fused LM head gets the positions that are scored, no more."""
     from trl.trainer import utils
@@ -136,9 +170,8 @@ def token_budget(folder):
     )
 
 
-@promise
-def reward_model_cache(folder):
-    """A reward model scores in passes, keeps no keys and values, and gives the same rewards."""
+def rewards_in_passes(folder, *expected_sizes):
+    """Whether a reward model scores as many texts at a time, keeps no keys and values, and gives the same rewards."""
     prompts, completions = ["w50 w51"] * 4, [" w9" * n for n in range(1, 5)]
     model, tokenizer = tiny.build_reward_model(), tiny.build_tokenizer()
     texts = [p + c for p, c in zip(prompts, completions, strict=True)]
@@ -148,11 +181,7 @@ def reward_model_cache(folder):
         expected = model(**rows).logits
     assert expected.unique().numel() == 4
     for name in NAMES:
-        for options, sizes in (
-            (dict(prefix_sharing=True), [4]),
-            (dict(prefix_sharing=True, completions_per_forward=2), [2, 2]),
-            (dict(tokens_per_forward=13), [2, 2]),
-        ):
+        for options, sizes in expected_sizes:
             outputs, reward_model = [], tiny.build_reward_model()
             trainer = tiny.build_trainer(name, folder, reward_funcs=reward_model, **options)
             trainer.reward_funcs[0].register_forward_hook(lambda module, args, output, o=outputs: o.append(output))
@@ -162,6 +191,17 @@ def reward_model_cache(folder):
                 return False
             torch.testing.assert_close(rewards, expected)
     return True
+
+
+@promise
+def reward_model_cache(folder):
+    return rewards_in_passes(folder, ({}, [4]))
+
+
+@promise
+def reward_model_passes(folder):
+    several = dict(prefix_sharing=True, completions_per_forward=2)
+    return rewards_in_passes(folder, (several, [2, 2]), (dict(tokens_per_forward=13), [2, 2]))
 
 
 def refusal(name, folder, zero3, version, **options):
@@ -248,9 +288,18 @@ def disable_attention_dropout(folder):
 
 @promise
 def prefix_sharing_zero3(folder):
-    """ZeRO-3 is taken, with either option. (tests/test_distributed.py trains with it, where deepspeed is.)"""
-    options = (dict(prefix_sharing=True), dict(tokens_per_forward=16))
-    return not any(refusal(name, folder, True, None, **chosen) for name in NAMES for chosen in options)
+    """ZeRO-3 is taken. (tests/test_distributed.py trains with it, where deepspeed is.)"""
+    return not any(refusal(name, folder, True, None, prefix_sharing=True) for name in NAMES)
+
+
+@promise
+def token_budget_sharding(folder):
+    """ZeRO-3 is taken, FSDP1 is refused."""
+    options = dict(tokens_per_forward=16)
+    return all(
+        not refusal(name, folder, True, None, **options) and "FSDP1" in refusal(name, folder, False, 1, **options)
+        for name in NAMES
+    )
 
 
 @promise
@@ -329,21 +378,20 @@ def prefix_sharing_gradients(folder):
     return len(of_prompts()) == entered[0] == number
 
 
-def runs_of_a_layer(trainer):
+def runs_of_a_layer(trainer, layer=0):
     """How often a layer runs with gradients in a training."""
     calls = []
     # A norm: the hooks of a layer that is checkpointed do not run again with it
-    trainer.model.model.layers[0].input_layernorm.register_forward_pre_hook(
+    trainer.model.model.layers[layer].input_layernorm.register_forward_pre_hook(
         lambda module, args: calls.append(1) if torch.is_grad_enabled() else None
     )
     trainer.train()
     return len(calls)
 
 
-@promise
-def prefix_sharing_offloading(folder):
-    """Layers run three times for all passes but the last that a trainer was asked for, twice if it offloads what is
-    saved, and computes layers again. Where layers are not, passes are."""
+def runs_follow_offloading(folder, prompts, passes, **options):
+    """Whether layers run three times for all passes but the last that a trainer was asked for, twice if it offloads
+    what is saved, and computes layers again. Where layers are not, passes are."""
 
     def runs(name, **options):
         """In one training step of four completions."""
@@ -351,16 +399,23 @@ def prefix_sharing_offloading(folder):
             trainer = tiny.build_trainer(name, folder, max_steps=1, **options)
         return runs_of_a_layer(trainer)
 
-    # Options, prompts that go through the model by themselves, passes
-    asked = ((dict(prefix_sharing=True, completions_per_forward=1), 1, 4), (dict(tokens_per_forward=1), 0, 4))
     return all(
         runs(name, **options) == 2 * (prompts + passes) + passes - 1
         and runs(name, **options, activation_offloading=True) == 2 * (prompts + passes)
         and runs(name, **options, activation_offloading=True, gradient_checkpointing=False)
         == prompts + passes + passes - 1
         for name in NAMES
-        for options, prompts, passes in asked
     )
+
+
+@promise
+def prefix_sharing_offloading(folder):
+    return runs_follow_offloading(folder, prompts=1, passes=4, prefix_sharing=True, completions_per_forward=1)
+
+
+@promise
+def token_budget_offloading(folder):
+    return runs_follow_offloading(folder, prompts=0, passes=4, tokens_per_forward=1)
 
 
 @promise

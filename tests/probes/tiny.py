@@ -44,8 +44,9 @@ def reward(completion_ids, **kwargs):
     return [len(set(ids)) / 10 for ids in completion_ids]
 
 
-def build_trainer(name, folder, reward_funcs=reward, peft_config=None, **options):
-    """A trainer of the TRL that is first on the path. `name` is RLOO or GRPO. The model lies in `folder` already."""
+def build_trainer(name, folder, reward_funcs=reward, peft_config=None, model=None, **options):
+    """A trainer of the TRL that is first on the path. `name` is RLOO or GRPO. The model lies in `folder` already,
+    unless it is given."""
     import trl
 
     defaults = dict(
@@ -54,7 +55,7 @@ def build_trainer(name, folder, reward_funcs=reward, peft_config=None, **options
         save_strategy="no", report_to="none", disable_tqdm=True,
     )  # fmt: skip
     return getattr(trl, f"{name}Trainer")(
-        model=str(folder),
+        model=model or str(folder),
         reward_funcs=reward_funcs,
         args=getattr(trl, f"{name}Config")(output_dir=str(folder), **{**defaults, **options}),
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),

@@ -13,7 +13,6 @@
 # limitations under the License.
 
 
-
 import weakref
 from unittest.mock import MagicMock
 

@@ -131,7 +131,7 @@ class TestPrefixSharing(TrlTestCase):
 
     @pytest.mark.parametrize("raised, error", [(TypeError, ValueError), (KeyboardInterrupt, KeyboardInterrupt)])
     def test_failed_check_restores_attention(self, raised, error, monkeypatch):
-        def fail(model, passes):
+        def fail(*args, **kwargs):
             raise raised
 
         monkeypatch.setattr(prefix_sharing, "error_of_passes", fail)

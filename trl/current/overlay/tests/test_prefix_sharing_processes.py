@@ -13,7 +13,6 @@
 # limitations under the License.
 
 
-
 from unittest.mock import patch
 
 import pytest
@@ -48,7 +47,9 @@ class TestPrefixSharingProcesses(TrlTestCase):
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
         monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: pytest.fail("waited"))
-        output = TokenBudgetPasses(4, tokens_per_forward=24, prefix_sharing=False).forward(model.base_model, ids, torch.ones_like(ids))
+        output = TokenBudgetPasses(4, tokens_per_forward=24, prefix_sharing=False).forward(
+            model.base_model, ids, torch.ones_like(ids)
+        )
         assert output.last_hidden_state.shape[:2] == (4, 9)
 
     @pytest.mark.parametrize(

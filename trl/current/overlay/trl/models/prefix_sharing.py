@@ -25,30 +25,46 @@ share a prompt, H hidden size, D head size.
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
 from accelerate.utils import is_peft_model
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .passes import (
     PROBE_PREFIX_LENGTH,
     PassesOutput,
+    check_mask,
     completion_states,
     error_of_passes,
     forward_together,
+    has_several_processes,
     load_balancing_loss,
     pass_inputs,
     position_shift,
     rope_parameters,
     router_sums,
     run_passes,
-    tolerated_error,
+)
+from .prefix_sharing_attention import Runs, is_plain, kernels_take, shared_prefix_attention
+from .prefix_sharing_fsdp2 import unshard_in_backward
+from .prefix_sharing_images import MultimodalInputs, rope_position_ids
+from .prefix_sharing_micro_batches import OpenPrefix
+from .prefix_sharing_states import (
+    SUPPORTED_LAYER_TYPES,
+    ReadStates,
+    RecordStates,
+    find_mixers,
+    ignores_state,
+    layers_by_kind,
+    share_states,
 )
 
 
@@ -64,49 +80,88 @@ _MAX_BLOCK_PER_PREFIX = 1 / 4
 # through the model
 _MIN_TOKEN_RATIO = 1.05
 
+# A layer's probability, and those that attention and blocks have in place of a layer
+_DROPOUTS = ("p", "attention_dropout", "attn_dropout", "residual_dropout", "embedding_dropout")
+
 
 class _AccumulateInFloat32(torch.autograd.Function):
-    """Identity whose gradients, one per pass, are summed in float32 before they reach a half-precision tensor."""
+    """Identity whose gradients, one per pass, are summed in float32 at least before they reach the tensor."""
 
-    # The tensor that autograd sums into has no storage in the forward: it only carries the shape and the float32 dtype
+    # The tensor that autograd sums into has no storage in the forward: it only carries the shape and the dtype
     @staticmethod
     def forward(ctx, x: torch.Tensor) -> torch.Tensor:
         ctx.dtype = x.dtype
-        return x.new_zeros(1, dtype=torch.float32).expand(x.shape)
+        return _without_storage(x)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
         return grad.to(ctx.dtype)
 
 
-class _ReadWithFloat32Gradient(torch.autograd.Function):
-    """Return `x`, sending its gradient in float32 to the `carrier` made by [`_AccumulateInFloat32`]."""
+class _ReadWithCarriedGradient(torch.autograd.Function):
+    """Return `x`, sending its gradient to a `carrier` in the carrier's dtype, with the one that a `keeper` has."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, carrier: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x: torch.Tensor, carrier: torch.Tensor, keeper: "_Keeper | None" = None) -> torch.Tensor:
+        ctx.dtype, ctx.keeper = carrier.dtype, keeper
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, grad.float()
+    def backward(ctx, grad: torch.Tensor) -> tuple[None, torch.Tensor, None]:
+        grad = grad.to(ctx.dtype)
+        return None, grad if ctx.keeper is None else ctx.keeper.add_to(grad), None
+
+
+def _without_storage(x: torch.Tensor) -> torch.Tensor:
+    return x.new_zeros(1, dtype=torch.promote_types(x.dtype, torch.float32)).expand(x.shape)
+
+
+class _Keeper:
+    """Keeps the gradient of `x` from one backward to another: it adds up in the `grad` of the `carrier`."""
+
+    def __init__(self, x: torch.Tensor):
+        self.carrier = _without_storage(x).requires_grad_(x.requires_grad)
+
+    def take(self, dtype: torch.dtype) -> torch.Tensor:
+        """What is kept, which is kept no longer."""
+        kept, self.carrier.grad = self.carrier.grad, None
+        return kept.to(dtype)
+
+    def add_to(self, grad: torch.Tensor) -> torch.Tensor:
+        """`grad` and what is kept, in its place."""
+        return grad if self.carrier.grad is None else self.take(self.carrier.dtype).add_(grad)
 
 
 class SharedPrefix:
     """
-    Keys and values of one prompt prefix, by layer.
+    Keys and values of one prompt prefix, by layer, and the states that it leaves in convolutions and recurrences.
 
     Args:
         positions (`torch.Tensor` of shape `(S,)`):
             Position of each prefix token.
+        offset (`int`, *optional*, defaults to `0`):
+            What the rotary positions behind the prefix are ahead of `positions`, which may be those of columns.
+        read_once (`bool`, *optional*, defaults to `False`):
+            Whether a single pass reads it, so that no gradients of passes add up.
     """
 
-    def __init__(self, positions: torch.Tensor):
+    def __init__(self, positions: torch.Tensor, offset: int = 0, read_once: bool = False):
         self.positions = positions
+        self.offset = offset
+        self.read_once = read_once
+        self.unmasked: set[int] = set()  # layers whose completions attended to it without a mask
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # (1, num_key_value_heads, S, D) each
         # Layer whose keys and values each layer attends to: itself, or an earlier one (Gemma 3n, Gemma 4)
         self.sources: dict[int, int] = {}
         self._keys: dict[int, torch.Tensor] = {}  # as they were recorded
         self.carriers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # Where gradients of what is lent are kept, and, of what is taken back, those that are added to its own
+        self.kept: dict[int, tuple[_Keeper, _Keeper]] = {}
+        self.kept_of_states: dict[tuple[int, int, str], _Keeper] = {}
+        self.keepers: dict[int, tuple[_Keeper, _Keeper]] = {}
+        # With their carriers, by layer, number of the state in the layer, and kind
+        self.states: dict[tuple[int, int, str], tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self.router_sums: tuple[torch.Tensor, torch.Tensor, int] | None = None
 
     def record(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> None:
         # Gradient checkpointing runs the layer again during the backward: what the forward recorded stands
@@ -119,19 +174,105 @@ class SharedPrefix:
         if len(self.positions) == 0:  # what went through is not part of the prompt
             key, value = key[:, :, :0], value[:, :, :0]
         self.layers[layer_idx] = (key, value)
-        # Autocast computes the value in half precision and, where keys are normalized, the key in float32
-        half_precision = any(x.dtype in (torch.float16, torch.bfloat16) for x in (key, value))
-        if half_precision and (key.requires_grad or value.requires_grad):
-            self.carriers[layer_idx] = (_AccumulateInFloat32.apply(key), _AccumulateInFloat32.apply(value))
+
+    def add_carriers(self) -> None:
+        """
+        Have gradients of passes add up in float32. When all prompts have gone through the model, so that none of these
+        gradients is in float32 any longer when the backward enters the first of them.
+        """
+        for layer_idx, (key, value) in self.layers.items():
+            # Autocast computes the value in half precision and, where keys are normalized, the key in float32
+            half_precision = any(x.dtype in (torch.float16, torch.bfloat16) for x in (key, value))
+            if half_precision and not self.read_once and (key.requires_grad or value.requires_grad):
+                self.carriers[layer_idx] = (_AccumulateInFloat32.apply(key), _AccumulateInFloat32.apply(value))
 
     def read(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         layer_idx = self.sources[layer_idx]
         key, value = self.layers[layer_idx]
         if layer_idx in self.carriers:
             key_carrier, value_carrier = self.carriers[layer_idx]
-            key = _ReadWithFloat32Gradient.apply(key.detach(), key_carrier)
-            value = _ReadWithFloat32Gradient.apply(value.detach(), value_carrier)
+            key_keeper, value_keeper = self.keepers.get(layer_idx, (None, None))
+            key = _ReadWithCarriedGradient.apply(key.detach(), key_carrier, key_keeper)
+            value = _ReadWithCarriedGradient.apply(value.detach(), value_carrier, value_keeper)
         return key, value
+
+    def take(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, which are not kept any longer."""
+        del self._keys[layer_idx]
+        return self.layers.pop(layer_idx)
+
+    def record_state(self, name: tuple[int, int, str], state: torch.Tensor) -> None:
+        if name in self.states:  # as above
+            return
+        half_precision = state.dtype in (torch.float16, torch.bfloat16)
+        carrier = _AccumulateInFloat32.apply(state) if half_precision and state.requires_grad else None
+        self.states[name] = (state, carrier)
+
+    def read_state(self, name: tuple[int, int, str], num_rows: int) -> torch.Tensor:
+        state, carrier = self.states[name]
+        shape = (num_rows, *state.shape[1:])
+        if carrier is not None:
+            return _ReadWithCarriedGradient.apply(state.detach().expand(shape), carrier.expand(shape))
+        return state.expand(shape)
+
+    def lend(self) -> "SharedPrefix":
+        """The same prefix without the prompt behind it: gradients that reach it are kept."""
+        lent = SharedPrefix(self.positions, self.offset)
+        lent.unmasked, lent.layers, lent.sources = self.unmasked, self.layers, self.sources
+        for layer_idx, (key, value) in self.layers.items():
+            if key.requires_grad or value.requires_grad:
+                lent.kept[layer_idx] = (_Keeper(key), _Keeper(value))
+                lent.carriers[layer_idx] = tuple(keeper.carrier for keeper in lent.kept[layer_idx])
+        for name, (state, _) in self.states.items():
+            keeper = _Keeper(state) if state.requires_grad else None
+            lent.states[name] = (state, None if keeper is None else keeper.carrier)
+            if keeper is not None:
+                lent.kept_of_states[name] = keeper
+        if self.router_sums is not None:
+            chosen, probs, count = self.router_sums
+            lent.router_sums = (chosen, probs.detach().requires_grad_(probs.requires_grad), count)
+        return lent
+
+    def take_back(self, lent: "SharedPrefix") -> None:
+        """Have the gradients that a lent prefix keeps added to those that reach this one."""
+        self.keepers = lent.kept
+        for layer_idx in self.keepers.keys() - self.carriers.keys():
+            self.carriers[layer_idx] = tuple(_AccumulateInFloat32.apply(x) for x in self.layers[layer_idx])
+        for name, keeper in lent.kept_of_states.items():
+            state, carrier = self.states[name]
+            (state if carrier is None else carrier).register_hook(keeper.add_to)
+        if self.router_sums is not None and self.router_sums[1].requires_grad:
+            self.router_sums[1].register_hook(lambda grad: grad + lent.router_sums[1].grad)
+
+    def backward(self, lent: "SharedPrefix") -> None:
+        """Backward of the prompt alone, from the gradients that a lent prefix keeps."""
+        ends = [
+            end
+            for layer_idx, keepers in lent.kept.items()
+            for end in zip(self.layers[layer_idx], keepers, strict=True)
+        ]
+        ends.extend((self.states[name][0], keeper) for name, keeper in lent.kept_of_states.items())
+        ends = [(x, keeper) for x, keeper in ends if keeper.carrier.grad is not None]
+        tensors, gradients = [x for x, _ in ends], [keeper.take(x.dtype) for x, keeper in ends]
+        if self.router_sums is not None and lent.router_sums[1].grad is not None:
+            tensors.append(self.router_sums[1])
+            gradients.append(lent.router_sums[1].grad)
+        if tensors:
+            torch.autograd.backward(tensors, gradients)
+
+    def missing_layers(self, config: PretrainedConfig) -> list[int]:
+        """Indices of the layers that did not leave what they should, or left what they should not."""
+        attending, with_state = layers_by_kind(config)
+        recorded = {layer_idx for layer_idx, _, _ in self.states}
+        # Attention that several layers share may not know the layer that it is in
+        return sorted((attending ^ self.sources.keys()) | (with_state ^ recorded), key=str)
+
+    def outputs(self) -> dict[int, tuple[torch.Tensor, ...]]:
+        """All that the prompt leaves, by layer."""
+        outputs = dict(self.layers)
+        for (layer_idx, _, _), (state, _) in self.states.items():
+            outputs[layer_idx] = (*outputs.get(layer_idx, ()), state)
+        return outputs
 
 
 @dataclass(frozen=True)
@@ -139,6 +280,10 @@ class RecordPrefix:
     """Attention context of the prompt pass: attend as usual, and keep the keys and values."""
 
     prefix: SharedPrefix
+
+    @property
+    def states(self) -> RecordStates:
+        return RecordStates(self.prefix)
 
     def attend(self, base, module, query, key, value, attention_mask, **kwargs):
         self.prefix.record(module.layer_idx, key, value)
@@ -149,10 +294,10 @@ class RecordPrefix:
 class ReadPrefix:
     """
     Attention context of a pass of completions, packed in one row after one another: each attends to the prefix and to
-    itself.
+    itself. Without a mask if the layer's is a plain causal one, see [`SharedPrefixAttention`].
 
-    Neighboring completions attend together, behind one copy of the prefix, as long as they are short beside it. A
-    completion that is long beside the prefix attends by itself.
+    With a mask, neighboring completions attend together, behind one copy of the prefix, as long as they are short
+    beside it. A completion that is long beside the prefix attends by itself.
 
     Args:
         prefix (`SharedPrefix`):
@@ -161,23 +306,40 @@ class ReadPrefix:
             Position of each token of the row.
         rows (`torch.Tensor` of shape `(T,)`):
             Completion that each token of the row belongs to.
+        runs (`Runs`):
+            Tokens of each completion.
         blocks (`list[int]`):
             Number of tokens of each run of completions that attend together.
+        states (`ReadStates`):
+            What layers with a state start from.
     """
 
     prefix: SharedPrefix
     positions: torch.Tensor
     rows: torch.Tensor
+    runs: Runs
     blocks: list[int]
+    states: ReadStates
 
     @classmethod
-    def of(cls, prefix: SharedPrefix, positions: torch.Tensor, rows: torch.Tensor) -> "ReadPrefix":
+    def of(
+        cls,
+        prefix: SharedPrefix,
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        columns: torch.Tensor,
+        lengths: list[int],
+    ) -> "ReadPrefix":
+        """
+        Context of completions of these `lengths`, of which each token is in a row and column.
+        """
         blocks = [0]
-        for length in rows.bincount().tolist():
+        for length in lengths:
             if blocks[-1] + length > len(prefix.positions) * _MAX_BLOCK_PER_PREFIX and blocks[-1] > 0:
                 blocks.append(0)
             blocks[-1] += length
-        return cls(prefix, positions, rows, blocks)
+        runs = Runs.of(lengths, rows.device)
+        return cls(prefix, positions, rows, runs, blocks, ReadStates.of(prefix, rows, columns, lengths))
 
     def allowed(self, mask_function) -> torch.Tensor:
         """
@@ -189,23 +351,37 @@ class ReadPrefix:
         # Chunks are counted from the first token that is not padding
         start = self.prefix.positions[:1] if len(self.prefix.positions) > 0 else self.positions.min()
         positions = self.positions - start
-        queries = positions[:, None]
-        to_prefix = mask_function(zero, zero, queries, (self.prefix.positions - start)[None, :])
-        sizes = torch.tensor(self.blocks, device=device)
-        starts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-        tokens = starts[:, None] + torch.arange(max(self.blocks), device=device)
-        tokens = tokens.clamp(max=len(self.rows) - 1)  # columns that the last block does not have are cut off
-        to_own = mask_function(zero, zero, queries, positions[tokens]) & (self.rows[:, None] == self.rows[tokens])
-        return torch.cat([to_prefix.expand(len(self.rows), -1), to_own], dim=-1)[None, None]
+        prefix_size = len(self.prefix.positions)
+        prefix_positions = (self.prefix.positions - start)[None, :]
+        # Filled block by block: mask functions make several tensors of the size of what they are asked for
+        allowed = torch.zeros(len(self.rows), prefix_size + max(self.blocks), dtype=torch.bool, device=device)
+        for queries, rows, block in zip(*(x.split(self.blocks) for x in (positions, self.rows, allowed)), strict=True):
+            block[:, :prefix_size] = mask_function(zero, zero, queries[:, None], prefix_positions)
+            own = mask_function(zero, zero, queries[:, None], queries[None, :])
+            block[:, prefix_size : prefix_size + len(rows)] = own & (rows[:, None] == rows[None, :])
+        return allowed[None, None]
+
+    @property
+    def no_mask(self) -> torch.Tensor:
+        """What stands for the mask of a plain causal layer: no column, but a row for each token."""
+        return torch.empty(1, 1, len(self.rows), 0, dtype=torch.bool, device=self.rows.device)
 
     def attend(self, base, module, query, key, value, attention_mask, **kwargs):
         prefix_size = len(self.prefix.positions)
-        if attention_mask is None or attention_mask.shape[2:] != (len(self.rows), prefix_size + max(self.blocks)):
+        if attention_mask is None or attention_mask.shape[2:] not in (
+            (len(self.rows), 0), (len(self.rows), prefix_size + max(self.blocks))
+        ):  # fmt: skip
             raise RuntimeError(
                 f"{type(module).__name__} did not receive the mask of the shared prefix, so its attention cannot be "
                 "trusted. Set `prefix_sharing=False`."
             )
         prefix_key, prefix_value = self.prefix.read(module.layer_idx)
+        if attention_mask.shape[3] == 0:
+            if is_plain(kwargs):
+                self.prefix.unmasked.add(module.layer_idx)
+                tensors = (query, key, value, prefix_key, prefix_value)
+                return shared_prefix_attention(*tensors, self.runs, kwargs.get("scaling")), None
+            attention_mask = self.allowed(causal_mask_function)
         outputs = []
         per_block = (x.split(self.blocks, dim=2) for x in (query, key, value, attention_mask))
         for block_query, block_key, block_value, mask in zip(*per_block, strict=True):
@@ -232,9 +408,9 @@ def _set(variable: ContextVar, value) -> Iterator[None]:
 
 
 @contextmanager
-def attend_to_cache(cache) -> Iterator[None]:
-    """Have the attention of every forward go through `cache.attend`, see [`SharedPrefixCache`]."""
-    with _set(_current_cache, cache):
+def attend_to_cache(model: PreTrainedModel, cache) -> Iterator[None]:
+    """Have the attention of every forward of `model` go through `cache.attend`, see [`SharedPrefixCache`]."""
+    with model._prefix_sharing.routed(), _set(_current_cache, cache):
         yield
 
 
@@ -247,7 +423,7 @@ def _base_attention(base: str, module: nn.Module):
 
 def masked_attention(base, module, query, key, value, attention_mask, **kwargs):
     """
-    Attention of a row of queries to keys shared by all of them, without expanding the keys of grouped-query attention.
+    Attention of queries to keys that a row's queries share, without expanding the keys of grouped-query attention.
     """
     num_heads, num_key_value_heads = query.shape[1], key.shape[1]
     if base != "sdpa" or num_heads == num_key_value_heads:
@@ -257,13 +433,13 @@ def masked_attention(base, module, query, key, value, attention_mask, **kwargs):
     groups = num_heads // num_key_value_heads
     num_queries = query.shape[2]
     attn_output = nn.functional.scaled_dot_product_attention(
-        query.reshape(1, num_key_value_heads, groups * num_queries, query.shape[-1]),
+        query.reshape(-1, num_key_value_heads, groups * num_queries, query.shape[-1]),
         key,
         value,
-        attn_mask=attention_mask.repeat(1, 1, groups, 1),
+        attn_mask=None if attention_mask is None else attention_mask.repeat(1, 1, groups, 1),
         scale=kwargs.get("scaling"),
     )
-    attn_output = attn_output.reshape(1, num_heads, num_queries, value.shape[-1])
+    attn_output = attn_output.reshape(-1, num_heads, num_queries, value.shape[-1])
     return attn_output.transpose(1, 2).contiguous(), None
 
 
@@ -278,13 +454,22 @@ def _attention(base, module, query, key, value, attention_mask, shared_prefix=No
 def _mask(base, *, mask_function, use_vmap=False, dtype=torch.float32, **kwargs):
     current_pass = _current_pass.get()
     if current_pass is None:
-        if _current_cache.get() is not None:
+        if _current_cache.get() is not None and kwargs.get("allow_is_causal_skip", True):
+            # A decoded token sees all that is behind it, or a window: the shape of an empty mask says how large
+            local_size = kwargs.get("local_size")
+            if local_size is None or kwargs["kv_length"] <= local_size:
+                return None
+            if getattr(kwargs["config"], "attention_chunk_size", None) is None:
+                return torch.empty(1, 1, 0, local_size, dtype=torch.bool, device=kwargs["device"])
             kwargs["allow_is_causal_skip"] = False
         return ALL_MASK_ATTENTION_FUNCTIONS[base](
             mask_function=mask_function, use_vmap=use_vmap, dtype=dtype, **kwargs
         )
     if use_vmap:
         raise RuntimeError("The model uses a custom attention mask, which `prefix_sharing=True` does not support.")
+    if base == "sdpa" and mask_function is causal_mask_function:
+        if all(kernels_take(key, value) for key, value in current_pass.prefix.layers.values()):
+            return current_pass.no_mask
     return as_base_mask(base, current_pass.allowed(mask_function), dtype)
 
 
@@ -299,10 +484,13 @@ for _base in _BASE_IMPLEMENTATIONS:
     AttentionMaskInterface.register(_IMPLEMENTATION_PREFIX + _base, functools.partial(_mask, _base))
 
 
-def group_rows(prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, group_size: int | None) -> list[torch.Tensor]:
+def group_rows(
+    prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, group_size: int | None, multimodal: MultimodalInputs
+) -> list[torch.Tensor]:
     """
-    Indices of the rows that share a prompt, one tensor a prompt, in the order in which the prompts appear. Rows share
-    only within a block of `group_size` rows, so that two equal prompts stay two groups, as on the other processes.
+    Indices of the rows that share a prompt and its images, one tensor a prompt, in the order in which the prompts
+    appear. Rows share only within a block of `group_size` rows, so that two equal prompts stay two groups, as on the
+    other processes.
 
     Raises:
         ValueError: If a prompt has no token.
@@ -316,10 +504,16 @@ def group_rows(prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, group_size: 
     masked_ids = prompt_ids.masked_fill(prompt_mask == 0, -1)
     blocks = torch.arange(len(prompt_ids), device=prompt_ids.device) // (group_size or len(prompt_ids))
     _, group_of_row = torch.unique(torch.cat([blocks[:, None], masked_ids], dim=1), dim=0, return_inverse=True)
-    groups = {}
-    for row, group in enumerate(group_of_row.tolist()):
-        groups.setdefault(group, []).append(row)
-    return [torch.tensor(rows, device=prompt_ids.device) for rows in groups.values()]
+    groups, with_text = [], {}
+    for row, text in enumerate(group_of_row.tolist()):
+        groups_with_text = with_text.setdefault(text, [])
+        rows = next((rows for rows in groups_with_text if multimodal.same_images(row, rows[0])), None)
+        if rows is None:
+            rows = []
+            groups.append(rows)
+            groups_with_text.append(rows)
+        rows.append(row)
+    return [torch.tensor(rows, device=prompt_ids.device) for rows in groups]
 
 
 def at_least_one(ids: torch.Tensor) -> torch.Tensor:
@@ -328,12 +522,24 @@ def at_least_one(ids: torch.Tensor) -> torch.Tensor:
     return ids if len(ids) > 0 else ids.new_zeros(1)
 
 
-def prompt_pass(forward: Callable, inputs: dict[str, torch.Tensor], positions: torch.Tensor, **kwargs):
+def prompt_pass(
+    forward: Callable,
+    inputs: dict[str, torch.Tensor],
+    positions: torch.Tensor,
+    backbone: nn.Module,
+    read_once: bool = False,
+    **kwargs,
+):
     """Run a prompt without its last token through a model. Returns the prefix that it leaves, and the output."""
-    prefix = SharedPrefix(positions)
+    position_ids = rope_position_ids(backbone, inputs)
+    prefix = SharedPrefix(positions, read_once=read_once)
+    if position_ids is None:
+        position_ids = at_least_one(positions)[None]
+    else:
+        prefix.offset = int(position_ids.max() - positions[-1])
     outputs = forward(
         **inputs,
-        position_ids=at_least_one(positions)[None],
+        position_ids=position_ids,
         use_cache=False,
         shared_prefix=RecordPrefix(prefix),
         **kwargs,
@@ -346,8 +552,10 @@ class SharedPrefixPasses:
     """
     Each distinct prompt goes through the model once, then its completions in passes, packed without padding.
 
-    Each pass but the last is checkpointed as a whole, so the activations of one pass are alive at a time, and the
-    backward adds up the gradient of the prompt's keys and values before it goes through the prompt, once.
+    The backward adds up the gradient of the prompt's keys and values before it goes through the prompt, once. Each
+    pass of `completions_per_forward` but the last is checkpointed as a whole, so the activations of one pass are alive
+    at a time. Without, the passes keep what the same completions keep in whole rows. So they do on the CPU with
+    `activation_offloading` and gradient checkpointing.
 
     Args:
         prefix_length (`int`):
@@ -357,11 +565,24 @@ class SharedPrefixPasses:
         group_size (`int`, *optional*):
             Number of consecutive rows with the same prompt. It fixes the number of prompts, which must be the same on
             all processes if they shard the weights. If `None`, all rows with the same prompt share it.
+        num_images (`list[int]`, *optional*):
+            Number of images of each row, if there are any.
+        num_tiles (`list[int]`, *optional*):
+            Number of tiles of each row, for models whose pixel values are indexed by tile.
+        activation_offloading (`bool`, *optional*, defaults to `False`):
+            Whether saved activations are offloaded to the CPU.
+        open_prefix (`OpenPrefix`, *optional*):
+            Prefix of the prompt of all rows, if its completions are spread over several micro-batches. Ignored without
+            gradients and outside of a micro-batch.
     """
 
     prefix_length: int
     completions_per_forward: int | None = None
     group_size: int | None = None
+    num_images: list[int] | None = None
+    num_tiles: list[int] | None = None
+    activation_offloading: bool = False
+    open_prefix: OpenPrefix | None = None
 
     def forward(
         self,
@@ -369,6 +590,7 @@ class SharedPrefixPasses:
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
         output_router_logits: bool = False,
+        **multimodal_inputs: torch.Tensor,
     ) -> PassesOutput:
         """
         Hidden states of completions.
@@ -382,44 +604,100 @@ class SharedPrefixPasses:
                 1 for tokens, 0 for padding.
             output_router_logits (`bool`, *optional*, defaults to `False`):
                 Whether to compute the load-balancing loss of a Mixture-of-Experts model.
+            **multimodal_inputs (`torch.Tensor`):
+                Images of the prompts, and what the model takes for each token beside its id.
 
         Returns:
             [`PassesOutput`]: Hidden states, and the load-balancing loss.
         """
-        prompt_mask = attention_mask[:, : self.prefix_length]
-        groups = group_rows(input_ids[:, : self.prefix_length], prompt_mask, self.group_size)
-        if self._sharing_saves_little(input_ids, attention_mask, groups):
+        # Passes are put together on the host, from one copy of the batch: whatever is read from a device waits for
+        # all that it still has to compute
+        host_ids, host_mask = torch.stack([input_ids, attention_mask.to(input_ids.dtype)]).cpu()
+        prompt_mask = host_mask[:, : self.prefix_length]
+        multimodal = MultimodalInputs.of(multimodal_inputs, len(input_ids), self.num_images, self.num_tiles)
+        multimodal.check(backbone, host_ids, host_mask, self.prefix_length)
+        groups = group_rows(host_ids[:, : self.prefix_length], prompt_mask, self.group_size, multimodal)
+        check_mask(host_mask)
+        open_prefix = self.open_prefix if torch.is_grad_enabled() else None
+        if open_prefix is not None and not open_prefix.is_entered:  # rows that are no part of a training step
+            open_prefix = None
+        if open_prefix is not None:
+            open_prefix.check_prompt(host_ids[:, : self.prefix_length].masked_fill(prompt_mask == 0, -1), len(groups))
+        if open_prefix is None or open_prefix.is_first:
+            num_micro_batches = 1 if open_prefix is None else open_prefix.num_micro_batches
+            share = multimodal_inputs or not self._sharing_saves_little(host_ids, host_mask, groups, num_micro_batches)
+        else:
+            share = open_prefix.has_prefix
+        if not share:
             return self.forward_whole_rows(backbone, input_ids, attention_mask, output_router_logits)
         kwargs = {"output_router_logits": True} if output_router_logits else {}
 
+        # A prompt that went through the model with an earlier micro-batch does not go again
+        new_groups = [] if open_prefix is not None and open_prefix.has_prefix else groups
         # Positions are columns: the positions that a left-padded row has when it goes through the model by itself
-        positions_of_group = [prompt_mask[rows[0], :-1].nonzero().squeeze(1) for rows in groups]
-        has_token = attention_mask[:, self.prefix_length - 1 :] != 0  # (B, C + 1)
+        positions_of_group = [prompt_mask[rows[0], :-1].nonzero().squeeze(1) for rows in new_groups]
+        has_token = host_mask[:, self.prefix_length - 1 :] != 0  # (B, C + 1)
         has_token[:, 0] = True  # the last prompt token
-        passes = self.divide(groups, has_token)
-        ids = [at_least_one(input_ids[rows[0], pos]) for rows, pos in zip(groups, positions_of_group, strict=True)]
-        all_rows, all_columns = [], []  # of each token of a pass
+        passes = self.divide(groups, has_token, input_ids.device)
+        # Of each token of a prompt or pass: row and column in the batch, completion in the pass and place in it
+        places = []
+        for rows, positions in zip(new_groups, positions_of_group, strict=True):
+            columns = at_least_one(positions)
+            places.append(torch.stack([rows[0].expand_as(columns), columns, columns, columns]))
         for _, rows in passes:
             row, column = has_token[rows].nonzero(as_tuple=True)
-            ids.append(input_ids[rows[row], column + self.prefix_length - 1])
-            all_rows.append(rows[row])
-            all_columns.append(column)
-        inputs = pass_inputs(backbone, [pass_ids[None] for pass_ids in ids])
+            place = has_token[rows].cumsum(1)[row, column] - 1
+            places.append(torch.stack([rows[row], column + self.prefix_length - 1, row, place]))
+        sizes = [x.shape[1] for x in places]
+        places = torch.cat(places, dim=1).to(input_ids.device, non_blocking=True).split(sizes, dim=1)
+        of_prompts, of_passes = places[: len(new_groups)], places[len(new_groups) :]
+
+        prompts, ids = [], []
+        for rows, (row, columns, _, _) in zip(new_groups, of_prompts, strict=True):
+            prompts.append(multimodal.of_prefix(int(rows[0]), columns))
+            prompt_ids = input_ids[row, columns]
+            if multimodal.images[rows[0]]:  # the model looks for the places of the images among the tokens
+                prompts[-1]["input_ids"] = prompt_ids[None]
+            else:
+                ids.append(prompt_ids[None])
+        ids_of_passes = [input_ids[row, column][None] for row, column, _, _ in of_passes]
+        # What later micro-batches read must outlive the backward of this one, and an offloading that ends with it
+        keep_saved = nullcontext()
+        if open_prefix is not None and self.activation_offloading:
+            keep_saved = saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved)
+        if open_prefix is None:
+            inputs = iter(pass_inputs(backbone, ids + ids_of_passes))
+        else:
+            with keep_saved:
+                inputs_of_prompts = pass_inputs(backbone, ids) if ids else []
+            inputs = iter(inputs_of_prompts + pass_inputs(backbone, ids_of_passes))
         shift = position_shift(backbone.config, input_ids.shape[1], self.prefix_length)
 
-        prefixes, sums = [], []
-        for rows, positions in zip(groups, positions_of_group, strict=True):
-            prefix, outputs = prompt_pass(backbone, inputs[len(prefixes)], positions + shift, **kwargs)
-            num_layers = backbone.config.get_text_config().num_hidden_layers
-            if len(prefix.sources) != num_layers:
-                raise RuntimeError(
-                    f"{len(prefix.sources)} of {num_layers} layers of {type(backbone).__name__} passed their keys "
-                    "and values to `transformers.AttentionInterface`, so its prompts cannot be shared. Set "
-                    "`prefix_sharing=False`."
+        prefixes = []
+        numbers = [group for group, _ in passes]
+        for group, prompt in enumerate(prompts):
+            if "input_ids" not in prompt:
+                prompt |= next(inputs)
+            positions = of_prompts[group][1, : len(positions_of_group[group])] + shift
+            read_once = numbers.count(group) == 1 and open_prefix is None
+            with keep_saved:
+                prefix, outputs = prompt_pass(backbone, prompt, positions, backbone, read_once, **kwargs)
+            if missing := prefix.missing_layers(backbone.config.get_text_config()):
+                raise ValueError(
+                    f"Layers {missing} of {type(backbone).__name__} did not pass their keys and values to "
+                    "`transformers.AttentionInterface`, or their states to the cache that they were called with, so "
+                    "its prompts cannot be shared. Set `prefix_sharing=False`."
                 )
-            if output_router_logits and len(positions) > 0:  # a prompt counts once for each of its rows
-                sums.append([len(rows) * x for x in router_sums(backbone, outputs.router_logits)])
+            unshard_in_backward(backbone, prefix.outputs())
+            if output_router_logits and len(positions) > 0:
+                prefix.router_sums = router_sums(backbone, outputs.router_logits)
             prefixes.append(prefix)
+        for prefix in prefixes:
+            prefix.add_carriers()
+        if open_prefix is not None:
+            for prefix in prefixes:
+                open_prefix.open(prefix)
+            prefixes = [open_prefix.read()]
 
         def forward_completions(context, model_inputs):
             with _set(_current_pass, context):
@@ -427,7 +705,7 @@ class SharedPrefixPasses:
                     **model_inputs,
                     # Without a mask, restarting positions would be taken for a padding-free batch
                     attention_mask=torch.ones_like(context.positions)[None],
-                    position_ids=context.positions[None],
+                    position_ids=context.positions[None] + context.prefix.offset,
                     use_cache=False,
                     shared_prefix=context,
                     **kwargs,
@@ -436,25 +714,46 @@ class SharedPrefixPasses:
             return outputs.last_hidden_state[0], sums
 
         contexts = [
-            ReadPrefix.of(prefixes[group], positions=column + self.prefix_length - 1 + shift, rows=row)
-            for (group, _), row, column in zip(passes, all_rows, all_columns, strict=True)
+            ReadPrefix.of(prefixes[group], column + shift, row, place, has_token[rows].sum(1).tolist())
+            for (group, rows), (_, column, row, place) in zip(passes, of_passes, strict=True)
         ]
-        outputs = run_passes(forward_completions, list(zip(contexts, inputs[len(groups) :], strict=True)))
+        arguments = list(zip(contexts, inputs, strict=True))
+        outputs = run_passes(backbone, forward_completions, arguments, self.recompute, self.activation_offloading)
+        all_rows, all_columns = [x[0] for x in of_passes], [x[1] - self.prefix_length + 1 for x in of_passes]
         last_hidden_state = completion_states([x for x, _ in outputs], all_rows, all_columns, has_token.shape)
-        sums.extend(pass_sums for _, pass_sums in outputs)
-        return PassesOutput(last_hidden_state, load_balancing_loss(sums) if output_router_logits else None)
+        aux_loss = None
+        if output_router_logits:
+            # A prompt counts once for each of its rows
+            sums = [
+                [len(rows) * x for x in prefix.router_sums]
+                for rows, prefix in zip(groups, prefixes, strict=True)
+                if prefix.router_sums is not None
+            ]
+            aux_loss = load_balancing_loss(sums + [pass_sums for _, pass_sums in outputs])
+        return PassesOutput(last_hidden_state, aux_loss, set.intersection(*(x.unmasked for x in prefixes)))
+
+    @property
+    def recompute(self) -> bool:
+        """Whether passes are computed again in the backward."""
+        return self.completions_per_forward is not None
 
     def _sharing_saves_little(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, groups: list[torch.Tensor]
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        groups: list[torch.Tensor],
+        num_micro_batches: int,
     ) -> bool:
         # Only where one pass would hold all rows, and not with several processes: under FSDP, they must all call the
         # model equally often
         num_rows = len(input_ids)
-        if (self.completions_per_forward or num_rows) < num_rows or torch.distributed.is_initialized():
+        if (self.completions_per_forward or num_rows) < num_rows or has_several_processes():
             return False
         prefix_tokens = sum(attention_mask[rows[0], : self.prefix_length - 1].sum() for rows in groups)
-        shared_tokens = prefix_tokens + attention_mask[:, self.prefix_length :].sum() + num_rows
-        return bool(input_ids.numel() < _MIN_TOKEN_RATIO * shared_tokens)
+        own_tokens = attention_mask[:, self.prefix_length :].sum() + num_rows
+        # Other micro-batches of the prompt are taken to be like the first
+        shared_tokens = prefix_tokens + num_micro_batches * own_tokens
+        return bool(num_micro_batches * input_ids.numel() < _MIN_TOKEN_RATIO * shared_tokens)
 
     def forward_whole_rows(
         self,
@@ -466,15 +765,19 @@ class SharedPrefixPasses:
         """[`~SharedPrefixPasses.forward`] without sharing: each completion goes through the model with its prompt."""
         return forward_together(backbone, input_ids, attention_mask, self.prefix_length, output_router_logits)
 
-    def divide(self, groups: list[torch.Tensor], has_token: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    def divide(
+        self, groups: list[torch.Tensor], has_token: torch.Tensor, device: torch.device
+    ) -> list[tuple[int, torch.Tensor]]:
         """
-        Group and rows of each pass of completions.
+        Group and rows of each pass of completions, on the host.
 
         Args:
             groups (`list[torch.Tensor]`):
                 Rows of each group.
             has_token (`torch.Tensor` of shape `(B, C + 1)`):
                 Whether there is a token, from the last prompt token on.
+            device (`torch.device`):
+                Device that the passes run on.
         """
         passes = []
         for group, rows in enumerate(groups):
@@ -482,10 +785,90 @@ class SharedPrefixPasses:
         return passes
 
 
+class _Route:
+    """
+    Where the attention of a model goes while it is called with a shared prefix: to the function that can attend to it.
+    The rest of the time its configs name the model's own implementation, which models and engines ask for.
+
+    Hooks do so at the backbone, and at each attention: the backward computes layers again, behind the backbone's back.
+
+    Args:
+        configs (`list[PretrainedConfig]`):
+            Configs of the text part.
+    """
+
+    def __init__(self, configs: list[PretrainedConfig]):
+        self.configs = configs
+        self.handles: list[RemovableHandle] = []
+        self._running: set = set()  # what has not ended yet
+        self._before: list[str] = []
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "_Route":
+        # Of a multimodal model, that of the text part: towers keep theirs
+        text_config = model.config.get_text_config()
+        implementation = _IMPLEMENTATION_PREFIX + text_config._attn_implementation
+        parts = {
+            name: implementation for name in model.config.sub_configs if getattr(model.config, name) is text_config
+        }
+        configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+        for config in configs:  # which grows
+            parts_of_config = (getattr(config, name) for name in config.sub_configs)
+            configs.extend(part for part in parts_of_config if part is not None)
+        before = {id(config): (config, config._attn_implementation) for config in configs}
+        model.set_attn_implementation({"": implementation, **parts})
+        routed = [config for config, _ in before.values() if config._attn_implementation == implementation]
+        for config in routed:
+            config._attn_implementation_internal = before[id(config)][1]
+        return cls(routed)
+
+    def install(self, backbone: nn.Module) -> None:
+        attention = [module for module in backbone.modules() if getattr(module, "layer_idx", None) is not None]
+        for module in [backbone, *attention]:
+            self.handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            self.handles.append(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self._end(*self._running)
+
+    @contextmanager
+    def routed(self) -> Iterator[None]:
+        """Go there whatever the model is called with."""
+        self._begin(self)
+        try:
+            yield
+        finally:
+            self._end(self)
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if kwargs.get("shared_prefix") is not None:
+            self._begin(module)
+
+    def _leave(self, module: nn.Module, args: tuple, kwargs: dict, output) -> None:
+        self._end(module)
+
+    def _begin(self, what) -> None:
+        if not self._running:
+            self._before = [config._attn_implementation for config in self.configs]
+            for config, own in zip(self.configs, self._before, strict=True):
+                config._attn_implementation_internal = _IMPLEMENTATION_PREFIX + own.removeprefix(
+                    _IMPLEMENTATION_PREFIX
+                )
+        self._running.add(what)
+
+    def _end(self, *what) -> None:
+        if self._running and not (self._running - set(what)):
+            for config, own in zip(self.configs, self._before, strict=True):
+                config._attn_implementation_internal = own
+        self._running.difference_update(what)
+
+
 def enable_prefix_sharing(model: PreTrainedModel) -> None:
     """
-    Route the attention of `model` through a function that can attend to a shared prefix. Without a shared prefix, it
-    calls the implementation that the model was loaded with.
+    Let `model` attend to a shared prefix: a call with one goes to a function that can, any other to the attention that
+    the model was loaded with. What was enabled before is checked again. [`disable_prefix_sharing`] undoes it.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -506,20 +889,29 @@ def enable_prefix_sharing(model: PreTrainedModel) -> None:
                 f"{model.active_peft_config.peft_type} puts learned tokens in front of each sequence. Set "
                 "`prefix_sharing=False`."
             )
+        adapter = vars(model.active_peft_config)
+        if adapter.get("alora_invocation_tokens") is not None:
+            refuse("aLoRA looks for its tokens in whole sequences. Set `prefix_sharing=False`.")
+        # Dropout that has layers is asked for there: `disable_dropout` may have switched it off
+        parts_of_names = {part for name, _ in model.named_modules() for part in name.split(".")}
+        for name, p in adapter.items():
+            if "dropout" in name and isinstance(p, float) and p > 0 and name not in parts_of_names:
+                refuse(f"the completions of a prompt would share the adapter's dropout. Set its `{name}` ({p}) to 0.")
         model = model.get_base_model()
+    disable_prefix_sharing(model)
     text_config = model.config.get_text_config()
     implementation = text_config._attn_implementation
-    if implementation.startswith(_IMPLEMENTATION_PREFIX):
-        return
 
     if model.config.is_encoder_decoder or getattr(text_config, "cross_attention_layers", None):
         refuse("only decoders without cross-attention can share a prompt. Set `prefix_sharing=False`.")
     layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
-    if unsupported := layer_types - {"full_attention", "sliding_attention", "chunked_attention"}:
-        refuse(
-            f"it has layers of type {sorted(unsupported)}, whose state cannot be shared. Set `prefix_sharing=False`."
-        )
-    if not model._supports_attention_backend:
+    mixers = find_mixers(model)
+    attending, with_state = layers_by_kind(text_config)
+    if layer_types - SUPPORTED_LAYER_TYPES or not attending or {mixer.layer_idx for mixer in mixers} != with_state:
+        unsupported = sorted(layer_types - {"full_attention", "sliding_attention", "chunked_attention"})
+        refuse(f"it has layers of type {unsupported}, whose state cannot be shared. Set `prefix_sharing=False`.")
+    # transformers does not say so of models with a state. The comparison below finds attention that does not.
+    if not (model._supports_attention_backend or mixers):
         refuse("its attention does not go through `transformers.AttentionInterface`. Set `prefix_sharing=False`.")
     if implementation not in _BASE_IMPLEMENTATIONS:
         refuse(
@@ -533,49 +925,52 @@ def enable_prefix_sharing(model: PreTrainedModel) -> None:
         )
     for name, module in model.named_modules():
         # Attention that goes through the interface has a probability in place of a layer
-        for p in (getattr(module, attribute, None) for attribute in ("p", "attention_dropout", "attn_dropout")):
+        for p in (getattr(module, attribute, None) for attribute in _DROPOUTS):
             if isinstance(p, float) and p > 0:
                 refuse(
                     f"the completions of a prompt would share its dropout (that of `{name}` is {p}). Set "
-                    "`disable_dropout=True`, and for adapters `lora_dropout=0.0`."
+                    "`disable_dropout=True`, or for adapters `lora_dropout=0.0`."
                 )
-    with _attention_implementation(model, _IMPLEMENTATION_PREFIX + implementation):
-        try:
-            error = error_of_passes(model, SharedPrefixPasses(PROBE_PREFIX_LENGTH))
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as exception:
-            refuse(
-                f"a shared prompt fails in it ({type(exception).__name__}: {exception}). Set `prefix_sharing=False`."
-            )
-    if error > tolerated_error(model):
-        refuse(
-            f"hidden states behind a shared prompt differ from those of whole sequences by {error:.1%}. Set "
-            "`prefix_sharing=False`."
-        )
-    _set_attention_implementation(model, _IMPLEMENTATION_PREFIX + implementation)
-
-
-def _set_attention_implementation(model: PreTrainedModel, implementation: str) -> None:
-    # Of a multimodal model, that of the text part: towers keep theirs
-    text_config = model.config.get_text_config()
-    parts = {name: implementation for name in model.config.sub_configs if getattr(model.config, name) is text_config}
-    model.set_attn_implementation({"": implementation, **parts})
-
-
-@contextmanager
-def _attention_implementation(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    before = model.config.get_text_config()._attn_implementation
-    _set_attention_implementation(model, implementation)
+    route = _Route.of(model)
+    route.install(model.base_model)
+    route.handles.extend(share_states(mixers))
+    model._prefix_sharing = route
     try:
-        yield
-    finally:
-        _set_attention_implementation(model, before)
+        _compare(model, mixers, refuse)
+    except BaseException:
+        disable_prefix_sharing(model)
+        raise
 
 
-@contextmanager
-def use_base_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Give `model` back the attention implementation it was loaded with, for an engine that brings its own."""
-    implementation = model.config.get_text_config()._attn_implementation.removeprefix(_IMPLEMENTATION_PREFIX)
-    with _attention_implementation(model, implementation):
-        yield
+def _compare(model: PreTrainedModel, mixers: list[nn.Module], refuse: Callable[[str], None]) -> None:
+    """Try a shared prefix on a few tokens."""
+    try:
+        error = error_of_passes(model, SharedPrefixPasses(PROBE_PREFIX_LENGTH), training=True)
+    except Exception as exception:
+        if isinstance(exception, torch.OutOfMemoryError) or "CUDA error" in str(exception):
+            raise  # the device's fault, not the model's
+        refuse(f"a shared prompt fails in it ({type(exception).__name__}: {exception}). Set `prefix_sharing=False`.")
+    if error > 0:
+        refuse(
+            f"hidden states behind a shared prompt differ from those of whole sequences by {error:.1%} (in training, "
+            "where noise counts, too). Set `prefix_sharing=False`."
+        )
+    hidden_size = model.config.get_text_config().hidden_size
+    for mixer in {type(mixer): mixer for mixer in mixers}.values():
+        if ignores_state(mixer, SharedPrefix(torch.arange(2)), hidden_size):
+            refuse(f"{type(mixer).__name__} does not start from the state of a prompt. Set `prefix_sharing=False`.")
+
+
+def disable_prefix_sharing(model: PreTrainedModel) -> None:
+    """
+    Take back what [`enable_prefix_sharing`] did, if it did.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Causal language model.
+    """
+    if is_peft_model(model):
+        model = model.get_base_model()
+    route = vars(model).pop("_prefix_sharing", None)
+    if route is not None:
+        route.remove()

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ..trainer.utils import split_pixel_values_by_grid
 from .prefix_sharing_fsdp2 import FSDPModule
@@ -111,11 +112,12 @@ class MultimodalInputs:
                 f"`prefix_sharing=True` does not support images with {backbone.config.model_type}, whose config does "
                 "not name the token that stands for an image. Set `prefix_sharing=False`."
             )
-        if not all(self.images) and any(isinstance(module, FSDPModule) for module in backbone.modules()):
+        sharded = is_deepspeed_zero3_enabled() or any(isinstance(module, FSDPModule) for module in backbone.modules())
+        if not all(self.images) and sharded:
             raise ValueError(
                 f"The prompt of row {self.images.index({})} of the batch has no image, but another has one. Processes "
                 "that shard the weights gather those of the vision tower together, so with `prefix_sharing=True` and "
-                "FSDP all prompts must have images. Filter the dataset, or set `prefix_sharing=False`."
+                "FSDP or ZeRO-3 all prompts must have images. Filter the dataset, or set `prefix_sharing=False`."
             )
         is_image = (input_ids == image_token_id) & (attention_mask != 0)
         for row in is_image[:, prefix_length - 1].nonzero().flatten().tolist():

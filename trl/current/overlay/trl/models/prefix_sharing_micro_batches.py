@@ -40,14 +40,20 @@ class OpenPrefix:
         num_micro_batches (`int`):
             Number of consecutive micro-batches that hold the completions of a prompt.
         in_one_backward (`bool`, *optional*, defaults to `False`):
-            Whether the last backward goes on through the prompt. Otherwise `backward` has to be called after each
-            micro-batch.
+            Whether the last backward goes on through the prompt. `backward` has to be called after each micro-batch
+            either way.
     """
 
     def __init__(self, num_micro_batches: int, in_one_backward: bool = False):
         self.num_micro_batches = num_micro_batches
         self.in_one_backward = in_one_backward
-        self.micro_batch = 0
+        self.close()
+
+    def close(self) -> None:
+        """Forget the prompt, and what is kept for its backward."""
+        self.micro_batch: int | None = None
+        self.is_entered = False  # between `enter` and `backward`
+        self._is_taken_back = False
         self._prompt_ids: torch.Tensor | None = None
         self._prefix: SharedPrefix | None = None
         self._lent: SharedPrefix | None = None
@@ -65,14 +71,15 @@ class OpenPrefix:
         Raises:
             RuntimeError: If the micro-batches of a prompt do not all belong to the same update.
         """
-        self.micro_batch = step % self.num_micro_batches
-        if self.micro_batch == 0:
-            self._prompt_ids = self._prefix = self._lent = None
-        elif self._prompt_ids is None:
+        micro_batch = step % self.num_micro_batches
+        if micro_batch == 0:
+            self.close()
+        elif self.micro_batch != micro_batch - 1:
             raise RuntimeError(
-                f"Micro-batch {self.micro_batch + 1} of the {self.num_micro_batches} of a prompt does not follow its "
+                f"Micro-batch {micro_batch + 1} of the {self.num_micro_batches} of a prompt does not follow its "
                 "first one. After an interruption, create the trainer again and resume from a checkpoint."
             )
+        self.micro_batch, self.is_entered = micro_batch, True
         if updates and not self.is_last:
             raise RuntimeError(
                 f"The weights would be updated after {self.micro_batch + 1} of the {self.num_micro_batches} "
@@ -102,15 +109,22 @@ class OpenPrefix:
                 Number of different ones, images included.
 
         Raises:
-            RuntimeError: If they are not the one of the first micro-batch.
+            RuntimeError: If they are not the one of the first micro-batch, or come behind the backward of the prompt.
         """
-        if self.is_first:
+        if self._is_taken_back:
+            raise RuntimeError(
+                "The last micro-batch of a prompt went through the model twice. On several processes, `prefix_sharing="
+                "True` needs a `compute_loss` that computes it once, or a `per_device_train_batch_size` that is a "
+                "multiple of `num_generations`."
+            )
+        if self._prompt_ids is None:
             self._prompt_ids = prompt_ids[:1]
         same_shape = prompt_ids.shape[1] == self._prompt_ids.shape[1]
         if num_prompts > 1 or not same_shape or (prompt_ids != self._prompt_ids).any():
             raise RuntimeError(
                 f"A row of micro-batch {self.micro_batch + 1} of the {self.num_micro_batches} of a prompt has another "
-                "prompt. The completions of a prompt must follow one another."
+                "prompt, so it is not one of the micro-batch that was generated. Where `compute_loss` sends rows of "
+                "its own through the model, set `per_device_train_batch_size` to a multiple of `num_generations`."
             )
 
     def open(self, prefix: "SharedPrefix") -> None:
@@ -121,10 +135,12 @@ class OpenPrefix:
         if not self.is_last or not self.in_one_backward:
             return self._lent
         self._prefix.take_back(self._lent)
+        self._is_taken_back = True
         return self._close()[0]
 
     def backward(self) -> None:
-        """Backward of the prompt, if this was the last micro-batch and the prompt was not part of its backward."""
+        """End of the micro-batch. If it was the last, backward of the prompt, unless it was part of its backward."""
+        self.is_entered = False
         if self.is_last and self.has_prefix:
             prefix, lent = self._close()
             prefix.backward(lent)

@@ -31,8 +31,6 @@ channels of a convolution, K its width.
 
 import functools
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -139,8 +137,7 @@ class ReadStates:
     shape: tuple[int, int]
 
     @classmethod
-    def of(cls, prefix: "SharedPrefix", rows: torch.Tensor, lengths: list[int]) -> "ReadStates":
-        columns = torch.cat([torch.arange(length, device=rows.device) for length in lengths])
+    def of(cls, prefix: "SharedPrefix", rows: torch.Tensor, columns: torch.Tensor, lengths: list[int]) -> "ReadStates":
         # With a single token and a state, mixers take a path for decoding that writes in place
         return cls(prefix, rows, columns, (len(lengths), max(2, *lengths)))
 
@@ -213,17 +210,6 @@ def share_states(mixers: list[nn.Module]) -> list[RemovableHandle]:
     return handles
 
 
-@contextmanager
-def shared_states(mixers: list[nn.Module]) -> Iterator[None]:
-    """[`share_states`] for a while."""
-    handles = share_states(mixers)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 @torch.no_grad()
 def ignores_state(mixer: nn.Module, prefix: "SharedPrefix", hidden_size: int) -> bool:
     """
@@ -245,7 +231,8 @@ def ignores_state(mixer: nn.Module, prefix: "SharedPrefix", hidden_size: int) ->
     hidden_states = torch.linspace(-1, 1, 2 * hidden_size, dtype=weight.dtype, device=weight.device).view(1, 2, -1)
     cache_argument = _cache_argument(mixer)
     mixer(hidden_states, **{cache_argument: RecordStates(prefix)})
-    read = ReadStates.of(prefix, torch.zeros(2, dtype=torch.long, device=weight.device), lengths=[2])
+    columns = torch.arange(2, device=weight.device)
+    read = ReadStates.of(prefix, torch.zeros_like(columns), columns, lengths=[2])
     recorded = dict(prefix.states)
     for kind in {name[2] for name in recorded}:
         outputs = []

@@ -28,15 +28,16 @@ from transformers import PreTrainedModel
 from .passes import (
     PROBE_PREFIX_LENGTH,
     PassesOutput,
+    check_mask,
     completion_states,
     error_of_passes,
+    has_several_processes,
     load_balancing_loss,
     pass_inputs,
     position_shift,
     rope_parameters,
     router_sums,
     run_passes,
-    tolerated_error,
 )
 from .prefix_sharing import SharedPrefixPasses
 
@@ -48,7 +49,8 @@ class TokenBudgetPasses(SharedPrefixPasses):
 
     With `prefix_sharing`, a pass holds completions of a prompt, and their tokens count. Without, it holds rows of
     similar length, each with its prompt, padded to the longest of them. Each pass but the last is checkpointed as a
-    whole, so the activations of one pass are alive at a time.
+    whole, so the activations of one pass are alive at a time. With `activation_offloading` and gradient checkpointing,
+    the inputs of the layers of all passes wait on the CPU instead.
 
     Args:
         tokens_per_forward (`int`):
@@ -67,9 +69,15 @@ class TokenBudgetPasses(SharedPrefixPasses):
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
         output_router_logits: bool = False,
+        **multimodal_inputs: torch.Tensor,
     ) -> PassesOutput:
         if self.prefix_sharing:
-            return super().forward(backbone, input_ids, attention_mask, output_router_logits)
+            return super().forward(backbone, input_ids, attention_mask, output_router_logits, **multimodal_inputs)
+        if multimodal_inputs:
+            raise ValueError(
+                f"`tokens_per_forward` divides rows of text, and the model was given {sorted(multimodal_inputs)}. Set "
+                "`prefix_sharing=True`, or lower `per_device_train_batch_size` instead."
+            )
         return self.forward_whole_rows(backbone, input_ids, attention_mask, output_router_logits)
 
     def forward_whole_rows(
@@ -80,19 +88,27 @@ class TokenBudgetPasses(SharedPrefixPasses):
         output_router_logits: bool = False,
     ) -> PassesOutput:
         # Not with several processes: if they shard the weights, they must all call the model equally often
-        if input_ids.numel() <= self.tokens_per_forward and not torch.distributed.is_initialized():
+        if input_ids.numel() <= self.tokens_per_forward and not has_several_processes():
             return super().forward_whole_rows(backbone, input_ids, attention_mask, output_router_logits)
 
-        passes = _split_by_tokens(attention_mask.sum(1).tolist(), self.tokens_per_forward, packed=False)
-        passes = _same_number_everywhere([(0, torch.tensor(rows, device=input_ids.device)) for rows in passes])
-        ids, masks, positions = [], [], []
+        device = input_ids.device
+        host_mask = attention_mask.cpu()
+        check_mask(host_mask)
+        passes = _split_by_tokens(host_mask.sum(1).tolist(), self.tokens_per_forward, packed=False)
+        passes = _same_number_everywhere([(0, torch.tensor(rows)) for rows in passes], device)
+        ids, masks, positions, places = [], [], [], []
         for _, rows in passes:
             # Positions are columns: the positions that a left-padded row has when it goes through the model by itself
-            columns = [attention_mask[row].nonzero().squeeze(1) for row in rows]
+            columns = [host_mask[row].nonzero().squeeze(1) for row in rows]
             position_ids = nn.utils.rnn.pad_sequence(columns, batch_first=True)
-            ids.append(input_ids[rows[:, None], position_ids])
-            masks.append(nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in columns], batch_first=True))
-            positions.append(position_ids)
+            mask = nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in columns], batch_first=True)
+            # Row and token in the pass of what is read from it, and row and column where it goes
+            row, token = (mask.bool() & (position_ids >= self.prefix_length - 1)).nonzero(as_tuple=True)
+            column = position_ids[row, token] - self.prefix_length + 1
+            places.append(torch.stack([row, token, rows[row], column]).to(device, non_blocking=True))
+            positions.append(position_ids.to(device, non_blocking=True))
+            masks.append(mask.to(device, non_blocking=True))
+            ids.append(input_ids[rows.to(device, non_blocking=True)[:, None], positions[-1]])
         inputs = pass_inputs(backbone, ids)
         shift = position_shift(backbone.config, input_ids.shape[1], self.prefix_length)
         kwargs = {"output_router_logits": True} if output_router_logits else {}
@@ -104,24 +120,27 @@ class TokenBudgetPasses(SharedPrefixPasses):
             sums = router_sums(backbone, outputs.router_logits, mask) if output_router_logits else None
             return outputs.last_hidden_state, sums
 
-        outputs = run_passes(forward_rows, list(zip(inputs, masks, positions, strict=True)))
-        states, all_rows, all_columns = [], [], []
-        for (hidden_states, _), (_, rows), mask, position_ids in zip(outputs, passes, masks, positions, strict=True):
-            row, token = (mask.bool() & (position_ids >= self.prefix_length - 1)).nonzero(as_tuple=True)
-            states.append(hidden_states[row, token])
-            all_rows.append(rows[row])
-            all_columns.append(position_ids[row, token] - self.prefix_length + 1)
+        arguments = list(zip(inputs, masks, positions, strict=True))
+        outputs = run_passes(backbone, forward_rows, arguments, self.recompute, self.activation_offloading)
+        states = [x[row, token] for (x, _), (row, token, _, _) in zip(outputs, places, strict=True)]
+        all_rows, all_columns = [x[2] for x in places], [x[3] for x in places]
         shape = (len(input_ids), input_ids.shape[1] - self.prefix_length + 1)
         last_hidden_state = completion_states(states, all_rows, all_columns, shape)
         aux_loss = load_balancing_loss([sums for _, sums in outputs]) if output_router_logits else None
         return PassesOutput(last_hidden_state, aux_loss)
 
-    def divide(self, groups: list[torch.Tensor], has_token: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    @property
+    def recompute(self) -> bool:
+        return True
+
+    def divide(
+        self, groups: list[torch.Tensor], has_token: torch.Tensor, device: torch.device
+    ) -> list[tuple[int, torch.Tensor]]:
         passes = []
         for group, rows in enumerate(groups):
             chunks = _split_by_tokens(has_token[rows].sum(1).tolist(), self.tokens_per_forward, packed=True)
             passes.extend((group, rows[chunk]) for chunk in chunks)
-        return _same_number_everywhere(passes)
+        return _same_number_everywhere(passes, device)
 
 
 def _split_by_tokens(lengths: list[int], budget: int, packed: bool) -> list[list[int]]:
@@ -141,12 +160,15 @@ def _split_by_tokens(lengths: list[int], budget: int, packed: bool) -> list[list
     return [sorted(rows) for rows in passes]
 
 
-def _same_number_everywhere(passes: list[tuple[int, torch.Tensor]]) -> list[tuple[int, torch.Tensor]]:
+def _same_number_everywhere(
+    passes: list[tuple[int, torch.Tensor]], device: torch.device
+) -> list[tuple[int, torch.Tensor]]:
     """Split passes until every process has as many: processes that shard the weights gather them together."""
-    if not torch.distributed.is_initialized():
+    if not has_several_processes():
         return passes
-    number = torch.tensor(len(passes), device=passes[0][1].device)
+    number = torch.tensor(len(passes), device=device)
     torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX)
+    number = number.item()
     while len(passes) < number:
         longest = max(range(len(passes)), key=lambda i: len(passes[i][1]))
         group, rows = passes[longest]
@@ -177,5 +199,5 @@ def check_whole_rows(model: PreTrainedModel) -> None:
     if any("dynamic" in x.get("rope_type", "") for x in rope_parameters(model.config)):
         refuse("its rotary embedding (dynamic) depends on the longest row that goes with a row")
     error = error_of_passes(model, TokenBudgetPasses(prefix_length=PROBE_PREFIX_LENGTH, tokens_per_forward=1))
-    if error > tolerated_error(model):
+    if error > 0:
         refuse(f"hidden states of rows differ by {error:.1%} from those of the same rows together")
