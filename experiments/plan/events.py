@@ -24,7 +24,7 @@ def mark(simulation) -> None:
     def after_forward(i, last, module, args, kwargs, output):
         states = output[0] if isinstance(output, tuple) else output
         if last and whose(kwargs):  # of a prompt, only keys and values have gradients
-            states = kwargs["shared_prefix"].prefix.layers.get(i, (states,))[0]
+            states = kwargs["shared_prefix"].prefix.slots.get((i, "key"), states)
         if states.requires_grad:
             name = f"{whose(kwargs)}backward"  # the hook must not keep the arguments alive
             states.register_hook(lambda grad: event(name, i))

@@ -21,7 +21,8 @@ from peft import LoraConfig
 from shared_exactness import DELTA, MIXED, batch, error, passes_of, pure_float64, run
 from transformers import CONFIG_MAPPING, GenerationConfig
 from trl.generation.shared_prefix import generate_with_shared_prefix
-from trl.models.prefix_sharing import SharedPrefix, enable_prefix_sharing
+from trl.models.prefix_memory import SharedPrefix
+from trl.models.prefix_sharing import enable_prefix_sharing
 from trl.models.prefix_sharing_states import ReadStates, find_mixers
 
 CONV = dict(layer_types=["conv", "full_attention", "conv"])
@@ -125,13 +126,13 @@ def refusals():
 
 
 def zero(name):
-    read = SharedPrefix.read_state
-    return lambda self, key, rows: read(self, key, rows) * (0 if key[2] == name else 1)
+    read = SharedPrefix.read
+    return lambda self, slot, rows=1: read(self, slot, rows) * (0 if slot[1] == name else 1)
 
 
 BROKEN = {
-    "no recurrent state": (SharedPrefix, "read_state", zero("recurrent")),
-    "no columns": (SharedPrefix, "read_state", zero("conv")),
+    "no recurrent state": (SharedPrefix, "read", zero("recurrent")),
+    "no columns": (SharedPrefix, "read", zero("conv")),
     "columns one off": (ReadStates, "update_conv_state", lambda self, x, layer, state=0, **kwargs: torch.cat(
         [self.get_conv_state(layer, state).roll(1, -1), x], -1)),
 }  # fmt: skip

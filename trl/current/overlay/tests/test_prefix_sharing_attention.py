@@ -13,6 +13,9 @@
 # limitations under the License.
 
 
+from contextlib import contextmanager
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import nn
@@ -20,7 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-from trl.models.prefix_sharing import ReadPrefix, SharedPrefix, SharedPrefixPasses, enable_prefix_sharing
+from trl.models import prefix_sharing
+from trl.models.prefix_memory import SharedPrefix
+from trl.models.prefix_sharing import ReadPrefix, SharedPrefixPasses, enable_prefix_sharing
 from trl.models.prefix_sharing_attention import Runs, attention_with_lse, shared_prefix_attention
 from trl.models.token_budget import TokenBudgetPasses
 
@@ -155,6 +160,24 @@ class TestSharedPrefixAttention(TrlTestCase):
         torch.testing.assert_close(lse, scores.logsumexp(-1))
 
 
+@contextmanager
+def layers_without_a_mask():
+    """Indices of the layers in which completions attend to a prompt without a mask while it is open."""
+    attending, layers = [], set()
+    attend, attend_without = ReadPrefix.attend, prefix_sharing.shared_prefix_attention
+
+    def enter(self, base, module, *args, **kwargs):
+        attending.append(module.layer_idx)
+        return attend(self, base, module, *args, **kwargs)
+
+    def without(*args):
+        layers.add(attending[-1])
+        return attend_without(*args)
+
+    with patch.object(ReadPrefix, "attend", enter), patch.object(prefix_sharing, "shared_prefix_attention", without):
+        yield layers
+
+
 class TestMasks(TrlTestCase):
     def context(self, num_prefix_tokens, lengths):
         rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
@@ -180,14 +203,17 @@ class TestMasks(TrlTestCase):
     def test_a_layer_with_more_than_a_scale_has_a_mask(self):
         context = self.context(7, SHAPES["ragged"][-1])
         query, key, value, *prefix = make_tensors("ragged", torch.float64)
-        context.prefix.record(0, *prefix)
+        context.prefix.write_attention(0, *prefix)
         tensors = (nn.Module(), query, key, value, context.no_mask)
         tensors[0].layer_idx = 0
-        expected, _ = context.attend("sdpa", *tensors, scaling=0.3, dropout=0.0, softcap=None)
-        assert context.prefix.unmasked == {0}
-        context.prefix.unmasked.clear()
-        output, _ = context.attend("sdpa", *tensors, scaling=0.3, s_aux=torch.ones(4))  # which `sdpa` does not read
-        assert context.prefix.unmasked == set()
+        with layers_without_a_mask() as layers:
+            expected, _ = context.attend("sdpa", *tensors, scaling=0.3, dropout=0.0, softcap=None)
+        assert layers == {0}
+        with layers_without_a_mask() as layers:
+            output, _ = context.attend(
+                "sdpa", *tensors, scaling=0.3, s_aux=torch.ones(4)
+            )  # which `sdpa` does not read
+        assert layers == set()
         torch.testing.assert_close(output, expected)
 
     def test_a_mask_is_the_largest_thing_that_it_is_made_of(self):
@@ -204,10 +230,10 @@ class TestMasks(TrlTestCase):
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         input_ids, attention_mask, prompt_length = make_batch()
-        with Operators() as operators:
+        with Operators() as operators, layers_without_a_mask() as layers:
             outputs = SharedPrefixPasses(prompt_length, 2).forward(model.model, input_ids, attention_mask)
             outputs.last_hidden_state.sum().backward()
-        assert outputs.unmasked_layers == set(range(model.config.num_hidden_layers))
+        assert layers == set(range(model.config.num_hidden_layers))
         attention = operators.named("scaled_dot_product")
         assert {name for name, _, _ in attention} == {
             "_scaled_dot_product_flash_attention_for_cpu",
@@ -248,16 +274,18 @@ class TestMasks(TrlTestCase):
         model = Gemma3ForCausalLM(config)
         enable_prefix_sharing(model)
         input_ids, attention_mask, prompt_length = make_batch()
-        outputs = SharedPrefixPasses(prompt_length).forward(model.model, input_ids, attention_mask)
-        assert outputs.unmasked_layers == {1}
+        with layers_without_a_mask() as layers:
+            SharedPrefixPasses(prompt_length).forward(model.model, input_ids, attention_mask)
+        assert layers == {1}
 
     def test_eager_attention_has_a_mask(self):
         model = load(MODEL_ID)
         model.set_attn_implementation("eager")
         enable_prefix_sharing(model)
         input_ids, attention_mask, prompt_length = make_batch()
-        outputs = SharedPrefixPasses(prompt_length).forward(model.model, input_ids, attention_mask)
-        assert outputs.unmasked_layers == set()
+        with layers_without_a_mask() as layers:
+            SharedPrefixPasses(prompt_length).forward(model.model, input_ids, attention_mask)
+        assert layers == set()
 
     def test_whole_rows_of_equal_length_have_no_mask(self):
         model = load(MODEL_ID)

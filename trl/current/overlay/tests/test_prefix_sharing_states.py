@@ -19,7 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM, BambaConfig, GenerationConfig, JambaConfig, Qwen3NextConfig
 
 from trl.generation.shared_prefix import generate_with_shared_prefix
-from trl.models.prefix_sharing import SharedPrefix, SharedPrefixPasses, enable_prefix_sharing
+from trl.models.prefix_memory import SharedPrefix
+from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing
 from trl.models.prefix_sharing_states import find_mixers, ignores_state
 from trl.trainer.utils import add_fused_lm_head
 
@@ -102,8 +103,9 @@ class TestPrefixSharingStates(TrlTestCase):
     def test_gradients_of_a_state_are_summed_in_float32(self):
         state = torch.ones(1, 2, 3, dtype=torch.bfloat16, requires_grad=True)
         prefix = SharedPrefix(torch.arange(2))
-        prefix.record_state((0, 0, "conv"), state)
-        sum(prefix.read_state((0, 0, "conv"), num_rows=2).sum().float() for _ in range(512)).backward()
+        prefix.write((0, "conv", 0), state)
+        prefix.lead_on()
+        sum(prefix.read((0, "conv", 0), num_rows=2).sum().float() for _ in range(512)).backward()
         # A sum in bfloat16 ends at 512, where 2 is less than its last digit
         torch.testing.assert_close(state.grad, torch.full_like(state, 1024))
 

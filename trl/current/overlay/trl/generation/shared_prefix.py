@@ -29,8 +29,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionAndF
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ..models.passes import exceeds_longrope, has_several_processes
+from ..models.prefix_memory import SharedPrefix
 from ..models.prefix_sharing import (
-    SharedPrefix,
     as_base_mask,
     at_least_one,
     attend_to_cache,
@@ -224,17 +224,17 @@ class SharedPrefixCache(Cache):
         self.sources = prefixes[0].sources
         layers = []
         # The layers behind the last that leaves something have no use for a cache
-        for layer_idx in range(max(*self.sources, *prefixes[0].outputs()) + 1):
+        for layer_idx in range(max(*self.sources, *prefixes[0].layers()) + 1):
             source = self.sources.get(layer_idx, layer_idx)
             layers.append(self._layer(layer_idx, prefixes) if source == layer_idx else layers[source])
         super().__init__(layers=layers)
         self._masks = {}
 
     def _layer(self, layer_idx: int, prefixes: list[SharedPrefix]):
-        number_of_states = len({state_idx for idx, state_idx, _ in prefixes[0].states if idx == layer_idx})
-        if layer_idx in prefixes[0].layers:
+        number_of_states = len({state_idx for _, _, state_idx in prefixes[0].states_of(layer_idx)})
+        if layer_idx in self.sources:
             layer_class = _SharedPrefixAndStatesLayer if number_of_states else _SharedPrefixLayer
-            states = [prefix.take(layer_idx) for prefix in prefixes]
+            states = [prefix.take_attention(layer_idx) for prefix in prefixes]
             stacked = [
                 tuple(torch.cat(x) for x in zip(*[states[group] for group in stack], strict=True))
                 for stack in self._groups_of_stack
@@ -416,9 +416,7 @@ def generate_with_shared_prefix(
     multimodal.check(base_model.base_model, input_ids, attention_mask, prefix_length=input_ids.shape[1])
     # Positions without padding, as `generate` continues them. Some models do not take them and count columns.
     positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
-    inputs = base_model.prepare_inputs_for_generation(
-        input_ids, attention_mask=attention_mask, position_ids=positions
-    )
+    inputs = base_model.prepare_inputs_for_generation(input_ids, attention_mask=attention_mask, position_ids=positions)
     if inputs.get("position_ids") is None:
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     cache = prefill(forward, base_model.base_model, input_ids, attention_mask, positions, group_size, multimodal)

@@ -23,7 +23,7 @@ Shape suffixes: B rows, P prompt columns, C completion columns, T tokens of a pa
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -50,13 +50,10 @@ class PassesOutput:
             together.
         aux_loss (`torch.Tensor`, *optional*):
             MoE load-balancing loss over the tokens of all rows, prompts included, when router logits are requested.
-        unmasked_layers (`set[int]`, *optional*, defaults to none):
-            Indices of the layers in which completions attended to a shared prefix without a mask.
     """
 
     last_hidden_state: torch.Tensor
     aux_loss: torch.Tensor | None = None
-    unmasked_layers: set[int] = field(default_factory=set)
 
 
 def run_passes(

@@ -53,6 +53,7 @@ from .passes import (
     router_sums,
     run_passes,
 )
+from .prefix_memory import KEY, VALUE, SharedPrefix
 from .prefix_sharing_attention import Runs, is_plain, kernels_take, shared_prefix_attention
 from .prefix_sharing_fsdp2 import unshard_in_backward
 from .prefix_sharing_images import MultimodalInputs, rope_position_ids
@@ -84,197 +85,6 @@ _MIN_TOKEN_RATIO = 1.05
 _DROPOUTS = ("p", "attention_dropout", "attn_dropout", "residual_dropout", "embedding_dropout")
 
 
-class _AccumulateInFloat32(torch.autograd.Function):
-    """Identity whose gradients, one per pass, are summed in float32 at least before they reach the tensor."""
-
-    # The tensor that autograd sums into has no storage in the forward: it only carries the shape and the dtype
-    @staticmethod
-    def forward(ctx, x: torch.Tensor) -> torch.Tensor:
-        ctx.dtype = x.dtype
-        return _without_storage(x)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
-        return grad.to(ctx.dtype)
-
-
-class _ReadWithCarriedGradient(torch.autograd.Function):
-    """Return `x`, sending its gradient to a `carrier` in the carrier's dtype, with the one that a `keeper` has."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, carrier: torch.Tensor, keeper: "_Keeper | None" = None) -> torch.Tensor:
-        ctx.dtype, ctx.keeper = carrier.dtype, keeper
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[None, torch.Tensor, None]:
-        grad = grad.to(ctx.dtype)
-        return None, grad if ctx.keeper is None else ctx.keeper.add_to(grad), None
-
-
-def _without_storage(x: torch.Tensor) -> torch.Tensor:
-    return x.new_zeros(1, dtype=torch.promote_types(x.dtype, torch.float32)).expand(x.shape)
-
-
-class _Keeper:
-    """Keeps the gradient of `x` from one backward to another: it adds up in the `grad` of the `carrier`."""
-
-    def __init__(self, x: torch.Tensor):
-        self.carrier = _without_storage(x).requires_grad_(x.requires_grad)
-
-    def take(self, dtype: torch.dtype) -> torch.Tensor:
-        """What is kept, which is kept no longer."""
-        kept, self.carrier.grad = self.carrier.grad, None
-        return kept.to(dtype)
-
-    def add_to(self, grad: torch.Tensor) -> torch.Tensor:
-        """`grad` and what is kept, in its place."""
-        return grad if self.carrier.grad is None else self.take(self.carrier.dtype).add_(grad)
-
-
-class SharedPrefix:
-    """
-    Keys and values of one prompt prefix, by layer, and the states that it leaves in convolutions and recurrences.
-
-    Args:
-        positions (`torch.Tensor` of shape `(S,)`):
-            Position of each prefix token.
-        offset (`int`, *optional*, defaults to `0`):
-            What the rotary positions behind the prefix are ahead of `positions`, which may be those of columns.
-        read_once (`bool`, *optional*, defaults to `False`):
-            Whether a single pass reads it, so that no gradients of passes add up.
-    """
-
-    def __init__(self, positions: torch.Tensor, offset: int = 0, read_once: bool = False):
-        self.positions = positions
-        self.offset = offset
-        self.read_once = read_once
-        self.unmasked: set[int] = set()  # layers whose completions attended to it without a mask
-        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # (1, num_key_value_heads, S, D) each
-        # Layer whose keys and values each layer attends to: itself, or an earlier one (Gemma 3n, Gemma 4)
-        self.sources: dict[int, int] = {}
-        self._keys: dict[int, torch.Tensor] = {}  # as they were recorded
-        self.carriers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        # Where gradients of what is lent are kept, and, of what is taken back, those that are added to its own
-        self.kept: dict[int, tuple[_Keeper, _Keeper]] = {}
-        self.kept_of_states: dict[tuple[int, int, str], _Keeper] = {}
-        self.keepers: dict[int, tuple[_Keeper, _Keeper]] = {}
-        # With their carriers, by layer, number of the state in the layer, and kind
-        self.states: dict[tuple[int, int, str], tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self.router_sums: tuple[torch.Tensor, torch.Tensor, int] | None = None
-
-    def record(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        # Gradient checkpointing runs the layer again during the backward: what the forward recorded stands
-        if layer_idx in self.sources:
-            return
-        self.sources[layer_idx] = next((idx for idx, seen in self._keys.items() if seen is key), layer_idx)
-        if self.sources[layer_idx] != layer_idx:
-            return
-        self._keys[layer_idx] = key
-        if len(self.positions) == 0:  # what went through is not part of the prompt
-            key, value = key[:, :, :0], value[:, :, :0]
-        self.layers[layer_idx] = (key, value)
-
-    def add_carriers(self) -> None:
-        """
-        Have gradients of passes add up in float32. When all prompts have gone through the model, so that none of these
-        gradients is in float32 any longer when the backward enters the first of them.
-        """
-        for layer_idx, (key, value) in self.layers.items():
-            # Autocast computes the value in half precision and, where keys are normalized, the key in float32
-            half_precision = any(x.dtype in (torch.float16, torch.bfloat16) for x in (key, value))
-            if half_precision and not self.read_once and (key.requires_grad or value.requires_grad):
-                self.carriers[layer_idx] = (_AccumulateInFloat32.apply(key), _AccumulateInFloat32.apply(value))
-
-    def read(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        layer_idx = self.sources[layer_idx]
-        key, value = self.layers[layer_idx]
-        if layer_idx in self.carriers:
-            key_carrier, value_carrier = self.carriers[layer_idx]
-            key_keeper, value_keeper = self.keepers.get(layer_idx, (None, None))
-            key = _ReadWithCarriedGradient.apply(key.detach(), key_carrier, key_keeper)
-            value = _ReadWithCarriedGradient.apply(value.detach(), value_carrier, value_keeper)
-        return key, value
-
-    def take(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer, which are not kept any longer."""
-        del self._keys[layer_idx]
-        return self.layers.pop(layer_idx)
-
-    def record_state(self, name: tuple[int, int, str], state: torch.Tensor) -> None:
-        if name in self.states:  # as above
-            return
-        half_precision = state.dtype in (torch.float16, torch.bfloat16)
-        carrier = _AccumulateInFloat32.apply(state) if half_precision and state.requires_grad else None
-        self.states[name] = (state, carrier)
-
-    def read_state(self, name: tuple[int, int, str], num_rows: int) -> torch.Tensor:
-        state, carrier = self.states[name]
-        shape = (num_rows, *state.shape[1:])
-        if carrier is not None:
-            return _ReadWithCarriedGradient.apply(state.detach().expand(shape), carrier.expand(shape))
-        return state.expand(shape)
-
-    def lend(self) -> "SharedPrefix":
-        """The same prefix without the prompt behind it: gradients that reach it are kept."""
-        lent = SharedPrefix(self.positions, self.offset)
-        lent.unmasked, lent.layers, lent.sources = self.unmasked, self.layers, self.sources
-        for layer_idx, (key, value) in self.layers.items():
-            if key.requires_grad or value.requires_grad:
-                lent.kept[layer_idx] = (_Keeper(key), _Keeper(value))
-                lent.carriers[layer_idx] = tuple(keeper.carrier for keeper in lent.kept[layer_idx])
-        for name, (state, _) in self.states.items():
-            keeper = _Keeper(state) if state.requires_grad else None
-            lent.states[name] = (state, None if keeper is None else keeper.carrier)
-            if keeper is not None:
-                lent.kept_of_states[name] = keeper
-        if self.router_sums is not None:
-            chosen, probs, count = self.router_sums
-            lent.router_sums = (chosen, probs.detach().requires_grad_(probs.requires_grad), count)
-        return lent
-
-    def take_back(self, lent: "SharedPrefix") -> None:
-        """Have the gradients that a lent prefix keeps added to those that reach this one."""
-        self.keepers = lent.kept
-        for layer_idx in self.keepers.keys() - self.carriers.keys():
-            self.carriers[layer_idx] = tuple(_AccumulateInFloat32.apply(x) for x in self.layers[layer_idx])
-        for name, keeper in lent.kept_of_states.items():
-            state, carrier = self.states[name]
-            (state if carrier is None else carrier).register_hook(keeper.add_to)
-        if self.router_sums is not None and self.router_sums[1].requires_grad:
-            self.router_sums[1].register_hook(lambda grad: grad + lent.router_sums[1].grad)
-
-    def backward(self, lent: "SharedPrefix") -> None:
-        """Backward of the prompt alone, from the gradients that a lent prefix keeps."""
-        ends = [
-            end
-            for layer_idx, keepers in lent.kept.items()
-            for end in zip(self.layers[layer_idx], keepers, strict=True)
-        ]
-        ends.extend((self.states[name][0], keeper) for name, keeper in lent.kept_of_states.items())
-        ends = [(x, keeper) for x, keeper in ends if keeper.carrier.grad is not None]
-        tensors, gradients = [x for x, _ in ends], [keeper.take(x.dtype) for x, keeper in ends]
-        if self.router_sums is not None and lent.router_sums[1].grad is not None:
-            tensors.append(self.router_sums[1])
-            gradients.append(lent.router_sums[1].grad)
-        if tensors:
-            torch.autograd.backward(tensors, gradients)
-
-    def missing_layers(self, config: PretrainedConfig) -> list[int]:
-        """Indices of the layers that did not leave what they should, or left what they should not."""
-        attending, with_state = layers_by_kind(config)
-        recorded = {layer_idx for layer_idx, _, _ in self.states}
-        # Attention that several layers share may not know the layer that it is in
-        return sorted((attending ^ self.sources.keys()) | (with_state ^ recorded), key=str)
-
-    def outputs(self) -> dict[int, tuple[torch.Tensor, ...]]:
-        """All that the prompt leaves, by layer."""
-        outputs = dict(self.layers)
-        for (layer_idx, _, _), (state, _) in self.states.items():
-            outputs[layer_idx] = (*outputs.get(layer_idx, ()), state)
-        return outputs
-
-
 @dataclass(frozen=True)
 class RecordPrefix:
     """Attention context of the prompt pass: attend as usual, and keep the keys and values."""
@@ -286,7 +96,7 @@ class RecordPrefix:
         return RecordStates(self.prefix)
 
     def attend(self, base, module, query, key, value, attention_mask, **kwargs):
-        self.prefix.record(module.layer_idx, key, value)
+        self.prefix.write_attention(module.layer_idx, key, value)
         return _base_attention(base, module)(module, query, key, value, attention_mask, **kwargs)
 
 
@@ -375,10 +185,9 @@ class ReadPrefix:
                 f"{type(module).__name__} did not receive the mask of the shared prefix, so its attention cannot be "
                 "trusted. Set `prefix_sharing=False`."
             )
-        prefix_key, prefix_value = self.prefix.read(module.layer_idx)
+        prefix_key, prefix_value = self.prefix.read_attention(module.layer_idx)
         if attention_mask.shape[3] == 0:
             if is_plain(kwargs):
-                self.prefix.unmasked.add(module.layer_idx)
                 tensors = (query, key, value, prefix_key, prefix_value)
                 return shared_prefix_attention(*tensors, self.runs, kwargs.get("scaling")), None
             attention_mask = self.allowed(causal_mask_function)
@@ -468,7 +277,8 @@ def _mask(base, *, mask_function, use_vmap=False, dtype=torch.float32, **kwargs)
     if use_vmap:
         raise RuntimeError("The model uses a custom attention mask, which `prefix_sharing=True` does not support.")
     if base == "sdpa" and mask_function is causal_mask_function:
-        if all(kernels_take(key, value) for key, value in current_pass.prefix.layers.values()):
+        slots = current_pass.prefix.slots
+        if all(kernels_take(slots[layer, KEY], slots[layer, VALUE]) for layer in current_pass.prefix.sources.values()):
             return current_pass.no_mask
     return as_base_mask(base, current_pass.allowed(mask_function), dtype)
 
@@ -688,16 +498,15 @@ class SharedPrefixPasses:
                     "`transformers.AttentionInterface`, or their states to the cache that they were called with, so "
                     "its prompts cannot be shared. Set `prefix_sharing=False`."
                 )
-            unshard_in_backward(backbone, prefix.outputs())
+            unshard_in_backward(backbone, prefix.layers())
             if output_router_logits and len(positions) > 0:
-                prefix.router_sums = router_sums(backbone, outputs.router_logits)
+                prefix.write_router(router_sums(backbone, outputs.router_logits))
             prefixes.append(prefix)
-        for prefix in prefixes:
-            prefix.add_carriers()
         if open_prefix is not None:
+            prefixes = [open_prefix.go_on(*prefixes)]
+        else:
             for prefix in prefixes:
-                open_prefix.open(prefix)
-            prefixes = [open_prefix.read()]
+                prefix.lead_on()
 
         def forward_completions(context, model_inputs):
             with _set(_current_pass, context):
@@ -725,12 +534,12 @@ class SharedPrefixPasses:
         if output_router_logits:
             # A prompt counts once for each of its rows
             sums = [
-                [len(rows) * x for x in prefix.router_sums]
+                [len(rows) * x for x in router]
                 for rows, prefix in zip(groups, prefixes, strict=True)
-                if prefix.router_sums is not None
+                if (router := prefix.read_router()) is not None
             ]
             aux_loss = load_balancing_loss(sums + [pass_sums for _, pass_sums in outputs])
-        return PassesOutput(last_hidden_state, aux_loss, set.intersection(*(x.unmasked for x in prefixes)))
+        return PassesOutput(last_hidden_state, aux_loss)
 
     @property
     def recompute(self) -> bool:

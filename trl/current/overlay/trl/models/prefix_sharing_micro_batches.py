@@ -29,7 +29,7 @@ import torch
 
 
 if TYPE_CHECKING:
-    from .prefix_sharing import SharedPrefix
+    from .prefix_memory import SharedPrefix
 
 
 class OpenPrefix:
@@ -53,10 +53,9 @@ class OpenPrefix:
         """Forget the prompt, and what is kept for its backward."""
         self.micro_batch: int | None = None
         self.is_entered = False  # between `enter` and `backward`
-        self._is_taken_back = False
+        self._has_led_on = False
         self._prompt_ids: torch.Tensor | None = None
         self._prefix: SharedPrefix | None = None
-        self._lent: SharedPrefix | None = None
 
     def enter(self, step: int, updates: bool) -> None:
         """
@@ -111,7 +110,7 @@ class OpenPrefix:
         Raises:
             RuntimeError: If they are not the one of the first micro-batch, or come behind the backward of the prompt.
         """
-        if self._is_taken_back:
+        if self._has_led_on:
             raise RuntimeError(
                 "The last micro-batch of a prompt went through the model twice. On several processes, `prefix_sharing="
                 "True` needs a `compute_loss` that computes it once, or a `per_device_train_batch_size` that is a "
@@ -127,25 +126,20 @@ class OpenPrefix:
                 "its own through the model, set `per_device_train_batch_size` to a multiple of `num_generations`."
             )
 
-    def open(self, prefix: "SharedPrefix") -> None:
-        self._prefix, self._lent = prefix, prefix.lend()
-
-    def read(self) -> "SharedPrefix":
-        """Prefix for the passes of the micro-batch."""
-        if not self.is_last or not self.in_one_backward:
-            return self._lent
-        self._prefix.take_back(self._lent)
-        self._is_taken_back = True
-        return self._close()[0]
+    def go_on(self, prefix: "SharedPrefix | None" = None) -> "SharedPrefix":
+        """Prefix for the passes of the micro-batch. `prefix` is what the prompt left, if it went through with it."""
+        if prefix is not None:
+            prefix.end_here()
+            self._prefix = prefix
+        prefix = self._prefix
+        if self.is_last and self.in_one_backward:
+            prefix.lead_on()
+            self._prefix, self._has_led_on = None, True
+        return prefix
 
     def backward(self) -> None:
         """End of the micro-batch. If it was the last, backward of the prompt, unless it was part of its backward."""
         self.is_entered = False
         if self.is_last and self.has_prefix:
-            prefix, lent = self._close()
-            prefix.backward(lent)
-
-    def _close(self) -> tuple["SharedPrefix", "SharedPrefix"]:
-        prefix, lent = self._prefix, self._lent
-        self._prefix = self._lent = None
-        return prefix, lent
+            prefix, self._prefix = self._prefix, None
+            prefix.backward()

@@ -42,7 +42,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 
 if TYPE_CHECKING:
-    from .prefix_sharing import SharedPrefix
+    from .prefix_memory import SharedPrefix
 
 # What a layer of each type keeps of a sequence, as in transformers' caches
 _ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "hybrid"}
@@ -95,7 +95,7 @@ class RecordStates:
         num_columns = conv_states.shape[-1] if len(self.prefix.positions) > 0 else 0
         # A copy (1, D, K), because a slice would keep all of the prompt's columns
         columns = nn.functional.pad(conv_states[..., :num_columns], (size - num_columns, 0))
-        self.prefix.record_state((layer_idx, state_idx, "conv"), columns)
+        self.prefix.write((layer_idx, "conv", state_idx), columns)
         return conv_states
 
     def update_recurrent_state(
@@ -105,7 +105,7 @@ class RecordStates:
         size = recurrent_states.shape[-1]
         kept = size if len(self.prefix.positions) > 0 else 0
         state = nn.functional.pad(recurrent_states[..., :kept], (0, size - kept))
-        self.prefix.record_state((layer_idx, state_idx, "recurrent"), state)
+        self.prefix.write((layer_idx, "recurrent", state_idx), state)
         return recurrent_states
 
     def to_rows(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -142,12 +142,11 @@ class ReadStates:
         return cls(prefix, rows, columns, (len(lengths), max(2, *lengths)))
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
-        return self.prefix.read_state((layer_idx, state_idx, "conv"), self.shape[0])
+        return self.prefix.read((layer_idx, "conv", state_idx), self.shape[0])
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        if (layer_idx, state_idx, "recurrent") not in self.prefix.states:  # a short convolution has none
-            return None
-        return self.prefix.read_state((layer_idx, state_idx, "recurrent"), self.shape[0])
+        slot = (layer_idx, "recurrent", state_idx)  # a short convolution has none
+        return self.prefix.read(slot, self.shape[0]) if slot in self.prefix.slots else None
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
@@ -233,12 +232,12 @@ def ignores_state(mixer: nn.Module, prefix: "SharedPrefix", hidden_size: int) ->
     mixer(hidden_states, **{cache_argument: RecordStates(prefix)})
     columns = torch.arange(2, device=weight.device)
     read = ReadStates.of(prefix, torch.zeros_like(columns), columns, lengths=[2])
-    recorded = dict(prefix.states)
-    for kind in {name[2] for name in recorded}:
+    states = dict(prefix.slots)
+    for kind in {slot[1] for slot in states}:
         outputs = []
         for fill in (0.0, 1e4):
-            for name, (state, _) in recorded.items():
-                prefix.states[name] = (torch.full_like(state, fill) if name[2] == kind else state, None)
+            for slot, state in states.items():
+                prefix.slots[slot] = torch.full_like(state, fill) if slot[1] == kind else state
             outputs.append(mixer(hidden_states, **{cache_argument: read}))
         if torch.equal(*outputs):
             return True
@@ -263,7 +262,6 @@ def fork_states(
     """
     update = {"conv": layer.update_conv_state, "recurrent": layer.update_recurrent_state}
     row_order = torch.cat(groups).argsort()
-    for name in prefixes[0].states:
-        if name[0] == layer_idx:
-            states = [prefix.read_state(name, len(rows)) for prefix, rows in zip(prefixes, groups, strict=True)]
-            update[name[2]](torch.cat(states)[row_order], state_idx=name[1])
+    for slot in prefixes[0].states_of(layer_idx):
+        states = [prefix.read(slot, len(rows)) for prefix, rows in zip(prefixes, groups, strict=True)]
+        update[slot[1]](torch.cat(states)[row_order], state_idx=slot[2])
