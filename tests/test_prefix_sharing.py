@@ -129,7 +129,7 @@ def test_bad_input_is_refused_with_value_limit_and_remedy_and_leaves_the_attenti
         "linear attention": ["MiniMaxForCausalLM", "linear_attention"],
         "state space": ["MambaForCausalLM", "linear_attention"],
         "positions from the mask": ["OPTForCausalLM", "differ"],
-        "no backbone": ["Llama4ForCausalLM", "fails in it", "last_hidden_state", "prefix_sharing=False"],
+        "chunked attention": ["Llama4ForCausalLM", "chunked_attention", "prefix_sharing=False"],
         "flash attention": ["flash_attention_2", "attn_implementation='sdpa'"],
         "dropout": ["self_attn` is 0.1", "disable_dropout=True"],
         "another dropout": ["attn` is 0.1", "disable_dropout=True"],

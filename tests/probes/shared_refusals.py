@@ -67,7 +67,7 @@ MODELS = {
     "state space": lambda: model("mamba", "eager"),
     "positions from the mask": lambda: model("opt", ffn_dim=48, word_embed_proj_dim=32, dropout=0.0),
     # Stock fails on it, too: what TRL takes for its backbone is the whole model
-    "no backbone": lambda: model("llama4_text", num_local_experts=2, intermediate_size_mlp=48),
+    "chunked attention": lambda: model("llama4_text", num_local_experts=2, intermediate_size_mlp=48),
     "flash attention": lambda: flash,
     "dropout": lambda: model("llama", attention_dropout=0.1),
     "another dropout": lambda: model("gpt_bigcode", n_layer=2, n_head=4, n_embd=32, embd_pdrop=0.0, resid_pdrop=0.0),

@@ -158,14 +158,11 @@ class ReadPrefix:
         """
         device = self.positions.device
         zero = torch.zeros(1, 1, dtype=torch.long, device=device)
-        # Chunks are counted from the first token that is not padding
-        start = self.prefix.positions[:1] if len(self.prefix.positions) > 0 else self.positions.min()
-        positions = self.positions - start
-        prefix_size = len(self.prefix.positions)
-        prefix_positions = (self.prefix.positions - start)[None, :]
+        prefix_size, prefix_positions = len(self.prefix.positions), self.prefix.positions[None, :]
         # Filled block by block: mask functions make several tensors of the size of what they are asked for
         allowed = torch.zeros(len(self.rows), prefix_size + max(self.blocks), dtype=torch.bool, device=device)
-        for queries, rows, block in zip(*(x.split(self.blocks) for x in (positions, self.rows, allowed)), strict=True):
+        of_blocks = (x.split(self.blocks) for x in (self.positions, self.rows, allowed))
+        for queries, rows, block in zip(*of_blocks, strict=True):
             block[:, :prefix_size] = mask_function(zero, zero, queries[:, None], prefix_positions)
             own = mask_function(zero, zero, queries[:, None], queries[None, :])
             block[:, prefix_size : prefix_size + len(rows)] = own & (rows[:, None] == rows[None, :])
@@ -268,9 +265,7 @@ def _mask(base, *, mask_function, use_vmap=False, dtype=torch.float32, **kwargs)
             local_size = kwargs.get("local_size")
             if local_size is None or kwargs["kv_length"] <= local_size:
                 return None
-            if getattr(kwargs["config"], "attention_chunk_size", None) is None:
-                return torch.empty(1, 1, 0, local_size, dtype=torch.bool, device=kwargs["device"])
-            kwargs["allow_is_causal_skip"] = False
+            return torch.empty(1, 1, 0, local_size, dtype=torch.bool, device=kwargs["device"])
         return ALL_MASK_ATTENTION_FUNCTIONS[base](
             mask_function=mask_function, use_vmap=use_vmap, dtype=dtype, **kwargs
         )
@@ -717,7 +712,7 @@ def enable_prefix_sharing(model: PreTrainedModel) -> None:
     mixers = find_mixers(model)
     attending, with_state = layers_by_kind(text_config)
     if layer_types - SUPPORTED_LAYER_TYPES or not attending or {mixer.layer_idx for mixer in mixers} != with_state:
-        unsupported = sorted(layer_types - {"full_attention", "sliding_attention", "chunked_attention"})
+        unsupported = sorted(layer_types - {"full_attention", "sliding_attention"})
         refuse(f"it has layers of type {unsupported}, whose state cannot be shared. Set `prefix_sharing=False`.")
     # transformers does not say so of models with a state. The comparison below finds attention that does not.
     if not (model._supports_attention_backend or mixers):

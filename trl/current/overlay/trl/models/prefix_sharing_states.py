@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from .prefix_memory import SharedPrefix
 
 # What a layer of each type keeps of a sequence, as in transformers' caches
-_ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "hybrid"}
+_ATTENTION_TYPES = {"full_attention", "sliding_attention", "hybrid"}
 _STATE_TYPES = {"linear_attention", "conv", "hybrid"}
 SUPPORTED_LAYER_TYPES = _ATTENTION_TYPES | _STATE_TYPES | {"moe", "mlp"}
 
