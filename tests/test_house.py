@@ -30,7 +30,6 @@ MAY_IMPORT = {
 LINES = 420
 LONGER = {  # -> why
     "trl/fork.py": "runs before anything is installed",
-    "trl/current/overlay/trl/models/prefix_sharing.py": "one mechanism, as upstream would take it",
     "tests/probes/series.py": "a promise for each patch",
     "tests/test_fork.py": "a table of damaged inputs",
     "tests/test_launch.py": "tables of bad input",

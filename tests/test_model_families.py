@@ -96,11 +96,11 @@ BREAK = """
 from unittest import mock
 
 model_families.load()
-from trl.generation import shared_prefix
-from trl.models import prefix_sharing
+from trl.generation import shared_prefix_cache
+from trl.models import prefix_sharing_contexts
 
-append, of = shared_prefix._SharedPrefixLayer.append, prefix_sharing.ReadPrefix.of.__func__
-allowed = prefix_sharing.ReadPrefix.allowed
+append, of = shared_prefix_cache._SharedPrefixLayer.append, prefix_sharing_contexts.ReadPrefix.of.__func__
+allowed = prefix_sharing_contexts.ReadPrefix.allowed
 
 
 def fail_behind_long_prompts(cls, prefix, *args, **kwargs):
@@ -116,9 +116,9 @@ def lose_generated_values(self, key, value):
 
 
 for owner, name, broken in (
-    (prefix_sharing.ReadPrefix, "allowed", ignore_windows),
-    (shared_prefix._SharedPrefixLayer, "append", lose_generated_values),
-    (prefix_sharing.ReadPrefix, "of", classmethod(fail_behind_long_prompts)),
+    (prefix_sharing_contexts.ReadPrefix, "allowed", ignore_windows),
+    (shared_prefix_cache._SharedPrefixLayer, "append", lose_generated_values),
+    (prefix_sharing_contexts.ReadPrefix, "of", classmethod(fail_behind_long_prompts)),
 ):
     with mock.patch.object(owner, name, broken):
         assert model_families.main(["--only", "MistralForCausalLM"]) == 1

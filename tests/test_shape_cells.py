@@ -123,7 +123,7 @@ def test_a_cell_that_fails_is_a_verdict_and_wrong_kernels_are_not_used(command, 
     from experiments.config import ARMS
 
     use_fork(ARMS["shared"])
-    from trl.models import prefix_sharing
+    from trl.models import prefix_sharing_contexts
 
     facts = dict(zip(common.FACTS, values(command, tmp_path), strict=True))
     bad = {"setting": "s", "dtype": "float32", "head_size": 128, "tensor": "output", "verdict": "too large", **facts}
@@ -133,11 +133,11 @@ def test_a_cell_that_fails_is_a_verdict_and_wrong_kernels_are_not_used(command, 
     def refuse(*args):
         raise RuntimeError("a kernel")
 
-    monkeypatch.setattr(prefix_sharing, "shared_prefix_attention", refuse)
+    monkeypatch.setattr(prefix_sharing_contexts, "shared_prefix_attention", refuse)
     plan(monkeypatch, CELL)
     assert command(shape_cells, "--plan", "small") == 0
     assert rows_of(tmp_path)[0]["attention"] == "mask"
-    assert prefix_sharing.kernels_take.__name__ == "kernels_take", "put back"
+    assert prefix_sharing_contexts.kernels_take.__name__ == "kernels_take", "put back"
     write_csv(tmp_path / "x" / "kernels.csv", kernels.COLUMNS, [{**bad, "verdict": "ok"}])
     assert command(shape_cells, "--plan", "small", "--fresh") == EXIT_VERDICT
     assert rows_of(tmp_path)[0]["status"] == "error" and "a kernel" in rows_of(tmp_path)[0]["error"]

@@ -137,7 +137,8 @@ def compare(device: str, precision: str):
     """Yields one row a way. Errors are norms relative to the truth's, root mean squares over the batches."""
     import torch
     from transformers import AutoModelForCausalLM
-    from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing
+    from trl.models.prefix_sharing import SharedPrefixPasses
+    from trl.models.prefix_sharing_enabling import enable_prefix_sharing
     from trl.trainer.utils import add_fused_lm_head
 
     from experiments.plan.extrapolate import with_layers

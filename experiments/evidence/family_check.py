@@ -57,7 +57,7 @@ def check(family: Family) -> Result:
 def compare(model) -> Result:
     """Prefix sharing on a model, and TRL's own pass."""
     import torch
-    from trl.models.prefix_sharing import enable_prefix_sharing
+    from trl.models.prefix_sharing_enabling import enable_prefix_sharing
     from trl.trainer.utils import add_fused_lm_head
 
     try:

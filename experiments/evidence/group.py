@@ -83,7 +83,7 @@ class Group:
 
     def __init__(self, model, vocab_size: int, sizes: Sizes, image: Image | None = None):
         import torch
-        from trl.models.prefix_sharing import enable_prefix_sharing
+        from trl.models.prefix_sharing_enabling import enable_prefix_sharing
         from trl.trainer.utils import add_fused_lm_head
 
         torch.manual_seed(0)

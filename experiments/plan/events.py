@@ -62,6 +62,6 @@ def mark_tower(simulation, tower) -> None:
 
 def whose(kwargs: dict) -> str:
     """What a layer's keyword arguments say about what goes through it."""
-    from trl.models.prefix_sharing import RecordPrefix
+    from trl.models.prefix_sharing_contexts import RecordPrefix
 
     return "prompt's " if isinstance(kwargs.get("shared_prefix"), RecordPrefix) else ""

@@ -88,9 +88,9 @@ def pretending(device: str, shapes, counted):
         shapes (`experiments.plan.shapes_only.ShapesOnly`): makes the tensors.
         counted (`Callable`): wraps the backward of the LM head, which makes its sums itself.
     """
-    from trl.generation import shared_prefix
+    from trl.generation import shared_prefix_cache
     from trl.kernels import ChunkedLogProbFunction, chunked_logprob
-    from trl.models import prefix_sharing
+    from trl.models import prefix_sharing_contexts, prefix_sharing_enabling
     from trl.models.prefix_sharing_images import MultimodalInputs
 
     # The values of masks do not matter, and take time and, of 20,000 tokens, gigabytes
@@ -113,12 +113,12 @@ def pretending(device: str, shapes, counted):
         masks = {name: without_values(ALL_MASK_ATTENTION_FUNCTIONS[name]) for name in ("sdpa", "eager")}
         stack.enter_context(mock.patch.dict(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, masks))
         patch(ChunkedLogProbFunction, "backward", staticmethod(head_backward))
-        patch(prefix_sharing.ReadPrefix, "allowed", without_values(allowed))
-        for module in (prefix_sharing, shared_prefix):
+        patch(prefix_sharing_contexts.ReadPrefix, "allowed", without_values(allowed))
+        for module in (prefix_sharing_contexts, shared_prefix_cache):
             patch(module, "as_base_mask", without_values(module.as_base_mask))
         # They compare real numbers
-        patch(prefix_sharing, "error_of_passes", lambda *args, **kwargs: 0.0)
-        patch(prefix_sharing, "ignores_state", lambda mixer, prefix, hidden_size: False)
+        patch(prefix_sharing_enabling, "error_of_passes", lambda *args, **kwargs: 0.0)
+        patch(prefix_sharing_enabling, "ignores_state", lambda mixer, prefix, hidden_size: False)
         patch(MultimodalInputs, "same_images", lambda self, row, other: True)  # tokens alone tell prompts apart
         if device == "cuda":
             stack.enter_context(as_on_cuda())

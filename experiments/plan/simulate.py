@@ -163,7 +163,7 @@ class Simulation:
         if setup.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
         if setup.prefix_sharing:
-            from trl.models.prefix_sharing import enable_prefix_sharing
+            from trl.models.prefix_sharing_enabling import enable_prefix_sharing
 
             for model in filter(None, (self.model, self.reference)):
                 try:

@@ -39,7 +39,7 @@ def last_step(layers: int, lengths: tuple[int, ...], steps: int, shared: bool) -
     generate = model.generate
     if shared:
         from trl.generation.shared_prefix import generate_with_shared_prefix
-        from trl.models.prefix_sharing import enable_prefix_sharing
+        from trl.models.prefix_sharing_enabling import enable_prefix_sharing
 
         enable_prefix_sharing(model)
         generate = functools.partial(generate_with_shared_prefix, model)

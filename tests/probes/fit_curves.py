@@ -13,7 +13,7 @@ from experiments.config import ARMS
 
 use_fork(ARMS["shared"])
 
-from trl.generation.shared_prefix import MIN_NEW_STEPS  # noqa: E402
+from trl.generation.shared_prefix_cache import MIN_NEW_STEPS  # noqa: E402
 
 from experiments.plan import extrapolate, fit_curves, replaced  # noqa: E402
 from experiments.plan.setups import Setup  # noqa: E402

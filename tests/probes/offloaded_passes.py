@@ -21,7 +21,8 @@ use_fork(ARMS["shared"])
 import tiny  # noqa: E402
 import torch  # noqa: E402
 from cpu_offloading import get_act_offloading_ctx_manager  # noqa: E402
-from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing  # noqa: E402
+from trl.models.prefix_sharing import SharedPrefixPasses  # noqa: E402
+from trl.models.prefix_sharing_enabling import enable_prefix_sharing  # noqa: E402
 from trl.trainer.utils import add_fused_lm_head  # noqa: E402
 
 from experiments.plan.live_bytes import LiveBytes  # noqa: E402

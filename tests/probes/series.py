@@ -66,7 +66,8 @@ def prefix_sharing(folder):
 
 def shares_as_whole_rows(model):
     from trl.generation.shared_prefix import generate_with_shared_prefix
-    from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing
+    from trl.models.prefix_sharing import SharedPrefixPasses
+    from trl.models.prefix_sharing_enabling import enable_prefix_sharing
 
     ids, mask, columns = tiny.build_batch()
     prompts = dict(input_ids=ids[:, :columns], attention_mask=mask[:, :columns])
@@ -157,7 +158,7 @@ def compact_lm_head(folder):
 @promise
 def token_budget(folder):
     """Passes of some tokens give the log-probabilities and gradients of whole rows, prompts shared or not."""
-    from trl.models.prefix_sharing import enable_prefix_sharing
+    from trl.models.prefix_sharing_enabling import enable_prefix_sharing
     from trl.models.token_budget import TokenBudgetPasses
 
     model = build_with_head()
@@ -241,7 +242,8 @@ def prefix_sharing_states(folder):
 @promise
 def prefix_sharing_images(folder):
     """A prompt's image goes through the vision tower once, with the log-probabilities and gradients of whole rows."""
-    from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing
+    from trl.models.prefix_sharing import SharedPrefixPasses
+    from trl.models.prefix_sharing_enabling import enable_prefix_sharing
     from trl.trainer.utils import add_fused_lm_head
 
     vision = dict(model_type="clip_vision_model", hidden_size=16, intermediate_size=24, num_hidden_layers=2,
@@ -305,7 +307,9 @@ def token_budget_sharding(folder):
 @promise
 def prefix_sharing_kernels(folder):
     """No layer of a plain causal model takes a mask to share a prompt."""
-    from trl.models.prefix_sharing import ReadPrefix, SharedPrefixPasses, enable_prefix_sharing
+    from trl.models.prefix_sharing import SharedPrefixPasses
+    from trl.models.prefix_sharing_contexts import ReadPrefix
+    from trl.models.prefix_sharing_enabling import enable_prefix_sharing
 
     model = build_with_head()
     enable_prefix_sharing(model)
@@ -325,7 +329,8 @@ def prefix_sharing_decoding(folder):
 @promise
 def prefix_sharing_recomputation(folder):
     """Two prompts go through the layers once, and so do their completions; in passes that were asked for, twice."""
-    from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing
+    from trl.models.prefix_sharing import SharedPrefixPasses
+    from trl.models.prefix_sharing_enabling import enable_prefix_sharing
 
     model = build_with_head()
     enable_prefix_sharing(model)
@@ -346,7 +351,8 @@ def prefix_sharing_recomputation(folder):
 def prefix_sharing_gradients(folder):
     """No gradient of keys and values is in float32 any longer when the backward enters the first prompt."""
     from torch.utils._python_dispatch import TorchDispatchMode
-    from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing
+    from trl.models.prefix_sharing import SharedPrefixPasses
+    from trl.models.prefix_sharing_enabling import enable_prefix_sharing
 
     model = build_with_head().bfloat16()
     enable_prefix_sharing(model)
@@ -449,7 +455,7 @@ def prefix_sharing_checks(folder):
 def prefix_sharing_faithful(folder):
     """A model that shares prompts names the attention that it came with."""
     model = build_with_head()
-    importlib.import_module("trl.models.prefix_sharing").enable_prefix_sharing(model)
+    importlib.import_module("trl.models.prefix_sharing_enabling").enable_prefix_sharing(model)
     return model.config._attn_implementation == "sdpa"
 
 

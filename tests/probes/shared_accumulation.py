@@ -8,7 +8,7 @@ from collections import Counter
 
 import torch  # noqa: E402, I001
 from shared_exactness import ARCHITECTURES, VOCAB, build, error, passes_of, pure_float64  # puts the fork on the path
-from trl.models.prefix_sharing import enable_prefix_sharing  # noqa: E402
+from trl.models.prefix_sharing_enabling import enable_prefix_sharing  # noqa: E402
 from trl.models.prefix_sharing_micro_batches import OpenPrefix  # noqa: E402
 
 ARCHITECTURES["plain"] = ("llama", {})

@@ -23,7 +23,8 @@ from transformers import (  # noqa: E402
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
 )
-from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing  # noqa: E402
+from trl.models.prefix_sharing import SharedPrefixPasses  # noqa: E402
+from trl.models.prefix_sharing_enabling import enable_prefix_sharing  # noqa: E402
 from trl.models.token_budget import TokenBudgetPasses  # noqa: E402
 from trl.trainer import utils  # noqa: E402
 

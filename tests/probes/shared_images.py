@@ -18,7 +18,7 @@ from shared_exactness import ARCHITECTURES, FIRST_SPECIAL, build, error, passes_
 from transformers import GenerationConfig
 from trl.generation.shared_prefix import generate_with_shared_prefix
 from trl.models import prefix_sharing_images
-from trl.models.prefix_sharing import enable_prefix_sharing
+from trl.models.prefix_sharing_enabling import enable_prefix_sharing
 from trl.models.prefix_sharing_images import MultimodalInputs
 
 ROWS_PER_PROMPT = 3

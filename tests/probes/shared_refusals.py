@@ -21,7 +21,7 @@ from shared_exactness import SHAPE, batch, passes_of  # builds the fork and puts
 from shared_trainer import train
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig  # noqa: E402
 from trl.generation.shared_prefix import generate_with_shared_prefix  # noqa: E402
-from trl.models.prefix_sharing import enable_prefix_sharing  # noqa: E402
+from trl.models.prefix_sharing_enabling import enable_prefix_sharing  # noqa: E402
 from trl.models.token_budget import check_whole_rows  # noqa: E402
 from trl.trainer import grpo_trainer, rloo_trainer  # noqa: E402
 from trl.trainer.utils import add_fused_lm_head  # noqa: E402

@@ -11,7 +11,7 @@ from hypothesis import strategies as st  # noqa: E402
 from shared_exactness import SHAPE, VOCAB, passes_of, pure_float64  # builds the fork and puts it on the path
 from transformers import AutoModelForCausalLM, GenerationConfig, MistralConfig  # noqa: E402
 from trl.generation.shared_prefix import generate_with_shared_prefix  # noqa: E402
-from trl.models.prefix_sharing import enable_prefix_sharing  # noqa: E402
+from trl.models.prefix_sharing_enabling import enable_prefix_sharing  # noqa: E402
 from trl.trainer.utils import add_fused_lm_head  # noqa: E402
 
 MODELS, tried = {}, []

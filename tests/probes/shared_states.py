@@ -22,7 +22,7 @@ from shared_exactness import DELTA, MIXED, batch, error, passes_of, pure_float64
 from transformers import CONFIG_MAPPING, GenerationConfig
 from trl.generation.shared_prefix import generate_with_shared_prefix
 from trl.models.prefix_memory import SharedPrefix
-from trl.models.prefix_sharing import enable_prefix_sharing
+from trl.models.prefix_sharing_enabling import enable_prefix_sharing
 from trl.models.prefix_sharing_states import ReadStates, find_mixers
 
 CONV = dict(layer_types=["conv", "full_attention", "conv"])

@@ -16,7 +16,7 @@ from shared_exactness import passes_of  # builds the fork and puts it on the pat
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
-from trl.models.prefix_sharing import enable_prefix_sharing
+from trl.models.prefix_sharing_enabling import enable_prefix_sharing
 
 DEPEND_ON_VALUES = (
     "_local_scalar_dense", "nonzero", "unique", "_unique2", "unique_dim", "unique_consecutive", "bincount",

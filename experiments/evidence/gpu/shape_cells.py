@@ -264,13 +264,13 @@ def made_on(device: str, hf_config):
 def switches(cell: Cell, mask: bool):
     """What a way to train switches on beside its settings: cuDNN's attention first, or attention with a mask where
     there are kernels without."""
-    from trl.generation import shared_prefix
-    from trl.models import prefix_sharing
+    from trl.generation import shared_prefix_cache
+    from trl.models import prefix_sharing_contexts
 
     with contextlib.ExitStack() as stack:
         if cell.with_cudnn:
             stack.enter_context(cudnn_first())
-        for module in (prefix_sharing, shared_prefix) if mask else ():
+        for module in (prefix_sharing_contexts, shared_prefix_cache) if mask else ():
             stack.callback(setattr, module, "kernels_take", module.kernels_take)
             module.kernels_take = lambda key, value: False
         yield

@@ -20,8 +20,9 @@ from transformers.utils import is_peft_available
 
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.generation.shared_prefix import generate_with_shared_prefix
-from trl.models import prefix_sharing
-from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing
+from trl.models import prefix_sharing_enabling
+from trl.models.prefix_sharing import SharedPrefixPasses
+from trl.models.prefix_sharing_enabling import enable_prefix_sharing
 from trl.trainer.utils import add_fused_lm_head, shuffle_sequence_dict
 
 from .testing_utils import TrlTestCase, require_peft
@@ -134,7 +135,7 @@ class TestPrefixSharing(TrlTestCase):
         def fail(*args, **kwargs):
             raise raised
 
-        monkeypatch.setattr(prefix_sharing, "error_of_passes", fail)
+        monkeypatch.setattr(prefix_sharing_enabling, "error_of_passes", fail)
         model = load("trl-internal-testing/tiny-Qwen2ForCausalLM-2.5")
         with pytest.raises(error):
             enable_prefix_sharing(model)

@@ -23,10 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-from trl.models import prefix_sharing
+from trl.models import prefix_sharing_contexts
 from trl.models.prefix_memory import SharedPrefix
-from trl.models.prefix_sharing import ReadPrefix, SharedPrefixPasses, enable_prefix_sharing
+from trl.models.prefix_sharing import SharedPrefixPasses
 from trl.models.prefix_sharing_attention import Runs, attention_with_lse, shared_prefix_attention
+from trl.models.prefix_sharing_contexts import ReadPrefix
+from trl.models.prefix_sharing_enabling import enable_prefix_sharing
 from trl.models.token_budget import TokenBudgetPasses
 
 from .test_prefix_sharing import load, make_batch
@@ -164,7 +166,7 @@ class TestSharedPrefixAttention(TrlTestCase):
 def layers_without_a_mask():
     """Indices of the layers in which completions attend to a prompt without a mask while it is open."""
     attending, layers = [], set()
-    attend, attend_without = ReadPrefix.attend, prefix_sharing.shared_prefix_attention
+    attend, attend_without = ReadPrefix.attend, prefix_sharing_contexts.shared_prefix_attention
 
     def enter(self, base, module, *args, **kwargs):
         attending.append(module.layer_idx)
@@ -174,7 +176,10 @@ def layers_without_a_mask():
         layers.add(attending[-1])
         return attend_without(*args)
 
-    with patch.object(ReadPrefix, "attend", enter), patch.object(prefix_sharing, "shared_prefix_attention", without):
+    with (
+        patch.object(ReadPrefix, "attend", enter),
+        patch.object(prefix_sharing_contexts, "shared_prefix_attention", without),
+    ):
         yield layers
 
 

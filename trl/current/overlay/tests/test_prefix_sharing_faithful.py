@@ -25,8 +25,9 @@ from transformers.utils import is_peft_available
 
 from trl import GRPOConfig, RLOOConfig
 from trl.generation.shared_prefix import generate_with_shared_prefix
-from trl.models import prefix_sharing
-from trl.models.prefix_sharing import SharedPrefixPasses, disable_prefix_sharing, enable_prefix_sharing
+from trl.models import prefix_sharing_contexts
+from trl.models.prefix_sharing import SharedPrefixPasses
+from trl.models.prefix_sharing_enabling import disable_prefix_sharing, enable_prefix_sharing
 from trl.models.token_budget import TokenBudgetPasses
 from trl.trainer.utils import disable_dropout_in_model
 
@@ -233,7 +234,7 @@ class TestPrefixSharingFaithful(TrlTestCase):
         forward = model.model.forward
 
         def shifted(*args, **kwargs):
-            if isinstance(kwargs.get("shared_prefix"), prefix_sharing.ReadPrefix):
+            if isinstance(kwargs.get("shared_prefix"), prefix_sharing_contexts.ReadPrefix):
                 kwargs["position_ids"] = kwargs["position_ids"] + 1
             return forward(*args, **kwargs)
 

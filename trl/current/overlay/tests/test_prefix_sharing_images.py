@@ -17,7 +17,8 @@ import torch
 from transformers import GenerationConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from trl.generation.shared_prefix import generate_with_shared_prefix
-from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing
+from trl.models.prefix_sharing import SharedPrefixPasses
+from trl.models.prefix_sharing_enabling import enable_prefix_sharing
 from trl.models.prefix_sharing_images import MultimodalInputs
 from trl.trainer.utils import add_fused_lm_head
 

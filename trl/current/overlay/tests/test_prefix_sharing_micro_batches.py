@@ -17,7 +17,8 @@ import pytest
 import torch
 from datasets import load_dataset
 
-from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing
+from trl.models.prefix_sharing import SharedPrefixPasses
+from trl.models.prefix_sharing_enabling import enable_prefix_sharing
 from trl.models.prefix_sharing_micro_batches import OpenPrefix
 from trl.models.token_budget import TokenBudgetPasses
 

@@ -20,7 +20,8 @@ import torch
 from datasets import load_dataset
 
 from trl.models import get_act_offloading_ctx_manager
-from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing
+from trl.models.prefix_sharing import SharedPrefixPasses
+from trl.models.prefix_sharing_enabling import enable_prefix_sharing
 from trl.models.token_budget import TokenBudgetPasses
 
 from .test_prefix_sharing import TRAINERS, forward_whole_rows, load, make_inputs

@@ -18,7 +18,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing
+from trl.models.prefix_sharing import SharedPrefixPasses
+from trl.models.prefix_sharing_enabling import enable_prefix_sharing
 from trl.models.token_budget import TokenBudgetPasses
 
 from .test_prefix_sharing import load
@@ -60,7 +61,7 @@ class TestPrefixSharingProcesses(TrlTestCase):
         def fails(*args, **kwargs):
             raise RuntimeError(message)
 
-        monkeypatch.setattr("trl.models.prefix_sharing.error_of_passes", fails)
+        monkeypatch.setattr("trl.models.prefix_sharing_enabling.error_of_passes", fails)
         model = load(MODEL_ID)
         with pytest.raises(error) as caught:
             enable_prefix_sharing(model)

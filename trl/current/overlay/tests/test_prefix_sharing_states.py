@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, BambaConfig, GenerationConfig, Ja
 
 from trl.generation.shared_prefix import generate_with_shared_prefix
 from trl.models.prefix_memory import SharedPrefix
-from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing
+from trl.models.prefix_sharing import SharedPrefixPasses
+from trl.models.prefix_sharing_enabling import enable_prefix_sharing
 from trl.models.prefix_sharing_states import find_mixers, ignores_state
 from trl.trainer.utils import add_fused_lm_head
 

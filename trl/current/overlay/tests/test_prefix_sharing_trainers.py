@@ -23,7 +23,8 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from trl.models.prefix_sharing import SharedPrefixPasses, enable_prefix_sharing
+from trl.models.prefix_sharing import SharedPrefixPasses
+from trl.models.prefix_sharing_enabling import enable_prefix_sharing
 from trl.models.prefix_sharing_micro_batches import OpenPrefix
 
 from .test_prefix_sharing import TRAINERS, forward_whole_rows, load, make_inputs

@@ -17,7 +17,7 @@ import torch
 from datasets import load_dataset
 
 from trl import GRPOConfig, RLOOConfig
-from trl.models.prefix_sharing import enable_prefix_sharing
+from trl.models.prefix_sharing_enabling import enable_prefix_sharing
 from trl.models.token_budget import TokenBudgetPasses
 
 from .test_prefix_sharing import TRAINERS, forward_whole_rows, load, make_inputs

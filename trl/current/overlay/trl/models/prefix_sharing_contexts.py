@@ -1,0 +1,254 @@
+# Copyright 2020-2026 The HuggingFace Team. All rights reserved.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+
+"""
+Prefix sharing: how attention and masks see what goes through a model, a prompt or the completions behind it.
+
+Shape suffixes: S prefix tokens, T tokens of a packed pass, D head size.
+"""
+
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .prefix_memory import KEY, VALUE, SharedPrefix
+from .prefix_sharing_attention import Runs, is_plain, kernels_take, shared_prefix_attention
+from .prefix_sharing_states import ReadStates, RecordStates
+
+
+# Attention implementations that take an arbitrary mask, which is what lets packed completions see one prefix
+BASE_IMPLEMENTATIONS = ("sdpa", "eager")
+IMPLEMENTATION_PREFIX = "prefix_sharing_"
+
+# Completions that attend together save copies of the prefix, at the cost of scores between tokens of different
+# completions, which the mask throws away. Those stay below a quarter of the scores with the prefix.
+_MAX_BLOCK_PER_PREFIX = 1 / 4
+
+
+@dataclass(frozen=True)
+class RecordPrefix:
+    """Attention context of the prompt pass: attend as usual, and keep the keys and values."""
+
+    prefix: SharedPrefix
+
+    @property
+    def states(self) -> RecordStates:
+        return RecordStates(self.prefix)
+
+    def attend(self, base, module, query, key, value, attention_mask, **kwargs):
+        self.prefix.write_attention(module.layer_idx, key, value)
+        return _base_attention(base, module)(module, query, key, value, attention_mask, **kwargs)
+
+
+@dataclass(frozen=True)
+class ReadPrefix:
+    """
+    Attention context of a pass of completions, packed in one row after one another: each attends to the prefix and to
+    itself. Without a mask if the layer's is a plain causal one, see [`SharedPrefixAttention`].
+
+    With a mask, neighboring completions attend together, behind one copy of the prefix, as long as they are short
+    beside it. A completion that is long beside the prefix attends by itself.
+
+    Args:
+        prefix (`SharedPrefix`):
+            Keys and values of the prompt.
+        positions (`torch.Tensor` of shape `(T,)`):
+            Position of each token of the row.
+        rows (`torch.Tensor` of shape `(T,)`):
+            Completion that each token of the row belongs to.
+        runs (`Runs`):
+            Tokens of each completion.
+        blocks (`list[int]`):
+            Number of tokens of each run of completions that attend together.
+        states (`ReadStates`):
+            What layers with a state start from.
+    """
+
+    prefix: SharedPrefix
+    positions: torch.Tensor
+    rows: torch.Tensor
+    runs: Runs
+    blocks: list[int]
+    states: ReadStates
+
+    @classmethod
+    def of(
+        cls,
+        prefix: SharedPrefix,
+        positions: torch.Tensor,
+        rows: torch.Tensor,
+        columns: torch.Tensor,
+        lengths: list[int],
+    ) -> "ReadPrefix":
+        """
+        Context of completions of these `lengths`, of which each token is in a row and column.
+        """
+        blocks = [0]
+        for length in lengths:
+            if blocks[-1] + length > len(prefix.positions) * _MAX_BLOCK_PER_PREFIX and blocks[-1] > 0:
+                blocks.append(0)
+            blocks[-1] += length
+        runs = Runs.of(lengths, rows.device)
+        return cls(prefix, positions, rows, runs, blocks, ReadStates.of(prefix, rows, columns, lengths))
+
+    def allowed(self, mask_function) -> torch.Tensor:
+        """
+        Boolean mask of shape `(1, 1, T, S + longest block)`, from the model's own mask function (causal, sliding
+        window). Behind the prefix, the columns are the tokens of the block.
+        """
+        device = self.positions.device
+        zero = torch.zeros(1, 1, dtype=torch.long, device=device)
+        prefix_size, prefix_positions = len(self.prefix.positions), self.prefix.positions[None, :]
+        # Filled block by block: mask functions make several tensors of the size of what they are asked for
+        allowed = torch.zeros(len(self.rows), prefix_size + max(self.blocks), dtype=torch.bool, device=device)
+        of_blocks = (x.split(self.blocks) for x in (self.positions, self.rows, allowed))
+        for queries, rows, block in zip(*of_blocks, strict=True):
+            block[:, :prefix_size] = mask_function(zero, zero, queries[:, None], prefix_positions)
+            own = mask_function(zero, zero, queries[:, None], queries[None, :])
+            block[:, prefix_size : prefix_size + len(rows)] = own & (rows[:, None] == rows[None, :])
+        return allowed[None, None]
+
+    @property
+    def no_mask(self) -> torch.Tensor:
+        """What stands for the mask of a plain causal layer: no column, but a row for each token."""
+        return torch.empty(1, 1, len(self.rows), 0, dtype=torch.bool, device=self.rows.device)
+
+    def attend(self, base, module, query, key, value, attention_mask, **kwargs):
+        prefix_size = len(self.prefix.positions)
+        if attention_mask is None or attention_mask.shape[2:] not in (
+            (len(self.rows), 0), (len(self.rows), prefix_size + max(self.blocks))
+        ):  # fmt: skip
+            raise RuntimeError(
+                f"{type(module).__name__} did not receive the mask of the shared prefix, so its attention cannot be "
+                "trusted. Set `prefix_sharing=False`."
+            )
+        prefix_key, prefix_value = self.prefix.read_attention(module.layer_idx)
+        if attention_mask.shape[3] == 0:
+            if is_plain(kwargs):
+                tensors = (query, key, value, prefix_key, prefix_value)
+                return shared_prefix_attention(*tensors, self.runs, kwargs.get("scaling")), None
+            attention_mask = self.allowed(causal_mask_function)
+        outputs = []
+        per_block = (x.split(self.blocks, dim=2) for x in (query, key, value, attention_mask))
+        for block_query, block_key, block_value, mask in zip(*per_block, strict=True):
+            mask = mask[..., : prefix_size + block_key.shape[2]]
+            block_key = torch.cat([prefix_key, block_key], dim=2)
+            block_value = torch.cat([prefix_value, block_value], dim=2)
+            outputs.append(masked_attention(base, module, block_query, block_key, block_value, mask, **kwargs)[0])
+        return torch.cat(outputs, dim=1), None
+
+
+# What the current forward is: the pass whose masks are being built, or the cache that `generate` is decoding with.
+# The attention of a pass gets its context as a keyword argument instead, which gradient checkpointing replays.
+_current_pass: ContextVar[ReadPrefix | None] = ContextVar("current_pass", default=None)
+_current_cache: ContextVar = ContextVar("current_cache", default=None)
+
+
+@contextmanager
+def _set(variable: ContextVar, value) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def masks_of(context: ReadPrefix):
+    """Have the masks of every forward be those of a pass of completions."""
+    return _set(_current_pass, context)
+
+
+@contextmanager
+def attend_to_cache(model: PreTrainedModel, cache) -> Iterator[None]:
+    """Have the attention of every forward of `model` go through `cache.attend`, see [`SharedPrefixCache`]."""
+    with model._prefix_sharing.routed(), _set(_current_cache, cache):
+        yield
+
+
+def _base_attention(base: str, module: nn.Module):
+    # Eager attention is not in the interface: each modeling file defines its own
+    if base == "eager":
+        return sys.modules[type(module).__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS[base]
+
+
+def masked_attention(base, module, query, key, value, attention_mask, **kwargs):
+    """
+    Attention of queries to keys that a row's queries share, without expanding the keys of grouped-query attention.
+    """
+    num_heads, num_key_value_heads = query.shape[1], key.shape[1]
+    if base != "sdpa" or num_heads == num_key_value_heads:
+        return _base_attention(base, module)(module, query, key, value, attention_mask, **kwargs)
+    # `sdpa` repeats the keys and values for each query head when there is a mask. Query heads that read the same key
+    # head become more queries of that head instead.
+    groups = num_heads // num_key_value_heads
+    num_queries = query.shape[2]
+    attn_output = nn.functional.scaled_dot_product_attention(
+        query.reshape(-1, num_key_value_heads, groups * num_queries, query.shape[-1]),
+        key,
+        value,
+        attn_mask=None if attention_mask is None else attention_mask.repeat(1, 1, groups, 1),
+        scale=kwargs.get("scaling"),
+    )
+    attn_output = attn_output.reshape(-1, num_heads, num_queries, value.shape[-1])
+    return attn_output.transpose(1, 2).contiguous(), None
+
+
+def _attention(base, module, query, key, value, attention_mask, shared_prefix=None, **kwargs):
+    if shared_prefix is None:
+        shared_prefix = _current_cache.get()
+    if shared_prefix is not None:
+        return shared_prefix.attend(base, module, query, key, value, attention_mask, **kwargs)
+    return _base_attention(base, module)(module, query, key, value, attention_mask, **kwargs)
+
+
+def _mask(base, *, mask_function, use_vmap=False, dtype=torch.float32, **kwargs):
+    current_pass = _current_pass.get()
+    if current_pass is None:
+        if _current_cache.get() is not None and kwargs.get("allow_is_causal_skip", True):
+            # A decoded token sees all that is behind it, or a window: the shape of an empty mask says how large
+            local_size = kwargs.get("local_size")
+            if local_size is None or kwargs["kv_length"] <= local_size:
+                return None
+            return torch.empty(1, 1, 0, local_size, dtype=torch.bool, device=kwargs["device"])
+        return ALL_MASK_ATTENTION_FUNCTIONS[base](
+            mask_function=mask_function, use_vmap=use_vmap, dtype=dtype, **kwargs
+        )
+    if use_vmap:
+        raise RuntimeError("The model uses a custom attention mask, which `prefix_sharing=True` does not support.")
+    if base == "sdpa" and mask_function is causal_mask_function:
+        slots = current_pass.prefix.slots
+        if all(kernels_take(slots[layer, KEY], slots[layer, VALUE]) for layer in current_pass.prefix.sources.values()):
+            return current_pass.no_mask
+    return as_base_mask(base, current_pass.allowed(mask_function), dtype)
+
+
+def as_base_mask(base: str, allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if base == "sdpa":
+        return allowed
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(~allowed, torch.finfo(dtype).min)
+
+
+for _base in BASE_IMPLEMENTATIONS:
+    AttentionInterface.register(IMPLEMENTATION_PREFIX + _base, functools.partial(_attention, _base))
+    AttentionMaskInterface.register(IMPLEMENTATION_PREFIX + _base, functools.partial(_mask, _base))
