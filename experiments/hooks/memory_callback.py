@@ -20,7 +20,8 @@ MB = 2**20
 RECORDED = (
     "max_completion_length", "num_generations", "per_device_train_batch_size", "steps_per_generation",
     "gradient_accumulation_steps", "prefix_sharing", "completions_per_forward", "tokens_per_forward", "bf16",
-    "gradient_checkpointing", "activation_offloading", "beta", "optim", "temperature", "use_vllm",
+    "gradient_checkpointing", "activation_offloading", "beta", "optim", "temperature", "use_vllm", "vllm_mode",
+    "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode",
 )  # fmt: skip
 # and those that say what it learns: with the first ones, a profile that trains the same
 TRAINED_WITH = (
