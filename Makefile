@@ -41,11 +41,11 @@ test-deepspeed:
 	  | DS_BUILD_OPS=0 .venv-deepspeed/bin/python -m pip install -q --disable-pip-version-check -r /dev/stdin
 	.venv-deepspeed/bin/python -m pytest -q tests/test_distributed.py tests/test_launch_distributed.py -k zero3
 
-# What it covers: docs/launch.md. The second file starts two processes itself
+# What it covers: docs/launch.md
 test-vllm:
 	./setup_env.sh
 	tests/with_vllm/setup.sh
-	.venv-vllm/bin/python -m pytest -q tests/with_vllm
+	.venv-vllm/bin/python -m pytest -q -n 2 --dist loadfile tests/with_vllm
 
 lint:
 	./setup_env.sh

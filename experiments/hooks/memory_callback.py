@@ -52,6 +52,8 @@ def trained_settings(args, model) -> dict:
     as they are in the model. What the trainer does not have is left out."""
     values = {name: getattr(args, name) for name in (*RECORDED, *TRAINED_WITH) if hasattr(args, name)}
     settings = {name: getattr(value, "value", value) for name, value in values.items()}  # of an enum, its text
+    if not settings.get("use_vllm"):  # a profile with vLLM's settings alone is refused
+        settings = {name: value for name, value in settings.items() if not name.startswith("vllm_")}
     settings["algorithm"] = {"RLOOConfig": "rloo", "GRPOConfig": "grpo"}.get(type(args).__name__)
     settings["dtype"] = str(model.dtype).removeprefix("torch.")
     for adapter in list(getattr(model, "peft_config", {}).values())[:1]:

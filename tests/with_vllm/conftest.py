@@ -41,6 +41,14 @@ def qwen3(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def falcon_h1(tmp_path_factory):
+    import tiny_models
+
+    mixer = dict(mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_d_state=32, mamba_n_groups=1)
+    return tiny_models.save_text(tmp_path_factory.mktemp("falcon_h1"), "falcon_h1", **mixer)
+
+
+@pytest.fixture(scope="session")
 def gemma3(tmp_path_factory):
     import tiny_models
 

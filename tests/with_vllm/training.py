@@ -22,6 +22,7 @@ class Case:
     shared: dict = field(default_factory=dict)  # only with sharing
     lora: bool = False
     images: bool = False
+    tools: bool = False
 
 
 @dataclass
@@ -58,6 +59,7 @@ CASES = {
     "grpo, evaluation": Case(settings=EVALUATED),
     "rloo, images": Case("rloo", SHORT, images=True),
     "grpo, images, LoRA": Case(settings=SHORT, lora=True, images=True),
+    "grpo, tools": Case(settings={"max_completion_length": 96, "max_tool_calling_iterations": 2}, tools=True),
     # on two processes
     "grpo, DDP": Case(settings={"per_device_train_batch_size": 4}),
     "rloo, DDP, parts of groups": Case("rloo", {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}),
@@ -97,17 +99,41 @@ def reward(completion_ids, **kwargs) -> list[float]:
     return [sum(7 * token % 13 for token in ids) / (13 * len(ids)) for ids in completion_ids]
 
 
-def rows(case: Case, processor):
-    """Eight prompts of different lengths."""
+def depth_of_lake(name: str) -> int:
+    """
+    Looks up how deep a lake is.
+
+    Args:
+        name: of the lake
+
+    Returns:
+        Metres.
+    """
+    return 80 + len(name)
+
+
+def calls_of(tokenizer, ids, prefix=None, tools=None) -> dict:
+    """In place of TRL's `parse_response`: a model without training calls no tool. A third of its answers does."""
+    call = {"type": "function", "function": {"name": depth_of_lake.__name__, "arguments": {"name": "Thun"}}}
+    calls = {} if sum(ids) % 3 else {"tool_calls": [call]}
+    return {"role": "assistant", "content": tokenizer.decode(ids), **calls}
+
+
+def rows(case: Case):
+    """Eight prompts of different lengths, or of different images."""
     from datasets import Dataset
-    from tiny_gemma3 import SIDE
 
     from experiments.workload import data, pictures
 
     if case.images:
-        return pictures.dataset_of(((SIDE, SIDE),), sentences=2, rows=8)  # nothing to scale, which each does its way
+        from tiny_gemma3 import SIDE  # nothing to scale, which TRL and vLLM do in ways of their own
+
+        return pictures.dataset_of(((SIDE, SIDE),), sentences=2, rows=8)
     text = data.load_documents("builtin")[0]
-    return Dataset.from_dict({"prompt": [text[1000 * i : 1000 * i + 150 + 37 * i] for i in range(8)]})
+    prompts = [text[1000 * i : 1000 * i + 150 + 37 * i] for i in range(8)]
+    if case.tools:
+        prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    return Dataset.from_dict({"prompt": prompts})
 
 
 def trainer_of(case: Case, sharing: bool, model: Path, more: dict):
@@ -130,7 +156,9 @@ def trainer_of(case: Case, sharing: bool, model: Path, more: dict):
         "rloo": (trl.RLOOConfig, trl.RLOOTrainer), "grpo": (trl.GRPOConfig, trl.GRPOTrainer)
     }[case.algorithm]  # fmt: skip
     processor = (AutoProcessor if case.images else AutoTokenizer).from_pretrained(model, padding_side="left")
-    dataset = rows(case, processor)
+    dataset = rows(case)
+    if case.tools:
+        processor.chat_template = trl.chat_template_utils.qwen3_chat_template
     lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights="gaussian", task_type="CAUSAL_LM")
     return Trainer(
         model=str(model),
@@ -140,6 +168,7 @@ def trainer_of(case: Case, sharing: bool, model: Path, more: dict):
         eval_dataset=dataset.select(range(4)) if "eval_strategy" in settings else None,
         processing_class=processor,
         peft_config=lora if case.lora else None,
+        **({"tools": [depth_of_lake]} if case.tools else {}),
     )
 
 
@@ -186,6 +215,7 @@ def watch_rollouts(trainer, tokens: list, apart: list) -> None:
         if "old_logps" in output:  # RLOO's, of whole completions
             theirs, ours = torch.stack([row.sum() for row in sampled]), output["old_logps"]
         elif "old_per_token_logps" in output:
+            mask = mask * output.get("tool_mask", 1)  # what a tool said, nobody sampled
             theirs, ours = output["sampling_per_token_logps"] * mask, output["old_per_token_logps"] * mask
         else:  # GRPO that does not correct does not score
             return output

@@ -20,15 +20,22 @@ OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_A
 
 
 def keep_weights_as_loaded() -> None:
-    """oneDNN would keep a packed copy of each weight and drop `layer.weight`, which new weights are written to."""
+    """Its fast products of matrices keep a packed copy of each weight and drop `layer.weight`, which new weights are
+    written to."""
     import vllm._custom_ops as ops
+    import vllm.model_executor.layers.utils as products
 
     ops._supports_onednn = False
+    products.check_cpu_sgl_kernel = lambda *shape: False
+    vars(ops).pop("causal_conv1d_weight_pack", None)
 
 
-def colocated(dtype: str = "float32") -> None:
-    """TRL hands vLLM no `dtype`, and vLLM makes 16 bits of float32. Nor does it say not to compile, which takes a
-    minute. An engine that is as another is that one: TRL pushes all weights before it generates."""
+# What TRL does not hand to vLLM, which makes 16 bits of float32 then, and compiles for a minute
+ENGINE = {"dtype": "float32", "enforce_eager": True}
+
+
+def colocated() -> None:
+    """Engines with `ENGINE`. One that is as another is that one: TRL pushes all weights before it generates."""
     import trl.generation.vllm_generation as generation
 
     keep_weights_as_loaded()
@@ -36,9 +43,10 @@ def colocated(dtype: str = "float32") -> None:
     make, made = generation.LLM, {}
 
     def engine(**settings):
+        settings |= ENGINE
         key = repr(sorted(settings.items()))
         if key not in made:
-            made[key] = make(**settings, dtype=dtype, enforce_eager=True)
+            made[key] = make(**settings)
         return made[key]
 
     generation.LLM = engine
