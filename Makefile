@@ -41,7 +41,7 @@ test-deepspeed:
 	  | DS_BUILD_OPS=0 .venv-deepspeed/bin/python -m pip install -q --disable-pip-version-check -r /dev/stdin
 	.venv-deepspeed/bin/python -m pytest -q tests/test_distributed.py tests/test_launch_distributed.py -k zero3
 
-# What it covers: docs/launch.md
+# What it covers: docs/vllm.md
 test-vllm:
 	./setup_env.sh
 	tests/with_vllm/setup.sh
