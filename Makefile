@@ -1,4 +1,4 @@
-.PHONY: help reproduce test test-all test-deepspeed lint charts bench plans fit-data
+.PHONY: help reproduce test test-all test-deepspeed test-vllm lint charts bench plans fit-data
 .DEFAULT_GOAL := help
 
 help:
@@ -7,6 +7,8 @@ help:
 	@echo "make test-all    set up, lint, run every test"
 	@echo "make test-deepspeed"
 	@echo "                 DeepSpeed ZeRO-3 on two processes, in an environment of its own (about 10 minutes)"
+	@echo "make test-vllm   real vLLM on a CPU, in the trainer and as a server, in an environment of its own (about 5 minutes,"
+	@echo "                 and 4 more to make the environment once)"
 	@echo "make bench       time and memory of today's trainer with and without prefix sharing (about 40 minutes)"
 	@echo "make plans       predict the memory of every profile (a few minutes)"
 	@echo "make fit-data    make docs/fit.html and what it answers from (about 30 minutes; goes on where it was interrupted)"
@@ -38,6 +40,12 @@ test-deepspeed:
 	.venv/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']['deepspeed'])" \
 	  | DS_BUILD_OPS=0 .venv-deepspeed/bin/python -m pip install -q --disable-pip-version-check -r /dev/stdin
 	.venv-deepspeed/bin/python -m pytest -q tests/test_distributed.py tests/test_launch_distributed.py -k zero3
+
+# What it covers: docs/vllm.md
+test-vllm:
+	./setup_env.sh
+	tests/with_vllm/setup.sh
+	.venv-vllm/bin/python -m pytest -q -n 2 --dist loadfile tests/with_vllm
 
 lint:
 	./setup_env.sh

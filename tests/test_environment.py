@@ -47,8 +47,8 @@ TORCH_CUDA = (
 # Declared, and used without an import here
 NOT_IMPORTED = {"bitsandbytes": "transformers imports it", "pytest-xdist": "pytest -n", "ruff": "make lint"}
 
-# Groups that are not locked, and what is imported of them: `make test-deepspeed` makes an environment with it
-OPTIONAL_GROUPS, OPTIONAL = {"deepspeed", "images"}, {"deepspeed"}
+# Groups that are not locked, and what is imported of them: `make test-deepspeed`, `make test-vllm` make environments
+OPTIONAL_GROUPS, OPTIONAL = {"deepspeed", "images", "vllm"}, {"deepspeed", "vllm"}
 
 
 def of_cuda(name):
@@ -185,8 +185,9 @@ def test_the_version_is_that_of_the_newest_section_of_the_changelog():
 def test_what_the_readmes_commands_write_is_ignored_and_results_are_not(tmp_path):
     """Results of other machines may be committed."""
     ignored = """
-        .venv/bin/python .venv.new/x .venv.old/x .build/x fits.yaml fit.yaml trl-1.16.0+fork.abc1234-py3-none-any.whl
-        .venv-deepspeed/bin/python my-trl/trl/x.py trainer_output/memory.json results/nvidia-h200/combined_memory.csv
+        .venv/bin/python .venv.new/x .venv.old/x .venv-vllm/.stamp .build/x fits.yaml fit.yaml
+        trl-1.16.0+fork.abc1234-py3-none-any.whl .venv-deepspeed/bin/python my-trl/trl/x.py trainer_output/memory.json
+        results/nvidia-h200/combined_memory.csv
     """.split()
     kept = """
         results/nvidia-h200/summary.csv results/nvidia-h200/charts/audit.png

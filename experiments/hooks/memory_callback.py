@@ -20,7 +20,8 @@ MB = 2**20
 RECORDED = (
     "max_completion_length", "num_generations", "per_device_train_batch_size", "steps_per_generation",
     "gradient_accumulation_steps", "prefix_sharing", "completions_per_forward", "tokens_per_forward", "bf16",
-    "gradient_checkpointing", "activation_offloading", "beta", "optim", "temperature", "use_vllm",
+    "gradient_checkpointing", "activation_offloading", "beta", "optim", "temperature", "use_vllm", "vllm_mode",
+    "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode",
 )  # fmt: skip
 # and those that say what it learns: with the first ones, a profile that trains the same
 TRAINED_WITH = (
@@ -51,6 +52,8 @@ def trained_settings(args, model) -> dict:
     as they are in the model. What the trainer does not have is left out."""
     values = {name: getattr(args, name) for name in (*RECORDED, *TRAINED_WITH) if hasattr(args, name)}
     settings = {name: getattr(value, "value", value) for name, value in values.items()}  # of an enum, its text
+    if not settings.get("use_vllm"):  # a profile with vLLM's settings alone is refused
+        settings = {name: value for name, value in settings.items() if not name.startswith("vllm_")}
     settings["algorithm"] = {"RLOOConfig": "rloo", "GRPOConfig": "grpo"}.get(type(args).__name__)
     settings["dtype"] = str(model.dtype).removeprefix("torch.")
     for adapter in list(getattr(model, "peft_config", {}).values())[:1]:

@@ -29,6 +29,7 @@ from experiments.launch import (
     output,
     prompt_images,
     quiet,
+    vllm_server,
 )
 from experiments.launch.announce import print_end, print_start
 from experiments.launch.offload import keep_on_host
@@ -92,6 +93,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError(
             f"offload_reward is on, but the reward {launch.reward or 'letters'!r} is a function; remove it"
         )
+    vllm_server.wait_for(config)
     with output.taken(config) as begin:
         if begin.finished:
             if config.process_index == 0:

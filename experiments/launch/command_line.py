@@ -218,7 +218,10 @@ def check_values(profile: str, launch: LaunchArguments, config, model, given: di
             "--lora_dropout 0 or --disable_dropout true"
         )
     if config.use_vllm and find_spec("vllm") is None:
-        problems.append("use_vllm needs the package vllm, which is not installed; --use_vllm false")
+        problems.append(
+            "use_vllm needs the package vllm, which is not installed: pip install vllm==0.30.0 (docs/launch.md); "
+            "--use_vllm false"
+        )
     if config.eval_strategy != "no":
         problems.append(
             f"eval_strategy is {config.eval_strategy.value!r}, and there is no dataset to evaluate on; leave it out"

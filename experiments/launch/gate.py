@@ -46,18 +46,20 @@ def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source:
     limit = room.size
     try:
         where = {"device": device, "images": lengths.images, **devices_here(config)}
+        where["device_memory"] = total_bytes(config.device)  # vLLM's share is one of all that is there
         expected = ask.predict(settings, source, lengths.longest, calibration=calibration, **where)
     except ConfigError as error:
         print(f"memory  not predicted: {error}", flush=True)
         return Forecast()
     peak = expected.peak
     phases = ", ".join(f"{phase.phase} {phase.total / GIB:.2f}" for phase in expected.phases)
-    engine = "; what vLLM keeps comes on top" if config.use_vllm else ""
     print(
         f"memory  predicted peak {peak.total / GIB:.2f} GiB of {limit / GIB:.2f} that are free, in phase {peak.phase} "
-        f"({phases}{engine}; {time.monotonic() - began:.0f} s)",
+        f"({phases}; {time.monotonic() - began:.0f} s)",
         flush=True,
     )
+    if expected.engine:
+        print(f"memory  {expected.engine}", flush=True)
     for line in calibration.said_of({"this": expected.phases}) if calibration else ():
         print(f"memory  {line}", flush=True)
     if may_exceed(expected.range, limit):
@@ -81,6 +83,13 @@ def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source:
         raise ConfigError(refusal(peak, limit, remedy, settings, doctor))
     corrected = {phase.phase: phase.total for phase in expected.phases if isinstance(phase, CalibratedPeak)}
     return Forecast({phase.phase: phase.uncorrected for phase in expected.phases}, corrected, lengths.longest)
+
+
+def total_bytes(device) -> int:
+    """Of a GPU; 0 for a CPU."""
+    import torch
+
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
 def room_here(config, calibration: Calibration | None) -> Room:

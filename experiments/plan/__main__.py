@@ -16,12 +16,12 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 from experiments.config import GIB, ConfigError, choose, exit_code
-from experiments.plan import levers
+from experiments.plan import engine, levers
 from experiments.plan.calibrate import calibrate
 from experiments.plan.calibration import Calibration, as_json, may_exceed, range_in_words, range_of
 from experiments.plan.checkpoint import in_words
@@ -147,6 +147,7 @@ def run(args: argparse.Namespace) -> int:
         settings, setup, called = planned
         arms = problems.of(chosen_arms, args.arms, setup)
         if hf_config and (setup := problems.of(of_model, setup, settings, hf_config)):
+            setup = replace(setup, device_memory=room.device if room else 0)
             problems.of(check, setup, hf_config, called)
     problems.stop()
 
@@ -173,10 +174,9 @@ def run(args: argparse.Namespace) -> int:
         print(words)
     for line in calibration.said_of({p.arm: p.phases for p in predictions}) if calibration else ():
         print(line)
-    for words in filter(None, (note(hf_config, setup.device), in_words(hf_config, setup.device))):
+    notes = note(hf_config, setup.device), in_words(hf_config, setup.device), engine.in_words(setup)
+    for words in filter(None, notes):
         print(words)
-    if (profile or {}).get("use_vllm"):
-        print("use_vllm: what the engine keeps is not predicted; generate is transformers' own")
     for arm in [prediction.arm for prediction in predictions] if args.largest else ():
         print(f"{arm}: looking for the largest {args.largest}")
         value = largest_that_fits(arm, setup, hf_config, args.largest, room, calibration=calibration)

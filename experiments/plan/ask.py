@@ -42,12 +42,13 @@ class Remedy:
 class Expected:
     """The predicted peak of each phase of a step, and with a `limit` that it exceeds the change that the doctor would
     try first of those that make it fit alone. With a calibration, phases that it corrects are `CalibratedPeak`s. What
-    is not sure of it, if anything, is in `note` (`experiments.plan.recurrent`)."""
+    is not sure of it, if anything, is in `note` (`experiments.plan.recurrent`), what of vLLM is in it in `engine`."""
 
     phases: tuple[PredictedPeak, ...]
     remedy: Remedy | None = None
     calibration: Calibration | None = None
     note: str | None = None
+    engine: str | None = None
 
     @property
     def peak(self) -> PredictedPeak:
@@ -111,7 +112,7 @@ def predict(
     answer = json.loads(result.stdout.splitlines()[-1])
     remedy = Remedy(**answer["remedy"]) if answer["remedy"] else None
     phases = (CalibratedPeak(**phase) if "low" in phase else PredictedPeak(**phase) for phase in answer["phases"])
-    return Expected(tuple(phases), remedy, calibration, answer["note"])
+    return Expected(tuple(phases), remedy, calibration, answer["note"], answer["engine"])
 
 
 def in_its_own_process(asked: dict) -> subprocess.CompletedProcess:
@@ -177,6 +178,7 @@ def main() -> int:
 
 
 def answer(asked: dict) -> int:
+    from experiments.plan import engine
     from experiments.plan.options import model_config, settings_of_adapter
     from experiments.plan.predict import predict_all
     from experiments.plan.records import config_from
@@ -199,7 +201,8 @@ def answer(asked: dict) -> int:
     exceeds = asked["limit"] is not None and now.peak.total > asked["limit"]
     remedy = first_remedy(now, hf_config, asked["limit"], calibration) if exceeds else None
     phases = [asdict(peak) for peak in now.phases]
-    print(json.dumps({"phases": phases, "remedy": remedy and asdict(remedy), "note": note(hf_config, setup.device)}))
+    words = {"note": note(hf_config, setup.device), "engine": engine.in_words(setup)}
+    print(json.dumps({"phases": phases, "remedy": remedy and asdict(remedy), **words}))
     return 0
 
 

@@ -98,7 +98,7 @@ def why_not(record: dict) -> str | None:
     if record["start_bytes"] is None:
         return "does not say what was in use before the model; train with the launcher"
     if record["arguments"].get("use_vllm"):
-        return "generated with vLLM, whose memory is not predicted"
+        return "generated with vLLM, whose share of the device no factor scales"
     for what, seen, planned in (
         ("prompts", record["prompt_tokens"], record["predicted_prompt_tokens"]),
         ("completions", record["completion_tokens"], record["arguments"]["max_completion_length"]),

@@ -12,10 +12,11 @@ without those that later ones made unnecessary. They go into a YAML file, for TR
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from experiments.config import GIB, ConfigError, exit_code
+from experiments.plan import engine
 from experiments.plan.calibration import Calibration, may_exceed, range_in_words, range_of
 from experiments.plan.checkpoint import in_words
 from experiments.plan.levers import FASTER_FROM, LEVERS, Lever, applied, in_turn, settings_by_lever
@@ -182,6 +183,7 @@ def run(args: argparse.Namespace) -> int:
     if planned and hf_config:
         settings, setup, called = planned
         if setup := problems.of(of_model, setup, settings, hf_config):
+            setup = replace(setup, device_memory=room.device if room else 0)
             problems.of(check, setup, hf_config, called)
     problems.stop()
     if args.model:
@@ -197,15 +199,14 @@ def run(args: argparse.Namespace) -> int:
     explain(now, old.peaks if old else {}, room)
     for line in calibration.said_of({"as it is": now.phases}) if calibration else ():
         print(line)
-    for words in filter(None, (note(hf_config, setup.device), in_words(hf_config, setup.device))):
+    notes = note(hf_config, setup.device), in_words(hf_config, setup.device), engine.in_words(setup)
+    for words in filter(None, notes):
         print(words)
     if reasons := by_batch(settings, hf_config):
         print(
             f"{', '.join(reasons)}: an update depends on which completions share a micro-batch, in untouched TRL too, "
             "so with other micro-batches it trains differently"
         )
-    if settings.get("use_vllm"):
-        print("use_vllm: what the engine keeps is not predicted; generate is transformers' own")
 
     print("\neach change alone, GiB:")
     levers = {lever.name: lever for lever in LEVERS}

@@ -153,6 +153,10 @@ def offload_reward(setup: Setup) -> Setup:
     return setup if setup.reward_model is None else replace(setup, offload_reward=True)
 
 
+def let_vllm_sleep(setup: Setup) -> Setup:
+    return replace(setup, vllm_enable_sleep_mode=True) if setup.vllm_bytes else setup
+
+
 def no_reference(setup: Setup) -> Setup:
     return setup if setup.lora_rank else replace(setup, beta=0.0, offload_reference=False)
 
@@ -199,6 +203,10 @@ LEVERS = (
     Lever(
         "activation_offloading", cost_of_offloading, lambda s: replace(s, activation_offloading=True), TRANSFERS,
         always,
+    ),
+    Lever(
+        "vllm_enable_sleep_mode", "vLLM's weights are loaded again each rollout", let_vllm_sleep,
+        "the same numbers, loaded again", always,
     ),
     Lever("prefix_sharing, lora_dropout: 0", "adapters train without dropout", share_without_dropout),
     Lever("optim: adamw_bnb_8bit", "moments rounded to 8 bits", eight_bit_optimizer),

@@ -141,7 +141,7 @@ def room_of(device_memory: str | int | None, reserve: str | None, device: str = 
         raise ConfigError(f"--reserve {reserve} leaves nothing of the device's {size / GIB:.2f} GiB; {default}")
     if hint := decimal_hint(str(device_memory)):
         print(hint, file=sys.stderr)
-    return Room(size - kept, FIXED if reserve is None and device == "cuda" else 0.0)
+    return Room(size - kept, FIXED if reserve is None and device == "cuda" else 0.0, size)
 
 
 def reserve_in_words(reserve: str | None, device: str) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from experiments.builds import use_fork
 from experiments.config import ARMS, GIB, ConfigError
+from experiments.plan.engine import with_engine
 from experiments.plan.images import PromptImages
 from experiments.plan.levers import planned
 from experiments.plan.setups import LARGEST, MOST_TOKENS, Setup, check
@@ -69,7 +70,8 @@ def predict(arm: str, setup: Setup, hf_config, calibration=None) -> Prediction:
     from experiments.plan.extrapolate import phase_peaks
 
     peaks = phase_peaks(setup, hf_config)
-    return Prediction(arm, setup, calibration.corrected(peaks) if calibration else peaks)
+    peaks = calibration.corrected(peaks) if calibration else peaks
+    return Prediction(arm, setup, with_engine(setup, peaks))
 
 
 def predict_all(setups: dict[str, Setup], hf_config, say, calibration=None) -> list[Prediction]:
@@ -111,7 +113,7 @@ def predict_all(setups: dict[str, Setup], hf_config, say, calibration=None) -> l
             try:
                 results = [each.result() for each in reversed(futures[label])]
                 peaks = extrapolate.combine(setups[label], hf_config, tasks[label], results)
-                peaks = calibration.corrected(peaks) if calibration else peaks
+                peaks = with_engine(setups[label], calibration.corrected(peaks) if calibration else peaks)
                 found[label] = Prediction(label, setups[label], peaks)
             except ConfigError as error:
                 refused[label], line = error, f"{line}: {error}"

@@ -6,14 +6,15 @@ gradients nor moments. When the device is full torch gives back what it can, so 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from experiments.config import GIB
+from experiments.plan import engine
 from experiments.plan.predict import PredictedPeak
 
 CONTEXT = round(0.2 * GIB)
 LIBRARIES = round(0.8 * GIB)  # on a CPU: Python, torch and others, assumed
-STAYS = ("parameters", "reference", "reward model", "gradients", "optimizer state")
+STAYS = ("parameters", "reference", "reward model", "gradients", "optimizer state", engine.KIND)
 # Of what comes and goes: the median of 15 published trainings, and with expandable segments an assumption
 FIXED, EXPANDABLE = 0.33, 0.1
 
@@ -21,10 +22,11 @@ FIXED, EXPANDABLE = 0.33, 0.1
 @dataclass(frozen=True)
 class Room:
     """What a device has for torch: `size` bytes, of which the allocator wastes `fragments` of what comes and goes, or
-    none where that is taken off the size already."""
+    none where that is taken off the size already. `device`: bytes of the whole device, 0 where it is not known."""
 
     size: int
     fragments: float = 0.0
+    device: int = field(default=0, compare=False)
 
     def needed(self, phases: Iterable[PredictedPeak]) -> int:
         """Bytes that torch is expected to reserve for the highest phase."""

@@ -57,7 +57,12 @@ class Setup:
     padded_prompts: bool = False  # prompts of a batch differ in length
     images: tuple[tuple[int, int], ...] = ()  # of each prompt: width and height in pixels, as the model gets them
     lm_head: str = "fused"  # one of `experiments.plan.heads.HEADS`
+    use_vllm: bool = False  # it generates, not transformers
+    vllm_mode: str = "colocate"  # on the trainer's device; "server": elsewhere
+    vllm_gpu_memory_utilization: float = 0.3  # its share of the device
+    vllm_enable_sleep_mode: bool = False  # it has its share only while it generates
     device: str = "cuda"  # "cpu" has no Triton
+    device_memory: int = 0  # bytes of the device, of which vLLM takes a share; 0: not known
     num_devices: int = 1
     fully_sharded: bool = False  # FSDP2 with reshard_after_forward; otherwise DDP
     offload_parameters: bool = False  # FSDP2's shards on the host
@@ -113,6 +118,12 @@ class Setup:
     @property
     def needs_fork(self) -> bool:
         return self.prefix_sharing or self.tokens_per_forward is not None
+
+    @property
+    def vllm_bytes(self) -> int:
+        """What vLLM takes of a GPU whose memory is known."""
+        here = self.use_vllm and self.vllm_mode == "colocate" and self.device == "cuda"
+        return round(self.vllm_gpu_memory_utilization * self.device_memory) if here else 0
 
     @property
     def optimizer_bytes_per_weight(self) -> float | None:
@@ -181,6 +192,7 @@ LEAST = {
     "prompt_tokens": 1, "max_completion_length": 1, "num_generations": 2, "per_device_train_batch_size": 1,
     "steps_per_generation": 1, "gradient_accumulation_steps": 1, "completions_per_forward": 1,
     "tokens_per_forward": 1, "lora_rank": 0, "beta": 0, "temperature": 0, "lora_dropout": 0, "num_iterations": 1,
+    "vllm_gpu_memory_utilization": 0,
 }  # fmt: skip
 WHY_LEAST = {
     "num_generations": ": leave-one-out needs 2 completions a prompt",
@@ -261,6 +273,10 @@ def check(setup: Setup, hf_config, called: dict[str, str] | None = None) -> None
         wrong.append("offload_reward is on, but there is no reward model; remove it, or name one: --reward-model")
     if setup.dtype not in ("bfloat16", "float16", "float32"):
         wrong.append(f"dtype {setup.dtype!r}: choose bfloat16, float16 or float32")
+    if setup.vllm_mode not in ("colocate", "server"):
+        wrong.append(f"vllm_mode {setup.vllm_mode!r}: choose colocate or server")
+    if not setup.vllm_gpu_memory_utilization <= 1:
+        wrong.append(f"vllm_gpu_memory_utilization is {setup.vllm_gpu_memory_utilization}; it must be at most 1")
     if not setup.lora_dropout < 1:
         wrong.append(f"lora_dropout is {setup.lora_dropout}; it must be below 1")
     if setup.prefix_sharing and setup.lora_rank and setup.lora_dropout:

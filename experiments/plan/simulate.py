@@ -86,7 +86,8 @@ class Simulation:
             self.model.eval()  # TRL switches gradient checkpointing off where there is no backward
             self.images.pixel_values = self.images.make()  # of the rollout before
             with self.phase("generate"), torch.no_grad(), self.images.new_rollout():
-                self.generate_shared() if self.setup.prefix_sharing else self.generate()
+                if not self.setup.use_vllm:  # whose share of the device is `experiments.plan.engine`'s
+                    self.generate_shared() if self.setup.prefix_sharing else self.generate()
             if not passes:
                 return self.stretches
             with self.phase("score"), torch.no_grad(), self.images.new_rollout():

@@ -23,12 +23,13 @@ SAME_NAME = (
     "max_completion_length", "num_generations", "per_device_train_batch_size", "steps_per_generation",
     "gradient_accumulation_steps", "prefix_sharing", "completions_per_forward", "tokens_per_forward", "dtype", "bf16",
     "gradient_checkpointing", "activation_offloading", "beta", "offload_reference", "offload_reward", "optim",
-    "temperature", "lora_dropout", "num_iterations",
+    "temperature", "lora_dropout", "num_iterations", "use_vllm", "vllm_mode", "vllm_gpu_memory_utilization",
+    "vllm_enable_sleep_mode",
 )  # fmt: skip
 SWITCHES = (
     "bf16", "fp16", "prefix_sharing", "gradient_checkpointing", "activation_offloading", "offload_reference",
     "offload_reward", "use_peft", "load_in_4bit", "load_in_8bit", "use_bnb_nested_quant", "normalize_advantages",
-    "disable_dropout",
+    "disable_dropout", "use_vllm", "vllm_enable_sleep_mode",
 )  # fmt: skip
 # What the planner takes where neither a profile nor an option says: one prompt. Written out: TRL's defaults are others
 COMMAND_LINE = {

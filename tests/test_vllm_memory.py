@@ -1,0 +1,159 @@
+"""What vLLM takes of the device, as planner, doctor and launcher count it. vLLM itself is not here:
+tests/with_vllm trains with it."""
+
+import http.server
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from experiments.config import GIB, ConfigError
+from experiments.launch import vllm_server
+from experiments.plan import engine
+from experiments.plan.calibration import CalibratedPeak
+from experiments.plan.levers import LEVERS, applied
+from experiments.plan.predict import PredictedPeak, predict
+from experiments.plan.reserve import Room
+from experiments.plan.setups import Setup
+from experiments.plan.trl_settings import changes, from_settings
+from experiments.workload.models import named_config
+
+LENGTHS = dict(prompt_tokens=64, max_completion_length=4096, num_generations=8, per_device_train_batch_size=1,
+               steps_per_generation=8, gradient_accumulation_steps=8)  # fmt: skip
+
+
+def peaks(**more):
+    """Of a model whose cache is larger than its logits."""
+    config = named_config("qwen3-0.6b")
+    config.vocab_size, config.num_hidden_layers, config.layer_types = 1000, 4, config.layer_types[:4]
+    return {peak.phase: peak for peak in predict("this", Setup(**LENGTHS, **more), config).phases}
+
+
+@pytest.fixture(scope="module")
+def own():
+    """Where transformers generates: eight completions of 4,096 tokens, one of them trained on at a time."""
+    return peaks()
+
+
+@pytest.mark.torch
+def test_a_cache_that_vllm_has_is_not_the_trainers(own):
+    server = peaks(use_vllm=True, vllm_mode="server", device_memory=24 * GIB)
+    assert max(own, key=lambda name: own[name].total) == "generate"
+    assert set(server["generate"].kinds) == {"parameters", "reference", "optimizer state"}
+    others = own.keys() - {"generate"}
+    assert {name: server[name] for name in others} == {name: own[name] for name in others}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("sleeps, phases", [
+    (False, {"load", "generate", "score", "train", "optimizer"}), (True, {"load", "generate"}),
+])  # fmt: skip
+def test_a_colocated_engine_has_its_share_of_the_device(own, sleeps, phases):
+    share = dict(vllm_gpu_memory_utilization=0.25, vllm_enable_sleep_mode=sleeps, device_memory=24 * GIB)
+    server = peaks(use_vllm=True, vllm_mode="server")
+    found = peaks(use_vllm=True, **share)
+    more = {name: found[name].total - server[name].total for name in found}
+    assert more == {name: 6 * GIB if name in phases else 0 for name in found}
+    assert found["generate"].kinds[engine.KIND] == 6 * GIB
+    # it neither comes nor goes: the allocator wastes nothing of it
+    assert Room(0, 0.5).needed([found["generate"]]) == Room(0, 0.5).needed([server["generate"]]) + 6 * GIB
+
+
+def test_the_share_comes_behind_what_a_calibration_corrects():
+    setup = Setup(64, use_vllm=True, device_memory=10 * GIB)
+    (peak,) = engine.with_engine(setup, [CalibratedPeak("train", 100, {"correction": 10}, 0, 90, 120)])
+    assert (peak.total, peak.low, peak.high) == (100 + 3 * GIB, 90 + 3 * GIB, 120 + 3 * GIB)
+    assert engine.with_engine(replace(setup, device="cpu"), [1]) == engine.with_engine(Setup(64), [1]) == [1]
+
+
+@pytest.mark.torch
+def test_settings_say_what_vllm_takes_and_a_lever_lets_it_sleep():
+    settings = {"use_vllm": True, "per_device_train_batch_size": 8, "num_generations": 8}
+    setup = from_settings(64, settings, device_memory=80 * GIB)
+    assert (setup.vllm_mode, setup.vllm_bytes) == ("colocate", 24 * GIB)  # TRL's defaults
+    assert from_settings(64, settings | {"vllm_mode": "server"}, device_memory=80 * GIB).vllm_bytes == 0
+    (lever,) = (lever for lever in LEVERS if lever.name == "vllm_enable_sleep_mode")
+    trial = applied(lever, setup, named_config("tiny-qwen3"))
+    assert changes(setup, trial) == {"vllm_enable_sleep_mode": True} and lever.exact(setup)
+    assert applied(lever, replace(setup, vllm_mode="server"), named_config("tiny-qwen3")) is None
+    with pytest.raises(ConfigError, match="vllm_mode 'both': choose colocate or server"):
+        predict("this", replace(setup, vllm_mode="both"), named_config("tiny-qwen3"))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("line, said", [
+    ("vllm_mode: server", "a server generates, on devices of its own"),
+    ("vllm_gpu_memory_utilization: 0.5", "vLLM's share, 0.5 of the device, 4.00 GiB, is in it throughout"),
+])  # fmt: skip
+def test_the_planner_and_the_doctor_say_so(planned, capsys, tmp_path, line, said):
+    from experiments.plan import doctor
+
+    (tmp_path / "profile.yaml").write_text(f"use_vllm: true\nbeta: 0.0\n{line}\n")
+    words = f"--model tiny-qwen3 --profile {tmp_path}/profile.yaml --prompt 64 --completion 16 --device-memory 8GiB"
+    result = planned(*words.split(), "--arms", "stock")
+    assert said in result.stdout and result.stdout.count("vLLM 4.00") == line.endswith("0.5"), result.stderr
+    assert doctor.main([*words.split(), "--output", str(tmp_path / "fits.yaml")]) == 0
+    assert said in capsys.readouterr().out
+
+
+def test_a_peak_without_an_engine_is_as_it_was():
+    peak = PredictedPeak("train", 100, {}, 0)
+    assert engine.with_engine(Setup(64, use_vllm=True), [peak]) == [peak], "the device is not known"
+
+
+# -- the server ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server():
+    """Answers each request with the next status; the last one stays."""
+    statuses = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(statuses.pop(0) if len(statuses) > 1 else statuses[0])
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as made:
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{made.server_port}", statuses
+        made.shutdown()
+
+
+def config(url, **more):
+    values = dict(
+        use_vllm=True, vllm_mode="server", vllm_server_base_url=url, vllm_server_timeout=0.0, process_index=0,
+        world_size=1,
+    )  # fmt: skip
+    return SimpleNamespace(**values | more)
+
+
+def test_a_server_that_is_there_is_found(server, capsys, monkeypatch):
+    url, statuses = server
+    monkeypatch.setattr(vllm_server, "EVERY", 0.01)
+    statuses += [200]
+    vllm_server.wait_for(config(url))
+    assert capsys.readouterr().out == ""
+    statuses[:] = [503, 503, 200]
+    vllm_server.wait_for(config(url, vllm_server_timeout=60.0))
+    assert capsys.readouterr().out.startswith(f"vllm    waiting for the server at {url}, 60 s at most")
+
+
+def test_a_server_that_is_not_there_is_named_in_one_line():
+    with pytest.raises(ConfigError) as refusal:
+        vllm_server.wait_for(config("http://127.0.0.1:9"))
+    line = str(refusal.value)
+    assert line.startswith("no vLLM server answers at http://127.0.0.1:9 within 0 s") and "\n" not in line
+    assert "trl vllm-serve --model" in line and "--vllm_mode colocate" in line
+    by_port = config(None, vllm_server_host="127.0.0.1", vllm_server_port=9)
+    with pytest.raises(ConfigError, match="at http://127.0.0.1:9 "):
+        vllm_server.wait_for(by_port)
+
+
+def test_nobody_is_asked_where_no_server_generates():
+    vllm_server.wait_for(config("http://127.0.0.1:9", vllm_mode="colocate"))
+    vllm_server.wait_for(config("http://127.0.0.1:9", use_vllm=False))

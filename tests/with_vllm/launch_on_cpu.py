@@ -1,0 +1,14 @@
+"""The launcher, with what vLLM needs on a CPU: launch_on_cpu.py PROFILE [--setting value ...]"""
+
+import sys
+
+import vllm_on_cpu
+
+from experiments.builds import use_fork
+from experiments.config import ARMS
+from experiments.launch.__main__ import main
+
+use_fork(ARMS["shared"])
+vllm_on_cpu.colocated()
+vllm_on_cpu.to_server()
+sys.exit(main())

@@ -1,0 +1,48 @@
+"""Runs the launcher with a profile that has vLLM, on a CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PROFILE = """
+algorithm: grpo
+dtype: float32
+bf16: false
+use_vllm: true
+vllm_max_model_length: 512
+prefix_sharing: true
+num_generations: 4
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 2
+max_completion_length: 8
+max_steps: 2
+save_steps: 2
+prompt_tokens: 48
+logging_steps: 1
+learning_rate: 1.0e-3
+report_to: none
+disable_tqdm: true
+"""
+
+
+def launch(model: Path, folder: Path, *settings: str) -> tuple[int, str]:
+    """(exit code, what it printed). Its output goes to `folder`/out."""
+    (folder / "profile.yaml").write_text(PROFILE)
+    program = [sys.executable, str(Path(__file__).with_name("launch_on_cpu.py")), str(folder / "profile.yaml")]
+    command = [*program, "--output_dir", str(folder / "out"), *settings]
+    environment = os.environ | {"MODEL_PATH": str(model), "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    return result.returncode, result.stdout + result.stderr
+
+
+def check_trained(code: int, said: str, folder: Path) -> None:
+    assert code == 0, said[-3000:]
+    record = json.loads((folder / "memory.json").read_text())
+    assert {"generate", "score", "train", "optimizer"} <= set(record["peaks"]) and record["arguments"]["use_vllm"]
+    log = json.loads((folder / "checkpoint-2" / "trainer_state.json").read_text())["log_history"]
+    # the second rollout is one of new weights
+    assert log[1]["sampling/sampling_logp_difference/max"] < 1e-4 and log[0]["grad_norm"] > 0
+    assert (folder / "model.safetensors").exists()

@@ -1,0 +1,36 @@
+"""The comparison finds faults that are put in on purpose."""
+
+import pytest
+from comparison import faults
+from training import CASES, train
+
+
+@pytest.fixture(scope="module")
+def off(qwen3, trl):
+    return train(CASES["grpo"], False, qwen3)
+
+
+def test_an_engine_that_gets_no_weights(off, qwen3, trl):
+    def keep_weights(trainer):
+        trainer.vllm_generation.sync_weights = lambda: None
+
+    kept = train(CASES["grpo"], True, qwen3, keep_weights)
+    assert any(fault.startswith("on: vLLM's log-probabilities") for fault in faults(off, kept))
+
+
+def test_completions_one_position_too_far(off, qwen3, trl, monkeypatch):
+    from trl.models.prefix_sharing_contexts import ReadPrefix
+
+    of = ReadPrefix.of.__func__
+    further = classmethod(lambda cls, prefix, positions, *rest: of(cls, prefix, positions + 1, *rest))
+
+    def spoil(trainer):  # which has compared one pass with whole rows already
+        monkeypatch.setattr(ReadPrefix, "of", further)
+
+    found = faults(off, train(CASES["grpo"], True, qwen3, spoil))
+    assert any(fault.startswith("parameters") for fault in found)
+    assert any(fault.startswith("on: vLLM's log-probabilities") for fault in found)
+
+
+def test_sharing_that_is_off(off):
+    assert faults(off, off) == ["0 passes shared prompts with sharing, 0 without"]
