@@ -1,4 +1,4 @@
-.PHONY: help reproduce test test-all test-deepspeed lint charts bench plans fit-data
+.PHONY: help reproduce test test-all test-deepspeed test-cuda lint charts bench plans fit-data
 .DEFAULT_GOAL := help
 
 help:
@@ -7,6 +7,7 @@ help:
 	@echo "make test-all    set up, lint, run every test"
 	@echo "make test-deepspeed"
 	@echo "                 DeepSpeed ZeRO-3 on two processes, in an environment of its own (about 10 minutes)"
+	@echo "make test-cuda   CUDA's build of torch on an emulated device, in an environment of its own (4.7 GB; 15 minutes)"
 	@echo "make bench       time and memory of today's trainer with and without prefix sharing (about 40 minutes)"
 	@echo "make plans       predict the memory of every profile (a few minutes)"
 	@echo "make fit-data    make docs/fit.html and what it answers from (about 30 minutes; goes on where it was interrupted)"
@@ -38,6 +39,18 @@ test-deepspeed:
 	.venv/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']['deepspeed'])" \
 	  | DS_BUILD_OPS=0 .venv-deepspeed/bin/python -m pip install -q --disable-pip-version-check -r /dev/stdin
 	.venv-deepspeed/bin/python -m pytest -q tests/test_distributed.py tests/test_launch_distributed.py -k zero3
+
+# .venv and the CUDA build of torch upon it: made when it is missing, kept
+test-cuda:
+	@command -v gcc >/dev/null && command -v g++ >/dev/null \
+	  || { echo "make test-cuda: gcc and g++ compile the emulated device: apt-get install g++" >&2; exit 1; }
+	./setup_env.sh
+	[ -x .venv-cuda/bin/python ] || .venv/bin/python -m venv .venv-cuda
+	.venv/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']['cuda'])" \
+	  | .venv-cuda/bin/python -m pip install -q --disable-pip-version-check -c requirements.lock -r /dev/stdin
+	.venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	  > "$$(.venv-cuda/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/project.pth"
+	.venv-cuda/bin/python -m pytest -q tests/cuda
 
 lint:
 	./setup_env.sh

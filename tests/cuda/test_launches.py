@@ -1,0 +1,17 @@
+"""How many kernels an update launches, and how often it waits for the device: no more than is on record.
+
+Fewer: record them, tests/cuda/launches.csv is what docs/emulated_cuda.md shows."""
+
+import csv
+from pathlib import Path
+
+
+def test_launches_and_waits_are_no_more_than_recorded(probe):
+    (found,) = probe("launches")
+    with (Path(__file__).parent / "launches.csv").open(newline="") as file:
+        recorded = {
+            row.pop("way"): {name: float(value) for name, value in row.items()} for row in csv.DictReader(file)
+        }
+    assert found.keys() == recorded.keys()
+    more = {way: values for way, values in found.items() if any(values[x] > recorded[way][x] for x in values)}
+    assert not more, f"more than recorded: {more}"

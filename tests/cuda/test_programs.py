@@ -1,0 +1,40 @@
+"""Programs of the project from their first to their last line on the device: the example, the launcher, a run of an
+arm, one that is out of memory, and the first commands of the program for a GPU."""
+
+import json
+
+import pytest
+from conftest import INTERPRETED
+
+TRAIN = ("-m", "experiments.train", "--k", 2, "--scale", "test", "--device", "cuda", "--machine", "here")
+
+
+def test_the_readme_example_trains_on_the_device(on_device):
+    result = on_device("examples/train_with_prefix_sharing.py", "--k", 4, "--steps", 1, **INTERPRETED)
+    assert result.code == 0, result.err[-3000:]
+    assert "MiB on the GPU" in result.out and not result.reports[-1]["unsupported"]
+
+
+def test_the_launcher_trains_on_the_device(on_device, tmp_path):
+    words = ("balanced", "--max_steps", 1, "--max_completion_length", 8, "--num_generations", 4)
+    words += ("--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 2)
+    result = on_device("-m", "experiments.launch", *words, cwd=tmp_path, MODEL_PATH="random:tiny-qwen3", **INTERPRETED)
+    assert result.code == 0, result.err[-3000:]
+    assert "predicted peak" in result.out and "GiB that are free" not in result.err
+    assert not any(report["unsupported"] for report in result.reports)
+
+
+@pytest.mark.parametrize("arm", ["stock", "shared"])
+def test_a_run_is_measured_on_the_device(on_device, tmp_path, arm):
+    result = on_device(*TRAIN, "--arm", arm, "--results", tmp_path, **INTERPRETED)
+    assert result.code == 0, result.err[-3000:]
+    record = json.loads((tmp_path / "here" / f"{arm}_test_k2_r0" / "run.json").read_text())
+    assert record["status"] == "ok" and record["device_kind"] == "cuda" and record["device_name"] == "Emulated sm_90"
+    assert 0 < record["peak_allocated_bytes"] < record["peak_reserved_bytes"]
+
+
+def test_a_run_that_is_out_of_memory_is_recorded_as_that(on_device, tmp_path):
+    result = on_device(*TRAIN, "--arm", "shared", "--results", tmp_path, gib=0.5, **INTERPRETED)
+    assert result.code == 3, result.err[-3000:]
+    record = json.loads((tmp_path / "here" / "shared_test_k2_r0" / "run.json").read_text())
+    assert (record["status"], record["exit_code"]) == ("oom", 3) and "out of memory" in record["error"]
