@@ -1,14 +1,15 @@
 """How many kernels an update launches, and how often it waits for the device: no more than is on record.
 
-Fewer: record them, tests/cuda/launches.csv is what docs/emulated_cuda.md shows."""
+Fewer: record them, results/emulated-cuda/launches.csv is what docs/emulated_cuda.md shows."""
 
 import csv
-from pathlib import Path
+
+import device
 
 
 def test_launches_and_waits_are_no_more_than_recorded(probe):
     (found,) = probe("launches")
-    with (Path(__file__).parent / "launches.csv").open(newline="") as file:
+    with (device.ROOT / "results" / "emulated-cuda" / "launches.csv").open(newline="") as file:
         recorded = {
             row.pop("way"): {name: float(value) for name, value in row.items()} for row in csv.DictReader(file)
         }

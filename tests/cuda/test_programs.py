@@ -2,7 +2,10 @@
 arm, one that is out of memory, and the first commands of the program for a GPU."""
 
 import json
+import subprocess
+import sys
 
+import device
 import pytest
 from conftest import INTERPRETED
 
@@ -39,3 +42,22 @@ def test_a_run_that_is_out_of_memory_is_recorded_as_that(on_device, tmp_path):
     assert result.code == 3, result.err[-3000:]
     record = json.loads((tmp_path / "here" / "shared_test_k2_r0" / "run.json").read_text())
     assert (record["status"], record["exit_code"]) == ("oom", 3) and "out of memory" in record["error"]
+
+
+@pytest.mark.parametrize("items, values", [("device", "ints"), ("kernels", "all")])
+def test_the_program_for_a_gpu_begins_in_a_bare_copy(tmp_path, items, values):
+    """`run_gpu.sh` where there are the project's files alone: its first items, those that time copies and products
+    without making them."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=device.ROOT, capture_output=True, check=True).stdout
+    archive = ["tar", "-c", "--null", "-T", "-"]
+    packed = subprocess.run(archive, cwd=device.ROOT, input=files, capture_output=True, check=True).stdout
+    subprocess.run(["tar", "-x"], cwd=copy, input=packed, check=True)
+    settings = {"PYTHON": sys.executable, "MINUTES": 20, "OUT": tmp_path / "gpu.tar.gz", **INTERPRETED}
+    environment = device.environment(values, copy_limit=2**20 if values == "ints" else 2**40, **settings)
+    command = ["./run_gpu.sh", "--only", items, "--results", tmp_path / "results"]
+    result = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+    (machine,) = (tmp_path / "results").iterdir()
+    assert (tmp_path / "gpu.tar.gz").exists() and list(machine.glob(f"{items}.*"))
