@@ -14,13 +14,12 @@ PROBES = Path(__file__).parent / "probes"
 INTERPRETED = {"TRITON_INTERPRET": "1", "TORCH_DISABLE_NATIVE_JIT": "1"}
 
 
-@pytest.fixture
-def on_device(tmp_path):
+@pytest.fixture(scope="session")
+def on_device(tmp_path_factory):
     """Runs a program (words behind `python`) on the device; returns exit code, output, and the lines of its report."""
 
     def run(*words, timeout=900, cwd=device.ROOT, **settings):
-        path = tmp_path / "report.json"
-        path.unlink(missing_ok=True)
+        path = tmp_path_factory.mktemp("device") / "report.json"
         result = subprocess.run(
             [sys.executable, "-W", "ignore", *map(str, words)],
             cwd=cwd, capture_output=True, text=True, timeout=timeout,
@@ -33,7 +32,7 @@ def on_device(tmp_path):
     return run
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def probe(on_device):
     """Runs probes/NAME.py; returns what it printed, a value a line of JSON."""
 

@@ -5,6 +5,7 @@ import os
 import shutil
 
 import pytest
+from conftest import INTERPRETED
 
 TRAIN = ("-m", "experiments.train", "--arm", "shared", "--k", 2, "--scale", "test", "--machine", "here")
 LAUNCH = ("-m", "experiments.launch", "balanced", "--max_steps", 1, "--max_completion_length", 8)
@@ -76,3 +77,13 @@ def test_set_up_tries_the_gpu(on_device):
     assert on_device("-m", "experiments.cuda_check", emulate="none").code == 0
     result = on_device("-m", "experiments.cuda_check", emulate="none", fault="old-driver")
     assert result.code == 1 and "driver on your system is too old" in result.err
+
+
+def test_prefix_sharing_does_not_put_a_fault_of_the_device_on_the_model(on_device):
+    result = on_device("examples/train_with_prefix_sharing.py", "--steps", 1, emulate="none", fault="no-kernels")
+    assert result.code and "no kernel image" in result.err and "does not support Qwen3" not in result.err
+
+
+def test_the_lm_head_trains_in_bfloat16_on_turing_or_says_what_does(on_device):
+    result = on_device("examples/train_with_prefix_sharing.py", "--k", 2, "--steps", 1, capability=75, **INTERPRETED)
+    assert result.code == 0 or "fp16" in result.err.splitlines()[-1], result.err[-3000:]

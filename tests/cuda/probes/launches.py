@@ -1,7 +1,8 @@
 """Kernel launches and waits of an update's passes, forward and backward, by way to divide eight completions.
 
-Prints JSON: {way: {"launches_a_layer", "launches_outside_layers", "waits"}}. A layer's are the difference of models of
-two depths. Micro-batches are of two completions; the LM head's kernels are compiled and do not run.
+Prints JSON: {way: {"launches_a_layer", "launches_outside_layers", "waits", "pageable"}}, the last one where the fork
+copies from pageable memory and means not to wait. A layer's launches are the difference of models of two depths.
+Micro-batches are of two completions; the LM head's kernels are compiled and do not run.
 """
 
 import json
@@ -55,8 +56,8 @@ def update(model, inputs, rows: int, sharing: bool) -> None:
             open_prefix.backward()
 
 
-def counted(layers: int) -> dict[str, tuple[int, int]]:
-    """{way: (launches, waits)} of an update."""
+def counted(layers: int) -> dict[str, tuple[int, int, list[str]]]:
+    """{way: (launches, waits, copies from pageable memory that are meant not to wait)} of an update."""
     from trl.models.prefix_sharing import enable_prefix_sharing
 
     model, inputs, found = model_of(layers), batch(), {}
@@ -73,7 +74,9 @@ def counted(layers: int) -> dict[str, tuple[int, int]]:
                     update(model, inputs, rows, sharing)
                 way = ["whole rows", "shared"][sharing] + [", together", ", two a micro-batch"][rows < K]
                 way += ", checkpointed" if checkpointing else ""
-                found[way] = (emulate.launches(), sum(emulate.current.waits.values()))
+                waits = emulate.current.waits
+                pageable = sorted(place for kind, place in waits if kind == "from pageable memory, async")
+                found[way] = (emulate.launches(), sum(waits.values()), pageable)
     return found
 
 
@@ -81,11 +84,16 @@ def main() -> None:
     use_fork(ARMS["shared"])
     few, many = map(counted, DEPTHS)
     rows = {}
-    for way, (launches, waits) in many.items():
+    for way, (launches, waits, pageable) in many.items():
         layer = (launches - few[way][0]) / (DEPTHS[1] - DEPTHS[0])
         outside = launches - layer * DEPTHS[1]
         assert waits == few[way][1], f"{way}: waits in layers"
-        rows[way] = {"launches_a_layer": layer, "launches_outside_layers": outside, "waits": waits}
+        rows[way] = {
+            "launches_a_layer": layer,
+            "launches_outside_layers": outside,
+            "waits": waits,
+            "pageable": pageable,
+        }
     print(json.dumps(rows))
 
 
