@@ -1,4 +1,4 @@
-.PHONY: help reproduce test test-all test-deepspeed test-vllm lint charts bench plans fit-data
+.PHONY: help reproduce test test-all test-deepspeed test-vllm test-cuda lint charts bench plans fit-data
 .DEFAULT_GOAL := help
 
 help:
@@ -9,6 +9,7 @@ help:
 	@echo "                 DeepSpeed ZeRO-3 on two processes, in an environment of its own (about 10 minutes)"
 	@echo "make test-vllm   real vLLM on a CPU, in the trainer and as a server, in an environment of its own (about 5 minutes,"
 	@echo "                 and 4 more to make the environment once)"
+	@echo "make test-cuda   CUDA's build of torch on an emulated device, in an environment of its own (4.7 GB; 15 minutes)"
 	@echo "make bench       time and memory of today's trainer with and without prefix sharing (about 40 minutes)"
 	@echo "make plans       predict the memory of every profile (a few minutes)"
 	@echo "make fit-data    make docs/fit.html and what it answers from (about 30 minutes; goes on where it was interrupted)"
@@ -47,6 +48,18 @@ test-vllm:
 	tests/with_vllm/setup.sh
 	.venv-vllm/bin/python -m pytest -q -n 2 --dist loadfile tests/with_vllm
 
+# .venv and the CUDA build of torch upon it: made when it is missing, kept
+test-cuda:
+	@command -v gcc >/dev/null && command -v g++ >/dev/null \
+	  || { echo "make test-cuda: gcc and g++ compile the emulated device: apt-get install g++" >&2; exit 1; }
+	./setup_env.sh
+	[ -x .venv-cuda/bin/python ] || .venv/bin/python -m venv .venv-cuda
+	.venv/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']['cuda'])" \
+	  | .venv-cuda/bin/python -m pip install -q --disable-pip-version-check -c requirements.lock -r /dev/stdin
+	.venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	  > "$$(.venv-cuda/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/project.pth"
+	.venv-cuda/bin/python -m pytest -q tests/cuda
+
 lint:
 	./setup_env.sh
 	.venv/bin/python -m ruff check . && .venv/bin/python -m ruff format --check -q .
@@ -55,7 +68,7 @@ charts:
 	./visualize_results.sh results/reference-cpu-2-cores
 	.venv/bin/python -m visualization.charts.worth results/reference-cpu-2-cores results/reference-cpu-2-cores/charts/worth.png
 	.venv/bin/python -m visualization.charts.published_gpus results/published results/published/gpu_peaks.png
-	for page in README.md docs/findings.md docs/memory_guide.md docs/prefix_sharing.md; do \
+	for page in README.md docs/emulated_cuda.md docs/findings.md docs/memory_guide.md docs/prefix_sharing.md; do \
 	  .venv/bin/python -m visualization.tables $$page --write || exit 1; done
 
 # Predictions of every profile at prompts of 2,000 tokens, a few minutes; then make charts

@@ -210,3 +210,4 @@ EOF
 if [ -e .venv ] || [ -L .venv ]; then mv -T .venv .venv.old; fi
 mv -T "$new" .venv
 echo "environment: ready"
+[ "$build" = cpu ] || .venv/bin/python -m experiments.cuda_check || true # says what keeps trainings from the GPU

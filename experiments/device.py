@@ -61,6 +61,10 @@ def pick_device(wanted: str) -> tuple[str, str, int]:
         raise ConfigError(
             f"device {wanted!r} is not usable here{why}; use --device cpu, or check nvidia-smi and torch"
         )
+    from experiments.cuda_check import unused_gpu
+
+    if why := unused_gpu():
+        print(f"device  the CPU: {why}", file=sys.stderr)
     return "cpu", cfg.cpu_name(), host_bytes
 
 

@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from experiments import config as cfg
+from experiments import cuda_check
 from experiments.builds import use_fork
 from experiments.config import ARMS, GIB, ROOT, SCALES, ConfigError, RunConfig, Stopped
 from experiments.device import (
@@ -143,6 +144,11 @@ def prepare(config: RunConfig) -> tuple[list[str], list[str]]:
     """(documents, patches of the TRL that is now first on the path). Raises `ConfigError` for what cannot work."""
     from experiments.workload import data, models
 
+    if config.device == "cuda":
+        if ARMS[config.arm].line == "current":
+            cuda_check.check(config.precision in ("bf16", "bfloat16"), "--precision float32")
+        elif why := cuda_check.no_kernels():
+            raise ConfigError(why)
     documents = data.load_documents(config.documents)
     models.check_fits(config, models.model_config(config))
     return documents, use_fork(ARMS[config.arm])

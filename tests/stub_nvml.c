@@ -4,6 +4,8 @@
  * STUB_NVML_PROCESSES  "pid:bytes,pid:bytes", the compute processes on each device; bytes -1: not available
  * STUB_NVML_MEMORY     the code that memory info returns (3: not supported, as on a GPU that shares the host's memory)
  * STUB_NVML_INIT       the code that init returns (9: driver not loaded)
+ *
+ * Behind them those that a CUDA build of torch looks up (tests/cuda).
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -120,4 +122,36 @@ int nvmlDeviceGetComputeRunningProcesses_v3(Device *device, unsigned *count, Pro
     }
     *count = found;
     return found > room ? INSUFFICIENT_SIZE : OK;
+}
+
+/* torch */
+int nvmlInit_v2(void) { return OK; }
+
+int nvmlDeviceGetHandleByPciBusId_v2(const char *bus, Device **device) {
+    (void)bus;
+    *device = &devices[0];
+    return OK;
+}
+
+int nvmlSystemGetDriverVersion(char *version, unsigned size) { return copy("580.00", version, size); }
+
+int nvmlSystemGetCudaDriverVersion_v2(int *version) {
+    *version = 13000;
+    return OK;
+}
+
+int nvmlDeviceGetComputeRunningProcesses(Device *device, unsigned *count, void *processes) {
+    (void)device, (void)processes;
+    *count = 0;
+    return OK;
+}
+
+int nvmlDeviceGetNvLinkRemoteDeviceType(void) { return NOT_SUPPORTED; }
+
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(void) { return NOT_SUPPORTED; }
+
+int nvmlDeviceGetGpuFabricInfoV(Device *device, unsigned char *info) {
+    (void)device;
+    memset(info + 4, 0, 28); /* behind the version: no cluster, no clique, no fabric */
+    return OK;
 }

@@ -572,7 +572,7 @@ def test_memory_that_runs_out_is_said_in_one_line_and_recorded(policy, tmp_path,
 
 
 @pytest.mark.torch
-def test_a_model_kept_on_the_host_leaves_the_device_when_the_policy_trains(monkeypatch):
+def test_quantized_weights_that_are_kept_on_the_host_move_with_their_states(monkeypatch):
     import torch
 
     from experiments.launch.offload import keep_on_host
@@ -580,9 +580,11 @@ def test_a_model_kept_on_the_host_leaves_the_device_when_the_policy_trains(monke
     calls = []
     hook = SimpleNamespace(offload=lambda: calls.append("offload"))
     monkeypatch.setattr("accelerate.cpu_offload_with_hook", lambda model, device: (model, hook))
-    accelerator = SimpleNamespace(unwrap_model=lambda model: model, device="cpu")
-    trainer = SimpleNamespace(accelerator=accelerator, model=torch.nn.Linear(2, 2), is_fsdp_enabled=False)
-    keep_on_host(trainer, torch.nn.Linear(2, 2))
+    accelerator = SimpleNamespace(unwrap_model=lambda model: model, device=torch.device("cpu"))
+    trainer = SimpleNamespace(accelerator=accelerator, model=torch.nn.Linear(2, 2))
+    kept = torch.nn.Linear(2, 2)
+    kept.is_quantized = True
+    keep_on_host(trainer, kept)
     with torch.no_grad():
         trainer.model(torch.ones(1, 2))  # generation, scoring
     assert calls == []

@@ -16,7 +16,7 @@ from experiments.config import ARMS, ConfigError
 from experiments.plan import __main__ as plan
 from experiments.plan.options import room_of
 from experiments.plan.predict import PredictedPeak, Prediction
-from experiments.plan.reserve import CONTEXT, FIXED, Room
+from experiments.plan.reserve import FIXED, OUTSIDE, Room
 from experiments.plan.setups import ARM_NAMES, OLDER, Setup, check
 from experiments.plan.sharding import spread
 
@@ -228,7 +228,7 @@ def test_adapters_are_planned_as_the_settings_have_them(tmp_path, capsys):
         ("24", "0.8GiB", ["--device-memory 24 is 24 bytes", "did you mean 24GiB?"]),
         ("255MiB", "0.8GiB", ["255MiB", "256 MiB"]),
         ("5000TB", "0.8GiB", ["5000TB"]),
-        ("24GiB", "30GiB", ["--reserve 30GiB", "24.00 GiB", "0.2GiB"]),
+        ("24GiB", "30GiB", ["--reserve 30GiB", "24.00 GiB", "0.26GiB"]),
         ("24GiB", "24GiB", ["--reserve 24GiB"]),
         ("24GiB", "much", ["--reserve", "much"]),
     ],
@@ -242,7 +242,7 @@ def test_sizes_that_no_device_has_are_refused(memory, reserve, parts):
 def test_a_device_less_its_reserve_is_what_is_left():
     assert room_of("24GiB", "0.8GiB") == Room(24 * 2**30 - int(0.8 * 2**30)) and room_of(None, "x") is None
     assert room_of("256MiB", "0").size == 2**28
-    assert room_of("24GiB", None) == Room(24 * 2**30 - CONTEXT, FIXED)
+    assert room_of("24GiB", None) == Room(24 * 2**30 - OUTSIDE, FIXED)
 
 
 def test_what_fits_has_room_for_what_the_allocator_wastes_and_what_is_short_has_none_for_its_tensors():

@@ -261,3 +261,14 @@ def test_the_cpu_build_is_looked_for_before_pypis_larger_one_is_taken(copy):
     assert code == 0 and any("taking PyPI's" in line for line in out)
     tried = [call.split()[-1] for call in copy.calls.read_text().splitlines()[2:]]
     assert tried == ["torch==2.0+cpu", "torch==2.0+cpu", "torch==2.0", "requirements.lock"]
+
+
+def test_what_keeps_trainings_from_the_gpu_is_said_when_it_is_set_up_for_one(old):
+    (old.folder / "experiments").mkdir()
+    check = "import sys; print('gpu: no compiler', file=sys.stderr); sys.exit(1)"
+    (old.folder / "experiments" / "cuda_check.py").write_text(check)
+    old.change_lock()
+    code, _, err = old.run("--cuda")
+    assert code == 0 and err == ["gpu: no compiler"]
+    old.change_lock()
+    assert old.run("--cpu")[2] == []

@@ -495,7 +495,10 @@ def test_tables_refuse_broken_markers(machine, tmp_path, text, told):
         tables.main([str(tmp_path / "README.md"), "--check"])
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/findings.md", "docs/memory_guide.md", "docs/prefix_sharing.md"])
+PAGES = ("README.md", *(f"docs/{name}.md" for name in ("emulated_cuda", "findings", "memory_guide", "prefix_sharing")))
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_the_documents_agree_with_the_results(name, capsys):
     assert tables.main([str(ROOT / name), "--check"]) == 0, capsys.readouterr().out
 

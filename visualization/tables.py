@@ -5,8 +5,8 @@
 
 A marked place starts with `<!-- table:NAME results/<machine> -->`, or `<!-- table:NAME results/<machine> SCALE -->`
 for one scale only, and ends with `<!-- /table -->`. Names: summary, peak, audit, speed, published, phases, shapes,
-rivals, families, worth, decoding, plan, levers, profiles, exactness, kernels, cells, sampler, gpu-peaks. The folder
-is relative to the file.
+rivals, families, worth, decoding, plan, levers, profiles, exactness, kernels, cells, sampler, gpu-peaks, emulated,
+launches. The folder is relative to the file.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from pathlib import Path
 from visualization import seconds
 from visualization.files import LoadError, read_text, run_cli, write_text
 from visualization.load import load_machine, tell_damaged
+from visualization.pages.emulated import emulated_table, launches_table
 from visualization.pages.gpu_evidence import (
     SHAPE,
     cells_table,
@@ -58,6 +59,8 @@ FOLDER_TABLES: dict[str, tuple[Callable[[Path], str], str]] = {
     "cells": (cells_table, "cells/*.csv*"),
     "sampler": (sampler_table, "sampler.csv"),
     "gpu-peaks": (gpu_peaks_table, "predicted.csv"),
+    "emulated": (emulated_table, "planner.csv"),
+    "launches": (launches_table, "launches.csv"),
 }
 NAMES = (*TABLES, "shapes", *FOLDER_TABLES)
 

@@ -131,29 +131,34 @@ def router_settings(model) -> dict:
 
 
 def errors_of_passes(model, truth, settings: dict) -> tuple[float, float]:
-    """The largest errors of all completions together, of one at a time, of two with gradient checkpointing, and of one
-    a micro-batch."""
-    from trl.models.prefix_sharing import SharedPrefixPasses
-
-    def errors_of(size):
-        return error_of(run(model, passes=SharedPrefixPasses(PROMPT, size), **settings), truth)
-
-    errors = [errors_of(None), errors_of(1), error_of_micro_batches(model)]
-    if model.supports_gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-        errors.append(errors_of(2))
-        model.gradient_checkpointing_disable()
+    """The largest errors of all `ways`. In micro-batches the router's loss is another one, with TRL's own as well:
+    they are compared without it."""
+    errors = [error_of(found, truth) for found in ways(model, settings).values()]
+    errors.append(error_of(run_micro_batches(model), run(model)))
     return tuple(max(values) for values in zip(*errors, strict=True))
 
 
-def error_of_micro_batches(model) -> tuple[float, float]:
-    """The same of one completion a micro-batch, beside whole rows. Without the router's loss, which is another one in
-    micro-batches, with TRL's own as well."""
+def ways(model, settings: dict) -> dict:
+    """What `run` gives for all completions together, for one at a time, and for two with gradient checkpointing."""
+    from trl.models.prefix_sharing import SharedPrefixPasses
+
+    def found(size):
+        return run(model, passes=SharedPrefixPasses(PROMPT, size), **settings)
+
+    results = {"together": found(None), "one at a time": found(1)}
+    if model.supports_gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+        results["two, checkpointed"] = found(2)
+        model.gradient_checkpointing_disable()
+    return results
+
+
+def run_micro_batches(model):
+    """What `run` gives, of one completion a micro-batch and without the router's loss."""
     import torch
     from trl.models.prefix_sharing import SharedPrefixPasses
     from trl.models.prefix_sharing_micro_batches import OpenPrefix
 
-    truth = run(model)
     model.zero_grad()
     open_prefix, tokens = OpenPrefix(num_micro_batches=len(LENGTHS) // 2), []
     for step in range(len(LENGTHS)):
@@ -163,10 +168,10 @@ def error_of_micro_batches(model) -> tuple[float, float]:
         loss.backward()
         open_prefix.backward()
         tokens.append(own)
-    return error_of((torch.cat(tokens, dim=1), gradient_of(model)), truth)
+    return torch.cat(tokens, dim=1), gradient_of(model)
 
 
-def batch():
+def batch(device="cpu"):
     """Two prompts, one behind padding, with three completions each, one of which has no token."""
     import torch
 
@@ -177,7 +182,7 @@ def batch():
     mask[3:, :LEFT_PADDING] = 0
     for row, length in enumerate(LENGTHS):
         mask[row, PROMPT + length :] = 0
-    return ids, mask
+    return ids.to(device), mask.to(device)
 
 
 def sees_later_tokens(model) -> bool:
@@ -204,11 +209,11 @@ def scored(model, rows: slice, **settings):
     """(log-probabilities and entropies, their weighted sum with the router's loss) of some rows of the batch."""
     import torch
 
-    ids, mask = batch()
+    ids, mask = batch(model.device)
     labels = ids.masked_fill(mask == 0, -100)
     labels[:, :PROMPT] = -100
     weights = torch.linspace(-1, 1, len(ids) * COMPLETION).view(1, -1, COMPLETION)
-    weights = weights * torch.tensor([1.0, 0.1]).view(2, 1, 1)
+    weights = (weights * torch.tensor([1.0, 0.1]).view(2, 1, 1)).to(model.device)
     inputs = {"input_ids": ids[rows], "attention_mask": mask[rows], "labels": labels[rows]}
     out = model(**inputs, fused_lm_head=True, **settings)
     tokens = torch.stack([out.log_probs[:, -COMPLETION:], out.entropy[:, -COMPLETION:]])
@@ -223,7 +228,8 @@ def gradient_of(model):
 
 def error_of(got, truth) -> tuple[float, float]:
     """Relative errors of the tokens and of the gradient."""
-    return tuple(((x - y).norm() / y.norm()).item() for x, y in zip(got, truth, strict=True))
+    pairs = [(x.double().cpu(), y.double().cpu()) for x, y in zip(got, truth, strict=True)]
+    return tuple(((x - y).norm() / y.norm()).item() for x, y in pairs)
 
 
 def generate(model, shared: bool = False, use_cache: bool = True):
@@ -232,7 +238,7 @@ def generate(model, shared: bool = False, use_cache: bool = True):
     from transformers import GenerationConfig
     from trl.generation.shared_prefix import generate_with_shared_prefix
 
-    ids, mask = batch()
+    ids, mask = batch(model.device)
     config = GenerationConfig(
         max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, eos_token_id=1,
         disable_compile=True, use_cache=use_cache, output_logits=True, return_dict_in_generate=True,

@@ -3,16 +3,18 @@
     python -m experiments.evidence.planner_check [--device cuda] [--cases shared-k8,...]
 
 On CUDA the measure is torch's own peak of allocated bytes, on a CPU `LiveBytes`, which counts the same there. Two
-updates are trained with the fork and the peaks of the second one compared, when the optimizer has its state. Writes
-one row a case and phase to results/<machine>/plan_check.csv, case by case; cases that this commit has measured there
-are not repeated. Exit code 5: --minutes were over before the last case.
+updates are trained with the fork and the peaks of the second one compared, when the optimizer has its state. Each case
+is a process of its own: what one leaves on the device would count in the next. Writes one row a case and phase to
+results/<machine>/plan_check.csv, case by case; cases that this commit has measured there are not repeated. Exit code
+5: --minutes were over before the last case.
 """
 
 import copy
-import gc
+import multiprocessing
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +43,7 @@ from experiments.workload import data, models
 
 COLUMNS = (
     "case", "phase", "predicted_bytes", "measured_bytes", "error", "shape", "vocab_size", "prompt_tokens",
-    "completion_tokens", "k", *FACTS,
+    "completion_tokens", "k", "reserved_bytes", *FACTS,
 )  # fmt: skip
 PHASES = ("generate", "score", "train", "optimizer")
 # (shape, vocabulary, prompt, completion): large enough that tensors, not bookkeeping, are what is counted
@@ -156,8 +158,9 @@ class CountedHighWater:
         return self.memory.peak, None, None, None
 
 
-def measure(setup: Setup, folder: Path, tokenizer, dataset) -> dict[str, int]:
-    """Peak allocated bytes of each phase in the second update, from its last rollout on."""
+def measure(setup: Setup, folder: Path, tokenizer, dataset) -> tuple[dict[str, int], int | None]:
+    """Peak allocated bytes of each phase in the second update, from its last rollout on, and what torch has reserved
+    at most by its end (CUDA)."""
     from experiments.launch.offload import keep_on_host
     from experiments.plan.live_bytes import LiveBytes
     from experiments.workload.trainers import torch_optimizer
@@ -185,7 +188,8 @@ def measure(setup: Setup, folder: Path, tokenizer, dataset) -> dict[str, int]:
     for peak in phases.peaks:
         if peak.step == last and peak.phase in peaks:
             peaks[peak.phase] = max(peaks[peak.phase], peak.peak_allocated_bytes)
-    return peaks
+    reserved = [peak.peak_reserved_bytes for peak in phases.peaks if peak.peak_reserved_bytes is not None]
+    return peaks, max(reserved, default=None)
 
 
 def run(argv: list[str] | None) -> int:
@@ -209,25 +213,23 @@ def run(argv: list[str] | None) -> int:
     there = set() if args.fresh else {row["case"] for row in rows if is_same(row, here.facts)}
     use_fork(ARMS["shared"])
     vocab_size = WORKLOADS[here.device][1]
-    documents = data.load_documents("builtin")
-    tokenizer = models.build_tokenizer(documents, vocab_size)
     print(f"{'case, GiB predicted / measured':32}" + "".join(f"{phase:>22}" for phase in PHASES))
     for name, setup in chosen.items():
         if name not in there:
             if time.monotonic() + took > deadline:
                 print(f"{name}: not begun after --minutes {args.minutes:g}; the same command goes on from here")
                 return EXIT_TIME
-            begun, shape = time.monotonic(), shape_of(name, here.device)
+            begun = time.monotonic()
             facts = {
                 "case": name,
-                "shape": shape,
+                "shape": shape_of(name, here.device),
                 "vocab_size": vocab_size,
                 "prompt_tokens": setup.prompt_tokens,
                 "completion_tokens": setup.max_completion_length,
                 "k": setup.num_generations,
                 **here.facts,
             }
-            found = check(name, setup, shape, vocab_size, documents, tokenizer)
+            found = check(name, here.device)
             rows = [row for row in rows if row["case"] != name]
             rows += [in_text(COLUMNS, {**facts, **row}) for row in found]
             rows.sort(key=lambda row: order.get(row["case"], len(order)))
@@ -241,12 +243,22 @@ def run(argv: list[str] | None) -> int:
     return 0
 
 
-def check(name: str, setup: Setup, shape: str, vocab_size: int, documents, tokenizer) -> list[dict]:
+def check(name: str, device: str) -> list[dict]:
+    """`check_here` in a new process."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(check_here, name, device).result()
+
+
+def check_here(name: str, device: str) -> list[dict]:
     """One case on a small model with random weights: a row a phase, bytes."""
+    use_fork(ARMS["shared"])
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    hf_config = models.shape_config(shape, None if setup.images else vocab_size)
+    setup, vocab_size = cases(device)[name], WORKLOADS[device][1]
+    documents = data.load_documents("builtin")
+    tokenizer = models.build_tokenizer(documents, vocab_size)
+    hf_config = models.shape_config(shape_of(name, device), None if setup.images else vocab_size)
     hf_config.pad_token_id, hf_config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
     if setup.images:
         tokenizer, dataset, setup = with_images(setup, hf_config, tokenizer)
@@ -261,8 +273,7 @@ def check(name: str, setup: Setup, shape: str, vocab_size: int, documents, token
             AutoModelForSequenceClassification.from_config(hf_config).save_pretrained(Path(folder, "reward"))
             tokenizer.save_pretrained(Path(folder, "reward"))
         predicted = {peak.phase: peak.total for peak in predict(name, setup, hf_config).phases}
-        measured = measure(setup, Path(folder), tokenizer, dataset)
-    gc.collect()
+        measured, reserved = measure(setup, Path(folder), tokenizer, dataset)
     return [
         {
             "phase": phase,
@@ -270,6 +281,7 @@ def check(name: str, setup: Setup, shape: str, vocab_size: int, documents, token
             "measured_bytes": measured[phase],
             "error": round(predicted[phase] / measured[phase] - 1, 4),
             "prompt_tokens": setup.prompt_tokens,
+            "reserved_bytes": reserved,
         }
         for phase in PHASES
     ]

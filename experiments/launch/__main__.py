@@ -16,7 +16,7 @@ import threading
 import time
 from pathlib import Path
 
-from experiments import host_allocator
+from experiments import cuda_check, host_allocator
 from experiments.config import ARMS, ConfigError, exit_code
 from experiments.device import is_out_of_memory, level, settle, show_one_gpu
 from experiments.launch import (
@@ -87,6 +87,7 @@ def run(argv: list[str]) -> int:
 
     use_fork(ARMS["shared"])
     launch, config, model = command_line.parse(argv)
+    check_gpu(config, model)
     quiet.after_import()
     reward = inputs.reward_function(launch.reward, ["prompt"] if rows is None else rows.column_names)
     if launch.offload_reward and not isinstance(reward, str):
@@ -100,6 +101,16 @@ def run(argv: list[str]) -> int:
                 print(begin.finished)
             return 0
         return train_in_folder(argv[0], launch, config, model, rows, reward, begin)
+
+
+def check_gpu(config, model) -> None:
+    """Say it where a GPU stays unused. Raises `ConfigError` where TRL cannot train on it as it is asked to."""
+    if config.device.type == "cuda":
+        in_bf16 = "bfloat16" in (model.dtype, str((config.model_init_kwargs or {}).get("dtype")))
+        half = " --dtype float16" if in_bf16 else ""
+        cuda_check.check(config.bf16 or in_bf16, f"--bf16 false --fp16 true{half}")
+    elif config.process_index == 0 and (why := cuda_check.unused_gpu()):
+        print(f"device  the CPU: {why}", flush=True)
 
 
 def train_in_folder(profile: str, launch: LaunchArguments, config, model, rows, reward, begin: output.Start) -> int:

@@ -13,7 +13,7 @@ from experiments.plan.calibration import CalibratedPeak, Calibration, file_of, l
 from experiments.plan.options import reserve_of
 from experiments.plan.predict import PredictedPeak
 from experiments.plan.recurrent import kernels_here
-from experiments.plan.reserve import CONTEXT, EXPANDABLE, FIXED, Room
+from experiments.plan.reserve import EXPANDABLE, FIXED, OUTSIDE, Room
 from experiments.settings.arguments import LaunchArguments
 
 
@@ -101,7 +101,7 @@ def room_here(config, calibration: Calibration | None) -> Room:
         room = Room(free - parse_bytes(kept))
     else:
         expandable = "expandable_segments:True" in os.environ.get("PYTORCH_ALLOC_CONF", "")
-        room = Room(free - CONTEXT, EXPANDABLE if expandable else FIXED)
+        room = Room(free - OUTSIDE, EXPANDABLE if expandable else FIXED)
     return room
 
 

@@ -2,14 +2,30 @@
 
 
 def keep_on_host(trainer, model) -> None:
-    """The reference or a reward model comes to the device when it is called and leaves it before the policy trains."""
+    """The reference or a reward model comes to the device when it is called and leaves it before the policy trains.
+
+    Nothing is copied when it leaves: its weights do not change, and the host has them all the time."""
     import torch
-    from accelerate import cpu_offload_with_hook
 
-    model, hook = cpu_offload_with_hook(trainer.accelerator.unwrap_model(model).cpu(), trainer.accelerator.device)
+    model, device = trainer.accelerator.unwrap_model(model).cpu(), trainer.accelerator.device
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    if getattr(model, "is_quantized", False):  # weights with states of their own, which move with them
+        from accelerate import cpu_offload_with_hook
 
-    def before_forward(module, args):
+        model, hook = cpu_offload_with_hook(model, device)
+        policy.register_forward_pre_hook(lambda *_: hook.offload() if torch.is_grad_enabled() else None)
+        return
+    kept = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers())]
+
+    def come(*_) -> None:
+        for tensor, host in kept:
+            if tensor.device.type != device.type:
+                tensor.data = host.to(device)
+
+    def leave(*_) -> None:
         if torch.is_grad_enabled():
-            hook.offload()
+            for tensor, host in kept:
+                tensor.data = host
 
-    trainer.accelerator.unwrap_model(trainer.model).register_forward_pre_hook(before_forward)
+    model.register_forward_pre_hook(come)
+    policy.register_forward_pre_hook(leave)

@@ -294,6 +294,12 @@ def conclude(
         print(f"  {model}.venv/bin/accelerate launch --config_file {file} -m experiments.launch {path}{own}")
     else:
         print(f"  {model}./launch_single_gpu.sh {path}{own}")
+    rows, k = last.setup.per_device_train_batch_size, last.setup.num_generations
+    if last.setup.device == "cuda" and last.setup.prefix_sharing and rows < k:
+        print(
+            f"  on CUDA more than {rows} completions a micro-batch may be faster while the model is small: each "
+            "micro-batch starts its kernels anew (docs/emulated_cuda.md)"
+        )
     print("  PYTORCH_ALLOC_CONF=expandable_segments:True keeps fragmentation low on CUDA; the launcher sets it")
 
 

@@ -148,7 +148,7 @@ def facts() -> dict:
     from experiments.plan.sharding import SHARDED, widened
 
     return {
-        "reserve_bytes": reserve.CONTEXT,
+        "reserve_bytes": reserve.OUTSIDE,
         "fragments": reserve.FIXED,
         "stays": reserve.STAYS,
         "trained": {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from experiments.config import GIB, ConfigError, parse_bytes, size_hint
 from experiments.plan.calibration import Calibration, load
-from experiments.plan.reserve import CONTEXT, FIXED, LIBRARIES, Room
+from experiments.plan.reserve import FIXED, LIBRARIES, OUTSIDE, Room
 from experiments.plan.setups import OPTIMIZERS, Setup, wrong_numbers
 from experiments.plan.trl_settings import COMMAND_LINE, changes, from_settings, with_changes
 from experiments.settings.profiles import devices_from
@@ -104,8 +104,8 @@ def add_memory_options(parser: argparse.ArgumentParser, default: str = "") -> No
     parser.add_argument("--device-memory", help=f"such as 24GiB{default}")
     parser.add_argument(
         "--reserve",
-        help="of it for CUDA's context and what the allocator cannot use; default: the calibration's, else "
-        f"{CONTEXT / GIB:.1f} GiB and {FIXED} of what comes and goes (measured by others on GPUs)",
+        help="of it for CUDA's context, cuBLAS and what the allocator cannot use; default: the calibration's, else "
+        f"{OUTSIDE / GIB:.2f} GiB and {FIXED} of what comes and goes (measured by others on GPUs)",
     )
 
 
@@ -131,13 +131,13 @@ def room_of(device_memory: str | int | None, reserve: str | None, device: str = 
     if device_memory is None:
         return None
     size = read_bytes("--device-memory", device_memory)
-    usual = CONTEXT if device == "cuda" else LIBRARIES
+    usual = OUTSIDE if device == "cuda" else LIBRARIES
     kept = usual if reserve is None else read_bytes("--reserve", reserve)
     if size < LEAST_DEVICE:
         hint = size_hint(str(device_memory))
         raise ConfigError(f"--device-memory {device_memory} is {size:,} bytes, below the 256 MiB of any device{hint}")
     if kept >= size:
-        default = f"the default is {usual / GIB:.1f}GiB"
+        default = f"the default is {usual / GIB:.2f}GiB"
         raise ConfigError(f"--reserve {reserve} leaves nothing of the device's {size / GIB:.2f} GiB; {default}")
     if hint := decimal_hint(str(device_memory)):
         print(hint, file=sys.stderr)
@@ -150,7 +150,7 @@ def reserve_in_words(reserve: str | None, device: str) -> str:
         return f"{LIBRARIES / GIB:.1f} GiB for Python and its libraries"
     if reserve is not None:
         return f"{reserve} reserved"
-    return f"{CONTEXT / GIB:.1f} GiB for CUDA's context and {FIXED} of what comes and goes for the allocator"
+    return f"{OUTSIDE / GIB:.2f} GiB for CUDA's context and cuBLAS, {FIXED} of what comes and goes for the allocator"
 
 
 def decimal_hint(text: str) -> str | None:

@@ -13,6 +13,10 @@ from experiments.plan import engine
 from experiments.plan.predict import PredictedPeak
 
 CONTEXT = round(0.2 * GIB)
+# cuBLAS's, which torch allocates for the thread of the forward and for that of the backward: 32 MiB each on Hopper and
+# Blackwell, 8 MiB on others (tests/cuda). No prediction counts them, and the card is not known: the larger ones
+WORKSPACES = 64 * 2**20
+OUTSIDE = CONTEXT + WORKSPACES
 LIBRARIES = round(0.8 * GIB)  # on a CPU: Python, torch and others, assumed
 STAYS = ("parameters", "reference", "reward model", "gradients", "optimizer state", engine.KIND)
 # Of what comes and goes: the median of 15 published trainings, and with expandable segments an assumption

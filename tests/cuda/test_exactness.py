@@ -1,0 +1,24 @@
+"""Prefix sharing computes on CUDA's own path what whole rows compute, to rounding; the host computes the kernels."""
+
+import pytest
+from conftest import INTERPRETED
+
+# Of each kind of attention and of state: plain, windows, sinks, latent attention; experts; linear attention, Mamba 2,
+# convolutions, attention beside Mamba
+FAMILIES = "llama,qwen3,gemma3_text,gpt_oss,deepseek_v3,qwen3_moe,qwen3_5_text,bamba,lfm2,falcon_h1"
+
+
+@pytest.mark.parametrize(
+    "families, setting",
+    [(FAMILIES, "bf16"), ("qwen3,gemma3_text,qwen3_5_text", "autocast"), ("qwen3,lfm2", "float32")],
+    ids=["bf16", "autocast", "float32"],
+)
+def test_errors_beside_float64_are_those_of_whole_rows(probe, families, setting):
+    found = probe("families", families, setting, **INTERPRETED)
+    assert [row["family"] for row in found] == families.split(",")
+    for row in found:
+        assert not row["unsupported"], row
+        for way, errors in row["ways"].items():
+            for mine, theirs in zip(errors, row["whole"], strict=True):
+                assert mine < 1.6 * theirs, f"{row['family']}, {way}: {row}"
+        assert row["generation"] < (1e-5 if setting == "float32" else 0.03), row
