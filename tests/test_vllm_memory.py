@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from experiments.config import GIB, ConfigError
+from experiments.hooks.memory_callback import values_of
 from experiments.launch import vllm_server
 from experiments.plan import engine
 from experiments.plan.calibration import CalibratedPeak
@@ -95,6 +96,13 @@ def test_the_planner_and_the_doctor_say_so(planned, capsys, tmp_path, line, said
     assert said in result.stdout and result.stdout.count("vLLM 4.00") == line.endswith("0.5"), result.stderr
     assert doctor.main([*words.split(), "--output", str(tmp_path / "fits.yaml")]) == 0
     assert said in capsys.readouterr().out
+
+
+def test_a_run_records_how_vllm_generated_and_nothing_of_it_without():
+    args = SimpleNamespace(use_vllm=True, vllm_mode="server", vllm_gpu_memory_utilization=0.3, beta=0.0)
+    assert values_of(args) == vars(args)
+    args.use_vllm = False
+    assert values_of(args) == {"use_vllm": False, "beta": 0.0}
 
 
 def test_a_peak_without_an_engine_is_as_it_was():

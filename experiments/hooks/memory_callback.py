@@ -20,8 +20,12 @@ MB = 2**20
 RECORDED = (
     "max_completion_length", "num_generations", "per_device_train_batch_size", "steps_per_generation",
     "gradient_accumulation_steps", "prefix_sharing", "completions_per_forward", "tokens_per_forward", "bf16",
-    "gradient_checkpointing", "activation_offloading", "beta", "optim", "temperature", "use_vllm", "vllm_mode",
-    "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode",
+    "gradient_checkpointing", "activation_offloading", "beta", "optim", "temperature", "use_vllm",
+)  # fmt: skip
+# With `use_vllm` also these: without it, a profile that has them is refused
+OF_VLLM = (
+    "vllm_mode", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length",
+    "vllm_server_base_url",
 )  # fmt: skip
 # and those that say what it learns: with the first ones, a profile that trains the same
 TRAINED_WITH = (
@@ -47,13 +51,17 @@ def kept_on_host(model) -> bool:
     return model is not None and isinstance(getattr(model, "_hf_hook", None), CpuOffload)
 
 
+def values_of(args) -> dict:
+    """The arguments that decide memory. What the trainer does not have is left out."""
+    names = RECORDED + (OF_VLLM if getattr(args, "use_vllm", False) else ())
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}
+
+
 def trained_settings(args, model) -> dict:
     """The trainer's settings under the names of TRL's parser, as a profile would have them, adapters and quantization
     as they are in the model. What the trainer does not have is left out."""
-    values = {name: getattr(args, name) for name in (*RECORDED, *TRAINED_WITH) if hasattr(args, name)}
+    values = values_of(args) | {name: getattr(args, name) for name in TRAINED_WITH if hasattr(args, name)}
     settings = {name: getattr(value, "value", value) for name, value in values.items()}  # of an enum, its text
-    if not settings.get("use_vllm"):  # a profile with vLLM's settings alone is refused
-        settings = {name: value for name, value in settings.items() if not name.startswith("vllm_")}
     settings["algorithm"] = {"RLOOConfig": "rloo", "GRPOConfig": "grpo"}.get(type(args).__name__)
     settings["dtype"] = str(model.dtype).removeprefix("torch.")
     for adapter in list(getattr(model, "peft_config", {}).values())[:1]:
@@ -305,7 +313,7 @@ class MemoryCallback(TrainerCallback):
                 if getattr(model, "is_loaded_in_8bit", False)
                 else 16,
                 "reward_model": reward_models[0].config.name_or_path if reward_models else None,
-                "arguments": {name: getattr(args, name) for name in RECORDED if hasattr(args, name)} | levers,
+                "arguments": values_of(args) | levers,
                 "settings": trained_settings(args, model) | self.settings,
             },
         )

@@ -8,6 +8,7 @@ Weights go to the server through the TCPStore of vLLM's own `StatelessProcessGro
 import atexit
 import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; vLLM takes a share of the machine's memory otherwise
@@ -56,6 +57,21 @@ def forget_processes() -> None:
     """TRL tells vLLM of the one process by torchrun's variables; the next trainer would take them for its own."""
     for name in OF_TORCHRUN:
         os.environ.pop(name, None)
+
+
+def name_shared_memory() -> None:
+    """Engines over several processes talk through files in /dev/shm that are called alike on all of a machine."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    name = _CPUSHMDistributed.make_group_name
+    _CPUSHMDistributed.make_group_name = staticmethod(
+        lambda group: os.environ["MASTER_PORT"] + name(group).lstrip("/")
+    )
+
+
+def remove_shared_memory() -> None:
+    for path in Path("/dev/shm").glob(f"{os.environ['MASTER_PORT']}-*-cpushm_*"):
+        path.unlink(missing_ok=True)
 
 
 def name_tower_of_gemma3() -> None:
