@@ -48,6 +48,7 @@ ADDS = {
         ["token-budget", "token-budget-sharding", "token-budget-offloading", "reward-model-passes"],
     ),
     "0010-prefix-sharing-docs.patch": (set(), []),
+    "0011-lm-head-on-turing.patch": (set(), []),  # tests/cuda tries it
 }
 # Words that stand nowhere in the package before their patch
 WORDS = {"0008-prefix-sharing.patch": "prefix_sharing", "0009-token-budget.patch": "TokenBudgetPasses"}

@@ -1,11 +1,13 @@
 """The planner beside torch's real allocator on the emulated device, with and without expandable segments.
 
     .venv-cuda/bin/python tests/cuda/planner.py [CASE ...]
+    .venv-cuda/bin/python tests/cuda/planner.py --smaller CASE True|False GIB    # expandable segments, device
 
 Cases are those of `experiments.evidence.planner_check`, at its shape, with completions of 48 tokens in place of 256.
 Each is a process of its own; half an hour for all below. Writes results/emulated-cuda/planner.csv, a row a case and
 allocator: bytes of the phase that is predicted to be the highest, and what torch reserved by the end of the second
-update. Of cases that are named, the rows are replaced.
+update. Of cases that are named, the rows are replaced. --smaller says whether a case trains on a device of that size,
+and adds a row to smaller_devices.csv there.
 """
 
 import csv
@@ -26,13 +28,15 @@ COLUMNS = (
     "case", "expandable_segments", "phase", "predicted_bytes", "allocated_bytes", "reserved_bytes",
     "comes_and_goes_bytes", "prompt_tokens", "completion_tokens", "torch_version", "transformers_version",
 )  # fmt: skip
+SMALLER = TABLE.with_name("smaller_devices.csv")
 COMPLETION = 48  # tokens: each is a step of generation, whose operators are run one by one here
 
 
-def in_a_process(case: str, expandable: bool) -> dict:
+def in_a_process(case: str, expandable: bool, gib: float = 140) -> dict:
+    """The row of a case on a device of that size. Raises SystemExit where it fails."""
     environment = device.environment(
         "ints",
-        gib=140,
+        gib=gib,
         copy_limit=2**20,
         PYTORCH_ALLOC_CONF=f"expandable_segments:{expandable}",
         TORCH_CUDNN_SDPA_DEPRIORITIZED=1,
@@ -73,6 +77,19 @@ def here(case: str) -> dict:
     }
 
 
+def smaller(case: str, expandable: str, gib: str) -> None:
+    try:
+        in_a_process(case, expandable == "True", float(gib))
+        outcome = "trained"
+    except SystemExit as failure:
+        if "OutOfMemoryError" not in str(failure):
+            raise
+        outcome = "out of memory"
+    with SMALLER.open("a", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerow([case, expandable, gib, outcome])
+    print(f"{case}, expandable segments {expandable}, {gib} GiB: {outcome}")
+
+
 def main(cases: list[str]) -> None:
     rows = []
     if TABLE.exists():
@@ -95,5 +112,7 @@ def main(cases: list[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--here"]:
         print(json.dumps(here(sys.argv[2])))
+    elif sys.argv[1:2] == ["--smaller"]:
+        smaller(*sys.argv[2:])
     else:
         main(sys.argv[1:])

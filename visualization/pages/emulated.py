@@ -17,7 +17,7 @@ def emulated_table(folder: Path) -> str:
     rows["expandable"] = rows.expandable_segments.astype(str) == "True"
     rows["share"] = (rows.reserved_bytes - rows.allocated_bytes) / rows.comes_and_goes_bytes
     table = []
-    for case, mine in rows.sort_values("expandable").groupby("case", sort=False):
+    for case, mine in rows.sort_values("expandable", kind="stable").groupby("case", sort=False):
         cells = [f"`{case}`", f"{mine.predicted_bytes.iloc[0] / GIB:.2f}"]
         for row in mine.itertuples():
             error = f"{row.predicted_bytes / row.allocated_bytes - 1:+.1%}".replace("-", "−")

@@ -39,6 +39,11 @@ def has_several_processes() -> bool:
     return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
+def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of a tensor of the host. On CUDA the host does not wait for it, for which it has to lie in pinned memory."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
 @dataclass(frozen=True)
 class PassesOutput:
     """

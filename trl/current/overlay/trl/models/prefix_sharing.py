@@ -41,6 +41,7 @@ from .passes import (
     position_shift,
     router_sums,
     run_passes,
+    to_device,
 )
 from .prefix_memory import SharedPrefix
 from .prefix_sharing_contexts import ReadPrefix, RecordPrefix, masks_of
@@ -219,7 +220,7 @@ class SharedPrefixPasses:
             place = has_token[rows].cumsum(1)[row, column] - 1
             places.append(torch.stack([rows[row], column + self.prefix_length - 1, row, place]))
         sizes = [x.shape[1] for x in places]
-        places = torch.cat(places, dim=1).to(input_ids.device, non_blocking=True).split(sizes, dim=1)
+        places = to_device(torch.cat(places, dim=1), input_ids.device).split(sizes, dim=1)
         of_prompts, of_passes = places[: len(new_groups)], places[len(new_groups) :]
 
         prompts, ids = [], []

@@ -26,6 +26,8 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from .passes import to_device
+
 
 # Beside scale and dropout, what changes attention, or what `sdpa` refuses
 _OTHER_ARGUMENTS = ("softcap", "s_aux", "position_bias", "cache")
@@ -52,7 +54,7 @@ class Runs:
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> "Runs":
         starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return cls(lengths, starts.to(device, non_blocking=True))
+        return cls(lengths, to_device(starts, device))
 
 
 def _fold(x: torch.Tensor, num_groups: int) -> torch.Tensor:

@@ -38,6 +38,7 @@ from .passes import (
     rope_parameters,
     router_sums,
     run_passes,
+    to_device,
 )
 from .prefix_sharing import SharedPrefixPasses
 
@@ -105,10 +106,10 @@ class TokenBudgetPasses(SharedPrefixPasses):
             # Row and token in the pass of what is read from it, and row and column where it goes
             row, token = (mask.bool() & (position_ids >= self.prefix_length - 1)).nonzero(as_tuple=True)
             column = position_ids[row, token] - self.prefix_length + 1
-            places.append(torch.stack([row, token, rows[row], column]).to(device, non_blocking=True))
-            positions.append(position_ids.to(device, non_blocking=True))
-            masks.append(mask.to(device, non_blocking=True))
-            ids.append(input_ids[rows.to(device, non_blocking=True)[:, None], positions[-1]])
+            places.append(to_device(torch.stack([row, token, rows[row], column]), device))
+            positions.append(to_device(position_ids, device))
+            masks.append(to_device(mask, device))
+            ids.append(input_ids[to_device(rows, device)[:, None], positions[-1]])
         inputs = pass_inputs(backbone, ids)
         shift = position_shift(backbone.config, input_ids.shape[1], self.prefix_length)
         kwargs = {"output_router_logits": True} if output_router_logits else {}
