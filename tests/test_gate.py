@@ -135,7 +135,8 @@ def test_a_training_is_not_refused_where_kernels_replace_what_is_predicted(here,
     monkeypatch.setattr(gate, "available_bytes", lambda device: 2**20)
     monkeypatch.setattr(gate, "kernels_here", lambda: "flash-linear-attention")
     assert launch.main(TRAIN) == 2  # no layer with a state, so that says nothing
-    note = replace(gate_says(policy), note="with kernels other sizes")
+    words = "with kernels other sizes"
+    note = replace(gate_says(policy), note=words, remarks=(words,))
     monkeypatch.setattr(ask, "predict", lambda *args, **kwargs: note)
     assert launch.main(TRAIN) == 0
     out = capsys.readouterr().out

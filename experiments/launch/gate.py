@@ -58,8 +58,8 @@ def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source:
         f"({phases}; {time.monotonic() - began:.0f} s)",
         flush=True,
     )
-    if expected.engine:
-        print(f"memory  {expected.engine}", flush=True)
+    for words in expected.remarks:
+        print(f"memory  {words}", flush=True)
     for line in calibration.said_of({"this": expected.phases}) if calibration else ():
         print(f"memory  {line}", flush=True)
     if may_exceed(expected.range, limit):
@@ -67,8 +67,6 @@ def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source:
     elif not room.holds(expected.phases):
         needed = f"{room.needed(expected.phases) / GIB:.2f} GiB"
         print(f"memory  it may not fit: with what the allocator wastes, torch may reserve {needed}", flush=True)
-    if expected.note:
-        print(f"memory  {expected.note}", flush=True)
     uncertain = expected.note and kernels_here()
     if peak.total > limit and uncertain:
         print(f"memory  it may not fit; not refused, because {uncertain} can be here for that", flush=True)

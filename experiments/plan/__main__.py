@@ -21,10 +21,9 @@ from functools import partial
 from pathlib import Path
 
 from experiments.config import GIB, ConfigError, choose, exit_code
-from experiments.plan import engine, levers
+from experiments.plan import levers
 from experiments.plan.calibrate import calibrate
 from experiments.plan.calibration import Calibration, as_json, may_exceed, range_in_words, range_of
-from experiments.plan.checkpoint import in_words
 from experiments.plan.errors import measured_errors
 from experiments.plan.images import PromptImages
 from experiments.plan.options import (
@@ -41,7 +40,7 @@ from experiments.plan.options import (
     setup_from,
 )
 from experiments.plan.predict import Prediction, largest_that_fits, predict_all
-from experiments.plan.recurrent import note
+from experiments.plan.remarks import remarks
 from experiments.plan.reserve import Room
 from experiments.plan.setups import ARM_NAMES, LARGEST, ROUNDED_AWAY, Setup, check
 from experiments.plan.trl_settings import of_model
@@ -174,8 +173,7 @@ def run(args: argparse.Namespace) -> int:
         print(words)
     for line in calibration.said_of({p.arm: p.phases for p in predictions}) if calibration else ():
         print(line)
-    notes = note(hf_config, setup.device), in_words(hf_config, setup.device), engine.in_words(setup)
-    for words in filter(None, notes):
+    for words in remarks(setup, hf_config):
         print(words)
     for arm in [prediction.arm for prediction in predictions] if args.largest else ():
         print(f"{arm}: looking for the largest {args.largest}")

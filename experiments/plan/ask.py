@@ -42,13 +42,14 @@ class Remedy:
 class Expected:
     """The predicted peak of each phase of a step, and with a `limit` that it exceeds the change that the doctor would
     try first of those that make it fit alone. With a calibration, phases that it corrects are `CalibratedPeak`s. What
-    is not sure of it, if anything, is in `note` (`experiments.plan.recurrent`), what of vLLM is in it in `engine`."""
+    is not sure of it, if anything, is in `note` (`experiments.plan.recurrent`), and all that is said of it in
+    `remarks`."""
 
     phases: tuple[PredictedPeak, ...]
     remedy: Remedy | None = None
     calibration: Calibration | None = None
     note: str | None = None
-    engine: str | None = None
+    remarks: tuple[str, ...] = ()
 
     @property
     def peak(self) -> PredictedPeak:
@@ -112,7 +113,7 @@ def predict(
     answer = json.loads(result.stdout.splitlines()[-1])
     remedy = Remedy(**answer["remedy"]) if answer["remedy"] else None
     phases = (CalibratedPeak(**phase) if "low" in phase else PredictedPeak(**phase) for phase in answer["phases"])
-    return Expected(tuple(phases), remedy, calibration, answer["note"], answer["engine"])
+    return Expected(tuple(phases), remedy, calibration, answer["note"], tuple(answer["remarks"]))
 
 
 def in_its_own_process(asked: dict) -> subprocess.CompletedProcess:
@@ -178,11 +179,11 @@ def main() -> int:
 
 
 def answer(asked: dict) -> int:
-    from experiments.plan import engine
     from experiments.plan.options import model_config, settings_of_adapter
     from experiments.plan.predict import predict_all
     from experiments.plan.records import config_from
     from experiments.plan.recurrent import note
+    from experiments.plan.remarks import remarks
     from experiments.plan.trl_settings import from_settings, of_model
 
     hf_config = config_from(asked["model"]) if isinstance(asked["model"], dict) else model_config(asked["model"])
@@ -201,7 +202,7 @@ def answer(asked: dict) -> int:
     exceeds = asked["limit"] is not None and now.peak.total > asked["limit"]
     remedy = first_remedy(now, hf_config, asked["limit"], calibration) if exceeds else None
     phases = [asdict(peak) for peak in now.phases]
-    words = {"note": note(hf_config, setup.device), "engine": engine.in_words(setup)}
+    words = {"note": note(hf_config, setup.device), "remarks": remarks(setup, hf_config)}
     print(json.dumps({"phases": phases, "remedy": remedy and asdict(remedy), **words}))
     return 0
 

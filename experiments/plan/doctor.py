@@ -16,9 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from experiments.config import GIB, ConfigError, exit_code
-from experiments.plan import engine
 from experiments.plan.calibration import Calibration, may_exceed, range_in_words, range_of
-from experiments.plan.checkpoint import in_words
 from experiments.plan.levers import FASTER_FROM, LEVERS, Lever, applied, in_turn, settings_by_lever
 from experiments.plan.options import (
     Problems,
@@ -34,7 +32,7 @@ from experiments.plan.options import (
 )
 from experiments.plan.predict import Prediction, predict, predict_all
 from experiments.plan.records import Run, read_run
-from experiments.plan.recurrent import note
+from experiments.plan.remarks import remarks
 from experiments.plan.reserve import Room
 from experiments.plan.setups import Setup, check
 from experiments.plan.trl_settings import by_batch, changes, of_model, with_changes
@@ -199,8 +197,7 @@ def run(args: argparse.Namespace) -> int:
     explain(now, old.peaks if old else {}, room)
     for line in calibration.said_of({"as it is": now.phases}) if calibration else ():
         print(line)
-    notes = note(hf_config, setup.device), in_words(hf_config, setup.device), engine.in_words(setup)
-    for words in filter(None, notes):
+    for words in remarks(setup, hf_config):
         print(words)
     if reasons := by_batch(settings, hf_config):
         print(
