@@ -59,7 +59,7 @@ def few(found: list[dict]) -> list[dict]:
     """Some of them, with every model, and every arm of all that is trained on one card and on several."""
     chosen, seen = [], set()
     for choice in found:
-        kinds = {choice["model"], (choice["trained"], choice["arm"]), (choice["trained"], choice["cards"] > 1)}
+        kinds = {choice["model"], (choice["trained"], choice["arm"], choice["cards"] > 1)}
         if not kinds <= seen:
             chosen.append(choice)
             seen |= kinds
