@@ -45,8 +45,9 @@ OF_WINDOWS = {
     ("shared", "generate"): WINDOW_SHARED_GENERATE, ("shared", "score"): MASKS, ("shared", "train"): MASKS,
     (PASSES, "generate"): WINDOW_SHARED_GENERATE, (PASSES, "score"): MASKS, (PASSES, "train"): KEPT_MASKS,
 }  # fmt: skip
-# Whether micro-batches share at all: not where whole rows have less than 1.05 times as many tokens, `_MIN_TOKEN_RATIO`
-SHARING, WHOLE_ROWS = (f"(20*k*(P+C){than}21*(P-1+k*(C+1)))" for than in (">=", "<"))
+# Tokens of whole rows to shared ones: where they are fewer, micro-batches share nothing (`_MIN_TOKEN_RATIO`)
+RATIO = (21, 20)
+SHARING, WHOLE_ROWS = (f"({RATIO[1]}*k*(P+C){than}{RATIO[0]}*(P-1+k*(C+1)))" for than in (">=", "<"))
 # Events that come after the layers, where the LM head is, or what it has left
 AT_HEAD = ("head", "head's backward", "head's end", "logits", "behind")
 

@@ -13,6 +13,7 @@ from experiments.config import ARMS
 use_fork(ARMS["shared"])
 
 from trl.generation.shared_prefix import MIN_NEW_STEPS  # noqa: E402
+from trl.models.prefix_sharing import _MIN_TOKEN_RATIO  # noqa: E402
 
 from experiments.plan import extrapolate, fit_curves, replaced  # noqa: E402
 from experiments.plan.fit_data import on_cards  # noqa: E402
@@ -28,12 +29,13 @@ if kind == "alternating":
     config.hidden_size, config.intermediate_size, config.head_dim = 256, 512, 64
     config.sliding_window, config.num_hidden_layers = WINDOW, 2
     config.layer_types = ["sliding_attention", "full_attention"]
-print(json.dumps({"tile": replaced.head_tokens(), "room": MIN_NEW_STEPS}))
+print(json.dumps({"tile": replaced.head_tokens(), "room": MIN_NEW_STEPS, "ratio": _MIN_TOKEN_RATIO}))
 
 base = on_cards(Setup(prompt_tokens=1, lora_rank=8), int(cards[0]) if cards else 1)
 curves = fit_curves.curves_of(base, config, arm, window)
-# Long and short, few and many, and where the window begins to hide something
-for prompt, completion, k in ((9000, 700, 6), (200, 3000, 64), (900, 64, 128), (WINDOW, 100, 6), (WINDOW + 1, 200, 4)):
+# Long and short, few and many, where micro-batches share nothing, and where the window begins to hide something
+EDGES = ((100, 4000, 64), (WINDOW, 100, 6), (WINDOW + 1, 200, 4))
+for prompt, completion, k in ((9000, 700, 6), (200, 3000, 64), (900, 64, 128), *EDGES):
     setup = fit_curves.setup_at(base, arm, (prompt, completion, k))
     simulated = fit_curves.event_peaks(extrapolate.highest(extrapolate.simulate(setup, config, passes=True)))
     page = curves.peaks(prompt, completion, k)
