@@ -12,7 +12,7 @@ help:
 	@echo "make test-cuda   CUDA's build of torch on an emulated device, in an environment of its own (4.7 GB; 15 minutes)"
 	@echo "make bench       time and memory of today's trainer with and without prefix sharing (about 40 minutes)"
 	@echo "make plans       predict the memory of every profile (a few minutes)"
-	@echo "make fit-data    make docs/fit.html and what it answers from (about 30 minutes; goes on where it was interrupted)"
+	@echo "make fit-data    make docs/fit.html and what it answers from (about an hour; goes on where it was interrupted)"
 	@echo "make charts      draw the committed results again, update the tables of README.md and docs"
 
 reproduce:

@@ -16,7 +16,7 @@ BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium here: apt install chromium")
 ARMS = ("stock", "stock-accumulate", "shared")
 TRAINED = {
-    "all": Setup(1, dtype="bfloat16", bf16=False),
+    "all": Setup(1),
     "lora": Setup(1, lora_rank=16),
     "lora-4-bits": Setup(1, lora_rank=16, weight_bits=4),
 }
@@ -43,7 +43,7 @@ def made_up() -> dict:
             alive["reference"] = {"1": weights}
         kept = cache["shared" if name == "shared" else "stock"]
         kept = kept if window else {term: size for term, size in kept.items() if "W" not in term}
-        attends = {"C*block(P,C)": 3.0} if name == "shared" and window else {}
+        attends = {"(8*C<=P)*C*C": 3.0} if name == "shared" and window else {}
         train = {**alive, "activations": activations[name] | attends, "gradients": {"1": 0.25 * states}}
         tiles = {"1": {}} if name == "stock-accumulate" else {"(k*C<=4096)": one_tile, "(k*C>4096)": more}
         ended = {"when": "1", "stretches": [{**alive, "gradients": {"1": states}}]}
@@ -61,8 +61,13 @@ def made_up() -> dict:
         gathered = {phase: {"parameters": weights * 0.35} if phase in compute else {} for phase in PHASES}
         of_all = {**gathered, "train": {**gathered["train"], "gradients": weights * 0.3}}
         trained = {key: {each: arm(each, 2.0 * weights, key, window) for each in ARMS} for key in TRAINED}
+        several = {
+            "all": {each: arm(each, 1.5 * weights, "all", window) for each in ARMS},
+            "lora": {"shared": arm("shared", 2.5 * weights, "lora", window)},
+        }
         sizes = {"weights": weights, "gathered": {"all": of_all, "lora": gathered}, "vocabulary": 150_000}
-        return {"name": name, **sizes, "positions": positions, "window": window, "experts": None, "trained": trained}
+        sums = {"trained": trained, "several": several}
+        return {"name": name, **sizes, "positions": positions, "window": window, "experts": None, **sums}
 
     return {
         "versions": "trl 0",
@@ -70,7 +75,7 @@ def made_up() -> dict:
         "fragments": 0.33,
         "stays": ["parameters", "reference", "gradients", "optimizer state"],
         "first_room": 64,
-        "per_pass": 2,
+        "together": 2,
         "least": {"prompt": 64, "completion": 64, "k": 4},
         "most": {"prompt": 65_536, "completion": 32_768, "k": 128},
         "trained": {

@@ -48,6 +48,8 @@ def test_peaks_are_the_sums_that_the_planner_fitted_with_what_sharding_and_the_a
         setup = on_cards(TRAINED[choice["trained"]], cards)
         for arm, phases in model["trained"][choice["trained"]].items():
             peaks = []
+            if cards > 1:
+                phases = model["several"][choice["trained"]].get(arm, phases)
             for phase, regimes in phases.items():
                 sharded = (*SHARDED, *(("activations",) if phase == "optimizer" else ())) if cards > 1 else ()
                 of = partial(value, window=model["window"], lengths=lengths)
@@ -109,12 +111,11 @@ def test_a_peak_by_hand(opened, tmp_path):
         max(alive + weights / 4 + activations + 4096 * 6e5 - 9e8, 5 * weights)
     )
     assert page.evaluate(ask, choice | {"reference": False})["stock"]["optimizer"] == 4 * weights
-    assert page.evaluate(ask, choice | {"cards": 4})["stock"]["optimizer"] == 9 * weights / 4, (
-        "float32 but the reference"
-    )
+    on_cards = page.evaluate(ask, choice | {"cards": 4})["stock"]["optimizer"]
+    assert on_cards == 0.75 * 9 * weights / 4, "float32 but the reference, and sums of their own"
     gathered = data["models"][0]["gathered"]["all"]["score"]["parameters"]
     score = page.evaluate(ask, choice | {"cards": 4})["stock"]["score"]
-    assert score == pytest.approx(7 * weights / 4 + gathered + 1000 * 3e5)
+    assert score == pytest.approx(0.75 * 7 * weights / 4 + gathered + 1000 * 3e5)
 
 
 @needs_browser
@@ -191,7 +192,7 @@ def test_its_settings_are_what_launcher_planner_and_trl_take(opened, tmp_path, m
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".build").mkdir()
     (tmp_path / "experiments").symlink_to(ROOT / "experiments")
-    asked = (("all", 1, 2, 8), ("all", 1, 1, 6), ("lora", 0, 8, 16), ("lora-4-bits", 1, 1, 4))
+    asked = (("all", 1, 2, 8), ("all", 1, 1, 6), ("lora", 1, 1, 8), ("lora", 0, 8, 16), ("lora-4-bits", 1, 1, 4))
     for trained, reference, cards, k in asked:
         page.evaluate(
             "hash => { location.hash = hash }", address(trained=trained, reference=reference, cards=cards, k=k)
@@ -211,13 +212,13 @@ def test_its_settings_are_what_launcher_planner_and_trl_take(opened, tmp_path, m
         _, setup, _ = setup_from(args, settings)
         lengths = dict(prompt_tokens=3000, max_completion_length=512, num_generations=k, per_device_train_batch_size=k)
         mine = replace(on_cards(TRAINED[trained], cards), **lengths, beta=0.05 * reference)
-        assert setup.rounds_updates_away == page.is_visible("#bfloat16-hint") == (trained == "all" and cards == 1)
+        assert not setup.rounds_updates_away
         if trained == "all":  # then nothing reads how LoRA would be
             setup = replace(setup, lora_target_modules="all-linear", lora_dropout=0.0)
         if trained != "lora-4-bits":
             setup = replace(setup, nested_scales=True)
         for arm in ARMS:
-            assert planned(arm, setup) == mine.arm(arm)
+            assert planned(arm, setup) == planned(arm, mine)
         assert room_of(args.device_memory, None) == Room(int(23.6 * GIB) - DATA["reserve_bytes"], DATA["fragments"])
         assert (ROOT / launch.split()[0]).exists() and f"hub:{MODEL}" in launch
         assert cards == 1 or (tmp_path / shlex.split(launch)[3]).exists()

@@ -43,6 +43,7 @@ WRONG = {
     "has no models": lambda data: data.update(models=[]),
     "model 2 has no positions": lambda data: data["models"][1].pop("positions"),
     "lacks one of shared": lambda data: data["models"][0]["trained"]["all"].pop("shared"),
+    "lacks shared on several cards": lambda data: data["models"][0]["several"]["lora"].pop("shared"),
     "'alert(1)' is no sum": lambda data: stock(data)["train"][0]["stretches"].append({"other": {"alert(1)": 1.0}}),
     "'P;k' is no sum": lambda data: stock(data)["train"][0].update(when="P;k"),
     "no list of 'when' and 'stretches'": lambda data: stock(data).update(train=[{"other": {"1": 1.0}}]),
@@ -204,11 +205,6 @@ def test_a_wrong_number_in_the_form_is_told_and_is_in_the_address_too(opened):
     page.select_option("#trained", "lora-4-bits")
     disabled = page.eval_on_selector_all("#cards option", "options => options.map((option) => option.disabled)")
     assert disabled == [False, True, True, True] and page.is_visible("#cards-hint")
-    for trained, cards in (("all", "1"), ("all", "4"), ("lora", "1")):
-        page.select_option("#cards", cards)
-        page.select_option("#trained", trained)
-        assert page.is_visible("#bfloat16-hint") == ((trained, cards) == ("all", "1"))
-        assert page.is_visible("#float32-hint") == ((trained, cards) == ("all", "4"))
     for model in MODELS:  # weights that the numbers are not of
         page.select_option("#model", model)
         assert page.is_visible("#published-hint") == (model == "openai/gpt-oss-20b")

@@ -20,6 +20,7 @@ from functools import partial
 from experiments.builds import use_fork
 from experiments.config import ARMS, ROOT, ConfigError, exit_code
 from experiments.plan.fit_data import MODELS, ON_ONE_CARD, PAGE, TRAINED, in_processes, on_cards
+from experiments.plan.levers import planned
 from experiments.plan.options import quiet
 
 TABLE = ROOT / "results" / "plans" / "fit_check.csv"
@@ -58,7 +59,7 @@ def few(found: list[dict]) -> list[dict]:
     """Some of them, with every model, and every arm of all that is trained on one card and on several."""
     chosen, seen = [], set()
     for choice in found:
-        kinds = {choice["model"], (choice["trained"], choice["arm"]), (choice["trained"], choice["cards"] > 1)}
+        kinds = {choice["model"], (choice["trained"], choice["arm"], choice["cards"] > 1)}
         if not kinds <= seen:
             chosen.append(choice)
             seen |= kinds
@@ -66,9 +67,9 @@ def few(found: list[dict]) -> list[dict]:
 
 
 def setup_of(choice: dict):
-    """The `Setup` that a choice of the page stands for, without its arm."""
+    """The `Setup` that a choice of the page stands for, in its arm."""
     k = choice["k"]
-    return replace(
+    setup = replace(
         on_cards(TRAINED[choice["trained"]][1], choice["cards"]),
         prompt_tokens=choice["prompt_tokens"],
         max_completion_length=choice["completion_tokens"],
@@ -76,6 +77,7 @@ def setup_of(choice: dict):
         per_device_train_batch_size=k,
         beta=0.05 * choice["reference"],
     )
+    return planned(choice["arm"], setup)
 
 
 def page_peaks(data: dict, choice: dict) -> dict[str, float]:
@@ -97,8 +99,10 @@ def page_peaks(data: dict, choice: dict) -> dict[str, float]:
             if kind not in left_out
         )
 
-    peaks = {}
-    for phase, regimes in model["trained"][choice["trained"]][choice["arm"]].items():
+    peaks, arms = {}, model["trained"][choice["trained"]]
+    if cards > 1:
+        arms = arms | model["several"][choice["trained"]]
+    for phase, regimes in arms[choice["arm"]].items():
         each = sizes_at([Regime(**regime) for regime in regimes], model["window"], lengths)
         gathered = model["gathered"][choice["trained"]][phase].values() if cards > 1 else ()
         peaks[phase] = max(held(phase, kinds) for kinds in each) + sum(gathered)
@@ -110,7 +114,7 @@ def planned_peaks(choice: dict) -> dict[str, int]:
     from experiments.workload.models import named_config
 
     with quiet():
-        peaks = extrapolate.phase_peaks(setup_of(choice).arm(choice["arm"]), named_config(choice["model"]))
+        peaks = extrapolate.phase_peaks(setup_of(choice), named_config(choice["model"]))
     return {peak.phase: peak.total for peak in peaks}
 
 

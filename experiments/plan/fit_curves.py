@@ -14,14 +14,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from experiments.plan import extrapolate
-from experiments.plan.fit_terms import LEAST, MOST, regimes, table_of, terms, value
+from experiments.plan.fit_terms import LEAST, MOST, PASSES, regimes, table_of, terms, value
+from experiments.plan.levers import planned
 from experiments.plan.setups import Setup
 from experiments.plan.sharding import SHARDED
 from experiments.plan.simulate import PHASES
 
 MOST_OFF = 1e-4  # relative: an allocation that is further from every sum is not the same at all lengths
 LEAST_ALIVE = 0.01  # of a phase's peak: errors are relative to no less
-# k, of passes of two. Four passes are the fewest with a first, a last, and the two ends of the line between them
+# k where a prompt is shared: completions are scored in passes of two, on several cards also trained on so. Four passes
+# are the fewest with a first, a last, and the two ends of the line between them
 PASSES_THAT_TELL = (8, 10, 12)
 ARMS = ("stock", "stock-accumulate", "shared")
 
@@ -84,11 +86,11 @@ def simulated_lengths(arm: str, window: int | None) -> dict[tuple[int, int, int]
     candidates = [
         (prompt, completion, k)
         for prompt, completion, k in some_lengths(6000, 1, {"prompt": 5000, "completion": 6000, "k": 40})
-        if arm != "shared" or k in PASSES_THAT_TELL
+        if not arm.startswith("shared") or k in PASSES_THAT_TELL
         if k * (prompt + completion) <= 60_000
     ]
     rows = {}  # of the terms at each candidate: of a phase and a regime
-    for phase in ("train", "generate"):
+    for phase in ("train", "score", "generate"):
         for event in EVENTS:
             formulas = terms(arm, window, phase, event)
             table = table_of(formulas, window, candidates)
@@ -100,7 +102,7 @@ def simulated_lengths(arm: str, window: int | None) -> dict[tuple[int, int, int]
         sizes = {key: np.linalg.norm(each, axis=1) for key, each in left.items()}
         differs = sum(size / size.max() for size in sizes.values())
         index = int(differs.argmax())
-        chosen[index] = any(np.abs(each[index]).max() > 1e-6 for key, each in left.items() if key[0] == "train")
+        chosen[index] = any(np.abs(each[index]).max() > 1e-6 for key, each in left.items() if key[0] != "generate")
         return index
 
     left = {key: each for key, each in rows.items() if each.any()}
@@ -109,7 +111,7 @@ def simulated_lengths(arm: str, window: int | None) -> dict[tuple[int, int, int]
         left = {key: without(each, each[index]) for key, each in left.items()}
         left = {key: each for key, each in left.items() if np.abs(each).max() > 1e-6}
     # One more in each, of the k between the others where only some k are simulated
-    middle = np.array([[arm != "shared" or k == PASSES_THAT_TELL[1]] for _, _, k in candidates])
+    middle = np.array([[not arm.startswith("shared") or k == PASSES_THAT_TELL[1]] for _, _, k in candidates])
     middle[list(chosen)] = False
     left = {key: each * middle for key, each in rows.items() if (each * middle).any()}
     while left:
@@ -124,12 +126,17 @@ def without(rows: np.ndarray, row: np.ndarray) -> np.ndarray:
     return rows if size < 1e-18 else rows - np.outer(rows @ row / size, row)
 
 
+def setup_at(setup: Setup, arm: str, lengths: tuple[int, int, int]) -> Setup:
+    """As the planner plans an arm of a prompt with its k completions."""
+    prompt, completion, k = lengths
+    rows = dict(prompt_tokens=prompt, max_completion_length=completion, num_generations=k)
+    return planned(arm, replace(setup, **rows, per_device_train_batch_size=k))
+
+
 def stretches_at(setup: Setup, hf_config, arm: str, lengths: tuple[int, int, int], passes: bool = True) -> dict:
     """Bytes by kind at each event and each allocation of the simulation, with all layers and every pass, see
     `Simulation.run` and `extrapolate.highest`. Without `passes`, only loading and generation."""
-    prompt, completion, k = lengths
-    rows = dict(prompt_tokens=prompt, max_completion_length=completion, num_generations=k)
-    setup = replace(setup, **rows, per_device_train_batch_size=k).arm(arm)
+    setup = setup_at(setup, arm, lengths)
     rounds = extrapolate.Rounds.of(hf_config, 3)
     if rounds is None:
         return extrapolate.highest(extrapolate.simulate(setup, hf_config, passes))
@@ -140,8 +147,9 @@ def stretches_at(setup: Setup, hf_config, arm: str, lengths: tuple[int, int, int
 
 def curves_of(setup: Setup, hf_config, arm: str, window: int | None) -> Curves:
     """Simulates what tells the terms apart, and fits them."""
-    lengths = simulated_lengths(arm, window)
-    return fitted(arm, window, {each: stretches_at(setup, hf_config, arm, each, lengths[each]) for each in lengths})
+    way = PASSES if arm == "shared" and setup.num_devices > 1 else arm
+    lengths = simulated_lengths(way, window)
+    return fitted(way, window, {each: stretches_at(setup, hf_config, arm, each, lengths[each]) for each in lengths})
 
 
 def fitted(arm: str, window: int | None, simulated: dict[tuple[int, int, int], dict]) -> Curves:
@@ -153,7 +161,7 @@ def fitted(arm: str, window: int | None, simulated: dict[tuple[int, int, int], d
         by_regime: dict[tuple, list[tuple[str, str]]] = {}
         for visits in sorted({visits for each in mine.values() for visits in each}):
             formulas = terms(arm, window, phase, visits[0])
-            for when in regimes(arm, window, phase, *visits):
+            for when in regimes(arm, window, phase, visits[0]):
                 by_regime.setdefault((when, formulas), []).append(visits)
         found = []
         for (when, formulas), several in by_regime.items():

@@ -37,19 +37,23 @@ MODELS = (
     "meta-llama/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.2-3B-Instruct", "meta-llama/Llama-3.1-8B-Instruct",
     "mistralai/Mistral-7B-Instruct-v0.3", "google/gemma-3-4b-it", "openai/gpt-oss-20b", "HuggingFaceTB/SmolLM3-3B",
 )  # fmt: skip
-# What is trained: what the page calls it, and the setup on one card. All weights in bfloat16 compute without autocast
+# What is trained: what the page calls it, and the setup on one card
 TRAINED = {
-    "all": ("all weights, bfloat16", Setup(prompt_tokens=1, dtype="bfloat16", bf16=False)),
-    "lora": ("LoRA, rank 16", Setup(prompt_tokens=1, dtype="bfloat16", lora_rank=16)),
-    "lora-4-bits": ("LoRA, rank 16, on 4 bits", Setup(1, dtype="bfloat16", lora_rank=16, weight_bits=4)),
+    "all": ("all weights, float32", Setup(prompt_tokens=1)),
+    "lora": ("LoRA, rank 16", Setup(prompt_tokens=1, lora_rank=16)),
+    "lora-4-bits": ("LoRA, rank 16, on 4 bits", Setup(prompt_tokens=1, lora_rank=16, weight_bits=4)),
 }
 ON_ONE_CARD = ("lora-4-bits",)  # quantized weights have no formula on several
 
 
 def on_cards(setup: Setup, number: int) -> Setup:
-    """With FSDP2 on several, and autocast: then shards of trained weights are float32, see `sharding`."""
-    several = number > 1
-    return replace(setup, num_devices=number, fully_sharded=several, bf16=setup.bf16 or several)
+    """With FSDP2 on several: weights are read in bfloat16, and shards of trained ones are float32, see `sharding`."""
+    return setup if number == 1 else replace(setup, num_devices=number, fully_sharded=True, dtype="bfloat16")
+
+
+def differs(trained: str, arm: str) -> bool:
+    """Whether several cards compute something else than one, each: in bfloat16 weights, or a whole group."""
+    return trained not in ON_ONE_CARD and (trained == "all" or arm == "shared")
 
 
 @dataclass(frozen=True)
@@ -57,13 +61,28 @@ class Part:
     model: str  # its name on the hub
     trained: str
     arm: str
+    several: bool = False  # cards
+
+    @property
+    def setup(self) -> Setup:
+        return on_cards(TRAINED[self.trained][1], 1 + self.several)
 
     @property
     def path(self) -> Path:
-        return PARTS / f"{self.model.replace('/', '--')}_{self.trained}_{self.arm}.json"
+        several = "_several" * self.several
+        return PARTS / f"{self.model.replace('/', '--')}_{self.trained}_{self.arm}{several}.json"
 
     def __str__(self) -> str:
-        return f"{self.model}, {TRAINED[self.trained][0]}, {self.arm}"
+        return f"{self.model}, {TRAINED[self.trained][0]}, {self.arm}{', several cards' * self.several}"
+
+
+def parts_of(model: str, several: bool | None = None) -> list[Part]:
+    """Of one card, of several, or both."""
+    from experiments.plan.fit_curves import ARMS as arms
+
+    one = [Part(model, trained, arm) for trained in TRAINED for arm in arms]
+    more = [replace(part, several=True) for part in one if differs(part.trained, part.arm)]
+    return one + more if several is None else more if several else one
 
 
 def window_of(hf_config) -> int | None:
@@ -80,8 +99,7 @@ def make(part: Part) -> tuple[Part, float]:
 
     with quiet():
         hf_config = named_config(part.model)
-        window, setup = window_of(hf_config), TRAINED[part.trained][1]
-        curves = fit_curves.curves_of(setup, hf_config, part.arm, window)
+        curves = fit_curves.curves_of(part.setup, hf_config, part.arm, window_of(hf_config))
     phases = {phase: [asdict(regime) for regime in regimes] for phase, regimes in curves.phases.items()}
     PARTS.mkdir(parents=True, exist_ok=True)
     unfinished = part.path.with_suffix(f".{os.getpid()}")
@@ -193,27 +211,31 @@ def facts_of(name: str) -> dict:
 
 
 def page_data(models: tuple[str, ...]) -> dict:
-    """What the file holds: bytes a term by kind (`fit_terms.terms`) of stretches, by model, trained, arm, phase."""
+    """What the file holds: bytes a term by kind (`fit_terms.terms`) of stretches, by model, trained, arm, phase. Those
+    of "several" cards, where they differ, before they are divided."""
     import torch
     import transformers
 
     import trl
-    from experiments.plan import fit_curves, fit_terms
+    from experiments.plan import fit_terms
 
-    def curves(name: str) -> dict:
-        return {
-            trained: {arm: finished(Part(name, trained, arm))["phases"] for arm in fit_curves.ARMS}
-            for trained in TRAINED
-        }
+    def curves(name: str, several: bool) -> dict:
+        found: dict[str, dict] = {}
+        for part in parts_of(name, several):
+            found.setdefault(part.trained, {})[part.arm] = finished(part)["phases"]
+        return found
 
     return {
         "versions": f"trl {trl.__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
         "first_room": fit_terms.FIRST_ROOM,
-        "per_pass": fit_terms.PER_PASS,
+        "together": fit_terms.TOGETHER,
         "least": fit_terms.LEAST,
         "most": fit_terms.MOST,
         **facts(),
-        "models": [{**facts_of(name), "trained": curves(name)} for name in models],
+        "models": [
+            {**facts_of(name), "trained": curves(name, several=False), "several": curves(name, several=True)}
+            for name in models
+        ],
     }
 
 
@@ -221,9 +243,11 @@ def refreshed(data: dict, names: tuple[str, ...]) -> dict:
     """The same data of these models with the facts of now. Raises `ConfigError` where something else was simulated."""
     if data["trained"].keys() != TRAINED.keys():
         raise ConfigError(f"{PAGE} is of {', '.join(data['trained'])}, not {', '.join(TRAINED)}: run make fit-data")
-    kept = ("versions", "first_room", "per_pass", "least", "most", "compared")
+    kept = ("versions", "first_room", "together", "least", "most", "compared")
     models = [
-        {**facts_of(model["name"]), "trained": model["trained"]} for model in data["models"] if model["name"] in names
+        facts_of(model["name"]) | {name: model[name] for name in ("trained", "several")}
+        for model in data["models"]
+        if model["name"] in names
     ]
     return {name: data[name] for name in kept if name in data} | facts() | {"models": models}
 
@@ -249,9 +273,7 @@ def run(args: argparse.Namespace) -> int:
     if args.facts:
         write(refreshed(json.loads(PAGE.read_text()), models))
         return 0
-    from experiments.plan.fit_curves import ARMS as arms
-
-    parts = [Part(model, trained, arm) for model in models for trained in TRAINED for arm in arms]
+    parts = [part for model in models for part in parts_of(model)]
     try:
         make_all(parts, args.processes)
     except KeyboardInterrupt:

@@ -23,12 +23,6 @@ const FIRST = {
   completion: "512", k: "8", card: "23.6", cards: "1", reference: "1",
 };
 
-// In place of whole groups in passes of two: what the planner says at three choices
-const MICRO_BATCHES = {
-  lora: "Micro-batches of two completions take less time, and about as much memory: 7 % less to 1 % more at three choices.",
-  all: "Micro-batches of two completions take less time, but hold gradients all along: 4 to 12 % more at three choices.",
-};
-
 const by = (id) => document.getElementById(id);
 const count = (n) => n.toLocaleString("en-US");
 const inGib = (bytes) => (bytes / GIB).toFixed(2);
@@ -101,7 +95,7 @@ function wrongNumber(name, text) {
   if (!(ofCard ? /^\d{1,9}(\.\d{1,9})?$/ : /^\d{1,15}$/).test(text)) return `${quoted(text)}: ${remedy}`;
   if (value < least) return `${count(value)}, less than this page’s ${count(least)}: ${remedy}`;
   if (value > most) return `${count(value)}, more than this page’s ${count(most)}: ${remedy}`;
-  const odd = name === "k" && value % DATA.per_pass;
+  const odd = name === "k" && value % DATA.together;
   return odd ? `${value}, which is odd: completions go two at a time here, so write ${value - 1} or ${value + 1}` : "";
 }
 
@@ -118,8 +112,6 @@ function show(wrong = []) {
   }
   const oneCard = Boolean(DATA.trained[asked.trained]?.one_card);
   by("reference-hint").hidden = asked.trained === "all";
-  for (const id of ["bfloat16-hint", "planned-hint"]) by(id).hidden = asked.trained !== "all" || asked.cards !== "1";
-  by("float32-hint").hidden = asked.trained !== "all" || asked.cards === "1";
   by("published-hint").hidden = !asked.model.startsWith("openai/gpt-oss");
   by("cards-hint").hidden = !oneCard;
   for (const option of by("cards").options) option.disabled = oneCard && option.value !== "1";
@@ -264,7 +256,6 @@ function showSettings(choice, found) {
   const { fits, words } = verdict(found, choice);
   by("settings-about").textContent = `These settings are for prefix sharing, which ${words}. ` +
     (fits === "no" ? "They are what the numbers above are of, to be changed. " : "") +
-    `${MICRO_BATCHES[choice.trained === "all" ? "all" : "lora"]} ` +
     "What they do not name, such as the learning rate, is as TRL has it.";
   by("yaml").textContent = yaml(choice);
   by("command").textContent = commands(choice);
@@ -293,7 +284,7 @@ function showWhatIsAlwaysSo() {
     `${count(most.completion)}, and the model’s positions`;
   by("versions").textContent = DATA.versions;
   for (const name of ["prompt", "completion", "k"])
-    Object.assign(by(name), { min: least[name], max: most[name], step: name === "k" ? DATA.per_pass : 1 });
+    Object.assign(by(name), { min: least[name], max: most[name], step: name === "k" ? DATA.together : 1 });
   Object.assign(by("card"), { min: CARD.least, max: CARD.most, step: "any" });
   for (const owner of new Set([...MODELS.keys()].map((name) => name.split("/")[0]))) {
     const mine = DATA.models.filter(({ name }) => name.startsWith(`${owner}/`));

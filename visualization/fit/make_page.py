@@ -24,12 +24,12 @@ DOCS = HERE.parent.parent / "docs"
 RESULTS = DOCS.parent / "results"
 REMEDY = "make it with python -m experiments.plan.fit_data"
 NEEDED = (
-    "versions", "reserve_bytes", "fragments", "stays", "first_room", "per_pass", "least", "most", "trained", "models",
+    "versions", "reserve_bytes", "fragments", "stays", "first_room", "together", "least", "most", "trained", "models",
 )  # fmt: skip
-OF_A_MODEL = ("name", "weights", "gathered", "vocabulary", "positions", "window", "experts", "trained")
+OF_A_MODEL = ("name", "weights", "gathered", "vocabulary", "positions", "window", "experts", "trained", "several")
 ARMS = {"stock", "stock-accumulate", "shared"}
 # What a formula may be made of: the page evaluates it
-FORMULA = re.compile(r"(?:\b(?:min|room|before|prefix|block|[PCkW]|\d+)\b|[-+*<>=(),])+")
+FORMULA = re.compile(r"(?:\b(?:min|room|before|prefix|[PCkW]|\d+)\b|[-+*<>=(),])+")
 # matplotlib's hatches as CSS: layers of a background
 HATCHES = {
     "": "",
@@ -62,6 +62,10 @@ def checked(path: Path) -> dict:
             if arms.keys() != ARMS or not all(arms.values()):
                 raise LoadError(f"{path}: {model['name']}, {trained} lacks one of {', '.join(sorted(ARMS))}; {REMEDY}")
             check_sums(f"{path}: {model['name']}, {trained}", arms)
+            several = model["several"].get(trained, {})
+            if not data["trained"][trained]["one_card"] and "shared" not in several:
+                raise LoadError(f"{path}: {model['name']}, {trained} lacks shared on several cards; {REMEDY}")
+            check_sums(f"{path}: {model['name']}, {trained}, several cards", several)
     return data
 
 

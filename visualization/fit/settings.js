@@ -3,17 +3,19 @@
 const FSDP2 = "experiments/settings/accelerate/fsdp2.yaml"; // for 8 cards
 const BETA = "0.05";
 
-/** Settings that both forms have, by TRL's names. */
+/** Settings that both forms have, by TRL's names: micro-batches; on several cards whole groups in passes. */
 function shared(choice) {
+  const several = choice.cards > 1;
+  const micro = choice.k / DATA.together;
   return {
-    bf16: choice.trained !== "all" || choice.cards > 1,
+    bf16: true,
     beta: choice.reference ? BETA : "0.0",
     prefix_sharing: true,
     num_generations: choice.k,
-    completions_per_forward: DATA.per_pass,
-    per_device_train_batch_size: choice.k,
-    gradient_accumulation_steps: 1,
-    steps_per_generation: 1,
+    ...(several ? { completions_per_forward: DATA.together } : {}),
+    per_device_train_batch_size: several ? choice.k : DATA.together,
+    gradient_accumulation_steps: several ? 1 : micro,
+    steps_per_generation: several ? 1 : micro,
     max_completion_length: choice.completion,
     gradient_checkpointing: true,
     optim: "adamw_torch_fused",
@@ -21,25 +23,34 @@ function shared(choice) {
 }
 
 const ABOUT = {
+  bf16: "computing in bfloat16",
   prefix_sharing: "each prompt once for all its completions",
-  completions_per_forward: "completions that go together; more is faster",
-  per_device_train_batch_size: "one prompt with its k completions",
-  gradient_accumulation_steps: "more prompts an update; costs no memory",
   max_prompt_tokens: "a dataset with a longer one is refused",
 };
-const ALL = {
-  dtype: "most updates round to nothing at rates such as 1e-6: prefer float32",
-  bf16: "no autocast: bfloat16 weights compute in bfloat16",
+const ON_ONE_CARD = {
+  per_device_train_batch_size: "completions that go through the model together",
+  gradient_accumulation_steps: "an update has all k completions of a prompt",
 };
-const ALL_ON_CARDS = { dtype: "as loaded and gathered", bf16: "FSDP2 keeps shards of trained weights in float32" };
-const aboutOf = ({ trained, cards }) => ({ ...ABOUT, ...(trained === "all" && (cards > 1 ? ALL_ON_CARDS : ALL)) });
+const ON_CARDS = {
+  completions_per_forward: "completions that go through the model together",
+  per_device_train_batch_size: "one prompt with its k completions; fewer would keep whole gradients on each card",
+};
+const ALL = { dtype: "bfloat16 would round most updates of 1e-6 to nothing" };
+const ALL_ON_CARDS = { dtype: "as loaded and gathered; FSDP2 keeps shards of trained weights in float32" };
+
+/** The dtype in which weights are loaded. */
+const dtypeOf = ({ trained, cards }) => (trained === "all" && cards === 1 ? "float32" : "bfloat16");
+
+const aboutOf = ({ trained, cards }) => ({
+  ...ABOUT, ...(cards > 1 ? ON_CARDS : ON_ONE_CARD), ...(trained === "all" && (cards > 1 ? ALL_ON_CARDS : ALL)),
+});
 
 function yaml(choice) {
   const lora = { use_peft: true, lora_r: 16, lora_target_modules: "all-linear", lora_dropout: "0.0" };
   const bits = { load_in_4bit: true, bnb_4bit_quant_type: "nf4", use_bnb_nested_quant: true };
   const settings = {
     model_name_or_path: choice.model,
-    dtype: "bfloat16",
+    dtype: dtypeOf(choice),
     ...(choice.trained === "all" ? {} : lora),
     ...(choice.trained === "lora-4-bits" ? bits : {}),
     ...shared(choice),
@@ -62,7 +73,7 @@ function python(choice) {
     "from trl import RLOOConfig, RLOOTrainer  # or GRPOConfig, GRPOTrainer: this project's wheel, see README.md",
     "",
     "args = RLOOConfig(",
-    `    model_init_kwargs={"dtype": "bfloat16"},${about.dtype ? `  # ${about.dtype}` : ""}`,
+    `    model_init_kwargs={"dtype": "${dtypeOf(choice)}"},${about.dtype ? `  # ${about.dtype}` : ""}`,
     ...settings.map(([name, value]) => `    ${name}=${written(value)},${name in about ? `  # ${about[name]}` : ""}`),
     ")",
     ...(lora ? [

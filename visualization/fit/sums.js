@@ -36,14 +36,7 @@ const FUNCTIONS = {
   room: (...lengths) => rooms(...lengths)[0],
   before: (...lengths) => rooms(...lengths)[1],
   prefix: (...lengths) => rooms(...lengths)[2],
-  block,
 };
-
-/** Tokens of completions that attend to the prompt together. */
-function block(prompt, completion) {
-  const tokens = DATA.per_pass * completion;
-  return 4 * tokens <= prompt ? tokens : completion;
-}
 
 const compiled = new Map();
 
@@ -58,10 +51,11 @@ function formula(text) {
 
 const prepared = new Map();
 
-/** What is trained of a model in one arm: its formulas, each once, and its stretches as lists of numbers. Those of a
- *  regime count where its formula `when` is 1. */
-function curves(model, trained, arm) {
-  const key = `${model.name} ${trained} ${arm}`;
+/** What is trained of a model in one arm, on one card or on several: its formulas, each once, and its stretches as lists
+ *  of numbers. Those of a regime count where its formula `when` is 1. */
+function curves(model, trained, arm, cards) {
+  const several = cards > 1 && arm in (model.several[trained] || {});
+  const key = `${model.name} ${trained} ${arm} ${several}`;
   if (!prepared.has(key)) {
     const names = [];
     const place = (term) => (names.includes(term) ? names.indexOf(term) : names.push(term) - 1);
@@ -71,7 +65,7 @@ function curves(model, trained, arm) {
       kind, wider: sharded(kind, phase) ? widened[kind] : 0, places: Object.keys(terms).map(place),
       bytes: Object.values(terms),
     }));
-    const each = Object.entries(model.trained[trained][arm]);
+    const each = Object.entries((several ? model.several : model.trained)[trained][arm]);
     const phases = each.map(([phase, regimes]) => ({
       phase, regimes: regimes.map(({ when, stretches }) => ({
         when: place(when), stretches: stretches.map((kinds) => listed(kinds, phase)),
@@ -101,7 +95,7 @@ const gathered = (model, choice, phase) => (choice.cards === 1 ? {} : model.gath
 
 /** {phase: {total, kinds}} in bytes: what the stretch that holds most has. */
 function peaks(model, choice, arm) {
-  const { formulas, phases } = curves(model, choice.trained, arm);
+  const { formulas, phases } = curves(model, choice.trained, arm, choice.cards);
   const values = formulas.map((f) => f(choice.prompt, choice.completion, choice.k, model.window || 0));
   return Object.fromEntries(phases.map(({ phase, regimes }) => {
     let [most, top] = [-1, null];
@@ -141,7 +135,7 @@ function needed(found) {
 
 /** The least and the most of "k", "prompt" or "completion" on this page, the others as chosen, and its step. */
 function span(model, choice, name) {
-  if (name === "k") return { least: DATA.least.k, most: DATA.most.k, step: DATA.per_pass };
+  if (name === "k") return { least: DATA.least.k, most: DATA.most.k, step: DATA.together };
   const other = choice[name === "prompt" ? "completion" : "prompt"];
   return { least: DATA.least[name], most: Math.min(DATA.most[name], model.positions - other), step: 1 };
 }
