@@ -274,7 +274,7 @@ function showWhatIsAlwaysSo() {
     by("compared").textContent = `At ${DATA.compared.choices} random choices this page was at most ${apart} % from the ` +
       `planner, and at most ${below} % below it, in any phase. `;
   }
-  by("reserve").textContent = `${gib(DATA.reserve_bytes)} of a card are kept free for CUDA’s context. The allocator is ` +
+  by("reserve").textContent = `${gib(DATA.reserve_bytes)} of a card are kept free for CUDA’s context and cuBLAS. The allocator is ` +
     `expected to waste ${DATA.fragments} of what comes and goes: of all but weights, gradients and optimizer state. Both ` +
     "are from published figures of GPUs. “Does not fit”: the peak alone is above the line. “Just fits”: it is below, but " +
     "not with the allocator’s part, or not at the high end of its range. The largest k, prompt and completion have room " +
