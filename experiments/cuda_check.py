@@ -89,8 +89,8 @@ def no_bf16(remedy: str) -> str:
 
     version = ".".join(map(str, capability()))
     return (
-        f"{torch.cuda.get_device_name()} has compute capability {version}, and TRL's LM head trains in bfloat16 from "
-        f"8.0 (Ampere) on; {remedy}"
+        f"{torch.cuda.get_device_name()} has compute capability {version}, and bfloat16, which TRL's LM head trains in "
+        f"from 8.0 (Ampere) on, was never tried on a GPU below that; {remedy}"
     )
 
 
