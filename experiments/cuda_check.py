@@ -89,8 +89,8 @@ def no_bf16(remedy: str) -> str:
 
     version = ".".join(map(str, capability()))
     return (
-        f"{torch.cuda.get_device_name()} has compute capability {version}, and bfloat16, which TRL's LM head trains in "
-        f"from 8.0 (Ampere) on, was never tried on a GPU below that; {remedy}"
+        f"{torch.cuda.get_device_name()} has compute capability {version}; bfloat16, in which TRL's LM head trains "
+        f"from 8.0 (Ampere) on, was never tried below that; {remedy}"
     )
 
 

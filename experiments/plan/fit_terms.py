@@ -45,7 +45,7 @@ OF_WINDOWS = {
     ("shared", "generate"): WINDOW_SHARED_GENERATE, ("shared", "score"): MASKS, ("shared", "train"): MASKS,
     (PASSES, "generate"): WINDOW_SHARED_GENERATE, (PASSES, "score"): MASKS, (PASSES, "train"): KEPT_MASKS,
 }  # fmt: skip
-# Tokens of whole rows to shared ones: where they are fewer, micro-batches share nothing (`_MIN_TOKEN_RATIO`)
+# Tokens of whole rows to shared ones: where they are fewer, micro-batches share nothing (`MIN_TOKEN_RATIO`)
 RATIO = (21, 20)
 SHARING, WHOLE_ROWS = (f"({RATIO[1]}*k*(P+C){than}{RATIO[0]}*(P-1+k*(C+1)))" for than in (">=", "<"))
 # Events that come after the layers, where the LM head is, or what it has left

@@ -52,7 +52,7 @@ from .prefix_sharing_micro_batches import OpenPrefix
 
 # Grouping rows and packing passes takes time, too: where sharing would save less than 5 % of the tokens, whole rows go
 # through the model
-_MIN_TOKEN_RATIO = 1.05
+MIN_TOKEN_RATIO = 1.05
 
 
 def group_rows(
@@ -323,7 +323,7 @@ class SharedPrefixPasses:
         own_tokens = attention_mask[:, self.prefix_length :].sum() + num_rows
         # Other micro-batches of the prompt are taken to be like the first
         shared_tokens = prefix_tokens + num_micro_batches * own_tokens
-        return bool(num_micro_batches * input_ids.numel() < _MIN_TOKEN_RATIO * shared_tokens)
+        return bool(num_micro_batches * input_ids.numel() < MIN_TOKEN_RATIO * shared_tokens)
 
     def forward_whole_rows(
         self,
