@@ -50,7 +50,8 @@ class Copy:
         self.stub.write_text(STUB)
         self.stub.chmod(0o755)
         self.calls = folder / "calls"
-        self.environment = {**os.environ, "PYTHON": str(self.stub), "CALLS": str(self.calls), "PIP": "", "FORK": ""}
+        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        self.environment = {**inherited, "PYTHON": str(self.stub), "CALLS": str(self.calls), "PIP": "", "FORK": ""}
 
     def start(self, *options, **environment):
         return subprocess.Popen(

@@ -133,10 +133,9 @@ def setup_at(setup: Setup, arm: str, lengths: tuple[int, int, int]) -> Setup:
     return planned(arm, replace(setup, **rows, per_device_train_batch_size=k))
 
 
-def stretches_at(setup: Setup, hf_config, arm: str, lengths: tuple[int, int, int], passes: bool = True) -> dict:
+def stretches_at(setup: Setup, hf_config, passes: bool = True) -> dict:
     """Bytes by kind at each event and each allocation of the simulation, with all layers and every pass, see
     `Simulation.run` and `extrapolate.highest`. Without `passes`, only loading and generation."""
-    setup = setup_at(setup, arm, lengths)
     rounds = extrapolate.Rounds.of(hf_config, 3)
     if rounds is None:
         return extrapolate.highest(extrapolate.simulate(setup, hf_config, passes))
@@ -149,7 +148,11 @@ def curves_of(setup: Setup, hf_config, arm: str, window: int | None) -> Curves:
     """Simulates what tells the terms apart, and fits them."""
     way = PASSES if arm == "shared" and setup.num_devices > 1 else arm
     lengths = simulated_lengths(way, window)
-    return fitted(way, window, {each: stretches_at(setup, hf_config, arm, each, lengths[each]) for each in lengths})
+    return fitted(
+        way,
+        window,
+        {each: stretches_at(setup_at(setup, arm, each), hf_config, passes) for each, passes in lengths.items()},
+    )
 
 
 def fitted(arm: str, window: int | None, simulated: dict[tuple[int, int, int], dict]) -> Curves:

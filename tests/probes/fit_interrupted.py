@@ -17,11 +17,13 @@ fit_data.PARTS, fit_data.PAGE, fit_data.MODELS = folder / "parts", folder / "fit
 fit_data.ROOT = folder
 
 
-def stretches_at(setup, hf_config, arm, lengths, passes=True):
-    prompt, *_ = lengths
+def stretches_at(setup, hf_config, passes=True):
     time.sleep(0.02)
     return {
-        (phase, "start", None, "early"): {"activations": 1000 * prompt * (phase == "train"), "parameters": 10**6}
+        (phase, "start", None, "early"): {
+            "activations": 1000 * setup.prompt_tokens * (phase == "train"),
+            "parameters": 10**6,
+        }
         for phase in PHASES
         if passes or phase in ("load", "generate")
     }

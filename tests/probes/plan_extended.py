@@ -91,7 +91,7 @@ config = models.named_config("meta-llama/Llama-3.2-3B-Instruct")
 rows = dict(prompt_tokens=1012, max_completion_length=1338, num_generations=60, per_device_train_batch_size=60)
 setup = Setup(**rows, bf16=False)
 short = {peak.phase: peak.total for peak in extrapolate.phase_peaks(setup.arm("shared"), config)}
-whole = fit_curves.stretches_at(setup, config, "shared", (1012, 1338, 60))
+whole = fit_curves.stretches_at(setup.arm("shared"), config)
 for phase, size in short.items():
     exact = max(extrapolate.on_device(kinds) for place, kinds in whole.items() if place[0] == phase)
     print("passes-3b", phase, size, exact, 0, 0)

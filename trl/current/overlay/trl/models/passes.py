@@ -41,7 +41,7 @@ def has_several_processes() -> bool:
 
 def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy of a tensor of the host. On CUDA the host does not wait for it, for which it has to lie in pinned memory."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+    return x.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else x.to(device)
 
 
 @dataclass(frozen=True)
