@@ -156,7 +156,7 @@ class SharedPrefix:
 
     def states_of(self, layer_idx: int) -> list[tuple]:
         """Slots of the states of a layer."""
-        return [slot for slot in self.slots if slot[0] == layer_idx and slot[1] not in (KEY, VALUE)]
+        return [slot for slot in self.slots if slot[0] == layer_idx and len(slot) == 3]
 
     def layers(self) -> dict[int, list[torch.Tensor]]:
         """What each layer left."""
@@ -169,6 +169,6 @@ class SharedPrefix:
     def missing_layers(self, config: PretrainedConfig) -> list[int]:
         """Indices of the layers that did not leave what they should, or left what they should not."""
         attending, with_state = layers_by_kind(config)
-        recorded = {layer_idx for layer_idx in self.layers() if self.states_of(layer_idx)}
+        recorded = {slot[0] for slot in self.slots if len(slot) == 3}
         # Attention that several layers share may not know the layer that it is in
         return sorted((attending ^ self.sources.keys()) | (with_state ^ recorded), key=str)
