@@ -398,3 +398,13 @@ def test_with_offloading_it_is_the_host_that_grows_with_the_passes(tmp_path):
     inputs = 56 * 513 * 4096 * 2 * 36  # tokens with the prompt's last, hidden size, bfloat16, layers
     assert inputs <= many["host"] - few["host"] <= 1.1 * inputs
     assert many["total"] - few["total"] <= 0.2 * inputs
+
+
+@pytest.mark.torch
+def test_float32_without_autocast_is_not_predicted_without_a_word(planned, tmp_path):
+    """tests/cuda measured twice as much for grouped keys."""
+    (tmp_path / "profile.yaml").write_text("dtype: float32\nbf16: false\n")
+    words = f"--model tiny-qwen3 --profile {tmp_path}/profile.yaml --prompt 16 --completion 8 --arms stock".split()
+    assert "holds all scores" in planned(*words).stdout
+    (tmp_path / "profile.yaml").write_text("dtype: float32\nbf16: true\n")
+    assert "holds all scores" not in planned(*words).stdout

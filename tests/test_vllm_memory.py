@@ -165,13 +165,3 @@ def test_a_server_that_is_not_there_is_named_in_one_line():
 def test_nobody_is_asked_where_no_server_generates():
     vllm_server.wait_for(config("http://127.0.0.1:9", vllm_mode="colocate"))
     vllm_server.wait_for(config("http://127.0.0.1:9", use_vllm=False))
-
-
-@pytest.mark.torch
-def test_float32_without_autocast_is_not_predicted_without_a_word(planned, tmp_path):
-    """tests/cuda measured twice as much for grouped keys."""
-    (tmp_path / "profile.yaml").write_text("dtype: float32\nbf16: false\n")
-    words = f"--model tiny-qwen3 --profile {tmp_path}/profile.yaml --prompt 16 --completion 8 --arms stock".split()
-    assert "holds all scores" in planned(*words).stdout
-    (tmp_path / "profile.yaml").write_text("dtype: float32\nbf16: true\n")
-    assert "holds all scores" not in planned(*words).stdout

@@ -69,9 +69,12 @@ def predict(arm: str, setup: Setup, hf_config, calibration=None) -> Prediction:
     use_fork(ARMS["shared"])
     from experiments.plan.extrapolate import phase_peaks
 
-    peaks = phase_peaks(setup, hf_config)
-    peaks = calibration.corrected(peaks) if calibration else peaks
-    return Prediction(arm, setup, with_engine(setup, peaks))
+    return prediction(arm, setup, phase_peaks(setup, hf_config), calibration)
+
+
+def prediction(arm: str, setup: Setup, peaks: list[PredictedPeak], calibration) -> Prediction:
+    """From simulated peaks: as a calibration corrects them, with what vLLM takes beside them."""
+    return Prediction(arm, setup, with_engine(setup, calibration.corrected(peaks) if calibration else peaks))
 
 
 def predict_all(setups: dict[str, Setup], hf_config, say, calibration=None) -> list[Prediction]:
@@ -113,8 +116,7 @@ def predict_all(setups: dict[str, Setup], hf_config, say, calibration=None) -> l
             try:
                 results = [each.result() for each in reversed(futures[label])]
                 peaks = extrapolate.combine(setups[label], hf_config, tasks[label], results)
-                peaks = with_engine(setups[label], calibration.corrected(peaks) if calibration else peaks)
-                found[label] = Prediction(label, setups[label], peaks)
+                found[label] = prediction(label, setups[label], peaks, calibration)
             except ConfigError as error:
                 refused[label], line = error, f"{line}: {error}"
             remain = (time.monotonic() - start) * (number - finished) / finished

@@ -58,6 +58,15 @@ def close(got, expected):
     return ((got - expected).norm() / expected.norm()).item() < 1e-5
 
 
+def refusal(name, folder, **options):
+    """What a trainer is refused for, or nothing."""
+    try:
+        tiny.build_trainer(name, folder, **options)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 @promise
 def prefix_sharing(folder):
     """Shared prompts give the log-probabilities, gradients and completions of whole rows."""
@@ -125,15 +134,8 @@ def checkpointing_arguments(folder):
 @promise
 def nothing_to_train(folder):
     """A model without a trainable parameter is refused."""
-    for name in NAMES:
-        try:
-            tiny.build_trainer(name, folder, model=tiny.build_model().requires_grad_(False), beta=0.0)
-        except ValueError as error:
-            if "nothing would be trained" not in str(error):
-                return False
-        else:
-            return False
-    return True
+    models = {name: tiny.build_model().requires_grad_(False) for name in NAMES}
+    return all("nothing would be trained" in refusal(name, folder, model=models[name], beta=0.0) for name in NAMES)
 
 
 @promise
@@ -205,23 +207,19 @@ def reward_model_passes(folder):
     return rewards_in_passes(folder, (several, [2, 2]), (dict(tokens_per_forward=13), [2, 2]))
 
 
-def refusal(name, folder, zero3, version, **options):
+def refusal_of_backend(name, folder, zero3, version, **options):
     """What a trainer says of a backend, or nothing."""
     backend = SimpleNamespace(is_zero3=zero3, fsdp_version=version, is_fsdp=version is not None)
     with mock.patch.object(trainer_module(name), "DistributedBackend", lambda _: backend):
-        try:
-            tiny.build_trainer(name, folder, **options)
-        except ValueError as error:
-            return str(error)
-    return ""
+        return refusal(name, folder, **options)
 
 
 @promise
 def prefix_sharing_fsdp2(folder):
     """FSDP2 is taken, FSDP1 is refused. (tests/test_distributed.py trains with FSDP2.)"""
     return all(
-        not refusal(name, folder, False, 2, prefix_sharing=True)
-        and "FSDP1" in refusal(name, folder, False, 1, prefix_sharing=True)
+        not refusal_of_backend(name, folder, False, 2, prefix_sharing=True)
+        and "FSDP1" in refusal_of_backend(name, folder, False, 1, prefix_sharing=True)
         for name in NAMES
     )
 
@@ -291,7 +289,7 @@ def disable_attention_dropout(folder):
 @promise
 def prefix_sharing_zero3(folder):
     """ZeRO-3 is taken. (tests/test_distributed.py trains with it, where deepspeed is.)"""
-    return not any(refusal(name, folder, True, None, prefix_sharing=True) for name in NAMES)
+    return not any(refusal_of_backend(name, folder, True, None, prefix_sharing=True) for name in NAMES)
 
 
 @promise
@@ -299,7 +297,8 @@ def token_budget_sharding(folder):
     """ZeRO-3 is taken, FSDP1 is refused."""
     options = dict(tokens_per_forward=16)
     return all(
-        not refusal(name, folder, True, None, **options) and "FSDP1" in refusal(name, folder, False, 1, **options)
+        not refusal_of_backend(name, folder, True, None, **options)
+        and "FSDP1" in refusal_of_backend(name, folder, False, 1, **options)
         for name in NAMES
     )
 
@@ -439,16 +438,8 @@ def prefix_sharing_micro_batches(folder):
 @promise
 def prefix_sharing_checks(folder):
     """Checkpointing that is reentrant because nobody said otherwise is refused."""
-    reentrant = dict(gradient_checkpointing_kwargs={"preserve_rng_state": False})
-    for name in NAMES:
-        try:
-            tiny.build_trainer(name, folder, prefix_sharing=True, **reentrant)
-        except ValueError as error:
-            if "use_reentrant" not in str(error):
-                return False
-        else:
-            return False
-    return True
+    options = dict(prefix_sharing=True, gradient_checkpointing_kwargs={"preserve_rng_state": False})
+    return all("use_reentrant" in refusal(name, folder, **options) for name in NAMES)
 
 
 @promise
