@@ -149,9 +149,6 @@ def test_bad_input_is_refused_with_value_limit_and_remedy_and_leaves_the_attenti
     for trainer in ("RLOO", "GRPO"):
         assert result[f"{trainer} fine"] is None and result[f"{trainer} parts of groups"] is None
         expected |= {
-            f"{trainer} zero completions": ["completions_per_forward (0)", "num_generations (4)"],
-            f"{trainer} too many completions": ["completions_per_forward (5)", "num_generations (4)"],
-            f"{trainer} completions without sharing": ["completions_per_forward=2", "prefix_sharing=True"],
             f"{trainer} uneven parts": ["(6)", "num_generations (4)", "multiple or a divisor"],
             f"{trainer} parts of an update": ["(2)", "gradient_accumulation_steps (1)", "num_generations (4)"],
             f"{trainer} reentrant": ["use_reentrant"],
@@ -164,7 +161,6 @@ def test_bad_input_is_refused_with_value_limit_and_remedy_and_leaves_the_attenti
             f"{trainer} static cache": ["cache_implementation='static'"],
             f"{trainer} compile": ["torch_compile"],
             f"{trainer} zero tokens": ["tokens_per_forward (0)", "at least 1"],
-            f"{trainer} tokens and completions": ["tokens_per_forward=64", "completions_per_forward=2", "Remove one"],
             f"{trainer} tokens reentrant": ["tokens_per_forward", "use_reentrant"],
             f"{trainer} FSDP1": ["FSDP1", "FSDP2", "DeepSpeed"],
             f"{trainer} one empty": ["row 0", "empty", "dataset"],

@@ -25,13 +25,17 @@ ADDS = {
     "0006-checkpointing-arguments.patch": (set(), ["checkpointing-arguments"]),
     "0007-nothing-to-train.patch": (set(), ["nothing-to-train"]),
     "0008-prefix-sharing.patch": (
-        {"prefix_sharing", "completions_per_forward"},
+        {"prefix_sharing", "tokens_per_forward"},
         [
             "prefix-sharing",
             "prefix-sharing-fsdp2",
             "prefix-sharing-states",
             "prefix-sharing-images",
             "prefix-sharing-zero3",
+            "token-budget",
+            "token-budget-sharding",
+            "token-budget-offloading",
+            "reward-model-passes",
             "prefix-sharing-kernels",
             "prefix-sharing-decoding",
             "prefix-sharing-recomputation",
@@ -43,15 +47,11 @@ ADDS = {
             "prefix-sharing-trainers",
         ],
     ),
-    "0009-token-budget.patch": (
-        {"tokens_per_forward"},
-        ["token-budget", "token-budget-sharding", "token-budget-offloading", "reward-model-passes"],
-    ),
-    "0010-prefix-sharing-docs.patch": (set(), []),
-    "0011-lm-head-on-turing.patch": (set(), []),  # tests/cuda tries it
+    "0009-prefix-sharing-docs.patch": (set(), []),
+    "0010-lm-head-on-turing.patch": (set(), []),  # tests/cuda tries it
 }
 # Words that stand nowhere in the package before their patch
-WORDS = {"0008-prefix-sharing.patch": "prefix_sharing", "0009-token-budget.patch": "TokenBudgetPasses"}
+WORDS = {"0008-prefix-sharing.patch": "prefix_sharing"}
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ def alive(way: str, layers: int, k: int) -> list[int]:
     labels = ids.clone()
     labels[:, :PROMPT] = -100
     inputs = dict(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels, fused_lm_head=True)
-    passes = SharedPrefixPasses(PROMPT, completions_per_forward=2, activation_offloading=way != "again")
+    passes = SharedPrefixPasses(PROMPT, tokens_per_forward=2 * (COMPLETION + 1), activation_offloading=way != "again")
     memory = LiveBytes()
     memory.watch(model)
     before = memory.total

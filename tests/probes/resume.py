@@ -26,7 +26,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 SCENARIOS = {
     "rloo": dict(memory=True),
     "rloo accumulation": dict(gradient_accumulation_steps=2),
-    "rloo lora": dict(lora=True, completions_per_forward=2),
+    "rloo lora": dict(lora=True, tokens_per_forward=2 * 7),
     "rloo parts of groups": dict(batch=2, gradient_accumulation_steps=2),
     "rloo two iterations": dict(num_iterations=2, save_steps=2),
     "grpo": dict(trainer="grpo", beta=0.05),

@@ -83,7 +83,7 @@ def shares_as_whole_rows(model):
     prompts["generation_config"] = GenerationConfig(max_new_tokens=4, do_sample=False, disable_compile=True)
     expected, expected_ids = log_probs_and_gradient(model), model.generate(**prompts)
     enable_prefix_sharing(model)
-    got = log_probs_and_gradient(model, passes=SharedPrefixPasses(columns, completions_per_forward=2))
+    got = log_probs_and_gradient(model, passes=SharedPrefixPasses(columns, tokens_per_forward=8))
     return close(got, expected) and torch.equal(generate_with_shared_prefix(model, **prompts), expected_ids)
 
 
@@ -160,16 +160,16 @@ def compact_lm_head(folder):
 @promise
 def token_budget(folder):
     """Passes of some tokens give the log-probabilities and gradients of whole rows, prompts shared or not."""
+    from trl.models.prefix_sharing import SharedPrefixPasses
     from trl.models.prefix_sharing_enabling import enable_prefix_sharing
     from trl.models.token_budget import TokenBudgetPasses
 
     model = build_with_head()
     expected = log_probs_and_gradient(model)
     enable_prefix_sharing(model)
-    passes = dict(prefix_length=tiny.build_batch()[2], tokens_per_forward=20)
     return all(
-        close(log_probs_and_gradient(model, passes=TokenBudgetPasses(**passes, prefix_sharing=shared)), expected)
-        for shared in (False, True)
+        close(log_probs_and_gradient(model, passes=passes(tiny.build_batch()[2], tokens_per_forward=20)), expected)
+        for passes in (TokenBudgetPasses, SharedPrefixPasses)
     )
 
 
@@ -203,14 +203,15 @@ def reward_model_cache(folder):
 
 @promise
 def reward_model_passes(folder):
-    several = dict(prefix_sharing=True, completions_per_forward=2)
-    return rewards_in_passes(folder, (several, [2, 2]), (dict(tokens_per_forward=13), [2, 2]))
+    return rewards_in_passes(folder, (dict(tokens_per_forward=13), [2, 2]))
 
 
 def refusal_of_backend(name, folder, zero3, version, **options):
     """What a trainer says of a backend, or nothing."""
     backend = SimpleNamespace(is_zero3=zero3, fsdp_version=version, is_fsdp=version is not None)
-    with mock.patch.object(trainer_module(name), "DistributedBackend", lambda _: backend):
+    with contextlib.ExitStack() as stack:
+        for module in (trainer_module(name), importlib.import_module("trl.trainer.passes")):
+            stack.enter_context(mock.patch.object(module, "DistributedBackend", lambda _: backend))
         return refusal(name, folder, **options)
 
 
@@ -314,7 +315,7 @@ def prefix_sharing_kernels(folder):
     enable_prefix_sharing(model)
     ids, mask, columns = tiny.build_batch()
     with mock.patch.object(ReadPrefix, "allowed", autospec=True) as made:
-        SharedPrefixPasses(columns, completions_per_forward=2).forward(model.model, ids, mask)
+        SharedPrefixPasses(columns, tokens_per_forward=8).forward(model.model, ids, mask)
     return not made.called
 
 
@@ -343,7 +344,7 @@ def prefix_sharing_recomputation(folder):
         return len(calls)
 
     prompts = len({tuple(row) for row in ids[:, :columns].tolist()})
-    return prompts > 1 and count() == 2 * prompts and count(completions_per_forward=len(ids)) == 3 * prompts - 1
+    return prompts > 1 and count() == 2 * prompts and count(tokens_per_forward=10**6) == 3 * prompts - 1
 
 
 @promise
@@ -377,7 +378,7 @@ def prefix_sharing_gradients(folder):
 
     model.model.layers[-2].register_forward_hook(watch)
     with Watch():
-        SharedPrefixPasses(columns, completions_per_forward=1).forward(
+        SharedPrefixPasses(columns, tokens_per_forward=1).forward(
             model.model, ids, mask
         ).last_hidden_state.sum().backward()
     number = 2 * model.config.num_hidden_layers * len(lengths)  # keys and values
@@ -416,7 +417,7 @@ def runs_follow_offloading(folder, prompts, passes, **options):
 
 @promise
 def prefix_sharing_offloading(folder):
-    return runs_follow_offloading(folder, prompts=1, passes=4, prefix_sharing=True, completions_per_forward=1)
+    return runs_follow_offloading(folder, prompts=1, passes=4, prefix_sharing=True, tokens_per_forward=1)
 
 
 @promise

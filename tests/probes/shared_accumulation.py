@@ -41,7 +41,7 @@ def gradient(model, seed, rows=ROWS, mixed=False, open_prefix=None, **shared):
     return torch.cat(grads)
 
 
-one_a_pass = dict(passes=passes_of(PROMPT, completions_per_forward=1))
+one_a_pass = dict(passes=passes_of(PROMPT, tokens_per_forward=1))
 result = Counter()
 for seed in range(3):
     with pure_float64():

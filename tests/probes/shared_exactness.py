@@ -127,12 +127,12 @@ EAGER = ("gemma2-window-softcap", "gpt-oss-sinks")  # soft-capping and sinks are
 WHOLE = dict(prefix_sharing=False)
 # (gradient checkpointing, settings); rows have 10 to 18 tokens, completions with the last prompt token 1 to 8
 SETTINGS = (
-    (False, dict(completions_per_forward=1)),
+    (False, dict(tokens_per_forward=1)),
     (False, dict(completions_per_forward=3)),
     (False, dict()),
     (False, dict(tokens_per_forward=9)),
     (False, dict(WHOLE, tokens_per_forward=36)),
-    (True, dict(completions_per_forward=2)),
+    (True, dict(tokens_per_forward=16)),
     (True, dict(WHOLE, tokens_per_forward=1)),
 )
 EXPERTS = ("qwen3-moe", "mixtral", "gpt-oss-sinks")
@@ -143,13 +143,9 @@ ROUNDED = (
 )  # fmt: skip
 
 
-def passes_of(prefix_length, prefix_sharing=True, completions_per_forward=None, tokens_per_forward=None, **rows):
+def passes_of(prefix_length, prefix_sharing=True, **options):
     """What the trainers hand to the model for these options."""
-    if tokens_per_forward is None:
-        return SharedPrefixPasses(prefix_length, completions_per_forward, **rows)
-    return TokenBudgetPasses(
-        prefix_length, tokens_per_forward=tokens_per_forward, prefix_sharing=prefix_sharing, **rows
-    )
+    return (SharedPrefixPasses if prefix_sharing else TokenBudgetPasses)(prefix_length, **options)
 
 
 def build(name, dtype, seed=0):

@@ -112,16 +112,16 @@ def rows(text_too, text_alone):
 
 
 SCENARIOS = {
-    "rloo gemma3": dict(family="gemma3", completions_per_forward=2),
+    "rloo gemma3": dict(family="gemma3", tokens_per_forward=2 * 7),
     "rloo gemma3, some without": dict(family="gemma3", text_too=True, batch=8),
     "rloo gemma3, text alone": dict(family="gemma3", text_alone=True),
     "rloo llava": dict(family="llava", evaluate=True),
     "rloo qwen2.5-vl": dict(family="qwen2.5-vl", num_iterations=2, gradient_accumulation_steps=2),
-    "rloo qwen3-vl, some without": dict(family="qwen3-vl", text_too=True, batch=8, completions_per_forward=1),
+    "rloo qwen3-vl, some without": dict(family="qwen3-vl", text_too=True, batch=8, tokens_per_forward=1),
     "rloo internvl": dict(family="internvl", steps_per_generation=2),
     "rloo smolvlm, some without": dict(family="smolvlm", text_too=True, batch=8),
     "rloo mistral3": dict(family="mistral3", batch=8, beta=0.0),
-    "rloo qwen2.5-vl, lora": dict(family="qwen2.5-vl", lora=True, completions_per_forward=2),
+    "rloo qwen2.5-vl, lora": dict(family="qwen2.5-vl", lora=True, tokens_per_forward=2 * 7),
     "rloo gemma3, two of 4 a micro-batch": dict(family="gemma3", batch=2, gradient_accumulation_steps=2),
     "rloo qwen3-vl, one of 4 a micro-batch": dict(
         family="qwen3-vl", text_too=True, batch=1, gradient_accumulation_steps=8
@@ -133,10 +133,10 @@ SCENARIOS = {
     "grpo qwen2.5-vl, text alone": dict(trainer="grpo", family="qwen2.5-vl", text_alone=True),
     "grpo llava": dict(trainer="grpo", family="llava", gradient_checkpointing=False, tower_trained=False),
     "grpo qwen2.5-vl": dict(trainer="grpo", family="qwen2.5-vl", beta=0.05, batch=8, tokens_per_forward=9),
-    "grpo qwen3-vl": dict(trainer="grpo", family="qwen3-vl", completions_per_forward=2, num_iterations=2),
+    "grpo qwen3-vl": dict(trainer="grpo", family="qwen3-vl", tokens_per_forward=2 * 7, num_iterations=2),
     "grpo internvl": dict(trainer="grpo", family="internvl", batch=8),
     "grpo smolvlm": dict(trainer="grpo", family="smolvlm", beta=0.05),
-    "grpo mistral3": dict(trainer="grpo", family="mistral3", completions_per_forward=2),
+    "grpo mistral3": dict(trainer="grpo", family="mistral3", tokens_per_forward=2 * 7),
 }
 
 
@@ -160,7 +160,7 @@ def build_model(family, processor):
 
 def train(
     folder, shared, family, trainer="rloo", batch=4, text_too=False, text_alone=False, evaluate=False, lora=False,
-    tower_trained=True, completions_per_forward=None, tokens_per_forward=None, **options,
+    tower_trained=True, tokens_per_forward=None, **options,
 ):  # fmt: skip
     module = rloo_trainer if trainer == "rloo" else grpo_trainer
     make_config, make_trainer = (RLOOConfig, RLOOTrainer) if trainer == "rloo" else (GRPOConfig, GRPOTrainer)
@@ -182,7 +182,6 @@ def train(
         generation_kwargs={"suppress_tokens": model.generation_config.suppress_tokens},
         **{"max_completion_length": 6, "learning_rate": 1e-3, "lr_scheduler_type": "constant", **options},
         prefix_sharing=shared,
-        completions_per_forward=completions_per_forward if shared else None,
         tokens_per_forward=tokens_per_forward if shared else None,
         bf16=False,
         logging_steps=1,

@@ -21,7 +21,7 @@ def train(shared):
         trainer = tiny.build_trainer(
             "RLOO", folder, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]),
             per_device_train_batch_size=16, max_completion_length=12, prefix_sharing=shared, max_grad_norm=0.0,
-            completions_per_forward=2 if shared else None, optim="sgd", learning_rate=1.0,
+            tokens_per_forward=2 * 13 if shared else None, optim="sgd", learning_rate=1.0,
         )  # fmt: skip
         trained = [p for p in trainer.model.parameters() if p.requires_grad]
         before = torch.cat([p.detach().flatten().double() for p in trained])

@@ -93,10 +93,7 @@ for name in ("no attention interface", "linear attention", "state space"):  # ro
 for make in (RLOOConfig, GRPOConfig):
     name = make.__name__[:4]
     result |= {
-        f"{name} fine": settings(make, completions_per_forward=4),
-        f"{name} zero completions": settings(make, completions_per_forward=0),
-        f"{name} too many completions": settings(make, completions_per_forward=5),
-        f"{name} completions without sharing": settings(make, prefix_sharing=False, completions_per_forward=2),
+        f"{name} fine": settings(make, tokens_per_forward=4),
         f"{name} parts of groups": settings(make, per_device_train_batch_size=2, gradient_accumulation_steps=2),
         f"{name} uneven parts": settings(make, per_device_train_batch_size=6, gradient_accumulation_steps=2),
         f"{name} parts of an update": settings(make, per_device_train_batch_size=2, steps_per_generation=2),
@@ -112,7 +109,6 @@ for make in (RLOOConfig, GRPOConfig):
         f"{name} static cache": settings(make, cache_implementation="static"),
         f"{name} compile": settings(make, torch_compile=True),
         f"{name} zero tokens": settings(make, tokens_per_forward=0),
-        f"{name} tokens and completions": settings(make, tokens_per_forward=64, completions_per_forward=2),
         f"{name} tokens reentrant": settings(
             make, prefix_sharing=False, tokens_per_forward=64, gradient_checkpointing_kwargs={"use_reentrant": True}
         ),

@@ -151,19 +151,19 @@ def broken():
 
 # (family, options of shared_trainer.train). LoRA goes on all linear layers, those of mixers too
 TRAININGS = {
-    "rloo, passes of 2": ("qwen3.5", dict(completions_per_forward=2)),
+    "rloo, passes of 2": ("qwen3.5", dict(tokens_per_forward=2 * 7)),
     "rloo, passes of 9 tokens": ("bamba", dict(batch=8, tokens=9)),
-    "rloo, no checkpointing": ("lfm2", dict(gradient_checkpointing=False, completions_per_forward=3)),
+    "rloo, no checkpointing": ("lfm2", dict(gradient_checkpointing=False, tokens_per_forward=3 * 7)),
     "rloo, one-token completions": ("kimi-linear", dict(experts=True, max_completion_length=1)),
     "rloo, all truncated": ("falcon-h1", dict(mask_truncated_completions=True, ends=1)),
-    "rloo, LoRA": ("bamba", dict(lora="config", completions_per_forward=2)),
-    "grpo, reference": ("falcon-h1", dict(trainer="grpo", beta=0.05, completions_per_forward=2)),
+    "rloo, LoRA": ("bamba", dict(lora="config", tokens_per_forward=2 * 7)),
+    "grpo, reference": ("falcon-h1", dict(trainer="grpo", beta=0.05, tokens_per_forward=2 * 7)),
     "grpo, two iterations": ("olmo-hybrid", dict(trainer="grpo", num_iterations=2, gradient_accumulation_steps=2)),
-    "grpo, LoRA": ("qwen3-next", dict(trainer="grpo", experts=True, lora="config", completions_per_forward=3)),
+    "grpo, LoRA": ("qwen3-next", dict(trainer="grpo", experts=True, lora="config", tokens_per_forward=3 * 7)),
     "grpo, experts": ("qwen3.5-moe", dict(trainer="grpo", experts=True, batch=8)),
-    "rloo, experts": ("granite-hybrid", dict(experts=True, completions_per_forward=2)),
+    "rloo, experts": ("granite-hybrid", dict(experts=True, tokens_per_forward=2 * 7)),
     "grpo, experts without their loss": ("granite-hybrid", dict(trainer="grpo", experts=True, beta=0.05)),
-    "grpo, convolutions": ("lfm2", dict(trainer="grpo", completions_per_forward=2)),
+    "grpo, convolutions": ("lfm2", dict(trainer="grpo", tokens_per_forward=2 * 7)),
     "grpo, whole rows": ("granite-hybrid", dict(trainer="grpo", experts=True, batch=8, tokens=40, whole=True)),
 }
 
@@ -213,10 +213,10 @@ def failures():
 
             handle = mixer.register_forward_pre_hook(fail)
             try:
-                score(model, dict(completions_per_forward=1))
+                score(model, dict(tokens_per_forward=1))
             except RuntimeError:
                 handle.remove()
-            after = [score(model, dict(completions_per_forward=1)), score(model)]
+            after = [score(model, dict(tokens_per_forward=1)), score(model)]
             errors = [error(x, y) for got in after for x, y in zip(got[:2], truth[:2], strict=True)]
             results[family] = {"calls": len(calls), "errors": errors}
     return results
@@ -289,7 +289,7 @@ def accumulation():
             out.log_probs.sum().backward()  # every completion pulls the same way, so that the sum grows
         return torch.cat([p.grad.flatten().double() for mixer in find_mixers(model) for p in mixer.parameters()])
 
-    one_a_pass = dict(passes=passes_of(prompt, completions_per_forward=1))
+    one_a_pass = dict(passes=passes_of(prompt, tokens_per_forward=1))
     for family in ("qwen3.5", "bamba", "lfm2"):
         rounded = build(family, torch.bfloat16)
         exact, exact_rounded = build(family, torch.float64), build(family, torch.bfloat16).double()

@@ -24,7 +24,7 @@ DEPEND_ON_VALUES = (
 )  # fmt: skip
 SETTINGS = {
     "together": dict(),
-    "passes of 1": dict(completions_per_forward=1),
+    "passes of 1": dict(tokens_per_forward=1),
     "passes of 9 tokens": dict(tokens_per_forward=9),
     "whole rows": dict(tokens_per_forward=30, prefix_sharing=False),
 }

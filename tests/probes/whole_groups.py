@@ -36,7 +36,7 @@ def train(folder, batch, accumulation, shared):
         report_to="none",
         disable_tqdm=True,
         model_init_kwargs={"dtype": torch.float64},
-        **(dict(prefix_sharing=True, completions_per_forward=2 if batch > 2 else None) if shared else {}),
+        **(dict(prefix_sharing=True, tokens_per_forward=2 * 7 if batch > 2 else None) if shared else {}),
     )
     rows = Dataset.from_dict({"prompt": PROMPTS * 2})
     run = make_trainer(

@@ -24,8 +24,8 @@ LAYERS = 8
 SHARED = {"prefix_sharing": True}
 CASES = {
     "whole rows": (False, {}),
-    "shared": (False, {**SHARED, "completions_per_forward": 1}),
-    "LoRA, shared": (True, {**SHARED, "completions_per_forward": 1}),
+    "shared": (False, {**SHARED, "tokens_per_forward": 1}),
+    "LoRA, shared": (True, {**SHARED, "tokens_per_forward": 1}),
     "LoRA, passes of whole rows": (True, {"tokens_per_forward": 16}),
 }
 gathered = []

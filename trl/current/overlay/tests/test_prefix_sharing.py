@@ -80,9 +80,9 @@ def forward_whole_rows(model, inputs):
 
 class TestPrefixSharing(TrlTestCase):
     @pytest.mark.parametrize("gradient_checkpointing", [False, True])
-    @pytest.mark.parametrize("completions_per_forward", [None, 1, 2])
+    @pytest.mark.parametrize("tokens_per_forward", [None, 1, 8])
     @pytest.mark.parametrize("model_id", [*MODEL_IDS, NESTED_MODEL_ID])
-    def test_log_probs_and_gradients(self, model_id, completions_per_forward, gradient_checkpointing):
+    def test_log_probs_and_gradients(self, model_id, tokens_per_forward, gradient_checkpointing):
         model = load(model_id).train()
         inputs, prompt_length = make_inputs()
         expected, expected_grads = forward_whole_rows(model, inputs)
@@ -90,7 +90,7 @@ class TestPrefixSharing(TrlTestCase):
         enable_prefix_sharing(model)
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        outputs = model(**inputs, passes=SharedPrefixPasses(prompt_length, completions_per_forward))
+        outputs = model(**inputs, passes=SharedPrefixPasses(prompt_length, tokens_per_forward))
         outputs.log_probs.sum().backward()
 
         torch.testing.assert_close(outputs.log_probs, expected.log_probs[:, prompt_length - 1 :], rtol=1e-5, atol=1e-5)
@@ -120,7 +120,7 @@ class TestPrefixSharing(TrlTestCase):
         model.get_input_embeddings().register_forward_hook(lambda module, args, output: lookups.append(output))
         labels = input_ids.masked_fill(attention_mask == 0, -100)
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, "fused_lm_head": True}
-        outputs = model(**inputs, passes=SharedPrefixPasses(prompt_length, completions_per_forward=1))
+        outputs = model(**inputs, passes=SharedPrefixPasses(prompt_length, tokens_per_forward=1))
         outputs.log_probs.sum().backward()
         assert len(lookups) == 1
 
@@ -175,7 +175,7 @@ class TestPrefixSharingTrainers(TrlTestCase):
             num_generations=3,  # reduce the number of generations to reduce memory usage
             max_completion_length=8,  # reduce the completion length to reduce memory usage
             prefix_sharing=True,
-            completions_per_forward=2,
+            tokens_per_forward=18,  # two completions with a prompt token each
             report_to="none",
         )
         trainer = trainer_class(
@@ -222,9 +222,6 @@ class TestPrefixSharingTrainers(TrlTestCase):
         "kwargs, match",
         [
             ({"prefix_sharing": True, "per_device_train_batch_size": 6}, "per_device_train_batch_size"),
-            ({"prefix_sharing": True, "completions_per_forward": 0}, "completions_per_forward"),
-            ({"prefix_sharing": True, "completions_per_forward": 5}, "completions_per_forward"),
-            ({"completions_per_forward": 2}, "prefix_sharing=True"),
             ({"prefix_sharing": True, "cache_implementation": "static"}, "cache_implementation"),
             ({"prefix_sharing": True, "generation_kwargs": {"num_beams": 2}}, "num_beams"),
         ],

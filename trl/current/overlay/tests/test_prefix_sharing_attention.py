@@ -246,13 +246,14 @@ class TestMasks(TrlTestCase):
         }
         assert all(kwargs.get("attn_mask") is None for _, _, kwargs in attention)
 
-    @pytest.mark.parametrize("completions_per_forward", [None, 2])
-    def test_gradients_of_the_prompt_are_added_in_float32_where_they_are_added(self, completions_per_forward):
+    @pytest.mark.parametrize("in_passes", [False, True])
+    def test_gradients_of_the_prompt_are_added_in_float32_where_they_are_added(self, in_passes):
         model = load(MODEL_ID).bfloat16().train()
         enable_prefix_sharing(model)
         input_ids, attention_mask, prompt_length = make_batch()
         attention_mask[:] = 1
-        passes = SharedPrefixPasses(prompt_length, completions_per_forward)
+        completion_length = input_ids.shape[1] - prompt_length
+        passes = SharedPrefixPasses(prompt_length, 2 * (completion_length + 1) if in_passes else None)
         outputs = passes.forward(model.model, input_ids, attention_mask)
         with Operators() as operators:
             outputs.last_hidden_state.sum().backward()
@@ -260,7 +261,7 @@ class TestMasks(TrlTestCase):
         head_size = config.hidden_size // config.num_attention_heads
         shape = (1, config.num_key_value_heads, prompt_length - 1, head_size)
         added = [x for x in operators.results if x.shape == shape and x.dtype == torch.float32]
-        num_passes = 0 if completions_per_forward is None else 2
+        num_passes = 2 if in_passes else 0
         # A key and a value of each layer and prompt, copied by each pass, and added
         assert len(added) == 2 * config.num_hidden_layers * 2 * max(0, 2 * num_passes - 1)
 

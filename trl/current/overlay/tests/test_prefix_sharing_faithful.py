@@ -29,6 +29,7 @@ from trl.models import prefix_sharing_contexts
 from trl.models.prefix_sharing import SharedPrefixPasses
 from trl.models.prefix_sharing_enabling import disable_prefix_sharing, enable_prefix_sharing
 from trl.models.token_budget import TokenBudgetPasses
+from trl.trainer.passes import TrainerPasses
 from trl.trainer.utils import disable_dropout_in_model
 
 from .test_prefix_sharing import TRAINERS, forward_whole_rows, load, make_inputs
@@ -101,7 +102,7 @@ class TestPrefixSharingFaithful(TrlTestCase):
         inputs, prompt_length = make_inputs()
         expected, expected_grads = forward_whole_rows(model, inputs)
         enable_prefix_sharing(model)
-        passes = SharedPrefixPasses(prompt_length, completions_per_forward=2)
+        passes = SharedPrefixPasses(prompt_length, tokens_per_forward=8)
         within = []
         mlp = model.base_model.get_decoder().layers[1].mlp
         handle = mlp.register_forward_pre_hook(lambda *args: within.append(set(implementations(model))))
@@ -205,8 +206,8 @@ class TestPrefixSharingFaithful(TrlTestCase):
         inputs["attention_mask"][0, column] = 0
         for passes in (
             SharedPrefixPasses(prompt_length),
-            TokenBudgetPasses(prefix_length=prompt_length, tokens_per_forward=20),
-            TokenBudgetPasses(prefix_length=prompt_length, tokens_per_forward=20, prefix_sharing=True),
+            TokenBudgetPasses(prompt_length, tokens_per_forward=20),
+            SharedPrefixPasses(prompt_length, tokens_per_forward=20),
         ):
             with pytest.raises(ValueError, match=rf"row 0 .*column {column}\)"):
                 model(**inputs, passes=passes)
@@ -324,22 +325,17 @@ class TestPrefixSharingFaithful(TrlTestCase):
         enable_prefix_sharing(model)
 
     @require_peft
-    @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
+    @pytest.mark.parametrize("config_class", [RLOOConfig, GRPOConfig])
     @pytest.mark.parametrize("option", [{"prefix_sharing": True}, {"tokens_per_forward": 64}])
     @pytest.mark.parametrize("version", ["0.18.6", "0.19.2"])
-    def test_deepspeed_version(self, config_class, trainer_class, option, version, monkeypatch):
+    def test_deepspeed_version(self, config_class, option, version, monkeypatch):
         versions = importlib.metadata.version
         monkeypatch.setattr(
             importlib.metadata, "version", lambda name: version if name == "deepspeed" else versions(name)
         )
-        plugin = SimpleNamespace(zero_stage=3)
-        post_init = config_class.__post_init__
-
-        def with_plugin(self):
-            post_init(self)
-            self.deepspeed_plugin = plugin
-
-        monkeypatch.setattr(config_class, "__post_init__", with_plugin)
-        args = (config_class, trainer_class, MODEL_ID, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+        accelerator = SimpleNamespace(
+            device="cpu", num_processes=2, state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=3))
+        )
+        model = get_peft_model(load(MODEL_ID), LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
         with pytest.raises(ValueError, match=f"deepspeed>=0.19.3`, found {version}"):
-            self.make_trainer(*args, **option)
+            TrainerPasses(config_class(output_dir=self.tmp_dir, **option), accelerator, model)

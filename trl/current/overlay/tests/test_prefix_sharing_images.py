@@ -93,8 +93,8 @@ def count_patches(model):
 
 class TestPrefixSharingImages(TrlTestCase):
     @pytest.mark.parametrize("gradient_checkpointing", [False, True])
-    @pytest.mark.parametrize("completions_per_forward", [1, None])
-    def test_log_probs_and_gradients(self, completions_per_forward, gradient_checkpointing):
+    @pytest.mark.parametrize("tokens_per_forward", [1, None])
+    def test_log_probs_and_gradients(self, tokens_per_forward, gradient_checkpointing):
         model = make_model()
         inputs, prompt_length = make_batch()
         labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
@@ -110,7 +110,7 @@ class TestPrefixSharingImages(TrlTestCase):
         enable_prefix_sharing(model)
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        passes = SharedPrefixPasses(prompt_length, completions_per_forward, group_size=2, num_images=NUM_IMAGES)
+        passes = SharedPrefixPasses(prompt_length, tokens_per_forward, group_size=2, num_images=NUM_IMAGES)
         outputs = model(**inputs, labels=labels, fused_lm_head=True, passes=passes)
         outputs.log_probs.sum().backward()
 

@@ -20,7 +20,6 @@ from datasets import load_dataset
 from trl.models.prefix_sharing import SharedPrefixPasses
 from trl.models.prefix_sharing_enabling import enable_prefix_sharing
 from trl.models.prefix_sharing_micro_batches import OpenPrefix
-from trl.models.token_budget import TokenBudgetPasses
 
 from .test_prefix_sharing import MODEL_IDS, TRAINERS, forward_whole_rows, load, make_inputs
 from .test_prefix_sharing_offloading import count_layer_forwards, offload_on_cpu
@@ -37,11 +36,7 @@ def forward_micro_batches(model, inputs, prompt_length, in_one_backward=False, *
     for step in range(6):
         open_prefix.enter(step, updates=step == 5)
         rows = {name: x[step : step + 1] if torch.is_tensor(x) else x for name, x in inputs.items()}
-        passes = SharedPrefixPasses(prompt_length, group_size=1, open_prefix=open_prefix)
-        if kwargs:
-            passes = TokenBudgetPasses(
-                prefix_length=prompt_length, prefix_sharing=True, group_size=1, open_prefix=open_prefix, **kwargs
-            )
+        passes = SharedPrefixPasses(prompt_length, group_size=1, open_prefix=open_prefix, **kwargs)
         outputs = model(**rows, passes=passes)
         outputs.log_probs.sum().backward()
         open_prefix.backward()
@@ -73,24 +68,6 @@ class TestPrefixSharingMicroBatches(TrlTestCase):
         assert_same_gradients(model, expected_grads)
         # Two prompts and six completions, in the forward and again by layer
         assert len(counts) == 8 * (1 + gradient_checkpointing)
-
-    def test_little_to_share(self):
-        # Two tokens before completions of thirty: whole rows go through the model, in all micro-batches of a prompt
-        model = load(MODEL_ID).train()
-        input_ids = torch.randint(10, 100, (6, 32), generator=torch.Generator().manual_seed(0))
-        input_ids[:3, :2], input_ids[3:, :2] = input_ids[0, :2], input_ids[3, :2]
-        labels = input_ids.clone()
-        labels[:, :2] = -100
-        attention_mask = torch.ones_like(input_ids)
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels, "fused_lm_head": True}
-        expected, expected_grads = forward_whole_rows(model, inputs)
-
-        enable_prefix_sharing(model)
-        counts = count_layer_forwards(model)
-        log_probs = forward_micro_batches(model, inputs, prompt_length=2)
-        assert len(counts) == 6
-        torch.testing.assert_close(log_probs, expected.log_probs[:, 1:], rtol=1e-5, atol=1e-5)
-        assert_same_gradients(model, expected_grads)
 
     @pytest.mark.parametrize("in_one_backward", [False, True])
     def test_frozen_below(self, in_one_backward):

@@ -54,16 +54,9 @@ class TestPrefixSharingOffloading(TrlTestCase):
     @pytest.mark.parametrize(
         "make_passes, prompts, passes",
         [
-            (lambda p, on: SharedPrefixPasses(p, completions_per_forward=1, activation_offloading=on), 2, 6),
-            (lambda p, on: SharedPrefixPasses(p, completions_per_forward=2, activation_offloading=on), 2, 4),
-            (
-                lambda p, on: TokenBudgetPasses(
-                    prefix_length=p, tokens_per_forward=8, prefix_sharing=True, activation_offloading=on
-                ),
-                2,
-                4,
-            ),
-            (lambda p, on: TokenBudgetPasses(prefix_length=p, tokens_per_forward=40, activation_offloading=on), 0, 3),
+            (lambda p, on: SharedPrefixPasses(p, 1, activation_offloading=on), 2, 6),
+            (lambda p, on: SharedPrefixPasses(p, 8, activation_offloading=on), 2, 4),
+            (lambda p, on: TokenBudgetPasses(p, 40, activation_offloading=on), 0, 3),
         ],
     )
     def test_log_probs_and_gradients(self, make_passes, prompts, passes, gradient_checkpointing):
@@ -92,7 +85,7 @@ class TestPrefixSharingOffloading(TrlTestCase):
 
     @pytest.mark.parametrize(
         "kwargs, passes, prompts",
-        [({"prefix_sharing": True, "completions_per_forward": 1}, 3, 1), ({"tokens_per_forward": 1}, 3, 0)],
+        [({"prefix_sharing": True, "tokens_per_forward": 1}, 3, 1), ({"tokens_per_forward": 1}, 3, 0)],
     )
     @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
     def test_train(self, config_class, trainer_class, kwargs, passes, prompts):

@@ -13,12 +13,9 @@
 # limitations under the License.
 
 
-from unittest.mock import patch
-
 import pytest
 import torch
 
-from trl.models.prefix_sharing import SharedPrefixPasses
 from trl.models.prefix_sharing_enabling import enable_prefix_sharing
 from trl.models.token_budget import TokenBudgetPasses
 
@@ -28,29 +25,13 @@ from .testing_utils import TrlTestCase
 
 
 class TestPrefixSharingProcesses(TrlTestCase):
-    @pytest.mark.parametrize("num_processes", [1, 2])
-    def test_a_group_of_one_process_is_none(self, num_processes, monkeypatch):
-        # As with vLLM in the trainer's process. Prompts of two tokens: sharing them saves next to nothing
-        model = load(MODEL_ID)
-        enable_prefix_sharing(model)
-        ids = torch.randint(10, 100, (2, 12))
-        ids[:, :2] = ids[0, :2]
-        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: num_processes)
-        whole = SharedPrefixPasses.forward_whole_rows
-        with patch.object(SharedPrefixPasses, "forward_whole_rows", autospec=True, side_effect=whole) as spy:
-            SharedPrefixPasses(2, group_size=2).forward(model.base_model, ids, torch.ones_like(ids))
-        assert spy.call_count == (num_processes == 1)
-
     def test_a_process_alone_waits_for_no_other(self, monkeypatch):
         model = load(MODEL_ID)
         ids = torch.randint(10, 100, (4, 12))
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
         monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: pytest.fail("waited"))
-        output = TokenBudgetPasses(4, tokens_per_forward=24, prefix_sharing=False).forward(
-            model.base_model, ids, torch.ones_like(ids)
-        )
+        output = TokenBudgetPasses(4, tokens_per_forward=24).forward(model.base_model, ids, torch.ones_like(ids))
         assert output.last_hidden_state.shape[:2] == (4, 9)
 
     @pytest.mark.parametrize(

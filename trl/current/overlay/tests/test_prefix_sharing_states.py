@@ -67,9 +67,9 @@ def build(config):
 
 class TestPrefixSharingStates(TrlTestCase):
     @pytest.mark.parametrize("gradient_checkpointing", [False, True])
-    @pytest.mark.parametrize("completions_per_forward", [None, 1, 2])
+    @pytest.mark.parametrize("tokens_per_forward", [None, 1, 8])
     @pytest.mark.parametrize("name", CONFIGS)
-    def test_log_probs_and_gradients(self, name, completions_per_forward, gradient_checkpointing):
+    def test_log_probs_and_gradients(self, name, tokens_per_forward, gradient_checkpointing):
         model = build(CONFIGS[name]).train()
         inputs, prompt_length = make_inputs()
         expected = model(**inputs)
@@ -80,7 +80,7 @@ class TestPrefixSharingStates(TrlTestCase):
         enable_prefix_sharing(model)
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        outputs = model(**inputs, passes=SharedPrefixPasses(prompt_length, completions_per_forward))
+        outputs = model(**inputs, passes=SharedPrefixPasses(prompt_length, tokens_per_forward))
         outputs.log_probs.sum().backward()
 
         torch.testing.assert_close(outputs.log_probs, expected.log_probs[:, prompt_length - 1 :], rtol=1e-5, atol=1e-5)

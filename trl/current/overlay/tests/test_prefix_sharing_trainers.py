@@ -22,10 +22,11 @@ import transformers
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig
 from trl.models.prefix_sharing import SharedPrefixPasses
 from trl.models.prefix_sharing_enabling import enable_prefix_sharing
 from trl.models.prefix_sharing_micro_batches import OpenPrefix
+from trl.trainer.utils import count_tiles
 
 from .test_prefix_sharing import TRAINERS, forward_whole_rows, load, make_inputs
 from .test_prefix_sharing_micro_batches import MODEL_ID, assert_same_gradients, forward_micro_batches
@@ -117,7 +118,7 @@ class TestPrefixSharingTrainers(TrlTestCase):
         trainer.add_callback(Interrupt)
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
-        assert not trainer._open_prefix.has_prefix
+        assert not trainer.passes._open_prefix.has_prefix
         trainer.remove_callback(Interrupt)
         torch.testing.assert_close(self.train(trainer), expected, rtol=1e-4, atol=1e-5)
 
@@ -185,7 +186,6 @@ class TestPrefixSharingTrainers(TrlTestCase):
         trainer._generate_single_turn(*args)
         assert seen == ["sdpa"]
 
-    @pytest.mark.parametrize("trainer_class", [RLOOTrainer, GRPOTrainer])
-    def test_rows_without_the_images_of_others(self, trainer_class):
+    def test_rows_without_the_images_of_others(self):
         # Those that go on after a tool call, of a batch with images
-        assert trainer_class._num_tiles(None, [[], None], [0, 0], {}) is None
+        assert count_tiles(None, [[], None], [0, 0], {}) is None

@@ -31,7 +31,7 @@ class TestRewardModelPasses(TrlTestCase):
         [
             ({}, [6]),
             ({"prefix_sharing": True}, [6]),
-            ({"prefix_sharing": True, "completions_per_forward": 2}, [2, 2, 2]),
+            ({"prefix_sharing": True, "tokens_per_forward": 16}, [2, 2, 2]),
             ({"tokens_per_forward": 1}, [1, 1, 1, 1, 1, 1]),
         ],
     )

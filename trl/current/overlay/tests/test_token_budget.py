@@ -17,6 +17,7 @@ import torch
 from datasets import load_dataset
 
 from trl import GRPOConfig, RLOOConfig
+from trl.models.prefix_sharing import SharedPrefixPasses
 from trl.models.prefix_sharing_enabling import enable_prefix_sharing
 from trl.models.token_budget import TokenBudgetPasses
 
@@ -40,9 +41,7 @@ class TestTokenBudget(TrlTestCase):
             enable_prefix_sharing(model)
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        passes = TokenBudgetPasses(
-            prefix_length=prompt_length, tokens_per_forward=tokens_per_forward, prefix_sharing=prefix_sharing
-        )
+        passes = (SharedPrefixPasses if prefix_sharing else TokenBudgetPasses)(prompt_length, tokens_per_forward)
         outputs = model(**inputs, passes=passes)
         outputs.log_probs.sum().backward()
 
@@ -85,7 +84,6 @@ class TestTokenBudget(TrlTestCase):
         "kwargs, match",
         [
             ({"tokens_per_forward": 0}, "tokens_per_forward"),
-            ({"prefix_sharing": True, "tokens_per_forward": 64, "completions_per_forward": 2}, "Remove one of them"),
             ({"tokens_per_forward": 64, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant"),
         ],
     )

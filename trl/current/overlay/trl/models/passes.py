@@ -20,18 +20,14 @@ A pass is what goes through the model together: a prompt, some completions of a 
 Shape suffixes: B rows, P prompt columns, C completion columns, T tokens of a pass, H hidden size.
 """
 
-import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
-from transformers import PretrainedConfig, PreTrainedModel
-
-from .prefix_sharing_zero3 import layers_alone_recompute
+from transformers import PretrainedConfig
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 
 def has_several_processes() -> bool:
@@ -51,14 +47,57 @@ class PassesOutput:
 
     Args:
         last_hidden_state (`torch.Tensor` of shape `(B, C + 1, H)`):
-            Hidden states from the last prompt token on. Zero where the token is padding, unless all rows went
-            together.
+            Hidden states from the last prompt token on. Zero where the token is padding.
         aux_loss (`torch.Tensor`, *optional*):
             MoE load-balancing loss over the tokens of all rows, prompts included, when router logits are requested.
     """
 
     last_hidden_state: torch.Tensor
     aux_loss: torch.Tensor | None = None
+
+
+def layers_alone_recompute(backbone: nn.Module) -> bool:
+    """
+    Whether the layers of a pass are recomputed one by one, and not all of them when the backward reaches the pass.
+    ZeRO-3 keeps the frozen weights that a recomputation gathers until the backward of a later module is done: those of
+    the whole model if it recomputes a pass, those of a layer if it recomputes a layer.
+    """
+    if not is_deepspeed_zero3_enabled() or not backbone.is_gradient_checkpointing:
+        return False
+    return any(not param.requires_grad for param in backbone.parameters())
+
+
+def split_by_tokens(lengths: list[int], budget: int, packed: bool) -> list[list[int]]:
+    """
+    Rows of each pass, so that a pass has no more than `budget` tokens, or a single row. Longest rows first, which
+    leaves little padding where rows are padded to the longest of a pass (`packed=False`).
+    """
+    passes, room, width = [], 0, 0
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        size = lengths[row] if packed else width
+        if not passes or size > room:
+            passes.append([])
+            room, size = budget, lengths[row]
+            width = size
+        passes[-1].append(row)
+        room -= size
+    return [sorted(rows) for rows in passes]
+
+
+def same_number_everywhere(
+    passes: list[tuple[int, torch.Tensor]], device: torch.device
+) -> list[tuple[int, torch.Tensor]]:
+    """Split passes until every process has as many: processes that shard the weights gather them together."""
+    if not has_several_processes():
+        return passes
+    number = torch.tensor(len(passes), device=device)
+    torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX)
+    number = number.item()
+    while len(passes) < number:
+        longest = max(range(len(passes)), key=lambda i: len(passes[i][1]))
+        group, rows = passes[longest]
+        passes[longest : longest + 1] = [(group, half) for half in rows.tensor_split(2)]
+    return passes
 
 
 def run_passes(
@@ -79,22 +118,6 @@ def run_passes(
         else:  # the first to be needed by the backward, so its activations can stay
             outputs.append(forward(*args))
     return outputs
-
-
-def forward_together(
-    backbone: nn.Module,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    prefix_length: int,
-    output_router_logits: bool = False,
-) -> PassesOutput:
-    """Hidden states of completions whose rows, each with its prompt, go through the backbone in one pass."""
-    kwargs = {"output_router_logits": True} if output_router_logits else {}
-    outputs = backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **kwargs)
-    aux_loss = None
-    if output_router_logits:
-        aux_loss = load_balancing_loss([router_sums(backbone, outputs.router_logits, attention_mask)])
-    return PassesOutput(outputs.last_hidden_state[:, prefix_length - 1 :], aux_loss)
 
 
 def check_mask(attention_mask: torch.Tensor) -> None:
@@ -183,147 +206,3 @@ def position_shift(config: PretrainedConfig, length: int, prefix_length: int) ->
     otherwise.
     """
     return length - prefix_length + 1 if exceeds_longrope(config, length) else 0
-
-
-# Two rows of nine tokens are the fewest that have all there is to get wrong: a prompt of more than one token that both
-# share, left padding before it, completions of more than one token, and right padding behind one of them
-PROBE_ROWS, PROBE_LENGTH, PROBE_PREFIX_LENGTH = 2, 9, 6
-_PROBE_STD = 1.0
-
-
-@contextmanager
-def _probing(model: PreTrainedModel, training: bool) -> Iterator[None]:
-    """
-    Put a model into training or evaluation mode, without traces of what happens then. In training mode, the trainable
-    parameters that start at zero, as those of adapters do, have values that show what depends on them.
-    """
-    mode, device = model.training, model.get_input_embeddings().weight.device
-    zeros = [param.data for param in model.parameters() if training and param.requires_grad and not param.any()]
-    model.train(training)
-    try:
-        with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
-            for param in zeros:
-                param.normal_(std=_PROBE_STD)
-            yield
-    finally:
-        for param in zeros:
-            param.zero_()
-        model.train(mode)
-
-
-_HALF_PRECISION = (torch.float16, torch.bfloat16)
-
-
-def _tensors_of_layers(backbone: nn.Module) -> Iterator[tuple[nn.Module, list[tuple[dict, str]]]]:
-    """
-    Modules, and the weights and buffers that are needed while they run: a layer with all that is in it, and what lies
-    outside of layers by itself. Embeddings are left out, which are large, and exact in any dtype.
-    """
-    layers = {layer for stack in backbone.modules() if isinstance(stack, nn.ModuleList) for layer in stack}
-    inside = {module for layer in layers for module in layer.modules() if module is not layer}
-    for module in set(backbone.modules()) - inside:
-        parts = module.modules() if module in layers else [module]
-        places = [
-            (tensors, name)
-            for part in parts
-            if not isinstance(part, nn.Embedding)
-            for tensors in (part._parameters, part._buffers)
-            for name, x in tensors.items()
-            if x is not None and x.dtype in _HALF_PRECISION
-        ]
-        yield module, places
-
-
-@contextmanager
-def _in_float32(model: PreTrainedModel) -> Iterator[None]:
-    """Have a model in half precision compute in float32, layer by layer: there is no room for a copy of the model."""
-    handles, before = [], {}
-
-    def enter(places, module, args):
-        for tensors, name in places:
-            x = tensors[name]
-            if x.dtype in _HALF_PRECISION:
-                before[id(x)] = (x, x.data)
-                x.data = x.data.float()
-
-    def leave(places, module, args, output):
-        for tensors, name in places:
-            x, data = before.pop(id(tensors[name]), (None, None))
-            if x is not None:
-                x.data = data
-
-    def widen(module, args, output):
-        return output.float()
-
-    try:
-        for module, places in _tensors_of_layers(model.base_model):
-            if isinstance(module, nn.Embedding):
-                handles.append(module.register_forward_hook(widen))
-            elif places:
-                handles.append(module.register_forward_pre_hook(functools.partial(enter, places)))
-                handles.append(module.register_forward_hook(functools.partial(leave, places)))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for x, data in before.values():
-            x.data = data
-
-
-def error_of_passes(model: PreTrainedModel, passes, training: bool = False) -> float:
-    """
-    Compare hidden states computed in passes with those of whole rows, on a few tokens. A model in half precision
-    computes them in float32: what its own dtype rounds away hides errors that add up in training.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Causal language model.
-        passes:
-            Passes to compare, with a `prefix_length` of `PROBE_PREFIX_LENGTH`.
-        training (`bool`, *optional*, defaults to `False`):
-            Whether to compare what training computes, where noise that passes cannot have alike is an error.
-
-    Returns:
-        `float`: Relative error, the median over the tokens of a row, of the worse row. 0 if rounding explains it, or
-        if the weights are not here, but on other processes.
-    """
-    if any(param.is_meta or param.numel() == 0 for param in model.parameters()):
-        return 0.0
-    dtypes = {param.dtype for param in model.parameters()}
-    # No backward follows. What it would need, float32 weights of all layers for one, is not kept.
-    with _probing(model, training), saved_tensors_hooks(lambda x: None, lambda x: x):
-        # Quantized weights compute in a dtype of their own
-        if dtypes <= {*_HALF_PRECISION, torch.float32}:
-            try:
-                with _in_float32(model):
-                    return _beyond_rounding(_compare(model, passes), torch.float32)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception:  # some kernels do not take float32
-                if not dtypes & set(_HALF_PRECISION):
-                    raise
-        # Layers with a state compute in float32 whatever the weights are
-        dtype = max(model.dtype, torch.float32, key=lambda dtype: torch.finfo(dtype).eps)
-        return _beyond_rounding(_compare(model, passes), dtype)
-
-
-def _compare(model: PreTrainedModel, passes) -> float:
-    weight = model.get_input_embeddings().weight
-    input_ids = torch.arange(PROBE_ROWS * PROBE_LENGTH, device=weight.device) % weight.shape[0]
-    input_ids = input_ids.view(PROBE_ROWS, PROBE_LENGTH)
-    input_ids[1, :PROBE_PREFIX_LENGTH] = input_ids[0, :PROBE_PREFIX_LENGTH]
-    attention_mask = torch.ones_like(input_ids)
-    attention_mask[:, 0] = 0  # left padding of the prompt
-    attention_mask[1, -1] = 0  # right padding of a completion
-    # Gradients are on, because the passes of training look their tokens up in another way
-    in_passes = passes.forward(model.base_model, input_ids, attention_mask).last_hidden_state
-    whole = model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
-    has_token = attention_mask[:, PROBE_PREFIX_LENGTH - 1 :].bool()
-    whole = whole[:, PROBE_PREFIX_LENGTH - 1 :][has_token].float()
-    errors = (in_passes[has_token].float() - whole).norm(dim=-1) / whole.norm(dim=-1)
-    return max(row.median().item() for row in errors.split(has_token.sum(1).tolist()))
-
-
-def _beyond_rounding(error: float, dtype: torch.dtype) -> float:
-    # Equal up to half of the digits
-    return error if not error <= torch.finfo(dtype).eps ** 0.5 else 0.0

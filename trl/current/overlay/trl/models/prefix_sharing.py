@@ -34,13 +34,13 @@ from .passes import (
     PassesOutput,
     check_mask,
     completion_states,
-    forward_together,
-    has_several_processes,
     load_balancing_loss,
     pass_inputs,
     position_shift,
     router_sums,
     run_passes,
+    same_number_everywhere,
+    split_by_tokens,
     to_device,
 )
 from .prefix_memory import SharedPrefix
@@ -48,11 +48,6 @@ from .prefix_sharing_contexts import ReadPrefix, RecordPrefix, masks_of
 from .prefix_sharing_fsdp2 import unshard_in_backward
 from .prefix_sharing_images import MultimodalInputs, rope_position_ids
 from .prefix_sharing_micro_batches import OpenPrefix
-
-
-# Grouping rows and packing passes takes time, too: where sharing would save less than 5 % of the tokens, whole rows go
-# through the model
-MIN_TOKEN_RATIO = 1.05
 
 
 def group_rows(
@@ -123,16 +118,19 @@ class SharedPrefixPasses:
     """
     Each distinct prompt goes through the model once, then its completions in passes, packed without padding.
 
-    The backward adds up the gradient of the prompt's keys and values before it goes through the prompt, once. Each
-    pass of `completions_per_forward` but the last is checkpointed as a whole, so the activations of one pass are alive
-    at a time. Without, the passes keep what the same completions keep in whole rows. So they do on the CPU with
+    The backward adds up the gradient of the prompt's keys and values before it goes through the prompt, once. With
+    `tokens_per_forward`, each pass but the last is checkpointed as a whole, so the activations of one pass are alive at
+    a time. Without, the passes keep what the same completions keep in whole rows. So they do on the CPU with
     `activation_offloading` and gradient checkpointing.
 
     Args:
         prefix_length (`int`):
             Number of prompt columns, P.
+        tokens_per_forward (`int`, *optional*):
+            Tokens of completions of a prompt that go through the model together, with the last prompt token in front of
+            each completion. A completion that is longer goes by itself. If `None`, their number is not bounded.
         completions_per_forward (`int`, *optional*):
-            Completions of a prompt that go through the model together. If `None`, all of them.
+            Completions of a prompt that go through the model together without `tokens_per_forward`. If `None`, all.
         group_size (`int`, *optional*):
             Number of consecutive rows with the same prompt. It fixes the number of prompts, which must be the same on
             all processes if they shard the weights. If `None`, all rows with the same prompt share it.
@@ -148,6 +146,7 @@ class SharedPrefixPasses:
     """
 
     prefix_length: int
+    tokens_per_forward: int | None = None
     completions_per_forward: int | None = None
     group_size: int | None = None
     num_images: list[int] | None = None
@@ -194,13 +193,6 @@ class SharedPrefixPasses:
             open_prefix = None
         if open_prefix is not None:
             open_prefix.check_prompt(host_ids[:, : self.prefix_length].masked_fill(prompt_mask == 0, -1), len(groups))
-        if open_prefix is None or open_prefix.is_first:
-            num_micro_batches = 1 if open_prefix is None else open_prefix.num_micro_batches
-            share = multimodal_inputs or not self._sharing_saves_little(host_ids, host_mask, groups, num_micro_batches)
-        else:
-            share = open_prefix.has_prefix
-        if not share:
-            return self.forward_whole_rows(backbone, input_ids, attention_mask, output_router_logits)
         kwargs = {"output_router_logits": True} if output_router_logits else {}
 
         # A prompt that went through the model with an earlier micro-batch does not go again
@@ -288,7 +280,8 @@ class SharedPrefixPasses:
             for (group, rows), (_, column, row, place) in zip(passes, of_passes, strict=True)
         ]
         arguments = list(zip(contexts, inputs, strict=True))
-        outputs = run_passes(backbone, forward_completions, arguments, self.recompute, self.activation_offloading)
+        recompute = self.tokens_per_forward is not None
+        outputs = run_passes(backbone, forward_completions, arguments, recompute, self.activation_offloading)
         all_rows, all_columns = [x[0] for x in of_passes], [x[1] - self.prefix_length + 1 for x in of_passes]
         last_hidden_state = completion_states([x for x, _ in outputs], all_rows, all_columns, has_token.shape)
         aux_loss = None
@@ -301,39 +294,6 @@ class SharedPrefixPasses:
             ]
             aux_loss = load_balancing_loss(sums + [pass_sums for _, pass_sums in outputs])
         return PassesOutput(last_hidden_state, aux_loss)
-
-    @property
-    def recompute(self) -> bool:
-        """Whether passes are computed again in the backward."""
-        return self.completions_per_forward is not None
-
-    def _sharing_saves_little(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        groups: list[torch.Tensor],
-        num_micro_batches: int,
-    ) -> bool:
-        # Only where one pass would hold all rows, and not with several processes: under FSDP, they must all call the
-        # model equally often
-        num_rows = len(input_ids)
-        if (self.completions_per_forward or num_rows) < num_rows or has_several_processes():
-            return False
-        prefix_tokens = sum(attention_mask[rows[0], : self.prefix_length - 1].sum() for rows in groups)
-        own_tokens = attention_mask[:, self.prefix_length :].sum() + num_rows
-        # Other micro-batches of the prompt are taken to be like the first
-        shared_tokens = prefix_tokens + num_micro_batches * own_tokens
-        return bool(num_micro_batches * input_ids.numel() < MIN_TOKEN_RATIO * shared_tokens)
-
-    def forward_whole_rows(
-        self,
-        backbone: nn.Module,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        output_router_logits: bool = False,
-    ) -> PassesOutput:
-        """[`~SharedPrefixPasses.forward`] without sharing: each completion goes through the model with its prompt."""
-        return forward_together(backbone, input_ids, attention_mask, self.prefix_length, output_router_logits)
 
     def divide(
         self, groups: list[torch.Tensor], has_token: torch.Tensor, device: torch.device
@@ -351,5 +311,10 @@ class SharedPrefixPasses:
         """
         passes = []
         for group, rows in enumerate(groups):
-            passes.extend((group, chunk) for chunk in rows.split(self.completions_per_forward or len(rows)))
-        return passes
+            if self.tokens_per_forward is None:
+                chunks = rows.split(self.completions_per_forward or len(rows))
+            else:
+                lengths = has_token[rows].sum(1).tolist()
+                chunks = [rows[chunk] for chunk in split_by_tokens(lengths, self.tokens_per_forward, packed=True)]
+            passes.extend((group, chunk) for chunk in chunks)
+        return passes if self.tokens_per_forward is None else same_number_everywhere(passes, device)

@@ -23,7 +23,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 
-from .passes import PROBE_PREFIX_LENGTH, error_of_passes, rope_parameters
+from .passes import rope_parameters
+from .passes_probe import PROBE_PREFIX_LENGTH, error_of_passes
 from .prefix_memory import SharedPrefix
 from .prefix_sharing import SharedPrefixPasses
 from .prefix_sharing_contexts import BASE_IMPLEMENTATIONS, IMPLEMENTATION_PREFIX

@@ -26,43 +26,41 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .passes import (
-    PROBE_PREFIX_LENGTH,
     PassesOutput,
     check_mask,
     completion_states,
-    error_of_passes,
-    has_several_processes,
     load_balancing_loss,
     pass_inputs,
     position_shift,
     rope_parameters,
     router_sums,
     run_passes,
+    same_number_everywhere,
+    split_by_tokens,
     to_device,
 )
-from .prefix_sharing import SharedPrefixPasses
+from .passes_probe import PROBE_PREFIX_LENGTH, error_of_passes
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenBudgetPasses(SharedPrefixPasses):
+@dataclass(frozen=True)
+class TokenBudgetPasses:
     """
-    Rows go through the model in passes of at most `tokens_per_forward` tokens.
-
-    With `prefix_sharing`, a pass holds completions of a prompt, and their tokens count. Without, it holds rows of
-    similar length, each with its prompt, padded to the longest of them. Each pass but the last is checkpointed as a
-    whole, so the activations of one pass are alive at a time. With `activation_offloading` and gradient checkpointing,
-    the inputs of the layers of all passes wait on the CPU instead.
+    Rows of similar length go through the model together, each with its prompt, padded to the longest of them. Each pass
+    but the last is checkpointed as a whole, so the activations of one pass are alive at a time. With
+    `activation_offloading` and gradient checkpointing, the inputs of the layers of all passes wait on the CPU instead.
 
     Args:
+        prefix_length (`int`):
+            Number of prompt columns, P.
         tokens_per_forward (`int`):
             Tokens that go through the model together, padding included. A row that is longer goes by itself.
-        prefix_sharing (`bool`, *optional*, defaults to `False`):
-            Whether each prompt goes through the model once, see [`SharedPrefixPasses`], or with each of its
-            completions.
+        activation_offloading (`bool`, *optional*, defaults to `False`):
+            Whether saved activations are offloaded to the CPU.
     """
 
+    prefix_length: int
     tokens_per_forward: int
-    prefix_sharing: bool = False
+    activation_offloading: bool = False
 
     def forward(
         self,
@@ -70,33 +68,25 @@ class TokenBudgetPasses(SharedPrefixPasses):
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
         output_router_logits: bool = False,
-        **multimodal_inputs: torch.Tensor,
     ) -> PassesOutput:
-        if self.prefix_sharing:
-            return super().forward(backbone, input_ids, attention_mask, output_router_logits, **multimodal_inputs)
-        if multimodal_inputs:
-            raise ValueError(
-                f"`tokens_per_forward` divides rows of text, and the model was given {sorted(multimodal_inputs)}. Set "
-                "`prefix_sharing=True`, or lower `per_device_train_batch_size` instead."
-            )
-        return self.forward_whole_rows(backbone, input_ids, attention_mask, output_router_logits)
+        """
+        Hidden states of completions.
 
-    def forward_whole_rows(
-        self,
-        backbone: nn.Module,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        output_router_logits: bool = False,
-    ) -> PassesOutput:
-        # Not with several processes: if they shard the weights, they must all call the model equally often
-        if input_ids.numel() <= self.tokens_per_forward and not has_several_processes():
-            return super().forward_whole_rows(backbone, input_ids, attention_mask, output_router_logits)
-
+        Args:
+            backbone ([`~transformers.PreTrainedModel`]):
+                Model without its LM head.
+            input_ids (`torch.Tensor` of shape `(B, P + C)`):
+                Left-padded prompts followed by right-padded completions.
+            attention_mask (`torch.Tensor` of shape `(B, P + C)`):
+                1 for tokens, 0 for padding.
+            output_router_logits (`bool`, *optional*, defaults to `False`):
+                Whether to compute the load-balancing loss of a Mixture-of-Experts model.
+        """
         device = input_ids.device
         host_mask = attention_mask.cpu()
         check_mask(host_mask)
-        passes = _split_by_tokens(host_mask.sum(1).tolist(), self.tokens_per_forward, packed=False)
-        passes = _same_number_everywhere([(0, torch.tensor(rows)) for rows in passes], device)
+        passes = split_by_tokens(host_mask.sum(1).tolist(), self.tokens_per_forward, packed=False)
+        passes = same_number_everywhere([(0, torch.tensor(rows)) for rows in passes], device)
         ids, masks, positions, places = [], [], [], []
         for _, rows in passes:
             # Positions are columns: the positions that a left-padded row has when it goes through the model by itself
@@ -122,59 +112,13 @@ class TokenBudgetPasses(SharedPrefixPasses):
             return outputs.last_hidden_state, sums
 
         arguments = list(zip(inputs, masks, positions, strict=True))
-        outputs = run_passes(backbone, forward_rows, arguments, self.recompute, self.activation_offloading)
+        outputs = run_passes(backbone, forward_rows, arguments, True, self.activation_offloading)
         states = [x[row, token] for (x, _), (row, token, _, _) in zip(outputs, places, strict=True)]
         all_rows, all_columns = [x[2] for x in places], [x[3] for x in places]
         shape = (len(input_ids), input_ids.shape[1] - self.prefix_length + 1)
         last_hidden_state = completion_states(states, all_rows, all_columns, shape)
         aux_loss = load_balancing_loss([sums for _, sums in outputs]) if output_router_logits else None
         return PassesOutput(last_hidden_state, aux_loss)
-
-    @property
-    def recompute(self) -> bool:
-        return True
-
-    def divide(
-        self, groups: list[torch.Tensor], has_token: torch.Tensor, device: torch.device
-    ) -> list[tuple[int, torch.Tensor]]:
-        passes = []
-        for group, rows in enumerate(groups):
-            chunks = _split_by_tokens(has_token[rows].sum(1).tolist(), self.tokens_per_forward, packed=True)
-            passes.extend((group, rows[chunk]) for chunk in chunks)
-        return _same_number_everywhere(passes, device)
-
-
-def _split_by_tokens(lengths: list[int], budget: int, packed: bool) -> list[list[int]]:
-    """
-    Rows of each pass, so that a pass has no more than `budget` tokens, or a single row. Longest rows first, which
-    leaves little padding where rows are padded to the longest of a pass (`packed=False`).
-    """
-    passes, room, width = [], 0, 0
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        size = lengths[row] if packed else width
-        if not passes or size > room:
-            passes.append([])
-            room, size = budget, lengths[row]
-            width = size
-        passes[-1].append(row)
-        room -= size
-    return [sorted(rows) for rows in passes]
-
-
-def _same_number_everywhere(
-    passes: list[tuple[int, torch.Tensor]], device: torch.device
-) -> list[tuple[int, torch.Tensor]]:
-    """Split passes until every process has as many: processes that shard the weights gather them together."""
-    if not has_several_processes():
-        return passes
-    number = torch.tensor(len(passes), device=device)
-    torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX)
-    number = number.item()
-    while len(passes) < number:
-        longest = max(range(len(passes)), key=lambda i: len(passes[i][1]))
-        group, rows = passes[longest]
-        passes[longest : longest + 1] = [(group, half) for half in rows.tensor_split(2)]
-    return passes
 
 
 def check_whole_rows(model: PreTrainedModel) -> None:

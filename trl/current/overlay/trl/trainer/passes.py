@@ -1,0 +1,199 @@
+# Copyright 2020-2026 The HuggingFace Team. All rights reserved.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+
+"""The passes of RLOO and GRPO: how the rows of a batch go through the model."""
+
+import functools
+import importlib.metadata
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, gather, is_peft_model
+from packaging.version import Version
+from transformers import PreTrainedModel
+
+from ..distributed import DistributedBackend
+from ..generation.shared_prefix import generate_with_shared_prefix
+from ..models.prefix_sharing import SharedPrefixPasses, group_rows
+from ..models.prefix_sharing_enabling import enable_prefix_sharing
+from ..models.prefix_sharing_images import MultimodalInputs
+from ..models.prefix_sharing_micro_batches import OpenPrefix
+from ..models.token_budget import TokenBudgetPasses, check_whole_rows
+
+
+class TrainerPasses:
+    """
+    The passes of a trainer with `prefix_sharing`, `tokens_per_forward` or both.
+
+    Args:
+        args ([`RLOOConfig`] or [`GRPOConfig`]):
+            Arguments of the trainer.
+        accelerator ([`~accelerate.Accelerator`]):
+            Accelerator of the trainer.
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Policy, which is prepared for the passes.
+        ref_model ([`~transformers.PreTrainedModel`], *optional*):
+            Reference model, which is prepared, too.
+        takes_images (`bool`, *optional*, defaults to `False`):
+            Whether prompts can have images.
+
+    Raises:
+        ValueError: If rows cannot go through the models in passes, or not on these processes.
+    """
+
+    def __init__(
+        self,
+        args,
+        accelerator: Accelerator,
+        model: PreTrainedModel,
+        ref_model: PreTrainedModel | None = None,
+        takes_images: bool = False,
+    ):
+        self.args = args
+        self.model = model
+        self.device = accelerator.device
+        self.num_processes = accelerator.num_processes
+        # Whether prompts of a group of the last batch differ on any process, in training and in evaluation
+        self._prompts_differ = {True: False, False: False}
+        self._open_prefix = None
+        option = "prefix_sharing=True" if args.prefix_sharing else f"tokens_per_forward={args.tokens_per_forward}"
+        dist = DistributedBackend(accelerator)
+        if dist.fsdp_version == 1:
+            raise ValueError(
+                f"`{option}` runs the layers several times in a forward, which is not tested with FSDP1. Use FSDP2 or "
+                "DeepSpeed."
+            )
+        # Passes need the non-reentrant checkpointing, which frozen weights take from DeepSpeed 0.19.3 on
+        if dist.is_zero3 and is_peft_model(model) and args.gradient_checkpointing:
+            version = importlib.metadata.version("deepspeed")
+            if Version(version) < Version("0.19.3"):
+                raise ValueError(
+                    f"`{option}` with PEFT, DeepSpeed ZeRO-3 and gradient checkpointing needs `deepspeed>=0.19.3`, "
+                    f"found {version}. Upgrade DeepSpeed, or set `gradient_checkpointing=False`."
+                )
+        if takes_images and not args.prefix_sharing:
+            raise ValueError(
+                f"`{option}` divides rows of text and supports images only with `prefix_sharing=True`. Lower "
+                "`per_device_train_batch_size` instead."
+            )
+        prepare = enable_prefix_sharing if args.prefix_sharing else check_whole_rows
+        prepare(model)
+        if ref_model is not None:
+            prepare(ref_model)
+        # The completions of a prompt can be spread over several micro-batches
+        if args.prefix_sharing and args.per_device_train_batch_size < args.num_generations:
+            self._open_prefix = OpenPrefix(
+                num_micro_batches=args.num_generations // args.per_device_train_batch_size,
+                in_one_backward=accelerator.distributed_type != DistributedType.NO,
+            )
+
+    def rows_per_prompt(self, num_rows: int) -> int:
+        """Number of consecutive rows that are sure to have the same prompt, the same on every process."""
+        # In evaluation, a batch can hold a part of a prompt's completions
+        in_evaluation = self.args.num_generations_eval or self.args.num_generations
+        return math.gcd(num_rows, self.args.num_generations if self.model.training else in_evaluation)
+
+    def rows_to_score(self, batch_size: int) -> int:
+        """Number of rows that are scored together: a prompt's, with one run of the prompt, if they would be fewer."""
+        return self.args.num_generations if self._open_prefix is not None and self.model.training else batch_size
+
+    def of_rows(
+        self, rows: slice, prefix_length: int, num_images: list[int] | None, num_tiles: list[int] | None
+    ) -> SharedPrefixPasses | TokenBudgetPasses:
+        """
+        Passes of some rows of a batch.
+
+        Args:
+            rows (`slice`):
+                Start and end of the rows.
+            prefix_length (`int`):
+                Number of prompt columns.
+            num_images (`list[int]`, *optional*):
+                Number of images of each row of the batch.
+            num_tiles (`list[int]`, *optional*):
+                Number of tiles of each row of the batch.
+        """
+        bounds = (prefix_length, self.args.tokens_per_forward)
+        if not self.args.prefix_sharing:
+            return TokenBudgetPasses(*bounds, activation_offloading=self.args.activation_offloading)
+        # Where prompts of a group differ, micro-batches share for themselves. Processes that shard the weights must
+        # call the model equally often, so that several have a prompt for each row.
+        group_size, open_prefix = self.rows_per_prompt(rows.stop - rows.start), self._open_prefix
+        if self._prompts_differ[self.model.training]:
+            group_size, open_prefix = group_size if self.num_processes == 1 else 1, None
+        return SharedPrefixPasses(
+            *bounds,
+            completions_per_forward=None if self._open_prefix is None else self.args.per_device_train_batch_size,
+            group_size=group_size,
+            num_images=None if num_images is None else num_images[rows],
+            num_tiles=None if num_tiles is None else num_tiles[rows],
+            activation_offloading=self.args.activation_offloading,
+            open_prefix=open_prefix,
+        )
+
+    def compare_prompts(
+        self,
+        prompt_ids: torch.Tensor,
+        prompt_mask: torch.Tensor,
+        inputs: dict[str, torch.Tensor],
+        num_images: list[int] | None,
+        num_tiles: list[int] | None,
+    ) -> None:
+        """
+        Find out whether the completions of a group have different prompts on any process, as environments, rollout
+        functions and subclasses can give them. Takes the prompts of a batch of shape `(B, P)`, and their images.
+        """
+        if not self.args.prefix_sharing:
+            return
+        group_size = self.rows_per_prompt(len(prompt_ids))
+        multimodal = MultimodalInputs.of(inputs, len(prompt_ids), num_images, num_tiles)
+        num_prompts = len(group_rows(prompt_ids.cpu(), prompt_mask.cpu(), group_size, multimodal))
+        differ = torch.tensor([num_prompts * group_size > len(prompt_ids)], device=self.device)
+        self._prompts_differ[self.model.training] = gather(differ).any().item()
+
+    def generate_of(
+        self, model: PreTrainedModel, num_rows: int, num_images: list[int] | None, num_tiles: list[int] | None
+    ) -> Callable[..., torch.Tensor]:
+        """`generate` of a model for a batch of `num_rows` prompts, which are shared with `prefix_sharing`."""
+        if not self.args.prefix_sharing:
+            return model.generate
+        return functools.partial(
+            generate_with_shared_prefix,
+            model,
+            group_size=self.rows_per_prompt(num_rows),
+            num_images=num_images,
+            num_tiles=num_tiles,
+        )
+
+    @contextmanager
+    def micro_batch(self, step: int, updates: bool) -> Iterator[None]:
+        """
+        Forward and backward of a micro-batch, of which the `step` before it tells which of its prompt's it is.
+        `updates` says whether the optimizer updates the weights after it.
+        """
+        if self._open_prefix is not None:
+            self._open_prefix.enter(step, updates)
+        yield
+        if self._open_prefix is not None:
+            self._open_prefix.backward()
+
+    def close(self, step: int) -> bool:
+        """Forget what is kept for the next micro-batch. Returns whether some of a prompt's are missing."""
+        if self._open_prefix is None:
+            return False
+        self._open_prefix.close()
+        return step % self._open_prefix.num_micro_batches != 0
