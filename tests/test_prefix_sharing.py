@@ -163,6 +163,7 @@ def test_bad_input_is_refused_with_value_limit_and_remedy_and_leaves_the_attenti
             f"{trainer} zero tokens": ["tokens_per_forward (0)", "at least 1"],
             f"{trainer} tokens reentrant": ["tokens_per_forward", "use_reentrant"],
             f"{trainer} FSDP1": ["FSDP1", "FSDP2", "DeepSpeed"],
+            f"{trainer} images in whole rows": ["tokens_per_forward=9", "only with `prefix_sharing=True`"],
             f"{trainer} one empty": ["row 0", "empty", "dataset"],
             f"{trainer} all empty": ["row 0", "empty", "dataset"],
         }

@@ -61,7 +61,6 @@ def test_what_cannot_be_shared_is_refused_with_the_place_and_a_remedy(probe):
         "an image in a completion": ["completion of row 1", "in prompts only", "tool", "suppress_tokens"],
         "a prompt that ends with an image": ["prompt of row 1", "ends with an image", "text behind the image"],
         "generation behind an image": ["prompt of row 1", "ends with an image"],
-        "whole rows": ["tokens_per_forward", "pixel_values", "prefix_sharing=True"],
         "more images than counted": ["`pixel_values` has 5 entries", "4 rows"],
         "sharded, a prompt without an image": ["prompt of row 3", "FSDP", "prefix_sharing=False"],
     }

@@ -341,7 +341,6 @@ def refusals():
     refused("positions", inputs=dict(inputs, position_ids=inputs["input_ids"]))
     refused("an image in a completion", inputs=with_token(prompt))
     refused("a prompt that ends with an image", inputs=with_token(prompt - 1))
-    refused("whole rows", prefix_sharing=False, tokens_per_forward=9)
     try:
         decode(model, with_token(prompt - 1), prompt, functools.partial(generate_with_shared_prefix, **counts))
     except ValueError as problem:

@@ -9,6 +9,7 @@ from unittest import mock
 
 import shared_trainer
 import torch  # noqa: E402, I001
+from accelerate import Accelerator
 from peft import (  # noqa: E402
     LilyConfig,
     LoHaConfig,
@@ -23,7 +24,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig 
 from trl.generation.shared_prefix import generate_with_shared_prefix  # noqa: E402
 from trl.models.prefix_sharing_enabling import enable_prefix_sharing  # noqa: E402
 from trl.models.token_budget import check_whole_rows  # noqa: E402
-from trl.trainer import grpo_trainer, rloo_trainer  # noqa: E402
+from trl.trainer import passes  # noqa: E402
 from trl.trainer.utils import add_fused_lm_head  # noqa: E402
 
 from trl import GRPOConfig, RLOOConfig  # noqa: E402
@@ -131,11 +132,16 @@ result["beams in the model's config"] = message(
     generation_config=GenerationConfig(max_new_tokens=2, pad_token_id=0),
 )  # fmt: skip
 
-for name, module in (("rloo", rloo_trainer), ("grpo", grpo_trainer)):
-    backend = module.DistributedBackend
-    module.DistributedBackend = lambda _: SimpleNamespace(is_zero3=False, fsdp_version=1)
+backend = passes.DistributedBackend
+passes.DistributedBackend = lambda _: SimpleNamespace(is_zero3=False, fsdp_version=1)
+for name in ("rloo", "grpo"):
     result[f"{name.upper()} FSDP1"] = message(train, tempfile.mkdtemp(), True, trainer=name)
-    module.DistributedBackend = backend
+passes.DistributedBackend = backend
+for make in (RLOOConfig, GRPOConfig):
+    args = make(tempfile.mkdtemp(), tokens_per_forward=9, report_to="none", use_cpu=True)
+    result[f"{make.__name__[:4]} images in whole rows"] = message(
+        passes.TrainerPasses, args, Accelerator(cpu=True), None, takes_images=True
+    )
 
 # A model that was refused, or that failed in the middle of a pass, computes as before
 refused = model("opt", ffn_dim=48, word_embed_proj_dim=32, dropout=0.0)

@@ -151,19 +151,19 @@ def broken():
 
 # (family, options of shared_trainer.train). LoRA goes on all linear layers, those of mixers too
 TRAININGS = {
-    "rloo, passes of 2": ("qwen3.5", dict(tokens_per_forward=2 * 7)),
+    "rloo, passes of 2": ("qwen3.5", dict(tokens=2 * 7)),
     "rloo, passes of 9 tokens": ("bamba", dict(batch=8, tokens=9)),
-    "rloo, no checkpointing": ("lfm2", dict(gradient_checkpointing=False, tokens_per_forward=3 * 7)),
+    "rloo, no checkpointing": ("lfm2", dict(gradient_checkpointing=False, tokens=3 * 7)),
     "rloo, one-token completions": ("kimi-linear", dict(experts=True, max_completion_length=1)),
     "rloo, all truncated": ("falcon-h1", dict(mask_truncated_completions=True, ends=1)),
-    "rloo, LoRA": ("bamba", dict(lora="config", tokens_per_forward=2 * 7)),
-    "grpo, reference": ("falcon-h1", dict(trainer="grpo", beta=0.05, tokens_per_forward=2 * 7)),
+    "rloo, LoRA": ("bamba", dict(lora="config", tokens=2 * 7)),
+    "grpo, reference": ("falcon-h1", dict(trainer="grpo", beta=0.05, tokens=2 * 7)),
     "grpo, two iterations": ("olmo-hybrid", dict(trainer="grpo", num_iterations=2, gradient_accumulation_steps=2)),
-    "grpo, LoRA": ("qwen3-next", dict(trainer="grpo", experts=True, lora="config", tokens_per_forward=3 * 7)),
+    "grpo, LoRA": ("qwen3-next", dict(trainer="grpo", experts=True, lora="config", tokens=3 * 7)),
     "grpo, experts": ("qwen3.5-moe", dict(trainer="grpo", experts=True, batch=8)),
-    "rloo, experts": ("granite-hybrid", dict(experts=True, tokens_per_forward=2 * 7)),
+    "rloo, experts": ("granite-hybrid", dict(experts=True, tokens=2 * 7)),
     "grpo, experts without their loss": ("granite-hybrid", dict(trainer="grpo", experts=True, beta=0.05)),
-    "grpo, convolutions": ("lfm2", dict(trainer="grpo", tokens_per_forward=2 * 7)),
+    "grpo, convolutions": ("lfm2", dict(trainer="grpo", tokens=2 * 7)),
     "grpo, whole rows": ("granite-hybrid", dict(trainer="grpo", experts=True, batch=8, tokens=40, whole=True)),
 }
 

@@ -22,8 +22,9 @@ Shape suffixes: B rows, P prompt columns, C completion columns, S prefix tokens,
 share a prompt, H hidden size, D head size.
 """
 
+import functools
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -113,6 +114,63 @@ def prompt_pass(
     return prefix, outputs
 
 
+def _look_up(
+    backbone: nn.Module,
+    ids_of_prompts: list[torch.Tensor],
+    ids_of_passes: list[torch.Tensor],
+    have_images: list[bool],
+    together: bool,
+    keep_saved: AbstractContextManager,
+) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
+    """Tokens of each prompt and of each pass as the model takes them, from one lookup, or from one for each kind."""
+    # The model itself looks for the places of images among the tokens
+    text_ids = [ids for ids, has_images in zip(ids_of_prompts, have_images, strict=True) if not has_images]
+    if together:
+        inputs = iter(pass_inputs(backbone, text_ids + ids_of_passes))
+    else:
+        with keep_saved:
+            of_text = pass_inputs(backbone, text_ids) if text_ids else []
+        inputs = iter(of_text + pass_inputs(backbone, ids_of_passes))
+    prompts = [
+        {"input_ids": ids} if has_images else next(inputs)
+        for ids, has_images in zip(ids_of_prompts, have_images, strict=True)
+    ]
+    return prompts, list(inputs)
+
+
+def _run_prompt(
+    backbone: nn.Module, inputs: dict[str, torch.Tensor], positions: torch.Tensor, read_once: bool, **kwargs
+) -> SharedPrefix:
+    """The prefix that a prompt leaves, complete, with what its router chose where that is asked for."""
+    prefix, outputs = prompt_pass(backbone, inputs, positions, backbone, read_once, **kwargs)
+    if missing := prefix.missing_layers(backbone.config.get_text_config()):
+        raise ValueError(
+            f"Layers {missing} of {type(backbone).__name__} did not pass their keys and values to "
+            "`transformers.AttentionInterface`, or their states to the cache that they were called with, so its prompts "
+            "cannot be shared. Set `prefix_sharing=False`."
+        )
+    unshard_in_backward(backbone, prefix.layers())
+    if "output_router_logits" in kwargs and len(positions) > 0:
+        prefix.write_router(router_sums(backbone, outputs.router_logits))
+    return prefix
+
+
+def _run_completions(backbone: nn.Module, context: ReadPrefix, inputs: dict[str, torch.Tensor], **kwargs) -> tuple:
+    """Hidden states of a pass of completions, of shape `(T, H)`, and what its router chose where that is asked for."""
+    with masks_of(context):
+        outputs = backbone(
+            **inputs,
+            # Without a mask, restarting positions would be taken for a padding-free batch
+            attention_mask=torch.ones_like(context.positions)[None],
+            position_ids=context.positions[None] + context.prefix.offset,
+            use_cache=False,
+            shared_prefix=context,
+            **kwargs,
+        )
+    sums = router_sums(backbone, outputs.router_logits) if "output_router_logits" in kwargs else None
+    return outputs.last_hidden_state[0], sums
+
+
 @dataclass(frozen=True)
 class SharedPrefixPasses:
     """
@@ -183,107 +241,65 @@ class SharedPrefixPasses:
         # Passes are put together on the host, from one copy of the batch: whatever is read from a device waits for
         # all that it still has to compute
         host_ids, host_mask = torch.stack([input_ids, attention_mask.to(input_ids.dtype)]).cpu()
-        prompt_mask = host_mask[:, : self.prefix_length]
         multimodal = MultimodalInputs.of(multimodal_inputs, len(input_ids), self.num_images, self.num_tiles)
         multimodal.check(backbone, host_ids, host_mask, self.prefix_length)
-        groups = group_rows(host_ids[:, : self.prefix_length], prompt_mask, self.group_size, multimodal)
         check_mask(host_mask)
+        prompt_ids, prompt_mask = host_ids[:, : self.prefix_length], host_mask[:, : self.prefix_length]
+        groups = group_rows(prompt_ids, prompt_mask, self.group_size, multimodal)
         open_prefix = self.open_prefix if torch.is_grad_enabled() else None
         if open_prefix is not None and not open_prefix.is_entered:  # rows that are no part of a training step
             open_prefix = None
         if open_prefix is not None:
-            open_prefix.check_prompt(host_ids[:, : self.prefix_length].masked_fill(prompt_mask == 0, -1), len(groups))
-        kwargs = {"output_router_logits": True} if output_router_logits else {}
+            open_prefix.check_prompt(prompt_ids.masked_fill(prompt_mask == 0, -1), len(groups))
 
         # A prompt that went through the model with an earlier micro-batch does not go again
         new_groups = [] if open_prefix is not None and open_prefix.has_prefix else groups
-        # Positions are columns: the positions that a left-padded row has when it goes through the model by itself
-        positions_of_group = [prompt_mask[rows[0], :-1].nonzero().squeeze(1) for rows in new_groups]
         has_token = host_mask[:, self.prefix_length - 1 :] != 0  # (B, C + 1)
         has_token[:, 0] = True  # the last prompt token
         passes = self.divide(groups, has_token, input_ids.device)
-        # Of each token of a prompt or pass: row and column in the batch, completion in the pass and place in it
-        places = []
-        for rows, positions in zip(new_groups, positions_of_group, strict=True):
-            columns = at_least_one(positions)
-            places.append(torch.stack([rows[0].expand_as(columns), columns, columns, columns]))
-        for _, rows in passes:
-            row, column = has_token[rows].nonzero(as_tuple=True)
-            place = has_token[rows].cumsum(1)[row, column] - 1
-            places.append(torch.stack([rows[row], column + self.prefix_length - 1, row, place]))
-        sizes = [x.shape[1] for x in places]
-        places = to_device(torch.cat(places, dim=1), input_ids.device).split(sizes, dim=1)
-        of_prompts, of_passes = places[: len(new_groups)], places[len(new_groups) :]
+        tokens = [self._prompt_tokens(prompt_mask[rows[0]], rows[0]) for rows in new_groups]
+        tokens += [self._completion_tokens(has_token[rows], rows) for _, rows in passes]
+        tokens = to_device(torch.cat(tokens, dim=1), input_ids.device).split([x.shape[1] for x in tokens], dim=1)
+        of_prompts, of_passes = tokens[: len(new_groups)], tokens[len(new_groups) :]
 
-        prompts, ids = [], []
-        for rows, (row, columns, _, _) in zip(new_groups, of_prompts, strict=True):
-            prompts.append(multimodal.of_prefix(int(rows[0]), columns))
-            prompt_ids = input_ids[row, columns]
-            if multimodal.images[rows[0]]:  # the model looks for the places of the images among the tokens
-                prompts[-1]["input_ids"] = prompt_ids[None]
-            else:
-                ids.append(prompt_ids[None])
-        ids_of_passes = [input_ids[row, column][None] for row, column, _, _ in of_passes]
         # What later micro-batches read must outlive the backward of this one, and an offloading that ends with it
         keep_saved = nullcontext()
         if open_prefix is not None and self.activation_offloading:
             keep_saved = saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved)
-        if open_prefix is None:
-            inputs = iter(pass_inputs(backbone, ids + ids_of_passes))
-        else:
-            with keep_saved:
-                inputs_of_prompts = pass_inputs(backbone, ids) if ids else []
-            inputs = iter(inputs_of_prompts + pass_inputs(backbone, ids_of_passes))
+        ids = [input_ids[row, column][None] for row, column, *_ in tokens]
+        have_images = [bool(multimodal.images[rows[0]]) for rows in new_groups]
+        ids_of_prompts, ids_of_passes = ids[: len(new_groups)], ids[len(new_groups) :]
+        prompts, completions = _look_up(
+            backbone, ids_of_prompts, ids_of_passes, have_images, open_prefix is None, keep_saved
+        )
         shift = position_shift(backbone.config, input_ids.shape[1], self.prefix_length)
-
+        kwargs = {"output_router_logits": True} if output_router_logits else {}
         prefixes = []
-        numbers = [group for group, _ in passes]
-        for group, prompt in enumerate(prompts):
-            if "input_ids" not in prompt:
-                prompt |= next(inputs)
-            positions = of_prompts[group][1, : len(positions_of_group[group])] + shift
-            read_once = numbers.count(group) == 1 and open_prefix is None
+        for group, (rows, prompt, (_, columns, *_)) in enumerate(zip(new_groups, prompts, of_prompts, strict=True)):
+            prompt |= multimodal.of_prefix(int(rows[0]), columns)
+            positions = columns[: int(prompt_mask[rows[0], :-1].sum())] + shift
+            read_once = open_prefix is None and sum(group == group_of_pass for group_of_pass, _ in passes) == 1
             with keep_saved:
-                prefix, outputs = prompt_pass(backbone, prompt, positions, backbone, read_once, **kwargs)
-            if missing := prefix.missing_layers(backbone.config.get_text_config()):
-                raise ValueError(
-                    f"Layers {missing} of {type(backbone).__name__} did not pass their keys and values to "
-                    "`transformers.AttentionInterface`, or their states to the cache that they were called with, so "
-                    "its prompts cannot be shared. Set `prefix_sharing=False`."
-                )
-            unshard_in_backward(backbone, prefix.layers())
-            if output_router_logits and len(positions) > 0:
-                prefix.write_router(router_sums(backbone, outputs.router_logits))
-            prefixes.append(prefix)
+                prefixes.append(_run_prompt(backbone, prompt, positions, read_once, **kwargs))
         if open_prefix is not None:
             prefixes = [open_prefix.go_on(*prefixes)]
         else:
             for prefix in prefixes:
                 prefix.lead_on()
 
-        def forward_completions(context, model_inputs):
-            with masks_of(context):
-                outputs = backbone(
-                    **model_inputs,
-                    # Without a mask, restarting positions would be taken for a padding-free batch
-                    attention_mask=torch.ones_like(context.positions)[None],
-                    position_ids=context.positions[None] + context.prefix.offset,
-                    use_cache=False,
-                    shared_prefix=context,
-                    **kwargs,
-                )
-            sums = router_sums(backbone, outputs.router_logits) if output_router_logits else None
-            return outputs.last_hidden_state[0], sums
-
         contexts = [
-            ReadPrefix.of(prefixes[group], column + shift, row, place, has_token[rows].sum(1).tolist())
-            for (group, rows), (_, column, row, place) in zip(passes, of_passes, strict=True)
+            ReadPrefix.of(prefixes[group], columns + shift, completion, place, has_token[rows].sum(1).tolist())
+            for (group, rows), (_, columns, completion, place) in zip(passes, of_passes, strict=True)
         ]
-        arguments = list(zip(contexts, inputs, strict=True))
-        recompute = self.tokens_per_forward is not None
-        outputs = run_passes(backbone, forward_completions, arguments, recompute, self.activation_offloading)
-        all_rows, all_columns = [x[0] for x in of_passes], [x[1] - self.prefix_length + 1 for x in of_passes]
-        last_hidden_state = completion_states([x for x, _ in outputs], all_rows, all_columns, has_token.shape)
+        outputs = run_passes(
+            backbone,
+            functools.partial(_run_completions, backbone, **kwargs),
+            list(zip(contexts, completions, strict=True)),
+            recompute=self.tokens_per_forward is not None,
+            activation_offloading=self.activation_offloading,
+        )
+        rows, columns = [x[0] for x in of_passes], [x[1] - self.prefix_length + 1 for x in of_passes]
+        last_hidden_state = completion_states([x for x, _ in outputs], rows, columns, has_token.shape)
         aux_loss = None
         if output_router_logits:
             # A prompt counts once for each of its rows
@@ -294,6 +310,18 @@ class SharedPrefixPasses:
             ]
             aux_loss = load_balancing_loss(sums + [pass_sums for _, pass_sums in outputs])
         return PassesOutput(last_hidden_state, aux_loss)
+
+    # Of each token of a prompt or pass: its row and column in the batch, its completion in the pass and its place there.
+    # Columns are positions, too: those that a left-padded row has when it goes through the model by itself
+
+    def _prompt_tokens(self, prompt_mask: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        columns = at_least_one(prompt_mask[:-1].nonzero().squeeze(1))
+        return torch.stack([row.expand_as(columns), columns, columns, columns])
+
+    def _completion_tokens(self, has_token: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        completion, column = has_token.nonzero(as_tuple=True)
+        place = has_token.cumsum(1)[completion, column] - 1
+        return torch.stack([rows[completion], column + self.prefix_length - 1, completion, place])
 
     def divide(
         self, groups: list[torch.Tensor], has_token: torch.Tensor, device: torch.device
