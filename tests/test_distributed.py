@@ -20,7 +20,7 @@ PARTS = {"fsdp": {"transformer_layer_cls_to_wrap": ["Qwen3Attention", "Qwen3MLP"
 GREEDY = {"generation_kwargs": {"do_sample": False, "eos_token_id": list(range(1, 100, 3))}}
 
 SHARED, WHOLE = {"prefix_sharing": True}, {"prefix_sharing": False}
-TWO, ONE = {**SHARED, "completions_per_forward": 2}, {**SHARED, "completions_per_forward": 1}
+TWO, ONE = {**SHARED, "tokens_per_forward": 2 * 7}, {**SHARED, "tokens_per_forward": 1}  # completions a pass
 
 # Untouched runs, and what each is compared with: gradient checkpointing, settings of the fork, other sharding
 RUNS = {

@@ -112,7 +112,7 @@ def test_what_the_doctor_writes_trains_and_its_record_can_be_read_again(tmp_path
 
 def test_a_run_of_the_harness_can_be_read():
     old = read_run(ROOT / "results/reference-cpu-2-cores/shared_cpu_k8_r0")
-    expected = {"num_generations": 8, "prefix_sharing": True, "completions_per_forward": 2, "learning_rate": 3e-6}
+    expected = {"num_generations": 8, "prefix_sharing": True, "tokens_per_forward": 2 * 101, "learning_rate": 3e-6}
     assert expected.items() <= old.settings.items()
     assert old.hf_config.vocab_size == 18992 and old.device_bytes == 4 * 2**30 and old.prompt_tokens == 3000
 
@@ -124,7 +124,7 @@ RECORD = {
     "arguments": {
         "max_completion_length": 512, "num_generations": 4, "per_device_train_batch_size": 4,
         "steps_per_generation": 2, "gradient_accumulation_steps": 2, "prefix_sharing": False,
-        "completions_per_forward": None, "tokens_per_forward": None, "bf16": True, "gradient_checkpointing": True,
+        "tokens_per_forward": None, "bf16": True, "gradient_checkpointing": True,
         "activation_offloading": False, "beta": 0.0, "optim": "adamw_torch", "temperature": 0.7, "use_vllm": False,
         "offload_reference": False, "offload_reward": False, "num_devices": 1, "fully_sharded": False,
         "offload_parameters": False,
@@ -167,7 +167,7 @@ def made_up_peak(setup: Setup) -> int:
     )
     reference = 0 if setup.lora_rank or not setup.beta or setup.offload_reference else weights
     rows = 1 + setup.num_generations * (0.3 if setup.prefix_sharing else 1)
-    rows *= 0.5 if setup.completions_per_forward == 1 or setup.per_device_train_batch_size == 1 else 1
+    rows *= 0.5 if setup.rows_per_pass == 1 or setup.per_device_train_batch_size == 1 else 1
     activations = rows * (setup.prompt_tokens + setup.max_completion_length) * 2e5
     activations *= 1 if setup.gradient_checkpointing else 3
     activations *= 0.7 if setup.activation_offloading else 1
@@ -298,14 +298,14 @@ def test_sharing_that_takes_less_time_is_written_where_all_fits_and_bfloat16_wei
     assert set(named) == {
         "prefix_sharing", "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
     }  # fmt: skip
-    assert settings["per_device_train_batch_size"] == 2 and "completions_per_forward" not in settings
+    assert settings["per_device_train_batch_size"] == 2 and "tokens_per_forward" not in settings
     (line,) = [line for line in shown.splitlines() if " dtype: bfloat16 " in line]
     assert "trains differently; at learning rates such as 1e-6 most updates round to nothing (1.9 %" in line
     sharing, bfloat16 = (next(x for x in LEVERS if x.name.startswith(name)) for name in ("prefix_sharing", "dtype"))
     assert LEVERS.index(bfloat16) > LEVERS.index(next(x for x in LEVERS if x.name.startswith("LoRA")))
     assert "most updates" not in bfloat16.effect(Setup(100, lora_rank=8, dtype="float32"))
     several = sharing.apply(Setup(2000, num_devices=2))
-    assert (several.per_device_train_batch_size, several.completions_per_forward) == (8, 2)
+    assert (several.per_device_train_batch_size, several.rows_per_pass) == (8, 2)
     capsys.readouterr()
     short = [*start, "--completion", "4000", "--output", str(output), "--device-memory", "200GiB"]
     assert doctor.main(short) == 0 and "prefix_sharing" not in written(output)[0]  # a ratio of 1.4

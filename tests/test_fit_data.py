@@ -104,7 +104,7 @@ def test_one_card_shares_in_micro_batches_of_two_and_several_in_passes_of_two():
     all_weights = fit_data.TRAINED["all"][1]
     one, several = (setup_at(fit_data.on_cards(all_weights, n), "shared", (100, 64, 8)) for n in (1, 2))
     assert (one.per_device_train_batch_size, one.gradient_accumulation_steps, one.steps_per_generation) == (2, 4, 4)
-    assert (several.per_device_train_batch_size, several.completions_per_forward) == (8, 2)
+    assert (several.per_device_train_batch_size, several.tokens_per_forward) == (8, 2 * 65)
     assert one.dtype == "float32" and one.bf16 and not several.rounds_updates_away
 
 

@@ -72,7 +72,7 @@ def test_what_python_asks_is_what_the_command_says(planner, tmp_path):
 
     args = RLOOConfig(
         output_dir=str(tmp_path), use_cpu=True, bf16=True, num_generations=4, per_device_train_batch_size=4,
-        gradient_accumulation_steps=1, max_completion_length=16, prefix_sharing=True, completions_per_forward=2,
+        gradient_accumulation_steps=1, max_completion_length=16, prefix_sharing=True, tokens_per_forward=2 * 17,
         optim="adamw_torch", beta=0.05, temperature=1.0,
     )  # fmt: skip
     lora = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0)
@@ -82,7 +82,7 @@ def test_what_python_asks_is_what_the_command_says(planner, tmp_path):
         for model in ("tiny-qwen3", shape)
     ]
     assert found[0].phases == found[1].phases and found[0].remedy is None
-    words = "--prompt 64 --completion 16 --k 4 --completions-per-forward 2 --lora 4 --optim adamw_torch --arms shared"
+    words = "--prompt 64 --completion 16 --k 4 --tokens-per-forward 34 --lora 4 --optim adamw_torch --arms shared"
     assert plan.main(["--model", "tiny-qwen3", *words.split(), "--json", str(tmp_path / "plan.json")]) == 0
     (command,) = json.loads((tmp_path / "plan.json").read_text())["predictions"]
     assert [asdict(phase) for phase in found[0].phases] == command["phases"]

@@ -155,7 +155,7 @@ def test_the_record_has_the_settings_that_were_trained_with(tmp_path):
         num_generations=4,
         per_device_train_batch_size=4,
         prefix_sharing=True,
-        completions_per_forward=2,
+        tokens_per_forward=64,
         learning_rate=3e-4,
         beta=0.02,
         use_cpu=True,
@@ -165,7 +165,7 @@ def test_the_record_has_the_settings_that_were_trained_with(tmp_path):
     settings = trained_settings(arguments, model)
     expected = {
         "algorithm": "grpo", "learning_rate": 3e-4, "beta": 0.02, "dtype": "bfloat16", "bf16": False,
-        "num_generations": 4, "prefix_sharing": True, "completions_per_forward": 2, "optim": "adamw_torch_fused",
+        "num_generations": 4, "prefix_sharing": True, "tokens_per_forward": 64, "optim": "adamw_torch_fused",
         "use_peft": True, "lora_r": 4, "lora_alpha": 12, "lora_dropout": 0.0,
         "lora_target_modules": ["down_proj", "q_proj"], "lr_scheduler_type": "linear",
     }  # fmt: skip

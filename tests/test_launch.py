@@ -532,7 +532,6 @@ def test_the_passes_are_said_in_groups():
         gradient_accumulation_steps=2,
         world_size=2,
         prefix_sharing=True,
-        completions_per_forward=None,
         tokens_per_forward=4096,
     )
     at_most = "16 = 2 whole groups of k = 8 completions, at most 4,096 tokens together; x 2 accumulated x 2 devices"

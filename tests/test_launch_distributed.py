@@ -25,7 +25,7 @@ dtype: float32
 bf16: false
 beta: 0.05
 prefix_sharing: true
-completions_per_forward: 2
+tokens_per_forward: 18
 num_generations: 4
 per_device_train_batch_size: 4
 gradient_accumulation_steps: 1

@@ -28,7 +28,7 @@ per_device_train_batch_size: 12
 gradient_accumulation_steps: 1
 max_completion_length: 6
 prefix_sharing: true
-completions_per_forward: 2
+tokens_per_forward: 14
 max_steps: 1
 optim: adamw_torch
 save_strategy: 'no'

@@ -62,8 +62,8 @@ def test_a_large_model_is_planned_without_weights(tmp_path):
         4,
         "--dtype",
         "bfloat16",
-        "--completions-per-forward",
-        2,
+        "--tokens-per-forward",
+        2 * 257,
         "--device-memory",
         "12GiB",
         "--arms",
@@ -139,7 +139,6 @@ BAD_INPUT = [
     (["--model", "qwen3-8b", "--bits", "4"], ["4-bit", "--lora"]),
     (["--model", "qwen3-8b", "--optim", "adam8"], ["adam8", "adamw_8bit"]),
     (["--model", "qwen3-8b", "--dtype", "int8"], ["int8", "bfloat16"]),
-    (["--model", "qwen3-8b", "--completions-per-forward", "9"], ["--completions-per-forward 9", "k=8"]),
     (["--model", "qwen3-8b", "--device-memory", "24 bananas"], ["24 bananas", "24GiB"]),
     (["--model", "qwen3-8b", "--largest", "k"], ["--device-memory"]),
     (["--model", "qwen3-8b", "--arms", "stock,acumulate"], ["acumulate", "stock-accumulate"]),
@@ -326,7 +325,7 @@ def test_the_simulation_calls_the_models_as_a_real_training_does(probe):
 def test_what_the_simulation_counts_by_rule(probe):
     """Rules that no training on a CPU shows."""
     result = probe("plan_rules")
-    assert result["reward rows"] == {"stock": 8, "stock-tokens": 3, "shared": 2, "less than a row": 1}
+    assert result["reward rows"] == {"stock": 8, "stock-tokens": 3, "shared": 1, "less than a row": 1}
     assert result["offloaded from 1,024 bytes on"] == [False, True, False, True]
     assert result["dropout keeps a byte an element"] == 1
 
@@ -384,14 +383,14 @@ def test_few_layers_and_few_passes_tell_what_many_take(forked):
 def test_with_offloading_it_is_the_host_that_grows_with_the_passes(tmp_path):
     """An 8B model, 56 completions of 512 tokens more, in passes of two: the inputs of their layers."""
     options = ("--prompt", 200, "--completion", 512, "--lora", 16, "--activation-offloading", "--arms", "shared")
-    options += ("--completions-per-forward", 2)
+    options += ("--tokens-per-forward", 2 * 513)
     trained = []
     for k in (8, 64):
         path = tmp_path / f"{k}.json"
         result = run("plan", "--model", "Qwen/Qwen3-8B", *options, "--k", k, "--json", path)
         assert result.returncode == 0, result.stderr[-3000:]
         (prediction,) = json.loads(path.read_text())["predictions"]
-        assert prediction["setup"]["completions_per_forward"] == 2
+        assert prediction["setup"]["tokens_per_forward"] == 2 * 513
         trained += [phase for phase in prediction["phases"] if phase["phase"] == "train"]
         assert f"shared, on the host at most: {trained[-1]['host'] / 2**30:.2f} (train)" in result.stdout
     few, many = trained

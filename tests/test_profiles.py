@@ -29,7 +29,7 @@ PROFILES = {
     b"use_peft: true\nload_in_4bit: true\nload_in_8bit: true\n": ["line 2", "contradicts load_in_8bit (line 3)"],
     b"beta: 0.1\nbeta: 0.2\n": ["line 2", "'beta'", "first on line 1"],
     b"beta: [0.1\n": ["line 2"],
-    b"completions_per_forward: 2\n": ["line 1", "needs prefix_sharing"],
+    b"completions_per_forward: 2\n": ["line 1", "unknown setting", "write tokens_per_forward: N * (max_completion"],
     b"vllm_gpu_memory_utilization: 0.3\n": ["line 1", "needs use_vllm"],
     b"- beta\n": ["name: value"],
     # what is no text

@@ -242,9 +242,9 @@ def test_ways_differ_in_what_their_names_say_and_in_nothing_else():
     assert base.per_device_train_batch_size == 8 and base.dtype == "bfloat16" and not base.needs_fork
     assert setups["stock-cudnn"] == base
     assert replace(setups["stock-accumulate"].with_rows(8)) == base
-    for way, passes in (("shared-2", (2, None)), ("shared-4096", (None, 4096)), ("shared-8192", (None, 8192))):
-        assert (setups[way].completions_per_forward, setups[way].tokens_per_forward) == passes
-        plain = replace(setups[way], prefix_sharing=False, completions_per_forward=None, tokens_per_forward=None)
+    for way, tokens in (("shared-2", 2 * 101), ("shared-4096", 4096), ("shared-8192", 8192)):
+        assert setups[way].tokens_per_forward == tokens
+        plain = replace(setups[way], prefix_sharing=False, tokens_per_forward=None)
         assert plain == base and setups[way].prefix_sharing
     assert setups["shared-all"] == replace(base, prefix_sharing=True)
     assert setups["shared-micro-2"] == replace(base.with_rows(2), prefix_sharing=True)

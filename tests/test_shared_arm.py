@@ -34,7 +34,7 @@ def test_a_run_in_micro_batches_takes_two_completions_at_a_time(train):
     assert code == 0 and record["status"] == "ok", record["error"]
     assert record["batch"] == 4 and record["completions_per_forward"] == 2 and record["fork_patches"] == SERIES
     settings = harness_record(Path("run"), record).settings
-    assert settings["prefix_sharing"] and "completions_per_forward" not in settings
+    assert settings["prefix_sharing"] and "tokens_per_forward" not in settings
     assert settings["per_device_train_batch_size"] == settings["gradient_accumulation_steps"] == 2
 
 

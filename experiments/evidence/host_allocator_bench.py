@@ -107,7 +107,7 @@ def train(allocator: str, model: str, prompts: Path, out: Path, steps: int) -> d
         "max_completion_length": 32,
         "gradient_checkpointing": "false",
         "num_generations": 4,
-        "completions_per_forward": 2,
+        "tokens_per_forward": 66,  # two completions
         "per_device_train_batch_size": 8,
         "gradient_accumulation_steps": 1,
         "bf16": "false",

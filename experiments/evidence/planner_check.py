@@ -97,7 +97,7 @@ def cases(device: str) -> dict[str, Setup]:
         "shared-k8-lora32": replace(base, lora_rank=16).arm("shared"),
         "accumulate-k8": base.arm("stock-accumulate"),
         "shared-k8": base.arm("shared"),
-        "shared-k8-together": replace(base, completions_per_forward=8).arm("shared"),
+        "shared-k8-together": base.with_passes(8).arm("shared"),
         "shared-k8-bf16": half.arm("shared"),
         "shared-k8-plain": replace(base, gradient_checkpointing=False).arm("shared"),
         "shared-k8-lora": replace(half, lora_rank=16).arm("shared"),

@@ -22,9 +22,7 @@ def build_trainer(setup: Setup, folder: Path, processor, dataset, model: str | N
 
     from trl import ModelConfig, RLOOConfig, RLOOTrainer, get_quantization_config
 
-    passes = {
-        name: getattr(setup, name) for name in ("prefix_sharing", "completions_per_forward", "tokens_per_forward")
-    }
+    passes = {name: getattr(setup, name) for name in ("prefix_sharing", "tokens_per_forward")}
     arguments = RLOOConfig(
         output_dir=str(folder / "out"),
         use_cpu=setup.device == "cpu",

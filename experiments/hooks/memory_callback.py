@@ -19,8 +19,8 @@ MB = 2**20
 # Arguments of the trainer that decide its memory, as `experiments.plan.setups.Setup` names them
 RECORDED = (
     "max_completion_length", "num_generations", "per_device_train_batch_size", "steps_per_generation",
-    "gradient_accumulation_steps", "prefix_sharing", "completions_per_forward", "tokens_per_forward", "bf16",
-    "gradient_checkpointing", "activation_offloading", "beta", "optim", "temperature", "use_vllm",
+    "gradient_accumulation_steps", "prefix_sharing", "tokens_per_forward", "bf16", "gradient_checkpointing",
+    "activation_offloading", "beta", "optim", "temperature", "use_vllm",
 )  # fmt: skip
 # With `use_vllm` also these: without it, a profile that has them is refused
 OF_VLLM = (

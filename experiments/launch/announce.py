@@ -72,11 +72,8 @@ def passes(config) -> str:
     if not config.prefix_sharing:
         text = f"{batch} rows together, k = {k}, no prefix sharing"
     else:
-        at_once = "all together"
-        if config.completions_per_forward:
-            at_once = f"{config.completions_per_forward} together"
-        elif config.tokens_per_forward:
-            at_once = f"at most {config.tokens_per_forward:,} tokens together"
+        tokens = config.tokens_per_forward
+        at_once = f"at most {tokens:,} tokens together" if tokens else "all together"
         if batch < k:
             what = f"{batch} of the k = {k} completions of a prompt"
         else:

@@ -37,7 +37,7 @@ def cost_of_sharing(setup: Setup) -> str:
 
 
 def cost_of_offloading(setup: Setup) -> str:
-    again = setup.gradient_checkpointing and setup.needs_fork and setup.rows_per_pass is not None
+    again = setup.gradient_checkpointing and setup.tokens_per_forward is not None
     return "transfers, host memory" + (", in place of computing passes again" if again else "")
 
 
@@ -63,9 +63,8 @@ def shared(setup: Setup) -> Setup:
 def planned(arm: str, setup: Setup) -> Setup:
     """One of the planner's arms of a setup. Prompts are shared in micro-batches, as `shared` has it, unless the setup
     says how they are to be. Where they are, the arms that take a group at once do."""
-    says_how = setup.prefix_sharing or setup.completions_per_forward or setup.tokens_per_forward
     if arm == "shared":
-        return setup.arm(arm) if says_how else shared(setup)
+        return setup.arm(arm) if setup.prefix_sharing or setup.tokens_per_forward else shared(setup)
     at_once = setup.splits_groups and arm not in ("stock-accumulate", "stock-tokens")
     return (setup.with_rows(setup.num_generations) if at_once else setup).arm(arm)
 
@@ -109,9 +108,9 @@ def rollout_is_in_an_update(setup: Setup) -> bool:
 
 def one_completion_a_pass(setup: Setup) -> Setup:
     if setup.splits_groups:
-        return replace(setup.with_rows(1), completions_per_forward=None, tokens_per_forward=None)
+        return replace(setup.with_rows(1), tokens_per_forward=None)
     if setup.prefix_sharing:
-        return replace(setup, completions_per_forward=1, tokens_per_forward=None)
+        return setup.with_passes(1)
     return setup.arm("stock-accumulate")
 
 

@@ -22,8 +22,8 @@ from experiments.workload.models import is_model, named_config
 LEAST_DEVICE, MOST_DEVICE = 2**28, 2**50  # bytes: less is a forgotten unit, more has no device
 # Options whose value is a setting, by the setting's name, which is also the field's of `Setup`
 VALUES = {
-    "max_completion_length": "completion", "completions_per_forward": "completions_per_forward",
-    "tokens_per_forward": "tokens_per_forward", "optim": "optim", "beta": "beta", "dtype": "dtype",
+    "max_completion_length": "completion", "tokens_per_forward": "tokens_per_forward", "optim": "optim",
+    "beta": "beta", "dtype": "dtype",
 }  # fmt: skip
 # What the user wrote for a field of `Setup`
 CALLED = {
@@ -82,7 +82,6 @@ def add_setup_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--completion", type=int, help="max_completion_length")
     parser.add_argument("--k", type=int, help="num_generations: completions a prompt")
     parser.add_argument("--prompts", type=int, help="prompts a generation batch; default 1, or as the profile says")
-    parser.add_argument("--completions-per-forward", type=int, help="prefix sharing: completions that go together")
     parser.add_argument("--tokens-per-forward", type=int, help="tokens that go together, with or without sharing")
     parser.add_argument("--lora", type=int, metavar="RANK", help="train LoRA adapters; 0 trains every weight")
     parser.add_argument("--bits", type=int, choices=(4, 8, 16), help="bits of a frozen weight")
@@ -253,8 +252,6 @@ def setup_from(args: argparse.Namespace, profile: dict | None, **where) -> tuple
             settings[name] = True
     if args.no_gradient_checkpointing:
         settings["gradient_checkpointing"] = False
-    if args.tokens_per_forward and not args.completions_per_forward:  # each says what goes together
-        settings.pop("completions_per_forward", None)
     if args.lora:
         first = {} if base.get("use_peft") else {"lora_target_modules": "all-linear", "lora_dropout": 0.0}
         settings |= {"use_peft": True, "lora_r": args.lora, **first}

@@ -64,6 +64,8 @@ def memory_record(folder: Path, record: dict) -> Run:
     for name in ("offload_reference", "offload_reward"):
         if not settings.get(name):
             settings.pop(name, None)
+    if completions := settings.pop("completions_per_forward", None):  # in older records
+        settings["tokens_per_forward"] = completions * (settings["max_completion_length"] + 1)
     settings["dtype"] = record["dtype"]
     if record["lora_rank"]:
         settings |= {"use_peft": True, "lora_r": record["lora_rank"]}
@@ -111,7 +113,7 @@ def harness_record(folder: Path, record: dict) -> Run:
     if arm.shares_prefix:
         settings["prefix_sharing"] = True
     if arm.in_passes:
-        settings["completions_per_forward"] = record["completions_per_forward"]
+        settings["tokens_per_forward"] = record["completions_per_forward"] * (record["completion_tokens"] + 1)
     if rank := config.get("lora_rank", 0):
         settings |= {"use_peft": True, "lora_r": rank, "lora_target_modules": "all-linear", "lora_dropout": 0.0}
     where = {

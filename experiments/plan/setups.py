@@ -36,7 +36,6 @@ class Setup:
     steps_per_generation: int = 1
     gradient_accumulation_steps: int = 1
     prefix_sharing: bool = False
-    completions_per_forward: int | None = None
     tokens_per_forward: int | None = None
     dtype: str | None = None  # of the weights; None: bfloat16 under adapters, else float32, as `__post_init__` says
     bf16: bool = True  # autocast
@@ -98,7 +97,7 @@ class Setup:
     def rows_per_pass(self) -> int | None:
         """Rows, with prefix sharing completions, that go through the model together; None: all of them."""
         if self.tokens_per_forward is None:
-            return self.completions_per_forward or (self.per_device_train_batch_size if self.splits_groups else None)
+            return self.per_device_train_batch_size if self.splits_groups else None
         tokens = self.max_completion_length + (1 if self.prefix_sharing else self.prompt_tokens)
         return max(1, self.tokens_per_forward // tokens)
 
@@ -146,7 +145,7 @@ class Setup:
         """The same work done by one of `ARM_NAMES`: the micro-batch in one pass, of this TRL or an older one, row by
         row, in passes within the token budget, or shared. Raises `ConfigError` for another name."""
         choose("arm", name, ARM_NAMES)
-        plain = replace(self, prefix_sharing=False, completions_per_forward=None, tokens_per_forward=None)
+        plain = replace(self, prefix_sharing=False, tokens_per_forward=None)
         if name == "stock":
             return plain
         if name in OLDER:
@@ -155,11 +154,10 @@ class Setup:
             return plain.with_rows(1)
         if name == "stock-tokens":
             return replace(plain, tokens_per_forward=self.tokens_per_forward)
-        per_forward = self.completions_per_forward
-        if per_forward is None and self.tokens_per_forward is None and not self.prefix_sharing:
-            per_forward = min(2, self.num_generations)
-        whole_groups = self if self.prefix_sharing else self.with_rows(self.num_generations)
-        return replace(whole_groups, prefix_sharing=True, completions_per_forward=per_forward)
+        if self.prefix_sharing:
+            return self
+        whole_groups = replace(self.with_rows(self.num_generations), prefix_sharing=True)
+        return whole_groups if self.tokens_per_forward else whole_groups.with_passes(2)
 
     @property
     def has_whole_groups(self) -> bool:
@@ -174,6 +172,10 @@ class Setup:
             gradient_accumulation_steps=max(1, self.rows_per_update // rows),
         )
 
+    def with_passes(self, completions: int) -> "Setup":
+        """With shared prompts in passes of so many completions, each with the last token of its prompt."""
+        return replace(self, tokens_per_forward=completions * (self.max_completion_length + 1))
+
     def with_k(self, k: int) -> "Setup":
         """As many prompts with k completions each. Micro-batches hold as many whole groups as before; where they held
         parts of groups, no more rows than before."""
@@ -183,14 +185,12 @@ class Setup:
             rows = rows // before * k
         else:
             rows = max(size for size in range(1, rows + 1) if prompts * k % size == 0)
-        per_forward = min(self.completions_per_forward, k) if self.completions_per_forward else None
         return replace(
             self,
             num_generations=k,
             per_device_train_batch_size=rows,
             steps_per_generation=prompts * k // rows,
             gradient_accumulation_steps=max(1, round(of_update * k / rows)),
-            completions_per_forward=per_forward,
         )
 
 
@@ -198,9 +198,8 @@ MOST_TOKENS = 2**27  # of a rollout: their ids are real numbers, also where all 
 # Fields of `Setup` that are numbers, with the least that works
 LEAST = {
     "prompt_tokens": 1, "max_completion_length": 1, "num_generations": 2, "per_device_train_batch_size": 1,
-    "steps_per_generation": 1, "gradient_accumulation_steps": 1, "completions_per_forward": 1,
-    "tokens_per_forward": 1, "lora_rank": 0, "beta": 0, "temperature": 0, "lora_dropout": 0, "num_iterations": 1,
-    "vllm_gpu_memory_utilization": 0,
+    "steps_per_generation": 1, "gradient_accumulation_steps": 1, "tokens_per_forward": 1, "lora_rank": 0,
+    "beta": 0, "temperature": 0, "lora_dropout": 0, "num_iterations": 1, "vllm_gpu_memory_utilization": 0,
 }  # fmt: skip
 WHY_LEAST = {
     "num_generations": ": leave-one-out needs 2 completions a prompt",
@@ -254,15 +253,6 @@ def check(setup: Setup, hf_config, called: dict[str, str] | None = None) -> None
                 f"per_device_train_batch_size {batch} x gradient_accumulation_steps "
                 f"{setup.gradient_accumulation_steps} is not a multiple of {name('num_generations')} {k}, which "
                 f"prefix_sharing needs; accumulate {k // batch} steps"
-            )
-    if setup.completions_per_forward is not None:
-        own = f"{name('completions_per_forward')} {setup.completions_per_forward}"
-        if setup.completions_per_forward > k:
-            wrong.append(f"{own} is outside 1 to k={k}; use at most {k}")
-        if setup.tokens_per_forward is not None:
-            wrong.append(
-                f"{name('tokens_per_forward')} {setup.tokens_per_forward} and {own} both say what goes through the "
-                "model together; remove one of them"
             )
     if setup.optim not in OPTIMIZERS:
         wrong.append(f"optim {setup.optim!r} is not one that the plan knows: {', '.join(OPTIMIZERS)}")

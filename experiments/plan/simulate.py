@@ -377,10 +377,9 @@ class Simulation:
         """The reward model's forward: all rows of the rollout together, or as many as share a pass."""
         setup = self.setup
         length = setup.prompt_tokens + setup.max_completion_length
-        rows = setup.completions_per_forward or setup.generation_rows
+        rows = setup.generation_rows
         if setup.tokens_per_forward is not None:
-            rows = max(1, setup.tokens_per_forward // length)
-        rows = min(rows, setup.generation_rows)
+            rows = min(rows, max(1, setup.tokens_per_forward // length))
         with self.on_device(self.reward_model, "reward model", setup.offload_reward), self.autocast():
             mask = self.causal_mask(rows, length) if setup.padded else None
             self.reward_model(input_ids=self.ids(rows, length), attention_mask=mask)

@@ -21,10 +21,9 @@ _WEIGHT_BITS = {
 # Fields of `Setup` under the same name in the settings
 SAME_NAME = (
     "max_completion_length", "num_generations", "per_device_train_batch_size", "steps_per_generation",
-    "gradient_accumulation_steps", "prefix_sharing", "completions_per_forward", "tokens_per_forward", "dtype", "bf16",
-    "gradient_checkpointing", "activation_offloading", "beta", "offload_reference", "offload_reward", "optim",
-    "temperature", "lora_dropout", "num_iterations", "use_vllm", "vllm_mode", "vllm_gpu_memory_utilization",
-    "vllm_enable_sleep_mode",
+    "gradient_accumulation_steps", "prefix_sharing", "tokens_per_forward", "dtype", "bf16", "gradient_checkpointing",
+    "activation_offloading", "beta", "offload_reference", "offload_reward", "optim", "temperature", "lora_dropout",
+    "num_iterations", "use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode",
 )  # fmt: skip
 SWITCHES = (
     "bf16", "fp16", "prefix_sharing", "gradient_checkpointing", "activation_offloading", "offload_reference",

@@ -123,9 +123,9 @@ def load_profile(name: str) -> dict:
     known = fields()
     problems = []
     for key, value in settings.items():
-        if key not in known:
+        if key not in known or key in REPLACED:
             near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "TRL has no such setting"
+            hint = REPLACED.get(key) or (f"did you mean {near[0]!r}?" if near else "TRL has no such setting")
             problems.append((lines[key], f"unknown setting {key!r}; {hint}"))
         elif not any(fits(value, kind) for kind in known[key]):
             wanted = dict.fromkeys(words for kind in known[key] if (words := in_words(kind)))
@@ -266,6 +266,8 @@ def dump_profile(path: Path, settings: dict, comments: list[str]) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}; choose another place") from error
 
 
+# Settings of other days -> what to write
+REPLACED = {"completions_per_forward": "write tokens_per_forward: N * (max_completion_length + 1) for passes of N"}
 AT_LEAST_1 = (lambda x: x >= 1, "at least 1")
 # setting -> (test, the same in words), where what TRL does with another number is nonsense or a late error
 RANGES = {
@@ -274,7 +276,6 @@ RANGES = {
     "steps_per_generation": AT_LEAST_1,
     "num_iterations": AT_LEAST_1,
     "max_completion_length": AT_LEAST_1,
-    "completions_per_forward": AT_LEAST_1,
     "tokens_per_forward": AT_LEAST_1,
     "prompt_tokens": AT_LEAST_1,
     "max_prompt_tokens": AT_LEAST_1,
@@ -304,14 +305,12 @@ CONTRADICTIONS = (
     ("load_in_4bit", "load_in_8bit", "a weight has one size; remove one of them"),
     ("prefix_sharing", "torch_compile", "the passes of a shared prompt change in shape; remove torch_compile"),
     ("use_vllm", "use_transformers_continuous_batching", "one engine generates; remove one of them"),
-    ("completions_per_forward", "tokens_per_forward", "each says what goes through the model together; remove one"),
     ("bf16", "fp16", "one of them is the compute type; remove fp16"),
 )
 # (setting, setting that must be on as well, why)
 NEEDS = (
     ("load_in_4bit", "use_peft", "quantized weights are frozen, adapters are trained"),
     ("load_in_8bit", "use_peft", "quantized weights are frozen, adapters are trained"),
-    ("completions_per_forward", "prefix_sharing", "only prefix sharing divides a group into passes"),
     ("vllm_gpu_memory_utilization", "use_vllm", "it is vLLM's share of the device"),
     ("vllm_enable_sleep_mode", "use_vllm", "it is vLLM that sleeps"),
 )

@@ -79,7 +79,7 @@ def build_current(config: RunConfig, policy_path: str, reward_path: str, tokeniz
     if (arm := ARMS[config.arm]).shares_prefix:  # fields that upstream does not have
         sharing = dict(prefix_sharing=True)
         if arm.in_passes:
-            rows, sharing = config.batch, sharing | dict(completions_per_forward=rows)
+            rows, sharing = config.batch, sharing | dict(tokens_per_forward=rows * (config.completion_tokens + 1))
     arguments = RLOOConfig(
         **common_arguments(config),
         **sharing,

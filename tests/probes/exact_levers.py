@@ -79,7 +79,7 @@ with tempfile.TemporaryDirectory() as name:
     result = {"update": update.item()}
     starts = {
         "": START,
-        " of shared": replace(START.arm("shared"), completions_per_forward=None),
+        " of shared": replace(START.with_rows(START.num_generations), prefix_sharing=True),
         " of parts": START.with_rows(2),
         " of shared parts": replace(START.with_rows(2), prefix_sharing=True),
     }

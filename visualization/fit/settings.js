@@ -12,7 +12,7 @@ function shared(choice) {
     beta: choice.reference ? BETA : "0.0",
     prefix_sharing: true,
     num_generations: choice.k,
-    ...(several ? { completions_per_forward: DATA.together } : {}),
+    ...(several ? { tokens_per_forward: DATA.together * (choice.completion + 1) } : {}),
     per_device_train_batch_size: several ? choice.k : DATA.together,
     gradient_accumulation_steps: several ? 1 : micro,
     steps_per_generation: several ? 1 : micro,
@@ -32,7 +32,7 @@ const ON_ONE_CARD = {
   gradient_accumulation_steps: "an update has all k completions of a prompt",
 };
 const ON_CARDS = {
-  completions_per_forward: "completions that go through the model together",
+  tokens_per_forward: `${DATA.together} completions of full length go through the model together`,
   per_device_train_batch_size: "one prompt with its k completions; fewer would keep whole gradients on each card",
 };
 const ALL = { dtype: "bfloat16 would round most updates of 1e-6 to nothing" };

@@ -79,8 +79,9 @@ class Cell:
             return replace(base, prefix_sharing=True)
         if passes == "micro":
             return replace(base.with_rows(int(self.way.split("-")[2])), prefix_sharing=True)
-        name = "completions_per_forward" if int(passes) <= self.k else "tokens_per_forward"
-        return replace(base, **{name: int(passes)}).arm("shared")
+        number = int(passes)  # of completions, or of tokens
+        setup = base.with_passes(number) if number <= self.k else replace(base, tokens_per_forward=number)
+        return setup.arm("shared")
 
     def hf_config(self, tokenizer=None):
         config = shape_config(self.model, self.vocab_size)
