@@ -36,9 +36,9 @@ def test_curves_say_what_simulating_all_passes_says_elsewhere(kind, arm, cards, 
     result = forked("fit_curves", kind, arm, cards)
     assert result.returncode == 0, result.stderr[-3000:]
     constants, *rows = map(json.loads, result.stdout.splitlines())
-    from experiments.plan.fit_terms import FIRST_ROOM, LM_HEAD_TILE, RATIO
+    from experiments.plan.fit_terms import FIRST_ROOM, LM_HEAD_TILE
 
-    assert constants == {"tile": LM_HEAD_TILE, "room": FIRST_ROOM, "ratio": RATIO[0] / RATIO[1]}
+    assert constants == {"tile": LM_HEAD_TILE, "room": FIRST_ROOM}
     assert len(rows) == 6 * 5
     for row in rows:
         assert row["page"] == pytest.approx(row["simulated"], rel=apart), row

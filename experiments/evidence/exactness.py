@@ -157,7 +157,7 @@ def compare(device: str, precision: str):
     enable_prefix_sharing(model)
     autocast = torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16)
     together = SharedPrefixPasses(prefix_length=sizes[0], group_size=sizes[2])
-    two = SharedPrefixPasses(prefix_length=sizes[0], completions_per_forward=2, group_size=sizes[2])
+    two = SharedPrefixPasses(prefix_length=sizes[0], tokens_per_forward=2 * (sizes[1] + 1), group_size=sizes[2])
     ways = {"stock": {}, "shared": {"passes": together}, "shared, two a pass": {"passes": two}}
     squares = {way: [0.0, 0.0] for way in ways}
     kernels: dict[str, str] = {}

@@ -142,7 +142,7 @@ class Group:
         if WAYS[way].shared:
             passes = SharedPrefixPasses(
                 self.sizes.prompt,
-                completions_per_forward=WAYS[way].pass_rows,
+                tokens_per_forward=WAYS[way].pass_rows and WAYS[way].pass_rows * (self.sizes.completion + 1),
                 group_size=len(ids),
                 num_images=self.num_images and self.num_images[rows],
                 open_prefix=open_prefix,

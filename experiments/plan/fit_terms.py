@@ -45,9 +45,6 @@ OF_WINDOWS = {
     ("shared", "generate"): WINDOW_SHARED_GENERATE, ("shared", "score"): MASKS, ("shared", "train"): MASKS,
     (PASSES, "generate"): WINDOW_SHARED_GENERATE, (PASSES, "score"): MASKS, (PASSES, "train"): KEPT_MASKS,
 }  # fmt: skip
-# Tokens of whole rows to shared ones: where they are fewer, micro-batches share nothing (`MIN_TOKEN_RATIO`)
-RATIO = (21, 20)
-SHARING, WHOLE_ROWS = (f"({RATIO[1]}*k*(P+C){than}{RATIO[0]}*(P-1+k*(C+1)))" for than in (">=", "<"))
 # Events that come after the layers, where the LM head is, or what it has left
 AT_HEAD = ("head", "head's backward", "head's end", "logits", "behind")
 
@@ -72,8 +69,6 @@ def regimes(arm: str, window: int | None, phase: str, event: str) -> tuple[str, 
     of_prompt = event.startswith("prompt's")
     apart = ("(P<=W)", "(P>W)") if of_prompt else BLOCKS
     found = apart if window and shares and event not in AT_HEAD else ("1",)
-    if (arm, phase) == ("shared", "train"):
-        found = (*(f"{SHARING}*{when}" for when in found), *(() if of_prompt else (WHOLE_ROWS,)))
     if event not in AT_HEAD:
         return found
     return (*found, *(f"{when}*{tiles(arm, phase)[1]}" for when in found))  # a second tile has allocations of its own

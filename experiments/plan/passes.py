@@ -19,20 +19,22 @@ def passes_of(setup, rows: int, open_prefix, num_images: list[int] | None):
     from trl.models.prefix_sharing import SharedPrefixPasses
     from trl.models.token_budget import TokenBudgetPasses
 
-    common = dict(
+    bounds = dict(
         prefix_length=setup.prompt_tokens,
-        group_size=min(rows, setup.num_generations),
-        num_images=num_images,
+        tokens_per_forward=setup.tokens_per_forward,
         activation_offloading=setup.activation_offloading,
-        open_prefix=open_prefix,
     )
-    if setup.tokens_per_forward is None:
-        return SharedPrefixPasses(**common, completions_per_forward=setup.rows_per_pass)
-    if num_images and not setup.prefix_sharing:
+    if setup.prefix_sharing:
+        return SharedPrefixPasses(
+            **bounds,
+            completions_per_forward=setup.rows_per_pass,
+            group_size=min(rows, setup.num_generations),
+            num_images=num_images,
+            open_prefix=open_prefix,
+        )
+    if num_images:
         raise ConfigError(
             f"tokens_per_forward {setup.tokens_per_forward} divides rows of text, and prompts have images; set "
             "prefix_sharing, or leave it out"
         )
-    return TokenBudgetPasses(
-        **common, tokens_per_forward=setup.tokens_per_forward, prefix_sharing=setup.prefix_sharing
-    )
+    return TokenBudgetPasses(**bounds)

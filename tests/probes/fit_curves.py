@@ -13,7 +13,6 @@ from experiments.config import ARMS
 use_fork(ARMS["shared"])
 
 from trl.generation.shared_prefix_cache import MIN_NEW_STEPS  # noqa: E402
-from trl.models.prefix_sharing import MIN_TOKEN_RATIO  # noqa: E402
 
 from experiments.plan import extrapolate, fit_curves, replaced  # noqa: E402
 from experiments.plan.fit_data import on_cards  # noqa: E402
@@ -29,7 +28,7 @@ if kind == "alternating":
     config.hidden_size, config.intermediate_size, config.head_dim = 256, 512, 64
     config.sliding_window, config.num_hidden_layers = WINDOW, 2
     config.layer_types = ["sliding_attention", "full_attention"]
-print(json.dumps({"tile": replaced.head_tokens(), "room": MIN_NEW_STEPS, "ratio": MIN_TOKEN_RATIO}))
+print(json.dumps({"tile": replaced.head_tokens(), "room": MIN_NEW_STEPS}))
 
 base = on_cards(Setup(prompt_tokens=1, lora_rank=8), int(cards[0]) if cards else 1)
 curves = fit_curves.curves_of(base, config, arm, window)
