@@ -53,7 +53,6 @@ SCENARIOS = {
     "rloo": dict(),
     "rloo beta=0": dict(beta=0.0),
     "rloo passes of 1": dict(tokens=1),
-    "rloo passes of 3": dict(tokens=3 * 7),
     "rloo two prompts a batch": dict(batch=8),
     "rloo passes of 9 tokens": dict(batch=8, tokens=9),
     "rloo whole rows, passes of 40 tokens": dict(batch=8, tokens=40, whole=True),

@@ -17,8 +17,6 @@ import torch
 from datasets import load_dataset
 
 from trl import GRPOConfig, RLOOConfig
-from trl.models.prefix_sharing import SharedPrefixPasses
-from trl.models.prefix_sharing_enabling import enable_prefix_sharing
 from trl.models.token_budget import TokenBudgetPasses
 
 from .test_prefix_sharing import TRAINERS, forward_whole_rows, load, make_inputs
@@ -31,18 +29,14 @@ MODEL_ID = "trl-internal-testing/tiny-Qwen2ForCausalLM-2.5"
 class TestTokenBudget(TrlTestCase):
     @pytest.mark.parametrize("gradient_checkpointing", [False, True])
     @pytest.mark.parametrize("tokens_per_forward", [1, 40, 1000])
-    @pytest.mark.parametrize("prefix_sharing", [False, True])
-    def test_log_probs_and_gradients(self, prefix_sharing, tokens_per_forward, gradient_checkpointing):
+    def test_log_probs_and_gradients(self, tokens_per_forward, gradient_checkpointing):
         model = load(MODEL_ID).train()
         inputs, prompt_length = make_inputs()
         expected, expected_grads = forward_whole_rows(model, inputs)
 
-        if prefix_sharing:
-            enable_prefix_sharing(model)
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        passes = (SharedPrefixPasses if prefix_sharing else TokenBudgetPasses)(prompt_length, tokens_per_forward)
-        outputs = model(**inputs, passes=passes)
+        outputs = model(**inputs, passes=TokenBudgetPasses(prompt_length, tokens_per_forward))
         outputs.log_probs.sum().backward()
 
         torch.testing.assert_close(outputs.log_probs, expected.log_probs[:, prompt_length - 1 :], rtol=1e-5, atol=1e-5)
@@ -50,9 +44,8 @@ class TestTokenBudget(TrlTestCase):
         for name, grad in expected_grads.items():
             torch.testing.assert_close(model.get_parameter(name).grad, grad, rtol=1e-4, atol=1e-5)
 
-    @pytest.mark.parametrize("prefix_sharing", [False, True])
     @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
-    def test_train(self, config_class, trainer_class, prefix_sharing):
+    def test_train(self, config_class, trainer_class):
         dataset = load_dataset("trl-internal-testing/zen", "standard_prompt_only", split="train")
         training_args = config_class(
             output_dir=self.tmp_dir,
@@ -60,7 +53,6 @@ class TestTokenBudget(TrlTestCase):
             per_device_train_batch_size=3,  # reduce the batch size to reduce memory usage
             num_generations=3,  # reduce the number of generations to reduce memory usage
             max_completion_length=8,  # reduce the completion length to reduce memory usage
-            prefix_sharing=prefix_sharing,
             tokens_per_forward=16,
             report_to="none",
         )
