@@ -823,10 +823,11 @@ def test_the_projects_own_patches_apply(capsys):
     assert fork.main(["check"]) == 0, capsys.readouterr().err
 
 
-def test_the_projects_own_series_applies_with_git_am_and_is_what_is_built(tmp_path, monkeypatch):
+@pytest.mark.parametrize("line", ["current", "first"])
+def test_the_projects_own_series_applies_with_git_am_and_is_what_is_built(tmp_path, monkeypatch, line):
     """Without the two files of upstream's docs, which the released wheel does not hold."""
     try:
-        wheel = fork.obtain(fork.find_line(ROOT / "trl", "current"))
+        wheel = fork.obtain(fork.find_line(ROOT / "trl", line))
     except fork.WheelUnavailable as error:
         pytest.skip(f"the upstream wheel cannot be obtained here: {error}")
     identity(monkeypatch, tmp_path, "[user]\n\tname = Grace\n\temail = grace@example.org\n")
@@ -835,19 +836,19 @@ def test_the_projects_own_series_applies_with_git_am_and_is_what_is_built(tmp_pa
     git(repository, "init", "-q")
     git(repository, "add", "-A")
     git(repository, "commit", "-q", "-m", "upstream")
-    fork.build(ROOT / "trl", "current", built, None)
-    fork.export(ROOT / "trl", "current", mails)
-    series = fork.read_series(fork.find_line(ROOT / "trl", "current"))
+    fork.build(ROOT / "trl", line, built, None)
+    fork.export(ROOT / "trl", line, mails)
+    series = fork.read_series(fork.find_line(ROOT / "trl", line))
     assert [mail.name for mail in sorted(mails.iterdir())] == list(series)
     for mail in sorted(mails.iterdir()):
         if mail.name.endswith("-docs.patch"):
-            assert set(fork.read_patch(ROOT / "trl/current" / mail.name).hunks) <= {
+            assert set(fork.read_patch(ROOT / "trl" / line / mail.name).hunks) <= {
                 "docs/source/paper_index.md", "docs/source/reducing_memory_usage.md"
             }  # fmt: skip
         else:
             git(repository, "am", "-q", "--exclude=docs/*", mail)
     assert package(repository) == package(built)
-    overlay = ROOT / "trl/current/overlay/tests"
+    overlay = ROOT / "trl" / line / "overlay/tests"
     assert {path.name: path.read_bytes() for path in (repository / "tests").iterdir()} == {
         path.name: path.read_bytes() for path in overlay.glob("*.py")
     }

@@ -4,7 +4,8 @@
 
 The same model, gradient checkpointing and compact LM head for every way: what differs is the rows that go through the
 layers. `whole` is TRL 1.16.0's own pass, `prefix-grouper` the PyPI package of that name (skipped where it is not
-installed), `shared` and `shared-2` prefix sharing with all or two completions together. Writes one row a repeat to
+installed), `one-row` the short series `trl/first`, whose packed row holds the prompt and all completions, `shared` and
+`shared-2` prefix sharing with all or two completions together. Writes one row a repeat to
 results/<machine>/rivals/p<P>_c<C>_k<k>.csv: seconds, peak resident bytes above the level before, and the relative
 difference of all parameters' gradients from `whole`. A process measures peaks once, before any time: for times, malloc
 keeps what is freed.
@@ -15,11 +16,11 @@ import statistics
 import sys
 from functools import partial
 from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 
 from experiments import config as cfg
 from experiments.builds import use_fork
-from experiments.config import ARMS, SCALES, ConfigError
+from experiments.config import ARMS, ROOT, SCALES, ConfigError
 from experiments.device import keep_freed_memory
 from experiments.evidence.common import FACTS, Parser, Table, place, whole, words
 from experiments.evidence.group import Group, Sizes, peak_of, timed
@@ -30,7 +31,16 @@ COLUMNS = (
     "way", "repeat", "score_seconds", "train_seconds", "score_peak_bytes", "train_peak_bytes", "gradient_difference",
     "prompt_tokens", "completion_tokens", "k", "shape", "prefix_grouper_version", *FACTS,
 )  # fmt: skip
-WAYS = ("whole", "prefix-grouper", "shared", "shared-2")
+WAYS = ("whole", "prefix-grouper", "one-row", "shared", "shared-2")
+
+
+def first_series():
+    """The module of the series `first`, beside whatever `trl` is loaded."""
+    path = ROOT / "trl" / "first" / "overlay" / "trl" / "models" / "group_packing.py"
+    spec = spec_from_file_location("group_packing", path)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class Rivals(Group):
@@ -47,7 +57,13 @@ class Rivals(Group):
         if way == "prefix-grouper":
             return self.grouped_log_probs()
         self.model.set_attn_implementation("sdpa")
-        return super().log_probs(way)
+        return self.one_row_log_probs() if way == "one-row" else super().log_probs(way)
+
+    def one_row_log_probs(self):
+        """As the series `first` does."""
+        mask = self.torch.ones_like(self.ids)
+        outputs = first_series().shared_forward(self.model.model, self.ids, mask, self.sizes.prompt)
+        return self.head_log_probs(outputs.last_hidden_state[:, :-1])
 
     def grouped_log_probs(self):
         """As the package's README says: one row holds the prompt and the completions, its attention splits them.
@@ -58,8 +74,6 @@ class Rivals(Group):
         from prefix_grouper import PrefixGrouper
         from transformers import AttentionInterface
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-        from trl.kernels import ChunkedLogProbFunction
-        from trl.trainer.utils import _CHUNKED_LOGPROB_SMALL_CHUNK_SIZE
 
         torch, prompt, completion, k = self.torch, self.sizes.prompt, self.sizes.completion, self.sizes.k
         causal = torch.ones(completion, prompt + completion, dtype=torch.bool).tril(prompt)
@@ -86,18 +100,26 @@ class Rivals(Group):
             prefix_grouper=grouper,
         ).last_hidden_state
         hidden = grouper.split_output(hidden, include_prefix_last=1)[2][:, :-1]
+        return self.head_log_probs(hidden)
+
+    def head_log_probs(self, hidden):
+        """Log-probabilities of all completions, from the hidden states that predict their tokens."""
+        from trl.kernels import ChunkedLogProbFunction
+        from trl.trainer.utils import _CHUNKED_LOGPROB_SMALL_CHUNK_SIZE
+
+        labels = self.ids[:, self.sizes.prompt :]
         log_probs, *_ = ChunkedLogProbFunction.apply(
             hidden.reshape(-1, hidden.shape[-1]),
             self.model.lm_head.weight,
             None,
-            completion_ids.reshape(-1),
+            labels.reshape(-1),
             1.0,
             _CHUNKED_LOGPROB_SMALL_CHUNK_SIZE,
             None,
             1.0,
             ("log_probs", "entropy"),
         )
-        return log_probs.view(k, completion)
+        return log_probs.view(labels.shape)
 
 
 def run(argv: list[str] | None) -> int:

@@ -1,0 +1,147 @@
+# Copyright 2020-2026 The HuggingFace Team. All rights reserved.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+
+
+"""
+Prefix sharing: the completions of a prompt go through the model in one row behind it, so that it is computed once.
+
+Shape suffixes: B rows, P prompt columns, C completion columns, G packed rows, N tokens of a packed row.
+"""
+
+import torch
+from accelerate.utils import is_peft_model
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+
+def pack_groups(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor, prefix_length: int
+) -> tuple[dict[str, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """
+    Put rows with the same prompt that follow one another in one row: the prompt, then completion after completion.
+
+    Positions are columns, which are those of the rows by themselves. A token sees the prompt and, of the completions,
+    its own. Scores between completions are computed and thrown away, so a group of long completions of a short prompt
+    has less to win.
+
+    Args:
+        input_ids (`torch.Tensor` of shape `(B, P + C)`):
+            Left-padded prompts followed by right-padded completions.
+        attention_mask (`torch.Tensor` of shape `(B, P + C)`):
+            1 for tokens, 0 for padding.
+        prefix_length (`int`):
+            Number of prompt columns, P.
+
+    Returns:
+        `tuple`:
+            - inputs of the model: `input_ids` and `position_ids` of shape `(G, N)`, and a boolean `attention_mask` of
+              shape `(G, 1, N, N)`
+            - packed row and place, of shape `(B, C + 1)` each, of the last prompt token and the completion of each row
+
+    Raises:
+        ValueError: If a prompt has no token.
+    """
+    if not attention_mask[:, prefix_length - 1].all():
+        row = int(attention_mask[:, prefix_length - 1].argmin())
+        raise ValueError(f"The prompt of row {row} of the batch is empty. Remove empty prompts from the dataset.")
+    device = input_ids.device
+    prompts = input_ids[:, :prefix_length].masked_fill(attention_mask[:, :prefix_length] == 0, -1)
+    _, group, sizes = torch.unique_consecutive(prompts, dim=0, return_inverse=True, return_counts=True)
+    first = (sizes.cumsum(0) - sizes)[group]  # row that brings the prompt of each row
+    rows = torch.arange(len(input_ids), device=device)
+
+    brings = attention_mask.bool()  # whether a token goes into the packed row
+    brings[:, :prefix_length] &= (first == rows)[:, None]
+    end = brings.sum(1).cumsum(0)
+    start = end - brings.sum(1)
+    places = (start - start[first])[:, None] + brings.cumsum(1) - 1
+    row, column = brings.nonzero(as_tuple=True)
+    packed_row, place = group[row], places[row, column]
+
+    shape = (len(sizes), int(place.max()) + 1)
+    packed_ids, position_ids = input_ids.new_zeros(shape), input_ids.new_zeros(shape)
+    packed_ids[packed_row, place], position_ids[packed_row, place] = input_ids[row, column], column
+    # Completion of each token, -1 in the prompt and -2 in the padding
+    completion = input_ids.new_full(shape, -2)
+    completion[packed_row, place] = torch.where(column < prefix_length, -1, row)
+    sees = (completion[:, None, :] == -1) | (completion[:, :, None] == completion[:, None, :])
+    inputs = {"input_ids": packed_ids, "attention_mask": sees.tril()[:, None], "position_ids": position_ids}
+    places = torch.cat([places[first, prefix_length - 1 : prefix_length], places[:, prefix_length:]], dim=1)
+    return inputs, (group[:, None], places)
+
+
+def shared_forward(
+    backbone: nn.Module,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    prefix_length: int,
+    use_cache: bool = False,
+) -> BaseModelOutput:
+    """
+    Hidden states of the last prompt token and the completion of each row, of shape `(B, C + 1, H)`, with each prompt
+    computed once. See [`pack_groups`] for the arguments.
+    """
+    inputs, index = pack_groups(input_ids, attention_mask, prefix_length)
+    return BaseModelOutput(backbone(**inputs, use_cache=use_cache).last_hidden_state[index])
+
+
+def check_prefix_sharing(model: PreTrainedModel) -> None:
+    """
+    Check that `model` computes the same for completions behind a shared prompt as for whole rows.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Causal language model.
+
+    Raises:
+        ValueError: If it does not, or if its attention does not take the mask.
+    """
+    if is_peft_model(model):
+        model = model.get_base_model()
+    config = model.config.get_text_config()
+    refusal = f"`prefix_sharing=True` does not support {type(model).__name__}: "
+    if config._attn_implementation != "sdpa":
+        raise ValueError(
+            f"{refusal}its attention implementation is {config._attn_implementation!r}, which does not take the mask of "
+            "a shared prompt. Load the model with `attn_implementation='sdpa'`."
+        )
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if layer_types != {"full_attention"} or getattr(config, "sliding_window", None) is not None:
+        raise ValueError(
+            f"{refusal}not all of its layers attend to the whole sequence ({sorted(layer_types)}, sliding window "
+            f"{getattr(config, 'sliding_window', None)}). Set `prefix_sharing=False`."
+        )
+    # Two rows of one prompt: left padding, right padding, and the noise of training, which rows would not have alike
+    device = model.get_input_embeddings().weight.device
+    input_ids = torch.arange(18, device=device).view(2, 9) % config.vocab_size
+    input_ids[1, :5] = input_ids[0, :5]
+    attention_mask = torch.ones_like(input_ids)
+    attention_mask[:, 0] = attention_mask[1, -1] = 0
+    training = model.training
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            model.train()
+            shared = shared_forward(model.base_model, input_ids, attention_mask, prefix_length=5)
+            whole = model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+    finally:
+        model.train(training)
+    is_token = attention_mask[:, 4:].bool()
+    shared, whole = shared.last_hidden_state[is_token].float(), whole.last_hidden_state[:, 4:][is_token].float()
+    error = ((shared - whole).norm() / whole.norm()).item()
+    if not error <= torch.finfo(model.dtype).eps ** 0.5:
+        raise ValueError(
+            f"{refusal}hidden states behind a shared prompt differ from those of whole rows by {error:.1%}, or dropout "
+            "is on. Set `prefix_sharing=False`, `disable_dropout=True`, or for adapters `lora_dropout=0.0`."
+        )
