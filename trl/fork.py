@@ -14,6 +14,7 @@ import argparse
 import base64
 import contextlib
 import csv
+import email
 import fcntl
 import hashlib
 import io
@@ -32,7 +33,6 @@ from datetime import datetime
 from pathlib import Path
 
 FORMAT = 1  # part of every fingerprint: raise it when the same inputs should build something else
-LINE_KEYS = {"version", "wheel", "sha256", "tag", "mode"}
 HEADER_FIELDS = ("Description", "Origin", "Forwarded", "Last-Update")
 PATCHABLE = ("trl/", "docs/", "tests/")  # only trl/ is in the wheel, the rest is for the exported series
 # The fixed first line of `git format-patch`: git recognises a patch mail by it, and we an earlier export.
@@ -65,7 +65,7 @@ class Patch:
     sha256: str
     header: dict[str, str]
     diff: str
-    hunks: dict[str, tuple[int, ...]]  # touched path -> first old line of each of its hunks
+    paths: tuple[str, ...]  # that the diff touches
     claims: tuple[str, ...]  # overlay files that come with this patch alone
 
 
@@ -83,17 +83,11 @@ def load_lines(root: Path) -> dict[str, Line]:
     """Read `root/UPSTREAM.toml`. Raises ForkError where it is missing, malformed or incomplete."""
     source = root / "UPSTREAM.toml"
     try:
-        tables = tomllib.loads(source.read_text(encoding="utf-8"))
+        return {name: Line(name, root / name, **table) for name, table in tomllib.loads(source.read_text()).items()}
     except FileNotFoundError:
         raise ForkError(f"{source} is missing") from None
-    except ValueError as error:  # not TOML, or not UTF-8
+    except (ValueError, TypeError) as error:  # no TOML, or a line without its texts
         raise ForkError(f"{source} is malformed: {error}") from None
-    for name, table in tables.items():
-        if not isinstance(table, dict) or table.keys() != LINE_KEYS or {type(v) for v in table.values()} != {str}:
-            raise ForkError(f"{source} is malformed: [{name}] needs exactly the texts {', '.join(sorted(LINE_KEYS))}")
-        if table["mode"] not in ("stack", "alternatives") or not re.fullmatch(r"[0-9a-f]{64}", table["sha256"]):
-            raise ForkError(f"{source} is malformed: [{name}] needs mode stack or alternatives, and 64 hex digits")
-    return {name: Line(name, root / name, **table) for name, table in tables.items()}
 
 
 def find_line(root: Path, name: str) -> Line:
@@ -117,57 +111,24 @@ def read_series(line: Line) -> tuple[str, ...]:
     return names
 
 
-def touched(diff: str) -> dict[str, tuple[int, ...]]:
-    """Every path that a unified diff touches, with the first old line of each hunk. ValueError: it ends in a hunk."""
-    hunks: dict[str, list[int]] = {}
-    path, old, new = "", 0, 0
-    for row in diff.removesuffix("\n").split("\n"):
-        if old > 0 or new > 0:  # inside a hunk only the counts tell a removed "-- x" from a "--- x" header
-            old -= row[:1] in ("", " ", "-")
-            new -= row[:1] in ("", " ", "+")
-        elif match := re.match(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@", row):
-            old, new = int(match[2] or 1), int(match[3] or 1)
-            hunks.setdefault(path, []).append(int(match[1]))
-        elif match := (
-            re.fullmatch(r"(?:---|\+\+\+) [^/\t]+/([^\t]+)(?:\t.*)?", row)  # /dev/null has nothing before its slash
-            or re.fullmatch(r"diff --git [^/]+/(.+) [^/]+/\1", row)
-            or re.fullmatch(r"(?:rename|copy) (?:from|to) (.+)", row)
-        ):
-            path = match[1]
-            hunks.setdefault(path, [])
-    if old > 0 or new > 0:
-        raise ValueError(f"{path or 'the diff'} ends inside a hunk")
-    return {path: tuple(starts) for path, starts in hunks.items()}
-
-
 def read_patch(path: Path) -> Patch:
-    """Read one patch and its DEP-3 header. Raises ForkError for a missing file, no or a bad diff, a path elsewhere."""
+    """Read one patch and its DEP-3 header. Raises ForkError for a missing file, no diff, and a path elsewhere."""
     label = f"{path.parent.name}/{path.name}"
     if not path.is_file():
         raise ForkError(f"{label} is listed in {path.parent.name}/series but missing")
-    data = path.read_bytes()
-    try:
-        text = data.decode()
-        start = re.search(r"^(diff --git |---)", text, re.M)
-        hunks = touched(text[start.start() :]) if start else {}
-    except ValueError as error:
-        raise ForkError(f"{label} is damaged: {error}") from None
-    if not hunks:
+    text = path.read_text(encoding="utf-8")
+    head, start, rest = text.partition("diff --git ")
+    named = r"^(?:(?:diff --git|---|\+\+\+) [ab]/|(?:rename|copy) (?:from|to) )(\S+)"
+    paths = tuple(dict.fromkeys(re.findall(named, start + rest, re.M)))
+    if not paths:
         raise ForkError(f"{label} holds no diff")
-    if outside := [name for name in hunks if not name.startswith(PATCHABLE) or ".." in name.split("/")]:
+    if outside := [name for name in paths if not name.startswith(PATCHABLE) or ".." in name.split("/")]:
         raise ForkError(*[f"{label} touches {name!r}, outside {', '.join(PATCHABLE)}" for name in outside])
-    header: dict[str, str] = {}
-    field = ""
-    for row in text[: start.start()].splitlines():
-        if match := re.match(r"([A-Za-z][A-Za-z-]*):\s*(.*)", row):
-            field = match[1]
-            header[field] = match[2].rstrip()
-        elif row.startswith(" ") and field:
-            header[field] += "\n" + ("" if row.strip() == "." else row[1:].rstrip())  # DEP-3 writes "." for empty
-        else:
-            field = ""
+    fields = email.message_from_string(head).items()
+    # DEP-3 writes an empty line as a point
+    header = {name: "\n".join(row.strip().removeprefix(".") for row in value.splitlines()) for name, value in fields}
     claims = tuple(re.findall(r"[^,\s]+", header.get("Overlay", "")))
-    return Patch(path.name, label, sha256(data), header, text[start.start() :], hunks, claims)
+    return Patch(path.name, label, sha256(text.encode()), header, start + rest, paths, claims)
 
 
 def overlay_files(line: Line) -> dict[str, bytes]:
@@ -181,9 +142,8 @@ def overlay_files(line: Line) -> dict[str, bytes]:
 def select(line: Line, wanted: tuple[str, ...] | None) -> tuple[list[Patch], dict[str, bytes]]:
     """The patches to apply and the overlay files that come with them.
 
-    `wanted` None means the whole series, () untouched upstream. An overlay file that a patch claims comes with that
-    patch, an unclaimed one always except with untouched upstream. Raises ForkError for an unknown name, and where a
-    line of alternatives is not given exactly one.
+    `wanted` None means the whole series, () untouched upstream. An overlay file comes with the patch that claims it.
+    Raises ForkError for an unknown name, and where a line of alternatives is not given exactly one.
     """
     if wanted == ():
         return [], {}
@@ -194,10 +154,9 @@ def select(line: Line, wanted: tuple[str, ...] | None) -> tuple[list[Patch], dic
     if line.mode == "alternatives" and (wanted is None or len(wanted) != 1):
         choice = ", ".join(names) or "(an empty series)"
         raise ForkError(f"{line.name} holds alternatives: pass --no-patches, or --patches with just one of {choice}")
-    every = [read_patch(line.folder / name) for name in names]
-    chosen = [patch for patch in every if wanted is None or patch.name in wanted]
-    others = {path for patch in every for path in patch.claims} - {path for patch in chosen for path in patch.claims}
-    return chosen, {path: data for path, data in overlay_files(line).items() if path not in others}
+    chosen = [read_patch(line.folder / name) for name in names if wanted is None or name in wanted]
+    claims = {path for patch in chosen for path in patch.claims}
+    return chosen, {path: data for path, data in overlay_files(line).items() if path in claims}
 
 
 def obtain(line: Line, wheels: Path | None = None) -> Path:
@@ -235,12 +194,10 @@ def unpack(wheel: Path, tree: Path) -> set[str]:
     """Unpack the package and its metadata into `tree` and return the package's paths.
 
     Left out is what some releases carry beside the package (`examples/`, `scripts/`): first on the import path it
-    would shadow folders of the user's. Raises ForkError for an entry that points outside.
+    would shadow folders of the user's.
     """
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if not name.endswith("/")]
-        if unsafe := [name for name in names if name.startswith("/") or "\\" in name or ".." in name.split("/")]:
-            raise ForkError(f"{wheel} is not safe to unpack: {unsafe[0]!r} points outside")
         archive.extractall(tree, [name for name in names if re.match(r"trl/|trl-[^/]*\.dist-info/", name)])
     return {name for name in names if name.startswith("trl/")}
 
@@ -263,7 +220,7 @@ def run_git(*arguments: str, **options) -> subprocess.CompletedProcess:
 
 def apply(patch: Patch, tree: Path) -> None:
     """Apply the package's share of `patch` to `tree`, without fuzz. Raises ForkError with one line per failure."""
-    paths = [tree / path for path in patch.hunks if path.startswith("trl/")]
+    paths = [tree / path for path in patch.paths if path.startswith("trl/")]
     if not paths:
         return
     # `git apply` and not `patch`: every context line must match, and all files change or none. But inside somebody's
@@ -278,15 +235,15 @@ def apply(patch: Patch, tree: Path) -> None:
         input=patch.diff.encode(),
     )
     if git.returncode:
-        reasons = []
-        for said in git.stderr.decode(errors="replace").splitlines():
-            if match := re.fullmatch(r"error: patch failed: (.+):(\d+)", said):
-                starts, at = patch.hunks.get(match[1], ()), int(match[2])  # of a renamed file git says the old name
-                hunk = f"hunk {starts.index(at) + 1} (line {at})" if at in starts else f"the hunk of line {at}"
-                reasons.append(f"{match[1]}, {hunk} does not match")
-            elif not said.endswith(": patch does not apply"):  # git repeats the line above so
-                reasons.append(said.removeprefix("error: "))
-        raise ForkError(*[f"{patch.label} does not apply: {reason}" for reason in reasons])
+        said = [row.removeprefix("error: ") for row in git.stderr.decode(errors="replace").splitlines()]
+        reasons = [re.sub(r"^patch failed: (.+):(\d+)$", r"\1, line \2 does not match", row) for row in said]
+        raise ForkError(
+            *[
+                f"{patch.label} does not apply: {reason}"
+                for reason in reasons
+                if not reason.endswith(": patch does not apply")  # git repeats the failed hunk's line so
+            ]
+        )
     for path, old in zip(paths, before, strict=True):
         if old == (path.read_bytes() if path.is_file() else None):
             raise ForkError(f"{patch.label} does not apply: git left {path.relative_to(tree)} as it was")
@@ -427,45 +384,12 @@ def pack(root: Path, name: str, dest: Path, patches: tuple[str, ...] | None, whe
             entry = zipfile.ZipInfo(path)  # dated 1980 and not compressed: zlib's versions give different bytes
             entry.external_attr = 0o100644 << 16
             archive.writestr(entry, data)
-    removed = "".join(f"; removed {name}" for name in remove_older(target, line.version))
-    return f"{target}: trl {version}, {', '.join(patch.name for patch in chosen) or 'no patches'}{removed}"
-
-
-def remove_older(target: Path, release: str) -> list[str]:
-    """Remove other wheels of the fork of `release` beside `target`: pip refuses two versions at once. Their names."""
-    start = f"trl-{release}+fork."
-    _, dash, rest = target.name.removeprefix(start).partition("-")
-    pattern = re.escape(start) + "[0-9a-f]{1,7}" + re.escape(dash + rest)
-    older = [path for path in sorted(target.parent.iterdir()) if path != target and re.fullmatch(pattern, path.name)]
-    older = [path for path in older if path.is_file()]
-    for path in older:
-        path.unlink()
-    return [path.name for path in older]
-
-
-def header_problems(patch: Patch) -> list[str]:
-    """What is wrong with the DEP-3 header of `patch`, one text each."""
-    problems = [f"{patch.label} lacks the DEP-3 field {key}" for key in HEADER_FIELDS if not patch.header.get(key)]
-    if given := patch.header.get("Last-Update"):
-        try:
-            datetime.strptime(given, "%Y-%m-%d")
-        except ValueError:
-            problems.append(f"{patch.label}: Last-Update {given!r} is no date like 2026-01-31")
-    return problems
-
-
-def stored_upstream(root: Path, tree: Path, upstream: set[str]) -> list[str]:
-    """Which files below `root` are upstream's (by content or by path), or would shadow the installed package."""
-    # An __init__.py may well be the licence header alone, the same in a new package as upstream.
-    known = {sha256((tree / path).read_bytes()): path for path in upstream if not path.endswith("__init__.py")}
-    problems = []
-    for name, path in files_below(root).items():
-        original = f"trl/{name}" if f"trl/{name}" in upstream else known.get(sha256(path.read_bytes()))
-        if name == "__init__.py":
-            problems.append(f"{path} would shadow the installed trl: remove it")
-        elif original and path.stat().st_size:
-            problems.append(f"{path} is upstream's {original}: keep a patch instead of the file")
-    return problems
+    said = f"{target}: trl {version}, {', '.join(patch.name for patch in chosen) or 'no patches'}"
+    for older in sorted(dest.glob(f"trl-{line.version}+fork.[0-9a-f]*.whl")):  # pip refuses two versions at once
+        if older != target:
+            older.unlink()
+            said += f"; removed {older.name}"
+    return said
 
 
 def check(line: Line, wheels: Path | None = None) -> list[str]:
@@ -481,25 +405,19 @@ def check(line: Line, wheels: Path | None = None) -> list[str]:
             patches.append(read_patch(line.folder / name))
         except ForkError as error:
             problems += error.args
-    claims = [path for patch in patches for path in patch.claims]
     for patch in patches:
-        problems += header_problems(patch)
+        problems += [
+            f"{patch.label} lacks the DEP-3 field {key}" for key in HEADER_FIELDS if not patch.header.get(key)
+        ]
         problems += [f"{patch.label} claims {path}, not in overlay/" for path in patch.claims if path not in overlay]
-        changed = [path for path in patch.hunks if path in overlay]
+        changed = [path for path in patch.paths if path in overlay]
         problems += [f"{patch.label} changes {path}: edit it in overlay/" for path in changed]
-        if "\r" in patch.diff:
-            problems.append(f"{patch.label} holds a carriage return: a mailbox would not carry it intact")
-    for path, data in overlay.items():
-        if not names:
-            problems.append(f"{line.name}/overlay/{path} has no patch to be exported with")
-        if line.mode == "stack" and claims.count(path) > 1:
-            problems.append(f"{line.name}/overlay/{path} is claimed by several patches")
-        if set(data) & set(b"\r\0"):
-            problems.append(f"{line.name}/overlay/{path} is no plain text: a mailbox would not carry it intact")
+    for path in overlay:
+        if (number := sum(path in patch.claims for patch in patches)) != 1:
+            problems.append(f"{line.name}/overlay/{path} is claimed by {number} patches: it comes with one")
     with tempfile.TemporaryDirectory() as temp:
         wheel, tree = obtain(line, wheels), Path(temp, "tree")
         upstream = unpack(wheel, tree)
-        problems += stored_upstream(line.folder.parent, tree, upstream)
         problems += [f"{line.name}/overlay/{path} shadows an upstream file" for path in overlay if path in upstream]
         for patch in patches:
             if line.mode == "alternatives":
@@ -517,25 +435,17 @@ def check(line: Line, wheels: Path | None = None) -> list[str]:
 
 def new_file(path: str, data: bytes) -> str:
     """The diff that creates `path`."""
-    rows = data.decode().removesuffix("\n").split("\n")
-    head = f"diff --git a/{path} b/{path}\nnew file mode 100644\n"
-    if not data:
-        return head
-    end = "" if data.endswith(b"\n") else "\\ No newline at end of file\n"
+    rows = data.decode().splitlines()
     added = "".join(f"+{row}\n" for row in rows)
-    return f"{head}--- /dev/null\n+++ b/{path}\n@@ -0,0 +1,{len(rows)} @@\n{added}{end}"
+    header = f"diff --git a/{path} b/{path}\nnew file mode 100644\n--- /dev/null\n+++ b/{path}\n"
+    return f"{header}@@ -0,0 +1,{len(rows)} @@\n{added}"
 
 
-def author(patch: Patch, root: Path) -> str:
-    """The Author field of `patch`, else the user's git identity. Raises ForkError where neither can be answered."""
-    if stated := patch.header.get("Author"):
-        if not re.fullmatch(r"[^<>\n]+ <[^<>\s]+@[^<>\s]+>", stated):
-            raise ForkError(f"{patch.label} has the Author {stated!r}: write it as Name <email>")
-        return stated
-    keys = ("user.name", "user.email")
-    name, email = (run_git("config", key, cwd=root).stdout.decode().strip() for key in keys)
+def author(root: Path) -> str:
+    """The user's git identity. Raises ForkError where git has none."""
+    name, email = (run_git("config", key, cwd=root).stdout.decode().strip() for key in ("user.name", "user.email"))
     if not name or not re.fullmatch(r"[^<>\s]+@[^<>\s]+", email):
-        said = " and ".join(f"{key} {value!r}" for key, value in zip(keys, (name, email), strict=True))
+        said = f"user.name {name!r} and user.email {email!r}"
         remedy = "git config --global user.name 'Your Name'; git config --global user.email you@your.host"
         raise ForkError(f"the mails need your name and an address for answers, git has {said}: {remedy}")
     return f"{name} <{email}>"
@@ -544,8 +454,8 @@ def author(patch: Patch, root: Path) -> str:
 def export(root: Path, name: str, dest: Path, wheels: Path | None = None) -> str:
     """Write line `name` to `dest` as mails for `git am` on the upstream tag and say what was done.
 
-    Alternatives each get a folder of their own. An unclaimed overlay file goes with the first patch. Raises ForkError
-    where the line does not pass `check`, or `dest` holds anything but an earlier export.
+    Alternatives each get a folder of their own. Raises ForkError where the line does not pass `check`, or `dest` holds
+    anything but an earlier export.
     """
     line = find_line(root, name)
     refuse_source(root, dest)
@@ -555,14 +465,14 @@ def export(root: Path, name: str, dest: Path, wheels: Path | None = None) -> str
     mails = {}
     for group in [(patch,) for patch in names] if line.mode == "alternatives" else [names]:
         patches, overlay = select(line, group)
-        unclaimed = overlay.keys() - {path for patch in patches for path in patch.claims}
         for number, patch in enumerate(patches, 1):
             subject, _, body = patch.header["Description"].partition("\n")
             day = datetime.strptime(patch.header["Last-Update"], "%Y-%m-%d").strftime("%a, %d %b %Y 00:00:00 +0000")
-            mine = [path for path in overlay if path in patch.claims or (number == 1 and path in unclaimed)]
+            mine = [path for path in overlay if path in patch.claims]
+            sender = patch.header.get("Author") or author(root)
             folder = patch.name.removesuffix(".patch") if line.mode == "alternatives" else ""
             mails[Path(folder, f"{number:04d}-{re.sub(r'^[0-9]+-', '', patch.name)}")] = (
-                f"{MAIL_START}From: {author(patch, root)}\nDate: {day}\n"
+                f"{MAIL_START}From: {sender}\nDate: {day}\n"
                 f"Subject: [PATCH {number}/{len(patches)}] {subject}\n"
                 "MIME-Version: 1.0\nContent-Type: text/plain; charset=UTF-8\nContent-Transfer-Encoding: 8bit\n\n"
                 f"{body}\n---\n\n{''.join(new_file(path, overlay[path]) for path in mine)}{patch.diff}"
