@@ -13,6 +13,7 @@ from visualization.seconds import MARK, Seconds
 NUMBERS = ("prompt_tokens", "completion_tokens", "k", "score_seconds", "train_seconds", "train_peak_bytes")
 NAMES = {
     "whole": "whole rows (stock)",
+    "one-row": "all in one row (`trl/first`)",
     "shared": "prefix sharing, all together",
     "shared-2": "prefix sharing, two a pass",
     "shared-micro-2": "prefix sharing, two a micro-batch",

@@ -55,26 +55,8 @@ def prefill(
     multimodal: MultimodalInputs,
 ) -> SharedPrefixCache:
     """
-    Compute each distinct prompt once, without its last token.
-
-    Args:
-        forward (`Callable`):
-            Forward of a model prepared by [`enable_prefix_sharing`].
-        backbone ([`~transformers.PreTrainedModel`]):
-            That model without its LM head.
-        input_ids (`torch.Tensor` of shape `(B, P)`):
-            Left-padded prompts.
-        attention_mask (`torch.Tensor` of shape `(B, P)`):
-            1 for tokens, 0 for padding.
-        positions (`torch.Tensor` of shape `(B, P)`):
-            Position of each token, as `generate` continues them.
-        group_size (`int`, *optional*):
-            Number of consecutive rows with the same prompt, see [`SharedPrefixPasses`].
-        multimodal ([`MultimodalInputs`]):
-            What the prompts have beside token ids.
-
-    Returns:
-        [`SharedPrefixCache`]: The only reference to the keys and values.
+    Compute each distinct prompt once, without its last token: `forward` is that of the whole model, `positions` of shape
+    `(B, P)` are those that `generate` continues. The cache has the only reference to the keys and values.
     """
     groups = group_rows(input_ids, attention_mask, group_size, multimodal)
     sharded = is_deepspeed_zero3_enabled() or any(isinstance(module, FSDPModule) for module in backbone.modules())

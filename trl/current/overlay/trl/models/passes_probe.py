@@ -111,20 +111,10 @@ def _in_float32(model: PreTrainedModel) -> Iterator[None]:
 
 def error_of_passes(model: PreTrainedModel, passes, training: bool = False) -> float:
     """
-    Compare hidden states computed in passes with those of whole rows, on a few tokens. A model in half precision
-    computes them in float32: what its own dtype rounds away hides errors that add up in training.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`]):
-            Causal language model.
-        passes:
-            Passes to compare, with a `prefix_length` of `PROBE_PREFIX_LENGTH`.
-        training (`bool`, *optional*, defaults to `False`):
-            Whether to compare what training computes, where noise that passes cannot have alike is an error.
-
-    Returns:
-        `float`: Relative error, the median over the tokens of a row, of the worse row. 0 if rounding explains it, or
-        if the weights are not here, but on other processes.
+    Relative error of hidden states computed in passes, with a `prefix_length` of `PROBE_PREFIX_LENGTH`, beside those of
+    whole rows: the median over the tokens of a row, of the worse row. 0 if rounding explains it, or if the weights are
+    on other processes. In training mode, noise that passes cannot have alike is an error. A model in half precision
+    computes in float32: what its own dtype rounds away hides errors that add up in training.
     """
     if any(param.is_meta or param.numel() == 0 for param in model.parameters()):
         return 0.0

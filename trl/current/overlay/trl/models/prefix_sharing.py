@@ -327,15 +327,8 @@ class SharedPrefixPasses:
         self, groups: list[torch.Tensor], has_token: torch.Tensor, device: torch.device
     ) -> list[tuple[int, torch.Tensor]]:
         """
-        Group and rows of each pass of completions, on the host.
-
-        Args:
-            groups (`list[torch.Tensor]`):
-                Rows of each group.
-            has_token (`torch.Tensor` of shape `(B, C + 1)`):
-                Whether there is a token, from the last prompt token on.
-            device (`torch.device`):
-                Device that the passes run on.
+        Group and rows of each pass of completions, on the host. `has_token` of shape `(B, C + 1)` begins with the last
+        prompt token.
         """
         passes = []
         for group, rows in enumerate(groups):

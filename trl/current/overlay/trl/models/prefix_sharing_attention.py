@@ -214,20 +214,9 @@ def attention_with_lse(
     """
     Attention and the log-sum-exp of its scores, without gradients.
 
-    Args:
-        query (`torch.Tensor` of shape `(B, H, Q, D)`):
-            Queries.
-        key (`torch.Tensor` of shape `(B, H / G, K, D)`):
-            Keys, of which [`kernels_take`] says that they can be attended to.
-        value (`torch.Tensor` of shape `(B, H / G, K, D)`):
-            Values.
-        is_causal (`bool`):
-            Whether each query attends to the keys up to its own place only. There must be a single row then.
-        scale (`float`, *optional*):
-            Factor of the scores. If `None`, the inverse square root of the head size.
-
-    Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: Output of shape `(B, H, Q, D)`, and log-sum-exp of shape `(B, H, Q)`.
+    Queries have shape `(B, H, Q, D)`, keys and values, of which [`kernels_take`] says that they can be attended to,
+    `(B, H / G, K, D)`, the output `(B, H, Q, D)` and the log-sum-exp `(B, H, Q)`. With `is_causal`, each query of a
+    single row attends to the keys up to its own place only.
     """
     runs = Runs.of([query.shape[2]], query.device) if is_causal else None
     return _forward(query, key, value, runs, scale)
@@ -272,26 +261,9 @@ def shared_prefix_attention(
     scale: float | None,
 ) -> torch.Tensor:
     """
-    [`SharedPrefixAttention`] in the dtype that `sdpa` computes in.
-
-    Args:
-        query (`torch.Tensor` of shape `(1, H, T, D)`):
-            Queries of a pass.
-        key (`torch.Tensor` of shape `(1, H / G, T, D)`):
-            Keys of a pass.
-        value (`torch.Tensor` of shape `(1, H / G, T, D)`):
-            Values of a pass, whose heads may be smaller.
-        prefix_key (`torch.Tensor` of shape `(1, H / G, S, D)`):
-            Keys of the prefix.
-        prefix_value (`torch.Tensor` of shape `(1, H / G, S, D)`):
-            Values of the prefix.
-        runs (`Runs`):
-            Completions of the pass.
-        scale (`float`, *optional*):
-            Factor of the scores. If `None`, the inverse square root of the head size.
-
-    Returns:
-        `torch.Tensor` of shape `(1, T, H, D)`: Output.
+    [`SharedPrefixAttention`] in the dtype that `sdpa` computes in, of queries of a pass of shape `(1, H, T, D)` to its
+    keys and values `(1, H / G, T, D)` and those of the prefix `(1, H / G, S, D)`. The heads of values may be smaller
+    than those of keys. The output has shape `(1, T, H, D)`.
     """
     dtype, head_size, value_size = _compute_dtype(value), key.shape[-1], value.shape[-1]
     padding = (0, head_size - value_size)

@@ -68,28 +68,14 @@ class ReadPrefix:
 
     With a mask, neighboring completions attend together, behind one copy of the prefix, as long as they are short
     beside it. A completion that is long beside the prefix attends by itself.
-
-    Args:
-        prefix (`SharedPrefix`):
-            Keys and values of the prompt.
-        positions (`torch.Tensor` of shape `(T,)`):
-            Position of each token of the row.
-        rows (`torch.Tensor` of shape `(T,)`):
-            Completion that each token of the row belongs to.
-        runs (`Runs`):
-            Tokens of each completion.
-        blocks (`list[int]`):
-            Number of tokens of each run of completions that attend together.
-        states (`ReadStates`):
-            What layers with a state start from.
     """
 
     prefix: SharedPrefix
-    positions: torch.Tensor
-    rows: torch.Tensor
-    runs: Runs
-    blocks: list[int]
-    states: ReadStates
+    positions: torch.Tensor  # (T,)
+    rows: torch.Tensor  # (T,), completion that each token belongs to
+    runs: Runs  # of the completions
+    blocks: list[int]  # number of tokens of completions that attend together
+    states: ReadStates  # what layers with a state start from
 
     @classmethod
     def of(
@@ -100,9 +86,7 @@ class ReadPrefix:
         columns: torch.Tensor,
         lengths: list[int],
     ) -> "ReadPrefix":
-        """
-        Context of completions of these `lengths`, of which each token is in a row and column.
-        """
+        """Context of completions of these `lengths`, of which each token is in a row and column."""
         blocks = [0]
         for length in lengths:
             if blocks[-1] + length > len(prefix.positions) * _MAX_BLOCK_PER_PREFIX and blocks[-1] > 0:

@@ -32,13 +32,7 @@ else:  # the FSDP2 API was public only from torch 2.6
 def unshard_in_backward(backbone: nn.Module, layers: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
     """
     Have FSDP2 gather the weights of the last layer for the backward of a prompt pass. FSDP2 gathers those of a layer
-    when the gradient of its output arrives, and the output of the last layer is not used, only its keys and values.
-
-    Args:
-        backbone ([`~transformers.PreTrainedModel`]):
-            Model without its LM head.
-        layers (`dict[int, tuple[torch.Tensor, torch.Tensor]]`):
-            Keys and values of the prompt by layer.
+    when the gradient of its output arrives, and the output of the last layer is not used, only what it left in `layers`.
     """
     last_idx = max(layers)
     units = [unit for unit in backbone.modules() if isinstance(unit, FSDPModule)]

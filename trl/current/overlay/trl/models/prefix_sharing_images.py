@@ -58,17 +58,8 @@ class MultimodalInputs:
         num_tiles: list[int] | None = None,
     ) -> "MultimodalInputs":
         """
-        Divide the inputs of a batch.
-
-        Args:
-            inputs (`dict[str, torch.Tensor]`):
-                What the model takes beside token ids and attention mask.
-            num_rows (`int`):
-                Number of rows, B.
-            num_images (`list[int]`, *optional*):
-                Number of images of each row.
-            num_tiles (`list[int]`, *optional*):
-                Number of tiles of each row, for models whose pixel values are indexed by tile.
+        Divide the inputs of a batch of `num_rows` rows, from the number of images of each, and of tiles for models whose
+        pixel values are indexed by tile.
 
         Raises:
             ValueError: If it is not known which row an input belongs to.

@@ -59,13 +59,7 @@ class OpenPrefix:
 
     def enter(self, step: int, updates: bool) -> None:
         """
-        Go to the next micro-batch.
-
-        Args:
-            step (`int`):
-                Number of micro-batches before this one.
-            updates (`bool`):
-                Whether the optimizer updates the weights after this one.
+        Go to the next micro-batch, with `step` others before it. `updates` says whether the optimizer follows it.
 
         Raises:
             RuntimeError: If the micro-batches of a prompt do not all belong to the same update.
@@ -101,11 +95,7 @@ class OpenPrefix:
 
     def check_prompt(self, prompt_ids: torch.Tensor, num_prompts: int) -> None:
         """
-        Args:
-            prompt_ids (`torch.Tensor` of shape `(B, P)`):
-                Prompts of the rows of the micro-batch, -1 where they are padded.
-            num_prompts (`int`):
-                Number of different ones, images included.
+        Check the prompts of the rows of a micro-batch, of shape `(B, P)` and -1 where they are padded.
 
         Raises:
             RuntimeError: If they are not the one of the first micro-batch, or come behind the backward of the prompt.

@@ -65,11 +65,8 @@ def layers_by_kind(config: PretrainedConfig) -> tuple[set[int], set[int]]:
 @dataclass(frozen=True)
 class RecordStates:
     """
-    Takes the place of a mixer's cache in a prompt pass: the mixer starts from nothing, and its states are kept.
-
-    Args:
-        prefix (`SharedPrefix`):
-            Where the states are kept.
+    Takes the place of a mixer's cache in a prompt pass: the mixer starts from nothing, and its states are kept in
+    `prefix`.
     """
 
     prefix: "SharedPrefix"
@@ -117,24 +114,12 @@ class RecordStates:
 
 @dataclass(frozen=True)
 class ReadStates:
-    """
-    Takes the place of a mixer's cache in a pass of completions: each starts from the states of the prompt.
-
-    Args:
-        prefix (`SharedPrefix`):
-            Where the states are.
-        rows (`torch.Tensor` of shape `(T,)`):
-            Completion that each token of the pass belongs to.
-        columns (`torch.Tensor` of shape `(T,)`):
-            Place of each token in its completion.
-        shape (`tuple[int, int]`):
-            Number of rows, N, and tokens of a row, L.
-    """
+    """Takes the place of a mixer's cache in a pass of completions: each starts from the states of the prompt."""
 
     prefix: "SharedPrefix"
-    rows: torch.Tensor
-    columns: torch.Tensor
-    shape: tuple[int, int]
+    rows: torch.Tensor  # (T,), completion that each token belongs to
+    columns: torch.Tensor  # (T,), its place there
+    shape: tuple[int, int]  # N, L
 
     @classmethod
     def of(cls, prefix: "SharedPrefix", rows: torch.Tensor, columns: torch.Tensor, lengths: list[int]) -> "ReadStates":
@@ -213,15 +198,8 @@ def share_states(mixers: list[nn.Module]) -> list[RemovableHandle]:
 def ignores_state(mixer: nn.Module, prefix: "SharedPrefix", hidden_size: int) -> bool:
     """
     Whether a mixer asks for a state and goes on without it, as PyTorch's scan of Mamba-1 does. A comparison with whole
-    sequences does not have to show that: a layer can forget so fast that half precision rounds the rest away.
-
-    Args:
-        mixer (`nn.Module`):
-            Module found by [`find_mixers`].
-        prefix (`SharedPrefix`):
-            Prefix of two tokens, without states.
-        hidden_size (`int`):
-            Number of features that the mixer takes.
+    sequences does not have to show that: a layer can forget so fast that half precision rounds the rest away. `prefix`
+    is one of two tokens, without states.
     """
     weight = next(child.weight for child in mixer.children() if isinstance(child, nn.Conv1d))  # never quantized
     if any(param.is_meta or param.numel() == 0 for param in mixer.parameters()):  # the weights are not here
@@ -247,19 +225,7 @@ def ignores_state(mixer: nn.Module, prefix: "SharedPrefix", hidden_size: int) ->
 def fork_states(
     layer: LinearAttentionLayer, layer_idx: int, prefixes: list["SharedPrefix"], groups: list[torch.Tensor]
 ) -> None:
-    """
-    Give each row a copy of the states that its prompt left in a layer.
-
-    Args:
-        layer ([`~transformers.cache_utils.LinearAttentionLayer`]):
-            Cache layer without states.
-        layer_idx (`int`):
-            Index of the layer.
-        prefixes (`list[SharedPrefix]`):
-            Prefix of each group.
-        groups (`list[torch.Tensor]`):
-            Rows of each group.
-    """
+    """Give each row of a cache layer, which has no states yet, a copy of those that the prompt of its group left."""
     update = {"conv": layer.update_conv_state, "recurrent": layer.update_recurrent_state}
     row_order = torch.cat(groups).argsort()
     for slot in prefixes[0].states_of(layer_idx):
