@@ -153,11 +153,13 @@ def obtain(line: Line, wheels: Path | None = None) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         options = "-q --disable-pip-version-check --no-input --retries 2 --no-deps --only-binary=:all: -d .".split()
         command = [sys.executable, "-m", "pip", "download", *options, f"trl=={line.version}"]
-        pip = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-        if pip.returncode or not wheel.is_file():
-            reason = (pip.stderr.strip().splitlines() or [f"pip brought no {line.wheel}"])[-1]
-            remedies = f"connect to the network, or pass --wheels DIR (or FORK_WHEELS) where DIR holds {line.wheel}"
-            raise WheelUnavailable(f"cannot obtain trl {line.version}: {remedies} ({reason})")
+        with tempfile.TemporaryDirectory(dir=folder) as temp:
+            pip = subprocess.run(command, cwd=temp, capture_output=True, text=True)
+            if pip.returncode or not Path(temp, line.wheel).is_file():
+                reason = (pip.stderr.strip().splitlines() or [f"pip brought no {line.wheel}"])[-1]
+                remedy = f"connect to the network, or pass --wheels DIR (or FORK_WHEELS) where DIR holds {line.wheel}"
+                raise WheelUnavailable(f"cannot obtain trl {line.version}: {remedy} ({reason})")
+            os.replace(Path(temp, line.wheel), wheel)
     if (found := sha256(wheel.read_bytes()).hexdigest()) != line.sha256:
         raise ForkError(f"{wheel} has sha256 {found}, pinned is {line.sha256}: delete it and fetch it again")
     return wheel
@@ -236,9 +238,9 @@ def replacing(dest: Path) -> Iterator[Path]:
     dest.parent.mkdir(parents=True, exist_ok=True)
     temp = dest.with_name(f".{dest.name}.fork-new")
     parent = os.open(dest.parent, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # a file system without locks: go on without
+        fcntl.flock(parent, fcntl.LOCK_EX)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks: go on without
-            fcntl.flock(parent, fcntl.LOCK_EX)
         shutil.rmtree(temp, ignore_errors=True)  # we hold the lock, so the process that left it was killed
         temp.mkdir()
         yield temp / "new"
