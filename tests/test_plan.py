@@ -400,10 +400,16 @@ def test_with_offloading_it_is_the_host_that_grows_with_the_passes(tmp_path):
 
 
 @pytest.mark.torch
-def test_float32_without_autocast_is_not_predicted_without_a_word(planned, tmp_path):
-    """tests/cuda measured twice as much for grouped keys."""
-    (tmp_path / "profile.yaml").write_text("dtype: float32\nbf16: false\n")
-    words = f"--model tiny-qwen3 --profile {tmp_path}/profile.yaml --prompt 16 --completion 8 --arms stock".split()
-    assert "holds all scores" in planned(*words).stdout
-    (tmp_path / "profile.yaml").write_text("dtype: float32\nbf16: true\n")
-    assert "holds all scores" not in planned(*words).stdout
+def test_in_float32_grouped_keys_hold_all_scores_on_cuda(planned, tmp_path):
+    """Scores, probabilities and a byte for each: in the softmax of generation's first pass. tests/cuda measures it."""
+    words = f"--model tiny-qwen3 --profile {tmp_path}/profile.yaml --prompt 1000 --completion 8 --arms stock"
+    held = {}
+    for bf16 in (False, True):
+        (tmp_path / "profile.yaml").write_text(f"dtype: float32\nbf16: {bf16}\n")
+        assert planned(*words.split(), "--json", tmp_path / "plan.json").returncode == 0
+        (prediction,) = json.loads((tmp_path / "plan.json").read_text())["predictions"]
+        rows = prediction["setup"]["per_device_train_batch_size"] * prediction["setup"]["steps_per_generation"]
+        scores = 4 * rows * 1000**2 * 4  # heads of tiny-qwen3, tokens by tokens, bytes
+        (kinds,) = (phase["kinds"] for phase in prediction["phases"] if phase["phase"] == "generate")
+        held[bf16] = kinds["activations"] / scores
+    assert 2.25 <= held[False] < 3 and held[True] < 1

@@ -6,13 +6,14 @@ patched here belong to torch, TRL and its fork, some of them private there.
 """
 
 import contextlib
+import functools
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from experiments.plan.autocast import as_on_cuda
+from experiments.plan.autocast import HALF, as_on_cuda
 
 PATCHED_ON_CUDA = {
     "_use_triton": lambda device: True,
@@ -43,12 +44,51 @@ class Attention(torch.autograd.Function):
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
 
 
-def attention(query, key, value, attn_mask=None, **kwargs):
-    """In place of `torch.nn.functional.scaled_dot_product_attention`."""
+class SafeSoftmax(torch.autograd.Function):
+    """`_safe_softmax` in the steps of CUDA's that allocate: it looks for rows that are masked whole."""
+
+    @staticmethod
+    def forward(ctx, scores, dim, dtype):
+        both = scores.softmax(dim, dtype), scores.isneginf()  # at the same time
+        ctx.save_for_backward(both[0])
+        ctx.dim, ctx.dtype = dim, scores.dtype
+        return both[0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        (probs,) = ctx.saved_tensors
+        product = grad * probs  # with which CUDA's kernel begins
+        return torch._softmax_backward_data(product, probs, ctx.dim, ctx.dtype), None, None
+
+
+@contextlib.contextmanager
+def safe_softmax_in_steps():
+    """Within it, `_safe_softmax` is `SafeSoftmax`."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl("_safe_softmax", lambda x, dim, dtype=None: SafeSoftmax.apply(x, dim, dtype), "AutogradCPU")
+        yield
+    finally:
+        library._destroy()
+
+
+def attention(math, query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False, **kwargs):
+    """In place of `torch.nn.functional.scaled_dot_product_attention`. On CUDA, only FlashAttention takes fewer
+    heads of keys than of queries, in half precision. What is left is `math`, which holds all scores."""
     if torch.is_autocast_enabled("cpu"):  # attention is on autocast's list
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (x.to(dtype) for x in (query, key, value))
+    if math is not None and enable_gqa and query.shape[1] != key.shape[1] and query.dtype not in HALF:
+        return math(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=True)[0]
     return Attention.apply(query, key, value, attn_mask)
+
+
+def kernels_take(key, value) -> bool:
+    """In place of the fork's, which asks the device."""
+    from trl.models.prefix_sharing_attention import _MAX_HEAD_SIZE_ON_CUDA, _compute_dtype
+
+    size = key.shape[-1]
+    return value.shape[-1] <= size <= _MAX_HEAD_SIZE_ON_CUDA and size % 8 == 0 and _compute_dtype(value) in HALF
 
 
 def dropout(input, p=0.5, training=True, inplace=False):
@@ -105,11 +145,12 @@ def pretending(device: str, shapes, counted):
         columns = len(context.prefix.positions) + max(context.blocks)
         return torch.ones(1, 1, len(context.rows), columns, dtype=torch.bool)
 
+    math = without_values(torch.ops.aten._scaled_dot_product_attention_math) if device == "cuda" else None
     head_backward = without_values(counted(ChunkedLogProbFunction.backward))
 
     with contextlib.ExitStack() as stack:
         patch = lambda *args, **kwargs: stack.enter_context(mock.patch.object(*args, **kwargs))  # noqa: E731
-        patch(torch.nn.functional, "scaled_dot_product_attention", attention)
+        patch(torch.nn.functional, "scaled_dot_product_attention", functools.partial(attention, math))
         masks = {name: without_values(ALL_MASK_ATTENTION_FUNCTIONS[name]) for name in ("sdpa", "eager")}
         stack.enter_context(mock.patch.dict(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, masks))
         patch(ChunkedLogProbFunction, "backward", staticmethod(head_backward))
@@ -122,6 +163,9 @@ def pretending(device: str, shapes, counted):
         patch(MultimodalInputs, "same_images", lambda self, row, other: True)  # tokens alone tell prompts apart
         if device == "cuda":
             stack.enter_context(as_on_cuda())
+            stack.enter_context(safe_softmax_in_steps())
+            for module in (prefix_sharing_contexts, shared_prefix_cache):
+                patch(module, "kernels_take", kernels_take)
             patch(torch.nn.functional, "dropout", dropout)
             kernels = {"_forward_kernel": NoKernel(), "_backward_kernel": NoKernel()}
             for name, value in (PATCHED_ON_CUDA | kernels).items():
