@@ -118,14 +118,6 @@ class Setup:
     def needs_fork(self) -> bool:
         return self.prefix_sharing or self.tokens_per_forward is not None
 
-    def holds_scores(self, hf_config) -> bool:
-        """Whether attention on CUDA takes PyTorch's kernel that holds all scores, which is not predicted: in float32
-        there is no other for grouped keys. See docs/emulated_cuda.md."""
-        text_config = hf_config.get_text_config()
-        heads = text_config.num_attention_heads
-        grouped = (getattr(text_config, "num_key_value_heads", None) or heads) < heads
-        return self.device == "cuda" and self.dtype == "float32" and not self.bf16 and grouped
-
     @property
     def vllm_bytes(self) -> int:
         """What vLLM takes of a GPU whose memory is known."""
