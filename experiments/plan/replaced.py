@@ -160,7 +160,7 @@ def pretending(device: str, shapes, counted):
         # They compare real numbers
         patch(prefix_sharing_enabling, "error_of_passes", lambda *args, **kwargs: 0.0)
         patch(prefix_sharing_enabling, "ignores_state", lambda mixer, prefix, hidden_size: False)
-        patch(MultimodalInputs, "same_images", lambda self, row, other: True)  # tokens alone tell prompts apart
+        patch(MultimodalInputs, "with_same_images", lambda self, rows: [rows])  # tokens alone tell prompts apart
         if device == "cuda":
             stack.enter_context(as_on_cuda())
             stack.enter_context(safe_softmax_in_steps())

@@ -22,6 +22,7 @@ from trl.models.prefix_sharing_enabling import enable_prefix_sharing
 from trl.models.prefix_sharing_images import MultimodalInputs
 from trl.trainer.utils import add_fused_lm_head
 
+from .test_prefix_sharing_attention import Operators
 from .testing_utils import TrlTestCase
 
 
@@ -142,8 +143,10 @@ class TestPrefixSharingImages(TrlTestCase):
     def test_equal_text_with_other_images_is_not_shared(self):
         images = {"pixel_values": torch.rand(2, 3, 4, 4).repeat_interleave(2, dim=0)}
         inputs = MultimodalInputs.of(images, num_rows=4, num_images=[1, 1, 1, 1])
-        assert inputs.same_images(0, 1)
-        assert not inputs.same_images(1, 2)
+        with Operators() as operators:
+            assert inputs.with_same_images([0, 1, 2]) == [[0, 1], [2]]
+        # A device would be waited for once a group, where all comparisons are read
+        assert not operators.named("equal") and not operators.named("local_scalar")
 
     def test_division_by_tiles(self):
         tiles = {

@@ -71,16 +71,11 @@ def group_rows(
     masked_ids = prompt_ids.masked_fill(prompt_mask == 0, -1)
     blocks = torch.arange(len(prompt_ids), device=prompt_ids.device) // (group_size or len(prompt_ids))
     _, group_of_row = torch.unique(torch.cat([blocks[:, None], masked_ids], dim=1), dim=0, return_inverse=True)
-    groups, with_text = [], {}
+    with_text = {}
     for row, text in enumerate(group_of_row.tolist()):
-        groups_with_text = with_text.setdefault(text, [])
-        rows = next((rows for rows in groups_with_text if multimodal.same_images(row, rows[0])), None)
-        if rows is None:
-            rows = []
-            groups.append(rows)
-            groups_with_text.append(rows)
-        rows.append(row)
-    return [torch.tensor(rows, device=prompt_ids.device) for rows in groups]
+        with_text.setdefault(text, []).append(row)
+    groups = [rows for rows_with_text in with_text.values() for rows in multimodal.with_same_images(rows_with_text)]
+    return [torch.tensor(rows, device=prompt_ids.device) for rows in sorted(groups)]
 
 
 def at_least_one(ids: torch.Tensor) -> torch.Tensor:

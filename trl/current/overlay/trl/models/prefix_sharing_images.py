@@ -125,9 +125,27 @@ class MultimodalInputs:
                 f"`generation_kwargs={{'suppress_tokens': [{image_token_id}]}}`."
             )
 
-    def same_images(self, row: int, other: int) -> bool:
-        ours, theirs = self.images[row], self.images[other]
-        return ours.keys() == theirs.keys() and all(torch.equal(x, theirs[name]) for name, x in ours.items())
+    def with_same_images(self, rows: list[int]) -> list[list[int]]:
+        """Rows whose images are the same, together. The host waits for the device once for each of these groups."""
+        groups = []
+        while rows:
+            first = self.images[rows[0]]
+            alike = [
+                self.images[row].keys() == first.keys()
+                and all(x.shape == first[name].shape for name, x in self.images[row].items())
+                for row in rows
+            ]
+            if first:
+                is_equal = [
+                    torch.stack([(x == first[name]).all() for name, x in self.images[row].items()]).all()
+                    for row, may_be in zip(rows, alike, strict=True)
+                    if may_be
+                ]
+                is_equal = iter(torch.stack(is_equal).tolist())
+                alike = [may_be and next(is_equal) for may_be in alike]
+            groups.append([row for row, same in zip(rows, alike, strict=True) if same])
+            rows = [row for row, same in zip(rows, alike, strict=True) if not same]
+        return groups
 
     def of_prefix(self, row: int, columns: torch.Tensor) -> dict[str, torch.Tensor]:
         """Inputs of the prefix of a row, whose tokens are in these columns."""
