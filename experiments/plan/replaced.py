@@ -85,10 +85,10 @@ def attention(math, query, key, value, attn_mask=None, is_causal=False, scale=No
 
 def kernels_take(key, value) -> bool:
     """In place of the fork's, which asks the device."""
-    from trl.models.prefix_sharing_attention import _MAX_HEAD_SIZE_ON_CUDA, _compute_dtype
+    from trl.models.prefix_sharing_attention import MAX_HEAD_SIZE_ON_CUDA, compute_dtype
 
     size = key.shape[-1]
-    return value.shape[-1] <= size <= _MAX_HEAD_SIZE_ON_CUDA and size % 8 == 0 and _compute_dtype(value) in HALF
+    return value.shape[-1] <= size <= MAX_HEAD_SIZE_ON_CUDA and size % 8 == 0 and compute_dtype(value) in HALF
 
 
 def dropout(input, p=0.5, training=True, inplace=False):
