@@ -14,7 +14,7 @@ keeps what is freed.
 import os
 import statistics
 import sys
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 
@@ -34,6 +34,7 @@ COLUMNS = (
 WAYS = ("whole", "prefix-grouper", "one-row", "shared", "shared-2")
 
 
+@cache
 def first_series():
     """The module of the series `first`, beside whatever `trl` is loaded."""
     path = ROOT / "trl" / "first" / "overlay" / "trl" / "models" / "group_packing.py"

@@ -83,14 +83,6 @@ def attention(math, query, key, value, attn_mask=None, is_causal=False, scale=No
     return Attention.apply(query, key, value, attn_mask)
 
 
-def kernels_take(key, value) -> bool:
-    """In place of the fork's, which asks the device."""
-    from trl.models.prefix_sharing_attention import MAX_HEAD_SIZE_ON_CUDA, compute_dtype
-
-    size = key.shape[-1]
-    return value.shape[-1] <= size <= MAX_HEAD_SIZE_ON_CUDA and size % 8 == 0 and compute_dtype(value) in HALF
-
-
 def dropout(input, p=0.5, training=True, inplace=False):
     """In place of `torch.nn.functional.dropout`: a mask of one byte an element is kept, as on CUDA."""
     return torch.native_dropout(input, p, True)[0] if training and p else input
@@ -130,7 +122,7 @@ def pretending(device: str, shapes, counted):
     """
     from trl.generation import shared_prefix_cache
     from trl.kernels import ChunkedLogProbFunction, chunked_logprob
-    from trl.models import prefix_sharing_contexts, prefix_sharing_enabling
+    from trl.models import prefix_sharing_attention, prefix_sharing_contexts, prefix_sharing_enabling
     from trl.models.prefix_sharing_images import MultimodalInputs
 
     # The values of masks do not matter, and take time and, of 20,000 tokens, gigabytes
@@ -165,7 +157,7 @@ def pretending(device: str, shapes, counted):
             stack.enter_context(as_on_cuda())
             stack.enter_context(safe_softmax_in_steps())
             for module in (prefix_sharing_contexts, shared_prefix_cache):
-                patch(module, "kernels_take", kernels_take)
+                patch(module, "kernels_take", prefix_sharing_attention.flash_attention_takes)
             patch(torch.nn.functional, "dropout", dropout)
             kernels = {"_forward_kernel": NoKernel(), "_backward_kernel": NoKernel()}
             for name, value in (PATCHED_ON_CUDA | kernels).items():

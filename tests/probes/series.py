@@ -209,9 +209,7 @@ def reward_model_passes(folder):
 def refusal_of_backend(name, folder, zero3, version, **options):
     """What a trainer says of a backend, or nothing."""
     backend = SimpleNamespace(is_zero3=zero3, fsdp_version=version, is_fsdp=version is not None)
-    with contextlib.ExitStack() as stack:
-        for module in (trainer_module(name), importlib.import_module("trl.trainer.passes")):
-            stack.enter_context(mock.patch.object(module, "DistributedBackend", lambda _: backend))
+    with mock.patch("trl.trainer.passes.DistributedBackend", lambda _: backend):
         return refusal(name, folder, **options)
 
 

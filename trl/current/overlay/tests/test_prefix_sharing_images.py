@@ -147,6 +147,9 @@ class TestPrefixSharingImages(TrlTestCase):
             assert inputs.with_same_images([0, 1, 2]) == [[0, 1], [2]]
         # A device would be waited for once a group, where all comparisons are read
         assert not operators.named("equal") and not operators.named("local_scalar")
+        images["pixel_values"][2:] = torch.nan  # equal to nothing
+        inputs = MultimodalInputs.of(images, num_rows=4, num_images=[1, 1, 1, 1])
+        assert inputs.with_same_images([0, 1, 2, 3]) == [[0, 1], [2], [3]]
 
     def test_division_by_tiles(self):
         tiles = {

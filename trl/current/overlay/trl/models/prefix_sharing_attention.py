@@ -33,7 +33,7 @@ from .passes import to_device
 _OTHER_ARGUMENTS = ("softcap", "s_aux", "position_bias", "cache")
 
 # FlashAttention-2 has no kernel for larger heads
-MAX_HEAD_SIZE_ON_CUDA = 256
+_MAX_HEAD_SIZE_ON_CUDA = 256
 
 
 @dataclass(frozen=True)
@@ -222,27 +222,32 @@ def attention_with_lse(
     return _forward(query, key, value, runs, scale)
 
 
-def compute_dtype(value: torch.Tensor) -> torch.dtype:
+def _compute_dtype(value: torch.Tensor) -> torch.dtype:
     # Attention is on autocast's list, the kernels behind it are not
     device = value.device.type
     autocast = torch.is_autocast_enabled(device) and value.dtype != torch.float64
     return torch.get_autocast_dtype(device) if autocast else value.dtype
 
 
+def flash_attention_takes(key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether FlashAttention has kernels for keys and values like these, on the GPUs that it has kernels for."""
+    head_size = key.shape[-1]
+    return (
+        value.shape[-1] <= head_size <= _MAX_HEAD_SIZE_ON_CUDA
+        and head_size % 8 == 0
+        and _compute_dtype(value) in (torch.float16, torch.bfloat16)
+    )
+
+
 def kernels_take(key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether there are kernels for keys and values like these."""
-    head_size, dtype = key.shape[-1], compute_dtype(value)
-    if value.shape[-1] > head_size:  # smaller values are padded
-        return False
     if key.device.type == "cpu":
-        return True
+        return value.shape[-1] <= key.shape[-1]  # smaller values are padded
     return (
         key.device.type == "cuda"
         and torch.backends.cuda.is_flash_attention_available()
         and torch.cuda.get_device_capability(key.device) >= (8, 0)
-        and dtype in (torch.float16, torch.bfloat16)
-        and head_size % 8 == 0
-        and head_size <= MAX_HEAD_SIZE_ON_CUDA
+        and flash_attention_takes(key, value)
     )
 
 
@@ -265,7 +270,7 @@ def shared_prefix_attention(
     keys and values `(1, H / G, T, D)` and those of the prefix `(1, H / G, S, D)`. The heads of values may be smaller
     than those of keys. The output has shape `(1, T, H, D)`.
     """
-    dtype, head_size, value_size = compute_dtype(value), key.shape[-1], value.shape[-1]
+    dtype, head_size, value_size = _compute_dtype(value), key.shape[-1], value.shape[-1]
     padding = (0, head_size - value_size)
     value, prefix_value = (nn.functional.pad(x, padding) if any(padding) else x for x in (value, prefix_value))
     tensors = (x.to(dtype) for x in (query, key, value, prefix_key, prefix_value))

@@ -127,24 +127,21 @@ class MultimodalInputs:
 
     def with_same_images(self, rows: list[int]) -> list[list[int]]:
         """Rows whose images are the same, together. The host waits for the device once for each of these groups."""
+
+        def shapes(row: int) -> dict[str, torch.Size]:
+            return {name: x.shape for name, x in self.images[row].items()}
+
         groups = []
         while rows:
-            first = self.images[rows[0]]
-            alike = [
-                self.images[row].keys() == first.keys()
-                and all(x.shape == first[name].shape for name, x in self.images[row].items())
-                for row in rows
-            ]
-            if first:
-                is_equal = [
-                    torch.stack([(x == first[name]).all() for name, x in self.images[row].items()]).all()
-                    for row, may_be in zip(rows, alike, strict=True)
-                    if may_be
-                ]
-                is_equal = iter(torch.stack(is_equal).tolist())
-                alike = [may_be and next(is_equal) for may_be in alike]
-            groups.append([row for row, same in zip(rows, alike, strict=True) if same])
-            rows = [row for row, same in zip(rows, alike, strict=True) if not same]
+            first, *others = rows
+            images = self.images[first]
+            alike = [row for row in others if shapes(row) == shapes(first)]
+            if images and alike:
+                equal = [[(self.images[row][name] == x).all() for name, x in images.items()] for row in alike]
+                equal = torch.stack([torch.stack(of_row).all() for of_row in equal]).tolist()
+                alike = [row for row, is_equal in zip(alike, equal, strict=True) if is_equal]
+            groups.append([first, *alike])
+            rows = [row for row in others if row not in alike]
         return groups
 
     def of_prefix(self, row: int, columns: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -69,19 +69,7 @@ class TokenBudgetPasses:
         attention_mask: torch.Tensor,
         output_router_logits: bool = False,
     ) -> PassesOutput:
-        """
-        Hidden states of completions.
-
-        Args:
-            backbone ([`~transformers.PreTrainedModel`]):
-                Model without its LM head.
-            input_ids (`torch.Tensor` of shape `(B, P + C)`):
-                Left-padded prompts followed by right-padded completions.
-            attention_mask (`torch.Tensor` of shape `(B, P + C)`):
-                1 for tokens, 0 for padding.
-            output_router_logits (`bool`, *optional*, defaults to `False`):
-                Whether to compute the load-balancing loss of a Mixture-of-Experts model.
-        """
+        """Hidden states of completions, of rows of text. The arguments are those of [`SharedPrefixPasses`]' forward."""
         device = input_ids.device
         host_mask = attention_mask.cpu()
         check_mask(host_mask)
