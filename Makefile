@@ -68,7 +68,7 @@ charts:
 	./visualize_results.sh results/reference-cpu-2-cores
 	.venv/bin/python -m visualization.charts.worth results/reference-cpu-2-cores results/reference-cpu-2-cores/charts/worth.png
 	.venv/bin/python -m visualization.charts.published_gpus results/published results/published/gpu_peaks.png
-	for page in README.md docs/emulated_cuda.md docs/findings.md docs/memory_guide.md docs/prefix_sharing.md; do \
+	for page in $$(grep -l '^<!-- table:' README.md docs/*.md); do \
 	  .venv/bin/python -m visualization.tables $$page --write || exit 1; done
 
 # Predictions of every profile at prompts of 2,000 tokens, a few minutes; then make charts

@@ -20,9 +20,9 @@ from visualization.charts import plan
 from visualization.charts.audit import audit
 from visualization.charts.convergence import convergence
 from visualization.charts.frontier import frontier
+from visualization.charts.idea import idea
 from visualization.charts.peak_comparison import peak_comparison
 from visualization.charts.phase_peaks import phase_peaks
-from visualization.charts.readme import readme
 from visualization.charts.timelines import peak_preserving, timeline_peak_preserving, timeline_ultra_smooth
 from visualization.combine_memory_data import combined, statistics
 from visualization.files import LoadError, run_cli
@@ -495,12 +495,12 @@ def test_tables_refuse_broken_markers(machine, tmp_path, text, told):
         tables.main([str(tmp_path / "README.md"), "--check"])
 
 
-PAGES = ("README.md", *(f"docs/{name}.md" for name in ("emulated_cuda", "findings", "memory_guide", "prefix_sharing")))
+PAGES = [path for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))] if "<!-- table:" in path.read_text()]
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_the_documents_agree_with_the_results(name, capsys):
-    assert tables.main([str(ROOT / name), "--check"]) == 0, capsys.readouterr().out
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_the_documents_agree_with_the_results(page, capsys):
+    assert tables.main([str(page), "--check"]) == 0, capsys.readouterr().out
 
 
 def test_the_committed_page_of_tables_agrees_with_the_results():
@@ -533,7 +533,7 @@ def test_every_arm_has_its_words_in_every_chart(machine):
         assert "shared-c8: shared, 8 at a time" in told, name
 
 
-def test_summary_says_four_ways_in_words_and_so_does_its_chart(tmp_path):
+def test_summary_says_four_ways_in_words_and_the_picture_compares_the_nearest_two(tmp_path):
     machine = tmp_path / "here"
     write_run(machine, "stock", 8, above=4 * GIB, step_seconds_median=70.0, scale="bench")
     write_run(machine, "stock-accumulate", 8, above=3 * GIB, step_seconds_median=75.0, scale="bench")
@@ -546,12 +546,12 @@ def test_summary_says_four_ways_in_words_and_so_does_its_chart(tmp_path):
         "| TRL, logits of completions only | 45.0 | 1.6 | 1.00 |",
         "| prefix sharing, two at a time | 10.0 | 7.0 | 0.50 |",
     ]
-    shown = texts(readme(load_machine(machine)))
-    assert {"TRL as it is", "TRL, one completion at a time", "prefix sharing, two at a time"} <= set(shown)
-    assert not any("stock" in text for text in shown)
+    shown = texts(idea(load_machine(machine)))
+    assert {"1.00 GiB at the peak, above the start", "0.50 GiB at the peak, above the start"} <= set(shown)
+    assert {"45.0 seconds a step", "10.0 seconds a step"} <= set(shown) and not any("stock" in text for text in shown)
     (machine / "shared-accumulate_bench_k8_r0").rename(tmp_path / "gone")
     assert "| prefix sharing, two at a time | not run |  |  |" in tables.render("summary", machine, "bench")
-    assert readme(load_machine(machine)) is None
+    assert idea(load_machine(machine)) is None
 
 
 def test_names_of_points_in_one_place_stand_apart(tmp_path):
@@ -582,7 +582,7 @@ def test_seconds_come_from_the_runs_that_are_there_for_them(tmp_path):
     left = {run.run_id for run in load_machine(machine) if run.scale == "bench-time"}
     apart = {"shared-accumulate_bench-time_k8_r0", "stock_bench-time_k4_r0"}
     assert left == apart, "nothing is dropped without a word"
-    assert "Seconds are those of other runs" in " ".join(texts(readme(load_machine(machine))))
+    assert "Seconds are those of other runs" in " ".join(texts(frontier(load_machine(machine))))
 
 
 def test_a_run_that_lost_its_sampler_says_so_in_tables_and_charts(machine):

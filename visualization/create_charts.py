@@ -13,10 +13,10 @@ from visualization import style
 from visualization.charts.audit import audit
 from visualization.charts.convergence import convergence
 from visualization.charts.frontier import frontier
+from visualization.charts.idea import idea
 from visualization.charts.peak_by_k import peak_by_k
 from visualization.charts.peak_comparison import peak_comparison
 from visualization.charts.phase_peaks import phase_peaks
-from visualization.charts.readme import readme
 from visualization.charts.timelines import timeline_peak_preserving, timeline_ultra_smooth
 from visualization.files import LoadError, run_cli
 from visualization.load import load, tell_damaged
@@ -32,7 +32,7 @@ def figures(runs: Sequence[Run], baseline: str) -> Iterator[tuple[str, Figure]]:
     yield "peak_comparison", peak_comparison(runs, baseline)
     yield "timeline_peak_preserving", timeline_peak_preserving(runs)
     yield "timeline_ultra_smooth", timeline_ultra_smooth(runs)
-    extra = {"audit": audit, "phases": phase_peaks, "frontier": frontier, "peak_by_k": peak_by_k, "readme": readme}
+    extra = {"audit": audit, "phases": phase_peaks, "frontier": frontier, "peak_by_k": peak_by_k, "idea": idea}
     for name, figure in ((name, draw(runs)) for name, draw in extra.items()):
         if figure is not None:
             yield name, figure
