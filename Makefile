@@ -36,7 +36,7 @@ test-deepspeed:
 	./setup_env.sh
 	rm -rf .venv-deepspeed
 	.venv/bin/python -m venv .venv-deepspeed
-	.venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > .venv-deepspeed/project.pth
+	.venv/bin/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" > .venv-deepspeed/project.pth
 	mv .venv-deepspeed/project.pth "$$(.venv-deepspeed/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")"
 	.venv/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']['deepspeed'])" \
 	  | DS_BUILD_OPS=0 .venv-deepspeed/bin/python -m pip install -q --disable-pip-version-check -r /dev/stdin
@@ -56,7 +56,7 @@ test-cuda:
 	[ -x .venv-cuda/bin/python ] || .venv/bin/python -m venv .venv-cuda
 	.venv/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']['cuda'])" \
 	  | .venv-cuda/bin/python -m pip install -q --disable-pip-version-check -c requirements.lock -r /dev/stdin
-	.venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	.venv/bin/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
 	  > "$$(.venv-cuda/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/project.pth"
 	.venv-cuda/bin/python -m pytest -q tests/cuda
 
@@ -75,10 +75,10 @@ charts:
 plans:
 	./setup_env.sh --quiet
 	for profile in single_gpu_12gb:12GiB single_gpu_24gb:24GiB constrained:12GiB balanced:48GiB max_efficiency:80GiB; do \
-	  .venv/bin/python -m experiments.plan --profile $${profile%:*} --prompt 2000 \
+	  .venv/bin/rloo-memory plan --profile $${profile%:*} --prompt 2000 \
 	    --device-memory $${profile#*:} --json results/plans/$${profile%:*}.json || exit 1; done
-	.venv/bin/python -m experiments.plan --profile multi_gpu_70b --prompt 2000 --device-memory 80GiB \
-	  --accelerate experiments/settings/accelerate/fsdp2_offload.yaml --json results/plans/multi_gpu_70b.json
+	.venv/bin/rloo-memory plan --profile multi_gpu_70b --prompt 2000 --device-memory 80GiB \
+	  --accelerate rloo_memory/settings/accelerate/fsdp2_offload.yaml --json results/plans/multi_gpu_70b.json
 	.venv/bin/python -m visualization.charts.plan results/plans/single_gpu_24gb.json results/plans/single_gpu_24gb.png
 
 # The first goes on where it was interrupted: its parts stay until all is done. fit_check holds the page's sums against
@@ -86,7 +86,7 @@ plans:
 # the time. Many passes, as the second has, would take 16 GiB so
 fit-data:
 	./setup_env.sh --quiet
-	MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=2147483647 .venv/bin/python -m experiments.plan.fit_data
-	.venv/bin/python -m experiments.plan.fit_check
+	MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=2147483647 .venv/bin/python -m experiments.fitting.fit_data
+	.venv/bin/python -m experiments.fitting.fit_check
 	.venv/bin/python -m visualization.fit.make_page
 	rm -rf .build/fit

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# One environment in .venv with the exact versions of requirements.lock. Does nothing when it is up to date.
+# One environment in .venv with the exact versions of requirements.lock, with the fork of this clone as its `trl`, and with
+# the command rloo-memory. Does nothing when it is up to date; where the fork alone has changed, installs that anew.
 #
 #   ./setup_env.sh                       set up (CUDA build of torch with an NVIDIA GPU, else the small CPU build)
 #   ./setup_env.sh --use-system-torch    keep the torch that the system's Python already has
@@ -28,7 +29,7 @@ while [ $# -gt 0 ]; do
       shift ;;
     --cpu | --cuda) build=${1#--} ;;
     --quiet) quiet=yes ;;
-    -h | --help) sed -n '2,10p' "$0" | cut -c3-; exit 0 ;;
+    -h | --help) sed -n '2,11p' "$0" | cut -c3-; exit 0 ;;
     *) fail "unknown option $1; see ./setup_env.sh --help" ;;
   esac
   shift
@@ -47,9 +48,13 @@ find_python() {
 # An existing environment stays what it was made as: scripts that call this one need not know.
 stamp=.venv/.stamp
 lock=$(cat requirements.lock setup_env.sh | cksum)
+fork=$(find trl pyproject.toml -type f ! -name '*.pyc' -print0 | LC_ALL=C sort -z | xargs -0 cat | cksum)
+packages_are_there() {
+  [ "$mode" != download ] && [ -f "$stamp" ] && [ "$(head -n 1 "$stamp")" = "$lock" ] || return 1
+  [ "$system_torch" = no ] || grep -q system-torch "$stamp"
+}
 stop_if_up_to_date() {
-  [ "$mode" != download ] && [ -f "$stamp" ] && [ "$(head -n 1 "$stamp")" = "$lock" ] || return 0
-  [ "$system_torch" = no ] || grep -q system-torch "$stamp" || return 0
+  packages_are_there && [ "$(cat .venv/.fork 2>/dev/null)" = "$fork" ] || return 0
   [ "$quiet" = yes ] || echo "environment: up to date (.venv)"
   exit 0
 }
@@ -114,6 +119,21 @@ pip_failed() { # PART: one line with the remedy
   fi
   fail "$problem; $unchanged; pip's output: $log" 1
 }
+
+install_fork() { # ENVIRONMENT: the fork as its `trl`, and this clone's rloo_memory, which stays in the clone
+  rm -rf .build/wheel
+  quietly "$1/bin/python" trl/fork.py wheel current .build/wheel || fail "$(said | tail -n 1); $unchanged" 1
+  quietly "$1/bin/python" -m pip install --disable-pip-version-check --no-index --no-deps .build/wheel/*.whl ||
+    pip_failed "the fork's wheel"
+  quietly "$1/bin/python" -m pip install --disable-pip-version-check --no-index --no-deps --no-build-isolation -e . ||
+    pip_failed rloo-memory
+  echo "$fork" >"$1/.fork"
+}
+if packages_are_there; then
+  install_fork .venv
+  [ "$quiet" = yes ] || echo "environment: up to date (.venv), with this clone's fork installed anew"
+  exit 0
+fi
 
 [ -f "$stamp" ] && grep -q system-torch "$stamp" && system_torch=yes
 python=$(find_python)
@@ -194,6 +214,7 @@ for patch in "" $(grep -v '^#' trl/classic/series); do # the arms' TRL, so that 
   fork classic ".build/fork/${name:-classic-untouched}" "${choice[@]}"
 done
 fork current .build/fork/current-untouched --no-patches
+install_fork "$new"
 { echo "$lock"; echo "$build"; if [ "$system_torch" = yes ]; then echo system-torch; fi; } >"$new/.stamp"
 
 # The scripts in bin/ name the folder that they were installed in
@@ -210,4 +231,4 @@ EOF
 if [ -e .venv ] || [ -L .venv ]; then mv -T .venv .venv.old; fi
 mv -T "$new" .venv
 echo "environment: ready"
-[ "$build" = cpu ] || .venv/bin/python -m experiments.cuda_check || true # says what keeps trainings from the GPU
+[ "$build" = cpu ] || .venv/bin/python -m rloo_memory.cuda_check || true # says what keeps trainings from the GPU

@@ -16,7 +16,7 @@ fi
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1 # a folder `experiments` where you stand is not ours
 python=$here/.venv/bin/python
 if [ $# -eq 0 ]; then
-  own=$here/results/$("$python" -m experiments.device)
+  own=$here/results/$("$python" -m experiments.run_device)
   set -- "${own#"$PWD/"}"
   if [ ! -d "$1" ]; then
     echo "visualize_results: $1: no results of this machine yet; run ./run_baseline-rloo.sh first" >&2

@@ -1,4 +1,4 @@
-"""A tiny teacher, built on the spot, learns to explain to a tiny student (`experiments.hooks.teacher_student`).
+"""A tiny teacher, built on the spot, learns to explain to a tiny student (`rloo_memory.hooks.teacher_student`).
 
 .venv/bin/python examples/teacher_student.py --shared
 """
@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, PrinterCallback
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from experiments.builds import use_fork
-from experiments.config import ARMS, ConfigError, exit_code
-from experiments.workload import models
+from rloo_memory import models
+from rloo_memory.arms import ARMS
+from rloo_memory.errors import ConfigError, exit_code
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--steps {args.steps} --k {args.k}: it takes at least 1 step and 2 explanations a question")
     use_fork(ARMS["shared"])
     import trl
-    from experiments.hooks.teacher_student import PARTS, TeacherStudentReward, examples
+    from rloo_memory.hooks.teacher_student import PARTS, TeacherStudentReward, examples
 
     make_config, make_trainer = (getattr(trl, args.algorithm.upper() + kind) for kind in ("Config", "Trainer"))
     data = Dataset.from_list(examples())

@@ -49,7 +49,7 @@ def train(args: argparse.Namespace) -> None:
     if trl is None or not Path(trl.origin or "", "../models/prefix_sharing.py").resolve().exists():
         sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # build the fork of this clone
         from experiments.builds import use_fork
-        from experiments.config import ARMS
+        from rloo_memory.arms import ARMS
 
         use_fork(ARMS["shared"])
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # kernels that nothing here needs

@@ -1,12 +1,15 @@
 """Find, build and load an arm's TRL."""
 
 import functools
+import importlib.metadata
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-from experiments.config import ROOT, Arm, ConfigError
+from experiments.config import ROOT
+from rloo_memory.arms import Arm
+from rloo_memory.errors import ConfigError
 
 
 def build(arm: Arm) -> Path:
@@ -26,17 +29,35 @@ def build(arm: Arm) -> Path:
     return dest
 
 
+def installed() -> tuple[str, Path] | None:
+    """The fork that is installed, if one is: its fingerprint, and the file that `import trl` should give."""
+    try:
+        package = importlib.metadata.distribution("trl")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    facts = package.read_text("FORK.json")  # PyPI's has none
+    return (json.loads(facts)["fingerprint"], Path(package.locate_file("trl/__init__.py"))) if facts else None
+
+
 @functools.cache
 def use_fork(arm: Arm) -> list[str]:
-    """`build` the arm's TRL, put it first on the path, and check that it is what `import trl` gives.
+    """`build` the arm's TRL, put it first on the path unless it is what is installed, and check that it is what
+    `import trl` gives.
 
     Returns the names of the patches in it, as the build recorded them. Raises `ConfigError` with the reason in one
     line.
     """
     dest = build(arm)
-    sys.path.insert(0, str(dest))
+    facts, found = json.loads((dest / "FORK.json").read_text()), installed()
+    if found and found[0] == facts["fingerprint"]:
+        wanted = found[1]
+    else:
+        wanted = dest / "trl" / "__init__.py"
+        sys.path.insert(0, str(dest))
     import trl
 
-    if Path(trl.__file__).resolve() != (dest / "trl" / "__init__.py").resolve():
-        raise ConfigError(f"`import trl` gives {trl.__file__}, not {dest}; start a fresh Python process for each arm")
-    return [patch["name"] for patch in json.loads((dest / "FORK.json").read_text())["patches"]]
+    if Path(trl.__file__).resolve() != wanted.resolve():
+        raise ConfigError(
+            f"`import trl` gives {trl.__file__}, not {wanted}; start a fresh Python process for each arm"
+        )
+    return [patch["name"] for patch in facts["patches"]]

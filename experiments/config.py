@@ -1,101 +1,14 @@
 """What can be run: arms, scales, and the one frozen configuration that describes a run completely."""
 
-import difflib
-import errno
 import os
-import platform
-import re
-import signal
-import sys
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+from rloo_memory.arms import ARMS, Arm
+from rloo_memory.errors import ConfigError, choose, shown
+from rloo_memory.sizes import GIB
+
 ROOT = Path(__file__).resolve().parent.parent
-GIB = 2**30
-
-
-class ConfigError(ValueError):
-    """A setting that cannot work. Its text is one line: the value, the limit, the remedy."""
-
-
-class Stopped(KeyboardInterrupt):
-    """A signal asks this process to end; `args[0]` is its number. Ctrl-C without a handler of ours has none."""
-
-    @staticmethod
-    def number(stop: KeyboardInterrupt) -> signal.Signals:
-        return signal.Signals(stop.args[0] if stop.args else signal.SIGINT)
-
-
-EXIT_USAGE = 2  # a setting that cannot work
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def exit_code(program: str, run, args) -> int:
-    """What `run(args)` returns; `EXIT_USAGE` with one line on stderr where it raises `ConfigError`; 128 + the signal's
-    number, also with one line, where Ctrl-C or a signal that raises `Stopped` ends it; 1 where a disk is full."""
-    try:
-        return run(args)
-    except ConfigError as error:
-        print(f"{program}: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    except KeyboardInterrupt as stop:
-        print(f"{program}: stopped by {Stopped.number(stop).name}", file=sys.stderr)
-        return 128 + Stopped.number(stop)
-    except OSError as error:
-        if error.errno not in DISK_FULL:
-            raise
-        print(f"{program}: the disk is full ({error}); make room and run again", file=sys.stderr)
-        return 1
-
-
-def shown(value) -> str:
-    """A value as a message shows it: quoted if it is text, and never long."""
-    text = repr(value)
-    return text if len(text) <= 160 else f"{text[:60]}... ({len(text)} characters)"
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One trainer to compare. `line` is a line of the fork (`trl/UPSTREAM.toml`)."""
-
-    name: str
-    line: str
-    patches: tuple[str, ...] | None  # applied to the line: () is untouched upstream, None the whole series
-    shows: str
-    accumulate: bool = False  # micro-batches of few completions, gradients accumulated over the batch
-    shares_prefix: bool = False  # the prompt computed once, the completions in passes of some
-
-    @property
-    def in_passes(self) -> bool:
-        """Whether one micro-batch goes through the model in several passes."""
-        return self.shares_prefix and not self.accumulate
-
-    def completions_per_forward(self, batch: int) -> int:
-        """How many completions go through the model together, unless a run asks for another number."""
-        if self.shares_prefix:
-            return 2  # k is never less
-        return 1 if self.accumulate else batch
-
-
-ARMS = {
-    arm.name: arm
-    for arm in (
-        Arm("classic-baseline", "classic", (), "TRL 0.21.0 untouched: the published baseline"),
-        Arm("classic-string", "classic", ("0001-string-level-repeat.patch",), "the change exactly as published"),
-        Arm(
-            "classic-string-exact",
-            "classic",
-            ("0002-string-level-repeat-exact.patch",),
-            "the same idea with nothing cut: what it saves by itself",
-        ),
-        Arm("classic-lean", "classic", ("0003-lean-logits.patch",), "logits only where they are read"),
-        Arm("stock", "current", (), "TRL 1.16.0 untouched, the whole batch in one pass"),
-        Arm("stock-accumulate", "current", (), "TRL 1.16.0 untouched, one completion a pass", accumulate=True),
-        Arm("stock-compact", "current", None, "the same with the compact LM head alone: prefix sharing off"),
-        Arm("shared", "current", None, "TRL 1.16.0 + prefix sharing, N completions a pass", shares_prefix=True),
-        Arm("shared-accumulate", "current", None, "the same, N a micro-batch", accumulate=True, shares_prefix=True),
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -321,16 +234,6 @@ def not_for(arm: Arm, config: RunConfig) -> ConfigError:
     )
 
 
-def choose(kind: str, name: str, choices) -> str:
-    """`name`, which must be one of `choices`. Raises `ConfigError`."""
-    if name not in choices:
-        named = ", ".join(choices)
-        if len(named) > 600:
-            named = f"{', '.join(difflib.get_close_matches(name, choices, n=10, cutoff=0))} ({len(choices)} in all)"
-        raise ConfigError(f"unknown {kind} {shown(name)}; choose one of: {named}")
-    return name
-
-
 def resolve(arm: str, k: int, scale: str, device: str, repeat: int = 0, **overrides) -> RunConfig:
     """Fill in a run's configuration from its scale; `overrides` that are None are left to the scale.
 
@@ -380,40 +283,8 @@ def default_scale(device_kind: str) -> str:
     return "seed" if device_kind == "cuda" else "cpu"
 
 
-def parse_bytes(text: str) -> int:
-    """Bytes from "32GiB", "1.5 GB", "800MiB" or a plain number of bytes. Raises `ConfigError`."""
-    units = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": GIB}
-    match = re.fullmatch(r"\s*([0-9]{0,20}\.?[0-9]{1,20})\s*([a-z]*)\s*", text.lower())
-    if not match or match[2] not in units:
-        raise ConfigError(f"cannot read the size {shown(text)}; write it like 32GiB, 800MiB or 4000000000")
-    return int(float(match[1]) * units[match[2]])
-
-
-def size_hint(text: str) -> str:
-    """What to say of a size that is too small: most often its unit was forgotten."""
-    number = text.strip()
-    return f"; did you mean {number}GiB?" if number.isdigit() and 0 < int(number) <= 1024 else "; write 24GiB"
-
-
 def machine_folder(results: Path, machine: str) -> Path:
     """`results`/`machine`, absolute. Raises `ConfigError` where `machine` is more than the name of a folder."""
     if machine in ("", ".", "..") or "/" in machine or machine.startswith(("-", ".")) or not machine.isprintable():
         raise ConfigError(f"--machine {shown(machine)} is not one plain folder name; write it like nvidia-h200")
     return results.absolute() / machine
-
-
-def machine_name(device_kind: str, device_name: str) -> str:
-    """Folder name under results/: the GPU's name, or the processor's with its core count."""
-    slug = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)|@.*|\bcpu\b", " ", device_name.lower())).strip("-")
-    return slug if device_kind == "cuda" else f"cpu-{slug}-{os.cpu_count()}-cores"
-
-
-def cpu_name() -> str:
-    """The processor's name as Linux gives it, else what Python knows."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

@@ -36,6 +36,8 @@ from pathlib import Path
 import psutil
 import pynvml
 
+from rloo_memory.nvml import Device, choose_device, nvml_devices
+
 COLUMNS = (
     "timestamp",
     "elapsed_s",
@@ -50,15 +52,6 @@ COLUMNS = (
 MIN_INTERVAL, MAX_INTERVAL = 0.01, 1.0
 SLOW_PERIOD, PROCESS_PERIOD = 0.05, 0.5
 START_TIMEOUT = 10.0
-
-
-@dataclass(frozen=True)
-class Device:
-    """One GPU or MIG instance as NVML shows it; `handle` is NVML's own."""
-
-    uuid: str
-    name: str
-    handle: object = None
 
 
 @dataclass(frozen=True)
@@ -82,78 +75,6 @@ def interval_report(timestamps: Sequence[float], requested: float) -> IntervalRe
         return IntervalReport(requested, None, None, len(timestamps))
     median = (gaps[(len(gaps) - 1) // 2] + gaps[len(gaps) // 2]) / 2
     return IntervalReport(requested, round(median, 6), round(gaps[-1], 6), len(timestamps))
-
-
-def nvml_devices() -> list[Device]:
-    """Every GPU in NVML's order (by PCI bus), each followed by its MIG instances. Raises pynvml.NVMLError."""
-    pynvml.nvmlInit()
-    devices = []
-    for index in range(pynvml.nvmlDeviceGetCount()):
-        # A GPU that this container may not open is not counted by CUDA either.
-        with contextlib.suppress(pynvml.NVMLError_NoPermission):
-            gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
-            devices += [_described(handle) for handle in (gpu, *_mig_handles(gpu))]
-    return devices
-
-
-def _described(handle: object) -> Device:
-    return Device(pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle), handle)
-
-
-def _mig_handles(gpu: object) -> list[object]:
-    handles = []
-    with contextlib.suppress(pynvml.NVMLError):  # most GPUs know no MIG
-        for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
-            with contextlib.suppress(pynvml.NVMLError_NotFound):  # an unused slot
-                handles.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, index))
-    return handles
-
-
-def _by_uuid(text: str, devices: Sequence[Device]) -> Device | None:
-    """The one device whose UUID starts with `text`, with or without its GPU- or MIG-; None if none or several do."""
-    text = text.lower()
-    found = [d for d in devices if text and (d.uuid.lower().startswith(text) or d.uuid[4:].lower().startswith(text))]
-    return found[0] if len(found) == 1 else None
-
-
-def visible_devices(devices: Sequence[Device], visible: str | None) -> list[Device]:
-    """The devices that CUDA shows under CUDA_VISIBLE_DEVICES=`visible` (None: not set), in CUDA's order."""
-    gpus = [d for d in devices if not d.uuid.startswith("MIG-")]
-    if visible is None:
-        return gpus
-    chosen = []
-    for entry in (text.strip() for text in visible.split(",")):
-        if entry.isdigit():
-            device = gpus[int(entry)] if int(entry) < len(gpus) else None
-        else:
-            device = _by_uuid(entry, devices)
-        if device is None:  # CUDA stops at the first entry that it cannot resolve, -1 among them
-            break
-        chosen.append(device)
-    return chosen
-
-
-def choose_device(wanted: str, devices: Sequence[Device], visible: str | None) -> Device | None:
-    """The device that `wanted` ("auto", an index among the visible ones, or a UUID) means.
-
-    None only for "auto" with nothing visible. Raises ValueError, naming what exists, when there is no such device.
-    """
-    shown = visible_devices(devices, visible)
-    if wanted == "auto":
-        return shown[0] if shown else None
-    if wanted.isdigit():
-        device = shown[int(wanted)] if int(wanted) < len(shown) else None
-    else:
-        device = _by_uuid(wanted, devices)
-    if device is None:
-        exists = [f"{index} = {d.uuid} ({d.name})" for index, d in enumerate(shown)]
-        exists += [f"{d.uuid} ({d.name}, by UUID only)" for d in devices if d not in shown]
-        setting = "is not set" if visible is None else f"is {visible!r}"
-        raise ValueError(
-            f"no device {wanted!r} (or not only one); there is: {', '.join(exists) or 'none'}; "
-            f"CUDA_VISIBLE_DEVICES {setting}"
-        )
-    return device
 
 
 def find_device(wanted: str) -> Device | None:

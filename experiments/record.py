@@ -12,13 +12,15 @@ import errno
 import io
 import json
 import os
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from experiments.config import ARMS, DISK_FULL, GIB, ROOT, ConfigError, exit_code, shown
 from experiments.run_options import Parser, directory
+from rloo_memory.arms import ARMS
+from rloo_memory.errors import DISK_FULL, ConfigError, exit_code, shown
+from rloo_memory.sizes import GIB
+from rloo_memory.storage import read_json, replace_text, write_json
 
 SUMMARY_COLUMNS = (
     "run_id", "arm", "scale", "k", "repeat", "status", "device_kind", "device_name", "trl_version", "torch_version",
@@ -186,30 +188,6 @@ def read_samples(path: Path) -> list[dict[str, float | None]]:
     return rows
 
 
-def write_json(path: Path, value: dict) -> None:
-    replace_text(path, json.dumps(value, indent=1) + "\n")
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write through a temporary file: a reader sees the old or the new text, never half of one."""
-    staging = path.with_name(f".{path.name}.{os.getpid()}")  # a process each: two may write the same summary
-    try:
-        staging.write_text(text, encoding="utf-8", newline="")
-        os.replace(staging, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            staging.unlink()
-        raise
-
-
-def read_json(path: Path):
-    """The file's value, None where there is no file or no JSON in it."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-
-
 def read_record(folder: Path) -> dict | None:
     """The run's record, or None where there is none that can be used: see `damage`."""
     record = read_json(folder / "run.json")
@@ -281,21 +259,6 @@ def write_csv(path: Path, columns: tuple[str, ...], rows: list[dict]) -> None:
     writer.writeheader()
     writer.writerows(rows)
     replace_text(path, text.getvalue())
-
-
-def source_commit() -> str:
-    """The commit of the code that runs, with a "-dirty" mark when experiments/, trl/ or the pins differ from it. In a
-    copy without git, what SOURCE_COMMIT says."""
-
-    def git(*command: str) -> str:
-        return subprocess.run(["git", "-C", str(ROOT), *command], capture_output=True, text=True, check=True).stdout
-
-    try:
-        commit = git("rev-parse", "--short=12", "HEAD").strip()
-        changed = git("status", "--porcelain", "--", "experiments", "trl", "requirements.lock").strip()
-    except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("SOURCE_COMMIT", "unknown")
-    return f"{commit}-dirty" if changed else commit
 
 
 def make_writable(folder: Path) -> None:

@@ -5,7 +5,8 @@ import math
 import re
 from pathlib import Path
 
-from experiments.config import ConfigError, parse_bytes, shown, size_hint
+from rloo_memory.errors import ConfigError, shown
+from rloo_memory.sizes import parse_bytes, size_hint
 
 
 class Parser(argparse.ArgumentParser):

@@ -21,9 +21,8 @@ from datetime import datetime
 from pathlib import Path
 
 from experiments import config as cfg
-from experiments.config import ARMS, GIB, ROOT, SCALES, ConfigError, RunConfig, Stopped
-from experiments.device import pick_device, tells_of_memory
-from experiments.processes import Launch, end_group, end_with, new_token, owned, stoppable
+from experiments.config import ROOT, SCALES, RunConfig
+from experiments.processes import Launch, end_group, end_with, new_token, stoppable
 from experiments.record import (
     FINISHED,
     RunRecord,
@@ -32,12 +31,18 @@ from experiments.record import (
     no_room,
     outcome,
     read_record,
-    source_commit,
-    write_json,
     write_summary,
 )
+from experiments.run_device import pick_device
 from experiments.run_options import OPTIONS, Parser, add_options, directory, number, overrides, whole
 from experiments.terminal import Live
+from rloo_memory.arms import ARMS
+from rloo_memory.commit import source_commit
+from rloo_memory.device import machine_name, tells_of_memory
+from rloo_memory.errors import EXIT_USAGE, ConfigError, Stopped, exit_code
+from rloo_memory.folder_lock import owned
+from rloo_memory.sizes import GIB
+from rloo_memory.storage import write_json
 
 PATIENCE = 30.0  # seconds that a run which is told to stop has to write its record
 
@@ -46,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     with stoppable():
         if script := os.environ.get("SCRIPT_PID"):  # a script that is killed does not hand the signal on
             end_with(int(script))
-        return cfg.exit_code("suite", run, argv)
+        return exit_code("suite", run, argv)
 
 
 def run(argv: list[str] | None) -> int:
@@ -96,7 +101,7 @@ def make_plan(args: argparse.Namespace) -> tuple[list[RunConfig], Path]:
         for k in ks
         for arm in arms
     ]
-    name = cfg.machine_name(device_kind, device_name) if args.machine is None else args.machine
+    name = machine_name(device_kind, device_name) if args.machine is None else args.machine
     return plan, cfg.machine_folder(args.results, name)
 
 
@@ -249,7 +254,7 @@ def settle_record(
     folder = machine / config.run_id
     record = read_record(folder)
     mine = record is not None and record.get("launch") == token
-    if not mine and returncode == cfg.EXIT_USAGE:
+    if not mine and returncode == EXIT_USAGE:
         raise ConfigError(said[-1].removeprefix("train: ") if said else "no reason was given")
     if mine and (record["status"] in FINISHED or record["status"] == "error" and not reason):
         return record

@@ -18,35 +18,23 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from experiments import config as cfg
-from experiments import cuda_check
 from experiments.builds import use_fork
-from experiments.config import ARMS, GIB, ROOT, SCALES, ConfigError, RunConfig, Stopped
-from experiments.device import (
-    cuda_uuid,
-    enforce_budget,
-    is_out_of_memory,
-    keep_only_live_memory,
-    level,
-    lift_budget,
-    pick_device,
-    settle,
-)
+from experiments.config import ROOT, SCALES, RunConfig
 from experiments.memory_monitor import start_monitor, stop_monitor
-from experiments.phases import PhaseRecorder
-from experiments.processes import Launch, end_with, ignore_signals, new_token, owned, stoppable
-from experiments.record import (
-    RunRecord,
-    fill_peaks,
-    make_writable,
-    no_room,
-    outcome,
-    replace_text,
-    source_commit,
-    write_machine,
-    write_summary,
-)
+from experiments.processes import Launch, end_with, ignore_signals, new_token, stoppable
+from experiments.record import RunRecord, fill_peaks, make_writable, no_room, outcome, write_machine, write_summary
+from experiments.run_device import cuda_uuid, enforce_budget, keep_only_live_memory, lift_budget, pick_device
 from experiments.run_options import OF_ONE_RUN, OPTIONS, Parser, add_options, directory, overrides, whole
 from experiments.terminal import Live, output_to
+from rloo_memory import cuda_check
+from rloo_memory.arms import ARMS
+from rloo_memory.commit import source_commit
+from rloo_memory.device import is_out_of_memory, level, machine_name, settle
+from rloo_memory.errors import ConfigError, Stopped, exit_code
+from rloo_memory.folder_lock import owned
+from rloo_memory.phases import PhaseRecorder
+from rloo_memory.sizes import GIB
+from rloo_memory.storage import replace_text
 
 EXIT_OK, EXIT_ERROR, EXIT_OOM = 0, 1, 3
 RECORDED = (  # as the configuration has it
@@ -57,7 +45,7 @@ RECORDED = (  # as the configuration has it
 
 def main(argv: list[str] | None = None) -> int:
     with stoppable():
-        return cfg.exit_code("train", run, argv)
+        return exit_code("train", run, argv)
 
 
 def read_launch(argv: list[str] | None) -> Launch:
@@ -88,7 +76,7 @@ def read_launch(argv: list[str] | None) -> Launch:
         repeat=args.repeat or 0,
         **overrides(args, OPTIONS | OF_ONE_RUN),
     )
-    machine = cfg.machine_name(kind, name) if args.machine is None else args.machine
+    machine = machine_name(kind, name) if args.machine is None else args.machine
     return Launch(config, cfg.machine_folder(args.results or ROOT / "results", machine), new_token())
 
 
@@ -142,7 +130,8 @@ def run(argv: list[str] | None) -> int:
 
 def prepare(config: RunConfig) -> tuple[list[str], list[str]]:
     """(documents, patches of the TRL that is now first on the path). Raises `ConfigError` for what cannot work."""
-    from experiments.workload import data, models
+    from experiments.workload import run_models
+    from rloo_memory import data
 
     if config.device == "cuda":
         if ARMS[config.arm].line == "current":
@@ -150,7 +139,7 @@ def prepare(config: RunConfig) -> tuple[list[str], list[str]]:
         elif why := cuda_check.no_kernels():
             raise ConfigError(why)
     documents = data.load_documents(config.documents)
-    models.check_fits(config, models.model_config(config))
+    run_models.check_fits(config, run_models.model_config(config))
     return documents, use_fork(ARMS[config.arm])
 
 
@@ -232,14 +221,15 @@ def train(config: RunConfig, documents: list[str], record: RunRecord, phases: Ph
     import transformers
 
     import trl
-    from experiments.workload import data, models, trainers  # all heavy imports come before the budget is set
+    from experiments.workload import run_models, trainers  # all heavy imports come before the budget is set
+    from rloo_memory import data
 
     torch.set_num_threads(config.threads)
     if config.device == "cpu" and config.freed_memory == "returned":
         keep_only_live_memory()
     record.trl_version, record.trl_file = trl.__version__, os.path.relpath(Path(trl.__file__).parent, ROOT)
     record.torch_version, record.transformers_version = torch.__version__, transformers.__version__
-    policy_path, reward_path, tokenizer = models.prepare(config, documents)
+    policy_path, reward_path, tokenizer = run_models.prepare(config, documents)
     prompts = data.build_prompts(documents, tokenizer, config.prompt_tokens)
     enforce_budget(config)
     build = trainers.build_classic if ARMS[config.arm].line == "classic" else trainers.build_current

@@ -24,7 +24,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 def planned(capsys):
     """Runs the planner's command in this process; returns its exit code and what it said."""
 
-    from experiments.plan import __main__ as plan
+    from rloo_memory.plan import __main__ as plan
 
     def command(*arguments):
         code = plan.main([str(argument) for argument in arguments])
@@ -128,7 +128,7 @@ def forked(zygote, tmp_path):
 @pytest.fixture
 def planner(monkeypatch, forked, tmp_path):
     """The planner's process is a fork; what it was asked is kept."""
-    from experiments.plan import ask
+    from rloo_memory.plan import ask
 
     asked = []
 

@@ -6,12 +6,14 @@ from types import SimpleNamespace
 import pytest
 from safetensors.torch import load_file
 
-from experiments.config import ConfigError, resolve
-from experiments.launch import __main__ as launch
-from experiments.launch import inputs
-from experiments.plan.options import model_config, settings_of_adapter
-from experiments.workload import data, models
-from experiments.workload.adapters import adapter_of
+from experiments.config import resolve
+from experiments.workload import run_models
+from rloo_memory import data
+from rloo_memory.adapters import adapter_of
+from rloo_memory.errors import ConfigError
+from rloo_memory.launch import __main__ as launch
+from rloo_memory.launch import inputs
+from rloo_memory.plan.options import model_config, settings_of_adapter
 
 PROFILE = """\
 bf16: false
@@ -35,7 +37,7 @@ def adapter(tmp_path_factory):
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    policy = models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))[0]
+    policy = run_models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))[0]
     config = LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(policy), config)
     torch.manual_seed(0)

@@ -10,17 +10,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments.config import GIB, ConfigError, cpu_name, machine_name
-from experiments.launch import gate
-from experiments.phases import COLUMNS
-from experiments.plan import __main__ as plan
-from experiments.plan import ask, calibration, doctor
-from experiments.plan.calibrate import calibration_of, measured_run
-from experiments.plan.calibration import CalibratedPeak, Spread, load, range_of
-from experiments.plan.errors import measured_errors
-from experiments.plan.options import reserve_of
-from experiments.plan.predict import PredictedPeak, Prediction
 from experiments.record import write_csv
+from rloo_memory.device import cpu_name, machine_name
+from rloo_memory.errors import ConfigError
+from rloo_memory.launch import gate
+from rloo_memory.phases import COLUMNS
+from rloo_memory.plan import __main__ as plan
+from rloo_memory.plan import ask, calibration, doctor
+from rloo_memory.plan.calibrate import calibration_of, measured_run
+from rloo_memory.plan.calibration import CalibratedPeak, Spread, load, range_of
+from rloo_memory.plan.options import reserve_of
+from rloo_memory.plan.predict import PredictedPeak, Prediction
+from rloo_memory.plan.sureness import measured_errors
+from rloo_memory.sizes import GIB
 
 MIB = 2**20
 PHASES = ("generate", "score", "train", "optimizer")
@@ -123,12 +125,12 @@ def test_on_cuda_it_is_what_torch_allocates_and_the_rest_is_context_and_reserve(
 
 def test_the_command_shows_the_runs_and_writes_the_file(tmp_path, capsys, monkeypatch):
     """Once for each run, however its folder is named. Without --out it is this machine's own."""
-    monkeypatch.setattr(calibration, "RESULTS", tmp_path / "results")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     one, two = run_folder(tmp_path / "one", 1.2), run_folder(tmp_path / "two", 1.1)
     (tmp_path / "link").symlink_to(one)
     shutil.copytree(two, tmp_path / "copy")
     out = said(capsys, ["--calibrate", one, two, tmp_path / "link", tmp_path / "copy", one], 0).out
-    path = tmp_path / "results" / "one" / "calibration.json"
+    path = tmp_path / "rloo-memory" / "one" / "calibration.json"
     rows = [line.split() for line in out.splitlines() if line.startswith(str(tmp_path)) and line.endswith("0")]
     assert rows == [
         [str(folder), phase, f"{size / GIB:.3f}", f"{size * ratio / GIB:.3f}", f"{ratio:.3f}"]
@@ -278,7 +280,7 @@ def test_a_peak_of_quite_another_size_is_left_as_it_is_and_said(three, times, co
 @pytest.fixture
 def launched(monkeypatch, tmp_path):
     """The launcher's configuration on this CPU, whose own calibration lies in `tmp_path`."""
-    monkeypatch.setattr(calibration, "RESULTS", tmp_path / "results")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     return SimpleNamespace(device=SimpleNamespace(type="cpu"))
 
 

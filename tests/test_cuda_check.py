@@ -2,7 +2,8 @@
 
 import pytest
 
-from experiments import cuda_check, memory_monitor
+from experiments import memory_monitor
+from rloo_memory import cuda_check
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ import sys
 import pytest
 
 from experiments import config as cfg
-from experiments.config import ROOT, ConfigError
-from experiments.workload import data, models
+from experiments.config import ROOT
+from experiments.workload import run_models
+from rloo_memory import data, models
+from rloo_memory.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -86,17 +88,17 @@ def test_shapes_have_the_published_number_of_parameters(scale, millions):
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(models.model_config(cfg.resolve("stock", 2, scale, "cpu")))
+        model = AutoModelForCausalLM.from_config(run_models.model_config(cfg.resolve("stock", 2, scale, "cpu")))
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(millions * 1e6, rel=5e-3)
 
 
 def test_the_same_seed_builds_the_same_model_once(tmp_path, documents):
     config = cfg.resolve("stock", 2, "test", "cpu")
-    first = models.prepare(config, documents, cache=tmp_path)
+    first = run_models.prepare(config, documents, cache=tmp_path)
     written = (tmp_path / first[0] / "model.safetensors").stat().st_mtime_ns
-    second = models.prepare(config, documents, cache=tmp_path)
+    second = run_models.prepare(config, documents, cache=tmp_path)
     assert first[:2] == second[:2] and (tmp_path / second[0] / "model.safetensors").stat().st_mtime_ns == written
-    other = models.prepare(config, ["another text " * 50], cache=tmp_path)
+    other = run_models.prepare(config, ["another text " * 50], cache=tmp_path)
     assert other[0] != first[0], "another tokenizer needs another folder"
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("tmp")]
 
@@ -110,12 +112,12 @@ def test_letter_reward_serves_both_lines():
 def test_what_the_models_take_is_counted_in_their_own_precision(precision, size):
     """330,536 weights: policy, reference, gradient, two moments and the reward model."""
     fields = dict(precision=precision, vocab_size=18_992)
-    hf_config = models.model_config(cfg.resolve("stock", 2, "cpu", "cpu", **fields))
+    hf_config = run_models.model_config(cfg.resolve("stock", 2, "cpu", "cpu", **fields))
     weights = sum(p.numel() for p in models.meta_model(hf_config).parameters())
     needed = weights * 6 * size
-    models.check_fits(cfg.resolve("stock", 2, "cpu", "cpu", budget_bytes=needed, **fields), hf_config)
+    run_models.check_fits(cfg.resolve("stock", 2, "cpu", "cpu", budget_bytes=needed, **fields), hf_config)
     with pytest.raises(ConfigError, match="raise --budget"):
-        models.check_fits(cfg.resolve("stock", 2, "cpu", "cpu", budget_bytes=needed - 1, **fields), hf_config)
+        run_models.check_fits(cfg.resolve("stock", 2, "cpu", "cpu", budget_bytes=needed - 1, **fields), hf_config)
 
 
 TINY = {
@@ -140,14 +142,14 @@ def test_a_model_whose_config_is_damaged_is_refused_in_one_line(case, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(DAMAGED[case]))
     config = cfg.resolve("stock", 2, "test", "cpu", model=str(tmp_path))
     with pytest.raises(ConfigError) as error:
-        models.check_fits(config, models.model_config(config))
+        run_models.check_fits(config, run_models.model_config(config))
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
 
 
 def test_documents_are_read_as_utf_8_in_every_locale(tmp_path, monkeypatch):
     """Another encoding would make other tokens of the same text."""
     (tmp_path / "a.txt").write_bytes("Größe\n".encode())
-    code = f"from experiments.workload.data import load_documents as load; print(ascii(load({str(tmp_path)!r})))"
+    code = f"from rloo_memory.data import load_documents as load; print(ascii(load({str(tmp_path)!r})))"
     ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=ascii_only, capture_output=True, text=True)
     assert said.stdout.strip() == ascii(["Größe\n"]), said.stderr

@@ -15,14 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.config import resolve
-from experiments.plan import doctor
-from experiments.plan.levers import LEVERS, in_turn
-from experiments.plan.options import LEAST_DEVICE
-from experiments.plan.predict import PredictedPeak, Prediction
-from experiments.plan.records import read_run
-from experiments.plan.reserve import Room
-from experiments.plan.setups import Setup
-from experiments.workload import data, models
+from experiments.workload import run_models
+from rloo_memory import data
+from rloo_memory.plan import doctor
+from rloo_memory.plan.levers import LEVERS, in_turn
+from rloo_memory.plan.options import LEAST_DEVICE
+from rloo_memory.plan.predict import PredictedPeak, Prediction
+from rloo_memory.plan.records import read_run
+from rloo_memory.plan.reserve import Room
+from rloo_memory.plan.setups import Setup
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,7 +38,7 @@ def run(module, *arguments, **environment):
 @pytest.mark.torch
 def test_what_the_doctor_writes_trains_and_its_record_can_be_read_again(tmp_path):
     """A model that does not fit, the YAML that does, a training with it, and the doctor on that training's folder."""
-    policy, reward, _ = models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))
+    policy, reward, _ = run_models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))
     fits, out = tmp_path / "fits.yaml", tmp_path / "out"
     result = run(
         "plan.doctor",

@@ -155,11 +155,11 @@ def test_what_torch_asks_for_is_recorded_for_the_locked_version():
 def test_what_is_imported_is_declared_and_what_is_declared_is_used():
     sources = [
         path
-        for folder in ("examples", "experiments", "visualization", "tests")
+        for folder in ("examples", "rloo_memory", "experiments", "visualization", "tests")
         for path in (ROOT / folder).rglob("*.py")
     ]
     scripts = {path.stem for path in (ROOT / "tests").rglob("*.py")}  # probes import each other by name
-    own = {"examples", "experiments", "visualization", "tests", "fork"} | scripts
+    own = {"examples", "rloo_memory", "experiments", "visualization", "tests", "fork"} | scripts
     imported = set()
     for path in sources:
         for node in ast.walk(ast.parse(path.read_text())):

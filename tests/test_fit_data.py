@@ -12,8 +12,10 @@ import pytest
 from fit_page import made_up, needs_data
 
 from experiments.builds import use_fork
-from experiments.config import ARMS, ROOT, ConfigError
-from experiments.plan import fit_check, fit_data
+from experiments.config import ROOT
+from experiments.fitting import fit_check, fit_data
+from rloo_memory.arms import ARMS
+from rloo_memory.errors import ConfigError
 
 SLOW = pytest.mark.slow
 
@@ -36,7 +38,7 @@ def test_curves_say_what_simulating_all_passes_says_elsewhere(kind, arm, cards, 
     result = forked("fit_curves", kind, arm, cards)
     assert result.returncode == 0, result.stderr[-3000:]
     constants, *rows = map(json.loads, result.stdout.splitlines())
-    from experiments.plan.fit_terms import FIRST_ROOM, LM_HEAD_TILE
+    from experiments.fitting.fit_terms import FIRST_ROOM, LM_HEAD_TILE
 
     assert constants == {"tile": LM_HEAD_TILE, "room": FIRST_ROOM}
     assert len(rows) == 6 * 5
@@ -47,7 +49,7 @@ def test_curves_say_what_simulating_all_passes_says_elsewhere(kind, arm, cards, 
 @pytest.mark.torch
 def test_an_allocation_that_only_some_visits_have_does_not_count():
     """Where visits differ, the same name is another allocation."""
-    from experiments.plan.extrapolate import highest
+    from rloo_memory.plan.extrapolate import highest
 
     names = {0: ("add 0",), 1: ("add 0", "mul 0"), 2: ("mul 0",), 3: ("add 0", "mul 0"), 4: (), 5: ("add 0",)}
     stretches = {("train", "backward", 0, visit): {"activations": 10 + visit} for visit in names}
@@ -69,7 +71,7 @@ def test_an_allocation_that_only_some_visits_have_does_not_count():
 
 @pytest.mark.torch
 def test_allocations_are_the_same_where_more_layers_shift_their_numbers():
-    from experiments.plan.extrapolate import same_allocations
+    from rloo_memory.plan.extrapolate import same_allocations
 
     few = ["b: begins", "b: mm 0", "b: to 0", "b: to 1", "b: mm 1", "b: to 2", "b"]
     more = ["b: begins", "b: mm 0", "b: to 0", "b: to 1", "b: to 2", "b: mm 1", "b: to 3", "b"]
@@ -84,8 +86,8 @@ def test_allocations_are_the_same_where_more_layers_shift_their_numbers():
 @pytest.mark.torch
 def test_a_stretch_that_is_no_sum_is_an_error():
     """Peaks between events without an allocation behind them: what is not linear in C has no sum to be fitted."""
-    from experiments.plan import fit_curves
-    from experiments.plan.simulate import PHASES
+    from experiments.fitting import fit_curves
+    from rloo_memory.plan.simulate import PHASES
 
     def stretches(completion: int) -> dict:
         places = {(phase, "start", None, "early"): {"parameters": 10**9} for phase in PHASES}
@@ -99,7 +101,7 @@ def test_a_stretch_that_is_no_sum_is_an_error():
 
 
 def test_one_card_shares_in_micro_batches_of_two_and_several_in_passes_of_two():
-    from experiments.plan.fit_curves import setup_at
+    from experiments.fitting.fit_curves import setup_at
 
     all_weights = fit_data.TRAINED["all"][1]
     one, several = (setup_at(fit_data.on_cards(all_weights, n), "shared", (100, 64, 8)) for n in (1, 2))
@@ -217,7 +219,7 @@ def test_a_planner_that_says_something_else_makes_the_page_stale(tmp_path, monke
 @pytest.mark.torch
 @SLOW
 def test_the_planner_of_this_tree_still_says_what_the_page_says():
-    command = [sys.executable, "-m", "experiments.plan.fit_check", "--stale", "--processes", "1"]
+    command = [sys.executable, "-m", "experiments.fitting.fit_check", "--stale", "--processes", "1"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "24 choices: " in result.stdout

@@ -25,9 +25,10 @@ from fit_page import (
     needs_data,
 )
 
-from experiments.config import GIB, ROOT
-from experiments.plan import fit_check
-from experiments.plan.fit_data import on_cards
+from experiments.config import ROOT
+from experiments.fitting import fit_check
+from experiments.fitting.fit_data import on_cards
+from rloo_memory.sizes import GIB
 from visualization.fit import make_page
 
 browser, file, opened = fit_page.browser, fit_page.file, fit_page.opened  # fixtures
@@ -35,10 +36,10 @@ browser, file, opened = fit_page.browser, fit_page.file, fit_page.opened  # fixt
 
 @needs_browser
 def test_peaks_are_the_sums_that_the_planner_fitted_with_what_sharding_and_the_allocator_add(opened):
-    from experiments.plan.fit_terms import value
-    from experiments.plan.predict import PredictedPeak
-    from experiments.plan.reserve import FIXED, Room
-    from experiments.plan.sharding import SHARDED, widened
+    from experiments.fitting.fit_terms import value
+    from rloo_memory.plan.predict import PredictedPeak
+    from rloo_memory.plan.reserve import FIXED, Room
+    from rloo_memory.plan.sharding import SHARDED, widened
 
     asked = choices(200, seed=3)
     ask = "asked => asked.map((choice) => ['peaks', 'needed'].map((name) => window.fit[name](choice.model, choice)))"
@@ -182,16 +183,16 @@ def test_what_is_shown_is_what_is_computed_with_its_error(opened):
 @pytest.mark.torch
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_its_settings_are_what_launcher_planner_and_trl_take(opened, tmp_path, monkeypatch):
-    from experiments.plan import __main__ as plan
-    from experiments.plan.levers import planned
-    from experiments.plan.options import room_of, setup_from
-    from experiments.plan.reserve import Room
-    from experiments.settings.profiles import load_profile
+    from rloo_memory.plan import __main__ as plan
+    from rloo_memory.plan.levers import planned
+    from rloo_memory.plan.options import room_of, setup_from
+    from rloo_memory.plan.reserve import Room
+    from rloo_memory.settings.profiles import load_profile
 
     page = opened()
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".build").mkdir()
-    (tmp_path / "experiments").symlink_to(ROOT / "experiments")
+    (tmp_path / "rloo_memory").symlink_to(ROOT / "rloo_memory")
     asked = (("all", 1, 2, 8), ("all", 1, 1, 6), ("lora", 1, 1, 8), ("lora", 0, 8, 16), ("lora-4-bits", 1, 1, 4))
     for trained, reference, cards, k in asked:
         page.evaluate(
@@ -207,7 +208,7 @@ def test_its_settings_are_what_launcher_planner_and_trl_take(opened, tmp_path, m
         *before, predict, launch = commands.strip().splitlines()
         for line in before:
             subprocess.run(line, shell=True, check=True)
-        assert predict.startswith(".venv/bin/python -m experiments.plan --profile fit.yaml --prompt 3000 ")
+        assert predict.startswith(".venv/bin/rloo-memory plan --profile fit.yaml --prompt 3000 ")
         args = plan.parse_args(shlex.split(predict)[3:])
         _, setup, _ = setup_from(args, settings)
         lengths = dict(prompt_tokens=3000, max_completion_length=512, num_generations=k, per_device_train_batch_size=k)

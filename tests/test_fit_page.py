@@ -9,7 +9,7 @@ import pytest
 from fit_page import DATA, MODEL, MODELS, OTHER, address, made_up, needs_browser, needs_data
 
 from experiments.config import ROOT
-from experiments.plan.errors import measured_errors
+from rloo_memory.plan.sureness import measured_errors
 from visualization.fit import make_page
 
 browser, file, opened = fit_page.browser, fit_page.file, fit_page.opened  # fixtures
@@ -59,7 +59,7 @@ def test_data_that_cannot_be_used_are_told_in_one_line(words, tmp_path, capsys):
     command = partial(make_page.main, ["--data", str(tmp_path / "fit.json"), "--out", str(tmp_path / "fit.html")])
     assert make_page.run_cli(command) == 2
     said = capsys.readouterr().err
-    assert words in said and "experiments.plan.fit_data" in said and said.count("\n") == 1
+    assert words in said and "experiments.fitting.fit_data" in said and said.count("\n") == 1
     assert not (tmp_path / "fit.html").exists()
 
 

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import two_processes
 
-from experiments.config import ConfigError, resolve
-from experiments.launch import __main__ as launch
-from experiments.launch import gate
-from experiments.plan import __main__ as plan
-from experiments.plan import ask, calibration
-from experiments.workload import data, models
+from experiments.config import resolve
+from experiments.workload import run_models
+from rloo_memory import data, models
+from rloo_memory.errors import ConfigError
+from rloo_memory.launch import __main__ as launch
+from rloo_memory.launch import gate
+from rloo_memory.plan import __main__ as plan
+from rloo_memory.plan import ask
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 2**20
@@ -41,13 +43,13 @@ output_dir: out
 
 @pytest.fixture(scope="module")
 def policy():
-    return models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))[0]
+    return run_models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))[0]
 
 
 @pytest.fixture(autouse=True)
 def uncalibrated(monkeypatch, tmp_path):
     """Whoever has calibrated this machine: these tests are about the prediction as it is."""
-    monkeypatch.setattr(calibration, "RESULTS", tmp_path)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ def test_what_python_asks_is_what_the_command_says(planner, tmp_path):
     from peft import LoraConfig
 
     from experiments.builds import use_fork
-    from experiments.config import ARMS
+    from rloo_memory.arms import ARMS
 
     use_fork(ARMS["shared"])
     from trl import RLOOConfig
@@ -146,7 +148,7 @@ def test_a_training_is_not_refused_where_kernels_replace_what_is_predicted(here,
 
 def gate_says(policy):
     """What the planner says to the launcher's own question: its settings on this machine."""
-    from experiments.launch import command_line
+    from rloo_memory.launch import command_line
 
     launched, config, model = command_line.parse(TRAIN)
     settings = ask.settings_of(model) | ask.settings_of(launched) | ask.settings_of(config)
@@ -195,7 +197,7 @@ def test_a_calibration_that_cannot_be_used_is_refused_before_the_model_loads(her
 def test_two_processes_are_refused_once(here, policy):
     program = "tests/probes/launch_on_a_small_device.py"
     command = [sys.executable, "-W", "ignore", "-m", "accelerate.commands.launch", "--config_file"]
-    command += ["experiments/settings/accelerate/ddp.yaml", "--num_processes", "2", "--main_process_port", "0"]
+    command += ["rloo_memory/settings/accelerate/ddp.yaml", "--num_processes", "2", "--main_process_port", "0"]
     command += [program, str(here / "profile.yaml"), "--output_dir", str(here / "out")]
     code, output = two_processes.run(command, 240, MODEL_PATH=policy, PYTHONPATH=str(ROOT))
     assert code != 0 and output.count("launch: predicted peak") == 1, output[-3000:]
@@ -207,7 +209,7 @@ def test_two_processes_are_refused_once(here, policy):
     [("max", 900 * MIB, 0, 500 * MIB), (600 * MIB, 300 * MIB, 100 * MIB, 400 * MIB), (100, 200, 0, 0)],
 )
 def test_what_is_free_is_what_the_host_and_its_cgroup_have(tmp_path, monkeypatch, limit, current, file_pages, left):
-    from experiments import device
+    from rloo_memory import device
 
     files = {
         "/proc/meminfo": f"MemTotal: 9 kB\nMemAvailable:    {500 * 1024} kB\n",

@@ -13,7 +13,7 @@ import pytest
 from experiments import record
 from experiments.config import ROOT
 from experiments.evidence import exactness
-from experiments.plan.records import read_run
+from rloo_memory.plan.records import read_run
 from tests.test_visualization import write_run
 from visualization.load import PHASE_COLUMNS, SAMPLE_COLUMNS
 from visualization.runs import GIB

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments.config import machine_name, resolve
-from experiments.workload import data, models
+from experiments.config import resolve
+from experiments.workload import run_models
+from rloo_memory import data
+from rloo_memory.device import machine_name
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -16,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.mark.slow
 @pytest.mark.torch
 def test_the_memory_callback_works_with_a_trainer_without_rewards(probe):
-    policy, _, _ = models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))
+    policy, _, _ = run_models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))
     record = probe("other_trainer", policy)
     assert set(record["peaks"]) == {"train", "optimizer"} and min(record["peaks"].values()) > 100 * 2**20
     assert record["reward_model"] is None and record["arguments"]["offload_reference"] is False
@@ -66,7 +68,7 @@ def train(callback, trainer, generate, updates=2):
 
 @pytest.mark.torch
 def test_scoring_is_not_called_generation_where_the_policy_never_generates(tmp_path):
-    from experiments.hooks.memory_callback import MemoryCallback
+    from rloo_memory.hooks.memory_callback import MemoryCallback
 
     trainer = stub_trainer(tmp_path, stub_policy())
     rows, record = train(MemoryCallback(trainer), trainer, generate=lambda: None)
@@ -83,7 +85,7 @@ def test_another_engines_generation_is_marked_and_its_prompts_are_counted(engine
     """Both take lists of token ids. Forwards of the policy inside it are part of it."""
     import torch
 
-    from experiments.hooks.memory_callback import MemoryCallback
+    from rloo_memory.hooks.memory_callback import MemoryCallback
 
     policy = stub_policy()
     if engine == "vllm":
@@ -108,7 +110,7 @@ def test_another_engines_generation_is_marked_and_its_prompts_are_counted(engine
 @pytest.mark.torch
 def test_the_record_says_where_how_long_and_that_memory_ran_out(tmp_path):
     """The longest completion also where it brings no new peak; and memory that runs out in a later, lower step."""
-    from experiments.hooks.memory_callback import MemoryCallback
+    from rloo_memory.hooks.memory_callback import MemoryCallback
 
     trainer = stub_trainer(tmp_path, stub_policy())
     callback = MemoryCallback(
@@ -140,10 +142,10 @@ def test_the_record_has_the_settings_that_were_trained_with(tmp_path):
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from experiments.hooks.memory_callback import trained_settings
-    from experiments.settings import profiles
+    from rloo_memory.hooks.memory_callback import trained_settings
+    from rloo_memory.settings import profiles
 
-    policy, _, _ = models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))
+    policy, _, _ = run_models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(policy), dtype=torch.bfloat16)
     adapters = LoraConfig(r=4, lora_alpha=12, lora_dropout=0.0, target_modules=["q_proj", "down_proj"])
     model = get_peft_model(model, adapters, autocast_adapter_dtype=False)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments import host_allocator
-from experiments.config import ConfigError
-from experiments.launch import __main__ as launch
-from experiments.launch import command_line
+from rloo_memory import host_allocator
+from rloo_memory.errors import ConfigError
+from rloo_memory.launch import __main__ as launch
+from rloo_memory.launch import command_line
 
 ROOT = Path(__file__).resolve().parent.parent
 STARTS = """
@@ -22,7 +22,7 @@ with Path(sys.argv[1], "starts").open("a") as file:
     print(os.getpid(), file=file)
 """
 ACTIVATE = f"""{STARTS}
-from experiments import host_allocator
+from rloo_memory import host_allocator
 host_allocator.activate(sys.argv[2])
 print(host_allocator.active(), os.environ["LD_PRELOAD"])
 """
@@ -95,7 +95,7 @@ def test_other_preloads_stay_and_another_allocator_goes(libraries, tmp_path):
 @linux
 def test_the_launcher_says_which_library_is_loaded(libraries):
     """The profile does not exist, so that nothing is trained; the allocator comes first."""
-    result = python("-m", "experiments.launch", "no_such", "--host_allocator", "tcmalloc", LD_LIBRARY_PATH=libraries)
+    result = python("-m", "rloo_memory.launch", "no_such", "--host_allocator", "tcmalloc", LD_LIBRARY_PATH=libraries)
     assert result.stdout == f"host allocator: {libraries / 'libtcmalloc_minimal.so.4'}\n", result.stderr
     assert result.returncode == 2 and "unknown profile 'no_such'" in result.stderr
 
@@ -130,7 +130,7 @@ def test_workers_of_torchrun_start_again_and_still_find_each_other(libraries, tm
 def test_a_preload_that_the_linker_ignored_is_refused(tmp_path):
     (tmp_path / "libtcmalloc_minimal.so.4").write_text("not a library")
     preload = tmp_path / "libtcmalloc_minimal.so.4"
-    result = python("-m", "experiments.launch", "balanced", "--host_allocator", "tcmalloc", LD_PRELOAD=preload)
+    result = python("-m", "rloo_memory.launch", "balanced", "--host_allocator", "tcmalloc", LD_PRELOAD=preload)
     line = result.stderr.splitlines()[-1]
     assert result.returncode == 2 and line.startswith("launch: host_allocator 'tcmalloc' is not active"), result.stderr
     assert str(preload) in line and not result.stdout

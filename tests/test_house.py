@@ -13,19 +13,27 @@ import pytest
 
 from experiments.config import ROOT
 
-# What a room of experiments/, or a module beside them, may import of experiments/
+# What a room, or a module beside the rooms, may import of its own package. experiments/ may import all of rloo_memory/
+PRODUCT = {path.stem for path in (ROOT / "rloo_memory").glob("*.py")} - {"__init__", "__main__"}
 BESIDE = {path.stem for path in (ROOT / "experiments").glob("*.py")} - {"__init__"}
 MAY_IMPORT = {
-    "evidence": {"evidence", "launch", "hooks", "plan", "settings", "workload", *BESIDE},
-    "launch": {"launch", "hooks", "plan", "settings", "workload", *BESIDE - {"train", "suite"}},
-    "hooks": {"hooks", "record", "phases", "device", "host_allocator", "config"},
-    "plan": {"plan", "settings", "workload", *BESIDE - {"train", "suite"}},
-    "settings": {"settings", "builds", "config"},
-    "workload": {"workload", "config"},
-    "train": {"workload", *BESIDE - {"suite"}},
-    "suite": {"workload", *BESIDE},
-    **{module: BESIDE - {"train", "suite"} for module in BESIDE - {"train", "suite", "config"}},
-    "config": set(),
+    "rloo_memory": {
+        "launch": {"launch", "hooks", "plan", "settings", *PRODUCT},
+        "hooks": {"hooks", *PRODUCT},
+        "plan": {"plan", "settings", *PRODUCT},
+        "settings": {"settings", *PRODUCT},
+        **dict.fromkeys(PRODUCT, PRODUCT),
+        "__main__": set(),
+    },
+    "experiments": {
+        "evidence": {"evidence", "workload", *BESIDE},
+        "fitting": {"fitting", *BESIDE - {"train", "suite"}},
+        "workload": {"workload", "config"},
+        "train": {"workload", *BESIDE - {"suite"}},
+        "suite": {"workload", *BESIDE},
+        **{module: BESIDE - {"train", "suite"} for module in BESIDE - {"train", "suite", "config"}},
+        "config": set(),
+    },
 }
 LINES = 420
 LONGER = {  # -> why
@@ -49,7 +57,7 @@ def modules() -> dict[str, Path]:
     """Our modules by the name under which they are imported."""
     found = {}
     for folder in (ROOT, *sorted(ROOT.glob("trl/*/overlay"))):
-        for top in ("experiments", "visualization", "tests") if folder == ROOT else ("trl",):
+        for top in ("rloo_memory", "experiments", "visualization", "tests") if folder == ROOT else ("trl",):
             for path in sorted((folder / top).rglob("*.py")):
                 found[".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")] = path
     return found
@@ -77,16 +85,16 @@ def imports(name: str, source: str) -> list[tuple[int, str, str, str]]:
 
 
 def wrong_arrows(name: str, source: str) -> list[str]:
-    room = name.split(".")[1]
+    package, room, *_ = [*name.split("."), "__init__"]
     wrong = []
     for line, full, _, _ in imports(name, source):
         top, *rest = full.split(".")
-        if name.startswith("visualization."):
-            bad = top in ("experiments", "torch", "trl")
-        elif name.startswith("experiments."):
-            bad = top == "visualization" or top == "experiments" and not MAY_IMPORT[room].issuperset(rest[:1])
+        if package == "visualization":
+            bad = top in ("experiments", "rloo_memory", "torch", "trl")
+        elif top == package and package in MAY_IMPORT:
+            bad = not MAY_IMPORT[package].get(room, set()).issuperset(rest[:1])
         else:
-            bad = top in ("experiments", "visualization")
+            bad = top == "visualization" or top == "experiments" or top == "rloo_memory" and package != "experiments"
         if bad:
             wrong.append(f"{name}, line {line}: imports {full}")
     return wrong
@@ -120,7 +128,7 @@ def is_private(name: str) -> bool:
 
 def missing_modules(text: str) -> list[str]:
     """Modules of ours that a command in `text` starts and that are not there, or do nothing when started."""
-    asked = re.findall(r"-m ((?:experiments|visualization)(?:\.\w++)*+)(?!\.?\{)", text)
+    asked = re.findall(r"-m ((?:rloo_memory|experiments|visualization)(?:\.\w++)*+)(?!\.?\{)", text)
     return sorted({name for name in asked if "__main__" not in SOURCES.get(f"{name}.__main__", SOURCES.get(name, ""))})
 
 
@@ -133,7 +141,7 @@ def missing_paths(text: str, folder: Path) -> list[str]:
     stands for some."""
     links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
     text = re.sub(r"\]\([^)]*\)|\S*://\S*", " ", text)
-    tops = "experiments|visualization|tests|trl|docs|results"
+    tops = "rloo_memory|experiments|visualization|tests|trl|docs|results"
     paths = re.findall(rf"(?<![\w/.<>*$}}-])(?:\./)?((?:{tops})/[\w./*-]*|[\w-]+\.sh\b)(?![<{{\w*])", text)
     gone = [link for link in links if link and not (folder / link).exists()]
     gone += [path for path in paths if not list(ROOT.glob(path.rstrip("./")))]
@@ -142,8 +150,9 @@ def missing_paths(text: str, folder: Path) -> list[str]:
 
 
 def test_imports_run_from_top_to_bottom():
-    rooms = {name.split(".")[1] for name in MODULES if name.startswith("experiments.")}
-    assert rooms == MAY_IMPORT.keys(), "a room without a rule, or a rule without a room"
+    for package, rules in MAY_IMPORT.items():
+        rooms = {name.split(".")[1] for name in MODULES if name.startswith(f"{package}.")}
+        assert rooms == rules.keys(), "a room without a rule, or a rule without a room"
     checked = {name: source for name, source in SOURCES.items() if "." in name and not name.startswith("tests.")}
     wrong = [line for name, source in checked.items() for line in wrong_arrows(name, source)]
     assert not wrong, "\n".join(wrong)
@@ -157,10 +166,10 @@ def test_no_module_uses_the_private_names_of_another():
 def test_no_two_rooms_have_a_module_of_the_same_name():
     rooms = defaultdict(set)
     for name, path in MODULES.items():
-        if name.startswith(("experiments.", "visualization.")) and path.name != "__main__.py":
+        if name.startswith(("rloo_memory.", "experiments.", "visualization.")) and path.name != "__main__.py":
             room, _, module = name.rpartition(".")
             rooms[module].add(room)
-    rooms["plan"] -= {"visualization.charts"}  # draws what experiments.plan predicts
+    rooms["plan"] -= {"visualization.charts"}  # draws what rloo_memory.plan predicts
     rooms["worth"] -= {"visualization.charts"}
     rooms["rivals"] -= {"visualization.pages"}  # shows what experiments.evidence.rivals measures
     assert not {module: sorted(places) for module, places in rooms.items() if len(places) > 1}
@@ -199,18 +208,18 @@ def test_commands_name_modules_that_can_be_started():
 @pytest.mark.parametrize(
     "rule, name, source",
     [
-        (wrong_arrows, "experiments.plan.doctor", "from experiments.launch import inputs"),
-        (wrong_arrows, "experiments.plan.doctor", "def f():\n    import experiments.evidence.rivals"),
-        (wrong_arrows, "experiments.hooks.memory_callback", "from experiments import builds"),
-        (wrong_arrows, "experiments.workload.data", "from experiments.record import write_json"),
+        (wrong_arrows, "rloo_memory.plan.doctor", "from rloo_memory.launch import inputs"),
+        (wrong_arrows, "rloo_memory.plan.doctor", "def f():\n    import experiments.evidence.rivals"),
+        (wrong_arrows, "rloo_memory.hooks.memory_callback", "from experiments import builds"),
+        (wrong_arrows, "rloo_memory.data", "from experiments.record import write_json"),
         (wrong_arrows, "experiments.config", "from experiments.workload import data"),
         (wrong_arrows, "experiments.suite", "from experiments import plan"),
-        (wrong_arrows, "experiments.plan.doctor", "from visualization.plan import draw"),
+        (wrong_arrows, "rloo_memory.plan.doctor", "from visualization.plan import draw"),
         (wrong_arrows, "visualization.load", "from experiments.config import ROOT"),
         (wrong_arrows, "visualization.load", "import torch.nn"),
         (wrong_arrows, "trl.models.prefix_sharing", "import experiments"),
         (wrong_arrows, "visualization.tables", "import visualization\nfrom experiments import config"),
-        (wrong_arrows, "experiments.settings.profiles", "from ..plan import predict"),
+        (wrong_arrows, "rloo_memory.settings.profiles", "from ..plan import predict"),
         (private_names, "tests.x", "from experiments.record import _x"),
         (private_names, "tests.x", "from experiments import record as r\nr._x"),
         (private_names, "tests.x", "import experiments.record\nexperiments.record._x()"),
@@ -224,7 +233,7 @@ def test_each_rule_finds_what_breaks_it(rule, name, source):
 
 
 def test_each_rule_leaves_alone_what_keeps_it():
-    assert not wrong_arrows("experiments.evidence.rivals", "from experiments.launch import inputs\nimport torch")
+    assert not wrong_arrows("experiments.evidence.rivals", "from rloo_memory.launch import inputs\nimport torch")
     assert not wrong_arrows("experiments.train", "def f():\n    from experiments.workload import data")
     assert not private_names("tests.x", "from torch.utils._pytree import tree_map\nself._x\nrecord._x")
     assert not private_names("experiments.record", "def f():\n    return _x")
@@ -235,7 +244,7 @@ def test_paths_that_lead_nowhere_are_found():
     assert missing_paths(text + "`nowhere.py`, `config.py`", ROOT) == [
         "experiments/gone.py", "gone.md", "gone.sh", "nowhere.py"
     ]  # fmt: skip
-    text = "python -m experiments.gone; -m experiments.suite; -m experiments.hooks; -m experiments.plan, -m pytest"
-    assert missing_modules(text + "-m experiments.phases") == [
-        "experiments.gone", "experiments.hooks", "experiments.phases"
+    text = "python -m experiments.gone; -m experiments.suite; -m rloo_memory.hooks; -m rloo_memory.plan, -m pytest"
+    assert missing_modules(text + "-m rloo_memory.phases") == [
+        "experiments.gone", "rloo_memory.hooks", "rloo_memory.phases"
     ]  # fmt: skip

@@ -14,11 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments.config import ConfigError, resolve
-from experiments.launch import __main__ as launch
-from experiments.launch import dataset, help, inputs
-from experiments.settings.arguments import LaunchArguments
-from experiments.workload import data, models
+from experiments.config import resolve
+from experiments.workload import run_models
+from rloo_memory import data
+from rloo_memory.errors import ConfigError
+from rloo_memory.launch import __main__ as launch
+from rloo_memory.launch import dataset, help, inputs
+from rloo_memory.settings.arguments import LaunchArguments
 
 ROOT = Path(__file__).resolve().parent.parent
 ROW = b'{"prompt": "Say a."}\n'
@@ -27,7 +29,7 @@ ROWS = b'{"prompt": "Say a.", "answer": "a"}\n{"prompt": "Say the long word b.",
 
 @pytest.fixture(scope="module")
 def policy():
-    return models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))[0]
+    return run_models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))[0]
 
 
 DATASETS = {
@@ -301,7 +303,7 @@ def test_what_only_loading_shows_is_one_line_too(policy, tmp_path, monkeypatch, 
 def test_a_model_limits_the_prompts_by_its_positions_and_by_its_tokens():
     import transformers
 
-    from experiments.launch import model_limits
+    from rloo_memory.launch import model_limits
 
     small = dict(vocab_size=50, hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8)
 
@@ -426,7 +428,7 @@ def test_models_with_random_weights_are_written_once_and_never_over_one_another(
 def test_the_help_needs_nothing_installed_and_lists_everything(tmp_path):
     """In a fresh clone, where the only Python has no packages, from another folder."""
     clone = tmp_path / "a clone"
-    shutil.copytree(ROOT / "experiments", clone / "experiments", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "rloo_memory", clone / "rloo_memory", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "launch_single_gpu.sh", clone)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python3").write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
@@ -487,7 +489,7 @@ def test_it_works_where_the_user_stands_and_a_signal_ends_it_in_one_line(policy,
     running = {}
     for number in (signal.SIGINT, signal.SIGTERM):
         folder = tmp_path / number.name
-        for package in ("experiments", "trl"):
+        for package in ("rloo_memory", "trl"):
             (folder / package).mkdir(parents=True)
             (folder / package / "__init__.py").write_text("raise ImportError('this is not ours')")
         (folder / "rows.jsonl").write_bytes(ROWS)
@@ -524,7 +526,7 @@ def test_it_works_where_the_user_stands_and_a_signal_ends_it_in_one_line(policy,
 
 
 def test_the_passes_are_said_in_groups():
-    from experiments.launch.announce import passes
+    from rloo_memory.launch.announce import passes
 
     config = dict(
         num_generations=8,
@@ -546,7 +548,7 @@ def test_the_passes_are_said_in_groups():
 def test_memory_that_runs_out_is_said_in_one_line_and_recorded(policy, tmp_path, monkeypatch, capsys):
     """The first update fails: the doctor can still read what is known."""
     from experiments.builds import use_fork
-    from experiments.config import ARMS
+    from rloo_memory.arms import ARMS
 
     use_fork(ARMS["shared"])
     from trl import RLOOTrainer
@@ -564,7 +566,7 @@ def test_memory_that_runs_out_is_said_in_one_line_and_recorded(policy, tmp_path,
     assert launch.main([*words.split(), "--report_to", "none", "--predict_memory", "false"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("launch: out of memory in phase train of update 1: ") and error.count("\n") == 1, error
-    assert "Tried to allocate 2.00 GiB" in error and "experiments.plan.doctor out says" in error
+    assert "Tried to allocate 2.00 GiB" in error and "rloo-memory doctor out says" in error
     record = json.loads(Path("out", "memory.json").read_text())
     assert record["prompt_tokens"] == 48 and set(record["peaks"]) == {"generate", "score", "train"}
     assert record["out_of_memory"] == "train"
@@ -574,7 +576,7 @@ def test_memory_that_runs_out_is_said_in_one_line_and_recorded(policy, tmp_path,
 def test_quantized_weights_that_are_kept_on_the_host_move_with_their_states(monkeypatch):
     import torch
 
-    from experiments.launch.offload import keep_on_host
+    from rloo_memory.launch.offload import keep_on_host
 
     calls = []
     hook = SimpleNamespace(offload=lambda: calls.append("offload"))

@@ -12,10 +12,11 @@ import pytest
 import two_processes
 
 from experiments.config import resolve
-from experiments.workload import data, models
+from experiments.workload import run_models
+from rloo_memory import data
 
 ROOT = Path(__file__).resolve().parent.parent
-PROGRAM = ("-m", "experiments.launch")
+PROGRAM = ("-m", "rloo_memory.launch")
 FSDP_PROGRAM = (str(ROOT / "tests" / "probes" / "fsdp_on_cpu.py"),)  # the launcher where accelerate can shard on CPU
 # Two rollouts with two updates each: after the first update of a rollout the loss is not zero. Every weight, with the
 # optimizer of the profiles. Both processes sample from their own seed, the same in all runs: a token is another one
@@ -47,7 +48,7 @@ seed: 3
 
 
 def build_model():
-    return models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))[0]
+    return run_models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))[0]
 
 
 def launch(config, program, model, folder):
@@ -61,7 +62,7 @@ def launch(config, program, model, folder):
         "-m",
         "accelerate.commands.launch",
         "--config_file",
-        f"experiments/settings/accelerate/{config}.yaml",
+        f"rloo_memory/settings/accelerate/{config}.yaml",
         "--num_processes",
         "2",
         "--main_process_port",

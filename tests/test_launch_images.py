@@ -11,13 +11,15 @@ import pytest
 import tiny_gemma3
 from tiny_gemma3 import SIDE
 
-from experiments.config import ConfigError, resolve
-from experiments.launch import __main__ as launch
-from experiments.launch import dataset, gate, inputs, prompt_images
-from experiments.plan import ask, calibration, doctor
-from experiments.plan.predict import PredictedPeak
-from experiments.plan.records import read_run
-from experiments.workload import data, models
+from experiments.config import resolve
+from experiments.workload import run_models
+from rloo_memory import data
+from rloo_memory.errors import ConfigError
+from rloo_memory.launch import __main__ as launch
+from rloo_memory.launch import dataset, gate, inputs, prompt_images
+from rloo_memory.plan import ask, calibration, doctor
+from rloo_memory.plan.predict import PredictedPeak
+from rloo_memory.plan.records import read_run
 
 PROFILE = """
 dtype: float32
@@ -53,7 +55,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def text_model():
-    return models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))[0]
+    return run_models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))[0]
 
 
 @pytest.fixture
@@ -241,7 +243,7 @@ def test_the_first_200_rows_are_counted_or_all_where_there_is_a_limit(here, mode
     from transformers import AutoProcessor
 
     from experiments.builds import use_fork
-    from experiments.config import ARMS
+    from rloo_memory.arms import ARMS
 
     use_fork(ARMS["shared"])
     processor = AutoProcessor.from_pretrained(model)

@@ -9,11 +9,13 @@ from types import SimpleNamespace
 import pytest
 import two_processes
 
-from experiments.config import ConfigError, resolve
-from experiments.launch import __main__ as launch
-from experiments.launch import announce, output
-from experiments.processes import owned
-from experiments.workload import data, models
+from experiments.config import resolve
+from experiments.workload import run_models
+from rloo_memory import data
+from rloo_memory.errors import ConfigError
+from rloo_memory.folder_lock import owned
+from rloo_memory.launch import __main__ as launch
+from rloo_memory.launch import announce, output
 
 ROOT = Path(__file__).resolve().parent.parent
 PROFILE = """
@@ -36,7 +38,7 @@ predict_memory: false
 
 @pytest.fixture(scope="module")
 def policy():
-    return models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))[0]
+    return run_models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))[0]
 
 
 @pytest.fixture(scope="module")
@@ -209,8 +211,8 @@ def test_that_updates_round_to_nothing_is_said_exactly_where_adam_moves_few_weig
 @pytest.mark.parametrize("words, said", [([], "holds the output of another"), (["true"], "finished: ")])
 def test_of_two_processes_the_first_decides_and_both_end(here, policy, words, said):
     command = [sys.executable, "-W", "ignore", "-m", "accelerate.commands.launch", "--config_file"]
-    command += ["experiments/settings/accelerate/ddp.yaml", "--num_processes", "2", "--main_process_port", "0"]
-    command += ["-m", "experiments.launch", str(here / "profile.yaml"), "--output_dir", str(here / "trainer_output")]
+    command += ["rloo_memory/settings/accelerate/ddp.yaml", "--num_processes", "2", "--main_process_port", "0"]
+    command += ["-m", "rloo_memory.launch", str(here / "profile.yaml"), "--output_dir", str(here / "trainer_output")]
     command += ["--resume_from_checkpoint", *words] if words else []
     code, text = two_processes.run(command, 240, MODEL_PATH=policy, PYTHONPATH=str(ROOT))
     assert (code == 0) == bool(words) and text.count(said) == 1, text[-3000:]

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from experiments.plan.levers import LEVERS, applied
-from experiments.plan.setups import Setup
-from experiments.plan.trl_settings import by_batch, changes, from_settings, of_model, with_changes
-from experiments.settings import profiles
+from rloo_memory.plan.levers import LEVERS, applied
+from rloo_memory.plan.setups import Setup
+from rloo_memory.plan.trl_settings import by_batch, changes, from_settings, of_model, with_changes
+from rloo_memory.settings import profiles
 
 
 @pytest.mark.slow

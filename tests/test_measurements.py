@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 
 from experiments import builds
-from experiments.config import ROOT, ConfigError
+from experiments.config import ROOT
 from experiments.evidence import (
     common,
     decoding,
@@ -22,6 +22,7 @@ from experiments.evidence import (
 )
 from experiments.evidence.gpu import attention_speed, device_facts, kernels, step_profile
 from experiments.record import write_csv
+from rloo_memory.errors import ConfigError
 from visualization.pages.rivals import families_table
 
 ON_A_DEVICE = (exactness, planner_check, sampler_check, attention_speed, device_facts, kernels, step_profile)

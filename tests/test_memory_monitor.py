@@ -17,8 +17,9 @@ import psutil
 import pytest
 
 from experiments import memory_monitor, train
-from experiments.device import cuda_uuid
-from experiments.memory_monitor import COLUMNS, Device, interval_report, start_monitor, stop_monitor, visible_devices
+from experiments.memory_monitor import COLUMNS, interval_report, start_monitor, stop_monitor
+from experiments.run_device import cuda_uuid
+from rloo_memory.nvml import Device, visible_devices
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 20  # seconds a busy machine may take for what normally takes a fraction of one
@@ -286,7 +287,7 @@ def test_the_launcher_leaves_one_gpu_visible_and_says_so(stub, visible, left, co
     """The stub has two."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
     shown = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    code = "import os\nfrom experiments.device import show_one_gpu\n"
+    code = "import os\nfrom rloo_memory.device import show_one_gpu\n"
     run = subprocess.run(
         [sys.executable, "-c", code + "print(show_one_gpu(), os.environ['CUDA_VISIBLE_DEVICES'], sep='|', end='')"],
         cwd=ROOT,

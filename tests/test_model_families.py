@@ -8,10 +8,11 @@ import textwrap
 
 import pytest
 
-from experiments.config import ROOT, ConfigError
+from experiments.config import ROOT
 from experiments.evidence import family_check, model_families
 from experiments.evidence.family_check import OTHER, REFUSED, SHARED, Result
 from experiments.evidence.tiny_families import Family
+from rloo_memory.errors import ConfigError
 
 PAGE = (ROOT / "docs" / "models.md").read_text()
 # Row: (names, class) -> (verdict with its reason, decoding). Errors are left out: their last digit may move

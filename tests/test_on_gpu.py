@@ -16,13 +16,14 @@ from importlib.util import find_spec
 import pytest
 
 from experiments import config as cfg
-from experiments.config import ROOT, ConfigError
+from experiments.config import ROOT
 from experiments.evidence import common, on_gpu
 from experiments.evidence.common import EXIT_TIME, EXIT_VERDICT
 from experiments.evidence.gpu import archive, items, prepare, session
 from experiments.evidence.gpu.prepare import Folder
 from experiments.evidence.gpu.session import Item, Session
-from experiments.record import write_json
+from rloo_memory.errors import ConfigError, Stopped
+from rloo_memory.storage import write_json
 
 STAND_IN = """
 import os, sys, time
@@ -313,9 +314,9 @@ def test_the_stop_of_a_session_is_kept(program):
     hanging = program.item("hangs", seconds=60)
 
     def interrupt(process, until):
-        raise cfg.Stopped(signal.SIGTERM)
+        raise Stopped(signal.SIGTERM)
 
     at_work.follow = interrupt
-    with pytest.raises(cfg.Stopped):
+    with pytest.raises(Stopped):
         at_work.run([hanging])
     assert program.states() == {"hangs": "stopped"} and asdict(at_work.states["hangs"])["failures"] == 0

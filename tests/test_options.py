@@ -5,9 +5,11 @@ import json
 import pytest
 
 from experiments import config as cfg
-from experiments import device, record, suite, train
-from experiments.config import ConfigError, RunConfig
+from experiments import record, run_device, suite, train
+from experiments.config import RunConfig
 from experiments.processes import Launch
+from rloo_memory.device import cpu_name, machine_name
+from rloo_memory.errors import ConfigError
 
 WHOLE = ("", "two", "1.5", "-1", "nan", str(10**30), "9" * 400)
 NUMBER = ("", "much", "nan", "inf", "-inf", "1e999", "-1", "1e300")
@@ -126,9 +128,9 @@ def test_the_file_is_everything(tmp_path, capsys):
 
 
 def test_the_machines_folder_is_printed_by_itself(capsys):
-    assert device.main(["--device", "cpu"]) == 0
-    assert capsys.readouterr().out == cfg.machine_name("cpu", cfg.cpu_name()) + "\n"
-    assert device.main(["--device", "tpu"]) == 2
+    assert run_device.main(["--device", "cpu"]) == 0
+    assert capsys.readouterr().out == machine_name("cpu", cpu_name()) + "\n"
+    assert run_device.main(["--device", "tpu"]) == 2
 
 
 def test_the_summary_command_wants_a_folder_of_runs(tmp_path, capsys):

@@ -10,8 +10,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from experiments.config import ROOT
-from experiments.device import status_bytes
-from experiments.phases import PhaseRecorder
+from rloo_memory.device import status_bytes
+from rloo_memory.phases import PhaseRecorder
 
 MIB = 2**20
 
@@ -91,7 +91,7 @@ def test_a_prompt_computed_before_generate_belongs_to_generation(recorder, lora)
 
 
 BLOCKS = """
-from experiments.device import only_live_memory, status_bytes
+from experiments.run_device import only_live_memory, status_bytes
 
 def left_of_100_mib():
     before = status_bytes("VmRSS")

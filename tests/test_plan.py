@@ -12,13 +12,14 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.config import ARMS, ConfigError
-from experiments.plan import __main__ as plan
-from experiments.plan.options import room_of
-from experiments.plan.predict import PredictedPeak, Prediction
-from experiments.plan.reserve import FIXED, OUTSIDE, Room
-from experiments.plan.setups import ARM_NAMES, OLDER, Setup, check
-from experiments.plan.sharding import spread
+from rloo_memory.arms import ARMS
+from rloo_memory.errors import ConfigError
+from rloo_memory.plan import __main__ as plan
+from rloo_memory.plan.options import room_of
+from rloo_memory.plan.predict import PredictedPeak, Prediction
+from rloo_memory.plan.reserve import FIXED, OUTSIDE, Room
+from rloo_memory.plan.setups import ARM_NAMES, OLDER, Setup, check
+from rloo_memory.plan.sharding import spread
 
 ROOT = Path(__file__).resolve().parent.parent
 

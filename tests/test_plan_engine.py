@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.config import GIB, ROOT
+from experiments.config import ROOT
 from experiments.evidence.published_peaks import bounds_of, compared, setup_of
-from experiments.plan.setups import Setup
-from experiments.workload.models import named_config
+from rloo_memory.models import named_config
+from rloo_memory.plan.setups import Setup
+from rloo_memory.sizes import GIB
 
 SMALL = Setup(prompt_tokens=64, max_completion_length=32, num_generations=4, per_device_train_batch_size=4, beta=0.0)
 
@@ -18,10 +19,10 @@ SMALL = Setup(prompt_tokens=64, max_completion_length=32, num_generations=4, per
 def peaks():
     """The peaks by phase of a setup of a Qwen3 of 2 layers with a vocabulary of 20,000."""
     from experiments.builds import use_fork
-    from experiments.config import ARMS
+    from rloo_memory.arms import ARMS
 
     use_fork(ARMS["shared"])
-    from experiments.plan.extrapolate import phase_peaks
+    from rloo_memory.plan.extrapolate import phase_peaks
 
     config = named_config("qwen3-8-layers")
     config.num_hidden_layers, config.layer_types, config.vocab_size = 2, config.layer_types[:2], 20_000
@@ -37,7 +38,7 @@ def test_counting_leaves_autograd_to_add_and_scatter_in_place():
     """Under any other dispatch mode, autograd sums the gradients of several uses, and gathers', in new storages."""
     import torch
 
-    from experiments.plan.live_bytes import LiveBytes
+    from rloo_memory.plan.live_bytes import LiveBytes
 
     def places(mode):
         x, seen = torch.ones(64, 64, requires_grad=True), []
@@ -64,7 +65,7 @@ def test_counting_leaves_autograd_to_add_and_scatter_in_place():
 def test_autocast_on_cuda_brings_to_float32_what_the_cpus_does_not():
     import torch
 
-    from experiments.plan.autocast import as_on_cuda
+    from rloo_memory.plan.autocast import as_on_cuda
 
     x = torch.ones(4, 8, dtype=torch.bfloat16)
     layer_norm = lambda: torch.nn.functional.layer_norm(x, (8,)).dtype  # noqa: E731

@@ -2,20 +2,24 @@
 
 import pytest
 
-from experiments.config import GIB, ROOT
-from experiments.plan.__main__ import fits
-from experiments.plan.calibration import range_of
-from experiments.plan.errors import MeasuredErrors, measured_errors
-from experiments.plan.predict import PredictedPeak, Prediction
-from experiments.plan.reserve import Room
-from experiments.plan.setups import Setup
+from experiments.config import ROOT
+from experiments.evidence.measured_errors import errors_of
 from experiments.record import write_csv
+from rloo_memory.errors import ConfigError
+from rloo_memory.plan.__main__ import fits
+from rloo_memory.plan.calibration import range_of
+from rloo_memory.plan.predict import PredictedPeak, Prediction
+from rloo_memory.plan.reserve import Room
+from rloo_memory.plan.setups import Setup
+from rloo_memory.plan.sureness import MeasuredErrors, measured_errors
+from rloo_memory.sizes import GIB
 
 COLUMNS = ("case", "phase", "predicted_bytes", "measured_bytes", "device_kind")
 
 
 def test_the_range_spans_the_measured_peaks_of_all_machines(tmp_path):
-    assert measured_errors(tmp_path) is None
+    with pytest.raises(ConfigError, match="holds no"):
+        errors_of(tmp_path)
     for machine, kind, ratios in (("a", "cpu", (0.9, 1.0)), ("b", "cuda", (1.1, 1.05))):
         (tmp_path / machine).mkdir()
         rows = [
@@ -23,8 +27,7 @@ def test_the_range_spans_the_measured_peaks_of_all_machines(tmp_path):
             for phase, ratio in zip(("score", "train"), ratios, strict=True)
         ]
         write_csv(tmp_path / machine / "plan_check.csv", COLUMNS, rows)
-    measured_errors.cache_clear()
-    errors = measured_errors(tmp_path)
+    errors = errors_of(tmp_path)
     assert errors == MeasuredErrors(0.9, 1.1, 4, 2, "CPU and a GPU")
     assert errors.range_of(10 * GIB) == (9 * GIB, 11 * GIB)
     assert errors.in_words(10 * GIB).startswith("10.00 GiB stands for 9.00 to 11.00: 4 measured peaks of 2 small ")
@@ -33,7 +36,7 @@ def test_the_range_spans_the_measured_peaks_of_all_machines(tmp_path):
 def test_a_peak_that_fits_by_less_than_the_error_is_said_to_just_fit():
     errors = measured_errors()
     assert errors.low < 1 < errors.high < 1.1 and errors.peaks > 100, "of the committed results"
-    assert sorted((ROOT / "results").glob("*/plan_check.csv"))
+    assert errors == errors_of(ROOT / "results"), "run python -m experiments.evidence.measured_errors"
     phases = [PredictedPeak("train", 10 * GIB, {}, 0), PredictedPeak("load", GIB, {}, 0)]
     assert range_of(phases) == (errors.range_of(10 * GIB)[0], 10 * GIB, errors.range_of(10 * GIB)[1])
     prediction = Prediction("stock", Setup(10), phases)

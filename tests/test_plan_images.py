@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from experiments.config import ConfigError
-from experiments.plan.images import PromptImages
-from experiments.workload import models
+from rloo_memory import models
+from rloo_memory.errors import ConfigError
+from rloo_memory.plan.images import PromptImages
 
 OPTIONS = ("--completion", 16, "--k", 4, "--prompt", 200)
 
@@ -17,12 +17,13 @@ OPTIONS = ("--completion", 16, "--k", 4, "--prompt", 200)
 @pytest.mark.parametrize("sizes", [((280, 224),), ((100, 90), (203, 57)), ((57, 200),)])
 def test_images_have_the_tokens_and_the_pixels_that_a_processor_gives_them(shape, sizes):
     from experiments.builds import use_fork
-    from experiments.config import ARMS
+    from rloo_memory.arms import ARMS
 
     use_fork(ARMS["shared"])
     from trl.data_utils import prepare_multimodal_messages
 
-    from experiments.workload import data, pictures
+    from experiments.workload import pictures
+    from rloo_memory import data
 
     tokenizer = models.build_tokenizer(data.load_documents("builtin"), 600)
     hf_config = pictures.with_token_ids(models.shape_config(shape), pictures.with_image_tokens(tokenizer))

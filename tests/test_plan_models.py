@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from experiments.workload import models
+from rloo_memory import models
 
 
 def plan_of_tiny(planned, model_type, folder, *arguments, **fields):

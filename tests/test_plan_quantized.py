@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments.config import ConfigError
-from experiments.plan.checkpoint import Quantized, quantized
+from rloo_memory.errors import ConfigError
+from rloo_memory.plan.checkpoint import Quantized, quantized
 
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True}
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,

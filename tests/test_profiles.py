@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from experiments.config import ConfigError, resolve
-from experiments.settings import profiles
-from experiments.workload import data, models
+from experiments.config import resolve
+from experiments.workload import run_models
+from rloo_memory import data
+from rloo_memory.errors import ConfigError
+from rloo_memory.settings import profiles
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -145,7 +147,7 @@ def test_every_loss_type_is_one_that_the_trainer_knows():
 @pytest.mark.slow
 @pytest.mark.torch
 def test_every_profile_trains_a_tiny_model_on_a_cpu(tmp_path):
-    policy, _, _ = models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))
+    policy, _, _ = run_models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "tests/probes/profiles.py", tmp_path],
         cwd=ROOT,

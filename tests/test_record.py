@@ -14,10 +14,13 @@ import psutil
 import pytest
 
 from experiments import config as cfg
-from experiments import memory_monitor, phases, record, train
-from experiments.config import ROOT, ConfigError
-from experiments.processes import owned, stoppable
+from experiments import memory_monitor, record, train
+from experiments.config import ROOT
+from experiments.processes import stoppable
 from experiments.record import RunRecord, damage, read_record, write_summary
+from rloo_memory import phases
+from rloo_memory.errors import ConfigError
+from rloo_memory.folder_lock import owned
 
 GIB = 2**30
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHON = """#!/usr/bin/env bash
 echo "$@" >> asked
 case "$2" in
-  experiments.device) echo here ;;
+  experiments.run_device) echo here ;;
   experiments.record) echo "summary.csv: 2 run(s)" ;;
   *) exec {python} "$@" ;;
 esac
@@ -55,7 +55,7 @@ def test_without_arguments_it_draws_its_own_machine_and_ends_with_one_screen(cop
     assert len(result.stdout.splitlines()) <= SCREEN
     asked = (copy / "asked").read_text().splitlines()
     assert asked == [
-        "-m experiments.device",
+        "-m experiments.run_device",
         "-m experiments.record results/here",
         "-m visualization.report results/here",
     ]

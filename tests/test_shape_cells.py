@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments.config import ConfigError
 from experiments.evidence import common, planner_check, sampler_check
 from experiments.evidence.common import EXIT_TIME, EXIT_VERDICT
 from experiments.evidence.gpu import attention_speed, expected_peaks, kernels, shape_cells, step_profile
 from experiments.evidence.gpu.plans import ON_CPU, PLANS, SMALL, WAYS, Cell, Plan
-from experiments.phases import PhaseRecorder
 from experiments.record import write_csv
+from rloo_memory.errors import ConfigError
+from rloo_memory.phases import PhaseRecorder
 from visualization.files import LoadError
 from visualization.tables import render
 
@@ -91,7 +91,7 @@ def test_ways_alternate_and_one_that_runs_out_of_memory_is_a_row_and_the_next_go
 def test_the_prompt_is_computed_within_generation(command, monkeypatch, lora_rank):
     """Once a rollout, with LoRA through the base model alone."""
     from experiments.builds import use_fork
-    from experiments.config import ARMS
+    from rloo_memory.arms import ARMS
 
     use_fork(ARMS["shared"])
     from trl.generation import shared_prefix
@@ -120,7 +120,7 @@ def test_the_prompt_is_computed_within_generation(command, monkeypatch, lora_ran
 @pytest.mark.torch
 def test_a_cell_that_fails_is_a_verdict_and_wrong_kernels_are_not_used(command, tmp_path, monkeypatch):
     from experiments.builds import use_fork
-    from experiments.config import ARMS
+    from rloo_memory.arms import ARMS
 
     use_fork(ARMS["shared"])
     from trl.models import prefix_sharing_contexts
@@ -255,7 +255,7 @@ def test_ways_differ_in_what_their_names_say_and_in_nothing_else():
 
 
 def test_every_planned_cell_is_one_that_the_planner_takes_and_plans_name_none_twice():
-    from experiments.plan.setups import check
+    from rloo_memory.plan.setups import check
 
     for name, planned in PLANS.items():
         assert len(set(planned.cells)) == len(planned.cells), name
@@ -359,7 +359,7 @@ def test_cudnn_has_seen_all_lengths_before_a_step_is_measured(way, lengths):
 
 
 def test_predictions_are_made_once_and_read_where_they_are(tmp_path, monkeypatch):
-    from experiments.plan import predict
+    from rloo_memory.plan import predict
 
     calls = []
 

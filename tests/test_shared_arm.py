@@ -9,9 +9,11 @@ import pytest
 from experiments import builds, suite
 from experiments import config as cfg
 from experiments import train as train_module
-from experiments.config import ARMS, ROOT, ConfigError
-from experiments.plan.records import harness_record
+from experiments.config import ROOT
 from experiments.record import read_record
+from rloo_memory.arms import ARMS
+from rloo_memory.errors import ConfigError
+from rloo_memory.plan.records import harness_record
 from tests.test_suite import run_suite
 
 SERIES = [row for row in (ROOT / "trl" / "current" / "series").read_text().splitlines() if row.endswith(".patch")]

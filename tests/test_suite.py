@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from experiments import suite
-from experiments.config import ROOT, ConfigError
+from experiments.config import ROOT
 from experiments.record import RunRecord, read_record
+from rloo_memory.errors import ConfigError
 
 
 def run_suite(tmp_path, *options):
@@ -272,7 +273,7 @@ def test_the_bench_draws_the_folder_that_it_ran_into(options, tmp_path):
     subprocess.run(["./run_bench.sh", *options], cwd=tmp_path, check=True, timeout=60)
     *suites, asked = (tmp_path / "ran").read_text().splitlines()
     assert len(suites) == 7 and all(line.endswith(" ".join(options)) for line in suites)
-    machine = suite.cfg.machine_name(*suite.pick_device("auto")[:2])
+    machine = suite.machine_name(*suite.pick_device("auto")[:2])
     expected = tmp_path / "my results" / "box" if options else ROOT / "results" / machine
     assert (tmp_path / "drawn").read_text().splitlines() == [str(expected)], asked
     assert not expected.exists() or not options, "asking makes nothing"

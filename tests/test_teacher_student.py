@@ -25,7 +25,7 @@ ARCHITECTURES = {
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    from experiments.workload.models import build_tokenizer
+    from rloo_memory.models import build_tokenizer
 
     return build_tokenizer(QUESTIONS + SOLUTIONS + EXPLANATIONS, 300)
 
@@ -69,7 +69,7 @@ def ask(reward, tokenizer, rows=(0, 1, 2), explanations=EXPLANATIONS, **options)
 
 
 def make(student, tokenizer, teacher=None, **options):
-    from experiments.hooks.teacher_student import TeacherStudentReward
+    from rloo_memory.hooks.teacher_student import TeacherStudentReward
 
     reward = TeacherStudentReward(student, tokenizer, **({} if teacher else {"kl_weight": 0}), **options)
     reward.teacher = teacher
@@ -256,7 +256,7 @@ def test_parts_are_logged_as_means(tokenizer):
 
 
 def test_what_cannot_give_a_reward_is_refused(tokenizer):
-    from experiments.workload.models import build_tokenizer
+    from rloo_memory.models import build_tokenizer
 
     student, teacher = build(), build(seed=1)
     with pytest.raises(ValueError, match="2 . 3.*empty"):
@@ -293,7 +293,7 @@ def test_a_teacher_that_cannot_be_asked_is_refused(fact, tokenizer):
 
 
 def test_there_are_24_examples_and_the_teacher_reads_question_and_solution():
-    from experiments.hooks.teacher_student import examples
+    from rloo_memory.hooks.teacher_student import examples
 
     rows = examples()
     assert len(rows) == 24 == len({row["question"] for row in rows})
@@ -306,7 +306,7 @@ def test_there_are_24_examples_and_the_teacher_reads_question_and_solution():
 def test_both_trainers_train_with_it_and_sharing_changes_nothing(probe):
     runs = probe("teacher_student")
     brought = runs.pop("harness")  # by importing the reward: nothing of what measures
-    assert brought == ["experiments", "experiments.hooks", "experiments.hooks.teacher_student"]
+    assert brought == ["rloo_memory", "rloo_memory.hooks", "rloo_memory.hooks.teacher_student"]
     assert runs["rloo"] == [pytest.approx(step, abs=2e-3) for step in runs["stock"]]
     for steps in runs.values():
         assert [step[0] for step in steps] == [1, 2]

@@ -11,6 +11,7 @@ import pytest
 
 from experiments import config as cfg
 from experiments.terminal import Live
+from rloo_memory.errors import ConfigError, Stopped, exit_code
 
 
 @pytest.fixture
@@ -89,9 +90,9 @@ def test_what_a_full_disk_did_not_take_stays_off_the_terminal():
 @pytest.mark.parametrize(
     "error, code, said",
     [
-        (cfg.ConfigError("--x 1 is bad; use 2"), 2, "x: --x 1 is bad; use 2"),
+        (ConfigError("--x 1 is bad; use 2"), 2, "x: --x 1 is bad; use 2"),
         (KeyboardInterrupt(), 130, "x: stopped by SIGINT"),
-        (cfg.Stopped(signal.SIGTERM), 143, "x: stopped by SIGTERM"),
+        (Stopped(signal.SIGTERM), 143, "x: stopped by SIGTERM"),
         (OSError(errno.ENOSPC, "No space left on device", "/tmp/y"), 1, "No space left on device: '/tmp/y'"),
     ],
 )
@@ -99,7 +100,7 @@ def test_a_command_that_did_not_do_its_work_says_so_in_one_line(error, code, sai
     def run(args):
         raise error
 
-    assert cfg.exit_code("x", run, None) == code
+    assert exit_code("x", run, None) == code
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
 
@@ -109,4 +110,4 @@ def test_an_error_of_the_program_itself_is_not_hidden():
         raise PermissionError(errno.EACCES, "Permission denied")
 
     with pytest.raises(PermissionError):
-        cfg.exit_code("x", run, None)
+        exit_code("x", run, None)

@@ -12,14 +12,18 @@ from types import SimpleNamespace
 import pytest
 
 from experiments import config as cfg
-from experiments import device
+from experiments import run_device
 from experiments import train as train_module
 from experiments.builds import use_fork
 from experiments.config import ROOT
 from experiments.memory_monitor import IntervalReport
-from experiments.phases import PhasePeak
 from experiments.record import SUMMARY_COLUMNS, RunRecord, fill_peaks, write_summary
 from experiments.suite import settle_record
+from rloo_memory.arms import ARMS
+from rloo_memory.device import is_out_of_memory, machine_name
+from rloo_memory.errors import ConfigError
+from rloo_memory.phases import PhasePeak
+from rloo_memory.sizes import parse_bytes
 
 
 def samples(folder):
@@ -179,14 +183,14 @@ def test_a_setting_that_cannot_work_gets_one_clear_line(case, tmp_path, capsys):
 
 @pytest.mark.parametrize("text, size", [("32GiB", 2**35), ("1.5 gb", 1.5e9), ("800MiB", 800 * 2**20), ("7", 7)])
 def test_sizes_are_read_with_their_unit(text, size):
-    assert cfg.parse_bytes(text) == size
+    assert parse_bytes(text) == size
 
 
 @pytest.mark.parametrize("number", (1e-3, 1, 7))
 def test_cpu_memory_failures_of_torch_are_told_from_other_errors(number):
-    assert device.is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"))
-    assert device.is_out_of_memory(MemoryError())
-    assert not device.is_out_of_memory(RuntimeError(f"shape '[{number}]' is invalid"))
+    assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"))
+    assert is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(RuntimeError(f"shape '[{number}]' is invalid"))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +208,7 @@ def test_cpu_memory_failures_of_torch_are_told_from_other_errors(number):
 )
 def test_memory_failures_of_cudas_libraries_and_of_causes_are_told_from_other_errors(text, memory):
     error = RuntimeError(text)
-    assert device.is_out_of_memory(error) == memory
+    assert is_out_of_memory(error) == memory
 
     def led_to(cause, **how):
         try:
@@ -219,17 +223,17 @@ def test_memory_failures_of_cudas_libraries_and_of_causes_are_told_from_other_er
         except ValueError as other:
             return other
 
-    assert device.is_out_of_memory(led_to(cause=True)) == device.is_out_of_memory(led_to(cause=False)) == memory
-    assert not device.is_out_of_memory(led_to(cause=False, handled=True))
+    assert is_out_of_memory(led_to(cause=True)) == is_out_of_memory(led_to(cause=False)) == memory
+    assert not is_out_of_memory(led_to(cause=False, handled=True))
     ring = led_to(cause=True)
     error.__cause__ = ring
-    assert device.is_out_of_memory(ring) == memory
+    assert is_out_of_memory(ring) == memory
 
 
 @pytest.mark.torch
 def test_a_mean_that_is_no_number_is_nan_in_the_trace():
     """TRL logs None where every value was NaN."""
-    use_fork(cfg.ARMS["shared"])
+    use_fork(ARMS["shared"])
     from experiments.workload.trainers import LogCollector
 
     phases = SimpleNamespace(step=1, grad_norms={1: [float("inf"), 2.0]})
@@ -287,12 +291,12 @@ def test_only_the_chosen_gpu_stays_visible(monkeypatch, visible, wanted, left):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: shown)
     properties = SimpleNamespace(name="NVIDIA Test", total_memory=7)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    kind, name, _ = device.pick_device(wanted)
+    kind, name, _ = run_device.pick_device(wanted)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == left
     assert (kind, name) == ("cuda", "NVIDIA Test") if shown else kind == "cpu"
-    with pytest.raises(cfg.ConfigError, match="cuda:9"):
+    with pytest.raises(ConfigError, match="cuda:9"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-        device.pick_device("cuda:9")
+        run_device.pick_device("cuda:9")
 
 
 def test_cuda_is_refused_where_there_is_none(capsys, monkeypatch):
@@ -304,6 +308,6 @@ def test_cuda_is_refused_where_there_is_none(capsys, monkeypatch):
 
 
 def test_machine_folders_are_named_by_device():
-    assert cfg.machine_name("cuda", "NVIDIA H200") == "nvidia-h200"
-    name = cfg.machine_name("cpu", "Intel(R) Xeon(R) CPU @ 2.60GHz")
+    assert machine_name("cuda", "NVIDIA H200") == "nvidia-h200"
+    name = machine_name("cpu", "Intel(R) Xeon(R) CPU @ 2.60GHz")
     assert name == f"cpu-intel-xeon-{os.cpu_count()}-cores"

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.patches import Rectangle
 
-from experiments import config
+from rloo_memory import arms
 from visualization import create_charts, tables
 from visualization.charts import plan
 from visualization.charts.audit import audit
@@ -495,7 +495,9 @@ def test_tables_refuse_broken_markers(machine, tmp_path, text, told):
         tables.main([str(tmp_path / "README.md"), "--check"])
 
 
-PAGES = [path for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))] if "<!-- table:" in path.read_text()]
+PAGES = [
+    path for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))] if "<!-- table:" in path.read_text()
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
@@ -525,7 +527,7 @@ def test_published_table_leaves_other_workloads_out(machine):
 
 
 def test_every_arm_has_its_words_in_every_chart(machine):
-    assert set(config.ARMS) <= set(ARMS)
+    assert set(arms.ARMS) <= set(ARMS)
     write_run(machine, "shared", 4, passes="_c8")
     for name, figure in create_charts.figures(load_machine(machine), "classic-baseline"):
         told = " ".join(" ".join(texts(figure)).split())

@@ -8,17 +8,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments.config import GIB, ConfigError
-from experiments.hooks.memory_callback import values_of
-from experiments.launch import vllm_server
-from experiments.plan import engine
-from experiments.plan.calibration import CalibratedPeak
-from experiments.plan.levers import LEVERS, applied
-from experiments.plan.predict import PredictedPeak, predict
-from experiments.plan.reserve import Room
-from experiments.plan.setups import Setup
-from experiments.plan.trl_settings import changes, from_settings
-from experiments.workload.models import named_config
+from rloo_memory.errors import ConfigError
+from rloo_memory.hooks.memory_callback import values_of
+from rloo_memory.launch import vllm_server
+from rloo_memory.models import named_config
+from rloo_memory.plan import engine
+from rloo_memory.plan.calibration import CalibratedPeak
+from rloo_memory.plan.levers import LEVERS, applied
+from rloo_memory.plan.predict import PredictedPeak, predict
+from rloo_memory.plan.reserve import Room
+from rloo_memory.plan.setups import Setup
+from rloo_memory.plan.trl_settings import changes, from_settings
+from rloo_memory.sizes import GIB
 
 LENGTHS = dict(prompt_tokens=64, max_completion_length=4096, num_generations=8, per_device_train_batch_size=1,
                steps_per_generation=8, gradient_accumulation_steps=8)  # fmt: skip
@@ -88,7 +89,7 @@ def test_settings_say_what_vllm_takes_and_a_lever_lets_it_sleep():
     ("vllm_gpu_memory_utilization: 0.5", "vLLM's share, 0.5 of the device, 4.00 GiB, is in it throughout"),
 ])  # fmt: skip
 def test_the_planner_and_the_doctor_say_so(planned, capsys, tmp_path, line, said):
-    from experiments.plan import doctor
+    from rloo_memory.plan import doctor
 
     (tmp_path / "profile.yaml").write_text(f"use_vllm: true\nbeta: 0.0\n{line}\n")
     words = f"--model tiny-qwen3 --profile {tmp_path}/profile.yaml --prompt 64 --completion 16 --device-memory 8GiB"

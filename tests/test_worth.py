@@ -4,12 +4,13 @@ import pandas as pd
 import pytest
 
 from experiments.builds import use_fork
-from experiments.config import ARMS, ROOT
+from experiments.config import ROOT
 from experiments.evidence import decoding, worth
 from experiments.evidence.group import Group, Sizes
 from experiments.evidence.worth import Work
-from experiments.plan.levers import MEASURED
 from experiments.record import write_csv
+from rloo_memory.arms import ARMS
+from rloo_memory.plan.levers import MEASURED
 from visualization.charts import worth as worth_chart
 from visualization.files import run_cli
 from visualization.pages.rivals import decoding_table, faster, read_worth, worth_table

@@ -10,7 +10,8 @@ def save(folder: Path, text: dict | None = None, tower: dict | None = None, toke
     import torch
     from transformers import AutoModelForImageTextToText, Gemma3Config, PreTrainedTokenizerFast
 
-    from experiments.workload import models, pictures
+    from experiments.workload import pictures
+    from rloo_memory import models
 
     images = {name: pictures.TOKENS[name] for name in ("image_token", "boi_token", "eoi_token")}
     plain = models.build_tokenizer(["What is in the picture? Say a word. user system assistant"] * 4, 300)

@@ -12,11 +12,13 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from experiments import config as cfg
 from experiments import run_options
-from experiments.config import ROOT, ConfigError
-from experiments.device import pick_device
-from experiments.record import make_writable, source_commit, write_csv
+from experiments.config import ROOT
+from experiments.record import make_writable, write_csv
+from experiments.run_device import pick_device
+from rloo_memory.commit import source_commit
+from rloo_memory.device import machine_name
+from rloo_memory.errors import ConfigError, choose
 
 EXIT_VERDICT = 4  # measured to the end, and what was measured is not as it should be
 EXIT_TIME = 5  # what fitted into --minutes is measured; the same command goes on from there
@@ -62,7 +64,7 @@ def whole(least: int, most: int = 100_000):
 
 def words(kind: str, text: str, choices: Collection[str]) -> list[str]:
     """The comma-separated names of some `choices`. Raises `ConfigError` for an unknown one and for one said twice."""
-    found = [cfg.choose(kind, word, choices) for word in text.split(",")]
+    found = [choose(kind, word, choices) for word in text.split(",")]
     for word in found:
         if found.count(word) > 1:
             raise ConfigError(f"{kind} {word!r} is named twice; name it once")
@@ -95,7 +97,7 @@ def place(args: argparse.Namespace, *also_needed: str) -> Place:
     if args.machine is not None and not re.fullmatch(r"\w[\w.-]*", args.machine):
         raise ConfigError(f"--machine {args.machine!r} is not a plain folder name; use letters, digits, '-', '_', '.'")
     device, device_name, _ = pick_device(args.device)
-    folder = args.results / (args.machine or cfg.machine_name(device, device_name))
+    folder = args.results / (args.machine or machine_name(device, device_name))
     make_writable(folder)
     values = (device, device_name, version("torch"), version("transformers"), source_commit())
     return Place(device, folder, dict(zip(FACTS, values, strict=True)))

@@ -12,13 +12,13 @@ import os
 import re
 import sys
 
-from experiments import config as cfg
 from experiments.builds import use_fork
-from experiments.config import ARMS, ConfigError
-from experiments.device import keep_freed_memory
 from experiments.evidence.common import FACTS, Parser, Table, place, whole, words
 from experiments.evidence.group import Group, Sizes
 from experiments.evidence.worth import MODELS, cell_of, cells_of, median, model_config
+from experiments.run_device import keep_freed_memory
+from rloo_memory.arms import ARMS
+from rloo_memory.errors import ConfigError, exit_code
 
 WAYS = ("whole", "shared")
 COLUMNS = (
@@ -81,7 +81,7 @@ def measure(name: str, sizes: Sizes, repeats: int, table: Table) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return cfg.exit_code("decoding", run, argv)
+    return exit_code("decoding", run, argv)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ import re
 import sys
 import time
 
-from experiments import config as cfg
 from experiments.builds import use_fork
-from experiments.config import ARMS
 from experiments.evidence.common import EXIT_VERDICT, FACTS, Parser, Table, place
-from experiments.workload.models import shape_config
+from rloo_memory.arms import ARMS
+from rloo_memory.errors import exit_code
+from rloo_memory.models import shape_config
 
 COLUMNS = (
     "precision", "way", "log_prob_error", "gradient_error", "attention", "shape", "prompt_tokens",
@@ -141,7 +141,7 @@ def compare(device: str, precision: str):
     from trl.models.prefix_sharing_enabling import enable_prefix_sharing
     from trl.trainer.utils import add_fused_lm_head
 
-    from experiments.plan.extrapolate import with_layers
+    from rloo_memory.plan.extrapolate import with_layers
 
     shape, layers, vocab_size, *sizes = WORKLOADS[device, precision]
     dtype, hf_config = getattr(torch, precision), shape_config(shape, vocab_size)
@@ -210,7 +210,7 @@ def run(argv: list[str] | None) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return cfg.exit_code("exactness", run, argv)
+    return exit_code("exactness", run, argv)
 
 
 if __name__ == "__main__":

@@ -18,14 +18,14 @@ import os
 import statistics
 import sys
 
-from experiments import config as cfg
 from experiments.builds import use_fork
-from experiments.config import ARMS
-from experiments.device import keep_freed_memory
 from experiments.evidence.common import FACTS, Parser, Place, Table, place, whole, words
 from experiments.evidence.group import PHASE_COLUMNS, PHASES, WAYS, Group, Image, Sizes
-from experiments.phases import HighWater
-from experiments.workload.models import shape_config
+from experiments.run_device import keep_freed_memory
+from rloo_memory.arms import ARMS
+from rloo_memory.errors import exit_code
+from rloo_memory.models import shape_config
+from rloo_memory.phases import HighWater
 
 COLUMNS = (
     "way", "repeat", *PHASE_COLUMNS, "images_encoded", "gradient_difference", "family", "prompt_tokens",
@@ -127,7 +127,7 @@ def measure(family: str, table: Table, repeats: int, peaks: dict[str, dict]) -> 
 
 
 def main(argv: list[str] | None = None) -> int:
-    return cfg.exit_code("families_cost", run, argv)
+    return exit_code("families_cost", run, argv)
 
 
 if __name__ == "__main__":

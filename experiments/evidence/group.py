@@ -5,8 +5,9 @@ import time
 from dataclasses import asdict, dataclass
 from functools import partial
 
-from experiments.device import only_live_memory, settle, status_bytes
-from experiments.phases import HighWater
+from experiments.run_device import only_live_memory
+from rloo_memory.device import settle, status_bytes
+from rloo_memory.phases import HighWater
 
 PHASES = ("generate", "score", "train")
 PHASE_COLUMNS = tuple(f"{phase}_{what}" for what in ("seconds", "cpu_seconds", "peak_bytes") for phase in PHASES)

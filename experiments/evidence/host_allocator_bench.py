@@ -21,9 +21,10 @@ import tempfile
 from pathlib import Path
 
 from experiments import config as cfg
-from experiments import host_allocator
-from experiments.config import ROOT, ConfigError
+from experiments.config import ROOT
 from experiments.evidence.common import FACTS, Parser, Table, place, whole
+from rloo_memory import host_allocator
+from rloo_memory.errors import ConfigError, exit_code
 
 COLUMNS = (
     "allocator", "repeat", "peak_resident_bytes", "end_resident_bytes", "seconds", "cpu_seconds", "steps", "library",
@@ -39,8 +40,8 @@ LENGTHS = (48, 1600, 100, 800, 200, 400)  # tokens of a prompt
 TRAIN = """
 import json, resource, sys
 from experiments import host_allocator
-from experiments.launch import __main__ as launch
-from experiments.device import status_bytes
+from rloo_memory.launch import __main__ as launch
+from experiments.run_device import status_bytes
 code = launch.main()
 used = resource.getrusage(resource.RUSAGE_SELF)
 print("\\n" + json.dumps([status_bytes("VmRSS"), used.ru_utime + used.ru_stime, *host_allocator.mapped().values()]))
@@ -49,7 +50,7 @@ sys.exit(code)
 
 
 def main(argv: list[str] | None = None) -> int:
-    return cfg.exit_code("host_allocator_bench", run, argv)
+    return exit_code("host_allocator_bench", run, argv)
 
 
 def run(argv: list[str] | None) -> int:
@@ -85,10 +86,11 @@ def run(argv: list[str] | None) -> int:
 
 def prepare(work: Path) -> str:
     """The model's folder; writes the prompts to `work`."""
-    from experiments.workload import data, models
+    from experiments.workload import run_models
+    from rloo_memory import data
 
     documents = data.load_documents("builtin")
-    model, _, tokenizer = models.prepare(cfg.resolve("shared", 4, "bench", "cpu", vocab_size=16_000), documents)
+    model, _, tokenizer = run_models.prepare(cfg.resolve("shared", 4, "bench", "cpu", vocab_size=16_000), documents)
     pieces = {length: data.build_prompts(documents, tokenizer, length) for length in LENGTHS}
     prompts = [pieces[length][i] for i in range(8) for length in LENGTHS]
     (work / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))

@@ -21,9 +21,7 @@ from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 
-from experiments import config as cfg
 from experiments.builds import use_fork
-from experiments.config import ARMS, ConfigError
 from experiments.evidence import family_check
 from experiments.evidence.common import need
 from experiments.evidence.family_check import (
@@ -41,6 +39,8 @@ from experiments.evidence.family_check import (
 )
 from experiments.evidence.tiny_families import WINDOW, Family, families
 from experiments.run_options import Parser
+from rloo_memory.arms import ARMS
+from rloo_memory.errors import ConfigError, exit_code
 
 SECONDS = 60  # for one family; most take less than one
 # What people train most, by how the names begin
@@ -255,7 +255,7 @@ def run(argv: list[str] | None) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return cfg.exit_code("model_families", run, argv)
+    return exit_code("model_families", run, argv)
 
 
 if __name__ == "__main__":

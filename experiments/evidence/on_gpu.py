@@ -17,15 +17,16 @@ import sys
 import time
 from pathlib import Path
 
-from experiments import config as cfg
-from experiments.config import ROOT, ConfigError
+from experiments.config import ROOT
 from experiments.evidence.common import minutes, need
 from experiments.evidence.gpu import archive, items, prepare
 from experiments.evidence.gpu.prepare import Folder
 from experiments.evidence.gpu.session import Session
 from experiments.processes import stoppable
-from experiments.record import make_writable, source_commit
+from experiments.record import make_writable
 from experiments.run_options import Parser, directory
+from rloo_memory.commit import source_commit
+from rloo_memory.errors import ConfigError, choose, exit_code
 
 SETTINGS = {  # the same for all that is compared; an arm that has cuDNN's attention first asks for it
     "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
@@ -42,7 +43,7 @@ SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 def main(argv: list[str] | None = None) -> int:
     with stoppable():
-        return cfg.exit_code("on_gpu", run, argv)
+        return exit_code("on_gpu", run, argv)
 
 
 def run(argv: list[str] | None) -> int:
@@ -116,7 +117,7 @@ def run_items(args: argparse.Namespace) -> int:
 
 def pick(planned: list, names: str) -> list:
     """The items of these names, in the order of the plan. Raises `ConfigError` for an unknown one."""
-    wanted = [cfg.choose("item", name, {item.name: item for item in planned}) for name in names.split(",")]
+    wanted = [choose("item", name, {item.name: item for item in planned}) for name in names.split(",")]
     return [item for item in planned if item.name in wanted]
 
 
@@ -144,7 +145,7 @@ def grows(environment: dict[str, str]) -> bool:
 
 def machine_name(device: str, environment: dict[str, str]) -> str:
     """The name of the folder below results/. Asked of another process: one that has asked holds some of the device."""
-    command = [sys.executable, "-m", "experiments.device", "--device", device]
+    command = [sys.executable, "-m", "experiments.run_device", "--device", device]
     asked = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if asked.returncode:
         raise ConfigError((asked.stderr.strip().splitlines() or ["no device"])[-1].removeprefix("device: "))

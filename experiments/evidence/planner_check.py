@@ -19,9 +19,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from experiments import config as cfg
 from experiments.builds import use_fork
-from experiments.config import ARMS, GIB
 from experiments.evidence.common import (
     EXIT_TIME,
     FACTS,
@@ -35,11 +33,14 @@ from experiments.evidence.common import (
     words,
 )
 from experiments.evidence.setup_trainer import build_trainer, text_dataset
-from experiments.phases import HighWater, PhaseRecorder
-from experiments.plan.predict import predict
-from experiments.plan.setups import Setup
 from experiments.record import write_csv
-from experiments.workload import data, models
+from rloo_memory import data, models
+from rloo_memory.arms import ARMS
+from rloo_memory.errors import exit_code
+from rloo_memory.phases import HighWater, PhaseRecorder
+from rloo_memory.plan.predict import predict
+from rloo_memory.plan.setups import Setup
+from rloo_memory.sizes import GIB
 
 COLUMNS = (
     "case", "phase", "predicted_bytes", "measured_bytes", "error", "shape", "vocab_size", "prompt_tokens",
@@ -161,9 +162,9 @@ class CountedHighWater:
 def measure(setup: Setup, folder: Path, tokenizer, dataset) -> tuple[dict[str, int], int | None]:
     """Peak allocated bytes of each phase in the second update, from its last rollout on, and what torch has reserved
     at most by its end (CUDA)."""
-    from experiments.launch.offload import keep_on_host
-    from experiments.plan.live_bytes import LiveBytes
     from experiments.workload.trainers import torch_optimizer
+    from rloo_memory.launch.offload import keep_on_host
+    from rloo_memory.plan.live_bytes import LiveBytes
 
     trainer = build_trainer(setup, folder, tokenizer, dataset)
     if setup.offload_reference:
@@ -290,8 +291,8 @@ def check_here(name: str, device: str) -> list[dict]:
 def with_images(setup: Setup, hf_config, tokenizer):
     """(processor, training set, the setup with the tokens that its prompts then have). The config gets the ids of the
     tokens that stand for images."""
-    from experiments.launch.prompt_images import encode
     from experiments.workload import pictures
+    from rloo_memory.launch.prompt_images import encode
 
     tokenizer = pictures.with_image_tokens(copy.deepcopy(tokenizer))
     processor = pictures.processor_of(pictures.with_token_ids(hf_config, tokenizer), tokenizer)
@@ -301,7 +302,7 @@ def with_images(setup: Setup, hf_config, tokenizer):
 
 
 def main(argv: list[str] | None = None) -> int:
-    return cfg.exit_code("planner_check", run, argv)
+    return exit_code("planner_check", run, argv)
 
 
 if __name__ == "__main__":

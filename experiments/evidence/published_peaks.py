@@ -15,14 +15,17 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.config import GIB, ROOT, exit_code
+from experiments.config import ROOT
 from experiments.evidence.common import EXIT_VERDICT
-from experiments.plan.options import model_config, quiet
-from experiments.plan.predict import Prediction, predict
-from experiments.plan.reserve import CONTEXT
-from experiments.plan.setups import Setup
-from experiments.plan.trl_settings import from_settings
-from experiments.record import source_commit, write_csv
+from experiments.record import write_csv
+from rloo_memory.commit import source_commit
+from rloo_memory.errors import exit_code
+from rloo_memory.plan.options import model_config, quiet
+from rloo_memory.plan.predict import Prediction, predict
+from rloo_memory.plan.reserve import CONTEXT
+from rloo_memory.plan.setups import Setup
+from rloo_memory.plan.trl_settings import from_settings
+from rloo_memory.sizes import GIB
 
 FOLDER = ROOT / "results" / "published"
 ADDED = ("predicted_bytes", "ratio", "low", "high", "holds", "commit")

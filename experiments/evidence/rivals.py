@@ -18,14 +18,15 @@ from functools import cache, partial
 from importlib.metadata import version
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 
-from experiments import config as cfg
 from experiments.builds import use_fork
-from experiments.config import ARMS, ROOT, SCALES, ConfigError
-from experiments.device import keep_freed_memory
+from experiments.config import ROOT, SCALES
 from experiments.evidence.common import FACTS, Parser, Table, place, whole, words
 from experiments.evidence.group import Group, Sizes, peak_of, timed
-from experiments.phases import HighWater
-from experiments.workload.models import shape_config
+from experiments.run_device import keep_freed_memory
+from rloo_memory.arms import ARMS
+from rloo_memory.errors import ConfigError, exit_code
+from rloo_memory.models import shape_config
+from rloo_memory.phases import HighWater
 
 COLUMNS = (
     "way", "repeat", "score_seconds", "train_seconds", "score_peak_bytes", "train_peak_bytes", "gradient_difference",
@@ -190,7 +191,7 @@ def measure(group: Rivals, ways: list[str], repeats: int, table: Table) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return cfg.exit_code("rivals", run, argv)
+    return exit_code("rivals", run, argv)
 
 
 if __name__ == "__main__":

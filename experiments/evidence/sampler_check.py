@@ -14,10 +14,11 @@ import time
 from pathlib import Path
 
 from experiments import config as cfg
-from experiments.config import ConfigError, RunConfig
+from experiments.config import RunConfig
 from experiments.evidence.common import EXIT_TIME, FACTS, Parser, Table, minutes, numbers, place, whole
 from experiments.record import main_peak
 from experiments.suite import run_one
+from rloo_memory.errors import ConfigError, exit_code
 
 COLUMNS = (
     "interval_s", "repeat", "achieved_interval_s", "longest_gap_s", "missed_bytes", "peak_bytes", "arm", "scale", "k",
@@ -87,7 +88,7 @@ def measure(config: RunConfig) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return cfg.exit_code("sampler_check", run, argv)
+    return exit_code("sampler_check", run, argv)
 
 
 if __name__ == "__main__":

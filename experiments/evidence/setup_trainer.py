@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from experiments.plan.setups import Setup
-from experiments.workload import data
+from rloo_memory import data
+from rloo_memory.plan.setups import Setup
 
 
 def text_dataset(prompts: list):

@@ -18,13 +18,13 @@ import statistics
 import sys
 from dataclasses import dataclass
 
-from experiments import config as cfg
 from experiments.builds import use_fork
-from experiments.config import ARMS, ConfigError
-from experiments.device import keep_freed_memory
 from experiments.evidence.common import FACTS, Parser, Table, place, whole, words
 from experiments.evidence.group import PHASES, WAYS, Group, Sizes
-from experiments.workload.models import shape_config
+from experiments.run_device import keep_freed_memory
+from rloo_memory.arms import ARMS
+from rloo_memory.errors import ConfigError, exit_code
+from rloo_memory.models import shape_config
 
 LIMITED = ("score", "train")  # decoding is bound by what it reads, not by multiplications
 COLUMNS = (
@@ -158,7 +158,7 @@ def median(rows: list[dict[str, str]], way: str, phase: str) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return cfg.exit_code("worth", run, argv)
+    return exit_code("worth", run, argv)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 from conftest import INTERPRETED
 
 TRAIN = ("-m", "experiments.train", "--arm", "shared", "--k", 2, "--scale", "test", "--machine", "here")
-LAUNCH = ("-m", "experiments.launch", "balanced", "--max_steps", 1, "--max_completion_length", 8)
+LAUNCH = ("-m", "rloo_memory.launch", "balanced", "--max_steps", 1, "--max_completion_length", 8)
 MODEL = {"MODEL_PATH": "random:tiny-qwen3"}
 
 
@@ -74,8 +74,8 @@ def test_bfloat16_is_refused_on_turing(on_device, tmp_path):
 
 
 def test_set_up_tries_the_gpu(on_device):
-    assert on_device("-m", "experiments.cuda_check", emulate="none").code == 0
-    result = on_device("-m", "experiments.cuda_check", emulate="none", fault="old-driver")
+    assert on_device("-m", "rloo_memory.cuda_check", emulate="none").code == 0
+    result = on_device("-m", "rloo_memory.cuda_check", emulate="none", fault="old-driver")
     assert result.code == 1 and "driver on your system is too old" in result.err
 
 

@@ -21,7 +21,7 @@ def test_the_readme_example_trains_on_the_device(on_device):
 def test_the_launcher_trains_on_the_device(on_device, tmp_path):
     words = ("balanced", "--max_steps", 1, "--max_completion_length", 8, "--num_generations", 4)
     words += ("--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 2)
-    result = on_device("-m", "experiments.launch", *words, cwd=tmp_path, MODEL_PATH="random:tiny-qwen3", **INTERPRETED)
+    result = on_device("-m", "rloo_memory.launch", *words, cwd=tmp_path, MODEL_PATH="random:tiny-qwen3", **INTERPRETED)
     assert result.code == 0, result.err[-3000:]
     assert "predicted peak" in result.out and "GiB that are free" not in result.err
     assert not any(report["unsupported"] for report in result.reports)

@@ -7,17 +7,19 @@ from pathlib import Path
 
 from experiments import config as cfg
 from experiments.builds import use_fork
-from experiments.workload import data, models
+from experiments.workload import run_models
+from rloo_memory import data
+from rloo_memory.arms import ARMS
 
 arm, folder = sys.argv[1], Path(sys.argv[2])
-use_fork(cfg.ARMS[arm])
+use_fork(ARMS[arm])
 
-from experiments.phases import PhaseRecorder  # noqa: E402
 from experiments.workload import trainers  # noqa: E402
+from rloo_memory.phases import PhaseRecorder  # noqa: E402
 
 documents = ["apple " * 200, "stone " * 200]
 config = cfg.resolve(arm, 2, "test", "cpu", batch=4, steps=1, epochs=1, reward="letters", threads=1)
-policy_path, reward_path, tokenizer = models.prepare(config, documents, cache=folder)
+policy_path, reward_path, tokenizer = run_models.prepare(config, documents, cache=folder)
 prompts = [data.build_prompts([document], tokenizer, 128)[0] for document in documents]
 trainers.letter_reward = lambda completions: [float("apple" in text[:80]) for text in completions]  # the prompt's part
 trainer, policy = trainers.build_classic(config, policy_path, reward_path, tokenizer, prompts)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from experiments.builds import use_fork
-from experiments.config import ARMS
+from rloo_memory.arms import ARMS
 
 use_fork(ARMS["shared"])
 
@@ -16,10 +16,10 @@ import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification  # noqa: E402
 
 from experiments.evidence.setup_trainer import build_trainer, text_dataset  # noqa: E402
-from experiments.launch.offload import keep_on_host  # noqa: E402
-from experiments.plan.levers import LEVERS, applied  # noqa: E402
-from experiments.plan.setups import Setup  # noqa: E402
-from experiments.workload import data, models  # noqa: E402
+from rloo_memory import data, models  # noqa: E402
+from rloo_memory.launch.offload import keep_on_host  # noqa: E402
+from rloo_memory.plan.levers import LEVERS, applied  # noqa: E402
+from rloo_memory.plan.setups import Setup  # noqa: E402
 
 PROMPT, COMPLETION = 64, 8
 START = Setup(

@@ -8,17 +8,18 @@ import json
 import sys
 
 from experiments.builds import use_fork
-from experiments.config import ARMS
+from rloo_memory.arms import ARMS
 
 use_fork(ARMS["shared"])
 
 from trl.generation.shared_prefix_cache import MIN_NEW_STEPS  # noqa: E402
 
-from experiments.plan import extrapolate, fit_curves, replaced  # noqa: E402
-from experiments.plan.fit_data import on_cards  # noqa: E402
-from experiments.plan.setups import Setup  # noqa: E402
-from experiments.plan.simulate import PHASES  # noqa: E402
-from experiments.workload import models  # noqa: E402
+from experiments.fitting import fit_curves  # noqa: E402
+from experiments.fitting.fit_data import on_cards  # noqa: E402
+from rloo_memory import models  # noqa: E402
+from rloo_memory.plan import extrapolate, replaced  # noqa: E402
+from rloo_memory.plan.setups import Setup  # noqa: E402
+from rloo_memory.plan.simulate import PHASES  # noqa: E402
 
 WINDOW = 512
 kind, arm, *cards = sys.argv[1:]

@@ -1,16 +1,16 @@
-"""experiments.plan.fit_data with FOLDER in place of .build and docs, for one model and made-up, slow simulations."""
+"""`fit_data` with FOLDER in place of .build and docs, for one model and made-up, slow simulations."""
 
 import sys
 import time
 from pathlib import Path
 
 from experiments.builds import use_fork
-from experiments.config import ARMS
+from rloo_memory.arms import ARMS
 
 use_fork(ARMS["shared"])
 
-from experiments.plan import fit_curves, fit_data  # noqa: E402
-from experiments.plan.simulate import PHASES  # noqa: E402
+from experiments.fitting import fit_curves, fit_data  # noqa: E402
+from rloo_memory.plan.simulate import PHASES  # noqa: E402
 
 folder = Path(sys.argv[1])
 fit_data.PARTS, fit_data.PAGE, fit_data.MODELS = folder / "parts", folder / "fit.json", ("Qwen/Qwen3-0.6B",)

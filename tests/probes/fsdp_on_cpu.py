@@ -54,6 +54,6 @@ def record_sharding():
 if __name__ == "__main__":
     allow_fsdp_on_cpu()
     record_sharding()
-    from experiments.launch.__main__ import main
+    from rloo_memory.launch.__main__ import main
 
     sys.exit(main())

@@ -8,9 +8,9 @@ import subprocess
 import sys
 import tempfile
 
-from experiments.config import exit_code
-from experiments.launch import __main__ as launch
-from experiments.plan import ask
+from rloo_memory.errors import exit_code
+from rloo_memory.launch import __main__ as launch
+from rloo_memory.plan import ask
 
 
 def in_a_fork(question: dict) -> subprocess.CompletedProcess:

@@ -2,8 +2,8 @@
 
 import sys
 
-from experiments.launch import __main__ as launch
-from experiments.launch import gate
+from rloo_memory.launch import __main__ as launch
+from rloo_memory.launch import gate
 
 gate.available_bytes = lambda device: 2**24
 sys.exit(launch.main())

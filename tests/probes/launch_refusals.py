@@ -6,7 +6,7 @@ import io
 import json
 import sys
 
-from experiments.launch.__main__ import main
+from rloo_memory.launch.__main__ import main
 
 results = []
 for argv in json.load(sys.stdin):

@@ -9,10 +9,10 @@ untouched. Prints the largest absolute errors, scaled by the largest absolute va
 import json
 import sys
 
-from experiments import config as cfg
 from experiments.builds import use_fork
+from rloo_memory.arms import ARMS
 
-use_fork(cfg.ARMS["classic-lean"])
+use_fork(ARMS["classic-lean"])
 
 import torch  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig  # noqa: E402

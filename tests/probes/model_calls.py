@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 from experiments.builds import use_fork
-from experiments.config import ARMS
+from rloo_memory.arms import ARMS
 
 use_fork(ARMS["shared"])
 
@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from trl.kernels import ChunkedLogProbFunction  # noqa: E402
 
 from experiments.evidence.setup_trainer import build_trainer, text_dataset  # noqa: E402
-from experiments.plan.setups import Setup  # noqa: E402
-from experiments.plan.simulate import Simulation  # noqa: E402
-from experiments.workload import data, models  # noqa: E402
+from rloo_memory import data, models  # noqa: E402
+from rloo_memory.plan.setups import Setup  # noqa: E402
+from rloo_memory.plan.simulate import Simulation  # noqa: E402
 
 PROMPT, COMPLETION = 64, 8
 base = Setup(

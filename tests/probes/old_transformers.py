@@ -11,14 +11,14 @@ import tiny
 import transformers
 from transformers import cache_utils
 
-from experiments import config as cfg
 from experiments.builds import use_fork
+from rloo_memory.arms import ARMS
 
 NEWER = ("LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer")
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
-    use_fork(cfg.ARMS["shared"])
+    use_fork(ARMS["shared"])
     transformers.__version__ = "5.2.0"
     for name in NEWER:
         delattr(cache_utils, name)

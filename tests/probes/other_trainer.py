@@ -7,13 +7,13 @@ import tempfile
 from pathlib import Path
 
 from experiments.builds import use_fork
-from experiments.config import ARMS
+from rloo_memory.arms import ARMS
 
 use_fork(ARMS["shared"])
 
 from datasets import Dataset  # noqa: E402
 
-from experiments.hooks.memory_callback import MemoryCallback  # noqa: E402
+from rloo_memory.hooks.memory_callback import MemoryCallback  # noqa: E402
 from trl import SFTConfig, SFTTrainer  # noqa: E402
 
 with tempfile.TemporaryDirectory() as folder:

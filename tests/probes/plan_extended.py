@@ -5,15 +5,16 @@ whose inputs are offloaded, which are not where the phase peaks."""
 from dataclasses import replace
 
 from experiments.builds import use_fork
-from experiments.config import ARMS
+from rloo_memory.arms import ARMS
 
 use_fork(ARMS["shared"])
 
 from transformers import CONFIG_MAPPING  # noqa: E402
 
-from experiments.plan import extrapolate, fit_curves, simulate  # noqa: E402
-from experiments.plan.setups import Setup  # noqa: E402
-from experiments.workload import models  # noqa: E402
+from experiments.fitting import fit_curves  # noqa: E402
+from rloo_memory import models  # noqa: E402
+from rloo_memory.plan import extrapolate, simulate  # noqa: E402
+from rloo_memory.plan.setups import Setup  # noqa: E402
 
 eight_layers = models.shape_config("qwen3-8-layers", 4000)
 deep = models.shape_config("qwen3-8-layers", 4000)

@@ -7,13 +7,13 @@ import resource
 import sys
 
 from experiments.builds import use_fork
-from experiments.config import ARMS
+from rloo_memory.arms import ARMS
 
 use_fork(ARMS["shared"])
 
-from experiments.plan import extrapolate  # noqa: E402
-from experiments.plan.setups import Setup  # noqa: E402
-from experiments.workload import models  # noqa: E402
+from rloo_memory import models  # noqa: E402
+from rloo_memory.plan import extrapolate  # noqa: E402
+from rloo_memory.plan.setups import Setup  # noqa: E402
 
 config = extrapolate.with_layers(models.named_config("openai/gpt-oss-20b"), 2)
 rows = dict(prompt_tokens=60_000, max_completion_length=5000, num_generations=4, per_device_train_batch_size=4)

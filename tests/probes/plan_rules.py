@@ -4,18 +4,18 @@ import json
 from dataclasses import replace
 
 from experiments.builds import use_fork
-from experiments.config import ARMS
+from rloo_memory.arms import ARMS
 
 use_fork(ARMS["shared"])
 
 import torch  # noqa: E402
 
-from experiments.plan.live_bytes import LiveBytes  # noqa: E402
-from experiments.plan.offloaded import offloaded  # noqa: E402
-from experiments.plan.replaced import dropout  # noqa: E402
-from experiments.plan.setups import Setup  # noqa: E402
-from experiments.plan.simulate import Simulation  # noqa: E402
-from experiments.workload import models  # noqa: E402
+from rloo_memory import models  # noqa: E402
+from rloo_memory.plan.live_bytes import LiveBytes  # noqa: E402
+from rloo_memory.plan.offloaded import offloaded  # noqa: E402
+from rloo_memory.plan.replaced import dropout  # noqa: E402
+from rloo_memory.plan.setups import Setup  # noqa: E402
+from rloo_memory.plan.simulate import Simulation  # noqa: E402
 
 
 def reward_rows(setup: Setup) -> int:

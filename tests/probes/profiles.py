@@ -6,8 +6,8 @@ import json
 import sys
 from pathlib import Path
 
-from experiments.launch import __main__ as launch
-from experiments.settings import profiles
+from rloo_memory.launch import __main__ as launch
+from rloo_memory.settings import profiles
 
 out = Path(sys.argv[1])
 quick = ["--max_steps=1", "--max_completion_length=6", "--prompt_tokens=48"]

@@ -20,7 +20,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, Qwen3Config
 from trl.trainer import grpo_trainer, rloo_trainer
 
-from experiments.hooks.memory_callback import MemoryCallback
+from rloo_memory.hooks.memory_callback import MemoryCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 SCENARIOS = {

@@ -5,7 +5,7 @@ import json
 import tempfile
 
 from experiments.builds import use_fork
-from experiments.config import ARMS
+from rloo_memory.arms import ARMS
 
 use_fork(ARMS["shared"])
 
@@ -15,9 +15,9 @@ from trl.trainer import grpo_trainer  # noqa: E402
 
 import trl  # noqa: E402
 from experiments.evidence.setup_trainer import text_dataset  # noqa: E402
-from experiments.plan.trl_settings import by_batch  # noqa: E402
-from experiments.settings.profiles import CHOICES  # noqa: E402
-from experiments.workload import data, models  # noqa: E402
+from rloo_memory import data, models  # noqa: E402
+from rloo_memory.plan.trl_settings import by_batch  # noqa: E402
+from rloo_memory.settings.profiles import CHOICES  # noqa: E402
 
 SHAPE = dict(
     vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

@@ -1,7 +1,7 @@
 """Number of weights of every built-in shape: one line a shape."""
 
-from experiments.workload.models import meta_model, shape_config
-from experiments.workload.shapes import SHAPES
+from rloo_memory.models import meta_model, shape_config
+from rloo_memory.shapes import SHAPES
 
 for name in SHAPES:
     print(name, sum(p.numel() for p in meta_model(shape_config(name)).parameters()))

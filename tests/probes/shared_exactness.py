@@ -11,10 +11,10 @@ import copy
 import json
 import sys
 
-from experiments import config as cfg
 from experiments.builds import use_fork
+from rloo_memory.arms import ARMS
 
-use_fork(cfg.ARMS["shared"])
+use_fork(ARMS["shared"])
 
 import torch  # noqa: E402
 from transformers import (  # noqa: E402

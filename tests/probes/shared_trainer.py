@@ -12,10 +12,10 @@ import math
 import sys
 import tempfile
 
-from experiments import config as cfg
 from experiments.builds import use_fork
+from rloo_memory.arms import ARMS
 
-use_fork(cfg.ARMS["shared"])
+use_fork(ARMS["shared"])
 
 import torch  # noqa: E402
 from cpu_offloading import get_act_offloading_ctx_manager  # noqa: E402
@@ -31,7 +31,7 @@ from transformers import (  # noqa: E402
 )
 from trl.trainer import grpo_trainer, rloo_trainer  # noqa: E402
 
-from experiments.workload import models  # noqa: E402
+from rloo_memory import models  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # noqa: E402
 
 WORDS = "apple stone river cloud seven tiger green paper light money".split()

@@ -7,9 +7,9 @@ import json
 import re
 import sys
 
-import experiments.hooks.teacher_student  # noqa: F401
+import rloo_memory.hooks.teacher_student  # noqa: F401
 
-harness = sorted(name for name in sys.modules if name.startswith("experiments"))  # what the reward alone brings
+harness = sorted(name for name in sys.modules if name.startswith(("rloo_memory", "experiments")))
 from examples import teacher_student  # noqa: E402
 
 

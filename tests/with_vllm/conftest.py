@@ -26,7 +26,7 @@ if find_spec("vllm"):
 def trl():
     """The fork, as `import trl` gives it in this process, with what it needs for vLLM on a CPU."""
     from experiments.builds import use_fork
-    from experiments.config import ARMS
+    from rloo_memory.arms import ARMS
 
     use_fork(ARMS["shared"])
     vllm_on_cpu.colocated()

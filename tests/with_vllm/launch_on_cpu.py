@@ -5,8 +5,8 @@ import sys
 import vllm_on_cpu
 
 from experiments.builds import use_fork
-from experiments.config import ARMS
-from experiments.launch.__main__ import main
+from rloo_memory.arms import ARMS
+from rloo_memory.launch.__main__ import main
 
 use_fork(ARMS["shared"])
 vllm_on_cpu.colocated()

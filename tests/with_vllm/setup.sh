@@ -12,7 +12,7 @@ packages() { "$1" -c "import sysconfig; print(sysconfig.get_path('purelib'))"; }
 rm -rf .venv-vllm
 .venv/bin/python -m venv .venv-vllm
 site=$(packages .venv-vllm/bin/python)
-packages .venv/bin/python >"$site/project.pth"
+echo "import site; site.addsitedir('$(packages .venv/bin/python)')" >"$site/project.pth"
 .venv-vllm/bin/python -m pip install -q --disable-pip-version-check $requirements
 # PyPI's are built for CUDA and do not load beside torch's CPU build. Of torchvision, which vLLM's models with images
 # import, that is the operators; nothing here calls one, but it asks for two at its import

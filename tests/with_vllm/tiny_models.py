@@ -10,7 +10,7 @@ def save_text(folder: Path, kind: str = "qwen3", **more) -> Path:
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    from experiments.workload import data, models
+    from rloo_memory import data, models
 
     tokenizer = models.build_tokenizer([data.load_documents("builtin")[0][:20_000]], VOCABULARY)
     shape = dict(

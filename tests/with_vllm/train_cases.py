@@ -12,7 +12,7 @@ import vllm_on_cpu
 from training import CASES, train
 
 from experiments.builds import use_fork
-from experiments.config import ARMS
+from rloo_memory.arms import ARMS
 
 use_fork(ARMS["shared"])
 vllm_on_cpu.colocated()

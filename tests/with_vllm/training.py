@@ -123,7 +123,8 @@ def rows(case: Case):
     """Eight prompts of different lengths, or of different images."""
     from datasets import Dataset
 
-    from experiments.workload import data, pictures
+    from experiments.workload import pictures
+    from rloo_memory import data
 
     if case.images:
         from tiny_gemma3 import SIDE  # nothing to scale, which TRL and vLLM do in ways of their own

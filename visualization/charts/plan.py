@@ -30,7 +30,7 @@ KINDS = {
 
 
 def chart(result: dict) -> Figure:
-    """Stacked bars of the result that `experiments.plan --json` writes: one group an arm, one bar a phase."""
+    """Stacked bars of the result that `rloo_memory.plan --json` writes: one group an arm, one bar a phase."""
     predictions = result["predictions"]
     setup = predictions[0]["setup"]
     figure = Figure(figsize=(9, 5.2), layout="constrained")
@@ -106,10 +106,10 @@ def draw(result: dict, path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw the plan's chart. Raises LoadError where the file is no plan, OSError where OUT cannot be written."""
     parser = argparse.ArgumentParser(prog="python -m visualization.charts.plan", description=__doc__.splitlines()[0])
-    parser.add_argument("plan", type=Path, help="what python -m experiments.plan --json wrote")
+    parser.add_argument("plan", type=Path, help="what rloo-memory plan --json wrote")
     parser.add_argument("out", type=Path, help="the PNG to write")
     args = parser.parse_args(argv)
-    remedy = "write it with python -m experiments.plan --json FILE"
+    remedy = "write it with rloo-memory plan --json FILE"
     result = read_json(args.plan, remedy)
     try:
         draw(result, args.out)

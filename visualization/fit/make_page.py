@@ -2,8 +2,8 @@
 
     python -m visualization.fit.make_page [--data FIT.json] [--out FIT.html] [--results DIR]
 
-The data are sums that `python -m experiments.plan.fit_data` fits to the planner's simulations, with what
-`python -m experiments.plan.fit_check` found when it compared them with the planner, if it did. DIR has one folder a
+The data are sums that `python -m experiments.fitting.fit_data` fits to the planner's simulations, with what
+`python -m experiments.fitting.fit_check` found when it compared them with the planner, if it did. DIR has one folder a
 machine, with what `python -m experiments.evidence.planner_check` measured there beside what the planner predicts.
 """
 
@@ -22,7 +22,7 @@ from visualization.files import LoadError, read_json, read_rows, run_cli, write_
 HERE = Path(__file__).parent
 DOCS = HERE.parent.parent / "docs"
 RESULTS = DOCS.parent / "results"
-REMEDY = "make it with python -m experiments.plan.fit_data"
+REMEDY = "make it with python -m experiments.fitting.fit_data"
 NEEDED = (
     "versions", "reserve_bytes", "fragments", "stays", "first_room", "together", "least", "most", "trained", "models",
 )  # fmt: skip

@@ -1,6 +1,6 @@
 // What a choice is called in settings: for this project's launcher (YAML), for Python, and as commands.
 
-const FSDP2 = "experiments/settings/accelerate/fsdp2.yaml"; // for 8 cards
+const FSDP2 = "rloo_memory/settings/accelerate/fsdp2.yaml"; // for 8 cards
 const BETA = "0.05";
 
 /** Settings that both forms have, by TRL's names: micro-batches; on several cards whole groups in passes. */
@@ -107,13 +107,13 @@ function python(choice) {
 function commands(choice) {
   const own = choice.cards === 8 ? FSDP2 : `.build/fsdp2_${choice.cards}.yaml`;
   const data = `--model_name_or_path hub:${choice.model} --dataset prompts.jsonl --reward my_rewards:score`;
-  const plan = ".venv/bin/python -m experiments.plan --profile fit.yaml " +
+  const plan = ".venv/bin/rloo-memory plan --profile fit.yaml " +
     `--prompt ${choice.prompt} --device-memory ${choice.card}GiB`;
   if (choice.cards === 1) return `${plan}\n./launch_single_gpu.sh fit.yaml ${data}\n`;
   return [
     ...(choice.cards === 8 ? [] : [`sed 's/num_processes: 8/num_processes: ${choice.cards}/' ${FSDP2} > ${own}`]),
     `${plan} --accelerate ${own}`,
-    `.venv/bin/accelerate launch --config_file ${own} -m experiments.launch fit.yaml ${data}`,
+    `.venv/bin/accelerate launch --config_file ${own} -m rloo_memory.launch fit.yaml ${data}`,
     "",
   ].join("\n");
 }

@@ -18,7 +18,7 @@ CHECK_NUMBERS = (
     "error",
 )
 PLANNED = ("stock", "stock-accumulate", "shared")
-REMEDY = "write it with python -m experiments.plan --profile NAME --json FILE"
+REMEDY = "write it with rloo-memory plan --profile NAME --json FILE"
 
 
 def read_check(folder: Path) -> pd.DataFrame:

@@ -6,7 +6,7 @@ import os
 import tarfile
 from pathlib import Path
 
-from experiments.config import ConfigError
+from rloo_memory.errors import ConfigError
 
 MOST_BYTES = 15 * 2**20  # what comes home in one file
 BULKY = ("memory.csv", "log.txt")  # of a run: the course of a peak that run.json names, and what it printed

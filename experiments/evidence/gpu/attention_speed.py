@@ -13,14 +13,14 @@ import traceback
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from experiments import config as cfg
 from experiments.builds import use_fork
-from experiments.config import ARMS
 from experiments.evidence.common import FACTS, Parser, Table, place
 from experiments.evidence.exactness import attention_kernels, profile_of
 from experiments.evidence.gpu.device_facts import timed
 from experiments.evidence.gpu.kernels import Setting, cudnn_first, mask_of, whole
-from experiments.workload.models import typed_line
+from rloo_memory.arms import ARMS
+from rloo_memory.errors import exit_code
+from rloo_memory.models import typed_line
 
 COLUMNS = (
     "call", "cudnn_first", "heads", "key_heads", "head_size", "prompt_tokens", "completion_tokens", "k", "forward_ms",
@@ -127,7 +127,7 @@ def run(argv: list[str] | None) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return cfg.exit_code("attention_speed", run, argv)
+    return exit_code("attention_speed", run, argv)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 
-from experiments import config as cfg
 from experiments.evidence.common import Parser, place
-from experiments.record import write_json
-from experiments.workload.models import typed_line
+from rloo_memory.errors import exit_code
+from rloo_memory.models import typed_line
+from rloo_memory.storage import write_json
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "datasets", "nvidia-cudnn-cu13", "nvidia-ml-py")
 SIDE = {"cuda": 8192, "cpu": 256}  # of the product's matrices
@@ -122,7 +122,7 @@ def driver(device: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return cfg.exit_code("device_facts", run, argv)
+    return exit_code("device_facts", run, argv)
 
 
 if __name__ == "__main__":

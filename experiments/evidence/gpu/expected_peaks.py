@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 from experiments.evidence.gpu.plans import Cell
-from experiments.record import read_json, write_json
+from rloo_memory.storage import read_json, write_json
 
 
 def read_peaks(path: Path | None) -> dict[str, dict[str, int]]:
@@ -15,7 +15,7 @@ def read_peaks(path: Path | None) -> dict[str, dict[str, int]]:
 
 def predict_cells(cells: list[Cell], path: Path, say=print) -> None:
     """Bring `path` to a prediction for each cell; those that are there are kept. Each is written when it is made."""
-    from experiments.plan.predict import predict
+    from rloo_memory.plan.predict import predict
 
     known = read_peaks(path)
     missing = {cell.key: cell for cell in cells if cell.key not in known}

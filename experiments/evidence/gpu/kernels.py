@@ -16,11 +16,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from experiments import config as cfg
 from experiments.builds import use_fork
-from experiments.config import ARMS
 from experiments.evidence.common import EXIT_VERDICT, FACTS, Parser, Table, is_same, place, read_rows
-from experiments.workload.models import typed_line
+from rloo_memory.arms import ARMS
+from rloo_memory.errors import exit_code
+from rloo_memory.models import typed_line
 
 MARGIN = 2.0
 LEAST = {"bfloat16": 2e-3, "float16": 3e-4, "float32": 1e-6}
@@ -204,7 +204,7 @@ def run(argv: list[str] | None) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return cfg.exit_code("kernels", run, argv)
+    return exit_code("kernels", run, argv)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from experiments.plan.setups import Setup
-from experiments.workload.models import shape_config
+from rloo_memory.models import shape_config
+from rloo_memory.plan.setups import Setup
 
 VOCABULARY = 151_936
 # Ways to train. A number is completions or, if it is larger than k, tokens that go through the model together; with

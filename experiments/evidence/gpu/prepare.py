@@ -12,10 +12,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from experiments.builds import build
-from experiments.config import ARMS, ROOT, ConfigError
+from experiments.config import ROOT
 from experiments.evidence.gpu.expected_peaks import predict_cells
 from experiments.evidence.gpu.plans import PLANS
-from experiments.record import read_json, source_commit, write_json
+from rloo_memory.arms import ARMS
+from rloo_memory.commit import SOURCES, source_commit
+from rloo_memory.errors import ConfigError
+from rloo_memory.storage import read_json, write_json
 
 # What such a machine lacks, or has in another version than requirements.lock, beside torch, accelerate, tokenizers,
 # pandas, pyarrow, psutil and nvidia-ml-py, for its Python. The fork needs transformers as it is pinned.
@@ -23,8 +26,7 @@ TARGET_PYTHON = "3.12"
 WHEELS = ("datasets", "dill", "multiprocess", "peft", "transformers")
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 MOST_BYTES = 60 * 2**20  # of the folder and the files of the project
-SOURCES = ("experiments", "trl", "requirements.lock")  # as `record.source_commit` has them
-PREDICTING = ("experiments/plan", "experiments/workload/models.py", "experiments/evidence/gpu/plans.py", "trl/current")
+PREDICTING = ("rloo_memory/plan", "rloo_memory/models.py", "experiments/evidence/gpu/plans.py", "trl/current")
 TRIAL = "device,kernels,cells-small,published-k2"
 TRIAL_MINUTES = "8"
 

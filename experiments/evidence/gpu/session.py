@@ -10,10 +10,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from experiments.config import ROOT, Stopped
+from experiments.config import ROOT
 from experiments.evidence.common import EXIT_TIME, EXIT_VERDICT
 from experiments.processes import end_group, end_with
-from experiments.record import read_json, write_json
+from rloo_memory.errors import Stopped
+from rloo_memory.storage import read_json, write_json
 
 DONE = ("done", "verdict")  # of a verdict: measured to the end, and not as it should be
 MOST_FAILURES = 2

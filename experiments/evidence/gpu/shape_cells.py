@@ -17,17 +17,18 @@ import time
 import traceback
 from pathlib import Path
 
-from experiments import config as cfg
 from experiments.builds import use_fork
-from experiments.config import ARMS
-from experiments.device import is_out_of_memory, level
 from experiments.evidence.common import EXIT_TIME, EXIT_VERDICT, FACTS, Parser, Table, minutes, place
 from experiments.evidence.gpu.expected_peaks import read_peaks
 from experiments.evidence.gpu.kernels import are_right, cudnn_first
 from experiments.evidence.gpu.plans import PLANS, Cell
 from experiments.evidence.setup_trainer import build_trainer, text_dataset
-from experiments.phases import PhaseRecorder
-from experiments.workload import data, models
+from rloo_memory import data, models
+from rloo_memory.arms import ARMS
+from rloo_memory.device import is_out_of_memory, level
+from rloo_memory.errors import choose, exit_code
+from rloo_memory.phases import PhaseRecorder
+from rloo_memory.sizes import GIB
 
 PHASES = ("generate", "score", "train", "optimizer")
 SIZES = ("allocated", "reserved", "device", "resident")
@@ -48,7 +49,7 @@ def run(argv: list[str] | None) -> int:
     parser.add_argument("--predictions", type=Path, help="what experiments.evidence.on_gpu prepare wrote")
     args = parser.parse_args(argv)
     deadline = time.monotonic() + 60 * args.minutes
-    plan = PLANS[cfg.choose("plan", args.plan, PLANS)]
+    plan = PLANS[choose("plan", args.plan, PLANS)]
     here = place(args, "peft")
     table = Table(here.folder / "cells" / f"{args.plan}.csv", COLUMNS, here.facts, args.fresh)
     table.path.parent.mkdir(exist_ok=True)
@@ -88,7 +89,7 @@ def told(row: dict) -> str:
         return f"{row['status']} {row['error']}"
     seconds = ", ".join(f"{phase} {row[f'{phase}_seconds']:.3f}" for phase in PHASES)
     peaks = [row[f"{phase}_allocated_bytes"] or row[f"{phase}_resident_bytes"] for phase in PHASES]
-    return f"{seconds} s, peak {max(peaks) / cfg.GIB:.2f} GiB, visit {row['visit_seconds']:.0f} s"
+    return f"{seconds} s, peak {max(peaks) / GIB:.2f} GiB, visit {row['visit_seconds']:.0f} s"
 
 
 class Bench:
@@ -277,7 +278,7 @@ def switches(cell: Cell, mask: bool):
 
 
 def main(argv: list[str] | None = None) -> int:
-    return cfg.exit_code("shape_cells", run, argv)
+    return exit_code("shape_cells", run, argv)
 
 
 if __name__ == "__main__":

@@ -17,16 +17,16 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from experiments import config as cfg
 from experiments.builds import use_fork
-from experiments.config import ARMS
 from experiments.evidence.common import FACTS, Parser, Table, place
 from experiments.evidence.exactness import profile_of
 from experiments.evidence.gpu.kernels import are_right
 from experiments.evidence.gpu.plans import PLANS, Cell
 from experiments.evidence.gpu.shape_cells import OF_CELL, Bench, Completions, made_on, switches
 from experiments.evidence.setup_trainer import build_trainer, text_dataset
-from experiments.phases import PhaseRecorder
+from rloo_memory.arms import ARMS
+from rloo_memory.errors import exit_code
+from rloo_memory.phases import PhaseRecorder
 
 TIMED = ("score", "train", "optimizer")
 COLUMNS = (*OF_CELL, "kind", "name", "calls", "device_ms", "host_ms", *FACTS)
@@ -134,7 +134,7 @@ def run(argv: list[str] | None) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return cfg.exit_code("step_profile", run, argv)
+    return exit_code("step_profile", run, argv)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ import emulate
 import torch
 
 from experiments.builds import use_fork
-from experiments.config import ARMS
 from experiments.evidence import family_check
 from experiments.evidence.float64 import pure_float64
 from experiments.evidence.tiny_families import build, families
+from rloo_memory.arms import ARMS
 
 
 def made(family, dtype):

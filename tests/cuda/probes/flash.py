@@ -7,7 +7,7 @@ from itertools import product
 import torch
 
 from experiments.builds import use_fork
-from experiments.config import ARMS
+from rloo_memory.arms import ARMS
 
 HEADS = ((8, 8), (8, 2), (6, 1))  # of queries, of keys and values
 LENGTHS = (  # of a prompt, of its completions, tokens

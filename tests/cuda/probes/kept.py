@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import emulate
 import torch
 
-from experiments.launch.offload import keep_on_host
+from rloo_memory.launch.offload import keep_on_host
 
 
 def main() -> None:

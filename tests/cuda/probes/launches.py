@@ -11,7 +11,7 @@ import emulate
 import torch
 
 from experiments.builds import use_fork
-from experiments.config import ARMS
+from rloo_memory.arms import ARMS
 
 PROMPT, COMPLETION, K, ROWS = 200, 20, 8, 2  # tokens, tokens, completions, completions a micro-batch
 DEPTHS = (2, 4)

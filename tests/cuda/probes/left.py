@@ -10,7 +10,7 @@ import device
 import torch
 
 from experiments.builds import use_fork
-from experiments.config import ARMS
+from rloo_memory.arms import ARMS
 
 
 def trained(example, **settings) -> float:

@@ -1,0 +1,147 @@
+"""Pick a device, hold a run to its memory budget there, and measure what it uses. Sizes in bytes.
+
+    python -m experiments.run_device [--device auto]
+
+prints the name of this machine's folder below results/. Starts fast: torch is imported only where it is asked.
+"""
+
+import ctypes
+import os
+import resource
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from experiments.config import RunConfig
+from experiments.run_options import Parser
+from rloo_memory.device import cpu_name, machine_name, status_bytes
+from rloo_memory.errors import ConfigError, choose, exit_code
+
+
+def pick_device(wanted: str) -> tuple[str, str, int]:
+    """("cpu" or "cuda", name, total bytes). Raises `ConfigError` for a device that is not there.
+
+    Of several GPUs only the chosen one stays visible: with more, the trainers would spread over all of them.
+    """
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    kind, _, index = wanted.partition(":")
+    choose("device", kind, ("auto", "cpu", "cuda"))
+    if kind == "cpu":
+        return "cpu", cpu_name(), host_bytes
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible not in ("", "-1"):
+        entries = visible.split(",") if visible else None
+        if not (index or "0").isdigit() or (entries and int(index or 0) >= len(entries)):
+            shown = f"CUDA_VISIBLE_DEVICES={visible} shows {len(entries)}" if entries else "write it like cuda:0"
+            raise ConfigError(f"device {wanted!r} does not exist; {shown}")
+        os.environ["CUDA_VISIBLE_DEVICES"] = entries[int(index or 0)] if entries else index or "0"
+    import torch
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        usable = torch.cuda.is_available()
+    if usable:
+        properties = torch.cuda.get_device_properties(0)
+        return "cuda", properties.name, properties.total_memory
+    if visible is None:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+    if kind == "cuda":
+        why = "".join(f" ({str(warning.message).splitlines()[0]})" for warning in said[:1])
+        raise ConfigError(
+            f"device {wanted!r} is not usable here{why}; use --device cpu, or check nvidia-smi and torch"
+        )
+    from rloo_memory.cuda_check import unused_gpu
+
+    if why := unused_gpu():
+        print(f"device  the CPU: {why}", file=sys.stderr)
+    return "cpu", cpu_name(), host_bytes
+
+
+def cuda_uuid() -> str:
+    """NVML and CUDA number devices differently; the UUID means the same device to both. Of a MIG instance it is what
+    `CUDA_VISIBLE_DEVICES` says: torch may give that of the whole GPU."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+    if visible.startswith("MIG-"):
+        return visible
+    import torch
+
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+def enforce_budget(config: RunConfig) -> None:
+    """From here on torch can allocate at most the budget, so that "out of memory" is an outcome and not an accident.
+
+    CUDA: the fraction of the device that this process may reserve. CPU: a limit on the process's data, counted from
+    what the interpreter and its libraries already hold.
+    """
+    if config.device == "cuda":
+        import torch
+
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        if config.budget_bytes < total:
+            torch.cuda.set_per_process_memory_fraction(config.budget_bytes / total)
+        return
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (status_bytes("VmData") + config.budget_bytes, hard))
+
+
+def lift_budget() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+
+def keep_only_live_memory() -> None:
+    """Make glibc return every freed block of 128 KiB or more to the system at once.
+
+    By default it raises that size up to 32 MiB as the program runs and keeps freed blocks below it, so that resident
+    memory would show the heap's fragmentation instead of the tensors that are alive. A page fault for each page of
+    each tensor takes its time: not where seconds count.
+    """
+    mallopt(mmap_threshold=2**17)  # where glibc begins
+
+
+def keep_freed_memory() -> None:
+    """Make glibc keep every freed block, for times: as with PyTorch's allocator on CUDA, nothing pays the system for
+    the same pages twice. By default it gives blocks above 32 MiB back at once, and the way with the larger tensors
+    takes longer: up to 1.5 times for whole rows of 3,100 tokens."""
+    mallopt(mmap_threshold=2**30, trim_threshold=-1)  # -1 trims never
+
+
+@contextmanager
+def only_live_memory() -> Iterator[None]:
+    """`keep_only_live_memory` for a while. Then freed blocks are kept up to 32 MiB, where glibc's own raising ends."""
+    keep_only_live_memory()
+    try:
+        yield
+    finally:
+        mallopt(mmap_threshold=2**25, trim_threshold=2**26)
+
+
+def mallopt(mmap_threshold: int, trim_threshold: int | None = None) -> None:
+    """Sizes in bytes; nothing where malloc is not glibc's."""
+    try:
+        function = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return
+    function(-3, mmap_threshold)  # M_MMAP_THRESHOLD in malloc.h
+    if trim_threshold is not None:
+        function(-1, trim_threshold)  # M_TRIM_THRESHOLD
+
+
+def main(argv: list[str] | None = None) -> int:
+    return exit_code("device", print_machine, argv)
+
+
+def print_machine(argv: list[str] | None) -> int:
+    parser = Parser(
+        prog="python -m experiments.run_device", description="Print the name of this machine's folder below results/."
+    )
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+    kind, name, _ = pick_device(parser.parse_args(argv).device)
+    print(machine_name(kind, name))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

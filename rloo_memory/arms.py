@@ -1,0 +1,47 @@
+"""The trainers that are compared. A run is one arm at one k."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One trainer to compare. `line` is a line of the fork (`trl/UPSTREAM.toml`)."""
+
+    name: str
+    line: str
+    patches: tuple[str, ...] | None  # applied to the line: () is untouched upstream, None the whole series
+    shows: str
+    accumulate: bool = False  # micro-batches of few completions, gradients accumulated over the batch
+    shares_prefix: bool = False  # the prompt computed once, the completions in passes of some
+
+    @property
+    def in_passes(self) -> bool:
+        """Whether one micro-batch goes through the model in several passes."""
+        return self.shares_prefix and not self.accumulate
+
+    def completions_per_forward(self, batch: int) -> int:
+        """How many completions go through the model together, unless a run asks for another number."""
+        if self.shares_prefix:
+            return 2  # k is never less
+        return 1 if self.accumulate else batch
+
+
+ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm("classic-baseline", "classic", (), "TRL 0.21.0 untouched: the published baseline"),
+        Arm("classic-string", "classic", ("0001-string-level-repeat.patch",), "the change exactly as published"),
+        Arm(
+            "classic-string-exact",
+            "classic",
+            ("0002-string-level-repeat-exact.patch",),
+            "the same idea with nothing cut: what it saves by itself",
+        ),
+        Arm("classic-lean", "classic", ("0003-lean-logits.patch",), "logits only where they are read"),
+        Arm("stock", "current", (), "TRL 1.16.0 untouched, the whole batch in one pass"),
+        Arm("stock-accumulate", "current", (), "TRL 1.16.0 untouched, one completion a pass", accumulate=True),
+        Arm("stock-compact", "current", None, "the same with the compact LM head alone: prefix sharing off"),
+        Arm("shared", "current", None, "TRL 1.16.0 + prefix sharing, N completions a pass", shares_prefix=True),
+        Arm("shared-accumulate", "current", None, "the same, N a micro-batch", accumulate=True, shares_prefix=True),
+    )
+}

@@ -1,0 +1,24 @@
+"""Which code runs."""
+
+import os
+import subprocess
+from pathlib import Path
+
+SOURCES = ("rloo_memory", "experiments", "trl", "requirements.lock")
+
+
+def source_commit() -> str:
+    """The commit of the clone that this file is part of, with a "-dirty" mark when `SOURCES` differ from it. Elsewhere
+    what SOURCE_COMMIT says, or "unknown"."""
+    clone = Path(__file__).resolve().parent.parent
+
+    def git(*command: str) -> str:
+        return subprocess.run(["git", "-C", str(clone), *command], capture_output=True, text=True, check=True).stdout
+
+    try:
+        git("ls-files", "--error-unmatch", "rloo_memory/commit.py")  # it may lie in another project's environment
+        commit = git("rev-parse", "--short=12", "HEAD").strip()
+        changed = git("status", "--porcelain", "--", *SOURCES).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("SOURCE_COMMIT", "unknown")
+    return f"{commit}-dirty" if changed else commit

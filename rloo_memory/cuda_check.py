@@ -1,0 +1,118 @@
+"""What keeps a training from this machine's GPU, in a line each, before a model loads.
+
+    rloo-memory check
+
+Exit code 1 if there is something. Torch is imported where it is asked.
+"""
+
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+from rloo_memory.errors import ConfigError
+
+BF16 = (8, 0)  # compute capability of Ampere
+
+
+def unused_gpu() -> str:
+    """Why torch cannot use a GPU that the driver lists; nothing where it can, where none is listed, or all are hidden
+    by `CUDA_VISIBLE_DEVICES`."""
+    import torch
+
+    from rloo_memory import nvml
+
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or torch.cuda.is_available():
+        return ""
+    try:
+        if not nvml.nvml_devices():
+            return ""
+    except nvml.pynvml.NVMLError:
+        return ""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a build without CUDA; rm -r .venv && ./setup_env.sh --cuda"
+    try:
+        torch.cuda.init()
+        why = "it finds none"
+    except RuntimeError as error:
+        why = str(error).split(". ")[0].splitlines()[0]
+    needed = "the 580 series" if torch.version.cuda.startswith("13.") else f"one for CUDA {torch.version.cuda}"
+    return f"torch {torch.__version__} cannot use the GPU ({why}); install a driver of {needed} or newer"
+
+
+def no_kernels() -> str:
+    """Why the current GPU runs nothing of torch's; nothing where it does."""
+    import torch
+
+    try:
+        torch.ones(1, device="cuda").add_(1)
+    except torch.OutOfMemoryError:  # said where it matters
+        return ""
+    except RuntimeError as error:
+        why, name = str(error).splitlines()[0], torch.cuda.get_device_name()
+        version, builds = capability(), ", ".join(torch.cuda.get_arch_list())
+        return (
+            f"{name} (compute capability {version[0]}.{version[1]}) runs no kernel of torch {torch.__version__}, "
+            f"which is built for {builds} ({why}); --device cpu or --use_cpu true, or a build of torch for it"
+        )
+    torch.cuda.empty_cache()
+    return ""
+
+
+def capability() -> tuple[int, int]:
+    import torch
+
+    return torch.cuda.get_device_capability()
+
+
+def no_compiler() -> str:
+    """What Triton needs to start kernels and does not find: it compiles a small C program at the first one."""
+    names = [] if os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") else ["gcc"]
+    packages = list(names)
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        names.append("Python.h")
+        packages.append(f"python{sys.version_info.major}.{sys.version_info.minor}-dev")
+    if not names:
+        return ""
+    return (
+        f"Triton compiles the start of TRL's LM head on a GPU, and {' and '.join(names)} are not here: "
+        f"apt-get install {' '.join(packages)}"
+    )
+
+
+def no_bf16(remedy: str) -> str:
+    """Why bfloat16 does not train on the current GPU; nothing where it does."""
+    if capability() >= BF16:
+        return ""
+    import torch
+
+    version = ".".join(map(str, capability()))
+    return (
+        f"{torch.cuda.get_device_name()} has compute capability {version}; bfloat16, in which TRL's LM head trains "
+        f"from 8.0 (Ampere) on, was never tried below that; {remedy}"
+    )
+
+
+def check(bf16: bool, remedy: str) -> None:
+    """Raise `ConfigError` where TRL 1.16 cannot train on the current GPU, in `bf16` or at all. `remedy` says what to
+    set in place of bfloat16."""
+    problems = [no_kernels(), no_compiler(), no_bf16(remedy) if bf16 else ""]
+    if said := "; ".join(filter(None, problems)):
+        raise ConfigError(said)
+
+
+def main(argv: list[str] | None = None) -> int:
+    import torch
+
+    if torch.cuda.is_available():
+        problems = [no_kernels(), no_compiler(), no_bf16("train with --bf16 false --fp16 true")]
+    else:
+        problems = [unused_gpu()]
+    for problem in filter(None, problems):
+        print(f"gpu: {problem}", file=sys.stderr)
+    return 1 if any(problems) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""What ends a command: a setting that cannot work, a signal, a full disk; each in one line with an exit code."""
+
+import difflib
+import errno
+import signal
+import sys
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work. Its text is one line: the value, the limit, the remedy."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal asks this process to end; `args[0]` is its number. Ctrl-C without a handler of ours has none."""
+
+    @staticmethod
+    def number(stop: KeyboardInterrupt) -> signal.Signals:
+        return signal.Signals(stop.args[0] if stop.args else signal.SIGINT)
+
+
+EXIT_USAGE = 2  # a setting that cannot work
+
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def exit_code(program: str, run, args) -> int:
+    """What `run(args)` returns; `EXIT_USAGE` with one line on stderr where it raises `ConfigError`; 128 + the signal's
+    number, also with one line, where Ctrl-C or a signal that raises `Stopped` ends it; 1 where a disk is full."""
+    try:
+        return run(args)
+    except ConfigError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt as stop:
+        print(f"{program}: stopped by {Stopped.number(stop).name}", file=sys.stderr)
+        return 128 + Stopped.number(stop)
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        print(f"{program}: the disk is full ({error}); make room and run again", file=sys.stderr)
+        return 1
+
+
+def shown(value) -> str:
+    """A value as a message shows it: quoted if it is text, and never long."""
+    text = repr(value)
+    return text if len(text) <= 160 else f"{text[:60]}... ({len(text)} characters)"
+
+
+def choose(kind: str, name: str, choices) -> str:
+    """`name`, which must be one of `choices`. Raises `ConfigError`."""
+    if name not in choices:
+        named = ", ".join(choices)
+        if len(named) > 600:
+            named = f"{', '.join(difflib.get_close_matches(name, choices, n=10, cutoff=0))} ({len(choices)} in all)"
+        raise ConfigError(f"unknown {kind} {shown(name)}; choose one of: {named}")
+    return name

@@ -1,0 +1,327 @@
+"""Memory in the training log of any TRL trainer, so that trackers show it, and a record that the doctor reads.
+
+trainer = RLOOTrainer(...)
+trainer.add_callback(MemoryCallback(trainer))
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from transformers import TrainerCallback
+
+from rloo_memory import host_allocator
+from rloo_memory.commit import source_commit
+from rloo_memory.device import device_name, machine_name
+from rloo_memory.phases import PhaseRecorder
+from rloo_memory.storage import write_json
+
+MB = 2**20
+# Arguments of the trainer that decide its memory, as `rloo_memory.plan.setups.Setup` names them
+RECORDED = (
+    "max_completion_length", "num_generations", "per_device_train_batch_size", "steps_per_generation",
+    "gradient_accumulation_steps", "prefix_sharing", "tokens_per_forward", "bf16", "gradient_checkpointing",
+    "activation_offloading", "beta", "optim", "temperature", "use_vllm",
+)  # fmt: skip
+# With `use_vllm` also these: without it, a profile that has them is refused
+OF_VLLM = (
+    "vllm_mode", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length",
+    "vllm_server_base_url",
+)  # fmt: skip
+# and those that say what it learns: with the first ones, a profile that trains the same
+TRAINED_WITH = (
+    "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "max_steps",
+    "num_train_epochs", "num_iterations", "seed", "top_p", "top_k", "loss_type", "scale_rewards", "epsilon",
+    "epsilon_high", "normalize_advantages", "mask_truncated_completions", "fp16", "sync_ref_model",
+    "use_transformers_continuous_batching", "importance_sampling_level", "delta", "off_policy_mask_threshold",
+    "use_bias_correction_kl", "reward_weights", "reward_clip_range", "router_aux_loss_coef", "top_entropy_quantile",
+    "entropy_coef", "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta",
+    "entropy_target",
+)  # fmt: skip
+
+
+def size_of(weight) -> int:
+    """Number of elements. Where ZeRO-3 has divided a weight, torch counts none."""
+    return getattr(weight, "ds_numel", weight.numel())
+
+
+def kept_on_host(model) -> bool:
+    """Whether accelerate brings the model to the device only when it is called (`launch.keep_on_host`)."""
+    from accelerate.hooks import CpuOffload
+
+    return model is not None and isinstance(getattr(model, "_hf_hook", None), CpuOffload)
+
+
+def values_of(args) -> dict:
+    """The arguments that decide memory. What the trainer does not have is left out."""
+    names = RECORDED + (OF_VLLM if getattr(args, "use_vllm", False) else ())
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}
+
+
+def trained_settings(args, model) -> dict:
+    """The trainer's settings under the names of TRL's parser, as a profile would have them, adapters and quantization
+    as they are in the model. What the trainer does not have is left out."""
+    values = values_of(args) | {name: getattr(args, name) for name in TRAINED_WITH if hasattr(args, name)}
+    settings = {name: getattr(value, "value", value) for name, value in values.items()}  # of an enum, its text
+    settings["algorithm"] = {"RLOOConfig": "rloo", "GRPOConfig": "grpo"}.get(type(args).__name__)
+    settings["dtype"] = str(model.dtype).removeprefix("torch.")
+    for adapter in list(getattr(model, "peft_config", {}).values())[:1]:
+        targets = adapter.target_modules
+        settings |= {
+            "use_peft": True,
+            "lora_r": adapter.r,
+            "lora_alpha": adapter.lora_alpha,
+            "lora_dropout": 0.0 if getattr(args, "disable_dropout", False) else adapter.lora_dropout,
+            "lora_target_modules": sorted(targets) if isinstance(targets, set | list) else targets,
+        }
+    quantization = getattr(model.config, "quantization_config", None)
+    if getattr(model, "is_loaded_in_4bit", False):
+        settings |= {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": quantization.bnb_4bit_quant_type,
+            "use_bnb_nested_quant": quantization.bnb_4bit_use_double_quant,
+        }
+    elif getattr(model, "is_loaded_in_8bit", False):
+        settings["load_in_8bit"] = True
+    return settings
+
+
+def place_of(kind: str) -> dict:
+    """Of memory.json: the machine, and the versions of what is measured there."""
+    import torch
+    import transformers
+
+    name = device_name(kind)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    if "trl" in sys.modules:
+        versions["trl"] = sys.modules["trl"].__version__
+    return {
+        "machine": machine_name(kind, name),
+        "device_name": name,
+        "versions": versions,
+        "commit": source_commit(),
+    }
+
+
+def own_file(args, name: str) -> Path:
+    """The file `name` of this process in the output folder: x.json of the first process, x.1.json of the next."""
+    path = Path(args.output_dir, name)
+    return path.with_suffix(f".{args.process_index}{path.suffix}") if args.process_index else path
+
+
+class MemoryCallback(TrainerCallback):
+    """Writes to TRL's metrics, each step:
+
+    * `mem_alloc_mb`, `mem_reserved_mb`: what torch has allocated and reserved on the device after the step, MiB;
+    * `mem_max_alloc_mb`: the step's peak, and `mem_peak/<phase>_mb` that of each phase (generate, score, train,
+      optimizer);
+    * `mem_batch_share`: the part of the step's peak that is neither weights nor gradients nor optimizer state. It
+      grows with the number of completions, their length and the prompt's;
+    * `mem_alloc_retries`: how often the allocator had to free its cache and try again since the training began.
+
+    Without CUDA the sizes are resident memory of the process. There is nothing reserved, no retry, and no share of the
+    batch: what is resident before the optimizer's step is more than weights, gradients and optimizer state.
+
+    Of several processes each writes its own files, memory.json the first and memory.1.json the next; the log shows
+    the first one's sizes.
+
+    Args:
+        trainer: an RLOO or GRPO trainer.
+        snapshot (`str`, *optional*): "peak" or "oom": dump torch's memory snapshot to
+            `output_dir/memory_snapshot.pickle` when a step reaches a new peak, or when memory runs out. For
+            https://docs.pytorch.org/memory_viz. Needs CUDA.
+        settings (`dict`, *optional*): settings that the trainer does not know, such as where the model and the data
+            came from, for the record.
+        predicted (`dict`, *optional*): bytes that the planner predicts for each phase, to stand beside the measured
+            ones.
+        predicted_prompt_tokens (`int`, *optional*): the prompt length that it predicts them for.
+        calibrated (`dict`, *optional*): the same bytes as a calibration of this machine corrects them.
+        images (`tuple`, *optional*): width and height in pixels of each image of a prompt, as the processor scales
+            them, for the record.
+        start_bytes (`int`, *optional*): `experiments.run_device.level` before the model was loaded.
+
+    Raises:
+        ValueError: for another `snapshot`, or without CUDA.
+    """
+
+    def __init__(
+        self,
+        trainer,
+        snapshot: str | None = None,
+        settings: dict | None = None,
+        predicted: dict[str, int] | None = None,
+        predicted_prompt_tokens: int | None = None,
+        calibrated: dict[str, int] | None = None,
+        images: tuple[tuple[int, int], ...] = (),
+        start_bytes: int | None = None,
+    ):
+        import torch
+
+        if snapshot not in (None, "peak", "oom"):
+            raise ValueError(f"snapshot is {snapshot!r}; it must be 'peak', 'oom' or None")
+        self.cuda = torch.cuda.is_available() and trainer.accelerator.device.type == "cuda"
+        if snapshot and not self.cuda:
+            raise ValueError(f"snapshot={snapshot!r} needs CUDA, training is on {trainer.accelerator.device}")
+        self.torch, self.trainer, self.snapshot, self.settings = torch, trainer, snapshot, settings or {}
+        self.predicted, self.calibrated = predicted or {}, calibrated or {}
+        self.predicted_prompt_tokens, self.start_bytes = predicted_prompt_tokens, start_bytes
+        self.images = images
+        self.phases: PhaseRecorder | None = None
+        self.seen = 0  # rows of `phases` that were logged
+        self.highest = 0  # bytes, and the phase that it was in
+        self.highest_phase: str | None = None
+        self.peaks: dict[str, int] = {}  # those of the highest step
+        self.completion_tokens = 0  # the longest completion, where the trainer tells
+        self.lengths = None  # longest completion and prompt when memory.json was last written
+        self.out_of_memory: str | None = None  # the phase that memory ran out in
+        self.place: dict = {}
+        self.static = 0  # weights, gradients and optimizer state, seen before the optimizer's step
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+        kind = "cuda" if self.cuda else "cpu"
+        self.place = place_of(kind)
+        resumed = state.global_step > 0
+        if not resumed:  # those of an earlier training: not of this one until it has its own
+            for name in ("memory.json", "memory_snapshot.pickle"):
+                own_file(args, name).unlink(missing_ok=True)
+        self.phases = PhaseRecorder(own_file(args, "memory_phases.csv"), kind, go_on=resumed)
+        if resumed and own_file(args, "memory.json").exists():
+            before = json.loads(own_file(args, "memory.json").read_text())
+            self.peaks, self.completion_tokens = before["peaks"], before.get("completion_tokens") or 0
+            self.highest_phase = max(self.peaks, key=self.peaks.get)
+            self.highest = self.peaks[self.highest_phase]
+        policy = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        while hasattr(optimizer, "optimizer"):  # accelerate's around DeepSpeed's around torch's
+            optimizer = optimizer.optimizer
+        self.phases.attach(policy, optimizer)
+        # Other engines than the policy's own `generate` take lists of token ids
+        if hasattr(policy, "generate_batch"):  # continuous batching
+            self.phases.mark(policy, "generate_batch", lambda inputs, **kwargs: map(len, inputs))
+        if (engine := getattr(self.trainer, "vllm_generation", None)) is not None:
+            self.phases.mark(engine, "generate", lambda prompts, **kwargs: map(len, prompts))
+        if self.snapshot:
+            self.torch.cuda.memory._record_memory_history(max_entries=200_000)
+        if self.snapshot == "oom":
+            path = str(own_file(args, "memory_snapshot.pickle"))
+            self.torch._C._cuda_attach_out_of_memory_observer(
+                lambda *args: self.torch.cuda.memory._dump_snapshot(path)
+            )
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.static = self._now()[0]
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.phases.close()
+        self.phases.high_water.reset()
+        peaks = self._peaks_of_step()
+        if not peaks:
+            return
+        highest = max(peaks.values())
+        allocated, reserved = self._now()
+        metrics = {
+            "mem_alloc_mb": allocated / MB,
+            "mem_max_alloc_mb": highest / MB,
+            **{f"mem_peak/{phase}_mb": size / MB for phase, size in peaks.items()},
+        }
+        if self.cuda:
+            metrics["mem_batch_share"] = max(0.0, 1 - self.static / highest)
+            metrics["mem_reserved_mb"] = reserved / MB
+            metrics["mem_alloc_retries"] = self.torch.cuda.memory_stats().get("num_alloc_retries", 0)
+        for name, value in metrics.items():
+            self.trainer._metrics["train"][name].append(value)
+        made = self.trainer._metrics["train"].get("completions/max_length") or [0]
+        self.completion_tokens = max(self.completion_tokens, round(max(made)))
+        lengths = (self.completion_tokens, max(self.phases.prompt_tokens, default=None))
+        longer, self.lengths = lengths != self.lengths, lengths
+        if higher := highest > self.highest:
+            self.peaks, self.highest, self.highest_phase = peaks, highest, max(peaks, key=peaks.get)
+        if higher or longer:
+            self._record(args)
+        if higher and self.snapshot == "peak":
+            self.torch.cuda.memory._dump_snapshot(str(own_file(args, "memory_snapshot.pickle")))
+
+    def failed(self) -> str:
+        """Record a step that memory ran out in, as far as it came. Returns the phase."""
+        if self.phases is None:
+            return "load"
+        phase = self.phases.phase
+        self.phases.close()
+        peaks = self._peaks_of_step()
+        if max(peaks.values(), default=0) > self.highest:
+            self.peaks = peaks
+        self.out_of_memory = phase
+        if self.peaks:
+            self._record(self.trainer.args)
+        return phase
+
+    def _peaks_of_step(self) -> dict[str, int]:
+        """The highest level of each phase since the last call, bytes."""
+        peaks: dict[str, int] = {}
+        for peak in self.phases.peaks[self.seen :]:
+            size = peak.peak_allocated_bytes if self.cuda else peak.peak_resident_bytes
+            if size is not None:
+                peaks[peak.phase] = max(peaks.get(peak.phase, 0), size)
+        self.seen = len(self.phases.peaks)
+        peaks.pop("load", None)
+        return peaks
+
+    def _record(self, args) -> None:
+        """memory.json: what the doctor needs to explain the highest peak so far, and what a calibration needs."""
+        from torch.distributed.fsdp import CPUOffloadPolicy
+        from transformers import PreTrainedModel
+
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        trained = sum(size_of(p) for p in model.parameters() if p.requires_grad)
+        sharding = getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
+        deepspeed = self.trainer.accelerator.state.deepspeed_plugin
+        zero = deepspeed.deepspeed_config["zero_optimization"] if deepspeed else {}
+        # Other trainers than RLOO's and GRPO's have neither
+        reward_models = [f for f in getattr(self.trainer, "reward_funcs", []) if isinstance(f, PreTrainedModel)]
+        levers = {
+            "offload_reference": kept_on_host(getattr(self.trainer, "ref_model", None)),
+            "offload_reward": any(map(kept_on_host, reward_models)),
+            "num_devices": args.world_size,
+            "fully_sharded": sharding is not None or zero.get("stage") == 3,
+            "offload_parameters": isinstance(getattr(sharding, "cpu_offload", None), CPUOffloadPolicy)
+            or zero.get("offload_param", {}).get("device") == "cpu",
+        }
+        write_json(
+            own_file(args, "memory.json"),
+            {
+                "device_kind": "cuda" if self.cuda else "cpu",
+                **self.place,
+                "host_allocator": host_allocator.active(),
+                "device_bytes": self.torch.cuda.mem_get_info()[1] if self.cuda else None,
+                "start_bytes": self.start_bytes,
+                "peaks": self.peaks,
+                "predicted_peaks": self.predicted,
+                "calibrated_peaks": self.calibrated,
+                "predicted_prompt_tokens": self.predicted_prompt_tokens,
+                "out_of_memory": self.out_of_memory,
+                "static_bytes": self.static,
+                "prompt_tokens": max(self.phases.prompt_tokens, default=None),
+                "images": self.images,
+                "completion_tokens": self.completion_tokens or None,
+                "trained_parameters": trained,
+                "parameters": sum(map(size_of, model.parameters())),
+                "model_config": model.config.to_dict(),
+                "dtype": str(model.dtype).removeprefix("torch."),
+                "lora_rank": max((config.r for config in getattr(model, "peft_config", {}).values()), default=0),
+                "weight_bits": 4
+                if getattr(model, "is_loaded_in_4bit", False)
+                else 8
+                if getattr(model, "is_loaded_in_8bit", False)
+                else 16,
+                "reward_model": reward_models[0].config.name_or_path if reward_models else None,
+                "arguments": values_of(args) | levers,
+                "settings": trained_settings(args, model) | self.settings,
+            },
+        )
+
+    def _now(self) -> tuple[int, int]:
+        if self.cuda:
+            return self.torch.cuda.memory_allocated(), self.torch.cuda.memory_reserved()
+        from rloo_memory.device import status_bytes
+
+        return status_bytes("VmRSS"), 0

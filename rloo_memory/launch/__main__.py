@@ -1,0 +1,260 @@
+"""Train with a profile, in this process, no server: `rloo-memory launch PROFILE [--setting value ...]`.
+
+    MODEL_PATH=/models/Qwen3-8B rloo-memory launch single_gpu_24gb --dataset prompts.jsonl --reward rewards:short
+    MODEL_PATH=random:qwen3-0.6b rloo-memory launch balanced --max_steps 2        # random weights, to try a card
+    accelerate launch --config_file rloo_memory/settings/accelerate/fsdp2.yaml -m rloo_memory.launch multi_gpu_70b
+
+Any setting of TRL's trainer can follow the profile and replaces what it says; `--help` lists profiles, the launcher's
+own settings, formats and outputs. The training log shows memory (`rloo_memory.hooks.memory_callback.MemoryCallback`).
+"""
+
+import dataclasses
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from rloo_memory import cuda_check, host_allocator
+from rloo_memory.adapters import adapter_of
+from rloo_memory.device import is_out_of_memory, level, settle, show_one_gpu
+from rloo_memory.errors import ConfigError, exit_code
+from rloo_memory.launch import (
+    command_line,
+    dataset,
+    gate,
+    help,
+    inputs,
+    model_limits,
+    output,
+    prompt_images,
+    quiet,
+    vllm_server,
+)
+from rloo_memory.launch.announce import print_end, print_start
+from rloo_memory.launch.offload import keep_on_host
+from rloo_memory.settings.arguments import LaunchArguments
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(argv):
+        print(help.text(), end="")
+        return 0
+    # Several processes are ended by the program that started them, which does not wait for one that is in a collective
+    alone = int(os.environ.get("WORLD_SIZE", 1)) == 1 and threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, interrupt) if alone else None
+    try:
+        return exit_code("launch", run, argv)
+    except KeyboardInterrupt as stop:
+        return stopped(stop, "before the first update")
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        print(f"launch: out of memory before the first update: {dataset.one_line(error)}", file=sys.stderr)
+        return 1
+    finally:
+        if alone:
+            signal.signal(signal.SIGTERM, before)
+
+
+def interrupt(number, frame):
+    raise KeyboardInterrupt(number)
+
+
+def stopped(stop: KeyboardInterrupt, when: str) -> int:
+    """Say it in one line; returns the exit code that a shell gives for the signal."""
+    number = stop.args[0] if stop.args else signal.SIGINT
+    name = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}.get(number, f"signal {number}")
+    print(f"launch: stopped by {name} {when}", file=sys.stderr)
+    return 128 + number
+
+
+def run(argv: list[str]) -> int:
+    asked = command_line.asked_for(argv)
+    host_allocator.activate(asked.host_allocator, restart=sys.argv[-len(argv) :] == argv)
+    # one write: the workers' lines would mix
+    print(f"host allocator: {', '.join(host_allocator.mapped().values()) or 'system'}\n", end="", flush=True)
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1 and (line := show_one_gpu()):
+        print(f"gpus    {line}", flush=True)
+    # torch would send attention to cuDNN on recent GPUs, which plans each length anew, so each decoded token
+    os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less fragmentation on CUDA
+    quiet.before_import()
+    rows = command_line.before_torch(argv, asked)
+
+    from rloo_memory.fork import need_fork
+
+    need_fork()
+    launch, config, model = command_line.parse(argv)
+    check_gpu(config, model)
+    quiet.after_import()
+    reward = inputs.reward_function(launch.reward, ["prompt"] if rows is None else rows.column_names)
+    if launch.offload_reward and not isinstance(reward, str):
+        raise ConfigError(
+            f"offload_reward is on, but the reward {launch.reward or 'letters'!r} is a function; remove it"
+        )
+    vllm_server.wait_for(config)
+    with output.taken(config) as begin:
+        if begin.finished:
+            if config.process_index == 0:
+                print(begin.finished)
+            return 0
+        return train_in_folder(argv[0], launch, config, model, rows, reward, begin)
+
+
+def check_gpu(config, model) -> None:
+    """Say it where a GPU stays unused. Raises `ConfigError` where TRL cannot train on it as it is asked to."""
+    if config.device.type == "cuda":
+        in_bf16 = "bfloat16" in (model.dtype, str((config.model_init_kwargs or {}).get("dtype")))
+        half = " --dtype float16" if in_bf16 else ""
+        cuda_check.check(config.bf16 or in_bf16, f"--bf16 false --fp16 true{half}")
+    elif config.process_index == 0 and (why := cuda_check.unused_gpu()):
+        print(f"device  the CPU: {why}", flush=True)
+
+
+def train_in_folder(profile: str, launch: LaunchArguments, config, model, rows, reward, begin: output.Start) -> int:
+    """Read data and model, check them, train. Returns the exit code."""
+    images = None if rows is None else prompt_images.column_of(rows)
+    if images:
+        prompt_images.check_gathered(rows, images, config, launch.dataset)
+    with config.main_process_first():  # it writes or downloads, the others find it
+        path, tokenizer = inputs.model_and_tokenizer(model.model_name_or_path, with_images=images is not None)
+        if rows is None:
+            rows = inputs.builtin_prompts(tokenizer, launch.prompt_tokens)
+        if images and isinstance(reward, str):
+            inputs.check_reward_reads(reward)
+        hf_config = model_limits.config_of(path, config.model_init_kwargs)
+    quantization = inputs.quantization_of(path, model)
+    model_limits.check_special_tokens(hf_config, tokenizer, model.model_name_or_path)
+    dataset.check_enough(rows, config, launch.dataset)
+    lengths = dataset.measure(
+        rows, tokenizer, config.chat_template_kwargs or {}, launch.max_prompt_tokens, launch.dataset, images, hf_config
+    )
+    model_limits.check_positions(hf_config, lengths, config.max_completion_length, launch.dataset, launch.anyway)
+    named = model.model_name_or_path
+    source = named if named.startswith("hub:") or adapter_of(named) else path
+    predicted = gate.predicted_peaks(profile, launch, config, model, source, lengths)
+    settle()
+    start = level(config.device.type)
+    trainer = build_trainer(launch, config, model, path, quantization, tokenizer, rows, reward)
+    if trainer.is_world_process_zero():
+        print_start(launch, model, trainer, lengths, inputs.reward_in_words(launch.reward, reward))
+    return train(trainer, launch, model, predicted, lengths.images, start, begin)
+
+
+def build_trainer(launch: LaunchArguments, config, model, path: str, quantization, tokenizer, rows, reward):
+    """The trainer, with the models that wait on the host. Raises `ConfigError` for what TRL or the fork refuses."""
+    from trl import GRPOTrainer, RLOOTrainer, get_peft_config
+
+    config.model_init_kwargs = {"dtype": model.dtype, **(config.model_init_kwargs or {})}
+    if model.attn_implementation:
+        config.model_init_kwargs["attn_implementation"] = model.attn_implementation
+    if config.world_size > 1:  # with FSDP, TRL would have every process spread a whole reference over all GPUs
+        config.model_init_kwargs.setdefault("device_map", None)
+    try:
+        adapter = adapter_of(model.model_name_or_path)
+        trainer = (RLOOTrainer if launch.algorithm == "rloo" else GRPOTrainer)(
+            model=inputs.with_adapter(adapter.folder, path, config, quantization) if adapter else path,
+            reward_funcs=reward,
+            args=config,
+            train_dataset=rows,
+            processing_class=tokenizer,
+            peft_config=None if adapter else get_peft_config(model),
+            quantization_config=None if adapter else quantization,
+        )
+    except Exception as error:  # weights that are cut, a library that is not here: each loader raises its own
+        if is_out_of_memory(error):
+            raise
+        where = "" if isinstance(error, ValueError) else f"cannot load {path!r}: "
+        raise ConfigError(where + said(error)) from error
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not trainer.is_fsdp_enabled:
+        raise ConfigError("without a GPU accelerate would train with DDP in place of FSDP; use ddp.yaml")
+    if launch.offload_reference:
+        keep_on_host(trainer, trainer.ref_model)
+    if launch.offload_reward:
+        keep_on_host(trainer, trainer.reward_funcs[0])
+    return trainer
+
+
+def train(
+    trainer,
+    launch: LaunchArguments,
+    model,
+    predicted: gate.Forecast,
+    images: tuple[tuple[int, int], ...],
+    start: int,
+    begin: output.Start,
+) -> int:
+    """Train and save; says what came out of it. `images` are those of a prompt, `start` the bytes in use before the
+    model was loaded. Returns the exit code."""
+    from rloo_memory.hooks.memory_callback import MemoryCallback, trained_settings
+
+    config = trainer.args
+    named = {"model_name_or_path": model.model_name_or_path, **dataclasses.asdict(launch)}
+    says = begin.says
+    if begin.checkpoint:
+        policy = trainer.accelerator.unwrap_model(trainer.model)
+        settings, shape = trained_settings(config, policy) | named, policy.config.to_dict()
+        other = output.decided_once(config, lambda: output.compare(begin.checkpoint, settings, shape))
+        says = f"from {says}" + (f"; not as it was trained before: {other}" if other else "")
+    if says and trainer.is_world_process_zero():
+        print(f"begins  {says}", flush=True)
+    memory = MemoryCallback(
+        trainer,
+        snapshot=launch.memory_snapshot,
+        settings=named,
+        predicted=predicted.peaks,
+        predicted_prompt_tokens=predicted.prompt_tokens,
+        calibrated=predicted.calibrated,
+        images=images,
+        start_bytes=start,
+    )
+    trainer.add_callback(memory)
+    began = time.monotonic()
+    try:
+        trainer.train(resume_from_checkpoint=begin.checkpoint)
+        if config.save_strategy != "no":
+            if trainer.is_fsdp_enabled:  # checkpoints are shards; of shards alone, `save_model` would save nothing
+                trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+            trainer.save_model(config.output_dir)
+    except KeyboardInterrupt as stop:
+        kept = f"; {config.output_dir}/memory.json is kept" if Path(config.output_dir, "memory.json").exists() else ""
+        end_progress_bar(config)
+        return stopped(stop, f"after update {trainer.state.global_step}{kept}")
+    except ConfigError:  # of the reward
+        end_progress_bar(config)
+        raise
+    except Exception as error:
+        if memory.phases is None and not is_out_of_memory(error):  # the optimizer, the schedule, the checkpoint
+            raise ConfigError(said(error)) from error
+        if not is_out_of_memory(error):
+            raise
+        phase = memory.failed()
+        end_progress_bar(config)
+        print(
+            f"launch: out of memory in phase {phase} of update {trainer.state.global_step + 1}: "
+            f"{dataset.one_line(error)}; rloo-memory doctor {config.output_dir} says what filled it",
+            file=sys.stderr,
+        )
+        return 1
+    if trainer.is_world_process_zero():
+        print_end(trainer, memory, time.monotonic() - began)
+    trainer.accelerator.wait_for_everyone()  # gloo can abort a process that the others have left
+    trainer.accelerator.end_training()
+    return 0
+
+
+def said(error: Exception) -> str:
+    """What a library says of a setting or a file, in one line; its refusals whole."""
+    return " ".join(str(error).split()) if isinstance(error, ValueError) else dataset.one_line(error)
+
+
+def end_progress_bar(config) -> None:
+    if not config.disable_tqdm:
+        print(file=sys.stderr)  # it ends without a line's end
+
+
+if __name__ == "__main__":
+    sys.exit(main())

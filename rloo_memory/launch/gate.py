@@ -1,0 +1,167 @@
+"""Before anything loads: the predicted peak of each phase, and a refusal if it is more than the device has."""
+
+import os
+import time
+from dataclasses import dataclass, field
+
+from rloo_memory.device import available_bytes, device_name, machine_name
+from rloo_memory.errors import ConfigError
+from rloo_memory.launch.dataset import Lengths
+from rloo_memory.launch.output import decided_once
+from rloo_memory.plan import ask
+from rloo_memory.plan.calibration import CalibratedPeak, Calibration, file_of, load, may_exceed, range_in_words
+from rloo_memory.plan.options import reserve_of
+from rloo_memory.plan.predict import PredictedPeak
+from rloo_memory.plan.recurrent import kernels_here
+from rloo_memory.plan.reserve import EXPANDABLE, FIXED, OUTSIDE, Room
+from rloo_memory.settings.arguments import LaunchArguments
+from rloo_memory.sizes import GIB, parse_bytes
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The predicted peak of each phase, and the same for those that a calibration corrects; bytes."""
+
+    peaks: dict[str, int] = field(default_factory=dict)
+    calibrated: dict[str, int] = field(default_factory=dict)
+    prompt_tokens: int | None = None
+
+
+def predicted_peaks(profile: str, launch: LaunchArguments, config, model, source: str, lengths: Lengths) -> Forecast:
+    """The peak of each phase; an empty forecast where it cannot be predicted, which is said.
+
+    The first process predicts, and all of them hear what it found. Raises `ConfigError` with the first remedy where
+    the training does not fit and nobody said `anyway`, in the first process; the others end without a word.
+    """
+    if not launch.predict_memory:
+        return Forecast()
+    return decided_once(config, lambda: peaks_that_fit(profile, launch, config, model, source, lengths))
+
+
+def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source: str, lengths: Lengths) -> Forecast:
+    began, device = time.monotonic(), config.device.type
+    print("memory  predicting the peak of each phase (--predict_memory false leaves it out)", flush=True)
+    settings = ask.settings_of(model) | ask.settings_of(launch) | ask.settings_of(config)
+    calibration = calibration_here(launch.calibration, config)
+    room = room_here(config, calibration)
+    limit = room.size
+    try:
+        where = {"device": device, "images": lengths.images, **devices_here(config)}
+        where["device_memory"] = total_bytes(config.device)  # vLLM's share is one of all that is there
+        expected = ask.predict(settings, source, lengths.longest, calibration=calibration, **where)
+    except ConfigError as error:
+        print(f"memory  not predicted: {error}", flush=True)
+        return Forecast()
+    peak = expected.peak
+    phases = ", ".join(f"{phase.phase} {phase.total / GIB:.2f}" for phase in expected.phases)
+    print(
+        f"memory  predicted peak {peak.total / GIB:.2f} GiB of {limit / GIB:.2f} that are free, in phase {peak.phase} "
+        f"({phases}; {time.monotonic() - began:.0f} s)",
+        flush=True,
+    )
+    for words in expected.remarks:
+        print(f"memory  {words}", flush=True)
+    for line in calibration.said_of({"this": expected.phases}) if calibration else ():
+        print(f"memory  {line}", flush=True)
+    if may_exceed(expected.range, limit):
+        print(f"memory  it may not fit: {range_in_words(expected.phases, calibration)}", flush=True)
+    elif not room.holds(expected.phases):
+        needed = f"{room.needed(expected.phases) / GIB:.2f} GiB"
+        print(f"memory  it may not fit: with what the allocator wastes, torch may reserve {needed}", flush=True)
+    uncertain = expected.note and kernels_here()
+    if peak.total > limit and uncertain:
+        print(f"memory  it may not fit; not refused, because {uncertain} can be here for that", flush=True)
+    elif peak.total > limit and not launch.anyway:
+        print("memory  looking for a change that makes it fit: a minute or some", flush=True)
+        remedy = ask.predict(settings, source, lengths.longest, limit=limit, calibration=calibration, **where).remedy
+        doctor = f"rloo-memory doctor --profile {profile} --model {source} --prompt {lengths.longest}"
+        doctor += "".join(f" --image {width}x{height}" for width, height in lengths.images)
+        doctor += f" --device-memory {available_bytes(str(config.device)) / GIB:.1f}GiB"
+        if calibration:
+            doctor += f" --calibration {calibration.file}" + (" --device cpu" if device == "cpu" else "")
+        raise ConfigError(refusal(peak, limit, remedy, settings, doctor))
+    corrected = {phase.phase: phase.total for phase in expected.phases if isinstance(phase, CalibratedPeak)}
+    return Forecast({phase.phase: phase.uncorrected for phase in expected.phases}, corrected, lengths.longest)
+
+
+def total_bytes(device) -> int:
+    """Of a GPU; 0 for a CPU."""
+    import torch
+
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
+def room_here(config, calibration: Calibration | None) -> Room:
+    """What the device of a process has free for tensors."""
+    free = available_bytes(str(config.device))
+    if config.device.type != "cuda":
+        room = Room(int(free / int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    elif kept := reserve_of(None, calibration):
+        room = Room(free - parse_bytes(kept))
+    else:
+        expandable = "expandable_segments:True" in os.environ.get("PYTORCH_ALLOC_CONF", "")
+        room = Room(free - OUTSIDE, EXPANDABLE if expandable else FIXED)
+    return room
+
+
+def calibration_here(asked: str | None, config) -> Calibration | None:
+    """The calibration that is asked for, or this machine's own, if there is one that can be used. Raises `ConfigError`
+    for one that is asked for and cannot be used here."""
+    if asked == "none":
+        return None
+    kind = "cuda" if config.device.type == "cuda" else "cpu"
+    machine = machine_name(kind, device_name(kind, config.device))
+    if asked is None and not file_of(machine).exists():
+        return None
+    try:
+        calibration = load(asked or file_of(machine))
+        calibration.check(kind)
+    except ConfigError as error:
+        if asked:
+            raise
+        print(f"memory  not calibrated: {error}", flush=True)
+        return None
+    if calibration.machine != machine:
+        print(
+            f"memory  {calibration.file} is of another machine, {calibration.machine}; this is {machine}", flush=True
+        )
+    return calibration
+
+
+def refusal(peak: PredictedPeak, limit: int, remedy: ask.Remedy | None, settings: dict, doctor: str) -> str:
+    """One line: what is predicted, what there is, and the doctor's first remedy as settings."""
+    line = f"predicted peak {peak.total / GIB:.2f} GiB in phase {peak.phase} exceeds the {limit / GIB:.2f} GiB that "
+    line += f"are free ({peak.parts()}); "
+    if remedy is None:
+        line += f"no single change makes it fit: {doctor} finds several"
+    else:
+        given = {name: value for name, value in remedy.settings.items() if value is not None}
+        words = [f"--{name} {in_words(value)}" for name, value in given.items()]
+        # TRL makes the generation batch of the steps itself
+        taken = set(remedy.settings) - set(given) - {"generation_batch_size"}
+        words += [f"no {name}" for name in sorted(taken) if settings.get(name) is not None]
+        line += f"{', '.join(words)} needs {remedy.peak / GIB:.2f} GiB ({remedy.effect})"
+    return f"{line}; --anyway trains all the same"
+
+
+def in_words(value) -> str:
+    """A setting's value as the command line takes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return " ".join(map(str, value))
+    return str(value)
+
+
+def devices_here(config) -> dict:
+    """Fields of `Setup` from how accelerate started this. Raises `ConfigError` for what the planner does not know."""
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        raise ConfigError("the planner has no formula for DeepSpeed")
+    sharded = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    if sharded and os.environ.get("FSDP_VERSION") != "2":
+        raise ConfigError("the planner's formula is for FSDP2")
+    return {
+        "num_devices": config.world_size,
+        "fully_sharded": sharded,
+        "offload_parameters": sharded and os.environ.get("FSDP_OFFLOAD_PARAMS", "").lower() == "true",
+    }

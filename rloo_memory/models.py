@@ -1,0 +1,125 @@
+"""Models and tokenizer. By default built on the spot: published shapes, random weights, a tokenizer trained on the
+documents themselves. Nothing is downloaded unless a `hub:` name asks for it."""
+
+import difflib
+from pathlib import Path
+
+from rloo_memory.adapters import adapter_of
+from rloo_memory.errors import ConfigError
+from rloo_memory.shapes import SHAPES
+
+SPECIAL_TOKENS = ["[PAD]", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+MAX_TOKENIZER_VOCAB = 16_000  # enough for 465,000 characters; the model's vocabulary may be larger
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def shape_config(shape: str, vocab_size: int | None = None):
+    """The transformers configuration of a built-in shape. Raises `ConfigError` for an unknown one."""
+    from transformers import CONFIG_MAPPING
+
+    if shape not in SHAPES:
+        raise ConfigError(f"unknown shape {shape!r}; choose one of: {', '.join(SHAPES)}")
+    fields = dict(SHAPES[shape])
+    if vocab_size is not None:
+        fields["vocab_size"] = vocab_size
+    return CONFIG_MAPPING[fields.pop("model_type")](**fields)
+
+
+def named_config(model: str):
+    """The configuration of a built-in shape, also by its name on the hub, a local folder, or `hub:owner/name`; of an
+    adapter's folder, that of its model.
+
+    Raises `ConfigError` for anything else: nothing is downloaded unless `hub:` asks for it.
+    """
+    if adapter := adapter_of(model):
+        try:
+            return named_config(adapter.base)
+        except ConfigError as error:
+            raise adapter.missing() from error
+    short = model.rsplit("/", 1)[-1].lower().removesuffix("-base").removesuffix("-it").replace("-instruct", "")
+    if short in SHAPES and not Path(model).exists():
+        return shape_config(short)
+    if not model.startswith("hub:") and not Path(model).exists():
+        near = difflib.get_close_matches(short, SHAPES, n=1)
+        raise ConfigError(
+            f"unknown model {model!r}{f' (did you mean {near[0]}?)' if near else ''}: name a built-in shape "
+            f"({', '.join(SHAPES)}), a local folder, or hub:{model} to download its config"
+        )
+    return load_config(model)
+
+
+def load_config(model: str):
+    """The configuration in a local folder or, with `hub:`, on the hub. Raises `ConfigError`."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model_source(model))
+    except Exception as error:  # a damaged config.json raises whatever its fields lead to
+        remedy = "check its name and the network" if model.startswith("hub:") else "mend its config.json"
+        raise ConfigError(f"cannot load model {model!r}: {one_line(error)}; {remedy}") from error
+
+
+def one_line(error: Exception) -> str:
+    """An error's text in one line of at most 300 characters, its type where it has none."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def typed_line(error: Exception) -> str:
+    """The same behind its type."""
+    return f"{type(error).__name__}: {one_line(error)}"
+
+
+def is_model(name: str) -> bool:
+    """Whether a name says where a model is: a local folder, or `hub:owner/name`."""
+    return name.startswith("hub:") or name != "" and Path(name).is_dir()
+
+
+def model_source(model: str) -> str:
+    return model.removeprefix("hub:")
+
+
+def auto_class(hf_config):
+    """The auto class of the model that TRL trains: a multimodal one where the text config is nested in another."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForCausalLM if hf_config.get_text_config() is hf_config else AutoModelForImageTextToText
+
+
+def meta_model(hf_config):
+    """The language model of a configuration on the meta device: shapes, no memory."""
+    import torch
+    from transformers.initialization import no_init_weights
+
+    with torch.device("meta"), no_init_weights():
+        model = auto_class(hf_config).from_config(hf_config)
+        model.tie_weights()  # left out with the initialization
+    return model
+
+
+def build_tokenizer(documents: list[str], vocab_size: int):
+    """A byte-level BPE tokenizer trained on `documents`: decoding and encoding again gives the same ids."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=min(vocab_size, MAX_TOKENIZER_VOCAB),
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        eos_token="<|im_end|>",
+        additional_special_tokens=["<|endoftext|>", "<|im_start|>"],
+        chat_template=CHAT_TEMPLATE,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )

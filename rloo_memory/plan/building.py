@@ -1,0 +1,88 @@
+"""The models of a simulation, built from their config without values: adapters, quantized weights."""
+
+import torch
+from transformers.initialization import no_init_weights
+
+from rloo_memory.errors import ConfigError
+from rloo_memory.models import auto_class
+from rloo_memory.plan.checkpoint import quantized
+from rloo_memory.plan.replaced import QuantizedLinear
+
+
+def decoder_layers(model) -> torch.nn.ModuleList:
+    """The longest list of modules in the language model."""
+    return max((m for m in model.get_decoder().modules() if isinstance(m, torch.nn.ModuleList)), key=len)
+
+
+def build(setup, shapes, hf_config, kind=None):
+    """A model of that kind (a transformers auto class; None: the one that is trained), in `setup.dtype`."""
+    with shapes.new(), no_init_weights():
+        model = (kind or auto_class(hf_config)).from_config(hf_config, dtype=getattr(torch, setup.dtype))
+        model.tie_weights()  # left out with the initialization
+    return model
+
+
+def with_adapters(model, setup, shapes):
+    """The model with LoRA: float32, and bfloat16 on quantized weights (TRL's trainers, after QLoRA). Raises
+    `ConfigError` for target modules that the model does not have."""
+    from peft import LoraConfig, get_peft_model
+
+    modules = setup.lora_target_modules
+    modules = list(modules) if isinstance(modules, tuple) else modules
+    config = LoraConfig(
+        r=setup.lora_rank,
+        target_modules=modules,
+        lora_dropout=setup.lora_dropout,
+        task_type="CAUSAL_LM",
+    )
+    with shapes.new(), no_init_weights():
+        try:
+            model = get_peft_model(model, config)
+        except ValueError as error:
+            raise ConfigError(f"lora_target_modules {modules}: {str(error).partition('. ')[0]}") from error
+        already = quantized(model.config, setup.device)
+        if setup.weight_bits < 16 and (already is None or already.by_bitsandbytes):
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.to(torch.bfloat16)
+    if setup.gradient_checkpointing:
+        model.enable_input_require_grads()
+    return model
+
+
+def quantize(model, setup, shapes) -> None:
+    """4 or 8 bits a weight of every linear layer but the head, and bitsandbytes' scales: with 4 bits a float32 for 64
+    weights, or nested one byte and a float32 for 256 of those (QLoRA, arXiv 2305.14314), with 8 bits a float32 a
+    row. A checkpoint that is already quantized says itself what of it is, and how. Raises `ConfigError` for one with
+    experts, whose weights are no linear layers."""
+    head, already = model.get_output_embeddings(), quantized(model.config, setup.device)
+    if already and any(parameter.ndim == 3 for parameter in model.get_decoder().parameters()):
+        raise ConfigError(f"the planner has no formula for experts that are already quantized ({already.method})")
+    in_decoder, bits = set(model.get_decoder().modules()), already.bits if already else setup.weight_bits
+    nested = already.nested_scales if already else setup.nested_scales
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.nn.Linear) or module is head or "lora_" in name:
+            continue
+        own_name = name.removeprefix("base_model.model.").removesuffix(".base_layer")  # PEFT's around it
+        if already and already.keeps(own_name, module in in_decoder):
+            continue
+        weight, shape = module.weight, module.weight.shape
+        if already and not already.by_bitsandbytes:
+            size = already.weight_bytes(*shape)
+        elif bits == 4:
+            scales = weight.numel() // 64
+            size = weight.numel() // 2 + (scales + scales // 256 * 4 if nested else scales * 4)
+        else:
+            size = weight.numel() + shape[0] * 4
+        with shapes.new():
+            module.weight = torch.nn.Parameter(torch.empty(size, dtype=torch.uint8), requires_grad=False)
+        holds_input = bits == 8 and (already is None or already.by_bitsandbytes)
+        module.forward = lambda x, m=module, s=shape, h=holds_input: QuantizedLinear.apply(x, m.bias, s, h)
+
+
+def weights_not_in_8_bits(model) -> int:
+    """Trained weights whose moments an 8-bit optimizer keeps in float32: those of tensors below 4,096 elements
+    (bitsandbytes, `min_8bit_size`) and of embeddings (transformers' `Trainer.create_optimizer`)."""
+    embeddings = {m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return sum(p.numel() for p in trained if p.numel() < 4096 or any(p is weight for weight in embeddings))

@@ -1,0 +1,328 @@
+"""Say what filled the memory, and what would make it fit.
+
+    rloo-memory doctor RUN_DIR --device-memory 24GiB
+    rloo-memory doctor --model Qwen/Qwen3-8B --prompt 3000 --completion 512 --k 8 --device-memory 24GiB
+
+RUN_DIR holds what `rloo_memory.hooks.memory_callback.MemoryCallback` or `experiments.train` wrote. First each change
+alone, in order of effect. Then the changes that are needed, those that train the same before those that do not,
+without those that later ones made unnecessary. They go into a YAML file, for TRL's own parser and for
+`rloo-memory launch`: your settings (those of the run, of --profile or of the options), changed by nothing else.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rloo_memory.errors import ConfigError, exit_code
+from rloo_memory.plan.calibration import Calibration, may_exceed, range_in_words, range_of
+from rloo_memory.plan.levers import FASTER_FROM, LEVERS, Lever, applied, in_turn, settings_by_lever
+from rloo_memory.plan.options import (
+    Problems,
+    add_memory_options,
+    add_setup_options,
+    calibration_for,
+    check_writable,
+    model_config,
+    quiet,
+    reserve_of,
+    room_of,
+    setup_from,
+)
+from rloo_memory.plan.predict import Prediction, predict, predict_all
+from rloo_memory.plan.records import Run, read_run
+from rloo_memory.plan.remarks import remarks
+from rloo_memory.plan.reserve import Room
+from rloo_memory.plan.setups import Setup, check
+from rloo_memory.plan.trl_settings import by_batch, changes, of_model, with_changes
+from rloo_memory.settings.profiles import dump_profile, load_profile, profile_path
+from rloo_memory.sizes import GIB
+
+
+@dataclass
+class Search:
+    """Looks for the changes that make a training fit into a device. What was predicted is not predicted again;
+    `say` is told each step."""
+
+    hf_config: object
+    room: Room
+    say: Callable[[str], None]
+    known: dict[Setup, Prediction] = field(default_factory=dict)
+    calibration: Calibration | None = None
+
+    def predict(self, label: str, setup: Setup) -> Prediction:
+        """Raises `ConfigError` for a setup that the model does not support."""
+        if setup not in self.known:
+            self.known[setup] = predict(label, setup, self.hf_config, self.calibration)
+        return self.known[setup]
+
+    def fits(self, prediction: Prediction) -> bool:
+        return self.room.holds(prediction.phases)
+
+    def needed(self, start: Prediction) -> tuple[list[Lever], Prediction]:
+        """The levers that are needed, and what is predicted with them, fitting or not. Sharing that makes it faster
+        and trains the same is taken where all fits, too."""
+        current, used = start, []
+        if is_faster(start.setup) and LEVERS[0].exact(start.setup):
+            current, used = self.with_sharing(start)
+        exact_first = sorted(LEVERS, key=lambda lever: not lever.exact(start.setup))
+        for lever in exact_first * 2:  # what was of no use before another change can be of use after it
+            # Halving can be done again; the others change nothing the second time
+            while not self.fits(current) and (trial := applied(lever, current.setup, self.hf_config)):
+                try:
+                    prediction = self.predict(lever.name, trial)
+                except ConfigError as error:
+                    self.say(f"  {lever.name}: {error}")
+                    break
+                saved = current.peak.total - prediction.peak.total
+                useless = saved < 0.01 * current.peak.total
+                self.say(f"  {lever.name}: {gib(prediction)}{', of no use here' if useless else ''}")
+                if useless:
+                    break
+                current, used = prediction, [*used, lever]
+        return (used, current) if not self.fits(current) else self.without_unneeded(start, used, current)
+
+    def with_sharing(self, start: Prediction) -> tuple[Prediction, list[Lever]]:
+        """As `start`, but with prompts shared, unless it is so already, cannot be, or no longer fits then."""
+        sharing = LEVERS[0]
+        try:
+            trial = applied(sharing, start.setup, self.hf_config)
+            prediction = self.predict(sharing.name, trial) if trial else start
+        except ConfigError as error:
+            self.say(f"  {sharing.name}: {error}")
+            return start, []
+        if prediction is start or self.fits(start) and not self.fits(prediction):
+            return start, []
+        self.say(f"  {sharing.name}: {gib(prediction)}, and faster")
+        return prediction, [sharing]
+
+    def without_unneeded(
+        self, start: Prediction, used: list[Lever], last: Prediction
+    ) -> tuple[list[Lever], Prediction]:
+        """The same without the levers that later ones made unnecessary: those that train differently are left out
+        first, of these the last one first. Sharing that makes it faster stays."""
+        for lever in sorted(reversed(used), key=lambda lever: lever.exact(start.setup)):
+            i = max(i for i, other in enumerate(used) if other is lever)
+            rest = used[:i] + used[i + 1 :]
+            setup = in_turn(rest, start.setup)
+            if setup == last.setup:  # a later one replaced it
+                used = rest
+                continue
+            if lever is LEVERS[0] and is_faster(start.setup):
+                continue
+            try:
+                check(setup, self.hf_config)
+                prediction = self.predict(f"without {lever.name}", setup)
+            except ConfigError:
+                continue
+            if self.fits(prediction):
+                self.say(f"  without {lever.name}: {gib(prediction)}, fits: left out")
+                used, last = rest, prediction
+        return used, last
+
+
+def is_faster(setup: Setup) -> bool:
+    return setup.token_ratio >= FASTER_FROM
+
+
+def gib(prediction: Prediction) -> str:
+    return f"{prediction.peak.total / GIB:.2f} GiB"
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="rloo-memory doctor",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", nargs="?", type=Path, help="folder of a run, instead of the options that describe one")
+    add_setup_options(parser)
+    add_memory_options(parser, default="; default: the device of the run")
+    parser.add_argument("--output", type=Path, default=Path("fits.yaml"), help="where the settings that fit go")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    with quiet():
+        return exit_code("doctor", run, args)
+
+
+def run(args: argparse.Namespace) -> int:
+    problems = Problems()
+    old, profile = None, None
+    if args.run and args.profile:
+        problems.lines.append(f"{args.run} is a run with settings of its own: leave out --profile {args.profile}")
+    elif args.run:
+        old = problems.of(read_run, args.run)
+        if old and old.prompt_tokens is None and args.prompt is None:
+            problems.lines.append(
+                f"{args.run}/memory.json has no prompt length, as where vLLM or continuous batching generates: add "
+                "--prompt N"
+            )
+    elif args.profile:
+        profile = problems.of(load_profile, args.profile)
+        if args.output.resolve() == profile_path(args.profile).resolve():
+            problems.lines.append(f"--output {args.output} is the profile itself; name another file")
+    model = args.model or (profile or {}).get("model_name_or_path")
+    if not args.run and not model and not problems.lines:
+        raise ConfigError("nothing to look at: name a run folder, or --model, --prompt and --device-memory")
+    hf_config = old.hf_config if old else problems.of(model_config, model) if model else None
+    device_memory = args.device_memory
+    if device_memory is None and old:
+        device_memory = old.device_bytes
+    if device_memory is None and (old or not args.run):
+        problems.lines.append("no device memory: --device-memory, such as 24GiB")
+    device = args.device or (old.where["device"] if old else "cuda")
+    calibration = problems.of(calibration_for, args.calibration, device)
+    room = problems.of(room_of, device_memory, reserve_of(args.reserve, calibration), device)
+    problems.of(check_writable, args.output)
+    planned = problems.of(planned_for, args, old, profile) if old or not args.run else None
+    if planned and hf_config:
+        settings, setup, called = planned
+        if setup := problems.of(of_model, setup, settings, hf_config):
+            setup = replace(setup, device_memory=room.device if room else 0)
+            problems.of(check, setup, hf_config, called)
+    problems.stop()
+    if args.model:
+        settings = {"model_name_or_path": args.model} | settings | {"model_name_or_path": args.model}
+
+    say = lambda line: print(line, flush=True)  # noqa: E731
+    trials = [(lever, trial) for lever in LEVERS if (trial := applied(lever, setup, hf_config))]
+    say(f"predicting {1 + len(trials)} setups")
+    setups = {"as it is": setup} | {lever.name: trial for lever, trial in trials}
+    predictions = {p.arm: p for p in predict_all(setups, hf_config, say, calibration)}
+    if (now := predictions.pop("as it is", None)) is None:
+        raise ConfigError("the setup as it is cannot be planned, see above")
+    explain(now, old.peaks if old else {}, room)
+    for line in calibration.said_of({"as it is": now.phases}) if calibration else ():
+        print(line)
+    for words in remarks(setup, hf_config):
+        print(words)
+    if reasons := by_batch(settings, hf_config):
+        print(
+            f"{', '.join(reasons)}: an update depends on which completions share a micro-batch, in untouched TRL too, "
+            "so with other micro-batches it trains differently"
+        )
+
+    print("\neach change alone, GiB:")
+    levers = {lever.name: lever for lever in LEVERS}
+    for name, prediction in sorted(predictions.items(), key=lambda pair: pair[1].peak.total):
+        saved = now.peak.total - prediction.peak.total
+        effect = levers[name].effect(setup)
+        if host := prediction.most_on_host.host:
+            effect += f"; {host / GIB:.2f} GiB wait on the host"
+        print(f"  {prediction.peak.total / GIB:8.2f}  {-saved / GIB:+8.2f}  {name:31} {effect}")
+
+    print(f"\nuntil it fits in {room.size / GIB:.2f} GiB:")
+    search = Search(hf_config, room, say, {p.setup: p for p in (now, *predictions.values())}, calibration)
+    used, last = search.needed(now)
+    if search.fits(now):
+        print(f"  nothing is needed{'; prefix_sharing takes less time' if used else ''}")
+    if not search.fits(last):
+        missing = (room.needed(last.phases) - room.size) / GIB
+        print(
+            f"It does not fit: {gib(last)} with every lever, {last.peak.phase} phase. "
+            f"{missing:.2f} GiB are missing: a smaller model, a shorter prompt or more "
+            "devices are left. No settings are written."
+        )
+        return 1
+    write_settings(args.output, settings, old, used, now, last, room)
+    conclude(args, settings, setup, used, last, calibration, room)
+    return 0
+
+
+def planned_for(args: argparse.Namespace, old: Run | None, profile: dict | None):
+    """What `setup_from` gives, for the run, the profile or the options alone."""
+    device = {"device": args.device} if args.device else {}
+    if old is None:
+        return setup_from(args, profile, **device)
+    prompt = old.prompt_tokens if args.prompt is None else args.prompt
+    return setup_from(argparse.Namespace(**vars(args) | {"prompt": prompt}), old.settings, **old.where | device)
+
+
+def write_settings(
+    path: Path, settings: dict, old: Run | None, used: list[Lever], now: Prediction, last: Prediction, room: Room
+) -> None:
+    """The user's settings with the changes of the levers, and the longest prompt that this is for."""
+    setup = now.setup
+    lines = [
+        f"Peak {gib(last)} predicted, {last.peak.phase} phase; limit {room.size / GIB:.2f} GiB.",
+        f"max_prompt_tokens: {setup.prompt_tokens}: what was planned for; the launcher refuses longer prompts.",
+    ]
+    for lever, decided in settings_by_lever(used, setup).items():
+        lines.append(f"{lever.name}: {lever.effect(setup)}")
+        new = {name: value for name, value in decided.items() if settings.get(name) != value}
+        lines += [f"  {name} is removed" if value is None else f"  {name}: {value}" for name, value in new.items()]
+    if last.setup.lora_rank and not setup.lora_rank and "learning_rate" not in settings:
+        lines.append(
+            "learning_rate is not set: TRL's is for all weights, adapters take more (single_gpu_24gb has 1e-5)."
+        )
+    if old and old.missing:
+        lines.append(f"The run did not record {', '.join(old.missing)}: add yours, else the defaults are taken.")
+    changed = changes(setup, last.setup)
+    if path.exists():
+        print(f"{path} is replaced")
+    dump_profile(path, with_changes(settings, changed) | {"max_prompt_tokens": setup.prompt_tokens}, lines)
+
+
+def conclude(
+    args: argparse.Namespace,
+    settings: dict,
+    setup: Setup,
+    used: list[Lever],
+    last: Prediction,
+    calibration: Calibration | None,
+    room: Room,
+) -> None:
+    same = "Trains the same as before. " if used and all(lever.exact(setup) for lever in used) else ""
+    path = args.output.resolve()
+    verdict = "just fits, by less than the error" if may_exceed(range_of(last.phases), room.size) else "fits"
+    print(f"{verdict}: {gib(last)}. {same}Settings, with prompts to {setup.prompt_tokens} tokens: {path}")
+    if words := range_in_words(last.phases, calibration):
+        print(f"  {words}")
+    if host := last.most_on_host.host:
+        print(f"  {host / GIB:.2f} GiB wait on the host at most ({last.most_on_host.phase})")
+    own = "" if settings.get("dataset") else " --dataset PROMPTS.jsonl"
+    own += "" if settings.get("reward") else " --reward MODULE:FUNCTION"
+    model = "MODEL_PATH=/path/to/model "
+    if setup.num_devices > 1:
+        file = args.accelerate or "ACCELERATE.yaml"
+        print(f"  {model}.venv/bin/accelerate launch --config_file {file} -m rloo_memory.launch {path}{own}")
+    else:
+        print(f"  {model}rloo-memory launch {path}{own}")
+    rows, k = last.setup.per_device_train_batch_size, last.setup.num_generations
+    if last.setup.device == "cuda" and last.setup.prefix_sharing and rows < k:
+        print(
+            f"  on CUDA more than {rows} completions a micro-batch may be faster while the model is small: each "
+            "micro-batch starts its kernels anew (docs/emulated_cuda.md)"
+        )
+    print("  PYTORCH_ALLOC_CONF=expandable_segments:True keeps fragmentation low on CUDA; the launcher sets it")
+
+
+def in_all(prediction: Prediction, room: Room) -> str:
+    """How much torch is expected to reserve, where the allocator's part is not taken off the limit."""
+    needed = room.needed(prediction.phases)
+    return f"{needed / GIB:.2f} GiB with what the allocator wastes, " if needed > prediction.peak.total else ""
+
+
+def explain(now: Prediction, measured: dict[str, int], room: Room) -> None:
+    """Which phase and which kind of tensor peaked."""
+    phase = now.peak
+    if measured:
+        name = max(measured, key=measured.get)
+        phase = next((p for p in now.phases if p.phase == name), phase)
+        what = " (the whole process: Python, torch and what it keeps come on top)" if now.setup.device == "cpu" else ""
+        print(
+            f"measured: {measured[name] / GIB:.2f} GiB{what}, {name} phase; predicted for it "
+            f"{phase.total / GIB:.2f} GiB"
+        )
+    print(f"predicted peak {gib(now)}, {now.peak.phase} phase; {in_all(now, room)}limit {room.size / GIB:.2f} GiB")
+    print(f"{phase.phase}: {phase.parts()}")
+    if phase.kinds.get("parameters", 0) > room.size:
+        print(f"the weights alone exceed the limit by {(phase.kinds['parameters'] - room.size) / GIB:.2f} GiB")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,253 @@
+"""What can be changed about a training so that it needs less memory: what it costs, and what it leaves as it is."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from rloo_memory.errors import ConfigError
+from rloo_memory.plan.setups import Setup, check
+from rloo_memory.plan.trl_settings import changes
+
+FASTER_FROM = 2.0  # token ratio
+# Token ratio -> how many times as fast the training pass was, lowest and highest: of two models, all together, in
+# passes of two and in micro-batches of two, on two CPUs (worth.csv of the folders in results)
+MEASURED = {6.5: (4.7, 7.2), 2.4: (1.1, 2.0), 1.8: (1.2, 1.5), 1.2: (0.9, 1.1)}
+
+
+@dataclass(frozen=True)
+class Lever:
+    """One change. `apply` returns the changed setup, or the same one where the change does not apply. Where `exact`
+    says so, the training is the same but for what `same` says; `cost` is what it takes, in words or of a setup."""
+
+    name: str
+    cost: str | Callable[[Setup], str]
+    apply: Callable[[Setup], Setup]
+    same: str = ""
+    exact: Callable[[Setup], bool] = lambda setup: False
+
+    def effect(self, setup: Setup) -> str:
+        """What the change does to a training as `setup`, in words."""
+        same = f"trains the same ({self.same})" if self.exact(setup) else "trains differently"
+        return f"{same}; {self.cost if isinstance(self.cost, str) else self.cost(setup)}"
+
+
+def cost_of_sharing(setup: Setup) -> str:
+    measured = "; ".join(f"{low} to {high} at {ratio}" for ratio, (low, high) in MEASURED.items())
+    return f"token ratio {setup.token_ratio:.1f} (training pass, times as fast, measured on a CPU: {measured})"
+
+
+def cost_of_offloading(setup: Setup) -> str:
+    again = setup.gradient_checkpointing and setup.tokens_per_forward is not None
+    return "transfers, host memory" + (", in place of computing passes again" if again else "")
+
+
+def share_prompt(setup: Setup) -> Setup:
+    return setup if setup.prefix_sharing or drops_out(setup) else shared(setup)
+
+
+def share_without_dropout(setup: Setup) -> Setup:
+    return setup if setup.prefix_sharing or not drops_out(setup) else shared(replace(setup, lora_dropout=0.0))
+
+
+def shared(setup: Setup) -> Setup:
+    """In the same micro-batches where these can be parts of a group, else in micro-batches of two. Whole groups in
+    passes of two where parts would hold the gradients of a whole training, or train differently."""
+    k = setup.num_generations
+    if not can_split_groups(setup):
+        if setup.num_devices > 1 or setup.scaled_by_batch or setup.tokens_per_forward:
+            return setup.arm("shared")
+        setup = setup.with_rows(k).with_rows(2 if k % 2 == 0 else 1)
+    return replace(setup, prefix_sharing=True)
+
+
+def planned(arm: str, setup: Setup) -> Setup:
+    """One of the planner's arms of a setup. Prompts are shared in micro-batches, as `shared` has it, unless the setup
+    says how they are to be. Where they are, the arms that take a group at once do."""
+    if arm == "shared":
+        return setup.arm(arm) if setup.prefix_sharing or setup.tokens_per_forward else shared(setup)
+    at_once = setup.splits_groups and arm not in ("stock-accumulate", "stock-tokens")
+    return (setup.with_rows(setup.num_generations) if at_once else setup).arm(arm)
+
+
+def can_split_groups(setup: Setup) -> bool:
+    k, batch = setup.num_generations, setup.per_device_train_batch_size
+    return (
+        batch < k and not any(rows % k for rows in (setup.rows_per_update, setup.generation_rows)) and k % batch == 0
+    )
+
+
+def drops_out(setup: Setup) -> bool:
+    return bool(setup.lora_rank and setup.lora_dropout)
+
+
+def keeps_updates(setup: Setup) -> bool:
+    """Whether as many rows are in an update when micro-batches become one prompt's group each, or parts of it, and
+    where it matters, the same in a micro-batch: the rows of several are shuffled, those of several prompts together
+    or each prompt's."""
+    one_batch = setup.generation_rows == setup.per_device_train_batch_size == setup.num_generations
+    return setup.rows_per_update % setup.num_generations == 0 and (one_batch or not setup.scaled_by_batch)
+
+
+def fewer_at_once(setup: Setup) -> Setup:
+    """As few prompts a rollout as make whole micro-batches."""
+    k = setup.num_generations
+    steps = k // math.gcd(setup.per_device_train_batch_size, k)
+    return setup if steps >= setup.steps_per_generation else replace(setup, steps_per_generation=steps)
+
+
+def rollout_is_in_an_update(setup: Setup) -> bool:
+    """Whether all that is generated together is trained on before the policy changes, and once. Then the same policy
+    generates it in parts. Otherwise rollouts were older than the policy, or trained on twice, and now are less so."""
+    return (
+        setup.num_iterations == 1
+        and setup.gradient_accumulation_steps % setup.steps_per_generation == 0
+        and not setup.scaled_by_rollout
+        and not setup.scaled_by_batch  # rows of other prompts share a micro-batch
+    )
+
+
+def one_completion_a_pass(setup: Setup) -> Setup:
+    if setup.splits_groups:
+        return replace(setup.with_rows(1), tokens_per_forward=None)
+    if setup.prefix_sharing:
+        return setup.with_passes(1)
+    return setup.arm("stock-accumulate")
+
+
+def quantize(bits: int) -> Callable[[Setup], Setup]:
+    def apply(setup: Setup) -> Setup:
+        if setup.weight_bits <= bits:
+            return setup
+        nested = bits == 4 or setup.nested_scales
+        return replace(lora(setup), weight_bits=bits, nested_scales=nested, dtype="bfloat16")
+
+    return apply
+
+
+def lora(setup: Setup) -> Setup:
+    if setup.lora_rank:
+        return setup
+    dtype = "bfloat16" if setup.dtype == "float32" else setup.dtype  # of what is frozen
+    return replace(
+        setup, lora_rank=16, lora_target_modules="all-linear", lora_dropout=0.0, offload_reference=False, dtype=dtype
+    )
+
+
+def in_bfloat16(setup: Setup) -> Setup:
+    """FSDP2 keeps trained weights in float32 all the same."""
+    return setup if setup.fully_sharded and not setup.lora_rank else replace(setup, dtype="bfloat16")
+
+
+def cost_of_bfloat16(setup: Setup) -> str:
+    if setup.lora_rank:
+        return "frozen weights are rounded, adapters are not"
+    return "at learning rates such as 1e-6 most updates round to nothing (1.9 % of weights moved, in float32 99.9 %)"
+
+
+def offload_reference(setup: Setup) -> Setup:
+    return setup if setup.lora_rank or not setup.beta else replace(setup, offload_reference=True)
+
+
+def offload_reward(setup: Setup) -> Setup:
+    return setup if setup.reward_model is None else replace(setup, offload_reward=True)
+
+
+def let_vllm_sleep(setup: Setup) -> Setup:
+    return replace(setup, vllm_enable_sleep_mode=True) if setup.vllm_bytes else setup
+
+
+def no_reference(setup: Setup) -> Setup:
+    return setup if setup.lora_rank else replace(setup, beta=0.0, offload_reference=False)
+
+
+def eight_bit_optimizer(setup: Setup) -> Setup:
+    return setup if "8bit" in setup.optim else replace(setup, optim="adamw_bnb_8bit")
+
+
+def half_the_completion(setup: Setup) -> Setup:
+    half = setup.max_completion_length // 2
+    return setup if half < 16 else replace(setup, max_completion_length=half)
+
+
+def half_of_k(setup: Setup) -> Setup:
+    k = setup.num_generations // 2
+    return setup if k < 2 or setup.num_generations % 2 else setup.with_k(k)
+
+
+def always(setup: Setup) -> bool:
+    return True
+
+
+ROUNDING, TRANSFERS = "gradients equal up to rounding", "the same numbers, moved"
+# In the order in which they are tried: what trains the same and costs little comes first
+LEVERS = (
+    Lever("prefix_sharing", cost_of_sharing, share_prompt, ROUNDING, keeps_updates),
+    Lever(
+        "gradient_checkpointing", "a second forward", lambda s: replace(s, gradient_checkpointing=True), ROUNDING,
+        always,
+    ),
+    Lever(
+        "steps_per_generation", "fewer completions decode together", fewer_at_once,
+        "the same policy generates, with other random numbers", rollout_is_in_an_update,
+    ),
+    Lever(
+        "one completion a pass", "slower: smaller passes", one_completion_a_pass, ROUNDING,
+        lambda s: s.prefix_sharing and not s.splits_groups or not s.scaled_by_batch and not drops_out(s),
+    ),
+    Lever(
+        "offload_reference", "the reference's weights cross the bus once a rollout", offload_reference, TRANSFERS,
+        always,
+    ),
+    Lever("offload_reward", "the reward model's, likewise", offload_reward, TRANSFERS, always),
+    Lever(
+        "activation_offloading", cost_of_offloading, lambda s: replace(s, activation_offloading=True), TRANSFERS,
+        always,
+    ),
+    Lever(
+        "vllm_enable_sleep_mode", "vLLM's weights are loaded again each rollout", let_vllm_sleep,
+        "the same numbers, loaded again", always,
+    ),
+    Lever("prefix_sharing, lora_dropout: 0", "adapters train without dropout", share_without_dropout),
+    Lever("optim: adamw_bnb_8bit", "moments rounded to 8 bits", eight_bit_optimizer),
+    Lever("optim: paged_adamw_8bit", "the same, and transfers", lambda s: replace(s, optim="paged_adamw_8bit")),
+    Lever("beta: 0", "no KL term", no_reference),
+    Lever("LoRA, rank 16", "adapters are trained, not the weights", lora),
+    Lever("dtype: bfloat16", cost_of_bfloat16, in_bfloat16),
+    Lever("LoRA on 8-bit weights", "the same, and rounded weights", quantize(8)),
+    Lever("LoRA on 4-bit weights", "the same, rounded more", quantize(4)),
+    Lever("half of k", "a noisier baseline", half_of_k),
+    Lever("half the completion", "longer answers are cut", half_the_completion),
+)  # fmt: skip
+
+
+def applied(lever: Lever, setup: Setup, hf_config) -> Setup | None:
+    """What the lever makes of `setup`; None where it changes nothing, or no trainer would accept it. Activations go to
+    the host on CUDA only."""
+    trial = lever.apply(setup)
+    if trial == setup or trial.activation_offloading and trial.device == "cpu":
+        return None
+    try:
+        check(trial, hf_config)
+    except ConfigError:
+        return None
+    return trial
+
+
+def in_turn(levers: list[Lever], setup: Setup) -> Setup:
+    for lever in levers:
+        setup = lever.apply(setup)
+    return setup
+
+
+def settings_by_lever(levers: list[Lever], setup: Setup) -> dict[Lever, dict]:
+    """For each lever, the settings that it decides when all are applied in turn: those that no later one changed
+    again. None takes a setting away."""
+    owners, current = {}, setup
+    for lever in levers:
+        before, current = current, lever.apply(current)
+        owners |= dict.fromkeys(changes(before, current), lever)
+    final = changes(setup, current)
+    return {
+        lever: {name: final[name] for name, owner in owners.items() if owner is lever and name in final}
+        for lever in dict.fromkeys(levers)
+    }

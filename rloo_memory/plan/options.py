@@ -1,0 +1,305 @@
+"""The command line's description of a training, for the planner and the doctor."""
+
+import argparse
+import contextlib
+import logging
+import os
+import re
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+from rloo_memory.adapters import adapter_of
+from rloo_memory.errors import ConfigError
+from rloo_memory.models import is_model, named_config
+from rloo_memory.plan.calibration import Calibration, load
+from rloo_memory.plan.reserve import FIXED, LIBRARIES, OUTSIDE, Room
+from rloo_memory.plan.setups import OPTIMIZERS, Setup, wrong_numbers
+from rloo_memory.plan.trl_settings import COMMAND_LINE, changes, from_settings, with_changes
+from rloo_memory.settings.profiles import devices_from
+from rloo_memory.sizes import GIB, parse_bytes, size_hint
+
+LEAST_DEVICE, MOST_DEVICE = 2**28, 2**50  # bytes: less is a forgotten unit, more has no device
+# Options whose value is a setting, by the setting's name, which is also the field's of `Setup`
+VALUES = {
+    "max_completion_length": "completion", "tokens_per_forward": "tokens_per_forward", "optim": "optim",
+    "beta": "beta", "dtype": "dtype",
+}  # fmt: skip
+# What the user wrote for a field of `Setup`
+CALLED = {
+    "prompt_tokens": "--prompt", "num_generations": "--k", "lora_rank": "--lora",
+    **{name: f"--{option.replace('_', '-')}" for name, option in VALUES.items()},
+}  # fmt: skip
+
+
+class Problems:
+    """Collects what is wrong, so that all of it is said at once."""
+
+    def __init__(self):
+        self.lines: list[str] = []
+
+    def of(self, function, *args):
+        """What `function(*args)` returns; None where it raises `ConfigError`, which is kept."""
+        try:
+            return function(*args)
+        except ConfigError as error:
+            self.lines.append(str(error))
+
+    def stop(self) -> None:
+        """Raise `ConfigError` with all that was wrong, if anything was."""
+        if self.lines:
+            raise ConfigError("; ".join(self.lines))
+
+
+@contextlib.contextmanager
+def quiet():
+    """Warnings, log lines and progress bars of libraries stay away from what the user asked for."""
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def add_setup_options(parser: argparse.ArgumentParser) -> None:
+    """Options that `setup_from` reads."""
+    parser.add_argument("--model", help="a built-in shape (Qwen/Qwen3-8B), a local folder, or hub:owner/name")
+    parser.add_argument(
+        "--profile", help="a name in rloo_memory/settings/profiles or a YAML file; options override it"
+    )
+    parser.add_argument("--prompt", type=int, help="tokens of the longest prompt; default: max_prompt_tokens")
+    parser.add_argument(
+        "--image",
+        action="append",
+        metavar="WIDTHxHEIGHT",
+        help="pixels of an image of each prompt, as the processor scales it; once for each image. --prompt counts its "
+        "tokens, too",
+    )
+    parser.add_argument("--completion", type=int, help="max_completion_length")
+    parser.add_argument("--k", type=int, help="num_generations: completions a prompt")
+    parser.add_argument("--prompts", type=int, help="prompts a generation batch; default 1, or as the profile says")
+    parser.add_argument("--tokens-per-forward", type=int, help="tokens that go together, with or without sharing")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train LoRA adapters; 0 trains every weight")
+    parser.add_argument("--bits", type=int, choices=(4, 8, 16), help="bits of a frozen weight")
+    parser.add_argument("--optim", help=", ".join(OPTIMIZERS))
+    parser.add_argument("--beta", type=float, help="0 needs no reference model")
+    parser.add_argument("--dtype", help="of the weights; default float32, with --lora bfloat16")
+    parser.add_argument("--no-gradient-checkpointing", action="store_true")
+    parser.add_argument("--activation-offloading", action="store_true")
+    parser.add_argument("--accelerate", type=Path, help="accelerate's config: processes, DDP or FSDP2, offloading")
+    parser.add_argument("--offload-reference", action="store_true", help="on the host except while it scores")
+    parser.add_argument("--reward-model", help="one that scores, named as --model is; default: a function")
+    parser.add_argument("--offload-reward", action="store_true", help="the reward model, likewise")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default cuda, or the run's")
+    parser.add_argument("--calibration", type=Path, metavar="FILE", help="correct by what --calibrate measured")
+
+
+def add_memory_options(parser: argparse.ArgumentParser, default: str = "") -> None:
+    """Options that `room_of` reads."""
+    parser.add_argument("--device-memory", help=f"such as 24GiB{default}")
+    parser.add_argument(
+        "--reserve",
+        help="of it for CUDA's context, cuBLAS and what the allocator cannot use; default: the calibration's, else "
+        f"{OUTSIDE / GIB:.2f} GiB and {FIXED} of what comes and goes (measured by others on GPUs)",
+    )
+
+
+def calibration_for(path: Path | None, device: str) -> Calibration | None:
+    """What is to correct predictions for such a device. Raises `ConfigError`."""
+    if path is None:
+        return None
+    calibration = load(path)
+    calibration.check(device, f" (--device {calibration.device_kind} predicts for its own)")
+    return calibration
+
+
+def reserve_of(reserve: str | None, calibration: Calibration | None) -> str | None:
+    """What is asked to be kept free, else what was measured here; None: what others have measured."""
+    if reserve is None and calibration and calibration.kept_bytes is not None:
+        return f"{calibration.kept_bytes / 2**20:.0f}MiB"
+    return reserve
+
+
+def room_of(device_memory: str | int | None, reserve: str | None, device: str = "cuda") -> Room | None:
+    """What a device of that memory has for tensors; None where none is named. Raises `ConfigError` for sizes that no
+    device has."""
+    if device_memory is None:
+        return None
+    size = read_bytes("--device-memory", device_memory)
+    usual = OUTSIDE if device == "cuda" else LIBRARIES
+    kept = usual if reserve is None else read_bytes("--reserve", reserve)
+    if size < LEAST_DEVICE:
+        hint = size_hint(str(device_memory))
+        raise ConfigError(f"--device-memory {device_memory} is {size:,} bytes, below the 256 MiB of any device{hint}")
+    if kept >= size:
+        default = f"the default is {usual / GIB:.2f}GiB"
+        raise ConfigError(f"--reserve {reserve} leaves nothing of the device's {size / GIB:.2f} GiB; {default}")
+    if hint := decimal_hint(str(device_memory)):
+        print(hint, file=sys.stderr)
+    return Room(size - kept, FIXED if reserve is None and device == "cuda" else 0.0, size)
+
+
+def reserve_in_words(reserve: str | None, device: str) -> str:
+    """What is taken off a device's memory."""
+    if reserve is None and device == "cpu":
+        return f"{LIBRARIES / GIB:.1f} GiB for Python and its libraries"
+    if reserve is not None:
+        return f"{reserve} reserved"
+    return f"{OUTSIDE / GIB:.2f} GiB for CUDA's context and cuBLAS, {FIXED} of what comes and goes for the allocator"
+
+
+def decimal_hint(text: str) -> str | None:
+    """What to say of a size in decimal GB, which is less than the card of that name has; None for another unit."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*gb\s*", text.lower())
+    return match and f"{text.strip()} is {parse_bytes(text) / GIB:.2f} GiB; cards are sold in GiB: {match[1]}GiB"
+
+
+def read_bytes(option: str, text: str | int) -> int:
+    """Bytes that an option asks for. Raises `ConfigError` that names it."""
+    if isinstance(text, int):
+        return text
+    shown = text if len(text) <= 24 else f"{text[:20]}..."
+    try:
+        size = parse_bytes(text)
+    except (ConfigError, OverflowError, ValueError) as error:
+        raise ConfigError(f"{option}: cannot read the size {shown!r}; write it like 24GiB or 800MiB") from error
+    if size > MOST_DEVICE:
+        raise ConfigError(f"{option} {shown} is more than any device has, {MOST_DEVICE // 2**40} TiB")
+    return size
+
+
+def model_config(model: str):
+    """The transformers config that a model's name stands for. Raises `ConfigError`, also for a config with values of a
+    wrong kind."""
+    if not isinstance(model, str):
+        raise ConfigError(f"model_name_or_path is {model!r}; it must be a name")
+    if model.startswith(("./", "../", "/", "~")) and not Path(model).exists():
+        raise ConfigError(f"no folder {model}: name one with a config.json, a built-in shape, or hub:owner/name")
+    try:
+        hf_config = named_config(model)
+    except ConfigError:
+        raise
+    except Exception as error:  # what transformers raises for a config.json that holds something else
+        raise ConfigError(
+            f"cannot read the config of {model!r}: {type(error).__name__}: {first_lines(error)}"
+        ) from error
+    for name in ("num_hidden_layers", "max_position_embeddings", "vocab_size", "hidden_size", "num_attention_heads"):
+        value = getattr(hf_config.get_text_config(), name, None)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            has = "no" if value is None else f"{str(value)[:40]!r} as"
+            raise ConfigError(f"the config of {model!r} has {has} {name}; the planner needs a whole number there")
+    return hf_config
+
+
+def check_writable(path: Path) -> None:
+    """Raise `ConfigError` where a file cannot be written, before the work is done that it is to hold."""
+    existed = path.exists()
+    try:
+        with path.open("a"):
+            pass
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot write {path}: {reason}; name a file in a folder that is there") from error
+    if not existed:
+        path.unlink()
+
+
+def first_lines(error: Exception) -> str:
+    """The first two lines of an error as one, since the first often only says where."""
+    return " ".join(line.strip() for line in str(error).splitlines()[:2])[:200]
+
+
+def read_image(text: str) -> tuple[int, int]:
+    """Width and height in pixels. Raises `ConfigError`."""
+    found = re.fullmatch(r"(\d{1,6})x(\d{1,6})", text)
+    if not found:
+        raise ConfigError(f"--image {text[:40]!r}: write width x height in pixels, like 1280x720")
+    return int(found[1]), int(found[2])
+
+
+def setup_from(args: argparse.Namespace, profile: dict | None, **where) -> tuple[dict, Setup, dict[str, str]]:
+    """(settings, what they ask for, what the user wrote for a field of `Setup`): those of the profile or, with None,
+    those of `COMMAND_LINE`, under the options. `where` are fields of `Setup` that are no settings. Raises
+    `ConfigError` with all that is wrong."""
+    problems = Problems()
+    base = dict(COMMAND_LINE if profile is None else profile)
+    prompt = base.get("max_prompt_tokens") if args.prompt is None else args.prompt
+    if prompt is None:
+        problems.lines.append("no prompt length: --prompt N, the tokens of the longest prompt")
+    given = {name: getattr(args, option) for name, option in VALUES.items() if getattr(args, option) is not None}
+    numbers = given | {"prompt_tokens": prompt, "num_generations": args.k, "lora_rank": args.lora}
+    called = {name: CALLED[name] for name, value in numbers.items() if value is not None and name in CALLED}
+    if args.prompt is None and prompt is not None:
+        called["prompt_tokens"] = "max_prompt_tokens"
+    problems.lines += wrong_numbers(numbers, called)
+    if args.prompts is not None and args.prompts < 1:
+        problems.lines.append(f"--prompts is {args.prompts}; it must be at least 1")
+    if args.accelerate:
+        where |= problems.of(devices_from, args.accelerate) or {}
+    if args.image:
+        where["images"] = tuple(problems.of(read_image, text) for text in args.image)
+    if args.reward_model and args.reward_model != "policy":
+        problems.of(model_config, args.reward_model)
+    problems.stop()
+
+    settings = with_changes(base, rows(args, base, profile, prompt, where)) | given
+    for name in ("activation_offloading", "offload_reference", "offload_reward"):
+        if getattr(args, name):
+            settings[name] = True
+    if args.no_gradient_checkpointing:
+        settings["gradient_checkpointing"] = False
+    if args.lora:
+        first = {} if base.get("use_peft") else {"lora_target_modules": "all-linear", "lora_dropout": 0.0}
+        settings |= {"use_peft": True, "lora_r": args.lora, **first}
+    elif args.lora == 0:
+        settings["use_peft"] = False
+    if profile is None:
+        settings.setdefault("dtype", "bfloat16" if args.lora else "float32")
+    if args.reward_model:
+        where["reward_model"] = args.reward_model
+        if is_model(args.reward_model):  # a shape or the policy's is planned with, and nothing to load
+            settings["reward"] = args.reward_model
+    settings |= settings_of_adapter(args.model or base.get("model_name_or_path"), base, args.lora)
+    setup = from_settings(prompt, settings, **where)
+    if args.bits:
+        bits = replace(setup, weight_bits=args.bits, nested_scales=args.bits == 4 or setup.nested_scales)
+        settings, setup = with_changes(settings, changes(setup, bits)), bits
+    return settings, setup, called
+
+
+def settings_of_adapter(model: str | None, settings: dict, rank: int | None = None) -> dict:
+    """What an adapter's folder decides, where `model` is one; dropout is as `settings` have it, if they do. Raises
+    `ConfigError` where another `rank` is asked for."""
+    adapter = adapter_of(model)
+    if adapter is None:
+        return {}
+    if rank not in (None, adapter.settings["lora_r"]):
+        raise ConfigError(
+            f"--lora {rank}: {model} is an adapter of rank {adapter.settings['lora_r']}, which is trained further; "
+            "leave out --lora"
+        )
+    dropout = settings.get("lora_dropout") if settings.get("use_peft") else None
+    return adapter.settings | ({} if dropout is None else {"lora_dropout": dropout})
+
+
+def rows(args: argparse.Namespace, base: dict, profile: dict | None, prompt: int, where: dict) -> dict:
+    """The settings that --k and --prompts decide: completions a prompt, and rows. --k keeps a profile's prompts."""
+    if args.k is None and args.prompts is None:
+        return {}
+    setup = from_settings(prompt, base, **where)
+    whole = setup.generation_rows % setup.num_generations == 0
+    if args.prompts is None and profile is not None and whole:
+        return changes(setup, setup.with_k(args.k))
+    k = args.k or setup.num_generations
+    return {
+        "num_generations": k,
+        "per_device_train_batch_size": k * (args.prompts or 1),
+        "steps_per_generation": 1,
+        "gradient_accumulation_steps": 1,
+        "generation_batch_size": None,
+    }

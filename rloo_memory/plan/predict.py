@@ -1,0 +1,170 @@
+"""The peak of each phase of a training, predicted: of one setup, of several at once, and the largest that fits.
+
+from rloo_memory.plan.predict import predict
+from rloo_memory.plan.setups import Setup
+from rloo_memory.models import named_config
+
+setup = Setup(prompt_tokens=3000, max_completion_length=512, lora_rank=16).arm("shared")
+print(predict("shared", setup, named_config("Qwen/Qwen3-8B")).peak)
+"""
+
+import multiprocessing
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+
+from rloo_memory.errors import ConfigError
+from rloo_memory.fork import need_fork
+from rloo_memory.plan.engine import with_engine
+from rloo_memory.plan.images import PromptImages
+from rloo_memory.plan.levers import planned
+from rloo_memory.plan.setups import LARGEST, MOST_TOKENS, Setup, check
+from rloo_memory.sizes import GIB
+
+CORRECTION = "correction"  # the kind of a peak that a calibration adds or takes away
+
+
+@dataclass(frozen=True)
+class PredictedPeak:
+    """What a phase is predicted to hold at its peak, in bytes: on the device in all and by kind. `host` is the most
+    that waits on the host, maybe at another moment. A measured one is `rloo_memory.phases.PhasePeak`."""
+
+    phase: str
+    total: int
+    kinds: dict[str, int]
+    host: int
+
+    @property
+    def uncorrected(self) -> int:
+        return self.total - self.kinds.get(CORRECTION, 0)
+
+    def parts(self) -> str:
+        """The kinds that are more than half a percent of the peak, largest first, in GiB."""
+        kinds = sorted(self.kinds.items(), key=lambda item: -item[1])
+        return ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in kinds if size > 0.005 * self.total)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The peak of each phase of one setup, in bytes."""
+
+    arm: str
+    setup: Setup
+    phases: list[PredictedPeak]
+
+    @property
+    def peak(self):
+        return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def most_on_host(self) -> PredictedPeak:
+        """The phase in which most waits on the host."""
+        return max(self.phases, key=lambda phase: phase.host)
+
+
+def predict(arm: str, setup: Setup, hf_config, calibration=None) -> Prediction:
+    """The peaks of one setup, corrected by an `rloo_memory.plan.calibration.Calibration` if there is one; `arm` is its
+    label. Raises `ConfigError` before anything runs."""
+    check(setup, hf_config)
+    need_fork()
+    from rloo_memory.plan.extrapolate import phase_peaks
+
+    return prediction(arm, setup, phase_peaks(setup, hf_config), calibration)
+
+
+def prediction(arm: str, setup: Setup, peaks: list[PredictedPeak], calibration) -> Prediction:
+    """From simulated peaks: as a calibration corrects them, with what vLLM takes beside them."""
+    return Prediction(arm, setup, with_engine(setup, calibration.corrected(peaks) if calibration else peaks))
+
+
+def predict_all(setups: dict[str, Setup], hf_config, say, calibration=None) -> list[Prediction]:
+    """The same for several, by label, at the same time in processes of their own. What no trainer accepts or the model
+    does not support is said and left out; raises `ConfigError` if nothing is left. `say` is told how far it is and
+    about how long it takes."""
+    found, refused = {}, {}
+    for label, setup in setups.items():
+        try:
+            check(setup, hf_config)
+        except ConfigError as error:
+            refused[label] = error
+            say(f"  {label}: {error}")
+    setups = {label: setup for label, setup in setups.items() if label not in refused}
+    if not setups:
+        raise next(iter(refused.values()))
+    need_fork()
+    import trl.trainer.rloo_trainer  # noqa: F401  once, not in each process
+
+    from rloo_memory.plan import extrapolate
+
+    tasks = {label: extrapolate.simulations(setup, hf_config) for label, setup in setups.items()}
+    number, start = sum(map(len, tasks.values())), time.monotonic()
+    with ProcessPoolExecutor(min(number, os.cpu_count() or 1), multiprocessing.get_context("fork")) as pool:
+        # Those that take longest, of shared prompts, come last: they are begun first
+        futures = {
+            label: [pool.submit(extrapolate.simulate, *task) for task in reversed(tasks[label])]
+            for label in reversed(tasks)
+        }
+        waiting = {future: label for label, each in futures.items() for future in each}
+        left = {label: len(each) for label, each in futures.items()}
+        for finished, future in enumerate(as_completed(waiting), 1):
+            label = waiting[future]
+            left[label] -= 1
+            if left[label]:
+                continue
+            i = list(left.values()).count(0)
+            line = f"  {i} of {len(setups)}: {label}"
+            try:
+                results = [each.result() for each in reversed(futures[label])]
+                peaks = extrapolate.combine(setups[label], hf_config, tasks[label], results)
+                found[label] = prediction(label, setups[label], peaks, calibration)
+            except ConfigError as error:
+                refused[label], line = error, f"{line}: {error}"
+            remain = (time.monotonic() - start) * (number - finished) / finished
+            say(f"{line}; about {remain:.0f} s left" if remain >= 1 else line)
+    if not found:
+        raise next(iter(refused.values()))
+    return [found[label] for label in setups if label in found]
+
+
+def largest_that_fits(arm: str, setup: Setup, hf_config, what: str, room, say=print, calibration=None) -> int:
+    """The largest k, prompt or completion ("k", "prompt", "completion") that an `rloo_memory.plan.reserve.Room` holds;
+    0 if the smallest does not fit. Peaks grow along almost straight lines, so each guess is where the last two would
+    meet the limit."""
+    shortest = PromptImages.of(setup.images, hf_config).tokens + 1 if setup.images else 16
+    name, least = LARGEST[what], {"k": 2, "prompt": shortest, "completion": 16}[what]
+    positions = hf_config.get_text_config().max_position_embeddings
+    prompts = setup.generation_rows // setup.num_generations
+    length = setup.prompt_tokens + setup.max_completion_length
+    most = {
+        "k": max(2, min(4096, MOST_TOKENS // (prompts * length))),
+        "prompt": positions - setup.max_completion_length,
+        "completion": positions - setup.prompt_tokens,
+    }[what]
+    least = min(least, most)
+    known: dict[int, int] = {}
+    limit = room.size
+
+    def peak(value: int) -> int:
+        if value not in known:
+            trial = setup.with_k(value) if what == "k" else replace(setup, **{name: value})
+            known[value] = room.needed(predict(arm, planned(arm, trial), hf_config, calibration).phases)
+            say(f"  {what} {value}: {known[value] / GIB:.2f} GiB")
+        return known[value]
+
+    low, high = least, most + 1  # `low` fits, `high` does not
+    if peak(least) > limit:
+        return 0
+    guess = min(max(getattr(setup, name), least + 1), most)
+    while high - low > max(1, low // 100):  # to one percent
+        if peak(guess) <= limit:
+            low = guess
+        else:
+            high = guess
+        below, above = sorted(known, key=lambda value: abs(known[value] - limit))[:2]
+        slope = (known[above] - known[below]) / (above - below)
+        meets = int(below + (limit - known[below]) / slope) if slope > 0 else 2 * low
+        guess = min(max(meets, low + 1, low + (high - low) // 50), high - 1, 4 * low)
+        if guess in known:
+            guess = (low + high) // 2
+    return low

@@ -1,0 +1,14 @@
+"""What a prediction says beside its numbers."""
+
+from rloo_memory.plan import checkpoint, engine, recurrent
+from rloo_memory.plan.setups import Setup
+
+
+def remarks(setup: Setup, hf_config) -> list[str]:
+    """Of what is not predicted, or not as sure, one line each."""
+    said = (
+        recurrent.note(hf_config, setup.device),
+        checkpoint.in_words(hf_config, setup.device),
+        engine.in_words(setup),
+    )
+    return [words for words in said if words]

@@ -1,0 +1,183 @@
+"""What cannot run on tensors without values, and what stands in its place: kernels, and checks that read numbers.
+
+The attention kernel is replaced by one that saves what FlashAttention saves, bitsandbytes' linear layers by one that
+holds what theirs hold, Triton's kernels, which work in the buffers they are given, by nothing. The names that are
+patched here belong to torch, TRL and its fork, some of them private there.
+"""
+
+import contextlib
+import functools
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from rloo_memory.plan.autocast import HALF, as_on_cuda
+
+PATCHED_ON_CUDA = {
+    "_use_triton": lambda device: True,
+    "_addmm_fp32": lambda total, a, b: None,  # on CUDA a matrix product into `total`
+    "triton": SimpleNamespace(cdiv=lambda a, b: -(-a // b)),
+}
+
+
+class Attention(torch.autograd.Function):
+    """Output and saved tensors of a memory-efficient attention kernel, without computing anything.
+
+    Saved for the backward: query, key, value, output and the float32 log-sum-exp of each query (FlashAttention-2,
+    arXiv 2307.08691, algorithm 1). A boolean mask is converted to the query's dtype first (ATen,
+    `convert_boolean_attn_mask`).
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, mask):
+        if mask is not None and mask.dtype == torch.bool:
+            mask = query.new_empty(mask.shape)
+        output = query.new_empty(*query.shape[:-1], value.shape[-1])
+        ctx.save_for_backward(query, key, value, mask, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return output
+
+    @staticmethod
+    def backward(ctx, grad):
+        query, key, value = ctx.saved_tensors[:3]
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+
+
+class SafeSoftmax(torch.autograd.Function):
+    """`_safe_softmax` in the steps of CUDA's that allocate: it looks for rows that are masked whole."""
+
+    @staticmethod
+    def forward(ctx, scores, dim, dtype):
+        both = scores.softmax(dim, dtype), scores.isneginf()  # at the same time
+        ctx.save_for_backward(both[0])
+        ctx.dim, ctx.dtype = dim, scores.dtype
+        return both[0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        (probs,) = ctx.saved_tensors
+        product = grad * probs  # with which CUDA's kernel begins
+        return torch._softmax_backward_data(product, probs, ctx.dim, ctx.dtype), None, None
+
+
+@contextlib.contextmanager
+def safe_softmax_in_steps():
+    """Within it, `_safe_softmax` is `SafeSoftmax`."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl("_safe_softmax", lambda x, dim, dtype=None: SafeSoftmax.apply(x, dim, dtype), "AutogradCPU")
+        yield
+    finally:
+        library._destroy()
+
+
+def attention(math, query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False, **kwargs):
+    """In place of `torch.nn.functional.scaled_dot_product_attention`. On CUDA, only FlashAttention takes fewer
+    heads of keys than of queries, in half precision. What is left is `math`, which holds all scores."""
+    if torch.is_autocast_enabled("cpu"):  # attention is on autocast's list
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = (x.to(dtype) for x in (query, key, value))
+    if math is not None and enable_gqa and query.shape[1] != key.shape[1] and query.dtype not in HALF:
+        return math(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=True)[0]
+    return Attention.apply(query, key, value, attn_mask)
+
+
+def dropout(input, p=0.5, training=True, inplace=False):
+    """In place of `torch.nn.functional.dropout`: a mask of one byte an element is kept, as on CUDA."""
+    return torch.native_dropout(input, p, True)[0] if training and p else input
+
+
+class NoKernel:
+    """Stands in for a Triton kernel: `kernel[grid](...)` does nothing."""
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: None
+
+
+class QuantizedLinear(torch.autograd.Function):
+    """A linear layer whose weight is brought to the input's dtype for each product, as bitsandbytes does.
+
+    With 8 bits it holds its input past autograd's saved tensors (`MatMul8bitLt`: `ctx.tensors`), so checkpointing does
+    not let go of it before the backward."""
+
+    @staticmethod
+    def forward(ctx, x, bias, shape, holds_input):
+        ctx.shape, ctx.held = shape, x if holds_input else None
+        return torch.nn.functional.linear(x, x.new_empty(shape), bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ grad.new_empty(ctx.shape), None, None, None
+
+
+@contextlib.contextmanager
+def pretending(device: str, shapes, counted):
+    """Attention and its masks, and on a CUDA device dropout and TRL's LM-head kernels, without computing.
+
+    Args:
+        device (`str`): "cuda" or "cpu", the one that is planned for.
+        shapes (`rloo_memory.plan.shapes_only.ShapesOnly`): makes the tensors.
+        counted (`Callable`): wraps the backward of the LM head, which makes its sums itself.
+    """
+    from trl.generation import shared_prefix_cache
+    from trl.kernels import ChunkedLogProbFunction, chunked_logprob
+    from trl.models import prefix_sharing_attention, prefix_sharing_contexts, prefix_sharing_enabling
+    from trl.models.prefix_sharing_images import MultimodalInputs
+
+    # The values of masks do not matter, and take time and, of 20,000 tokens, gigabytes
+    def without_values(function):
+        def made(*args, **kwargs):
+            with shapes.new():
+                return function(*args, **kwargs)
+
+        return made
+
+    def allowed(context, mask_function):
+        columns = len(context.prefix.positions) + max(context.blocks)
+        return torch.ones(1, 1, len(context.rows), columns, dtype=torch.bool)
+
+    math = without_values(torch.ops.aten._scaled_dot_product_attention_math) if device == "cuda" else None
+    head_backward = without_values(counted(ChunkedLogProbFunction.backward))
+
+    with contextlib.ExitStack() as stack:
+        patch = lambda *args, **kwargs: stack.enter_context(mock.patch.object(*args, **kwargs))  # noqa: E731
+        patch(torch.nn.functional, "scaled_dot_product_attention", functools.partial(attention, math))
+        masks = {name: without_values(ALL_MASK_ATTENTION_FUNCTIONS[name]) for name in ("sdpa", "eager")}
+        stack.enter_context(mock.patch.dict(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, masks))
+        patch(ChunkedLogProbFunction, "backward", staticmethod(head_backward))
+        patch(prefix_sharing_contexts.ReadPrefix, "allowed", without_values(allowed))
+        for module in (prefix_sharing_contexts, shared_prefix_cache):
+            patch(module, "as_base_mask", without_values(module.as_base_mask))
+        # They compare real numbers
+        patch(prefix_sharing_enabling, "error_of_passes", lambda *args, **kwargs: 0.0)
+        patch(prefix_sharing_enabling, "ignores_state", lambda mixer, prefix, hidden_size: False)
+        patch(MultimodalInputs, "with_same_images", lambda self, rows: [rows])  # tokens alone tell prompts apart
+        if device == "cuda":
+            stack.enter_context(as_on_cuda())
+            stack.enter_context(safe_softmax_in_steps())
+            for module in (prefix_sharing_contexts, shared_prefix_cache):
+                patch(module, "kernels_take", prefix_sharing_attention.flash_attention_takes)
+            patch(torch.nn.functional, "dropout", dropout)
+            kernels = {"_forward_kernel": NoKernel(), "_backward_kernel": NoKernel()}
+            for name, value in (PATCHED_ON_CUDA | kernels).items():
+                patch(chunked_logprob, name, value, create=True)
+        yield
+
+
+def head_tokens() -> int:
+    """Tokens that TRL's fused LM head works on at a time."""
+    from trl.kernels import chunked_logprob
+
+    return chunked_logprob.TOKEN_CHUNK_SIZE
+
+
+def head_log_probs(hidden: torch.Tensor, head: torch.nn.Linear, ids: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Log-probabilities as TRL's models give them, by its fused LM head; `hidden` has a row a token."""
+    from trl.kernels import ChunkedLogProbFunction, chunked_logprob
+    from trl.trainer import utils
+
+    on_cuda = chunked_logprob._use_triton(hidden.device)  # replaced above
+    width = utils._CHUNKED_LOGPROB_CHUNK_SIZE if on_cuda else utils._CHUNKED_LOGPROB_SMALL_CHUNK_SIZE
+    outputs = ("log_probs", "entropy")
+    return ChunkedLogProbFunction.apply(hidden, head.weight, head.bias, ids, temperature, width, None, 1.0, outputs)[0]

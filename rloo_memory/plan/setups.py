@@ -1,0 +1,291 @@
+"""What decides a training's memory, under TRL's own names, and which of it cannot work."""
+
+import math
+from dataclasses import dataclass, replace
+
+from rloo_memory.errors import ConfigError, choose
+from rloo_memory.plan.checkpoint import quantized
+from rloo_memory.plan.images import wrong_images
+
+# Arms with TRL's LM heads of other days, and which one (`rloo_memory.plan.heads`)
+OLDER = {"stock-1.9": "full_logits_in_place", "stock-1.13": "full_logits"}
+# The arms of `experiments.config.ARMS` that the planner knows, and those that are the planner's alone: `OLDER`, and
+# `stock-tokens`, the fork's token budget without sharing
+ARM_NAMES = (*OLDER, "stock", "stock-accumulate", "stock-tokens", "shared")
+LARGEST = {"k": "num_generations", "prompt": "prompt_tokens", "completion": "max_completion_length"}
+# Bytes of state a trained weight, by `optim`; None runs torch's own AdamW. 8 bits: one byte for each of two moments
+# and a float32 for 256 of them (bitsandbytes, arXiv 2110.02861). Adafactor: a row and a column of each matrix.
+_8_BIT = 2 * (1 + 4 / 256)
+OPTIMIZERS = {
+    "adamw_torch": None, "adamw_torch_fused": None, "adamw_8bit": _8_BIT, "adamw_bnb_8bit": _8_BIT,
+    "paged_adamw_8bit": _8_BIT, "paged_adamw_32bit": 8.0, "adafactor": 0.0, "sgd": 0.0,
+}  # fmt: skip
+
+
+ROUNDED_AWAY = "most updates of TRL's learning rate, 1e-6, round to nothing; float32 keeps them"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What decides the memory of a training, under TRL's own names where it has one. Lengths are tokens."""
+
+    prompt_tokens: int
+    max_completion_length: int = 512
+    num_generations: int = 8
+    per_device_train_batch_size: int = 8
+    steps_per_generation: int = 1
+    gradient_accumulation_steps: int = 1
+    prefix_sharing: bool = False
+    tokens_per_forward: int | None = None
+    dtype: str | None = None  # of the weights; None: bfloat16 under adapters, else float32, as `__post_init__` says
+    bf16: bool = True  # autocast
+    gradient_checkpointing: bool = True
+    activation_offloading: bool = False
+    beta: float = 0.05
+    offload_reference: bool = False  # on the host except while it scores
+    reward_model: str | None = None  # as `models.named_config` takes it, or "policy": of the policy's shape
+    offload_reward: bool = False
+    lora_rank: int = 0  # 0 trains every weight
+    lora_target_modules: str | tuple[str, ...] | None = "all-linear"  # None: those that PEFT has for the model
+    lora_dropout: float = 0.0
+    weight_bits: int = 16  # 4 or 8: quantized by bitsandbytes
+    nested_scales: bool = True  # of 4-bit weights: their scales are quantized, too
+    optim: str = "adamw_torch_fused"
+    temperature: float = 1.0
+    padded: bool = True  # completions differ in length, and TRL pads a rollout's rows to the longest: they need a mask
+    padded_prompts: bool = False  # prompts of a batch differ in length
+    images: tuple[tuple[int, int], ...] = ()  # of each prompt: width and height in pixels, as the model gets them
+    lm_head: str = "fused"  # one of `rloo_memory.plan.heads.HEADS`
+    use_vllm: bool = False  # it generates, not transformers
+    vllm_mode: str = "colocate"  # on the trainer's device; "server": elsewhere
+    vllm_gpu_memory_utilization: float = 0.3  # its share of the device
+    vllm_enable_sleep_mode: bool = False  # it has its share only while it generates
+    device: str = "cuda"  # "cpu" has no Triton
+    device_memory: int = 0  # bytes of the device, of which vLLM takes a share; 0: not known
+    num_devices: int = 1
+    fully_sharded: bool = False  # FSDP2 with reshard_after_forward; otherwise DDP
+    offload_parameters: bool = False  # FSDP2's shards on the host
+    # What does not decide memory, but whether a change trains the same
+    num_iterations: int = 1
+    scaled_by_rollout: bool = False  # the loss, by what was generated together: GRPO, normalize_advantages
+    scaled_by_batch: bool = False  # the loss, by what shares a micro-batch: `trl_settings.by_batch`
+
+    def __post_init__(self):
+        if self.dtype is None:  # in bfloat16 an update of 1e-6 is below half of a weight's last digit
+            object.__setattr__(self, "dtype", "bfloat16" if self.lora_rank else "float32")
+
+    @property
+    def generation_rows(self) -> int:
+        return self.per_device_train_batch_size * self.steps_per_generation
+
+    @property
+    def rows_per_update(self) -> int:
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+    @property
+    def token_ratio(self) -> float:
+        """Tokens of whole rows to tokens with each prompt once: k (P + C) / (P + k C). What sharing can save."""
+        k, prompt, completion = self.num_generations, self.prompt_tokens, self.max_completion_length
+        return k * (prompt + completion) / (prompt + k * completion)
+
+    @property
+    def splits_groups(self) -> bool:
+        """Whether the completions of a shared prompt are spread over several micro-batches."""
+        return self.prefix_sharing and self.per_device_train_batch_size < self.num_generations
+
+    @property
+    def rows_per_pass(self) -> int | None:
+        """Rows, with prefix sharing completions, that go through the model together; None: all of them."""
+        if self.tokens_per_forward is None:
+            return self.per_device_train_batch_size if self.splits_groups else None
+        tokens = self.max_completion_length + (1 if self.prefix_sharing else self.prompt_tokens)
+        return max(1, self.tokens_per_forward // tokens)
+
+    @property
+    def in_words(self) -> str:
+        """What is trained, and with what: the choices that decide most."""
+        widened = self.fully_sharded and self.bf16 and not self.lora_rank  # by accelerate
+        bits = "float32 shards" if widened else f"{self.weight_bits}-bit" if self.weight_bits < 16 else self.dtype
+        what = f"LoRA of rank {self.lora_rank} on {bits} weights" if self.lora_rank else f"all weights, {bits}"
+        return f"{what}, beta {self.beta:g}, {self.optim}"
+
+    @property
+    def rounds_updates_away(self) -> bool:
+        """Whether weights are trained in half precision, where most updates of TRL's learning rate change nothing."""
+        return not self.lora_rank and self.dtype != "float32" and not (self.fully_sharded and self.bf16)
+
+    @property
+    def needs_fork(self) -> bool:
+        return self.prefix_sharing or self.tokens_per_forward is not None
+
+    @property
+    def vllm_bytes(self) -> int:
+        """What vLLM takes of a GPU whose memory is known."""
+        here = self.use_vllm and self.vllm_mode == "colocate" and self.device == "cuda"
+        return round(self.vllm_gpu_memory_utilization * self.device_memory) if here else 0
+
+    @property
+    def optimizer_bytes_per_weight(self) -> float | None:
+        return OPTIMIZERS[self.optim]
+
+    @property
+    def optimizer_on_host(self) -> bool:
+        """Paged state is in unified memory, which the driver moves to the host when the device is full."""
+        return self.optim.startswith("paged")
+
+    def arm(self, name: str) -> "Setup":
+        """The same work done by one of `ARM_NAMES`: the micro-batch in one pass, of this TRL or an older one, row by
+        row, in passes within the token budget, or shared. Raises `ConfigError` for another name."""
+        choose("arm", name, ARM_NAMES)
+        plain = replace(self, prefix_sharing=False, tokens_per_forward=None)
+        if name == "stock":
+            return plain
+        if name in OLDER:
+            return replace(plain, lm_head=OLDER[name])
+        if name == "stock-accumulate":
+            return plain.with_rows(1)
+        if name == "stock-tokens":
+            return replace(plain, tokens_per_forward=self.tokens_per_forward)
+        if self.prefix_sharing:
+            return self
+        whole_groups = replace(self.with_rows(self.num_generations), prefix_sharing=True)
+        return whole_groups if self.tokens_per_forward else whole_groups.with_passes(2)
+
+    @property
+    def has_whole_groups(self) -> bool:
+        return self.per_device_train_batch_size % self.num_generations == 0
+
+    def with_rows(self, rows: int) -> "Setup":
+        """As much work in micro-batches of `rows`; where an update has fewer, it gets more."""
+        return replace(
+            self,
+            per_device_train_batch_size=rows,
+            steps_per_generation=max(1, self.generation_rows // rows),
+            gradient_accumulation_steps=max(1, self.rows_per_update // rows),
+        )
+
+    def with_passes(self, completions: int) -> "Setup":
+        """With shared prompts in passes of so many completions, each with the last token of its prompt."""
+        return replace(self, tokens_per_forward=completions * (self.max_completion_length + 1))
+
+    def with_k(self, k: int) -> "Setup":
+        """As many prompts with k completions each. Micro-batches hold as many whole groups as before; where they held
+        parts of groups, no more rows than before."""
+        before, rows = self.num_generations, self.per_device_train_batch_size
+        prompts, of_update = self.generation_rows // before, self.rows_per_update / before
+        if self.has_whole_groups:
+            rows = rows // before * k
+        else:
+            rows = max(size for size in range(1, rows + 1) if prompts * k % size == 0)
+        return replace(
+            self,
+            num_generations=k,
+            per_device_train_batch_size=rows,
+            steps_per_generation=prompts * k // rows,
+            gradient_accumulation_steps=max(1, round(of_update * k / rows)),
+        )
+
+
+MOST_TOKENS = 2**27  # of a rollout: their ids are real numbers, also where all else has no values
+# Fields of `Setup` that are numbers, with the least that works
+LEAST = {
+    "prompt_tokens": 1, "max_completion_length": 1, "num_generations": 2, "per_device_train_batch_size": 1,
+    "steps_per_generation": 1, "gradient_accumulation_steps": 1, "tokens_per_forward": 1, "lora_rank": 0,
+    "beta": 0, "temperature": 0, "lora_dropout": 0, "num_iterations": 1, "vllm_gpu_memory_utilization": 0,
+}  # fmt: skip
+WHY_LEAST = {
+    "num_generations": ": leave-one-out needs 2 completions a prompt",
+    "lora_rank": ", which trains every weight",
+    "beta": ", which needs no reference",
+}
+
+
+def wrong_numbers(values: dict[str, object], called: dict[str, str]) -> list[str]:
+    """A line for each of `values`, fields of `Setup`, that is no number or below the least that works. None is fine.
+    `called` is what the user wrote for a field, else its own name."""
+    lines = []
+    for name, least in LEAST.items():
+        value, own = values.get(name), called.get(name, name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            lines.append(f"{own} is {value!r}; it must be a number")
+        elif isinstance(value, float) and (not math.isfinite(value) or Setup.__annotations__[name] is not float):
+            kind = "finite number" if Setup.__annotations__[name] is float else "whole number"
+            lines.append(f"{own} is {value}; it must be a {kind}")
+        elif value < least:
+            lines.append(f"{own} is {value}; it must be at least {least}{WHY_LEAST.get(name, '')}")
+        elif value > 2**40:
+            lines.append(f"{own} is {str(value)[:20]}...; no training has as much")
+    return lines
+
+
+def check(setup: Setup, hf_config, called: dict[str, str] | None = None) -> None:
+    """Raise `ConfigError` for a setup that no trainer would accept, with all that is wrong. `called` is what the user
+    wrote for a field of `Setup` ("--k" for `num_generations`), else it is called by its name."""
+    name = lambda field: (called or {}).get(field, field)  # noqa: E731
+    wrong = wrong_numbers(vars(setup), called or {})
+    if wrong:
+        raise ConfigError("; ".join(wrong))
+    k, rows = setup.num_generations, setup.generation_rows
+    if rows % k:
+        wrong.append(
+            f"per_device_train_batch_size {setup.per_device_train_batch_size} x steps_per_generation "
+            f"{setup.steps_per_generation} is not a multiple of {name('num_generations')} {k}; use a batch of {k}"
+        )
+    if setup.prefix_sharing and not setup.has_whole_groups:
+        batch, update = setup.per_device_train_batch_size, setup.rows_per_update
+        if k % batch:
+            wrong.append(
+                f"per_device_train_batch_size {batch} is neither a multiple nor a divisor of "
+                f"{name('num_generations')} {k}, which prefix_sharing needs; use {k}"
+            )
+        elif update % k:
+            wrong.append(
+                f"per_device_train_batch_size {batch} x gradient_accumulation_steps "
+                f"{setup.gradient_accumulation_steps} is not a multiple of {name('num_generations')} {k}, which "
+                f"prefix_sharing needs; accumulate {k // batch} steps"
+            )
+    if setup.optim not in OPTIMIZERS:
+        wrong.append(f"optim {setup.optim!r} is not one that the plan knows: {', '.join(OPTIMIZERS)}")
+    already = quantized(hf_config, setup.device)
+    if already and setup.weight_bits != already.bits:
+        wrong.append(
+            f"the model's weights are already quantized, to {already.bits} bits ({already.method}), not to "
+            f"{setup.weight_bits}"
+        )
+    if setup.weight_bits < 16 and not setup.lora_rank:
+        wrong.append(f"{setup.weight_bits}-bit weights cannot be trained themselves; add LoRA: --lora 16")
+    if setup.offload_reference and (setup.lora_rank or not setup.beta):
+        why = "LoRA needs no second model" if setup.lora_rank else "beta 0 needs no reference"
+        wrong.append(f"offload_reference is on, but there is none to offload: {why}; remove it")
+    if setup.offload_reward and setup.reward_model is None:
+        wrong.append("offload_reward is on, but there is no reward model; remove it, or name one: --reward-model")
+    if setup.dtype not in ("bfloat16", "float16", "float32"):
+        wrong.append(f"dtype {setup.dtype!r}: choose bfloat16, float16 or float32")
+    if setup.vllm_mode not in ("colocate", "server"):
+        wrong.append(f"vllm_mode {setup.vllm_mode!r}: choose colocate or server")
+    if not setup.vllm_gpu_memory_utilization <= 1:
+        wrong.append(f"vllm_gpu_memory_utilization is {setup.vllm_gpu_memory_utilization}; it must be at most 1")
+    if not setup.lora_dropout < 1:
+        wrong.append(f"lora_dropout is {setup.lora_dropout}; it must be below 1")
+    if setup.prefix_sharing and setup.lora_rank and setup.lora_dropout:
+        wrong.append(
+            f"lora_dropout is {setup.lora_dropout}: completions that share a prompt would share its dropout; set 0.0"
+        )
+    text_config = hf_config.get_text_config()
+    length, positions = setup.prompt_tokens + setup.max_completion_length, text_config.max_position_embeddings
+    if length > positions:
+        wrong.append(
+            f"{name('prompt_tokens')} {setup.prompt_tokens} + {name('max_completion_length')} "
+            f"{setup.max_completion_length} = {length} tokens exceed the model's {positions} positions"
+        )
+    if setup.images:
+        wrong += wrong_images(setup, hf_config, name("prompt_tokens"))
+    if setup.generation_rows * length > MOST_TOKENS:
+        wrong.append(
+            f"{setup.generation_rows} completions ({name('num_generations')} {k}) of {length} tokens in a rollout: "
+            f"the planner takes up to {MOST_TOKENS:,} tokens"
+        )
+    if wrong:
+        raise ConfigError("; ".join(wrong))

@@ -1,0 +1,42 @@
+"""How far predictions were from what was measured, and so the range that a predicted size stands for.
+
+`measured_errors.json` beside this file is made of the committed peaks by `experiments.evidence.measured_errors`.
+"""
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from rloo_memory.sizes import GIB
+
+FILE = Path(__file__).with_name("measured_errors.json")
+
+
+@dataclass(frozen=True)
+class MeasuredErrors:
+    """Measured over predicted, the smallest and the largest of `peaks` peaks in `trainings` trainings on `devices`."""
+
+    low: float
+    high: float
+    peaks: int
+    trainings: int
+    devices: str
+
+    def range_of(self, size: int) -> tuple[int, int]:
+        """The smallest and the largest size that a predicted one can mean, in bytes, by these errors."""
+        return round(size * self.low), round(size * self.high)
+
+    def in_words(self, size: int) -> str:
+        low, high = (x / GIB for x in self.range_of(size))
+        return (
+            f"{size / GIB:.2f} GiB stands for {low:.2f} to {high:.2f}: {self.peaks} measured peaks of "
+            f"{self.trainings} small trainings on a {self.devices} were {self.low:.2f} to {self.high:.2f} of the "
+            "predicted ones"
+        )
+
+
+@functools.cache
+def measured_errors() -> MeasuredErrors:
+    """Of all machines that were measured."""
+    return MeasuredErrors(**json.loads(FILE.read_text()))

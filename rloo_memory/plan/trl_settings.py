@@ -1,0 +1,160 @@
+"""The planner's `Setup` from settings as TRL's parser and the launcher read them, and back: what changed.
+
+Settings are a dictionary by name, as a profile has them. What the planner does not know stays as it is: a changed
+setup gives the settings that changed, and nothing else.
+"""
+
+import functools
+from dataclasses import fields, replace
+
+from rloo_memory.errors import ConfigError
+from rloo_memory.models import is_model
+from rloo_memory.plan.checkpoint import quantized
+from rloo_memory.plan.setups import Setup, wrong_numbers
+
+# Fields of `Setup` that are called differently in settings, or stand for several
+_WEIGHT_BITS = {
+    4: {"load_in_4bit": True, "load_in_8bit": None, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": True},
+    8: {"load_in_8bit": True, "load_in_4bit": None},
+    16: {"load_in_8bit": None, "load_in_4bit": None},
+}
+# Fields of `Setup` under the same name in the settings
+SAME_NAME = (
+    "max_completion_length", "num_generations", "per_device_train_batch_size", "steps_per_generation",
+    "gradient_accumulation_steps", "prefix_sharing", "tokens_per_forward", "dtype", "bf16", "gradient_checkpointing",
+    "activation_offloading", "beta", "offload_reference", "offload_reward", "optim", "temperature", "lora_dropout",
+    "num_iterations", "use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode",
+)  # fmt: skip
+SWITCHES = (
+    "bf16", "fp16", "prefix_sharing", "gradient_checkpointing", "activation_offloading", "offload_reference",
+    "offload_reward", "use_peft", "load_in_4bit", "load_in_8bit", "use_bnb_nested_quant", "normalize_advantages",
+    "disable_dropout", "use_vllm", "vllm_enable_sleep_mode",
+)  # fmt: skip
+# What the planner takes where neither a profile nor an option says: one prompt. Written out: TRL's defaults are others
+COMMAND_LINE = {
+    "bf16": True, "beta": 0.05, "num_generations": 8, "per_device_train_batch_size": 8,
+    "steps_per_generation": 1, "gradient_accumulation_steps": 1, "max_completion_length": 512, "temperature": 1.0,
+    "gradient_checkpointing": True, "optim": "adamw_torch_fused",
+}  # fmt: skip
+
+
+@functools.cache
+def defaults(algorithm: str) -> dict:
+    """TRL's own and the launcher's, by name, for "rloo" or "grpo"."""
+    from rloo_memory.fork import need_fork
+
+    need_fork()
+    from rloo_memory.settings.arguments import LaunchArguments
+    from trl import GRPOConfig, ModelConfig, RLOOConfig
+
+    classes = (LaunchArguments, ModelConfig, GRPOConfig if algorithm == "grpo" else RLOOConfig)
+    return {field.name: field.default for cls in classes for field in fields(cls)}
+
+
+def from_settings(prompt_tokens: int, settings: dict, **where) -> Setup:
+    """The setup that settings ask for. What is missing is as TRL's parser has it; `where` are the fields of `Setup`
+    that are no settings, such as `device`. Raises `ConfigError` for values of a wrong kind."""
+    algorithm = settings.get("algorithm") or "rloo"
+    if algorithm not in ("rloo", "grpo"):
+        raise ConfigError(f"algorithm {algorithm!r}: the planner knows rloo and grpo")
+    given = defaults(algorithm) | {name: value for name, value in settings.items() if value is not None}
+    wrong = wrong_numbers(
+        {**given, "prompt_tokens": prompt_tokens, "lora_rank": given["lora_r"]}, {"lora_rank": "lora_r"}
+    )
+    if not isinstance(given["generation_batch_size"], int | None):
+        wrong.append(f"generation_batch_size is {given['generation_batch_size']!r}; it must be a whole number")
+    if not isinstance(given["optim"], str) or not isinstance(given["dtype"], str):
+        wrong.append(f"optim {given['optim']!r} and dtype {given['dtype']!r} must be names")
+    for name in SWITCHES:
+        if not isinstance(given.get(name), bool | None):
+            wrong.append(f"{name} is {given[name]!r}; it must be true or false")
+    if wrong:
+        raise ConfigError("; ".join(wrong))
+    values = {name: given[name] for name in SAME_NAME}
+    if given["disable_dropout"]:  # that of adapters, too
+        values["lora_dropout"] = 0.0
+    init = given.get("model_init_kwargs")
+    if isinstance(init, dict) and isinstance(init.get("dtype"), str):  # the launcher prefers it
+        values["dtype"] = init["dtype"]
+    if given["bf16"] is None or given["fp16"]:  # both are half precision: TRL's default is bfloat16
+        values["bf16"] = True
+    if given["steps_per_generation"] is None:  # as TRL's configs
+        rows = given["per_device_train_batch_size"] * where.get("num_devices", 1)
+        batch = given.get("generation_batch_size")
+        values["steps_per_generation"] = max(1, batch // rows) if batch else given["gradient_accumulation_steps"]
+    modules = given["lora_target_modules"]
+    modules = tuple(map(str, modules)) if isinstance(modules, (list, tuple)) else modules
+    if modules is not None and (modules == ("all-linear",) or not isinstance(modules, (str, tuple))):
+        modules = "all-linear"
+    reward = given.get("reward")
+    return Setup(
+        **{
+            **values,
+            "prompt_tokens": prompt_tokens,
+            "lora_rank": given["lora_r"] if given["use_peft"] else 0,
+            "lora_target_modules": modules,
+            "weight_bits": 4 if given["load_in_4bit"] else 8 if given["load_in_8bit"] else 16,
+            "nested_scales": bool(given["use_bnb_nested_quant"]),
+            "reward_model": reward if isinstance(reward, str) and is_model(reward) else None,  # others are functions
+            "scaled_by_rollout": algorithm == "grpo" or bool(given.get("normalize_advantages")),
+            "scaled_by_batch": bool(by_batch(given)),
+            **where,
+        }
+    )
+
+
+def by_batch(settings: dict, hf_config=None) -> list[str]:
+    """The settings for which an update depends on which completions share a micro-batch, as `name: value`: means,
+    thresholds and sums over its tokens, in untouched TRL too. `hf_config` says whether there are experts, whose
+    auxiliary loss is one, with a coefficient of the model's own unless the settings have one."""
+    given = lambda name, default: default if settings.get(name) is None else settings[name]  # noqa: E731
+    found = {
+        "loss_type": given("loss_type", "") == "bnpo",
+        "top_entropy_quantile": given("top_entropy_quantile", 1) < 1,
+        "entropy_coef": given("entropy_coef", 0) != 0,
+        "use_adaptive_entropy": given("use_adaptive_entropy", False),
+    }
+    reasons = [f"{name}: {settings[name]}" for name, depends in found.items() if depends]
+    text_config = hf_config and hf_config.get_text_config()
+    if hasattr(text_config, "output_router_logits"):
+        own = getattr(text_config, "router_aux_loss_coef", 0.0)
+        if coefficient := given("router_aux_loss_coef", own):
+            reasons.append(f"router_aux_loss_coef: {coefficient}")
+    return reasons
+
+
+def of_model(setup: Setup, settings: dict, hf_config) -> Setup:
+    """`setup` with what its model decides beside the settings: whether an update depends on its micro-batches, and
+    the bits of weights that are already quantized. Raises `ConfigError` for those without a formula."""
+    setup = replace(setup, scaled_by_batch=setup.scaled_by_batch or bool(by_batch(settings, hf_config)))
+    found = quantized(hf_config, setup.device)
+    if found is None or setup.weight_bits < 16:
+        return setup
+    return replace(setup, weight_bits=found.bits, nested_scales=found.nested_scales)
+
+
+def changes(before: Setup, after: Setup) -> dict:
+    """The settings that make `after` of `before`. None takes a setting away."""
+    changed = {name for name in vars(before) if getattr(before, name) != getattr(after, name)}
+    settings = {}
+    if "weight_bits" in changed:
+        settings |= _WEIGHT_BITS[after.weight_bits]
+    if "lora_rank" in changed:
+        settings |= {"use_peft": True, "lora_r": after.lora_rank}
+    if "lora_target_modules" in changed:
+        modules = after.lora_target_modules
+        settings["lora_target_modules"] = list(modules) if isinstance(modules, tuple) else modules
+    settings |= {name: getattr(after, name) for name in SAME_NAME if name in changed}
+    if "steps_per_generation" in changed or "per_device_train_batch_size" in changed:
+        settings["generation_batch_size"] = None  # TRL takes one of the two
+        settings["steps_per_generation"] = after.steps_per_generation
+    return settings
+
+
+def with_changes(settings: dict, changed: dict) -> dict:
+    """`settings` with those of `changes`: the user's own order and values, what is new after them."""
+    result = {**settings, **changed}
+    init = settings.get("model_init_kwargs")
+    if "dtype" in changed and isinstance(init, dict) and "dtype" in init:  # it would win
+        result["model_init_kwargs"] = {name: value for name, value in init.items() if name != "dtype"}
+    return {name: value for name, value in result.items() if value is not None or settings.get(name, 0) is None}

@@ -1,0 +1,35 @@
+"""Files that are whole or not there, and where a user's own lie."""
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+
+def write_json(path: Path, value: dict) -> None:
+    replace_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write through a temporary file: a reader sees the old or the new text, never half of one."""
+    staging = path.with_name(f".{path.name}.{os.getpid()}")  # a process each: two may write the same summary
+    try:
+        staging.write_text(text, encoding="utf-8", newline="")
+        os.replace(staging, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            staging.unlink()
+        raise
+
+
+def read_json(path: Path):
+    """The file's value, None where there is no file or no JSON in it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def user_folder(variable: str, usual: str) -> Path:
+    """A folder of this project's: in the one that the environment's `variable` names, else in `usual` at home."""
+    return Path(os.environ.get(variable) or Path.home() / usual, "rloo-memory")
