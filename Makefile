@@ -26,10 +26,10 @@ bench:
 	./run_bench.sh
 
 test: lint
-	.venv/bin/python -m pytest -q -n 2 --dist loadfile -m "not slow"
+	.venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-all: lint
-	.venv/bin/python -m pytest -q -n 2 --dist loadfile
+	.venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 # .venv and DeepSpeed upon it, thrown away and made again each time: .venv stays as requirements.lock has it
 test-deepspeed:

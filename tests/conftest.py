@@ -20,6 +20,21 @@ os.environ["MPLBACKEND"] = "Agg"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
+LONGEST = (  # their files go first: one that begins last, and alone, is waited for
+    "test_fit_data", "test_prefix_sharing", "test_model_families", "test_plan", "test_series", "test_distributed",
+    "test_faults", "test_shared_states", "test_train", "test_doctor", "test_launch_distributed", "test_shared_images",
+    "test_classic", "test_tutorial", "test_gate", "test_shared_arm",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items, config):
+    place = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+    slow = any(item.get_closest_marker("slow") for item in items) and "not slow" not in config.option.markexpr
+    if slow:  # they try the whole of it
+        items[:] = [item for item in items if not item.get_closest_marker("sample")]
+
+
 @pytest.fixture
 def planned(capsys):
     """Runs the planner's command in this process; returns its exit code and what it said."""

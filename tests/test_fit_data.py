@@ -30,7 +30,6 @@ SLOW = pytest.mark.slow
         pytest.param("full", "shared", 2, 1e-5, marks=SLOW),
         pytest.param("alternating", "stock", 1, 1e-5, marks=SLOW),
         pytest.param("alternating", "shared", 1, 5e-3, marks=SLOW),
-        pytest.param("alternating", "shared", 2, 1e-2, marks=SLOW),
     ],
 )
 def test_curves_say_what_simulating_all_passes_says_elsewhere(kind, arm, cards, apart, forked):

@@ -199,6 +199,25 @@ def test_paths_in_prose_are_there(path):
     assert not missing_paths(path.read_text(), path.parent)
 
 
+def headings(path: Path) -> set[str]:
+    """The anchors of a page, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    lines = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", line) for line in re.findall(r"^#+ (.*)$", text, re.MULTILINE)]
+    return {re.sub(r"[^\w\- ]", "", line.strip().lower()).replace(" ", "-") for line in lines}
+
+
+@pytest.mark.parametrize("path", [*PROSE, ROOT / "trl" / "README.md"], ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_headings_that_are_there(path):
+    links = [link.split("#") for link in re.findall(r"\]\(([^)\s:]+#[^)\s]+)\)", path.read_text())]
+    pages = {(path.parent / file if file else path).resolve(): file for file, _ in links}
+    known = {page: headings(page) for page in pages if page.suffix == ".md"}
+    assert not [
+        f"{file}#{anchor}"
+        for file, anchor in links
+        if anchor not in known.get((path.parent / file if file else path).resolve(), {anchor})
+    ]
+
+
 def test_commands_name_modules_that_can_be_started():
     texts = {path.name: path.read_text() for path in COMMANDS} | SOURCES
     del texts["tests.test_house"]  # names made-up ones below

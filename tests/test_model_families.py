@@ -71,6 +71,7 @@ def test_no_model_on_the_page_is_shared_otherwise_than_exactly():
     assert sum(text == "shared" for text, _ in ROWS.values()) >= 80
 
 
+@pytest.mark.sample
 @pytest.mark.torch
 def test_rows_of_the_page_come_out_again():
     result = survey("--only", "qwen3,gemma3_text,gpt_oss,deepseek_v3,olmo_hybrid,bloom,llava,bert")

@@ -42,7 +42,7 @@ def test_tables_mark_them_and_compare_them_with_nothing(machine):
     speed, phases, summary = (tables.render(name, machine, "bench") for name in ("speed", "phases", "summary"))
     assert f"| `shared` | 45.00 (7.50 to 61.00){MARK} |" in speed and "| `stock` | 55.00 (54.00 to 56.00) |" in speed
     assert f"| 45.0{MARK} |" in phases and "| 21.0 (2.6 x) |" in phases
-    assert f"| prefix sharing, two at a time | 80.0{MARK} |  | 1.00 |" in summary
+    assert f"| prefix sharing, two completions at a time | 80.0{MARK} |  | 1.00 |" in summary
     assert all(text.endswith(f"\n{NOTE}.\n") for text in (speed, phases, summary))
     assert MARK not in tables.render("peak", machine, "bench")
 

@@ -543,16 +543,18 @@ def test_summary_says_four_ways_in_words_and_the_picture_compares_the_nearest_tw
     write_run(machine, "stock-compact", 8, above=GIB, step_seconds_median=45.0, scale="bench")
     lines = [line for line in tables.render("summary", machine, "bench").splitlines() if line.startswith("| ")]
     assert lines[2:] == [
-        "| TRL as it is | 70.0 | 1.0 | 4.00 |",
-        "| TRL, one completion at a time | 75.0 | 0.9 | 3.00 |",
-        "| TRL, logits of completions only | 45.0 | 1.6 | 1.00 |",
-        "| prefix sharing, two at a time | 10.0 | 7.0 | 0.50 |",
+        "| TRL, logits of completions only, as on a GPU | 45.0 | 1.0 | 1.00 |",
+        "| prefix sharing, two completions at a time | 10.0 | 4.5 | 0.50 |",
+        "| TRL on a CPU, all logits | 70.0 | 0.6 | 4.00 |",
+        "| TRL on a CPU, one completion at a time | 75.0 | 0.6 | 3.00 |",
     ]
     shown = texts(idea(load_machine(machine)))
     assert {"1.00 GiB at the peak, above the start", "0.50 GiB at the peak, above the start"} <= set(shown)
     assert {"45.0 seconds a step", "10.0 seconds a step"} <= set(shown) and not any("stock" in text for text in shown)
     (machine / "shared-accumulate_bench_k8_r0").rename(tmp_path / "gone")
-    assert "| prefix sharing, two at a time | not run |  |  |" in tables.render("summary", machine, "bench")
+    assert "| prefix sharing, two completions at a time | not run |  |  |" in tables.render(
+        "summary", machine, "bench"
+    )
     assert idea(load_machine(machine)) is None
 
 
@@ -577,8 +579,8 @@ def test_seconds_come_from_the_runs_that_are_there_for_them(tmp_path):
     write_run(machine, "stock", 4, scale="bench-time")  # no run that is there for memory
     summary, phases = (tables.render(name, machine, "bench") for name in ("summary", "phases"))
     assert (
-        "| TRL as it is | 71.0 | 1.0 | 1.00 |" in summary
-        and "| prefix sharing, two at a time | 20.0 | 3.5 |" in summary
+        "| TRL on a CPU, all logits | 71.0 | 0.8 | 1.00 |" in summary
+        and "| prefix sharing, two completions at a time | 20.0 | 3.0 |" in summary
     )
     assert summary.count("Seconds are those of other runs") == 1 and "| 71.0 | 1.00 |" in phases
     left = {run.run_id for run in load_machine(machine) if run.scale == "bench-time"}

@@ -28,12 +28,12 @@ ARMS = {
     "Basic": "the 2025 baseline",
     "String": "the change published in 2025",
 }
-# Those that a first reader needs
+# Those that a first reader needs, beginning with what TRL does on a GPU
 IN_SHORT = {
-    "stock": "TRL as it is",
-    "stock-accumulate": "TRL, one completion at a time",
-    "stock-compact": "TRL, logits of completions only",
-    "shared-accumulate": "prefix sharing, two at a time",
+    "stock-compact": "TRL, logits of completions only, as on a GPU",
+    "shared-accumulate": "prefix sharing, two completions at a time",
+    "stock": "TRL on a CPU, all logits",
+    "stock-accumulate": "TRL on a CPU, one completion at a time",
 }
 DEVICE_WORDS = {"cuda": "GPU", "cpu": "CPU"}
 LEAST = GIB // 10  # of peak above start, bytes: below it, percentages are noise

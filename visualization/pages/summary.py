@@ -7,7 +7,7 @@ from visualization.runs import GIB, IN_SHORT, Run, in_short
 
 
 def summary_table(runs: Sequence[Run]) -> list[str]:
-    """Seconds of a whole step, times faster than TRL as it is, and peak above start. Empty but for the scale bench."""
+    """Seconds of a step, times faster than the first way, and peak above start. Empty but for the scale bench."""
     table = in_short(runs)
     if not any(table):
         return []

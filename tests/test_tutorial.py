@@ -1,0 +1,30 @@
+"""docs/tutorial.md: what it says to try runs as it stands, and its table of the planner is what the planner prints."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments.config import ROOT
+
+TEXT = (ROOT / "docs" / "tutorial.md").read_text()
+
+
+@pytest.mark.slow
+def test_everything_to_try_runs_in_its_order_and_the_planner_prints_the_table(tmp_path):
+    script = "set -e\n" + "\n".join(re.findall(r"^```sh\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL))
+    programs = Path(sys.executable).parent
+    environment = {**os.environ, "HOME": str(tmp_path), "PATH": f"{programs}:{os.environ['PATH']}"}
+    result = subprocess.run(["bash", "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    printed = result.stdout.splitlines()
+    table = re.search(r"^```\n(peak allocated, GiB.*?)^```", TEXT, re.MULTILINE | re.DOTALL)[1].splitlines()
+    assert len(table) == 4 and set(table) <= set(printed)
+    assert any(line.startswith("trained 3 updates in ") for line in printed)
+    assert any(line.startswith("fits: 18.57 GiB") for line in printed) and "prefix_sharing: true" in printed
+    for pattern in re.findall(r"^prefix sharing \w+: .*$", TEXT, re.MULTILINE):
+        expected = re.escape(pattern).replace(re.escape("..."), r"[\d.,]+")
+        assert any(re.fullmatch(expected, line) for line in printed), pattern
