@@ -37,18 +37,8 @@ import psutil
 import pynvml
 
 from rloo_memory.nvml import Device, choose_device, nvml_devices
+from rloo_memory.run_record import SAMPLE_COLUMNS
 
-COLUMNS = (
-    "timestamp",
-    "elapsed_s",
-    "device_used_bytes",
-    "device_total_bytes",
-    "device_utilization_percent",
-    "process_device_bytes",
-    "resident_bytes",
-    "cpu_percent",
-    "host_used_bytes",
-)
 MIN_INTERVAL, MAX_INTERVAL = 0.01, 1.0
 SLOW_PERIOD, PROCESS_PERIOD = 0.05, 0.5
 START_TIMEOUT = 10.0
@@ -150,7 +140,7 @@ def sample(process: psutil.Process, output, interval: float, device: Device | No
     written; the file then ends with the last whole row. NVML failing on the way leaves its cells empty, and a device
     that does not tell its memory leaves those two empty.
     """
-    _write_line(output, COLUMNS)
+    _write_line(output, SAMPLE_COLUMNS)
     process.cpu_percent()  # psutil measures from the call before
     utilization = process_device = cpu = host = None
     processes = _ProcessUse(process.pid)

@@ -23,16 +23,7 @@ from pathlib import Path
 from experiments import config as cfg
 from experiments.config import ROOT, SCALES, RunConfig
 from experiments.processes import Launch, end_group, end_with, new_token, stoppable
-from experiments.record import (
-    FINISHED,
-    RunRecord,
-    main_peak,
-    make_writable,
-    no_room,
-    outcome,
-    read_record,
-    write_summary,
-)
+from experiments.record import export, make_writable, no_room, outcome
 from experiments.run_device import pick_device
 from experiments.run_options import OPTIONS, Parser, add_options, directory, number, overrides, whole
 from experiments.terminal import Live
@@ -41,6 +32,7 @@ from rloo_memory.commit import source_commit
 from rloo_memory.device import machine_name, tells_of_memory
 from rloo_memory.errors import EXIT_USAGE, ConfigError, Stopped, exit_code
 from rloo_memory.folder_lock import owned
+from rloo_memory.run_record import FINISHED, RUNS, RunRecord, main_peak, read_record
 from rloo_memory.sizes import GIB
 from rloo_memory.storage import write_json
 
@@ -152,9 +144,9 @@ def run_plan(plan: list[RunConfig], machine: Path, fresh: bool, timeout: float, 
     except KeyboardInterrupt as signaled:
         stop = Stopped.number(signaled)
     try:
-        write_summary(machine)
+        export(machine)
     except OSError as error:
-        live.say(no_room(error, machine / "summary.csv"))
+        live.say(no_room(error, machine / RUNS))
         failed += 1
     figures = {}
     for config in plan:

@@ -22,7 +22,7 @@ from experiments.builds import use_fork
 from experiments.config import ROOT, SCALES, RunConfig
 from experiments.memory_monitor import start_monitor, stop_monitor
 from experiments.processes import Launch, end_with, ignore_signals, new_token, stoppable
-from experiments.record import RunRecord, fill_peaks, make_writable, no_room, outcome, write_machine, write_summary
+from experiments.record import export, fill_peaks, make_writable, no_room, outcome, write_end, write_record
 from experiments.run_device import cuda_uuid, enforce_budget, keep_only_live_memory, lift_budget, pick_device
 from experiments.run_options import OF_ONE_RUN, OPTIONS, Parser, add_options, directory, overrides, whole
 from experiments.terminal import Live, output_to
@@ -33,6 +33,7 @@ from rloo_memory.device import is_out_of_memory, level, machine_name, settle
 from rloo_memory.errors import ConfigError, Stopped, exit_code
 from rloo_memory.folder_lock import owned
 from rloo_memory.phases import PhaseRecorder
+from rloo_memory.run_record import RUNS, RunRecord
 from rloo_memory.sizes import GIB
 from rloo_memory.storage import replace_text
 
@@ -146,15 +147,14 @@ def prepare(config: RunConfig) -> tuple[list[str], list[str]]:
 def begin(folder: Path, record: RunRecord) -> None:
     """Write the record of a run that has begun, and remove what an older run left. Raises `ConfigError`."""
     try:
-        record.write(folder)
+        write_record(record, folder)
         for stale in folder.iterdir():
             if stale.name != "run.json":
                 shutil.rmtree(stale) if stale.is_dir() and not stale.is_symlink() else stale.unlink()
-        write_machine(folder.parent, record)
     except OSError as error:
         record.status, record.exit_code, record.error = "error", EXIT_ERROR, no_room(error, folder)
         with contextlib.suppress(OSError):  # if it came that far
-            record.write_end(folder)
+            write_end(record, folder)
         raise ConfigError(f"{record.error}; nothing was started") from None
 
 
@@ -264,15 +264,15 @@ def end(folder: Path, record: RunRecord, progress) -> int:
     progress.live.show("  ending")
     record.finished_at = now()
     try:
-        record.write_end(folder)
+        write_end(record, folder)
     except OSError as error:
         record.status, record.exit_code, record.error = "error", EXIT_ERROR, no_room(error, folder)
         print(f"train: {record.error}", file=sys.stderr)
     try:
-        write_summary(folder.parent)
+        export(folder.parent)
     except OSError as error:
         record.exit_code = record.exit_code or EXIT_ERROR
-        print(f"train: {no_room(error, folder.parent / 'summary.csv')}", file=sys.stderr)
+        print(f"train: {no_room(error, folder.parent / RUNS)}", file=sys.stderr)
     progress.end(record, folder)
     return record.exit_code
 

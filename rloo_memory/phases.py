@@ -12,11 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rloo_memory.device import status_bytes
-
-COLUMNS = (
-    "phase", "step", "start", "end", "peak_allocated_bytes", "peak_reserved_bytes", "peak_resident_bytes",
-    "device_used_bytes",
-)  # fmt: skip
+from rloo_memory.run_record import PHASE_COLUMNS
 
 
 @dataclass(frozen=True)
@@ -101,7 +97,7 @@ class PhaseRecorder:
                 self.step = max((int(row["step"]) for row in csv.DictReader(file)), default=0)
         self.file = path.open("a" if go_on else "w", newline="", buffering=1)  # a killed run keeps finished phases
         if not go_on:
-            csv.writer(self.file).writerow(COLUMNS)
+            csv.writer(self.file).writerow(PHASE_COLUMNS)
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """End the current phase and start another, which begins `step` if that is given. Entering the current phase

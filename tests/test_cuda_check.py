@@ -2,8 +2,7 @@
 
 import pytest
 
-from experiments import memory_monitor
-from rloo_memory import cuda_check
+from rloo_memory import cuda_check, nvml
 
 
 @pytest.mark.parametrize(
@@ -41,10 +40,10 @@ def test_a_gpu_beside_a_build_for_cpus_is_named(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(memory_monitor, "nvml_devices", lambda: ["a GPU"])
+    monkeypatch.setattr(nvml, "nvml_devices", lambda: ["a GPU"])
     assert "build without CUDA" in cuda_check.unused_gpu()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert not cuda_check.unused_gpu(), "hidden on purpose"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(memory_monitor, "nvml_devices", lambda: [])
+    monkeypatch.setattr(nvml, "nvml_devices", lambda: [])
     assert not cuda_check.unused_gpu()

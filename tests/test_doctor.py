@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(module, *arguments, **environment):
-    command = [sys.executable, "-W", "ignore", "-m", f"experiments.{module}", *map(str, arguments)]
+    command = [sys.executable, "-W", "ignore", "-m", f"rloo_memory.{module}", *map(str, arguments)]
     environment = {**os.environ, **environment}
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, env=environment)
 

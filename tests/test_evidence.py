@@ -1,12 +1,12 @@
 """What README.md and docs/findings.md say, checked against the committed results that the README's tables name."""
 
-import json
 import re
 from statistics import median
 
 import pytest
 
 from experiments.config import ROOT
+from rloo_memory.run_record import stored_runs
 from visualization.legacy import PUBLISHED, PUBLISHED_BUDGET
 
 README = (ROOT / "README.md").read_text()
@@ -17,8 +17,8 @@ MACHINES = sorted({ROOT / name for name in re.findall(r"<!-- table:\w+ (results/
 def runs(request):
     """Finished and failed runs of one machine: {(arm, scale, k): [record, ...]}."""
     found = {}
-    for path in sorted(request.param.glob("*/run.json")):
-        record = json.loads(path.read_text())
+    for run in stored_runs(request.param):
+        record = run.record
         found.setdefault((record["arm"], record["scale"], record["k"]), []).append(record)
     return found
 

@@ -15,7 +15,7 @@ import pytest
 
 from experiments import train as train_module
 from experiments.config import ROOT
-from experiments.record import read_record
+from rloo_memory.run_record import RUNS, read_record, stored_runs
 
 RUN = "classic-lean_test_k2_r0"
 OPTIONS = ["--k", "2", "--scale", "test", "--device", "cpu", "--threads", "1", "--machine", "here"]
@@ -83,8 +83,8 @@ def test_a_stopped_run_says_so_and_keeps_what_it_measured(number, start):
     assert record["error"] == f"interrupted by {number.name}" and record["error"] in out.splitlines()[-1]
     with (folder / "memory.csv").open() as file:
         assert record["trace"] and record["sampler"]["samples"] == len(list(csv.DictReader(file)))
-    with (folder.parent / "summary.csv").open() as file:
-        assert [(row["run_id"], row["status"]) for row in csv.DictReader(file)] == [(RUN, "error")]
+    (run,) = stored_runs(folder.parent)
+    assert (run.run_id, run.record["status"]) == (RUN, "error") and (folder.parent / RUNS).exists()
     assert not running(folder)
 
 
@@ -180,4 +180,4 @@ def test_another_time_zone_and_locale_and_an_accent_in_the_path(start, tmp_path)
     record = json.loads((results / "here" / RUN / "run.json").read_text())
     assert record["status"] == "ok" and record["started_at"].endswith("+00:00")
     assert record["sampler"]["peak_missed_bytes"] is not None
-    assert (results / "here" / "summary.csv").exists()
+    assert (results / "here" / RUNS).exists()

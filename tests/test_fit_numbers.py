@@ -208,8 +208,8 @@ def test_its_settings_are_what_launcher_planner_and_trl_take(opened, tmp_path, m
         *before, predict, launch = commands.strip().splitlines()
         for line in before:
             subprocess.run(line, shell=True, check=True)
-        assert predict.startswith(".venv/bin/rloo-memory plan --profile fit.yaml --prompt 3000 ")
-        args = plan.parse_args(shlex.split(predict)[3:])
+        assert predict.startswith("rloo-memory plan --profile fit.yaml --prompt 3000 ")
+        args = plan.parse_args(shlex.split(predict)[2:])
         _, setup, _ = setup_from(args, settings)
         lengths = dict(prompt_tokens=3000, max_completion_length=512, num_generations=k, per_device_train_batch_size=k)
         mine = replace(on_cards(TRAINED[trained], cards), **lengths, beta=0.05 * reference)
@@ -221,7 +221,8 @@ def test_its_settings_are_what_launcher_planner_and_trl_take(opened, tmp_path, m
         for arm in ARMS:
             assert planned(arm, setup) == planned(arm, mine)
         assert room_of(args.device_memory, None) == Room(int(23.6 * GIB) - DATA["reserve_bytes"], DATA["fragments"])
-        assert (ROOT / launch.split()[0]).exists() and f"hub:{MODEL}" in launch
+        assert launch.split()[:2] in (["rloo-memory", "launch"], ["accelerate", "launch"])
+        assert f"hub:{MODEL}" in launch
         assert cards == 1 or (tmp_path / shlex.split(launch)[3]).exists()
         check_python(python, settings, monkeypatch)
 

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -10,9 +11,9 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
-from experiments import record
 from experiments.config import ROOT
 from experiments.evidence import exactness
+from rloo_memory import commit
 from rloo_memory.plan.records import read_run
 from tests.test_visualization import write_run
 from visualization.load import PHASE_COLUMNS, SAMPLE_COLUMNS
@@ -174,8 +175,15 @@ def test_the_table_of_real_shapes_compares_with_stock_and_names_what_ran_out(tmp
 
 
 def test_a_copy_without_git_says_its_commit_by_the_environment(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "ROOT", tmp_path)
+    """Nor does one that lies, untracked, in another repository."""
+    copy = tmp_path / "rloo_memory" / "commit.py"
+    copy.parent.mkdir()
+    shutil.copy(commit.__file__, copy)
+    monkeypatch.setattr(commit, "__file__", str(copy))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert record.source_commit() == "unknown"
-    monkeypatch.setenv("SOURCE_COMMIT", "0123456789ab")
-    assert record.source_commit() == "0123456789ab"
+    for _ in range(2):
+        monkeypatch.delenv("SOURCE_COMMIT", raising=False)
+        assert commit.source_commit() == "unknown"
+        monkeypatch.setenv("SOURCE_COMMIT", "0123456789ab")
+        assert commit.source_commit() == "0123456789ab"
+        subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)

@@ -17,7 +17,7 @@ from rloo_memory import data
 from rloo_memory.errors import ConfigError
 from rloo_memory.launch import __main__ as launch
 from rloo_memory.launch import dataset, gate, inputs, prompt_images
-from rloo_memory.plan import ask, calibration, doctor
+from rloo_memory.plan import ask, doctor
 from rloo_memory.plan.predict import PredictedPeak
 from rloo_memory.plan.records import read_run
 
@@ -64,7 +64,7 @@ def here(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MODEL_PATH", model)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(calibration, "RESULTS", tmp_path)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     (tmp_path / "profile.yaml").write_text(PROFILE)
     (tmp_path / "image_rewards.py").write_text(REWARD)
     return tmp_path

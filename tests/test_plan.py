@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(module, *arguments):
-    command = [sys.executable, "-m", f"experiments.{module}", *map(str, arguments)]
+    command = [sys.executable, "-m", f"rloo_memory.{module}", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 

@@ -1,12 +1,12 @@
-"""run.json and summary.csv: what counts as a record, and that summary.csv follows the run folders."""
+"""run.json and runs.jsonl: what counts as a record, and that runs.jsonl has what the run folders have."""
 
-import csv
 import errno
 import json
 import os
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,12 +15,12 @@ import pytest
 
 from experiments import config as cfg
 from experiments import memory_monitor, record, train
-from experiments.config import ROOT
 from experiments.processes import stoppable
-from experiments.record import RunRecord, damage, read_record, write_summary
+from experiments.record import export, write_end, write_record
 from rloo_memory import phases
 from rloo_memory.errors import ConfigError
 from rloo_memory.folder_lock import owned
+from rloo_memory.run_record import PHASE_COLUMNS, RUNS, RunRecord, read_record, read_rows, stored_runs
 
 GIB = 2**30
 
@@ -31,91 +31,49 @@ def write_run(machine, arm="stock", scale="test", **fields):
     folder.mkdir(parents=True)
     identity = (config.run_id, config.arm, config.scale, config.k, config.repeat, config.as_dict())
     usual = dict(commit="abc", status="ok", start_bytes=GIB, peak_resident_bytes=3 * GIB, device_kind="cpu")
-    RunRecord(*identity, **{**usual, **fields}).write(folder)
+    write_record(RunRecord(*identity, **{**usual, **fields}), folder)
     return folder
 
 
 def run_ids(machine):
-    with (machine / "summary.csv").open(newline="") as file:
-        return [row["run_id"] for row in csv.DictReader(file)]
+    return [json.loads(line)["record"]["run_id"] for line in (machine / RUNS).read_text().splitlines()]
 
 
-def test_the_summary_follows_the_run_folders(tmp_path, capsys):
+def test_the_file_of_runs_has_what_the_run_folders_have_and_keeps_those_without(tmp_path, capsys):
     here = tmp_path / "here"
     first, second = write_run(here), write_run(here, "shared", "learn", trace=[{"step": 1, "reward": 0.5}])
+    (first / "phases.csv").write_text(",".join(PHASE_COLUMNS) + "\ngenerate,1,10,12.5,,,7,\ntrain,1,12.5,")
     assert record.main([str(here)]) == 0
     assert run_ids(here) == ["shared_learn_k2_r0", "stock_test_k2_r0"]
-    assert (here / "convergence" / "shared.csv").read_text().count("\n") == 2
+    before = stored_runs(here)
+    assert [row["end"] for row in before[1].phases] == [12.5] and before[1].phases[0]["peak_allocated_bytes"] is None
     shutil.rmtree(second)
-    assert record.main([str(here)]) == 0
-    assert run_ids(here) == ["stock_test_k2_r0"]
-    assert not (here / "convergence" / "shared.csv").exists(), "the curve of a run that is gone"
     shutil.rmtree(first)
-    assert record.main([str(here)]) == 0 and run_ids(here) == []
-    write_summary(tmp_path / "nothing was run here")
+    assert record.main([str(here)]) == 0
+    assert stored_runs(here) == [replace(run, folder=None) for run in before]
+    write_run(here, start_bytes=7)
+    assert record.main([str(here)]) == 0
+    assert [run.record["start_bytes"] for run in stored_runs(here)] == [GIB, 7]
+    export(tmp_path / "nothing was run here")
     assert not (tmp_path / "nothing was run here").exists()
     assert not capsys.readouterr().err
 
 
-@pytest.mark.parametrize("machine", sorted(path.parent for path in (ROOT / "results").glob("*/summary.csv")))
-def test_the_committed_summaries_are_what_their_run_folders_give(machine, tmp_path, capsys):
-    copy = tmp_path / machine.name
-    for path in machine.glob("*/run.json"):
-        (copy / path.parent.name).mkdir(parents=True)
-        shutil.copy(path, copy / path.parent.name)
-    records = write_summary(copy)
-    assert len(records) == len(list(machine.glob("*/run.json"))) > 50 and not capsys.readouterr().err
-    for name in ("summary.csv", *(f"convergence/{path.name}" for path in (machine / "convergence").iterdir())):
-        assert (copy / name).read_text() == (machine / name).read_text(), name
-
-
-DAMAGE = {
-    "a list": [1, 2],
-    "a number": 7,
-    "nothing but a status": {"status": "ok"},
-    "none": None,
-    "another run's": {"run_id": "shared_test_k2_r0"},
-    "k is a fraction": {"k": 2.7},
-    "k is text": {"k": "2"},
-    "k is negative": {"k": -3},
-    "an unknown status": {"status": "fine"},
-    "no peak": {"peak_resident_bytes": None},
-    "a peak beyond reason": {"peak_resident_bytes": 10**400},
-    "a peak that is no number": {"peak_resident_bytes": float("nan")},
-    "no start level": {"start_bytes": None},
-    "no configuration": {"config": [1]},
-    "no trace": {"trace": 5},
-    "tokens in words": {"prompt_tokens_fed_mean": "many"},
-    "a sampler that is none": {"sampler": [3]},
-    "a sampler lost at no time": {"sampler": {"lost_after_s": None}},
-}
-
-
-@pytest.mark.parametrize("case", DAMAGE)
-def test_a_record_that_is_none_is_named_and_the_others_count(case, tmp_path, capsys):
+@pytest.mark.parametrize("text", [
+    "", "{", "[1, 2]", "null", '{"status": "ok"}', '{"run_id": "shared_test_k2_r0"}', '{"k": "2"}', '{"trace": 5}',
+    '{"status": "fine"}', '{"peak_resident_bytes": null}',
+])  # fmt: skip
+def test_a_record_that_is_none_is_named_and_the_others_count(text, tmp_path, capsys):
+    """As a kill leaves it, or another version; a field is put into a whole record."""
     write_run(tmp_path, "shared")
     folder = write_run(tmp_path)
-    value = DAMAGE[case]
-    if isinstance(value, dict) and value != {"status": "ok"}:
-        value = {**json.loads((folder / "run.json").read_text()), **value}
-    (folder / "run.json").write_text(json.dumps(value))
-    assert [found["run_id"] for found in write_summary(tmp_path)] == ["shared_test_k2_r0"] == run_ids(tmp_path)
+    if ": " in text and text != '{"status": "ok"}':
+        text = json.dumps({**json.loads((folder / "run.json").read_text()), **json.loads(text)})
+    (folder / "run.json").write_text(text)
+    assert export(tmp_path) == 1 and run_ids(tmp_path) == ["shared_test_k2_r0"]
     (said,) = capsys.readouterr().err.splitlines()
     assert str(folder / "run.json") in said and "delete that folder" in said
     assert read_record(folder) is None
-
-
-@pytest.mark.parametrize("text", ["", "{", "\x00", "[" * 10**5, "\ud800"])
-def test_text_that_is_no_json_is_damage_too(text, tmp_path, capsys):
-    folder = write_run(tmp_path)
-    (folder / "run.json").write_bytes(text.encode("utf-8", "surrogatepass"))
-    assert read_record(folder) is None and write_summary(tmp_path) == []
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_a_whole_record_has_no_damage(tmp_path):
-    folder = write_run(tmp_path)
-    assert damage(json.loads((folder / "run.json").read_text()), folder) is None
 
 
 def test_a_full_disk_leaves_a_small_record_that_says_so(tmp_path, monkeypatch):
@@ -128,7 +86,7 @@ def test_a_full_disk_leaves_a_small_record_that_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "write_json", full)
     run = RunRecord(**read_record(folder))
     run.status, run.exit_code, run.trace = "ok", 0, [{"step": number} for number in range(1000)]
-    run.write_end(folder)
+    write_end(run, folder)
     left = read_record(folder)
     assert (left["status"], left["exit_code"], run.exit_code) == ("error", 1, 1)
     assert "is full" in left["error"] and str(folder) in left["error"] and left["trace"] == []
@@ -139,11 +97,11 @@ def test_a_record_is_not_written_into_another_launchs_folder(tmp_path):
     folder = write_run(tmp_path, status="running", launch="another")
     mine = RunRecord(**{**read_record(folder), "launch": "mine", "status": "ok"})
     with pytest.raises(OSError, match="removed or replaced"):
-        mine.write_end(folder)
+        write_end(mine, folder)
     assert read_record(folder)["launch"] == "another"
     shutil.rmtree(folder)
     with pytest.raises(OSError, match="removed or replaced"):
-        mine.write_end(folder)
+        write_end(mine, folder)
 
 
 def test_a_folder_is_owned_by_one(tmp_path):
@@ -176,14 +134,14 @@ def test_a_clock_that_is_set_meanwhile_bends_no_duration(tmp_path, monkeypatch):
     with open(tmp_path / "memory.csv", "wb", buffering=0) as output:
         threading.Timer(0.25, lambda: os.write(write, b"x")).start()
         memory_monitor.sample(psutil.Process(), output, 0.05, None, read)
-    stamps = [row["timestamp"] for row in record.read_samples(tmp_path / "memory.csv")]
+    stamps = [row["timestamp"] for row in read_rows(tmp_path / "memory.csv")]
     assert len(stamps) >= 3 and stamps == sorted(stamps) and abs(stamps[0] - real) < 60
 
 
 def test_the_last_row_of_a_full_disk_is_left_out(tmp_path):
     (tmp_path / "memory.csv").write_text("timestamp,elapsed_s,resident_bytes\n1,0,5\n2,1,\n3,2")
-    assert [row["resident_bytes"] for row in record.read_samples(tmp_path / "memory.csv")] == [5.0, None]
-    assert record.read_samples(Path(tmp_path, "none.csv")) == []
+    assert [row["resident_bytes"] for row in read_rows(tmp_path / "memory.csv")] == [5.0, None]
+    assert list(read_rows(Path(tmp_path, "none.csv"))) == []
 
 
 @pytest.mark.parametrize("exact, status", [(True, "ok"), (False, "error")])

@@ -10,10 +10,10 @@ from experiments import builds, suite
 from experiments import config as cfg
 from experiments import train as train_module
 from experiments.config import ROOT
-from experiments.record import read_record
 from rloo_memory.arms import ARMS
 from rloo_memory.errors import ConfigError
 from rloo_memory.plan.records import harness_record
+from rloo_memory.run_record import read_record
 from tests.test_suite import run_suite
 
 SERIES = [row for row in (ROOT / "trl" / "current" / "series").read_text().splitlines() if row.endswith(".patch")]
@@ -22,7 +22,7 @@ SERIES = [row for row in (ROOT / "trl" / "current" / "series").read_text().split
 def test_a_run_records_its_patches_its_passes_and_its_phases(train):
     code, record, folder, _ = train("shared", 4)
     assert code == 0 and record["status"] == "ok", record["error"]
-    assert record["fork_patches"] == SERIES and ".build/fork/current-series" in record["trl_file"]
+    assert record["fork_patches"] == SERIES and record["trl_file"].endswith("site-packages/trl")
     assert record["completions_per_forward"] == record["config"]["completions_per_forward"] == 2
     assert 62 <= record["prompt_tokens_fed_mean"] <= 64
     with (folder / "phases.csv").open() as file:

@@ -11,10 +11,11 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from experiments import record as experiments_record
 from experiments import suite
 from experiments.config import ROOT
-from experiments.record import RunRecord, read_record
 from rloo_memory.errors import ConfigError
+from rloo_memory.run_record import RunRecord, read_record
 
 
 def run_suite(tmp_path, *options):
@@ -43,7 +44,7 @@ def write_record(machine, config, **fields):
     folder.mkdir(parents=True)
     identity = (config.run_id, config.arm, config.scale, config.k, config.repeat, config.as_dict())
     usual = dict(commit="abc", status="ok", start_bytes=2**30, peak_resident_bytes=2**30 * 3, device_kind="cpu")
-    RunRecord(*identity, **{**usual, **fields}).write(folder)
+    experiments_record.write_record(RunRecord(*identity, **{**usual, **fields}), folder)
     return folder
 
 
@@ -60,7 +61,7 @@ def test_the_suite_goes_on_after_a_failure_and_says_so(tmp_path):
     assert "[1/2] classic-baseline k=2 repeat 0" in result.stdout and "OUT OF MEMORY" in result.stdout
     assert "[2/2] classic-lean k=2 repeat 0" in result.stdout
     assert result.stdout.splitlines()[-2].split() == ["classic-baseline", "OOM"]
-    assert len((tmp_path / "here" / "summary.csv").read_text().splitlines()) == 3
+    assert len((tmp_path / "here" / "runs.jsonl").read_text().splitlines()) == 2
 
 
 def test_no_run_is_begun_after_the_minutes(tmp_path):
@@ -75,7 +76,7 @@ def test_a_run_that_native_code_aborted_is_told_by_its_last_words(tmp_path):
     folder.mkdir()
     for words, status in (("memory allocation of 4096 bytes failed", "oom"), ("assertion failed", "error")):
         identity = (config.run_id, config.arm, config.scale, config.k, config.repeat, config.as_dict())
-        RunRecord(*identity, "abc", launch="mine").write(folder)
+        experiments_record.write_record(RunRecord(*identity, "abc", launch="mine"), folder)
         (folder / "log.txt").write_text(words)
         record = suite.settle_record(config, tmp_path, "mine", -signal.SIGABRT, [])
         assert record["status"] == status and "SIGABRT" in record["error"]

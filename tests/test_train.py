@@ -17,12 +17,13 @@ from experiments import train as train_module
 from experiments.builds import use_fork
 from experiments.config import ROOT
 from experiments.memory_monitor import IntervalReport
-from experiments.record import SUMMARY_COLUMNS, RunRecord, fill_peaks, write_summary
+from experiments.record import export, fill_peaks
 from experiments.suite import settle_record
 from rloo_memory.arms import ARMS
 from rloo_memory.device import is_out_of_memory, machine_name
 from rloo_memory.errors import ConfigError
 from rloo_memory.phases import PhasePeak
+from rloo_memory.run_record import RunRecord, stored_runs
 from rloo_memory.sizes import parse_bytes
 
 
@@ -141,10 +142,9 @@ def test_a_killed_run_keeps_its_samples_and_is_never_called_finished(running, tm
     config = cfg.RunConfig.from_dict(started["config"])
     record = settle_record(config, folder.parent, started["launch"], -signal.SIGKILL, [])
     assert record["status"] == "error" and "SIGKILL" in record["error"]
-    write_summary(tmp_path / "here")
-    with (tmp_path / "here" / "summary.csv").open() as file:
-        (row,) = csv.DictReader(file)
-    assert tuple(row) == SUMMARY_COLUMNS and row["status"] == "error" and row["peak_resident_bytes"] == ""
+    export(tmp_path / "here")
+    (run,) = stored_runs(tmp_path / "here")
+    assert run.record["status"] == "error" and run.record["peak_resident_bytes"] is None
 
 
 BAD = {

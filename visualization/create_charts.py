@@ -30,8 +30,9 @@ BASELINE = "classic-baseline"
 def figures(runs: Sequence[Run], baseline: str) -> Iterator[tuple[str, Figure]]:
     """Name and figure of every chart that these runs of one scale allow."""
     yield "peak_comparison", peak_comparison(runs, baseline)
-    yield "timeline_peak_preserving", timeline_peak_preserving(runs)
-    yield "timeline_ultra_smooth", timeline_ultra_smooth(runs)
+    if any(len(run.samples) for run in runs):  # they are where they were measured
+        yield "timeline_peak_preserving", timeline_peak_preserving(runs)
+        yield "timeline_ultra_smooth", timeline_ultra_smooth(runs)
     extra = {"audit": audit, "phases": phase_peaks, "frontier": frontier, "peak_by_k": peak_by_k, "idea": idea}
     for name, figure in ((name, draw(runs)) for name, draw in extra.items()):
         if figure is not None:

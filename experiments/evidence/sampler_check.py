@@ -16,9 +16,9 @@ from pathlib import Path
 from experiments import config as cfg
 from experiments.config import RunConfig
 from experiments.evidence.common import EXIT_TIME, FACTS, Parser, Table, minutes, numbers, place, whole
-from experiments.record import main_peak
 from experiments.suite import run_one
 from rloo_memory.errors import ConfigError, exit_code
+from rloo_memory.run_record import main_peak
 
 COLUMNS = (
     "interval_s", "repeat", "achieved_interval_s", "longest_gap_s", "missed_bytes", "peak_bytes", "arm", "scale", "k",

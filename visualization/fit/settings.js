@@ -107,13 +107,13 @@ function python(choice) {
 function commands(choice) {
   const own = choice.cards === 8 ? FSDP2 : `.build/fsdp2_${choice.cards}.yaml`;
   const data = `--model_name_or_path hub:${choice.model} --dataset prompts.jsonl --reward my_rewards:score`;
-  const plan = ".venv/bin/rloo-memory plan --profile fit.yaml " +
+  const plan = "rloo-memory plan --profile fit.yaml " +
     `--prompt ${choice.prompt} --device-memory ${choice.card}GiB`;
-  if (choice.cards === 1) return `${plan}\n./launch_single_gpu.sh fit.yaml ${data}\n`;
+  if (choice.cards === 1) return `${plan}\nrloo-memory launch fit.yaml ${data}\n`;
   return [
     ...(choice.cards === 8 ? [] : [`sed 's/num_processes: 8/num_processes: ${choice.cards}/' ${FSDP2} > ${own}`]),
     `${plan} --accelerate ${own}`,
-    `.venv/bin/accelerate launch --config_file ${own} -m rloo_memory.launch fit.yaml ${data}`,
+    `accelerate launch --config_file ${own} -m rloo_memory.launch fit.yaml ${data}`,
     "",
   ].join("\n");
 }

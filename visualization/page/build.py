@@ -163,7 +163,7 @@ def timelines(scale: str, runs: Sequence[Run]) -> str:
         for arms in by_trainer(run.arm for run in runs if run.k == k):
             mine = [run for run in runs if run.k == k and run.arm in arms]
             drawn = [representative(cell.runs) for cell in cells(mine)]
-            curves = [curve for run in drawn if len((curve := curve_of(run))["t"])]
+            curves = [curve_of(run) for run in drawn if len(run.samples)]  # they are where they were measured
             if curves:
                 parts.append(timeline(f"k = {k}, {', '.join(arms)}", curves, runs[0].measure.label))
     return "".join(parts)

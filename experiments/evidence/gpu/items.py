@@ -8,8 +8,8 @@ from pathlib import Path
 from experiments import config as cfg
 from experiments.config import ROOT
 from experiments.evidence.gpu.session import Item
-from experiments.record import FINISHED, read_record
 from rloo_memory.commit import source_commit
+from rloo_memory.run_record import FINISHED, read_record
 
 CURRENT = "stock,stock-accumulate,shared"
 # Those first that say most, should the time not do for all

@@ -1,0 +1,184 @@
+"""A run as files: its record (run.json), its phases (phases.csv), its samples (memory.csv), and the file that keeps
+records and phases of all runs of a machine (runs.jsonl). Who measures and who shows read this declaration; standard
+library only."""
+
+import csv
+import json
+import types
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import get_args, get_origin
+
+from rloo_memory.storage import replace_text
+
+SAMPLE_COLUMNS = (
+    "timestamp", "elapsed_s", "device_used_bytes", "device_total_bytes", "device_utilization_percent",
+    "process_device_bytes", "resident_bytes", "cpu_percent", "host_used_bytes",
+)  # fmt: skip
+PHASE_COLUMNS = (
+    "phase", "step", "start", "end", "peak_allocated_bytes", "peak_reserved_bytes", "peak_resident_bytes",
+    "device_used_bytes",
+)  # fmt: skip
+FINISHED = ("ok", "oom")  # a run with one of these need not be repeated; "error" and "running" are tried again
+STATUSES = (*FINISHED, "error", "running")
+RUNS = "runs.jsonl"
+
+
+@dataclass
+class RunRecord:
+    """What is known of one run. Written when the run starts and again when it ends, so that a kill leaves a trace.
+
+    Sizes in bytes, times in seconds, None where a value does not exist.
+    """
+
+    run_id: str
+    arm: str
+    scale: str
+    k: int
+    repeat: int
+    config: dict
+    commit: str
+    status: str = "running"
+    error: str | None = None
+    exit_code: int | None = None
+    pid: int | None = None
+    started_at: str | None = None
+    finished_at: str | None = None
+    device_kind: str | None = None
+    device_name: str | None = None
+    device_total_bytes: int | None = None
+    trl_version: str | None = None
+    trl_file: str | None = None
+    torch_version: str | None = None
+    transformers_version: str | None = None
+    python_version: str | None = None
+    fork_patches: list[str] = field(default_factory=list)
+    model: str | None = None
+    model_parameters: int | None = None
+    prompt_tokens_requested: int | None = None
+    prompt_tokens_fed_min: int | None = None
+    prompt_tokens_fed_mean: float | None = None
+    prompt_tokens_fed_max: int | None = None
+    completion_tokens: int | None = None
+    batch: int | None = None
+    completions_per_forward: int | None = None
+    steps: int | None = None
+    seed: int | None = None
+    budget_bytes: int | None = None
+    start_bytes: int | None = None
+    peak_device_used_bytes: int | None = None
+    peak_process_device_bytes: int | None = None
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    peak_resident_bytes: int | None = None
+    peak_phase: str | None = None
+    step_seconds: list[float] = field(default_factory=list)
+    step_seconds_median: float | None = None
+    trace: list[dict] = field(default_factory=list)
+    final_loss: float | None = None
+    sampler: dict | None = None
+    launch: str | None = None  # which launch wrote this: see `processes.Launch`
+
+
+# Of the fields that a record need not have: older ones lack some
+DEFAULTS = {declared.name: declared.default for declared in fields(RunRecord) if declared.default is not MISSING}
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A run of a machine's folder. `record` is a `RunRecord` as a dictionary, None where `damage` says why; `phases`
+    are the rows of phases.csv, by its columns; `folder` is where its samples lie, if they are on this machine."""
+
+    run_id: str
+    record: dict | None
+    phases: tuple[dict, ...] = ()
+    damage: str | None = None
+    folder: Path | None = None
+
+
+def main_peak(record: dict) -> tuple[int, int]:
+    """(peak, peak above the start level) of a finished run in its device's main measure, bytes."""
+    peak = record["peak_device_used_bytes"] or record["peak_resident_bytes"]
+    return peak, peak - record["start_bytes"]
+
+
+def damage_of(record) -> str | None:
+    """What keeps a value from being a run's record; None where it is one."""
+    for declared in fields(RunRecord):
+        if declared.name not in record:
+            return f"has no {declared.name}"
+        if not isinstance(record[declared.name], kinds(declared.type)):
+            return f"has the {declared.name} {str(record[declared.name])[:40]!r}"
+    if record["status"] not in STATUSES:
+        return f"has the status {record['status'][:40]!r}"
+    if record["status"] == "ok" and None in (record["start_bytes"], record["peak_resident_bytes"]):
+        return "is of a finished run and has no peak"
+    return None
+
+
+def kinds(declared) -> tuple[type, ...]:
+    """The types of a value that JSON can hold for a field's declaration."""
+    if isinstance(declared, types.UnionType):
+        return tuple(kind for part in get_args(declared) for kind in kinds(part))
+    return (int, float) if declared is float else (get_origin(declared) or declared,)
+
+
+def read_record(folder: Path) -> dict | None:
+    """The record in a run's folder, or None where there is none that can be used."""
+    return stored_in(folder).record
+
+
+def stored_in(folder: Path) -> StoredRun:
+    """The run in a folder."""
+    try:
+        record = DEFAULTS | json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        return StoredRun(folder.name, None, damage=f"cannot be read ({str(error).splitlines()[0]})", folder=folder)
+    damage = damage_of(record)
+    if not damage and record["run_id"] != folder.name:
+        damage = f"is the record of {record['run_id'][:40]!r}"
+    if damage:
+        return StoredRun(folder.name, None, damage=damage, folder=folder)
+    return StoredRun(folder.name, record, tuple(read_rows(folder / "phases.csv")), folder=folder)
+
+
+def read_rows(path: Path) -> Iterator[dict]:
+    """The whole rows of a CSV file of numbers, of which `phase` alone is text; None where a cell is empty. No rows
+    where there is no such file; a last line that a kill or a full disk has cut is left out."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError:
+        return
+    for row in csv.DictReader(text[: text.rfind("\n") + 1].splitlines()):
+        try:
+            yield {name: cell if name == "phase" else float(cell) if cell else None for name, cell in row.items()}
+        except (TypeError, ValueError):
+            return
+
+
+def stored_runs(machine: Path) -> list[StoredRun]:
+    """Every run of results/<machine>, by run id: those of runs.jsonl, and in their place those with a folder here."""
+    found = {}
+    if (machine / RUNS).exists():
+        for line in (machine / RUNS).read_text(encoding="utf-8").splitlines():
+            kept = json.loads(line)
+            phases = tuple(dict(zip(PHASE_COLUMNS, row, strict=True)) for row in kept["phases"])
+            found[kept["record"]["run_id"]] = StoredRun(kept["record"]["run_id"], kept["record"], phases)
+    for folder in sorted({path.parent for name in ("run.json", "memory.csv") for path in machine.glob(f"*/{name}")}):
+        found[folder.name] = stored_in(folder)
+    return [found[run_id] for run_id in sorted(found)]
+
+
+def write_runs(machine: Path) -> list[StoredRun]:
+    """Write runs.jsonl, a line a run, where there is any. Returns the runs, and the damaged ones, which are not in
+    it. Raises OSError."""
+    runs = stored_runs(machine)
+    lines = []
+    for run in runs:
+        if run.record:
+            phases = [[row.get(name) for name in PHASE_COLUMNS] for row in run.phases]
+            lines.append(json.dumps({"record": run.record, "phases": phases}) + "\n")
+    if lines:
+        replace_text(machine / RUNS, "".join(lines))
+    return runs
