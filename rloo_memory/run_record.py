@@ -81,8 +81,13 @@ class RunRecord:
     launch: str | None = None  # which launch wrote this: see `processes.Launch`
 
 
-# Of the fields that a record need not have: older ones lack some
-DEFAULTS = {declared.name: declared.default for declared in fields(RunRecord) if declared.default is not MISSING}
+def defaults() -> dict:
+    """Of the fields that a record need not have: older ones lack some."""
+    ready = {declared.name: declared.default for declared in fields(RunRecord)}
+    made = {
+        declared.name: declared.default_factory() for declared in fields(RunRecord) if declared.default_factory is list
+    }
+    return {name: value for name, value in (ready | made).items() if value is not MISSING}
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,8 @@ def damage_of(record) -> str | None:
             return f"has the {declared.name} {str(record[declared.name])[:40]!r}"
     if record["status"] not in STATUSES:
         return f"has the status {record['status'][:40]!r}"
-    if record["status"] == "ok" and None in (record["start_bytes"], record["peak_resident_bytes"]):
+    used = record["peak_device_used_bytes"] or record["peak_resident_bytes"]
+    if record["status"] == "ok" and None in (record["start_bytes"], used):
         return "is of a finished run and has no peak"
     return None
 
@@ -132,9 +138,12 @@ def read_record(folder: Path) -> dict | None:
 def stored_in(folder: Path) -> StoredRun:
     """The run in a folder."""
     try:
-        record = DEFAULTS | json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         return StoredRun(folder.name, None, damage=f"cannot be read ({str(error).splitlines()[0]})", folder=folder)
+    if not isinstance(record, dict):
+        return StoredRun(folder.name, None, damage="holds no JSON object", folder=folder)
+    record = defaults() | record
     damage = damage_of(record)
     if not damage and record["run_id"] != folder.name:
         damage = f"is the record of {record['run_id'][:40]!r}"

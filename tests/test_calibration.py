@@ -14,7 +14,6 @@ from experiments.record import write_csv
 from rloo_memory.device import cpu_name, machine_name
 from rloo_memory.errors import ConfigError
 from rloo_memory.launch import gate
-from rloo_memory.phases import COLUMNS
 from rloo_memory.plan import __main__ as plan
 from rloo_memory.plan import ask, calibration, doctor
 from rloo_memory.plan.calibrate import calibration_of, measured_run
@@ -22,6 +21,7 @@ from rloo_memory.plan.calibration import CalibratedPeak, Spread, load, range_of
 from rloo_memory.plan.options import reserve_of
 from rloo_memory.plan.predict import PredictedPeak, Prediction
 from rloo_memory.plan.sureness import measured_errors
+from rloo_memory.run_record import PHASE_COLUMNS
 from rloo_memory.sizes import GIB
 
 MIB = 2**20
@@ -55,7 +55,7 @@ def run_folder(folder, ratio=1.0, updates=3, cuda=False, rows=None, **changed):
                 rows.append({"phase": phase, "step": step, "start": begun + step, "end": begun + step, **sizes})
     folder.mkdir()
     (folder / "memory.json").write_text(json.dumps(record | changed))
-    write_csv(folder / "memory_phases.csv", COLUMNS, rows)
+    write_csv(folder / "memory_phases.csv", PHASE_COLUMNS, rows)
     return folder
 
 

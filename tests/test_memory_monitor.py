@@ -17,9 +17,10 @@ import psutil
 import pytest
 
 from experiments import memory_monitor, train
-from experiments.memory_monitor import COLUMNS, interval_report, start_monitor, stop_monitor
+from experiments.memory_monitor import interval_report, start_monitor, stop_monitor
 from experiments.run_device import cuda_uuid
 from rloo_memory.nvml import Device, visible_devices
+from rloo_memory.run_record import SAMPLE_COLUMNS
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 20  # seconds a busy machine may take for what normally takes a fraction of one
@@ -122,8 +123,8 @@ def test_rows_and_report(monitor, no_nvml, watched, tmp_path):
     report, stderr = finish(process)
     assert stderr == ""  # nothing to say: no device was asked for
     text = (tmp_path / "memory.csv").read_text()
-    assert text.splitlines()[0].split(",") == list(COLUMNS)
-    assert text.endswith("\n") and all(line.count(",") == len(COLUMNS) - 1 for line in text.splitlines())
+    assert text.splitlines()[0].split(",") == list(SAMPLE_COLUMNS)
+    assert text.endswith("\n") and all(line.count(",") == len(SAMPLE_COLUMNS) - 1 for line in text.splitlines())
     written = rows(tmp_path / "memory.csv")
     assert report["samples"] == len(written) and report["device"] is None
     assert report["requested_interval_s"] == 0.02
@@ -339,7 +340,7 @@ def test_device_lost_on_the_way(monitor, stub, watched, tmp_path):
     report, stderr = finish(process)
     assert stderr.count("\n") == 1 and "GPU is lost" in stderr
     written = rows(tmp_path / "memory.csv")
-    device_cells = [COLUMNS[index] for index in range(2, 6)]
+    device_cells = [SAMPLE_COLUMNS[index] for index in range(2, 6)]
     assert all(written[0][cell] for cell in device_cells)
     # All at once: nothing read before the loss is repeated after it.
     assert not any(row[cell] for row in written if not row["device_used_bytes"] for cell in device_cells)
@@ -412,7 +413,7 @@ def test_a_reused_pid_is_not_the_watched_process(tmp_path):
     os.close(read)
     os.close(write)
     assert report.samples == 0
-    assert (tmp_path / "memory.csv").read_text() == ",".join(COLUMNS) + "\n"
+    assert (tmp_path / "memory.csv").read_text() == ",".join(SAMPLE_COLUMNS) + "\n"
 
 
 @pytest.mark.parametrize("interval", ["0.001", "5", "nan", "fast"])
@@ -447,7 +448,7 @@ def test_full_disk_keeps_whole_rows(monitor, no_nvml, tmp_path):
     assert stderr.count("\n") == 1 and f"cannot write on {output}" in stderr
     text = output.read_text()
     assert limit - 200 < len(text) <= limit and text.endswith("\n")
-    assert all(line.count(",") == len(COLUMNS) - 1 for line in text.splitlines())
+    assert all(line.count(",") == len(SAMPLE_COLUMNS) - 1 for line in text.splitlines())
 
 
 def test_interval_report():

@@ -63,7 +63,7 @@ def test_its_commands_run_in_any_folder(installed, tmp_path):
     code, out, error = run(
         installed, tmp_path, "launch", "fits.yaml", "--dataset", "gone.jsonl", "--reward", "letters"
     )
-    assert code == 2 and "no model" in error[-1]
+    assert code == 2 and "MODEL_PATH=hub:qwen3-0.6b downloads it" in error[-1]
 
 
 @pytest.mark.parametrize("words", [["plan", "--model", "qwen3-0.6b", "--prompt", "64"], ["launch", "balanced"]])

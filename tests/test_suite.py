@@ -217,7 +217,7 @@ def test_an_older_run_never_passes_for_this_one(case, child, tmp_path, capfd, mo
     lines = [line.split() for line in output.out.splitlines()]
     assert ["classic-lean", shown] in lines and ["stock", "1.00"] in lines, output.out
     assert read_record(folder).get("error") == left
-    assert (tmp_path / "here" / "summary.csv").read_text().count("\n") == 3
+    assert (tmp_path / "here" / "runs.jsonl").read_text().count("\n") == 2
 
 
 def test_another_configuration_left_there_is_not_shown_for_a_run_that_is_not_begun(tmp_path, capfd, monkeypatch):
