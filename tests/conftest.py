@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import unchanged
 
 ROOT = Path(__file__).resolve().parent.parent
 # Under nohup, or as a job in the background, what tests start would ignore these as well
@@ -25,6 +26,11 @@ LONGEST = (  # their files go first: one that begins last, and alone, is waited 
     "test_faults", "test_shared_states", "test_train", "test_doctor", "test_launch_distributed", "test_shared_images",
     "test_classic", "test_tutorial", "test_gate", "test_shared_arm",
 )  # fmt: skip
+
+
+def pytest_configure(config):
+    if not config.option.collectonly:
+        config.pluginmanager.register(unchanged.Unchanged())
 
 
 def pytest_collection_modifyitems(items, config):

@@ -71,8 +71,8 @@ one at a time, two at a time with gradient checkpointing, and one a micro-batch.
   below the power of ten in the row. **Decoding** compares the logits of four greedy steps with those of `generate`
   without sharing. "As without a cache": `generate` computes others with its cache than without, sharing the latter.
 * **refused**: `prefix_sharing=True` ends before training, with an error that says why.
-* **not tried**: TRL fails on text alone without sharing, too, or the model needs a package that is not installed.
-* **images**: here every prompt is text. "exact": prompts with images are shared exactly, too, and each image goes
+* **not tried**: TRL fails on text alone without sharing as well, or the model needs a package that is not installed.
+* **images**: here every prompt is text. "exact": prompts with images are shared exactly as well, and each image goes
   through the vision tower once (`tests/test_shared_images.py`). No other family was tried with images.
 
 Where a name has two classes, TRL takes the one that the checkpoint's config names: as a rule the one with images. A

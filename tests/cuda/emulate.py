@@ -25,6 +25,7 @@ WAITS = {  # the size of their results depends on values: they wait for the devi
 }  # fmt: skip
 # By cuDNN, which is not there, or with counts that a kernel would have left in memory: results alone
 HOST_ALONE = {"convolution", "convolution_backward", "prod", "embedding_dense_backward"}
+IN_FLOAT32 = {"native_layer_norm_backward"}  # the host wants all of one dtype, CUDA has statistics in float32
 INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
 SMALL = 2**20  # elements
 
@@ -47,6 +48,12 @@ def host(x):
     memory = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
     raw = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
     return torch.empty(0, dtype=x.dtype).set_(raw, x.storage_offset(), x.size(), x.stride())
+
+
+def widened(x):
+    """On the host, floats in float32."""
+    x = host(x)
+    return x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
 
 def put(x, values) -> None:
@@ -142,8 +149,9 @@ class Emulation(TorchDispatchMode):
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
         args = [None if isinstance(x, torch.Generator) else x for x in args]
+        wide = widened if func.overloadpacket.__name__ in IN_FLOAT32 else host
         try:
-            values = func(*tree_map(host, args), **tree_map(host, kwargs))
+            values = func(*tree_map(wide, args), **tree_map(wide, kwargs))
         except (NotImplementedError, RuntimeError) as error:
             self.unsupported[f"{func}: {str(error).splitlines()[0][:150]}"] += 1
             return

@@ -8,12 +8,26 @@ from conftest import INTERPRETED
 FAMILIES = "llama,qwen3,gemma3_text,gpt_oss,deepseek_v3,qwen3_moe,qwen3_5_text,bamba,lfm2,falcon_h1"
 
 
+def test_prompts_with_images_are_as_near_to_float64_as_whole_rows(probe):
+    """Of each way to hand over images: patches and grids, pixels of one size, padded patches with their places."""
+    families = ["qwen2.5-vl", "gemma3", "gemma4"]
+    found = probe("images", ",".join(families), **INTERPRETED)
+    assert [row["family"] for row in found] == families
+    for row in found:
+        assert not row["unsupported"], row
+        for way, errors in row["ways"].items():
+            for mine, theirs in zip(errors, row["whole"], strict=True):
+                assert mine < 1.6 * theirs, f"{row['family']}, {way}: {row}"
+
+
 @pytest.mark.parametrize(
     "families, setting",
     [(FAMILIES, "bf16"), ("qwen3,gemma3_text,qwen3_5_text", "autocast"), ("qwen3,lfm2", "float32")],
     ids=["bf16", "autocast", "float32"],
 )
 def test_errors_beside_float64_are_those_of_whole_rows(probe, families, setting):
+    """1.6 times: one batch of one model is a small sample of rounding. Three families in bfloat16 with five seeds each had
+    0.79 to 1.47 times the error of whole rows."""
     found = probe("families", families, setting, **INTERPRETED)
     assert [row["family"] for row in found] == families.split(",")
     for row in found:

@@ -18,9 +18,12 @@ def test_the_readme_example_trains_on_the_device(on_device):
     assert "MiB on the GPU" in result.out and not result.reports[-1]["unsupported"]
 
 
-def test_the_launcher_trains_on_the_device(on_device, tmp_path):
+@pytest.mark.parametrize("deterministic", ["false", "true"])
+def test_the_launcher_trains_on_the_device(on_device, tmp_path, deterministic):
+    """Also where PyTorch may take deterministic kernels only."""
     words = ("balanced", "--max_steps", 1, "--max_completion_length", 8, "--num_generations", 4)
     words += ("--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 2)
+    words += ("--full_determinism", deterministic)
     result = on_device("-m", "rloo_memory.launch", *words, cwd=tmp_path, MODEL_PATH="random:tiny-qwen3", **INTERPRETED)
     assert result.code == 0, result.err[-3000:]
     assert "predicted peak" in result.out and "GiB that are free" not in result.err

@@ -192,7 +192,7 @@ def run(model, inputs, prompt, **shared):
     out = model(**inputs, labels=labels, fused_lm_head=True, **shared)
     tokens = torch.stack([out.log_probs[:, -COLUMNS:], out.entropy[:, -COLUMNS:]])
     weights = torch.linspace(-1, 1, tokens[0].numel()).view(1, -1, COLUMNS) * torch.tensor([1.0, 0.1]).view(2, 1, 1)
-    (tokens * weights).sum().backward()
+    (tokens * weights.to(tokens.device)).sum().backward()
     gradients = [
         torch.cat([p.grad.flatten() for p in parameters if p.grad is not None] or [torch.zeros(1)])
         for parameters in (model.parameters(), tower(model).parameters())
