@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
+from rloo_memory.plan.scale_up.sharding import SHARDED
 from rloo_memory.plan.setups import Setup
-from rloo_memory.plan.sharding import SHARDED
 from visualization.fit import make_page
 
 PHASES = ("load", "generate", "score", "train", "optimizer")

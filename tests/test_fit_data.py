@@ -48,7 +48,7 @@ def test_curves_say_what_simulating_all_passes_says_elsewhere(kind, arm, cards, 
 @pytest.mark.torch
 def test_an_allocation_that_only_some_visits_have_does_not_count():
     """Where visits differ, the same name is another allocation."""
-    from rloo_memory.plan.extrapolate import highest
+    from rloo_memory.plan.scale_up.extrapolate import highest
 
     names = {0: ("add 0",), 1: ("add 0", "mul 0"), 2: ("mul 0",), 3: ("add 0", "mul 0"), 4: (), 5: ("add 0",)}
     stretches = {("train", "backward", 0, visit): {"activations": 10 + visit} for visit in names}
@@ -70,7 +70,7 @@ def test_an_allocation_that_only_some_visits_have_does_not_count():
 
 @pytest.mark.torch
 def test_allocations_are_the_same_where_more_layers_shift_their_numbers():
-    from rloo_memory.plan.extrapolate import same_allocations
+    from rloo_memory.plan.scale_up.extrapolate import same_allocations
 
     few = ["b: begins", "b: mm 0", "b: to 0", "b: to 1", "b: mm 1", "b: to 2", "b"]
     more = ["b: begins", "b: mm 0", "b: to 0", "b: to 1", "b: to 2", "b: mm 1", "b: to 3", "b"]
@@ -86,7 +86,7 @@ def test_allocations_are_the_same_where_more_layers_shift_their_numbers():
 def test_a_stretch_that_is_no_sum_is_an_error():
     """Peaks between events without an allocation behind them: what is not linear in C has no sum to be fitted."""
     from experiments.fitting import fit_curves
-    from rloo_memory.plan.simulate import PHASES
+    from rloo_memory.plan.step.simulate import PHASES
 
     def stretches(completion: int) -> dict:
         places = {(phase, "start", None, "early"): {"parameters": 10**9} for phase in PHASES}

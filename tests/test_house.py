@@ -35,6 +35,9 @@ MAY_IMPORT = {
         "config": set(),
     },
 }
+# Rooms of the planner from the ground up: none imports a later one, nor a module beside them but what is asked
+FLOORS = ("step", "scale_up", "sureness")
+ASKED = {"setups", "checkpoint", "images", "peaks", "engine", "options"}
 LINES = 420
 LONGER = {  # -> why
     "trl/fork.py": "runs before anything is installed",
@@ -155,6 +158,17 @@ def test_imports_run_from_top_to_bottom():
         assert rooms == rules.keys(), "a room without a rule, or a rule without a room"
     checked = {name: source for name, source in SOURCES.items() if "." in name and not name.startswith("tests.")}
     wrong = [line for name, source in checked.items() for line in wrong_arrows(name, source)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_planner_is_built_in_floors():
+    wrong = []
+    for floor, room in enumerate(FLOORS):
+        below = {*FLOORS[: floor + 1], *ASKED}
+        for name in (name for name in MODULES if name.startswith(f"rloo_memory.plan.{room}.")):
+            for line, full, _, _ in imports(name, SOURCES[name]):
+                if full.startswith("rloo_memory.plan.") and full.split(".")[2] not in below:
+                    wrong.append(f"{name}, line {line}: imports {full}")
     assert not wrong, "\n".join(wrong)
 
 

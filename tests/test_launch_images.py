@@ -18,7 +18,7 @@ from rloo_memory.errors import ConfigError
 from rloo_memory.launch import __main__ as launch
 from rloo_memory.launch import dataset, gate, inputs, prompt_images
 from rloo_memory.plan import ask, doctor
-from rloo_memory.plan.predict import PredictedPeak
+from rloo_memory.plan.peaks import PredictedPeak
 from rloo_memory.plan.records import read_run
 
 PROFILE = """

@@ -1,6 +1,7 @@
 """What `pip install .` gives: the command in any folder, its data, and one line where `trl` is not the fork."""
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -17,8 +18,10 @@ from rloo_memory.arms import ARMS
 def installed(tmp_path_factory):
     """The wheel of this clone, unpacked in a folder of its own."""
     folder = tmp_path_factory.mktemp("installed")
-    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation", str(ROOT)]
-    subprocess.run([*pip, "--wheel-dir", str(folder)], check=True, cwd=folder)
+    shutil.copytree(ROOT / "rloo_memory", folder / "clone" / "rloo_memory", ignore=shutil.ignore_patterns("*.pyc"))
+    shutil.copy(ROOT / "pyproject.toml", folder / "clone")
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation", "./clone"]
+    subprocess.run([*pip, "--wheel-dir", "."], check=True, cwd=folder)
     (wheel,) = folder.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(folder / "site")
     return folder / "site"

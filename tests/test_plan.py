@@ -16,10 +16,10 @@ from rloo_memory.arms import ARMS
 from rloo_memory.errors import ConfigError
 from rloo_memory.plan import __main__ as plan
 from rloo_memory.plan.options import room_of
-from rloo_memory.plan.predict import PredictedPeak, Prediction
-from rloo_memory.plan.reserve import FIXED, OUTSIDE, Room
+from rloo_memory.plan.peaks import PredictedPeak, Prediction
+from rloo_memory.plan.scale_up.sharding import spread
 from rloo_memory.plan.setups import ARM_NAMES, OLDER, Setup, check
-from rloo_memory.plan.sharding import spread
+from rloo_memory.plan.sureness.reserve import FIXED, OUTSIDE, Room
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -22,7 +22,7 @@ def peaks():
     from rloo_memory.arms import ARMS
 
     use_fork(ARMS["shared"])
-    from rloo_memory.plan.extrapolate import phase_peaks
+    from rloo_memory.plan.scale_up.extrapolate import phase_peaks
 
     config = named_config("qwen3-8-layers")
     config.num_hidden_layers, config.layer_types, config.vocab_size = 2, config.layer_types[:2], 20_000
@@ -38,7 +38,7 @@ def test_counting_leaves_autograd_to_add_and_scatter_in_place():
     """Under any other dispatch mode, autograd sums the gradients of several uses, and gathers', in new storages."""
     import torch
 
-    from rloo_memory.plan.live_bytes import LiveBytes
+    from rloo_memory.plan.step.live_bytes import LiveBytes
 
     def places(mode):
         x, seen = torch.ones(64, 64, requires_grad=True), []
@@ -65,7 +65,7 @@ def test_counting_leaves_autograd_to_add_and_scatter_in_place():
 def test_autocast_on_cuda_brings_to_float32_what_the_cpus_does_not():
     import torch
 
-    from rloo_memory.plan.autocast import as_on_cuda
+    from rloo_memory.plan.step.autocast import as_on_cuda
 
     x = torch.ones(4, 8, dtype=torch.bfloat16)
     layer_norm = lambda: torch.nn.functional.layer_norm(x, (8,)).dtype  # noqa: E731

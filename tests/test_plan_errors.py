@@ -7,11 +7,11 @@ from experiments.evidence.measured_errors import errors_of
 from experiments.record import write_csv
 from rloo_memory.errors import ConfigError
 from rloo_memory.plan.__main__ import fits
-from rloo_memory.plan.calibration import range_of
-from rloo_memory.plan.predict import PredictedPeak, Prediction
-from rloo_memory.plan.reserve import Room
+from rloo_memory.plan.peaks import PredictedPeak, Prediction
 from rloo_memory.plan.setups import Setup
-from rloo_memory.plan.sureness import MeasuredErrors, measured_errors
+from rloo_memory.plan.sureness.calibration import range_of
+from rloo_memory.plan.sureness.measured import MeasuredErrors, measured_errors
+from rloo_memory.plan.sureness.reserve import Room
 from rloo_memory.sizes import GIB
 
 COLUMNS = ("case", "phase", "predicted_bytes", "measured_bytes", "device_kind")

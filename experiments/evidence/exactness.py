@@ -141,7 +141,7 @@ def compare(device: str, precision: str):
     from trl.models.prefix_sharing_enabling import enable_prefix_sharing
     from trl.trainer.utils import add_fused_lm_head
 
-    from rloo_memory.plan.extrapolate import with_layers
+    from rloo_memory.plan.scale_up.extrapolate import with_layers
 
     shape, layers, vocab_size, *sizes = WORKLOADS[device, precision]
     dtype, hf_config = getattr(torch, precision), shape_config(shape, vocab_size)

@@ -2,7 +2,7 @@
 
 python -m experiments.evidence.measured_errors
 
-writes rloo_memory/plan/measured_errors.json, which is installed with the planner.
+writes rloo_memory/plan/sureness/measured_errors.json, which is installed with the planner.
 """
 
 import csv
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from experiments.config import ROOT
 from rloo_memory.errors import ConfigError, exit_code
-from rloo_memory.plan.sureness import FILE, MeasuredErrors
+from rloo_memory.plan.sureness.measured import FILE, MeasuredErrors
 from rloo_memory.storage import write_json
 
 

@@ -164,7 +164,7 @@ def measure(setup: Setup, folder: Path, tokenizer, dataset) -> tuple[dict[str, i
     at most by its end (CUDA)."""
     from experiments.workload.trainers import torch_optimizer
     from rloo_memory.launch.offload import keep_on_host
-    from rloo_memory.plan.live_bytes import LiveBytes
+    from rloo_memory.plan.step.live_bytes import LiveBytes
 
     trainer = build_trainer(setup, folder, tokenizer, dataset)
     if setup.offload_reference:

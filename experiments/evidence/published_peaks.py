@@ -21,9 +21,10 @@ from experiments.record import write_csv
 from rloo_memory.commit import source_commit
 from rloo_memory.errors import exit_code
 from rloo_memory.plan.options import model_config, quiet
-from rloo_memory.plan.predict import Prediction, predict
-from rloo_memory.plan.reserve import CONTEXT
+from rloo_memory.plan.peaks import Prediction
+from rloo_memory.plan.predict import predict
 from rloo_memory.plan.setups import Setup
+from rloo_memory.plan.sureness.reserve import CONTEXT
 from rloo_memory.plan.trl_settings import from_settings
 from rloo_memory.sizes import GIB
 

@@ -85,7 +85,7 @@ def setup_of(choice: dict):
 def page_peaks(data: dict, choice: dict) -> dict[str, float]:
     """Bytes of each phase by the page's sums, as `visualization/fit/sums.js` adds them up."""
     from experiments.fitting.fit_curves import Regime, sizes_at
-    from rloo_memory.plan.sharding import SHARDED
+    from rloo_memory.plan.scale_up.sharding import SHARDED
 
     model = next(each for each in data["models"] if each["name"] == choice["model"])
     lengths, cards = (choice["prompt_tokens"], choice["completion_tokens"], choice["k"]), choice["cards"]
@@ -113,7 +113,7 @@ def page_peaks(data: dict, choice: dict) -> dict[str, float]:
 
 def planned_peaks(choice: dict) -> dict[str, int]:
     from rloo_memory.models import named_config
-    from rloo_memory.plan import extrapolate
+    from rloo_memory.plan.scale_up import extrapolate
 
     with quiet():
         peaks = extrapolate.phase_peaks(setup_of(choice), named_config(choice["model"]))

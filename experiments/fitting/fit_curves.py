@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from experiments.fitting.fit_terms import LEAST, MOST, PASSES, regimes, table_of, terms, value
-from rloo_memory.plan import extrapolate
 from rloo_memory.plan.levers import planned
+from rloo_memory.plan.scale_up import extrapolate
+from rloo_memory.plan.scale_up.sharding import SHARDED
 from rloo_memory.plan.setups import Setup
-from rloo_memory.plan.sharding import SHARDED
-from rloo_memory.plan.simulate import PHASES
+from rloo_memory.plan.step.simulate import PHASES
 
 MOST_OFF = 1e-4  # relative: an allocation that is further from every sum is not the same at all lengths
 LEAST_ALIVE = 0.01  # of a phase's peak: errors are relative to no less

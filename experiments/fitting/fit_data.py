@@ -26,9 +26,9 @@ from experiments.builds import use_fork
 from experiments.config import ROOT
 from rloo_memory.arms import ARMS
 from rloo_memory.errors import ConfigError, exit_code
-from rloo_memory.plan import reserve
 from rloo_memory.plan.options import quiet
 from rloo_memory.plan.setups import Setup
+from rloo_memory.plan.sureness import reserve
 
 PARTS, PAGE = ROOT / ".build" / "fit", ROOT / "docs" / "fit.json"
 MOST_ERROR = 0.02  # of a phase's peak
@@ -165,7 +165,7 @@ def alone() -> None:
 
 def facts() -> dict:
     """What the file holds of all models, but for what the simulations were of."""
-    from rloo_memory.plan.sharding import SHARDED, widened
+    from rloo_memory.plan.scale_up.sharding import SHARDED, widened
 
     return {
         "reserve_bytes": reserve.OUTSIDE,
@@ -187,8 +187,8 @@ def facts_of(name: str) -> dict:
     """What it holds of a model, but for its curves. `gathered`: bytes by kind that FSDP2 gathers in a phase, on any
     number of cards."""
     from rloo_memory.models import meta_model, named_config
-    from rloo_memory.plan.sharding import spread, weights_by_place
-    from rloo_memory.plan.simulate import PHASES
+    from rloo_memory.plan.scale_up.sharding import spread, weights_by_place
+    from rloo_memory.plan.step.simulate import PHASES
 
     hf_config = named_config(name)
     text_config, weights = hf_config.get_text_config(), weights_by_place(hf_config)

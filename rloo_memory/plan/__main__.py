@@ -22,8 +22,6 @@ from pathlib import Path
 
 from rloo_memory.errors import ConfigError, choose, exit_code
 from rloo_memory.plan import levers
-from rloo_memory.plan.calibrate import calibrate
-from rloo_memory.plan.calibration import Calibration, as_json, may_exceed, range_in_words, range_of
 from rloo_memory.plan.images import PromptImages
 from rloo_memory.plan.options import (
     Problems,
@@ -38,11 +36,14 @@ from rloo_memory.plan.options import (
     room_of,
     setup_from,
 )
-from rloo_memory.plan.predict import Prediction, largest_that_fits, predict_all
+from rloo_memory.plan.peaks import Prediction
+from rloo_memory.plan.predict import largest_that_fits, predict_all
 from rloo_memory.plan.remarks import remarks
-from rloo_memory.plan.reserve import Room
 from rloo_memory.plan.setups import ARM_NAMES, LARGEST, ROUNDED_AWAY, Setup, check
-from rloo_memory.plan.sureness import measured_errors
+from rloo_memory.plan.sureness.calibrate import calibrate
+from rloo_memory.plan.sureness.calibration import Calibration, as_json, may_exceed, range_in_words, range_of
+from rloo_memory.plan.sureness.measured import measured_errors
+from rloo_memory.plan.sureness.reserve import Room
 from rloo_memory.plan.trl_settings import of_model
 from rloo_memory.settings.profiles import load_profile
 from rloo_memory.sizes import GIB

@@ -12,63 +12,24 @@ import multiprocessing
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rloo_memory.errors import ConfigError
 from rloo_memory.fork import need_fork
 from rloo_memory.plan.engine import with_engine
 from rloo_memory.plan.images import PromptImages
 from rloo_memory.plan.levers import planned
+from rloo_memory.plan.peaks import PredictedPeak, Prediction
 from rloo_memory.plan.setups import LARGEST, MOST_TOKENS, Setup, check
 from rloo_memory.sizes import GIB
 
-CORRECTION = "correction"  # the kind of a peak that a calibration adds or takes away
-
-
-@dataclass(frozen=True)
-class PredictedPeak:
-    """What a phase is predicted to hold at its peak, in bytes: on the device in all and by kind. `host` is the most
-    that waits on the host, maybe at another moment. A measured one is `rloo_memory.phases.PhasePeak`."""
-
-    phase: str
-    total: int
-    kinds: dict[str, int]
-    host: int
-
-    @property
-    def uncorrected(self) -> int:
-        return self.total - self.kinds.get(CORRECTION, 0)
-
-    def parts(self) -> str:
-        """The kinds that are more than half a percent of the peak, largest first, in GiB."""
-        kinds = sorted(self.kinds.items(), key=lambda item: -item[1])
-        return ", ".join(f"{kind} {size / GIB:.2f}" for kind, size in kinds if size > 0.005 * self.total)
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The peak of each phase of one setup, in bytes."""
-
-    arm: str
-    setup: Setup
-    phases: list[PredictedPeak]
-
-    @property
-    def peak(self):
-        return max(self.phases, key=lambda phase: phase.total)
-
-    @property
-    def most_on_host(self) -> PredictedPeak:
-        """The phase in which most waits on the host."""
-        return max(self.phases, key=lambda phase: phase.host)
-
 
 def predict(arm: str, setup: Setup, hf_config, calibration=None) -> Prediction:
-    """The peaks of one setup, corrected by an `rloo_memory.plan.calibration.Calibration` if there is one; `arm` is its
-    label. Raises `ConfigError` before anything runs."""
+    """The peaks of one setup, corrected by a `sureness.calibration.Calibration` if there is one; `arm` is its label.
+    Raises `ConfigError` before anything runs."""
     check(setup, hf_config)
     need_fork()
-    from rloo_memory.plan.extrapolate import phase_peaks
+    from rloo_memory.plan.scale_up.extrapolate import phase_peaks
 
     return prediction(arm, setup, phase_peaks(setup, hf_config), calibration)
 
@@ -95,7 +56,7 @@ def predict_all(setups: dict[str, Setup], hf_config, say, calibration=None) -> l
     need_fork()
     import trl.trainer.rloo_trainer  # noqa: F401  once, not in each process
 
-    from rloo_memory.plan import extrapolate
+    from rloo_memory.plan.scale_up import extrapolate
 
     tasks = {label: extrapolate.simulations(setup, hf_config) for label, setup in setups.items()}
     number, start = sum(map(len, tasks.values())), time.monotonic()
@@ -128,8 +89,8 @@ def predict_all(setups: dict[str, Setup], hf_config, say, calibration=None) -> l
 
 
 def largest_that_fits(arm: str, setup: Setup, hf_config, what: str, room, say=print, calibration=None) -> int:
-    """The largest k, prompt or completion ("k", "prompt", "completion") that an `rloo_memory.plan.reserve.Room` holds;
-    0 if the smallest does not fit. Peaks grow along almost straight lines, so each guess is where the last two would
+    """The largest k, prompt or completion ("k", "prompt", "completion") that a `sureness.reserve.Room` holds; 0
+    if the smallest does not fit. Peaks grow along almost straight lines, so each guess is where the last two would
     meet the limit."""
     shortest = PromptImages.of(setup.images, hf_config).tokens + 1 if setup.images else 16
     name, least = LARGEST[what], {"k": 2, "prompt": shortest, "completion": 16}[what]

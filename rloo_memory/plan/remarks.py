@@ -1,7 +1,8 @@
 """What a prediction says beside its numbers."""
 
-from rloo_memory.plan import checkpoint, engine, recurrent
+from rloo_memory.plan import checkpoint, engine
 from rloo_memory.plan.setups import Setup
+from rloo_memory.plan.step import recurrent
 
 
 def remarks(setup: Setup, hf_config) -> list[str]:

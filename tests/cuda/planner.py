@@ -51,7 +51,8 @@ def in_a_process(case: str, expandable: bool, gib: float = 140) -> dict:
 def here(case: str) -> dict:
     """The highest phase of a case; bytes."""
     from experiments.evidence import planner_check
-    from rloo_memory.plan import predict, reserve
+    from rloo_memory.plan import predict
+    from rloo_memory.plan.sureness import reserve
 
     shape, vocab_size, prompt, _ = planner_check.WORKLOADS["cuda"]
     planner_check.WORKLOADS["cuda"] = (shape, vocab_size, prompt, COMPLETION)

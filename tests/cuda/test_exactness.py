@@ -26,8 +26,8 @@ def test_prompts_with_images_are_as_near_to_float64_as_whole_rows(probe):
     ids=["bf16", "autocast", "float32"],
 )
 def test_errors_beside_float64_are_those_of_whole_rows(probe, families, setting):
-    """1.6 times: one batch of one model is a small sample of rounding. Three families in bfloat16 with five seeds each had
-    0.79 to 1.47 times the error of whole rows."""
+    """1.6 times: one batch of one model is a small sample of rounding. Three families in bfloat16 with five seeds each
+    had 0.79 to 1.47 times the error of whole rows."""
     found = probe("families", families, setting, **INTERPRETED)
     assert [row["family"] for row in found] == families.split(",")
     for row in found:

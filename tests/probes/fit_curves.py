@@ -17,9 +17,10 @@ from trl.generation.shared_prefix_cache import MIN_NEW_STEPS  # noqa: E402
 from experiments.fitting import fit_curves  # noqa: E402
 from experiments.fitting.fit_data import on_cards  # noqa: E402
 from rloo_memory import models  # noqa: E402
-from rloo_memory.plan import extrapolate, replaced  # noqa: E402
+from rloo_memory.plan.scale_up import extrapolate  # noqa: E402
 from rloo_memory.plan.setups import Setup  # noqa: E402
-from rloo_memory.plan.simulate import PHASES  # noqa: E402
+from rloo_memory.plan.step import replaced  # noqa: E402
+from rloo_memory.plan.step.simulate import PHASES  # noqa: E402
 
 WINDOW = 512
 kind, arm, *cards = sys.argv[1:]

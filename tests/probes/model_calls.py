@@ -19,7 +19,7 @@ from trl.kernels import ChunkedLogProbFunction  # noqa: E402
 from experiments.evidence.setup_trainer import build_trainer, text_dataset  # noqa: E402
 from rloo_memory import data, models  # noqa: E402
 from rloo_memory.plan.setups import Setup  # noqa: E402
-from rloo_memory.plan.simulate import Simulation  # noqa: E402
+from rloo_memory.plan.step.simulate import Simulation  # noqa: E402
 
 PROMPT, COMPLETION = 64, 8
 base = Setup(

@@ -25,8 +25,8 @@ from trl.models.prefix_sharing import SharedPrefixPasses  # noqa: E402
 from trl.models.prefix_sharing_enabling import enable_prefix_sharing  # noqa: E402
 from trl.trainer.utils import add_fused_lm_head  # noqa: E402
 
-from rloo_memory.plan.live_bytes import LiveBytes  # noqa: E402
-from rloo_memory.plan.offloaded import offloaded  # noqa: E402
+from rloo_memory.plan.step.live_bytes import LiveBytes  # noqa: E402
+from rloo_memory.plan.step.offloaded import offloaded  # noqa: E402
 
 PROMPT, COMPLETION = 40, 30
 

@@ -13,8 +13,9 @@ from transformers import CONFIG_MAPPING  # noqa: E402
 
 from experiments.fitting import fit_curves  # noqa: E402
 from rloo_memory import models  # noqa: E402
-from rloo_memory.plan import extrapolate, simulate  # noqa: E402
+from rloo_memory.plan.scale_up import extrapolate  # noqa: E402
 from rloo_memory.plan.setups import Setup  # noqa: E402
+from rloo_memory.plan.step import simulate  # noqa: E402
 
 eight_layers = models.shape_config("qwen3-8-layers", 4000)
 deep = models.shape_config("qwen3-8-layers", 4000)

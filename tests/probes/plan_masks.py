@@ -12,7 +12,7 @@ from rloo_memory.arms import ARMS
 use_fork(ARMS["shared"])
 
 from rloo_memory import models  # noqa: E402
-from rloo_memory.plan import extrapolate  # noqa: E402
+from rloo_memory.plan.scale_up import extrapolate  # noqa: E402
 from rloo_memory.plan.setups import Setup  # noqa: E402
 
 config = extrapolate.with_layers(models.named_config("openai/gpt-oss-20b"), 2)

@@ -11,11 +11,11 @@ use_fork(ARMS["shared"])
 import torch  # noqa: E402
 
 from rloo_memory import models  # noqa: E402
-from rloo_memory.plan.live_bytes import LiveBytes  # noqa: E402
-from rloo_memory.plan.offloaded import offloaded  # noqa: E402
-from rloo_memory.plan.replaced import dropout  # noqa: E402
 from rloo_memory.plan.setups import Setup  # noqa: E402
-from rloo_memory.plan.simulate import Simulation  # noqa: E402
+from rloo_memory.plan.step.live_bytes import LiveBytes  # noqa: E402
+from rloo_memory.plan.step.offloaded import offloaded  # noqa: E402
+from rloo_memory.plan.step.replaced import dropout  # noqa: E402
+from rloo_memory.plan.step.simulate import Simulation  # noqa: E402
 
 
 def reward_rows(setup: Setup) -> int:

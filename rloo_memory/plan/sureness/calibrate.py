@@ -16,7 +16,8 @@ from pathlib import Path
 from statistics import median
 
 from rloo_memory.errors import ConfigError
-from rloo_memory.plan.calibration import (
+from rloo_memory.plan.options import check_writable
+from rloo_memory.plan.sureness.calibration import (
     FACTORS,
     MATTERS,
     Calibration,
@@ -27,7 +28,6 @@ from rloo_memory.plan.calibration import (
     number,
     what_is_wrong,
 )
-from rloo_memory.plan.options import check_writable
 from rloo_memory.sizes import GIB
 from rloo_memory.storage import write_json
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rloo_memory.plan import engine
-from rloo_memory.plan.predict import PredictedPeak
+from rloo_memory.plan.peaks import PredictedPeak
 from rloo_memory.sizes import GIB
 
 CONTEXT = round(0.2 * GIB)
