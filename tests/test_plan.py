@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(module, *arguments):
-    command = [sys.executable, "-m", f"rloo_memory.{module}", *map(str, arguments)]
+    command = [sys.executable, "-m", module, *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
@@ -35,7 +35,15 @@ def test_every_phase_is_predicted_within_ten_percent_of_a_real_training(tmp_path
     """Some of the cases; all are in results/*/plan_check.csv."""
     cases = "stock-k8,shared-k8,shared-k8-qwen2vl"
     result = run(
-        "evidence.planner_check", "--device", "cpu", "--results", tmp_path, "--machine", "here", "--cases", cases
+        "experiments.evidence.planner_check",
+        "--device",
+        "cpu",
+        "--results",
+        tmp_path,
+        "--machine",
+        "here",
+        "--cases",
+        cases,
     )
     assert result.returncode == 0, result.stderr[-3000:]
     with (tmp_path / "here" / "plan_check.csv").open(newline="") as file:
@@ -52,7 +60,7 @@ def test_every_phase_is_predicted_within_ten_percent_of_a_real_training(tmp_path
 def test_a_large_model_is_planned_without_weights(tmp_path):
     path = tmp_path / "plan.json"
     result = run(
-        "plan",
+        "rloo_memory.plan",
         "--model",
         "Qwen/Qwen3-1.7B",
         "--prompt",
@@ -388,7 +396,7 @@ def test_with_offloading_it_is_the_host_that_grows_with_the_passes(tmp_path):
     trained = []
     for k in (8, 64):
         path = tmp_path / f"{k}.json"
-        result = run("plan", "--model", "Qwen/Qwen3-8B", *options, "--k", k, "--json", path)
+        result = run("rloo_memory.plan", "--model", "Qwen/Qwen3-8B", *options, "--k", k, "--json", path)
         assert result.returncode == 0, result.stderr[-3000:]
         (prediction,) = json.loads(path.read_text())["predictions"]
         assert prediction["setup"]["tokens_per_forward"] == 2 * 513

@@ -7,6 +7,7 @@ from pathlib import Path
 from rloo_memory.arms import ARMS
 from rloo_memory.errors import ConfigError
 from rloo_memory.models import is_model, named_config, shape_config
+from rloo_memory.run_record import stored_runs
 
 # Settings that decide a training, and that memory.json may not have
 WANTED = ("algorithm", "dataset", "learning_rate", "num_iterations", "reward", "seed")
@@ -32,17 +33,18 @@ class Run:
 def read_run(folder: Path) -> Run:
     """Raises `ConfigError` where the folder has no record that can be read, or one of a trainer that the planner does
     not know."""
-    for name, read in (("memory.json", memory_record), ("run.json", harness_record)):
-        path = folder / name
-        if not path.exists():
-            continue
+    path = folder / "memory.json"
+    if path.exists():
         try:
-            return read(folder, json.loads(path.read_text()))
-        except ConfigError:
-            raise
+            return memory_record(json.loads(path.read_text()))
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             raise ConfigError(f"{path} is not a whole record ({what}); name another run, or describe it") from error
+    for run in stored_runs(folder.parent):
+        if run.run_id == folder.name:
+            if run.damage:
+                raise ConfigError(f"{folder / 'run.json'} {run.damage}; name another run, or describe it")
+            return harness_record(folder, run.record)
     raise ConfigError(f"{folder} holds neither memory.json (MemoryCallback) nor run.json (experiments.train)")
 
 
@@ -55,7 +57,7 @@ def config_from(values: dict):
     )
 
 
-def memory_record(folder: Path, record: dict) -> Run:
+def memory_record(record: dict) -> Run:
     """memory.json, which `rloo_memory.hooks.memory_callback.MemoryCallback` writes."""
     hf_config = config_from(record["model_config"])
     arguments = record["arguments"]
@@ -93,7 +95,7 @@ def memory_record(folder: Path, record: dict) -> Run:
 
 
 def harness_record(folder: Path, record: dict) -> Run:
-    """run.json, which `experiments.train` writes."""
+    """run.json, which `experiments.train` writes, also as runs.jsonl keeps it."""
     arm, config = ARMS[record["arm"]], record["config"]
     if arm.line != "current":
         raise ConfigError(f"{folder} is a run of {arm.name}: the planner knows today's trainer only; use --arm stock")
