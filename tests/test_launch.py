@@ -516,9 +516,8 @@ def test_it_works_where_the_user_stands_and_a_signal_ends_it_in_one_line(policy,
                 f"my_rewards:good ({tmp_path / number.name}/my_rewards.py)",
             ):
                 assert part in output
-            assert (
-                "4 of the k = 8 completions of a prompt, all together; x 2 accumulated x 1 device = 1 prompt" in output
-            )
+            assert "4 of the k = 8 completions of a prompt together; 4 x 2 accumulated x 1 device" in output
+            assert " = 8 completions of 1 prompt per update" in output
             assert str(tmp_path / number.name / "out") in output
     finally:
         for process in running.values():
@@ -536,12 +535,13 @@ def test_the_passes_are_said_in_groups():
         prefix_sharing=True,
         tokens_per_forward=4096,
     )
-    at_most = "16 = 2 whole groups of k = 8 completions, at most 4,096 tokens together; x 2 accumulated x 2 devices"
-    assert passes(SimpleNamespace(**config)) == at_most + " = 8 prompts an update"
+    at_most = "16 = 2 whole groups of k = 8 completions in passes of at most 4,096 tokens"
+    update = "; 16 x 2 accumulated x 2 devices"
+    assert passes(SimpleNamespace(**config)) == at_most + update + " = 64 completions of 8 prompts per update"
     part = SimpleNamespace(**{**config, "per_device_train_batch_size": 2, "tokens_per_forward": None})
-    assert passes(part).startswith("2 of the k = 8 completions of a prompt, all together; x 2 accumulated")
+    assert passes(part).startswith("2 of the k = 8 completions of a prompt together; 2 x 2 accumulated")
     plain = SimpleNamespace(**{**config, "prefix_sharing": False, "per_device_train_batch_size": 2})
-    assert passes(plain).startswith("2 rows together, k = 8, no prefix sharing; x 2 accumulated")
+    assert passes(plain).startswith("2 rows together, k = 8, no prefix sharing; 2 x 2 accumulated")
 
 
 @pytest.mark.torch

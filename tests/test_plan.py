@@ -34,17 +34,8 @@ def run(module, *arguments):
 def test_every_phase_is_predicted_within_ten_percent_of_a_real_training(tmp_path):
     """Some of the cases; all are in results/*/plan_check.csv."""
     cases = "stock-k8,shared-k8,shared-k8-qwen2vl"
-    result = run(
-        "experiments.evidence.planner_check",
-        "--device",
-        "cpu",
-        "--results",
-        tmp_path,
-        "--machine",
-        "here",
-        "--cases",
-        cases,
-    )
+    where = ("--device", "cpu", "--results", tmp_path, "--machine", "here")
+    result = run("experiments.evidence.planner_check", *where, "--cases", cases)
     assert result.returncode == 0, result.stderr[-3000:]
     with (tmp_path / "here" / "plan_check.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))

@@ -554,11 +554,11 @@ def test_seconds_come_from_the_runs_that_are_there_for_them(tmp_path):
         "| TRL on a CPU, all logits | 71.0 | 0.8 | 1.00 |" in summary
         and "| prefix sharing, two completions at a time | 20.0 | 3.0 |" in summary
     )
-    assert summary.count("Seconds are those of other runs") == 1 and "| 71.0 | 1.00 |" in phases
+    assert summary.count("Seconds and memory are from separate runs") == 1 and "| 71.0 | 1.00 |" in phases
     left = {run.run_id for run in load_machine(machine) if run.scale == "bench-time"}
     apart = {"shared-accumulate_bench-time_k8_r0", "stock_bench-time_k4_r0"}
     assert left == apart, "nothing is dropped without a word"
-    assert "Seconds are those of other runs" in " ".join(texts(frontier(load_machine(machine))))
+    assert "Seconds and memory are from separate runs" in " ".join(texts(frontier(load_machine(machine))))
 
 
 def test_a_run_that_lost_its_sampler_says_so_in_tables_and_charts(machine):

@@ -238,7 +238,7 @@ def footnotes(runs: Sequence[Run]) -> list[str]:
     lost = [f"{run.run_id} ({run.sampler_lost})" for run in runs if run.sampler_lost]
     lines = [f"{LOST} sampler lost, samples end before the run does: {', '.join(lost)}"] if lost else []
     if any(run.timed for run in runs):
-        lines.append("Seconds are those of other runs, in which malloc keeps freed memory as it likes")
+        lines.append("Seconds and memory are from separate runs")
     for status, words in (("killed", "killed before it could report"), ("damaged", "damaged and left out")):
         named = [run.run_id for run in runs if run.status == status]
         lines += [f"{words}: {', '.join(named)}"] if named else []

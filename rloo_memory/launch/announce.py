@@ -73,16 +73,17 @@ def passes(config) -> str:
         text = f"{batch} rows together, k = {k}, no prefix sharing"
     else:
         tokens = config.tokens_per_forward
-        at_once = f"at most {tokens:,} tokens together" if tokens else "all together"
+        at_once = f"in passes of at most {tokens:,} tokens" if tokens else "together"
         if batch < k:
             what = f"{batch} of the k = {k} completions of a prompt"
         else:
             what = f"{batch} = {batch // k} whole group{'s' if batch > k else ''} of k = {k} completions"
-        text = f"{what}, {at_once}"
+        text = f"{what} {at_once}"
     total = batch * config.gradient_accumulation_steps * config.world_size
     return (
-        f"{text}; x {config.gradient_accumulation_steps} accumulated x {config.world_size} "
-        f"device{'s' if config.world_size > 1 else ''} = {total // k} prompt{'s' if total // k > 1 else ''} an update"
+        f"{text}; {batch} x {config.gradient_accumulation_steps} accumulated x {config.world_size} "
+        f"device{'s' if config.world_size > 1 else ''} = {total} completions of {total // k} "
+        f"prompt{'s' if total // k > 1 else ''} per update"
     )
 
 

@@ -144,6 +144,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+LEARNING_RATE = "learning_rate is not set: TRL's 1e-6 is for all weights, adapters take more, such as 1e-5"
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     with quiet():
@@ -256,10 +259,8 @@ def write_settings(
         lines.append(f"{lever.name}: {lever.effect(setup)}")
         new = {name: value for name, value in decided.items() if settings.get(name) != value}
         lines += [f"  {name} is removed" if value is None else f"  {name}: {value}" for name, value in new.items()]
-    if last.setup.lora_rank and not setup.lora_rank and "learning_rate" not in settings:
-        lines.append(
-            "learning_rate is not set: TRL's is for all weights, adapters take more (single_gpu_24gb has 1e-5)."
-        )
+    if last.setup.lora_rank and "learning_rate" not in settings:
+        lines.append(LEARNING_RATE)
     if old and old.missing:
         lines.append(f"The run did not record {', '.join(old.missing)}: add yours, else the defaults are taken.")
     changed = changes(setup, last.setup)
@@ -290,9 +291,11 @@ def conclude(
     model = "MODEL_PATH=/path/to/model "
     if setup.num_devices > 1:
         file = args.accelerate or "ACCELERATE.yaml"
-        print(f"  {model}.venv/bin/accelerate launch --config_file {file} -m rloo_memory.launch {path}{own}")
+        print(f"  {model}accelerate launch --config_file {file} -m rloo_memory.launch {path}{own}")
     else:
         print(f"  {model}rloo-memory launch {path}{own}")
+    if last.setup.lora_rank and "learning_rate" not in settings:
+        print(f"  {LEARNING_RATE}")
     rows, k = last.setup.per_device_train_batch_size, last.setup.num_generations
     if last.setup.device == "cuda" and last.setup.prefix_sharing and rows < k:
         print(

@@ -137,8 +137,9 @@ def room_of(device_memory: str | int | None, reserve: str | None, device: str = 
         hint = size_hint(str(device_memory))
         raise ConfigError(f"--device-memory {device_memory} is {size:,} bytes, below the 256 MiB of any device{hint}")
     if kept >= size:
-        default = f"the default is {usual / GIB:.2f}GiB"
-        raise ConfigError(f"--reserve {reserve} leaves nothing of the device's {size / GIB:.2f} GiB; {default}")
+        what = "libraries" if device == "cpu" else "CUDA's context"
+        taken = f"--reserve {reserve}" if reserve else f"the {usual / GIB:.2f} GiB for {what}"
+        raise ConfigError(f"{taken} leaves nothing of the device's {size / GIB:.2f} GiB; --reserve 100MiB takes less")
     if hint := decimal_hint(str(device_memory)):
         print(hint, file=sys.stderr)
     return Room(size - kept, FIXED if reserve is None and device == "cuda" else 0.0, size)
