@@ -32,8 +32,11 @@ class Lever:
 
 
 def cost_of_sharing(setup: Setup) -> str:
-    measured = "; ".join(f"{low} to {high} at {ratio}" for ratio, (low, high) in MEASURED.items())
-    return f"token ratio {setup.token_ratio:.1f} (training pass, times as fast, measured on a CPU: {measured})"
+    """With what was measured at the nearest ratios below and above."""
+    mine = setup.token_ratio
+    near = sorted({*[r for r in MEASURED if r <= mine][:1], *[r for r in MEASURED if r >= mine][-1:]})  # they fall
+    measured = ", ".join(f"{MEASURED[ratio][0]} to {MEASURED[ratio][1]} times as fast at {ratio}" for ratio in near)
+    return f"token ratio {mine:.1f}; training on a CPU was {measured}"
 
 
 def cost_of_offloading(setup: Setup) -> str:
