@@ -26,7 +26,6 @@ SLOW = pytest.mark.slow
     [
         ("full", "stock", 1, 1e-5),
         pytest.param("full", "stock-accumulate", 1, 1e-5, marks=SLOW),
-        pytest.param("full", "shared", 1, 1e-5, marks=SLOW),
         pytest.param("full", "shared", 2, 1e-5, marks=SLOW),
         pytest.param("alternating", "stock", 1, 1e-5, marks=SLOW),
         pytest.param("alternating", "shared", 1, 5e-3, marks=SLOW),

@@ -45,9 +45,9 @@ class Page(HTMLParser):
             self.text.append(data)
 
 
-@pytest.fixture
-def machine(tmp_path):
-    machine = tmp_path / "a machine <b>"
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory):
+    machine = tmp_path_factory.mktemp("results") / "a machine <b>"
     for k in (2, 8):
         write_run(machine, "classic-baseline", k, above=k * GIB, status="ok" if k == 2 else "oom")
         write_run(machine, "stock", k, above=4 * GIB, step_seconds_median=70.0)
@@ -61,7 +61,7 @@ def machine(tmp_path):
     return machine
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def html(machine):
     runs = load_machine(machine)
     charts = create_charts.draw_all(runs, machine / "charts", [scale for scale in scales(runs) if scale != LEARN])

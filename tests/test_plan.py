@@ -33,17 +33,16 @@ def run(module, *arguments):
 @pytest.mark.torch
 def test_every_phase_is_predicted_within_ten_percent_of_a_real_training(tmp_path):
     """Some of the cases; all are in results/*/plan_check.csv."""
-    cases = "stock-k8,shared-k8,shared-k8-qwen2vl"
+    cases = "stock-k8,shared-k8-qwen2vl"
     where = ("--device", "cpu", "--results", tmp_path, "--machine", "here")
     result = run("experiments.evidence.planner_check", *where, "--cases", cases)
     assert result.returncode == 0, result.stderr[-3000:]
     with (tmp_path / "here" / "plan_check.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 3 * 4
+    assert len(rows) == 2 * 4
     wrong = [row for row in rows if abs(float(row["error"])) > 0.1]
     assert not wrong, "\n".join(f"{row['case']} {row['phase']}: {row['error']}" for row in wrong)
-    measured = {(row["case"], row["phase"]): int(row["measured_bytes"]) for row in rows}
-    assert measured["shared-k8", "train"] < measured["stock-k8", "train"], "the cases do not differ: an empty test"
+    assert len({row["measured_bytes"] for row in rows}) == 8, "the cases and phases do not differ: an empty test"
 
 
 @pytest.mark.slow
@@ -227,7 +226,7 @@ def test_adapters_are_planned_as_the_settings_have_them(tmp_path, capsys):
         ("24", "0.8GiB", ["--device-memory 24 is 24 bytes", "did you mean 24GiB?"]),
         ("255MiB", "0.8GiB", ["255MiB", "256 MiB"]),
         ("5000TB", "0.8GiB", ["5000TB"]),
-        ("24GiB", "30GiB", ["--reserve 30GiB", "24.00 GiB", "0.26GiB"]),
+        ("24GiB", "30GiB", ["--reserve 30GiB", "24.00 GiB", "100MiB"]),
         ("24GiB", "24GiB", ["--reserve 24GiB"]),
         ("24GiB", "much", ["--reserve", "much"]),
     ],

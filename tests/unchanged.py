@@ -33,7 +33,7 @@ def fingerprint() -> str:
     for name in RUN:
         path = ROOT / name
         files += [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
-    text = b"".join(path.read_bytes() for path in files if path.suffix != ".pyc")
+    text = b"".join(path.read_bytes() for path in files if "__pycache__" not in path.parts)
     return hashlib.sha256(text).hexdigest()
 
 
