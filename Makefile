@@ -9,7 +9,7 @@ help:
 	@echo "                 DeepSpeed ZeRO-3 on two processes, in an environment of its own (about 10 minutes)"
 	@echo "make test-vllm   real vLLM on a CPU, in the trainer and as a server, in an environment of its own (about 3 minutes,"
 	@echo "                 and 2 to 4 more to make the environment once)"
-	@echo "make test-cuda   CUDA's build of torch on an emulated device, in an environment of its own (4.7 GB; 8 minutes on two quiet cores)"
+	@echo "make test-cuda   CUDA's build of torch on an emulated device, in an environment of its own (4.7 GB; 10 minutes on two quiet cores)"
 	@echo "make bench       time and memory of today's trainer with and without prefix sharing (about 40 minutes)"
 	@echo "make plans       predict the memory of every profile (a few minutes)"
 	@echo "make fit-data    make docs/fit.html and what it answers from (about an hour; goes on where it was interrupted)"

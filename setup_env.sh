@@ -48,7 +48,7 @@ find_python() {
 # An existing environment stays what it was made as: scripts that call this one need not know.
 stamp=.venv/.stamp
 lock=$(cat requirements.lock setup_env.sh | cksum)
-fork=$(find trl pyproject.toml -type f ! -path '*/__pycache__/*' -print0 | LC_ALL=C sort -z | xargs -0 cat | cksum)
+fork=$(find trl pyproject.toml -type f ! -path '*/__pycache__/*' ! -path '*/.*' -print0 | LC_ALL=C sort -z | xargs -0 cat | cksum)
 packages_are_there() {
   [ "$mode" != download ] && [ -f "$stamp" ] && [ "$(head -n 1 "$stamp")" = "$lock" ] || return 1
   [ "$system_torch" = no ] || grep -q system-torch "$stamp"

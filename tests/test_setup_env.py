@@ -116,6 +116,21 @@ def test_a_new_environment_names_its_own_place_and_shows_its_progress(copy):
     assert copy.run("--quiet") == (0, [], [])
 
 
+def test_the_fork_is_installed_anew_where_it_has_changed_and_not_for_a_cache(copy):
+    assert copy.run("--cpu")[0] == 0
+    before = copy.calls.read_text()
+    for cache in ("trl/__pycache__/fork.pyc.1", "trl/classic/.ruff_cache/x"):
+        (copy.folder / cache).parent.mkdir()
+        (copy.folder / cache).touch()
+        (copy.folder / cache).write_text(cache)
+    assert copy.run() == (0, ["environment: up to date (.venv)"], []) and copy.calls.read_text() == before
+    (copy.folder / "trl" / "classic" / "series").write_text("# none\n")
+    assert copy.run("--quiet") == (0, [], [])
+    calls = copy.calls.read_text().removeprefix(before).splitlines()
+    assert len(calls) == 2 and all("--no-index" in call for call in calls) and copy.left == [".venv"]
+    assert copy.run() == (0, ["environment: up to date (.venv)"], [])
+
+
 def test_a_new_environment_takes_the_place_of_the_old_one(old):
     assert old.run("--cpu")[0] == 0
     assert old.left == [".venv"] and not (old.folder / ".venv" / "old").exists()

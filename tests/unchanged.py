@@ -33,7 +33,9 @@ def fingerprint() -> str:
     for name in RUN:
         path = ROOT / name
         files += [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
-    text = b"".join(path.read_bytes() for path in files if "__pycache__" not in path.parts)
+    caches = ("__pycache__", ".")  # of Python and of the linter
+    kept = [path for path in files if not any(part.startswith(caches) for part in path.relative_to(ROOT).parts)]
+    text = b"".join(path.read_bytes() for path in kept)
     return hashlib.sha256(text).hexdigest()
 
 
