@@ -20,7 +20,7 @@ PYTHON = """#!/usr/bin/env bash
 echo "$@" >> asked
 case "$2" in
   experiments.run_device) echo here ;;
-  experiments.record) echo "summary.csv: 2 run(s)" ;;
+  experiments.record) echo "runs.jsonl: 2 run(s)" ;;
   *) exec {python} "$@" ;;
 esac
 """
