@@ -19,8 +19,6 @@ class Stopped(KeyboardInterrupt):
 
 
 EXIT_USAGE = 2  # a setting that cannot work
-
-
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

@@ -23,6 +23,7 @@ PHASE_COLUMNS = (
 FINISHED = ("ok", "oom")  # a run with one of these need not be repeated; "error" and "running" are tried again
 STATUSES = (*FINISHED, "error", "running")
 RUNS = "runs.jsonl"
+TELLING = ("run.json", "memory.csv")  # a folder with one of these is a run's
 
 
 @dataclass
@@ -83,11 +84,11 @@ class RunRecord:
 
 def defaults() -> dict:
     """Of the fields that a record need not have: older ones lack some."""
-    ready = {declared.name: declared.default for declared in fields(RunRecord)}
-    made = {
-        declared.name: declared.default_factory() for declared in fields(RunRecord) if declared.default_factory is list
+    return {
+        declared.name: declared.default_factory() if declared.default is MISSING else declared.default
+        for declared in fields(RunRecord)
+        if (declared.default, declared.default_factory) != (MISSING, MISSING)
     }
-    return {name: value for name, value in (ready | made).items() if value is not MISSING}
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,14 @@ class StoredRun:
     folder: Path | None = None
 
 
+def used_at_peak(record: dict) -> int | None:
+    """The peak of a run in its device's main measure, bytes; None where it has none."""
+    return record["peak_device_used_bytes"] or record["peak_resident_bytes"]
+
+
 def main_peak(record: dict) -> tuple[int, int]:
     """(peak, peak above the start level) of a finished run in its device's main measure, bytes."""
-    peak = record["peak_device_used_bytes"] or record["peak_resident_bytes"]
+    peak = used_at_peak(record)
     return peak, peak - record["start_bytes"]
 
 
@@ -117,8 +123,7 @@ def damage_of(record) -> str | None:
             return f"has the {declared.name} {str(record[declared.name])[:40]!r}"
     if record["status"] not in STATUSES:
         return f"has the status {record['status'][:40]!r}"
-    used = record["peak_device_used_bytes"] or record["peak_resident_bytes"]
-    if record["status"] == "ok" and None in (record["start_bytes"], used):
+    if record["status"] == "ok" and None in (record["start_bytes"], used_at_peak(record)):
         return "is of a finished run and has no peak"
     return None
 
@@ -132,24 +137,28 @@ def kinds(declared) -> tuple[type, ...]:
 
 def read_record(folder: Path) -> dict | None:
     """The record in a run's folder, or None where there is none that can be used."""
-    return stored_in(folder).record
+    return record_or_damage(folder)[0]
 
 
-def stored_in(folder: Path) -> StoredRun:
-    """The run in a folder."""
+def record_or_damage(folder: Path) -> tuple[dict | None, str | None]:
+    """The record in a run's folder, or what keeps run.json from being one."""
     try:
         record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        return StoredRun(folder.name, None, damage=f"cannot be read ({str(error).splitlines()[0]})", folder=folder)
+        return None, f"cannot be read ({str(error).splitlines()[0]})"
     if not isinstance(record, dict):
-        return StoredRun(folder.name, None, damage="holds no JSON object", folder=folder)
+        return None, "holds no JSON object"
     record = defaults() | record
     damage = damage_of(record)
     if not damage and record["run_id"] != folder.name:
         damage = f"is the record of {record['run_id'][:40]!r}"
-    if damage:
-        return StoredRun(folder.name, None, damage=damage, folder=folder)
-    return StoredRun(folder.name, record, tuple(read_rows(folder / "phases.csv")), folder=folder)
+    return (None, damage) if damage else (record, None)
+
+
+def stored_in(folder: Path) -> StoredRun:
+    """The run in a folder."""
+    record, damage = record_or_damage(folder)
+    return StoredRun(folder.name, record, tuple(read_rows(folder / "phases.csv")) if record else (), damage, folder)
 
 
 def read_rows(path: Path) -> Iterator[dict]:
@@ -166,15 +175,27 @@ def read_rows(path: Path) -> Iterator[dict]:
             return
 
 
-def stored_runs(machine: Path) -> list[StoredRun]:
-    """Every run of results/<machine>, by run id: those of runs.jsonl, and in their place those with a folder here."""
+def kept_runs(machine: Path) -> dict[str, StoredRun]:
+    """The runs of runs.jsonl by run id."""
     found = {}
     if (machine / RUNS).exists():
         for line in (machine / RUNS).read_text(encoding="utf-8").splitlines():
             kept = json.loads(line)
             phases = tuple(dict(zip(PHASE_COLUMNS, row, strict=True)) for row in kept["phases"])
             found[kept["record"]["run_id"]] = StoredRun(kept["record"]["run_id"], kept["record"], phases)
-    for folder in sorted({path.parent for name in ("run.json", "memory.csv") for path in machine.glob(f"*/{name}")}):
+    return found
+
+
+def stored_run(folder: Path) -> StoredRun | None:
+    """The run in a folder, or the one that the file beside it keeps under the folder's name."""
+    here = any((folder / name).exists() for name in TELLING)
+    return stored_in(folder) if here else kept_runs(folder.parent).get(folder.name)
+
+
+def stored_runs(machine: Path) -> list[StoredRun]:
+    """Every run of results/<machine>, by run id: those of runs.jsonl, and in their place those with a folder here."""
+    found = kept_runs(machine)
+    for folder in {path.parent for name in TELLING for path in machine.glob(f"*/{name}")}:
         found[folder.name] = stored_in(folder)
     return [found[run_id] for run_id in sorted(found)]
 

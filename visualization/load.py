@@ -7,24 +7,21 @@ still drawn and the gap has a name. Samples are there on the machine that measur
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from rloo_memory.run_record import PHASE_COLUMNS, SAMPLE_COLUMNS, StoredRun, read_rows, stored_runs
+from rloo_memory.run_record import PHASE_COLUMNS, SAMPLE_COLUMNS, RunRecord, StoredRun, read_rows, stored_runs
 from visualization import legacy
 from visualization.files import LoadError
 from visualization.runs import DEVICE_USED, LEARN, RESERVED, RESIDENT, TIMES, Measure, Run
 
 RERUN = "delete the run's folder and run it again"
-# Fields of a Run under the name that they have in the record
-SAME_NAME = (
-    "run_id", "arm", "scale", "k", "repeat", "status", "error", "device_kind", "device_name", "trl_version",
-    "torch_version", "transformers_version", "commit", "prompt_tokens_requested", "prompt_tokens_fed_mean",
-    "completion_tokens", "batch", "budget_bytes", "start_bytes", "peak_phase", "step_seconds_median",
-)  # fmt: skip
+# Fields of a Run as they are in the record
+SAME = {each.name for each in fields(Run)} & {each.name for each in fields(RunRecord)} - {"trace"}
+TEXT = ("device_kind", "device_name", "trl_version", "torch_version", "transformers_version", "peak_phase")
 PEAKS = ("peak_device_used_bytes", "peak_allocated_bytes", "peak_reserved_bytes", "peak_resident_bytes")
 TRACE_FIELDS = ("step", "reward", "loss", "kl")
 # What the suite calls a run's folder; damaged folders have nothing else to say what they were
@@ -84,9 +81,7 @@ def run_of(stored: StoredRun) -> Run:
     record = stored.record
     if record is None:
         return damaged_run(stored)
-    own = {name: record[name] for name in SAME_NAME}
-    own |= {name: own[name] or "" for name in ("device_kind", "device_name", "trl_version", "torch_version")}
-    own |= {name: own[name] or "" for name in ("transformers_version", "peak_phase")}
+    own = {name: record[name] for name in SAME} | {name: record[name] or "" for name in TEXT}
     if unusual := re.search(r"_c(\d+)_r\d+$", record["run_id"]):  # not the arm's usual number: never the same cell
         own["arm"] += f"-c{unusual[1]}"
     if record["status"] == "running":

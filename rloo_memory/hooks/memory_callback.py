@@ -138,7 +138,7 @@ class MemoryCallback(TrainerCallback):
         calibrated (`dict`, *optional*): the same bytes as a calibration of this machine corrects them.
         images (`tuple`, *optional*): width and height in pixels of each image of a prompt, as the processor scales
             them, for the record.
-        start_bytes (`int`, *optional*): `experiments.run_device.level` before the model was loaded.
+        start_bytes (`int`, *optional*): `rloo_memory.device.level` before the model was loaded.
 
     Raises:
         ValueError: for another `snapshot`, or without CUDA.

@@ -7,7 +7,7 @@ from pathlib import Path
 from rloo_memory.arms import ARMS
 from rloo_memory.errors import ConfigError
 from rloo_memory.models import is_model, named_config, shape_config
-from rloo_memory.run_record import stored_runs
+from rloo_memory.run_record import stored_run
 
 # Settings that decide a training, and that memory.json may not have
 WANTED = ("algorithm", "dataset", "learning_rate", "num_iterations", "reward", "seed")
@@ -40,11 +40,10 @@ def read_run(folder: Path) -> Run:
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             raise ConfigError(f"{path} is not a whole record ({what}); name another run, or describe it") from error
-    for run in stored_runs(folder.parent):
-        if run.run_id == folder.name:
-            if run.damage:
-                raise ConfigError(f"{folder / 'run.json'} {run.damage}; name another run, or describe it")
-            return harness_record(folder, run.record)
+    if run := stored_run(folder):
+        if run.damage:
+            raise ConfigError(f"{folder / 'run.json'} {run.damage}; name another run, or describe it")
+        return harness_record(folder, run.record)
     raise ConfigError(f"{folder} holds neither memory.json (MemoryCallback) nor run.json (experiments.train)")
 
 
