@@ -33,24 +33,6 @@ class Scale:
     freed_memory: str = "returned"  # on the CPU: to the system at once, or "kept" as malloc likes, for times
 
 
-def real_shape(shape: str, prompt: int, completion: int, lora_rank: int = 0) -> Scale:
-    """A model as published, random weights, one prompt and one epoch a rollout, for a card of 80 GiB."""
-    name = f"{shape}{'-lora' if lora_rank else ''}-p{prompt}-c{completion}"
-    return Scale(
-        name,
-        shape,
-        151_936,
-        prompt,
-        completion,
-        80 * GIB,
-        epochs=1,
-        temperature=1.0,
-        precision="bfloat16",
-        reward="letters",
-        lora_rank=lora_rank,
-    )
-
-
 # `seed` is the published workload. `cpu` keeps its token counts and divides vocabulary and budget by 8, so that the
 # same cells run out of memory on two cores and a few GiB. `short` has nothing to cut. `exact` is `cpu` in float64, to
 # compare two trainers' losses at full length beyond float32's rounding. `learn` is there to compare training curves,
@@ -79,12 +61,6 @@ SCALES = {
         Scale(
             "test-lora", "tiny-qwen3", 512, 64, 8, 4 * GIB, steps=1, epochs=1, precision="bfloat16", reward="letters",
             lora_rank=4,
-        ),
-        *(
-            real_shape(shape, prompt, completion, lora_rank)
-            for shape, lora_rank in (("qwen3-0.6b", 0), ("qwen3-1.7b", 0), ("qwen3-8b", 16))
-            for prompt in (1000, 3000, 8000)
-            for completion in (100, 512)
         ),
     )
 }  # fmt: skip

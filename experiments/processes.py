@@ -88,6 +88,13 @@ def end_with(parent: int) -> None:
         raise Stopped(signal.SIGTERM)
 
 
+def end_with_script() -> None:
+    """End when the script does that started this process and says so in SCRIPT_PID: one that is killed hands no signal
+    on."""
+    if script := os.environ.pop("SCRIPT_PID", None):
+        end_with(int(script))
+
+
 def end_group(process: subprocess.Popen, number: int, patience: float) -> None:
     """Tell the leader of a group to end, and after `patience` seconds kill it and whatever it started."""
     if process.poll() is None:

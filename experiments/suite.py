@@ -2,8 +2,8 @@
 
 python -m experiments.suite --arms classic-baseline,classic-lean --k 2,4,8 --repeats 3
 
-Exit codes: 0 every run finished, was already there, or was left for later by --minutes (out of memory is a finished
-run), 1 some failed or were refused, 2 the plan cannot work, 130 or 143 stopped by Ctrl-C or SIGTERM.
+Exit codes: 0 every run finished or was already there (out of memory is a finished run), 1 some failed or were refused,
+2 the plan cannot work, 5 some were left for later by --minutes, 130 or 143 stopped by Ctrl-C or SIGTERM.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from experiments import config as cfg
 from experiments.config import ROOT, SCALES, RunConfig
-from experiments.processes import Launch, end_group, end_with, new_token, stoppable
+from experiments.processes import Launch, end_group, end_with_script, new_token, stoppable
 from experiments.record import export, make_writable, no_room, outcome
 from experiments.run_device import pick_device
 from experiments.run_options import OPTIONS, Parser, add_options, directory, number, overrides, whole
@@ -30,7 +30,7 @@ from experiments.terminal import Live
 from rloo_memory.arms import ARMS
 from rloo_memory.commit import source_commit
 from rloo_memory.device import machine_name, tells_of_memory
-from rloo_memory.errors import EXIT_USAGE, ConfigError, Stopped, exit_code
+from rloo_memory.errors import EXIT_TIME, EXIT_USAGE, ConfigError, Stopped, exit_code
 from rloo_memory.folder_lock import owned
 from rloo_memory.run_record import FINISHED, RUNS, RunRecord, main_peak, read_record
 from rloo_memory.sizes import GIB
@@ -41,8 +41,7 @@ PATIENCE = 30.0  # seconds that a run which is told to stop has to write its rec
 
 def main(argv: list[str] | None = None) -> int:
     with stoppable():
-        if script := os.environ.get("SCRIPT_PID"):  # a script that is killed does not hand the signal on
-            end_with(int(script))
+        end_with_script()
         return exit_code("suite", run, argv)
 
 
@@ -103,7 +102,7 @@ def run_plan(plan: list[RunConfig], machine: Path, fresh: bool, timeout: float, 
     seconds = earlier_seconds(plan, machine)
     told: dict[RunConfig, str] = {}  # why a run has no figure
     launches: dict[RunConfig, str] = {}
-    failed, stop = 0, None
+    failed, late, stop = 0, False, None
 
     def there(config: RunConfig) -> bool:
         record = read_record(machine / config.run_id)
@@ -121,6 +120,7 @@ def run_plan(plan: list[RunConfig], machine: Path, fresh: bool, timeout: float, 
             title = f"[{place}/{len(plan)}] {config.arm} k={config.k} repeat {config.repeat}"
             if minutes is not None and time.monotonic() - begun >= 60 * minutes:
                 live.say(f"{title}: not begun after --minutes {minutes:g}; the same command goes on from here")
+                late = True
                 break
             rest = [config for config in plan[place - 1 :] if config in missing]
             left = f", about {expected(rest, seconds)} left" if seconds else ""
@@ -163,7 +163,7 @@ def run_plan(plan: list[RunConfig], machine: Path, fresh: bool, timeout: float, 
     if stop:
         live.say(f"stopped by {stop.name}; the same command goes on from here")
         return 128 + stop
-    return 1 if failed else 0
+    return 1 if failed else EXIT_TIME if late else 0
 
 
 def run_one(

@@ -19,6 +19,7 @@ class Stopped(KeyboardInterrupt):
 
 
 EXIT_USAGE = 2  # a setting that cannot work
+EXIT_TIME = 5  # what fitted into --minutes is done; the same command goes on from there
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

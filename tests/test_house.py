@@ -27,6 +27,7 @@ MAY_IMPORT = {
     },
     "experiments": {
         "evidence": {"evidence", "workload", *BESIDE},
+        "bench": {"bench", "evidence", "workload", *BESIDE},
         "fitting": {"fitting", *BESIDE - {"train", "suite"}},
         "workload": {"workload", "config"},
         "train": {"workload", *BESIDE - {"suite"}},
@@ -48,10 +49,9 @@ LONGER = {  # -> why
     "tests/test_visualization.py": "tables of damaged results",
 }
 STARTS_FAST = (  # before the sampler's first sample, the budget, or the word on what is missing
-    "memory_monitor", "config", "record", "suite", "train", "evidence.decoding", "evidence.exactness",
-    "evidence.families_cost", "evidence.host_allocator_bench", "evidence.model_families", "evidence.planner_check",
-    "evidence.rivals", "evidence.sampler_check", "evidence.worth", "evidence.on_gpu", "evidence.gpu.shape_cells",
-    "evidence.gpu.step_profile", "evidence.gpu.attention_speed", "evidence.gpu.device_facts",
+    "memory_monitor", "config", "record", "suite", "train", "evidence.exactness", "evidence.model_families",
+    "evidence.planner_check", "evidence.kernels", "evidence.device_facts", "bench.__main__", "bench.on_gpu",
+    "bench.step_profile",
 )  # fmt: skip
 HEAVY = ("torch", "transformers", "trl", "accelerate", "datasets", "peft", "pandas", "matplotlib")
 
@@ -184,8 +184,6 @@ def test_no_two_rooms_have_a_module_of_the_same_name():
             room, _, module = name.rpartition(".")
             rooms[module].add(room)
     rooms["plan"] -= {"visualization.charts"}  # draws what rloo_memory.plan predicts
-    rooms["worth"] -= {"visualization.charts"}
-    rooms["rivals"] -= {"visualization.pages"}  # shows what experiments.evidence.rivals measures
     assert not {module: sorted(places) for module, places in rooms.items() if len(places) > 1}
 
 
@@ -242,7 +240,7 @@ def test_commands_name_modules_that_can_be_started():
     "rule, name, source",
     [
         (wrong_arrows, "rloo_memory.plan.doctor", "from rloo_memory.launch import inputs"),
-        (wrong_arrows, "rloo_memory.plan.doctor", "def f():\n    import experiments.evidence.rivals"),
+        (wrong_arrows, "rloo_memory.plan.doctor", "def f():\n    import experiments.evidence.kernels"),
         (wrong_arrows, "rloo_memory.hooks.memory_callback", "from experiments import builds"),
         (wrong_arrows, "rloo_memory.data", "from experiments.record import write_json"),
         (wrong_arrows, "experiments.config", "from experiments.workload import data"),
@@ -267,7 +265,7 @@ def test_each_rule_finds_what_breaks_it(rule, name, source):
 
 
 def test_each_rule_leaves_alone_what_keeps_it():
-    assert not wrong_arrows("experiments.evidence.rivals", "from rloo_memory.launch import inputs\nimport torch")
+    assert not wrong_arrows("experiments.evidence.kernels", "from rloo_memory.launch import inputs\nimport torch")
     assert not wrong_arrows("experiments.train", "def f():\n    from experiments.workload import data")
     assert not private_names("tests.x", "from torch.utils._pytree import tree_map\nself._x\nrecord._x")
     assert not private_names("experiments.record", "def f():\n    return _x")

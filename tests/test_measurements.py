@@ -1,52 +1,47 @@
-"""What all measurements of `experiments.evidence` promise: one line for bad input and for what is missing, tables that
-are never half, and going on where they were killed. Nothing is measured here; test_gpu_evidence.py does."""
+"""What all measurements and checks promise: one line for bad input and for what is missing, samples that no kill takes
+away, ways that alternate, and a way that fails beside those that do not. Hardly anything is measured here."""
 
 import csv
-from contextlib import nullcontext
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 
-from experiments import builds
+from experiments import builds, measuring
+from experiments.bench import __main__ as bench
+from experiments.bench import alternating, group, rivals, step_profile
+from experiments.bench.group import Timed
+from experiments.bench.measurements import MEASUREMENTS, Measurement
+from experiments.bench.samples import Cell, Samples, read_table
 from experiments.config import ROOT
-from experiments.evidence import (
-    common,
-    decoding,
-    exactness,
-    families_cost,
-    group,
-    host_allocator_bench,
-    planner_check,
-    rivals,
-    sampler_check,
-    worth,
-)
-from experiments.evidence.gpu import attention_speed, device_facts, kernels, step_profile
+from experiments.evidence import device_facts, exactness, kernels, planner_check
 from experiments.record import write_csv
-from rloo_memory.errors import ConfigError
-from visualization.pages.rivals import families_table
+from rloo_memory.errors import EXIT_TIME
+from visualization.files import run_cli
+from visualization.tables import render
 
-ON_A_DEVICE = (exactness, planner_check, sampler_check, attention_speed, device_facts, kernels, step_profile)
-ALL = (*ON_A_DEVICE, decoding, families_cost, host_allocator_bench, rivals, worth)
+CHECKS = (exactness, planner_check, device_facts, kernels, step_profile)
 COMMIT = "0123456789ab"
+FACTS = dict.fromkeys(measuring.FACTS, "x") | {"commit": COMMIT}
+CELL, OTHER = Cell("wide", 3000, 100, 8), Cell("wide", 200, 100, 8)
 
 
 @pytest.fixture
 def measure(monkeypatch, tmp_path, capsys):
-    """Runs a measurement in this process, as if its code were committed; returns (exit code, stderr)."""
-    monkeypatch.setattr(common, "source_commit", lambda: COMMIT)
-    monkeypatch.setattr(host_allocator_bench.host_allocator, "find", lambda name: None)
+    """Runs a program in this process, as if its code were committed; returns (exit code, stderr)."""
+    monkeypatch.setattr(measuring, "source_commit", lambda: COMMIT)
+    monkeypatch.setattr(bench, "in_its_own_process", alternating.measure)
+    monkeypatch.setattr(alternating, "use_fork", lambda arm: None)
 
     def run(module, *options):
-        device = ["--device", "cpu"] if module in ON_A_DEVICE else []
-        code = module.main([*device, "--results", str(tmp_path), "--machine", "x", *options])
+        name = () if module in CHECKS else (options[0],)
+        more = options[len(name) :]
+        code = module.main([*name, "--device", "cpu", "--results", str(tmp_path), "--machine", "x", *more])
         return code, capsys.readouterr().err
 
     return run
-
-
-def rows_of(path):
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 class Killed(BaseException):
@@ -74,34 +69,28 @@ def killed_after(count, work):
         (exactness, ["--machine", ""], "--machine '' is not"),
         (exactness, ["--results", "/proc/nowhere"], "cannot write to /proc/nowhere"),
         (exactness, ["--nonsense"], "--nonsense"),
-        (sampler_check, ["--intervals", "x"], "--intervals 'x': write different numbers"),
-        (sampler_check, ["--intervals", "nan"], "--intervals 'nan'"),
-        (sampler_check, ["--intervals", "0.1,,0.2"], "--intervals '0.1,,0.2'"),
-        (sampler_check, ["--intervals", "0.1,0.10"], "--intervals '0.1,0.10'"),
-        (sampler_check, ["--intervals", "0.001"], "--interval 0.001"),
-        (sampler_check, ["--repeats", "0"], "'0' is not a whole number from 1"),
-        (sampler_check, ["--repeats", "nan"], "'nan' is not a whole number"),
-        (sampler_check, ["--repeats", "9" * 400], "is not a whole number from 1 to 100"),
-        (sampler_check, ["--threads", "0"], "--threads: '0'"),
-        (sampler_check, ["--k", "1"], "--k: '1' is not a whole number from 2"),
-        (sampler_check, ["--arm", "nope"], "unknown arm 'nope'"),
-        (sampler_check, ["--scale", "nope"], "unknown scale 'nope'"),
         (planner_check, ["--cases", "nope"], "unknown case 'nope'"),
         (planner_check, ["--cases", ""], "unknown case ''"),
         (planner_check, ["--cases", "stock-k4,stock-k4"], "case 'stock-k4' is named twice"),
-        (rivals, ["--ways", "whole,nope"], "unknown way 'nope'"),
-        (rivals, ["--ways", "shared"], "the others are compared with `whole`"),
-        (rivals, ["--repeats", "0"], "'0' is not a whole number from 1"),
-        (rivals, ["--prompt-tokens", "1"], "'1' is not a whole number from 2"),
-        (families_cost, ["--families", "nope"], "unknown family 'nope'"),
-        (families_cost, ["--families", "images,images"], "family 'images' is named twice"),
-        (families_cost, ["--repeats", "0"], "'0' is not a whole number from 1"),
-        (host_allocator_bench, ["--steps", "0"], "'0' is not a whole number from 1"),
-        (host_allocator_bench, ["--repeats", "x"], "'x' is not a whole number"),
-        (decoding, ["--cells", "100x64"], "write prompt x completion tokens x k, like 2000x256x8"),
-        (decoding, ["--cells", "100x64x1"], "k from 2 to 1,000"),
-        (decoding, ["--cells", "100x64x8,100x64x8"], "names a cell twice"),
-        (decoding, ["--models", "big"], "narrow, wide"),
+        (bench, ["wort"], "unknown measurement 'wort'"),
+        (bench, ["worth", "--device", "cuda"], "--device cuda: worth is measured on cpu alone"),
+        (bench, ["cells-first"], "--device cpu: cells-first is measured on cuda alone"),
+        (bench, ["worth", "--models", "big"], "unknown model 'big'"),
+        (bench, ["worth", "--models", "wide,wide"], "model 'wide' is named twice"),
+        (bench, ["worth", "--models", "tiny"], "--models tiny has no cells of its own here"),
+        (bench, ["rivals", "--ways", "whole,nope"], "unknown way 'nope'"),
+        (bench, ["rivals", "--ways", "shared"], "the others are compared with `whole`"),
+        (bench, ["worth", "--repeats", "0"], "'0' is not a whole number from 1"),
+        (bench, ["worth", "--repeats", "nan"], "'nan' is not a whole number"),
+        (bench, ["worth", "--repeats", "9" * 400], "is not a whole number from 1 to 100"),
+        (bench, ["worth", "--minutes", "-3"], "is no number of minutes"),
+        (bench, ["allocators", "--cells", "3000x100x8"], "this measurement has no lengths"),
+        *(
+            (bench, ["worth", "--cells", cells], "write prompt x completion tokens x k, like 3000x100x8")
+            for cells in ("3000", "3000x100", "1x1x8", "0x100x8", "9999999x1x8", "a x b", "", "100x64x1")
+        ),
+        (bench, ["worth", "--cells", "100x64x8,100x64x8"], "names a cell twice"),
+        (bench, ["families", "--models", "images", "--cells", "500x64x8"], "is too short for images: 1064 or more"),
     ],
 )
 def test_bad_input_is_one_line_and_touches_no_table(measure, tmp_path, module, options, said):
@@ -110,20 +99,22 @@ def test_bad_input_is_one_line_and_touches_no_table(measure, tmp_path, module, o
     assert not list(tmp_path.rglob("*.csv*"))
 
 
-@pytest.mark.parametrize("module", ALL, ids=lambda module: module.__name__.rsplit(".")[-1])
+@pytest.mark.parametrize("module", (bench, *CHECKS), ids=lambda module: module.__name__.rsplit(".")[-1])
 def test_packages_that_are_missing_are_named_together_in_one_line(measure, monkeypatch, module):
-    monkeypatch.setattr(common, "find_spec", lambda name: None if name in ("torch", "datasets") else True)
-    code, err = measure(module)
+    monkeypatch.setattr(measuring, "find_spec", lambda name: None if name in ("torch", "datasets") else True)
+    code, err = measure(module, *(["worth"] if module is bench else []))
     assert code == 2 and "torch, datasets; run ./setup_env.sh" in err and err.count("\n") == 1, err
 
 
 def test_what_only_some_cases_need_is_missed_only_there(measure, monkeypatch):
-    monkeypatch.setattr(common, "find_spec", lambda name: None if name == "bitsandbytes" else True)
+    monkeypatch.setattr(measuring, "find_spec", lambda name: None if name == "bitsandbytes" else True)
+    monkeypatch.setattr(planner_check, "find_spec", lambda name: None)
     monkeypatch.setattr(planner_check, "use_fork", killed_after(0, None))
     code, err = measure(planner_check, "--cases", "stock-k8,stock-k8-adam8")
     assert code == 2 and "bitsandbytes; run ./setup_env.sh" in err and err.count("\n") == 1, err
-    with pytest.raises(Killed):  # comes as far as the fork
-        measure(planner_check, "--cases", "stock-k8")
+    for options in (("--cases", "stock-k8"), ()):  # comes as far as the fork
+        with pytest.raises(Killed):
+            measure(planner_check, *options)
 
 
 def test_a_wheel_that_is_missing_is_named_in_one_line(measure, monkeypatch, tmp_path):
@@ -136,122 +127,169 @@ def test_a_wheel_that_is_missing_is_named_in_one_line(measure, monkeypatch, tmp_
     assert code == 2 and ".whl" in err and err.count("\n") == 1, err
 
 
-def test_a_killed_run_keeps_its_rows_the_old_table_stays_whole_and_the_next_run_goes_on(tmp_path):
-    path, columns = tmp_path / "t.csv", ("repeat", "size", "k", "commit")
-    facts = {"k": 4, "commit": COMMIT}
-    old = common.Table(path, columns, {**facts, "commit": "old"}, fresh=False)
-    old.add({"repeat": 0, "size": 1})
-    old.finish()
-    first = common.Table(path, columns, facts, fresh=False)
-    assert not first.rows, "another commit's"
-    first.add({"repeat": 0, "size": 2})
-    assert [row["commit"] for row in rows_of(path)] == ["old"]
-    assert [row["commit"] for row in rows_of(first.unfinished)] == [COMMIT]
-    with first.unfinished.open("a") as file:
-        file.write("1,7")  # cut off by a kill
-    second = common.Table(path, columns, facts, fresh=False)
-    assert second.has(repeat=0, size=2) and not second.has(repeat=1)
-    second.add({"repeat": 1, "size": 3})
-    second.finish()
-    assert [(row["repeat"], row["size"], row["k"]) for row in rows_of(path)] == [("0", "2", "4"), ("1", "3", "4")]
-    assert [file.name for file in tmp_path.iterdir()] == ["t.csv"]
-    assert common.Table(path, columns, facts, fresh=False).has(repeat=1)
-    assert not common.Table(path, columns, facts, fresh=True).rows
-    assert not common.Table(path, columns, {**facts, "k": 8}, fresh=False).rows
+class Clock:
+    """Stands in for what is measured: the n-th sample takes 10 + n s, `bad` runs out of memory, `broken` fails."""
+
+    def __init__(self, cell, ways, here):
+        self.taken = 0
+
+    def sample(self, way):
+        self.taken += 1
+        if way == "bad":
+            raise MemoryError("no room\nat all")
+        if way == "broken":
+            raise ValueError("a kernel")
+        return {"train_seconds": 10 + self.taken, "peak_bytes": 2**20}
 
 
-def test_what_uncommitted_code_measured_is_never_taken_up(tmp_path):
-    for commit in ("unknown", f"{COMMIT}-dirty"):
-        table = common.Table(tmp_path / "t.csv", ("size", "commit"), {"commit": commit}, fresh=False)
-        table.add({"size": 1})
-        assert not common.Table(tmp_path / "t.csv", ("size", "commit"), {"commit": commit}, fresh=False).rows
+@pytest.fixture
+def clock(monkeypatch):
+    """A measurement `clock` of two cells, in these ways."""
+
+    def put(*ways):
+        monkeypatch.setitem(MEASUREMENTS, "clock", Measurement("-", Clock, ways, (CELL, OTHER), ("wide",), repeats=2))
+
+    return put
 
 
-def test_a_table_that_cannot_be_read_is_named_and_left_alone(tmp_path):
-    path = tmp_path / "t.csv"
-    path.write_bytes(b"size,commit\n\xff\xfe,1\n")
-    with pytest.raises(ConfigError, match="t.csv"):
-        common.Table(path, ("size", "commit"), {"commit": COMMIT}, fresh=False)
-    assert path.read_bytes().startswith(b"size")
+def table(tmp_path, **wanted):
+    return [row for row in read_table(tmp_path / "x") if row.items() >= wanted.items()]
 
 
-def errors(stock="1.000e-02", shared="1.050e-02"):
-    ways = (("stock", stock), ("shared", shared))
-    return [dict(way=way, log_prob_error=error, gradient_error="1.000e-07", attention="flash") for way, error in ways]
-
-
-@pytest.mark.parametrize(
-    "float32, bfloat16, said",
-    [
-        ("1.000e-06", "1.050e-02", None),
-        ("2.000e-05", "1.050e-02", "log_prob_error of shared in float32 is 2.000e-05, bound 1.000e-05"),
-        ("1.000e-06", "1.200e-02", "log_prob_error of shared in bfloat16 is 1.200e-02, bound 1.100e-02"),
-        ("nan", "1.050e-02", "log_prob_error of shared in float32 is nan, bound 1.000e-05"),
-    ],
-)
-def test_too_large_an_error_leaves_its_rows_and_says_which_bound(
-    measure, monkeypatch, tmp_path, float32, bfloat16, said
-):
-    def compare(device, precision):
-        return errors("1.000e-06", float32) if precision == "float32" else errors(shared=bfloat16)
-
-    monkeypatch.setattr(exactness, "use_fork", lambda arm: None)
-    monkeypatch.setattr(exactness, "compare", compare)
-    code, err = measure(exactness)
-    assert (code, err) == ((common.EXIT_VERDICT, f"exactness: larger than it may be: {said}\n") if said else (0, ""))
-    assert len(rows_of(tmp_path / "x" / "exactness.csv")) == 4
-    monkeypatch.setattr(exactness, "compare", killed_after(0, compare))
-    assert measure(exactness) == (code, err), "measured already: the same verdict"
-
-
-def trained(status="ok", sampler=None, error=None):
-    """Stands in for `suite.run_one`: the record of a run that has ended."""
-
-    def run_one(config, machine):
-        sizes = {"peak_device_used_bytes": None, "peak_resident_bytes": 9, "start_bytes": 1}
-        seen = sampler if sampler is not None else {"achieved_interval_s": config.interval} | SEEN
-        return {**sizes, "status": status, "error": error, "sampler": seen}
-
-    return run_one
-
-
-SEEN = {"longest_gap_s": 0.2, "peak_missed_bytes": 3}
-
-
-def test_the_sampler_check_goes_on_where_it_was_killed(measure, monkeypatch, tmp_path):
-    options = ("--scale", "test", "--repeats", "2", "--intervals", "0.02,0.1", "--threads", "1")
-    monkeypatch.setattr(sampler_check, "run_one", killed_after(3, trained()))
-    with pytest.raises(Killed):
-        measure(sampler_check, *options)
-    assert not (tmp_path / "x" / "sampler.csv").exists()
-    assert len(rows_of(tmp_path / "x" / "sampler.csv.unfinished")) == 3
-    monkeypatch.setattr(sampler_check, "run_one", killed_after(1, trained()))
-    assert measure(sampler_check, *options) == (0, "")
-    rows = rows_of(tmp_path / "x" / "sampler.csv")
-    assert [(row["interval_s"], row["repeat"]) for row in rows] == [
-        ("0.02", "0"), ("0.1", "0"), ("0.02", "1"), ("0.1", "1")
+def test_ways_alternate_and_a_way_that_fails_is_a_row_beside_the_others(measure, clock, tmp_path, capsys):
+    clock("whole", "bad")
+    code, err = measure(bench, "clock")
+    assert (code, err) == (0, ""), "out of memory is an outcome"
+    rows = table(tmp_path, prompt_tokens="3000")
+    assert [(row["way"], row["metric"], row["unit"]) for row in rows] == [
+        ("whole", "train_seconds", "s"), ("whole", "peak_bytes", "bytes"), ("bad", "", "")
     ]  # fmt: skip
-    assert [float(row["achieved_interval_s"]) for row in rows] == [0.02, 0.1, 0.02, 0.1]
-    assert {row["commit"] for row in rows} == {COMMIT}
-    monkeypatch.setattr(sampler_check, "run_one", trained(status="error"))
-    assert measure(sampler_check, *options[:-1], "2")[0] == 2, "rows of one thread are not taken for those of two"
-    assert rows_of(tmp_path / "x" / "sampler.csv") == rows
+    assert [rows[0][name] for name in ("median", "low", "high", "repeats")] == ["12", "11", "13", "2"]
+    assert rows[2]["failure"] == "out of memory: MemoryError: no room at all" and rows[2]["median"] == ""
+    assert {row["commit"] for row in rows} == {COMMIT} and len(table(tmp_path)) == 6
+    clock("whole", "broken")
+    code, err = measure(bench, "clock", "--cells", "3000x100x8", "--fresh")
+    assert code == measuring.EXIT_VERDICT and "ValueError: a kernel" in err
+    assert table(tmp_path, way="broken")[0]["failure"] == "failed: ValueError: a kernel"
+    assert not table(tmp_path, way="bad", prompt_tokens="3000"), "the cell's older rows are replaced"
+    assert len(table(tmp_path, way="bad")) == 1, "those of the other cell are not"
 
 
-@pytest.mark.parametrize(
-    "child, said",
-    [
-        (dict(status="error", error="ValueError: no"), "failed: ValueError: no; "),
-        (dict(status="oom"), "failed: oom"),
-        (dict(sampler={}), "sampler was lost"),
-        (dict(sampler={"lost_after_s": 3.0} | SEEN), "sampler was lost"),
-    ],
-)
-def test_a_run_that_failed_or_that_nobody_sampled_is_no_row(measure, monkeypatch, tmp_path, child, said):
-    monkeypatch.setattr(sampler_check, "run_one", trained(**child))
-    code, err = measure(sampler_check, "--scale", "test")
-    assert code == 2 and said in err and err.count("\n") == 1, err
-    assert not list(tmp_path.rglob("sampler.csv*"))
+def test_seconds_that_are_too_far_apart_are_warned_of(measure, clock, monkeypatch):
+    clock("whole")
+    seconds = iter((1, 2))
+    monkeypatch.setattr(Clock, "sample", lambda self, way: {"train_seconds": next(seconds)})
+    code, err = measure(bench, "clock", "--cells", "3000x100x8")
+    assert code == 0 and "train_seconds from 1 to 2 in 2 repeats: the machine did other things" in err
+
+
+def test_a_killed_measurement_keeps_its_samples_and_goes_on(measure, clock, tmp_path, monkeypatch):
+    clock("whole", "shared")
+    sample = Clock.sample
+    monkeypatch.setattr(Clock, "sample", killed_after(3, sample))
+    with pytest.raises(Killed):
+        measure(bench, "clock")
+    assert not table(tmp_path), "no cell is whole"
+    with (tmp_path / "x" / "bench_samples.jsonl").open("a") as file:
+        file.write('\n{"cut off by a ki')
+    samples = Samples(tmp_path / "x", "clock", {"commit": COMMIT})
+    assert samples.missing(CELL, ("whole", "shared"), 2) == [(1, "shared")]
+    monkeypatch.setattr(Clock, "sample", killed_after(5, sample))
+    assert measure(bench, "clock")[0] == 0 and len(table(tmp_path)) == 8
+    monkeypatch.setattr(Clock, "sample", killed_after(0, sample))
+    assert measure(bench, "clock")[0] == 0, "nothing is measured twice"
+    for other in ([*"clock --fresh".split()], [*"clock --repeats 3".split()]):
+        with pytest.raises(Killed):
+            measure(bench, *other)
+    monkeypatch.setattr(measuring, "source_commit", lambda: "other")
+    with pytest.raises(Killed):
+        measure(bench, "clock")
+    assert len(table(tmp_path, commit=COMMIT)) == 8, "the published table stays until a cell is measured anew"
+
+
+def test_what_uncommitted_code_measured_is_never_taken_up(measure, clock, monkeypatch, tmp_path):
+    clock("whole")
+    taken = []
+    monkeypatch.setattr(Clock, "sample", lambda self, way: taken.append(way) or {"x_ms": 1})
+    for commit in ("unknown", f"{COMMIT}-dirty"):
+        monkeypatch.setattr(measuring, "source_commit", lambda commit=commit: commit)
+        for _ in range(2):
+            assert measure(bench, "clock", "--cells", "3000x100x8")[0] == 0
+    assert len(taken) == 8 and {row["repeats"] for row in table(tmp_path)} == {"2"}
+
+
+def test_nothing_is_begun_that_may_take_longer_than_the_minutes(measure, clock, tmp_path, capsys):
+    clock("whole")
+    assert measure(bench, "clock", "--minutes", "0.9")[0] == EXIT_TIME and not table(tmp_path)
+    assert measure(bench, "clock", "--minutes", "1.1")[0] == 0
+    assert measure(bench, "clock", "--minutes", "0")[0] == 0, "all is there"
+    assert measure(planner_check, "--cases", "shared-k8,stock-k8", "--minutes", "0")[0] == EXIT_TIME
+
+
+def test_a_device_that_answers_no_more_ends_the_process_and_not_the_measurement(measure, clock, monkeypatch, tmp_path):
+    clock("broken", "whole")
+    monkeypatch.setattr(alternating, "answers", lambda device: False)
+    assert measure(bench, "clock")[0] == EXIT_TIME
+    monkeypatch.setattr(alternating, "answers", lambda device: True)
+    assert measure(bench, "clock")[0] == measuring.EXIT_VERDICT and len(table(tmp_path, way="whole")) == 4
+
+
+@pytest.mark.torch
+def test_peaks_come_before_times_and_gradients_are_compared_with_whole_rows(monkeypatch):
+    import torch
+
+    class Group:
+        image, encoded = SimpleNamespace(), 0
+
+        def __init__(self):
+            self.model = torch.nn.Linear(2, 1)
+
+        def score(self, way):
+            self.encoded += 8 if way == "whole" else 1
+
+        def train(self, way):
+            self.score(way)
+            self.model.zero_grad()
+            (self.model(torch.ones(3, 2)).sum() * (1.5 if way == "shared" else 1.0)).backward()
+
+        def gradient(self):
+            return torch.cat([p.grad.flatten() for p in self.model.parameters()])
+
+    done = []
+    monkeypatch.setattr(group, "peak_of", lambda work, high_water: done.append("peak") or 7)
+    monkeypatch.setattr(group, "keep_freed_memory", lambda: done.append("times"))
+    timed = Timed(Group(), ("whole", "shared"), ("score", "train"), peaks=True)
+    assert done == ["peak"] * 4 + ["times"]
+    whole, shared = (timed.sample(way) for way in ("whole", "shared"))
+    assert (whole["gradient_difference"], shared["gradient_difference"]) == (0, 0.5)
+    assert (whole["images_encoded"], shared["images_encoded"], shared["train_peak_bytes"]) == (16, 2, 7)
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.parametrize("name, model, cell", [("rivals", "tiny", "24x5x4"), ("families", "images", "1064x2x2")])
+def test_a_real_measurement_ends_in_its_table(name, model, cell, tmp_path, monkeypatch):
+    """Each way computes the same gradients, and an image is encoded once a phase where the prompt is shared."""
+    command = [sys.executable, "-m", "experiments.bench", name, "--models", model, "--cells", cell, "--repeats", "1"]
+    command += ["--results", tmp_path, "--machine", "x"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=300)
+    try:
+        rivals.need_grouper()
+        there = True
+    except ImportError:
+        there = name != "rivals"
+    assert result.returncode == (0 if there else measuring.EXIT_VERDICT), result.stderr[-3000:]
+    rows = {(row["way"], row["metric"]): row for row in table(tmp_path)}
+    found = {way: float(row["median"]) for (way, metric), row in rows.items() if metric == "gradient_difference"}
+    assert found.keys() >= {"whole", "shared", "shared-2"} and max(found.values()) < 1e-5
+    if name == "families":
+        assert [float(rows[way, "images_encoded"]["median"]) for way in ("whole", "shared")] == [6, 3]
+    elif not there:
+        assert "prefix-grouper is not installed: pip install" in rows[rivals.GROUPER, ""]["failure"]
+    shown = []
+    assert run_cli(lambda: shown.append(render(name, tmp_path / "x")) or 0) == 0
+    assert "whole rows (stock)" in shown[0] and "nan" not in shown[0]
 
 
 def test_the_planner_check_replaces_case_by_case_and_goes_on_where_it_was_killed(measure, monkeypatch, tmp_path):
@@ -259,8 +297,11 @@ def test_the_planner_check_replaces_case_by_case_and_goes_on_where_it_was_killed
         sizes = {"predicted_bytes": 11, "measured_bytes": 10, "error": 0.1}
         return [{"phase": phase, **sizes} for phase in planner_check.PHASES]
 
+    def rows():
+        with path.open(newline="") as file:
+            return [(row["case"], row["commit"]) for row in csv.DictReader(file)]
+
     monkeypatch.setattr(planner_check, "use_fork", lambda arm: None)
-    monkeypatch.setattr(planner_check.models, "build_tokenizer", lambda *rest: None)
     path = tmp_path / "x" / "plan_check.csv"
     path.parent.mkdir()
     columns = planner_check.COLUMNS
@@ -269,110 +310,10 @@ def test_the_planner_check_replaces_case_by_case_and_goes_on_where_it_was_killed
     monkeypatch.setattr(planner_check, "check", killed_after(1, check))
     with pytest.raises(Killed):
         measure(planner_check, "--cases", "stock-k4,stock-k8")
-    kept = [(row["case"], row["commit"]) for row in rows_of(path)]
-    assert kept == [("stock-k4", COMMIT)] * 4 + [("stock-k8", "old"), ("gone", "old")]
+    assert rows() == [("stock-k4", COMMIT)] * 4 + [("stock-k8", "old"), ("gone", "old")]
     monkeypatch.setattr(planner_check, "check", killed_after(1, check))
     assert measure(planner_check, "--cases", "stock-k4,stock-k8") == (0, "")
-    assert [(row["case"], row["commit"]) for row in rows_of(path)][4:] == [("stock-k8", COMMIT)] * 4 + [
-        ("gone", "old")
-    ]
+    assert rows()[4:] == [("stock-k8", COMMIT)] * 4 + [("gone", "old")]
     assert measure(planner_check, "--cases", "stock-k4") == (0, "")
     with pytest.raises(Killed):
         measure(planner_check, "--cases", "stock-k4", "--fresh")
-
-
-def test_the_host_allocators_go_on_where_they_were_killed(measure, monkeypatch, tmp_path):
-    def train(allocator, model, prompts, out, steps):
-        assert not out.exists(), "an older training's figures would be read"
-        out.mkdir()
-        names = ("peak_resident_bytes", "end_resident_bytes", "seconds", "cpu_seconds")
-        return {**dict.fromkeys(names, 2**20), "library": "libc.so.6"}
-
-    monkeypatch.setattr(host_allocator_bench, "prepare", lambda work: "model")
-    monkeypatch.setattr(host_allocator_bench, "train", killed_after(5, train))
-    with pytest.raises(Killed):
-        measure(host_allocator_bench, "--repeats", "2")
-    assert len(rows_of(tmp_path / "x" / "host_allocator.csv.unfinished")) == 5
-    monkeypatch.setattr(host_allocator_bench, "train", killed_after(3, train))
-    assert measure(host_allocator_bench, "--repeats", "2") == (0, "")
-    rows = rows_of(tmp_path / "x" / "host_allocator.csv")
-    assert len({(row["allocator"], row["repeat"]) for row in rows}) == len(rows) == 8
-
-
-@pytest.mark.torch
-def test_the_rivals_go_on_where_they_were_killed(measure, monkeypatch, tmp_path):
-    import torch
-
-    class Group:
-        def __init__(self, *sizes):
-            self.model = torch.nn.Linear(2, 1)
-
-        def score(self, way):
-            self.model(torch.ones(3, 2))
-
-        def train(self, way):
-            self.model.zero_grad()
-            (self.model(torch.ones(3, 2)).sum() * (2.0 if way == "shared" else 1.0)).backward()
-
-        def gradient(self):
-            return torch.cat([p.grad.flatten() for p in self.model.parameters()])
-
-    monkeypatch.setattr(rivals, "use_fork", lambda arm: None)
-    monkeypatch.setattr(group, "only_live_memory", nullcontext)
-    monkeypatch.setattr(rivals, "keep_freed_memory", lambda: None)
-    monkeypatch.setattr(rivals, "Rivals", Group)
-    options = ("--ways", "shared,whole", "--repeats", "2", "--prompt-tokens", "8")
-    write = rivals.Table.add
-    monkeypatch.setattr(rivals.Table, "add", killed_after(3, write))
-    with pytest.raises(Killed):
-        measure(rivals, *options)
-    monkeypatch.setattr(rivals.Table, "add", killed_after(1, write))
-    assert measure(rivals, *options) == (0, "")
-    rows = rows_of(tmp_path / "x" / "rivals" / "p8_c100_k8.csv")
-    assert [(row["way"], row["repeat"]) for row in rows] == [
-        ("whole", "0"), ("shared", "0"), ("whole", "1"), ("shared", "1")
-    ]  # fmt: skip
-    assert [float(row["gradient_difference"]) for row in rows] == [0, 1, 0, 1], "against `whole`, whatever is first"
-
-
-@pytest.mark.torch
-def test_the_families_go_on_where_they_were_killed(measure, monkeypatch, tmp_path):
-    import torch
-
-    class Group:
-        def __init__(self, model, vocab_size, sizes, image):
-            self.model, self.rows = torch.nn.Linear(2, 1), sizes.k if image else 0
-
-        def train(self, way):
-            self.model.zero_grad()
-            (self.model(torch.ones(3, 2)).sum() * (1.5 if way == "shared" else 1.0)).backward()
-
-        def measure(self, way):
-            self.train(way)
-            self.encoded = 3 * self.rows if way == "whole" else 3 * self.rows // 8
-            return dict.fromkeys(families_cost.PHASE_COLUMNS, 1)
-
-        def peaks(self, way, high_water):
-            return {}
-
-        def gradient(self):
-            return torch.cat([p.grad.flatten() for p in self.model.parameters()])
-
-    monkeypatch.setattr(families_cost, "use_fork", lambda arm: None)
-    monkeypatch.setattr(families_cost, "Group", Group)
-    monkeypatch.setattr(families_cost, "build_model", lambda family: None)
-    monkeypatch.setattr(families_cost, "keep_freed_memory", lambda: None)
-    options = ("--families", "mamba-2,images", "--repeats", "2")
-    write = families_cost.Table.add
-    monkeypatch.setattr(families_cost.Table, "add", killed_after(10, write))
-    with pytest.raises(Killed):
-        measure(families_cost, *options)
-    monkeypatch.setattr(families_cost.Table, "add", killed_after(6, write))
-    assert measure(families_cost, *options) == (0, "")
-    rows = rows_of(tmp_path / "x" / "families" / "images.csv")
-    assert [(row["way"], row["repeat"]) for row in rows] == [
-        (way, repeat) for repeat in "01" for way in ("whole", "shared", "shared-2", "shared-micro-2")
-    ]
-    assert [row["images_encoded"] for row in rows] == ["24", "3", "3", "3"] * 2
-    assert [float(row["gradient_difference"]) for row in rows] == [0, 0.5, 0, 0] * 2
-    assert "| 24 |" in families_table(tmp_path / "x")

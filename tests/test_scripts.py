@@ -8,13 +8,12 @@ import pytest
 
 from experiments import suite
 from experiments.config import ROOT
-from experiments.evidence import on_gpu
 
 PROGRAMS = {  # whose options they pass on
     "run_baseline-rloo.sh": (suite, []),
     "run_improve-rloo.sh": (suite, []),
     "run_bench.sh": (suite, []),
-    "run_gpu.sh": (on_gpu, ["run"]),
+    "run_gpu.sh": (None, []),
     "visualize_results.sh": (None, []),
 }
 # In the place of .venv/bin/python: notes where it stands and what it is asked, and knows where results are
@@ -86,7 +85,3 @@ def test_folders_to_draw_are_the_callers(clone):
     assert (clone / "noted").read_text().splitlines() == [
         f"{clone}/elsewhere: -m experiments.record mine/box", f"{clone}/elsewhere: -m visualization.report mine/box"
     ]  # fmt: skip
-    result = start(clone, "run_gpu.sh", "--results", "mine")
-    assert result.returncode == 0 and "on_gpu unpack ARCHIVE" in result.stdout
-    last = (clone / "noted").read_text().splitlines()[-1]
-    assert last.endswith(f"--minutes 100000 --out {clone}/clone/gpu_evidence.tar.gz --results mine")

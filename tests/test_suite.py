@@ -14,7 +14,7 @@ import pytest
 from experiments import record as experiments_record
 from experiments import suite
 from experiments.config import ROOT
-from rloo_memory.errors import ConfigError
+from rloo_memory.errors import EXIT_TIME, ConfigError
 from rloo_memory.run_record import RunRecord, read_record
 
 
@@ -66,7 +66,9 @@ def test_the_suite_goes_on_after_a_failure_and_says_so(tmp_path):
 
 def test_no_run_is_begun_after_the_minutes(tmp_path):
     result = run_suite(tmp_path, "--arms", "stock,shared", "--k", "2", "--minutes", "0")
-    assert result.returncode == 0 and "not begun after --minutes 0" in result.stdout, result.stdout + result.stderr
+    assert result.returncode == EXIT_TIME and "not begun after --minutes 0" in result.stdout, (
+        result.stdout + result.stderr
+    )
     assert not list(tmp_path.rglob("run.json"))
 
 
@@ -226,8 +228,9 @@ def test_another_configuration_left_there_is_not_shown_for_a_run_that_is_not_beg
     write_record(tmp_path / "here", usual)
     options = ["--arms", "shared", "--k", "2", "--scale", "test", "--device", "cpu", "--threads", "1"]
     options += ["--results", str(tmp_path), "--machine", "here", "--minutes", "0"]
-    for more, shown in ((["--steps", "777"], "not begun"), ([], "2.00"), (["--fresh"], "not begun")):
-        assert suite.main([*options, *more]) == 0
+    late, there = (EXIT_TIME, "not begun"), (0, "2.00")
+    for more, (code, shown) in ((["--steps", "777"], late), ([], there), (["--fresh"], late)):
+        assert suite.main([*options, *more]) == code
         assert capfd.readouterr().out.splitlines()[-1].split(maxsplit=1) == ["shared", shown]
 
 

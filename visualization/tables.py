@@ -4,8 +4,8 @@
     python -m visualization.tables RESULTS_MACHINE_DIR
 
 A marked place starts with `<!-- table:NAME results/<machine> -->`, or `<!-- table:NAME results/<machine> SCALE -->`
-for one scale only, and ends with `<!-- /table -->`. Names: summary, peak, audit, speed, published, phases, shapes,
-rivals, families, worth, decoding, plan, levers, profiles, exactness, kernels, cells, sampler, gpu-peaks, emulated,
+for one scale only, and ends with `<!-- /table -->`. Names: summary, peak, audit, speed, published, phases, rivals,
+families, worth, decoding, allocators, cells, sampler, plan, levers, profiles, exactness, kernels, gpu-peaks, emulated,
 launches. The folder is relative to the file.
 """
 
@@ -17,21 +17,23 @@ from pathlib import Path
 from visualization import seconds
 from visualization.files import LoadError, read_text, run_cli, write_text
 from visualization.load import load_machine, tell_damaged
+from visualization.pages.checks import exactness_table, kernels_table
 from visualization.pages.emulated import emulated_table, launches_table
-from visualization.pages.gpu_evidence import (
-    SHAPE,
-    cells_table,
-    exactness_table,
-    kernels_table,
-    sampler_table,
-    shapes_table,
-)
 from visualization.pages.gpu_peaks import gpu_peaks_table
 from visualization.pages.phase_seconds import phases_table
 from visualization.pages.predictions import check_table, levers_table, profiles_table
 from visualization.pages.published import published_table
 from visualization.pages.results import audit_table, peak_table, speed_table
-from visualization.pages.rivals import decoding_table, families_table, rivals_table, worth_table
+from visualization.pages.side_by_side import (
+    allocators_table,
+    cells_table,
+    decoding_table,
+    families_table,
+    measured,
+    rivals_table,
+    sampler_table,
+    worth_table,
+)
 from visualization.pages.summary import summary_table
 from visualization.runs import LEARN, Run, describe, footnotes, in_short, scales
 
@@ -47,22 +49,26 @@ TABLES: dict[str, Callable[[Sequence[Run]], list[str]]] = {
 }
 # Of other files of the folder, which match the pattern
 FOLDER_TABLES: dict[str, tuple[Callable[[Path], str], str]] = {
-    "rivals": (rivals_table, "rivals/*.csv"),
-    "families": (families_table, "families/*.csv"),
-    "worth": (worth_table, "worth.csv"),
-    "decoding": (decoding_table, "decoding.csv"),
     "plan": (check_table, "plan_check.csv"),
     "levers": (levers_table, "plan_check.csv"),
     "profiles": (profiles_table, "*.json"),
     "exactness": (exactness_table, "exactness.csv"),
     "kernels": (kernels_table, "kernels.csv"),
-    "cells": (cells_table, "cells/*.csv*"),
-    "sampler": (sampler_table, "sampler.csv"),
     "gpu-peaks": (gpu_peaks_table, "predicted.csv"),
     "emulated": (emulated_table, "planner.csv"),
     "launches": (launches_table, "launches.csv"),
 }
-NAMES = (*TABLES, "shapes", *FOLDER_TABLES)
+# Of bench.csv
+BENCH_TABLES: dict[str, Callable[[Path], str]] = {
+    "rivals": rivals_table,
+    "families": families_table,
+    "worth": worth_table,
+    "decoding": decoding_table,
+    "allocators": allocators_table,
+    "cells": cells_table,
+    "sampler": sampler_table,
+}
+NAMES = (*TABLES, *BENCH_TABLES, *FOLDER_TABLES)
 
 
 def render(name: str, folder: Path, scale: str | None = None, load: Callable = load_machine) -> str:
@@ -71,14 +77,12 @@ def render(name: str, folder: Path, scale: str | None = None, load: Callable = l
     The scale `learn` is another workload and only shown when asked for. `load` reads a folder.s runs.
     Raises LoadError.
     """
-    if name in FOLDER_TABLES:
-        text = FOLDER_TABLES[name][0](folder)
+    if table := BENCH_TABLES.get(name) or FOLDER_TABLES.get(name, (None,))[0]:
+        text = table(folder)
         return text + "".join(f"\n{line}.\n" for line in seconds.note([text]))
     if name not in NAMES:
         raise LoadError(f"no table is named {name}; there are {', '.join(NAMES)}")
     runs = load(folder)
-    if name == "shapes":
-        return shapes_table(runs)
     found = scales(runs)
     if scale and scale not in found:
         raise LoadError(f"{folder}: has no runs at scale {scale}; it has {', '.join(found)}")
@@ -96,12 +100,8 @@ def render(name: str, folder: Path, scale: str | None = None, load: Callable = l
 
 def page(folder: Path, runs: Sequence[Run]) -> str:
     """Every table that the folder has something for, each under a heading."""
-    names = [*TABLES, *(["shapes"] if any(SHAPE.fullmatch(run.scale) for run in runs) else [])]
-    names += [
-        name
-        for name in ("rivals", "families", "worth", "decoding", "plan", "kernels", "exactness", "cells", "sampler")
-        if any(folder.glob(FOLDER_TABLES[name][1]))
-    ]
+    names = [*TABLES, *sorted(measured(folder) & BENCH_TABLES.keys())]
+    names += [name for name in ("plan", "kernels", "exactness") if any(folder.glob(FOLDER_TABLES[name][1]))]
     tables = {name: render(name, folder, load=lambda folder: runs) for name in names}
     return "\n".join(f"## {name}\n\n{text}" for name, text in tables.items() if text.strip())
 

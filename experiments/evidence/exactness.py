@@ -14,7 +14,8 @@ import sys
 import time
 
 from experiments.builds import use_fork
-from experiments.evidence.common import EXIT_VERDICT, FACTS, Parser, Table, place
+from experiments.measuring import EXIT_VERDICT, FACTS, Parser, place
+from experiments.record import write_csv
 from rloo_memory.arms import ARMS
 from rloo_memory.errors import exit_code
 from rloo_memory.models import shape_config
@@ -189,22 +190,19 @@ def too_large(rows: list[dict[str, str]]) -> list[str]:
 
 
 def run(argv: list[str] | None) -> int:
-    args = Parser("exactness", __doc__).parse_args(argv)
-    here = place(args)
-    table = Table(here.folder / "exactness.csv", COLUMNS, here.facts, args.fresh)
+    here = place(Parser("evidence.exactness", __doc__).parse_args(argv))
+    use_fork(ARMS["shared"])
+    rows = []
     for precision in ("bfloat16", "float32"):
         shape, layers, _, prompt, completion, k = WORKLOADS[here.device, precision]
-        sizes = {"prompt_tokens": prompt, "completion_tokens": completion, "k": k}
-        sizes["shape"] = f"{shape}, {layers} layers" if layers else shape
-        if not table.has(precision=precision, **sizes):
-            use_fork(ARMS["shared"])
-            table.add(*({"precision": precision, **sizes, **row} for row in compare(here.device, precision)))
-        for row in table.rows:
-            if row["precision"] == precision:
-                told = f"log-probs {row['log_prob_error']}  gradient {row['gradient_error']}  {row['attention']}"
-                print(f"{precision:9} {row['way']:19} {told}", flush=True)
-    table.finish()
-    if failed := too_large(table.rows):
+        about = {"precision": precision, "prompt_tokens": prompt, "completion_tokens": completion, "k": k}
+        about |= {"shape": f"{shape}, {layers} layers" if layers else shape, **here.facts}
+        for row in compare(here.device, precision):
+            rows.append(about | row)
+            told = f"log-probs {row['log_prob_error']}  gradient {row['gradient_error']}  {row['attention']}"
+            print(f"{precision:9} {row['way']:19} {told}", flush=True)
+        write_csv(here.folder / "exactness.csv", COLUMNS, rows)
+    if failed := too_large(rows):
         print(f"exactness: larger than it may be: {'; '.join(failed)}", file=sys.stderr)
     return EXIT_VERDICT if failed else 0
 

@@ -23,7 +23,6 @@ from pathlib import Path
 
 from experiments.builds import use_fork
 from experiments.evidence import family_check
-from experiments.evidence.common import need
 from experiments.evidence.family_check import (
     COMPLETION,
     FAILS,
@@ -38,6 +37,7 @@ from experiments.evidence.family_check import (
     Result,
 )
 from experiments.evidence.tiny_families import WINDOW, Family, families
+from experiments.measuring import need
 from experiments.run_options import Parser
 from rloo_memory.arms import ARMS
 from rloo_memory.errors import ConfigError, exit_code

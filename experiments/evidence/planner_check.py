@@ -10,6 +10,7 @@ results/<machine>/plan_check.csv, case by case; cases that this commit has measu
 """
 
 import copy
+import csv
 import multiprocessing
 import sys
 import tempfile
@@ -17,26 +18,16 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from experiments.builds import use_fork
-from experiments.evidence.common import (
-    EXIT_TIME,
-    FACTS,
-    Parser,
-    in_text,
-    is_same,
-    minutes,
-    need,
-    place,
-    read_rows,
-    words,
-)
 from experiments.evidence.setup_trainer import build_trainer, text_dataset
+from experiments.measuring import FACTS, Parser, is_committed, need, place, words
 from experiments.record import write_csv
 from rloo_memory import data, models
 from rloo_memory.arms import ARMS
-from rloo_memory.errors import exit_code
+from rloo_memory.errors import EXIT_TIME, exit_code
 from rloo_memory.phases import HighWater, PhaseRecorder
 from rloo_memory.plan.predict import predict
 from rloo_memory.plan.setups import Setup
@@ -194,10 +185,10 @@ def measure(setup: Setup, folder: Path, tokenizer, dataset) -> tuple[dict[str, i
 
 
 def run(argv: list[str] | None) -> int:
-    parser = Parser("planner_check", __doc__)
+    parser = Parser("evidence.planner_check", __doc__)
     parser.add_argument("--cases", help="some of the cases, by name; default: all")
-    parser.add_argument("--without-quantized", action="store_true", help="leave out what needs bitsandbytes")
-    parser.add_argument("--minutes", type=minutes, default=10**6, help="begin no case after that")
+    parser.add_minutes()
+    parser.add_fresh()
     args = parser.parse_args(argv)
     deadline, took = time.monotonic() + 60 * args.minutes, 0.0
     here = place(args, "peft")
@@ -205,13 +196,15 @@ def run(argv: list[str] | None) -> int:
     order = {name: number for number, name in enumerate(chosen)}
     if args.cases is not None:
         chosen = {name: chosen[name] for name in words("case", args.cases, chosen)}
-    if args.without_quantized:
+    elif not find_spec("bitsandbytes"):
         chosen = {name: setup for name, setup in chosen.items() if not is_quantized(setup)}
+        print("left out, as bitsandbytes is not installed: cases with 4 or 8 bits", file=sys.stderr)
     if any(map(is_quantized, chosen.values())):
         need("bitsandbytes")
     path = here.folder / "plan_check.csv"
-    rows = read_rows(path, COLUMNS)
-    there = set() if args.fresh else {row["case"] for row in rows if is_same(row, here.facts)}
+    rows = read_cases(path)
+    taken_up = is_committed(here.facts["commit"]) and not args.fresh
+    there = {row["case"] for row in rows if taken_up and row.items() >= here.facts.items()}
     use_fork(ARMS["shared"])
     vocab_size = WORKLOADS[here.device][1]
     print(f"{'case, GiB predicted / measured':32}" + "".join(f"{phase:>22}" for phase in PHASES))
@@ -232,7 +225,7 @@ def run(argv: list[str] | None) -> int:
             }
             found = check(name, here.device)
             rows = [row for row in rows if row["case"] != name]
-            rows += [in_text(COLUMNS, {**facts, **row}) for row in found]
+            rows += [{name: str(value) for name, value in (facts | row).items() if value is not None} for row in found]
             rows.sort(key=lambda row: order.get(row["case"], len(order)))
             write_csv(path, COLUMNS, rows)
             took = max(took, time.monotonic() - begun)
@@ -242,6 +235,14 @@ def run(argv: list[str] | None) -> int:
     worst = max(abs(float(row["error"])) for row in rows if row["case"] in chosen)
     print(f"largest error {worst:.1%}; {path}")
     return 0
+
+
+def read_cases(path: Path) -> list[dict[str, str]]:
+    """The rows of the table; nothing where there is none."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def check(name: str, device: str) -> list[dict]:

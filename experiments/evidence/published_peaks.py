@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.config import ROOT
-from experiments.evidence.common import EXIT_VERDICT
+from experiments.measuring import EXIT_VERDICT
 from experiments.record import write_csv
 from rloo_memory.commit import source_commit
 from rloo_memory.errors import exit_code

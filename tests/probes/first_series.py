@@ -9,8 +9,8 @@ import torch
 from shared_exactness import ARCHITECTURES, batch, build, error, run  # builds the fork and puts it on the path
 from trl.models.passes import PassesOutput
 
+from experiments.bench.rivals import first_series
 from experiments.evidence.float64 import pure_float64
-from experiments.evidence.rivals import first_series
 
 first = first_series()
 

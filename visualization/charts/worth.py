@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from visualization import style
 from visualization.files import LoadError, run_cli, whole_file
-from visualization.pages.rivals import IN_SHORT, faster, how_often, measured_on, read_worth, times
+from visualization.pages.side_by_side import IN_SHORT, faster, how_often, limits_of, measured_on, read_bench, times
 from visualization.seconds import note
 
 MODELS = {"narrow": "narrow (8 layers of width 256)", "wide": "wide (2 layers of Qwen3-0.6B's width)"}
@@ -24,7 +24,6 @@ _LIGHT = ListedColormap(colormaps["YlGn"](range(0, 160)))  # black text can be r
 
 def chart(rows: pd.DataFrame) -> Figure:
     """One panel a model for the training pass, with the counted limit, and one for the whole step."""
-    first = rows.iloc[0]
     models = [name for name in MODELS if name in set(rows.model)]
     small_print = [
         *note(times(ratio) for phase in ("train", "step") for ratio in faster(rows, phase).to_numpy().ravel()),
@@ -34,13 +33,15 @@ def chart(rows: pd.DataFrame) -> Figure:
         "prompt is computed once.",
     ]
     figure = style.new_figure(
-        10, 3.2 * len(models), f"Times faster than whole rows, k = {first.k} completions a prompt", small_print
+        10,
+        3.2 * len(models),
+        f"Times faster than whole rows, k = {rows.k.iloc[0]:.0f} completions a prompt",
+        small_print,
     )
     axes = figure.subplots(len(models), 2, squeeze=False)
     for line, model in zip(axes, models, strict=True):
         mine = rows[rows.model == model]
-        limits = mine.groupby(["model", "prompt_tokens", "completion_tokens"]).train_limit.first()
-        draw(line[0], faster(mine, "train"), limits, f"Training pass, {MODELS[model]}")
+        draw(line[0], faster(mine, "train"), limits_of(mine), f"Training pass, {MODELS[model]}")
         draw(line[1], faster(mine, "step"), None, f"Whole step, {MODELS[model]}")
     return figure
 
@@ -55,8 +56,8 @@ def draw(axes: Axes, table: pd.DataFrame, limits: pd.Series | None, title: str) 
         at = (plane.columns.get_loc(completion), plane.index.get_loc(prompt))
         axes.annotate("\n".join(lines), at, ha="center", va="center")
     axes.grid(visible=False)
-    axes.set_xticks(range(len(plane.columns)), [f"{x:,}" for x in plane.columns])
-    axes.set_yticks(range(len(plane.index)), [f"{x:,}" for x in plane.index])
+    axes.set_xticks(range(len(plane.columns)), [f"{x:,.0f}" for x in plane.columns])
+    axes.set_yticks(range(len(plane.index)), [f"{x:,.0f}" for x in plane.index])
     axes.set_xlabel("completion (tokens)")
     axes.set_ylabel("prompt (tokens)")
     axes.set_title(title)
@@ -68,11 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="results/<machine>")
     parser.add_argument("out", type=Path, help="the PNG to write")
     args = parser.parse_args(argv)
-    rows = read_worth(args.folder)
     try:
-        figure = chart(rows)
+        figure = chart(read_bench(args.folder, "worth"))
     except KeyError as error:
-        raise LoadError(f"{args.folder}/worth.csv: lacks {error}; run python -m experiments.evidence.worth") from None
+        raise LoadError(f"{args.folder}/bench.csv: lacks {error}; run python -m experiments.bench worth") from None
     with whole_file(args.out) as staging:
         figure.savefig(staging, dpi=150)
     print(args.out)

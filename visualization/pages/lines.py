@@ -48,9 +48,9 @@ def failure(cell: Cell, form: str = "{}") -> str:
     return form.format(told) if told else ""
 
 
-def signed(fraction: float) -> str:
+def signed(fraction: float, digits: int = 1) -> str:
     """A fraction as a percentage with its sign."""
-    return f"{fraction * 100:+.1f} %".replace("-", "\N{MINUS SIGN}")
+    return f"{fraction * 100:+.{digits}f} %".replace("-", "\N{MINUS SIGN}")
 
 
 def whole(value: float | None) -> str:

@@ -1,0 +1,214 @@
+"""One prompt with k completions, and the phases of a training step on them: whole rows, or with the prompt shared."""
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from experiments.bench.samples import Cell
+from experiments.run_device import keep_freed_memory, only_live_memory
+from rloo_memory.device import settle, status_bytes
+from rloo_memory.phases import HighWater
+
+PHASES = ("generate", "score", "train")
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a group goes through the model: its prompt shared or not, and how many of its rows together. Rows of a pass
+    have their backward with all others, those of a micro-batch have one of their own."""
+
+    shared: bool = True
+    pass_rows: int | None = None
+    micro_batch_rows: int | None = None
+
+
+WAYS = {
+    "whole": Way(shared=False),
+    "shared": Way(),
+    "shared-2": Way(pass_rows=2),
+    "shared-micro-2": Way(pass_rows=2, micro_batch_rows=2),
+}
+
+
+def timed(work: Callable[[], None]) -> tuple[float, float]:
+    """Wall and CPU seconds of `work()`. Call `keep_freed_memory` before, and let the largest way warm up."""
+    gc.collect()
+    start, cpu_start = time.perf_counter(), time.process_time()
+    work()
+    return round(time.perf_counter() - start, 4), round(time.process_time() - cpu_start, 4)
+
+
+def peak_of(work: Callable[[], None], high_water: HighWater) -> int:
+    """Peak resident bytes of `work()` above the level before, the second time: the first makes gradients and what
+    libraries keep. Not for times: what makes resident memory mean "alive" takes time, and more of it the more often
+    tensors come and go. Call it before `keep_freed_memory`: free blocks within the heap would be used, and stay
+    resident."""
+    with only_live_memory():
+        work()
+        settle()
+        before = status_bytes("VmRSS")
+        high_water.reset()
+        work()
+        return high_water.read()[2] - before
+
+
+@dataclass(frozen=True)
+class Image:
+    """The one image of a prompt: patches along a side, four of which make a token, and that token's id."""
+
+    side: int
+    token: int
+
+
+class Group:
+    """The model, in float32 with the compact LM head, and random tokens from 10 to its vocabulary."""
+
+    def __init__(self, model, vocab_size: int, sizes: Cell, image: Image | None = None):
+        import torch
+        from trl.models.prefix_sharing_enabling import enable_prefix_sharing
+        from trl.trainer.utils import add_fused_lm_head
+
+        torch.manual_seed(0)
+        self.torch, self.model, self.image = torch, model.train(), image
+        self.prompt, self.completion, self.k = sizes.prompt_tokens, sizes.completion_tokens, sizes.k
+        add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+        enable_prefix_sharing(model)
+        self.ids = torch.randint(10, vocab_size, (self.k, self.prompt + self.completion))
+        self.ids[:, : self.prompt] = self.ids[0, : self.prompt]
+        self.weights = torch.linspace(-1, 1, self.k * self.completion).view(self.k, self.completion)
+        self.pixels, self.num_images, self.encoded = {}, None, 0
+        if image is not None:
+            patches = image.side**2
+            self.ids[:, 20 : 20 + patches // 4] = image.token
+            self.pixels = {
+                "pixel_values": torch.randn(patches, 3 * 2 * 14 * 14).repeat(self.k, 1),
+                "image_grid_thw": torch.tensor([[1, image.side, image.side]] * self.k),
+            }
+            self.num_images = [1] * self.k
+            model.base_model.visual.register_forward_pre_hook(self.count)
+
+    def count(self, tower, args) -> None:
+        self.encoded += len(args[0]) // self.image.side**2
+
+    def inputs(self, ids) -> dict:
+        inputs = {"input_ids": ids, "attention_mask": self.torch.ones_like(ids)}
+        if self.image is not None:
+            inputs["mm_token_type_ids"] = (ids == self.image.token).long()
+        images = {name: x[: len(x) // self.k * len(ids)] for name, x in self.pixels.items()}  # all are alike
+        return inputs | images
+
+    def generate(self, way: str, tokens: int | None = None) -> None:
+        """Completions of full length, or of `tokens`, sampled."""
+        from transformers import GenerationConfig
+        from trl.generation.shared_prefix import generate_with_shared_prefix
+
+        tokens = tokens or self.completion
+        length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+        config = GenerationConfig(**length, do_sample=True, pad_token_id=0, eos_token_id=1, disable_compile=True)
+        inputs = self.inputs(self.ids[:, : self.prompt])
+        self.model.eval()
+        with self.torch.no_grad():
+            if way == "whole":
+                self.model.generate(**inputs, generation_config=config)
+            else:
+                sharing = {"group_size": self.k, "num_images": self.num_images}
+                generate_with_shared_prefix(self.model, generation_config=config, **sharing, **inputs)
+        self.model.train()
+
+    def log_probs(self, way: str, rows: slice = slice(None), open_prefix=None):
+        """Of shape (rows, completion)."""
+        from trl.models.prefix_sharing import SharedPrefixPasses
+
+        ids = self.ids[rows]
+        labels = ids.clone()
+        labels[:, : self.prompt] = -100
+        passes = None
+        if WAYS[way].shared:
+            passes = SharedPrefixPasses(
+                self.prompt,
+                tokens_per_forward=WAYS[way].pass_rows and WAYS[way].pass_rows * (self.completion + 1),
+                group_size=len(ids),
+                num_images=self.num_images and self.num_images[rows],
+                open_prefix=open_prefix,
+            )
+        output = self.model(**self.inputs(ids), labels=labels, fused_lm_head=True, passes=passes)
+        return output.log_probs[:, -self.completion :]
+
+    def score(self, way: str) -> None:
+        with self.torch.no_grad():
+            self.log_probs(way)
+
+    def train(self, way: str) -> None:
+        """Forward and backward with gradient checkpointing, which the trainer switches off for generation."""
+        self.model.zero_grad(set_to_none=False)
+        self.model.gradient_checkpointing_enable()  # in transformers 5.17 as in 5.23, which has another name, too
+        micro_batch_rows = WAYS.get(way, Way()).micro_batch_rows  # rivals have ways of their own
+        if micro_batch_rows is None:
+            (self.log_probs(way) * self.weights).sum().backward()
+        else:
+            self.accumulate(way, micro_batch_rows)
+        self.model.gradient_checkpointing_disable()
+
+    def accumulate(self, way: str, size: int) -> None:
+        """One backward a micro-batch, and that of the prompt."""
+        from trl.models.prefix_sharing_micro_batches import OpenPrefix
+
+        open_prefix = OpenPrefix(self.k // size)
+        for step in range(open_prefix.num_micro_batches):
+            open_prefix.enter(step, updates=step == open_prefix.num_micro_batches - 1)
+            rows = slice(step * size, (step + 1) * size)
+            (self.log_probs(way, rows, open_prefix) * self.weights[rows]).sum().backward()
+            open_prefix.backward()
+
+    def gradient(self):
+        return self.torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None])
+
+
+class Timed:
+    """The phases of a group, timed way by way: wall and CPU seconds. With `peaks` also the resident bytes of each
+    phase above the level before it, measured once and before any time, and the relative difference of all parameters'
+    gradients from those of whole rows. A way that fails while it warms up fails in each sample."""
+
+    def __init__(self, group: Group, ways: tuple[str, ...], phases: tuple[str, ...], peaks: bool):
+        self.group, self.phases, self.peaks, self.failed = group, phases, {}, {}
+        high_water = HighWater("cpu")
+        for way in ways if peaks else ():
+            print(f"  {way}: peaks", flush=True)
+            with self.kept(way):
+                self.peaks[way] = {f"{p}_peak_bytes": peak_of(self.work(p, way), high_water) for p in phases}
+        keep_freed_memory()
+        for way in reversed(ways):  # warms up; `whole` is the first of all ways
+            with self.kept(way):
+                group.train(way) if "train" in phases else group.generate(way, tokens=2)
+        self.truth = group.gradient() if peaks else None
+
+    @contextmanager
+    def kept(self, way: str) -> Iterator[None]:
+        """What is raised in here is for the samples of that way."""
+        try:
+            yield
+        except Exception as error:
+            self.failed[way] = error
+
+    def work(self, phase: str, way: str) -> Callable[[], None]:
+        return partial(getattr(self.group, phase), way)
+
+    def sample(self, way: str) -> dict[str, float]:
+        """One repeat, by metric."""
+        if way in self.failed:
+            raise self.failed[way]
+        self.group.encoded = 0
+        costs = {phase: timed(self.work(phase, way)) for phase in self.phases}
+        values = {f"{phase}_seconds": wall for phase, (wall, _) in costs.items()}
+        values |= {f"{phase}_cpu_seconds": cpu for phase, (_, cpu) in costs.items()}
+        if len(costs) == len(PHASES):
+            values["step_seconds"] = sum(wall for wall, _ in costs.values())
+        if self.group.image is not None:
+            values["images_encoded"] = self.group.encoded
+        if self.truth is not None:
+            values |= self.peaks[way]
+            values["gradient_difference"] = ((self.group.gradient() - self.truth).norm() / self.truth.norm()).item()
+        return values

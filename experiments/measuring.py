@@ -1,0 +1,109 @@
+"""What every measurement and check needs: its options, where it runs, and how it ends."""
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+from experiments import run_options
+from experiments.config import ROOT
+from experiments.processes import end_with_script
+from experiments.record import make_writable
+from experiments.run_device import pick_device
+from rloo_memory.commit import source_commit
+from rloo_memory.device import machine_name
+from rloo_memory.errors import ConfigError, choose
+
+EXIT_VERDICT = 4  # measured to the end, and what was measured is not as it should be
+FACTS = ("device_kind", "device_name", "torch_version", "transformers_version", "commit")  # columns of every table
+
+
+class Parser(run_options.Parser):
+    """The options of all measurements and checks. Raises `ConfigError` for what it refuses."""
+
+    def __init__(self, module: str, doc: str):
+        super().__init__(prog=f"python -m experiments.{module}", description=doc)
+        self.formatter_class = argparse.RawDescriptionHelpFormatter
+        self.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
+        self.add_argument("--results", type=Path, default=ROOT / "results", help="holds one folder a machine")
+        self.add_argument("--machine", help="folder name below --results; default: from the device's name")
+
+    def add_minutes(self) -> None:
+        self.add_argument(
+            "--minutes", type=minutes, default=10**6, help="begin nothing after that; the same command goes on later"
+        )
+
+    def add_fresh(self) -> None:
+        self.add_argument("--fresh", action="store_true", help="repeat what this commit has measured here already")
+
+
+def minutes(text: str) -> float:
+    """The type of an option that says after how long nothing new is begun."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 10**6:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of minutes from 0 to 1,000,000")
+    return value
+
+
+def whole(least: int, most: int = 100_000):
+    """The type of an option that is a whole number from `least` to `most`."""
+
+    def read(text: str) -> int:
+        if not re.fullmatch(r"-?\d{1,18}", text) or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from {least} to {most:,}")
+        return int(text)
+
+    return read
+
+
+def words(kind: str, text: str, choices: Collection[str]) -> list[str]:
+    """The comma-separated names of some `choices`. Raises `ConfigError` for an unknown one and for one said twice."""
+    found = [choose(kind, word, choices) for word in text.split(",")]
+    for word in found:
+        if found.count(word) > 1:
+            raise ConfigError(f"{kind} {word!r} is named twice; name it once")
+    return found
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a measurement runs: "cpu" or "cuda", results/<machine>, and the values of `FACTS` for its rows."""
+
+    device: str
+    folder: Path
+    facts: dict[str, str]
+
+
+def place(args: argparse.Namespace, *also_needed: str) -> Place:
+    """Raises `ConfigError` for a missing package or device, and for a folder that is none or cannot be written."""
+    end_with_script()
+    need("torch", "transformers", "accelerate", "datasets", *also_needed)
+    if args.machine is not None and not re.fullmatch(r"\w[\w.-]*", args.machine):
+        raise ConfigError(f"--machine {args.machine!r} is not a plain folder name; use letters, digits, '-', '_', '.'")
+    device, device_name, _ = pick_device(args.device)
+    folder = args.results / (args.machine or machine_name(device, device_name))
+    make_writable(folder)
+    values = (device, device_name, version("torch"), version("transformers"), source_commit())
+    return Place(device, folder, dict(zip(FACTS, values, strict=True)))
+
+
+def need(*packages: str) -> None:
+    """Raises `ConfigError` that names all of `packages` that are not installed."""
+    if missing := [name for name in packages if find_spec(name) is None]:
+        raise ConfigError(
+            f"not installed for {sys.executable}: {', '.join(missing)}; run ./setup_env.sh (without a network: "
+            "./setup_env.sh --offline DIR) and use .venv/bin/python"
+        )
+
+
+def is_committed(commit: str) -> bool:
+    """Whether what this code measures may be taken up later. Changed, uncommitted code never is the same."""
+    return commit != "unknown" and not commit.endswith("-dirty")

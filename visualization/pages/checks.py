@@ -1,0 +1,55 @@
+"""Tables of what is checked on a device: exactness.csv and kernels.csv of results/<machine>."""
+
+from pathlib import Path
+
+import pandas as pd
+
+from visualization.files import LoadError, read_csv, read_rows
+from visualization.pages.lines import markdown
+from visualization.pages.side_by_side import measured_on
+
+
+def exactness_table(folder: Path) -> str:
+    """Errors of log-probabilities and gradients against float64, from exactness.csv. Raises LoadError."""
+    numbers = ("log_prob_error", "gradient_error", "prompt_tokens", "completion_tokens", "k")
+    rows = read_rows(folder / "exactness.csv", numbers, "experiments.evidence.exactness")
+    first = rows.iloc[0]
+    intro = (
+        f"{first['shape']}, random weights, a prompt of P tokens, k completions of up to C. Relative errors against "
+        "the same weights in float64:"
+    )
+    header = ["weights", "P", "C", "k", "", "log-probabilities", "gradient", "attention"]
+    cells = [
+        [
+            *(row.precision, f"{row.prompt_tokens:,.0f}", f"{row.completion_tokens:,.0f}", f"{row.k:.0f}", row.way),
+            *(f"{row.log_prob_error:.1e}", f"{row.gradient_error:.1e}", f"`{row.attention}`"),
+        ]
+        for row in rows.itertuples()
+    ]
+    return page(rows, intro, header, cells)
+
+
+def kernels_table(folder: Path) -> str:
+    """Errors of the attention kernels by themselves, the largest of each setting and dtype, from kernels.csv. Raises
+    LoadError."""
+    program = "run python -m experiments.evidence.kernels"
+    rows = read_csv(folder / "kernels.csv", ("error", "masked_error", "heads", "key_heads"), program)
+    if rows.empty:
+        raise LoadError(f"{folder / 'kernels.csv'}: holds no rows; {program} again")
+    intro = (
+        "Attention to a shared prompt by itself, the largest relative error against float64 of output and gradients:"
+    )
+    header = ["", "heads", "dtype", "prefix sharing", "sdpa with a mask", "verdict"]
+    cells = []
+    for (setting, dtype), mine in rows.groupby(["setting", "dtype"], sort=False):
+        wrong = [f"{row.tensor}: {row.verdict}" for row in mine.itertuples() if row.verdict != "ok"]
+        errors = ["" if pd.isna(size) else f"{size:.1e}" for size in (mine.error.max(), mine.masked_error.max())]
+        failed = [said for said in mine.masked_verdict if not pd.isna(said) and said != "ok"]
+        errors[1] = "; ".join(filter(None, [errors[1], *dict.fromkeys(failed)]))
+        heads = f"{mine.heads.iloc[0]:.0f} / {mine.key_heads.iloc[0]:.0f}"
+        cells.append([setting, heads, dtype, *errors, "; ".join(wrong) or "ok"])
+    return page(rows, intro, header, cells)
+
+
+def page(rows: pd.DataFrame, intro: str, header: list[str], cells: list[list[str]]) -> str:
+    return "\n".join([f"*{measured_on(rows)}*", "", intro, "", *markdown(header, cells)]) + "\n"
