@@ -3,8 +3,8 @@
 #
 # Measures the changed trainers at k = 2, 4, 8: the published change, the same with nothing cut, and what this project
 # does. Without options also prompts below the published cut, and 30 updates with a reward that can be learned. The same
-# command goes on where it was stopped. Writes results/MACHINE/: a folder a run, and runs.jsonl of all. Exit code 1: some run
-# failed.
+# command goes on where it was stopped. Writes results/MACHINE/: a folder a run, and runs.jsonl of all. Exit codes:
+# 1: some run failed, 5: --minutes left some.
 # Options: --k 2,4 --repeats 3 --scale test (minutes) --device cpu --minutes 30 --results FOLDER --machine NAME ...
 # Paths are those where you stand. All options: .venv/bin/python -m experiments.suite --help
 set -euo pipefail

@@ -690,6 +690,9 @@ def test_the_author_of_a_patch_needs_an_address(project, tmp_path):
 
 @pytest.mark.parametrize("command", ["build", "check", "export"])
 def test_without_git_one_line_says_what_to_install(project, tmp_path, monkeypatch, command):
+    """What is built needs none."""
+    there = ("build", "pile", tmp_path / "there")
+    project.run(*there)
     (tmp_path / "nothing").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     (problem,) = project.refused(*{
@@ -699,6 +702,7 @@ def test_without_git_one_line_says_what_to_install(project, tmp_path, monkeypatc
     }[command])  # fmt: skip
     assert problem == "git is not installed or not on PATH: install it, it applies the patches"
     assert not project.dest.exists()
+    assert "up to date" in project.run(*there)[1]
 
 
 def test_exported_alternatives_apply_each_alone(project, tmp_path):

@@ -172,8 +172,15 @@ def unpack(wheel: Path, tree: Path) -> None:
         archive.extractall(tree, members)
 
 
+def need_git() -> None:
+    """Raises ForkError where git is missing. A build that is there needs none."""
+    if not shutil.which("git"):
+        raise ForkError("git is not installed or not on PATH: install it, it applies the patches")
+
+
 def run_git(folder: Path, *arguments: str, text: str = "") -> str:
     """What git answers to `text` in `folder`, with nobody's settings. Raises ForkError with its errors."""
+    need_git()
     # Inside somebody's repository `git apply` takes paths as relative to that one, and silently skips the rest:
     # GIT_DIR stops the search for it
     alone = {"GIT_DIR": str(folder / ".git"), "GIT_CONFIG_NOSYSTEM": "1", "GIT_ATTR_NOSYSTEM": "1", "HOME": os.devnull}
@@ -351,6 +358,7 @@ def check(line: Line, wheels: Path | None = None) -> list[str]:
 
 def user() -> str:
     """The user as git knows them, Name <email>. Raises ForkError where git knows none."""
+    need_git()
     command = ["git", "-c", "user.useConfigOnly=true", "var", "GIT_AUTHOR_IDENT"]
     git = subprocess.run(command, capture_output=True, text=True)
     if git.returncode:
@@ -437,8 +445,6 @@ def run(argv: list[str] | None) -> str:
         if command == "build":
             sub.add_argument("--force", action="store_true", help="replace whatever DEST holds")
     args = vars(parser.parse_args(argv))
-    if not shutil.which("git"):
-        raise ForkError("git is not installed or not on PATH: install it, it applies the patches")
     return functions[args.pop("command")](**args)
 
 
