@@ -173,14 +173,13 @@ def unpack(wheel: Path, tree: Path) -> None:
 
 
 def need_git() -> None:
-    """Raises ForkError where git is missing. A build that is there needs none."""
+    """Raises ForkError where git is missing: asked before any patch. A build that is there needs none."""
     if not shutil.which("git"):
         raise ForkError("git is not installed or not on PATH: install it, it applies the patches")
 
 
 def run_git(folder: Path, *arguments: str, text: str = "") -> str:
     """What git answers to `text` in `folder`, with nobody's settings. Raises ForkError with its errors."""
-    need_git()
     # Inside somebody's repository `git apply` takes paths as relative to that one, and silently skips the rest:
     # GIT_DIR stops the search for it
     alone = {"GIT_DIR": str(folder / ".git"), "GIT_CONFIG_NOSYSTEM": "1", "GIT_ATTR_NOSYSTEM": "1", "HOME": os.devnull}
@@ -274,6 +273,8 @@ def build(root: Path, name: str, dest: Path, patches: Names, wheels: Path | None
     what = f"{dest}: trl {line.version}, {', '.join(patch.name for patch in chosen) or 'no patches'}"
     if not force and built(dest) == record["fingerprint"]:
         return f"{what}: up to date"
+    if chosen:
+        need_git()
     wheel = obtain(line, wheels)
     with replacing(dest) as tree:
         if not force and built(dest) == record["fingerprint"]:  # another process built it while we waited
@@ -337,6 +338,7 @@ def pack(root: Path, name: str, dest: Path, patches: Names, wheels: Path | None 
 def check(line: Line, wheels: Path | None = None) -> list[str]:
     """Every problem of `line`, one text each; none means that all its patches apply to pristine upstream.
     Behind a hunk that fails a stack goes on without it. Raises ForkError where the line cannot be checked at all."""
+    need_git()
     patches, wheel = read_patches(line), obtain(line, wheels)
     loose = sorted({path.name for path in line.folder.glob("*.patch")} - {patch.name for patch in patches})
     problems = [f"{line.name}/{name} is not listed in {line.name}/series" for name in loose]
@@ -358,7 +360,6 @@ def check(line: Line, wheels: Path | None = None) -> list[str]:
 
 def user() -> str:
     """The user as git knows them, Name <email>. Raises ForkError where git knows none."""
-    need_git()
     command = ["git", "-c", "user.useConfigOnly=true", "var", "GIT_AUTHOR_IDENT"]
     git = subprocess.run(command, capture_output=True, text=True)
     if git.returncode:
