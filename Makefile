@@ -1,4 +1,4 @@
-.PHONY: help reproduce test test-all test-deepspeed test-vllm test-cuda lint charts bench plans fit-data
+.PHONY: help reproduce evidence test test-all test-deepspeed test-vllm test-cuda lint charts bench plans fit-data
 .DEFAULT_GOAL := help
 
 help:
@@ -13,6 +13,8 @@ help:
 	@echo "make bench       time and memory of today's trainer with and without prefix sharing (about 40 minutes)"
 	@echo "make plans       predict the memory of every profile (a few minutes)"
 	@echo "make fit-data    make docs/fit.html and what it answers from (about an hour; goes on where it was interrupted)"
+	@echo "make evidence    measure all that README.md and docs show, by this commit (some 5 hours on 2 quiet cores; goes on"
+	@echo "                 where it was stopped); which figures are old: python -m experiments.evidence.age"
 	@echo "make charts      draw the committed results again, update the tables of README.md and docs"
 
 reproduce:
@@ -24,6 +26,24 @@ reproduce:
 bench:
 	./setup_env.sh
 	./run_bench.sh
+
+# MACHINE=reference-cpu-2-cores: the folder that the pages show. An item that fails does not keep the others from running
+WHERE = $(if $(MACHINE),--machine $(MACHINE))
+SUITE = .venv/bin/python -m experiments.suite $(WHERE)
+evidence:
+	./setup_env.sh
+	-./run_baseline-rloo.sh --repeats 3 $(WHERE)
+	-./run_improve-rloo.sh --repeats 3 $(WHERE)
+	-$(SUITE) --arms classic-baseline,classic-string --scale short --k 2 --repeats 3
+	-$(SUITE) --arms classic-baseline,classic-lean --scale exact --k 2
+	-$(SUITE) --arms classic-baseline,classic-lean --scale learn --k 4
+	-./run_bench.sh $(WHERE)
+	-for name in worth decoding rivals families allocators sampler; do .venv/bin/python -m experiments.bench $$name $(WHERE); done
+	-.venv/bin/python -m experiments.evidence.planner_check $(WHERE)
+	-.venv/bin/python -m experiments.evidence.published_peaks
+	-.venv/bin/python -m experiments.evidence.model_families --write docs/models.md
+	.venv/bin/python -m experiments.evidence.measured_errors
+	.venv/bin/python -m experiments.evidence.age
 
 test: lint
 	.venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"

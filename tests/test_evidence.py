@@ -1,11 +1,13 @@
 """What README.md and docs/findings.md say, checked against the committed results that the README's tables name."""
 
 import re
+import subprocess
 from statistics import median
 
 import pytest
 
 from experiments.config import ROOT
+from experiments.evidence import age
 from rloo_memory.run_record import stored_runs
 from visualization.legacy import PUBLISHED, PUBLISHED_BUDGET
 
@@ -111,3 +113,26 @@ def test_repeats_agree_and_the_sampler_kept_its_interval(runs):
         for record in records:
             assert record["commit"] != "unknown" and not record["commit"].endswith("-dirty")
             assert record["sampler"]["achieved_interval_s"] == pytest.approx(record["config"]["interval"], rel=0.1)
+
+
+def test_the_age_of_every_committed_figure_is_told(capsys):
+    shallow = subprocess.run(["git", "rev-parse", "--is-shallow-repository"], cwd=ROOT, capture_output=True, text=True)
+    if shallow.stdout.strip() != "false":
+        assert age.main([]) == 2 and "run this in a whole clone" in capsys.readouterr().err
+        return
+    assert age.main([]) == 0
+    said = capsys.readouterr().out
+    for folder in {path.parent for path in (ROOT / "results").glob("*/bench.csv")} | set(MACHINES):
+        assert f" {folder.name}/" in said
+    assert re.search(
+        r"^ *\d+ changes since  20\d\d-\d\d-\d\d  [0-9a-f]{12}  reference\S+ bench-time \(\d+ rows\)$", said, re.M
+    )
+
+
+def test_one_command_measures_every_table_that_a_page_shows():
+    """Each measurement of the committed bench.csv, and each scale of the committed runs."""
+    dry = subprocess.run(["make", "-n", "evidence"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for table, _ in age.tables(ROOT / "results"):
+        part = table.partition(", ")[2]
+        wanted = {"cpu": "run_baseline-rloo.sh", "bench": "run_bench.sh", "bench-time": "run_bench.sh"}.get(part, part)
+        assert wanted in dry, table

@@ -1,0 +1,66 @@
+"""How old the committed figures are: for each table its commit, and how often what it measures has changed since.
+
+    python -m experiments.evidence.age
+
+Reads results/<machine>/runs.jsonl and every CSV with a column `commit`. What is on top is measured anew first:
+`make evidence` does all of it.
+"""
+
+import csv
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+from experiments.config import ROOT
+from experiments.run_options import Parser
+from rloo_memory.commit import SOURCES
+from rloo_memory.errors import ConfigError, exit_code
+from rloo_memory.run_record import kept_runs
+
+
+def tables(results: Path) -> Counter[tuple[str, str]]:
+    """(table, commit) -> how many rows. A table is a file, or one measurement or scale in it."""
+    found = Counter()
+    for machine in sorted(path for path in results.iterdir() if path.is_dir()):
+        for run in kept_runs(machine).values():
+            found[f"{machine.name}/runs.jsonl, {run.record['scale']}", run.record["commit"]] += 1
+        for path in sorted(machine.glob("*.csv")):
+            with path.open(newline="") as file:
+                for row in csv.DictReader(file):
+                    if row.get("commit"):
+                        part = f", {row['measurement']}" if "measurement" in row else ""
+                        found[f"{machine.name}/{path.name}{part}", row["commit"]] += 1
+    return found
+
+
+def git(*command: str) -> str:
+    """Raises `ConfigError` where git is missing or does not know the commit."""
+    try:
+        said = subprocess.run(["git", "-C", str(ROOT), *command], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ConfigError(
+            f"git {' '.join(command)} failed; run this in a whole clone: git fetch --unshallow"
+        ) from error
+    return said.stdout.strip()
+
+
+def run(argv: list[str] | None) -> int:
+    parser = Parser(prog="python -m experiments.evidence.age", description=__doc__.split("\n")[0])
+    parser.parse_args(argv)
+    found = tables(ROOT / "results")
+    commits = {commit for _, commit in found}
+    since = {commit: int(git("rev-list", "--count", f"{commit}..HEAD", "--", *SOURCES)) for commit in commits}
+    days = {commit: git("log", "-1", "--format=%cs", commit) for commit in commits}
+    for (table, commit), rows in sorted(found.items(), key=lambda item: -since[item[0][1]]):
+        print(f"{since[commit]:4} changes since  {days[commit]}  {commit}  {table} ({rows} rows)")
+    print(f"{len(commits)} commits; changes are commits that touch {', '.join(SOURCES)}")
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    return exit_code("age", run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
