@@ -27,7 +27,7 @@ cells-k32           cuda  400+ bench cells-k32
 published-k2-k4     cuda   60+ suite --scale seed --arms $published --k 2,4
 profile             cuda  120  bench.step_profile
 cells-offload       cuda  150+ bench cells-offload
-sampler             cuda   60+ bench sampler
+sampler             cuda   60+ bench sampler --models seed
 planner             cuda   60+ evidence.planner_check
 cells-long          cuda  400+ bench cells-long
 published-repeats   cuda   60+ suite --scale seed --arms $published --k 2,4,8 --repeats 3

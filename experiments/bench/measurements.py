@@ -91,7 +91,7 @@ MEASUREMENTS = {
     ),
     "sampler": Measurement(
         "what sampling alone would have missed of a run's peak",
-        sampling.Sampled, tuple(sampling.INTERVALS), cells("seed", (None, None, 4)), ("seed", "cpu", "test"), 3,
+        sampling.Sampled, tuple(sampling.INTERVALS), cells("cpu", (None, None, 4)), ("seed", "cpu", "test"), 3,
     ),
     "attention": Measurement(
         "milliseconds of one layer's attention",

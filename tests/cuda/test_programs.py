@@ -1,6 +1,7 @@
 """Programs of the project from their first to their last line on the device: the example, the launcher, a run of an
 arm, one that is out of memory, and the first commands of the program for a GPU."""
 
+import csv
 import json
 import subprocess
 import sys
@@ -47,6 +48,20 @@ def test_a_run_that_is_out_of_memory_is_recorded_as_that(on_device, tmp_path):
     assert (record["status"], record["exit_code"]) == ("oom", 3) and "out of memory" in record["error"]
 
 
+def test_cells_of_the_bench_are_measured_on_the_device(on_device, tmp_path):
+    """Seconds mean nothing here; bytes are those that torch allocates."""
+    command = ("-m", "experiments.bench", "cells-small", "--device", "cuda", "--machine", "here", "--results", tmp_path)
+    ways = ("--models", "tiny-qwen3/ragged", "--ways", "stock,shared-2,shared-micro-2")
+    result = on_device(*command, *ways, **INTERPRETED)
+    assert result.code == 0, result.out[-2000:] + result.err[-3000:]
+    with (tmp_path / "here" / "bench.csv").open(newline="") as file:
+        rows = {(row["way"], row["metric"]): row["median"] for row in csv.DictReader(file)}
+    for way in ("stock", "shared-2", "shared-micro-2"):
+        sizes = [float(rows[way, f"train_{size}_bytes"]) for size in ("allocated", "reserved", "device")]
+        assert 0 < sizes[0] < sizes[1] < sizes[2], (way, sizes)
+    assert not any(report["unsupported"] for report in result.reports)
+
+
 @pytest.mark.parametrize("items, values", [("device", "ints"), ("kernels", "all")])
 def test_the_program_for_a_gpu_begins_in_a_bare_copy(tmp_path, items, values):
     """`run_gpu.sh` where there are the project's files alone: its first items, those that time copies and products
@@ -59,7 +74,7 @@ def test_the_program_for_a_gpu_begins_in_a_bare_copy(tmp_path, items, values):
     subprocess.run(["tar", "-x"], cwd=copy, input=packed, check=True)
     settings = {"PYTHON": sys.executable, "MINUTES": 20, "OUT": tmp_path / "gpu.tar.gz", **INTERPRETED}
     environment = device.environment(values, copy_limit=2**20 if values == "ints" else 2**40, **settings)
-    command = ["./run_gpu.sh", "--only", items, "--results", tmp_path / "results"]
+    command = ["./run_gpu.sh", items, "--results", tmp_path / "results"]
     result = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
     (machine,) = (tmp_path / "results").iterdir()
