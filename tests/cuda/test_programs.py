@@ -50,7 +50,17 @@ def test_a_run_that_is_out_of_memory_is_recorded_as_that(on_device, tmp_path):
 
 def test_cells_of_the_bench_are_measured_on_the_device(on_device, tmp_path):
     """Seconds mean nothing here; bytes are those that torch allocates."""
-    command = ("-m", "experiments.bench", "cells-small", "--device", "cuda", "--machine", "here", "--results", tmp_path)
+    command = (
+        "-m",
+        "experiments.bench",
+        "cells-small",
+        "--device",
+        "cuda",
+        "--machine",
+        "here",
+        "--results",
+        tmp_path,
+    )
     ways = ("--models", "tiny-qwen3/ragged", "--ways", "stock,shared-2,shared-micro-2")
     result = on_device(*command, *ways, **INTERPRETED)
     assert result.code == 0, result.out[-2000:] + result.err[-3000:]

@@ -9,7 +9,6 @@ Of these the steps after the first update count, as the planner predicts a step 
 import csv
 import datetime
 import json
-import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,14 +17,12 @@ from statistics import median
 from rloo_memory.errors import ConfigError
 from rloo_memory.plan.options import check_writable
 from rloo_memory.plan.sureness.calibration import (
-    FACTORS,
     MATTERS,
     Calibration,
     Spread,
     as_json,
     file_of,
     minor,
-    number,
     what_is_wrong,
 )
 from rloo_memory.sizes import GIB
@@ -80,15 +77,13 @@ def measured_run(folder: Path) -> MeasuredRun:
         if reason is None:
             with (folder / "memory_phases.csv").open(newline="", encoding="utf-8") as file:
                 return from_record(str(folder), record, list(csv.DictReader(file)))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, csv.Error) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise LeftOut(f"is not a whole record ({what_is_wrong(error)}); train again") from error
     raise LeftOut(reason)
 
 
 def why_not(record: dict) -> str | None:
     """Why the measured peaks of a run are not those that were predicted; None where they are."""
-    if not isinstance(record, dict):
-        raise TypeError("it is no JSON object")
     if "start_bytes" not in record or "machine" not in record:
         return "was recorded by an older version, without the level before the model; train again"
     if not record["predicted_peaks"]:
@@ -115,39 +110,23 @@ def from_record(folder: str, record: dict, rows: list[dict]) -> MeasuredRun:
     steady = rows[first + 1 :]
     if not any(row["phase"] == "optimizer" for row in steady):
         raise LeftOut("has no whole second update, and the optimizer has its state from then on; train two or more")
-    cuda = {"cuda": True, "cpu": False}[record["device_kind"]]
-    if not re.fullmatch(r"\w[\w-]*", record["machine"]):
-        raise ValueError(f"machine is {record['machine'][:40]!r}")
-    start = number(record["start_bytes"])
+    cuda, start = record["device_kind"] == "cuda", record["start_bytes"]
     column, below = ("peak_allocated_bytes", 0) if cuda else ("peak_resident_bytes", start)
     measured = {
         phase: max(int(row[column]) for row in steady if row["phase"] == phase) - below
         for phase in PHASES
         if phase in record["predicted_peaks"] and any(row["phase"] == phase for row in steady)
     }
-    predicted = {phase: number(record["predicted_peaks"][phase]) for phase in measured}
-    if not measured:
-        raise ValueError("no phase is both predicted and measured")
-    least, most = FACTORS
-    for phase, size in measured.items():
-        if not 0 < least * predicted[phase] <= size <= most * predicted[phase]:
-            raise ValueError(f"{phase}: measured {size}, predicted {predicted[phase]}")
+    predicted = {phase: record["predicted_peaks"][phase] for phase in measured}
     context, reserve = start, None
     if cuda:
         context, reserve = None, highest(rows, "peak_reserved_bytes") - highest(rows, "peak_allocated_bytes")
         if start <= FRESH_CONTEXT:
             context = max(int(row["device_used_bytes"]) - int(row["peak_reserved_bytes"]) for row in steady)
-        if reserve < 0 or context is not None and context < 0:
-            raise ValueError(f"context {context}, reserve {reserve}")
-    versions = {name: str(text) for name, text in record["versions"].items()}
-    if missing := [package for package in MATTERS if package not in versions]:
-        raise KeyError(*missing)
     return MeasuredRun(
         folder,
         rows[0]["start"],
-        *(str(record[name]) for name in ("machine", "device_kind", "device_name")),
-        versions,
-        str(record["commit"]),
+        *(record[name] for name in ("machine", "device_kind", "device_name", "versions", "commit")),
         predicted,
         measured,
         context,

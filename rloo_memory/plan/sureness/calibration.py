@@ -6,7 +6,6 @@ that torch allocates, on a CPU resident memory of the process above its level be
 """
 
 import json
-import math
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -19,7 +18,6 @@ from rloo_memory.storage import user_folder
 
 ENOUGH = 3  # runs whose own spread is the range; of fewer it is widened by the planner's errors elsewhere
 REACH = 4  # a peak so many times smaller or larger than the runs' is not corrected: their factor is not its
-FACTORS = 0.01, 100  # measured over predicted: outside of that no planner errs
 MATTERS = ("torch", "transformers")  # whose major and minor version a calibration holds for
 HOW = "rloo-memory plan --calibrate RUN_DIR..."
 
@@ -183,38 +181,18 @@ def load(path: Path | str) -> Calibration:
         return from_json(json.loads(path.read_text(encoding="utf-8")), str(path))
     except OSError as error:
         raise ConfigError(f"cannot read the calibration {path}: {error.strerror}; {HOW} writes one") from error
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{path} is not a calibration ({what_is_wrong(error)}); {HOW} writes one") from error
 
 
 def what_is_wrong(error: Exception) -> str:
-    """The type and the beginning of what a damaged file raises."""
+    """The type and the beginning of what another file raises."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
 
 
 def from_json(values: dict, file: str = "") -> Calibration:
-    """Raises ValueError, TypeError, KeyError or AttributeError for values that no calibration has."""
-    found = {name: values[name] for name in ("machine", "device_kind", "device_name", "date")}
-    if any(not isinstance(text, str) for text in found.values()) or found["device_kind"] not in ("cpu", "cuda"):
-        raise ValueError("it names no device")
-    versions = {package: str(values["versions"][package]) for package in MATTERS}
-    runs, peaks = tuple(dict(run) for run in values["runs"]), tuple(map(number, values["predicted_peaks"]))
-    if not runs or len(peaks) != 2 or not values["phases"]:
-        raise ValueError("it has no runs, no phases, or no predicted_peaks")
-    phases = {str(phase): spread(one, *FACTORS) for phase, one in values["phases"].items()}
-    rest = {name: None if values[name] is None else spread(values[name], 0, 2**50) for name in ("context", "reserve")}
-    return Calibration(**found, versions=versions, runs=runs, phases=phases, predicted_peaks=peaks, file=file, **rest)
-
-
-def spread(values: dict, least: float, most: float) -> Spread:
-    """Raises ValueError for numbers that are out of order or not within `least` to `most`."""
-    found = Spread(*(number(values[name]) for name in ("low", "expected", "high")), int(number(values["runs"])))
-    if not least <= found.low <= found.expected <= found.high <= most or found.runs < 1:
-        raise ValueError(f"low, expected, high are {found.low}, {found.expected}, {found.high}")
-    return found
-
-
-def number(value) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{str(value)[:40]!r} is no size and no factor")
-    return value
+    """Raises what Python raises for a file of another kind."""
+    spreads = {name: values[name] and Spread(**values[name]) for name in ("context", "reserve")}
+    phases = {phase: Spread(**spread) for phase, spread in values["phases"].items()}
+    tuples = {name: tuple(values[name]) for name in ("runs", "predicted_peaks")}
+    return Calibration(**{**values, **spreads, **tuples, "phases": phases, "file": file})
