@@ -1,0 +1,178 @@
+"""Sentences with figures in README and docs, made here from the committed results: a page that says otherwise fails.
+Tables are made by `visualization.tables`, which has its own test."""
+
+import json
+import math
+import re
+
+import pandas as pd
+import pytest
+
+from experiments.config import ROOT
+from rloo_memory.shapes import SHAPES
+from visualization.load import load_machine
+from visualization.pages.gpu_peaks import read_peaks
+from visualization.pages.side_by_side import CELL, faster, read_bench, ways_of
+from visualization.runs import MIB, cells
+
+REFERENCE, XEON = (ROOT / "results" / name for name in ("reference-cpu-2-cores", "intel-xeon-2-cores"))
+
+
+def says(page: str, sentence: str) -> None:
+    """The page has this sentence, wherever its lines are broken and whatever it links."""
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", (ROOT / page).read_text())
+    assert " ".join(sentence.split()) in " ".join(text.split()), f"{page} should say: {sentence}"
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return load_machine(REFERENCE)
+
+
+@pytest.fixture(scope="module")
+def bench(runs):
+    """(arm, k) -> cell of the scale `bench`."""
+    return {(cell.arm, cell.k): cell for cell in cells([run for run in runs if run.scale == "bench"])}
+
+
+def test_the_step_of_the_bench(bench):
+    stock, shared = bench["stock-compact", 8], bench["shared", 8]
+    ratio = f"{shared.seconds().times_faster(stock.seconds()):.1f}"
+    sizes = [cell.median("above_start_bytes") / 2**30 for cell in (stock, shared)]
+    says("docs/faq.md", f"At P = 3,000, C = 100 and k = 8 a step was {ratio} times faster")
+    says(
+        "docs/worth.md", f"at P = 3,000, C = 100, k = 8 a step is {ratio} times faster than TRL with the same LM head"
+    )
+    says("docs/worth.md", f"and needs {sizes[1] / sizes[0]:.2f} of its memory")
+    says("docs/memory_guide.md", "from {:.2f} to {:.2f} GiB".format(*sizes))
+
+
+def test_the_peak_hardly_grows_with_k(bench):
+    def grows(arm, between):
+        few, many = (bench[arm, k].median("peak_bytes") / MIB for k in (2, 64))
+        return f"from {few:,.0f} to {many:,.0f} MiB in {between} of two ({many / few:.2f} times)"
+
+    says("docs/worth.md", grows("shared", "passes"))
+    says("docs/worth.md", grows("shared-accumulate", "micro-batches"))
+
+
+def test_lengths_at_which_training_gains_little():
+    found = pd.concat([faster(read_bench(machine, "worth"), "train") for machine in (REFERENCE, XEON)])
+    square = found.xs((1000, 1000), level=("prompt_tokens", "completion_tokens"))[["shared", "shared-micro-2"]]
+    span = f"{square.min(axis=None):.1f} to {square.max(axis=None):.1f} times faster"
+    says("docs/faq.md", f"at P = C = 1,000 training was {span}")
+    says("docs/worth.md", f"training is {span} at P = C = 1,000")
+    narrow = faster(read_bench(REFERENCE, "worth"), "train").loc["narrow"]["shared"]
+    first, second = narrow[1000, 1000], narrow[200, 1000]
+    says(
+        "docs/alternatives.md",
+        f"the training pass was {first:.2f} times faster than whole rows at P = C = 1,000, k = 8, and {second:.2f} "
+        "times at P = 200, C = 1,000",
+    )
+
+
+def test_where_sharing_takes_longer():
+    """Of both CPUs: whole steps, training in passes of two, and generation."""
+    tables = {name: read_bench(machine, "worth") for name, machine in (("EPYC", REFERENCE), ("Xeon", XEON))}
+    train = {name: faster(rows, "train") for name, rows in tables.items()}
+    for ratios in train.values():
+        assert ratios[["shared", "shared-micro-2"]].min(axis=None) >= 1, "slower at none of these lengths"
+    steps = min(faster(rows, "step").min(axis=None) for rows in tables.values())
+    says("docs/worth.md", f"A whole step took at most {100 * (1 / steps - 1):.1f} % longer")
+    longer = {
+        (model, name): f"{100 * (1 / ratios['shared-2'][model, 200, 1000] - 1):.0f}"
+        for name, ratios in train.items()
+        for model in ("narrow", "wide")
+    }
+    narrow, wide = (" and ".join(longer[model, name] for name in train) for model in ("narrow", "wide"))
+    says(
+        "docs/worth.md",
+        f"training takes {narrow} % longer than whole rows in the narrow model (EPYC, Xeon), {wide} % in the wide one",
+    )
+    found = {}
+    for name, machine in (("EPYC", REFERENCE), ("Xeon", XEON)):
+        for cell, rows in read_bench(machine, "decoding").groupby(CELL):
+            whole, shared = (ways_of(rows)[way].seconds("generate_seconds").answer for way in ("whole", "shared"))
+            found[name, *cell] = 100 * (shared / whole - 1)
+    few = [[found.pop((name, "narrow", p, 100, k)) for name in train] for p, k in ((20, 8), (100, 2))]
+    (a, b), (c, d) = few
+    says(
+        "docs/worth.md",
+        f"In the narrow model generation took {a:.0f} and {b:.0f} % longer behind 20 tokens (EPYC, Xeon), and {c:.0f} "
+        f"and {d:.0f} % longer behind 100 tokens with k = 2; elsewhere at most {max(found.values()):.0f} %",
+    )
+
+
+def test_ways_to_compute_one_group():
+    def train(machine, prompt):
+        groups = read_bench(machine, "rivals").groupby(CELL)
+        (rows,) = (rows for cell, rows in groups if cell[1] == prompt)
+        return {name: way.median("train_seconds") for name, way in ways_of(rows).items()}
+
+    at = train(REFERENCE, 3000)
+    says(
+        "docs/alternatives.md",
+        f"whole rows {at['whole']:.2f} s, prefix-grouper {at['prefix-grouper 0.0.1.post1']:.2f} s, this project "
+        f"{at['shared']:.2f} s together and {at['shared-2']:.2f} s in passes of two",
+    )
+
+
+def test_what_the_published_change_and_the_honest_one_save(runs):
+    lean, base = (
+        {cell.k: cell.median("above_start_bytes") for cell in cells(runs) if (cell.arm, cell.scale) == (arm, "cpu")}
+        for arm in ("classic-lean", "classic-baseline")
+    )
+    gib, less = 2**30, {k: f"{1 - lean[k] / base[k]:.0%}".replace("%", " %") for k in (2, 4)}
+    says("README.md", f"saves {less[2]} at k = 2")
+    says(
+        "docs/findings.md",
+        f"{base[2] / gib:.2f} to {lean[2] / gib:.2f} at k=2 ({less[2]} less), {base[4] / gib:.2f} to "
+        f"{lean[4] / gib:.2f} at k=4 ({less[4]} less), and {lean[8] / gib:.2f} at k=8",
+    )
+
+
+def test_published_peaks_of_gpus():
+    rows = read_peaks(ROOT / "results" / "published")
+    held = rows[(rows.metric == "allocated") & (rows.not_held == "") & ~rows.card.str.contains("FSDP2")]
+    off = math.ceil(1000 * max(abs(held.ratio - 1))) / 1000
+    says("README.md", f"{len(held)} allocated peaks of untouched TRL and torchtune lie within {off * 100:.1f} % of it")
+
+
+def test_host_allocators():
+    ways = ways_of(read_bench(REFERENCE, "allocators"))
+    jemalloc, system = ways["jemalloc"], ways["system"]
+    lower = 1 - min(way.median("peak_resident_bytes") for way in ways.values()) / system.median("peak_resident_bytes")
+    slower = jemalloc.median("cpu_seconds") / system.median("cpu_seconds") - 1
+    says("docs/memory_guide.md", f"lowers the peak by at most {lower:.0%} (measured)".replace("%", " %"))
+    says("docs/memory_guide.md", f"{slower:.0%} more CPU time".replace("%", " %"))
+
+
+def test_kernels_that_an_update_launches():
+    rows = pd.read_csv(ROOT / "results" / "emulated-cuda" / "launches.csv").set_index("way").launches_a_layer
+    whole, checkpointed, shared = (
+        rows[name] * (5 / 4 if "whole" in name else 1)
+        for name in (
+            "whole rows, two a micro-batch",
+            "whole rows, two a micro-batch, checkpointed",
+            "shared, two a micro-batch",
+        )
+    )
+    says(
+        "docs/emulated_cuda.md",
+        f"Five passes of whole rows launch {whole:,.0f} kernels a layer, {checkpointed:,.0f} checkpointed; sharing "
+        f"launches {shared / whole:.2f} times as many",
+    )
+
+
+def test_how_many_models_there_are():
+    text = (ROOT / "docs" / "models.md").read_text()
+    counts = [
+        int(number)
+        for number in re.search(r"(\d+) share prompts exactly, (\d+) are .*?, (\d+) could .*?, (\d+)", text).groups()
+    ]
+    says("README.md", f"on {counts[0]} of transformers' {sum(counts)} classes for text and images")
+    says("docs/alternatives.md", f"Of {sum(counts)} model classes {counts[1]} are refused")
+    known = [name for name in SHAPES if not name.startswith("tiny") and not name.endswith("-layers")]
+    says("README.md", f"It knows {len(known)} models by name")
+    data = json.loads((ROOT / "docs" / "fit.json").read_text())
+    says("README.md", f"it answers for {len(data['models'])} models")
