@@ -51,15 +51,9 @@ test: lint
 test-all: lint
 	.venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
-# .venv and DeepSpeed upon it, thrown away and made again each time: .venv stays as requirements.lock has it
 test-deepspeed:
 	./setup_env.sh
-	rm -rf .venv-deepspeed
-	.venv/bin/python -m venv .venv-deepspeed
-	.venv/bin/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" > .venv-deepspeed/project.pth
-	mv .venv-deepspeed/project.pth "$$(.venv-deepspeed/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")"
-	.venv/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']['deepspeed'])" \
-	  | DS_BUILD_OPS=0 .venv-deepspeed/bin/python -m pip install -q --disable-pip-version-check -r /dev/stdin
+	DS_BUILD_OPS=0 tests/venv.sh deepspeed
 	.venv-deepspeed/bin/python -m pytest -q tests/test_distributed.py tests/test_launch_distributed.py -k zero3
 
 # What it covers: docs/vllm.md
@@ -68,16 +62,11 @@ test-vllm:
 	tests/with_vllm/setup.sh
 	.venv-vllm/bin/python -m pytest -q -n 2 --dist loadfile tests/with_vllm
 
-# .venv and the CUDA build of torch upon it: made when it is missing, kept
 test-cuda:
 	@command -v gcc >/dev/null && command -v g++ >/dev/null \
 	  || { echo "make test-cuda: gcc and g++ compile the emulated device: apt-get install g++" >&2; exit 1; }
 	./setup_env.sh
-	[ -x .venv-cuda/bin/python ] || .venv/bin/python -m venv .venv-cuda
-	.venv/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']['cuda'])" \
-	  | .venv-cuda/bin/python -m pip install -q --disable-pip-version-check -c requirements.lock -r /dev/stdin
-	.venv/bin/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
-	  > "$$(.venv-cuda/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/project.pth"
+	tests/venv.sh cuda -c requirements.lock
 	.venv-cuda/bin/python -m pytest -q tests/cuda
 
 lint:
