@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,11 @@ from hypothesis import strategies as st
 from matplotlib.patches import Rectangle
 
 from rloo_memory import arms
-from rloo_memory.run_record import write_runs
+from rloo_memory.run_record import RunRecord, write_runs
 from visualization import create_charts, tables
 from visualization.charts import plan
 from visualization.charts.audit import audit
 from visualization.charts.convergence import convergence
-from visualization.charts.frontier import frontier
 from visualization.charts.idea import idea
 from visualization.charts.peak_comparison import peak_comparison
 from visualization.charts.phase_peaks import phase_peaks
@@ -34,12 +34,6 @@ from visualization.runs import ARMS, GIB, LOST, MIB, cells
 
 ROOT = Path(__file__).resolve().parent.parent
 LEGACY = ROOT / "tests" / "fixtures" / "legacy_2025"
-RECORD = (
-    "run_id", "arm", "scale", "k", "repeat", "status", "device_kind", "device_name", "trl_version", "torch_version",
-    "transformers_version", "commit", "prompt_tokens_requested", "prompt_tokens_fed_mean", "completion_tokens",
-    "batch", "budget_bytes", "start_bytes", "peak_device_used_bytes", "peak_allocated_bytes", "peak_reserved_bytes",
-    "peak_resident_bytes", "peak_phase", "step_seconds_median",
-)  # fmt: skip
 
 
 def write_csv(path, columns, rows):
@@ -50,89 +44,37 @@ def write_csv(path, columns, rows):
 
 
 def write_run(
-    machine,
-    arm="classic-baseline",
-    k=2,
-    repeat=0,
-    status="ok",
-    above=1000 * MIB,
-    fed=3000,
-    samples=60,
-    scale="cpu",
-    passes="",
-    **more,
-):
+    machine, arm="classic-baseline", k=2, repeat=0, status="ok", above=1000 * MIB, fed=3000, samples=60, scale="cpu",
+    passes="", **more,
+):  # fmt: skip
     """One CPU run: 200 MiB at start; the train phase peaks `above` that, a third over what the sampler saw."""
     start, begin = 200 * MIB, 1_760_000_000.0
     run_id = f"{arm}_{scale}_k{k}{passes}_r{repeat}"
     folder = machine / run_id
     folder.mkdir(parents=True)
-    marks = {
-        "load": 2 * start + above,
-        "generate": start + above // 4,
-        "score": start + above // 2,
-        "train": start + above,
-        "optimizer": start + above // 8,
-    }
+    shares = {"load": 1.0, "generate": 0.25, "score": 0.5, "train": 1.0, "optimizer": 0.125}  # of what is above start
+    tops = {phase: start + int(share * above) + (start if phase == "load" else 0) for phase, share in shares.items()}
     phases = [
-        {
-            "phase": phase,
-            "step": int(place > 0),
-            "start": begin + 10 * place,
-            "end": begin + 10 * place + 10,
-            "peak_resident_bytes": mark,
-        }
-        for place, (phase, mark) in enumerate(marks.items())
-    ]
-    times = np.linspace(0, 49.9, samples)
-    tops = [list(marks.values())[int(t // 10)] for t in times]
-    write_csv(
-        folder / "memory.csv",
-        SAMPLE_COLUMNS,
-        [
-            {
-                "timestamp": begin + t,
-                "elapsed_s": t,
-                "cpu_percent": 100.0,
-                "host_used_bytes": 10**9,
-                "resident_bytes": start + int(0.75 * (top - start) * (0.5 + 0.5 * (t % 10) / 10)),
-            }
-            for t, top in zip(times, tops, strict=True)
-        ],
-    )
+        {"phase": phase, "step": int(place > 0), "start": begin + 10 * place, "end": begin + 10 * place + 10,
+         "peak_resident_bytes": top}
+        for place, (phase, top) in enumerate(tops.items())
+    ]  # fmt: skip
+    marks = list(tops.values())
+    levels = [
+        {"timestamp": begin + t, "elapsed_s": t, "cpu_percent": 100.0, "host_used_bytes": 10**9,
+         "resident_bytes": start + int(0.75 * (marks[int(t // 10)] - start) * (0.5 + t % 10 / 20))}
+        for t in np.linspace(0, 49.9, samples)
+    ]  # fmt: skip
+    write_csv(folder / "memory.csv", SAMPLE_COLUMNS, levels)
     write_csv(folder / "phases.csv", PHASE_COLUMNS, phases)
-    record = (
-        dict.fromkeys(RECORD)
-        | {
-            "run_id": run_id,
-            "arm": arm,
-            "scale": scale,
-            "k": k,
-            "repeat": repeat,
-            "status": status,
-            "device_kind": "cpu",
-            "device_name": "Test, processor",
-            "trl_version": "0.21.0",
-            "torch_version": "2.13.0",
-            "transformers_version": "5.23.0",
-            "config": {},
-            "commit": "0123456789abcdef",
-            "prompt_tokens_requested": 3000,
-            "prompt_tokens_fed_mean": float(fed),
-            "completion_tokens": 100,
-            "batch": k,
-            "budget_bytes": 4 * GIB,
-            "start_bytes": start,
-            "peak_resident_bytes": start + above,
-            "peak_phase": "train",
-            "step_seconds_median": 2.0 * k + repeat,
-            "error": None,
-            "trace": [],
-            "sampler": {"achieved_interval_s": 0.05, "peak_missed_bytes": 7 + repeat},
-        }
-        | more
-    )
-    (folder / "run.json").write_text(json.dumps(record))
+    record = RunRecord(
+        run_id, arm, scale, k, repeat, config={}, commit="0123456789abcdef", status=status, device_kind="cpu",
+        device_name="Test, processor", trl_version="0.21.0", torch_version="2.13.0", transformers_version="5.23.0",
+        prompt_tokens_requested=3000, prompt_tokens_fed_mean=float(fed), completion_tokens=100, batch=k,
+        budget_bytes=4 * GIB, start_bytes=start, peak_resident_bytes=start + above, peak_phase="train",
+        step_seconds_median=2.0 * k + repeat, sampler={"achieved_interval_s": 0.05, "peak_missed_bytes": 7 + repeat},
+    )  # fmt: skip
+    (folder / "run.json").write_text(json.dumps(asdict(record) | more))
     return folder
 
 
@@ -361,18 +303,12 @@ def write_learning(machine, **levels):
         write_run(machine, arm.replace("_", "-"), 4, scale="learn", trace=trace)
 
 
-def test_convergence_title_tells_the_largest_difference(machine):
-    write_learning(machine, classic_baseline=0.0, classic_lean=0.25)
-    figure = convergence(load_machine(machine))
-    assert any("reward 0.25, kl 0, loss 0" in text for text in texts(figure))
-
-
-def test_convergence_compares_within_one_trainer(machine):
-    write_learning(machine, classic_baseline=0.0, classic_lean=0.0, stock=7.0, shared=7.5)
+def test_convergence_tells_the_largest_difference_within_one_trainer(machine):
+    write_learning(machine, classic_baseline=0.0, classic_lean=0.25, stock=7.0, shared=7.5)
     figure = convergence(load_machine(machine))
     told = [axes.get_title(loc="left") for axes in figure.axes if axes.get_title(loc="left")]
     assert told == [
-        "classic-baseline, classic-lean: largest absolute difference reward 0, kl 0, loss 0",
+        "classic-baseline, classic-lean: largest absolute difference reward 0.25, kl 0, loss 0",
         "stock, shared: largest absolute difference reward 0.5, kl 0, loss 0",
     ]
     assert [axes.get_ylabel().rsplit(" ", 1)[1] for axes in figure.axes[1::2]] == ["completion)", "token)"]
@@ -390,6 +326,20 @@ def test_command_writes_png_and_svg_the_same_each_time(machine, capsys):
     before = (machine / "charts" / "audit.svg").read_bytes()
     create_charts.style.save(audit(load_machine(machine)), machine / "charts", "audit")
     assert (machine / "charts" / "audit.svg").read_bytes() == before
+
+
+def test_bench_has_lines_and_other_scales_have_tables_only(machine):
+    for k in (2, 4, 8):
+        write_run(machine, "shared", k, scale="bench")
+        write_run(machine, "shared", k, scale="short")
+    charts = machine / "charts"
+    drawn = {str(path.relative_to(charts)) for path in create_charts.draw_all(load_machine(machine), charts)}
+    assert {name for name in drawn if name.startswith("bench") and name.endswith("svg")} == {
+        f"bench/{name}.svg" for name in ("peak_by_k", "phases", "timeline_peak_preserving", "timeline_ultra_smooth")
+    }
+    assert "peak_comparison.svg" in drawn and not any("short" in name for name in drawn)
+    alone = create_charts.draw_all(load_machine(machine), machine / "alone", "short")
+    assert machine / "alone" / "peak_comparison.svg" in alone
 
 
 def test_axes_are_drawn_at_round_places(machine, tmp_path):
@@ -530,15 +480,6 @@ def test_summary_says_four_ways_in_words_and_the_picture_compares_the_nearest_tw
     assert idea(load_machine(machine)) is None
 
 
-def test_names_of_points_in_one_place_stand_apart(tmp_path):
-    machine = tmp_path / "here"
-    for arm in ("stock", "stock-accumulate", "shared", "shared-accumulate"):
-        write_run(machine, arm, 8, above=GIB, step_seconds_median=20.0, scale="bench")
-    figure = frontier(load_machine(machine))
-    (axes,) = figure.axes
-    assert len({text.get_position() for text in axes.texts}) == len(axes.texts) == 4
-
-
 def test_seconds_come_from_the_runs_that_are_there_for_them(tmp_path):
     """And from nowhere else, while memory does not come from these."""
     machine = tmp_path / "here"
@@ -558,7 +499,7 @@ def test_seconds_come_from_the_runs_that_are_there_for_them(tmp_path):
     left = {run.run_id for run in load_machine(machine) if run.scale == "bench-time"}
     apart = {"shared-accumulate_bench-time_k8_r0", "stock_bench-time_k4_r0"}
     assert left == apart, "nothing is dropped without a word"
-    assert "Seconds and memory are from separate runs" in " ".join(texts(frontier(load_machine(machine))))
+    assert "Seconds and memory are from separate runs" in " ".join(texts(phase_peaks(load_machine(machine))))
 
 
 def test_a_run_that_lost_its_sampler_says_so_in_tables_and_charts(machine):

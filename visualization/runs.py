@@ -13,6 +13,7 @@ GIB = 2**30
 MIB = 2**20
 LEARN = "learn"  # the scale of the convergence runs: another workload, not compared with the others
 BENCH = "bench"  # the scale of a model large enough that a step's time is the model's
+DEFAULT_SCALES = ("seed", "cpu", "2025")  # what everybody runs
 TIMES = "-time"  # ends the name of a scale whose runs are there for their seconds: those of `bench-time` for `bench`
 # What each arm is, in words that stand alone, in the order of every table
 ARMS = {
@@ -214,6 +215,18 @@ def scales(runs: Iterable[Run]) -> list[str]:
     return sorted({run.scale for run in runs if run.scale})
 
 
+def shown(runs: Sequence[Run]) -> list[str]:
+    """The scales to show, what everybody runs first; `learn` only where there is nothing else."""
+    found = [scale for scale in scales(runs) if scale != LEARN] or scales(runs)
+    return sorted(found, key=lambda scale: (*DEFAULT_SCALES, scale).index(scale))
+
+
+def charted(runs: Sequence[Run]) -> list[str]:
+    """The scales that have charts and answers of their own: the first one, and `bench`. Tables tell the others."""
+    first, *others = shown(runs)
+    return [first, *(scale for scale in others if scale == BENCH)]
+
+
 def compared(runs: Sequence[Run]) -> list[Cell]:
     """The cells of the largest k that most arms were run at, in the order of the project's table."""
     table = cells(runs)
@@ -285,24 +298,18 @@ def describe(runs: Sequence[Run]) -> str:
         )
     counts = sorted({len(cell.runs) for cell in cells(runs)})
     repeats = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
-    device = DEVICE_WORDS.get("".join(kinds), "device")
-    runs = [*runs, *(timed for run in runs for timed in run.timed)]
-    device += f": {_joined(run.device_name for run in runs) or 'name not recorded'}"
-    found = {
-        "torch": _joined(run.torch_version for run in runs),
-        "transformers": _joined(run.transformers_version for run in runs),
-        "trl": _joined(run.trl_version for run in runs),
-        "commit": _joined(_short(run.commit) for run in runs),
+    every = [*runs, *(timed for run in runs for timed in run.timed)]
+    versions = {
+        "torch": _joined(run.torch_version for run in every),
+        "transformers": _joined(run.transformers_version for run in every),
+        "trl": _joined(run.trl_version for run in every),
+        "commit": _joined(_short(run.commit) for run in every),
     }
-    versions = [f"{name} {value}" for name, value in found.items() if value] or ["versions and commit not recorded"]
-    return " · ".join(
-        [
-            device,
-            *versions,
-            f"scale {_joined(run.scale.removesuffix(TIMES) for run in runs)}",
-            f"{repeats} {'repeat' if repeats == '1' else 'repeats'} per cell",
-        ]
-    )
+    named = [f"{name} {value}" for name, value in versions.items() if value] or ["versions and commit not recorded"]
+    device = _joined(run.device_name for run in every) or "name not recorded"
+    scale = _joined(run.scale.removesuffix(TIMES) for run in every)
+    count = f"{repeats} {'repeat' if repeats == '1' else 'repeats'} per cell"
+    return " · ".join([f"{DEVICE_WORDS.get(''.join(kinds), 'device')}: {device}", *named, f"scale {scale}", count])
 
 
 def _joined(values: Iterable[str]) -> str:
