@@ -61,7 +61,7 @@ def test_cells_of_the_bench_are_measured_on_the_device(on_device, tmp_path):
         "--results",
         tmp_path,
     )
-    small = ("--models", "tiny-qwen3/ragged", "--cells", "16x4x2", "--ways", "stock,shared-2")
+    small = ("--models", "tiny-qwen3/ragged", "--cells", "32x4x2", "--ways", "stock,shared-2")
     result = on_device(*command, *small, **INTERPRETED)
     assert result.code == 0, result.out[-2000:] + result.err[-3000:]
     with (tmp_path / "here" / "bench.csv").open(newline="") as file:
