@@ -1,10 +1,10 @@
 """The bench's charts and table, on small machine folders."""
 
 import pytest
+from visualization.charts.frontier import frontier
 
 from tests.test_visualization import texts, write_run
 from visualization import tables
-from visualization.charts.frontier import frontier
 from visualization.charts.peak_by_k import peak_by_k
 from visualization.load import load_machine
 from visualization.runs import GIB, compared

@@ -2,12 +2,12 @@
 
 import pandas as pd
 import pytest
+from visualization.charts.frontier import frontier
 
 from tests.test_page import Page
 from tests.test_visualization import ROOT, texts, write_run
 from visualization import tables
 from visualization.charts import worth
-from visualization.charts.frontier import frontier
 from visualization.charts.idea import idea
 from visualization.load import load_machine
 from visualization.page import build

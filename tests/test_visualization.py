@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.patches import Rectangle
+from visualization.charts.frontier import frontier
 
 from rloo_memory import arms
 from rloo_memory.run_record import write_runs
@@ -20,7 +21,6 @@ from visualization import create_charts, tables
 from visualization.charts import plan
 from visualization.charts.audit import audit
 from visualization.charts.convergence import convergence
-from visualization.charts.frontier import frontier
 from visualization.charts.idea import idea
 from visualization.charts.peak_comparison import peak_comparison
 from visualization.charts.phase_peaks import phase_peaks

@@ -16,7 +16,7 @@ import pandas as pd
 from rloo_memory.run_record import PHASE_COLUMNS, SAMPLE_COLUMNS, RunRecord, StoredRun, read_rows, stored_runs
 from visualization import legacy
 from visualization.files import LoadError
-from visualization.runs import DEVICE_USED, LEARN, RESERVED, RESIDENT, TIMES, Measure, Run
+from visualization.runs import DEVICE_USED, RESERVED, RESIDENT, TIMES, Measure, Run
 
 RERUN = "delete the run's folder and run it again"
 # Fields of a Run as they are in the record
@@ -89,7 +89,6 @@ def run_of(stored: StoredRun) -> Run:
     ok = record["status"] == "ok"
     measure = main_measure(record)
     sampler = record["sampler"] or {}
-    traced = record["scale"] == LEARN
     run = Run(
         **own,
         measure=measure,
@@ -100,7 +99,7 @@ def run_of(stored: StoredRun) -> Run:
         achieved_interval_s=sampler.get("achieved_interval_s"),
         peak_missed_bytes=sampler.get("peak_missed_bytes"),
         sampler_lost=sampler_lost(record) if ok else "",
-        trace=tuple({name: step.get(name) for name in TRACE_FIELDS} for step in record["trace"]) if traced else (),
+        trace=tuple({name: step.get(name) for name in TRACE_FIELDS} for step in record["trace"]),
     )
     samples = read_rows(stored.folder / "memory.csv") if stored.folder else ()
     return with_curve(run, frame(samples, SAMPLE_COLUMNS), frame(stored.phases, PHASE_COLUMNS))

@@ -13,7 +13,7 @@ from visualization import combine_memory_data, create_charts, tables
 from visualization.files import run_cli, write_text
 from visualization.load import load_machine, tell_damaged
 from visualization.page import build
-from visualization.runs import ARMS, GIB, LEARN, Cell, Run, cells, change, describe, footnotes, in_order, scales
+from visualization.runs import ARMS, GIB, Cell, Run, cells, change, describe, footnotes, in_order, scales, shown
 
 SCREEN = 24  # lines
 WIDTH = 119
@@ -24,8 +24,7 @@ def screen(folder: Path, runs: Sequence[Run], width: int = WIDTH) -> list[str]:
 
     What they mean is whole, in lines of `width`: it says what to make of the figures.
     """
-    found = [scale for scale in scales(runs) if scale != LEARN] or scales(runs)
-    scale = next((scale for scale in create_charts.DEFAULT_SCALES if scale in found), found[0])
+    scale = shown(runs)[0]
     chosen = [run for run in runs if run.scale == scale]
     table = {(cell.arm, cell.k): cell for cell in cells(chosen)}
     wrap = textwrap.TextWrapper(max(width, 40), break_on_hyphens=False).wrap  # arms' names have hyphens
@@ -107,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = load_machine(args.results)
     combine_memory_data.write(runs, args.results)
     charts = args.results / "charts"
-    drawn = create_charts.draw_all(runs, charts, [scale for scale in scales(runs) if scale != LEARN])
+    drawn = create_charts.draw_all(runs, charts)
     write_text(charts / "tables.md", tables.page(args.results, runs))
     build.write(args.results, runs, drawn)
     width = shutil.get_terminal_size((WIDTH, SCREEN)).columns

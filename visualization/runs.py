@@ -13,6 +13,7 @@ GIB = 2**30
 MIB = 2**20
 LEARN = "learn"  # the scale of the convergence runs: another workload, not compared with the others
 BENCH = "bench"  # the scale of a model large enough that a step's time is the model's
+DEFAULT_SCALES = ("seed", "cpu", "2025")  # what everybody runs
 TIMES = "-time"  # ends the name of a scale whose runs are there for their seconds: those of `bench-time` for `bench`
 # What each arm is, in words that stand alone, in the order of every table
 ARMS = {
@@ -212,6 +213,18 @@ def in_words(arms: Iterable[str]) -> str:
 def scales(runs: Iterable[Run]) -> list[str]:
     """The scales that were run, by name. A damaged folder whose name tells no scale has none."""
     return sorted({run.scale for run in runs if run.scale})
+
+
+def shown(runs: Sequence[Run]) -> list[str]:
+    """The scales to show, what everybody runs first; `learn` only where there is nothing else."""
+    found = [scale for scale in scales(runs) if scale != LEARN] or scales(runs)
+    return sorted(found, key=lambda scale: (*DEFAULT_SCALES, scale).index(scale))
+
+
+def charted(runs: Sequence[Run]) -> list[str]:
+    """The scales that have charts and answers of their own: the first one, and `bench`. Tables tell the others."""
+    first, *others = shown(runs)
+    return [first, *(scale for scale in others if scale == BENCH)]
 
 
 def compared(runs: Sequence[Run]) -> list[Cell]:

@@ -33,7 +33,7 @@ def fit(x: Sequence[float], y: Sequence[float]) -> tuple[float, float, float] | 
 
 def audit(runs: Sequence[Run]) -> Figure | None:
     """Thousands of tokens in the batch against the peak above start (GiB), median per arm and k, with the line through
-    the baseline and both string arms; the published points beside it. None where no run says what it was fed.
+    the baseline and both string arms; the published points beside it. None where no run of these says what it was fed.
 
     A k of one arm alone is left out: it would stretch the axes without another arm to hold it against."""
     single = alone(runs)
@@ -43,7 +43,7 @@ def audit(runs: Sequence[Run]) -> Figure | None:
         for cell in table
         if None not in (cell.median("tokens_in_batch"), cell.median("above_start_bytes"))
     ]
-    if not points:
+    if not any(arm in ON_ONE_LINE for arm, *_ in points):
         return None
     failed = [f"{cell.arm} k={cell.k} ({cell.failure()})" for cell in table if not cell.finished]
     left_out = [f"{arm} k={k}" for k, arm in single.items()]
