@@ -1,7 +1,6 @@
 """The bench's charts and table, on small machine folders."""
 
 import pytest
-from visualization.charts.frontier import frontier
 
 from tests.test_visualization import texts, write_run
 from visualization import tables
@@ -23,19 +22,8 @@ def machine(tmp_path):
     return machine
 
 
-def test_frontier_has_one_point_an_arm_and_names_who_failed(machine):
-    figure = frontier(load_machine(machine))
-    shown = texts(figure)
-    assert {"stock", "shared", "seconds per step", "peak above the start level (GiB)"} <= set(shown)
-    assert "classic-baseline" not in shown
-    assert any("not finished: classic-baseline: OOM" in text for text in shown)
-    assert any("k = 8" in text for text in shown)
-
-
-def test_charts_need_something_to_compare(machine):
-    runs = load_machine(machine)
-    assert frontier([run for run in runs if run.arm == "shared" and run.k == 8]) is None
-    assert peak_by_k([run for run in runs if run.k != 32]) is None
+def test_lines_need_three_k(machine):
+    assert peak_by_k([run for run in load_machine(machine) if run.k != 32]) is None
 
 
 def test_peak_by_k_is_drawn_at_the_measured_peaks(machine):

@@ -12,7 +12,6 @@ from test_visualization import GIB, write_run
 from visualization import create_charts
 from visualization.load import load_machine
 from visualization.page import build
-from visualization.runs import LEARN, scales
 
 VOID = {"meta", "img", "input", "br", "hr", "link"}
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -50,8 +49,14 @@ def machine(tmp_path_factory):
     machine = tmp_path_factory.mktemp("results") / "a machine <b>"
     for k in (2, 8):
         write_run(machine, "classic-baseline", k, above=k * GIB, status="ok" if k == 2 else "oom")
-        write_run(machine, "stock", k, above=4 * GIB, step_seconds_median=70.0)
+        write_run(machine, "classic-string", k, above=GIB, fed=1024)
         write_run(machine, "shared", k, above=GIB // 2, step_seconds_median=10.0)
+        for repeat, seconds in enumerate((65.0, 75.0)):
+            write_run(machine, "stock", k, repeat, above=4 * GIB, step_seconds_median=seconds)
+    write_run(machine, "stock-accumulate", 8, above=3 * GIB, step_seconds_median=80.0)
+    for arm, reward in (("stock", 1.0), ("shared", 1.25)):
+        trace = [{"step": step, "reward": reward, "loss": 0.5, "kl": None} for step in (1, 2)]
+        write_run(machine, arm, 4, scale="learn", trace=trace)
     write_run(machine, "stock", 8, above=5 * GIB, scale="bench")
     folder = write_run(
         machine, "shared", 8, above=GIB, scale="bench", device_name="</script><script>alert(1)</script>"
@@ -64,25 +69,53 @@ def machine(tmp_path_factory):
 @pytest.fixture(scope="module")
 def html(machine):
     runs = load_machine(machine)
-    charts = create_charts.draw_all(runs, machine / "charts", [scale for scale in scales(runs) if scale != LEARN])
+    charts = create_charts.draw_all(runs, machine / "charts")
     build.write(machine, runs, charts)
     return (machine / "report.html").read_text()
 
 
-def test_the_page_answers_first_and_holds_every_run(html, machine):
+def section_of(html, name):
+    part = re.search(f'<section id="{name}">.*?</section>', html, re.DOTALL)[0]
+    return part, " ".join(" ".join(Page(part).text).split())
+
+
+def test_the_page_answers_three_questions_first_and_holds_every_run(html, machine):
     page = Page(html)
     text = " ".join(" ".join(page.text).split())
-    first = text[text.index("The answer") : text.index("Charts")]
-    assert "At k = 8, shared (TRL 1.16 with prefix sharing, two completions a pass) has the lowest peak" in first
-    assert "0.50 GiB. The highest is stock (TRL 1.16 as it is) with 4.00 GiB." in first
-    assert "A step takes 10.0 s with shared" in first and "Out of memory: classic-baseline at k = 8." in first
-    assert first.index("Scale cpu") < first.index("Scale bench"), "what everybody runs comes first"
+    assert page.ids[:8] == ["memory", "time", "exact", "short", "timelines", "charts", "tables", "runs"]
+    assert len(page.ids) == len(set(page.ids)) and page.images and all(page.images), "each picture in words"
     assert "a machine <b>" in text and "1 damaged, left out" in text
     for folder in machine.glob("*/memory.csv"):
         assert f"{folder.parent.name}: " in text
     assert "the last line & <more>" in text and text.count("first first") > 0 and "alert(1)" in text
-    assert len(page.ids) == len(set(page.ids)) and {"answer", "charts", "timelines", "tables", "runs"} <= set(page.ids)
-    assert page.images and all(page.images), "each picture in words"
+
+
+def test_how_much_memory_beside_the_strongest_rival(html):
+    """Not beside an arm that was fed other prompts; a failed run is hatched and no number."""
+    part, text = section_of(html, "memory")
+    assert (
+        "At k = 8, shared (TRL 1.16 with prefix sharing, two completions a pass) peaks 0.50 GiB above the start "
+        "level; the strongest rival, stock-accumulate (TRL 1.16, one completion at a time), 3.00 GiB." in text
+    )
+    assert text.index("Scale cpu") < text.index("Scale bench"), "what everybody runs comes first"
+    assert "Out of memory: classic-baseline at k = 8." in text
+    assert (
+        '<td class="number hatched">out of memory</td>' in part and '<td class="number hatched">damaged</td>' in part
+    )
+    assert part.count('<td class="number bold">3.00</td>') == 1 and '<td class="number bold">4.00</td>' in part
+
+
+def test_how_much_time_with_the_range_of_repeats(html):
+    _, text = section_of(html, "time")
+    assert "At k = 8, a step takes 10.00 s with shared" in text and "with the strongest rival, stock (TRL" in text
+    assert "70.00 (65.00 to 75.00)" in text and "out of memory" in text
+
+
+def test_is_it_exact_tells_updates_side_by_side_and_tokens_fed(html):
+    _, text = section_of(html, "exact")
+    assert "Over 2 updates of shared beside stock, rewards differ by at most 0.25 and losses by at most 0." in text
+    assert "Fed other prompts than asked for, and left out of this: classic-string (1,024 of 3,000)." in text
+    assert "The others were fed 100 % or more of what was asked for." in text and "docs/exactness.md" in text
 
 
 def test_the_page_is_one_file_that_loads_nothing(html):
@@ -98,7 +131,8 @@ def test_timelines_hold_each_runs_recorded_peak(html, machine):
         for data in re.findall(r'<script type="application/json">(.*?)</script>', html)
         for curve in json.loads(data)
     ]
-    peaks = {run.run_id: run.peak_bytes / GIB for run in load_machine(machine) if run.peak_bytes}
+    first = [run for run in load_machine(machine) if run.repeat == 0 and run.scale != "learn"]
+    peaks = {run.run_id: run.peak_bytes / GIB for run in first if run.peak_bytes}
     drawn = {curve["name"]: max(curve["y"]) for curve in curves}
     assert {name: pytest.approx(peak, abs=1e-3) for name, peak in peaks.items()} == {
         name: peak for name, peak in drawn.items() if name in peaks
@@ -109,12 +143,12 @@ def test_timelines_hold_each_runs_recorded_peak(html, machine):
 
 USE = """
 const said = {};
-const table = document.querySelector("#answer table");
+const table = document.querySelector("#memory table");
 const column = (i) => [...table.tBodies[0].rows].map((row) => row.cells[i].textContent);
 const sort = (i) => table.querySelectorAll("thead th button")[i].click();
-sort(2); said.up = column(2);
-sort(2); said.down = column(2);
-said.order = table.querySelectorAll("thead th")[2].getAttribute("aria-sort");
+sort(1); said.up = column(1);
+sort(1); said.down = column(1);
+said.order = table.querySelectorAll("thead th")[1].getAttribute("aria-sort");
 sort(0); said.names = column(0);
 const place = document.querySelector(".timeline");
 const box = place.previousElementSibling.querySelector("input");
@@ -144,9 +178,8 @@ def test_a_browser_draws_sorts_switches_and_finds(html, machine, tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     said = json.loads(re.search(r'<pre id="said">(.*?)</pre>', result.stdout)[1])
     assert "CONSOLE" not in result.stderr, result.stderr[-2000:]
-    assert said["up"] == ["0.50", "0.50", "2.00", "4.00", "4.00", "", ""]
-    assert said["order"] == "descending"
-    assert said["down"] == ["4.00", "4.00", "2.00", "0.50", "0.50", "", ""], "what is no number stays last"
+    assert said["up"] == ["0.50", "1.00", "2.00", "4.00", "not run"] and said["order"] == "descending"
+    assert said["down"] == ["4.00", "2.00", "1.00", "0.50", "not run"], "what is no number stays last"
     assert said["names"] == sorted(said["names"])
     assert said["shown"][0] is False and all(said["shown"][1:]) and said["drawn"] == said["places"] > 2
     assert said["found"] == 1 and said["wide"] <= 0

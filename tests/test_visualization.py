@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.patches import Rectangle
-from visualization.charts.frontier import frontier
 
 from rloo_memory import arms
 from rloo_memory.run_record import write_runs
@@ -530,15 +529,6 @@ def test_summary_says_four_ways_in_words_and_the_picture_compares_the_nearest_tw
     assert idea(load_machine(machine)) is None
 
 
-def test_names_of_points_in_one_place_stand_apart(tmp_path):
-    machine = tmp_path / "here"
-    for arm in ("stock", "stock-accumulate", "shared", "shared-accumulate"):
-        write_run(machine, arm, 8, above=GIB, step_seconds_median=20.0, scale="bench")
-    figure = frontier(load_machine(machine))
-    (axes,) = figure.axes
-    assert len({text.get_position() for text in axes.texts}) == len(axes.texts) == 4
-
-
 def test_seconds_come_from_the_runs_that_are_there_for_them(tmp_path):
     """And from nowhere else, while memory does not come from these."""
     machine = tmp_path / "here"
@@ -558,7 +548,7 @@ def test_seconds_come_from_the_runs_that_are_there_for_them(tmp_path):
     left = {run.run_id for run in load_machine(machine) if run.scale == "bench-time"}
     apart = {"shared-accumulate_bench-time_k8_r0", "stock_bench-time_k4_r0"}
     assert left == apart, "nothing is dropped without a word"
-    assert "Seconds and memory are from separate runs" in " ".join(texts(frontier(load_machine(machine))))
+    assert "Seconds and memory are from separate runs" in " ".join(texts(phase_peaks(load_machine(machine))))
 
 
 def test_a_run_that_lost_its_sampler_says_so_in_tables_and_charts(machine):

@@ -30,13 +30,14 @@ def report(folder: Path, runs: Sequence[Run], charts: Sequence[Path]) -> str:
     of = {scale: [run for run in runs if run.scale == scale] for scale in shown(runs)}
     asked = [(scale, of[scale]) for scale in charted(runs)]
     curves = [timelines(scale, mine) for scale, mine in of.items()]
+    summary = tables.render("summary", folder, load=lambda _: runs)  # README's rows
     drawn = [path for path in charts if path.suffix == ".svg" and not path.stem.startswith("timeline")]  # see above
     cell_of = {run.run_id: cell for cell in cells(runs) for run in cell.runs}
     sections = {
         "memory": ("How much memory?", [in_scale(scale, answers.memory(mine)) for scale, mine in asked]),
         "time": ("How much time?", [in_scale(scale, answers.time(mine)) for scale, mine in asked]),
         "exact": ("Is it exact?", [answers.exact(runs)]),
-        "short": ("In short", [html.of_markdown(tables.render("summary", folder, load=lambda _: runs))]),
+        "short": ("In short", [html.of_markdown(summary)] if summary.strip() else ["<p>For runs of bench only.</p>"]),
         "timelines": ("Memory over time", curves if any(curves) else ["<p>No samples here: timelines need them.</p>"]),
         "charts": ("Charts", [html.picture(path) for path in drawn]),
         "tables": ("Tables", [html.of_markdown(tables.page(folder, runs))]),

@@ -22,6 +22,10 @@ class Failed(str):
     """The text of a table's cell where a run failed: hatched, and no number."""
 
 
+class Bold(str):
+    """The text of a table's cell that stands out."""
+
+
 def section(name: str, title: str, parts: Sequence[str]) -> str:
     return f'<section id="{name}"><h2>{title}</h2>\n' + "\n".join(parts) + "\n</section>"
 
@@ -30,7 +34,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], texts: Sequence[in
     """A table whose columns `texts` are text, the others numbers."""
 
     def kind(column: int, text: str) -> str:
-        return ' class="hatched"' if isinstance(text, Failed) else "" if column in texts else ' class="number"'
+        names = ["number"] * (column not in texts) + ["hatched"] * isinstance(text, Failed)
+        names += ["bold"] * isinstance(text, Bold)
+        return f' class="{" ".join(names)}"' if names else ""
 
     first = "".join(f'<th scope="col"{kind(i, name)}>{escape(name)}</th>' for i, name in enumerate(head))
     lines = ("".join(f"<td{kind(i, text)}>{escape(text)}</td>" for i, text in enumerate(row)) for row in rows)
