@@ -15,11 +15,7 @@ PHASES = ("load", "generate", "score", "train", "optimizer")
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium here: apt install chromium")
 ARMS = ("stock", "stock-accumulate", "shared")
-TRAINED = {
-    "all": Setup(1),
-    "lora": Setup(1, lora_rank=16),
-    "lora-4-bits": Setup(1, lora_rank=16, weight_bits=4),
-}
+TRAINED = {"all": Setup(1), "lora": Setup(1, lora_rank=16), "lora-4-bits": Setup(1, lora_rank=16, weight_bits=4)}
 ONE_CARD = ("lora-4-bits",)
 
 

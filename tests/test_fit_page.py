@@ -33,36 +33,6 @@ def test_it_is_one_file_that_loads_nothing_and_has_no_link_that_a_saved_copy_lac
     assert len(named) > 5 and all((ROOT / name).exists() for name in named)
 
 
-def stock(data: dict) -> dict:
-    return data["models"][0]["trained"]["all"]["stock"]
-
-
-WRONG = {
-    "is missing": lambda data: None,
-    "not valid JSON": lambda data: "{",
-    "has no models": lambda data: data.update(models=[]),
-    "model 2 has no positions": lambda data: data["models"][1].pop("positions"),
-    "lacks one of shared": lambda data: data["models"][0]["trained"]["all"].pop("shared"),
-    "lacks shared on several cards": lambda data: data["models"][0]["several"]["lora"].pop("shared"),
-    "'alert(1)' is no sum": lambda data: stock(data)["train"][0]["stretches"].append({"other": {"alert(1)": 1.0}}),
-    "'P;k' is no sum": lambda data: stock(data)["train"][0].update(when="P;k"),
-    "no list of 'when' and 'stretches'": lambda data: stock(data).update(train=[{"other": {"1": 1.0}}]),
-}
-
-
-@pytest.mark.parametrize("words", WRONG)
-def test_data_that_cannot_be_used_are_told_in_one_line(words, tmp_path, capsys):
-    data = made_up()
-    text = WRONG[words](data)
-    if words != "is missing":
-        (tmp_path / "fit.json").write_text(text if isinstance(text, str) else json.dumps(data))
-    command = partial(make_page.main, ["--data", str(tmp_path / "fit.json"), "--out", str(tmp_path / "fit.html")])
-    assert make_page.run_cli(command) == 2
-    said = capsys.readouterr().err
-    assert words in said and "experiments.fitting.fit_data" in said and said.count("\n") == 1
-    assert not (tmp_path / "fit.html").exists()
-
-
 @needs_data
 def test_the_committed_page_is_made_of_the_committed_data(tmp_path):
     assert make_page.main(["--out", str(tmp_path / "fit.html")]) == 0
@@ -79,12 +49,19 @@ def test_it_says_how_far_predictions_were_from_all_that_was_measured(file):
     assert "measured_over_predicted" not in DATA and '"measured_over_predicted":{"low":0.95,' in file.read_text()
 
 
-def test_a_page_without_measurements_is_told_in_one_line(tmp_path, capsys):
-    (tmp_path / "fit.json").write_text(json.dumps(made_up()))
-    where = ["--data", str(tmp_path / "fit.json"), "--out", str(tmp_path / "fit.html")]
-    command = partial(make_page.main, ["--results", str(tmp_path), *where])
+@pytest.mark.parametrize("lacking, words", [
+    ("data", "fit.json: the file is missing; make it with python -m experiments.fitting.fit_data"),
+    ("results", "no folder in it has a plan_check.csv; run python -m experiments.evidence.planner_check"),
+])  # fmt: skip
+def test_what_is_lacking_is_told_in_one_line(lacking, words, tmp_path, capsys):
+    if lacking == "results":
+        (tmp_path / "fit.json").write_text(json.dumps(made_up()))
+    where = {"--data": tmp_path / "fit.json", "--out": tmp_path / "fit.html"}
+    where |= {"--results": tmp_path} if lacking == "results" else {}
+    command = partial(make_page.main, [str(part) for pair in where.items() for part in pair])
     assert make_page.run_cli(command) == 2 and not (tmp_path / "fit.html").exists()
-    assert re.fullmatch(r"error: .*: no folder .* plan_check.csv; run python -m \S+\n", capsys.readouterr().err)
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
 
 
 def test_the_command_writes_the_page_and_no_name_in_the_data_ends_its_script(tmp_path, capsys):

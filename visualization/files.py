@@ -1,7 +1,6 @@
 """The careful reading and writing of one file, and how a command ends when a file cannot be used."""
 
 import contextlib
-import csv
 import errno
 import io
 import json
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pandas as pd
 
-MAX_NUMBER = 10**18  # more than any count, size or time in these files
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -21,72 +19,52 @@ class LoadError(Exception):
 
 
 def read_text(path: Path, remedy: str) -> str:
-    """The file's text, less a byte order mark. Raises LoadError when it is missing, unreadable or not text."""
+    """The file's text, less a byte order mark. Raises LoadError when it is missing or not text."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise LoadError(f"{path}: the file is missing; {remedy}") from None
-    except UnicodeDecodeError:
-        raise LoadError(f"{path}: not a text file; {remedy}") from None
-    except OSError as error:
-        raise LoadError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
-    if "\0" in text:
-        raise LoadError(f"{path}: not a text file, it holds NUL bytes; {remedy}")
-    return text
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        why = "the file is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+        raise LoadError(f"{path}: {why}; {remedy}") from None
 
 
 def read_json(path: Path, remedy: str) -> dict:
     """The file's JSON object. Raises LoadError when it is not one."""
     try:
         value = json.loads(read_text(path, remedy))
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise LoadError(f"{path}: not valid JSON ({error}); {remedy}") from None
     if not isinstance(value, dict):
         raise LoadError(f"{path}: holds no JSON object; {remedy}")
     return value
 
 
-def read_csv(path: Path, columns: Sequence[str], remedy: str, text_columns: Sequence[str] = ()) -> pd.DataFrame:
-    """The file's complete lines; every named column not in `text_columns` as numbers (empty fields as NaN).
+def read_csv(path: Path, numbers: Sequence[str], remedy: str) -> pd.DataFrame:
+    """The file's complete lines: the columns `numbers` as numbers, NaN where empty, the others as text.
 
-    A last line without its newline was cut off by a kill and is left out. Raises LoadError naming the file and line.
+    A last line without its newline was cut off by a kill and is left out. Raises LoadError that names the file and
+    what of `numbers` is missing or none.
     """
     text = read_text(path, remedy)
-    text = text[: text.rfind("\n") + 1]
     try:
-        rows = [row for row in csv.reader(io.StringIO(text)) if row]
-    except csv.Error as error:
-        raise LoadError(f"{path}: not valid CSV ({error}); {remedy}") from None
-    if not rows:
-        raise LoadError(f"{path}: holds no complete line, not even a header; {remedy}")
-    missing = [name for name in columns if name not in rows[0]]
-    if missing:
+        frame = pd.read_csv(io.StringIO(text[: text.rfind("\n") + 1]), dtype=str, keep_default_na=False)
+    except (pd.errors.EmptyDataError, pd.errors.ParserError) as error:
+        raise LoadError(f"{path}: no CSV ({error}); {remedy}") from None
+    if missing := [name for name in numbers if name not in frame]:
         raise LoadError(f"{path}: lacks the column {', '.join(missing)}; {remedy}")
-    for number, row in enumerate(rows, start=1):
-        if len(row) != len(rows[0]):
-            raise LoadError(f"{path}: line {number} has {len(row)} fields, the header {len(rows[0])}; {remedy}")
-    numeric = [name for name in columns if name not in text_columns]
-    kinds = {name: str for name in rows[0] if name not in numeric}
-    frame = pd.read_csv(io.StringIO(text), dtype=kinds, keep_default_na=False, na_values=dict.fromkeys(numeric, ""))
-    for name in numeric:
-        numbers = pd.to_numeric(frame[name], errors="coerce")
-        bad = numbers.isna() & frame[name].notna()
-        if bad.any():
+    for name in numbers:
+        found = pd.to_numeric(frame[name].replace("", None), errors="coerce")
+        if (bad := found.isna() & (frame[name] != "")).any():
             row = int(bad.idxmax())
             raise LoadError(f"{path}: line {row + 2}, {name}: {frame[name][row]!r} is not a number; {remedy}")
-        frame[name] = numbers
+        frame[name] = found
     return frame
 
 
 def read_rows(path: Path, numbers: Sequence[str], program: str) -> pd.DataFrame:
     """The rows, at least one, of a CSV file that `python -m PROGRAM` writes; all `numbers` given. Raises LoadError."""
     rows = read_csv(path, numbers, f"run python -m {program}")
-    if rows.empty:
-        raise LoadError(f"{path}: holds no rows; run python -m {program} again")
-    for name in numbers:
-        if (bad := ~rows[name].between(-MAX_NUMBER, MAX_NUMBER)).any():
-            line = int(bad.idxmax()) + 2
-            raise LoadError(f"{path}: line {line}, {name} is empty or no usable number; run python -m {program} again")
+    if rows.empty or rows[list(numbers)].isna().any(axis=None):
+        raise LoadError(f"{path}: holds no rows, or lacks a number in one; run python -m {program} again")
     return rows
 
 

@@ -85,9 +85,9 @@ def _header(path: Path) -> list[str]:
 
 
 def _read(path: Path, more: tuple[str, ...]) -> pd.DataFrame:
-    frame = read_csv(path, ("timestamp", *COLUMNS, *more), REMEDY, text_columns=("timestamp",))
-    if frame.empty:
-        raise LoadError(f"{path}: holds no samples; {REMEDY}")
+    frame = read_csv(path, (*COLUMNS, *more), REMEDY)
+    if frame.empty or "timestamp" not in frame:
+        raise LoadError(f"{path}: holds no samples with a timestamp; {REMEDY}")
     seconds = pd.to_numeric(frame["timestamp"], errors="coerce")
     if seconds.isna().any():
         dates = pd.to_datetime(frame["timestamp"], errors="coerce", format="ISO8601")

@@ -9,7 +9,6 @@ machine, with what `python -m experiments.evidence.planner_check` measured there
 
 import argparse
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from string import Template
@@ -23,13 +22,6 @@ HERE = Path(__file__).parent
 DOCS = HERE.parent.parent / "docs"
 RESULTS = DOCS.parent / "results"
 REMEDY = "make it with python -m experiments.fitting.fit_data"
-NEEDED = (
-    "versions", "reserve_bytes", "fragments", "stays", "first_room", "together", "least", "most", "trained", "models",
-)  # fmt: skip
-OF_A_MODEL = ("name", "weights", "gathered", "vocabulary", "positions", "window", "experts", "trained", "several")
-ARMS = {"stock", "stock-accumulate", "shared"}
-# What a formula may be made of: the page evaluates it
-FORMULA = re.compile(r"(?:\b(?:min|room|before|prefix|[PCkW]|\d+)\b|[-+*<>=(),])+")
 # matplotlib's hatches as CSS: layers of a background
 HATCHES = {
     "": "",
@@ -44,49 +36,6 @@ HATCHES = {
     "repeating-linear-gradient(90deg, #fff9 0 1px, #0000 1px 5px)",
     "oo": "radial-gradient(#0000 1px, #fffc 1.2px 2px, #0000 2.2px) 0 0 / 8px 8px",
 }
-
-
-def checked(path: Path) -> dict:
-    """The data of the page. Raises LoadError that names what is missing or wrong."""
-    data = read_json(path, REMEDY)
-    if missing := [name for name in NEEDED if not data.get(name)]:
-        raise LoadError(f"{path}: has no {', '.join(missing)}; {REMEDY}")
-    for number, model in enumerate(data["models"], 1):
-        if not isinstance(model, dict) or not set(OF_A_MODEL) <= model.keys():
-            has = model.keys() if isinstance(model, dict) else ()
-            missing = [name for name in OF_A_MODEL if name not in has]
-            raise LoadError(f"{path}: model {number} has no {', '.join(missing)}; {REMEDY}")
-        if model["trained"].keys() != data["trained"].keys():
-            raise LoadError(f"{path}: {model['name']} is not there for each of {', '.join(data['trained'])}; {REMEDY}")
-        for trained, arms in model["trained"].items():
-            if arms.keys() != ARMS or not all(arms.values()):
-                raise LoadError(f"{path}: {model['name']}, {trained} lacks one of {', '.join(sorted(ARMS))}; {REMEDY}")
-            check_sums(f"{path}: {model['name']}, {trained}", arms)
-            several = model["several"].get(trained, {})
-            if not data["trained"][trained]["one_card"] and "shared" not in several:
-                raise LoadError(f"{path}: {model['name']}, {trained} lacks shared on several cards; {REMEDY}")
-            check_sums(f"{path}: {model['name']}, {trained}, several cards", several)
-    return data
-
-
-def check_sums(place: str, arms: dict) -> None:
-    for arm, phases in arms.items():
-        for phase, regimes in phases.items():
-            if not regimes or not all(
-                isinstance(each, dict) and each.keys() == {"when", "stretches"} for each in regimes
-            ):
-                raise LoadError(f"{place}, {arm}, {phase}: no list of 'when' and 'stretches'; {REMEDY}")
-            terms = [
-                item
-                for each in regimes
-                for kinds in each["stretches"]
-                for by_term in kinds.values()
-                for item in by_term.items()
-            ]
-            wrong = [f for f, size in terms if not FORMULA.fullmatch(f) or not isinstance(size, int | float)]
-            wrong += [each["when"] for each in regimes if not FORMULA.fullmatch(each["when"])]
-            if wrong or not terms:
-                raise LoadError(f"{place}, {arm}, {phase}: {(wrong or ['nothing'])[0]!r} is no sum; {REMEDY}")
 
 
 def colours() -> str:
@@ -132,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=DOCS / "fit.html")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
-    data, measured = checked(args.data), measured_over_predicted(args.results)
+    data, measured = read_json(args.data, REMEDY), measured_over_predicted(args.results)
     write_text(args.out, page(data, measured))
     print(f"{args.out}: {len(data['models'])} models, {args.out.stat().st_size / 1e6:.1f} MB")
     return 0

@@ -8,15 +8,7 @@ from visualization.files import LoadError, read_json, read_rows
 from visualization.pages.lines import commits_in_short, markdown
 from visualization.runs import GIB, MIB
 
-CHECK_NUMBERS = (
-    "prompt_tokens",
-    "completion_tokens",
-    "k",
-    "vocab_size",
-    "predicted_bytes",
-    "measured_bytes",
-    "error",
-)
+CHECK_NUMBERS = ("prompt_tokens", "completion_tokens", "k", "vocab_size", "predicted_bytes", "measured_bytes", "error")
 PLANNED = ("stock", "stock-accumulate", "shared")
 REMEDY = "write it with rloo-memory plan --profile NAME --json FILE"
 
