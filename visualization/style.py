@@ -47,19 +47,23 @@ BEHIND_TEXT = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0
 K_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
+def _look(arm: str) -> tuple:
+    return _LOOKS.get(arm) or _OTHERS[sum(arm.encode()) % len(_OTHERS)]
+
+
 def colour(arm: str) -> str:
     """The arm's colour, the same in every chart."""
     return _look(arm)[0]
 
 
-def hatch(arm: str) -> str:
-    """The arm's hatch for bars."""
-    return _look(arm)[1]
+def bar(arm: str) -> dict:
+    """How bars of the arm look."""
+    return {"facecolor": _look(arm)[0], "hatch": _look(arm)[1], "edgecolor": "white", "linewidth": 0}
 
 
-def line_style(arm: str) -> str | tuple:
-    """The arm's line style."""
-    return _look(arm)[2]
+def line(arm: str) -> dict:
+    """How lines of the arm look, but for their marker."""
+    return {"color": _look(arm)[0], "linestyle": _look(arm)[2]}
 
 
 def marker(arm: str) -> str:
@@ -67,8 +71,9 @@ def marker(arm: str) -> str:
     return _look(arm)[3]
 
 
-def _look(arm: str) -> tuple:
-    return _LOOKS.get(arm) or _OTHERS[sum(arm.encode()) % len(_OTHERS)]
+def write_at(axes: Axes, text: str, at: tuple[float, float], right: float, up: float, **look) -> None:
+    """Text so many points to the right of a place and above it."""
+    axes.annotate(text, at, xytext=(right, up), textcoords="offset points", **look)
 
 
 def footer(runs: Sequence[Run], note: str = "", arms: Sequence[str] = ()) -> list[str]:
@@ -98,15 +103,8 @@ def new_figure(
     figure.text(0.5, 1 - 0.08 / total, title, ha="center", va="top", fontsize=12, fontweight="bold")
     figure.text(0.012, 0.06 / total, footer, va="bottom", fontsize=7.5, color="#404040", linespacing=1.3)
     if handles:
-        figure.legend(
-            handles=handles,
-            loc="upper center",
-            bbox_to_anchor=(0.5, 1 - 0.3 / total),
-            ncols=columns,
-            fontsize=8.5,
-            handlelength=2.8,
-            borderaxespad=0,
-        )
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, 1 - 0.3 / total), "borderaxespad": 0}
+        figure.legend(handles=handles, ncols=columns, fontsize=8.5, handlelength=2.8, **place)
     return figure
 
 
@@ -115,15 +113,8 @@ def draw_budget(axes: Axes, runs: Sequence[Run], unit: float) -> float | None:
     budgets = sorted({run.budget_bytes / unit for run in runs if run.budget_bytes})
     for budget in budgets:
         axes.axhline(budget, color="black", linestyle=(0, (5, 3)), linewidth=1.2, zorder=1)
-        axes.annotate(
-            f"budget for torch's allocations: {budget:.3g} GiB",
-            (0, budget),
-            xytext=(4, 3),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            va="bottom",
-            fontsize=8,
-        )
+        words = f"budget for torch's allocations: {budget:.3g} GiB"
+        write_at(axes, words, (0, budget), 4, 3, xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
     return budgets[-1] if budgets else None
 
 

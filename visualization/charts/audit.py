@@ -45,83 +45,50 @@ def audit(runs: Sequence[Run]) -> Figure | None:
     ]
     if not any(arm in ON_ONE_LINE for arm, *_ in points):
         return None
-    failed = [f"{cell.arm} k={cell.k} ({cell.failure()})" for cell in table if not cell.finished]
-    left_out = [f"{arm} k={k}" for k, arm in single.items()]
-    note = "; ".join(
-        [
-            *([f"no peak, so no point: {', '.join(failed)}"] if failed else []),
-            *([f"not drawn: {', '.join(left_out)}"] if left_out else []),
-        ]
-    )
-    arms = in_order(arm for arm, _, _, _ in (*points, *POINTS_2025))
-    ks = sorted({k for _, k, _, _ in points} | {k for _, k, _, _ in POINTS_2025})
+    failed = ", ".join(f"{cell.arm} k={cell.k} ({cell.failure()})" for cell in table if not cell.finished)
+    left_out = ", ".join(f"{arm} k={k}" for k, arm in single.items())
+    told = {"no peak, so no point": failed, "not drawn": left_out}
+    note = "; ".join(f"{what}: {which}" for what, which in told.items() if which)
+    arms = in_order(arm for arm, *_ in (*points, *POINTS_2025))
+    ks = sorted({k for _, k, *_ in (*points, *POINTS_2025)})
     markers = {k: style.K_MARKERS[place % len(style.K_MARKERS)] for place, k in enumerate(ks)}
-    handles = [
-        Line2D([], [], color=style.colour(arm), linestyle="", marker="o", markersize=8, label=arm) for arm in arms
-    ]
-    handles += [
-        Line2D(
-            [],
-            [],
-            markerfacecolor="white",
-            markeredgecolor="black",
-            color="black",
-            linestyle="",
-            marker=mark,
-            markersize=7,
-            label=f"k = {k}",
-        )
-        for k, mark in markers.items()
-    ]
+    dot = {"linestyle": "", "marker": "o", "markersize": 8}
+    handles = [Line2D([], [], color=style.colour(arm), label=arm, **dot) for arm in arms]
+    empty = {
+        "markerfacecolor": "white",
+        "markeredgecolor": "black",
+        "color": "black",
+        "linestyle": "",
+        "markersize": 7,
+    }
+    handles += [Line2D([], [], marker=mark, label=f"k = {k}", **empty) for k, mark in markers.items()]
     title = "Audit: memory follows the tokens that were really fed"
     figure = style.new_figure(11, 4.6, title, style.footer(runs, note, arms), handles, 5)
     ours, published = figure.subplots(1, 2)
-    _scatter(ours, points, markers)
-    ours.set_title(f"measured here: {runs[0].measure.label}")
-    ours.set_ylabel("peak above the start level (GiB)")
-    _scatter(published, POINTS_2025, markers)
-    published.set_title("published 2025, RTX 5090, device-wide used")
-    published.set_ylabel("peak above the start level (GiB)")
+    _scatter(ours, points, markers, f"measured here: {runs[0].measure.label}")
+    _scatter(published, POINTS_2025, markers, "published 2025, RTX 5090, device-wide used")
     return figure
 
 
-def _scatter(axes: Axes, points: Sequence[tuple[str, int, float, float]], markers: dict[int, str]) -> None:
+def _scatter(axes: Axes, points: Sequence[tuple[str, int, float, float]], markers: dict[int, str], title: str) -> None:
     on_line = [point for point in points if point[0] in ON_ONE_LINE]
     line = fit([point[2] for point in on_line], [point[3] for point in on_line])
     right = max(point[2] for point in points) * 1.12
     top = max(point[3] for point in points) * 1.12
     if line:
         slope, intercept, r_squared = line
-        axes.plot(
-            [0, right],
-            [intercept, intercept + slope * right],
-            color="#404040",
-            linestyle=(0, (5, 3)),
-            linewidth=1.2,
-            zorder=1,
-        )
+        ends = [intercept, intercept + slope * right]
+        axes.plot([0, right], ends, color="#404040", linestyle=(0, (5, 3)), linewidth=1.2, zorder=1)
         through = ",\n".join(in_order(point[0] for point in on_line))
-        axes.text(
-            0.02,
-            0.98,
-            f"one line through\n{through}:\n{slope:.3g} GiB per 1,000 tokens,\nR² = {r_squared:.4f}",
-            transform=axes.transAxes,
-            va="top",
-            fontsize=8.5,
-            bbox=style.BEHIND_TEXT,
-        )
+        words = f"one line through\n{through}:\n{slope:.3g} GiB per 1,000 tokens,\nR² = {r_squared:.4f}"
+        axes.text(0.02, 0.98, words, transform=axes.transAxes, va="top", fontsize=8.5, bbox=style.BEHIND_TEXT)
     for arm, k, tokens, peak in points:
         # The baseline's marks are larger, so that they show around those of an arm on the same place.
-        axes.plot(
-            tokens,
-            peak,
-            marker=markers[k],
-            markersize=13 if arm == ON_ONE_LINE[0] else 8,
-            linestyle="",
-            color=style.colour(arm),
-            markeredgecolor="black",
-            markeredgewidth=0.7,
-        )
+        size = 13 if arm == ON_ONE_LINE[0] else 8
+        look = {"color": style.colour(arm), "markeredgecolor": "black", "markeredgewidth": 0.7, "linestyle": ""}
+        axes.plot(tokens, peak, marker=markers[k], markersize=size, **look)
+    axes.set_title(title)
     axes.set_xlim(0, right)
     axes.set_ylim(0, top * 1.15)
     axes.set_xlabel("tokens in the batch, fed + generated (thousands)")
+    axes.set_ylabel("peak above the start level (GiB)")

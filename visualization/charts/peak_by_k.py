@@ -22,10 +22,7 @@ def peak_by_k(runs: Sequence[Run]) -> Figure | None:
     if missing:
         note += "; no peak, and a cross at the budget where out of memory: "
         note += ", ".join(f"{cell.arm} k={cell.k} ({cell.failure()})" for cell in missing)
-    looks = {
-        arm: {"color": style.colour(arm), "linestyle": style.line_style(arm), "marker": style.marker(arm)}
-        for arm in in_order(run.arm for run in runs)
-    }
+    looks = {arm: {**style.line(arm), "marker": style.marker(arm)} for arm in in_order(run.arm for run in runs)}
     marks = {cell.arm: cell.mark for cell in table if cell.mark}
     handles = [Line2D([], [], label=arm + marks.get(arm, ""), **look) for arm, look in looks.items()]
     title = "Peak memory as the number of completions grows"
@@ -40,15 +37,8 @@ def peak_by_k(runs: Sequence[Run]) -> Figure | None:
     for number, cell in enumerate(out_of_memory if budget else []):
         # Several arms run out at one k: each later cross is smaller, so that all are seen
         size = max(6, 15 - 4 * sum(cell.k == other.k for other in out_of_memory[:number]))
-        axes.plot(
-            cell.k,
-            budget,
-            color=style.colour(cell.arm),
-            marker="x",
-            markersize=size,
-            markeredgewidth=2.5,
-            linestyle="none",
-        )
+        cross = {"marker": "x", "markersize": size, "markeredgewidth": 2.5, "linestyle": "none"}
+        axes.plot(cell.k, budget, color=style.colour(cell.arm), **cross)
     ks = sorted({run.k for run in runs})
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(ks))

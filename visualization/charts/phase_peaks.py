@@ -45,24 +45,9 @@ def phase_peaks(runs: Sequence[Run]) -> Figure | None:
                 axes.text(0, row, " not marked", va="center", fontsize=8, color="#707070")
                 continue
             peaks_here = level == np.nanmax(levels[row])
-            axes.barh(
-                row,
-                level,
-                0.66,
-                color=style.colour(cell.arm),
-                hatch=style.hatch(cell.arm),
-                edgecolor="white",
-                linewidth=0,
-            )
-            axes.annotate(
-                f"{level:.2f}" + (" ◆" if peaks_here else ""),
-                (max(level, 0), row),
-                xytext=(3, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=8.5,
-                fontweight="bold" if peaks_here else "normal",
-            )
+            axes.barh(row, level, 0.66, **style.bar(cell.arm))
+            look = {"va": "center", "fontsize": 8.5, "fontweight": "bold" if peaks_here else "normal"}
+            style.write_at(axes, f"{level:.2f}" + (" ◆" if peaks_here else ""), (max(level, 0), row), 3, 0, **look)
     panels[0].set_yticks(range(len(shown)), [cell.arm + cell.mark for cell in shown])
     panels[0].invert_yaxis()
     panels[0].set_xlim(min(0, np.nanmin(levels) * 1.1), np.nanmax(levels) * 1.32)

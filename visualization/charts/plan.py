@@ -10,7 +10,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from visualization import style  # noqa: F401  (sets how every chart looks)
+from visualization import style
 from visualization.files import LoadError, read_json, run_cli, whole_file
 from visualization.runs import GIB
 
@@ -52,38 +52,21 @@ def chart(result: dict) -> Figure:
             ticks.append(x)
             labels.append(phase["phase"])
             x += 1
-        axes.text(
-            (first + x - 1) / 2,
-            -0.2,
-            prediction["arm"],
-            transform=axes.get_xaxis_transform(),
-            ha="center",
-            fontsize=10,
-            fontweight="bold",
-        )
+        look = {"ha": "center", "fontsize": 10, "fontweight": "bold"}
+        axes.text((first + x - 1) / 2, -0.2, prediction["arm"], transform=axes.get_xaxis_transform(), **look)
         x += 0.6
     axes.set_xticks(ticks, labels, rotation=30, ha="right", fontsize=8)
     axes.grid(axis="x", visible=False)
     if result["device_memory_bytes"]:
         limit = result["device_memory_bytes"] / GIB
         axes.axhline(limit, color="black", linestyle=(0, (5, 3)), linewidth=1.2)
-        axes.annotate(
-            f"device memory less the reserve: {limit:.1f} GiB",
-            (0.995, limit),
-            xytext=(0, 3),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            fontsize=8,
-            ha="right",
-            bbox=dict(facecolor="white", edgecolor="none", pad=0.5, alpha=0.8),
-        )
+        words = f"device memory less the reserve: {limit:.1f} GiB"
+        look = {"fontsize": 8, "ha": "right", "bbox": {**style.BEHIND_TEXT, "pad": 0.5}}
+        style.write_at(axes, words, (0.995, limit), 0, 3, xycoords=("axes fraction", "data"), **look)
     axes.set_ylabel("predicted peak allocated (GiB)")
     axes.margins(y=0.12)
-    handles = [
-        Patch(facecolor=colour, hatch=hatch, edgecolor="white", label=kind)
-        for kind, (colour, hatch) in KINDS.items()
-        if kind in present
-    ]
+    looks = [(kind, *look) for kind, look in KINDS.items() if kind in present]
+    handles = [Patch(facecolor=colour, hatch=hatch, edgecolor="white", label=kind) for kind, colour, hatch in looks]
     axes.legend(handles=handles, fontsize=8, ncols=7, loc="upper center", bbox_to_anchor=(0.5, 1.09))
     sizes = " and ".join(f"{width}x{height}" for width, height in setup.get("images", ()))  # older plans have none
     figure.suptitle(

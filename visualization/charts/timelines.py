@@ -71,50 +71,42 @@ def _timeline(runs: Sequence[Run], title: str, curve: Curve) -> Figure:
     columns = by_trainer(run.arm for run in runs)
     with_phases = any(len(run.phases) for run in runs)
     strip = 0.13 * max(map(len, columns)) + 0.1 if with_phases else 0.01
-    note = "one run per arm and k: the first that finished, else the one that failed" + (
-        "; the strips name each run's phases" if with_phases else ""
-    )
-    handles = [
-        Line2D([], [], color=style.colour(arm), linestyle=style.line_style(arm), linewidth=1.8, label=arm)
-        for arms in columns
-        for arm in arms
-    ]
-    if with_phases:
-        handles += [
-            Patch(facecolor=grey, edgecolor="#808080", linewidth=0.5, label=f"phase: {phase}")
-            for phase, grey in style.PHASE_GREYS.items()
-        ]
+    note = "one run per arm and k: the first that finished, else the one that failed"
+    note += "; the strips name each run's phases" if with_phases else ""
+    handles = [Line2D([], [], **style.line(arm), linewidth=1.8, label=arm) for arms in columns for arm in arms]
+    greys = style.PHASE_GREYS.items() if with_phases else ()
+    edge = {"edgecolor": "#808080", "linewidth": 0.5}
+    handles += [Patch(facecolor=grey, label=f"phase: {phase}", **edge) for phase, grey in greys]
     figure = style.new_figure(13, len(ks) * (2.6 + strip), title, style.footer(runs, note), handles, 5)
     figure.get_layout_engine().set(h_pad=0.02, hspace=0)
-    grid = figure.subplots(
-        2 * len(ks), len(columns), squeeze=False, gridspec_kw={"height_ratios": [2.0, strip] * len(ks)}
-    )
-    clock = "time since the first step began (s)" if with_phases else "time since the first sample (s)"
+    heights = {"height_ratios": [2.0, strip] * len(ks)}
+    grid = figure.subplots(2 * len(ks), len(columns), squeeze=False, gridspec_kw=heights)
     for row, k in enumerate(ks):
-        panels, strips = grid[2 * row], grid[2 * row + 1]
-        for column, panel, phases_panel in zip(columns, panels, strips, strict=True):
+        for column, panel, strips in zip(columns, grid[2 * row], grid[2 * row + 1], strict=True):
             mine = [run for run in runs if run.k == k and run.arm in column]
-            drawn = [representative(cell.runs) for cell in cells(mine)]
-            if not drawn:
-                panel.set_axis_off()
-                phases_panel.set_axis_off()
-                continue
-            _draw_curves(panel, drawn, curve)
-            panel.set_title(f"k = {k}", loc="left", fontweight="bold")
-            if with_phases:
-                _draw_phases(phases_panel, drawn)
-                phases_panel.set_xlim(panel.get_xlim())
-                panel.tick_params(labelbottom=False)
-                phases_panel.set_xlabel(clock)
-            else:
-                phases_panel.set_axis_off()
-                panel.set_xlabel(clock)
-        used = [panel for panel in panels if panel.axison]
+            _draw_panel(panel, strips, k, [representative(cell.runs) for cell in cells(mine)], curve, with_phases)
+        used = [panel for panel in grid[2 * row] if panel.axison]
         used[0].set_ylabel(f"{runs[0].measure.label}\n(GiB)", fontsize=8.5)
         top = max(panel.get_ylim()[1] for panel in used)
         for panel in used:
             panel.set_ylim(0, top)
     return figure
+
+
+def _draw_panel(panel: Axes, strips: Axes, k: int, drawn: Sequence[Run], curve: Curve, with_phases: bool) -> None:
+    """The curves of one k of one trainer, and below them what phase each run was in; nothing where none was run."""
+    if not drawn or not with_phases:
+        strips.set_axis_off()
+    if not drawn:
+        return panel.set_axis_off()
+    _draw_curves(panel, drawn, curve)
+    panel.set_title(f"k = {k}", loc="left", fontweight="bold")
+    if not with_phases:
+        return panel.set_xlabel("time since the first sample (s)")
+    _draw_phases(strips, drawn)
+    strips.set_xlim(panel.get_xlim())
+    strips.set_xlabel("time since the first step began (s)")
+    panel.tick_params(labelbottom=False)
 
 
 def representative(runs: Sequence[Run]) -> Run:
@@ -125,31 +117,14 @@ def representative(runs: Sequence[Run]) -> Run:
 def _draw_curves(panel: Axes, drawn: Sequence[Run], curve: Curve) -> None:
     style.draw_budget(panel, drawn, GIB)
     failures = 0
+    cross = {"marker": "x", "markersize": 10, "markeredgewidth": 2.5, "zorder": 8}
+    words = {"fontsize": 8, "fontweight": "bold", "zorder": 9, "path_effects": OUTLINE}
     for run in drawn:
         t, y = curve(run)
-        panel.plot(
-            t, y / GIB, color=style.colour(run.arm), linestyle=style.line_style(run.arm), linewidth=1.3, gid=run.run_id
-        )
+        panel.plot(t, y / GIB, **style.line(run.arm), linewidth=1.3, gid=run.run_id)
         if run.status in FAILED and len(t):
-            panel.plot(
-                t[-1],
-                y[-1] / GIB,
-                marker="x",
-                markersize=10,
-                markeredgewidth=2.5,
-                color=style.colour(run.arm),
-                zorder=8,
-            )
-            panel.annotate(
-                _word(run),
-                (t[-1], y[-1] / GIB),
-                xytext=(9, 2 + 14 * failures),
-                fontsize=8,
-                textcoords="offset points",
-                fontweight="bold",
-                zorder=9,
-                path_effects=OUTLINE,
-            )
+            panel.plot(t[-1], y[-1] / GIB, color=style.colour(run.arm), **cross)
+            style.write_at(panel, _word(run), (t[-1], y[-1] / GIB), 9, 2 + 14 * failures, **words)
             failures += 1
     panel.set_ylim(0, panel.get_ylim()[1] * 1.06)
     panel.set_xlim(left=0)

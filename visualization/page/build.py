@@ -81,7 +81,7 @@ def curve_of(run: Run) -> dict:
     t, first = np.unique(np.round(t, 3), return_index=True)  # one value an instant: the highest
     highest = np.maximum.reduceat(y, first) if len(first) else y
     failed = "" if run.status in ("ok", "unknown") else f" ({run.status})"
-    pattern = style.line_style(run.arm)
+    pattern = style.line(run.arm)["linestyle"]
     dash = [] if isinstance(pattern, str) else [3 * length for length in pattern[1]]
     return {
         "name": run.run_id + failed,
