@@ -6,7 +6,7 @@ python -m visualization.combine_memory_data RESULTS_MACHINE_DIR [--out DIR]
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import pandas as pd
 
@@ -38,20 +38,17 @@ def _row(cell: Cell) -> dict:
         ("above_start", "_bytes", cell.values("above_start_bytes")),
         ("step_seconds", "", cell.seconds().values),
     ):
-        row |= {
-            f"{name}_median{unit}": median(values) if values else None,
-            f"{name}_min{unit}": min(values, default=None),
-            f"{name}_max{unit}": max(values, default=None),
-        }
-    fed = [run.prompt_tokens_fed_mean for run in cell.runs if run.prompt_tokens_fed_mean is not None]
-    intervals = [run.achieved_interval_s for run in cell.runs if run.achieved_interval_s is not None]
-    missed = [run.peak_missed_bytes for run in cell.runs if run.peak_missed_bytes is not None]
-    return row | {
-        "start_median_bytes": cell.median("start_bytes"),
-        "prompt_tokens_fed_mean": sum(fed) / len(fed) if fed else None,
-        "sampler_achieved_interval_s": max(intervals, default=None),
-        "peak_missed_max_bytes": max(missed, default=None),
-    }
+        for what, of in (("median", median), ("min", min), ("max", max)):
+            row[f"{name}_{what}{unit}"] = of(values) if values else None
+    row["start_median_bytes"] = cell.median("start_bytes")
+    for name, figure, of in (
+        ("prompt_tokens_fed_mean", "prompt_tokens_fed_mean", mean),
+        ("sampler_achieved_interval_s", "achieved_interval_s", max),
+        ("peak_missed_max_bytes", "peak_missed_bytes", max),
+    ):
+        known = [value for run in cell.runs if (value := getattr(run, figure)) is not None]
+        row[name] = of(known) if known else None
+    return row
 
 
 def write(runs: Sequence[Run], out: Path) -> int:

@@ -61,12 +61,11 @@ def load_folder(folder: Path) -> tuple[Run, ...]:
     String at k=4). A folder with only a combined file is read as that file. Raises LoadError."""
     runs: list[Run] = []
     for path in log_files(folder):
-        frame = _read(path, ())
-        if "method" in frame:
+        if "method" in _header(path):
             return load_combined(path)
         method, k = _method_and_k(path.resolve())
         repeat = sum((run.arm, run.k) == (method, k) for run in runs)
-        runs.append(_run(method, k, repeat, frame, path))
+        runs.append(_run(method, k, repeat, _read(path, ()), path))
     return tuple(runs)
 
 
@@ -103,9 +102,7 @@ def _method_and_k(path: Path) -> tuple[str, int]:
     for name in path.parent.parts[::-1]:
         if k is None and (digits := re.search(r"\d+$", name)):
             k = int(digits.group())
-        if name.startswith(("results_basic", "results_string")):
-            if k is None:
-                break
+        if k is not None and name.startswith(("results_basic", "results_string")):
             return ("Basic" if name.startswith("results_basic") else "String"), k
     raise LoadError(
         f"{path}: the path does not tell method and k; expected is .../results_basic/<model><k>/logs/"
@@ -122,10 +119,6 @@ def _run(method: str, k: int, repeat: int, frame: pd.DataFrame, path: Path) -> R
     if used.isna().any():
         raise LoadError(f"{path}: {method} k={k} has empty fields in {USED}; {REMEDY}")
     elapsed = samples["timestamp"] - samples["timestamp"][0]
-    samples = samples.assign(
-        elapsed_s=elapsed, process_device_bytes=float("nan"), resident_bytes=float("nan"), t=elapsed, bytes=used
-    )
-    phases = pd.DataFrame({name: pd.Series(dtype=float) for name in ("t_start", "t_end", "mark_t", "mark_bytes")})
     return Run(
         run_id=f"{method}_2025_k{k}_r{repeat}",
         arm=method,
@@ -136,8 +129,8 @@ def _run(method: str, k: int, repeat: int, frame: pd.DataFrame, path: Path) -> R
         device_kind="cuda",
         device_name="",
         measure=LEGACY_USED,
-        samples=samples,
-        phases=phases.assign(phase=pd.Series(dtype=object)),
+        samples=samples.assign(elapsed_s=elapsed, t=elapsed, bytes=used),
+        phases=pd.DataFrame(columns=["phase", "step", "start", "end", "t_start", "t_end", "mark_t", "mark_bytes"]),
         start_bytes=float(used[0]),
         peak_bytes=float(used.max()),
     )

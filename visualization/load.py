@@ -13,7 +13,15 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from rloo_memory.run_record import PHASE_COLUMNS, SAMPLE_COLUMNS, RunRecord, StoredRun, read_rows, stored_runs
+from rloo_memory.run_record import (
+    PHASE_COLUMNS,
+    SAMPLE_COLUMNS,
+    RunRecord,
+    StoredRun,
+    defaults,
+    read_rows,
+    stored_runs,
+)
 from visualization import legacy
 from visualization.files import LoadError
 from visualization.runs import DEVICE_USED, RESERVED, RESIDENT, TIMES, Measure, Run
@@ -25,7 +33,7 @@ TEXT = ("device_kind", "device_name", "trl_version", "torch_version", "transform
 PEAKS = ("peak_device_used_bytes", "peak_allocated_bytes", "peak_reserved_bytes", "peak_resident_bytes")
 TRACE_FIELDS = ("step", "reward", "loss", "kl")
 # What the suite calls a run's folder; damaged folders have nothing else to say what they were
-RUN_ID = re.compile(r"(?P<arm>.+)_(?P<scale>[^_]+)_k(?P<k>\d{1,6})(?:_c(?P<passes>\d{1,6}))?_r(?P<repeat>\d{1,6})")
+RUN_ID = re.compile(r"(?P<arm>.+)_(?P<scale>[^_]+)_k(?P<k>\d{1,6})(?:_c\d{1,6})?_r(?P<repeat>\d{1,6})")
 
 
 def load(path: Path | str) -> tuple[Run, ...]:
@@ -78,9 +86,7 @@ def tell_damaged(runs: Sequence[Run]) -> int:
 
 def run_of(stored: StoredRun) -> Run:
     """The Run of a record with its phases and, where they are here, its samples."""
-    record = stored.record
-    if record is None:
-        return damaged_run(stored)
+    record = stored.record or damaged_record(stored)
     own = {name: record[name] for name in SAME} | {name: record[name] or "" for name in TEXT}
     if unusual := re.search(r"_c(\d+)_r\d+$", record["run_id"]):  # not the arm's usual number: never the same cell
         own["arm"] += f"-c{unusual[1]}"
@@ -101,27 +107,17 @@ def run_of(stored: StoredRun) -> Run:
         sampler_lost=sampler_lost(record) if ok else "",
         trace=tuple({name: step.get(name) for name in TRACE_FIELDS} for step in record["trace"]),
     )
-    samples = read_rows(stored.folder / "memory.csv") if stored.folder else ()
+    samples = read_rows(stored.folder / "memory.csv") if stored.folder and stored.record else ()
     return with_curve(run, frame(samples, SAMPLE_COLUMNS), frame(stored.phases, PHASE_COLUMNS))
 
 
-def damaged_run(stored: StoredRun) -> Run:
+def damaged_record(stored: StoredRun) -> dict:
+    """What a damaged run's folder says by its name; without a scale where that is no name of the suite's."""
     named = RUN_ID.fullmatch(stored.run_id)
-    arm = stored.run_id if not named else named["arm"] + (f"-c{named['passes']}" if named["passes"] else "")
-    return Run(
-        run_id=stored.run_id,
-        arm=arm,
-        scale=named["scale"] if named else "",
-        k=int(named["k"]) if named else 0,
-        repeat=int(named["repeat"]) if named else 0,
-        status="damaged",
-        device_kind="",
-        device_name="",
-        measure=RESIDENT,
-        samples=frame((), SAMPLE_COLUMNS + ("t", "bytes")),
-        phases=frame((), PHASE_COLUMNS + ("t_start", "t_end", "mark_t", "mark_bytes")),
-        error=f"{stored.folder / 'run.json'}: {stored.damage}; {RERUN}",
-    )
+    told = named.groupdict() if named else {"arm": stored.run_id, "scale": "", "k": 0, "repeat": 0}
+    told |= {"k": int(told["k"]), "repeat": int(told["repeat"]), "status": "damaged", "commit": ""}
+    error = f"{stored.folder / 'run.json'}: {stored.damage}; {RERUN}"
+    return defaults() | told | {"run_id": stored.run_id, "error": error}
 
 
 def sampler_lost(record: dict) -> str:
