@@ -13,6 +13,7 @@ from visualization import combine_memory_data, create_charts, tables
 from visualization.files import run_cli, write_text
 from visualization.load import load_machine, tell_damaged
 from visualization.page import build
+from visualization.page.answers import PEAK, entry
 from visualization.runs import ARMS, GIB, Cell, Run, cells, change, describe, footnotes, in_order, scales, shown
 
 SCREEN = 24  # lines
@@ -34,11 +35,8 @@ def screen(folder: Path, runs: Sequence[Run], width: int = WIDTH) -> list[str]:
     end[-1] += f", also of the scales {', '.join(others)}" if others else ""
     end.append(f"all of it on one page: {folder}/report.html")
     notes = footnotes(chosen)
-    head = [
-        *textwrap.wrap(describe(chosen), WIDTH),
-        f"Peak memory above the start level, GiB ({chosen[0].measure.label}):",
-        "",
-    ]
+    what = f"Peak memory above the start level, GiB ({chosen[0].measure.label}):"
+    head = [*textwrap.wrap(describe(chosen), WIDTH), what, ""]
     rows = _rows(table)
     room = SCREEN - len(head) - len(meaning) - len(notes) - len(end)
     if len(rows) > room:
@@ -51,21 +49,10 @@ def _rows(table: dict[tuple[str, int], Cell]) -> list[str]:
     ks = sorted({k for _, k in table})
     rows = [["", *(f"k = {k}" for k in ks)]]
     for arm in in_order(arm for arm, _ in table):
-        rows.append([arm, *(_peak(table.get((arm, k))) for k in ks)])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:]), ARMS.get(row[0], "")]).rstrip()
-        for row in rows
-    ]
-
-
-def _peak(cell: Cell | None) -> str:
-    if cell is None:
-        return "not run"
-    above, failed = cell.median("above_start_bytes"), cell.failure("out of memory")
-    if above is None:
-        return failed or "no start level"
-    return f"{above / GIB:.2f}{cell.mark}" + (f" ({failed})" if failed else "")
+        rows.append([arm, *(entry(table.get((arm, k)), PEAK) for k in ks)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
+    return ["  ".join([*cells, ARMS.get(row[0], "")]).rstrip() for row, cells in zip(rows, padded, strict=True)]
 
 
 def _meaning(table: dict[tuple[str, int], Cell]) -> list[str]:

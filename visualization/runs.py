@@ -298,24 +298,18 @@ def describe(runs: Sequence[Run]) -> str:
         )
     counts = sorted({len(cell.runs) for cell in cells(runs)})
     repeats = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
-    device = DEVICE_WORDS.get("".join(kinds), "device")
-    runs = [*runs, *(timed for run in runs for timed in run.timed)]
-    device += f": {_joined(run.device_name for run in runs) or 'name not recorded'}"
-    found = {
-        "torch": _joined(run.torch_version for run in runs),
-        "transformers": _joined(run.transformers_version for run in runs),
-        "trl": _joined(run.trl_version for run in runs),
-        "commit": _joined(_short(run.commit) for run in runs),
+    every = [*runs, *(timed for run in runs for timed in run.timed)]
+    versions = {
+        "torch": _joined(run.torch_version for run in every),
+        "transformers": _joined(run.transformers_version for run in every),
+        "trl": _joined(run.trl_version for run in every),
+        "commit": _joined(_short(run.commit) for run in every),
     }
-    versions = [f"{name} {value}" for name, value in found.items() if value] or ["versions and commit not recorded"]
-    return " · ".join(
-        [
-            device,
-            *versions,
-            f"scale {_joined(run.scale.removesuffix(TIMES) for run in runs)}",
-            f"{repeats} {'repeat' if repeats == '1' else 'repeats'} per cell",
-        ]
-    )
+    named = [f"{name} {value}" for name, value in versions.items() if value] or ["versions and commit not recorded"]
+    device = _joined(run.device_name for run in every) or "name not recorded"
+    scale = _joined(run.scale.removesuffix(TIMES) for run in every)
+    count = f"{repeats} {'repeat' if repeats == '1' else 'repeats'} per cell"
+    return " · ".join([f"{DEVICE_WORDS.get(''.join(kinds), 'device')}: {device}", *named, f"scale {scale}", count])
 
 
 def _joined(values: Iterable[str]) -> str:

@@ -91,7 +91,7 @@ def by_arm_and_k(runs: Sequence[Run], what: Quantity) -> str:
         mine = [cell for cell in found.values() if cell.arm in arms]
         rivals = {k: strongest_rival([cell for cell in mine if cell.k == k], what) for k in ks}
         sentences += best_of_ours(mine, rivals, what)
-        rows += [[arm, *(entry(found.get((arm, k)), rivals[k], what) for k in ks)] for arm in arms]
+        rows += [[arm, *(in_bold(found.get((arm, k)), rivals[k], what) for k in ks)] for arm in arms]
     words = " ".join(sentences) or "No arm of this project finished beside a rival here."
     head = [what.unit, *(f"k = {k}" for k in ks)]
     bold = ["Bold: the strongest rival at that k."] if sentences else []
@@ -124,15 +124,19 @@ def fed_whole(cell: Cell) -> bool:
     return not asked or fed is None or fed >= WHOLE * asked
 
 
-def entry(cell: Cell | None, rival: Cell | None, what: Quantity) -> str:
+def entry(cell: Cell | None, what: Quantity) -> str:
     """The cell's figure; a failed one is named."""
     if cell is None:
         return "not run"
     failed = cell.failure("out of memory")
     if not cell.finished:
         return Failed(failed)
-    text = what.text(cell) + (f" ({failed})" if failed else "")
-    return Bold(text) if cell is rival else text
+    return what.text(cell) + (f" ({failed})" if failed else "")
+
+
+def in_bold(cell: Cell | None, rival: Cell | None, what: Quantity) -> str:
+    text = entry(cell, what)
+    return Bold(text) if cell and cell is rival else text
 
 
 def called(cell: Cell) -> str:
