@@ -328,6 +328,20 @@ def test_command_writes_png_and_svg_the_same_each_time(machine, capsys):
     assert (machine / "charts" / "audit.svg").read_bytes() == before
 
 
+def test_bench_has_lines_and_other_scales_have_tables_only(machine):
+    for k in (2, 4, 8):
+        write_run(machine, "shared", k, scale="bench")
+        write_run(machine, "shared", k, scale="short")
+    charts = machine / "charts"
+    drawn = {str(path.relative_to(charts)) for path in create_charts.draw_all(load_machine(machine), charts)}
+    assert {name for name in drawn if name.startswith("bench") and name.endswith("svg")} == {
+        f"bench/{name}.svg" for name in ("peak_by_k", "phases", "timeline_peak_preserving", "timeline_ultra_smooth")
+    }
+    assert "peak_comparison.svg" in drawn and not any("short" in name for name in drawn)
+    alone = create_charts.draw_all(load_machine(machine), machine / "alone", "short")
+    assert machine / "alone" / "peak_comparison.svg" in alone
+
+
 def test_axes_are_drawn_at_round_places(machine, tmp_path):
     """The layout's solver ends a billionth apart from one process to the next: that is no other picture."""
     figure = phase_peaks(load_machine(machine))

@@ -35,7 +35,7 @@ from visualization.pages.side_by_side import (
     worth_table,
 )
 from visualization.pages.summary import summary_table
-from visualization.runs import LEARN, Run, describe, footnotes, in_short, scales
+from visualization.runs import Run, describe, footnotes, in_short, scales, shown
 
 PLACE = re.compile(r"<!-- table:(\S+) (\S+)(?: (\S+))? -->\n(.*?)<!-- /table -->", re.DOTALL)
 # Of the runs of one scale
@@ -47,19 +47,8 @@ TABLES: dict[str, Callable[[Sequence[Run]], list[str]]] = {
     "published": published_table,
     "phases": phases_table,
 }
-# Of other files of the folder, which match the pattern
-FOLDER_TABLES: dict[str, tuple[Callable[[Path], str], str]] = {
-    "plan": (check_table, "plan_check.csv"),
-    "levers": (levers_table, "plan_check.csv"),
-    "profiles": (profiles_table, "*.json"),
-    "exactness": (exactness_table, "exactness.csv"),
-    "kernels": (kernels_table, "kernels.csv"),
-    "gpu-peaks": (gpu_peaks_table, "predicted.csv"),
-    "emulated": (emulated_table, "planner.csv"),
-    "launches": (launches_table, "launches.csv"),
-}
-# Of bench.csv
-BENCH_TABLES: dict[str, Callable[[Path], str]] = {
+# Of bench.csv, and of other files of the folder
+FOLDER_TABLES: dict[str, Callable[[Path], str]] = {
     "rivals": rivals_table,
     "families": families_table,
     "worth": worth_table,
@@ -67,18 +56,27 @@ BENCH_TABLES: dict[str, Callable[[Path], str]] = {
     "allocators": allocators_table,
     "cells": cells_table,
     "sampler": sampler_table,
+    "plan": check_table,
+    "levers": levers_table,
+    "profiles": profiles_table,
+    "exactness": exactness_table,
+    "kernels": kernels_table,
+    "gpu-peaks": gpu_peaks_table,
+    "emulated": emulated_table,
+    "launches": launches_table,
 }
-NAMES = (*TABLES, *BENCH_TABLES, *FOLDER_TABLES)
+FILES = {"plan": "plan_check.csv", "kernels": "kernels.csv", "exactness": "exactness.csv"}  # of tables on the page
+NAMES = (*TABLES, *FOLDER_TABLES)
 
 
 def render(name: str, folder: Path, scale: str | None = None, load: Callable = load_machine) -> str:
     """The table of that name for every scale of results/<machine> (or one), under a line saying what was measured.
 
-    The scale `learn` is another workload and only shown when asked for. `load` reads a folder.s runs.
+    The scale `learn` is another workload and only shown when asked for. `load` reads a folder's runs.
     Raises LoadError.
     """
-    if table := BENCH_TABLES.get(name) or FOLDER_TABLES.get(name, (None,))[0]:
-        text = table(folder)
+    if name in FOLDER_TABLES:
+        text = FOLDER_TABLES[name](folder)
         return text + "".join(f"\n{line}.\n" for line in seconds.note([text]))
     if name not in NAMES:
         raise LoadError(f"no table is named {name}; there are {', '.join(NAMES)}")
@@ -87,8 +85,8 @@ def render(name: str, folder: Path, scale: str | None = None, load: Callable = l
     if scale and scale not in found:
         raise LoadError(f"{folder}: has no runs at scale {scale}; it has {', '.join(found)}")
     parts = []
-    for shown in [scale] if scale else [scale for scale in found if scale != LEARN] or found:
-        chosen = [run for run in runs if run.scale == shown]
+    for each in [scale] if scale else sorted(shown(runs)):
+        chosen = [run for run in runs if run.scale == each]
         if name == "summary":
             chosen = [run for cell in in_short(chosen) if cell for run in cell.runs] or chosen
         measure = next((run.measure.label for run in chosen if run.peak_bytes is not None), chosen[0].measure.label)
@@ -100,8 +98,8 @@ def render(name: str, folder: Path, scale: str | None = None, load: Callable = l
 
 def page(folder: Path, runs: Sequence[Run]) -> str:
     """Every table that the folder has something for, each under a heading."""
-    names = [*TABLES, *sorted(measured(folder) & BENCH_TABLES.keys())]
-    names += [name for name in ("plan", "kernels", "exactness") if any(folder.glob(FOLDER_TABLES[name][1]))]
+    names = [*TABLES, *sorted(measured(folder) & FOLDER_TABLES.keys())]
+    names += [name for name, file in FILES.items() if (folder / file).exists()]
     tables = {name: render(name, folder, load=lambda folder: runs) for name in names}
     return "\n".join(f"## {name}\n\n{text}" for name, text in tables.items() if text.strip())
 
