@@ -188,10 +188,11 @@ def test_what_the_readmes_commands_write_is_ignored_and_results_are_not(tmp_path
         .venv/bin/python .venv.new/x .venv.old/x .venv-vllm/.stamp .build/x fits.yaml fit.yaml
         trl-1.16.0+fork.abc1234-py3-none-any.whl .venv-deepspeed/bin/python my-trl/trl/x.py trainer_output/memory.json
         results/nvidia-h200/combined_memory.csv results/nvidia-h200/shared_seed_k2_r0/run.json
-        results/nvidia-h200/charts/phases.png results/nvidia-h200/charts/bench/frontier.svg
+        results/nvidia-h200/charts/phases.png results/nvidia-h200/charts/bench/peak_comparison.svg
+        results/nvidia-h200/bench_samples.jsonl results/nvidia-h200/on_gpu/device.log
     """.split()
     kept = """
-        results/nvidia-h200/runs.jsonl results/nvidia-h200/charts/audit.png results/nvidia-h200/charts/bench/idea.svg
+        results/nvidia-h200/runs.jsonl results/nvidia-h200/bench.csv results/nvidia-h200/charts/audit.png results/nvidia-h200/charts/bench/idea.svg
         results/nvidia-h200/report.html trl/current/overlay/trl/x.py experiments/profiles/fits.yaml
         docs/fit.yaml
     """.split()
