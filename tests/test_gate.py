@@ -150,7 +150,9 @@ def gate_says(policy):
     """What the planner says to the launcher's own question: its settings on this machine."""
     from rloo_memory.launch import command_line
 
-    launched, config, model = command_line.parse(TRAIN)
+    asked = command_line.read(TRAIN)
+    launched, _ = command_line.launch_arguments(asked)
+    config, model = command_line.parse(asked, launched)
     settings = ask.settings_of(model) | ask.settings_of(launched) | ask.settings_of(config)
     return ask.predict(settings, policy, 160, device="cpu")
 

@@ -102,8 +102,8 @@ def train(allocator: str, model: str, prompts: Path, out: Path, steps: int) -> d
     setting, variables = ALLOCATORS[allocator]
     settings = {
         "host_allocator": setting,
-        "dataset": prompts,
-        "reward": "letters",
+        "dataset_name": prompts,
+        "reward_funcs": "letters",
         "output_dir": out,
         "max_steps": steps,
         "max_completion_length": 32,

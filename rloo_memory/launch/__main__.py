@@ -1,6 +1,7 @@
 """Train with a profile, in this process, no server: `rloo-memory launch PROFILE [--setting value ...]`.
 
-    MODEL_PATH=/models/Qwen3-8B rloo-memory launch single_gpu_24gb --dataset prompts.jsonl --reward rewards:short
+    MODEL_PATH=/models/Qwen3-8B rloo-memory launch single_gpu_24gb --dataset_name prompts.jsonl \
+        --reward_funcs rewards:short
     MODEL_PATH=random:qwen3-0.6b rloo-memory launch balanced --max_steps 2        # random weights, to try a card
     accelerate launch --config_file rloo_memory/settings/accelerate/fsdp2.yaml -m rloo_memory.launch multi_gpu_70b
 
@@ -25,11 +26,12 @@ from rloo_memory.launch import (
     dataset,
     gate,
     help,
-    inputs,
     model_limits,
     output,
+    policy,
     prompt_images,
     quiet,
+    rewards,
     vllm_server,
 )
 from rloo_memory.launch.announce import print_end, print_start
@@ -72,8 +74,9 @@ def stopped(stop: KeyboardInterrupt, when: str) -> int:
 
 
 def run(argv: list[str]) -> int:
-    asked = command_line.asked_for(argv)
-    host_allocator.activate(asked.host_allocator, restart=sys.argv[-len(argv) :] == argv)
+    settings = command_line.read(argv)
+    launch, problems = command_line.launch_arguments(settings)
+    host_allocator.activate(launch.host_allocator, restart=sys.argv[-len(argv) :] == argv)
     # one write: the workers' lines would mix
     print(f"host allocator: {', '.join(host_allocator.mapped().values()) or 'system'}\n", end="", flush=True)
     if int(os.environ.get("WORLD_SIZE", 1)) == 1 and (line := show_one_gpu()):
@@ -82,26 +85,22 @@ def run(argv: list[str]) -> int:
     os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less fragmentation on CUDA
     quiet.before_import()
-    rows = command_line.before_torch(argv, asked)
+    rows = command_line.before_torch(settings, launch, problems)
 
     from rloo_memory.fork import need_fork
 
     need_fork()
-    launch, config, model = command_line.parse(argv)
+    config, model = command_line.parse(settings, launch)
     check_gpu(config, model)
     quiet.after_import()
-    reward = inputs.reward_function(launch.reward, ["prompt"] if rows is None else rows.column_names)
-    if launch.offload_reward and not isinstance(reward, str):
-        raise ConfigError(
-            f"offload_reward is on, but the reward {launch.reward or 'letters'!r} is a function; remove it"
-        )
+    reward_funcs = rewards.rewards_of(launch, ["prompt"] if rows is None else rows.column_names)
     vllm_server.wait_for(config)
     with output.taken(config) as begin:
         if begin.finished:
             if config.process_index == 0:
                 print(begin.finished)
             return 0
-        return train_in_folder(argv[0], launch, config, model, rows, reward, begin)
+        return train_in_folder(argv[0], launch, config, model, rows, reward_funcs, begin)
 
 
 def check_gpu(config, model) -> None:
@@ -114,37 +113,47 @@ def check_gpu(config, model) -> None:
         print(f"device  the CPU: {why}", flush=True)
 
 
-def train_in_folder(profile: str, launch: LaunchArguments, config, model, rows, reward, begin: output.Start) -> int:
+def train_in_folder(
+    profile: str, launch: LaunchArguments, config, model, rows, reward_funcs: list, begin: output.Start
+) -> int:
     """Read data and model, check them, train. Returns the exit code."""
     images = None if rows is None else prompt_images.column_of(rows)
     if images:
-        prompt_images.check_gathered(rows, images, config, launch.dataset)
+        prompt_images.check_gathered(rows, images, config, launch.dataset_name)
     with config.main_process_first():  # it writes or downloads, the others find it
-        path, tokenizer = inputs.model_and_tokenizer(model.model_name_or_path, with_images=images is not None)
+        path, tokenizer = policy.model_and_tokenizer(model.model_name_or_path, with_images=images is not None)
         if rows is None:
-            rows = inputs.builtin_prompts(tokenizer, launch.prompt_tokens)
-        if images and isinstance(reward, str):
-            inputs.check_reward_reads(reward)
+            rows = dataset.builtin_prompts(tokenizer, launch.prompt_tokens)
+        if images and launch.reward_model_name_or_path:
+            rewards.check_model_reads(reward_funcs[0])
         hf_config = model_limits.config_of(path, config.model_init_kwargs)
-    quantization = inputs.quantization_of(path, model)
+    quantization = policy.quantization_of(path, model)
     model_limits.check_special_tokens(hf_config, tokenizer, model.model_name_or_path)
-    dataset.check_enough(rows, config, launch.dataset)
+    dataset.check_enough(rows, config, launch.dataset_name)
     lengths = dataset.measure(
-        rows, tokenizer, config.chat_template_kwargs or {}, launch.max_prompt_tokens, launch.dataset, images, hf_config
+        rows,
+        tokenizer,
+        config.chat_template_kwargs or {},
+        launch.max_prompt_tokens,
+        launch.dataset_name,
+        images,
+        hf_config,
     )
-    model_limits.check_positions(hf_config, lengths, config.max_completion_length, launch.dataset, launch.anyway)
+    model_limits.check_positions(hf_config, lengths, config.max_completion_length, launch.dataset_name, launch.anyway)
     named = model.model_name_or_path
     source = named if named.startswith("hub:") or adapter_of(named) else path
     predicted = gate.predicted_peaks(profile, launch, config, model, source, lengths)
     settle()
     start = level(config.device.type)
-    trainer = build_trainer(launch, config, model, path, quantization, tokenizer, rows, reward)
+    trainer = build_trainer(launch, config, model, path, quantization, tokenizer, rows, reward_funcs)
     if trainer.is_world_process_zero():
-        print_start(launch, model, trainer, lengths, inputs.reward_in_words(launch.reward, reward))
-    return train(trainer, launch, model, predicted, lengths.images, start, begin)
+        print_start(launch, model, trainer, lengths, rewards.in_words(launch, reward_funcs))
+    return train(trainer, launch, predicted, lengths.images, start, begin)
 
 
-def build_trainer(launch: LaunchArguments, config, model, path: str, quantization, tokenizer, rows, reward):
+def build_trainer(
+    launch: LaunchArguments, config, model, path: str, quantization, tokenizer, rows, reward_funcs: list
+):
     """The trainer, with the models that wait on the host. Raises `ConfigError` for what TRL or the fork refuses."""
     from trl import GRPOTrainer, RLOOTrainer, get_peft_config
 
@@ -156,8 +165,8 @@ def build_trainer(launch: LaunchArguments, config, model, path: str, quantizatio
     try:
         adapter = adapter_of(model.model_name_or_path)
         trainer = (RLOOTrainer if launch.algorithm == "rloo" else GRPOTrainer)(
-            model=inputs.with_adapter(adapter.folder, path, config, quantization) if adapter else path,
-            reward_funcs=reward,
+            model=policy.with_adapter(adapter.folder, path, config, quantization) if adapter else path,
+            reward_funcs=reward_funcs,
             args=config,
             train_dataset=rows,
             processing_class=tokenizer,
@@ -181,7 +190,6 @@ def build_trainer(launch: LaunchArguments, config, model, path: str, quantizatio
 def train(
     trainer,
     launch: LaunchArguments,
-    model,
     predicted: gate.Forecast,
     images: tuple[tuple[int, int], ...],
     start: int,
@@ -192,7 +200,7 @@ def train(
     from rloo_memory.hooks.memory_callback import MemoryCallback, trained_settings
 
     config = trainer.args
-    named = {"model_name_or_path": model.model_name_or_path, **dataclasses.asdict(launch)}
+    named = dataclasses.asdict(launch)
     says = begin.says
     if begin.checkpoint:
         policy = trainer.accelerator.unwrap_model(trainer.model)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rloo_memory.errors import ConfigError
 from rloo_memory.launch import model_limits, prompt_images
+from rloo_memory.settings.arguments import LaunchArguments
 
 KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 FORMATS = f"a {', '.join(KINDS)} file with a column `prompt`, a folder of such files, or hub:owner/name"
@@ -28,15 +29,18 @@ class Lengths:
     images: tuple[tuple[int, int], ...] = ()
 
 
-def load(source: str):
+def load(launch: LaunchArguments):
     """The training set, with a column `prompt` of texts or of chats, and of chats one of images where it has them.
     Raises `ConfigError` that names the row.
 
-    Without "builtin", which needs the tokenizer. Only hub: downloads. Does not import torch.
+    None for "builtin", which needs the tokenizer. Only hub: downloads. Does not import torch.
     """
+    if launch.dataset_name == "builtin":
+        return None
     from datasets import disable_progress_bars, load_dataset
 
     disable_progress_bars()
+    source, part = launch.dataset_name, {"name": launch.dataset_config, "split": launch.dataset_train_split}
     path = Path(source)
     if not source.removeprefix("hub:"):
         raise ConfigError(f"dataset {source!r} has no name; name builtin, {FORMATS}")
@@ -59,12 +63,13 @@ def load(source: str):
     else:
         what, where = KINDS[path.suffix], {"data_files": source}
     try:
-        dataset = load_dataset(what, **where, split="train")
+        dataset = load_dataset(what, **where, **part)
     except Exception as error:  # a malformed file raises whatever its parser raises
         reason = one_line(error.__cause__ or error)
         if "corresponds to no data" in reason:
             reason = "it has no rows"
         remedy = "write one row a prompt" if path.exists() else "check name and network"
+        remedy = "name a dataset_train_split that it has" if "split" in reason else remedy
         raise ConfigError(f"cannot read dataset {source!r}: {reason}; {remedy}") from error
     if "prompt" not in dataset.column_names:
         raise ConfigError(
@@ -77,6 +82,15 @@ def load(source: str):
         if problem := wrong_prompt(prompt):
             raise ConfigError(f"dataset {source!r}, row {row}: {problem}")
     return prompt_images.checked(dataset, source)
+
+
+def builtin_prompts(tokenizer, tokens: int):
+    """A training set of prompts of that many tokens from Python's documentation. Raises `ConfigError`."""
+    from datasets import Dataset
+
+    from rloo_memory import data
+
+    return Dataset.from_dict({"prompt": data.build_prompts(data.load_documents("builtin"), tokenizer, tokens)})
 
 
 def with_chats_read(dataset, source: str):

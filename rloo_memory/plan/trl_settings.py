@@ -86,7 +86,7 @@ def from_settings(prompt_tokens: int, settings: dict, **where) -> Setup:
     modules = tuple(map(str, modules)) if isinstance(modules, (list, tuple)) else modules
     if modules is not None and (modules == ("all-linear",) or not isinstance(modules, (str, tuple))):
         modules = "all-linear"
-    reward = given.get("reward")
+    reward = given.get("reward_model_name_or_path")
     return Setup(
         **{
             **values,
@@ -95,7 +95,7 @@ def from_settings(prompt_tokens: int, settings: dict, **where) -> Setup:
             "lora_target_modules": modules,
             "weight_bits": 4 if given["load_in_4bit"] else 8 if given["load_in_8bit"] else 16,
             "nested_scales": bool(given["use_bnb_nested_quant"]),
-            "reward_model": reward if isinstance(reward, str) and is_model(reward) else None,  # others are functions
+            "reward_model": reward if isinstance(reward, str) and is_model(reward) else None,
             "scaled_by_rollout": algorithm == "grpo" or bool(given.get("normalize_advantages")),
             "scaled_by_batch": bool(by_batch(given)),
             **where,
