@@ -98,7 +98,7 @@ def test_the_launcher_says_which_library_is_loaded(libraries):
     words = ("balanced", "--dataset_name", "no_such.csv", "--host_allocator", "tcmalloc")
     result = python("-m", "rloo_memory.launch", *words, LD_LIBRARY_PATH=libraries)
     assert result.stdout == f"host allocator: {libraries / 'libtcmalloc_minimal.so.4'}\n", result.stderr
-    assert result.returncode == 2 and "dataset 'no_such.csv' is not here" in result.stderr
+    assert result.returncode == 2 and "dataset 'no_such.csv': it is not here" in result.stderr
 
 
 @linux

@@ -37,11 +37,11 @@ DATASETS = {
     "truncated.jsonl": (ROW + b'{"prompt": "a', ["line 2 is not JSON"]),
     "unclosed.jsonl": (ROW + b'{"prompt": "b"\r\n' + ROW, ["line 2 is not JSON", "(character 15)"]),
     "list.jsonl": (ROW + b"[1]\n", ["line 2 is [1]", "not an object"]),
-    "empty.jsonl": (b"", ["is an empty file"]),
+    "empty.jsonl": (b"", ["'empty.jsonl': an empty file"]),
     "blank.jsonl": (b"\n\n", ["no rows"]),
     "no_column.jsonl": (b'{"text": "a", "answer": "b"}\n', ["no column 'prompt'", "it has text, answer"]),
     "notes.txt": (b"Say a.\n", ["no dataset by its ending", ".jsonl"]),
-    "junk.parquet": (b"junk", ["cannot read dataset", "Parquet"]),
+    "junk.parquet": (b"junk", ["cannot be read", "Parquet"]),
     "latin.jsonl": (ROW + b'{"prompt": "caf\xe9"}\n', ["line 2 is not UTF-8 (0xe9)"]),
     "utf16.jsonl": (ROW.decode().encode("utf-16"), ["line 1 is not UTF-8"]),
     "mixed.jsonl": (ROW + b'{"prompt": [{"role": "user", "content": "a"}]}\n', ["a list on line 2, text on 1"]),
@@ -63,8 +63,8 @@ DATASETS = {
     "nul.jsonl": (b"\0" * 100, ["line 1 is not JSON"]),
     "digits.jsonl": (b'{"prompt": "a", "n": 1' + b"0" * 5000 + b"}\n", ["line 1", "digits"]),
     "surrogate.jsonl": (b'{"prompt": "\\ud800"}\n', ["surrogate"]),
-    "folder": (None, ["is a folder without a .jsonl"]),
-    "folder.jsonl": (None, ["is a folder without a .jsonl"]),
+    "folder": (None, ["a folder without a .jsonl"]),
+    "folder.jsonl": (None, ["a folder without a .jsonl"]),
     "not_there.jsonl": (..., ["is not here", "not_there.jsonl)"]),
     "owner/name": (..., ["is not here", "hub:owner/name downloads it"]),
     "./folders": (..., ["is not here", "a folder of such files"]),
@@ -90,7 +90,7 @@ SEEN_AT_ONCE = {
     "balanced --host_allocator": ["host_allocator is True: it must be text"],
     # several at once
     "balanced --algorithm ppo --dataset_name empty.jsonl --model_name_or_path Qwen/Qwen3-8B": [
-        "rloo, grpo", "is an empty file", "not a folder", "no reward; --reward_funcs module:function",
+        "rloo, grpo", "an empty file", "not a folder", "no reward; --reward_funcs module:function",
         "docs/launch.md",
     ],
     "balanced --reward_funcs no/such": ["'no/such' is not module:function", "docs/launch.md"],
@@ -204,12 +204,12 @@ REFUSED = {  # after the dataset and the model's name are found good
     ],
     "balanced --reward_funcs my_broken:good": ["SyntaxError", "python -c 'import my_broken'"],
     "balanced --dataset_name rows.jsonl --reward_funcs my_rewards:good --max_prompt_tokens 5": [
-        "'rows.jsonl', row 2", "max_prompt_tokens 5", "plan again with --prompt",
+        "'rows.jsonl': row 2", "max_prompt_tokens 5", "plan again with --prompt",
     ],
-    "balanced --prompt_tokens 64 --max_prompt_tokens 63": ["'builtin', row 1: the prompt has 64 tokens"],
+    "balanced --prompt_tokens 64 --max_prompt_tokens 63": ["'builtin': row 1: the prompt has 64 tokens"],
     "balanced --prompt_tokens 4": ["4 leaves no room"],
     "balanced --steps_per_generation 6 --dataset_name rows.jsonl --reward_funcs my_rewards:good": [
-        "'rows.jsonl' has 2 prompts, and 3 are generated for at a time", "lower steps_per_generation",
+        "'rows.jsonl': it has 2 prompts, and 3 are generated for at a time", "lower steps_per_generation",
     ],
     "balanced --num_generations 0": ["launch: num_generations is 0: it must be at least 2"],
     "balanced --num_generations 100000000": ["launch: num_generations is 100000000", "at most 4096"],
@@ -230,14 +230,14 @@ REFUSED = {  # after the dataset and the model's name are found good
         for reward in ("my_rewards:good", "letters")
     },
     "balanced --dataset_name far.jsonl --reward_funcs letters": [
-        "'far.jsonl', row 2: the token '<far>' has the id", "512 rows",
+        "'far.jsonl': row 2: the token '<far>' has the id", "512 rows",
     ],
     "balanced --prompt_tokens 100 --max_completion_length 50000": [
-        "'builtin', row 1: a prompt of 100 tokens and max_completion_length 50,000 exceed the model's",
+        "'builtin': row 1: a prompt of 100 tokens and max_completion_length 50,000 exceed the model's",
         "positions; --max_completion_length ", "; --anyway trains beyond",
     ],
     "balanced --dataset_name shout.jsonl --reward_funcs letters": [
-        "'shout.jsonl', row 2", "the chat template: no shouting",
+        "'shout.jsonl': row 2", "the chat template: no shouting",
     ],
 }  # fmt: skip
 
@@ -357,11 +357,11 @@ def test_a_model_limits_the_prompts_by_its_positions_and_by_its_tokens():
         transformers.AutoConfig.for_model(kind, **small, max_position_embeddings=64) for kind in ("gpt2", "qwen3")
     )
     lengths = dataset.Lengths(60, 7, 9)
-    model_limits.check_positions(gpt2, lengths, 4, "rows", False)
-    model_limits.check_positions(qwen3, lengths, 5, "rows", True)
+    model_limits.check_positions(gpt2, lengths, 4, False)
+    model_limits.check_positions(qwen3, lengths, 5, True)
     for hf_config, anyway in ((gpt2, False), (gpt2, True), (qwen3, False)):
         with pytest.raises(ConfigError, match="row 7: .* 64 positions; --max_completion_length 4, or shorten") as said:
-            model_limits.check_positions(hf_config, lengths, 5, "rows", anyway)
+            model_limits.check_positions(hf_config, lengths, 5, anyway)
         assert ("--anyway" in str(said.value)) == (hf_config is qwen3)
 
     def tokenizer(eos, pad):
@@ -444,15 +444,15 @@ def test_a_prompt_that_the_tokenizer_makes_nothing_of_is_named(policy):
 
     tokenizer = AutoTokenizer.from_pretrained(policy)
     rows = Dataset.from_dict({"prompt": ["Say a.", "b"]})
-    lengths = dataset.measure(rows, tokenizer, {}, None, "rows")
+    lengths = dataset.measure(rows, tokenizer, {}, None)
     assert (lengths.longest, lengths.row, lengths.counted) == (len(tokenizer("Say a.")["input_ids"]), 1, 2)
 
     class Without:
         def __call__(self, text):
             return {"input_ids": [] if text == "b" else [1]}
 
-    with pytest.raises(ConfigError, match="'rows', row 2: the prompt has no tokens"):
-        dataset.measure(rows, Without(), {}, None, "rows")
+    with pytest.raises(ConfigError, match="^row 2: the prompt has no tokens"):
+        dataset.measure(rows, Without(), {}, None)
 
 
 @pytest.mark.torch
@@ -554,9 +554,10 @@ def test_it_works_where_the_user_stands_and_a_signal_ends_it_in_one_line(policy,
             process.send_signal(number)
         for number, process in running.items():
             output, error = process.communicate(timeout=60)
-            name = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}[number]
             assert process.returncode == 128 + number, error
-            assert re.fullmatch(rf"launch: stopped by {name} after update \d+; out/memory.json is kept\n", error)
+            assert re.fullmatch(
+                rf"launch: stopped by {number.name} after update \d+; out/memory.json is kept\n", error
+            )
             record = json.loads((tmp_path / number.name / "out" / "memory.json").read_text())
             assert record["prompt_tokens"] in lengths and record["settings"]["reward_funcs"][0] == "my_rewards:good"
             start = [line.split()[0] for line in output.splitlines() if not line.startswith("{")]

@@ -216,7 +216,7 @@ def test_a_model_or_machine_that_cannot_take_images_is_named_with_a_remedy(
             refused(capsys, "rows.parquet", said)
     with monkeypatch.context() as patch:
         patch.setattr(prompt_images, "find_spec", lambda name: None)
-        refused(capsys, "rows.parquet", ["'rows.parquet' has images, and pillow is not installed", install])
+        refused(capsys, "rows.parquet", ["'rows.parquet': it has images, and pillow is not installed", install])
     bare = here / "bare"
     bare.mkdir()
     for file in Path(model).iterdir():
@@ -265,24 +265,24 @@ def test_the_first_200_rows_are_counted_or_all_where_there_is_a_limit(here, mode
     rows = dataset.load(LaunchArguments(dataset_name="rows.parquet"))
     column = prompt_images.column_of(rows)
     assert column == prompt_images.ImageColumn("images", 1)
-    first = dataset.measure(rows, processor, {}, None, "rows", column)
+    first = dataset.measure(rows, processor, {}, None, column)
     assert (first.row, first.counted, first.images) == (1, 200, ((SIDE, SIDE),))
-    every = dataset.measure(rows, processor, {}, 1000, "rows", column)
+    every = dataset.measure(rows, processor, {}, 1000, column)
     assert (every.row, every.counted, every.images) == (250, 250, ((SIDE, SIDE),) * 3)
     with pytest.raises(ConfigError, match=f"row 250: the prompt has {every.longest} tokens"):
-        dataset.measure(rows, processor, {}, every.longest - 1, "rows", column)
+        dataset.measure(rows, processor, {}, every.longest - 1, column)
     late = dataclasses.replace(column, first_row=211)  # as many as it takes to come to an image
-    assert dataset.measure(rows, processor, {}, None, "rows", late).counted == 211
+    assert dataset.measure(rows, processor, {}, None, late).counted == 211
 
 
 def test_processes_that_would_wait_for_images_are_refused(here):
     write("rows.parquet", [chat("a")] * 3, images=[[picture(8, 8)], [], [picture(8, 8)]])
     rows, column = dataset.load(LaunchArguments(dataset_name="rows.parquet")), prompt_images.ImageColumn("images", 1)
     with pytest.raises(ConfigError, match="row 2 has no image, .* 2 processes would wait .* --log_multimodal false"):
-        prompt_images.check_gathered(rows, column, SimpleNamespace(world_size=2, log_multimodal=True), "rows")
+        prompt_images.check_gathered(rows, column, SimpleNamespace(world_size=2, log_multimodal=True))
     for processes, logged in ((1, True), (2, False)):
         config = SimpleNamespace(world_size=processes, log_multimodal=logged)
-        prompt_images.check_gathered(rows, column, config, "rows")
+        prompt_images.check_gathered(rows, column, config)
 
 
 def test_sizes_are_those_of_the_grid_where_a_processor_keeps_the_shape():

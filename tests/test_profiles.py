@@ -223,3 +223,55 @@ def test_every_line_of_a_profile_says_what_it_buys_or_costs():
         lines = profiles.profile_path(name).read_text().splitlines()
         bare = [x for x in lines if x and "#" not in x and not x.startswith(("learning_rate", "logging"))]
         assert not bare, (name, bare)
+
+
+FILE = """
+dataset_name: rows
+reward_funcs: [some_rewards.by_place, some_rewards.by_length]
+reward_weights: [1.0, 0.5]
+prefix_sharing: true
+num_generations: 4
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 2
+max_completion_length: 8
+max_steps: 2
+learning_rate: 1e-2
+dtype: float32
+bf16: false
+use_cpu: true
+report_to: none
+disable_tqdm: true
+"""
+FUNCTIONS = """
+def by_place(completions, answer, **kwargs): return [float(place) for place in range(len(completions))]
+def by_length(completions, **kwargs): return [float(len(text)) for text in completions]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_a_file_trains_the_same_model_with_trls_own_command(tmp_path):
+    policy, _, _ = run_models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))
+    (tmp_path / "file.yaml").write_text(f"model_name_or_path: {policy}\n{FILE}")
+    (tmp_path / "some_rewards.py").write_text(FUNCTIONS)
+    (tmp_path / "rows").mkdir()
+    rows = [json.dumps({"prompt": f"Say the word {number}.", "answer": "a"}) + "\n" for number in range(8)]
+    (tmp_path / "rows" / "train.jsonl").write_text("".join(rows))
+    commands = {"ours": "rloo-memory launch file.yaml --predict_memory false", "theirs": "trl rloo --config file.yaml"}
+    environment = {name: value for name, value in os.environ.items() if name != "MODEL_PATH"}
+    for folder, command in commands.items():
+        program, *words = command.split()
+        result = subprocess.run(
+            [Path(sys.executable).parent / program, *words, "--output_dir", folder],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert result.returncode == 0, result.stderr[-3000:]
+        assert "'rewards/by_length/mean'" in result.stdout + result.stderr
+    ours, theirs, before = (
+        Path(tmp_path, folder, "model.safetensors").read_bytes() for folder in ("ours", "theirs", policy)
+    )
+    assert ours == theirs != before

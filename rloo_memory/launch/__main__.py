@@ -1,8 +1,5 @@
 """Train with a profile, in this process, no server: `rloo-memory launch PROFILE [--setting value ...]`.
 
-    MODEL_PATH=/models/Qwen3-8B rloo-memory launch single_gpu_24gb --dataset_name prompts.jsonl \
-        --reward_funcs rewards:short
-    MODEL_PATH=random:qwen3-0.6b rloo-memory launch balanced --max_steps 2        # random weights, to try a card
     accelerate launch --config_file rloo_memory/settings/accelerate/fsdp2.yaml -m rloo_memory.launch multi_gpu_70b
 
 Any setting of TRL's trainer can follow the profile and replaces what it says; `--help` lists profiles, the launcher's
@@ -20,7 +17,7 @@ from pathlib import Path
 from rloo_memory import cuda_check, host_allocator
 from rloo_memory.adapters import adapter_of
 from rloo_memory.device import is_out_of_memory, level, settle, show_one_gpu
-from rloo_memory.errors import ConfigError, exit_code
+from rloo_memory.errors import ConfigError, Stopped, exit_code
 from rloo_memory.launch import (
     command_line,
     dataset,
@@ -46,11 +43,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     # Several processes are ended by the program that started them, which does not wait for one that is in a collective
     alone = int(os.environ.get("WORLD_SIZE", 1)) == 1 and threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, interrupt) if alone else None
+    before = signal.signal(signal.SIGTERM, stop) if alone else None
     try:
         return exit_code("launch", run, argv)
-    except KeyboardInterrupt as stop:
-        return stopped(stop, "before the first update")
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -61,16 +56,8 @@ def main(argv: list[str] | None = None) -> int:
             signal.signal(signal.SIGTERM, before)
 
 
-def interrupt(number, frame):
-    raise KeyboardInterrupt(number)
-
-
-def stopped(stop: KeyboardInterrupt, when: str) -> int:
-    """Say it in one line; returns the exit code that a shell gives for the signal."""
-    number = stop.args[0] if stop.args else signal.SIGINT
-    name = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}.get(number, f"signal {number}")
-    print(f"launch: stopped by {name} {when}", file=sys.stderr)
-    return 128 + number
+def stop(number, frame):
+    raise Stopped(number)
 
 
 def run(argv: list[str]) -> int:
@@ -118,8 +105,6 @@ def train_in_folder(
 ) -> int:
     """Read data and model, check them, train. Returns the exit code."""
     images = None if rows is None else prompt_images.column_of(rows)
-    if images:
-        prompt_images.check_gathered(rows, images, config, launch.dataset_name)
     with config.main_process_first():  # it writes or downloads, the others find it
         path, tokenizer = policy.model_and_tokenizer(model.model_name_or_path, with_images=images is not None)
         if rows is None:
@@ -129,17 +114,13 @@ def train_in_folder(
         hf_config = model_limits.config_of(path, config.model_init_kwargs)
     quantization = policy.quantization_of(path, model)
     model_limits.check_special_tokens(hf_config, tokenizer, model.model_name_or_path)
-    dataset.check_enough(rows, config, launch.dataset_name)
-    lengths = dataset.measure(
-        rows,
-        tokenizer,
-        config.chat_template_kwargs or {},
-        launch.max_prompt_tokens,
-        launch.dataset_name,
-        images,
-        hf_config,
-    )
-    model_limits.check_positions(hf_config, lengths, config.max_completion_length, launch.dataset_name, launch.anyway)
+    with dataset.named(launch.dataset_name):
+        if images:
+            prompt_images.check_gathered(rows, images, config)
+        dataset.check_enough(rows, config)
+        options = config.chat_template_kwargs or {}
+        lengths = dataset.measure(rows, tokenizer, options, launch.max_prompt_tokens, images, hf_config)
+        model_limits.check_positions(hf_config, lengths, config.max_completion_length, launch.anyway)
     named = model.model_name_or_path
     source = named if named.startswith("hub:") or adapter_of(named) else path
     predicted = gate.predicted_peaks(profile, launch, config, model, source, lengths)
@@ -203,8 +184,8 @@ def train(
     named = dataclasses.asdict(launch)
     says = begin.says
     if begin.checkpoint:
-        policy = trainer.accelerator.unwrap_model(trainer.model)
-        settings, shape = trained_settings(config, policy) | named, policy.config.to_dict()
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        settings, shape = trained_settings(config, model) | named, model.config.to_dict()
         other = output.decided_once(config, lambda: output.compare(begin.checkpoint, settings, shape))
         says = f"from {says}" + (f"; not as it was trained before: {other}" if other else "")
     if says and trainer.is_world_process_zero():
@@ -222,27 +203,21 @@ def train(
     trainer.add_callback(memory)
     began = time.monotonic()
     try:
-        trainer.train(resume_from_checkpoint=begin.checkpoint)
-        if config.save_strategy != "no":
-            if trainer.is_fsdp_enabled:  # checkpoints are shards; of shards alone, `save_model` would save nothing
-                trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-            trainer.save_model(config.output_dir)
-    except KeyboardInterrupt as stop:
+        train_and_save(trainer, begin.checkpoint)
+    except KeyboardInterrupt as end:
+        number = Stopped.number(end)
         kept = f"; {config.output_dir}/memory.json is kept" if Path(config.output_dir, "memory.json").exists() else ""
-        end_progress_bar(config)
-        return stopped(stop, f"after update {trainer.state.global_step}{kept}")
+        print(f"launch: stopped by {number.name} after update {trainer.state.global_step}{kept}", file=sys.stderr)
+        return 128 + number
     except ConfigError:  # of the reward
-        end_progress_bar(config)
         raise
     except Exception as error:
         if memory.phases is None and not is_out_of_memory(error):  # the optimizer, the schedule, the checkpoint
             raise ConfigError(said(error)) from error
         if not is_out_of_memory(error):
             raise
-        phase = memory.failed()
-        end_progress_bar(config)
         print(
-            f"launch: out of memory in phase {phase} of update {trainer.state.global_step + 1}: "
+            f"launch: out of memory in phase {memory.failed()} of update {trainer.state.global_step + 1}: "
             f"{dataset.one_line(error)}; rloo-memory doctor {config.output_dir} says what filled it",
             file=sys.stderr,
         )
@@ -259,9 +234,17 @@ def said(error: Exception) -> str:
     return " ".join(str(error).split()) if isinstance(error, ValueError) else dataset.one_line(error)
 
 
-def end_progress_bar(config) -> None:
-    if not config.disable_tqdm:
-        print(file=sys.stderr)  # it ends without a line's end
+def train_and_save(trainer, checkpoint: str | None) -> None:
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    except BaseException:
+        if not trainer.args.disable_tqdm:
+            print(file=sys.stderr)  # the progress bar ends without a line's end
+        raise
+    if trainer.args.save_strategy != "no":
+        if trainer.is_fsdp_enabled:  # checkpoints are shards; of shards alone, `save_model` would save nothing
+            trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+        trainer.save_model(trainer.args.output_dir)
 
 
 if __name__ == "__main__":

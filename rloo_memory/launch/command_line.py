@@ -76,7 +76,7 @@ def before_torch(settings: Settings, launch: LaunchArguments, problems: list[tup
 def parse(settings: Settings, launch: LaunchArguments):
     """(trainer's config, model config). Raises `ConfigError` for what TRL does not accept or this machine lacks."""
     values, problems = grammar.checked(settings, grammar.fields())
-    settings.refuse(problems)
+    settings.refuse(problems + grammar.at_odds(values, settings.lines))
     classes = grammar.trainer_classes(launch.algorithm)
     known = {name for cls in (LaunchArguments, *classes) for name in grammar.types_of(cls)}
     settings.refuse([(name, f"{name}: no setting of {launch.algorithm} here") for name in values if name not in known])
@@ -95,63 +95,38 @@ def parse(settings: Settings, launch: LaunchArguments):
 
 def wrong_here(launch: LaunchArguments, config, model_config) -> list[tuple[str, str]]:
     """(setting, what is wrong) of what settings ask for and a trainer or this machine does not have."""
-    fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
-    whole_model = "moves a whole model, and FSDP shards it: use fsdp2_offload.yaml instead"
-    no_reference = "LoRA needs none" if model_config.use_peft else "beta is 0"
     attention, dropout = model_config.attn_implementation, model_config.use_peft and model_config.lora_dropout
-    reasons = [
-        (
-            config.top_k == -1 and not config.use_vllm,
-            "top_k is -1, which only vLLM takes for all tokens; --top_k 0",
-        ),
-        (
+    on_host = (launch.offload_reference and "offload_reference") or (launch.offload_reward and "offload_reward")
+    no_reference = "LoRA needs none" if model_config.use_peft else "beta is 0"
+    reasons = {
+        "top_k is -1, which only vLLM takes for all tokens; --top_k 0": config.top_k == -1 and not config.use_vllm,
+        f"calibration {launch.calibration!r} corrects the prediction, and predict_memory is off; remove one":
             launch.calibration not in (None, "none") and not launch.predict_memory,
-            f"calibration {launch.calibration!r} corrects the prediction, and predict_memory is off; remove one",
-        ),
-        (
+        f"memory_snapshot {launch.memory_snapshot!r} needs a GPU, and there is none here; leave it out":
             launch.memory_snapshot and no_gpu(),
-            f"memory_snapshot {launch.memory_snapshot!r} needs a GPU, and there is none here; leave it out",
-        ),
-        (
-            config.activation_offloading and no_gpu(),
-            "activation_offloading moves activations from a GPU to the host, and there is no GPU here; "
-            "--activation_offloading false",
-        ),
-        (
-            config.prefix_sharing and attention not in (None, "sdpa", "eager"),
-            f"attn_implementation {attention!r} does not take the mask that prefix_sharing needs; "
-            "--attn_implementation sdpa",
-        ),
-        (
-            config.prefix_sharing and dropout and not config.disable_dropout,
-            f"lora_dropout is {dropout}: completions that share a prompt would share its dropout; "
-            "--lora_dropout 0 or --disable_dropout true",
-        ),
-        (
-            config.use_vllm and find_spec("vllm") is None,
-            "use_vllm needs the package vllm, which is not installed: pip install vllm==0.30.0 (docs/launch.md); "
-            "--use_vllm false",
-        ),
-        (
+        "activation_offloading moves activations from a GPU to the host, and there is no GPU here; "
+        "--activation_offloading false": config.activation_offloading and no_gpu(),
+        f"attn_implementation {attention!r} does not take the mask that prefix_sharing needs; "
+        "--attn_implementation sdpa": config.prefix_sharing and attention not in (None, "sdpa", "eager"),
+        f"lora_dropout is {dropout}: completions that share a prompt would share its dropout; --lora_dropout 0 or "
+        "--disable_dropout true": config.prefix_sharing and dropout and not config.disable_dropout,
+        "use_vllm needs the package vllm, which is not installed: pip install vllm==0.30.0 (docs/launch.md); "
+        "--use_vllm false": config.use_vllm and find_spec("vllm") is None,
+        f"eval_strategy is {config.eval_strategy.value!r}, and there is no dataset to evaluate on; leave it out":
             config.eval_strategy != "no",
-            f"eval_strategy is {config.eval_strategy.value!r}, and there is no dataset to evaluate on; leave it out",
-        ),
-        (
+        f"offload_reference is on, but there is no reference ({no_reference}); remove it":
             launch.offload_reference and (config.beta == 0 or model_config.use_peft),
-            f"offload_reference is on, but there is no reference ({no_reference}); remove it",
-        ),
-        (
+        "offload_reward is on, but there is no reward_model_name_or_path; a function has no weights; remove it":
             launch.offload_reward and not launch.reward_model_name_or_path,
-            "offload_reward is on, but there is no reward_model_name_or_path; a function has no weights; remove it",
-        ),
-        (launch.offload_reference and fsdp, f"offload_reference {whole_model}"),
-        (launch.offload_reward and fsdp, f"offload_reward {whole_model}"),
-    ]
-    reasons += [(True, f"report_to: {problem}") for problem in wrong_reporters(config.report_to)]
+        f"{on_host} moves a whole model, and FSDP shards it: use fsdp2_offload.yaml instead":
+            on_host and os.environ.get("ACCELERATE_USE_FSDP") == "true",
+    }  # fmt: skip
+    wrong = [problem for problem, applies in reasons.items() if applies]
+    wrong += [f"report_to: {problem}" for problem in wrong_reporters(config.report_to)]
     for name, value in (config.generation_kwargs or {}).items():
         if isinstance(value, int | float) and (problem := grammar.out_of_range(name, value)):
-            reasons.append((True, f"generation_kwargs: {problem}"))
-    return [(problem.split()[0].strip(":"), problem) for wrong, problem in reasons if wrong]
+            wrong.append(f"generation_kwargs: {problem}")
+    return [(problem.split()[0].strip(":"), problem) for problem in wrong]
 
 
 def wrong_reporters(names) -> list[str]:

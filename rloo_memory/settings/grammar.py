@@ -91,7 +91,7 @@ def listed(value, kinds: tuple):
 
 
 def checked(settings: Settings, known: dict[str, tuple]) -> tuple[dict, list[tuple[str, str]]]:
-    """(the values that can be used, each of a type of `known`; what is wrong with the others, or between them)."""
+    """(the values that can be used, each of a type of `known`; what is wrong with the others)."""
     values, problems = {}, []
     for name, value in settings.values.items():
         if name not in known or name in REPLACED:
@@ -105,7 +105,7 @@ def checked(settings: Settings, known: dict[str, tuple]) -> tuple[dict, list[tup
             problems.append((name, problem))
         else:
             values[name] = meant
-    return values, problems + at_odds(values, settings.lines)
+    return values, problems
 
 
 def at_odds(values: dict, lines: dict[str, int]) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from rloo_memory.errors import ConfigError
-from rloo_memory.settings.grammar import Settings, checked, fields, fits
+from rloo_memory.settings.grammar import Settings, at_odds, checked, fields, fits
 
 FOLDER = Path(__file__).with_name("profiles")
 LARGEST_FILE = 2**20  # bytes; a profile has some dozen lines
@@ -89,7 +89,7 @@ def load_profile(name: str) -> dict:
     change."""
     settings = read_profile(name)
     values, problems = checked(settings, fields())
-    settings.refuse(problems)
+    settings.refuse(problems + at_odds(values, settings.lines))
     return values
 
 
