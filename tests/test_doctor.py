@@ -107,7 +107,7 @@ def test_what_the_doctor_writes_trains_and_its_record_can_be_read_again(tmp_path
     old = read_run(out)
     assert (old.prompt_tokens, old.settings["num_generations"], old.settings["dtype"]) == (512, 4, "float32")
     assert old.settings["offload_reference"] and old.settings["offload_reward"]
-    assert old.where["reward_model"] == old.settings["reward"] == str(reward)
+    assert old.where["reward_model"] == old.settings["reward_model_name_or_path"] == str(reward)
     assert old.hf_config.vocab_size == 512 and max(old.peaks.values()) > 100 * 2**20
 
 

@@ -99,6 +99,8 @@ def test_the_planners_process_answers_and_its_refusals_are_raised():
     assert expected.peak.total == max(phase.total for phase in expected.phases) > MIB
     with pytest.raises(ConfigError, match="^per_device_train_batch_size 3 .* is not a multiple of num_generations 2"):
         ask.predict({**settings, "per_device_train_batch_size": 3, "steps_per_generation": 1}, "tiny-qwen3", 32)
+    with pytest.raises(ConfigError, match="prefix_sharing is 'yes'.* true or false.*'bata'; did you mean beta?"):
+        ask.predict({**settings, "prefix_sharing": "yes", "bata": 1}, "tiny-qwen3", 32)
     with pytest.raises(ConfigError, match="did you mean tiny-qwen3"):
         ask.predict(settings, "tiny-qwen", 32)
 
@@ -150,7 +152,9 @@ def gate_says(policy):
     """What the planner says to the launcher's own question: its settings on this machine."""
     from rloo_memory.launch import command_line
 
-    launched, config, model = command_line.parse(TRAIN)
+    asked = command_line.read(TRAIN)
+    launched, _ = command_line.launch_arguments(asked)
+    config, model = command_line.parse(asked, launched)
     settings = ask.settings_of(model) | ask.settings_of(launched) | ask.settings_of(config)
     return ask.predict(settings, policy, 160, device="cpu")
 

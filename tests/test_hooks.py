@@ -143,13 +143,13 @@ def test_the_record_has_the_settings_that_were_trained_with(tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from rloo_memory.hooks.memory_callback import trained_settings
-    from rloo_memory.settings import profiles
+    from rloo_memory.settings import grammar, profiles
 
     policy, _, _ = run_models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(policy), dtype=torch.bfloat16)
     adapters = LoraConfig(r=4, lora_alpha=12, lora_dropout=0.0, target_modules=["q_proj", "down_proj"])
     model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
-    profiles.fields()  # puts the fork on the path
+    grammar.fields()  # puts the fork on the path
     from trl import GRPOConfig
 
     arguments = GRPOConfig(

@@ -94,10 +94,11 @@ def test_other_preloads_stay_and_another_allocator_goes(libraries, tmp_path):
 
 @linux
 def test_the_launcher_says_which_library_is_loaded(libraries):
-    """The profile does not exist, so that nothing is trained; the allocator comes first."""
-    result = python("-m", "rloo_memory.launch", "no_such", "--host_allocator", "tcmalloc", LD_LIBRARY_PATH=libraries)
+    """The dataset does not exist, so that nothing is trained; the allocator comes first."""
+    words = ("balanced", "--dataset_name", "no_such.csv", "--host_allocator", "tcmalloc")
+    result = python("-m", "rloo_memory.launch", *words, LD_LIBRARY_PATH=libraries)
     assert result.stdout == f"host allocator: {libraries / 'libtcmalloc_minimal.so.4'}\n", result.stderr
-    assert result.returncode == 2 and "unknown profile 'no_such'" in result.stderr
+    assert result.returncode == 2 and "dataset 'no_such.csv': it is not here" in result.stderr
 
 
 @linux
@@ -190,7 +191,7 @@ def test_a_32_bit_library_is_passed_over(tmp_path, monkeypatch):
 )
 def test_an_unknown_allocator_is_refused_naming_the_nearest(setting, parts, tmp_path, capsys):
     profile = tmp_path / "profile.yaml"
-    profile.write_text(f"host_allocator: {setting}\n")
+    profile.write_text(f"host_allocator: {setting!r}\n")
     for argv in (["balanced", "--host_allocator", setting], [str(profile)]):
         assert launch.main(argv) == 2
         error = capsys.readouterr().err
@@ -200,10 +201,13 @@ def test_an_unknown_allocator_is_refused_naming_the_nearest(setting, parts, tmp_
 def test_the_command_line_goes_before_the_profile(tmp_path):
     profile = tmp_path / "profile.yaml"
     profile.write_text("beta: 0.0\nhost_allocator: jemalloc\n")
-    assert command_line.asked_for([str(profile), "--max_steps", "2"]).host_allocator == "jemalloc"
-    assert command_line.asked_for([str(profile), "--host-allocator=tcmalloc"]).host_allocator == "tcmalloc"
-    assert command_line.asked_for(["balanced"]).host_allocator == "system"
-    assert command_line.asked_for([]).host_allocator == "system"
+    for words, allocator in (
+        ([str(profile), "--max_steps", "2"], "jemalloc"),
+        ([str(profile), "--host-allocator=tcmalloc"], "tcmalloc"),
+        (["balanced"], "system"),
+    ):
+        launched, problems = command_line.launch_arguments(command_line.read(words))
+        assert launched.host_allocator == allocator and not problems
 
 
 def test_another_system_than_linux_is_refused(monkeypatch, capsys):

@@ -19,7 +19,7 @@ from experiments.workload import run_models
 from rloo_memory import data
 from rloo_memory.errors import ConfigError
 from rloo_memory.launch import __main__ as launch
-from rloo_memory.launch import dataset, help, inputs
+from rloo_memory.launch import dataset, help, rewards
 from rloo_memory.settings.arguments import LaunchArguments
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,11 +37,11 @@ DATASETS = {
     "truncated.jsonl": (ROW + b'{"prompt": "a', ["line 2 is not JSON"]),
     "unclosed.jsonl": (ROW + b'{"prompt": "b"\r\n' + ROW, ["line 2 is not JSON", "(character 15)"]),
     "list.jsonl": (ROW + b"[1]\n", ["line 2 is [1]", "not an object"]),
-    "empty.jsonl": (b"", ["is an empty file"]),
+    "empty.jsonl": (b"", ["'empty.jsonl': an empty file"]),
     "blank.jsonl": (b"\n\n", ["no rows"]),
     "no_column.jsonl": (b'{"text": "a", "answer": "b"}\n', ["no column 'prompt'", "it has text, answer"]),
     "notes.txt": (b"Say a.\n", ["no dataset by its ending", ".jsonl"]),
-    "junk.parquet": (b"junk", ["cannot read dataset", "Parquet"]),
+    "junk.parquet": (b"junk", ["cannot be read", "Parquet"]),
     "latin.jsonl": (ROW + b'{"prompt": "caf\xe9"}\n', ["line 2 is not UTF-8 (0xe9)"]),
     "utf16.jsonl": (ROW.decode().encode("utf-16"), ["line 1 is not UTF-8"]),
     "mixed.jsonl": (ROW + b'{"prompt": [{"role": "user", "content": "a"}]}\n', ["a list on line 2, text on 1"]),
@@ -63,8 +63,8 @@ DATASETS = {
     "nul.jsonl": (b"\0" * 100, ["line 1 is not JSON"]),
     "digits.jsonl": (b'{"prompt": "a", "n": 1' + b"0" * 5000 + b"}\n", ["line 1", "digits"]),
     "surrogate.jsonl": (b'{"prompt": "\\ud800"}\n', ["surrogate"]),
-    "folder": (None, ["is a folder without a .jsonl"]),
-    "folder.jsonl": (None, ["is a folder without a .jsonl"]),
+    "folder": (None, ["a folder without a .jsonl"]),
+    "folder.jsonl": (None, ["a folder without a .jsonl"]),
     "not_there.jsonl": (..., ["is not here", "not_there.jsonl)"]),
     "owner/name": (..., ["is not here", "hub:owner/name downloads it"]),
     "./folders": (..., ["is not here", "a folder of such files"]),
@@ -74,24 +74,30 @@ DATASETS = {
     "": (..., ["has no name"]),
 }  # fmt: skip
 SEEN_AT_ONCE = {
-    "no_such --dataset empty.jsonl": ["unknown profile 'no_such'"],
+    "no_such --dataset_name empty.jsonl": ["unknown profile 'no_such'"],
     "constraind": ["constraind", "did you mean constrained"],
     "--max_steps 2": ["name a profile first", "--help"],
     "": ["name a profile first"],
     "balanced --model_name_or_path Qwen/Qwen3-8B": ["not a folder", "hub:Qwen/Qwen3-8B", "random:qwen3-8b"],
     "balanced --model_name_or_path random:": ["names no shape", "random:qwen3-0.6b"],
     "balanced --model_name_or_path ./nofolder": ["'./nofolder' is not a folder here; MODEL_PATH=random"],
-    "balanced --algorithm ppo": ["ppo", "rloo or grpo"],
-    "balanced --host_allocator": ["--host_allocator", "expected one argument"],
-    # several at once
-    "balanced --algorithm ppo --dataset empty.jsonl --model_name_or_path Qwen/Qwen3-8B": [
-        "rloo or grpo", "is an empty file", "not a folder", "no reward; --reward module:function", "docs/launch.md",
+    "balanced --dataset rows.jsonl --reward letters --model_name_or_path random:tiny-qwen3": [
+        "launch: unknown setting 'dataset'; write dataset_name; unknown setting 'reward'; write reward_funcs, or",
     ],
-    "balanced --reward no/such": ["'no/such' is no folder here and not module:function"],
-    "balanced --reward leters": ["'leters' is no folder here and not module:function"],
-    "balanced --reward my-rewards.py:short": ["letters, digits and _ only; rename it to my_rewards.py"],
-    "balanced --reward my-rewards.py": ["names no function; write my-rewards.py:FUNCTION"],
-    "balanced --reward not_there:short": ["there is no not_there.py in", "PYTHONPATH"],
+    "balanced --reward_model_name_or_path owner/name": ["reward model 'owner/name' is not a folder here; hub:owner/"],
+    "balanced --reward_funcs hub:owner/name": ["is a model; write --reward_model_name_or_path hub:owner/name"],
+    "balanced --algorithm ppo": ["ppo", "rloo, grpo"],
+    "balanced --host_allocator": ["host_allocator is True: it must be text"],
+    # several at once
+    "balanced --algorithm ppo --dataset_name empty.jsonl --model_name_or_path Qwen/Qwen3-8B": [
+        "rloo, grpo", "an empty file", "not a folder", "no reward; --reward_funcs module:function",
+        "docs/launch.md",
+    ],
+    "balanced --reward_funcs no/such": ["'no/such' is not module:function", "docs/launch.md"],
+    "balanced --reward_funcs letters leters": ["'leters' is not module:function"],
+    "balanced --reward_funcs my-rewards.py:short": ["letters, digits and _ only; rename it to my_rewards.py"],
+    "balanced --reward_funcs my-rewards.py": ["names no function; write my-rewards.py:FUNCTION"],
+    "balanced --reward_funcs not_there:short": ["there is no not_there.py in", "PYTHONPATH"],
 }  # fmt: skip
 
 
@@ -102,8 +108,8 @@ def test_a_bad_dataset_reward_or_model_is_named_before_torch_is_imported(tmp_pat
         elif text is not ...:
             (tmp_path / name).write_bytes(text)
     (tmp_path / "my-rewards.py").write_text("")
-    given = ["--reward", "letters", "--model_name_or_path", "random:tiny-qwen3"]
-    cases = [(["balanced", "--dataset", name, *given], parts) for name, (_, parts) in DATASETS.items()]
+    given = ["--reward_funcs", "letters", "--model_name_or_path", "random:tiny-qwen3"]
+    cases = [(["balanced", "--dataset_name", name, *given], parts) for name, (_, parts) in DATASETS.items()]
     cases += [(words.split(), parts) for words, parts in SEEN_AT_ONCE.items()]
     result = subprocess.run(
         [sys.executable, ROOT / "tests" / "probes" / "launch_refusals.py"],
@@ -134,12 +140,16 @@ def test_datasets_of_every_kind_are_read(tmp_path, monkeypatch):
     frame.to_csv("a.csv", index=False)
     frame.to_parquet("a.parquet")
     for name in ("a.jsonl", "a.json", "a.csv", "a.parquet", "folder"):
-        rows = dataset.load(name)
+        rows = dataset.load(LaunchArguments(dataset_name=name))
         assert rows.column_names == ["prompt", "answer"] and rows["answer"][:] == ["a", "b"], name
+    Path("folder/test.jsonl").write_bytes(ROW)
+    assert len(dataset.load(LaunchArguments(dataset_name="folder", dataset_train_split="test"))) == 1
+    with pytest.raises(ConfigError, match="Unknown split .*; name a dataset_train_split that it has"):
+        dataset.load(LaunchArguments(dataset_name="a.csv", dataset_train_split="test"))
     chats = [[{"role": "user", "content": text}] for text in ('Say "a".', "It's b.")]
     for name, write in (("json.csv", json.dumps), ("python.csv", str)):  # pandas writes a list as Python does
         frame.assign(prompt=[write(chat) for chat in chats]).to_csv(name, index=False)
-        assert dataset.load(name)["prompt"][:] == chats
+        assert dataset.load(LaunchArguments(dataset_name=name))["prompt"][:] == chats
 
 
 REWARDS = """
@@ -150,14 +160,15 @@ class Kind: pass
 CONSTANT = 5
 """
 REFUSED = {  # after the dataset and the model's name are found good
-    "balanced --max_step 2 --beat 1": ["'--max_step'; did you mean --max_steps?", "'--beat'; did you mean --beta?"],
-    "balanced --max_steps many": ["--max_steps", "'many'"],
+    "balanced --max_step 2 --beat 1": ["'max_step'; did you mean max_steps?", "'beat'; did you mean beta?"],
+    "balanced --max_steps many": ["launch: max_steps is 'many': it must be a whole number"],
     "balanced --lr_scheduler_type never": ["never"],
     "balanced --num_generations 3": ["num_generations", "3"],
-    "balanced --learning_rate nan": ["learning_rate is nan", "finite"],
+    "balanced --learning_rate nan": ["learning_rate is 'nan'", "finite"],
     "balanced --max_completion_length 0 --temperature -1": ["max_completion_length is 0", "temperature is -1"],
-    "balanced --epsilon 0.2 --delta 0.3": ["launch: '--delta', '0.3': no settings of rloo"],
-    "balanced stray --max_steps 2 words": ["launch: 'stray', 'words': no settings of rloo"],
+    "balanced --epsilon 0.2 --delta 0.3": ["launch: delta: no setting of rloo here"],
+    "balanced stray --max_steps 2": ["launch: 'stray': no setting; write --name value"],
+    "balanced --max_steps 2 words": ["launch: max_steps is ['2', 'words']: it must be a whole number"],
     "constrained --use_cpu": ["activation_offloading", "no GPU", "--activation_offloading false"],
     "balanced --algorithm grpo --loss_type best": ["loss_type is 'best'", "dapo"],
     "balanced --deepspeed none.json": ["deepspeed"],
@@ -169,30 +180,36 @@ REFUSED = {  # after the dataset and the model's name are found good
     "balanced --steps_per_generation 1 --num_generations 16 --per_device_train_batch_size 4": [
         "generation_batch_size (4)", "set --steps_per_generation as well",
     ],
-    "balanced --memory_snapshot peek": ["memory_snapshot is 'peek'", "peak or oom"],
+    "balanced --memory_snapshot peek": ["memory_snapshot is 'peek': choose one of peak, oom"],
     "balanced --memory_snapshot oom": ["memory_snapshot 'oom' needs a GPU"],
-    "balanced --offload_reward true": ["offload_reward", "'letters' is a function"],
+    "balanced --offload_reward true": ["launch: offload_reward is on, but there is no reward_model_name_or_path"],
     "balanced --offload_reference true": ["offload_reference", "no reference (beta is 0)"],
     "balanced --use_peft --beta 0.1 --offload_reference true": ["no reference (LoRA needs none)"],
     "balanced --output_dir taken": ["cannot make output_dir 'taken'", "another folder"],
     "balanced --output_dir new --resume_from_checkpoint old": ["'old' is no checkpoint", "new holds no checkpoint"],
     "balanced --output_dir new --resume_from_checkpoint model": ["'model' is no checkpoint", "trainer_state.json"],
     "balanced --output_dir new --resume_from_checkpoint true": ["'new' holds no checkpoint-N"],
-    "balanced --dataset rows.jsonl --reward my_rewards:god": ["'my_rewards:god'", "no attribute 'god'"],
-    "balanced --dataset rows.jsonl --reward my_rewards:Kind": ["name a function"],
-    "balanced --dataset rows.jsonl --reward my_rewards:CONSTANT": ["is 5; name a function"],
-    "balanced --dataset rows.jsonl --reward my_rewards.py:narrow": ["cannot be called", "'prompts'", "**kwargs"],
-    "balanced --dataset rows.jsonl --reward my_rewards:greedy": ["'solution'", "log_metric, answer", "def greedy("],
-    "balanced --dataset rows.jsonl --reward ../elsewhere/far_rewards.py:god": ["no attribute 'god'"],
-    "balanced --reward ../elsewhere/nothing.py:good": ["there is no nothing.py in", "/elsewhere or on PYTHONPATH"],
-    "balanced --reward my_broken:good": ["SyntaxError", "python -c 'import my_broken'"],
-    "balanced --dataset rows.jsonl --reward my_rewards:good --max_prompt_tokens 5": [
-        "'rows.jsonl', row 2", "max_prompt_tokens 5", "plan again with --prompt",
+    "balanced --dataset_name rows.jsonl --reward_funcs my_rewards:god": ["'my_rewards:god'", "no attribute 'god'"],
+    "balanced --dataset_name rows.jsonl --reward_funcs my_rewards:Kind": ["name a function"],
+    "balanced --dataset_name rows.jsonl --reward_funcs my_rewards:CONSTANT": ["is 5; name a function"],
+    "balanced --dataset_name rows.jsonl --reward_funcs my_rewards.py:narrow": [
+        "cannot be called", "'prompts'", "**kwargs",
     ],
-    "balanced --prompt_tokens 64 --max_prompt_tokens 63": ["'builtin', row 1: the prompt has 64 tokens"],
+    "balanced --dataset_name rows.jsonl --reward_funcs my_rewards:greedy": [
+        "'solution'", "log_metric, answer", "def greedy(",
+    ],
+    "balanced --dataset_name rows.jsonl --reward_funcs ../elsewhere/far_rewards.py:god": ["no attribute 'god'"],
+    "balanced --reward_funcs ../elsewhere/nothing.py:good": [
+        "there is no nothing.py in", "/elsewhere or on PYTHONPATH",
+    ],
+    "balanced --reward_funcs my_broken:good": ["SyntaxError", "python -c 'import my_broken'"],
+    "balanced --dataset_name rows.jsonl --reward_funcs my_rewards:good --max_prompt_tokens 5": [
+        "'rows.jsonl': row 2", "max_prompt_tokens 5", "plan again with --prompt",
+    ],
+    "balanced --prompt_tokens 64 --max_prompt_tokens 63": ["'builtin': row 1: the prompt has 64 tokens"],
     "balanced --prompt_tokens 4": ["4 leaves no room"],
-    "balanced --steps_per_generation 6 --dataset rows.jsonl --reward my_rewards:good": [
-        "'rows.jsonl' has 2 prompts, and 3 are generated for at a time", "lower steps_per_generation",
+    "balanced --steps_per_generation 6 --dataset_name rows.jsonl --reward_funcs my_rewards:good": [
+        "'rows.jsonl': it has 2 prompts, and 3 are generated for at a time", "lower steps_per_generation",
     ],
     "balanced --num_generations 0": ["launch: num_generations is 0: it must be at least 2"],
     "balanced --num_generations 100000000": ["launch: num_generations is 100000000", "at most 4096"],
@@ -203,19 +220,25 @@ REFUSED = {  # after the dataset and the model's name are found good
     "balanced --load_in_4bit true": ["launch: load_in_4bit needs use_peft"],
     "balanced --report_to nonsense": ["launch: report_to: nonsense is not supported; choose none or some of"],
     "balanced --report_to wandb": ["wandb is not installed; .venv/bin/python -m pip install wandb"],
-    "broken.yaml --max_steps 2": ["launch: broken.yaml: eval_strategy is 'steps'"],
-    "broken.yaml --max_steps 2 --offload_reference true": ["launch: offload_ref", "; broken.yaml: eval_"],
+    "broken.yaml --max_steps 2": ["launch: broken.yaml, line 1: eval_strategy is 'steps'"],
+    "broken.yaml --max_steps 2 --offload_reference true": ["launch: offload_ref", "; broken.yaml, line 1: eval_"],
     **{
-        f"balanced --dataset taken_{name}.jsonl --reward {reward}": [f"the column {name!r}", "rename the column"]
+        f"balanced --dataset_name taken_{name}.jsonl --reward_funcs {reward}": [
+            f"the column {name!r}", "rename the column"
+        ]
         for name in ("completions", "trainer_state")
         for reward in ("my_rewards:good", "letters")
     },
-    "balanced --dataset far.jsonl --reward letters": ["'far.jsonl', row 2: the token '<far>' has the id", "512 rows"],
+    "balanced --dataset_name far.jsonl --reward_funcs letters": [
+        "'far.jsonl': row 2: the token '<far>' has the id", "512 rows",
+    ],
     "balanced --prompt_tokens 100 --max_completion_length 50000": [
-        "'builtin', row 1: a prompt of 100 tokens and max_completion_length 50,000 exceed the model's",
+        "'builtin': row 1: a prompt of 100 tokens and max_completion_length 50,000 exceed the model's",
         "positions; --max_completion_length ", "; --anyway trains beyond",
     ],
-    "balanced --dataset shout.jsonl --reward letters": ["'shout.jsonl', row 2", "the chat template: no shouting"],
+    "balanced --dataset_name shout.jsonl --reward_funcs letters": [
+        "'shout.jsonl': row 2", "the chat template: no shouting",
+    ],
 }  # fmt: skip
 
 
@@ -269,7 +292,10 @@ AFTER_LOADING = {
     "--use_peft --lora_dropout 0 --lora_target_modules nonsense": ["Target modules nonsense not found"],
     '--lr_scheduler_kwargs {"a":1}': ["unexpected keyword argument 'a'"],
     "--adam_beta1 2": ["Invalid beta parameter"],
-    "--dataset rows.jsonl --reward few_rewards:one": ["the reward 'few_rewards:one' returned [1.0]", "a list of 8 "],
+    "--dataset_name rows.jsonl --reward_funcs few_rewards:one": [
+        "the reward 'few_rewards:one' returned [1.0]",
+        "a list of 8 ",
+    ],
 }
 
 
@@ -331,11 +357,11 @@ def test_a_model_limits_the_prompts_by_its_positions_and_by_its_tokens():
         transformers.AutoConfig.for_model(kind, **small, max_position_embeddings=64) for kind in ("gpt2", "qwen3")
     )
     lengths = dataset.Lengths(60, 7, 9)
-    model_limits.check_positions(gpt2, lengths, 4, "rows", False)
-    model_limits.check_positions(qwen3, lengths, 5, "rows", True)
+    model_limits.check_positions(gpt2, lengths, 4, False)
+    model_limits.check_positions(qwen3, lengths, 5, True)
     for hf_config, anyway in ((gpt2, False), (gpt2, True), (qwen3, False)):
         with pytest.raises(ConfigError, match="row 7: .* 64 positions; --max_completion_length 4, or shorten") as said:
-            model_limits.check_positions(hf_config, lengths, 5, "rows", anyway)
+            model_limits.check_positions(hf_config, lengths, 5, anyway)
         assert ("--anyway" in str(said.value)) == (hf_config is qwen3)
 
     def tokenizer(eos, pad):
@@ -364,6 +390,30 @@ BAD_REWARDS = {
 
 
 @pytest.mark.torch
+def test_a_reward_has_several_names_and_there_can_be_several(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("some_rewards.py").write_text(REWARDS)
+    names = ["some_rewards:good", "some_rewards.good", "some_rewards.py:good", f"{tmp_path}/some_rewards.py:good"]
+    asked = LaunchArguments(
+        reward_funcs=[*names, "letters", *rewards.OF_TRL], reward_model_name_or_path="hub:owner/one"
+    )
+    rewards.check(asked)
+    found = rewards.rewards_of(asked, ["prompt", "answer", "solution"])
+    assert found[0] == "owner/one"
+    assert {function.__wrapped__.__name__ for function in found[1:5]} == {"good"}
+    said = rewards.in_words(asked, found)
+    assert said.startswith(f"reward model owner/one, some_rewards:good ({tmp_path}/some_rewards.py), ")
+    assert rewards.LETTERS in said and said.count("trl/rewards/") == 4
+    assert rewards.rewards_of(LaunchArguments(reward_model_name_or_path="."), ["completions"]) == ["."]
+    from trl.scripts import rloo
+
+    registry = re.search(r"reward_funcs_registry = {(.*?)}", Path(rloo.__file__).read_text(), re.DOTALL)[1]
+    assert tuple(re.findall(r'"(\w+)": ', registry)) == rewards.OF_TRL
+    overlong = re.search(r"get_soft_overlong_punishment\((.*?)\)", registry)[1]
+    assert overlong == ", ".join(f"{name}={value}" for name, value in rewards.OVERLONG.items())
+
+
+@pytest.mark.torch
 def test_rewards_that_trl_cannot_train_on_are_named_in_the_first_call():
     import asyncio
 
@@ -371,20 +421,20 @@ def test_rewards_that_trl_cannot_train_on_are_named_in_the_first_call():
 
     for returned, said in BAD_REWARDS.items():
         with pytest.raises(ConfigError) as caught:
-            inputs.check_rewards("m:f", eval(returned), 2, first=True)
+            rewards.check_rewards("m:f", eval(returned), 2, first=True)
         assert str(caught.value).startswith("the reward 'm:f' returned ") and said in str(caught.value), returned
     for good in ([1, None], (True, 0.5), torch.ones(2), [torch.ones(1), 2.0], (float(i) for i in range(2))):
-        assert len(inputs.check_rewards("m:f", good, 2, first=True)) == 2
-    later = inputs.check_rewards("m:f", [float("nan"), 1.0], 2)
+        assert len(rewards.check_rewards("m:f", good, 2, first=True)) == 2
+    later = rewards.check_rewards("m:f", [float("nan"), 1.0], 2)
     assert later[1] == 1.0
     with pytest.raises(ConfigError, match="number 1 is -inf"):
-        inputs.check_rewards("m:f", [-float("inf"), 1.0], 2)
+        rewards.check_rewards("m:f", [-float("inf"), 1.0], 2)
 
     async def asked(completions, **given):
         return [1.0] * 3
 
     with pytest.raises(ConfigError, match="of shape \\(3,\\)"):
-        asyncio.run(inputs.checked("m:asked", asked)(completions=["a", "b"]))
+        asyncio.run(rewards.checked("m:asked", asked)(completions=["a", "b"]))
 
 
 @pytest.mark.torch
@@ -394,33 +444,33 @@ def test_a_prompt_that_the_tokenizer_makes_nothing_of_is_named(policy):
 
     tokenizer = AutoTokenizer.from_pretrained(policy)
     rows = Dataset.from_dict({"prompt": ["Say a.", "b"]})
-    lengths = dataset.measure(rows, tokenizer, {}, None, "rows")
+    lengths = dataset.measure(rows, tokenizer, {}, None)
     assert (lengths.longest, lengths.row, lengths.counted) == (len(tokenizer("Say a.")["input_ids"]), 1, 2)
 
     class Without:
         def __call__(self, text):
             return {"input_ids": [] if text == "b" else [1]}
 
-    with pytest.raises(ConfigError, match="'rows', row 2: the prompt has no tokens"):
-        dataset.measure(rows, Without(), {}, None, "rows")
+    with pytest.raises(ConfigError, match="^row 2: the prompt has no tokens"):
+        dataset.measure(rows, Without(), {}, None)
 
 
 @pytest.mark.torch
 def test_models_with_random_weights_are_written_once_and_never_over_one_another(tmp_path, monkeypatch):
-    first = inputs.random_model("tiny-qwen3", tmp_path)
+    first = launch.policy.random_model("tiny-qwen3", tmp_path)
     written = {path: path.stat().st_mtime_ns for path in Path(first).iterdir()}
-    assert inputs.random_model("tiny-qwen3", tmp_path) == first
+    assert launch.policy.random_model("tiny-qwen3", tmp_path) == first
     assert {path: path.stat().st_mtime_ns for path in Path(first).iterdir()} == written
 
     Path(first).rename(tmp_path / "kept")
-    make = inputs.tempfile.mkdtemp
+    make = launch.policy.tempfile.mkdtemp
 
     def slower(dir):
         (tmp_path / "kept").rename(first)  # another launch has the folder ready while this one still writes
         return make(dir=dir)
 
-    monkeypatch.setattr(inputs.tempfile, "mkdtemp", slower)
-    assert inputs.random_model("tiny-qwen3", tmp_path) == first
+    monkeypatch.setattr(launch.policy.tempfile, "mkdtemp", slower)
+    assert launch.policy.random_model("tiny-qwen3", tmp_path) == first
     assert {path: path.stat().st_mtime_ns for path in Path(first).iterdir()} == written
     assert [path.name for path in tmp_path.iterdir()] == [Path(first).name]
 
@@ -454,8 +504,8 @@ def test_the_help_needs_nothing_installed_and_lists_everything(tmp_path):
         assert launch.main(argv) == 0
 
 
-def started(model, folder, reward, *settings):
-    command = [ROOT / "launch_single_gpu.sh", "balanced", "--dataset", "rows.jsonl", "--reward", reward]
+def started(model, folder, rewards, *settings):
+    command = [ROOT / "launch_single_gpu.sh", "balanced", "--dataset_name", "rows.jsonl", "--reward_funcs", *rewards]
     settings = ["--max_steps", "1000", "--max_completion_length", "8", "--gradient_accumulation_steps", "2", *settings]
     return subprocess.Popen(
         [
@@ -494,7 +544,7 @@ def test_it_works_where_the_user_stands_and_a_signal_ends_it_in_one_line(policy,
             (folder / package / "__init__.py").write_text("raise ImportError('this is not ours')")
         (folder / "rows.jsonl").write_bytes(ROWS)
         (folder / "my_rewards.py").write_text(REWARDS)
-        running[number] = started("../model", folder, "my_rewards:good")
+        running[number] = started("../model", folder, ["my_rewards:good", "letters"])
     try:
         deadline = time.monotonic() + 240
         for number, process in running.items():
@@ -504,16 +554,17 @@ def test_it_works_where_the_user_stands_and_a_signal_ends_it_in_one_line(policy,
             process.send_signal(number)
         for number, process in running.items():
             output, error = process.communicate(timeout=60)
-            name = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}[number]
             assert process.returncode == 128 + number, error
-            assert re.fullmatch(rf"launch: stopped by {name} after update \d+; out/memory.json is kept\n", error)
+            assert re.fullmatch(
+                rf"launch: stopped by {number.name} after update \d+; out/memory.json is kept\n", error
+            )
             record = json.loads((tmp_path / number.name / "out" / "memory.json").read_text())
-            assert record["prompt_tokens"] in lengths and record["settings"]["reward"] == "my_rewards:good"
+            assert record["prompt_tokens"] in lengths and record["settings"]["reward_funcs"][0] == "my_rewards:good"
             start = [line.split()[0] for line in output.splitlines() if not line.startswith("{")]
             assert start == ["host", "model", "data", "reward", "passes", "device", "output"]
             for part in (
                 f"2 prompts, the longest {max(lengths)} tokens",
-                f"my_rewards:good ({tmp_path / number.name}/my_rewards.py)",
+                f"my_rewards:good ({tmp_path / number.name}/my_rewards.py), letters",
             ):
                 assert part in output
             assert "4 of the k = 8 completions of a prompt together; 4 x 2 accumulated x 1 device" in output

@@ -16,10 +16,11 @@ from experiments.workload import run_models
 from rloo_memory import data
 from rloo_memory.errors import ConfigError
 from rloo_memory.launch import __main__ as launch
-from rloo_memory.launch import dataset, gate, inputs, prompt_images
+from rloo_memory.launch import dataset, gate, policy, prompt_images
 from rloo_memory.plan import ask, doctor
 from rloo_memory.plan.peaks import PredictedPeak
 from rloo_memory.plan.records import read_run
+from rloo_memory.settings.arguments import LaunchArguments
 
 PROFILE = """
 dtype: float32
@@ -36,7 +37,7 @@ optim: adamw_torch
 save_strategy: 'no'
 report_to: none
 disable_tqdm: true
-reward: image_rewards:score
+reward_funcs: [image_rewards:score]
 """
 REWARD = """
 def score(completions, images=None, image=None, **kwargs):
@@ -102,7 +103,7 @@ def test_prompts_with_images_train_and_the_gate_and_the_doctor_know_them(here, p
     """With prefix sharing. The longest prompt has one image, another one has two; one has none."""
     prompts = [chat("What is in the picture? " * 8), chat("Say a word."), chat("Say a word.")]
     write("rows.parquet", prompts, images=[[picture(40, 20)], [picture(16, 16), picture(20, 60)], []])
-    code, (out, err) = launch.main(["profile.yaml", "--dataset", "rows.parquet"]), capsys.readouterr()
+    code, (out, err) = launch.main(["profile.yaml", "--dataset_name", "rows.parquet"]), capsys.readouterr()
     assert code == 0, err
     (asked,) = planner
     assert asked["where"]["images"] == ((SIDE, SIDE), (SIDE, SIDE))
@@ -127,7 +128,7 @@ def test_images_in_files_train_one_a_row(here, capsys):
         Path(name).write_bytes(png(20, 20))
     rows = [{"prompt": chat("Say a word."), "image": name} for name in ("a.png", "b.png", "c.png")]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["--dataset", "rows.jsonl", "--predict_memory", "false", "--algorithm", "grpo"]
+    words = ["--dataset_name", "rows.jsonl", "--predict_memory", "false", "--algorithm", "grpo"]
     code, (out, err) = launch.main(["profile.yaml", *words]), capsys.readouterr()
     assert code == 0, err
     assert "rows.jsonl: 3 prompts with images, the longest " in out
@@ -137,9 +138,9 @@ def test_images_in_files_train_one_a_row(here, capsys):
 def test_text_trains_as_before_on_a_model_that_takes_images(here, model):
     from transformers import PreTrainedTokenizerBase
 
-    assert isinstance(inputs.model_and_tokenizer(model)[1], PreTrainedTokenizerBase)
+    assert isinstance(policy.model_and_tokenizer(model)[1], PreTrainedTokenizerBase)
     write("rows.parquet", ["Say a word.", "Say a word."], images=[[], []])
-    assert prompt_images.column_of(dataset.load("rows.parquet")) is None
+    assert prompt_images.column_of(dataset.load(LaunchArguments(dataset_name="rows.parquet"))) is None
 
 
 def test_a_refusal_names_the_images_for_the_doctor(here, monkeypatch, capsys):
@@ -147,7 +148,7 @@ def test_a_refusal_names_the_images_for_the_doctor(here, monkeypatch, capsys):
     monkeypatch.setattr(ask, "predict", lambda *args, **kwargs: ask.Expected((peak,)))
     monkeypatch.setattr(gate, "available_bytes", lambda device: 2**30)
     write("rows.parquet", [chat("Say a word.")] * 3, images=[[picture(16, 16)] * 2] * 3)
-    assert launch.main(["profile.yaml", "--dataset", "rows.parquet"]) == 2
+    assert launch.main(["profile.yaml", "--dataset_name", "rows.parquet"]) == 2
     assert f" --image {SIDE}x{SIDE} --image {SIDE}x{SIDE} --device-memory " in capsys.readouterr().err
 
 
@@ -188,7 +189,7 @@ def test_what_cannot_be_trained_on_is_one_line_before_the_model_loads(here, monk
 
 
 def refused(capsys, rows: str, parts: list[str], *words):
-    code = launch.main(["profile.yaml", "--dataset", rows, "--per_device_train_batch_size", "4", *words])
+    code = launch.main(["profile.yaml", "--dataset_name", rows, "--per_device_train_batch_size", "4", *words])
     error = capsys.readouterr().err
     assert code == 2 and error.count("\n") == 1 and all(part in error for part in parts), (error, parts)
 
@@ -215,7 +216,7 @@ def test_a_model_or_machine_that_cannot_take_images_is_named_with_a_remedy(
             refused(capsys, "rows.parquet", said)
     with monkeypatch.context() as patch:
         patch.setattr(prompt_images, "find_spec", lambda name: None)
-        refused(capsys, "rows.parquet", ["'rows.parquet' has images, and pillow is not installed", install])
+        refused(capsys, "rows.parquet", ["'rows.parquet': it has images, and pillow is not installed", install])
     bare = here / "bare"
     bare.mkdir()
     for file in Path(model).iterdir():
@@ -226,11 +227,23 @@ def test_a_model_or_machine_that_cannot_take_images_is_named_with_a_remedy(
         capsys, "rows.parquet", ["Can't load image processor", "; put its preprocessor_config.json beside its weights"]
     )
     monkeypatch.setenv("MODEL_PATH", model)
-    refused(capsys, "rows.parquet", [f"template of the reward model {text_model!r}"], "--reward", text_model)
+    refused(
+        capsys,
+        "rows.parquet",
+        [f"template of the reward model {text_model!r}"],
+        "--reward_model_name_or_path",
+        text_model,
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(text_model)
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     tokenizer.save_pretrained("printer")
-    refused(capsys, "rows.parquet", ["reward model 'printer' does not take", "'type': 'text'"], "--reward", "printer")
+    refused(
+        capsys,
+        "rows.parquet",
+        ["reward model 'printer' does not take", "'type': 'text'"],
+        "--reward_model_name_or_path",
+        "printer",
+    )
     monkeypatch.setenv("MODEL_PATH", text_model)
     refused(capsys, "rows.parquet", ["the prompts have images, and model ", "(of type qwen3) takes none"])
 
@@ -249,27 +262,27 @@ def test_the_first_200_rows_are_counted_or_all_where_there_is_a_limit(here, mode
     processor = AutoProcessor.from_pretrained(model)
     images = [[picture(8, 8)]] + [[]] * 209 + [[picture(8, 8)] * 3] + [[]] * 39
     write("rows.parquet", [chat("a")] * 249 + [chat("a word " * 40)], images=images)
-    rows = dataset.load("rows.parquet")
+    rows = dataset.load(LaunchArguments(dataset_name="rows.parquet"))
     column = prompt_images.column_of(rows)
     assert column == prompt_images.ImageColumn("images", 1)
-    first = dataset.measure(rows, processor, {}, None, "rows", column)
+    first = dataset.measure(rows, processor, {}, None, column)
     assert (first.row, first.counted, first.images) == (1, 200, ((SIDE, SIDE),))
-    every = dataset.measure(rows, processor, {}, 1000, "rows", column)
+    every = dataset.measure(rows, processor, {}, 1000, column)
     assert (every.row, every.counted, every.images) == (250, 250, ((SIDE, SIDE),) * 3)
     with pytest.raises(ConfigError, match=f"row 250: the prompt has {every.longest} tokens"):
-        dataset.measure(rows, processor, {}, every.longest - 1, "rows", column)
+        dataset.measure(rows, processor, {}, every.longest - 1, column)
     late = dataclasses.replace(column, first_row=211)  # as many as it takes to come to an image
-    assert dataset.measure(rows, processor, {}, None, "rows", late).counted == 211
+    assert dataset.measure(rows, processor, {}, None, late).counted == 211
 
 
 def test_processes_that_would_wait_for_images_are_refused(here):
     write("rows.parquet", [chat("a")] * 3, images=[[picture(8, 8)], [], [picture(8, 8)]])
-    rows, column = dataset.load("rows.parquet"), prompt_images.ImageColumn("images", 1)
+    rows, column = dataset.load(LaunchArguments(dataset_name="rows.parquet")), prompt_images.ImageColumn("images", 1)
     with pytest.raises(ConfigError, match="row 2 has no image, .* 2 processes would wait .* --log_multimodal false"):
-        prompt_images.check_gathered(rows, column, SimpleNamespace(world_size=2, log_multimodal=True), "rows")
+        prompt_images.check_gathered(rows, column, SimpleNamespace(world_size=2, log_multimodal=True))
     for processes, logged in ((1, True), (2, False)):
         config = SimpleNamespace(world_size=processes, log_multimodal=logged)
-        prompt_images.check_gathered(rows, column, config, "rows")
+        prompt_images.check_gathered(rows, column, config)
 
 
 def test_sizes_are_those_of_the_grid_where_a_processor_keeps_the_shape():

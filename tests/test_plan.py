@@ -170,7 +170,7 @@ BAD_SETTINGS = [
     ({"beta": float("nan"), "prefix_sharing": "yes"}, ["beta is nan", "prefix_sharing is 'yes'", "true or false"]),
     ({"optim": ["sgd"]}, ["['sgd']", "must be text"]),
     ({"model_name_or_path": 7}, ["model_name_or_path is 7"]),
-    ({"algorithm": "ppo"}, ["'ppo'", "rloo and grpo"]),
+    ({"algorithm": "ppo"}, ["algorithm is 'ppo'", "rloo, grpo"]),
     ({"use_peft": True, "lora_dropout": 1.5}, ["lora_dropout is 1.5", "below 1"]),
     ({"max_prompt_tokens": -3}, ["max_prompt_tokens is -3"]),
     ({"num_generations": 3}, ["multiple of num_generations 3"]),

@@ -13,7 +13,9 @@ from experiments.config import resolve
 from experiments.workload import run_models
 from rloo_memory import data
 from rloo_memory.errors import ConfigError
-from rloo_memory.settings import profiles
+from rloo_memory.launch import command_line
+from rloo_memory.settings import grammar, profiles
+from rloo_memory.settings.arguments import LaunchArguments
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -26,7 +28,7 @@ def refusal(function, *arguments) -> str:
 
 
 PROFILES = {
-    b"prefix_sharin: true": ["line 1", "prefix_sharin", "did you mean 'prefix_sharing'"],
+    b"prefix_sharin: true": ["line 1", "prefix_sharin", "did you mean prefix_sharing?"],
     b"beta: 0.0\nload_in_4bit: true\n": ["line 2", "load_in_4bit needs use_peft"],
     b"use_peft: true\nload_in_4bit: true\nload_in_8bit: true\n": ["line 2", "contradicts load_in_8bit (line 3)"],
     b"beta: 0.1\nbeta: 0.2\n": ["line 2", "'beta'", "first on line 1"],
@@ -56,7 +58,9 @@ PROFILES = {
     b"prefix_sharing: 1\n": ["prefix_sharing is 1", "true or false"],
     b"save_strategy: no\n": ["save_strategy is False", "in quotes"],
     b"run_name: !!binary aGk=\n": ["run_name is b'hi'"],
-    b"reward: [a, b]\n": ["reward is ['a', 'b']", "text"],
+    b"run_name: [a, b]\n": ["run_name is ['a', 'b']", "text"],
+    b"reward: a:b\n": ["line 1", "unknown setting 'reward'; write reward_funcs"],
+    b"dataset: rows.csv\n": ["line 1", "write dataset_name"],
     b"reward_weights: [1.0, x]\n": ["reward_weights is [1.0, 'x']", "a list"],
     b"model_init_kwargs: 5\n": ["model_init_kwargs is 5", "a mapping"],
     # YAML's own tools
@@ -136,12 +140,49 @@ def test_mistakes_in_an_accelerate_file_are_named(tmp_path):
 
 @pytest.mark.torch
 def test_every_loss_type_is_one_that_the_trainer_knows():
-    profiles.fields()  # puts the fork on the path
+    grammar.fields()  # puts the fork on the path
     from trl.trainer import grpo_trainer
 
     source = Path(grpo_trainer.__file__).read_text()
     known = set(re.findall(r'"(\w+)"', " ".join(re.findall(r"self\.loss_type (?:==|in) (.*?):", source))))
-    assert known == set(profiles.CHOICES["loss_type"])
+    assert known == set(grammar.CHOICES["loss_type"])
+
+
+WORDS = """--use_cpu true --activation_offloading false --max-steps=3 --beta 1e-2 --no_gradient_checkpointing
+--log_completions --top_k 0 --lora_target_modules q_proj v_proj --reward_weights 1 0.5 --report_to none
+--save_strategy no --reward_funcs a.b c.d --dataset_name rows --dataset_train_split test --model_name_or_path .
+--generation_kwargs {"do_sample":true}""".split()
+
+
+@pytest.mark.torch
+def test_trls_own_script_makes_the_same_of_every_profile_and_of_a_command_line(monkeypatch):
+    grammar.trainer_classes("rloo")  # puts the fork on the path
+    from trl.scripts.rloo import RLOOScriptArguments, make_parser
+
+    monkeypatch.delenv("MODEL_PATH", raising=False)
+    of_trl = grammar.types_of(RLOOScriptArguments).keys() & grammar.types_of(LaunchArguments).keys()
+    assert len(of_trl) == 5
+    for name in profiles.names():
+        for words in (["--use_cpu", "true", "--activation_offloading", "false"], WORDS):
+            given = ["--config", str(profiles.profile_path(name)), *words]
+            script, *expected, _ = make_parser().parse_args_and_config(given)
+            settings = command_line.read([name, *words])
+            launch, problems = command_line.launch_arguments(settings)
+            config, model = command_line.parse(settings, launch)
+            assert not problems and [config.to_dict(), model] == [expected[0].to_dict(), expected[1]], name
+            if words is WORDS:
+                assert {x: getattr(launch, x) for x in of_trl} == {x: getattr(script, x) for x in of_trl}
+
+
+@pytest.mark.torch
+def test_the_guide_names_every_setting_that_trls_script_does_not_know():
+    known = {name for cls in grammar.trainer_classes("rloo") for name in grammar.types_of(cls)}
+    from trl.scripts.rloo import RLOOScriptArguments
+
+    own = grammar.types_of(LaunchArguments).keys() - known - grammar.types_of(RLOOScriptArguments).keys()
+    guide = (ROOT / "docs" / "launch.md").read_text()
+    (listed,) = re.findall(r"`trl rloo` does not know (.*?):", guide, re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", listed)) == own
 
 
 @pytest.mark.slow
@@ -182,3 +223,55 @@ def test_every_line_of_a_profile_says_what_it_buys_or_costs():
         lines = profiles.profile_path(name).read_text().splitlines()
         bare = [x for x in lines if x and "#" not in x and not x.startswith(("learning_rate", "logging"))]
         assert not bare, (name, bare)
+
+
+FILE = """
+dataset_name: rows
+reward_funcs: [some_rewards.by_place, some_rewards.by_length]
+reward_weights: [1.0, 0.5]
+prefix_sharing: true
+num_generations: 4
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 2
+max_completion_length: 8
+max_steps: 2
+learning_rate: 1e-2
+dtype: float32
+bf16: false
+use_cpu: true
+report_to: none
+disable_tqdm: true
+"""
+FUNCTIONS = """
+def by_place(completions, answer, **kwargs): return [float(place) for place in range(len(completions))]
+def by_length(completions, **kwargs): return [float(len(text)) for text in completions]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_a_file_trains_the_same_model_with_trls_own_command(tmp_path):
+    policy, _, _ = run_models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))
+    (tmp_path / "file.yaml").write_text(f"model_name_or_path: {policy}\n{FILE}")
+    (tmp_path / "some_rewards.py").write_text(FUNCTIONS)
+    (tmp_path / "rows").mkdir()
+    rows = [json.dumps({"prompt": f"Say the word {number}.", "answer": "a"}) + "\n" for number in range(8)]
+    (tmp_path / "rows" / "train.jsonl").write_text("".join(rows))
+    commands = {"ours": "rloo-memory launch file.yaml --predict_memory false", "theirs": "trl rloo --config file.yaml"}
+    environment = {name: value for name, value in os.environ.items() if name != "MODEL_PATH"}
+    for folder, command in commands.items():
+        program, *words = command.split()
+        result = subprocess.run(
+            [Path(sys.executable).parent / program, *words, "--output_dir", folder],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert result.returncode == 0, result.stderr[-3000:]
+        assert "'rewards/by_length/mean'" in result.stdout + result.stderr
+    ours, theirs, before = (
+        Path(tmp_path, folder, "model.safetensors").read_bytes() for folder in ("ours", "theirs", policy)
+    )
+    assert ours == theirs != before

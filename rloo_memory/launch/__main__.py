@@ -1,7 +1,5 @@
 """Train with a profile, in this process, no server: `rloo-memory launch PROFILE [--setting value ...]`.
 
-    MODEL_PATH=/models/Qwen3-8B rloo-memory launch single_gpu_24gb --dataset prompts.jsonl --reward rewards:short
-    MODEL_PATH=random:qwen3-0.6b rloo-memory launch balanced --max_steps 2        # random weights, to try a card
     accelerate launch --config_file rloo_memory/settings/accelerate/fsdp2.yaml -m rloo_memory.launch multi_gpu_70b
 
 Any setting of TRL's trainer can follow the profile and replaces what it says; `--help` lists profiles, the launcher's
@@ -19,17 +17,18 @@ from pathlib import Path
 from rloo_memory import cuda_check, host_allocator
 from rloo_memory.adapters import adapter_of
 from rloo_memory.device import is_out_of_memory, level, settle, show_one_gpu
-from rloo_memory.errors import ConfigError, exit_code
+from rloo_memory.errors import ConfigError, Stopped, exit_code
 from rloo_memory.launch import (
     command_line,
     dataset,
     gate,
     help,
-    inputs,
     model_limits,
     output,
+    policy,
     prompt_images,
     quiet,
+    rewards,
     vllm_server,
 )
 from rloo_memory.launch.announce import print_end, print_start
@@ -44,11 +43,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     # Several processes are ended by the program that started them, which does not wait for one that is in a collective
     alone = int(os.environ.get("WORLD_SIZE", 1)) == 1 and threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, interrupt) if alone else None
+    before = signal.signal(signal.SIGTERM, stop) if alone else None
     try:
         return exit_code("launch", run, argv)
-    except KeyboardInterrupt as stop:
-        return stopped(stop, "before the first update")
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -59,21 +56,14 @@ def main(argv: list[str] | None = None) -> int:
             signal.signal(signal.SIGTERM, before)
 
 
-def interrupt(number, frame):
-    raise KeyboardInterrupt(number)
-
-
-def stopped(stop: KeyboardInterrupt, when: str) -> int:
-    """Say it in one line; returns the exit code that a shell gives for the signal."""
-    number = stop.args[0] if stop.args else signal.SIGINT
-    name = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}.get(number, f"signal {number}")
-    print(f"launch: stopped by {name} {when}", file=sys.stderr)
-    return 128 + number
+def stop(number, frame):
+    raise Stopped(number)
 
 
 def run(argv: list[str]) -> int:
-    asked = command_line.asked_for(argv)
-    host_allocator.activate(asked.host_allocator, restart=sys.argv[-len(argv) :] == argv)
+    settings = command_line.read(argv)
+    launch, problems = command_line.launch_arguments(settings)
+    host_allocator.activate(launch.host_allocator, restart=sys.argv[-len(argv) :] == argv)
     # one write: the workers' lines would mix
     print(f"host allocator: {', '.join(host_allocator.mapped().values()) or 'system'}\n", end="", flush=True)
     if int(os.environ.get("WORLD_SIZE", 1)) == 1 and (line := show_one_gpu()):
@@ -82,26 +72,22 @@ def run(argv: list[str]) -> int:
     os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less fragmentation on CUDA
     quiet.before_import()
-    rows = command_line.before_torch(argv, asked)
+    rows = command_line.before_torch(settings, launch, problems)
 
     from rloo_memory.fork import need_fork
 
     need_fork()
-    launch, config, model = command_line.parse(argv)
+    config, model = command_line.parse(settings, launch)
     check_gpu(config, model)
     quiet.after_import()
-    reward = inputs.reward_function(launch.reward, ["prompt"] if rows is None else rows.column_names)
-    if launch.offload_reward and not isinstance(reward, str):
-        raise ConfigError(
-            f"offload_reward is on, but the reward {launch.reward or 'letters'!r} is a function; remove it"
-        )
+    reward_funcs = rewards.rewards_of(launch, ["prompt"] if rows is None else rows.column_names)
     vllm_server.wait_for(config)
     with output.taken(config) as begin:
         if begin.finished:
             if config.process_index == 0:
                 print(begin.finished)
             return 0
-        return train_in_folder(argv[0], launch, config, model, rows, reward, begin)
+        return train_in_folder(argv[0], launch, config, model, rows, reward_funcs, begin)
 
 
 def check_gpu(config, model) -> None:
@@ -114,37 +100,41 @@ def check_gpu(config, model) -> None:
         print(f"device  the CPU: {why}", flush=True)
 
 
-def train_in_folder(profile: str, launch: LaunchArguments, config, model, rows, reward, begin: output.Start) -> int:
+def train_in_folder(
+    profile: str, launch: LaunchArguments, config, model, rows, reward_funcs: list, begin: output.Start
+) -> int:
     """Read data and model, check them, train. Returns the exit code."""
     images = None if rows is None else prompt_images.column_of(rows)
-    if images:
-        prompt_images.check_gathered(rows, images, config, launch.dataset)
     with config.main_process_first():  # it writes or downloads, the others find it
-        path, tokenizer = inputs.model_and_tokenizer(model.model_name_or_path, with_images=images is not None)
+        path, tokenizer = policy.model_and_tokenizer(model.model_name_or_path, with_images=images is not None)
         if rows is None:
-            rows = inputs.builtin_prompts(tokenizer, launch.prompt_tokens)
-        if images and isinstance(reward, str):
-            inputs.check_reward_reads(reward)
+            rows = dataset.builtin_prompts(tokenizer, launch.prompt_tokens)
+        if images and launch.reward_model_name_or_path:
+            rewards.check_model_reads(reward_funcs[0])
         hf_config = model_limits.config_of(path, config.model_init_kwargs)
-    quantization = inputs.quantization_of(path, model)
+    quantization = policy.quantization_of(path, model)
     model_limits.check_special_tokens(hf_config, tokenizer, model.model_name_or_path)
-    dataset.check_enough(rows, config, launch.dataset)
-    lengths = dataset.measure(
-        rows, tokenizer, config.chat_template_kwargs or {}, launch.max_prompt_tokens, launch.dataset, images, hf_config
-    )
-    model_limits.check_positions(hf_config, lengths, config.max_completion_length, launch.dataset, launch.anyway)
+    with dataset.named(launch.dataset_name):
+        if images:
+            prompt_images.check_gathered(rows, images, config)
+        dataset.check_enough(rows, config)
+        options = config.chat_template_kwargs or {}
+        lengths = dataset.measure(rows, tokenizer, options, launch.max_prompt_tokens, images, hf_config)
+        model_limits.check_positions(hf_config, lengths, config.max_completion_length, launch.anyway)
     named = model.model_name_or_path
     source = named if named.startswith("hub:") or adapter_of(named) else path
     predicted = gate.predicted_peaks(profile, launch, config, model, source, lengths)
     settle()
     start = level(config.device.type)
-    trainer = build_trainer(launch, config, model, path, quantization, tokenizer, rows, reward)
+    trainer = build_trainer(launch, config, model, path, quantization, tokenizer, rows, reward_funcs)
     if trainer.is_world_process_zero():
-        print_start(launch, model, trainer, lengths, inputs.reward_in_words(launch.reward, reward))
-    return train(trainer, launch, model, predicted, lengths.images, start, begin)
+        print_start(launch, model, trainer, lengths, rewards.in_words(launch, reward_funcs))
+    return train(trainer, launch, predicted, lengths.images, start, begin)
 
 
-def build_trainer(launch: LaunchArguments, config, model, path: str, quantization, tokenizer, rows, reward):
+def build_trainer(
+    launch: LaunchArguments, config, model, path: str, quantization, tokenizer, rows, reward_funcs: list
+):
     """The trainer, with the models that wait on the host. Raises `ConfigError` for what TRL or the fork refuses."""
     from trl import GRPOTrainer, RLOOTrainer, get_peft_config
 
@@ -156,8 +146,8 @@ def build_trainer(launch: LaunchArguments, config, model, path: str, quantizatio
     try:
         adapter = adapter_of(model.model_name_or_path)
         trainer = (RLOOTrainer if launch.algorithm == "rloo" else GRPOTrainer)(
-            model=inputs.with_adapter(adapter.folder, path, config, quantization) if adapter else path,
-            reward_funcs=reward,
+            model=policy.with_adapter(adapter.folder, path, config, quantization) if adapter else path,
+            reward_funcs=reward_funcs,
             args=config,
             train_dataset=rows,
             processing_class=tokenizer,
@@ -181,7 +171,6 @@ def build_trainer(launch: LaunchArguments, config, model, path: str, quantizatio
 def train(
     trainer,
     launch: LaunchArguments,
-    model,
     predicted: gate.Forecast,
     images: tuple[tuple[int, int], ...],
     start: int,
@@ -192,11 +181,11 @@ def train(
     from rloo_memory.hooks.memory_callback import MemoryCallback, trained_settings
 
     config = trainer.args
-    named = {"model_name_or_path": model.model_name_or_path, **dataclasses.asdict(launch)}
+    named = dataclasses.asdict(launch)
     says = begin.says
     if begin.checkpoint:
-        policy = trainer.accelerator.unwrap_model(trainer.model)
-        settings, shape = trained_settings(config, policy) | named, policy.config.to_dict()
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        settings, shape = trained_settings(config, model) | named, model.config.to_dict()
         other = output.decided_once(config, lambda: output.compare(begin.checkpoint, settings, shape))
         says = f"from {says}" + (f"; not as it was trained before: {other}" if other else "")
     if says and trainer.is_world_process_zero():
@@ -214,27 +203,21 @@ def train(
     trainer.add_callback(memory)
     began = time.monotonic()
     try:
-        trainer.train(resume_from_checkpoint=begin.checkpoint)
-        if config.save_strategy != "no":
-            if trainer.is_fsdp_enabled:  # checkpoints are shards; of shards alone, `save_model` would save nothing
-                trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-            trainer.save_model(config.output_dir)
-    except KeyboardInterrupt as stop:
+        train_and_save(trainer, begin.checkpoint)
+    except KeyboardInterrupt as end:
+        number = Stopped.number(end)
         kept = f"; {config.output_dir}/memory.json is kept" if Path(config.output_dir, "memory.json").exists() else ""
-        end_progress_bar(config)
-        return stopped(stop, f"after update {trainer.state.global_step}{kept}")
+        print(f"launch: stopped by {number.name} after update {trainer.state.global_step}{kept}", file=sys.stderr)
+        return 128 + number
     except ConfigError:  # of the reward
-        end_progress_bar(config)
         raise
     except Exception as error:
         if memory.phases is None and not is_out_of_memory(error):  # the optimizer, the schedule, the checkpoint
             raise ConfigError(said(error)) from error
         if not is_out_of_memory(error):
             raise
-        phase = memory.failed()
-        end_progress_bar(config)
         print(
-            f"launch: out of memory in phase {phase} of update {trainer.state.global_step + 1}: "
+            f"launch: out of memory in phase {memory.failed()} of update {trainer.state.global_step + 1}: "
             f"{dataset.one_line(error)}; rloo-memory doctor {config.output_dir} says what filled it",
             file=sys.stderr,
         )
@@ -251,9 +234,17 @@ def said(error: Exception) -> str:
     return " ".join(str(error).split()) if isinstance(error, ValueError) else dataset.one_line(error)
 
 
-def end_progress_bar(config) -> None:
-    if not config.disable_tqdm:
-        print(file=sys.stderr)  # it ends without a line's end
+def train_and_save(trainer, checkpoint: str | None) -> None:
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    except BaseException:
+        if not trainer.args.disable_tqdm:
+            print(file=sys.stderr)  # the progress bar ends without a line's end
+        raise
+    if trainer.args.save_strategy != "no":
+        if trainer.is_fsdp_enabled:  # checkpoints are shards; of shards alone, `save_model` would save nothing
+            trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+        trainer.save_model(trainer.args.output_dir)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,10 @@ def print_start(launch, model, trainer, lengths, reward: str) -> None:
     print(f"model   {model.model_name_or_path}, {trainer.model.dtype}{bits}: ".replace("torch.", ""), end="")
     print(f"{weights:,} weights, {adapters}")
     images = " with images" if lengths.images else ""
-    print(f"data    {launch.dataset}: {rows:,} prompts{images}, the longest{among} {lengths.longest:,} tokens", end="")
+    print(
+        f"data    {launch.dataset_name}: {rows:,} prompts{images}, the longest{among} {lengths.longest:,} tokens",
+        end="",
+    )
     print(f"{limit}, completions to {config.max_completion_length:,}")
     print(f"reward  {reward}")
     print(f"passes  {passes(config)} ({launch.algorithm})")

@@ -2,6 +2,7 @@
 is loaded."""
 
 import ast
+import contextlib
 import json
 import os
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from rloo_memory.errors import ConfigError
 from rloo_memory.launch import model_limits, prompt_images
+from rloo_memory.settings.arguments import LaunchArguments
 
 KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 FORMATS = f"a {', '.join(KINDS)} file with a column `prompt`, a folder of such files, or hub:owner/name"
@@ -28,94 +30,122 @@ class Lengths:
     images: tuple[tuple[int, int], ...] = ()
 
 
-def load(source: str):
+@contextlib.contextmanager
+def named(source: str):
+    """What is wrong with prompts is said with the name of their dataset before it."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"dataset {source!r}: {error}") from error
+
+
+def load(launch: LaunchArguments):
     """The training set, with a column `prompt` of texts or of chats, and of chats one of images where it has them.
     Raises `ConfigError` that names the row.
 
-    Without "builtin", which needs the tokenizer. Only hub: downloads. Does not import torch.
+    None for "builtin", which needs the tokenizer. Only hub: downloads. Does not import torch.
     """
+    if launch.dataset_name == "builtin":
+        return None
+    with named(launch.dataset_name):
+        rows = with_chats_read(read(launch.dataset_name, launch.dataset_config, launch.dataset_train_split))
+        for row, prompt in enumerate(rows["prompt"], 1):
+            if problem := wrong_prompt(prompt):
+                raise ConfigError(f"row {row}: {problem}")
+        return prompt_images.checked(rows)
+
+
+def read(source: str, config: str | None, split: str):
+    """The rows of a file, a folder or a dataset on the hub, which have a column `prompt`. Raises `ConfigError`."""
     from datasets import disable_progress_bars, load_dataset
 
     disable_progress_bars()
-    path = Path(source)
-    if not source.removeprefix("hub:"):
-        raise ConfigError(f"dataset {source!r} has no name; name builtin, {FORMATS}")
+    path, what, files = Path(source), source.removeprefix("hub:"), None
+    if not what:
+        raise ConfigError(f"it has no name; name builtin, {FORMATS}")
     if source.startswith("hub:"):
-        what, where = source.removeprefix("hub:"), {}
+        pass
     elif path.is_dir():
         if not any(file.suffix in KINDS for file in path.rglob("*")):
-            raise ConfigError(f"dataset {source!r} is a folder without a {', '.join(KINDS)} file; name {FORMATS}")
-        what, where = source, {}
+            raise ConfigError(f"a folder without a {', '.join(KINDS)} file; name {FORMATS}")
     elif not path.exists():
         looks_like_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", source) and path.suffix not in KINDS
         hint = f"hub:{source} downloads it from the hub" if looks_like_hub else f"name {FORMATS}"
-        raise ConfigError(f"dataset {source!r} is not here ({path.absolute()}); {hint}")
+        raise ConfigError(f"it is not here ({path.absolute()}); {hint}")
     elif path.suffix not in KINDS or not path.is_file():
-        raise ConfigError(f"dataset {source!r} is no dataset by its ending; name {FORMATS}")
+        raise ConfigError(f"no dataset by its ending; name {FORMATS}")
     elif path.stat().st_size == 0:
-        raise ConfigError(f"dataset {source!r} is an empty file; it needs a column `prompt` and at least one row")
+        raise ConfigError("an empty file; it needs a column `prompt` and at least one row")
     elif KINDS[path.suffix] == "json" and (problem := broken_row(path)):
-        raise ConfigError(f"cannot read dataset {source!r}: {problem}")
+        raise ConfigError(problem)
     else:
-        what, where = KINDS[path.suffix], {"data_files": source}
+        what, files = KINDS[path.suffix], source
     try:
-        dataset = load_dataset(what, **where, split="train")
+        rows = load_dataset(what, config, data_files=files, split=split)
     except Exception as error:  # a malformed file raises whatever its parser raises
         reason = one_line(error.__cause__ or error)
         if "corresponds to no data" in reason:
             reason = "it has no rows"
         remedy = "write one row a prompt" if path.exists() else "check name and network"
-        raise ConfigError(f"cannot read dataset {source!r}: {reason}; {remedy}") from error
-    if "prompt" not in dataset.column_names:
-        raise ConfigError(
-            f"dataset {source!r} has no column 'prompt'; it has {', '.join(dataset.column_names)}: rename one of them"
-        )
-    if not len(dataset):
-        raise ConfigError(f"dataset {source!r} has no rows; it needs at least one prompt")
-    dataset = with_chats_read(dataset, source)
-    for row, prompt in enumerate(dataset["prompt"], 1):
-        if problem := wrong_prompt(prompt):
-            raise ConfigError(f"dataset {source!r}, row {row}: {problem}")
-    return prompt_images.checked(dataset, source)
+        remedy = "name a dataset_train_split that it has" if "split" in reason else remedy
+        raise ConfigError(f"cannot be read: {reason}; {remedy}") from error
+    if "prompt" not in rows.column_names:
+        raise ConfigError(f"no column 'prompt'; it has {', '.join(rows.column_names)}: rename one of them")
+    if not len(rows):
+        raise ConfigError("it has no rows; it needs at least one prompt")
+    return rows
 
 
-def with_chats_read(dataset, source: str):
+def builtin_prompts(tokenizer, tokens: int):
+    """A training set of prompts of that many tokens from Python's documentation. Raises `ConfigError`."""
+    from datasets import Dataset
+
+    from rloo_memory import data
+
+    return Dataset.from_dict({"prompt": data.build_prompts(data.load_documents("builtin"), tokenizer, tokens)})
+
+
+def with_chats_read(rows):
     """The rows with chats where each prompt is a chat as text: all that a table such as CSV can hold, as JSON or as
     Python writes it. Raises `ConfigError` that names a row which is none, or cannot be read."""
-    prompts = dataset["prompt"][:]
+    prompts = rows["prompt"][:]
     written = [row for row, prompt in enumerate(prompts, 1) if isinstance(prompt, str) and CHAT_AS_TEXT.match(prompt)]
     if not written:
-        return dataset
+        return rows
     if len(written) < len(prompts):
         other = next(row for row, at in enumerate([*written, 0], 1) if row != at)
         raise ConfigError(
-            f"dataset {source!r}: the prompt is a chat as text in row {written[0]} and none in row {other}; all have "
-            "to be chats, or all text"
+            f"the prompt is a chat as text in row {written[0]} and none in row {other}; all have to be chats, or all "
+            "text"
         )
-    chats = []
-    for row, prompt in enumerate(prompts, 1):
-        try:
-            chats.append(json.loads(prompt))
-        except ValueError:
-            try:
-                chats.append(ast.literal_eval(prompt.strip()))
-            except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
-                raise ConfigError(
-                    f"dataset {source!r}, row {row}: the prompt is no chat that can be read ({one_line(error)}); "
-                    'write it as JSON: [{"role": "user", "content": "..."}]'
-                ) from error
-        if problem := wrong_prompt(chats[-1]):
-            raise ConfigError(f"dataset {source!r}, row {row}: {problem}")
+    chats = [chat_in(prompt, row) for row, prompt in enumerate(prompts, 1)]
     if os.environ.get("RANK", "0") == "0":
-        print(f"data    the prompts of {source} are chats as text: read as chats", flush=True)
+        print("data    the prompts are chats as text: read as chats", flush=True)
     try:
         return (
-            dataset.rename_column("prompt", "text of the prompt")
+            rows.rename_column("prompt", "text of the prompt")
             .add_column("prompt", chats)
             .remove_columns("text of the prompt")
         )
     except Exception as error:  # contents of several kinds: Arrow's own errors
-        raise ConfigError(f"dataset {source!r}: the chats have no common form: {one_line(error)}") from error
+        raise ConfigError(f"the chats have no common form: {one_line(error)}") from error
+
+
+def chat_in(text: str, row: int) -> list[dict]:
+    """The chat that a text holds. Raises `ConfigError` that names the row."""
+    try:
+        chat = json.loads(text)
+    except ValueError:
+        try:
+            chat = ast.literal_eval(text.strip())
+        except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
+            raise ConfigError(
+                f"row {row}: the prompt is no chat that can be read ({one_line(error)}); write it as JSON: "
+                '[{"role": "user", "content": "..."}]'
+            ) from error
+    if problem := wrong_prompt(chat):  # before Arrow says less of it
+        raise ConfigError(f"row {row}: {problem}")
+    return chat
 
 
 def wrong_prompt(prompt) -> str | None:
@@ -170,26 +200,25 @@ def kind(python_type: type) -> str:
     return {str: "text", list: "a list", dict: "an object", type(None): "missing"}.get(python_type, "a number")
 
 
-def check_enough(dataset, config, source: str) -> None:
-    """Raise `ConfigError` where the dataset has fewer prompts than a rollout: TRL leaves out what does not fill one,
-    so it would train nothing."""
+def check_enough(rows, config) -> None:
+    """Raise `ConfigError` where there are fewer prompts than a rollout has: TRL leaves out what does not fill one, so
+    it would train nothing."""
     prompts = config.generation_batch_size // config.num_generations
-    if len(dataset) < prompts:
+    if len(rows) < prompts:
         what = f"{config.steps_per_generation} micro-batches of {config.per_device_train_batch_size} completions"
         devices = f" on each of {config.world_size} devices" if config.world_size > 1 else ""
         raise ConfigError(
-            f"dataset {source!r} has {len(dataset)} prompt{'s' if len(dataset) > 1 else ''}, and {prompts} are "
-            f"generated for at a time ({what}{devices}, k = {config.num_generations}): nothing would be trained; add "
-            "prompts or lower steps_per_generation"
+            f"it has {len(rows)} prompt{'s' if len(rows) > 1 else ''}, and {prompts} are generated for at a time "
+            f"({what}{devices}, k = {config.num_generations}): nothing would be trained; add prompts or lower "
+            "steps_per_generation"
         )
 
 
 def measure(
-    dataset,
+    rows,
     tokenizer,
     options: dict,
     limit: int | None,
-    source: str,
     images: prompt_images.ImageColumn | None = None,
     hf_config=None,
 ) -> Lengths:
@@ -203,12 +232,12 @@ def measure(
     longest, longest_row, counted, largest = 0, 0, 0, ()
     stand_ins = model_limits.placeholders(hf_config) if hf_config else ()
     to_count = images.rows_counted if images else ROWS_COUNTED
-    rows = dataset if limit else dataset.select(range(min(len(dataset), to_count)))
+    counted_rows = rows if limit else rows.select(range(min(len(rows), to_count)))
     if images:
-        prompt_images.check_places(dataset, images, source)
-        column = rows.select_columns(images.name)
-    for row, prompt in enumerate(rows["prompt"], 1):
-        given, sizes = prompt_images.read(column, row, source) if images else None, ()
+        prompt_images.check_places(rows, images)
+        column = counted_rows.select_columns(images.name)
+    for row, prompt in enumerate(counted_rows["prompt"], 1):
+        given, sizes = prompt_images.read(column, row) if images else None, ()
         try:
             if images:
                 ids, sizes = prompt_images.encode(prompt, given, tokenizer, options)
@@ -219,13 +248,11 @@ def measure(
         except Exception as error:  # a template is a program: it raises what it likes
             use = "use a model with one" if images else "use text, or a model with one"
             remedy = use if not tokenizer.chat_template else "change the row"
-            raise ConfigError(
-                f"dataset {source!r}, row {row}: the chat template: {one_line(error)}; {remedy}"
-            ) from error
+            raise ConfigError(f"row {row}: the chat template: {one_line(error)}; {remedy}") from error
         if not ids:
-            raise ConfigError(f"dataset {source!r}, row {row}: the prompt has no tokens; remove the row or fill it")
+            raise ConfigError(f"row {row}: the prompt has no tokens; remove the row or fill it")
         if hf_config and (problem := model_limits.beyond(max(set(ids) - stand_ins, default=0), hf_config, tokenizer)):
-            raise ConfigError(f"dataset {source!r}, row {row}: {problem}")
+            raise ConfigError(f"row {row}: {problem}")
         if len(ids) > longest:
             longest, longest_row = len(ids), row
         # A model's image tokens grow with the pixels, and so does what its vision tower holds
@@ -233,8 +260,8 @@ def measure(
         counted = row
     if limit and longest > limit:
         raise ConfigError(
-            f"dataset {source!r}, row {longest_row}: the prompt has {longest:,} tokens, and the settings are for at "
-            f"most max_prompt_tokens {limit:,}; shorten it, or plan again with --prompt {longest}"
+            f"row {longest_row}: the prompt has {longest:,} tokens, and the settings are for at most "
+            f"max_prompt_tokens {limit:,}; shorten it, or plan again with --prompt {longest}"
         )
     return Lengths(longest, longest_row, counted, largest)
 

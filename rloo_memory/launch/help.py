@@ -11,7 +11,8 @@ USAGE = """Train with a profile, in this process, no server.
 
 usage: [MODEL_PATH=MODEL] rloo-memory launch PROFILE [--setting value ...]
 
-  MODEL_PATH=/models/Qwen3-8B rloo-memory launch single_gpu_24gb --dataset prompts.jsonl --reward rewards:short
+  MODEL_PATH=/models/Qwen3-8B rloo-memory launch single_gpu_24gb \
+      --dataset_name prompts.jsonl --reward_funcs rewards:short
   MODEL_PATH=random:qwen3-0.6b rloo-memory launch balanced --max_steps 2        # random weights, to try a card
   rloo-memory launch fits.yaml --model_name_or_path hub:Qwen/Qwen3-8B           # downloads it
 
@@ -27,7 +28,7 @@ Dataset: one row a prompt, in the column `prompt`: text, or a chat [{"role": "us
 can have images, in a column `image` or, several a row, `images`. Other columns go to the reward function by their
 names.
 
-Reward: a file rewards.py where you stand (or on PYTHONPATH), named as --reward rewards:short:
+Reward: a file rewards.py where you stand (or on PYTHONPATH), named as --reward_funcs rewards:short (or rewards.short):
 
   def short(completions, answer, **kwargs):      # answer: a column of the dataset, one value a completion
       texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]

@@ -89,7 +89,7 @@ def has_table(text_config, positions: int) -> bool:
     return any("pos" in name and positions in buffer.shape[:2] for name, buffer in model.named_buffers())
 
 
-def check_positions(hf_config, lengths, completion: int, source: str, anyway: bool) -> None:
+def check_positions(hf_config, lengths, completion: int, anyway: bool) -> None:
     """Raise `ConfigError` where the longest prompt and a completion of `completion` tokens exceed the model's
     positions. Rotary ones go on behind their end, for the worse: with `anyway` they may."""
     length = lengths.longest + completion
@@ -105,6 +105,6 @@ def check_positions(hf_config, lengths, completion: int, source: str, anyway: bo
     shorter = f"--max_completion_length {left}, or " if left > 0 else ""
     go_on = "" if learned else "; --anyway trains beyond the positions that the model was trained with"
     raise ConfigError(
-        f"dataset {source!r}, row {lengths.row}: a prompt of {lengths.longest:,} tokens and max_completion_length "
+        f"row {lengths.row}: a prompt of {lengths.longest:,} tokens and max_completion_length "
         f"{completion:,} exceed the model's {positions:,} positions; {shorter}shorten the prompt{go_on}"
     )

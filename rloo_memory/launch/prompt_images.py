@@ -36,7 +36,7 @@ def install() -> str:
     return f"{command} --extra-index-url {CPU_INDEX}" if build == "cpu" else command
 
 
-def checked(rows, source: str):
+def checked(rows):
     """The training set with its images as the trainer reads them. Every image's header is read, no pixels.
 
     Raises `ConfigError` for both columns, a column of something else, a row without a value, an image that cannot be
@@ -46,34 +46,29 @@ def checked(rows, source: str):
     if not columns:
         return rows
     if len(columns) > 1:
-        raise ConfigError(
-            f"dataset {source!r} has the columns 'image' and 'images', and the trainer reads one; remove one of them"
-        )
+        raise ConfigError("it has the columns 'image' and 'images', and the trainer reads one; remove one of them")
     (column,) = columns
-    rows = as_images(rows, column, source)
+    rows = as_images(rows, column)
     if column_of(rows) and isinstance(rows["prompt"][0], str):
         raise ConfigError(
-            f"dataset {source!r} has images in the column {column!r}, and its prompts are text; images need chats: "
+            f"it has images in the column {column!r}, and its prompts are text; images need chats: "
             '[{"role": "user", "content": "..."}]'
         )
     for row, images in enumerate(images_of(rows, column), 1):
         if images is None:
             raise ConfigError(
-                f"dataset {source!r}, row {row}: the column {column!r} is empty; a column 'images' can say with an "
+                f"row {row}: the column {column!r} is empty; a column 'images' can say with an "
                 "empty list that a row has none"
             )
         if images and find_spec("PIL") is None:
-            raise ConfigError(f"dataset {source!r} has images, and pillow is not installed; {install()}")
+            raise ConfigError(f"it has images, and pillow is not installed; {install()}")
         for image in images:
             if problem := not_opened(image):
-                raise ConfigError(
-                    f"dataset {source!r}, row {row}: an image cannot be opened ({problem}); replace it or remove the "
-                    "row"
-                )
+                raise ConfigError(f"row {row}: an image cannot be opened ({problem}); replace it or remove the row")
     return rows
 
 
-def as_images(rows, column: str, source: str):
+def as_images(rows, column: str):
     """The rows with a column of images, or of lists of them, where it was one of files' names or contents."""
     from datasets import Image, List
 
@@ -86,7 +81,7 @@ def as_images(rows, column: str, source: str):
     except Exception as error:  # each kind of column fails in its own way
         wanted = "an image a row" if column == "image" else "a list of images a row"
         raise ConfigError(
-            f"dataset {source!r}: the column {column!r} is {one_line(feature)}; it must be {wanted} (datasets.Image, "
+            f"the column {column!r} is {one_line(feature)}; it must be {wanted} (datasets.Image, "
             "or file names), or have another name"
         ) from error
 
@@ -138,7 +133,7 @@ def not_opened(image) -> str | None:
     return None
 
 
-def check_places(rows, images: ImageColumn, source: str) -> None:
+def check_places(rows, images: ImageColumn) -> None:
     """Raise `ConfigError` for a chat that has places for more or fewer images than its row has, or roles that TRL does
     not know."""
     from trl.data_utils import prepare_multimodal_messages
@@ -147,10 +142,10 @@ def check_places(rows, images: ImageColumn, source: str) -> None:
         try:
             prepare_multimodal_messages(prompt, images=given)
         except Exception as error:  # of a content that is neither text nor parts, whatever its reading raises
-            raise ConfigError(f"dataset {source!r}, row {row}: {one_line(error)} Change the row.") from error
+            raise ConfigError(f"row {row}: {one_line(error)} Change the row.") from error
 
 
-def check_gathered(rows, images: ImageColumn, config, source: str) -> None:
+def check_gathered(rows, images: ImageColumn, config) -> None:
     """Raise `ConfigError` where several processes would wait for one another: TRL gathers the images of all of them
     for its log, but not from one whose rows have none."""
     if config.world_size == 1 or not config.log_multimodal:
@@ -158,19 +153,19 @@ def check_gathered(rows, images: ImageColumn, config, source: str) -> None:
     for row, given in enumerate(images_of(rows, images.name), 1):
         if not given:
             raise ConfigError(
-                f"dataset {source!r}, row {row} has no image, and others have: {config.world_size} processes would "
+                f"row {row} has no image, and others have: {config.world_size} processes would "
                 "wait for one another's images, which TRL gathers for its log; --log_multimodal false"
             )
 
 
-def read(column, row: int, source: str) -> list:
+def read(column, row: int) -> list:
     """The images of a row (from 1), decoded. `column` are the rows with the column of images alone. Raises
     `ConfigError`."""
     try:
         (given,) = column[row - 1].values()
     except Exception as error:  # cut off behind its header, as a rule
         raise ConfigError(
-            f"dataset {source!r}, row {row}: an image cannot be read ({one_line(error)}); replace it or remove the row"
+            f"row {row}: an image cannot be read ({one_line(error)}); replace it or remove the row"
         ) from error
     return given if isinstance(given, list) else [given]
 

@@ -187,9 +187,12 @@ def answer(asked: dict) -> int:
     from rloo_memory.plan.remarks import remarks
     from rloo_memory.plan.step.recurrent import note
     from rloo_memory.plan.trl_settings import from_settings, of_model
+    from rloo_memory.settings.grammar import Settings, checked, fields
 
     hf_config = config_from(asked["model"]) if isinstance(asked["model"], dict) else model_config(asked["model"])
-    settings = asked["settings"]
+    asked_for = Settings("", asked["settings"], {})
+    settings, problems = checked(asked_for, fields())
+    asked_for.refuse(problems)
     if isinstance(asked["model"], str):
         settings |= settings_of_adapter(asked["model"], settings)
     if settings.get("dtype") == "auto":

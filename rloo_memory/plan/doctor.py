@@ -286,8 +286,9 @@ def conclude(
         print(f"  {words}")
     if host := last.most_on_host.host:
         print(f"  {host / GIB:.2f} GiB wait on the host at most ({last.most_on_host.phase})")
-    own = "" if settings.get("dataset") else " --dataset PROMPTS.jsonl"
-    own += "" if settings.get("reward") else " --reward MODULE:FUNCTION"
+    own = "" if settings.get("dataset_name") else " --dataset_name PROMPTS.jsonl"
+    rewarded = settings.get("reward_funcs") or settings.get("reward_model_name_or_path")
+    own += "" if rewarded else " --reward_funcs MODULE:FUNCTION"
     model = "MODEL_PATH=/path/to/model "
     if setup.num_devices > 1:
         file = args.accelerate or "ACCELERATE.yaml"

@@ -264,7 +264,7 @@ def setup_from(args: argparse.Namespace, profile: dict | None, **where) -> tuple
     if args.reward_model:
         where["reward_model"] = args.reward_model
         if is_model(args.reward_model):  # a shape or the policy's is planned with, and nothing to load
-            settings["reward"] = args.reward_model
+            settings["reward_model_name_or_path"] = args.reward_model
     settings |= settings_of_adapter(args.model or base.get("model_name_or_path"), base, args.lora)
     setup = from_settings(prompt, settings, **where)
     if args.bits:

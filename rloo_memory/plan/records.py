@@ -10,7 +10,7 @@ from rloo_memory.models import is_model, named_config, shape_config
 from rloo_memory.run_record import stored_run
 
 # Settings that decide a training, and that memory.json may not have
-WANTED = ("algorithm", "dataset", "learning_rate", "num_iterations", "reward", "seed")
+WANTED = ("algorithm", "dataset_name", "learning_rate", "num_iterations", "seed")
 WANTED_WITH_LORA = ("lora_alpha", "lora_dropout", "lora_target_modules")
 NOT_SETTINGS = ("num_devices", "fully_sharded", "offload_parameters")
 
@@ -68,6 +68,10 @@ def memory_record(record: dict) -> Run:
             settings.pop(name, None)
     if completions := settings.pop("completions_per_forward", None):  # in older records
         settings["tokens_per_forward"] = completions * (settings["max_completion_length"] + 1)
+    if dataset := settings.pop("dataset", None):  # likewise
+        settings["dataset_name"] = dataset
+    if (reward := settings.pop("reward", None)) and not is_model(reward):
+        settings["reward_funcs"] = [reward]
     settings["dtype"] = record["dtype"]
     if record["lora_rank"]:
         settings |= {"use_peft": True, "lora_r": record["lora_rank"]}
@@ -80,9 +84,11 @@ def memory_record(record: dict) -> Run:
     if reward := record.get("reward_model"):
         where["reward_model"] = reward
         if is_model(reward):
-            settings["reward"] = reward
+            settings["reward_model_name_or_path"] = reward
     wanted = WANTED + (WANTED_WITH_LORA if record["lora_rank"] else ())
     missing = tuple(name for name in wanted if name not in settings)
+    if not {"reward_funcs", "reward_model_name_or_path"} & settings.keys():
+        missing += ("reward_funcs",)
     if "num_iterations" in missing:  # nor are the others that decide whether a change trains the same
         where |= {"scaled_by_rollout": True, "scaled_by_batch": True}
     prompt = record["prompt_tokens"]
@@ -127,4 +133,4 @@ def harness_record(folder: Path, record: dict) -> Run:
     hf_config = named_config(model) if model else shape_config(shape, config["vocab_size"])
     peaks = {record["peak_phase"]: record["peak_allocated_bytes"]} if record["peak_allocated_bytes"] else {}
     prompt = record["prompt_tokens_requested"]
-    return Run(settings, where, hf_config, prompt, peaks, record["budget_bytes"], ("dataset", "reward"))
+    return Run(settings, where, hf_config, prompt, peaks, record["budget_bytes"], ("dataset_name", "reward_funcs"))

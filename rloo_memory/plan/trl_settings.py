@@ -7,10 +7,9 @@ setup gives the settings that changed, and nothing else.
 import functools
 from dataclasses import fields, replace
 
-from rloo_memory.errors import ConfigError
 from rloo_memory.models import is_model
 from rloo_memory.plan.checkpoint import quantized
-from rloo_memory.plan.setups import Setup, wrong_numbers
+from rloo_memory.plan.setups import Setup
 
 # Fields of `Setup` that are called differently in settings, or stand for several
 _WEIGHT_BITS = {
@@ -24,11 +23,6 @@ SAME_NAME = (
     "gradient_accumulation_steps", "prefix_sharing", "tokens_per_forward", "dtype", "bf16", "gradient_checkpointing",
     "activation_offloading", "beta", "offload_reference", "offload_reward", "optim", "temperature", "lora_dropout",
     "num_iterations", "use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode",
-)  # fmt: skip
-SWITCHES = (
-    "bf16", "fp16", "prefix_sharing", "gradient_checkpointing", "activation_offloading", "offload_reference",
-    "offload_reward", "use_peft", "load_in_4bit", "load_in_8bit", "use_bnb_nested_quant", "normalize_advantages",
-    "disable_dropout", "use_vllm", "vllm_enable_sleep_mode",
 )  # fmt: skip
 # What the planner takes where neither a profile nor an option says: one prompt. Written out: TRL's defaults are others
 COMMAND_LINE = {
@@ -53,23 +47,9 @@ def defaults(algorithm: str) -> dict:
 
 def from_settings(prompt_tokens: int, settings: dict, **where) -> Setup:
     """The setup that settings ask for. What is missing is as TRL's parser has it; `where` are the fields of `Setup`
-    that are no settings, such as `device`. Raises `ConfigError` for values of a wrong kind."""
+    that are no settings, such as `device`. The settings are of the kinds that `rloo_memory.settings.grammar` says."""
     algorithm = settings.get("algorithm") or "rloo"
-    if algorithm not in ("rloo", "grpo"):
-        raise ConfigError(f"algorithm {algorithm!r}: the planner knows rloo and grpo")
     given = defaults(algorithm) | {name: value for name, value in settings.items() if value is not None}
-    wrong = wrong_numbers(
-        {**given, "prompt_tokens": prompt_tokens, "lora_rank": given["lora_r"]}, {"lora_rank": "lora_r"}
-    )
-    if not isinstance(given["generation_batch_size"], int | None):
-        wrong.append(f"generation_batch_size is {given['generation_batch_size']!r}; it must be a whole number")
-    if not isinstance(given["optim"], str) or not isinstance(given["dtype"], str):
-        wrong.append(f"optim {given['optim']!r} and dtype {given['dtype']!r} must be names")
-    for name in SWITCHES:
-        if not isinstance(given.get(name), bool | None):
-            wrong.append(f"{name} is {given[name]!r}; it must be true or false")
-    if wrong:
-        raise ConfigError("; ".join(wrong))
     values = {name: given[name] for name in SAME_NAME}
     if given["disable_dropout"]:  # that of adapters, too
         values["lora_dropout"] = 0.0
@@ -86,7 +66,7 @@ def from_settings(prompt_tokens: int, settings: dict, **where) -> Setup:
     modules = tuple(map(str, modules)) if isinstance(modules, (list, tuple)) else modules
     if modules is not None and (modules == ("all-linear",) or not isinstance(modules, (str, tuple))):
         modules = "all-linear"
-    reward = given.get("reward")
+    reward = given.get("reward_model_name_or_path")
     return Setup(
         **{
             **values,
@@ -95,7 +75,7 @@ def from_settings(prompt_tokens: int, settings: dict, **where) -> Setup:
             "lora_target_modules": modules,
             "weight_bits": 4 if given["load_in_4bit"] else 8 if given["load_in_8bit"] else 16,
             "nested_scales": bool(given["use_bnb_nested_quant"]),
-            "reward_model": reward if isinstance(reward, str) and is_model(reward) else None,  # others are functions
+            "reward_model": reward if isinstance(reward, str) and is_model(reward) else None,
             "scaled_by_rollout": algorithm == "grpo" or bool(given.get("normalize_advantages")),
             "scaled_by_batch": bool(by_batch(given)),
             **where,

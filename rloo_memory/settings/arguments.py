@@ -1,4 +1,4 @@
-"""Settings of the launcher that are not TRL's own. Standard library only: the launcher's help needs nothing else."""
+"""Settings of the launcher beside TRL's trainer's. Standard library only: the launcher's help needs nothing else."""
 
 from dataclasses import dataclass, field
 
@@ -9,20 +9,27 @@ def setting(default, text: str):
 
 @dataclass
 class LaunchArguments:
-    """Settings that are not TRL's own. What each does: the `help` of its field, which the launcher's help prints."""
+    """What is trained on what, under the names of TRL's scripts, and then what TRL has no setting for. What each does:
+    the `help` of its field, which the launcher's help prints."""
 
-    algorithm: str = setting("rloo", "rloo or grpo")
-    dataset: str = setting(
+    model_name_or_path: str | None = setting(
+        None, "a folder, hub:owner/name, which downloads, or random:shape; MODEL_PATH goes before a profile's"
+    )
+    dataset_name: str = setting(
         "builtin",
         "builtin (prompts from Python's own documentation), a .jsonl, .json, .csv or .parquet file with a column "
         "`prompt`, a folder of such files, or hub:owner/name",
     )
-    reward: str | None = setting(
+    dataset_config: str | None = setting(None, "the configuration of a dataset that has several")
+    dataset_train_split: str = setting("train", "the split to train on")
+    reward_funcs: list[str] | None = setting(
         None,
-        "module:function or /path/file.py:function, called as TRL calls it; a reward model's folder, or "
-        "hub:owner/name; or letters, which counts the letter e, for trying things out. Needed with a dataset; without "
-        "one it is letters",
+        "functions, one or more: module:function, module.function or /path/file.py:function, called as TRL calls "
+        "them; TRL's own, such as accuracy_reward; or letters, which counts the letter e, for trying things out. "
+        "Needed with a dataset, unless there is a reward model; without a dataset it is letters",
     )
+    reward_model_name_or_path: str | None = setting(None, "a reward model's folder, or hub:owner/name")
+    algorithm: str = setting("rloo", "rloo or grpo")
     prompt_tokens: int = setting(256, "tokens of a built-in prompt")
     max_prompt_tokens: int | None = setting(
         None, "the longest prompt that the settings were planned for; a dataset with a longer one is refused"

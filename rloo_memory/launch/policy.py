@@ -1,0 +1,158 @@
+"""The model that a launched training is given, and its tokenizer or processor."""
+
+import hashlib
+import shutil
+import tempfile
+from pathlib import Path
+
+from rloo_memory.adapters import adapter_of
+from rloo_memory.device import is_out_of_memory
+from rloo_memory.errors import ConfigError
+from rloo_memory.launch import prompt_images
+from rloo_memory.launch.dataset import one_line
+from rloo_memory.models import SHAPES, is_model, model_source
+from rloo_memory.plan.checkpoint import settings_in
+from rloo_memory.storage import user_folder
+
+
+def check(name: str | None) -> None:
+    """Raise `ConfigError` where no model is named, or one that is not here. Loads nothing."""
+    if not name:
+        raise ConfigError("no model: set MODEL_PATH, or model_name_or_path in the profile")
+    if name == "random:":
+        raise ConfigError(f"model 'random:' names no shape; such as random:{' or random:'.join(SHAPES)}")
+    if adapter := adapter_of(name):
+        if not is_model(adapter.base):
+            raise adapter.missing()
+        return
+    if is_model(name) or name.startswith("random:"):
+        return
+    hub = "" if name.startswith((".", "/", "~")) else f"MODEL_PATH=hub:{name} downloads it, "
+    short = name.rstrip("/").rsplit("/", 1)[-1].lower()
+    raise ConfigError(
+        f"model {name!r} is not a folder here; {hub}MODEL_PATH=random:{short} takes its shape with random weights"
+    )
+
+
+def model_and_tokenizer(name: str, with_images: bool = False):
+    """(path of the model, tokenizer); for prompts `with_images`, the processor in place of the tokenizer, which is in
+    it. Of an adapter's folder, those of its model. Raises `ConfigError`. Only hub: downloads."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    if adapter := adapter_of(name):
+        return model_and_tokenizer(adapter.base, with_images)
+    path = random_model(name.removeprefix("random:")) if name.startswith("random:") else model_source(name)
+    try:
+        hf_config = AutoConfig.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+    except Exception as error:  # a broken file raises whatever its parser raises
+        raise ConfigError(
+            f"cannot load model {name!r}: {one_line(error)}; name a folder with one, or hub:..."
+        ) from error
+    if not tokenizer("Say a.")["input_ids"]:
+        raise ConfigError(f"model {name!r} has no tokenizer; put the files of one beside its weights")
+    return path, processor_of(name, path, hf_config) if with_images else tokenizer
+
+
+def quantization_of(path: str, model):
+    """How the weights in `path` are loaded: as the `trl.ModelConfig` asks, and unpacked where they are quantized by
+    MXFP4, which cannot be trained. Raises `ConfigError` where weights that are quantized already are to be trained, or
+    quantized again."""
+    from transformers import AutoConfig
+
+    from trl import get_quantization_config
+
+    asked, settings = get_quantization_config(model), settings_in(AutoConfig.from_pretrained(path))
+    if settings is None:
+        return asked
+    method = settings.get("quant_method", "bitsandbytes")
+    if method == "mxfp4":
+        from transformers import Mxfp4Config
+
+        return Mxfp4Config(dequantize=True)
+    if asked is not None and method != "bitsandbytes":
+        raise ConfigError(
+            f"the model's weights are already quantized ({method}): leave out load_in_4bit and load_in_8bit"
+        )
+    if not model.use_peft and method in ("bitsandbytes", "gptq", "awq"):
+        raise ConfigError(
+            f"the model's weights are already quantized ({method}), so they cannot be trained themselves; add "
+            "--use_peft true"
+        )
+    return asked
+
+
+def with_adapter(folder: str, path: str, config, quantization):
+    """The model in `path` as TRL loads it, with the adapter in `folder`, which is trained further."""
+    from peft import PeftModel
+    from trl.trainer.utils import create_model_from_path
+
+    asked = {"trust_remote_code": config.trust_remote_code, **config.model_init_kwargs}
+    config.model_init_kwargs = None  # TRL loads nothing more: with adapters, it needs no second model
+    if quantization is not None:
+        asked["quantization_config"] = quantization
+    return PeftModel.from_pretrained(create_model_from_path(path, **asked), folder, is_trainable=True)
+
+
+def processor_of(name: str, path: str, hf_config):
+    """What makes tokens and pixel values of chats with images. Raises `ConfigError` for a model that takes none."""
+    from transformers import AutoProcessor
+
+    takes_none = (
+        f"the prompts have images, and model {name!r} (of type {hf_config.model_type}) takes none; name a multimodal "
+        "one, or remove the column of images"
+    )
+    if hf_config.get_text_config() is hf_config:
+        raise ConfigError(takes_none)
+    try:
+        processor = AutoProcessor.from_pretrained(path, padding_side="left")
+    except Exception as error:  # without torchvision a class that is a stand-in, a list that names it, or none
+        said, remedy = one_line(error), "put its preprocessor_config.json beside its weights"
+        if any(package in str(error).lower() for package in ("torchvision", "pillow")):
+            said, remedy = said.partition(". ")[0], prompt_images.install()  # the rest names web pages
+        raise ConfigError(
+            f"the prompts have images, and the processor of model {name!r} cannot be loaded: {said}; {remedy}"
+        ) from error
+    if getattr(processor, "image_processor", None) is None:
+        raise ConfigError(takes_none)
+    return processor
+
+
+def random_model(shape: str, cache: Path | None = None) -> str:
+    """The folder of a model with random weights in bfloat16 and its tokenizer; written where it is not there yet.
+
+    Its name says everything that decides what is in it, and it is renamed into place when it is whole: launches at the
+    same time never write over one another, and the processes of one launch share it. Raises `ConfigError`.
+    """
+    import torch
+    import transformers
+    from transformers import AutoModelForCausalLM
+
+    from rloo_memory import data, models
+
+    hf_config = models.named_config(shape)
+    documents = data.load_documents("builtin")
+    versions = (torch.__version__, transformers.__version__, hf_config.to_json_string())
+    digest = hashlib.sha256("\0".join((*versions, *documents)).encode()).hexdigest()[:12]
+    cache = cache or user_folder("XDG_CACHE_HOME", ".cache") / "models"
+    folder = cache / f"random-{Path(shape).name.lower()}-{digest}"
+    if folder.exists():
+        return str(folder)
+    tokenizer = models.build_tokenizer(documents, hf_config.vocab_size)
+    hf_config.pad_token_id, hf_config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    cache.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(dir=cache))
+    try:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16).save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
+        staging.chmod(0o755)
+        staging.rename(folder)
+    except Exception as error:  # a full disk has another type in each library
+        if is_out_of_memory(error):
+            raise
+        if not folder.exists():  # another launch was not faster
+            raise ConfigError(f"cannot write {folder}: {one_line(error)}; make room there") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return str(folder)

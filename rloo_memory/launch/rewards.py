@@ -1,0 +1,209 @@
+"""The rewards that a launched training is given: functions of the user's, of TRL's, and a reward model."""
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from pathlib import Path
+
+from rloo_memory.errors import ConfigError
+from rloo_memory.launch.dataset import one_line
+from rloo_memory.models import is_model, model_source
+from rloo_memory.settings.arguments import LaunchArguments
+
+# What TRL calls a reward function with, besides the dataset's columns
+REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+# TRL's own, under the names of its scripts
+OF_TRL = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
+OVERLONG = {"max_completion_len": 1280, "soft_punish_cache": 256}  # as TRL's scripts have it
+LETTERS = "letters - counts the letter e, for trying things out"
+
+
+def names_of(launch: LaunchArguments) -> list[str]:
+    """The functions that are asked for; letters where nothing is."""
+    return launch.reward_funcs or ([] if launch.reward_model_name_or_path else ["letters"])
+
+
+def check(launch: LaunchArguments) -> None:
+    """Raise `ConfigError` where a dataset comes without a reward, or with one that is not there. Imports nothing."""
+    model = launch.reward_model_name_or_path
+    if not launch.reward_funcs and not model and launch.dataset_name != "builtin":
+        raise ConfigError(
+            f"dataset {launch.dataset_name!r} is given and no reward; --reward_funcs module:function (docs/launch.md "
+            "says how to write one), --reward_model_name_or_path FOLDER, or --reward_funcs letters to try things out"
+        )
+    if model and not is_model(model):
+        raise ConfigError(f"reward model {model!r} is not a folder here; hub:{model} downloads it")
+    for name in names_of(launch):
+        check_function(name)
+
+
+def check_function(name: str) -> None:
+    if name == "letters" or name in OF_TRL:
+        return
+    if is_model(name):
+        raise ConfigError(f"reward {name!r} is a model; write --reward_model_name_or_path {name}")
+    folder, module, function = split(name)
+    file = module.rpartition(".")[2]
+    if function and not file.isidentifier() and (folder / f"{file}.py").exists():
+        raise ConfigError(
+            f"reward {name!r}: Python cannot import {file}.py, whose name may have letters, digits and _ only; "
+            "rename it to " + re.sub(r"\W", "_", file) + ".py"
+        )
+    if not function and (folder / f"{file}.py").exists():
+        raise ConfigError(f"reward {name!r} names no function; write {name.removesuffix(':')}:FUNCTION")
+    if not function or not all(part.isidentifier() for part in module.split(".")):
+        raise ConfigError(f"reward {name!r} is not module:function; docs/launch.md says how to write one")
+    package = module.split(".")[0]
+    where = folder / package
+    here = where.is_dir() or where.with_suffix(".py").exists()
+    if not here and package not in sys.modules and importlib.util.find_spec(package) is None:
+        raise ConfigError(
+            f"reward {name!r}: there is no {package}.py in {folder} or on PYTHONPATH; put it there, or "
+            "go to where it is"
+        )
+
+
+def split(name: str) -> tuple[Path, str, str]:
+    """(folder to import from, module, function) of module:function, module.function, rewards.py:function and
+    /path/rewards.py:function."""
+    module, colon, function = name.partition(":")
+    if not colon and not module.endswith(".py"):
+        module, _, function = name.rpartition(".")
+    folder = Path.cwd()
+    if module.startswith(("/", "~", "../")):
+        folder, module = (folder / Path(module).expanduser().parent).resolve(), Path(module).name
+    return folder, module.removesuffix(".py").removeprefix("./").replace("/", "."), function
+
+
+def rewards_of(launch: LaunchArguments, columns: list[str]) -> list:
+    """What TRL's trainers take: where the reward model is, then the functions.
+
+    `columns` are those of the dataset: TRL calls a function with each of them. Raises `ConfigError` for one that
+    cannot be imported or cannot be called so.
+    """
+    model, names = launch.reward_model_name_or_path, names_of(launch)
+    taken = [column for column in columns if column in REWARD_ARGUMENTS]
+    if taken and names:
+        raise ConfigError(
+            f"the dataset has the column {taken[0]!r}, and TRL gives the reward an argument of that name itself; "
+            "rename the column"
+        )
+    functions = [function_of(name, columns) for name in names]
+    return [model_source(model), *functions] if model else functions
+
+
+def function_of(name: str, columns: list[str]):
+    """The function of that name, which is looked at, and whose rewards will be."""
+    if name == "letters":
+        from rloo_memory.data import letter_reward
+
+        return letter_reward
+    found = imported(name)
+    if not callable(found) or inspect.isclass(found) or not hasattr(found, "__name__"):
+        raise ConfigError(
+            f"reward {name!r} is {one_line(repr(found))}; name a function, or a callable with a __name__"
+        )
+    given = dict.fromkeys(
+        (*REWARD_ARGUMENTS, *(column for column in columns if column not in ("prompt", "completion")))
+    )
+    try:
+        inspect.signature(found).bind(**given)
+    except TypeError as error:
+        raise ConfigError(
+            f"reward {name!r} cannot be called as TRL calls it: {error}; it gets {', '.join(given)}, each by name: "
+            f"def {found.__name__}(completions, **kwargs) -> list[float]"
+        ) from error
+    except ValueError:  # a builtin without a signature
+        pass
+    return checked(name, found)
+
+
+def imported(name: str):
+    """What the name of a reward stands for. Raises `ConfigError` where importing it fails."""
+    if name in OF_TRL:
+        from trl import rewards
+
+        found = getattr(rewards, name)
+        return found(**OVERLONG) if name == "get_soft_overlong_punishment" else found
+    folder, module, function = split(name)
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    try:
+        return getattr(importlib.import_module(module), function)
+    except Exception as error:  # the module is the user's: its import may raise anything
+        raise ConfigError(
+            f"reward {name!r}: {type(error).__name__}: {one_line(error)}; `python -c 'import {module}'` shows where"
+        ) from error
+
+
+def checked(name: str, function):
+    """The reward function, which raises `ConfigError` for what it returns where TRL cannot train on it."""
+    from trl.trainer.utils import is_async_callable
+
+    calls = 0
+
+    def check(rewards, completions):
+        nonlocal calls
+        calls += 1
+        return check_rewards(name, rewards, len(completions), first=calls == 1)
+
+    @functools.wraps(function)
+    def call(**given):
+        return check(function(**given), given["completions"])
+
+    @functools.wraps(function)
+    async def call_async(**given):
+        return check(await function(**given), given["completions"])
+
+    return call_async if is_async_callable(function) else call
+
+
+def check_rewards(name: str, rewards, count: int, first: bool = False) -> list:
+    """The rewards as a list. Raises `ConfigError` unless they are `count` finite numbers or None. A NaN is refused in
+    the `first` call alone: later it leaves a completion out, as None does."""
+    import torch
+
+    expected = f"TRL expects a list of {count} finite numbers, one a completion, or None to leave one out"
+    returned = f"the reward {name!r} returned {one_line(repr(rewards))}"
+    try:
+        rewards = list(rewards)
+        numbers = torch.tensor([0.0 if reward is None else reward for reward in rewards], dtype=torch.float32)
+    except Exception as error:  # what is no list, and what is no number: each raises its own
+        raise ConfigError(f"{returned}; {expected}") from error
+    if numbers.shape != (count,):
+        raise ConfigError(f"{returned}, of shape {tuple(numbers.shape)}; {expected}")
+    wrong = ~numbers.isfinite() if first else numbers.isinf()
+    if wrong.any():
+        raise ConfigError(f"{returned}: number {int(wrong.nonzero()[0]) + 1} is {numbers[wrong][0]}; {expected}")
+    return rewards
+
+
+def check_model_reads(model: str) -> None:
+    """Raise `ConfigError` for a reward model whose chat template does not take contents in parts: what prompts with
+    images have, of which it is given the text."""
+    from transformers import AutoTokenizer
+
+    parts = [{"type": "image"}, {"type": "text", "text": "a"}]
+    chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": "a"}]
+    try:
+        text = AutoTokenizer.from_pretrained(model).apply_chat_template(chat, tokenize=False)
+        if "'type'" in text:
+            raise ValueError(f"it makes {text!r} of them")
+    except Exception as error:  # a template is a program: it raises what it likes
+        raise ConfigError(
+            f"the prompts have images, and the chat template of the reward model {model!r} does not take them: "
+            f"{one_line(error)}; use a reward function, or a model whose template takes contents in parts"
+        ) from error
+
+
+def in_words(launch: LaunchArguments, rewards: list) -> str:
+    """The rewards for the summary at the start: their names, and where they come from."""
+    models, names = [reward for reward in rewards if isinstance(reward, str)], names_of(launch)
+    said = [f"reward model {model}" for model in models]
+    for name, function in zip(names, rewards[len(models) :], strict=True):
+        file = getattr(sys.modules.get(function.__module__), "__file__", None) or function.__module__
+        said.append(LETTERS if name == "letters" else f"{name} ({file})")
+    return ", ".join(said)
