@@ -55,43 +55,6 @@ def planned(capsys):
     return command
 
 
-@pytest.fixture(scope="session")
-def train(tmp_path_factory):
-    """Runs `python -m experiments.train` at the smallest scale; returns (exit code, record, run folder, stderr). Tests
-    that ask for the same run share it: they only read."""
-
-    @functools.cache
-    def run(arm="classic-baseline", k=2, *options, scale="test"):
-        results = tmp_path_factory.mktemp("results")
-        command = [
-            sys.executable,
-            "-m",
-            "experiments.train",
-            "--arm",
-            arm,
-            "--k",
-            str(k),
-            "--scale",
-            scale,
-            "--device",
-            "cpu",
-            "--results",
-            str(results),
-            "--machine",
-            "here",
-            "--threads",
-            "1",
-            *options,
-        ]
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-        repeat = options[options.index("--repeat") + 1] if "--repeat" in options else "0"
-        folder = results / "here" / f"{arm}_{scale}_k{k}_r{repeat}"
-        record = json.loads((folder / "run.json").read_text()) if (folder / "run.json").exists() else None
-        return result.returncode, record, folder, result.stderr
-
-    return run
-
-
 class Zygote:
     """A process of tests/zygote.py, begun when it is first needed, and anew after a script that did not end."""
 
@@ -129,6 +92,27 @@ def zygote():
     process = Zygote()
     yield process
     process.end()
+
+
+@pytest.fixture(scope="session")
+def train(zygote, tmp_path_factory):
+    """Runs `python -m experiments.train` at the smallest scale; returns (exit code, record, run folder, stderr). Tests
+    that ask for the same run share it: they only read."""
+
+    @functools.cache
+    def run(arm="classic-baseline", k=2, *options, scale="test"):
+        results = tmp_path_factory.mktemp("results")
+        words = (
+            f"--arm {arm} --k {k} --scale {scale} --device cpu --results {results} --machine here --threads 1".split()
+        )
+        argv = [str(ROOT / "tests" / "probes" / "one_run.py"), *words, *options]
+        code = zygote.run(argv, os.devnull, str(results / "stderr"), timeout=300)
+        repeat = options[options.index("--repeat") + 1] if "--repeat" in options else "0"
+        folder = results / "here" / f"{arm}_{scale}_k{k}_r{repeat}"
+        record = json.loads((folder / "run.json").read_text()) if (folder / "run.json").exists() else None
+        return code, record, folder, (results / "stderr").read_text()
+
+    return run
 
 
 @pytest.fixture

@@ -192,7 +192,8 @@ def test_what_the_readmes_commands_write_is_ignored_and_results_are_not(tmp_path
         results/nvidia-h200/bench_samples.jsonl results/nvidia-h200/on_gpu/device.log
     """.split()
     kept = """
-        results/nvidia-h200/runs.jsonl results/nvidia-h200/bench.csv results/nvidia-h200/charts/audit.png results/nvidia-h200/charts/bench/idea.svg
+        results/nvidia-h200/runs.jsonl results/nvidia-h200/bench.csv
+        results/nvidia-h200/charts/audit.png results/nvidia-h200/charts/bench/idea.svg
         results/nvidia-h200/report.html trl/current/overlay/trl/x.py experiments/profiles/fits.yaml
         docs/fit.yaml
     """.split()

@@ -4,6 +4,7 @@ Reads requests, a JSON object a line: "argv", "stdout" and "stderr" (files to wr
 code. Imports no TRL: which one, is the script's choice.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -34,6 +35,7 @@ def run(argv: list[str], stdout: str, stderr: str) -> None:
         os._exit(code)
 
 
+gc.freeze()  # each training collects garbage several times, and would look through all that was imported
 for line in sys.stdin:
     child = os.fork()
     if child == 0:

@@ -64,8 +64,8 @@ class Trained:
         with tempfile.TemporaryDirectory(dir=self.folder) as out:
             settings = {
                 "host_allocator": setting,
-                "dataset": self.folder / "prompts.jsonl",
-                "reward": "letters",
+                "dataset_name": self.folder / "prompts.jsonl",
+                "reward_funcs": "letters",
                 "output_dir": out,
                 "max_steps": STEPS,
                 "max_completion_length": 32,
