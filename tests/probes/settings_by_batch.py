@@ -17,7 +17,7 @@ import trl  # noqa: E402
 from experiments.evidence.setup_trainer import text_dataset  # noqa: E402
 from rloo_memory import data, models  # noqa: E402
 from rloo_memory.plan.trl_settings import by_batch  # noqa: E402
-from rloo_memory.settings.profiles import CHOICES  # noqa: E402
+from rloo_memory.settings.grammar import CHOICES  # noqa: E402
 
 SHAPE = dict(
     vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
