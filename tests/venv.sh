@@ -12,7 +12,8 @@ echo "$venv: setting it up with $requirements"
 packages() { "$1" -c "import sysconfig; print(sysconfig.get_path('purelib'))"; }
 rm -rf "$venv"
 .venv/bin/python -m venv "$venv"
+# Before pip looks: what .venv has in a version that serves is not installed again
+echo "import site; site.addsitedir('$(packages .venv/bin/python)')" >"$(packages "$venv/bin/python")/project.pth"
 # shellcheck disable=SC2086 # several requirements are several words
 "$venv/bin/python" -m pip install -q --disable-pip-version-check "${@:2}" $requirements
-echo "import site; site.addsitedir('$(packages .venv/bin/python)')" >"$(packages "$venv/bin/python")/project.pth"
 echo "$stamp" >"$venv/.stamp"
