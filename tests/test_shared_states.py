@@ -4,6 +4,9 @@ TRL first on the path; what it measures is described there."""
 import pytest
 from rounding import is_no_larger
 
+from experiments.builds import use_fork
+from rloo_memory.arms import ARMS
+
 FAMILIES, WITHOUT_EXPERTS = 12, 6
 # As for the models without states: float64 measures 2e-15, float32 1e-6 (gradients; 8e-8 elsewhere)
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
@@ -17,6 +20,26 @@ def test_every_family_computes_what_whole_sequences_do(probe, dtype):
         worst = max(*errors["tokens"], *errors["gradient"], *errors["loss"])
         assert worst <= TOLERANCE[dtype], (dtype, name, errors)
         assert errors["off_is_equal"], f"{name}: prepared but not sharing, it computes something else"
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("called", ["cache", "cache_params", "past_key_values"])
+def test_a_layer_with_a_state_is_known_by_its_cache_whatever_a_release_calls_it(called):
+    """transformers 5.24 calls it `cache` everywhere."""
+    use_fork(ARMS["shared"])
+    from torch import nn
+    from trl.models.prefix_sharing_states import find_mixers
+
+    class Mixer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv1d = nn.Conv1d(1, 1, 1)
+
+    scope = {}
+    exec(f"def forward(self, hidden_states, {called}=None): ...", scope)
+    Mixer.forward = scope["forward"]
+    model = nn.Sequential(Mixer(), nn.Linear(1, 1))
+    assert find_mixers(model) == [model[0]]
 
 
 @pytest.mark.slow

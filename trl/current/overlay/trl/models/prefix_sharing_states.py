@@ -50,7 +50,7 @@ _STATE_TYPES = {"linear_attention", "conv", "hybrid"}
 SUPPORTED_LAYER_TYPES = _ATTENTION_TYPES | _STATE_TYPES | {"moe", "mlp"}
 
 # Names that mixers have for their cache
-_CACHE_ARGUMENTS = ("cache_params", "past_key_values")
+_CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
 
 
 def layers_by_kind(config: PretrainedConfig) -> tuple[set[int], set[int]]:
