@@ -5,21 +5,23 @@ import csv
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
 from experiments import builds, measuring
 from experiments.bench import __main__ as bench
-from experiments.bench import alternating, group, rivals, step_profile
-from experiments.bench.group import Timed
+from experiments.bench import alternating, group, random_models, rivals, step_profile
+from experiments.bench.group import PHASES, Group, Image, Timed
 from experiments.bench.measurements import MEASUREMENTS, Measurement
 from experiments.bench.samples import Cell, Samples, read_table
+from experiments.builds import use_fork
 from experiments.config import ROOT
 from experiments.evidence import device_facts, exactness, kernels, planner_check
 from experiments.record import write_csv
+from rloo_memory.arms import ARMS
 from rloo_memory.errors import EXIT_TIME
-from visualization.files import run_cli
 from visualization.tables import render
 
 CHECKS = (exactness, planner_check, device_facts, kernels, step_profile)
@@ -265,31 +267,39 @@ def test_peaks_come_before_times_and_gradients_are_compared_with_whole_rows(monk
     assert (whole["images_encoded"], shared["images_encoded"], shared["train_peak_bytes"]) == (16, 2, 7)
 
 
+@pytest.mark.torch
+def test_an_image_is_encoded_once_a_phase_where_its_prompt_is_shared(monkeypatch):
+    use_fork(ARMS["shared"])
+    monkeypatch.setattr(group, "keep_freed_memory", lambda: None)  # of this process
+    monkeypatch.setattr(group, "only_live_memory", nullcontext)
+    cell, image = Cell("images", 60, 2, 2), Image(side=8, token=random_models.IMAGE.token)
+    images = Group(random_models.build_with_images(), random_models.VOCABULARY, cell, image)
+    timed = Timed(images, ("whole", "shared"), PHASES, peaks=True)
+    whole, shared = (timed.sample(way) for way in ("whole", "shared"))
+    assert (whole["images_encoded"], shared["images_encoded"]) == (6, 3)
+    assert shared["gradient_difference"] < 1e-5 and shared["step_seconds"] > 0 and "generate_peak_bytes" in shared
+
+
 @pytest.mark.slow
 @pytest.mark.torch
-@pytest.mark.parametrize("name, model, cell", [("rivals", "tiny", "24x5x4"), ("families", "images", "1064x2x2")])
-def test_a_real_measurement_ends_in_its_table(name, model, cell, tmp_path, monkeypatch):
-    """Each way computes the same gradients, and an image is encoded once a phase where the prompt is shared."""
-    command = [sys.executable, "-m", "experiments.bench", name, "--models", model, "--cells", cell, "--repeats", "1"]
-    command += ["--results", tmp_path, "--machine", "x"]
+def test_a_real_measurement_ends_in_its_table(tmp_path):
+    """Each way computes the same gradients; a package that is missing is its way's outcome."""
+    command = [sys.executable, "-m", "experiments.bench", "rivals", "--models", "tiny", "--cells", "24x5x4"]
+    command += ["--repeats", "1", "--results", tmp_path, "--machine", "x"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=300)
+    rows = {(row["way"], row["metric"]): row for row in table(tmp_path)}
     try:
         rivals.need_grouper()
-        there = True
+        code = 0
     except ImportError:
-        there = name != "rivals"
-    assert result.returncode == (0 if there else measuring.EXIT_VERDICT), result.stderr[-3000:]
-    rows = {(row["way"], row["metric"]): row for row in table(tmp_path)}
-    found = {way: float(row["median"]) for (way, metric), row in rows.items() if metric == "gradient_difference"}
-    assert found.keys() >= {"whole", "shared", "shared-2"} and max(found.values()) < 1e-5
-    if name == "families":
-        assert [float(rows[way, "images_encoded"]["median"]) for way in ("whole", "shared")] == [6, 3]
-    elif not there:
+        code = measuring.EXIT_VERDICT
         assert "prefix-grouper is not installed: pip install" in rows[rivals.GROUPER, ""]["failure"]
-    shown = []
-    assert run_cli(lambda: shown.append(render(name, tmp_path / "x")) or 0) == 0
-    assert "whole rows (stock)" in shown[0] and "nan" not in shown[0]
+    assert result.returncode == code, result.stderr[-3000:]
+    found = {way: float(row["median"]) for (way, metric), row in rows.items() if metric == "gradient_difference"}
+    assert found.keys() >= {"whole", "one-row", "shared", "shared-2"} and max(found.values()) < 1e-5
+    text = render("rivals", tmp_path / "x")
+    assert "whole rows (stock)" in text and "nan" not in text
 
 
 def test_the_planner_check_replaces_case_by_case_and_goes_on_where_it_was_killed(measure, monkeypatch, tmp_path):

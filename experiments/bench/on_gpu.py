@@ -283,8 +283,13 @@ def unpack(archive: Path, results: Path) -> list[str]:
     """Put what `run_gpu.sh` packed below `results`. Returns the names of the machines. Raises `ConfigError`."""
     try:
         with tarfile.open(archive) as opened:
-            opened.extractall(results, filter="data")
-            return sorted({name.split("/")[0] for name in opened.getnames()})
+            entries = opened.getmembers()
+            for entry in entries:  # Python 3.11 has `filter="data"` in some releases only
+                outside = entry.name.startswith("/") or ".." in Path(entry.name).parts
+                if outside or not (entry.isfile() or entry.isdir()):
+                    raise tarfile.TarError(f"{entry.name} is no file below {results}")
+            opened.extractall(results, entries)
+            return sorted({entry.name.split("/")[0] for entry in entries})
     except (OSError, EOFError, tarfile.TarError) as error:
         raise ConfigError(f"cannot unpack {archive} ({error}); give the archive that run_gpu.sh wrote") from None
 

@@ -5,6 +5,7 @@
 RUNS is a JSON list of dictionaries: a `name` and arguments of `train`. What a run computed goes to FOLDER/NAME-ARM.pt.
 """
 
+import gc
 import json
 import os
 import sys
@@ -28,6 +29,7 @@ try:
 except ImportError:  # deepspeed is not here, and no run asks for it
     with_deepspeed = None
 
+gc.freeze()  # each training collects garbage, as in tests/zygote.py
 TRAINERS = {"rloo": (RLOOTrainer, RLOOConfig), "grpo": (GRPOTrainer, GRPOConfig)}
 VOCABULARY, COMPLETION_TOKENS, COMPLETIONS = 100, 6, 3
 # Two prompts a micro-batch and process. The processes never have as many tokens, and
