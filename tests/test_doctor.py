@@ -67,7 +67,7 @@ def test_what_the_doctor_writes_trains_and_its_record_can_be_read_again(tmp_path
     assert result.returncode == 0, result.stdout + result.stderr[-3000:]
     text = fits.read_text()
     assert "prefix_sharing: true" in text and "offload_reward: true" in text and "max_prompt_tokens: 512" in text
-    assert f"rloo-memory launch {fits} --dataset" in result.stdout and "kernels" not in result.stderr
+    assert f"rloo-memory launch {fits} --dataset_name" in result.stdout and "kernels" not in result.stderr
     assert "Trains the same as before" in result.stdout
     peaks = [float(line.split()[0]) for line in result.stdout.splitlines() if "trains " in line]
     assert peaks == sorted(peaks) and len(peaks) > 5, "each change alone, in order of effect"
