@@ -1,5 +1,8 @@
 """Prefix sharing computes on CUDA's own path what whole rows compute, to rounding; the host computes the kernels."""
 
+import math
+import statistics
+
 import pytest
 from conftest import INTERPRETED
 
@@ -26,13 +29,17 @@ def test_prompts_with_images_are_as_near_to_float64_as_whole_rows(probe):
     ids=["bf16", "autocast", "float32"],
 )
 def test_errors_beside_float64_are_those_of_whole_rows(probe, families, setting):
-    """1.6 times: one batch of one model is a small sample of rounding. Three families in bfloat16 with five seeds each
-    had 0.79 to 1.47 times the error of whole rows."""
+    """One batch of one model is a small sample of rounding: Qwen3.5 in bfloat16 with five seeds had 0.71 to 1.69 times
+    the error of whole rows, in the mean 1.03. So each is held to twice, and the mean over families to 5 % and two of
+    its standard errors."""
     found = probe("families", families, setting, **INTERPRETED)
     assert [row["family"] for row in found] == families.split(",")
     for row in found:
         assert not row["unsupported"], row
-        for way, errors in row["ways"].items():
-            for mine, theirs in zip(errors, row["whole"], strict=True):
-                assert mine < 1.6 * theirs, f"{row['family']}, {way}: {row}"
         assert row["generation"] < (1e-5 if setting == "float32" else 0.03), row
+    for way in found[0]["ways"]:
+        for kind in range(2):  # log-probabilities and entropies; gradients
+            ratios = [row["ways"][way][kind] / row["whole"][kind] for row in found]
+            logs = [math.log(ratio) for ratio in ratios]
+            by_chance = 2 * statistics.stdev(logs) / math.sqrt(len(logs))
+            assert max(ratios) < 2 and statistics.fmean(logs) < math.log(1.05) + by_chance, (way, kind, ratios)
