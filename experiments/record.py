@@ -104,6 +104,14 @@ def fill_peaks(record: RunRecord, phases, folder: Path, report) -> None:
         record.sampler["peak_from"] = source if known else None
 
 
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """The rows that `write_csv` wrote, as text; none where there is no such file."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
 def write_csv(path: Path, columns: tuple[str, ...], rows: list[dict]) -> None:
     """Write through a temporary file, as `write_json` does; what is not in `columns` is left out."""
     text = io.StringIO()

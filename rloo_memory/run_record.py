@@ -23,6 +23,7 @@ PHASE_COLUMNS = (
 FINISHED = ("ok", "oom")  # a run with one of these need not be repeated; "error" and "running" are tried again
 STATUSES = (*FINISHED, "error", "running")
 RUNS = "runs.jsonl"
+APART = 1.5  # seconds of repeats on a quiet machine stay within this factor
 TELLING = ("run.json", "memory.csv")  # a folder with one of these is a run's
 
 

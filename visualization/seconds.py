@@ -4,7 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
-APART = 1.5  # repeats of one cell on a quiet machine stay within this factor
+from rloo_memory.run_record import APART
+
 MARK = "\N{DOUBLE DAGGER}"
 NOTE = f"{MARK} repeats differ by more than a factor of {APART}, as on a busy machine: no part of any comparison"
 

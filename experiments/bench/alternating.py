@@ -19,8 +19,8 @@ OUT_OF_MEMORY = "out of memory"
 
 
 def in_its_own_process(name: str, cell: Cell, ways, missing, here: Place) -> int:
-    """What `measure` returns there: what one cell leaves in memory would count in the next. Raises `ConfigError` where
-    it refuses something, in words that it has printed."""
+    """What `measure` returns there, or the exit code that ended it: what one cell leaves in memory would count in the
+    next."""
     process = multiprocessing.get_context("spawn").Process(
         target=measured, args=(name, cell, ways, missing, here), daemon=True
     )

@@ -1,7 +1,6 @@
 """What was measured: each sample in bench_samples.jsonl, and bench.csv, a row a number, which is published."""
 
 import contextlib
-import csv
 import json
 import sys
 from collections import defaultdict
@@ -10,7 +9,8 @@ from pathlib import Path
 from statistics import median
 
 from experiments.measuring import FACTS, is_committed
-from experiments.record import write_csv
+from experiments.record import read_csv, write_csv
+from rloo_memory.run_record import APART
 
 SAMPLES, TABLE = "bench_samples.jsonl", "bench.csv"
 COLUMNS = (
@@ -18,7 +18,6 @@ COLUMNS = (
     "high", "repeats", "failure", *FACTS,
 )  # fmt: skip
 UNITS = {"seconds": "s", "ms": "ms", "bytes": "bytes", "limit": "x"}  # by the last word of a metric
-APART = 1.5  # seconds of one way on a quiet machine stay within this factor
 
 
 @dataclass(frozen=True)
@@ -93,11 +92,8 @@ def lines(path: Path) -> list[dict]:
 
 
 def read_table(folder: Path) -> list[dict[str, str]]:
-    """The rows of bench.csv; nothing where there is none."""
-    if not (folder / TABLE).exists():
-        return []
-    with (folder / TABLE).open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    """The rows of bench.csv; none where there is no such file."""
+    return read_csv(folder / TABLE)
 
 
 def summary(samples: list[dict]) -> list[dict]:

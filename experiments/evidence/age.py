@@ -6,13 +6,13 @@ Reads results/<machine>/runs.jsonl and every CSV with a column `commit`. What is
 `make evidence` does all of it.
 """
 
-import csv
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 from experiments.config import ROOT
+from experiments.record import read_csv
 from experiments.run_options import Parser
 from rloo_memory.commit import SOURCES
 from rloo_memory.errors import ConfigError, exit_code
@@ -26,11 +26,10 @@ def tables(results: Path) -> Counter[tuple[str, str]]:
         for run in kept_runs(machine).values():
             found[f"{machine.name}/runs.jsonl, {run.record['scale']}", run.record["commit"]] += 1
         for path in sorted(machine.glob("*.csv")):
-            with path.open(newline="") as file:
-                for row in csv.DictReader(file):
-                    if row.get("commit"):
-                        part = f", {row['measurement']}" if "measurement" in row else ""
-                        found[f"{machine.name}/{path.name}{part}", row["commit"]] += 1
+            for row in read_csv(path):
+                if row.get("commit"):
+                    part = f", {row['measurement']}" if "measurement" in row else ""
+                    found[f"{machine.name}/{path.name}{part}", row["commit"]] += 1
     return found
 
 

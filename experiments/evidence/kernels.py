@@ -10,7 +10,6 @@ code 4 if an error is above its bound (`MARGIN` times that of masked attention, 
 where masked attention failed) or one of our kernels failed.
 """
 
-import csv
 import sys
 import traceback
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from experiments.builds import use_fork
 from experiments.measuring import EXIT_VERDICT, FACTS, Parser, is_committed, place
-from experiments.record import write_csv
+from experiments.record import read_csv, write_csv
 from rloo_memory.arms import ARMS
 from rloo_memory.errors import exit_code
 from rloo_memory.models import typed_line
@@ -61,10 +60,9 @@ ON_CPU = {"ragged": Setting(4, 2, 128, 70, (10, 7, 1)), "no prompt": Setting(4, 
 
 def are_right(folder: Path, facts: dict[str, str]) -> bool:
     """False if one failed on this device at the dtype and head size of cells: then a mask is taken in their place."""
-    if not (folder / "kernels.csv").exists() or not is_committed(facts["commit"]):
+    if not is_committed(facts["commit"]):
         return True
-    with (folder / "kernels.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row.items() >= facts.items()]
+    rows = [row for row in read_csv(folder / "kernels.csv") if row.items() >= facts.items()]
     used = OF_CELLS[facts["device_kind"]]
     return all(row["verdict"] == "ok" for row in rows if (row["dtype"], row["head_size"]) == used)
 

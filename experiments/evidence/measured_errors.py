@@ -5,12 +5,12 @@ python -m experiments.evidence.measured_errors
 writes rloo_memory/plan/sureness/measured_errors.json, which is installed with the planner.
 """
 
-import csv
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
 from experiments.config import ROOT
+from experiments.record import read_csv
 from rloo_memory.errors import ConfigError, exit_code
 from rloo_memory.plan.sureness.measured import FILE, MeasuredErrors
 from rloo_memory.storage import write_json
@@ -20,11 +20,10 @@ def errors_of(results: Path) -> MeasuredErrors:
     """Of the peaks that `experiments.evidence.planner_check` measured on any machine. Raises `ConfigError`."""
     ratios, trainings, devices = [], set(), set()
     for path in sorted(results.glob("*/plan_check.csv")):
-        with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                ratios.append(int(row["measured_bytes"]) / int(row["predicted_bytes"]))
-                trainings.add((path.parent, row["case"]))
-                devices.add({"cpu": "CPU", "cuda": "GPU"}[row["device_kind"]])
+        for row in read_csv(path):
+            ratios.append(int(row["measured_bytes"]) / int(row["predicted_bytes"]))
+            trainings.add((path.parent, row["case"]))
+            devices.add({"cpu": "CPU", "cuda": "GPU"}[row["device_kind"]])
     if not ratios:
         raise ConfigError(
             f"{results} holds no */plan_check.csv; python -m experiments.evidence.planner_check writes one"

@@ -10,7 +10,6 @@ results/<machine>/plan_check.csv, case by case; cases that this commit has measu
 """
 
 import copy
-import csv
 import multiprocessing
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from pathlib import Path
 from experiments.builds import use_fork
 from experiments.evidence.setup_trainer import build_trainer, text_dataset
 from experiments.measuring import FACTS, Parser, is_committed, need, place, words
-from experiments.record import write_csv
+from experiments.record import read_csv, write_csv
 from rloo_memory import data, models
 from rloo_memory.arms import ARMS
 from rloo_memory.errors import EXIT_TIME, exit_code
@@ -202,7 +201,7 @@ def run(argv: list[str] | None) -> int:
     if any(map(is_quantized, chosen.values())):
         need("bitsandbytes")
     path = here.folder / "plan_check.csv"
-    rows = read_cases(path)
+    rows = read_csv(path)
     taken_up = is_committed(here.facts["commit"]) and not args.fresh
     there = {row["case"] for row in rows if taken_up and row.items() >= here.facts.items()}
     use_fork(ARMS["shared"])
@@ -235,14 +234,6 @@ def run(argv: list[str] | None) -> int:
     worst = max(abs(float(row["error"])) for row in rows if row["case"] in chosen)
     print(f"largest error {worst:.1%}; {path}")
     return 0
-
-
-def read_cases(path: Path) -> list[dict[str, str]]:
-    """The rows of the table; nothing where there is none."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def check(name: str, device: str) -> list[dict]:

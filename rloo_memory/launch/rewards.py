@@ -203,7 +203,7 @@ def in_words(launch: LaunchArguments, rewards: list) -> str:
     """The rewards for the summary at the start: their names, and where they come from. A trainer has put its model in
     the place of a model's name in `rewards`."""
     model, names = launch.reward_model_name_or_path, names_of(launch)
-    said = [f"reward model {model.removeprefix('hub:')}"] if model else []
+    said = [f"reward model {model_source(model)}"] if model else []
     for name, function in zip(names, rewards[len(said) :], strict=True):
         file = getattr(sys.modules.get(function.__module__), "__file__", None) or function.__module__
         said.append(LETTERS if name == "letters" else f"{name} ({file})")
