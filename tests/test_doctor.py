@@ -40,30 +40,12 @@ def test_what_the_doctor_writes_trains_and_its_record_can_be_read_again(tmp_path
     """A model that does not fit, the YAML that does, a training with it, and the doctor on that training's folder."""
     policy, reward, _ = run_models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))
     fits, out = tmp_path / "fits.yaml", tmp_path / "out"
-    result = run(
-        "plan.doctor",
-        "--model",
-        policy,
-        "--prompt",
-        512,
-        "--completion",
-        16,
-        "--k",
-        4,
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-        "--device-memory",
-        "275MiB",
-        "--reserve",
-        "250MiB",
-        "--output",
-        fits,
-        "--reward-model",
-        reward,
-        "--offload-reward",
+    words = (
+        f"--model {policy} --prompt 512 --completion 16 --k 4 --device cpu --dtype float32 "
+        f"--device-memory 275MiB --reserve 250MiB --output {fits} --reward-model {reward} "
+        f"--offload-reward"
     )
+    result = run("plan.doctor", *words.split())
     assert result.returncode == 0, result.stdout + result.stderr[-3000:]
     text = fits.read_text()
     assert "prefix_sharing: true" in text and "offload_reward: true" in text and "max_prompt_tokens: 512" in text
@@ -72,27 +54,12 @@ def test_what_the_doctor_writes_trains_and_its_record_can_be_read_again(tmp_path
     peaks = [float(line.split()[0]) for line in result.stdout.splitlines() if "trains " in line]
     assert peaks == sorted(peaks) and len(peaks) > 5, "each change alone, in order of effect"
 
-    result = run(
-        "launch",
-        fits,
-        "--max_steps",
-        2,
-        "--output_dir",
-        out,
-        "--prompt_tokens",
-        512,
-        "--logging_steps",
-        1,
-        "--save_strategy",
-        "no",
-        "--report_to",
-        "none",
-        "--disable_tqdm",
-        "true",
-        "--offload_reference",
-        "true",
-        MODEL_PATH=policy,
+    words = (
+        f"{fits} --max_steps 2 --output_dir {out} --prompt_tokens 512 --logging_steps 1 --save_strategy "
+        f"no --report_to none --disable_tqdm true --offload_reference true"
     )
+
+    result = run("launch", *words.split(), MODEL_PATH=policy)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "rewards/" in result.stdout and "letter_reward" not in result.stdout
     for metric in ("mem_alloc_mb", "mem_max_alloc_mb", "mem_peak/train_mb", "mem_peak/generate_mb"):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rloo_memory.plan.levers import LEVERS, applied
 from rloo_memory.plan.setups import Setup
-from rloo_memory.plan.trl_settings import by_batch, changes, from_settings, of_model, with_changes
+from rloo_memory.plan.trl_settings import by_batch, changes, from_settings, with_changes
 from rloo_memory.settings import profiles
 
 
@@ -57,10 +57,9 @@ def test_other_micro_batches_train_differently_where_an_update_depends_on_them(o
     exact = {}
     for kind, asked in {"own": own, "off": {"router_aux_loss_coef": 0.0, "algorithm": own["algorithm"]}}.items():
         for batch, steps, shares in batches:
-            setup = from_settings(100, asked, num_generations=8, per_device_train_batch_size=batch,
+            setup = from_settings(100, asked, config, num_generations=8, per_device_train_batch_size=batch,
                                   gradient_accumulation_steps=steps, steps_per_generation=steps,
                                   prefix_sharing=shares)  # fmt: skip
-            setup = of_model(setup, asked, config)
             exact[kind, batch, steps, shares] = [lever.exact(setup) for lever in (sharing, one, fewer)]
     assert [exact["own", *batch][:2] for batch in batches[:4]] == [[True, False], *[[False, False]] * 3]
     assert exact["own", 8, 1, True][1] and not any(exact["own", *batch][2] for batch in batches)

@@ -49,27 +49,11 @@ def test_every_phase_is_predicted_within_ten_percent_of_a_real_training(tmp_path
 @pytest.mark.torch
 def test_a_large_model_is_planned_without_weights(tmp_path):
     path = tmp_path / "plan.json"
-    result = run(
-        "rloo_memory.plan",
-        "--model",
-        "Qwen/Qwen3-1.7B",
-        "--prompt",
-        2000,
-        "--completion",
-        256,
-        "--k",
-        4,
-        "--dtype",
-        "bfloat16",
-        "--tokens-per-forward",
-        2 * 257,
-        "--device-memory",
-        "12GiB",
-        "--arms",
-        "stock,shared",
-        "--json",
-        path,
+    words = (
+        f"--model Qwen/Qwen3-1.7B --prompt 2000 --completion 256 --k 4 --dtype bfloat16 "
+        f"--tokens-per-forward 514 --device-memory 12GiB --arms stock,shared --json {path}"
     )
+    result = run("rloo_memory.plan", *words.split())
     assert result.returncode == 0, result.stderr[-3000:]
     lines = result.stderr.splitlines()
     assert [line.split(":")[0] for line in lines[:-1]] == ["  1 of 2", "  2 of 2"], "only progress: no library's noise"
@@ -86,26 +70,11 @@ def test_a_large_model_is_planned_without_weights(tmp_path):
 @pytest.mark.slow
 @pytest.mark.torch
 def test_the_longest_prompt_that_fits_is_longer_with_shared_prompts(planned):
-    result = planned(
-        "--model",
-        "tiny-qwen3",
-        "--prompt",
-        1000,
-        "--completion",
-        64,
-        "--k",
-        4,
-        "--dtype",
-        "float32",
-        "--device-memory",
-        "256MiB",
-        "--reserve",
-        "128MiB",
-        "--largest",
-        "prompt",
-        "--arms",
-        "stock,shared",
+    words = (
+        "--model tiny-qwen3 --prompt 1000 --completion 64 --k 4 --dtype float32 --device-memory 256MiB "
+        "--reserve 128MiB --largest prompt --arms stock,shared"
     )
+    result = planned(*words.split())
     assert result.returncode == 0, result.stderr[-3000:]
     found = [line for line in result.stdout.splitlines() if ": largest prompt" in line]
     largest = {line.split(":")[0]: int(line.split()[-1]) for line in found}
@@ -331,24 +300,11 @@ def test_what_the_simulation_counts_by_rule(probe):
 
 @pytest.mark.torch
 def test_a_device_smaller_than_the_weights_is_told_by_how_much(planned):
-    result = planned(
-        "--model",
-        "tiny-qwen3",
-        "--prompt",
-        64,
-        "--completion",
-        16,
-        "--k",
-        2,
-        "--dtype",
-        "float32",
-        "--device-memory",
-        "256MiB",
-        "--reserve",
-        "248MiB",
-        "--arms",
-        "shared",
+    words = (
+        "--model tiny-qwen3 --prompt 64 --completion 16 --k 2 --dtype float32 --device-memory 256MiB "
+        "--reserve 248MiB --arms shared"
     )
+    result = planned(*words.split())
     assert result.returncode == 0, result.stderr[-2000:]
     assert "The weights alone exceed 256MiB less 248MiB reserved by" in result.stdout
 

@@ -16,8 +16,7 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 
 from rloo_memory.errors import ConfigError, choose, exit_code
@@ -27,24 +26,19 @@ from rloo_memory.plan.options import (
     Problems,
     add_memory_options,
     add_setup_options,
-    calibration_for,
+    asked,
     check_writable,
-    model_config,
     quiet,
     reserve_in_words,
-    reserve_of,
-    room_of,
-    setup_from,
 )
 from rloo_memory.plan.peaks import Prediction
 from rloo_memory.plan.predict import largest_that_fits, predict_all
 from rloo_memory.plan.remarks import remarks
-from rloo_memory.plan.setups import ARM_NAMES, LARGEST, ROUNDED_AWAY, Setup, check
+from rloo_memory.plan.setups import ARM_NAMES, LARGEST, ROUNDED_AWAY, Setup
 from rloo_memory.plan.sureness.calibrate import calibrate
 from rloo_memory.plan.sureness.calibration import Calibration, as_json, may_exceed, range_in_words, range_of
 from rloo_memory.plan.sureness.measured import measured_errors
 from rloo_memory.plan.sureness.reserve import Room
-from rloo_memory.plan.trl_settings import of_model
 from rloo_memory.settings.profiles import load_profile
 from rloo_memory.sizes import GIB
 
@@ -132,27 +126,19 @@ def run(args: argparse.Namespace) -> int:
         return only_calibrate(args)
     start, problems = time.time(), Problems()
     profile = problems.of(load_profile, args.profile) if args.profile else None
-    model = args.model or (profile or {}).get("model_name_or_path")
-    if not model and not problems.lines:
+    if not args.model and not (profile or {}).get("model_name_or_path") and not problems.lines:
         problems.lines.append("no model: name one with --model, or a profile that has model_name_or_path")
-    hf_config = problems.of(model_config, model) if model else None
-    calibration = problems.of(calibration_for, args.calibration, args.device or "cuda")
-    reserve = reserve_of(args.reserve, calibration)
-    room = problems.of(room_of, args.device_memory, reserve, args.device or "cuda")
     if args.out:
         problems.lines.append(f"--out {args.out} is for --calibrate RUN_DIR...; a prediction goes to --json FILE")
     if args.largest and args.device_memory is None:
         problems.lines.append("--largest needs --device-memory")
     if args.json:
         problems.of(check_writable, args.json)
-    planned = problems.of(partial(setup_from, device=args.device or "cuda"), args, profile)
-    if planned:
-        settings, setup, called = planned
-        arms = problems.of(chosen_arms, args.arms, setup)
-        if hf_config and (setup := problems.of(of_model, setup, settings, hf_config)):
-            setup = replace(setup, device_memory=room.device if room else 0)
-            problems.of(check, setup, hf_config, called)
+    question = asked(args, profile, problems)
+    arms = problems.of(chosen_arms, args.arms, question.setup) if question else None
     problems.stop()
+    model, hf_config, setup = question.model, question.hf_config, question.setup
+    room, calibration = question.room, question.calibration
 
     say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
     predictions = predict_all({arm: levers.planned(arm, setup) for arm in arms}, hf_config, say, calibration)
@@ -169,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{tokens} of the prompt's tokens are its image{'s' if len(setup.images) > 1 else ''}")
     print(table(predictions, room, "above start" if calibration and args.device == "cpu" else "peak allocated"))
     if room is not None:
-        taken = f"{args.device_memory} less {reserve_in_words(reserve, setup.device)}"
+        taken = f"{args.device_memory} less {reserve_in_words(question.reserve, setup.device)}"
         if parameters > room.size:
             print(f"The weights alone exceed {taken} by {(parameters - room.size) / GIB:.2f} GiB.")
         print(f"fits: within {taken}; just: by less than the error, or than the allocator's part")

@@ -186,7 +186,7 @@ def answer(asked: dict) -> int:
     from rloo_memory.plan.records import config_from
     from rloo_memory.plan.remarks import remarks
     from rloo_memory.plan.step.recurrent import note
-    from rloo_memory.plan.trl_settings import from_settings, of_model
+    from rloo_memory.plan.trl_settings import from_settings
     from rloo_memory.settings.grammar import Settings, checked, fields
 
     hf_config = config_from(asked["model"]) if isinstance(asked["model"], dict) else model_config(asked["model"])
@@ -195,13 +195,9 @@ def answer(asked: dict) -> int:
     asked_for.refuse(problems)
     if isinstance(asked["model"], str):
         settings |= settings_of_adapter(asked["model"], settings)
-    if settings.get("dtype") == "auto":
-        settings["dtype"] = str(getattr(hf_config.get_text_config(), "dtype", None) or "float32").removeprefix(
-            "torch."
-        )
     where = asked["where"]
     where["images"] = tuple(map(tuple, where.get("images", ())))  # JSON has lists
-    setup = of_model(from_settings(asked["prompt_tokens"], settings, **where), settings, hf_config)
+    setup = from_settings(asked["prompt_tokens"], settings, hf_config, **where)
     calibration = from_json(asked["calibration"]) if asked["calibration"] else None
     (now,) = predict_all({"as it is": setup}, hf_config, lambda line: None, calibration)
     exceeds = asked["limit"] is not None and now.peak.total > asked["limit"]

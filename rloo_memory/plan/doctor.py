@@ -12,7 +12,7 @@ without those that later ones made unnecessary. They go into a YAML file, for TR
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rloo_memory.errors import ConfigError, exit_code
@@ -21,13 +21,9 @@ from rloo_memory.plan.options import (
     Problems,
     add_memory_options,
     add_setup_options,
-    calibration_for,
+    asked,
     check_writable,
-    model_config,
     quiet,
-    reserve_of,
-    room_of,
-    setup_from,
 )
 from rloo_memory.plan.peaks import Prediction
 from rloo_memory.plan.predict import predict, predict_all
@@ -36,7 +32,7 @@ from rloo_memory.plan.remarks import remarks
 from rloo_memory.plan.setups import Setup, check
 from rloo_memory.plan.sureness.calibration import Calibration, may_exceed, range_in_words, range_of
 from rloo_memory.plan.sureness.reserve import Room
-from rloo_memory.plan.trl_settings import by_batch, changes, of_model, with_changes
+from rloo_memory.plan.trl_settings import by_batch, changes, with_changes
 from rloo_memory.settings.profiles import dump_profile, load_profile, profile_path
 from rloo_memory.sizes import GIB
 
@@ -169,28 +165,15 @@ def run(args: argparse.Namespace) -> int:
         profile = problems.of(load_profile, args.profile)
         if args.output.resolve() == profile_path(args.profile).resolve():
             problems.lines.append(f"--output {args.output} is the profile itself; name another file")
-    model = args.model or (profile or {}).get("model_name_or_path")
-    if not args.run and not model and not problems.lines:
+    if not args.run and not args.model and not (profile or {}).get("model_name_or_path") and not problems.lines:
         raise ConfigError("nothing to look at: name a run folder, or --model, --prompt and --device-memory")
-    hf_config = old.hf_config if old else problems.of(model_config, model) if model else None
-    device_memory = args.device_memory
-    if device_memory is None and old:
-        device_memory = old.device_bytes
-    if device_memory is None and (old or not args.run):
+    if args.device_memory is None and (old.device_bytes is None if old else not args.run):
         problems.lines.append("no device memory: --device-memory, such as 24GiB")
-    device = args.device or (old.where["device"] if old else "cuda")
-    calibration = problems.of(calibration_for, args.calibration, device)
-    room = problems.of(room_of, device_memory, reserve_of(args.reserve, calibration), device)
     problems.of(check_writable, args.output)
-    planned = problems.of(planned_for, args, old, profile) if old or not args.run else None
-    if planned and hf_config:
-        settings, setup, called = planned
-        if setup := problems.of(of_model, setup, settings, hf_config):
-            setup = replace(setup, device_memory=room.device if room else 0)
-            problems.of(check, setup, hf_config, called)
+    question = asked(args, profile, problems, old) if old or not args.run else None
     problems.stop()
-    if args.model:
-        settings = {"model_name_or_path": args.model} | settings | {"model_name_or_path": args.model}
+    hf_config, settings, setup = question.hf_config, question.settings, question.setup
+    room, calibration = question.room, question.calibration
 
     say = lambda line: print(line, flush=True)  # noqa: E731
     trials = [(lever, trial) for lever in LEVERS if (trial := applied(lever, setup, hf_config))]
@@ -235,15 +218,6 @@ def run(args: argparse.Namespace) -> int:
     write_settings(args.output, settings, old, used, now, last, room)
     conclude(args, settings, setup, used, last, calibration, room)
     return 0
-
-
-def planned_for(args: argparse.Namespace, old: Run | None, profile: dict | None):
-    """What `setup_from` gives, for the run, the profile or the options alone."""
-    device = {"device": args.device} if args.device else {}
-    if old is None:
-        return setup_from(args, profile, **device)
-    prompt = old.prompt_tokens if args.prompt is None else args.prompt
-    return setup_from(argparse.Namespace(**vars(args) | {"prompt": prompt}), old.settings, **old.where | device)
 
 
 def write_settings(

@@ -7,16 +7,18 @@ import os
 import re
 import sys
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from rloo_memory.adapters import adapter_of
 from rloo_memory.errors import ConfigError
 from rloo_memory.models import is_model, named_config
-from rloo_memory.plan.setups import OPTIMIZERS, Setup, wrong_numbers
+from rloo_memory.plan.records import Run
+from rloo_memory.plan.setups import OPTIMIZERS, Setup, check, wrong_numbers
 from rloo_memory.plan.sureness.calibration import Calibration, load
 from rloo_memory.plan.sureness.reserve import FIXED, LIBRARIES, OUTSIDE, Room
-from rloo_memory.plan.trl_settings import COMMAND_LINE, changes, from_settings, with_changes
+from rloo_memory.plan.trl_settings import COMMAND_LINE, WEIGHT_BITS, changes, from_settings, with_changes
 from rloo_memory.settings.profiles import devices_from
 from rloo_memory.sizes import GIB, parse_bytes, size_hint
 
@@ -181,14 +183,7 @@ def model_config(model: str):
         raise ConfigError(f"model_name_or_path is {model!r}; it must be a name")
     if model.startswith(("./", "../", "/", "~")) and not Path(model).exists():
         raise ConfigError(f"no folder {model}: name one with a config.json, a built-in shape, or hub:owner/name")
-    try:
-        hf_config = named_config(model)
-    except ConfigError:
-        raise
-    except Exception as error:  # what transformers raises for a config.json that holds something else
-        raise ConfigError(
-            f"cannot read the config of {model!r}: {type(error).__name__}: {first_lines(error)}"
-        ) from error
+    hf_config = named_config(model)
     for name in ("num_hidden_layers", "max_position_embeddings", "vocab_size", "hidden_size", "num_attention_heads"):
         value = getattr(hf_config.get_text_config(), name, None)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -210,11 +205,6 @@ def check_writable(path: Path) -> None:
         path.unlink()
 
 
-def first_lines(error: Exception) -> str:
-    """The first two lines of an error as one, since the first often only says where."""
-    return " ".join(line.strip() for line in str(error).splitlines()[:2])[:200]
-
-
 def read_image(text: str) -> tuple[int, int]:
     """Width and height in pixels. Raises `ConfigError`."""
     found = re.fullmatch(r"(\d{1,6})x(\d{1,6})", text)
@@ -223,7 +213,46 @@ def read_image(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def setup_from(args: argparse.Namespace, profile: dict | None, **where) -> tuple[dict, Setup, dict[str, str]]:
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of the planner: the name of a model and its config, settings under TRL's names, what they come to,
+    and where it is to fit: `room` is None without a device's memory, `reserve` what is kept free of it."""
+
+    model: str | None
+    hf_config: object
+    settings: dict
+    setup: Setup
+    reserve: str | None
+    room: Room | None
+    calibration: Calibration | None
+
+
+def asked(args: argparse.Namespace, profile: dict | None, problems: Problems, run: Run | None = None) -> Asked | None:
+    """What the options ask for, over the settings of a profile or of a run; None where these come to no setup. What is
+    wrong goes to `problems`."""
+    base, where, memory = profile, {}, args.device_memory
+    if run:
+        base, where = run.settings | {"max_prompt_tokens": run.prompt_tokens}, run.where
+        memory = run.device_bytes if memory is None else memory
+    model = args.model or (base or {}).get("model_name_or_path")
+    hf_config = run.hf_config if run else problems.of(model_config, model) if model else None
+    device = args.device or where.get("device", "cuda")
+    calibration = problems.of(calibration_for, args.calibration, device)
+    reserve = reserve_of(args.reserve, calibration)
+    room = problems.of(room_of, memory, reserve, device)
+    planned = problems.of(partial(setup_from, **where | {"device": device}), args, base, hf_config)
+    if planned is None:
+        return None
+    settings, setup, called = planned
+    setup = replace(setup, device_memory=room.device if room else 0)
+    if hf_config:
+        problems.of(check, setup, hf_config, called)
+    return Asked(model, hf_config, settings, setup, reserve, room, calibration)
+
+
+def setup_from(
+    args: argparse.Namespace, profile: dict | None, hf_config=None, **where
+) -> tuple[dict, Setup, dict[str, str]]:
     """(settings, what they ask for, what the user wrote for a field of `Setup`): those of the profile or, with None,
     those of `COMMAND_LINE`, under the options. `where` are fields of `Setup` that are no settings. Raises
     `ConfigError` with all that is wrong."""
@@ -248,7 +277,10 @@ def setup_from(args: argparse.Namespace, profile: dict | None, **where) -> tuple
         problems.of(model_config, args.reward_model)
     problems.stop()
 
-    settings = with_changes(base, rows(args, base, profile, prompt, where)) | given
+    before = from_settings(prompt, base, **where)
+    settings = with_changes(base, rows(args, before, profile is not None)) | given
+    if args.model:
+        settings = {"model_name_or_path": args.model} | settings | {"model_name_or_path": args.model}
     for name in ("activation_offloading", "offload_reference", "offload_reward"):
         if getattr(args, name):
             settings[name] = True
@@ -265,12 +297,10 @@ def setup_from(args: argparse.Namespace, profile: dict | None, **where) -> tuple
         where["reward_model"] = args.reward_model
         if is_model(args.reward_model):  # a shape or the policy's is planned with, and nothing to load
             settings["reward_model_name_or_path"] = args.reward_model
-    settings |= settings_of_adapter(args.model or base.get("model_name_or_path"), base, args.lora)
-    setup = from_settings(prompt, settings, **where)
-    if args.bits:
-        bits = replace(setup, weight_bits=args.bits, nested_scales=args.bits == 4 or setup.nested_scales)
-        settings, setup = with_changes(settings, changes(setup, bits)), bits
-    return settings, setup, called
+    if args.bits not in (None, before.weight_bits):
+        settings = with_changes(settings, WEIGHT_BITS[args.bits])
+    settings |= settings_of_adapter(settings.get("model_name_or_path"), base, args.lora)
+    return settings, from_settings(prompt, settings, hf_config, **where), called
 
 
 def settings_of_adapter(model: str | None, settings: dict, rank: int | None = None) -> dict:
@@ -288,15 +318,13 @@ def settings_of_adapter(model: str | None, settings: dict, rank: int | None = No
     return adapter.settings | ({} if dropout is None else {"lora_dropout": dropout})
 
 
-def rows(args: argparse.Namespace, base: dict, profile: dict | None, prompt: int, where: dict) -> dict:
+def rows(args: argparse.Namespace, before: Setup, of_profile: bool) -> dict:
     """The settings that --k and --prompts decide: completions a prompt, and rows. --k keeps a profile's prompts."""
     if args.k is None and args.prompts is None:
         return {}
-    setup = from_settings(prompt, base, **where)
-    whole = setup.generation_rows % setup.num_generations == 0
-    if args.prompts is None and profile is not None and whole:
-        return changes(setup, setup.with_k(args.k))
-    k = args.k or setup.num_generations
+    if args.prompts is None and of_profile and before.generation_rows % before.num_generations == 0:
+        return changes(before, before.with_k(args.k))
+    k = args.k or before.num_generations
     return {
         "num_generations": k,
         "per_device_train_batch_size": k * (args.prompts or 1),

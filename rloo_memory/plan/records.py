@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rloo_memory.arms import ARMS
 from rloo_memory.errors import ConfigError
-from rloo_memory.models import is_model, named_config, shape_config
+from rloo_memory.models import is_model, named_config, shape_config, typed_line
 from rloo_memory.run_record import stored_run
 
 # Settings that decide a training, and that memory.json may not have
@@ -38,8 +38,8 @@ def read_run(folder: Path) -> Run:
         try:
             return memory_record(json.loads(path.read_text()))
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            raise ConfigError(f"{path} is not a whole record ({what}); name another run, or describe it") from error
+            why = f"is not a whole record ({typed_line(error)})"
+            raise ConfigError(f"{path} {why}; name another run, or describe it") from error
     if run := stored_run(folder):
         if run.damage:
             raise ConfigError(f"{folder / 'run.json'} {run.damage}; name another run, or describe it")

@@ -12,7 +12,7 @@ from rloo_memory.plan.checkpoint import quantized
 from rloo_memory.plan.setups import Setup
 
 # Fields of `Setup` that are called differently in settings, or stand for several
-_WEIGHT_BITS = {
+WEIGHT_BITS = {
     4: {"load_in_4bit": True, "load_in_8bit": None, "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": True},
     8: {"load_in_8bit": True, "load_in_4bit": None},
     16: {"load_in_8bit": None, "load_in_4bit": None},
@@ -45,9 +45,13 @@ def defaults(algorithm: str) -> dict:
     return {field.name: field.default for cls in classes for field in fields(cls)}
 
 
-def from_settings(prompt_tokens: int, settings: dict, **where) -> Setup:
+def from_settings(prompt_tokens: int, settings: dict, hf_config=None, **where) -> Setup:
     """The setup that settings ask for. What is missing is as TRL's parser has it; `where` are the fields of `Setup`
-    that are no settings, such as `device`. The settings are of the kinds that `rloo_memory.settings.grammar` says."""
+    that are no settings, such as `device`. The settings are of the kinds that `rloo_memory.settings.grammar` says.
+
+    With `hf_config`, its model decides the rest: the dtype that is "auto", whether an update depends on its
+    micro-batches, and the bits of weights that are already quantized. Raises `ConfigError` for those without a
+    formula."""
     algorithm = settings.get("algorithm") or "rloo"
     given = defaults(algorithm) | {name: value for name, value in settings.items() if value is not None}
     values = {name: given[name] for name in SAME_NAME}
@@ -56,6 +60,9 @@ def from_settings(prompt_tokens: int, settings: dict, **where) -> Setup:
     init = given.get("model_init_kwargs")
     if isinstance(init, dict) and isinstance(init.get("dtype"), str):  # the launcher prefers it
         values["dtype"] = init["dtype"]
+    if values["dtype"] == "auto" and hf_config:
+        own = getattr(hf_config.get_text_config(), "dtype", None)
+        values["dtype"] = str(own or "float32").removeprefix("torch.")
     if given["bf16"] is None or given["fp16"]:  # both are half precision: TRL's default is bfloat16
         values["bf16"] = True
     if given["steps_per_generation"] is None:  # as TRL's configs
@@ -67,7 +74,7 @@ def from_settings(prompt_tokens: int, settings: dict, **where) -> Setup:
     if modules is not None and (modules == ("all-linear",) or not isinstance(modules, (str, tuple))):
         modules = "all-linear"
     reward = given.get("reward_model_name_or_path")
-    return Setup(
+    setup = Setup(
         **{
             **values,
             "prompt_tokens": prompt_tokens,
@@ -77,10 +84,12 @@ def from_settings(prompt_tokens: int, settings: dict, **where) -> Setup:
             "nested_scales": bool(given["use_bnb_nested_quant"]),
             "reward_model": reward if isinstance(reward, str) and is_model(reward) else None,
             "scaled_by_rollout": algorithm == "grpo" or bool(given.get("normalize_advantages")),
-            "scaled_by_batch": bool(by_batch(given)),
+            "scaled_by_batch": bool(by_batch(given) or hf_config and by_batch(settings, hf_config)),
             **where,
         }
     )
+    found = quantized(hf_config, setup.device) if hf_config and setup.weight_bits == 16 else None
+    return replace(setup, weight_bits=found.bits, nested_scales=found.nested_scales) if found else setup
 
 
 def by_batch(settings: dict, hf_config=None) -> list[str]:
@@ -103,22 +112,12 @@ def by_batch(settings: dict, hf_config=None) -> list[str]:
     return reasons
 
 
-def of_model(setup: Setup, settings: dict, hf_config) -> Setup:
-    """`setup` with what its model decides beside the settings: whether an update depends on its micro-batches, and
-    the bits of weights that are already quantized. Raises `ConfigError` for those without a formula."""
-    setup = replace(setup, scaled_by_batch=setup.scaled_by_batch or bool(by_batch(settings, hf_config)))
-    found = quantized(hf_config, setup.device)
-    if found is None or setup.weight_bits < 16:
-        return setup
-    return replace(setup, weight_bits=found.bits, nested_scales=found.nested_scales)
-
-
 def changes(before: Setup, after: Setup) -> dict:
     """The settings that make `after` of `before`. None takes a setting away."""
     changed = {name for name in vars(before) if getattr(before, name) != getattr(after, name)}
     settings = {}
     if "weight_bits" in changed:
-        settings |= _WEIGHT_BITS[after.weight_bits]
+        settings |= WEIGHT_BITS[after.weight_bits]
     if "lora_rank" in changed:
         settings |= {"use_peft": True, "lora_r": after.lora_rank}
     if "lora_target_modules" in changed:

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from rloo_memory.errors import ConfigError
+from rloo_memory.models import typed_line
 from rloo_memory.plan.options import check_writable
 from rloo_memory.plan.sureness.calibration import (
     MATTERS,
@@ -23,7 +24,6 @@ from rloo_memory.plan.sureness.calibration import (
     as_json,
     file_of,
     minor,
-    what_is_wrong,
 )
 from rloo_memory.sizes import GIB
 from rloo_memory.storage import write_json
@@ -78,7 +78,7 @@ def measured_run(folder: Path) -> MeasuredRun:
             with (folder / "memory_phases.csv").open(newline="", encoding="utf-8") as file:
                 return from_record(str(folder), record, list(csv.DictReader(file)))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise LeftOut(f"is not a whole record ({what_is_wrong(error)}); train again") from error
+        raise LeftOut(f"is not a whole record ({typed_line(error)}); train again") from error
     raise LeftOut(reason)
 
 

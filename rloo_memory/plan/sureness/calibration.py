@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from rloo_memory.errors import ConfigError
+from rloo_memory.models import typed_line
 from rloo_memory.plan.peaks import CORRECTION, PredictedPeak
 from rloo_memory.plan.sureness.measured import measured_errors
 from rloo_memory.sizes import GIB
@@ -182,12 +183,7 @@ def load(path: Path | str) -> Calibration:
     except OSError as error:
         raise ConfigError(f"cannot read the calibration {path}: {error.strerror}; {HOW} writes one") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{path} is not a calibration ({what_is_wrong(error)}); {HOW} writes one") from error
-
-
-def what_is_wrong(error: Exception) -> str:
-    """The type and the beginning of what another file raises."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
+        raise ConfigError(f"{path} is not a calibration ({typed_line(error)}); {HOW} writes one") from error
 
 
 def from_json(values: dict, file: str = "") -> Calibration:
