@@ -146,3 +146,5 @@ def test_what_a_setting_file_leaves_out_is_as_trl_has_it():
     assert expected.items() <= vars(setup).items()
     grpo = from_settings(100, {"algorithm": "grpo", "gradient_accumulation_steps": 3})
     assert (grpo.beta, grpo.num_generations, grpo.steps_per_generation) == (0.0, 8, 3)
+    model = SimpleNamespace(get_text_config=lambda: SimpleNamespace(dtype="torch.bfloat16"))
+    assert from_settings(100, {"dtype": "auto"}, model).dtype == "bfloat16"
