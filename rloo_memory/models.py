@@ -62,14 +62,18 @@ def load_config(model: str):
         raise ConfigError(f"cannot load model {model!r}: {one_line(error)}; {remedy}") from error
 
 
-def one_line(error: Exception) -> str:
-    """An error's text in one line of at most 300 characters, its type where it has none."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
+def one_line(error) -> str:
+    """An error's or a value's text in one line of at most 300 characters; of an error that is one word, its type."""
+    text = " ".join(str(error).split())
+    if isinstance(error, Exception) and " " not in text:
+        text = f"{type(error).__name__}: {text}"
+    return text if len(text) <= 300 else text[:297] + "..."
 
 
 def typed_line(error: Exception) -> str:
-    """The same behind its type."""
-    return f"{type(error).__name__}: {one_line(error)}"
+    """An error's text in one line, behind its type."""
+    name, line = type(error).__name__, one_line(error)
+    return line if line.startswith(f"{name}: ") else f"{name}: {line}"
 
 
 def is_model(name: str) -> bool:

@@ -41,6 +41,37 @@ def pytest_collection_modifyitems(items, config):
         items[:] = [item for item in items if not item.get_closest_marker("sample")]
 
 
+@pytest.fixture(scope="session")
+def policy():
+    """The folder of a tiny model with random weights, and of its tokenizer."""
+    from experiments.config import resolve
+    from experiments.workload import run_models
+    from rloo_memory import data
+
+    return run_models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))[0]
+
+
+@pytest.fixture
+def no_model_loads(monkeypatch):
+    import transformers
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", lambda *a, **k: pytest.fail("a model loads"))
+
+
+@pytest.fixture
+def refused(capsys):
+    """Runs the launcher in this process, which refuses the words in one line with these parts; returns the line."""
+    from rloo_memory.launch import __main__ as launch
+
+    def run(words, *parts):
+        code, line = launch.main(words), capsys.readouterr().err
+        assert code == 2 and line.startswith("launch: ") and line.count("\n") == 1, (words, line)
+        assert all(part in line for part in parts), (words, line, parts)
+        return line
+
+    return run
+
+
 @pytest.fixture
 def planned(capsys):
     """Runs the planner's command in this process; returns its exit code and what it said."""

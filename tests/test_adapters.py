@@ -6,13 +6,9 @@ from types import SimpleNamespace
 import pytest
 from safetensors.torch import load_file
 
-from experiments.config import resolve
-from experiments.workload import run_models
-from rloo_memory import data
 from rloo_memory.adapters import adapter_of
 from rloo_memory.errors import ConfigError
 from rloo_memory.launch import __main__ as launch
-from rloo_memory.launch import policy
 from rloo_memory.plan.options import model_config, settings_of_adapter
 
 PROFILE = """\
@@ -31,13 +27,12 @@ predict_memory: false
 
 
 @pytest.fixture(scope="module")
-def adapter(tmp_path_factory):
+def adapter(policy, tmp_path_factory):
     """An adapter of rank 3 whose weights are not those of a new one."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    policy = run_models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))[0]
     config = LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(policy), config)
     torch.manual_seed(0)
@@ -85,13 +80,13 @@ def test_an_adapter_whose_model_is_not_here_is_named_with_it(tmp_path):
               "lora_alpha": 8, "lora_dropout": 0.0}  # fmt: skip
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps(config))
-    for function in (policy.check, model_config):
+    for function in (launch.policy.check, model_config):
         with pytest.raises(ConfigError, match=f"'{tmp_path}' is an adapter of the model '/gone/base', which is not"):
             function(str(tmp_path))
     path.write_text(json.dumps(config | {"base_model_name_or_path": "Qwen/Qwen3-8B"}))
     assert model_config(str(tmp_path)).num_hidden_layers == 36  # planned, but not trained: nothing is downloaded
     with pytest.raises(ConfigError, match="hub:owner/name, which downloads it"):
-        policy.check(str(tmp_path))
+        launch.policy.check(str(tmp_path))
     for wrong in ({"peft_type": "IA3"}, {"r": None, "base_model_name_or_path": None}):
         path.write_text(json.dumps(config | wrong))
         with pytest.raises(ConfigError, match="only LoRA on a named model"):
@@ -108,13 +103,13 @@ def test_weights_that_are_quantized_already_are_not_trained_themselves_nor_quant
     )
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "qwen3", "quantization_config": {"quant_method": "gptq", "bits": 4}}))
-    assert policy.quantization_of(str(tmp_path), inputs_of()) is None
+    assert launch.policy.quantization_of(str(tmp_path), inputs_of()) is None
     with pytest.raises(
         ConfigError, match="already quantized \\(gptq\\), so they cannot be trained themselves; add --use"
     ):
-        policy.quantization_of(str(tmp_path), inputs_of(use_peft=False))
+        launch.policy.quantization_of(str(tmp_path), inputs_of(use_peft=False))
     again = inputs_of(load_in_8bit=True)
     with pytest.raises(ConfigError, match="leave out load_in_4bit and load_in_8bit"):
-        policy.quantization_of(str(tmp_path), again)
+        launch.policy.quantization_of(str(tmp_path), again)
     path.write_text(json.dumps({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}))
-    assert policy.quantization_of(str(tmp_path), inputs_of(use_peft=False)).dequantize
+    assert launch.policy.quantization_of(str(tmp_path), inputs_of(use_peft=False)).dequantize

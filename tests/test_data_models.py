@@ -123,14 +123,10 @@ TINY = {
 }  # fmt: skip
 DAMAGED = {
     "text for a size": {**TINY, "hidden_size": "x"},
-    "less than no layers": {**TINY, "num_hidden_layers": -1},
     "no heads": {**TINY, "num_attention_heads": 0},
-    "no positions": {**TINY, "max_position_embeddings": None},
-    "an unknown rotation": {**TINY, "rope_parameters": {"rope_type": "zzz"}},
     "an unknown type": {**TINY, "model_type": "nonesuch"},
     "no causal model": {"model_type": "t5"},
     "a list": [1, 2],
-    "nothing": {},
 }
 
 

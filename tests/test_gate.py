@@ -3,23 +3,19 @@
 import json
 import re
 import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import two_processes
 
-from experiments.config import resolve
-from experiments.workload import run_models
-from rloo_memory import data, models
+from rloo_memory import models
 from rloo_memory.errors import ConfigError
 from rloo_memory.launch import __main__ as launch
 from rloo_memory.launch import gate
 from rloo_memory.plan import __main__ as plan
 from rloo_memory.plan import ask
 
-ROOT = Path(__file__).resolve().parent.parent
 MIB = 2**20
 TRAIN = ["profile.yaml"]
 PROFILE = """
@@ -39,11 +35,6 @@ report_to: none
 disable_tqdm: true
 output_dir: out
 """
-
-
-@pytest.fixture(scope="module")
-def policy():
-    return run_models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))[0]
 
 
 @pytest.fixture(autouse=True)
@@ -187,23 +178,19 @@ def test_what_cannot_be_predicted_is_said_and_trained(here, monkeypatch, capsys)
         (["--calibration", "x", "--predict_memory", "false"], "launch: calibration 'x' corrects the "),
     ],
 )
-def test_a_calibration_that_cannot_be_used_is_refused_before_the_model_loads(here, words, line, monkeypatch, capsys):
-    import transformers
-
-    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", lambda *a, **k: pytest.fail("a model loads"))
-    assert launch.main([*TRAIN, *words]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(line) and error.count("\n") == 1, error
+def test_a_calibration_that_cannot_be_used_is_refused_before_the_model_loads(
+    here, words, line, no_model_loads, refused
+):
+    assert refused([*TRAIN, *words]).startswith(line)
 
 
 @pytest.mark.slow
 @pytest.mark.torch
 def test_two_processes_are_refused_once(here, policy):
-    program = "tests/probes/launch_on_a_small_device.py"
-    command = [sys.executable, "-W", "ignore", "-m", "accelerate.commands.launch", "--config_file"]
-    command += ["rloo_memory/settings/accelerate/ddp.yaml", "--num_processes", "2", "--main_process_port", "0"]
-    command += [program, str(here / "profile.yaml"), "--output_dir", str(here / "out")]
-    code, output = two_processes.run(command, 240, MODEL_PATH=policy, PYTHONPATH=str(ROOT))
+    program = ("tests/probes/launch_on_a_small_device.py",)
+    code, output = two_processes.launched(
+        "ddp", program, here / "profile.yaml", "--output_dir", here / "out", MODEL_PATH=policy
+    )
     assert code != 0 and output.count("launch: predicted peak") == 1, output[-3000:]
     assert output.count("memory  predicting") == 1 and not list((here / "out").glob("memory*"))
 

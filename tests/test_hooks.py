@@ -7,18 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments.config import resolve
-from experiments.workload import run_models
-from rloo_memory import data
 from rloo_memory.device import machine_name
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_the_memory_callback_works_with_a_trainer_without_rewards(probe):
-    policy, _, _ = run_models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))
+def test_the_memory_callback_works_with_a_trainer_without_rewards(policy, probe):
     record = probe("other_trainer", policy)
     assert set(record["peaks"]) == {"train", "optimizer"} and min(record["peaks"].values()) > 100 * 2**20
     assert record["reward_model"] is None and record["arguments"]["offload_reference"] is False
@@ -110,9 +104,13 @@ def test_another_engines_generation_is_marked_and_its_prompts_are_counted(engine
 @pytest.mark.torch
 def test_the_record_says_where_how_long_and_that_memory_ran_out(tmp_path):
     """The longest completion also where it brings no new peak; and memory that runs out in a later, lower step."""
-    from rloo_memory.hooks.memory_callback import MemoryCallback
+    import torch
 
-    trainer = stub_trainer(tmp_path, stub_policy())
+    from rloo_memory.hooks.memory_callback import MemoryCallback
+    from rloo_memory.launch.offload import keep_on_host
+
+    trainer = stub_trainer(tmp_path, stub_policy(), ref_model=torch.nn.Linear(2, 2))
+    keep_on_host(trainer, trainer.ref_model)
     callback = MemoryCallback(
         trainer, predicted={"train": 5}, predicted_prompt_tokens=7, calibrated={"train": 6}, start_bytes=8
     )
@@ -126,6 +124,7 @@ def test_the_record_says_where_how_long_and_that_memory_ran_out(tmp_path):
     _, record = train(callback, trainer, generate, updates=3)
     expected = {"predicted_prompt_tokens": 7, "calibrated_peaks": {"train": 6}, "start_bytes": 8}
     assert record.items() >= (expected | {"completion_tokens": 9, "out_of_memory": None}).items()
+    assert record["arguments"].items() >= {"offload_reference": True, "offload_reward": False}.items()
     assert record["machine"] == machine_name("cpu", record["device_name"]) and record["commit"]
     assert set(record["versions"]) >= {"torch", "transformers"}
     before = record["peaks"]
@@ -136,7 +135,7 @@ def test_the_record_says_where_how_long_and_that_memory_ran_out(tmp_path):
 
 
 @pytest.mark.torch
-def test_the_record_has_the_settings_that_were_trained_with(tmp_path):
+def test_the_record_has_the_settings_that_were_trained_with(policy, tmp_path):
     """Adapters as they are in the model; and a profile made of the record is one that the launcher takes."""
     import torch
     from peft import LoraConfig, get_peft_model
@@ -145,7 +144,6 @@ def test_the_record_has_the_settings_that_were_trained_with(tmp_path):
     from rloo_memory.hooks.memory_callback import trained_settings
     from rloo_memory.settings import grammar, profiles
 
-    policy, _, _ = run_models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(policy), dtype=torch.bfloat16)
     adapters = LoraConfig(r=4, lora_alpha=12, lora_dropout=0.0, target_modules=["q_proj", "down_proj"])
     model = get_peft_model(model, adapters, autocast_adapter_dtype=False)

@@ -14,9 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments.config import resolve
-from experiments.workload import run_models
-from rloo_memory import data
 from rloo_memory.errors import ConfigError
 from rloo_memory.launch import __main__ as launch
 from rloo_memory.launch import dataset, help, rewards
@@ -27,14 +24,8 @@ ROW = b'{"prompt": "Say a."}\n'
 ROWS = b'{"prompt": "Say a.", "answer": "a"}\n{"prompt": "Say the long word b.", "answer": "b"}\n'
 
 
-@pytest.fixture(scope="module")
-def policy():
-    return run_models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))[0]
-
-
 DATASETS = {
     "broken.jsonl": (ROW + b'{"prompt": \n' + ROW, ["line 2 is not JSON"]),
-    "truncated.jsonl": (ROW + b'{"prompt": "a', ["line 2 is not JSON"]),
     "unclosed.jsonl": (ROW + b'{"prompt": "b"\r\n' + ROW, ["line 2 is not JSON", "(character 15)"]),
     "list.jsonl": (ROW + b"[1]\n", ["line 2 is [1]", "not an object"]),
     "empty.jsonl": (b"", ["'empty.jsonl': an empty file"]),
@@ -43,28 +34,23 @@ DATASETS = {
     "notes.txt": (b"Say a.\n", ["no dataset by its ending", ".jsonl"]),
     "junk.parquet": (b"junk", ["cannot be read", "Parquet"]),
     "latin.jsonl": (ROW + b'{"prompt": "caf\xe9"}\n', ["line 2 is not UTF-8 (0xe9)"]),
-    "utf16.jsonl": (ROW.decode().encode("utf-16"), ["line 1 is not UTF-8"]),
     "mixed.jsonl": (ROW + b'{"prompt": [{"role": "user", "content": "a"}]}\n', ["a list on line 2, text on 1"]),
     "null.jsonl": (ROW + b'{"prompt": null}\n', ["row 2: the prompt is empty"]),
     "spaces.jsonl": (ROW + b'{"prompt": " "}\n', ["row 2: the prompt ' ' is empty"]),
-    "gone.jsonl": (ROW + b'{"answer": "a"}\n', ["row 2: the prompt is empty"]),
     "number.jsonl": (b'{"prompt": 5}\n', ["row 1: the prompt is 5", "text or a list of messages"]),
     "texts.jsonl": (b'{"prompt": ["a", "b"]}\n', ["row 1: the prompt is ['a', 'b']"]),
     "no_chat.jsonl": (b'{"prompt": []}\n', ["row 1: the prompt is empty"]),
     "no_role.jsonl": (b'{"prompt": [{"content": "a"}]}\n', ["row 1", "`role` and a `content`"]),
     "silent.jsonl": (b'{"prompt": [{"role": "user", "content": ""}]}\n', ["row 1: no message"]),
     "header.csv": (b"prompt,answer\n", ["no rows"]),
-    "other.csv": (b"question\na\n", ["no column 'prompt'", "question"]),
     "ragged.csv": (b"prompt,answer\na,b\nc,d,e\n", ["line 3"]),
     "gap.csv": (b"prompt,answer\na,b\n,d\n", ["row 2: the prompt is empty"]),
     "array.json": (b'[{"prompt": "a"},\n {"prompt": }]\n', ["line 2 is not JSON"]),
     "scalars.json": (b"[1, 2]", ["1 is no object"]),
     "deep.jsonl": (b'{"prompt": ' + b"[" * 100_000 + b"\n", ["line 1"]),
-    "nul.jsonl": (b"\0" * 100, ["line 1 is not JSON"]),
     "digits.jsonl": (b'{"prompt": "a", "n": 1' + b"0" * 5000 + b"}\n", ["line 1", "digits"]),
     "surrogate.jsonl": (b'{"prompt": "\\ud800"}\n', ["surrogate"]),
     "folder": (None, ["a folder without a .jsonl"]),
-    "folder.jsonl": (None, ["a folder without a .jsonl"]),
     "not_there.jsonl": (..., ["is not here", "not_there.jsonl)"]),
     "owner/name": (..., ["is not here", "hub:owner/name downloads it"]),
     "./folders": (..., ["is not here", "a folder of such files"]),
@@ -186,8 +172,9 @@ REFUSED = {  # after the dataset and the model's name are found good
     "balanced --offload_reference true": ["offload_reference", "no reference (beta is 0)"],
     "balanced --use_peft --beta 0.1 --offload_reference true": ["no reference (LoRA needs none)"],
     "balanced --output_dir taken": ["cannot make output_dir 'taken'", "another folder"],
-    "balanced --output_dir new --resume_from_checkpoint old": ["'old' is no checkpoint", "new holds no checkpoint"],
-    "balanced --output_dir new --resume_from_checkpoint model": ["'model' is no checkpoint", "trainer_state.json"],
+    "balanced --output_dir new --resume_from_checkpoint model": [
+        "'model' is no checkpoint", "trainer_state.json", "new holds no checkpoint",
+    ],
     "balanced --output_dir new --resume_from_checkpoint true": ["'new' holds no checkpoint-N"],
     "balanced --dataset_name rows.jsonl --reward_funcs my_rewards:god": ["'my_rewards:god'", "no attribute 'god'"],
     "balanced --dataset_name rows.jsonl --reward_funcs my_rewards:Kind": ["name a function"],
@@ -211,7 +198,6 @@ REFUSED = {  # after the dataset and the model's name are found good
     "balanced --steps_per_generation 6 --dataset_name rows.jsonl --reward_funcs my_rewards:good": [
         "'rows.jsonl': it has 2 prompts, and 3 are generated for at a time", "lower steps_per_generation",
     ],
-    "balanced --num_generations 0": ["launch: num_generations is 0: it must be at least 2"],
     "balanced --num_generations 100000000": ["launch: num_generations is 100000000", "at most 4096"],
     "balanced --num_generations=1 --top_p 2": ["num_generations is 1", "top_p is 2"],
     "balanced --top_k -1": ["launch: top_k is -1", "--top_k 0"],
@@ -222,13 +208,8 @@ REFUSED = {  # after the dataset and the model's name are found good
     "balanced --report_to wandb": ["wandb is not installed; .venv/bin/python -m pip install wandb"],
     "broken.yaml --max_steps 2": ["launch: broken.yaml, line 1: eval_strategy is 'steps'"],
     "broken.yaml --max_steps 2 --offload_reference true": ["launch: offload_ref", "; broken.yaml, line 1: eval_"],
-    **{
-        f"balanced --dataset_name taken_{name}.jsonl --reward_funcs {reward}": [
-            f"the column {name!r}", "rename the column"
-        ]
-        for name in ("completions", "trainer_state")
-        for reward in ("my_rewards:good", "letters")
-    },
+    "balanced --dataset_name taken.jsonl --reward_funcs my_rewards:good": ["the column 'completions'"],
+    "balanced --dataset_name taken.jsonl --reward_funcs letters": ["the column 'completions'", "rename the column"],
     "balanced --dataset_name far.jsonl --reward_funcs letters": [
         "'far.jsonl': row 2: the token '<far>' has the id", "512 rows",
     ],
@@ -243,7 +224,7 @@ REFUSED = {  # after the dataset and the model's name are found good
 
 
 @pytest.mark.torch
-def test_the_launcher_refuses_before_any_model_loads(policy, tmp_path, monkeypatch, capsys):
+def test_the_launcher_refuses_before_any_model_loads(policy, tmp_path, monkeypatch, no_model_loads, refused):
     import transformers
 
     model = tmp_path / "model"
@@ -256,13 +237,11 @@ def test_the_launcher_refuses_before_any_model_loads(policy, tmp_path, monkeypat
     (model / "config.json").write_bytes(Path(policy, "config.json").read_bytes())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MODEL_PATH", "model")
-    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", lambda *a, **k: pytest.fail("a model loads"))
     Path("rows.jsonl").write_bytes(ROWS)
     chats = [[{"role": role, "content": "a"}] for role in ("user", "root")]
     Path("shout.jsonl").write_text("".join(json.dumps({"prompt": chat}) + "\n" for chat in chats))
     Path("far.jsonl").write_bytes(ROW + b'{"prompt": "Say <far>."}\n')
-    for name in ("completions", "trainer_state"):
-        Path(f"taken_{name}.jsonl").write_text(json.dumps({"prompt": "a", "answer": "b", name: "old"}))
+    Path("taken.jsonl").write_text('{"prompt": "a", "answer": "b", "completions": "old"}')
     Path("broken.yaml").write_text("eval_strategy: steps\nbeta: 0.0\n")
     Path("my_rewards.py").write_text(REWARDS)
     Path("my_broken.py").write_text("def good(:")
@@ -271,22 +250,18 @@ def test_the_launcher_refuses_before_any_model_loads(policy, tmp_path, monkeypat
     (elsewhere / "far_rewards.py").write_text(REWARDS)
     Path("taken").write_text("a file")
     for words, parts in REFUSED.items():
-        code, captured = launch.main(words.split()), capsys.readouterr()
-        assert code == 2 and captured.err.startswith("launch: ") and captured.err.count("\n") == 1, (words, captured)
-        assert all(part in captured.err for part in parts), (captured.err, parts)
-    (model / "config.json").write_text("{")
-    assert launch.main(["balanced"]) == 2
-    assert "cannot load model 'model'" in capsys.readouterr().err
+        refused(words.split(), *parts)
     monkeypatch.setenv("MODEL_PATH", "random:qwen3-0.5b")
-    assert launch.main(["balanced"]) == 2
-    assert "did you mean qwen3-0.6b?" in capsys.readouterr().err
+    refused(["balanced"], "did you mean qwen3-0.6b?")
 
 
-NOT_A_MODEL = {  # file of a model -> what is in it, and what is said of it
-    "config.json": (b"[1]", "cannot load model 'model': Unrecognized model"),
-    "tokenizer.json": (b"{}", "cannot load model 'model': KeyError: 'added_tokens'"),
-    "model.safetensors": (b"junk", "cannot load 'model': Error while deserializing header"),
-}
+NOT_A_MODEL = (  # file of a model, what is in it, or that it is not there; what is said of it
+    ("config.json", b"{", "cannot load model 'model'"),
+    ("config.json", b"[1]", "cannot load model 'model': Unrecognized model"),
+    ("tokenizer.json", b"{}", "cannot load model 'model': KeyError: 'added_tokens'"),
+    ("model.safetensors", b"junk", "cannot load 'model': Error while deserializing header"),
+    ("model.safetensors", None, "no file named model.safetensors"),
+)
 AFTER_LOADING = {
     '--model_init_kwargs {"nonsense":1}': ["cannot load", "unexpected keyword argument 'nonsense'"],
     "--use_peft --lora_dropout 0 --lora_target_modules nonsense": ["Target modules nonsense not found"],
@@ -307,22 +282,21 @@ def test_what_only_loading_shows_is_one_line_too(policy, tmp_path, monkeypatch, 
     Path("rows.jsonl").write_bytes(ROWS)
     Path("few_rewards.py").write_text("def one(completions, **kwargs): return [1.0]")
     usual = "balanced --max_steps 1 --max_completion_length 8 --prompt_tokens 48 --output_dir out --disable_tqdm true"
-    usual += " --predict_memory false"
-    cases = [(words.split(), parts, None) for words, parts in AFTER_LOADING.items()]
-    cases += [([], [said], (Path("model", name), text)) for name, (text, said) in NOT_A_MODEL.items()]
-    cases += [
-        ([], ["cannot load 'model'", "no file named model.safetensors"], (Path("model/model.safetensors"), None))
-    ]
-    for words, parts, damage in cases:
-        if damage:
-            file, text = damage
-            whole = file.read_bytes()
-            file.write_bytes(text) if text is not None else file.unlink()
-        code = launch.main([*usual.split(), "--report_to", "none", *words])
+    usual += " --predict_memory false --report_to none"
+
+    def refused(words, parts):
+        code = launch.main([*usual.split(), *words.split()])
         line = capsys.readouterr().err.strip().splitlines()[-1]
         assert code == 2 and line.startswith("launch: ") and all(part in line for part in parts), (words, parts, line)
-        if damage:
-            file.write_bytes(whole)
+
+    for words, parts in AFTER_LOADING.items():
+        refused(words, parts)
+    for name, text, said in NOT_A_MODEL:
+        file = Path("model", name)
+        whole = file.read_bytes()
+        file.unlink() if text is None else file.write_bytes(text)
+        refused("", ["cannot load", said])
+        file.write_bytes(whole)
 
 
 @pytest.mark.torch
@@ -504,23 +478,16 @@ def test_the_help_needs_nothing_installed_and_lists_everything(tmp_path):
         assert launch.main(argv) == 0
 
 
-def started(model, folder, rewards, *settings):
-    command = [ROOT / "launch_single_gpu.sh", "balanced", "--dataset_name", "rows.jsonl", "--reward_funcs", *rewards]
-    settings = ["--max_steps", "1000", "--max_completion_length", "8", "--gradient_accumulation_steps", "2", *settings]
+STARTED = """balanced --dataset_name rows.jsonl --reward_funcs my_rewards:good letters --max_steps 1000
+--max_completion_length 8 --gradient_accumulation_steps 2 --output_dir out --report_to none --disable_tqdm true
+--predict_memory=false"""
+
+
+def started(folder):
     return subprocess.Popen(
-        [
-            *command,
-            *settings,
-            "--output_dir",
-            "out",
-            "--report_to",
-            "none",
-            "--disable_tqdm",
-            "true",
-            "--predict_memory=false",
-        ],
+        [ROOT / "launch_single_gpu.sh", *STARTED.split()],
         cwd=folder,
-        env={**os.environ, "MODEL_PATH": model, "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "MODEL_PATH": "../model", "CUDA_VISIBLE_DEVICES": ""},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -544,7 +511,7 @@ def test_it_works_where_the_user_stands_and_a_signal_ends_it_in_one_line(policy,
             (folder / package / "__init__.py").write_text("raise ImportError('this is not ours')")
         (folder / "rows.jsonl").write_bytes(ROWS)
         (folder / "my_rewards.py").write_text(REWARDS)
-        running[number] = started("../model", folder, ["my_rewards:good", "letters"])
+        running[number] = started(folder)
     try:
         deadline = time.monotonic() + 240
         for number, process in running.items():

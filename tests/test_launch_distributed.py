@@ -2,18 +2,13 @@
 
 import csv
 import json
-import os
-import subprocess
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import two_processes
-
-from experiments.config import resolve
-from experiments.workload import run_models
-from rloo_memory import data
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = ("-m", "rloo_memory.launch")
@@ -47,44 +42,23 @@ seed: 3
 """
 
 
-def build_model():
-    return run_models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))[0]
-
-
 def launch(config, program, model, folder):
     """What two processes print that train with a file of settings/accelerate. Nothing else is told about the CPU: the
     launcher sees that there is no GPU."""
     (folder / "profile.yaml").write_text(PROFILE)
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        f"rloo_memory/settings/accelerate/{config}.yaml",
-        "--num_processes",
-        "2",
-        "--main_process_port",
-        "0",
-        *program,
-        str(folder / "profile.yaml"),
-        "--output_dir",
-        str(folder / config),
-    ]
     # About 15 s alone; other tests share the cores. DeepSpeed compiles its Adam for the host once, in some minutes
     seconds = 600 if config == "zero3_offload" else 240
-    environment = {"MODEL_PATH": model, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
-    exit_code, output = two_processes.run(command, seconds, **environment)
+    words = (folder / "profile.yaml", "--output_dir", folder / config)
+    environment = {"MODEL_PATH": model, "DS_ACCELERATOR": "cpu"}
+    exit_code, output = two_processes.launched(config, program, *words, seconds=seconds, **environment)
     assert exit_code == 0, f"{config}: exit code {exit_code}\n{output[-4000:]}"
     return output
 
 
-def check(setups, folder):
+def check(setups, model, folder):
     """Trains with each of (file, program, offload policy of FSDP2's shards), DDP first, and compares with DDP."""
     from safetensors.torch import load_file
 
-    model = build_model()
     before, logs, weights = load_file(Path(model) / "model.safetensors"), {}, {}
     for config, program, policy in setups:
         output, out = launch(config, program, model, folder), folder / config
@@ -129,35 +103,28 @@ DDP = ("ddp", PROGRAM, None)
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_ddp_fsdp2_and_offloading_train_the_same_numbers(tmp_path):
+def test_ddp_fsdp2_and_offloading_train_the_same_numbers(policy, tmp_path):
     """Where this was written the weights were equal to the bit: float32, and a sum of two gradients has no order. The
     bounds are for kernels that sum a norm or a product in another order, of which Adam makes steps where a gradient
     is near zero."""
     setups = [DDP, ("fsdp2", FSDP_PROGRAM, "OffloadPolicy"), ("fsdp2_offload", FSDP_PROGRAM, "CPUOffloadPolicy")]
-    check(setups, tmp_path)
+    check(setups, policy, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not here: make test-deepspeed")
-def test_ddp_and_zero3_train_the_same_numbers(tmp_path):
+def test_ddp_and_zero3_train_the_same_numbers(policy, tmp_path):
     """Offloading steps with DeepSpeed's own Adam."""
-    check([DDP, ("zero3", PROGRAM, None), ("zero3_offload", PROGRAM, None)], tmp_path)
+    check([DDP, ("zero3", PROGRAM, None), ("zero3_offload", PROGRAM, None)], policy, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_fsdp_without_a_gpu_is_refused(tmp_path):
+def test_fsdp_without_a_gpu_is_refused(policy, tmp_path):
     """Accelerate would not shard there, and not say so."""
     (tmp_path / "profile.yaml").write_text(PROFILE)
-    environment = {
-        **os.environ,
-        "MODEL_PATH": build_model(),
-        "CUDA_VISIBLE_DEVICES": "",
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": "2",  # as accelerate launch sets them
-    }
-    command = [sys.executable, *PROGRAM, tmp_path / "profile.yaml", "--output_dir", tmp_path / "out"]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
-    line = result.stderr.strip().splitlines()[-1]
-    assert result.returncode == 2 and line.startswith("launch: ") and "ddp.yaml" in line, result.stderr[-3000:]
+    command = [sys.executable, *PROGRAM, str(tmp_path / "profile.yaml"), "--output_dir", str(tmp_path / "out")]
+    of_accelerate = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}  # as accelerate launch sets them
+    code, output = two_processes.run(command, 240, MODEL_PATH=policy, **of_accelerate)
+    assert code == 2 and re.search("^launch: .*ddp.yaml", output, re.MULTILINE), output[-3000:]

@@ -11,12 +11,9 @@ import pytest
 import tiny_gemma3
 from tiny_gemma3 import SIDE
 
-from experiments.config import resolve
-from experiments.workload import run_models
-from rloo_memory import data
 from rloo_memory.errors import ConfigError
 from rloo_memory.launch import __main__ as launch
-from rloo_memory.launch import dataset, gate, policy, prompt_images
+from rloo_memory.launch import dataset, gate, prompt_images
 from rloo_memory.plan import ask, doctor
 from rloo_memory.plan.options import Problems
 from rloo_memory.plan.options import asked as asked_by
@@ -54,11 +51,6 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gemma3")
     tiny_gemma3.save(folder)
     return str(folder)
-
-
-@pytest.fixture(scope="module")
-def text_model():
-    return run_models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))[0]
 
 
 @pytest.fixture
@@ -140,18 +132,18 @@ def test_images_in_files_train_one_a_row(here, capsys):
 def test_text_trains_as_before_on_a_model_that_takes_images(here, model):
     from transformers import PreTrainedTokenizerBase
 
-    assert isinstance(policy.model_and_tokenizer(model)[1], PreTrainedTokenizerBase)
+    assert isinstance(launch.policy.model_and_tokenizer(model)[1], PreTrainedTokenizerBase)
     write("rows.parquet", ["Say a word.", "Say a word."], images=[[], []])
     assert prompt_images.column_of(dataset.load(LaunchArguments(dataset_name="rows.parquet"))) is None
 
 
-def test_a_refusal_names_the_images_for_the_doctor(here, monkeypatch, capsys):
+def test_a_refusal_names_the_images_for_the_doctor(here, monkeypatch, refused):
     peak = PredictedPeak("train", 2**40, {"images": 2**40}, 0)
     monkeypatch.setattr(ask, "predict", lambda *args, **kwargs: ask.Expected((peak,)))
     monkeypatch.setattr(gate, "available_bytes", lambda device: 2**30)
     write("rows.parquet", [chat("Say a word.")] * 3, images=[[picture(16, 16)] * 2] * 3)
-    assert launch.main(["profile.yaml", "--dataset_name", "rows.parquet"]) == 2
-    assert f" --image {SIDE}x{SIDE} --image {SIDE}x{SIDE} --device-memory " in capsys.readouterr().err
+    said = f" --image {SIDE}x{SIDE} --image {SIDE}x{SIDE} --device-memory "
+    refused(["profile.yaml", "--dataset_name", "rows.parquet"], said)
 
 
 BROKEN = b"\x89PNG\r\n\x1a\nno more of it"
@@ -179,21 +171,17 @@ REFUSED = {  # what is in the columns besides two prompts -> what is said of it
 }  # fmt: skip
 
 
-def test_what_cannot_be_trained_on_is_one_line_before_the_model_loads(here, monkeypatch, capsys):
-    import pandas
-    import transformers
+def words_for(rows: str, *words):
+    return ["profile.yaml", "--dataset_name", rows, "--per_device_train_batch_size", "4", *words]
 
-    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", lambda *a, **k: pytest.fail("a model loads"))
+
+def test_what_cannot_be_trained_on_is_one_line_before_the_model_loads(here, no_model_loads, refused):
+    import pandas
+
     Path("here.png").write_bytes(png(8, 8))
     for name, (columns, parts) in REFUSED.items():
         pandas.DataFrame({"prompt": [chat("a"), chat("b")], **columns}).to_parquet(f"{name}.parquet")
-        refused(capsys, f"{name}.parquet", [f"launch: dataset '{name}.parquet'", *parts])
-
-
-def refused(capsys, rows: str, parts: list[str], *words):
-    code = launch.main(["profile.yaml", "--dataset_name", rows, "--per_device_train_batch_size", "4", *words])
-    error = capsys.readouterr().err
-    assert code == 2 and error.count("\n") == 1 and all(part in error for part in parts), (error, parts)
+        refused(words_for(f"{name}.parquet"), f"launch: dataset '{name}.parquet'", *parts)
 
 
 STAND_INS = (  # what AutoProcessor raises without torchvision, for Qwen2.5-VL and for Qwen3-VL
@@ -203,51 +191,37 @@ STAND_INS = (  # what AutoProcessor raises without torchvision, for Qwen2.5-VL a
 
 
 def test_a_model_or_machine_that_cannot_take_images_is_named_with_a_remedy(
-    here, model, text_model, monkeypatch, capsys
+    here, model, policy, no_model_loads, refused, monkeypatch
 ):
     import transformers
 
-    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", lambda *a, **k: pytest.fail("a model loads"))
+    words = words_for("rows.parquet")
     write("rows.parquet", [chat("a")] * 2, image=[picture(16, 16)] * 2)
     monkeypatch.setattr(prompt_images, "version", lambda name: "2.13.0+cpu")
     install = "; .venv/bin/python -m pip install pillow torchvision torch==2.13.0 --extra-index-url https://"
     for error in STAND_INS:
         with monkeypatch.context() as patch:
             patch.setattr(transformers.AutoProcessor, "from_pretrained", lambda *a, error=error, **k: raised(error))
-            said = [f"the processor of model {model!r} cannot be loaded: ", "orchvision", install]
-            refused(capsys, "rows.parquet", said)
+            refused(words, f"the processor of model {model!r} cannot be loaded: ", "orchvision", install)
     with monkeypatch.context() as patch:
         patch.setattr(prompt_images, "find_spec", lambda name: None)
-        refused(capsys, "rows.parquet", ["'rows.parquet': it has images, and pillow is not installed", install])
+        refused(words, "'rows.parquet': it has images, and pillow is not installed", install)
     bare = here / "bare"
     bare.mkdir()
     for file in Path(model).iterdir():
         if file.name != "processor_config.json":
             (bare / file.name).symlink_to(file)
     monkeypatch.setenv("MODEL_PATH", "bare")
-    refused(
-        capsys, "rows.parquet", ["Can't load image processor", "; put its preprocessor_config.json beside its weights"]
-    )
+    refused(words, "Can't load image processor", "; put its preprocessor_config.json beside its weights")
     monkeypatch.setenv("MODEL_PATH", model)
-    refused(
-        capsys,
-        "rows.parquet",
-        [f"template of the reward model {text_model!r}"],
-        "--reward_model_name_or_path",
-        text_model,
-    )
-    tokenizer = transformers.AutoTokenizer.from_pretrained(text_model)
+    refused([*words, "--reward_model_name_or_path", policy], f"template of the reward model {policy!r}")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(policy)
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     tokenizer.save_pretrained("printer")
-    refused(
-        capsys,
-        "rows.parquet",
-        ["reward model 'printer' does not take", "'type': 'text'"],
-        "--reward_model_name_or_path",
-        "printer",
-    )
-    monkeypatch.setenv("MODEL_PATH", text_model)
-    refused(capsys, "rows.parquet", ["the prompts have images, and model ", "(of type qwen3) takes none"])
+    printer = [*words, "--reward_model_name_or_path", "printer"]
+    refused(printer, "reward model 'printer' does not take", "'type': 'text'")
+    monkeypatch.setenv("MODEL_PATH", policy)
+    refused(words, "the prompts have images, and model ", "(of type qwen3) takes none")
 
 
 def raised(error):

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,3 +29,10 @@ def run(command: list[str], seconds: float = 240, **environment: str) -> tuple[i
         finally:
             process.kill()
     return process.returncode, output
+
+
+def launched(config: str, program: tuple[str, ...], *words, seconds: float = 240, **environment) -> tuple[int, str]:
+    """The same of `accelerate launch` with a file of settings/accelerate."""
+    command = [sys.executable, "-W", "ignore", "-m", "accelerate.commands.launch", "--num_processes", "2"]
+    command += ["--main_process_port", "0", "--config_file", f"rloo_memory/settings/accelerate/{config}.yaml"]
+    return run([*command, *program, *map(str, words)], seconds, PYTHONPATH=str(ROOT), **environment)

@@ -45,13 +45,6 @@ def size_of(weight) -> int:
     return getattr(weight, "ds_numel", weight.numel())
 
 
-def kept_on_host(model) -> bool:
-    """Whether accelerate brings the model to the device only when it is called (`launch.keep_on_host`)."""
-    from accelerate.hooks import CpuOffload
-
-    return model is not None and isinstance(getattr(model, "_hf_hook", None), CpuOffload)
-
-
 def values_of(args) -> dict:
     """The arguments that decide memory. What the trainer does not have is left out."""
     names = RECORDED + (OF_VLLM if getattr(args, "use_vllm", False) else ())
@@ -272,15 +265,17 @@ class MemoryCallback(TrainerCallback):
         from transformers import PreTrainedModel
 
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        settings = trained_settings(args, model)
+        bits = 4 if "load_in_4bit" in settings else 8 if "load_in_8bit" in settings else 16
         trained = sum(size_of(p) for p in model.parameters() if p.requires_grad)
         sharding = getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
         deepspeed = self.trainer.accelerator.state.deepspeed_plugin
         zero = deepspeed.deepspeed_config["zero_optimization"] if deepspeed else {}
         # Other trainers than RLOO's and GRPO's have neither
         reward_models = [f for f in getattr(self.trainer, "reward_funcs", []) if isinstance(f, PreTrainedModel)]
-        levers = {
-            "offload_reference": kept_on_host(getattr(self.trainer, "ref_model", None)),
-            "offload_reward": any(map(kept_on_host, reward_models)),
+        levers = {  # `waits_on_host`: of `launch.offload.keep_on_host`
+            "offload_reference": hasattr(getattr(self.trainer, "ref_model", None), "waits_on_host"),
+            "offload_reward": any(hasattr(model, "waits_on_host") for model in reward_models),
             "num_devices": args.world_size,
             "fully_sharded": sharding is not None or zero.get("stage") == 3,
             "offload_parameters": isinstance(getattr(sharding, "cpu_offload", None), CPUOffloadPolicy)
@@ -306,16 +301,12 @@ class MemoryCallback(TrainerCallback):
                 "trained_parameters": trained,
                 "parameters": sum(map(size_of, model.parameters())),
                 "model_config": model.config.to_dict(),
-                "dtype": str(model.dtype).removeprefix("torch."),
+                "dtype": settings["dtype"],
                 "lora_rank": max((config.r for config in getattr(model, "peft_config", {}).values()), default=0),
-                "weight_bits": 4
-                if getattr(model, "is_loaded_in_4bit", False)
-                else 8
-                if getattr(model, "is_loaded_in_8bit", False)
-                else 16,
+                "weight_bits": bits,
                 "reward_model": reward_models[0].config.name_or_path if reward_models else None,
                 "arguments": values_of(args) | levers,
-                "settings": trained_settings(args, model) | self.settings,
+                "settings": settings | self.settings,
             },
         )
 

@@ -33,6 +33,7 @@ from rloo_memory.launch import (
 )
 from rloo_memory.launch.announce import print_end, print_start
 from rloo_memory.launch.offload import keep_on_host
+from rloo_memory.models import one_line
 from rloo_memory.settings.arguments import LaunchArguments
 
 
@@ -49,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        print(f"launch: out of memory before the first update: {dataset.one_line(error)}", file=sys.stderr)
+        print(f"launch: out of memory before the first update: {one_line(error)}", file=sys.stderr)
         return 1
     finally:
         if alone:
@@ -218,7 +219,7 @@ def train(
             raise
         print(
             f"launch: out of memory in phase {memory.failed()} of update {trainer.state.global_step + 1}: "
-            f"{dataset.one_line(error)}; rloo-memory doctor {config.output_dir} says what filled it",
+            f"{one_line(error)}; rloo-memory doctor {config.output_dir} says what filled it",
             file=sys.stderr,
         )
         return 1
@@ -231,7 +232,7 @@ def train(
 
 def said(error: Exception) -> str:
     """What a library says of a setting or a file, in one line; its refusals whole."""
-    return " ".join(str(error).split()) if isinstance(error, ValueError) else dataset.one_line(error)
+    return " ".join(str(error).split()) if isinstance(error, ValueError) else one_line(error)
 
 
 def train_and_save(trainer, checkpoint: str | None) -> None:

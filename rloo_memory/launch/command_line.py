@@ -133,18 +133,16 @@ def wrong_reporters(names) -> list[str]:
     """What is wrong with the names of `report_to`: unknown, or a package that is not installed."""
     from transformers.integrations import integration_utils
 
-    known, here = integration_utils.INTEGRATION_TO_CALLBACK, integration_utils.get_available_reporting_integrations()
-    problems = [
-        f"{name} is not supported; choose none or some of {', '.join(sorted(known))}"
-        for name in names
-        if name not in known
-    ]
+    known = integration_utils.INTEGRATION_TO_CALLBACK
     # of two transformers does not always say whether they are here
-    return problems + [
-        f"{name} is not installed; .venv/bin/python -m pip install {name}, or --report_to none"
-        for name in names
-        if name in set(known) - {"flyte", "azure_ml"} and name not in here
-    ]
+    here = {*integration_utils.get_available_reporting_integrations(), "flyte", "azure_ml"}
+    problems = []
+    for name in names:
+        if name not in known:
+            problems.append(f"{name} is not supported; choose none or some of {', '.join(sorted(known))}")
+        elif name not in here:
+            problems.append(f"{name} is not installed; .venv/bin/python -m pip install {name}, or --report_to none")
+    return problems
 
 
 def no_gpu() -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rloo_memory.errors import ConfigError
 from rloo_memory.launch import model_limits, prompt_images
+from rloo_memory.models import one_line
 from rloo_memory.settings.arguments import LaunchArguments
 
 KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -264,11 +265,3 @@ def measure(
             f"max_prompt_tokens {limit:,}; shorten it, or plan again with --prompt {longest}"
         )
     return Lengths(longest, longest_row, counted, largest)
-
-
-def one_line(error) -> str:
-    """An error's or a value's text in one line of at most 200 characters; of an error that is one word, its type."""
-    text = " ".join(str(error).split())
-    if isinstance(error, Exception) and " " not in text:
-        text = f"{type(error).__name__}: {text}"
-    return text if len(text) <= 200 else text[:197] + "..."

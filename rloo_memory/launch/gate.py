@@ -45,9 +45,13 @@ def predicted_peaks(profile: str, launch: LaunchArguments, config, model, source
     return decided_once(config, lambda: peaks_that_fit(profile, launch, config, model, source, lengths))
 
 
+def say(line: str) -> None:
+    print(f"memory  {line}", flush=True)
+
+
 def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source: str, lengths: Lengths) -> Forecast:
     began, device = time.monotonic(), config.device.type
-    print("memory  predicting the peak of each phase (--predict_memory false leaves it out)", flush=True)
+    say("predicting the peak of each phase (--predict_memory false leaves it out)")
     settings = ask.settings_of(model) | ask.settings_of(launch) | ask.settings_of(config)
     calibration = calibration_here(launch.calibration, config)
     room = room_here(config, calibration)
@@ -57,29 +61,26 @@ def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source:
         where["device_memory"] = total_bytes(config.device)  # vLLM's share is one of all that is there
         expected = ask.predict(settings, source, lengths.longest, calibration=calibration, **where)
     except ConfigError as error:
-        print(f"memory  not predicted: {error}", flush=True)
+        say(f"not predicted: {error}")
         return Forecast()
     peak = expected.peak
     phases = ", ".join(f"{phase.phase} {phase.total / GIB:.2f}" for phase in expected.phases)
-    print(
-        f"memory  predicted peak {peak.total / GIB:.2f} GiB of {limit / GIB:.2f} that are free, in phase {peak.phase} "
-        f"({phases}; {time.monotonic() - began:.0f} s)",
-        flush=True,
+    say(
+        f"predicted peak {peak.total / GIB:.2f} GiB of {limit / GIB:.2f} that are free, in phase {peak.phase} "
+        f"({phases}; {time.monotonic() - began:.0f} s)"
     )
-    for words in expected.remarks:
-        print(f"memory  {words}", flush=True)
-    for line in calibration.said_of({"this": expected.phases}) if calibration else ():
-        print(f"memory  {line}", flush=True)
+    for line in (*expected.remarks, *(calibration.said_of({"this": expected.phases}) if calibration else ())):
+        say(line)
     if may_exceed(expected.range, limit):
-        print(f"memory  it may not fit: {range_in_words(expected.phases, calibration)}", flush=True)
+        say(f"it may not fit: {range_in_words(expected.phases, calibration)}")
     elif not room.holds(expected.phases):
         needed = f"{room.needed(expected.phases) / GIB:.2f} GiB"
-        print(f"memory  it may not fit: with what the allocator wastes, torch may reserve {needed}", flush=True)
+        say(f"it may not fit: with what the allocator wastes, torch may reserve {needed}")
     uncertain = expected.note and kernels_here()
     if peak.total > limit and uncertain:
-        print(f"memory  it may not fit; not refused, because {uncertain} can be here for that", flush=True)
+        say(f"it may not fit; not refused, because {uncertain} can be here for that")
     elif peak.total > limit and not launch.anyway:
-        print("memory  looking for a change that makes it fit: a minute or some", flush=True)
+        say("looking for a change that makes it fit: a minute or some")
         remedy = ask.predict(settings, source, lengths.longest, limit=limit, calibration=calibration, **where).remedy
         doctor = f"rloo-memory doctor --profile {profile} --model {source} --prompt {lengths.longest}"
         doctor += "".join(f" --image {width}x{height}" for width, height in lengths.images)
@@ -102,13 +103,11 @@ def room_here(config, calibration: Calibration | None) -> Room:
     """What the device of a process has free for tensors."""
     free = available_bytes(str(config.device))
     if config.device.type != "cuda":
-        room = Room(int(free / int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-    elif kept := reserve_of(None, calibration):
-        room = Room(free - parse_bytes(kept))
-    else:
-        expandable = "expandable_segments:True" in os.environ.get("PYTORCH_ALLOC_CONF", "")
-        room = Room(free - OUTSIDE, EXPANDABLE if expandable else FIXED)
-    return room
+        return Room(int(free / int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    if kept := reserve_of(None, calibration):
+        return Room(free - parse_bytes(kept))
+    expandable = "expandable_segments:True" in os.environ.get("PYTORCH_ALLOC_CONF", "")
+    return Room(free - OUTSIDE, EXPANDABLE if expandable else FIXED)
 
 
 def calibration_here(asked: str | None, config) -> Calibration | None:
@@ -126,12 +125,10 @@ def calibration_here(asked: str | None, config) -> Calibration | None:
     except ConfigError as error:
         if asked:
             raise
-        print(f"memory  not calibrated: {error}", flush=True)
+        say(f"not calibrated: {error}")
         return None
     if calibration.machine != machine:
-        print(
-            f"memory  {calibration.file} is of another machine, {calibration.machine}; this is {machine}", flush=True
-        )
+        say(f"{calibration.file} is of another machine, {calibration.machine}; this is {machine}")
     return calibration
 
 

@@ -1,6 +1,7 @@
 """The launcher's help. Standard library only, so that it is there before anything is installed."""
 
 import dataclasses
+import itertools
 import textwrap
 from pathlib import Path
 
@@ -11,7 +12,7 @@ USAGE = """Train with a profile, in this process, no server.
 
 usage: [MODEL_PATH=MODEL] rloo-memory launch PROFILE [--setting value ...]
 
-  MODEL_PATH=/models/Qwen3-8B rloo-memory launch single_gpu_24gb \
+  MODEL_PATH=/models/Qwen3-8B rloo-memory launch single_gpu_24gb \\
       --dataset_name prompts.jsonl --reward_funcs rewards:short
   MODEL_PATH=random:qwen3-0.6b rloo-memory launch balanced --max_steps 2        # random weights, to try a card
   rloo-memory launch fits.yaml --model_name_or_path hub:Qwen/Qwen3-8B           # downloads it
@@ -46,12 +47,8 @@ def profile_lines() -> dict[str, str]:
     """What each profile is for: the first sentence of its file."""
     lines = {}
     for path in sorted(PROFILES.glob("*.yaml")):
-        words = []
-        for line in path.read_text().splitlines():
-            if not line.startswith("# "):
-                break
-            words.append(line[2:])
-        lines[path.stem] = " ".join(words).split(". ")[0].rstrip(".")
+        comment = itertools.takewhile(lambda line: line.startswith("# "), path.read_text().splitlines())
+        lines[path.stem] = " ".join(line[2:] for line in comment).split(". ")[0].rstrip(".")
     return lines
 
 

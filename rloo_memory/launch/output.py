@@ -155,36 +155,19 @@ def broken(checkpoint: Path, weights_alone: bool = False) -> str:
         state_of(checkpoint)
     except (OSError, ValueError, KeyError, TypeError):
         return "trainer_state.json, which is written last, is missing or cut"
-    files = {path.relative_to(checkpoint): path for path in checkpoint.rglob("*") if path.is_file()}
-    names = {str(name) for name in files}
-    for name, path in files.items():
-        if path.suffix == ".safetensors" and not whole_safetensors(path):
-            return f"{name} is cut"
-        if path.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(path):  # as torch.save writes them
-            return f"{name} is cut"
-        if name.name.endswith(".index.json"):
-            try:
-                parts = set(json.loads(path.read_text())["weight_map"].values())
-            except (OSError, ValueError, KeyError, TypeError, AttributeError):
-                return f"{name} is cut"
-            if missing := sorted(part for part in parts if str(name.parent / part) not in names):
-                return f"{missing[0]} is missing"
-    if "latest" in names:  # DeepSpeed's, written last
-        part = (checkpoint / "latest").read_text().strip()
-        return "" if (checkpoint / part).is_dir() else f"{part} is missing"
-    folders = {path.name for path in checkpoint.iterdir() if path.is_dir()}
-    for folder in sorted(folders):  # torch.distributed.checkpoint writes .metadata last
-        if folder.startswith(("pytorch_model_fsdp", "optimizer_")) and f"{folder}/.metadata" not in names:
-            return f"{folder} has no .metadata"
-    if not any(name.endswith((".safetensors", ".bin")) and "training_args" not in name for name in names) and not any(
-        folder.startswith("pytorch_model_fsdp") for folder in folders
-    ):
+    files = [path.relative_to(checkpoint) for path in checkpoint.rglob("*") if path.is_file()]
+    if cut := next((file for file in files if is_cut(checkpoint / file)), None):
+        return f"{cut} is cut"
+    if (checkpoint / "latest").exists():  # DeepSpeed's, which has all in one folder
+        return ""
+    names = {file.parts[0] for file in files}
+    of_weights = [name for name in names - {"training_args.bin"} if name.endswith((".safetensors", ".bin"))]
+    if not of_weights and not any(name.startswith("pytorch_model_fsdp") for name in names):
         return "it has no weights"
-    if not weights_alone:
-        if not names & {"optimizer.pt", "optimizer.bin"} and not any(f.startswith("optimizer_") for f in folders):
-            return "it has no optimizer state"
-        if "scheduler.pt" not in names:
-            return "scheduler.pt is missing"
+    if not weights_alone and not any(name.startswith("optimizer") for name in names):
+        return "it has no optimizer state"
+    if not weights_alone and "scheduler.pt" not in names:
+        return "scheduler.pt is missing"
     return ""
 
 
@@ -194,16 +177,17 @@ def state_of(checkpoint: Path) -> dict:
     return state
 
 
-def whole_safetensors(path: Path) -> bool:
-    """Whether the file is as long as its header says."""
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(length, path.stat().st_size)))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
-    return path.stat().st_size == 8 + length + max(ends, default=0)
+def is_cut(path: Path) -> bool:
+    """Whether a file of weights or of states ends before its end, as its format says."""
+    if path.suffix == ".safetensors":
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, "pt"):
+                return False
+        except SafetensorError:
+            return True
+    return path.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(path)  # as torch.save writes them
 
 
 def finished(checkpoint: Path, config) -> str:
@@ -211,18 +195,16 @@ def finished(checkpoint: Path, config) -> str:
     state = state_of(checkpoint)
     updates, epochs = state["global_step"], state["epoch"] or 0
     if config.max_steps > 0:
-        limit, over = f"max_steps is {config.max_steps}", updates >= config.max_steps
-        remedy = "--max_steps"
+        setting, limit, reached = "max_steps", config.max_steps, updates
     else:
-        limit, over = f"num_train_epochs is {config.num_train_epochs:g}", epochs >= config.num_train_epochs
-        remedy = "--num_train_epochs"
-    if not over:
+        setting, limit, reached = "num_train_epochs", config.num_train_epochs, epochs
+    if reached < limit:
         return ""
     folder = checkpoint.parent
     model = folder if any(folder.glob("*.safetensors")) else checkpoint
     return (
-        f"finished: {checkpoint} has {updates} updates ({epochs:.4g} epochs), and {limit}; nothing is trained. "
-        f"The model is in {model}; a higher {remedy} trains on"
+        f"finished: {checkpoint} has {updates} updates ({epochs:.4g} epochs), and {setting} is {limit:.10g}; "
+        f"nothing is trained. The model is in {model}; a higher --{setting} trains on"
     )
 
 

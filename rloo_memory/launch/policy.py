@@ -9,8 +9,7 @@ from rloo_memory.adapters import adapter_of
 from rloo_memory.device import is_out_of_memory
 from rloo_memory.errors import ConfigError
 from rloo_memory.launch import prompt_images
-from rloo_memory.launch.dataset import one_line
-from rloo_memory.models import SHAPES, is_model, model_source
+from rloo_memory.models import SHAPES, is_model, model_source, one_line
 from rloo_memory.plan.checkpoint import settings_in
 from rloo_memory.storage import user_folder
 

@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 from rloo_memory.errors import ConfigError
-from rloo_memory.launch.dataset import one_line
-from rloo_memory.models import is_model, model_source
+from rloo_memory.models import is_model, model_source, one_line
 from rloo_memory.settings.arguments import LaunchArguments
 
 # What TRL calls a reward function with, besides the dataset's columns

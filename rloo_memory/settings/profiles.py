@@ -23,8 +23,6 @@ def profile_path(name: str) -> Path:
 
 def read_yaml(path: Path) -> tuple[dict, dict[str, int]]:
     """(value of each name, its line) of a YAML file. Raises `ConfigError` that names the file and the line."""
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder; name a YAML file")
     try:
         if not path.is_file() or path.stat().st_size > LARGEST_FILE:
             raise ConfigError(f"{path} is not a file of at most {LARGEST_FILE // 2**10} KiB; name a YAML file")
@@ -37,7 +35,6 @@ def read_yaml(path: Path) -> tuple[dict, dict[str, int]]:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     try:
-        refuse_shared_collections(path, text)
         loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
     except yaml.reader.ReaderError as error:
@@ -66,17 +63,6 @@ def read_yaml(path: Path) -> tuple[dict, dict[str, int]]:
             ) from error
         lines[key.value] = line
     return values, lines
-
-
-def refuse_shared_collections(path: Path, text: str) -> None:
-    """An alias of a list or mapping can hold itself, or grow without end: nothing in a profile needs one."""
-    collections = set()
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        if isinstance(event, yaml.CollectionStartEvent):
-            collections.add(event.anchor)
-        elif isinstance(event, yaml.AliasEvent) and event.anchor in collections:
-            line = event.start_mark.line + 1
-            raise ConfigError(f"{path}, line {line}: *{event.anchor} is an alias of a list or mapping; write it out")
 
 
 def read_profile(name: str) -> Settings:

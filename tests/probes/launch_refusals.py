@@ -1,5 +1,5 @@
 """Runs the launcher in this process on each of the command lines that stdin has as JSON. Prints for each its exit
-code, what it wrote to stdout and stderr, and whether torch is imported afterwards."""
+code, what it wrote to stderr, and whether torch is imported afterwards."""
 
 import contextlib
 import io
@@ -10,8 +10,8 @@ from rloo_memory.launch.__main__ import main
 
 results = []
 for argv in json.load(sys.stdin):
-    out, error = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+    error = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(error):
         code = main(argv)
-    results.append({"code": code, "out": out.getvalue(), "error": error.getvalue(), "torch": "torch" in sys.modules})
+    results.append({"code": code, "error": error.getvalue(), "torch": "torch" in sys.modules})
 print(json.dumps(results))
