@@ -2,8 +2,7 @@
 
 import pytest
 
-from experiments.config import ROOT
-from tests.test_series import fork
+from tests.test_fork import ROOT, fork
 
 LINE = fork.find_line(ROOT / "trl", "first")
 MODULE = ROOT / "trl/first/overlay/trl/models/group_packing.py"

@@ -42,7 +42,6 @@ ASKED = {"setups", "checkpoint", "images", "peaks", "engine", "options"}
 LINES = 420
 LONGER = {  # -> why
     "trl/fork.py": "runs before anything is installed",
-    "tests/probes/series.py": "a promise for each patch",
     "tests/test_fork.py": "a table of damaged inputs",
     "tests/test_launch.py": "tables of bad input",
     "tests/test_memory_monitor.py": "one process under many conditions",

@@ -122,60 +122,8 @@ def test_what_waits_for_the_backward_does_not_grow_with_the_passes_on_the_device
     assert result["alive"]["planner"] == result["alive"]["TRL, streams"]
 
 
-def test_bad_input_is_refused_with_value_limit_and_remedy_and_leaves_the_attention_usable(probe):
+def test_bad_input_is_refused_with_value_limit_and_remedy(probe):
+    """What a refused model, and one that failed in the middle of a pass, is left as: the patch's own tests (checks and
+    faithful), and test_shared_states."""
     result = probe("shared_refusals")
-    expected = {
-        "no attention interface": ["StableLmForCausalLM", "AttentionInterface"],
-        "linear attention": ["MiniMaxForCausalLM", "linear_attention"],
-        "state space": ["MambaForCausalLM", "linear_attention"],
-        "positions from the mask": ["OPTForCausalLM", "differ"],
-        "chunked attention": ["Llama4ForCausalLM", "chunked_attention", "prefix_sharing=False"],
-        "flash attention": ["flash_attention_2", "attn_implementation='sdpa'"],
-        "dropout": ["self_attn` is 0.1", "disable_dropout=True"],
-        "another dropout": ["attn` is 0.1", "disable_dropout=True"],
-        "embedding dropout": ["transformer.drop", "0.1"],
-        "length-dependent rotary": ["dynamic", "prefix_sharing=False"],
-        "prompt learning": ["PROMPT_TUNING"],
-        "residual dropout": ["self_attn` is 0.1", "disable_dropout=True"],
-        "router jitter": ["MixtralForCausalLM", "differ", "noise"],
-        "adapter left out at random": ["module_dropout", "0.5"],
-        "adapter that samples": ["differ", "noise"],
-        "adapter that mixes tokens": ["differ"],
-        "adapter for some tokens": ["aLoRA", "prefix_sharing=False"],
-        "beams in the model's config": ["num_beams=2", "generation config"],
-        "whole rows, positions from the mask": ["OPTForCausalLM", "differ", "per_device_train_batch_size"],
-        "whole rows, length-dependent rotary": ["dynamic", "per_device_train_batch_size"],
-    }
-    for trainer in ("RLOO", "GRPO"):
-        assert result[f"{trainer} fine"] is None and result[f"{trainer} parts of groups"] is None
-        expected |= {
-            f"{trainer} uneven parts": ["(6)", "num_generations (4)", "multiple or a divisor"],
-            f"{trainer} parts of an update": ["(2)", "gradient_accumulation_steps (1)", "num_generations (4)"],
-            f"{trainer} reentrant": ["use_reentrant"],
-            f"{trainer} reentrant unsaid": ["({})", "'use_reentrant': False"],
-            f"{trainer} reentrant undecided": ["None", "'use_reentrant': False"],
-            f"{trainer} tokens reentrant unsaid": ["`tokens_per_forward`", "'use_reentrant': False"],
-            f"{trainer} noise on embeddings": ["neftune_noise_alpha"],
-            f"{trainer} guidance": ["guidance_scale=1.5"],
-            f"{trainer} beams": ["num_beams=2"],
-            f"{trainer} static cache": ["cache_implementation='static'"],
-            f"{trainer} compile": ["torch_compile"],
-            f"{trainer} zero tokens": ["tokens_per_forward (0)", "at least 1"],
-            f"{trainer} tokens reentrant": ["tokens_per_forward", "use_reentrant"],
-            f"{trainer} FSDP1": ["FSDP1", "FSDP2", "DeepSpeed"],
-            f"{trainer} images in whole rows": ["tokens_per_forward=9", "only with `prefix_sharing=True`"],
-            f"{trainer} one empty": ["row 0", "empty", "dataset"],
-            f"{trainer} all empty": ["row 0", "empty", "dataset"],
-        }
-    for name in ("empty prompt, scored", "empty prompt, generated"):
-        expected[name] = ["row 4", "empty", "Remove empty prompts"]
-    assert result["a check leaves no trace"]
-    for name, parts in expected.items():
-        assert result[name] and result[name].startswith("ValueError"), (name, result[name])
-        assert all(part in result[name] for part in parts), (name, result[name])
-
-    names = ("refused model keeps", "after a TypeError", "after a KeyboardInterrupt", "engines find")
-    for name in (*names, "after a failing pass"):
-        assert result[name] == "sdpa", name
-    assert result["failing pass"] == "RuntimeError: out of memory, as if"
-    assert result["usable after a failure"]
+    assert result["cases"] >= 70 and result["otherwise"] == {}

@@ -55,17 +55,6 @@ def test_it_trains_as_stock_does(arm, train):
 
 
 @pytest.mark.slow
-def test_a_reward_model_keeps_no_keys_and_values_and_scores_the_same(probe):
-    for trainer, result in probe("reward_cache").items():
-        assert result == {
-            "cached before": True,
-            "cached": False,
-            "rewards are equal": True,
-            "rewards differ by row": True,
-        }, trainer
-
-
-@pytest.mark.slow
 def test_another_number_of_completions_a_pass_is_another_run_with_the_same_loss(train, tmp_path):
     usual = train("shared", 4)[1]
     result = run_suite(tmp_path, "--arms", "shared", "--k", "4", "--completions-per-forward", "4")

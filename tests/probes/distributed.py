@@ -18,9 +18,9 @@ import torch.distributed as dist
 from datasets import Dataset
 from fsdp_on_cpu import allow_fsdp_on_cpu
 from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tiny import VOCABULARY, build_tokenizer
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -31,7 +31,7 @@ except ImportError:  # deepspeed is not here, and no run asks for it
 
 gc.freeze()  # each training collects garbage, as in tests/zygote.py
 TRAINERS = {"rloo": (RLOOTrainer, RLOOConfig), "grpo": (GRPOTrainer, GRPOConfig)}
-VOCABULARY, COMPLETION_TOKENS, COMPLETIONS = 100, 6, 3
+COMPLETION_TOKENS, COMPLETIONS = 6, 3
 # Two prompts a micro-batch and process. The processes never have as many tokens, and
 PROMPTS = (
     # a prompt without a prefix to share,
@@ -44,15 +44,6 @@ PROMPTS = (
 )  # are what one of them has and the other has not.
 NEVER_END = (71, 81)  # first tokens of prompts all of whose completions are cut, and so masked
 LOGGED = ("loss", "kl", "entropy", "reward", "clip_ratio/region_mean")
-
-
-def build_tokenizer():
-    words = {"[PAD]": 0, "[EOS]": 1, **{f"w{i}": i for i in range(2, VOCABULARY)}}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[PAD]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[PAD]", eos_token="[EOS]", padding_side="left"
-    )
 
 
 def build_model(folder):

@@ -1,9 +1,9 @@
-"""Three updates of each trainer without any of the fork's options, on each tree of TRL.
+"""Three updates of each trainer without any of the fork's options, on a tree of TRL.
 
-    off.py TREES
+    off.py TREE
 
-TREES is a JSON list of folders. Completions end at different lengths, so rows are padded on both sides. Prints for
-each tree and trainer what was logged, the lengths, and the parameters (float32, base64).
+Completions end at different lengths, so rows are padded on both sides. Prints for each trainer what was logged, the
+lengths, and the parameters (float32, base64).
 """
 
 import base64
@@ -14,7 +14,6 @@ import tempfile
 
 import tiny
 import torch
-from trees import on_each_tree
 
 
 def train(name):
@@ -51,5 +50,8 @@ def train(name):
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
-    trees = json.loads(sys.argv[1])
-    print(json.dumps(on_each_tree(lambda tree: {name: train(name) for name in ("RLOO", "GRPO")}, trees)))
+    sys.path.insert(0, sys.argv[1])
+    import trl
+
+    assert trl.__file__.startswith(sys.argv[1]), trl.__file__
+    print(json.dumps({name: train(name) for name in ("RLOO", "GRPO")}))

@@ -21,7 +21,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from shared_exactness import ARCHITECTURES, pure_float64
-from shared_trainer import SHAPE, TOKENIZER, reward
+from shared_trainer import SHAPE, TOKENIZER, compare_all, difference, reward
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, ProcessorMixin
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
@@ -218,28 +218,14 @@ def compare(**scenario):
     with tempfile.TemporaryDirectory() as folder, pure_float64():
         stock_logs, stock, stock_pixels = train(folder, False, **scenario)
         logs, shared, pixels = train(folder, True, **scenario)
-    worst = 0.0
-    for left, right in zip(stock_logs, logs, strict=True):
-        assert left.keys() == right.keys()
-        for name, value in left.items():
-            if value != right[name]:
-                worst = max(worst, abs(value - right[name]) / max(1.0, abs(value)))
-    steps = [log for log in logs if "loss" in log and "grad_norm" in log]
     return {
-        "logs": worst,
+        "logs": difference(stock_logs, logs),
         "parameters": ((stock - shared).norm() / stock.norm()).item(),
         "encoded": pixels / stock_pixels if stock_pixels else None,
-        "grad_norms": [log["grad_norm"] for log in steps],
-        "lengths": [log["completions/mean_length"] for log in steps if "completions/mean_length" in log],
+        "grad_norms": [log["grad_norm"] for log in logs if "loss" in log and "grad_norm" in log],
     }
 
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
-    result = {}
-    for name in [name for name in SCENARIOS if len(sys.argv) == 1 or name.startswith(sys.argv[1])]:
-        try:
-            result[name] = compare(**SCENARIOS[name])
-        except Exception as problem:
-            result[name] = {"error": f"{type(problem).__name__}: {problem}"}
-    print(json.dumps(result))
+    print(json.dumps(compare_all(SCENARIOS, compare)))

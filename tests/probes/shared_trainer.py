@@ -223,30 +223,39 @@ def train(
     return logs, parameters
 
 
-def compare(**scenario):
-    with tempfile.TemporaryDirectory() as folder, pure_float64():
-        stock_logs, stock = train(folder, False, **scenario)
-        logs, shared = train(folder, True, **scenario)
-    assert [set(log) for log in logs] == [set(log) for log in stock_logs]
+def difference(stock_logs, logs):
+    """The largest of what was logged, relative to what is larger than 1."""
     worst = 0.0
     for left, right in zip(stock_logs, logs, strict=True):
+        assert left.keys() == right.keys()
         for name, value in left.items():
             if isinstance(value, float) and not (math.isnan(value) and math.isnan(right[name])):
                 worst = max(worst, abs(value - right[name]) / max(1.0, abs(value)))
             elif value != right[name] and not isinstance(value, float):
                 worst = math.inf
+    return worst
+
+
+def compare(**scenario):
+    with tempfile.TemporaryDirectory() as folder, pure_float64():
+        stock_logs, stock = train(folder, False, **scenario)
+        logs, shared = train(folder, True, **scenario)
     moved = (stock - shared).norm() / stock.norm()
-    steps = [log for log in logs if "loss" in log and "grad_norm" in log]
-    return {"logs": worst, "parameters": moved.item(), "grad_norms": [log["grad_norm"] for log in steps]}
+    norms = [log["grad_norm"] for log in logs if "loss" in log and "grad_norm" in log]
+    return {"logs": difference(stock_logs, logs), "parameters": moved.item(), "grad_norms": norms}
+
+
+def compare_all(scenarios, compare):
+    """By name, of the scenarios whose names begin as the command line says."""
+    result = {}
+    for name in [name for name in scenarios if len(sys.argv) == 1 or name.startswith(sys.argv[1])]:
+        try:
+            result[name] = compare(**scenarios[name])
+        except Exception as error:
+            result[name] = {"error": f"{type(error).__name__}: {error}"}
+    return result
 
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
-    names = [name for name in SCENARIOS if name.startswith(sys.argv[1])] if len(sys.argv) > 1 else SCENARIOS
-    result = {}
-    for name in names:
-        try:
-            result[name] = compare(**SCENARIOS[name])
-        except Exception as error:
-            result[name] = {"error": f"{type(error).__name__}: {error}"}
-    print(json.dumps(result))
+    print(json.dumps(compare_all(SCENARIOS, compare)))
