@@ -1,6 +1,7 @@
 """docs/fit.html: its numbers are the planner's, and its settings are what planner, launcher and TRL take."""
 
 import ast
+import copy
 import csv
 import inspect
 import shlex
@@ -10,20 +11,7 @@ from functools import partial
 
 import fit_page
 import pytest
-from fit_page import (
-    ARMS,
-    CHOICE,
-    DATA,
-    MEASURED,
-    MODEL,
-    MODELS,
-    TRAINED,
-    address,
-    choices,
-    made_up,
-    needs_browser,
-    needs_data,
-)
+from fit_page import ARMS, CHOICE, DATA, MEASURED, MODEL, MODELS, TRAINED, address, choices
 
 from experiments.config import ROOT
 from experiments.fitting import fit_check
@@ -34,7 +22,6 @@ from visualization.fit import make_page
 browser, file, opened = fit_page.browser, fit_page.file, fit_page.opened  # fixtures
 
 
-@needs_browser
 def test_peaks_are_the_sums_that_the_planner_fitted_with_what_sharding_and_the_allocator_add(opened):
     from experiments.fitting.fit_terms import value
     from rloo_memory.plan.peaks import PredictedPeak
@@ -71,8 +58,6 @@ def test_peaks_are_the_sums_that_the_planner_fitted_with_what_sharding_and_the_a
             assert needed[arm] == pytest.approx(Room(0, FIXED).needed(peaks), rel=1e-8), (choice, arm)
 
 
-@needs_browser
-@needs_data
 def test_at_the_recorded_choices_the_browser_says_what_was_compared_with_the_planner(opened):
     """results/plans/fit_check.csv has both at random choices."""
     with fit_check.TABLE.open(newline="") as file:
@@ -90,15 +75,33 @@ def lengths_of(row: dict) -> dict:
     return {name: int(row[column]) for name, column in columns.items()} | {"reference": row["reference"] == "1"}
 
 
-@needs_browser
+def by_hand(weights: float) -> dict:
+    """Formulas of an arm that can be followed; a second tile of the LM head takes less."""
+    alive = {"parameters": {"1": weights}, "reference": {"1": weights}, "optimizer state": {"1": 2 * weights}}
+    alive |= {"host": {"1": 9e15}}
+    activations = {"k*P": 4e5, "k*C": 4e5, "k*P*P": 2.0, "k*C*C": 2.0}
+    train = {**alive, "activations": activations, "gradients": {"1": 0.25 * weights}}
+    tiles = {"(k*C<=4096)": 0, "(k*C>4096)": -9e8}
+    passes = {when: {**train, "logits": {"min(k*C,4096)": 6e5, "1": size}} for when, size in tiles.items()}
+    ended = {"when": "1", "stretches": [{**alive, "gradients": {"1": weights}}]}
+    return {
+        "load": [{"when": "1", "stretches": [{"parameters": {"1": weights}}]}],
+        "score": [{"when": "1", "stretches": [{**alive, "activations": {"P": 3e5}}]}],
+        "train": [*({"when": when, "stretches": [held]} for when, held in passes.items()), ended],
+        "optimizer": [ended],
+    }
+
+
 def test_a_peak_by_hand(opened, tmp_path):
     """8 completions of 512 are one tile of the LM head; those of 1,024 are two, and the second counts."""
-    data = made_up()
+    weights = 2 * 8_190_735_360
+    data = copy.deepcopy(DATA)
+    model = next(model for model in data["models"] if model["name"] == MODEL)
+    model["trained"]["all"]["stock"], model["several"]["all"]["stock"] = by_hand(weights), by_hand(0.75 * weights)
     (tmp_path / "fit.html").write_text(make_page.page(data, MEASURED))
     page = opened(path=tmp_path / "fit.html")
-    ask = "choice => window.fit.peaks('Qwen/Qwen3-8B', choice)"
+    ask = f"choice => window.fit.peaks('{MODEL}', choice)"
     choice = dict(trained="all", prompt=1000, completion=512, k=8, cards=1, reference=True)
-    weights = 2 * 8_190_735_360
     alive = 4 * weights  # with the reference, and an optimizer state of two
     peaks = page.evaluate(ask, choice)
     assert peaks["stock"]["load"] == weights
@@ -114,12 +117,11 @@ def test_a_peak_by_hand(opened, tmp_path):
     assert page.evaluate(ask, choice | {"reference": False})["stock"]["optimizer"] == 4 * weights
     on_cards = page.evaluate(ask, choice | {"cards": 4})["stock"]["optimizer"]
     assert on_cards == 0.75 * 9 * weights / 4, "float32 but the reference, and sums of their own"
-    gathered = data["models"][0]["gathered"]["all"]["score"]["parameters"]
+    gathered = model["gathered"]["all"]["score"]["parameters"]
     score = page.evaluate(ask, choice | {"cards": 4})["stock"]["score"]
     assert score == pytest.approx(0.75 * 7 * weights / 4 + gathered + 1000 * 3e5)
 
 
-@needs_browser
 def test_the_largest_fits_and_one_step_more_does_not(opened):
     check = """([asked, arms, least]) => asked.map((choice) => [choice, Object.fromEntries(arms.flatMap((arm) =>
       ["k", "prompt", "completion"].map((name) => {
@@ -146,7 +148,6 @@ def test_the_largest_fits_and_one_step_more_does_not(opened):
     assert ends > 50, "most of the largest are where memory ends"
 
 
-@needs_browser
 def test_what_is_shown_is_what_is_computed_with_its_error(opened):
     page = opened(address())
     peaks = page.evaluate("choice => window.fit.peaks(choice.model, choice)", CHOICE)
@@ -179,7 +180,6 @@ def test_what_is_shown_is_what_is_computed_with_its_error(opened):
     assert "All k completions go through" in said
 
 
-@needs_browser
 @pytest.mark.torch
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_its_settings_are_what_launcher_planner_and_trl_take(opened, tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ from functools import partial
 
 import fit_page
 import pytest
-from fit_page import DATA, MODEL, MODELS, OTHER, address, made_up, needs_browser, needs_data
+from fit_page import DATA, MODEL, MODELS, OTHER, address
 
 from experiments.config import ROOT
 from rloo_memory.plan.sureness.measured import measured_errors
@@ -33,7 +33,6 @@ def test_it_is_one_file_that_loads_nothing_and_has_no_link_that_a_saved_copy_lac
     assert len(named) > 5 and all((ROOT / name).exists() for name in named)
 
 
-@needs_data
 def test_the_committed_page_is_made_of_the_committed_data(tmp_path):
     assert make_page.main(["--out", str(tmp_path / "fit.html")]) == 0
     made, committed = (tmp_path / "fit.html").read_text(), (ROOT / "docs" / "fit.html").read_text()
@@ -49,33 +48,28 @@ def test_it_says_how_far_predictions_were_from_all_that_was_measured(file):
     assert "measured_over_predicted" not in DATA and '"measured_over_predicted":{"low":0.95,' in file.read_text()
 
 
-@pytest.mark.parametrize("lacking, words", [
-    ("data", "fit.json: the file is missing; make it with python -m experiments.fitting.fit_data"),
-    ("results", "no folder in it has a plan_check.csv; run python -m experiments.evidence.planner_check"),
+@pytest.mark.parametrize("option, words", [
+    ("--data", "none: the file is missing; make it with python -m experiments.fitting.fit_data"),
+    ("--results", "no folder in it has a plan_check.csv; run python -m experiments.evidence.planner_check"),
 ])  # fmt: skip
-def test_what_is_lacking_is_told_in_one_line(lacking, words, tmp_path, capsys):
-    if lacking == "results":
-        (tmp_path / "fit.json").write_text(json.dumps(made_up()))
-    where = {"--data": tmp_path / "fit.json", "--out": tmp_path / "fit.html"}
-    where |= {"--results": tmp_path} if lacking == "results" else {}
-    command = partial(make_page.main, [str(part) for pair in where.items() for part in pair])
-    assert make_page.run_cli(command) == 2 and not (tmp_path / "fit.html").exists()
+def test_what_is_lacking_is_told_in_one_line(option, words, tmp_path, capsys):
+    arguments = [option, str(tmp_path / "none"), "--out", str(tmp_path / "fit.html")]
+    assert make_page.run_cli(partial(make_page.main, arguments)) == 2 and not (tmp_path / "fit.html").exists()
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
 
 
 def test_the_command_writes_the_page_and_no_name_in_the_data_ends_its_script(tmp_path, capsys):
-    data = made_up()
-    data["versions"] = "</script><script>alert(1)</script>"
+    data = DATA | {"versions": "</script><script>alert(1)</script>"}
     (tmp_path / "fit.json").write_text(json.dumps(data))
     assert make_page.main(["--data", str(tmp_path / "fit.json"), "--out", str(tmp_path / "fit.html")]) == 0
-    assert "2 models" in capsys.readouterr().out and "<script>alert" not in (tmp_path / "fit.html").read_text()
+    assert f"{len(MODELS)} models" in capsys.readouterr().out
+    assert "<script>alert" not in (tmp_path / "fit.html").read_text()
 
 
 # -- what is asked of it ----------------------------------------------------------------------------------------------
 
 
-@needs_browser
 def test_every_choice_changes_the_answer(opened):
     page = opened()
     seen = [shown(page)]
@@ -92,7 +86,6 @@ def test_every_choice_changes_the_answer(opened):
     assert page.input_value("#named") == "", "no card of that size has a name"
 
 
-@needs_browser
 def test_the_address_carries_the_choice_and_back_takes_it_back(opened):
     page = opened()
     first = shown(page)
@@ -153,7 +146,6 @@ WRONG_ADDRESSES = {
 }
 
 
-@needs_browser
 def test_a_wrong_address_is_told_and_answers_nothing(opened):
     page = opened()
     for hash, words in WRONG_ADDRESSES.items():
@@ -168,7 +160,6 @@ def test_a_wrong_address_is_told_and_answers_nothing(opened):
         assert page.inner_text("#problem") == "" and not page.query_selector("[aria-invalid]")
 
 
-@needs_browser
 def test_a_wrong_number_in_the_form_is_told_and_is_in_the_address_too(opened):
     page = opened()
     page.fill("#k", "9")
@@ -190,7 +181,6 @@ def test_a_wrong_number_in_the_form_is_told_and_is_in_the_address_too(opened):
 # -- who uses it ------------------------------------------------------------------------------------------------------
 
 
-@needs_browser
 def test_keys_reach_everything_and_choose(opened):
     page = opened()
     page.click("summary")
@@ -220,7 +210,6 @@ def test_keys_reach_everything_and_choose(opened):
     assert page.input_value("#k") == "10" and "k=10" in url_of(page), "nothing is sent"
 
 
-@needs_browser
 def test_screen_readers_get_names_headings_and_the_answer(opened):
     page = opened(address(k=4))
     tree = page.context.new_cdp_session(page).send("Accessibility.getFullAXTree")["nodes"]
@@ -272,7 +261,6 @@ WIDER = """[...document.querySelectorAll("main *")].filter((e) =>
   .map((e) => e.outerHTML.slice(0, 80))"""
 
 
-@needs_browser
 @pytest.mark.parametrize("width, scheme", [(360, "light"), (360, "dark"), (1280, "light"), (1280, "dark")])
 def test_it_is_readable_on_a_phone_and_in_the_dark(opened, width, scheme):
     for hash in (address(card=8, k=64, trained="all"), address(prompt="9" * 60)):
@@ -288,7 +276,6 @@ def test_it_is_readable_on_a_phone_and_in_the_dark(opened, width, scheme):
     assert (background == "rgb(255, 255, 255)") == (scheme == "light")
 
 
-@needs_browser
 @pytest.mark.parametrize("width, height", [(1280, 800), (390, 844)])
 def test_the_answer_is_seen_without_scrolling(opened, width, height):
     page = opened(width=width, height=height)
@@ -299,7 +286,6 @@ def test_the_answer_is_seen_without_scrolling(opened, width, height):
         assert bottom <= height, (trained, bottom)
 
 
-@needs_browser
 def test_older_trl_is_told_with_the_formulas_numbers(opened):
     page = opened(address(k=16, completion=1000))
     said, vocabulary = page.inner_text("#older").replace("\xa0", " "), MODELS[MODEL]["vocabulary"]
@@ -308,7 +294,6 @@ def test_older_trl_is_told_with_the_formulas_numbers(opened):
     assert "1.15 or newer" in said and "a formula, not a run" in said
 
 
-@needs_browser
 def test_buttons_copy_and_say_so(opened):
     page = opened()
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])

@@ -2,10 +2,9 @@
 
 import json
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 
+import fit_page
 import pytest
 from test_visualization import GIB, write_run
 
@@ -14,7 +13,7 @@ from visualization.load import load_machine
 from visualization.page import build
 
 VOID = {"meta", "img", "input", "br", "hr", "link"}
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+browser, file, opened = fit_page.browser, fit_page.file, fit_page.opened  # fixtures
 
 
 class Page(HTMLParser):
@@ -141,7 +140,7 @@ def test_timelines_hold_each_runs_recorded_peak(html, machine):
     assert all(curve["t"] == sorted(set(curve["t"])) and len(curve["t"]) == len(curve["y"]) for curve in curves)
 
 
-USE = """
+USE = """() => {
 const said = {};
 const table = document.querySelector("#memory table");
 const column = (i) => [...table.tBodies[0].rows].map((row) => row.cells[i].textContent);
@@ -162,22 +161,13 @@ find.value = "K8 oom";
 find.dispatchEvent(new Event("input"));
 said.found = [...document.querySelectorAll("details.run")].filter((run) => !run.hidden).length;
 said.wide = document.documentElement.scrollWidth - innerWidth;
-document.body.innerHTML = "<pre id=said></pre>";
-document.querySelector("#said").textContent = JSON.stringify(said);
-"""
+return said;
+}"""
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no chromium here: apt install chromium")
-def test_a_browser_draws_sorts_switches_and_finds(html, machine, tmp_path):
+def test_a_browser_draws_sorts_switches_and_finds(html, machine, opened):
     """And nothing is wider than a phone, nor does the page write an error."""
-    used = machine / "used.html"
-    used.write_text(html.replace("</body>", f"<script>{USE}</script></body>"))
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=500,900", "--no-first-run"]
-    command += ["--disable-dev-shm-usage", "--disable-extensions", "--disable-background-networking"]
-    command += ["--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", used.as_uri()]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    said = json.loads(re.search(r'<pre id="said">(.*?)</pre>', result.stdout)[1])
-    assert "CONSOLE" not in result.stderr, result.stderr[-2000:]
+    said = opened(path=machine / "report.html", width=500).evaluate(USE)
     assert said["up"] == ["0.50", "1.00", "2.00", "4.00", "not run"] and said["order"] == "descending"
     assert said["down"] == ["4.00", "2.00", "1.00", "0.50", "not run"], "what is no number stays last"
     assert said["names"] == sorted(said["names"])

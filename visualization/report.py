@@ -13,8 +13,9 @@ from visualization import combine_memory_data, create_charts, tables
 from visualization.files import run_cli, write_text
 from visualization.load import load_machine, tell_damaged
 from visualization.page import build
-from visualization.page.answers import PEAK, entry
-from visualization.runs import ARMS, GIB, Cell, Run, cells, change, describe, footnotes, in_order, scales, shown
+from visualization.page.answers import PEAK
+from visualization.pages.lines import entry
+from visualization.runs import ARMS, GIB, Cell, Run, cells, describe, footnotes, in_order, scales, shown
 
 SCREEN = 24  # lines
 WIDTH = 119
@@ -49,7 +50,7 @@ def _rows(table: dict[tuple[str, int], Cell]) -> list[str]:
     ks = sorted({k for _, k in table})
     rows = [["", *(f"k = {k}" for k in ks)]]
     for arm in in_order(arm for arm, _ in table):
-        rows.append([arm, *(entry(table.get((arm, k)), PEAK) for k in ks)])
+        rows.append([arm, *(entry(table.get((arm, k)), PEAK.text) for k in ks)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
     return ["  ".join([*cells, ARMS.get(row[0], "")]).rstrip() for row, cells in zip(rows, padded, strict=True)]
@@ -76,10 +77,9 @@ def _saved(table: dict[tuple[str, int], Cell], arm: str, reference: str) -> tupl
     """How much less the arm's peak above start is than the reference's, in words, and the arm's cell."""
     for k in sorted({k for name, k in table if name == arm}, reverse=True):
         ours, theirs = table[arm, k], table.get((reference, k))
-        mine, other = ours.median("above_start_bytes"), theirs and theirs.median("above_start_bytes")
-        if mine is not None and other:
-            if (fraction := change(mine, other)) is None:
-                return f"{reference} takes {other / GIB:.2f} GiB at k = {k}, too little to compare", ours
+        if ours.above is not None and theirs and theirs.above:
+            if (fraction := ours.change(theirs)) is None:
+                return f"{reference} takes {theirs.above / GIB:.2f} GiB at k = {k}, too little to compare", ours
             less = round(-fraction * 100)
             return f"{abs(less)} % {'more' if less < 0 else 'less'} than {reference} at k = {k}", ours
     return f"not compared, no k where it and {reference} finished", None

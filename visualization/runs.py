@@ -158,6 +158,17 @@ class Cell:
         return median(values) if values else None
 
     @property
+    def above(self) -> float | None:
+        """The median peak above the start level, bytes; None where there is none."""
+        return self.median("above_start_bytes")
+
+    def change(self, reference: "Cell | None") -> float | None:
+        """Change of that peak against the reference's, as a fraction; None where one is missing or the reference's is
+        too little to compare with."""
+        ours, theirs = self.above, reference and reference.above
+        return ours / theirs - 1 if ours is not None and theirs and theirs >= LEAST else None
+
+    @property
     def mark(self) -> str:
         """A dagger when a finished run lost its sampler, else nothing."""
         return LOST if any(run.sampler_lost for run in self.finished) else ""
@@ -172,12 +183,6 @@ class Cell:
         if self.finished:
             return ", ".join(f"{count} of {len(self.runs)} {word}" for count, word in kinds if count)
         return " + ".join(word for count, word in kinds if count)
-
-
-def change(ours: float | None, theirs: float | None) -> float | None:
-    """Change of a peak above start against another, as a fraction; None where one is missing or `theirs` is too little
-    to compare with."""
-    return ours / theirs - 1 if ours is not None and theirs and theirs >= LEAST else None
 
 
 def in_order(arms: Iterable[str]) -> list[str]:

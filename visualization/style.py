@@ -1,7 +1,8 @@
 """How every chart looks: colours that colour-blind readers tell apart, marks that survive grey print, one footer."""
 
+import argparse
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -131,3 +132,19 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
         with whole_file(path) as staging:
             figure.savefig(staging, **options)
     return paths
+
+
+def draw_one(
+    argv: Sequence[str] | None, name: str, about: str, source: tuple[str, str], figure_of: Callable[[Path], Figure]
+) -> int:
+    """The command of the chart `name`: draws what it is given, for which `source` has a word and what that stands for,
+    and prints the file's name. Raises LoadError of `figure_of`, OSError where the PNG cannot be written."""
+    parser = argparse.ArgumentParser(prog=f"python -m visualization.charts.{name}", description=about.splitlines()[0])
+    parser.add_argument("source", metavar=source[0], type=Path, help=source[1])
+    parser.add_argument("out", type=Path, help="the PNG to write")
+    args = parser.parse_args(argv)
+    figure = figure_of(args.source)
+    with whole_file(args.out) as staging:
+        figure.savefig(staging, dpi=150)
+    print(args.out)
+    return 0

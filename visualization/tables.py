@@ -17,13 +17,17 @@ from pathlib import Path
 from visualization import seconds
 from visualization.files import LoadError, read_text, run_cli, write_text
 from visualization.load import load_machine, tell_damaged
-from visualization.pages.checks import exactness_table, kernels_table
-from visualization.pages.emulated import emulated_table, launches_table
+from visualization.pages.checks import emulated_table, exactness_table, kernels_table, launches_table
 from visualization.pages.gpu_peaks import gpu_peaks_table
-from visualization.pages.phase_seconds import phases_table
 from visualization.pages.predictions import check_table, levers_table, profiles_table
-from visualization.pages.published import published_table
-from visualization.pages.results import audit_table, peak_table, speed_table
+from visualization.pages.results import (
+    audit_table,
+    peak_table,
+    phases_table,
+    published_table,
+    speed_table,
+    summary_table,
+)
 from visualization.pages.side_by_side import (
     allocators_table,
     cells_table,
@@ -34,7 +38,6 @@ from visualization.pages.side_by_side import (
     sampler_table,
     worth_table,
 )
-from visualization.pages.summary import summary_table
 from visualization.runs import Run, describe, footnotes, in_short, scales, shown
 
 PLACE = re.compile(r"<!-- table:(\S+) (\S+)(?: (\S+))? -->\n(.*?)<!-- /table -->", re.DOTALL)

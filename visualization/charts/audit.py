@@ -39,9 +39,9 @@ def audit(runs: Sequence[Run]) -> Figure | None:
     single = alone(runs)
     table = [cell for cell in cells(runs) if cell.k not in single]
     points = [
-        (cell.arm, cell.k, cell.median("tokens_in_batch") / 1000, cell.median("above_start_bytes") / GIB)
+        (cell.arm, cell.k, cell.median("tokens_in_batch") / 1000, cell.above / GIB)
         for cell in table
-        if None not in (cell.median("tokens_in_batch"), cell.median("above_start_bytes"))
+        if None not in (cell.median("tokens_in_batch"), cell.above)
     ]
     if not any(arm in ON_ONE_LINE for arm, *_ in points):
         return None

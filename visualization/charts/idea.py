@@ -22,7 +22,7 @@ def idea(runs: Sequence[Run]) -> Figure | None:
         return None
     prompt, completion = (int(rows.first(name)) for name in ("prompt_tokens_fed_mean", "completion_tokens"))
     tokens = (rows.k * (prompt + completion), prompt + rows.k * completion)
-    peaks = [cell.median("above_start_bytes") / GIB for cell in ways]
+    peaks = [cell.above / GIB for cell in ways]
     took = [cell.seconds() for cell in ways]
     costs = [
         [(count, f"{count:,} tokens through the model") for count in tokens],

@@ -32,7 +32,7 @@ def peak_by_k(runs: Sequence[Run]) -> Figure | None:
     budget = style.draw_budget(axes, runs, GIB) if out_of_memory else None
     for arm, look in looks.items():
         done = [cell for cell in table if cell.arm == arm and cell.values("above_start_bytes")]
-        peaks = [cell.median("above_start_bytes") / GIB for cell in done]
+        peaks = [cell.above / GIB for cell in done]
         axes.plot([cell.k for cell in done], peaks, label=arm, **look)
     for number, cell in enumerate(out_of_memory if budget else []):
         # Several arms run out at one k: each later cross is smaller, so that all are seen

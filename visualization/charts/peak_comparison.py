@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from visualization import style
-from visualization.runs import GIB, Cell, Run, alone, cells, change, in_order
+from visualization.runs import GIB, Cell, Run, alone, cells, in_order
 
 WIDTH = 0.9  # of a bar
 
@@ -22,7 +22,10 @@ def peak_comparison(runs: Sequence[Run], baseline: str) -> Figure:
     arms = in_order(run.arm for run in runs)
     ks = sorted({run.k for run in runs})
     table = {(cell.arm, cell.k): cell for cell in cells(runs)}
-    percents = _reductions(table, baseline)
+    # 2025 files hold device-wide figures and no known end of a run: nothing to derive a claim from
+    compared = [cell for cell in table.values() if cell.arm != baseline and not cell.count("unknown")]
+    changes = {(cell.arm, cell.k): cell.change(table.get((baseline, cell.k))) for cell in compared}
+    percents = any(change is not None for change in changes.values())
     measure = next((run.measure.label for run in runs if run.peak_bytes is not None), runs[0].measure.label)
     note = f"percent: peak above the start level against {baseline} at the same k" if percents else ""
     single = alone(runs)
@@ -43,7 +46,7 @@ def peak_comparison(runs: Sequence[Run], baseline: str) -> Figure:
             if cell is None:
                 axes.text(x, highest * 0.015, "not run", rotation=90, ha="center", va="bottom", color="#707070")
             elif cell.finished:
-                _draw_peak(axes, x, cell, percents.get((arm, k)))
+                _draw_peak(axes, x, cell, changes.get((arm, k)))
             else:
                 _draw_failure(axes, x, cell, budget or highest)
     middles = [start + (len(group) - 1) / 2 for start, group in zip(starts, places, strict=True)]
@@ -54,18 +57,6 @@ def peak_comparison(runs: Sequence[Run], baseline: str) -> Figure:
     axes.set_xlim(-1, starts[-1] + len(places[-1]))
     axes.set_ylabel("peak memory (GiB)")
     return figure
-
-
-def _reductions(table: dict[tuple[str, int], Cell], baseline: str) -> dict[tuple[str, int], float]:
-    """Change of the median peak above start against the baseline's at the same k, as a fraction."""
-    found = {}
-    for (arm, k), cell in table.items():
-        reference = table.get((baseline, k))
-        ours, theirs = cell.median("above_start_bytes"), reference and reference.median("above_start_bytes")
-        # 2025 files hold device-wide figures and no known end of a run: nothing to derive a claim from.
-        if arm != baseline and not cell.count("unknown") and (fraction := change(ours, theirs)) is not None:
-            found[arm, k] = fraction
-    return found
 
 
 def _draw_peak(axes: Axes, x: float, cell: Cell, change: float | None) -> None:

@@ -3,7 +3,6 @@
 python -m visualization.charts.plan PLAN.json OUT.png
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from visualization import style
-from visualization.files import LoadError, read_json, run_cli, whole_file
+from visualization.files import LoadError, read_json, run_cli
 from visualization.runs import GIB
 
 # Okabe-Ito, and hatches that tell the kinds apart in grey print
@@ -79,27 +78,18 @@ def chart(result: dict) -> Figure:
     return figure
 
 
-def draw(result: dict, path: Path) -> None:
-    """Write the chart of that result as a PNG. Raises OSError where the file cannot be written."""
-    figure = chart(result)
-    with whole_file(path) as staging:
-        figure.savefig(staging, dpi=150)
+def chart_of(path: Path) -> Figure:
+    """Raises LoadError where the file is no plan."""
+    remedy = "write it with rloo-memory plan --json FILE"
+    result = read_json(path, remedy)
+    try:
+        return chart(result)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise LoadError(f"{path}: is no plan ({type(error).__name__}: {error}); {remedy}") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draw the plan's chart. Raises LoadError where the file is no plan, OSError where OUT cannot be written."""
-    parser = argparse.ArgumentParser(prog="python -m visualization.charts.plan", description=__doc__.splitlines()[0])
-    parser.add_argument("plan", type=Path, help="what rloo-memory plan --json wrote")
-    parser.add_argument("out", type=Path, help="the PNG to write")
-    args = parser.parse_args(argv)
-    remedy = "write it with rloo-memory plan --json FILE"
-    result = read_json(args.plan, remedy)
-    try:
-        draw(result, args.out)
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise LoadError(f"{args.plan}: is no plan ({type(error).__name__}: {error}); {remedy}") from None
-    print(args.out)
-    return 0
+    return style.draw_one(argv, "plan", __doc__, ("plan", "what rloo-memory plan --json wrote"), chart_of)
 
 
 if __name__ == "__main__":

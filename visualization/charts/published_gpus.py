@@ -3,15 +3,13 @@
 python -m visualization.charts.published_gpus results/published OUT.png
 """
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
 
 from visualization import style
-from visualization.files import run_cli, whole_file
+from visualization.files import run_cli
 from visualization.pages.gpu_peaks import read_peaks, within
 from visualization.runs import GIB
 
@@ -50,18 +48,8 @@ def chart(rows: pd.DataFrame) -> Figure:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draw the chart. Raises LoadError where the folder has no such rows, OSError where OUT cannot be written."""
-    parser = argparse.ArgumentParser(
-        prog="python -m visualization.charts.published_gpus", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("folder", type=Path, help="results/published")
-    parser.add_argument("out", type=Path, help="the PNG to write")
-    args = parser.parse_args(argv)
-    figure = chart(read_peaks(args.folder))
-    with whole_file(args.out) as staging:
-        figure.savefig(staging, dpi=150)
-    print(args.out)
-    return 0
+    source = ("folder", "results/published")
+    return style.draw_one(argv, "published_gpus", __doc__, source, lambda folder: chart(read_peaks(folder)))
 
 
 if __name__ == "__main__":

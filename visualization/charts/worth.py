@@ -3,7 +3,6 @@
 python -m visualization.charts.worth results/<machine> OUT.png
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.figure import Figure
 
 from visualization import style
-from visualization.files import LoadError, run_cli, whole_file
+from visualization.files import LoadError, run_cli
 from visualization.pages.side_by_side import IN_SHORT, faster, how_often, limits_of, measured_on, read_bench, times
 from visualization.seconds import note
 
@@ -63,20 +62,16 @@ def draw(axes: Axes, table: pd.DataFrame, limits: pd.Series | None, title: str) 
     axes.set_title(title)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Draw the chart. Raises LoadError where the folder has no such rows, OSError where OUT cannot be written."""
-    parser = argparse.ArgumentParser(prog="python -m visualization.charts.worth", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="results/<machine>")
-    parser.add_argument("out", type=Path, help="the PNG to write")
-    args = parser.parse_args(argv)
+def chart_of(folder: Path) -> Figure:
+    """Raises LoadError where the folder has no such rows."""
     try:
-        figure = chart(read_bench(args.folder, "worth"))
+        return chart(read_bench(folder, "worth"))
     except KeyError as error:
-        raise LoadError(f"{args.folder}/bench.csv: lacks {error}; run python -m experiments.bench worth") from None
-    with whole_file(args.out) as staging:
-        figure.savefig(staging, dpi=150)
-    print(args.out)
-    return 0
+        raise LoadError(f"{folder}/bench.csv: lacks {error}; run python -m experiments.bench worth") from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return style.draw_one(argv, "worth", __doc__, ("folder", "results/<machine>"), chart_of)
 
 
 if __name__ == "__main__":

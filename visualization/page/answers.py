@@ -11,7 +11,7 @@ from statistics import mean
 
 from visualization import seconds
 from visualization.page.html import Bold, Failed, quiet, table
-from visualization.pages.lines import whole
+from visualization.pages.lines import entry, whole
 from visualization.runs import (
     ARMS,
     GIB,
@@ -43,8 +43,7 @@ class Quantity:
 
 
 def peak(cell: Cell) -> float | None:
-    above = cell.median("above_start_bytes")
-    return None if above is None else above / GIB
+    return None if cell.above is None else cell.above / GIB
 
 
 def range_of_seconds(cell: Cell) -> str:
@@ -124,18 +123,10 @@ def fed_whole(cell: Cell) -> bool:
     return not asked or fed is None or fed >= WHOLE * asked
 
 
-def entry(cell: Cell | None, what: Quantity) -> str:
-    """The cell's figure; a failed one is named."""
-    if cell is None:
-        return "not run"
-    failed = cell.failure("out of memory")
-    if not cell.finished:
-        return Failed(failed)
-    return what.text(cell) + (f" ({failed})" if failed else "")
-
-
 def in_bold(cell: Cell | None, rival: Cell | None, what: Quantity) -> str:
-    text = entry(cell, what)
+    text = entry(cell, what.text)
+    if cell and not cell.finished:
+        return Failed(text)
     return Bold(text) if cell and cell is rival else text
 
 

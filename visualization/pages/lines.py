@@ -24,14 +24,16 @@ def by_k(runs: Sequence[Run], show: Callable[[Cell, dict], str]) -> list[str]:
     table = {(cell.arm, cell.k): cell for cell in cells(runs)}
     ks = sorted({k for _, k in table})
 
-    def entry(cell: Cell | None) -> str:
-        if cell is None:
-            return "not run"
-        return show(cell, table) + failure(cell, " ({})") if cell.finished else failure(cell)
-
     arms = in_order(arm for arm, _ in table)
-    rows = [[f"`{arm}`", *(entry(table.get((arm, k))) for k in ks)] for arm in arms]
+    rows = [[f"`{arm}`", *(entry(table.get((arm, k)), lambda cell: show(cell, table)) for k in ks)] for arm in arms]
     return markdown(["arm", *(f"k = {k}" for k in ks)], rows)
+
+
+def entry(cell: Cell | None, show: Callable[[Cell], str]) -> str:
+    """The cell's figure; what failed of it is named."""
+    if cell is None:
+        return "not run"
+    return show(cell) + failure(cell, " ({})") if cell.finished else failure(cell)
 
 
 def with_range(values: Sequence[float], unit: float, mark: str) -> str:
