@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from experiments import run_options
-from experiments.config import ROOT
+from experiments.config import ROOT, machine_folder
 from experiments.processes import end_with_script
 from experiments.record import make_writable
 from experiments.run_device import pick_device
@@ -86,10 +86,9 @@ def place(args: argparse.Namespace, *also_needed: str) -> Place:
     """Raises `ConfigError` for a missing package or device, and for a folder that is none or cannot be written."""
     end_with_script()
     need("torch", "transformers", "accelerate", "datasets", *also_needed)
-    if args.machine is not None and not re.fullmatch(r"\w[\w.-]*", args.machine):
-        raise ConfigError(f"--machine {args.machine!r} is not a plain folder name; use letters, digits, '-', '_', '.'")
     device, device_name, _ = pick_device(args.device)
-    folder = args.results / (args.machine or machine_name(device, device_name))
+    name = machine_name(device, device_name) if args.machine is None else args.machine
+    folder = machine_folder(args.results, name)
     make_writable(folder)
     values = (device, device_name, version("torch"), version("transformers"), source_commit())
     return Place(device, folder, dict(zip(FACTS, values, strict=True)))

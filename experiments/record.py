@@ -12,11 +12,18 @@ import json
 import sys
 from pathlib import Path
 
+from experiments.config import RunConfig
 from experiments.run_options import Parser, directory
 from rloo_memory.errors import DISK_FULL, ConfigError, exit_code
 from rloo_memory.run_record import RUNS, RunRecord, main_peak, read_record, read_rows, write_runs
 from rloo_memory.sizes import GIB
 from rloo_memory.storage import replace_text, write_json
+
+
+def new_record(config: RunConfig, commit: str, **fields) -> RunRecord:
+    """A record of this run, with `fields` in the place of defaults."""
+    identity = {name: getattr(config, name) for name in ("run_id", "arm", "scale", "k", "repeat")}
+    return RunRecord(**identity, config=config.as_dict(), commit=commit, **fields)
 
 
 def write_record(record: RunRecord, folder: Path) -> None:

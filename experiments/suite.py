@@ -22,8 +22,9 @@ from pathlib import Path
 
 from experiments import config as cfg
 from experiments.config import ROOT, SCALES, RunConfig
+from experiments.measuring import is_committed
 from experiments.processes import Launch, end_group, end_with_script, new_token, stoppable
-from experiments.record import export, make_writable, no_room, outcome
+from experiments.record import export, make_writable, new_record, no_room, outcome
 from experiments.run_device import pick_device
 from experiments.run_options import OPTIONS, Parser, add_options, directory, number, overrides, whole
 from experiments.terminal import Live
@@ -32,7 +33,7 @@ from rloo_memory.commit import source_commit
 from rloo_memory.device import machine_name, tells_of_memory
 from rloo_memory.errors import EXIT_TIME, EXIT_USAGE, ConfigError, Stopped, exit_code
 from rloo_memory.folder_lock import owned
-from rloo_memory.run_record import FINISHED, RUNS, RunRecord, main_peak, read_record
+from rloo_memory.run_record import FINISHED, RUNS, main_peak, read_record
 from rloo_memory.sizes import GIB
 from rloo_memory.storage import write_json
 
@@ -259,10 +260,8 @@ def settle_record(
                 record["status"] = "oom"
     else:
         error = reason or (said[-1].removeprefix("train: ") if said else f"{died} before it began")
-        identity = (config.run_id, config.arm, config.scale, config.k, config.repeat, config.as_dict())
-        record = vars(
-            RunRecord(*identity, source_commit(), "error", error, returncode, device_kind=config.device, launch=token)
-        )
+        ended = dict(status="error", error=error, exit_code=returncode)
+        record = vars(new_record(config, source_commit(), **ended, device_kind=config.device, launch=token))
     try:
         with owned(folder, patience=0):
             write_json(folder / "run.json", record)
@@ -279,8 +278,7 @@ def is_same(record: dict, config: RunConfig, commit: str) -> bool:
         record["status"] in FINISHED
         and record["config"] == config.as_dict()
         and record["commit"] == commit
-        and not commit.endswith("-dirty")
-        and commit != "unknown"
+        and is_committed(commit)
     )
 
 

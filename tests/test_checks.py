@@ -1,7 +1,6 @@
 """Checks that run_gpu.sh makes beside its measurements, on the CPU: errors, kernels, a profile. Nothing may fail for
 the first time on a GPU."""
 
-import csv
 import os
 import re
 import shutil
@@ -22,6 +21,7 @@ from experiments.builds import use_fork
 from experiments.config import ROOT
 from experiments.evidence import exactness, kernels
 from experiments.measuring import EXIT_VERDICT, Place
+from experiments.record import read_csv
 from rloo_memory import commit
 from rloo_memory.arms import ARMS
 from rloo_memory.plan.records import read_run
@@ -37,11 +37,6 @@ def command(tmp_path, monkeypatch):
         return module.main(["--device", "cpu", "--results", str(tmp_path), "--machine", "x", *options])
 
     return run
-
-
-def rows_of(tmp_path, name):
-    with (tmp_path / "x" / name).open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 @pytest.mark.slow
@@ -65,7 +60,7 @@ def test_errors_and_attention_kernels_are_measured_on_the_device(tmp_path):
     result = subprocess.run(
         [*command, "--results", tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=300, env=os.environ
     )
-    rows = rows_of(tmp_path, "exactness.csv")
+    rows = read_csv(tmp_path / "x" / "exactness.csv")
     stock, *shared = ([float(row[name]) for name in ("log_prob_error", "gradient_error")] for row in rows[:3])
     ratios = [mine / theirs for errors in shared for mine, theirs in zip(errors, stock, strict=True)]
     assert max(ratios) < 1.25, "four small batches: 1.03 where this was written, other processors round otherwise"
@@ -99,7 +94,7 @@ def test_too_large_an_error_leaves_its_rows_and_says_which_bound(
     code = command(exactness)
     told = f"exactness: larger than it may be: {said}\n" if said else ""
     assert (code, capsys.readouterr().err) == (EXIT_VERDICT if said else 0, told)
-    assert len(rows_of(tmp_path, "exactness.csv")) == 4
+    assert len(read_csv(tmp_path / "x" / "exactness.csv")) == 4
 
 
 @pytest.mark.torch
@@ -145,7 +140,7 @@ def test_kernels_are_named_by_who_called_them():
 @pytest.mark.torch
 def test_the_kernels_are_judged_and_a_step_is_profiled(command, tmp_path, capsys):
     assert command(kernels) == 0
-    rows = rows_of(tmp_path, "kernels.csv")
+    rows = read_csv(tmp_path / "x" / "kernels.csv")
     assert {row["tensor"] for row in rows} == {*kernels.TENSORS, "decoding", "log-sum-exp"}
     assert all(row["verdict"] == "ok" and float(row["error"]) < 0.02 for row in rows)
     assert "| no prompt | 4 / 2 | float32 |" in render("kernels", tmp_path / "x")
@@ -157,7 +152,7 @@ def test_the_kernels_are_judged_and_a_step_is_profiled(command, tmp_path, capsys
     assert command(step_profile) == 0
     told = r"^stock: \d{3,} events, \d+ s .*^shared-2: \d{3,} events"
     assert re.search(told, capsys.readouterr().out, re.M | re.S)
-    sums = [row for row in rows_of(tmp_path, "profile.csv") if row["name"] == "all"]
+    sums = [row for row in read_csv(tmp_path / "x" / "profile.csv") if row["name"] == "all"]
     assert [row["way"] for row in sums] == ["stock", "shared-2"] and all(int(row["calls"]) > 100 for row in sums)
 
 
@@ -176,7 +171,7 @@ def test_a_kernel_whose_error_is_too_large_or_that_is_not_there_is_told(command,
 
     monkeypatch.setattr(kernels, "errors_of", missing)
     assert command(kernels) == EXIT_VERDICT
-    assert rows_of(tmp_path, "kernels.csv")[0]["verdict"].endswith("_flash_attention_forward() is not there")
+    assert read_csv(tmp_path / "x" / "kernels.csv")[0]["verdict"].endswith("_flash_attention_forward() is not there")
     assert "is not there" in render("kernels", tmp_path / "x")
 
 
@@ -192,7 +187,7 @@ def test_masked_attention_that_fails_is_no_failure_of_the_kernels(command, tmp_p
     whole = kernels.whole
     monkeypatch.setattr(kernels, "whole", out_of_memory)
     assert command(kernels) == 0
-    rows = [row for row in rows_of(tmp_path, "kernels.csv") if row["tensor"] == "output"]
+    rows = [row for row in read_csv(tmp_path / "x" / "kernels.csv") if row["tensor"] == "output"]
     assert [row["setting"] for row in rows] == [name for name in kernels.ON_CPU for _ in range(2)]
     for row in rows:
         assert row["verdict"] == "ok" and float(row["error"]) < 0.01

@@ -52,7 +52,7 @@ STARTS_FAST = (  # before the sampler's first sample, the budget, or the word on
     "evidence.planner_check", "evidence.kernels", "evidence.device_facts", "bench.__main__", "bench.on_gpu",
     "bench.step_profile",
 )  # fmt: skip
-HEAVY = ("torch", "transformers", "trl", "accelerate", "datasets", "peft", "pandas", "matplotlib")
+HEAVY = ("torch", "transformers", "trl", "accelerate", "datasets", "peft", "numpy", "pandas", "matplotlib")
 
 
 def modules() -> dict[str, Path]:

@@ -1,7 +1,6 @@
 """What all measurements and checks promise: one line for bad input and for what is missing, samples that no kill takes
 away, ways that alternate, and a way that fails beside those that do not. Hardly anything is measured here."""
 
-import csv
 import os
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from experiments.bench.samples import Cell, Samples, read_table
 from experiments.builds import use_fork
 from experiments.config import ROOT
 from experiments.evidence import device_facts, exactness, kernels, planner_check
-from experiments.record import write_csv
+from experiments.record import read_csv, write_csv
 from rloo_memory.arms import ARMS
 from rloo_memory.errors import EXIT_TIME
 from visualization.tables import render
@@ -308,8 +307,7 @@ def test_the_planner_check_replaces_case_by_case_and_goes_on_where_it_was_killed
         return [{"phase": phase, **sizes} for phase in planner_check.PHASES]
 
     def rows():
-        with path.open(newline="") as file:
-            return [(row["case"], row["commit"]) for row in csv.DictReader(file)]
+        return [(row["case"], row["commit"]) for row in read_csv(path)]
 
     monkeypatch.setattr(planner_check, "use_fork", lambda arm: None)
     path = tmp_path / "x" / "plan_check.csv"

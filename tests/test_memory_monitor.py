@@ -21,23 +21,13 @@ from experiments.memory_monitor import interval_report, start_monitor, stop_moni
 from experiments.run_device import cuda_uuid
 from rloo_memory.nvml import Device, visible_devices
 from rloo_memory.run_record import SAMPLE_COLUMNS
+from tests.waiting import PATIENCE, until
 
 ROOT = Path(__file__).resolve().parent.parent
-PATIENCE = 20  # seconds a busy machine may take for what normally takes a fraction of one
 A = "GPU-aaaaaaaa-0000-1111-2222-333333333333"
 B = "GPU-bbbbbbbb-0000-1111-2222-333333333333"
 MIG = "MIG-cccccccc-0000-1111-2222-333333333333"
 GIB = 2**30
-
-
-def until(condition):
-    """Wait for `condition` and return what it returned; fail when it stays false."""
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        if result := condition():
-            return result
-        time.sleep(0.01)
-    pytest.fail("waited in vain")
 
 
 def rows(path):
@@ -305,27 +295,18 @@ def test_the_launcher_leaves_one_gpu_visible_and_says_so(stub, visible, left, co
         assert said.startswith(f"{count} GPUs are visible") and f"CUDA_VISIBLE_DEVICES={left}." in said
 
 
-@pytest.mark.parametrize("device", ["2", "GPU-ffff", "GPU-"])
-def test_unknown_device(monitor, stub, tmp_path, device):
-    line = refusal(monitor(stub, "--device", device, CUDA_VISIBLE_DEVICES="1"))
-    assert repr(device) in line and f"0 = {B} (Stub B)" in line and f"{A} (Stub A, by UUID only)" in line
-    assert not (tmp_path / "memory.csv").exists()
-
-
-@pytest.mark.parametrize("device", ["auto", "0", A])
-def test_without_nvml_it_samples_resident_memory_and_says_so(monitor, no_nvml, tmp_path, device):
-    process = monitor(no_nvml, "--device", device)
+@pytest.mark.parametrize(
+    ("library", "device", "said"),
+    [("no_nvml", device, "Library Not Found") for device in ("auto", "0", A)]
+    + [("stub", "auto", "Driver Not Loaded")],
+)
+def test_without_nvml_it_samples_resident_memory_and_says_so(monitor, request, tmp_path, library, device, said):
+    process = monitor(request.getfixturevalue(library), "--device", device, STUB_NVML_INIT="9")
     until(lambda: len(rows(tmp_path / "memory.csv")) >= 3)
     report, stderr = finish(process)
-    assert stderr.count("resident memory only") == stderr.count("\n") == 1 and "Library Not Found" in stderr
+    assert stderr.count("resident memory only") == stderr.count("\n") == 1 and said in stderr
     assert report["device"] is None
     assert all(row["device_used_bytes"] == "" < row["resident_bytes"] for row in rows(tmp_path / "memory.csv"))
-
-
-def test_driver_not_loaded_is_like_no_nvml(monitor, stub, tmp_path):
-    process = monitor(stub, STUB_NVML_INIT="9")
-    until(lambda: rows(tmp_path / "memory.csv"))
-    assert "Driver Not Loaded" in finish(process)[1]
 
 
 def test_device_lost_on_the_way(monitor, stub, watched, tmp_path):
@@ -359,33 +340,16 @@ def test_a_device_that_does_not_tell_its_memory_tells_the_rest(monitor, stub, wa
     assert (report["device"], report["device_processes"]) == ("Stub A", "ours")
 
 
-def test_sigint_ends_it_with_a_report(monitor, no_nvml, tmp_path):
-    process = monitor(no_nvml, "--device", "none", "--interval", "1")
+@pytest.mark.parametrize("ended", ["sampler by SIGINT", "watched process by SIGKILL"])
+def test_it_ends_with_a_report_of_its_rows(monitor, no_nvml, watched, tmp_path, ended):
+    process = monitor(no_nvml, "--device", "none", "--interval", "0.1")
     until(lambda: rows(tmp_path / "memory.csv"))
-    process.send_signal(signal.SIGINT)
+    if ended == "sampler by SIGINT":
+        process.send_signal(signal.SIGINT)
+    else:
+        watched.kill()  # and not waited for: a zombie, which still has a pid
     stdout, stderr = process.communicate(timeout=PATIENCE)
     assert (process.returncode, stderr) == (0, "")
-    assert json.loads(stdout)["samples"] == len(rows(tmp_path / "memory.csv"))
-
-
-def test_sigkill_of_the_sampler_keeps_every_row(monitor, no_nvml, tmp_path):
-    process = monitor(no_nvml, "--device", "none", "--interval", "0.01")
-    until(lambda: len(rows(tmp_path / "memory.csv")) >= 10)
-    seen = rows(tmp_path / "memory.csv")
-    process.kill()
-    process.wait()
-    written = rows(tmp_path / "memory.csv")
-    assert written[: len(seen)] == seen
-    assert all(float(row["timestamp"]) > 0 and int(row["resident_bytes"]) > 0 for row in written)
-
-
-def test_sigkill_of_the_watched_process_ends_it(monitor, no_nvml, watched, tmp_path):
-    process = monitor(no_nvml, "--device", "none")
-    until(lambda: rows(tmp_path / "memory.csv"))
-    watched.kill()  # and not waited for: a zombie, which still has a pid
-    stdout, stderr = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, stderr) == (0, "")
-    assert psutil.Process(watched.pid).status() == psutil.STATUS_ZOMBIE
     written = rows(tmp_path / "memory.csv")
     assert json.loads(stdout)["samples"] == len(written)
     assert all(int(row["resident_bytes"]) > 0 for row in written)
@@ -416,24 +380,21 @@ def test_a_reused_pid_is_not_the_watched_process(tmp_path):
     assert (tmp_path / "memory.csv").read_text() == ",".join(SAMPLE_COLUMNS) + "\n"
 
 
-@pytest.mark.parametrize("interval", ["0.001", "5", "nan", "fast"])
-def test_bad_interval(monitor, no_nvml, tmp_path, interval):
-    line = refusal(monitor(no_nvml, "--interval", interval))
-    assert repr(interval) in line and "0.01 to 1 seconds" in line and "choose" in line
-    assert not (tmp_path / "memory.csv").exists()
-
-
-def test_no_such_process(monitor, no_nvml, watched):
-    watched.kill()
-    watched.wait()
-    assert str(watched.pid) in refusal(monitor(no_nvml, "--device", "none"))
-
-
-@pytest.mark.parametrize("place", ["missing/memory.csv", "file/memory.csv", "."])
-def test_unwritable_output(monitor, no_nvml, tmp_path, place):
-    (tmp_path / "file").touch()
-    line = refusal(monitor(no_nvml, "--device", "none", "--output", str(tmp_path / place)))
-    assert f"cannot write {tmp_path / place}" in line
+@pytest.mark.parametrize(
+    ("option", "values", "said"),
+    [
+        ("--interval", ("0.001", "5", "nan", "fast"), "'{value}' is not within 0.01 to 1 seconds; choose"),
+        ("--output", ("missing/memory.csv", "README.md/memory.csv", "."), "cannot write {value}: "),
+        ("--device", ("2", "GPU-ffff", "GPU-"), f"'{{value}}'|0 = {B} (Stub B)|{A} (Stub A, by UUID only)"),
+        ("--pid", ("4194305",), "{value}"),  # above what Linux gives
+    ],
+)
+def test_bad_arguments_are_refused_in_one_line(monitor, request, tmp_path, option, values, said):
+    library = request.getfixturevalue("stub" if option == "--device" else "no_nvml")
+    for value in values:
+        line = refusal(monitor(library, "--device", "none", option, value, CUDA_VISIBLE_DEVICES="1"))
+        assert all(text in line for text in said.format(value=value).split("|")), line
+        assert not (tmp_path / "memory.csv").exists()
 
 
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="needs prlimit to make a write fail part of the way")
@@ -492,11 +453,15 @@ def test_start_passes_the_refusal_on(tmp_path):
         start_monitor(tmp_path / "missing" / "memory.csv", interval=0.05, device="none")
 
 
-def test_stop_of_a_killed_sampler(tmp_path):
-    process = start_monitor(tmp_path / "memory.csv", interval=0.05, device="none")
+def test_a_killed_sampler_keeps_every_row_and_leaves_no_report(tmp_path):
+    process = start_monitor(tmp_path / "memory.csv", interval=0.01, device="none")
+    until(lambda: len(rows(tmp_path / "memory.csv")) >= 10)
+    seen = rows(tmp_path / "memory.csv")
     process.kill()
     assert stop_monitor(process) is None
-    assert rows(tmp_path / "memory.csv")
+    written = rows(tmp_path / "memory.csv")
+    assert written[: len(seen)] == seen
+    assert all(float(row["timestamp"]) > 0 and int(row["resident_bytes"]) > 0 for row in written)
 
 
 def test_a_parent_that_raises_leaves_nothing_behind(tmp_path):
@@ -515,11 +480,3 @@ raise ValueError("the run failed")
 
     until(ended)
     assert rows(tmp_path / "memory.csv")
-
-
-def test_it_starts_without_heavy_modules():
-    code = "import sys, experiments.memory_monitor; print(sorted({name.split('.')[0] for name in sys.modules}))"
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "'pynvml'" in run.stdout
-    for name in ("torch", "trl", "transformers", "pandas", "numpy", "datasets"):
-        assert f"'{name}'" not in run.stdout

@@ -16,23 +16,18 @@ import pytest
 from experiments import config as cfg
 from experiments import memory_monitor, record, train
 from experiments.processes import stoppable
-from experiments.record import export, write_end, write_record
+from experiments.record import export, write_end
 from rloo_memory import phases
 from rloo_memory.errors import ConfigError
 from rloo_memory.folder_lock import owned
 from rloo_memory.run_record import PHASE_COLUMNS, RUNS, RunRecord, read_record, read_rows, stored_runs
+from tests.test_suite import write_record as write_finished
 
 GIB = 2**30
 
 
 def write_run(machine, arm="stock", scale="test", **fields):
-    config = cfg.resolve(arm, 2, scale, "cpu")
-    folder = machine / config.run_id
-    folder.mkdir(parents=True)
-    identity = (config.run_id, config.arm, config.scale, config.k, config.repeat, config.as_dict())
-    usual = dict(commit="abc", status="ok", start_bytes=GIB, peak_resident_bytes=3 * GIB, device_kind="cpu")
-    write_record(RunRecord(*identity, **{**usual, **fields}), folder)
-    return folder
+    return write_finished(machine, cfg.resolve(arm, 2, scale, "cpu"), **fields)
 
 
 def run_ids(machine):
@@ -147,8 +142,7 @@ def test_the_last_row_of_a_full_disk_is_left_out(tmp_path):
 @pytest.mark.parametrize("exact, status", [(True, "ok"), (False, "error")])
 def test_a_run_without_its_sampler_counts_only_where_the_kernel_knows_the_peak(exact, status, tmp_path, monkeypatch):
     config = cfg.resolve("stock", 2, "test", "cpu")
-    identity = (config.run_id, config.arm, config.scale, config.k, config.repeat, config.as_dict(), "abc")
-    run = RunRecord(*identity, device_kind="cpu", start_bytes=1)
+    run = record.new_record(config, "abc", device_kind="cpu", start_bytes=1)
     if not exact:
         monkeypatch.setattr(phases.HighWater, "reset", lambda self: False)
     monkeypatch.setattr(train, "start_monitor", lambda *_: None)

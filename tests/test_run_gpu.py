@@ -20,6 +20,7 @@ from experiments.bench.measurements import MEASUREMENTS
 from experiments.config import ROOT
 from rloo_memory.errors import ConfigError
 from rloo_memory.storage import write_json
+from tests.waiting import until
 
 # In the place of a Python with torch: says what machine and commit it is, and does what the file named as the item
 # says
@@ -138,12 +139,10 @@ def test_an_item_that_hangs_is_ended_and_those_behind_it_run(clone, tmp_path):
 def test_a_kill_leaves_an_archive_and_ends_what_runs(clone, tmp_path):
     clone.does("exactness", f"echo $$ > {tmp_path}/pid; sleep 60 & wait")
     process = clone.start("kernels", "exactness")
-    until = time.monotonic() + 20
-    while not (tmp_path / "pid").exists() and time.monotonic() < until:
-        time.sleep(0.05)
+    pid = int(until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text()))
     process.send_signal(signal.SIGKILL)
     process.wait()
-    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)  # the stand-in knows no SCRIPT_PID
+    os.kill(pid, signal.SIGKILL)  # the stand-in knows no SCRIPT_PID
     assert on_gpu.unpack(clone.archive, tmp_path / "home") == ["x"]
     found = {path.relative_to(tmp_path / "home").as_posix() for path in (tmp_path / "home").rglob("*")}
     assert {"x/evidence.kernels.csv", "x/on_gpu/kernels.done", "x/on_gpu/kernels.log"} <= found

@@ -5,11 +5,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from experiments.config import ROOT
+from tests.waiting import until
 
 # Makes real environments, without pip. PIP says what pip does: "" all is well; "hang": it waits to be let go; other
 # text is printed, and pip fails.
@@ -192,13 +192,6 @@ def test_without_git_the_remedy_is_named_before_anything_is_made(old, tmp_path):
     assert (code, out, len(err)) == (2, [], 1)
     assert "git is missing" in err[0] and "install it" in err[0]
     assert old.is_old()
-
-
-def until(condition):
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def alive(process_id):

@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import psutil
@@ -15,26 +14,13 @@ from experiments import record as experiments_record
 from experiments import suite
 from experiments.config import ROOT
 from rloo_memory.errors import EXIT_TIME, ConfigError
-from rloo_memory.run_record import RunRecord, read_record
+from rloo_memory.run_record import read_record
+from tests.waiting import until
 
 
 def run_suite(tmp_path, *options):
-    command = [
-        sys.executable,
-        "-m",
-        "experiments.suite",
-        "--scale",
-        "test",
-        "--device",
-        "cpu",
-        "--results",
-        str(tmp_path),
-        "--machine",
-        "here",
-        "--threads",
-        "1",
-        *options,
-    ]
+    usual = "--scale test --device cpu --machine here --threads 1".split()
+    command = [sys.executable, "-m", "experiments.suite", *usual, "--results", str(tmp_path), *options]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
@@ -42,9 +28,8 @@ def write_record(machine, config, **fields):
     """A finished run of `config`, with `fields` instead of the usual ones; returns its folder."""
     folder = machine / config.run_id
     folder.mkdir(parents=True)
-    identity = (config.run_id, config.arm, config.scale, config.k, config.repeat, config.as_dict())
     usual = dict(commit="abc", status="ok", start_bytes=2**30, peak_resident_bytes=2**30 * 3, device_kind="cpu")
-    experiments_record.write_record(RunRecord(*identity, **{**usual, **fields}), folder)
+    experiments_record.write_record(experiments_record.new_record(config, **{**usual, **fields}), folder)
     return folder
 
 
@@ -77,8 +62,7 @@ def test_a_run_that_native_code_aborted_is_told_by_its_last_words(tmp_path):
     folder = tmp_path / config.run_id
     folder.mkdir()
     for words, status in (("memory allocation of 4096 bytes failed", "oom"), ("assertion failed", "error")):
-        identity = (config.run_id, config.arm, config.scale, config.k, config.repeat, config.as_dict())
-        experiments_record.write_record(RunRecord(*identity, "abc", launch="mine"), folder)
+        experiments_record.write_record(experiments_record.new_record(config, "abc", launch="mine"), folder)
         (folder / "log.txt").write_text(words)
         record = suite.settle_record(config, tmp_path, "mine", -signal.SIGABRT, [])
         assert record["status"] == status and "SIGABRT" in record["error"]
@@ -296,10 +280,7 @@ def test_a_suite_ends_with_the_script_that_began_it(tmp_path):
         (tmp_path / path).write_text(f"#!/bin/bash\n{text}")
         (tmp_path / path).chmod(0o755)
     process = subprocess.Popen(["bash", script], stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    child = psutil.Process(int((tmp_path / "pid").read_text()))
+    child = psutil.Process(int(until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())))
     process.terminate()
     assert process.wait(10) == -signal.SIGTERM
     psutil.wait_procs([child], timeout=30)

@@ -4,7 +4,6 @@ Trains through the launcher, so `host_allocator` is what is measured: Qwen3's sh
 tokens in mixed order, the same in every run, prefix sharing, no checkpointing, one thread.
 """
 
-import csv
 import json
 import os
 import subprocess
@@ -16,6 +15,7 @@ from experiments import config as cfg
 from experiments.bench.samples import Cell
 from experiments.config import ROOT
 from experiments.measuring import Place
+from experiments.record import read_csv
 from rloo_memory import host_allocator
 
 ALLOCATORS = {  # -> setting of the launcher, environment
@@ -95,8 +95,7 @@ class Trained:
             end, cpu_seconds, *library = json.loads(result.stdout.splitlines()[-1])
             if library and setting == "system":
                 raise RuntimeError(f"{library[0]} was loaded")
-            with Path(out, "memory_phases.csv").open(newline="") as file:
-                phases = [row for row in csv.DictReader(file) if row["phase"] != "load"]
+            phases = [row for row in read_csv(Path(out, "memory_phases.csv")) if row["phase"] != "load"]
         return {
             "peak_resident_bytes": max(int(row["peak_resident_bytes"]) for row in phases),
             "end_resident_bytes": end,

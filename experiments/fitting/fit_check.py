@@ -8,7 +8,6 @@ only 24 of the 200 choices, and nothing is written. How far all are apart goes t
 """
 
 import argparse
-import csv
 import json
 import math
 import os
@@ -20,6 +19,7 @@ from functools import partial
 from experiments.builds import use_fork
 from experiments.config import ROOT
 from experiments.fitting.fit_data import MODELS, ON_ONE_CARD, PAGE, TRAINED, in_processes, on_cards
+from experiments.record import write_csv
 from rloo_memory.arms import ARMS
 from rloo_memory.errors import ConfigError, exit_code
 from rloo_memory.plan.levers import planned
@@ -168,10 +168,7 @@ def run(args: argparse.Namespace) -> int:
             "page is stale; run make fit-data"
         )
     if not args.stale:
-        with TABLE.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows[tuple(choice[name] for name in CHOICE)] for choice in wanted)
+        write_csv(TABLE, COLUMNS, [rows[tuple(choice[name] for name in CHOICE)] for choice in wanted])
         data["compared"] = compared(list(rows.values()))
         PAGE.write_text(json.dumps(data, separators=(",", ":")) + "\n")
     return 0
