@@ -1,0 +1,189 @@
+"""TRL's own RLOO and GRPO tests: untouched, with the fork's options off, and with prefix sharing forced on in each.
+
+    git clone https://github.com/huggingface/trl TRL
+    python -m experiments.evidence.upstream_tests TRL
+
+Models, tokenizers and prompts that the tests take from the Hugging Face Hub are made here, tiny and random, so nothing
+is downloaded. A test that fails untouched says nothing about the fork: it needs a GPU, a processor for images, or
+another release. Writes results/<machine>/upstream_tests.csv, a row a test. Exit code 4 if a test that passes untouched
+fails with the options off, or fails with sharing forced on in another way than by a refusal.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from xml.etree import ElementTree
+
+from experiments.builds import build, use_fork
+from experiments.evidence.tiny_families import tiny_config
+from experiments.measuring import EXIT_VERDICT, FACTS, Parser, Place, need, place
+from experiments.record import write_csv
+from rloo_memory.arms import ARMS
+from rloo_memory.errors import ConfigError, exit_code
+from rloo_memory.models import build_tokenizer
+
+FILES = ("test_rloo_trainer.py", "test_grpo_trainer.py")
+COLUMNS = ("test", "untouched", "off", "forced", "reason", "tests_commit", *FACTS)
+VOCAB = 300  # all bytes and some words
+ON_THE_HUB = re.compile(r'"trl-internal-testing/(tiny-(\w+?For\w+)[\w.-]*)"')
+PROMPTS = ["The sky is blue", "What is better than ugly?", "A sea of green", "Say one more word, and then", "Why"] * 4
+# The tests may be of another day than the release: what they ask it for and it does not have is not installed
+OTHER_RELEASE = """
+import importlib
+import re
+from pathlib import Path
+
+here = importlib.import_module("trl.import_utils")
+for name in re.findall(r"\\bis_\\w+_available\\b", Path("tests/testing_utils.py").read_text()):
+    if not hasattr(here, name):
+        setattr(here, name, lambda *args: False)
+"""
+FORCED_ON = """
+from trl import GRPOConfig, RLOOConfig
+
+
+def forced(own):
+    def __post_init__(self):
+        self.prefix_sharing = True
+        own(self)
+
+    return __post_init__
+
+
+for config in (GRPOConfig, RLOOConfig):
+    config.__post_init__ = forced(config.__post_init__)
+"""
+
+
+def make_models(folder: Path, tests: str) -> None:
+    """What the tests take from the hub by name, of text: an image's processor cannot be made of nothing."""
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    for name, class_name in dict(ON_THE_HUB.findall(tests)).items():
+        model_class = getattr(transformers, class_name, None)
+        if model_class is None or "Conditional" in class_name:
+            continue
+        config = tiny_config(model_class.config_class, vocab_size=VOCAB)
+        config.num_labels = 1 if "SequenceClassification" in class_name else config.num_labels
+        torch.manual_seed(0)
+        model_class(config).save_pretrained(folder / name)
+        build_tokenizer(PROMPTS, VOCAB).save_pretrained(folder / name)
+
+
+def make_prompts(folder: Path) -> None:
+    """The prompts of `trl-internal-testing/zen`, as text and as chats."""
+    configs = []
+    for name in ("standard_prompt_only", "conversational_prompt_only"):
+        (folder / name).mkdir(parents=True)
+        prompts = PROMPTS if name.startswith("standard") else [[{"role": "user", "content": x}] for x in PROMPTS]
+        files = []
+        for split, rows in (("train", prompts[:17]), ("test", prompts[17:])):
+            (folder / name / f"{split}.jsonl").write_text("".join(json.dumps({"prompt": x}) + "\n" for x in rows))
+            files.append(f"  - split: {split}\n    path: {name}/{split}.jsonl\n")
+        configs.append(f"- config_name: {name}\n  data_files:\n{''.join(files)}")
+    (folder / "README.md").write_text(f"---\nconfigs:\n{''.join(configs)}---\n")
+
+
+def outcomes(folder: Path, tree: Path, *options: str) -> dict[str, tuple[str, str]]:
+    """(passed, failed or skipped; why) of each test, by name, with the TRL in `tree`. Raises `ConfigError`."""
+    report = folder / "report.xml"
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "ignore",
+        "-n",
+        "2",
+        "-p",
+        "other_release",
+    ]
+    command += ["--dist", "worksteal", f"--junitxml={report}", *options, *(f"tests/{file}" for file in FILES)]
+    paths = os.pathsep.join(map(str, (tree, folder)))
+    environment = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    if done.returncode not in (0, 1) or "error during collection" in done.stdout:  # else all passed, or some failed
+        said = " ".join((done.stdout + done.stderr).split())[-300:]
+        raise ConfigError(f"pytest ended with exit code {done.returncode} with the TRL in {tree}: {said}")
+    found = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        name = f"{case.get('classname').removeprefix('tests.')}.{case.get('name')}"
+        problem = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
+        outcome = "passed" if problem is None else "skipped" if problem.tag == "skipped" else "failed"
+        found[name] = outcome, "" if problem is None else " ".join(problem.get("message", "").split())
+    report.unlink()
+    return found
+
+
+def compared(clone: Path, here: Place) -> list[dict]:
+    """A row a test."""
+    commit = subprocess.run(["git", "-C", clone, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True)
+    tests = "".join((clone / "tests" / file).read_text() for file in FILES)
+    with tempfile.TemporaryDirectory(prefix="upstream_tests_") as scratch:
+        folder = Path(scratch)
+        shutil.copytree(clone / "tests", folder / "tests")  # in the clone, its own trl would be imported
+        make_models(folder / "trl-internal-testing", tests)
+        make_prompts(folder / "trl-internal-testing" / "zen")
+        (folder / "other_release.py").write_text(OTHER_RELEASE)
+        (folder / "forced_on.py").write_text(FORCED_ON)
+        found = []
+        for arm, *options in (("stock",), ("shared",), ("shared", "-p", "forced_on")):
+            print(f"{arm} {' '.join(options)}", flush=True)
+            found.append(outcomes(folder, build(ARMS[arm]), *options))
+    rows = []
+    for test, (untouched, why) in found[0].items():
+        (off, _), (forced, why_not) = (each.get(test, ("missing", "")) for each in found[1:])
+        reason = why_not if untouched == "passed" and forced != "passed" else why
+        row = {"test": test, "untouched": untouched, "off": off, "forced": forced, "reason": reason[:200]}
+        rows.append(row | {"tests_commit": commit.stdout.strip()} | here.facts)
+    return rows
+
+
+def is_wrong(row: dict) -> bool:
+    """Whether a test that passes untouched fails with the fork, and not by a refusal of prefix sharing."""
+    refused = row["reason"].startswith(("ValueError: ", "ImportError: ")) and "prefix_sharing" in row["reason"]
+    fails = row["forced"] != "passed" and not refused
+    return row["untouched"] == "passed" and (row["off"] != "passed" or fails)
+
+
+def run(argv: list[str] | None) -> int:
+    parser = Parser("evidence.upstream_tests", __doc__)
+    parser.add_argument("clone", type=Path, help="a clone of TRL's repository")
+    args = parser.parse_args(argv)
+    if missing := [file for file in FILES if not (args.clone / "tests" / file).is_file()]:
+        raise ConfigError(
+            f"{args.clone} has no tests/{missing[0]}; name a clone of https://github.com/huggingface/trl"
+        )
+    need("pytest", "xdist")
+    here = place(args, "peft")
+    use_fork(ARMS["shared"])
+    rows = compared(args.clone, here)
+    path = here.folder / "upstream_tests.csv"
+    write_csv(path, COLUMNS, rows)
+    passing = [row for row in rows if row["untouched"] == "passed"]
+    wrong = [row for row in rows if is_wrong(row)]
+    off, forced = (sum(row[tree] == "passed" for row in passing) for tree in ("off", "forced"))
+    print(f"{len(rows)} tests, {len(passing)} pass untouched; {off} of these with options off, {forced} with sharing")
+    for row in wrong:
+        print(f"wrong: {row['test']}: off {row['off']}, forced {row['forced']}: {row['reason']}")
+    print(path)
+    return EXIT_VERDICT if wrong else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    return exit_code("upstream_tests", run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
