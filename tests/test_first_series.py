@@ -1,8 +1,7 @@
 """trl/first: the first pull request. Its tests in test_fork.py are those of every series."""
 
 import pytest
-
-from tests.test_fork import ROOT, fork
+from fork_tool import ROOT, fork, obtain
 
 LINE = fork.find_line(ROOT / "trl", "first")
 MODULE = ROOT / "trl/first/overlay/trl/models/group_packing.py"
@@ -23,10 +22,7 @@ def test_an_architecture_is_refused_in_one_line_or_exact(probe):
 @pytest.mark.slow
 @pytest.mark.torch
 def test_its_own_tests_pass(forked, tmp_path):
-    try:
-        fork.obtain(LINE)
-    except fork.WheelUnavailable as error:
-        pytest.skip(f"the upstream wheel cannot be obtained here: {error}")
+    obtain(LINE)
     tree, folder = tmp_path / "tree", tmp_path / "tests"
     fork.build(ROOT / "trl", "first", tree, None)
     folder.mkdir()

@@ -5,8 +5,7 @@ import base64
 
 import numpy
 import pytest
-
-from tests.test_fork import ROOT, fork
+from fork_tool import ROOT, fork, obtain
 
 SERIES = fork.read_series(fork.find_line(ROOT / "trl", "current"))
 # What patches add to RLOOConfig and GRPOConfig
@@ -35,10 +34,7 @@ WORDS = {"0008-prefix-sharing.patch": "prefix_sharing"}
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
     """The tree before the first patch, after the first, after the second ..."""
-    try:
-        fork.obtain(fork.find_line(ROOT / "trl", "current"))
-    except fork.WheelUnavailable as error:
-        pytest.skip(f"the upstream wheel cannot be obtained here: {error}")
+    obtain(fork.find_line(ROOT / "trl", "current"))
     folder = tmp_path_factory.mktemp("places")
     trees = [folder / str(number) for number in range(len(SERIES) + 1)]
     for number, tree in enumerate(trees):

@@ -29,7 +29,7 @@ WHY = "passed before, and the fork, the lock and the probes are as they were"
 
 def fingerprint() -> str:
     """Of what these tests run, and of themselves."""
-    files = [ROOT / "tests" / f"{name}.py" for name in (*SUITES, "conftest", "zygote")]
+    files = [ROOT / "tests" / f"{name}.py" for name in (*SUITES, "conftest", "fork_tool", "rounding", "zygote")]
     for name in RUN:
         path = ROOT / name
         files += [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())

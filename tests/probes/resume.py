@@ -4,8 +4,7 @@ Six updates with sampled completions in float64. Prints for each scenario how fa
 sharing and, where that is not zero in stock either, of stock and between the resumed runs of both.
 """
 
-import copy  # noqa: I001
-import csv
+import csv  # noqa: I001
 import json
 import logging
 import math
@@ -13,16 +12,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-from shared_trainer import PROMPTS, SHAPE, TOKENIZER, reward  # puts the fork on the path
+# Puts the fork on the path
+from shared_trainer import PROMPTS, SHAPE, build_trainer, outcome, save_policy, whole_groups
 import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, Qwen3Config
-from trl.trainer import grpo_trainer, rloo_trainer
 
 from rloo_memory.hooks.memory_callback import MemoryCallback
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
+SKIPPED = ("time", "runtime", "per_second", "mem_", "train_loss", "total_flos")  # of what is logged
 SCENARIOS = {
     "rloo": dict(memory=True),
     "rloo accumulation": dict(gradient_accumulation_steps=2),
@@ -40,44 +39,22 @@ SCENARIOS = {
 
 
 def build(folder, shared, trainer="rloo", batch=4, memory=False, lora=False, prompts=PROMPTS * 2, **options):
-    make_config, make_trainer = (RLOOConfig, RLOOTrainer) if trainer == "rloo" else (GRPOConfig, GRPOTrainer)
-    arguments = make_config(
-        output_dir=str(folder / "out"),
+    run = build_trainer(
+        trainer,
+        folder / "out",
+        str(folder / "policy"),
+        Dataset.from_dict({"prompt": prompts}),
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "down_proj"]) if lora else None,
         per_device_train_batch_size=batch,
-        num_generations=4,
         max_steps=6,
-        max_completion_length=6,
-        learning_rate=1e-2,
-        seed=1,
-        use_cpu=True,
-        bf16=False,
         prefix_sharing=shared,
-        logging_steps=1,
         save_strategy="steps",
-        report_to="none",
-        disable_tqdm=True,
         model_init_kwargs={"dtype": torch.float64},
         **options,
-    )
-    run = make_trainer(
-        str(folder / "policy"),
-        reward,
-        arguments,
-        train_dataset=Dataset.from_dict({"prompt": prompts}),
-        processing_class=copy.deepcopy(TOKENIZER),
-        peft_config=LoraConfig(r=4, target_modules=["q_proj", "down_proj"]) if lora else None,
     )
     if memory:
         run.add_callback(MemoryCallback(run))
     return run
-
-
-def outcome(run, after):
-    """What was logged after a step, without times and memory, and the parameters."""
-    skipped = ("time", "runtime", "per_second", "mem_", "train_loss", "total_flos")
-    logs = [log for log in run.state.log_history if log["step"] > after]
-    logs = [{name: x for name, x in log.items() if not any(s in name for s in skipped)} for log in logs]
-    return logs, torch.cat([p.detach().flatten() for p in run.model.parameters()])
 
 
 def difference(left, right):
@@ -92,25 +69,17 @@ def difference(left, right):
     return {"logs": worst, "parameters": moved.item(), "alone": alone}
 
 
-def save_policy(folder):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(Qwen3Config(**SHAPE))
-    for parameter in model.parameters():
-        parameter.data.mul_(4 if parameter.dim() > 1 else 1)
-    model.generation_config.eos_token_id = list(range(3, 63))  # many, so that completions differ in length
-    model.to(torch.float64).save_pretrained(folder)
-
-
 def compare(stock=False, save_steps=3, **options):
     found = {}
     for name in ("stock", "shared") if stock else ("shared",):
         with tempfile.TemporaryDirectory() as folder:
             folder = Path(folder)
-            save_policy(folder / "policy")
+            torch.manual_seed(0)
+            save_policy(folder / "policy", AutoModelForCausalLM.from_config(Qwen3Config(**SHAPE)))
             runs = [build(folder, name == "shared", save_steps=save_steps, **options) for _ in range(2)]
             runs[0].train()
             runs[1].train(resume_from_checkpoint=str(folder / "out" / f"checkpoint-{save_steps}"))
-            found[name] = [outcome(run, save_steps) for run in runs]
+            found[name] = [outcome(run, SKIPPED, after=save_steps) for run in runs]
             if options.get("memory"):
                 with (folder / "out" / "memory_phases.csv").open() as file:
                     measured = {row["step"] for row in csv.DictReader(file) if row["phase"] == "train"}
@@ -130,7 +99,5 @@ def compare(stock=False, save_steps=3, **options):
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
-    for module in (rloo_trainer, grpo_trainer):  # whole groups in stock too, or it would train in another order
-        shuffle = module.shuffle_sequence_dict
-        module.shuffle_sequence_dict = lambda batch, group_size=1, shuffle=shuffle: shuffle(batch, 4)
-    print(json.dumps({name: compare(**SCENARIOS[name]) for name in SCENARIOS if name.startswith(sys.argv[1])}))
+    with whole_groups():
+        print(json.dumps({name: compare(**SCENARIOS[name]) for name in SCENARIOS if name.startswith(sys.argv[1])}))

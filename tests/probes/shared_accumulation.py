@@ -3,22 +3,23 @@ mixed precision (float32 weights, bfloat16 arithmetic, TRL's default) against st
 each pass rounds what it adds to a weight's gradient, against stock that accumulates one completion at a time. The same
 for 64 micro-batches of one completion. Truth is float64, errors are means over three seeds."""
 
+import functools
 import json
 from collections import Counter
 
-import torch  # noqa: E402, I001
-from shared_exactness import ARCHITECTURES, VOCAB, build, error, passes_of, pure_float64  # puts the fork on the path
-from trl.models.prefix_sharing_enabling import enable_prefix_sharing  # noqa: E402
-from trl.models.prefix_sharing_micro_batches import OpenPrefix  # noqa: E402
+import torch
+from shared_exactness import VOCAB, build, error, passes_of, pure_float64  # puts the fork on the path
+from trl.models.prefix_sharing_enabling import enable_prefix_sharing
+from trl.models.prefix_sharing_micro_batches import OpenPrefix
 
-ARCHITECTURES["plain"] = ("llama", {})
 PROMPT, COMPLETION, ROWS = 24, 4, 64
 
 
-def gradient(model, seed, rows=ROWS, mixed=False, open_prefix=None, **shared):
+def gradient(modules_of, seed, model, rows=ROWS, mixed=False, open_prefix=None, **shared):
     torch.manual_seed(seed)
     ids = torch.randint(3, VOCAB, (ROWS, PROMPT + COMPLETION))
     ids[:, :PROMPT] = ids[0, :PROMPT]
+    model.zero_grad()
     for step, chunk in enumerate(ids.split(rows)):
         if open_prefix is not None:
             open_prefix.enter(step, updates=step == ROWS - 1)
@@ -32,30 +33,36 @@ def gradient(model, seed, rows=ROWS, mixed=False, open_prefix=None, **shared):
         out.log_probs.sum().backward()  # every completion pulls the same way, so that the sum grows
         if open_prefix is not None:
             open_prefix.backward()
-    grads = [
-        getattr(layer.self_attn, name).weight.grad.flatten().double()
-        for layer in model.model.layers
-        for name in ("k_proj", "v_proj")
-    ]
-    model.zero_grad()
-    return torch.cat(grads)
+    return torch.cat([p.grad.flatten().double() for module in modules_of(model) for p in module.parameters()])
 
 
-one_a_pass = dict(passes=passes_of(PROMPT, tokens_per_forward=1))
-result = Counter()
-for seed in range(3):
+def errors_of(build, modules_of, seed=0):
+    """`build` makes the model in a dtype. What counts is the gradient of `modules_of` the model."""
+    run = functools.partial(gradient, modules_of, seed)
+    exact, rounded = build(torch.float64), build(torch.bfloat16).double()
     with pure_float64():
-        truth = gradient(build("plain", torch.float64, seed), seed)
-        rounded_truth = gradient(build("plain", torch.bfloat16, seed).double(), seed)
-    model = build("plain", torch.float32, seed)
-    result["mixed stock"] += error(gradient(model, seed, mixed=True), truth) / 3
+        truth, rounded_truth = run(exact), run(rounded)
+    one_a_pass = dict(passes=passes_of(PROMPT, tokens_per_forward=1))
+    model = build(torch.float32)
+    errors = {"mixed stock": error(run(model, mixed=True), truth)}
     enable_prefix_sharing(model)
-    result["mixed shared"] += error(gradient(model, seed, mixed=True, **one_a_pass), truth) / 3
-    micro_batches = gradient(model, seed, rows=1, mixed=True, open_prefix=OpenPrefix(ROWS))
-    result["mixed micro-batches"] += error(micro_batches, truth) / 3
-    model = build("plain", torch.bfloat16, seed)
-    result["accumulate"] += error(gradient(model, seed, rows=1), rounded_truth) / 3
+    errors["mixed shared"] = error(run(model, mixed=True, **one_a_pass), truth)
+    errors["mixed micro-batches"] = error(run(model, rows=1, mixed=True, open_prefix=OpenPrefix(ROWS)), truth)
+    model = build(torch.bfloat16)
+    errors["accumulate"] = error(run(model, rows=1), rounded_truth)
     enable_prefix_sharing(model)
-    result["shared"] += error(gradient(model, seed, **one_a_pass), rounded_truth) / 3
-    result["micro-batches"] += error(gradient(model, seed, rows=1, open_prefix=OpenPrefix(ROWS)), rounded_truth) / 3
-print(json.dumps(result))
+    errors["shared"] = error(run(model, **one_a_pass), rounded_truth)
+    errors["micro-batches"] = error(run(model, rows=1, open_prefix=OpenPrefix(ROWS)), rounded_truth)
+    return errors
+
+
+def projections(model):
+    return [module for layer in model.model.layers for module in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
+
+
+if __name__ == "__main__":
+    result = Counter()
+    for seed in range(3):
+        for name, value in errors_of(functools.partial(build, "llama", seed=seed), projections, seed).items():
+            result[name] += value / 3
+    print(json.dumps(result))

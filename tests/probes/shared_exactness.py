@@ -185,20 +185,29 @@ def run(model, name, seeds=(7,), **shared):
 
 def run_batch(model, name, seed, **shared):
     ids, mask, prompt = batch(seed)
-    labels = ids.masked_fill(mask == 0, -100)
-    labels[:, :prompt] = -100
     if name in EXPERTS:
         shared = dict(shared, output_router_logits=True)
+    return run_inputs(model, dict(input_ids=ids, attention_mask=mask), prompt, **shared)
+
+
+def run_inputs(model, inputs, prompt, **shared):
+    ids = inputs["input_ids"]
+    labels = ids.masked_fill(inputs["attention_mask"] == 0, -100)
+    labels[:, :prompt] = -100
     model.zero_grad()
-    out = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True, **shared)
+    out = model(**inputs, labels=labels, fused_lm_head=True, **shared)
     columns = ids.shape[1] - prompt
     tokens = torch.stack([out.log_probs[:, -columns:], out.entropy[:, -columns:]])
     weights = torch.linspace(-1, 1, ids.shape[0] * columns).view(1, -1, columns)
     weights = weights * torch.tensor([1.0, 0.1]).view(2, 1, 1)
     loss = (tokens * weights).sum() + (out.aux_loss if out.aux_loss is not None else 0)
     loss.backward()
-    gradient = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
-    return tokens.detach().double(), gradient, loss.detach().double()
+    return tokens.detach().double(), gradient_of(model), loss.detach().double()
+
+
+def gradient_of(module):
+    gradients = [p.grad.flatten().double() for p in module.parameters() if p.grad is not None]
+    return torch.cat(gradients or [torch.zeros(1)])
 
 
 def error(got, truth):

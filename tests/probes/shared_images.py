@@ -14,7 +14,16 @@ import sys
 from unittest import mock
 
 import torch
-from shared_exactness import ARCHITECTURES, FIRST_SPECIAL, build, error, passes_of, pure_float64
+from shared_exactness import (
+    ARCHITECTURES,
+    FIRST_SPECIAL,
+    build,
+    error,
+    gradient_of,
+    passes_of,
+    pure_float64,
+    run_inputs,
+)
 from transformers import GenerationConfig
 from trl.generation.shared_prefix import generate_with_shared_prefix
 from trl.models import prefix_sharing_images
@@ -186,18 +195,8 @@ class Encoded:
 
 
 def run(model, inputs, prompt, **shared):
-    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
-    labels[:, :prompt] = -100
-    model.zero_grad()
-    out = model(**inputs, labels=labels, fused_lm_head=True, **shared)
-    tokens = torch.stack([out.log_probs[:, -COLUMNS:], out.entropy[:, -COLUMNS:]])
-    weights = torch.linspace(-1, 1, tokens[0].numel()).view(1, -1, COLUMNS) * torch.tensor([1.0, 0.1]).view(2, 1, 1)
-    (tokens * weights.to(tokens.device)).sum().backward()
-    gradients = [
-        torch.cat([p.grad.flatten() for p in parameters if p.grad is not None] or [torch.zeros(1)])
-        for parameters in (model.parameters(), tower(model).parameters())
-    ]
-    return tokens.detach(), *gradients
+    tokens, gradient, _ = run_inputs(model, inputs, prompt, **shared)
+    return tokens, gradient, gradient_of(tower(model))
 
 
 SETTINGS = (
@@ -214,15 +213,13 @@ def scores(family):
     model = build_with_images(family, torch.float64)
     inputs, prompt, counts = batch(family, model.config.image_token_id)
     encoded = Encoded(model)
-    for parameter in tower(model).parameters():
-        parameter.requires_grad_(True)
+    tower(model).requires_grad_(True)
     truth = run(model, inputs, prompt)
     whole = encoded.since()
     enable_prefix_sharing(model)
     result = {"tokens": [], "gradient": [], "tower_gradient": [], "encoded": []}
     for checkpointing, trained, settings in SETTINGS:
-        for parameter in tower(model).parameters():
-            parameter.requires_grad_(trained)
+        tower(model).requires_grad_(trained)
         expected = truth if trained else run(model, inputs, prompt)
         encoded.since()
         if checkpointing:

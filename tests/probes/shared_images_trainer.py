@@ -17,11 +17,12 @@ import sys
 import tempfile
 
 import shared_images
+import shared_trainer
 import torch
 from datasets import Dataset
 from peft import LoraConfig
 from shared_exactness import ARCHITECTURES, pure_float64
-from shared_trainer import SHAPE, TOKENIZER, compare_all, difference, reward
+from shared_trainer import SHAPE, TOKENIZER
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, ProcessorMixin
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
@@ -33,10 +34,8 @@ from transformers.models.pixtral import image_processing_pil_pixtral
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
-from trl.trainer import grpo_trainer, rloo_trainer
 
 from experiments.workload.pictures import TEMPLATE, QwenProcessor, WithoutVideos, picture, with_image_tokens
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 SIZE = dict(height=16, width=16)
 
@@ -152,74 +151,51 @@ def build_model(family, processor):
     for parameter in model.parameters():
         if parameter.dim() > 1 and not parameter.any():  # Gemma 3's projector: no image would matter
             torch.nn.init.normal_(parameter, std=0.1)
-        parameter.data.mul_(4 if parameter.dim() > 1 else 1)
-    model.generation_config.eos_token_id = list(range(3, 63))  # many, so that completions differ in length
     model.generation_config.suppress_tokens = list(range(len(TOKENIZER), len(tokenizer)))
-    return model.to(torch.float64)
+    return model
 
 
 def train(
     folder, shared, family, trainer="rloo", batch=4, text_too=False, text_alone=False, evaluate=False, lora=False,
     tower_trained=True, tokens_per_forward=None, **options,
 ):  # fmt: skip
-    module = rloo_trainer if trainer == "rloo" else grpo_trainer
-    make_config, make_trainer = (RLOOConfig, RLOOTrainer) if trainer == "rloo" else (GRPOConfig, GRPOTrainer)
     make_processor, image = PROCESSORS[family]
     processor = make_processor(with_image_tokens(copy.deepcopy(TOKENIZER)), TEMPLATE.replace("IMAGE", image))
-    build_model(family, processor).save_pretrained(folder)
+    shared_trainer.save_policy(folder, build_model(family, processor))
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64)
     shared_images.tower(model).requires_grad_(tower_trained)
-    if evaluate:
-        options |= dict(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4)
     dataset = rows(text_too, text_alone)
-    arguments = make_config(
-        output_dir=folder,
-        per_device_train_batch_size=batch,
-        num_generations=4,
-        max_steps=3,
-        seed=1,
-        use_cpu=True,
-        generation_kwargs={"suppress_tokens": model.generation_config.suppress_tokens},
-        **{"max_completion_length": 6, "learning_rate": 1e-3, "lr_scheduler_type": "constant", **options},
-        prefix_sharing=shared,
-        tokens_per_forward=tokens_per_forward if shared else None,
-        bf16=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
-    shuffle = module.shuffle_sequence_dict
-    module.shuffle_sequence_dict = lambda batch, group_size=1: shuffle(batch, 4)
-    run = make_trainer(
-        model=model,
-        reward_funcs=reward_of_text,
-        args=arguments,
-        processing_class=processor,
-        train_dataset=dataset,
+    run = shared_trainer.build_trainer(
+        trainer,
+        folder,
+        model,
+        dataset,
+        reward_of_text,
+        processor,
         eval_dataset=dataset if evaluate else None,
         peft_config=LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if lora else None,
+        per_device_train_batch_size=batch,
+        generation_kwargs={"suppress_tokens": model.generation_config.suppress_tokens},
+        prefix_sharing=shared,
+        tokens_per_forward=tokens_per_forward if shared else None,
+        **{"learning_rate": 1e-3, "lr_scheduler_type": "constant", **options},
     )
     models = [x for x in (run.model.get_base_model() if lora else run.model, run.ref_model) if x is not None]
     towers = [shared_images.Encoded(x) for x in models]
     run.train()
-    module.shuffle_sequence_dict = shuffle
-    skipped = ("time", "runtime", "per_second", "num_input_tokens")
-    logs = [{k: v for k, v in log.items() if not any(s in k for s in skipped)} for log in run.state.log_history]
-    parameters = torch.cat([p.detach().flatten() for p in run.model.parameters()])
-    return logs, parameters, sum(tower.pixels for tower in towers)
+    return *shared_trainer.outcome(run), sum(tower.pixels for tower in towers)
 
 
 def reward_of_text(completions, **kwargs):
-    return reward([completion[0]["content"] for completion in completions])
+    return shared_trainer.reward([completion[0]["content"] for completion in completions])
 
 
 def compare(**scenario):
-    with tempfile.TemporaryDirectory() as folder, pure_float64():
+    with tempfile.TemporaryDirectory() as folder, pure_float64(), shared_trainer.whole_groups():
         stock_logs, stock, stock_pixels = train(folder, False, **scenario)
         logs, shared, pixels = train(folder, True, **scenario)
     return {
-        "logs": difference(stock_logs, logs),
+        "logs": shared_trainer.difference(stock_logs, logs),
         "parameters": ((stock - shared).norm() / stock.norm()).item(),
         "encoded": pixels / stock_pixels if stock_pixels else None,
         "grad_norms": [log["grad_norm"] for log in logs if "loss" in log and "grad_norm" in log],
@@ -228,4 +204,4 @@ def compare(**scenario):
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
-    print(json.dumps(compare_all(SCENARIOS, compare)))
+    print(json.dumps(shared_trainer.compare_all(SCENARIOS, compare)))

@@ -1,43 +1,40 @@
 """Random batches: any number of prompts of any length, completions of any length (none included), rows in any order,
-any window, passes of any number of completions or tokens, prompts shared or not. Log-probabilities, gradients and
-greedily decoded tokens must equal those of whole sequences, in float64. Hypothesis shrinks what fails. Prints how many
-batches were tried."""
+any window, passes of any number of completions or tokens, prompts shared or not. Log-probabilities, entropies,
+gradients and greedily decoded tokens must equal those of whole sequences, in float64. Hypothesis shrinks what fails.
+Prints how many batches were tried."""
 
+import functools
 import json
+from unittest import mock
 
-import torch  # noqa: E402, I001
-from hypothesis import HealthCheck, given, seed, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from shared_exactness import SHAPE, VOCAB, passes_of, pure_float64  # builds the fork and puts it on the path
-from transformers import AutoModelForCausalLM, GenerationConfig, MistralConfig  # noqa: E402
-from trl.generation.shared_prefix import generate_with_shared_prefix  # noqa: E402
-from trl.models.prefix_sharing_enabling import enable_prefix_sharing  # noqa: E402
-from trl.trainer.utils import add_fused_lm_head  # noqa: E402
+import shared_exactness  # builds the fork and puts it on the path
+import torch
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+from shared_exactness import ARCHITECTURES, VOCAB, passes_of, pure_float64
+from transformers import GenerationConfig
+from trl.generation.shared_prefix import generate_with_shared_prefix
+from trl.models.prefix_sharing_enabling import enable_prefix_sharing
 
-MODELS, tried = {}, []
+# With a window of 1, the cache of transformers itself keeps all
+WINDOWS = {f"window {window}": ("mistral", dict(sliding_window=window)) for window in (None, 2, 5)}
+DECODED = GenerationConfig(max_new_tokens=9, do_sample=False, pad_token_id=0, eos_token_id=1, disable_compile=True)
 
 
-def models(window):
+@functools.cache
+def models(name):
     """The same weights twice: as they are, and prepared for sharing."""
-    if window not in MODELS:
-        torch.manual_seed(0)
-        config = MistralConfig(**{**SHAPE, "num_hidden_layers": 2}, sliding_window=window)
-        pair = [AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double() for _ in range(2)]
-        for parameter in pair[0].parameters():
-            parameter.data.mul_(4 if parameter.dim() > 1 else 1)
-        pair[1].load_state_dict(pair[0].state_dict())
-        for model in pair:
-            add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-        enable_prefix_sharing(pair[1])
-        MODELS[window] = pair
-    return MODELS[window]
+    pair = [shared_exactness.build(name, torch.float64) for _ in range(2)]
+    enable_prefix_sharing(pair[1])
+    return pair
 
 
 @st.composite
-def batches(draw):
-    """(input ids, mask, prompt columns, window, settings of the passes, checkpointing)."""
-    prompts = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
-    rows = [(p, draw(st.integers(0, 5))) for p in range(len(prompts)) for _ in range(draw(st.integers(1, 4)))]
+def batches(draw, longest):
+    """(input ids, mask, prompt columns), settings of the passes, checkpointing. Prompts have `longest` tokens at
+    most."""
+    prompts = draw(st.lists(st.integers(1, longest), min_size=1, max_size=3))
+    rows = [(p, draw(st.integers(0, 9))) for p in range(len(prompts)) for _ in range(draw(st.integers(1, 4)))]
     rows = draw(st.permutations(rows))
     columns, width = max(prompts), max(1, *[length for _, length in rows])
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
@@ -48,45 +45,43 @@ def batches(draw):
         ids[row, columns - prompts[prompt] : columns] = texts[prompt]
         ids[row, columns : columns + length] = torch.randint(3, VOCAB, (length,), generator=generator)
         mask[row, columns - prompts[prompt] : columns + length] = 1
-    window = draw(st.sampled_from([None, 2, 5]))  # with a window of 1, the cache of transformers itself keeps all
     passes = st.one_of(
         st.fixed_dictionaries({"completions_per_forward": st.sampled_from([None, 1, 2, 3])}),
         st.fixed_dictionaries({"tokens_per_forward": st.integers(1, 12)}),
         st.fixed_dictionaries({"tokens_per_forward": st.integers(1, 40), "prefix_sharing": st.just(False)}),
     )
-    return ids, mask, columns, window, draw(passes), draw(st.booleans())
+    return (ids, mask, columns), draw(passes), draw(st.booleans())
 
 
-def score(model, ids, mask, columns, **shared):
-    labels = ids.masked_fill(mask == 0, -100)
-    labels[:, :columns] = -100
-    model.zero_grad()
-    out = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True, **shared)
-    tokens = out.log_probs[:, columns - ids.shape[1] :]
-    (tokens * torch.linspace(-1, 2, tokens.numel()).view_as(tokens)).sum().backward()
-    return tokens.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+def try_batches(names, number, longest=9):
+    """How many batches were tried of the models of these names."""
+    tried = []
+
+    @seed(1)
+    @settings(max_examples=number, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(st.sampled_from(names), batches(longest))
+    def check(name, case):
+        batch, passes, checkpointing = case
+        ids, mask, columns = batch
+        whole, shared = models(name)
+        whole.train(), shared.train()
+        shared.gradient_checkpointing_enable() if checkpointing else shared.gradient_checkpointing_disable()
+        with mock.patch.object(shared_exactness, "batch", lambda seed: batch):
+            tokens, gradient, _ = shared_exactness.run(whole, "")
+            got_tokens, got_gradient, _ = shared_exactness.run(shared, "", passes=passes_of(columns, **passes))
+        torch.testing.assert_close(got_tokens, tokens, rtol=1e-10, atol=1e-10)
+        assert (got_gradient - gradient).norm() <= 1e-10 * gradient.norm() + 1e-12
+        prompts = dict(input_ids=ids[:, :columns], attention_mask=mask[:, :columns], generation_config=DECODED)
+        with torch.no_grad():
+            expected = whole.eval().generate(**prompts)
+            assert torch.equal(generate_with_shared_prefix(shared.eval(), **prompts), expected)
+        tried.append(1)
+
+    with pure_float64():
+        check()
+    return len(tried)
 
 
-@seed(1)
-@settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-@given(batches())
-def check(case):
-    ids, mask, columns, window, passes, checkpointing = case
-    whole, shared = models(window)
-    whole.train(), shared.train()
-    shared.gradient_checkpointing_enable() if checkpointing else shared.gradient_checkpointing_disable()
-    tokens, gradient = score(whole, ids, mask, columns)
-    got_tokens, got_gradient = score(shared, ids, mask, columns, passes=passes_of(columns, **passes))
-    torch.testing.assert_close(got_tokens, tokens, rtol=1e-10, atol=1e-10)
-    assert (got_gradient - gradient).norm() <= 1e-10 * gradient.norm() + 1e-12
-    config = GenerationConfig(max_new_tokens=9, do_sample=False, pad_token_id=0, eos_token_id=1, disable_compile=True)
-    prompts = dict(input_ids=ids[:, :columns], attention_mask=mask[:, :columns], generation_config=config)
-    with torch.no_grad():
-        expected = whole.eval().generate(**prompts)
-        assert torch.equal(generate_with_shared_prefix(shared.eval(), **prompts), expected)
-    tried.append(1)
-
-
-with pure_float64():
-    check()
-print(json.dumps({"batches": len(tried)}))
+if __name__ == "__main__":
+    ARCHITECTURES.update(WINDOWS)
+    print(json.dumps({"batches": try_batches(list(WINDOWS), 60)}))

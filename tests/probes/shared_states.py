@@ -13,14 +13,15 @@ import logging
 import sys
 from unittest import mock
 
+import shared_accumulation
 import shared_decoding
 import shared_exactness
+import shared_shapes
 import shared_trainer
 import torch
 from peft import LoraConfig
 from shared_exactness import DELTA, MIXED, batch, error, passes_of, pure_float64, run
-from transformers import CONFIG_MAPPING, GenerationConfig
-from trl.generation.shared_prefix import generate_with_shared_prefix
+from transformers import CONFIG_MAPPING
 from trl.models.prefix_memory import SharedPrefix
 from trl.models.prefix_sharing_enabling import enable_prefix_sharing
 from trl.models.prefix_sharing_states import ReadStates, find_mixers
@@ -222,87 +223,18 @@ def failures():
     return results
 
 
-def random_batch(generator):
-    """Up to three prompts of 1 to 20 tokens, often 1, with up to four completions each of 0 to 9, in any order."""
-
-    def number(low, high):
-        return torch.randint(low, high + 1, (), generator=generator).item()
-
-    lengths = [number(2, 20) if number(0, 2) else 1 for _ in range(3)]
-    prompts = [torch.randint(3, shared_exactness.VOCAB, (length,), generator=generator) for length in lengths]
-    rows = [(prompt, number(0, 9)) for prompt in prompts[: number(1, 3)] for _ in range(number(1, 4))]
-    rows = [rows[i] for i in torch.randperm(len(rows), generator=generator)]
-    columns, width = max(len(prompt) for prompt, _ in rows), max(1, *[length for _, length in rows])
-    ids = torch.randint(3, shared_exactness.VOCAB, (len(rows), columns + width), generator=generator)
-    mask = torch.zeros_like(ids)
-    for row, (prompt, length) in enumerate(rows):
-        ids[row, columns - len(prompt) : columns] = prompt
-        mask[row, columns - len(prompt) : columns + length] = 1
-    return ids, mask, columns
-
-
-def shapes(number=10):
-    """Largest errors of the log-probabilities and gradients of random batches, and whether all decoded the same."""
-    results = {}
+def shapes():
+    """Number of random batches tried."""
     for family in FAMILIES:
         weights(family)
-    config = GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=1, disable_compile=True)
-    with pure_float64():
-        for family in ("qwen3.5", "kimi-linear", "bamba", "falcon-h1", "lfm2"):
-            whole, shared = build(family, torch.float64), build(family, torch.float64)
-            enable_prefix_sharing(shared)
-            generator, errors, same = torch.Generator().manual_seed(0), [], []
-            for case in range(number):
-                ids, mask, columns = random_batch(generator)
-                per_pass = (dict(completions_per_forward=2), dict(), dict(tokens_per_forward=1 + case))[case % 3]
-                checkpointed = case % 2 and not shared.is_gradient_checkpointing
-                shared.gradient_checkpointing_enable() if checkpointed else shared.gradient_checkpointing_disable()
-                with mock.patch.object(shared_exactness, "batch", lambda seed, b=(ids, mask, columns): b):
-                    expected, got = run(whole, ""), run(shared, "", passes=passes_of(columns, **per_pass))
-                pairs = list(zip(got[:2], expected[:2], strict=True))
-                errors.append([error(x, y) if y.norm() > 0 else x.norm().item() for x, y in pairs])
-                prompts = dict(input_ids=ids[:, :columns], attention_mask=mask[:, :columns], generation_config=config)
-                decoded = generate_with_shared_prefix(shared.eval(), **prompts)
-                same.append(torch.equal(decoded, whole.eval().generate(**prompts)))
-                shared.train(), whole.train()
-            results[family] = {"errors": errors, "same": same}
-    return results
+    families = ("qwen3.5", "kimi-linear", "bamba", "falcon-h1", "lfm2")
+    return {family: shared_shapes.try_batches([family], 10, longest=20) for family in families}
 
 
 def accumulation():
-    """Relative error of the gradient of the mixers after 48 passes of one completion: in mixed precision against
-    stock's, and with bfloat16 weights against that of stock which accumulates one completion at a time."""
-    results = {}
-    prompt, completion, rows = 24, 4, 48
-
-    def gradient(model, rows_together=rows, mixed=False, **shared):
-        torch.manual_seed(0)
-        ids = torch.randint(3, shared_exactness.VOCAB, (rows, prompt + completion))
-        ids[:, :prompt] = ids[0, :prompt]
-        model.zero_grad()
-        for chunk in ids.split(rows_together):
-            labels = chunk.clone()
-            labels[:, :prompt] = -100
-            with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
-                mask = torch.ones_like(chunk)
-                out = model(input_ids=chunk, attention_mask=mask, labels=labels, fused_lm_head=True, **shared)
-            out.log_probs.sum().backward()  # every completion pulls the same way, so that the sum grows
-        return torch.cat([p.grad.flatten().double() for mixer in find_mixers(model) for p in mixer.parameters()])
-
-    one_a_pass = dict(passes=passes_of(prompt, tokens_per_forward=1))
-    for family in ("qwen3.5", "bamba", "lfm2"):
-        rounded = build(family, torch.bfloat16)
-        exact, exact_rounded = build(family, torch.float64), build(family, torch.bfloat16).double()
-        with pure_float64():
-            truth, rounded_truth = gradient(exact), gradient(exact_rounded)
-        model = build(family, torch.float32)
-        result = {"mixed stock": error(gradient(model, mixed=True), truth)}
-        enable_prefix_sharing(model)
-        result["mixed shared"] = error(gradient(model, mixed=True, **one_a_pass), truth)
-        result["accumulate"] = error(gradient(rounded, rows_together=1), rounded_truth)
-        enable_prefix_sharing(rounded)
-        results[family] = result | {"shared": error(gradient(rounded, **one_a_pass), rounded_truth)}
-    return results
+    """Relative errors of the gradient of the mixers, as in shared_accumulation."""
+    families = ("qwen3.5", "bamba", "lfm2")
+    return {name: shared_accumulation.errors_of(functools.partial(build, name), find_mixers) for name in families}
 
 
 PARTS = {

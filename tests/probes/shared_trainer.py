@@ -5,12 +5,14 @@ alone. The rows of a generation batch are shuffled by whole groups in both, or t
 Prints for each scenario the largest difference of a logged value and the relative difference of the parameters.
 """
 
+import contextlib
 import copy
 import json
 import logging
 import math
 import sys
 import tempfile
+from unittest import mock
 
 from experiments.builds import use_fork
 from rloo_memory.arms import ARMS
@@ -49,6 +51,7 @@ def reward(completions, **kwargs):
     return [len(set(text)) / 10 + text.count("e") for text in completions]
 
 
+PARTS = dict(batch=2, gradient_accumulation_steps=2)  # of the groups of 4
 SCENARIOS = {
     "rloo": dict(),
     "rloo beta=0": dict(beta=0.0),
@@ -67,9 +70,8 @@ SCENARIOS = {
     "rloo truncated masked": dict(mask_truncated_completions=True),
     "rloo all truncated": dict(mask_truncated_completions=True, ends=1),
     "rloo one-token completions": dict(max_completion_length=1),
-    "rloo evaluation": dict(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4, evaluate=True),
-    "rloo evaluation, other k": dict(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=6,
-                                     num_generations_eval=3, evaluate=True),
+    "rloo evaluation": dict(evaluate=True),
+    "rloo evaluation, other k": dict(per_device_eval_batch_size=6, num_generations_eval=3, evaluate=True),
     "rloo stream": dict(stream=True),
     "rloo temperature, normalized": dict(temperature=0.7, top_k=20, repetition_penalty=1.1, normalize_advantages=True,
                                          reward_clip_range=(0.1, 0.9)),
@@ -77,34 +79,26 @@ SCENARIOS = {
     "rloo lora": dict(lora="config", tokens=2 * 7),
     "rloo lora, trained before": dict(lora="model"),
     "rloo gemma3 class": dict(nested="gemma3", tokens=2 * 7),
-    "rloo gemma4 class": dict(nested="gemma4", learning_rate=1e-3, evaluate=True, eval_strategy="steps", eval_steps=1,
-                              per_device_eval_batch_size=4),
+    "rloo gemma4 class": dict(nested="gemma4", learning_rate=1e-3, evaluate=True),
     "rloo mistral3 class, lora": dict(nested="mistral3", lora="config", tokens=2 * 7),
     "rloo qwen3-vl class, iterations": dict(nested="qwen3-vl", num_iterations=2, gradient_accumulation_steps=2),
     "rloo qwen3.5 class": dict(nested="qwen3.5", tokens=2 * 7),
     "rloo one of 4 a micro-batch": dict(batch=1, gradient_accumulation_steps=4),
     "rloo two of 4 a micro-batch, two prompts an update": dict(batch=2, gradient_accumulation_steps=4),
-    "rloo two of 4 a micro-batch, iterations": dict(batch=2, gradient_accumulation_steps=2, num_iterations=2,
-                                                    steps_per_generation=4),
-    "rloo two of 4 a micro-batch, passes of 1": dict(batch=2, gradient_accumulation_steps=2,
-                                                     tokens=1),
-    "rloo two of 4 a micro-batch, 9 tokens a pass": dict(batch=2, gradient_accumulation_steps=2, tokens=9),
-    "rloo two of 4 a micro-batch, no checkpointing": dict(batch=2, gradient_accumulation_steps=2,
-                                                          gradient_checkpointing=False),
-    "rloo two of 4 a micro-batch, lora": dict(batch=2, gradient_accumulation_steps=2, lora="config"),
-    "rloo two of 4 a micro-batch, experts": dict(batch=2, gradient_accumulation_steps=2, experts=True),
-    "rloo two of 4 a micro-batch, qwen3.5 class": dict(batch=2, gradient_accumulation_steps=2, nested="qwen3.5"),
-    "rloo two of 4 a micro-batch, gemma4 class": dict(batch=2, gradient_accumulation_steps=2, nested="gemma4",
-                                                      learning_rate=1e-3),
-    "rloo two of 4 a micro-batch, evaluation": dict(batch=2, gradient_accumulation_steps=2, evaluate=True,
-                                                    eval_strategy="steps", eval_steps=1,
-                                                    per_device_eval_batch_size=4),
-    "rloo two of 4 a micro-batch, offloaded": dict(batch=2, gradient_accumulation_steps=2, activation_offloading=True),
+    "rloo two of 4 a micro-batch, iterations": dict(PARTS, num_iterations=2, steps_per_generation=4),
+    "rloo two of 4 a micro-batch, passes of 1": dict(PARTS, tokens=1),
+    "rloo two of 4 a micro-batch, 9 tokens a pass": dict(PARTS, tokens=9),
+    "rloo two of 4 a micro-batch, no checkpointing": dict(PARTS, gradient_checkpointing=False),
+    "rloo two of 4 a micro-batch, lora": dict(PARTS, lora="config"),
+    "rloo two of 4 a micro-batch, experts": dict(PARTS, experts=True),
+    "rloo two of 4 a micro-batch, qwen3.5 class": dict(PARTS, nested="qwen3.5"),
+    "rloo two of 4 a micro-batch, gemma4 class": dict(PARTS, nested="gemma4", learning_rate=1e-3),
+    "rloo two of 4 a micro-batch, evaluation": dict(PARTS, evaluate=True),
+    "rloo two of 4 a micro-batch, offloaded": dict(PARTS, activation_offloading=True),
     "grpo one of 4 a micro-batch": dict(trainer="grpo", batch=1, gradient_accumulation_steps=8, beta=0.05),
-    "grpo two of 4 a micro-batch, lora": dict(trainer="grpo", batch=2, gradient_accumulation_steps=2, lora="config"),
-    "grpo two of 4 a micro-batch, experts": dict(trainer="grpo", batch=2, gradient_accumulation_steps=2, experts=True),
-    **{f"grpo two of 4 a micro-batch, {loss}": dict(trainer="grpo", loss_type=loss, num_iterations=2, batch=2,
-                                                    gradient_accumulation_steps=2)
+    "grpo two of 4 a micro-batch, lora": dict(PARTS, trainer="grpo", lora="config"),
+    "grpo two of 4 a micro-batch, experts": dict(PARTS, trainer="grpo", experts=True),
+    **{f"grpo two of 4 a micro-batch, {loss}": dict(PARTS, trainer="grpo", loss_type=loss, num_iterations=2)
        for loss in ("grpo", "dr_grpo", "bnpo", "dapo", "cispo")},
     "rloo reference follows": dict(sync_ref_model=True, ref_model_sync_steps=1),
     "grpo": dict(trainer="grpo"),
@@ -144,6 +138,55 @@ def nested_config(name):
     return CONFIG_MAPPING[model_type](**{**config, **special})
 
 
+@contextlib.contextmanager
+def whole_groups():
+    """The rows of a batch are shuffled by groups of 4 in stock too, or it would train in another order."""
+    with contextlib.ExitStack() as patched:
+        for module in (rloo_trainer, grpo_trainer):
+
+            def by_group(batch, group_size=1, shuffle=module.shuffle_sequence_dict):
+                return shuffle(batch, 4)
+
+            patched.enter_context(mock.patch.object(module, "shuffle_sequence_dict", by_group))
+        yield
+
+
+def save_policy(folder, model, ends=60):
+    """Larger weights than at initialisation, so that attention matters. Many tokens end a completion, so that they
+    differ in length."""
+    for parameter in model.parameters():
+        parameter.data.mul_(4 if parameter.dim() > 1 else 1)
+    model.generation_config.eos_token_id = list(range(3, 3 + ends))
+    model.to(torch.float64).save_pretrained(folder)
+
+
+def build_trainer(trainer, folder, model, train_dataset, reward_funcs=reward, processing_class=None,
+                  eval_dataset=None, peft_config=None, **options):  # fmt: skip
+    make_config, make_trainer = (RLOOConfig, RLOOTrainer) if trainer == "rloo" else (GRPOConfig, GRPOTrainer)
+    defaults = dict(
+        num_generations=4, max_steps=3, max_completion_length=6, learning_rate=1e-2, seed=1, use_cpu=True, bf16=False,
+        logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    if eval_dataset is not None:
+        defaults |= dict(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4)
+    return make_trainer(
+        model=model,
+        reward_funcs=reward_funcs,
+        args=make_config(output_dir=str(folder), **{**defaults, **options}),
+        processing_class=processing_class or copy.deepcopy(TOKENIZER),
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        peft_config=peft_config,
+    )
+
+
+def outcome(run, skipped=("time", "runtime", "per_second", "num_input_tokens"), after=-1):
+    """What was logged after a step, without what is skipped, and the parameters."""
+    logs = [log for log in run.state.log_history if log["step"] > after]
+    logs = [{name: x for name, x in log.items() if not any(s in name for s in skipped)} for log in logs]
+    return logs, torch.cat([p.detach().flatten() for p in run.model.parameters()])
+
+
 def train(
     folder,
     shared,
@@ -159,8 +202,6 @@ def train(
     whole=False,
     **options,
 ):
-    module = rloo_trainer if trainer == "rloo" else grpo_trainer
-    make_config, make_trainer = (RLOOConfig, RLOOTrainer) if trainer == "rloo" else (GRPOConfig, GRPOTrainer)
     rows = Dataset.from_dict({"prompt": PROMPTS})
     torch.manual_seed(0)
     if experts:
@@ -173,12 +214,7 @@ def train(
         config = Qwen3Config(**SHAPE)
     make_model = AutoModelForImageTextToText if nested else AutoModelForCausalLM
     model = make_model.from_config(config)
-    for parameter in model.parameters():
-        parameter.data.mul_(4 if parameter.dim() > 1 else 1)
-    if experts:
-        model.set_experts_implementation("eager")
-    model.generation_config.eos_token_id = list(range(3, 3 + ends))  # many, so that completions differ in length
-    model.to(torch.float64).save_pretrained(folder)
+    save_policy(folder, model, ends)
     model = make_model.from_pretrained(folder, dtype=torch.float64)
     if experts:
         model.set_experts_implementation("eager")
@@ -186,41 +222,21 @@ def train(
     if lora == "model":
         torch.manual_seed(1)
         model = get_peft_model(model, lora_config)
-    arguments = make_config(
-        output_dir=folder,
-        per_device_train_batch_size=batch,
-        num_generations=4,
-        max_steps=3,
-        seed=1,
-        use_cpu=True,
-        model_init_kwargs={"experts_implementation": "eager"} if experts else None,  # for the reference model
-        **{"max_completion_length": 6, "learning_rate": 1e-2, "lr_scheduler_type": "constant", **options},
-        prefix_sharing=shared and not whole,
-        tokens_per_forward=tokens if shared else None,
-        bf16=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
-    shuffle = module.shuffle_sequence_dict
-    module.shuffle_sequence_dict = lambda batch, group_size=1: shuffle(batch, 4)
-    module.get_act_offloading_ctx_manager = get_act_offloading_ctx_manager
-    run = make_trainer(
-        model=model,
-        reward_funcs=reward,
-        args=arguments,
-        processing_class=copy.deepcopy(TOKENIZER),
+    run = build_trainer(
+        trainer,
+        folder,
+        model,
         train_dataset=IterableDataset.from_generator(lambda: iter(rows)) if stream else rows,
         eval_dataset=rows if evaluate else None,
         peft_config=lora_config if lora == "config" else None,
+        per_device_train_batch_size=batch,
+        model_init_kwargs={"experts_implementation": "eager"} if experts else None,  # for the reference model
+        prefix_sharing=shared and not whole,
+        tokens_per_forward=tokens if shared else None,
+        **{"lr_scheduler_type": "constant", **options},
     )
     run.train()
-    module.shuffle_sequence_dict = shuffle
-    skipped = ("time", "runtime", "per_second", "num_input_tokens")
-    logs = [{k: v for k, v in log.items() if not any(s in k for s in skipped)} for log in run.state.log_history]
-    parameters = torch.cat([p.detach().flatten() for p in run.model.parameters()])
-    return logs, parameters
+    return outcome(run)
 
 
 def difference(stock_logs, logs):
@@ -237,7 +253,13 @@ def difference(stock_logs, logs):
 
 
 def compare(**scenario):
-    with tempfile.TemporaryDirectory() as folder, pure_float64():
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        pure_float64(),
+        whole_groups(),
+        mock.patch.object(rloo_trainer, "get_act_offloading_ctx_manager", get_act_offloading_ctx_manager),
+        mock.patch.object(grpo_trainer, "get_act_offloading_ctx_manager", get_act_offloading_ctx_manager),
+    ):
         stock_logs, stock = train(folder, False, **scenario)
         logs, shared = train(folder, True, **scenario)
     moved = (stock - shared).norm() / stock.norm()

@@ -1,0 +1,21 @@
+"""trl/fork.py, which is a script beside no package, for the tests that use its functions."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOL = ROOT / "trl" / "fork.py"
+
+spec = importlib.util.spec_from_file_location("fork", TOOL)
+fork = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(fork)
+
+
+def obtain(line):
+    """The upstream wheel of a line. Skips where there is none."""
+    try:
+        return fork.obtain(line)
+    except fork.WheelUnavailable as error:
+        pytest.skip(f"the upstream wheel cannot be obtained here: {error}")
