@@ -14,17 +14,18 @@ from rloo_memory.errors import ConfigError
 
 
 @contextlib.contextmanager
-def owned(folder: Path, patience: float = 5.0, remedy: str = "another --machine") -> Iterator[None]:
+def owned(folder: Path, patience: float = 5.0, remedy: str = "another --results") -> Iterator[None]:
     """`folder` is made if need be, and no other process that asks for it as well has it while this block runs.
 
     The kernel lets go of it when this process ends, however it ends. Raises `ConfigError` naming the process that
-    still has it after `patience` seconds, or why the folder cannot be had. It is removed if it is empty afterwards.
+    still has it after `patience` seconds, or why the folder cannot be had, with the `remedy`: what the caller's user
+    can write instead. It is removed if it is empty afterwards.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        raise ConfigError(f"cannot write to {folder}: {error.strerror}; choose another --results") from None
+        raise ConfigError(f"cannot write to {folder}: {error.strerror}; choose {remedy}") from None
     deadline = time.monotonic() + patience  # a run whose suite was killed needs a moment to end
     while True:
         try:

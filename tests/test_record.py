@@ -107,6 +107,10 @@ def test_a_folder_is_owned_by_one(tmp_path):
     with owned(tmp_path / "run"):
         (tmp_path / "run" / "run.json").touch()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.json"], "no lock file is left"
+    remedy = "--output_dir other"
+    with pytest.raises(ConfigError, match=f"cannot write to .*; choose {remedy}$"):
+        with owned(tmp_path / "run" / "run.json", remedy=remedy):
+            pass
 
 
 def test_a_clock_that_is_set_meanwhile_bends_no_duration(tmp_path, monkeypatch):

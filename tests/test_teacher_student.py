@@ -100,17 +100,23 @@ def full_logits(student, teacher, tokenizer, temperature=1.0):
     return parts
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_chunks_give_what_full_logits_give(name, tokenizer):
+OF_THE_PAPER = dict(min_weight=0.01, kl_weight=3, max_weight=0.01)  # the defaults
+OTHERS = dict(min_weight=0.3, kl_weight=0.7, max_weight=0.2, temperature=0.7)
+
+
+@pytest.mark.parametrize("name, options", [*((name, {}) for name in ARCHITECTURES), ("qwen3", OTHERS)])
+def test_chunks_give_what_full_logits_give(name, options, tokenizer):
     student, teacher = build(name), build(name, seed=1)
-    expected = full_logits(student, teacher, tokenizer)
+    expected = full_logits(student, teacher, tokenizer, options.get("temperature", 1.0))
     assert max(kl for *_, kl in expected) > 0.01
+    weights = OF_THE_PAPER | options
     for chunk in (1, 3, 256):
-        reward = make(student, tokenizer, teacher, chunk_tokens=chunk, batch_size=1)
+        reward = make(student, tokenizer, teacher, chunk_tokens=chunk, batch_size=1, **options)
         found = ask(reward, tokenizer)
         for i, (mean, low, mean_kl, max_kl) in enumerate(expected):
             assert [x[i] for x in reward.last.values()] == pytest.approx(expected[i], rel=1e-10, abs=1e-10)
-            formula = mean + 0.01 * low - 3 * (mean_kl + 0.01 * max_kl)  # the paper's alpha and lambda
+            kl = mean_kl + weights["max_weight"] * max_kl
+            formula = mean + weights["min_weight"] * low - weights["kl_weight"] * kl
             assert found[i] == pytest.approx(formula, rel=1e-10)
 
 
@@ -121,14 +127,6 @@ def test_batches_and_padding_do_not_change_the_value(tokenizer):
         assert ask(make(student, tokenizer, teacher, batch_size=size), tokenizer) == pytest.approx(expected, rel=1e-10)
     alone = [ask(make(student, tokenizer, teacher), tokenizer, rows=(i,))[0] for i in range(3)]
     assert alone == pytest.approx(expected, rel=1e-10)
-
-
-def test_weights_and_temperature_mean_what_they_say(tokenizer):
-    student, teacher = build("qwen3"), build("qwen3", seed=1)
-    options = dict(min_weight=0.3, kl_weight=0.7, max_weight=0.2, temperature=0.7, batch_size=1)
-    found = ask(make(student, tokenizer, teacher, **options), tokenizer)
-    for value, (mean, low, mean_kl, max_kl) in zip(found, full_logits(student, teacher, tokenizer, 0.7), strict=True):
-        assert value == pytest.approx(mean + 0.3 * low - 0.7 * (mean_kl + 0.2 * max_kl), rel=1e-10)
 
 
 def test_a_student_that_knows_the_solution_better_gives_a_higher_reward(tokenizer):
