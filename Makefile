@@ -27,7 +27,8 @@ bench:
 	./setup_env.sh
 	./run_bench.sh
 
-# MACHINE=reference-cpu-2-cores: the folder that the pages show. An item that fails does not keep the others from running
+# MACHINE=reference-cpu-2-cores: the folder that the pages show. TRL=DIR: a clone of TRL, whose own tests are run. An item
+# that fails does not keep the others from running
 WHERE = $(if $(MACHINE),--machine $(MACHINE))
 SUITE = .venv/bin/python -m experiments.suite $(WHERE)
 evidence:
@@ -42,6 +43,7 @@ evidence:
 	-.venv/bin/python -m experiments.evidence.planner_check $(WHERE)
 	-.venv/bin/python -m experiments.evidence.published_peaks
 	-.venv/bin/python -m experiments.evidence.model_families --write docs/models.md
+	-$(if $(TRL),.venv/bin/python -m experiments.evidence.upstream_tests $(TRL) $(WHERE))
 	.venv/bin/python -m experiments.evidence.measured_errors
 	.venv/bin/python -m experiments.evidence.age
 

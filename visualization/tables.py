@@ -5,8 +5,8 @@
 
 A marked place starts with `<!-- table:NAME results/<machine> -->`, or `<!-- table:NAME results/<machine> SCALE -->`
 for one scale only, and ends with `<!-- /table -->`. Names: summary, peak, audit, speed, published, phases, rivals,
-families, worth, decoding, allocators, cells, sampler, plan, levers, profiles, exactness, kernels, gpu-peaks, emulated,
-launches. The folder is relative to the file.
+families, worth, decoding, allocators, cells, sampler, plan, levers, profiles, exactness, kernels, upstream, gpu-peaks,
+emulated, launches. The folder is relative to the file.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 from visualization import seconds
 from visualization.files import LoadError, read_text, run_cli, write_text
 from visualization.load import load_machine, tell_damaged
-from visualization.pages.checks import emulated_table, exactness_table, kernels_table, launches_table
+from visualization.pages.checks import emulated_table, exactness_table, kernels_table, launches_table, upstream_table
 from visualization.pages.gpu_peaks import gpu_peaks_table
 from visualization.pages.predictions import check_table, levers_table, profiles_table
 from visualization.pages.results import (
@@ -64,11 +64,15 @@ FOLDER_TABLES: dict[str, Callable[[Path], str]] = {
     "profiles": profiles_table,
     "exactness": exactness_table,
     "kernels": kernels_table,
+    "upstream": upstream_table,
     "gpu-peaks": gpu_peaks_table,
     "emulated": emulated_table,
     "launches": launches_table,
 }
-FILES = {"plan": "plan_check.csv", "kernels": "kernels.csv", "exactness": "exactness.csv"}  # of tables on the page
+# Of tables on the page
+FILES = {
+    "plan": "plan_check.csv", "kernels": "kernels.csv", "exactness": "exactness.csv", "upstream": "upstream_tests.csv",
+}  # fmt: skip
 NAMES = (*TABLES, *FOLDER_TABLES)
 
 

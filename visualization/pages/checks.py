@@ -1,4 +1,4 @@
-"""Tables of what is checked on a device: exactness.csv and kernels.csv of results/<machine>. And of the emulated CUDA
+"""Tables of what is checked on a device (exactness.csv, kernels.csv, upstream_tests.csv), and of the emulated CUDA
 device, which is no GPU: torch's own allocator beside the planner, and kernel launches."""
 
 from pathlib import Path
@@ -11,6 +11,7 @@ from visualization.pages.side_by_side import measured_on
 from visualization.runs import GIB
 
 SIZES = ("predicted_bytes", "allocated_bytes", "reserved_bytes", "comes_and_goes_bytes")
+TREES = ("untouched", "off", "forced")
 COUNTS = ("launches_a_layer", "launches_outside_layers", "waits")
 
 
@@ -54,6 +55,28 @@ def kernels_table(folder: Path) -> str:
         heads = f"{mine.heads.iloc[0]:.0f} / {mine.key_heads.iloc[0]:.0f}"
         cells.append([setting, heads, dtype, *errors, "; ".join(wrong) or "ok"])
     return page(rows, intro, header, cells)
+
+
+def upstream_table(folder: Path) -> str:
+    """How many of TRL's own tests pass, from upstream_tests.csv, and why the others do not. Raises LoadError."""
+    rows = read_rows(folder / "upstream_tests.csv", (), "experiments.evidence.upstream_tests TRL")
+    rows["trainer"] = rows.test.str.extract(r"test_(\w+)_trainer", expand=False).str.upper()
+    passing = rows[rows.untouched == "passed"]
+    counts = [
+        [trainer, str(len(mine)), *(str((mine[mine.untouched == "passed"][tree] == "passed").sum()) for tree in TREES)]
+        for trainer, mine in rows.groupby("trainer", sort=False)
+    ]
+    intro = (
+        f"TRL's repository at {rows.tests_commit.iloc[0]}, with tiny models made on the spot. Tests that pass with "
+        "TRL as released, and of these with the fork:"
+    )
+    header = ["", "tests", "pass with TRL as released", "options off", "prefix sharing forced on"]
+    differ = passing[passing.forced != "passed"]
+    reasons = differ.reason.str.split(r"[:.] ", regex=True).str[:2].str.join(": ")
+    names = differ.trainer + ", `" + differ.test.str.rpartition(".")[2] + "`"
+    why = [list(pair) for pair in zip(names, reasons, strict=True)]
+    not_passed = "\n".join(markdown(["does not pass with sharing forced on", "why"], why))
+    return f"{page(rows, intro, header, counts)}\n{not_passed}\n"
 
 
 def page(rows: pd.DataFrame, intro: str, header: list[str], cells: list[list[str]]) -> str:
