@@ -1,10 +1,9 @@
 """TRL's own tests on three trees: what passes, what is refused and what is wrong."""
 
-import csv
-
 import pytest
 
 from experiments.evidence import upstream_tests
+from experiments.record import read_csv
 
 TESTS = """
 from trl import RLOOConfig
@@ -46,8 +45,8 @@ def test_each_test_is_run_untouched_with_options_off_and_with_sharing_forced_on(
     (tests / "test_grpo_trainer.py").write_text("# trl-internal-testing\n")
     where = ["--results", str(tmp_path), "--machine", "here", "--device", "cpu"]
     assert upstream_tests.main([str(tmp_path / "clone"), *where]) == 4, capsys.readouterr().err
-    with (tmp_path / "here" / "upstream_tests.csv").open(newline="") as file:
-        rows = {row["test"].rpartition("test_")[2]: row for row in csv.DictReader(file)}
+    table = read_csv(tmp_path / "here" / "upstream_tests.csv")
+    rows = {row["test"].rpartition("test_")[2]: row for row in table}
     outcomes = {test: (row["untouched"], row["off"], row["forced"]) for test, row in rows.items()}
     passed, failed = ("passed",) * 3, ("failed",) * 3
     on_alone = ("passed", "passed", "failed")

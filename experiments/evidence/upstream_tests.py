@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from xml.etree import ElementTree
 
-from experiments.builds import build, use_fork
+from experiments.builds import build
 from experiments.evidence.tiny_families import tiny_config
 from experiments.measuring import EXIT_VERDICT, FACTS, Parser, Place, need, place
 from experiments.record import write_csv
@@ -71,7 +71,8 @@ def make_models(folder: Path, tests: str) -> None:
         if model_class is None or "Conditional" in class_name:
             continue
         config = tiny_config(model_class.config_class, vocab_size=VOCAB)
-        config.num_labels = 1 if "SequenceClassification" in class_name else config.num_labels
+        if "SequenceClassification" in class_name:
+            config.num_labels = 1
         torch.manual_seed(0)
         model_class(config).save_pretrained(folder / name)
         build_tokenizer(PROMPTS, VOCAB).save_pretrained(folder / name)
@@ -94,22 +95,9 @@ def make_prompts(folder: Path) -> None:
 def outcomes(folder: Path, tree: Path, *options: str) -> dict[str, tuple[str, str]]:
     """(passed, failed or skipped; why) of each test, by name, with the TRL in `tree`. Raises `ConfigError`."""
     report = folder / "report.xml"
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-W",
-        "ignore",
-        "-n",
-        "2",
-        "-p",
-        "other_release",
-    ]
-    command += ["--dist", "worksteal", f"--junitxml={report}", *options, *(f"tests/{file}" for file in FILES)]
+    words = "-P -m pytest -q -p no:cacheprovider -p other_release -W ignore -n 2 --dist worksteal".split()
+    tests = [f"tests/{file}" for file in FILES]
+    command = [sys.executable, *words, f"--junitxml={report}", *options, *tests]
     paths = os.pathsep.join(map(str, (tree, folder)))
     environment = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
@@ -122,7 +110,6 @@ def outcomes(folder: Path, tree: Path, *options: str) -> dict[str, tuple[str, st
         problem = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
         outcome = "passed" if problem is None else "skipped" if problem.tag == "skipped" else "failed"
         found[name] = outcome, "" if problem is None else " ".join(problem.get("message", "").split())
-    report.unlink()
     return found
 
 
@@ -137,10 +124,13 @@ def compared(clone: Path, here: Place) -> list[dict]:
         make_prompts(folder / "trl-internal-testing" / "zen")
         (folder / "other_release.py").write_text(OTHER_RELEASE)
         (folder / "forced_on.py").write_text(FORCED_ON)
+        released, fork = build(ARMS["stock"]), build(ARMS["shared"])
         found = []
-        for arm, *options in (("stock",), ("shared",), ("shared", "-p", "forced_on")):
-            print(f"{arm} {' '.join(options)}", flush=True)
-            found.append(outcomes(folder, build(ARMS[arm]), *options))
+        for name, tree, *options in (
+            ("untouched", released), ("options off", fork), ("sharing forced on", fork, "-p", "forced_on"),
+        ):  # fmt: skip
+            print(name, flush=True)
+            found.append(outcomes(folder, tree, *options))
     rows = []
     for test, (untouched, why) in found[0].items():
         (off, _), (forced, why_not) = (each.get(test, ("missing", "")) for each in found[1:])
@@ -167,7 +157,6 @@ def run(argv: list[str] | None) -> int:
         )
     need("pytest", "xdist")
     here = place(args, "peft")
-    use_fork(ARMS["shared"])
     rows = compared(args.clone, here)
     path = here.folder / "upstream_tests.csv"
     write_csv(path, COLUMNS, rows)

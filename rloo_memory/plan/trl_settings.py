@@ -84,7 +84,7 @@ def from_settings(prompt_tokens: int, settings: dict, hf_config=None, **where) -
             "nested_scales": bool(given["use_bnb_nested_quant"]),
             "reward_model": reward if isinstance(reward, str) and is_model(reward) else None,
             "scaled_by_rollout": algorithm == "grpo" or bool(given.get("normalize_advantages")),
-            "scaled_by_batch": bool(by_batch(given) or hf_config and by_batch(settings, hf_config)),
+            "scaled_by_batch": bool(by_batch(given) or by_batch(settings, hf_config)),
             **where,
         }
     )
