@@ -259,8 +259,9 @@ def default_scale(device_kind: str) -> str:
     return "seed" if device_kind == "cuda" else "cpu"
 
 
-def machine_folder(results: Path, machine: str) -> Path:
-    """`results`/`machine`, absolute. Raises `ConfigError` where `machine` is more than the name of a folder."""
+def machine_folder(results: Path | None, machine: str) -> Path:
+    """`results`/`machine`, absolute; with None, the clone's own. Raises `ConfigError` where `machine` is more than the
+    name of a folder."""
     if machine in ("", ".", "..") or "/" in machine or machine.startswith(("-", ".")) or not machine.isprintable():
         raise ConfigError(f"--machine {shown(machine)} is not one plain folder name; write it like nvidia-h200")
-    return results.absolute() / machine
+    return (results or ROOT / "results").absolute() / machine

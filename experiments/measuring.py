@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from experiments import run_options
-from experiments.config import ROOT, machine_folder
+from experiments.config import machine_folder
 from experiments.processes import end_with_script
 from experiments.record import make_writable
 from experiments.run_device import pick_device
@@ -29,9 +29,7 @@ class Parser(run_options.Parser):
     def __init__(self, module: str, doc: str):
         super().__init__(prog=f"python -m experiments.{module}", description=doc)
         self.formatter_class = argparse.RawDescriptionHelpFormatter
-        self.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
-        self.add_argument("--results", type=Path, default=ROOT / "results", help="holds one folder a machine")
-        self.add_argument("--machine", help="folder name below --results; default: from the device's name")
+        run_options.add_place(self)
 
     def add_minutes(self) -> None:
         self.add_argument(

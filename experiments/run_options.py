@@ -41,6 +41,13 @@ def directory(text: str) -> Path:
     return Path(text)
 
 
+def add_place(parser: argparse.ArgumentParser, device: str | None = "auto") -> None:
+    """Where a run or a measurement is made, and where it is kept."""
+    parser.add_argument("--device", default=device, help="auto (the default), cpu, cuda, cuda:N")
+    parser.add_argument("--results", type=directory, help="holds one folder a machine; default: results of this clone")
+    parser.add_argument("--machine", help="folder name below --results; default: from the device's name")
+
+
 # What train and suite have in common: settings of a run that are not left to its scale
 OPTIONS = {
     "model": (str, "local folder or hub:owner/name; default: built here, random weights"),

@@ -26,7 +26,7 @@ from experiments.measuring import is_committed
 from experiments.processes import Launch, end_group, end_with_script, new_token, stoppable
 from experiments.record import export, make_writable, new_record, no_room, outcome
 from experiments.run_device import pick_device
-from experiments.run_options import OPTIONS, Parser, add_options, directory, number, overrides, whole
+from experiments.run_options import OPTIONS, Parser, add_options, add_place, number, overrides, whole
 from experiments.terminal import Live
 from rloo_memory.arms import ARMS
 from rloo_memory.commit import source_commit
@@ -52,9 +52,7 @@ def run(argv: list[str] | None) -> int:
     parser.add_argument("--k", default="2,4,8", help="comma-separated completions per prompt")
     parser.add_argument("--repeats", type=whole, default=1)
     parser.add_argument("--scale", help=f"{', '.join(SCALES)}; default: seed on CUDA, cpu elsewhere")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
-    parser.add_argument("--results", type=directory, default=ROOT / "results", help="holds one folder a machine")
-    parser.add_argument("--machine", help="folder name below --results; default: from the device's name")
+    add_place(parser)
     parser.add_argument("--fresh", action="store_true", help="repeat runs that are already finished")
     parser.add_argument("--timeout", type=number, default=3600, help="seconds after which one run is stopped")
     parser.add_argument("--minutes", type=number, help="begin no run after that; the same command goes on later")

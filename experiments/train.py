@@ -24,7 +24,7 @@ from experiments.memory_monitor import start_monitor, stop_monitor
 from experiments.processes import Launch, end_with, ignore_signals, new_token, stoppable
 from experiments.record import export, fill_peaks, make_writable, no_room, outcome, write_end, write_record
 from experiments.run_device import cuda_uuid, enforce_budget, keep_only_live_memory, lift_budget, pick_device
-from experiments.run_options import OF_ONE_RUN, OPTIONS, Parser, add_options, directory, overrides, whole
+from experiments.run_options import OF_ONE_RUN, OPTIONS, Parser, add_options, add_place, overrides, whole
 from experiments.terminal import Live, output_to
 from rloo_memory import cuda_check
 from rloo_memory.arms import ARMS
@@ -57,10 +57,8 @@ def read_launch(argv: list[str] | None) -> Launch:
     parser.add_argument("--k", type=whole, help="needed: completions per prompt")
     parser.add_argument("--scale", help=f"{', '.join(SCALES)}; default: seed on CUDA, cpu elsewhere")
     parser.add_argument("--repeat", type=whole, help="number of the repeat, 0 by default; the seed is 42 + repeat")
-    parser.add_argument("--device", help="auto (the default), cpu, cuda, cuda:N")
+    add_place(parser, device=None)  # as all options here: not given beside --config
     add_options(parser, OPTIONS | OF_ONE_RUN)
-    parser.add_argument("--results", type=directory, help="holds one folder a machine; default: results")
-    parser.add_argument("--machine", help="folder name below --results; default: from the device's name")
     args = parser.parse_args(argv)
     if args.config is not None:
         if more := [name for name, value in vars(args).items() if value is not None and name != "config"]:
@@ -78,7 +76,7 @@ def read_launch(argv: list[str] | None) -> Launch:
         **overrides(args, OPTIONS | OF_ONE_RUN),
     )
     machine = machine_name(kind, name) if args.machine is None else args.machine
-    return Launch(config, cfg.machine_folder(args.results or ROOT / "results", machine), new_token())
+    return Launch(config, cfg.machine_folder(args.results, machine), new_token())
 
 
 def run(argv: list[str] | None) -> int:

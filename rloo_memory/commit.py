@@ -8,8 +8,8 @@ SOURCES = ("rloo_memory", "experiments", "trl", "requirements.lock")
 
 
 def source_commit() -> str:
-    """The commit of the clone that this file is part of, with a "-dirty" mark when `SOURCES` differ from it. Elsewhere
-    what SOURCE_COMMIT says, or "unknown"."""
+    """The last commit that changed `SOURCES` in the clone that this file is part of: later ones, of pages or results,
+    run the same code. With a "-dirty" mark when they differ. Elsewhere what SOURCE_COMMIT says, or "unknown"."""
     clone = Path(__file__).resolve().parent.parent
 
     def git(*command: str) -> str:
@@ -17,7 +17,7 @@ def source_commit() -> str:
 
     try:
         git("ls-files", "--error-unmatch", "rloo_memory/commit.py")  # it may lie in another project's environment
-        commit = git("rev-parse", "--short=12", "HEAD").strip()
+        commit = git("log", "-1", "--format=%h", "--abbrev=12", "--", *SOURCES).strip()
         changed = git("status", "--porcelain", "--", *SOURCES).strip()
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("SOURCE_COMMIT", "unknown")

@@ -3,6 +3,9 @@
 import contextlib
 import json
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -20,6 +23,23 @@ def replace_text(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             staging.unlink()
         raise
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `path` at the block's end, where another process was not faster."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(dir=path.parent))
+    try:
+        yield staging
+        staging.chmod(0o755)
+        try:
+            staging.rename(path)
+        except OSError:
+            if not path.exists():
+                raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def read_json(path: Path):

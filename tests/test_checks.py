@@ -249,6 +249,28 @@ def test_a_copy_without_git_says_its_commit_by_the_environment(tmp_path, monkeyp
         subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
 
 
+def test_what_was_measured_before_a_commit_of_pages_is_of_the_same_code(tmp_path, monkeypatch):
+    def git(*words):
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x", *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    def commits(path, text):
+        (tmp_path / path).write_text(text)
+        git("add", ".")
+        git("commit", "-qm", "one more")
+        return commit.source_commit()
+
+    (tmp_path / "rloo_memory").mkdir()
+    monkeypatch.setattr(commit, "__file__", str(shutil.copy(commit.__file__, tmp_path / "rloo_memory")))
+    git("init", "-q")
+    first = commits("requirements.lock", "torch==1")
+    assert first == git("rev-parse", "--short=12", "HEAD").strip()
+    assert commits("README.md", "a page") == first
+    (tmp_path / "requirements.lock").write_text("torch==2")
+    assert commit.source_commit() == f"{first}-dirty"
+    assert commits("requirements.lock", "torch==2") != first
+
+
 @pytest.fixture(autouse=True)
 def fork():
     use_fork(ARMS["shared"])

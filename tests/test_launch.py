@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rloo_memory import storage
 from rloo_memory.errors import ConfigError
 from rloo_memory.launch import __main__ as launch
 from rloo_memory.launch import dataset, help, rewards
@@ -437,13 +438,13 @@ def test_models_with_random_weights_are_written_once_and_never_over_one_another(
     assert {path: path.stat().st_mtime_ns for path in Path(first).iterdir()} == written
 
     Path(first).rename(tmp_path / "kept")
-    make = launch.policy.tempfile.mkdtemp
+    make = storage.tempfile.mkdtemp
 
     def slower(dir):
         (tmp_path / "kept").rename(first)  # another launch has the folder ready while this one still writes
         return make(dir=dir)
 
-    monkeypatch.setattr(launch.policy.tempfile, "mkdtemp", slower)
+    monkeypatch.setattr(storage.tempfile, "mkdtemp", slower)
     assert launch.policy.random_model("tiny-qwen3", tmp_path) == first
     assert {path: path.stat().st_mtime_ns for path in Path(first).iterdir()} == written
     assert [path.name for path in tmp_path.iterdir()] == [Path(first).name]

@@ -1,13 +1,12 @@
 """The models of a run: built on the spot with random weights, or named."""
 
 import hashlib
-import shutil
-import tempfile
 from pathlib import Path
 
 from experiments.config import ROOT, RunConfig
 from rloo_memory.errors import ConfigError
 from rloo_memory.models import build_tokenizer, load_config, meta_model, model_source, shape_config, typed_line
+from rloo_memory.storage import new_folder
 
 
 def model_config(config: RunConfig):
@@ -65,17 +64,12 @@ def prepare(config: RunConfig, documents: list[str], cache: Path = ROOT / ".buil
         hf_config = model_config(config)
         hf_config.pad_token_id = tokenizer.pad_token_id
         hf_config.eos_token_id = tokenizer.eos_token_id
-        cache.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(dir=cache))  # renamed when whole: a killed run leaves no half model
         torch.manual_seed(config.seed)
-        AutoModelForCausalLM.from_config(hf_config, dtype=dtype).save_pretrained(staging / "policy")
-        tokenizer.save_pretrained(staging / "policy")
-        if config.reward == "model":
-            hf_config.num_labels = 1
-            AutoModelForSequenceClassification.from_config(hf_config, dtype=dtype).save_pretrained(staging / "reward")
-            tokenizer.save_pretrained(staging / "reward")
-        try:
-            staging.rename(folder)
-        except OSError:  # another run was faster
-            shutil.rmtree(staging)
+        with new_folder(folder) as new:
+            AutoModelForCausalLM.from_config(hf_config, dtype=dtype).save_pretrained(new / "policy")
+            tokenizer.save_pretrained(new / "policy")
+            if config.reward == "model":
+                hf_config.num_labels = 1
+                AutoModelForSequenceClassification.from_config(hf_config, dtype=dtype).save_pretrained(new / "reward")
+                tokenizer.save_pretrained(new / "reward")
     return str(folder / "policy"), str(folder / "reward"), tokenizer

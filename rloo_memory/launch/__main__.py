@@ -87,6 +87,7 @@ def run(argv: list[str]) -> int:
         if begin.finished:
             if config.process_index == 0:
                 print(begin.finished)
+            output.end_together()
             return 0
         return train_in_folder(argv[0], launch, config, model, rows, reward_funcs, begin)
 
@@ -225,8 +226,7 @@ def train(
         return 1
     if trainer.is_world_process_zero():
         print_end(trainer, memory, time.monotonic() - began)
-    trainer.accelerator.wait_for_everyone()  # gloo can abort a process that the others have left
-    trainer.accelerator.end_training()
+    output.end_together()
     return 0
 
 

@@ -56,8 +56,18 @@ def decided_once(config, decide: Callable):
 
         broadcast_object_list(found)
     if isinstance(found[0], ConfigError):
+        end_together()
         raise found[0] if config.process_index == 0 else SystemExit(2)
     return found[0]
+
+
+def end_together() -> None:
+    """gloo aborts a process that the others have left, and one whose interpreter ends soon after an exchange."""
+    from accelerate import PartialState
+
+    state = PartialState()
+    state.wait_for_everyone()
+    state.destroy_process_group()
 
 
 def decide(config, lock: contextlib.ExitStack) -> Start:

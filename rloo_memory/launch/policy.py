@@ -1,8 +1,6 @@
 """The model that a launched training is given, and its tokenizer or processor."""
 
 import hashlib
-import shutil
-import tempfile
 from pathlib import Path
 
 from rloo_memory.adapters import adapter_of
@@ -11,7 +9,7 @@ from rloo_memory.errors import ConfigError
 from rloo_memory.launch import prompt_images
 from rloo_memory.models import SHAPES, is_model, model_source, one_line
 from rloo_memory.plan.checkpoint import settings_in
-from rloo_memory.storage import user_folder
+from rloo_memory.storage import new_folder, user_folder
 
 
 def check(name: str | None) -> None:
@@ -139,19 +137,13 @@ def random_model(shape: str, cache: Path | None = None) -> str:
         return str(folder)
     tokenizer = models.build_tokenizer(documents, hf_config.vocab_size)
     hf_config.pad_token_id, hf_config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
-    cache.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(dir=cache))
     try:
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16).save_pretrained(staging)
-        tokenizer.save_pretrained(staging)
-        staging.chmod(0o755)
-        staging.rename(folder)
+        with new_folder(folder) as staging:
+            torch.manual_seed(0)
+            AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16).save_pretrained(staging)
+            tokenizer.save_pretrained(staging)
     except Exception as error:  # a full disk has another type in each library
         if is_out_of_memory(error):
             raise
-        if not folder.exists():  # another launch was not faster
-            raise ConfigError(f"cannot write {folder}: {one_line(error)}; make room there") from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        raise ConfigError(f"cannot write {folder}: {one_line(error)}; make room there") from error
     return str(folder)
