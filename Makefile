@@ -35,6 +35,7 @@ evidence:
 	./setup_env.sh
 	-./run_baseline-rloo.sh --repeats 3 $(WHERE)
 	-./run_improve-rloo.sh --repeats 3 $(WHERE)
+	-$(SUITE) --arms classic-baseline,classic-string-exact --scale cpu --repeats 5
 	-$(SUITE) --arms classic-baseline,classic-string --scale short --k 2 --repeats 3
 	-$(SUITE) --arms classic-baseline,classic-lean --scale exact --k 2
 	-$(SUITE) --arms classic-baseline,classic-lean --scale learn --k 4

@@ -1,8 +1,6 @@
 """What every measurement and check needs: its options, where it runs, and how it ends."""
 
 import argparse
-import math
-import re
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -31,35 +29,8 @@ class Parser(run_options.Parser):
         self.formatter_class = argparse.RawDescriptionHelpFormatter
         run_options.add_place(self)
 
-    def add_minutes(self) -> None:
-        self.add_argument(
-            "--minutes", type=minutes, default=10**6, help="begin nothing after that; the same command goes on later"
-        )
-
     def add_fresh(self) -> None:
         self.add_argument("--fresh", action="store_true", help="repeat what this commit has measured here already")
-
-
-def minutes(text: str) -> float:
-    """The type of an option that says after how long nothing new is begun."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= 10**6:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of minutes from 0 to 1,000,000")
-    return value
-
-
-def whole(least: int, most: int = 100_000):
-    """The type of an option that is a whole number from `least` to `most`."""
-
-    def read(text: str) -> int:
-        if not re.fullmatch(r"-?\d{1,18}", text) or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from {least} to {most:,}")
-        return int(text)
-
-    return read
 
 
 def words(kind: str, text: str, choices: Collection[str]) -> list[str]:

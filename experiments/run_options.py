@@ -34,6 +34,13 @@ def number(text: str) -> float:
     return value
 
 
+def minutes(text: str) -> float:
+    """An argparse type: after how many minutes nothing new is begun."""
+    if not 0 <= number(text) <= 10**6:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no number of minutes from 0 to 1,000,000")
+    return float(text)
+
+
 def directory(text: str) -> Path:
     """An argparse type: a folder's path, which may have spaces and accents but has a name."""
     if not text.strip() or "\0" in text:
@@ -46,6 +53,12 @@ def add_place(parser: argparse.ArgumentParser, device: str | None = "auto") -> N
     parser.add_argument("--device", default=device, help="auto (the default), cpu, cuda, cuda:N")
     parser.add_argument("--results", type=directory, help="holds one folder a machine; default: results of this clone")
     parser.add_argument("--machine", help="folder name below --results; default: from the device's name")
+
+
+def add_minutes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--minutes", type=minutes, default=math.inf, help="begin nothing after that; the same command goes on later"
+    )
 
 
 # What train and suite have in common: settings of a run that are not left to its scale

@@ -26,7 +26,7 @@ from experiments.measuring import is_committed
 from experiments.processes import Launch, end_group, end_with_script, new_token, stoppable
 from experiments.record import export, make_writable, new_record, no_room, outcome
 from experiments.run_device import pick_device
-from experiments.run_options import OPTIONS, Parser, add_options, add_place, number, overrides, whole
+from experiments.run_options import OPTIONS, Parser, add_minutes, add_options, add_place, number, overrides, whole
 from experiments.terminal import Live
 from rloo_memory.arms import ARMS
 from rloo_memory.commit import source_commit
@@ -55,7 +55,7 @@ def run(argv: list[str] | None) -> int:
     add_place(parser)
     parser.add_argument("--fresh", action="store_true", help="repeat runs that are already finished")
     parser.add_argument("--timeout", type=number, default=3600, help="seconds after which one run is stopped")
-    parser.add_argument("--minutes", type=number, help="begin no run after that; the same command goes on later")
+    add_minutes(parser)
     parser.add_argument("--print-folder", action="store_true", help="print where the runs would go, and run nothing")
     add_options(parser, OPTIONS)
     args = parser.parse_args(argv)
@@ -72,8 +72,6 @@ def make_plan(args: argparse.Namespace) -> tuple[list[RunConfig], Path]:
     alternate and a drift of the machine touches all of them. Raises `ConfigError`."""
     cfg.check_limit("repeats", args.repeats, 1, 1000)
     cfg.check_limit("timeout", args.timeout, 1, 10**7)
-    if args.minutes is not None:
-        cfg.check_limit("minutes", args.minutes, 0, 10**6)
     try:
         ks = [whole(k) for k in args.k.split(",")]
     except argparse.ArgumentTypeError as error:
@@ -95,7 +93,7 @@ def make_plan(args: argparse.Namespace) -> tuple[list[RunConfig], Path]:
     return plan, cfg.machine_folder(args.results, name)
 
 
-def run_plan(plan: list[RunConfig], machine: Path, fresh: bool, timeout: float, minutes: float | None) -> int:
+def run_plan(plan: list[RunConfig], machine: Path, fresh: bool, timeout: float, minutes: float) -> int:
     """Run what is not there yet, tell how each ended, and show the peaks. Returns the exit code."""
     live, commit, begun = Live(pause=60), source_commit(), time.monotonic()
     seconds = earlier_seconds(plan, machine)
@@ -117,7 +115,7 @@ def run_plan(plan: list[RunConfig], machine: Path, fresh: bool, timeout: float, 
             if config not in missing or there(config):  # another suite may have run it meanwhile
                 continue
             title = f"[{place}/{len(plan)}] {config.arm} k={config.k} repeat {config.repeat}"
-            if minutes is not None and time.monotonic() - begun >= 60 * minutes:
+            if time.monotonic() - begun >= 60 * minutes:
                 live.say(f"{title}: not begun after --minutes {minutes:g}; the same command goes on from here")
                 late = True
                 break

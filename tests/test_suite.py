@@ -1,6 +1,7 @@
 """The suite: order, what a failure does, and what may be skipped."""
 
 import json
+import math
 import shutil
 import signal
 import subprocess
@@ -70,7 +71,7 @@ def test_a_run_that_native_code_aborted_is_told_by_its_last_words(tmp_path):
 
 
 def test_arms_alternate_within_k_and_repeats_come_last():
-    args = SimpleNamespace(**dict.fromkeys(suite.OPTIONS), timeout=60, minutes=None)
+    args = SimpleNamespace(**dict.fromkeys(suite.OPTIONS), timeout=60, minutes=math.inf)
     args.device, args.scale, args.k, args.repeats, args.arms = "cpu", "test", "2,4", 2, "stock,classic-lean"
     args.machine, args.results = "here", None
     plan, machine = suite.make_plan(args)
@@ -120,9 +121,9 @@ def test_a_finished_run_is_skipped_and_an_unfinished_one_repeated(tmp_path, monk
     plan = [suite.cfg.resolve(arm, 2, "test", "cpu") for arm in ("stock", "classic-lean")]
     for config, status in zip(plan, ("oom", "error"), strict=True):
         write_record(tmp_path, config, status=status, commit="abc")
-    suite.run_plan(plan, tmp_path, False, 60, None)
+    suite.run_plan(plan, tmp_path, False, 60, math.inf)
     assert started == ["classic-lean_test_k2_r0"]
-    suite.run_plan(plan, tmp_path, True, 60, None)
+    suite.run_plan(plan, tmp_path, True, 60, math.inf)
     assert len(started) == 3
 
 
@@ -260,7 +261,7 @@ def test_the_bench_draws_the_folder_that_it_ran_into(options, tmp_path):
         (tmp_path / path).chmod(0o755)
     subprocess.run(["./run_bench.sh", *options], cwd=tmp_path, check=True, timeout=60)
     *suites, asked = (tmp_path / "ran").read_text().splitlines()
-    assert len(suites) == 7 and all(line.endswith(" ".join(options)) for line in suites)
+    assert len(suites) == 9 and all(line.endswith(" ".join(options)) for line in suites)
     machine = suite.machine_name(*suite.pick_device("auto")[:2])
     expected = tmp_path / "my results" / "box" if options else ROOT / "results" / machine
     assert (tmp_path / "drawn").read_text().splitlines() == [str(expected)], asked

@@ -3,7 +3,8 @@
 import pandas as pd
 import pytest
 
-from experiments.bench.group import Group
+from experiments.bench import group
+from experiments.bench.group import PHASES, Group
 from experiments.bench.measurements import MEASUREMENTS
 from experiments.bench.random_models import config_of
 from experiments.bench.samples import COLUMNS, Cell
@@ -49,6 +50,17 @@ def test_the_multiplications_are_those_that_run():
                 assert counted["aten.bmm"] == square.multiplications(config, phase)
 
 
+@pytest.mark.torch
+def test_ways_that_differ_in_their_passes_alone_do_not_generate_again(monkeypatch):
+    use_fork(ARMS["shared"])
+    monkeypatch.setattr(group, "keep_freed_memory", lambda: None)  # of this process
+    worth = MEASUREMENTS["worth"].start(SIZES, ("whole", "shared", "shared-2"), None)
+    whole, shared, passes = (worth.sample(way) for way in ("whole", "shared", "shared-2"))
+    wall = {f"{phase}_seconds" for phase in PHASES}
+    assert whole.keys() > shared.keys() > wall and "train_limit" in whole
+    assert wall - passes.keys() == {"generate_seconds"}
+
+
 def test_the_limit_is_what_tokens_and_pairs_leave():
     """One token a completion and none of the width in attention: rows over the rows that are needed."""
     config = config_of("narrow")
@@ -84,15 +96,16 @@ def test_the_chart_shows_each_cell_and_a_damaged_table_is_one_line(tmp_path, cap
     for completion in (100, 1000):
         for way, s in seconds.items():
             more = {"train_limit": 5.5} if way == "whole" else {}
-            rows += rows_of("worth", ("wide", 3000, completion, 8), way, train_seconds=s, step_seconds=3 * s, **more)
+            more |= {"generate_seconds": s} if way in ("whole", "shared") else {}  # the others generate as `shared`
+            rows += rows_of("worth", ("wide", 3000, completion, 8), way, train_seconds=s, score_seconds=1, **more)
     write_csv(tmp_path / "bench.csv", COLUMNS, rows)
     figure = worth_chart.chart(read_bench(tmp_path, "worth"))
     texts = [text.get_text() for axes in figure.axes for text in axes.texts]
-    step = "3.00 x together\n2.00 x two a pass\n2.40 x two a micro-batch"
-    train = step + "\nlimit 5.50 x"
+    train = "3.00 x together\n2.00 x two a pass\n2.40 x two a micro-batch\nlimit 5.50 x"
+    step = "2.60 x together\n2.17 x two a pass\n2.36 x two a micro-batch"  # 6 + 1 + 6 s over 2 + 1 + 2, 2 + 1 + 3 ...
     assert texts == [train, train, step, step]
 
-    cells = "5.50 x | 3.00 x | 2.00 x | 2.40 x | 3.00 x | 2.00 x | 2.40 x |"
+    cells = "5.50 x | 3.00 x | 2.00 x | 2.40 x | 2.60 x | 2.17 x | 2.36 x |"
     assert f"| wide | 3,000 | 100 | {cells}" in worth_table(tmp_path)
 
     def draw():

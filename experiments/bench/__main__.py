@@ -2,6 +2,7 @@
 
     python -m experiments.bench worth [--models wide] [--cells 3000x100x8,200x1000x8] [--ways whole,shared]
 
+Ways whose seconds are less than 10 % apart are repeated more often than others, unless --repeats says how often.
 Writes results/<machine>/bench.csv, a row a cell, way and metric: median, lowest and highest of the repeats. A way
 that fails or runs out of memory is a row that says so. Each sample is kept as soon as it is taken, in
 bench_samples.jsonl, and the same command goes on where it was stopped; samples of other code are not taken up. Exit
@@ -19,8 +20,10 @@ from dataclasses import replace
 from experiments.bench.alternating import OUT_OF_MEMORY, in_its_own_process
 from experiments.bench.measurements import MEASUREMENTS, Measurement
 from experiments.bench.samples import Cell, Samples, warn_of_outliers
-from experiments.measuring import EXIT_VERDICT, Parser, place, whole, words
+from experiments.config import check_limit
+from experiments.measuring import EXIT_VERDICT, Parser, is_committed, place, words
 from experiments.processes import stoppable
+from experiments.run_options import add_minutes, whole
 from rloo_memory.errors import EXIT_TIME, EXIT_USAGE, ConfigError, choose, exit_code
 
 LONGER = 1.5  # than the longest cell so far: what the next one may take
@@ -38,9 +41,9 @@ def run(argv: list[str] | None) -> int:
     parser.add_argument("--models", help="some of those that the measurement knows; default: those of its cells")
     parser.add_argument("--cells", help="prompt x completion tokens x k, like 3000x100x8; default: its own")
     parser.add_argument("--ways", help="some of its ways; default: all")
-    parser.add_argument("--repeats", type=whole(1, 100))
+    parser.add_argument("--repeats", type=whole)
     parser.add_argument("--list", action="store_true", help="print the cells and ways, and measure nothing")
-    parser.add_minutes()
+    add_minutes(parser)
     parser.add_fresh()
     args = parser.parse_args(argv)
     begun = time.monotonic()
@@ -48,18 +51,21 @@ def run(argv: list[str] | None) -> int:
     measurement = MEASUREMENTS[choose("measurement", name, MEASUREMENTS)]
     cells = chosen(measurement, args.models, args.cells)
     ways = chosen_ways(measurement, args.ways)
-    repeats = args.repeats or measurement.repeats
+    repeats = measurement.repeats, measurement.repeats_near
+    if args.repeats is not None:
+        check_limit("repeats", args.repeats, 1, 100)
+        repeats = args.repeats, args.repeats
     if args.list:
-        print(*cells, f"ways: {', '.join(ways)}; repeats: {repeats}", sep="\n")
+        print(*cells, f"ways: {', '.join(ways)}; repeats: {repeats[0]}, of those near another {repeats[1]}", sep="\n")
         return 0
     args.device = on(measurement, name, args)
     here = place(args, "peft")
     samples = Samples(here.folder, name, here.facts)
     failed, longest = [], measurement.seconds / LONGER
     for number, cell in enumerate(cells, start=1):
-        if args.fresh:
+        if args.fresh or not is_committed(here.facts["commit"]):
             samples.forget(cell)
-        missing = samples.missing(cell, ways, repeats)
+        missing = samples.missing(cell, ways, *repeats)
         print(f"{number} of {len(cells)}: {cell}" + ("" if missing else ", there"), flush=True)
         if missing:
             left = 60 * args.minutes - (time.monotonic() - begun)
@@ -67,7 +73,7 @@ def run(argv: list[str] | None) -> int:
                 print(f"not begun, may take {LONGER * longest:.0f} s of {max(0, left):.0f}", flush=True)
                 return EXIT_TIME
             started = time.monotonic()
-            code = in_its_own_process(name, cell, ways, missing, here)
+            code = in_its_own_process(name, cell, ways, repeats, here)
             if code:
                 return ended(cell, code)
             longest = max(longest, time.monotonic() - started)

@@ -18,11 +18,11 @@ from rloo_memory.models import typed_line
 OUT_OF_MEMORY = "out of memory"
 
 
-def in_its_own_process(name: str, cell: Cell, ways, missing, here: Place) -> int:
+def in_its_own_process(name: str, cell: Cell, ways, repeats, here: Place) -> int:
     """What `measure` returns there, or the exit code that ended it: what one cell leaves in memory would count in the
     next."""
     process = multiprocessing.get_context("spawn").Process(
-        target=measured, args=(name, cell, ways, missing, here), daemon=True
+        target=measured, args=(name, cell, ways, repeats, here), daemon=True
     )
     process.start()
     process.join()
@@ -34,11 +34,12 @@ def measured(*args) -> None:
     sys.exit(exit_code("bench", lambda args: measure(*args), args))
 
 
-def measure(name: str, cell: Cell, ways: tuple[str, ...], missing: list[tuple[int, str]], here: Place) -> int:
+def measure(name: str, cell: Cell, ways: tuple[str, ...], repeats: tuple[int, int], here: Place) -> int:
     """Take the missing samples of a cell."""
     use_fork(ARMS["shared"])
     samples, subject = Samples(here.folder, name, here.facts), MEASUREMENTS[name].start(cell, ways, here)
-    for repeat, way in missing:
+    while missing := samples.missing(cell, ways, *repeats):
+        repeat, way = missing[0]
         begun, values, failure = time.monotonic(), {}, ""
         try:
             values = subject.sample(way)

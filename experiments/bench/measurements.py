@@ -25,6 +25,7 @@ class Measurement:
     cells: tuple[Cell, ...]
     models: tuple[str, ...]
     repeats: int = 3
+    repeats_near: int = 5  # of ways that take about as long as another
     device: str | None = None
     seconds: float = 60.0
 
@@ -43,6 +44,10 @@ class Worth(Timed):
         config = random_models.config_of(cell.model)
         self.limits = {f"{phase}_limit": round(limit(config, cell, phase), 3) for phase in LIMITED}
 
+    def phases_of(self, way: str) -> tuple[str, ...]:
+        """Ways that differ in their passes alone generate alike, so only `shared` does."""
+        return PHASES if way in ("whole", "shared") else LIMITED
+
     def sample(self, way: str) -> dict[str, float]:
         return super().sample(way) | (self.limits if way == "whole" else {})
 
@@ -52,9 +57,14 @@ def cells(names: str, *sizes: tuple[int | None, ...]) -> tuple[Cell, ...]:
     return tuple(Cell(name, *size) for size, name in product(sizes, names.split()))
 
 
-def of_trainings(about: str, planned: tuple[Cell, ...], ways=trainings.WAYS[:8], device="cuda", **more) -> Measurement:
+def of_trainings(
+    about: str, planned: tuple[Cell, ...], ways=trainings.WAYS[:8], device="cuda", repeats=3, **more
+) -> Measurement:
+    """No more repeats of any: minutes on a GPU are dear."""
     names = tuple(f"{shape}/{kind}" for shape in trainings.SHAPES for kind in trainings.COMPLETIONS)
-    return Measurement(about, trainings.Trained, ways, planned, names, device=device, **more)
+    return Measurement(
+        about, trainings.Trained, ways, planned, names, repeats, repeats_near=repeats, device=device, **more
+    )
 
 
 DENSE = ("narrow", "wide", "tiny")
@@ -64,39 +74,38 @@ MEASUREMENTS = {
     "worth": Measurement(
         "seconds of each phase over prompts and completions of many lengths, beside the limit",
         Worth, tuple(WAYS),
-        cells("narrow wide", *((p, c, 8) for p in (3000, 1000, 200) for c in (100, 1000))), DENSE, 2, "cpu",
+        cells("narrow wide", *((p, c, 8) for p in (3000, 1000, 200) for c in (100, 1000))), DENSE, device="cpu",
     ),
     "decoding": Measurement(
         "seconds of generation: rows with a cache of their own, and one cache that holds the prompt once",
         partial(start, phases=("generate",)), ("whole", "shared"),
-        cells(
-            "wide", (100, 64, 8), (100, 64, 32), (100, 2048, 8), (1000, 400, 32), (2000, 256, 8), (8000, 64, 8),
-            (8000, 64, 32), (8000, 512, 8),
-        ), DENSE, 2, "cpu",
+        cells("narrow wide", (20, 100, 8), (100, 100, 2), (100, 100, 8))
+        + cells("wide", (100, 64, 32), (100, 2048, 8), (2000, 256, 8), (2000, 256, 32), (8000, 64, 8)),
+        DENSE, device="cpu",
     ),
     "rivals": Measurement(
         "scoring and training of one group, whole rows beside other ways to share the prompt",
         partial(start, group=Rivals, phases=("score", "train"), peaks=True), RIVALS,
-        cells("bench", (3000, 100, 8), (1000, 200, 8), (16, 512, 2)), ("bench", "tiny"), 5, "cpu",
+        cells("bench", (3000, 100, 8), (1000, 200, 8), (16, 512, 2)), ("bench", "tiny"), device="cpu",
     ),
     "families": Measurement(
         "each phase on models with recurrent layers and on one that sees images",
         partial(start, peaks=True), tuple(WAYS),
         cells("gated-deltanet mamba-2", (3000, 100, 8)) + cells("images", (random_models.IMAGE_TOKENS + 200, 100, 8)),
-        ("gated-deltanet", "mamba-2", "images", "tiny"), 3, "cpu",
+        ("gated-deltanet", "mamba-2", "images", "tiny"), device="cpu",
     ),
     "allocators": Measurement(
         "resident memory and time of one training with each host allocator",
-        allocators.Trained, tuple(allocators.ALLOCATORS), (Cell("bench"),), ("bench",), 3, "cpu",
+        allocators.Trained, tuple(allocators.ALLOCATORS), (Cell("bench"),), ("bench",), device="cpu",
     ),
     "sampler": Measurement(
         "what sampling alone would have missed of a run's peak",
-        sampling.Sampled, tuple(sampling.INTERVALS), cells("cpu", (None, None, 4)), ("seed", "cpu", "test"), 3,
+        sampling.Sampled, tuple(sampling.INTERVALS), cells("cpu", (None, None, 4)), ("seed", "cpu", "test"),
     ),
     "attention": Measurement(
         "milliseconds of one layer's attention",
         attention.Layer, attention.WAYS,
-        cells("16/8-heads-of-128 32/8-heads-of-128", (3000, 100, 8), (1000, 2000, 8)), tuple(attention.HEADS), 3,
+        cells("16/8-heads-of-128 32/8-heads-of-128", (3000, 100, 8), (1000, 2000, 8)), tuple(attention.HEADS),
     ),
     "cells-first": of_trainings(
         "every way to train, real shapes", cells("qwen3-0.6b/sampled", (*SHORT, 8)), seconds=200

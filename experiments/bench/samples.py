@@ -5,14 +5,16 @@ import json
 import sys
 from collections import defaultdict
 from dataclasses import asdict, dataclass
+from itertools import permutations
 from pathlib import Path
 from statistics import median
 
-from experiments.measuring import FACTS, is_committed
+from experiments.measuring import FACTS
 from experiments.record import read_csv, write_csv
 from rloo_memory.run_record import APART
 
 SAMPLES, TABLE = "bench_samples.jsonl", "bench.csv"
+NEAR = 1.1  # times the seconds of another way: what takes more repeats to tell apart
 COLUMNS = (
     "measurement", "model", "prompt_tokens", "completion_tokens", "k", "way", "metric", "unit", "median", "low",
     "high", "repeats", "failure", *FACTS,
@@ -39,7 +41,6 @@ class Samples:
 
     def __init__(self, folder: Path, measurement: str, facts: dict[str, str]):
         self.folder, self.about = folder, {"measurement": measurement, **facts}
-        self.goes_on = is_committed(facts["commit"])
 
     def taken(self, cell: Cell) -> dict[tuple[str, int], dict]:
         """(way, repeat) -> the last sample of a cell. A line that a kill has cut off is none."""
@@ -49,10 +50,15 @@ class Samples:
                 found[line["way"], line["repeat"]] = line
         return found
 
-    def missing(self, cell: Cell, ways: tuple[str, ...], repeats: int) -> list[tuple[int, str]]:
-        """(repeat, way) of what is still to be measured, the ways alternating."""
-        there = self.taken(cell) if self.goes_on else {}
-        return [(repeat, way) for repeat in range(repeats) for way in ways if (way, repeat) not in there]
+    def missing(self, cell: Cell, ways: tuple[str, ...], repeats: int, repeats_near: int) -> list[tuple[int, str]]:
+        """(repeat, way) of what is still to be measured, the ways alternating: `repeats` of each, and `repeats_near`
+        of those that take about as long as another."""
+        there = self.taken(cell)
+
+        def lacking(of: tuple[str, ...], most: int) -> list[tuple[int, str]]:
+            return [(repeat, way) for repeat in range(most) for way in of if (way, repeat) not in there]
+
+        return lacking(ways, repeats) or lacking(near(there, ways), repeats_near)
 
     def add(self, cell: Cell, way: str, repeat: int, values: dict[str, float], failure: str = "") -> None:
         """`values` by metric; of a sample that failed none, and the reason."""
@@ -78,6 +84,22 @@ class Samples:
         kept = [row for row in read_table(self.folder) if not row.items() >= here.items()]
         write_csv(self.folder / TABLE, COLUMNS, kept + rows)
         return rows
+
+
+def near(taken: dict[tuple[str, int], dict], ways: tuple[str, ...]) -> tuple[str, ...]:
+    """The ways of which some wall-clock seconds have a median at most `NEAR` times another way's, or the reverse."""
+    medians = defaultdict(dict)
+    for way in ways:
+        for row in summary([sample for (name, _), sample in taken.items() if name == way]):
+            if row.get("unit") == "s" and "cpu" not in row["metric"]:
+                medians[row["metric"]][way] = float(row["median"])
+    found = {
+        way
+        for took in medians.values()
+        for way, other in permutations(took, 2)
+        if 1 / NEAR <= took[way] / took[other] <= NEAR
+    }
+    return tuple(way for way in ways if way in found)
 
 
 def lines(path: Path) -> list[dict]:

@@ -24,6 +24,7 @@ from experiments.builds import use_fork
 from experiments.evidence.setup_trainer import build_trainer, text_dataset
 from experiments.measuring import FACTS, Parser, is_committed, need, place, words
 from experiments.record import read_csv, write_csv
+from experiments.run_options import add_minutes
 from rloo_memory import data, models
 from rloo_memory.arms import ARMS
 from rloo_memory.errors import EXIT_TIME, exit_code
@@ -186,7 +187,7 @@ def measure(setup: Setup, folder: Path, tokenizer, dataset) -> tuple[dict[str, i
 def run(argv: list[str] | None) -> int:
     parser = Parser("evidence.planner_check", __doc__)
     parser.add_argument("--cases", help="some of the cases, by name; default: all")
-    parser.add_minutes()
+    add_minutes(parser)
     parser.add_fresh()
     args = parser.parse_args(argv)
     deadline, took = time.monotonic() + 60 * args.minutes, 0.0

@@ -165,13 +165,19 @@ def families_table(folder: Path) -> str:
 
 
 def faster(rows: pd.DataFrame, phase: str) -> pd.DataFrame:
-    """How many times faster each way is than whole rows, by model, prompt and completion tokens. NaN where repeats are
-    too far apart. Raises KeyError for a way that is missing."""
+    """How many times faster each way is than whole rows in a phase or in a `step`, by model, prompt and completion
+    tokens. NaN where repeats are too far apart. Raises KeyError for a way that is missing."""
+    took = sum(seconds_of(rows, each) for each in PHASES) if phase == "step" else seconds_of(rows, phase)
+    return took["whole"].to_numpy()[:, None] / took[list(IN_SHORT)]
+
+
+def seconds_of(rows: pd.DataFrame, phase: str) -> pd.DataFrame:
+    """Medians by model, prompt and completion tokens, a column a way. All that share the prompt generate alike."""
     mine = rows[rows.metric == f"{phase}_seconds"]
     answers = [Seconds.of((row.low, row.median, row.high)).answer for row in mine.itertuples()]
     answers = mine.assign(answer=[math.nan if answer is None else answer for answer in answers])
-    medians = answers.set_index([*CELL[:3], "way"]).answer.unstack("way")
-    return medians["whole"].to_numpy()[:, None] / medians[list(IN_SHORT)]
+    took = answers.set_index([*CELL[:3], "way"]).answer.unstack("way")
+    return took.assign(**dict.fromkeys(IN_SHORT, took["shared"])) if phase == "generate" else took
 
 
 def limits_of(rows: pd.DataFrame) -> pd.Series:
