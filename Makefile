@@ -40,6 +40,7 @@ evidence:
 	-$(SUITE) --arms classic-baseline,classic-lean --scale exact --k 2
 	-$(SUITE) --arms classic-baseline,classic-lean --scale learn --k 4
 	-./run_bench.sh $(WHERE)
+	-.venv/bin/python -m pip install --no-deps "prefix-grouper==$$(.venv/bin/python -c 'from experiments.bench import rivals; print(rivals.PREFIX_GROUPER)')"
 	-for name in worth decoding rivals families allocators sampler; do .venv/bin/python -m experiments.bench $$name $(WHERE); done
 	-.venv/bin/python -m experiments.evidence.planner_check $(WHERE)
 	-.venv/bin/python -m experiments.evidence.published_peaks

@@ -101,6 +101,13 @@ def keep_only_live_memory() -> None:
     mallopt(mmap_threshold=2**17)  # where glibc begins
 
 
+def read_weights(model) -> None:
+    """Make the weights resident. On the CPU transformers maps a checkpoint's file, and its pages come when they are
+    first read: with prefix sharing in front of the first step, else within it."""
+    for weights in model.parameters():
+        weights.detach().sum()
+
+
 def keep_freed_memory() -> None:
     """Make glibc keep every freed block, for times: as with PyTorch's allocator on CUDA, nothing pays the system for
     the same pages twice. By default it gives blocks above 32 MiB back at once, and the way with the larger tensors

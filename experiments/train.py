@@ -18,12 +18,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from experiments import config as cfg
+from experiments import run_device
 from experiments.builds import use_fork
 from experiments.config import ROOT, SCALES, RunConfig
 from experiments.memory_monitor import start_monitor, stop_monitor
 from experiments.processes import Launch, end_with, ignore_signals, new_token, stoppable
 from experiments.record import export, fill_peaks, make_writable, no_room, outcome, write_end, write_record
-from experiments.run_device import cuda_uuid, enforce_budget, keep_only_live_memory, lift_budget, pick_device
 from experiments.run_options import OF_ONE_RUN, OPTIONS, Parser, add_options, add_place, overrides, whole
 from experiments.terminal import Live, output_to
 from rloo_memory import cuda_check
@@ -66,7 +66,7 @@ def read_launch(argv: list[str] | None) -> Launch:
         return Launch.read(args.config)
     if args.arm is None or args.k is None:
         raise ConfigError("--arm and --k are needed, such as --arm classic-lean --k 4; see --help")
-    kind, name, _ = pick_device("auto" if args.device is None else args.device)
+    kind, name, _ = run_device.pick_device("auto" if args.device is None else args.device)
     config = cfg.resolve(
         args.arm,
         args.k,
@@ -96,7 +96,7 @@ def run(argv: list[str] | None) -> int:
     make_writable(launch.machine)
     with owned(folder), tempfile.TemporaryFile() as early:
         with output_to(early):
-            device_kind, device_name, device_bytes = pick_device(config.device)
+            device_kind, device_name, device_bytes = run_device.pick_device(config.device)
             documents, patches = prepare(config)
         record = RunRecord(
             config=config.as_dict(),
@@ -166,7 +166,7 @@ def measure(folder: Path, config: RunConfig, documents: list[str], record: RunRe
             train(config, documents, record, phases)
         finally:
             ignore_signals()
-            lift_budget()  # writing the record needs memory too
+            run_device.lift_budget()  # writing the record needs memory too
             with contextlib.suppress(OSError):  # a full disk: the phases so far are there
                 phases.close()
             fill_peaks(record, phases, folder, stop_monitor(sampler))
@@ -197,7 +197,7 @@ def start_sampler(path: Path, config: RunConfig) -> subprocess.Popen:
     if config.device != "cuda":
         return start_monitor(path, config.interval, "none")
     try:
-        return start_monitor(path, config.interval, cuda_uuid())
+        return start_monitor(path, config.interval, run_device.cuda_uuid())
     except RuntimeError as error:
         print(f"{error}: sampling resident memory only", file=sys.stderr)
         return start_monitor(path, config.interval, "none")
@@ -224,12 +224,12 @@ def train(config: RunConfig, documents: list[str], record: RunRecord, phases: Ph
 
     torch.set_num_threads(config.threads)
     if config.device == "cpu" and config.freed_memory == "returned":
-        keep_only_live_memory()
+        run_device.keep_only_live_memory()
     record.trl_version, record.trl_file = trl.__version__, os.path.relpath(Path(trl.__file__).parent, ROOT)
     record.torch_version, record.transformers_version = torch.__version__, transformers.__version__
     policy_path, reward_path, tokenizer = run_models.prepare(config, documents)
     prompts = data.build_prompts(documents, tokenizer, config.prompt_tokens)
-    enforce_budget(config)
+    run_device.enforce_budget(config)
     build = trainers.build_classic if ARMS[config.arm].line == "classic" else trainers.build_current
     trainer, policy = build(config, policy_path, reward_path, tokenizer, prompts)
     record.model_parameters = sum(p.numel() for p in policy.parameters())
@@ -237,6 +237,7 @@ def train(config: RunConfig, documents: list[str], record: RunRecord, phases: Ph
     trainer.add_callback(logs)
     phases.attach(policy, trainers.torch_optimizer(trainer))
 
+    run_device.read_weights(policy)  # so that the start level has them in every arm, as on CUDA
     settle()
     record.start_bytes = level(config.device)
     if config.device == "cuda":

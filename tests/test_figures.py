@@ -171,8 +171,13 @@ def test_how_many_models_there_are():
         for number in re.search(r"(\d+) share prompts exactly, (\d+) are .*?, (\d+) could .*?, (\d+)", text).groups()
     ]
     says("README.md", f"on {counts[0]} of transformers' {sum(counts)} classes for text and images")
+    says("docs/faq.md", f"{sum(counts)} classes: {counts[0]} share, {counts[1]} are refused")
+    says("docs/faq.md", f"in float64, for {counts[0]} model classes")
     says("docs/alternatives.md", f"Of {sum(counts)} model classes {counts[1]} are refused")
     known = [name for name in SHAPES if not name.startswith("tiny") and not name.endswith("-layers")]
     says("README.md", f"It knows {len(known)} models by name")
+    says("docs/tutorial.md", f"{len(known)} models are known by name")
     data = json.loads((ROOT / "docs" / "fit.json").read_text())
     says("README.md", f"it answers for {len(data['models'])} models")
+    says("docs/memory_guide.md", f"It answers for {len(data['models'])} models")
+    says("docs/predictions.md", f"{len(data['models'])} models, your lengths and k")

@@ -440,7 +440,7 @@ def test_start_and_stop_from_another_folder(stub, tmp_path, monkeypatch, capsys)
 
 def test_a_run_on_a_device_that_nvml_does_not_list_goes_on_without_it(stub, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LD_LIBRARY_PATH", str(stub))
-    monkeypatch.setattr(train, "cuda_uuid", lambda: "GPU-ffff")
+    monkeypatch.setattr(train.run_device, "cuda_uuid", lambda: "GPU-ffff")
     process = train.start_sampler(tmp_path / "memory.csv", SimpleNamespace(device="cuda", interval=0.01))
     report = stop_monitor(process)
     assert report.samples and rows(tmp_path / "memory.csv")[0]["device_used_bytes"] == ""

@@ -1,15 +1,18 @@
 """Phase marks and exact peaks, on this process."""
 
 import csv
+import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
 from experiments.config import ROOT
+from experiments.run_device import read_weights
 from rloo_memory.device import status_bytes
 from rloo_memory.phases import PhaseRecorder
 
@@ -115,3 +118,20 @@ def test_freed_blocks_go_back_at_once_while_only_live_memory_counts():
     (full, left), (full_again, left_again) = (map(int, line.split()) for line in result.stdout.splitlines())
     assert min(full, full_again) > 90 and left < 20, result.stdout
     assert left_again > 80, "malloc keeps them again"
+
+
+def test_weights_are_resident_before_the_start_level(tmp_path):
+    """Of a checkpoint of 32 MiB, whose file is mapped."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    def resident() -> int:
+        """MiB of the mapped file."""
+        (part,) = Path("/proc/self/smaps").read_text().split(f"{tmp_path}/model.safetensors\n")[1:2]
+        return int(re.search(r"^Rss: +(\d+) kB", part, re.M)[1]) >> 10
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
+    Qwen3ForCausalLM(Qwen3Config(vocab_size=2**17, **sizes, tie_word_embeddings=True)).save_pretrained(tmp_path)
+    model = Qwen3ForCausalLM.from_pretrained(tmp_path)
+    assert resident() < 20
+    read_weights(model)
+    assert resident() >= 32

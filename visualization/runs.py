@@ -301,8 +301,7 @@ def describe(runs: Sequence[Run]) -> str:
             f"runs of {' and '.join(sorted(kinds))} measured as {' and '.join(sorted(measures))} do not "
             "belong in one picture; keep one results folder per machine and device"
         )
-    counts = sorted({len(cell.runs) for cell in cells(runs)})
-    repeats = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
+    repeats = span(len(cell.runs) for cell in cells(runs))
     every = [*runs, *(timed for run in runs for timed in run.timed)]
     versions = {
         "torch": _joined(run.torch_version for run in every),
@@ -315,6 +314,12 @@ def describe(runs: Sequence[Run]) -> str:
     scale = _joined(run.scale.removesuffix(TIMES) for run in every)
     count = f"{repeats} {'repeat' if repeats == '1' else 'repeats'} per cell"
     return " · ".join([f"{DEVICE_WORDS.get(''.join(kinds), 'device')}: {device}", *named, f"scale {scale}", count])
+
+
+def span(counts: Iterable[int]) -> str:
+    """The least and the most of them, or the one that all are."""
+    found = sorted(counts)
+    return " to ".join(str(count) for count in dict.fromkeys((found[0], found[-1])))
 
 
 def _joined(values: Iterable[str]) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from visualization.legacy import PUBLISHED, PUBLISHED_BUDGET, PUBLISHED_PROMPT
 from visualization.pages.lines import by_k, failure, markdown, signed, whole, with_range
-from visualization.runs import GIB, IN_SHORT, RESIDENT, Cell, Run, cells, compared, in_short
+from visualization.runs import GIB, IN_SHORT, RESIDENT, Cell, Run, cells, compared, in_short, span
 
 BASELINE = "classic-baseline"
 REFERENCE = "stock"  # what a user of TRL has today
@@ -104,7 +104,7 @@ def phases_table(runs: Sequence[Run]) -> list[str]:
         less = cell is not reference and cell.change(reference) is not None
         times = f" (1/{reference.above / cell.above:.1f})" if less else ""
         rows.append([*row, cell.failure() if cell.above is None else f"{cell.above / GIB:.2f}{cell.mark}{times}"])
-    repeats = min(len(cell.timed or cell.runs) for cell in table)
+    repeats = span(len(cell.timed or cell.runs) for cell in table)
     return [
         f"Seconds at k = {k}, median of {repeats} runs, and how many times faster than `{REFERENCE}`. The token "
         f"ratio is {ratio}:",

@@ -8,7 +8,7 @@ import pandas as pd
 
 from visualization.files import LoadError, read_csv
 from visualization.pages.lines import commits_in_short, markdown, signed
-from visualization.runs import DEVICE_WORDS, GIB, MIB
+from visualization.runs import DEVICE_WORDS, GIB, MIB, span
 from visualization.seconds import MARK, Seconds
 
 PROGRAM = "run python -m experiments.bench"
@@ -86,10 +86,7 @@ def measured_on(rows: pd.DataFrame) -> str:
 def how_often(rows: pd.DataFrame) -> str:
     """How often each cell was measured, in words."""
     counts = rows.repeats[rows.metric != ""].astype(int)
-    least, most = counts.min(), counts.max()
-    if most == 1:
-        return "measured once"
-    return f"median of {f'{least} to {most}' if least < most else most} alternating repeats"
+    return f"median of {span(counts)} alternating repeats" if counts.max() > 1 else "measured once"
 
 
 def beside(ours: Seconds, theirs: Seconds | None, digits: int, unit: str = "") -> str:
