@@ -101,11 +101,14 @@ def keep_only_live_memory() -> None:
     mallopt(mmap_threshold=2**17)  # where glibc begins
 
 
-def read_weights(model) -> None:
-    """Make the weights resident. On the CPU transformers maps a checkpoint's file, and its pages come when they are
-    first read: with prefix sharing in front of the first step, else within it."""
-    for weights in model.parameters():
-        weights.detach().sum()
+def read_weights(trainer) -> None:
+    """Make the weights of its models resident. On the CPU transformers maps a checkpoint's file, and its pages come
+    when they are first read: with prefix sharing in front of the first step, else within it."""
+    from torch.nn import Module
+
+    for model in vars(trainer).values():
+        for weights in model.parameters() if isinstance(model, Module) else ():
+            weights.detach().sum()
 
 
 def keep_freed_memory() -> None:
