@@ -10,10 +10,10 @@ help:
 	@echo "make test-vllm   real vLLM on a CPU, in the trainer and as a server, in an environment of its own (about 3 minutes,"
 	@echo "                 and 2 to 4 more to make the environment once)"
 	@echo "make test-cuda   CUDA's build of torch on an emulated device, in an environment of its own (4.7 GB; 10 minutes on two quiet cores)"
-	@echo "make bench       time and memory of today's trainer with and without prefix sharing (about 40 minutes)"
+	@echo "make bench       time and memory of today's trainer with and without prefix sharing (about an hour)"
 	@echo "make plans       predict the memory of every profile (a few minutes)"
 	@echo "make fit-data    make docs/fit.html and what it answers from (about an hour; goes on where it was interrupted)"
-	@echo "make evidence    measure all that README.md and docs show, by this commit (some 5 hours on 2 quiet cores; goes on"
+	@echo "make evidence    measure all that README.md and docs show, by this commit (some 6 hours on 2 quiet cores; goes on"
 	@echo "                 where it was stopped); which figures are old: python -m experiments.evidence.age"
 	@echo "make charts      draw the committed results again, update the tables of README.md and docs"
 

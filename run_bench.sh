@@ -18,8 +18,9 @@ suite() { # after failed runs the next suite begins all the same; not after a ba
   SCRIPT_PID=$$ "$python" -m experiments.suite "$@" || worst=$?
   case "$worst" in 0 | 1 | 5) ;; *) exit "$worst" ;; esac
 }
+stock=stock,stock-accumulate,stock-compact,stock-compact-accumulate
 for scale in bench-time bench; do
-  suite --scale $scale --repeats 3 --arms stock,stock-accumulate,stock-compact,shared,shared-accumulate --k 8 "$@"
+  suite --scale $scale --repeats 3 --arms $stock,shared,shared-accumulate --k 8 "$@"
   suite --scale $scale --repeats 3 --arms shared --k 8 --completions-per-forward 8 "$@"
 done
 suite --scale bench-time --repeats 5 --arms shared,shared-accumulate --k 8 "$@"

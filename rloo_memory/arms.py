@@ -41,6 +41,7 @@ ARMS = {
         Arm("stock", "current", (), "TRL 1.16.0 untouched, the whole batch in one pass"),
         Arm("stock-accumulate", "current", (), "TRL 1.16.0 untouched, one completion a pass", accumulate=True),
         Arm("stock-compact", "current", None, "the same with the compact LM head alone: prefix sharing off"),
+        Arm("stock-compact-accumulate", "current", None, "the same, one completion a pass", accumulate=True),
         Arm("shared", "current", None, "TRL 1.16.0 + prefix sharing, N completions a pass", shares_prefix=True),
         Arm("shared-accumulate", "current", None, "the same, N a micro-batch", accumulate=True, shares_prefix=True),
     )

@@ -24,17 +24,17 @@ ARMS = {
     "stock": "TRL 1.16 as it is",
     "stock-accumulate": "TRL 1.16, one completion at a time",
     "stock-compact": "TRL 1.16, logits of completions only",
+    "stock-compact-accumulate": "TRL 1.16, logits of completions only, one completion at a time",
     "shared": "TRL 1.16 with prefix sharing, two completions a pass",
     "shared-accumulate": "TRL 1.16 with prefix sharing, two completions a micro-batch",
     "Basic": "the 2025 baseline",
     "String": "the change published in 2025",
 }
-# Those that a first reader needs, beginning with what TRL does on a GPU
+# Those that a first reader needs, beginning with what TRL does on a GPU: logits of completions only
 IN_SHORT = {
-    "stock-compact": "TRL, logits of completions only, as on a GPU",
+    "stock-compact": "TRL, all completions together",
+    "stock-compact-accumulate": "TRL, one completion at a time",
     "shared-accumulate": "prefix sharing, two completions at a time",
-    "stock": "TRL on a CPU, all logits",
-    "stock-accumulate": "TRL on a CPU, one completion at a time",
 }
 DEVICE_WORDS = {"cuda": "GPU", "cpu": "CPU"}
 LEAST = GIB // 10  # of peak above start, bytes: below it, percentages are noise

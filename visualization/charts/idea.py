@@ -16,7 +16,7 @@ WIDTH = 0.7  # of the panel, for its longest bar; text goes behind it
 def idea(runs: Sequence[Run]) -> Figure | None:
     """TRL with logits of completions only, as on a GPU, beside prefix sharing: the tokens of a pass, drawn to scale,
     and peak and seconds of a whole step. None unless both arms finished at that k."""
-    rows, shared, *_ = in_short(runs)
+    rows, _, shared = in_short(runs)
     ways = (rows, shared)
     if not all(cell and cell.seconds().values and cell.values("above_start_bytes") for cell in ways):
         return None
