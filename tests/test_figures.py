@@ -4,6 +4,7 @@ Tables are made by `visualization.tables`, which has its own test."""
 import json
 import math
 import re
+from statistics import median
 
 import pandas as pd
 import pytest
@@ -58,6 +59,13 @@ def test_the_peak_hardly_grows_with_k(bench):
 
     says("docs/worth.md", grows("shared", "passes"))
     says("docs/worth.md", grows("shared-accumulate", "micro-batches"))
+    few, many = (bench["shared-accumulate", k] for k in (2, 64))
+    loaded = [
+        median(run.phases.query("phase == 'load'").peak_resident_bytes.max() for run in cell.runs)
+        for cell in (few, many)
+    ]
+    grown = (many.median("peak_bytes") - few.median("peak_bytes")) / MIB
+    says("docs/worth.md", f"Of these {grown:.0f} MiB, {(loaded[1] - loaded[0]) / MIB:.0f} are there before")
 
 
 def test_lengths_at_which_training_gains_little():
