@@ -4,8 +4,9 @@
 # Today's trainer with and without prefix sharing, side by side, in alternating repeats at k = 8: first their seconds,
 # then their memory, because what makes resident memory mean "alive" takes time (docs/measuring.md). Then other k, and
 # 30 updates with a reward that can be learned. Three repeats, and five of the seconds of arms that share the prompt,
-# which are less than 10 % apart. About an hour on 2 cores; the same command goes on where it was stopped. Writes results/MACHINE/: a folder a run, and runs.jsonl of all, charts, report.html. Exit codes: 1:
-# some run failed, 5: --minutes left some.
+# which are less than 10 % apart. About an hour on 2 cores; the same command goes on where it was stopped. Writes
+# results/MACHINE/: a folder a run, and runs.jsonl of all, charts, report.html. Exit codes: 1: some run failed, 5:
+# --minutes left some.
 # Options: --device cpu --minutes 30 (of each of nine suites) --results FOLDER --machine NAME ...
 # Paths are those where you stand. All options: .venv/bin/python -m experiments.suite --help
 set -euo pipefail

@@ -106,8 +106,8 @@ def read_weights(trainer) -> None:
     when they are first read: with prefix sharing in front of the first step, else within it."""
     from torch.nn import Module
 
-    for model in vars(trainer).values():
-        for weights in model.parameters() if isinstance(model, Module) else ():
+    for model in {value for value in vars(trainer).values() if isinstance(value, Module)}:  # one may have two names
+        for weights in model.parameters():
             weights.detach().sum()
 
 

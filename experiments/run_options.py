@@ -36,9 +36,10 @@ def number(text: str) -> float:
 
 def minutes(text: str) -> float:
     """An argparse type: after how many minutes nothing new is begun."""
-    if not 0 <= number(text) <= 10**6:
+    value = number(text)
+    if not 0 <= value <= 10**6:
         raise argparse.ArgumentTypeError(f"{shown(text)} is no number of minutes from 0 to 1,000,000")
-    return float(text)
+    return value
 
 
 def directory(text: str) -> Path:

@@ -237,7 +237,8 @@ def train(config: RunConfig, documents: list[str], record: RunRecord, phases: Ph
     trainer.add_callback(logs)
     phases.attach(policy, trainers.torch_optimizer(trainer))
 
-    run_device.read_weights(trainer)  # so that the start level has them in every arm, as on CUDA
+    if config.device == "cpu":
+        run_device.read_weights(trainer)  # so that the start level has them in every arm, as on CUDA
     settle()
     record.start_bytes = level(config.device)
     if config.device == "cuda":

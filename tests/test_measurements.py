@@ -82,8 +82,8 @@ def killed_after(count, work):
         (bench, ["rivals", "--ways", "whole,nope"], "unknown way 'nope'"),
         (bench, ["rivals", "--ways", "shared"], "the others are compared with `whole`"),
         (bench, ["worth", "--repeats", "0"], "--repeats 0 must be at least 1 and at most 100"),
-        (bench, ["worth", "--repeats", "nan"], "'nan' is not a whole number"),
-        (bench, ["worth", "--repeats", "9" * 400], "is not a whole number"),
+        (bench, ["worth", "--repeats", "nan"], "'nan' is not a whole number; write it like 4"),
+        (bench, ["worth", "--repeats", "9" * 400], "is not a whole number; write it like 4"),
         (bench, ["worth", "--minutes", "-3"], "is no number of minutes"),
         (bench, ["allocators", "--cells", "3000x100x8"], "this measurement has no lengths"),
         *(

@@ -46,7 +46,7 @@ class Worth(Timed):
 
     def phases_of(self, way: str) -> tuple[str, ...]:
         """Ways that differ in their passes alone generate alike, so only `shared` does."""
-        return PHASES if way in ("whole", "shared") else LIMITED
+        return PHASES if WAYS[way].pass_rows is None else PHASES[1:]
 
     def sample(self, way: str) -> dict[str, float]:
         return super().sample(way) | (self.limits if way == "whole" else {})

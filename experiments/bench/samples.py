@@ -5,7 +5,7 @@ import json
 import sys
 from collections import defaultdict
 from dataclasses import asdict, dataclass
-from itertools import permutations
+from itertools import combinations
 from pathlib import Path
 from statistics import median
 
@@ -87,18 +87,14 @@ class Samples:
 
 
 def near(taken: dict[tuple[str, int], dict], ways: tuple[str, ...]) -> tuple[str, ...]:
-    """The ways of which some wall-clock seconds have a median at most `NEAR` times another way's, or the reverse."""
+    """The ways of which some wall-clock seconds have a median within `NEAR` times another way's."""
     medians = defaultdict(dict)
     for way in ways:
         for row in summary([sample for (name, _), sample in taken.items() if name == way]):
             if row.get("unit") == "s" and "cpu" not in row["metric"]:
                 medians[row["metric"]][way] = float(row["median"])
-    found = {
-        way
-        for took in medians.values()
-        for way, other in permutations(took, 2)
-        if 1 / NEAR <= took[way] / took[other] <= NEAR
-    }
+    pairs = [(took, pair) for took in medians.values() for pair in combinations(took, 2)]
+    found = {way for took, (a, b) in pairs if max(took[a], took[b]) <= NEAR * min(took[a], took[b]) for way in (a, b)}
     return tuple(way for way in ways if way in found)
 
 
