@@ -46,7 +46,7 @@ evidence:
 	-.venv/bin/python -m experiments.evidence.published_peaks
 	-.venv/bin/python -m experiments.evidence.model_families --write docs/models.md
 	-$(if $(TRL),.venv/bin/python -m experiments.evidence.upstream_tests $(TRL) $(WHERE))
-	.venv/bin/python -m experiments.evidence.measured_errors
+	.venv/bin/python -m experiments.evidence.measured_ranges
 	.venv/bin/python -m experiments.evidence.age
 
 test: lint

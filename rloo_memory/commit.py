@@ -5,6 +5,8 @@ import subprocess
 from pathlib import Path
 
 SOURCES = ("rloo_memory", "experiments", "trl", "requirements.lock")
+# For git: what was measured, which is in the package for the planner to say, decides nothing that is measured
+PATHS = (*SOURCES, ":(exclude)rloo_memory/plan/sureness/measured.json")
 
 
 def source_commit() -> str:
@@ -17,8 +19,8 @@ def source_commit() -> str:
 
     try:
         git("ls-files", "--error-unmatch", "rloo_memory/commit.py")  # it may lie in another project's environment
-        commit = git("log", "-1", "--format=%h", "--abbrev=12", "--", *SOURCES).strip()
-        changed = git("status", "--porcelain", "--", *SOURCES).strip()
+        commit = git("log", "-1", "--format=%h", "--abbrev=12", "--", *PATHS).strip()
+        changed = git("status", "--porcelain", "--", *PATHS).strip()
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("SOURCE_COMMIT", "unknown")
     return f"{commit}-dirty" if changed else commit

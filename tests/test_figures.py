@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 
 from experiments.config import ROOT
+from rloo_memory.plan.sureness.measured import times_faster
 from rloo_memory.shapes import SHAPES
 from visualization.load import load_machine
 from visualization.pages.gpu_peaks import read_peaks
@@ -85,6 +86,15 @@ def test_lengths_at_which_training_gains_little():
         "docs/alternatives.md",
         f"the training pass was {first:.2f} times faster than whole rows at P = C = 1,000, k = 8, and {second:.2f} "
         "times at P = 200, C = 1,000",
+    )
+
+
+def test_lengths_at_which_training_is_faster():
+    at = {each.ratio: f"{each.low:.1f} to {each.high:.1f}" for each in times_faster()}
+    says(
+        "docs/memory_guide.md",
+        f"at r = 6.5 (P = 3,000, C = 100) {at[6.5]} times as fast, at 4.9 (1,000, 100) {at[4.9]}, at 2.4 (200, 100) "
+        f"{at[2.4]}, at 1.8 (1,000, 1,000) {at[1.8]} and at 1.2 (200, 1,000) {at[1.2]}",
     )
 
 

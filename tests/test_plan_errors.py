@@ -1,16 +1,17 @@
-"""The range that a prediction stands for is what was measured."""
+"""The range that a prediction stands for is what was measured, and so is how much faster sharing is said to be."""
 
 import pytest
 
 from experiments.config import ROOT
-from experiments.evidence.measured_errors import errors_of
+from experiments.evidence.measured_ranges import errors_of, times_faster_of
 from experiments.record import write_csv
 from rloo_memory.errors import ConfigError
 from rloo_memory.plan.__main__ import fits
+from rloo_memory.plan.levers import cost_of_sharing
 from rloo_memory.plan.peaks import PredictedPeak, Prediction
 from rloo_memory.plan.setups import Setup
 from rloo_memory.plan.sureness.calibration import range_of
-from rloo_memory.plan.sureness.measured import MeasuredErrors, measured_errors
+from rloo_memory.plan.sureness.measured import MeasuredErrors, TimesFaster, measured_errors, times_faster
 from rloo_memory.plan.sureness.reserve import Room
 from rloo_memory.sizes import GIB
 
@@ -36,7 +37,7 @@ def test_the_range_spans_the_measured_peaks_of_all_machines(tmp_path):
 def test_a_peak_that_fits_by_less_than_the_error_is_said_to_just_fit():
     errors = measured_errors()
     assert errors.low < 1 < errors.high < 1.1 and errors.peaks > 100, "of the committed results"
-    assert errors == errors_of(ROOT / "results"), "run python -m experiments.evidence.measured_errors"
+    assert errors == errors_of(ROOT / "results"), "run python -m experiments.evidence.measured_ranges"
     phases = [PredictedPeak("train", 10 * GIB, {}, 0), PredictedPeak("load", GIB, {}, 0)]
     assert range_of(phases) == (errors.range_of(10 * GIB)[0], 10 * GIB, errors.range_of(10 * GIB)[1])
     prediction = Prediction("stock", Setup(10), phases)
@@ -48,3 +49,27 @@ def test_a_peak_that_fits_by_less_than_the_error_is_said_to_just_fit():
 def test_a_prediction_lies_in_its_range(size):
     low, high = measured_errors().range_of(size)
     assert low <= size <= high
+
+
+def test_the_doctor_says_the_slowest_and_the_fastest_that_was_measured(tmp_path):
+    assert list(times_faster()) == times_faster_of(ROOT / "results"), (
+        "run python -m experiments.evidence.measured_ranges"
+    )
+    with pytest.raises(ConfigError, match="with worth"):
+        times_faster_of(tmp_path)
+    columns = ("measurement", "metric", "model", "prompt_tokens", "completion_tokens", "k", "way", "median")
+    seconds = {"whole": 12, "shared": 2, "shared-2": 3}
+    for machine, slower in (("a", 1), ("b", 1.5)):
+        rows = [("worth", "train_seconds", "wide", 3000, 100, 8, way, took) for way, took in seconds.items()]
+        rows += [("worth", "score_seconds", "wide", 3000, 100, 8, "shared", 0.1)]
+        rows[2] = (*rows[2][:-1], 3 * slower)
+        (tmp_path / machine).mkdir()
+        write_csv(tmp_path / machine / "bench.csv", columns, [dict(zip(columns, row, strict=True)) for row in rows])
+    assert times_faster_of(tmp_path) == [TimesFaster(6.5, 2.667, 6.0)]
+
+
+@pytest.mark.parametrize("prompt, completion, near", [(10_000, 10, 1), (1200, 100, 2), (10, 5000, 1)])
+def test_sharing_costs_what_the_nearest_measured_lengths_took(prompt, completion, near):
+    setup = Setup(prompt, max_completion_length=completion, num_generations=8)
+    said = cost_of_sharing(setup)
+    assert said.startswith(f"token ratio {setup.token_ratio:.1f}; ") and said.count("times as fast at") == near

@@ -14,7 +14,7 @@ from pathlib import Path
 from experiments.config import ROOT
 from experiments.record import read_csv
 from experiments.run_options import Parser
-from rloo_memory.commit import SOURCES
+from rloo_memory.commit import PATHS, SOURCES
 from rloo_memory.errors import ConfigError, exit_code
 from rloo_memory.run_record import kept_runs
 
@@ -49,7 +49,7 @@ def run(argv: list[str] | None) -> int:
     parser.parse_args(argv)
     found = tables(ROOT / "results")
     commits = {commit for _, commit in found}
-    since = {commit: int(git("rev-list", "--count", f"{commit}..HEAD", "--", *SOURCES)) for commit in commits}
+    since = {commit: int(git("rev-list", "--count", f"{commit}..HEAD", "--", *PATHS)) for commit in commits}
     days = {commit: git("log", "-1", "--format=%cs", commit) for commit in commits}
     for (table, commit), rows in sorted(found.items(), key=lambda item: -since[item[0][1]]):
         print(f"{since[commit]:4} changes since  {days[commit]}  {commit}  {table} ({rows} rows)")

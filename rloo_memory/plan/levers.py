@@ -6,12 +6,10 @@ from dataclasses import dataclass, replace
 
 from rloo_memory.errors import ConfigError
 from rloo_memory.plan.setups import Setup, check
+from rloo_memory.plan.sureness.measured import times_faster
 from rloo_memory.plan.trl_settings import changes
 
 FASTER_FROM = 2.0  # token ratio
-# Token ratio -> how many times as fast the training pass was, lowest and highest: of two models, all together, in
-# passes of two and in micro-batches of two, on two CPUs (worth.csv of the folders in results)
-MEASURED = {6.5: (4.7, 7.2), 2.4: (1.1, 2.0), 1.8: (1.2, 1.5), 1.2: (0.9, 1.1)}
 
 
 @dataclass(frozen=True)
@@ -34,9 +32,9 @@ class Lever:
 def cost_of_sharing(setup: Setup) -> str:
     """With what was measured at the nearest ratios below and above."""
     mine = setup.token_ratio
-    near = sorted({*[r for r in MEASURED if r <= mine][:1], *[r for r in MEASURED if r >= mine][-1:]})  # they fall
-    measured = ", ".join(f"{MEASURED[ratio][0]} to {MEASURED[ratio][1]} times as fast at {ratio}" for ratio in near)
-    return f"token ratio {mine:.1f}; training on a CPU was {measured}"
+    below = [each for each in times_faster() if each.ratio <= mine]
+    above = [each for each in times_faster() if each.ratio > mine]
+    return f"token ratio {mine:.1f}; training on a CPU was {', '.join(map(str, below[-1:] + above[:1]))}"
 
 
 def cost_of_offloading(setup: Setup) -> str:

@@ -1,6 +1,7 @@
-"""How far predictions were from what was measured, and so the range that a predicted size stands for.
+"""What was measured and the planner says: how far its predictions were, and how many times as fast training was where
+prompts are shared.
 
-`measured_errors.json` beside this file is made of the committed peaks by `experiments.evidence.measured_errors`.
+`measured.json` beside this file is made of the committed results by `experiments.evidence.measured_ranges`.
 """
 
 import functools
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from rloo_memory.sizes import GIB
 
-FILE = Path(__file__).with_name("measured_errors.json")
+FILE = Path(__file__).with_name("measured.json")
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,26 @@ class MeasuredErrors:
         )
 
 
+@dataclass(frozen=True)
+class TimesFaster:
+    """How many times as fast the training pass was with shared prompts at a token ratio: the slowest and the fastest
+    of the models and of the ways to share."""
+
+    ratio: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.low:.1f} to {self.high:.1f} times as fast at {self.ratio:.1f}"
+
+
 @functools.cache
 def measured_errors() -> MeasuredErrors:
     """Of all machines that were measured."""
-    return MeasuredErrors(**json.loads(FILE.read_text()))
+    return MeasuredErrors(**json.loads(FILE.read_text())["errors"])
+
+
+@functools.cache
+def times_faster() -> tuple[TimesFaster, ...]:
+    """By token ratio, the smallest first."""
+    return tuple(TimesFaster(**each) for each in json.loads(FILE.read_text())["times_faster"])
