@@ -32,8 +32,9 @@ def generate(model, steps, look):
     """`look` at the cache after each decoding step."""
 
     def hook(module, args, kwargs, output):
-        if kwargs.get("past_key_values") is not None:  # a decoding step, not a prompt
-            look(kwargs["past_key_values"])
+        cache = kwargs.get("past_key_values", kwargs.get("cache"))  # its name in transformers 5.24
+        if cache is not None:  # a decoding step, not a prompt
+            look(cache)
 
     enable_prefix_sharing(model.eval())
     model.register_forward_hook(hook, with_kwargs=True)
