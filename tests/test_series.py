@@ -119,8 +119,12 @@ def test_a_patchs_own_tests_pass_from_its_place_to_the_last_and_not_before(place
     imported = {f"tests/test_prefix_sharing{end}.py" for end in ("", "_offloading", "_micro_batches")}
     for path in {*imported, *tests}:
         (tmp_path / path).write_bytes((ROOT / "trl/current/overlay" / path).read_bytes())
-    number = SERIES.index(name)
-    for tree, passed in ((places[number], False), (places[number + 1], True), (places[-1], True)):
+    before, place, last = places[SERIES.index(name)], places[SERIES.index(name) + 1], places[-1]
+    runs = [(before, False), (place, True)]
+    mine, whole = package(place), package(last)
+    if any(mine.get(path) != text for path, text in whole.items() if not path.startswith("kernels/")):
+        runs.append((last, True))  # what later patches change runs here: Triton's kernels do not
+    for tree, passed in runs:
         run = forked("upstream_tests", tmp_path, tree, *tests, timeout=1200)
         assert (run.returncode == 0) is passed, run.stdout[-4000:] + run.stderr[-2000:]
         assert " passed" in run.stdout or not passed
