@@ -5,8 +5,8 @@ import subprocess
 from pathlib import Path
 
 SOURCES = ("rloo_memory", "experiments", "trl", "requirements.lock")
-# For git: what was measured, which is in the package for the planner to say, decides nothing that is measured
-PATHS = (*SOURCES, ":(exclude)rloo_memory/plan/sureness/measured.json")
+# For git: pages, and what was measured, which the planner says, decide nothing that is measured
+PATHS = (*SOURCES, ":(exclude)*.md", ":(exclude)rloo_memory/plan/sureness/measured.json")
 
 
 def source_commit() -> str:

@@ -267,7 +267,8 @@ def test_what_was_measured_before_a_commit_of_pages_is_of_the_same_code(tmp_path
     assert first == git("rev-parse", "--short=12", "HEAD").strip()
     assert commits("README.md", "a page") == first
     (tmp_path / "rloo_memory" / "plan" / "sureness").mkdir(parents=True)
-    assert commits("rloo_memory/plan/sureness/measured.json", "what came out") == first
+    for path in ("rloo_memory/plan/sureness/measured.json", "rloo_memory/README.md"):
+        assert commits(path, "what came out") == first
     (tmp_path / "requirements.lock").write_text("torch==2")
     assert commit.source_commit() == f"{first}-dirty"
     assert commits("requirements.lock", "torch==2") != first
