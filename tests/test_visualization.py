@@ -120,7 +120,7 @@ def damage(path, old, new):
 
 
 @pytest.mark.parametrize(("module", "arguments", "told"), [
-    ("combine_memory_data", ["none"], "no such results folder"),
+    ("create_charts", ["none"], "no such results folder"),
     ("tables", ["none", "--check"], "the file is missing"),
     ("create_charts", ["empty"], "holds no runs"),
     ("create_charts", ["results/here", "--scale", "seed"], "has no runs at scale seed; it has cpu"),
