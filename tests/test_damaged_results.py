@@ -47,7 +47,7 @@ def test_every_command_shows_what_is_whole_and_exits_with_1(tmp_path, capsys):
             "stock_cpu_k2_r1",
         ]
     assert (machine / "charts" / "peak_comparison.png").exists()
-    shown = texts(peak_comparison([run for run in load_machine(machine) if run.scale], "classic-baseline"))
+    shown = texts(peak_comparison([run for run in load_machine(machine) if run.scale]))
     assert "damaged" in shown and any("left out: stock_cpu_k2_r0, stock_cpu_k2_r1" in line for line in shown)
     assert "| `classic-baseline` | 0.98 |" in readme.read_text()
 

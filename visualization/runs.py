@@ -36,6 +36,7 @@ IN_SHORT = {
     "stock-compact-accumulate": "TRL, one completion at a time",
     "shared-accumulate": "prefix sharing, two completions at a time",
 }
+BASELINE = "classic-baseline"  # what percentages of peaks refer to
 DEVICE_WORDS = {"cuda": "GPU", "cpu": "CPU"}
 LEAST = GIB // 10  # of peak above start, bytes: below it, percentages are noise
 LOST = "\N{DAGGER}"  # marks a figure whose run lost its sampler

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 from visualization.legacy import PUBLISHED, PUBLISHED_BUDGET, PUBLISHED_PROMPT
 from visualization.pages.lines import by_k, failure, markdown, signed, whole, with_range
-from visualization.runs import GIB, IN_SHORT, RESIDENT, Cell, Run, cells, compared, in_short, span
+from visualization.runs import BASELINE, GIB, IN_SHORT, RESIDENT, Cell, Run, cells, compared, in_short, span
 
-BASELINE = "classic-baseline"
 REFERENCE = "stock"  # what a user of TRL has today
 PHASES = ("generate", "score", "train")
 
