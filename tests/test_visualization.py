@@ -519,5 +519,3 @@ def test_plan_chart_is_one_command_that_refuses_what_is_no_plan(tmp_path, capsys
         assert run_cli(lambda: plan.main([str(tmp_path / "bad.json"), str(tmp_path / "x.png")])) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and "bad.json" in error and told in error
-        with pytest.raises(LoadError, match="bad.json"):
-            tables.render("profiles", tmp_path)
