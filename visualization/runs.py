@@ -136,18 +136,14 @@ class Cell:
         """The runs that are there for their seconds, if there are such."""
         return next((run.timed for run in self.runs if run.timed), ())
 
-    @property
-    def clocked(self) -> tuple[Run, ...]:
-        """The runs whose seconds count."""
-        return self.timed or self.finished
-
     def count(self, status: str) -> int:
         """How many runs ended with this status."""
         return sum(run.status == status for run in self.runs)
 
     def seconds(self, phase: str | None = None) -> Seconds:
         """Of a step, or of one phase of it."""
-        return Seconds.of(seconds_a_step(run, phase) if phase else run.step_seconds_median for run in self.clocked)
+        runs = self.timed or self.finished
+        return Seconds.of(seconds_a_step(run, phase) if phase else run.step_seconds_median for run in runs)
 
     def values(self, name: str) -> list[float]:
         """That figure of every finished run that has it, unsorted. Seconds have `seconds`."""
@@ -189,11 +185,9 @@ class Cell:
 def in_order(arms: Iterable[str]) -> list[str]:
     """The arms, each once, in the order of the project's table (`shared-c4` after `shared`), others last by name."""
 
-    known = list(ARMS)
-
     def place(arm: str) -> tuple[int, int, str]:
         name, passes = usual_arm(arm)
-        return known.index(name) if name in ARMS else len(ARMS), passes, arm
+        return (*ARMS, name).index(name), passes, arm
 
     return sorted(set(arms), key=place)
 
@@ -267,10 +261,7 @@ def footnotes(runs: Sequence[Run]) -> list[str]:
 def by_trainer(arms: Iterable[str]) -> list[list[str]]:
     """The arms of TRL's old trainer, then those of today's: what is compared curve by curve runs on one trainer."""
     ordered = in_order(arms)
-    groups = (
-        [arm for arm in ordered if arm.startswith("classic")],
-        [arm for arm in ordered if not arm.startswith("classic")],
-    )
+    groups = ([arm for arm in ordered if arm.startswith("classic") is old] for old in (True, False))
     return [group for group in groups if group]
 
 
@@ -304,12 +295,9 @@ def describe(runs: Sequence[Run]) -> str:
         )
     repeats = span(len(cell.runs) for cell in cells(runs))
     every = [*runs, *(timed for run in runs for timed in run.timed)]
-    versions = {
-        "torch": _joined(run.torch_version for run in every),
-        "transformers": _joined(run.transformers_version for run in every),
-        "trl": _joined(run.trl_version for run in every),
-        "commit": _joined(_short(run.commit) for run in every),
-    }
+    packages = ("torch", "transformers", "trl")
+    versions = {name: _joined(getattr(run, f"{name}_version") for run in every) for name in packages}
+    versions["commit"] = _joined(_short(run.commit) for run in every)
     named = [f"{name} {value}" for name, value in versions.items() if value] or ["versions and commit not recorded"]
     device = _joined(run.device_name for run in every) or "name not recorded"
     scale = _joined(run.scale.removesuffix(TIMES) for run in every)
