@@ -48,10 +48,6 @@ class Way:
         row = self.metrics.get(metric)
         return row.median if row else None
 
-    def highest(self, metric: str) -> float | None:
-        row = self.metrics.get(metric)
-        return row.high if row else None
-
 
 def read_bench(folder: Path, measurement: str) -> pd.DataFrame:
     """The rows of a measurement, or of all whose names begin so. Raises LoadError where there are none."""
@@ -123,7 +119,7 @@ def rivals_table(folder: Path) -> str:
             row = [shown]
             for metric in ("score_seconds", "train_seconds"):
                 row.append(beside(way.seconds(metric), theirs and theirs.seconds(metric), 2))
-            differs = f"{way.highest('gradient_difference'):.0e}" if theirs else ""
+            differs = f"{way.metrics['gradient_difference'].high:.0e}" if theirs else ""
             table.append([*row, f"{way.median('train_peak_bytes') / MIB:.0f}", differs])
         about = (
             f"Prompt {prompt:,.0f}, completions {completion:,.0f}, k = {k:.0f}: token ratio {ratio:.2f}, "
@@ -152,7 +148,7 @@ def families_table(folder: Path) -> str:
                 row.append(f"{took}, {way.median(f'{phase}_peak_bytes') / MIB:,.0f} MiB")
             images = way.median("images_encoded")
             row += ["" if images is None else f"{images:.0f}"]
-            table.append([*row, f"{way.highest('gradient_difference'):.0e}" if theirs else ""])
+            table.append([*row, f"{way.metrics['gradient_difference'].high:.0e}" if theirs else ""])
     header = ["", "", *PHASES, "images encoded", "gradient differs by"]
     about = (
         f"*{measured_on(rows)} · float32, 8 layers of width 256 · {how_often(rows)} · "
