@@ -1,7 +1,7 @@
 """One run as charts and tables see it, the cells that repeats form, and what arms are called in words."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 import pandas as pd
@@ -55,9 +55,7 @@ class Measure:
 RESIDENT = Measure("peak_resident_bytes", "resident_bytes", "peak_resident_bytes", "process resident memory")
 DEVICE_USED = Measure("peak_device_used_bytes", "device_used_bytes", "device_used_bytes", "device memory used")
 RESERVED = Measure("peak_reserved_bytes", None, "peak_reserved_bytes", "memory reserved by torch")
-LEGACY_USED = Measure(
-    "peak_device_used_bytes", "device_used_bytes", "device_used_bytes", "device used (2025: called allocated)"
-)
+LEGACY_USED = replace(DEVICE_USED, label="device used (2025: called allocated)")
 
 
 @dataclass(frozen=True, eq=False)

@@ -85,7 +85,7 @@ def emulated_table(folder: Path) -> str:
     """From planner.csv in results/emulated-cuda. Raises LoadError."""
     remedy = "run .venv-cuda/bin/python tests/cuda/planner.py"
     rows = read_csv(folder / "planner.csv", (*SIZES, "prompt_tokens", "completion_tokens"), remedy)
-    rows["expandable"] = rows.expandable_segments.astype(str) == "True"
+    rows["expandable"] = rows.expandable_segments == "True"
     rows["share"] = (rows.reserved_bytes - rows.allocated_bytes) / rows.comes_and_goes_bytes
     table = []
     for case, mine in rows.sort_values("expandable", kind="stable").groupby("case", sort=False):

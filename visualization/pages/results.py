@@ -35,11 +35,8 @@ def peak_table(runs: Sequence[Run]) -> list[str]:
         fraction = cell.change(table.get((BASELINE, cell.k)))
         return text + (f", {signed(fraction)}" if fraction is not None and cell.arm != BASELINE else "")
 
-    return [
-        f"Peak memory above the start level, GiB (change against `{BASELINE}` at the same k):",
-        "",
-        *by_k(runs, show),
-    ]
+    intro = f"Peak memory above the start level, GiB (change against `{BASELINE}` at the same k):"
+    return [intro, "", *by_k(runs, show)]
 
 
 def speed_table(runs: Sequence[Run]) -> list[str]:
