@@ -1,7 +1,6 @@
 """Tables of what `python -m experiments.bench` measured side by side: results/<machine>/bench.csv."""
 
 import math
-from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
@@ -260,8 +259,8 @@ def cells_table(folder: Path) -> str:
         shape, _, completions = model.partition("/")
         ways = ways_of(mine)
         stock = [way for name, way in ways.items() if name.startswith("stock")]
-        fastest = Seconds.of([least(way.seconds("step_seconds").answer for way in stock)])
-        smallest = least(peak_of(way, shown[0]) for way in stock)
+        fastest = Seconds.of([min(filter(None, (way.seconds("step_seconds").answer for way in stock)), default=None)])
+        smallest = min(filter(None, (peak_of(way, shown[0]) for way in stock)), default=None)
         table = []
         for name, way in ways.items():
             if not way.metrics:
@@ -289,11 +288,7 @@ def cells_table(folder: Path) -> str:
 
 def peak_of(way: Way, size: str) -> float | None:
     """The highest of the phases' peaks, bytes."""
-    return max((way.median(f"{p}_{size}_bytes") for p in STEP if way.median(f"{p}_{size}_bytes")), default=None)
-
-
-def least(values: Iterable[float | None]) -> float | None:
-    return min((value for value in values if value is not None), default=None)
+    return max(filter(None, (way.median(f"{phase}_{size}_bytes") for phase in STEP)), default=None)
 
 
 def in_gib(size: float | None) -> str:
