@@ -3,7 +3,7 @@
 import pytest
 
 from tests.test_visualization import texts, write_run
-from visualization import combine_memory_data, create_charts, report, tables
+from visualization import create_charts, report, tables
 from visualization.charts.peak_comparison import peak_comparison
 from visualization.files import run_cli
 from visualization.load import load_machine, tell_damaged
@@ -35,7 +35,6 @@ def test_every_command_shows_what_is_whole_and_exits_with_1(tmp_path, capsys):
     readme.write_text("<!-- table:peak here -->\n<!-- /table -->\n")
     for command in (
         lambda: create_charts.main([str(machine)]),
-        lambda: combine_memory_data.main([str(machine)]),
         lambda: tables.main([str(machine)]),
         lambda: tables.main([str(readme), "--write"]),
         lambda: report.main([str(machine)]),
@@ -48,7 +47,7 @@ def test_every_command_shows_what_is_whole_and_exits_with_1(tmp_path, capsys):
             "stock_cpu_k2_r1",
         ]
     assert (machine / "charts" / "peak_comparison.png").exists()
-    shown = texts(peak_comparison([run for run in load_machine(machine) if run.scale], "classic-baseline"))
+    shown = texts(peak_comparison([run for run in load_machine(machine) if run.scale]))
     assert "damaged" in shown and any("left out: stock_cpu_k2_r0, stock_cpu_k2_r1" in line for line in shown)
     assert "| `classic-baseline` | 0.98 |" in readme.read_text()
 

@@ -33,10 +33,9 @@ def test_it_is_one_file_that_loads_nothing_and_has_no_link_that_a_saved_copy_lac
     assert len(named) > 5 and all((ROOT / name).exists() for name in named)
 
 
-def test_the_committed_page_is_made_of_the_committed_data(tmp_path):
-    assert make_page.main(["--out", str(tmp_path / "fit.html")]) == 0
-    made, committed = (tmp_path / "fit.html").read_text(), (ROOT / "docs" / "fit.html").read_text()
-    assert made == committed, "run python -m visualization.fit.make_page"
+def test_the_committed_page_is_made_of_the_committed_data():
+    made = make_page.page(DATA, make_page.measured_over_predicted(ROOT / "results"))
+    assert made == (ROOT / "docs" / "fit.html").read_text(), "run python -m visualization.fit.make_page"
     assert '"compared":{"choices":' in made
 
 
@@ -48,21 +47,19 @@ def test_it_says_how_far_predictions_were_from_all_that_was_measured(file):
     assert "measured_over_predicted" not in DATA and '"measured_over_predicted":{"low":0.95,' in file.read_text()
 
 
-@pytest.mark.parametrize("option, words", [
-    ("--data", "none: the file is missing; make it with python -m experiments.fitting.fit_data"),
-    ("--results", "no folder in it has a plan_check.csv; run python -m experiments.evidence.planner_check"),
-])  # fmt: skip
-def test_what_is_lacking_is_told_in_one_line(option, words, tmp_path, capsys):
-    arguments = [option, str(tmp_path / "none"), "--out", str(tmp_path / "fit.html")]
-    assert make_page.run_cli(partial(make_page.main, arguments)) == 2 and not (tmp_path / "fit.html").exists()
+def test_data_that_are_lacking_are_told_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(make_page, "DOCS", tmp_path)
+    assert make_page.run_cli(partial(make_page.main, [])) == 2 and not list(tmp_path.iterdir())
     error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1
+    assert "fit.json: the file is missing; make it with python -m experiments.fitting.fit_data" in error
+    assert error.count("\n") == 1
 
 
-def test_the_command_writes_the_page_and_no_name_in_the_data_ends_its_script(tmp_path, capsys):
+def test_the_command_writes_the_page_and_no_name_in_the_data_ends_its_script(tmp_path, monkeypatch, capsys):
     data = DATA | {"versions": "</script><script>alert(1)</script>"}
     (tmp_path / "fit.json").write_text(json.dumps(data))
-    assert make_page.main(["--data", str(tmp_path / "fit.json"), "--out", str(tmp_path / "fit.html")]) == 0
+    monkeypatch.setattr(make_page, "DOCS", tmp_path)
+    assert make_page.main([]) == 0
     assert f"{len(MODELS)} models" in capsys.readouterr().out
     assert "<script>alert" not in (tmp_path / "fit.html").read_text()
 

@@ -69,8 +69,9 @@ def machine(tmp_path_factory):
 def html(machine):
     runs = load_machine(machine)
     charts = create_charts.draw_all(runs, machine / "charts")
-    build.write(machine, runs, charts)
-    return (machine / "report.html").read_text()
+    text = build.report(machine, runs, charts)
+    (machine / "report.html").write_text(text)
+    return text
 
 
 def section_of(html, name):

@@ -107,7 +107,7 @@ def test_killed_run_is_an_error_and_its_half_written_line_is_ignored(machine):
     run = next(run for run in load_machine(machine) if run.arm == "stock")
     assert (run.status, run.error, run.peak_bytes) == ("killed", "killed before it could report", None)
     assert len(run.samples) == 60 and len(run.phases) == 0
-    shown = texts(peak_comparison(load_machine(machine), "classic-baseline"))
+    shown = texts(peak_comparison(load_machine(machine)))
     assert "killed" in shown and any("killed before it could report: stock_cpu_k2_r0" in text for text in shown)
     assert "| `stock` | killed | not run |" in "\n".join(peak_table(load_machine(machine)))
     assert statistics(load_machine(machine)).set_index(["arm", "k"]).loc[("stock", 2), "killed"] == 1
@@ -120,7 +120,7 @@ def damage(path, old, new):
 
 
 @pytest.mark.parametrize(("module", "arguments", "told"), [
-    ("combine_memory_data", ["none"], "no such results folder"),
+    ("create_charts", ["none"], "no such results folder"),
     ("tables", ["none", "--check"], "the file is missing"),
     ("create_charts", ["empty"], "holds no runs"),
     ("create_charts", ["results/here", "--scale", "seed"], "has no runs at scale seed; it has cpu"),
@@ -154,7 +154,7 @@ def test_statistics_and_combined_samples(machine):
 
 
 def test_cell_without_a_finished_run_is_a_hatched_named_bar_and_never_a_number(machine):
-    figure = peak_comparison(load_machine(machine), "classic-baseline")
+    figure = peak_comparison(load_machine(machine))
     axes = figure.axes[0]
     hatched = [bar for bar in axes.patches if isinstance(bar, Rectangle) and bar.get_linestyle() == "--"]
     assert len(hatched) == 1 and hatched[0].get_hatch() and hatched[0].get_height() == 4  # the budget in GiB
@@ -173,7 +173,7 @@ def test_k_of_one_arm_alone_takes_one_bar_and_no_room_in_the_audit(machine):
     write_run(machine, "shared", 4)
     write_run(machine, "shared", 16)
     runs = load_machine(machine)
-    figure = peak_comparison(runs, "classic-baseline")
+    figure = peak_comparison(runs)
     assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["k = 2", "k = 4", "k = 16"]
     assert texts(figure).count("not run") == 1  # shared at k=2
     figure = audit(runs)
@@ -245,7 +245,7 @@ def test_smooth_chart_says_that_it_hides_peaks(machine):
 
 def test_cpu_run_is_never_called_a_gpu_run(machine):
     runs = load_machine(machine)
-    for _, figure in create_charts.figures(runs, "classic-baseline"):
+    for _, figure in create_charts.figures(runs):
         footer = [text for text in texts(figure) if "CPU: Test, processor" in text]
         assert len(footer) == 1 and "trl 0.21.0" in footer[0] and "commit 0123456789 ·" in footer[0]
         ours = [text for text in texts(figure) if not text.startswith("published")]
@@ -253,7 +253,7 @@ def test_cpu_run_is_never_called_a_gpu_run(machine):
     cuda = write_run(machine, "stock", device_kind="cuda", peak_device_used_bytes=9 * GIB)
     assert next(run for run in load_machine(machine) if run.arm == "stock").measure.label == "device memory used"
     with pytest.raises(LoadError, match="cpu and cuda"):
-        peak_comparison(load_machine(cuda.parent), "classic-baseline")
+        peak_comparison(load_machine(cuda.parent))
 
 
 def test_audit_puts_cut_and_uncut_runs_on_one_line(machine):
@@ -332,7 +332,7 @@ def test_files_of_2025_load_and_chart_as_they_are(source):
     assert [(run.arm, run.k) for run in runs] == [("Basic", 2), ("Basic", 4), ("String", 2), ("String", 4)]
     assert {run.status for run in runs} == {"unknown"} and len(runs[0].samples) == 30
     assert runs[1].peak_bytes == 6055 * MIB and runs[1].start_bytes == 900 * MIB
-    charts = dict(create_charts.figures(runs, "classic-baseline"))
+    charts = dict(create_charts.figures(runs))
     assert set(charts) == {"peak_comparison", "timeline_peak_preserving", "timeline_ultra_smooth"}
     for figure in charts.values():
         assert any("do not say how a run ended" in text for text in texts(figure))
@@ -368,7 +368,7 @@ def test_next_to_nothing_is_not_compared_in_percent(tmp_path):
     for arm, above in (("classic-baseline", GIB // 50), ("classic-lean", GIB // 60)):
         write_run(tmp_path, arm, above=above)
     runs = load_machine(tmp_path)
-    assert "%" not in "".join([*peak_table(runs), *texts(peak_comparison(runs, "classic-baseline"))])
+    assert "%" not in "".join([*peak_table(runs), *texts(peak_comparison(runs))])
 
 
 def test_tables_say_out_of_memory_range_and_reduction(machine):
@@ -424,7 +424,7 @@ def test_published_table_compares_above_start_with_above_start_in_gib(machine):
 def test_every_arm_has_its_words_in_every_chart(machine):
     assert set(arms.ARMS) <= set(ARMS)
     write_run(machine, "shared", 4, passes="_c8")
-    for name, figure in create_charts.figures(load_machine(machine), "classic-baseline"):
+    for name, figure in create_charts.figures(load_machine(machine)):
         told = " ".join(" ".join(texts(figure)).split())
         assert "classic-lean: TRL 0.21, logits only where they are read" in told, name
         assert "shared-c8: shared, 8 at a time" in told, name
@@ -484,9 +484,9 @@ def test_a_run_that_lost_its_sampler_says_so_in_tables_and_charts(machine):
     note += "stock_cpu_k2_r0 (after 12 s, peak from torch's counters)"
     peak = tables.render("peak", machine)
     assert note + "." in peak and f"| `stock` | 0.98{LOST}" in peak and f"| `shared` | 0.98{LOST}" in peak
-    for name, figure in create_charts.figures(runs, "classic-baseline"):
+    for name, figure in create_charts.figures(runs):
         assert note in " ".join(" ".join(texts(figure)).split()), name
-    assert any(text.startswith(f"1.17{LOST}") for text in texts(peak_comparison(runs, "classic-baseline")))
+    assert any(text.startswith(f"1.17{LOST}") for text in texts(peak_comparison(runs)))
     assert f"shared{LOST}" in texts(phase_peaks(runs)) and f"shared{LOST}" in texts(timeline_peak_preserving(runs))
 
 
@@ -519,5 +519,3 @@ def test_plan_chart_is_one_command_that_refuses_what_is_no_plan(tmp_path, capsys
         assert run_cli(lambda: plan.main([str(tmp_path / "bad.json"), str(tmp_path / "x.png")])) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and "bad.json" in error and told in error
-        with pytest.raises(LoadError, match="bad.json"):
-            tables.render("profiles", tmp_path)

@@ -48,7 +48,7 @@ def test_a_full_disk_is_one_line_with_a_remedy_that_exists(tmp_path, monkeypatch
     monkeypatch.setattr(Path, "write_text", lambda path, text, **options: full_disk(text, path))
     for command, written in (
         (lambda: create_charts.main([str(machine)]), machine / "charts" / "peak_comparison.png"),
-        (lambda: combine_memory_data.main([str(machine)]), machine / "combined_memory.csv"),
+        (lambda: combine_memory_data.write(load(machine), machine), machine / "combined_memory.csv"),
         (lambda: plan.main([str(committed), str(tmp_path / "plan.png")]), tmp_path / "plan.png"),
         (lambda: tables.main([str(page), "--write"]), page),
     ):

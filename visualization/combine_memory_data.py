@@ -1,28 +1,23 @@
-"""All samples of all runs as one CSV, and the statistics of every cell as another.
+"""All samples of all runs as one CSV, and the statistics of every cell as another."""
 
-python -m visualization.combine_memory_data RESULTS_MACHINE_DIR [--out DIR]
-"""
-
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
 
 import pandas as pd
 
-from visualization.files import run_cli, whole_file
-from visualization.load import SAMPLE_COLUMNS, load, tell_damaged
-from visualization.runs import GIB, Cell, Run, cells
+from rloo_memory.run_record import SAMPLE_COLUMNS
+from visualization.files import whole_file
+from visualization.runs import Cell, Run, cells
+
+ABOUT = ("run_id", "arm", "k", "repeat", "status")
 
 
 def combined(runs: Sequence[Run]) -> pd.DataFrame:
     """One row per sample: run_id, arm, k, repeat, status, then the columns of memory.csv (bytes, seconds)."""
-    # Runs of a CPU have all-empty device columns, which pandas would rather see typed than guessed.
-    frames = [run.samples.reindex(columns=SAMPLE_COLUMNS).astype(float) for run in runs]
-    for run, frame in zip(runs, frames, strict=True):
-        for place, name in enumerate(("run_id", "arm", "k", "repeat", "status")):
-            frame.insert(place, name, getattr(run, name))
-    return pd.concat([frame for frame in frames if len(frame)] or frames[:1], ignore_index=True)
+    frames = [run.samples.assign(**{name: getattr(run, name) for name in ABOUT}) for run in runs]
+    samples = pd.concat([frame for frame in frames if len(frame)] or frames[:1], ignore_index=True)
+    return samples[[*ABOUT, *SAMPLE_COLUMNS]]
 
 
 def statistics(runs: Sequence[Run]) -> pd.DataFrame:
@@ -51,32 +46,8 @@ def _row(cell: Cell) -> dict:
     return row
 
 
-def write(runs: Sequence[Run], out: Path) -> int:
-    """Write combined_memory.csv and combined_statistics.csv. Returns the number of samples."""
-    out.mkdir(parents=True, exist_ok=True)
-    samples = combined(runs)
-    for name, table in (("combined_memory.csv", samples), ("combined_statistics.csv", statistics(runs))):
-        with whole_file(out / name) as staging:
+def write(runs: Sequence[Run], folder: Path) -> None:
+    """Write combined_memory.csv and combined_statistics.csv."""
+    for name, table in (("combined_memory.csv", combined(runs)), ("combined_statistics.csv", statistics(runs))):
+        with whole_file(folder / name) as staging:
             table.to_csv(staging, index=False)
-    return len(samples)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write both files and print a summary; 1 when a run was left out. Raises LoadError."""
-    parser = argparse.ArgumentParser(prog="python -m visualization.combine_memory_data", description=__doc__)
-    parser.add_argument("results", type=Path, help="results/<machine>, a folder of 2025, or a combined CSV of 2025")
-    parser.add_argument("--out", type=Path, help="folder to write to (default: the results folder)")
-    args = parser.parse_args(argv)
-    runs = load(args.results)
-    out = args.out or (args.results if args.results.is_dir() else args.results.parent)
-    samples = write(runs, out)
-    print(f"{len(runs)} runs, {samples} samples -> combined_memory.csv, combined_statistics.csv in {out}")
-    for cell in cells(runs):
-        peak = cell.median("peak_bytes")
-        shown = "" if peak is None else f"median peak {peak / GIB:.2f} GiB"
-        print(f"  {cell.scale:8} {cell.arm:22} k={cell.k:<3} {shown:26} {cell.failure()}".rstrip())
-    return tell_damaged(runs)
-
-
-if __name__ == "__main__":
-    raise SystemExit(run_cli(main))

@@ -36,19 +36,17 @@ TRACE_FIELDS = ("step", "reward", "loss", "kl")
 RUN_ID = re.compile(r"(?P<arm>.+)_(?P<scale>[^_]+)_k(?P<k>\d{1,6})(?:_c\d{1,6})?_r(?P<repeat>\d{1,6})")
 
 
-def load(path: Path | str) -> tuple[Run, ...]:
+def load(path: Path) -> tuple[Run, ...]:
     """Runs of a machine folder, of a folder in the 2025 layout, or of a combined 2025 CSV file. Raises LoadError."""
-    path = Path(path)
     if path.is_dir() and not any(path.glob("*/run.json")) and legacy.log_files(path):
         return legacy.load_folder(path)
     return legacy.load_combined(path) if path.is_file() else load_machine(path)
 
 
-def load_machine(folder: Path | str) -> tuple[Run, ...]:
+def load_machine(folder: Path) -> tuple[Run, ...]:
     """Every run under results/<machine>, ordered by run id, damaged ones included.
 
     Raises LoadError for a missing or empty folder, and where not one run can be used."""
-    folder = Path(folder)
     if not folder.is_dir():
         raise LoadError(f"{folder}: no such results folder; give one that the suite wrote, like results/<machine>")
     stored = stored_runs(folder)

@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     charts = args.results / "charts"
     drawn = create_charts.draw_all(runs, charts)
     write_text(charts / "tables.md", tables.page(args.results, runs))
-    build.write(args.results, runs, drawn)
+    write_text(args.results / "report.html", build.report(args.results, runs, drawn))
     width = shutil.get_terminal_size((WIDTH, SCREEN)).columns
     print("\n".join(screen(args.results, runs, width)))
     return tell_damaged(runs)

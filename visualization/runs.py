@@ -1,7 +1,7 @@
 """One run as charts and tables see it, the cells that repeats form, and what arms are called in words."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 import pandas as pd
@@ -36,6 +36,7 @@ IN_SHORT = {
     "stock-compact-accumulate": "TRL, one completion at a time",
     "shared-accumulate": "prefix sharing, two completions at a time",
 }
+BASELINE = "classic-baseline"  # what percentages of peaks refer to
 DEVICE_WORDS = {"cuda": "GPU", "cpu": "CPU"}
 LEAST = GIB // 10  # of peak above start, bytes: below it, percentages are noise
 LOST = "\N{DAGGER}"  # marks a figure whose run lost its sampler
@@ -54,9 +55,7 @@ class Measure:
 RESIDENT = Measure("peak_resident_bytes", "resident_bytes", "peak_resident_bytes", "process resident memory")
 DEVICE_USED = Measure("peak_device_used_bytes", "device_used_bytes", "device_used_bytes", "device memory used")
 RESERVED = Measure("peak_reserved_bytes", None, "peak_reserved_bytes", "memory reserved by torch")
-LEGACY_USED = Measure(
-    "peak_device_used_bytes", "device_used_bytes", "device_used_bytes", "device used (2025: called allocated)"
-)
+LEGACY_USED = replace(DEVICE_USED, label="device used (2025: called allocated)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,18 +134,14 @@ class Cell:
         """The runs that are there for their seconds, if there are such."""
         return next((run.timed for run in self.runs if run.timed), ())
 
-    @property
-    def clocked(self) -> tuple[Run, ...]:
-        """The runs whose seconds count."""
-        return self.timed or self.finished
-
     def count(self, status: str) -> int:
         """How many runs ended with this status."""
         return sum(run.status == status for run in self.runs)
 
     def seconds(self, phase: str | None = None) -> Seconds:
         """Of a step, or of one phase of it."""
-        return Seconds.of(seconds_a_step(run, phase) if phase else run.step_seconds_median for run in self.clocked)
+        runs = self.timed or self.finished
+        return Seconds.of(seconds_a_step(run, phase) if phase else run.step_seconds_median for run in runs)
 
     def values(self, name: str) -> list[float]:
         """That figure of every finished run that has it, unsorted. Seconds have `seconds`."""
@@ -188,11 +183,9 @@ class Cell:
 def in_order(arms: Iterable[str]) -> list[str]:
     """The arms, each once, in the order of the project's table (`shared-c4` after `shared`), others last by name."""
 
-    known = list(ARMS)
-
     def place(arm: str) -> tuple[int, int, str]:
         name, passes = usual_arm(arm)
-        return known.index(name) if name in ARMS else len(ARMS), passes, arm
+        return (*ARMS, name).index(name), passes, arm
 
     return sorted(set(arms), key=place)
 
@@ -266,10 +259,7 @@ def footnotes(runs: Sequence[Run]) -> list[str]:
 def by_trainer(arms: Iterable[str]) -> list[list[str]]:
     """The arms of TRL's old trainer, then those of today's: what is compared curve by curve runs on one trainer."""
     ordered = in_order(arms)
-    groups = (
-        [arm for arm in ordered if arm.startswith("classic")],
-        [arm for arm in ordered if not arm.startswith("classic")],
-    )
+    groups = ([arm for arm in ordered if arm.startswith("classic") is old] for old in (True, False))
     return [group for group in groups if group]
 
 
@@ -303,12 +293,9 @@ def describe(runs: Sequence[Run]) -> str:
         )
     repeats = span(len(cell.runs) for cell in cells(runs))
     every = [*runs, *(timed for run in runs for timed in run.timed)]
-    versions = {
-        "torch": _joined(run.torch_version for run in every),
-        "transformers": _joined(run.transformers_version for run in every),
-        "trl": _joined(run.trl_version for run in every),
-        "commit": _joined(_short(run.commit) for run in every),
-    }
+    packages = ("torch", "transformers", "trl")
+    versions = {name: _joined(getattr(run, f"{name}_version") for run in every) for name in packages}
+    versions["commit"] = _joined(_short(run.commit) for run in every)
     named = [f"{name} {value}" for name, value in versions.items() if value] or ["versions and commit not recorded"]
     device = _joined(run.device_name for run in every) or "name not recorded"
     scale = _joined(run.scale.removesuffix(TIMES) for run in every)

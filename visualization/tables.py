@@ -17,63 +17,42 @@ from pathlib import Path
 from visualization import seconds
 from visualization.files import LoadError, read_text, run_cli, write_text
 from visualization.load import load_machine, tell_damaged
-from visualization.pages.checks import emulated_table, exactness_table, kernels_table, launches_table, upstream_table
-from visualization.pages.gpu_peaks import gpu_peaks_table
-from visualization.pages.predictions import check_table, levers_table, profiles_table
-from visualization.pages.results import (
-    audit_table,
-    peak_table,
-    phases_table,
-    published_table,
-    speed_table,
-    summary_table,
-)
-from visualization.pages.side_by_side import (
-    allocators_table,
-    cells_table,
-    decoding_table,
-    families_table,
-    measured,
-    rivals_table,
-    sampler_table,
-    worth_table,
-)
+from visualization.pages import checks, gpu_peaks, predictions, results, side_by_side
 from visualization.runs import Run, describe, footnotes, in_short, scales, shown
 
-PLACE = re.compile(r"<!-- table:(\S+) (\S+)(?: (\S+))? -->\n(.*?)<!-- /table -->", re.DOTALL)
+PLACE = re.compile(r"(<!-- table:(\S+) (\S+)(?: (\S+))? -->\n)(.*?)<!-- /table -->", re.DOTALL)
 # Of the runs of one scale
 TABLES: dict[str, Callable[[Sequence[Run]], list[str]]] = {
-    "summary": summary_table,
-    "peak": peak_table,
-    "audit": audit_table,
-    "speed": speed_table,
-    "published": published_table,
-    "phases": phases_table,
+    "summary": results.summary_table,
+    "peak": results.peak_table,
+    "audit": results.audit_table,
+    "speed": results.speed_table,
+    "published": results.published_table,
+    "phases": results.phases_table,
 }
 # Of bench.csv, and of other files of the folder
 FOLDER_TABLES: dict[str, Callable[[Path], str]] = {
-    "rivals": rivals_table,
-    "families": families_table,
-    "worth": worth_table,
-    "decoding": decoding_table,
-    "allocators": allocators_table,
-    "cells": cells_table,
-    "sampler": sampler_table,
-    "plan": check_table,
-    "levers": levers_table,
-    "profiles": profiles_table,
-    "exactness": exactness_table,
-    "kernels": kernels_table,
-    "upstream": upstream_table,
-    "gpu-peaks": gpu_peaks_table,
-    "emulated": emulated_table,
-    "launches": launches_table,
+    "rivals": side_by_side.rivals_table,
+    "families": side_by_side.families_table,
+    "worth": side_by_side.worth_table,
+    "decoding": side_by_side.decoding_table,
+    "allocators": side_by_side.allocators_table,
+    "cells": side_by_side.cells_table,
+    "sampler": side_by_side.sampler_table,
+    "plan": predictions.check_table,
+    "levers": predictions.levers_table,
+    "profiles": predictions.profiles_table,
+    "exactness": checks.exactness_table,
+    "kernels": checks.kernels_table,
+    "upstream": checks.upstream_table,
+    "gpu-peaks": gpu_peaks.gpu_peaks_table,
+    "emulated": checks.emulated_table,
+    "launches": checks.launches_table,
 }
 # Of tables on the page
 FILES = {
     "plan": "plan_check.csv", "kernels": "kernels.csv", "exactness": "exactness.csv", "upstream": "upstream_tests.csv",
 }  # fmt: skip
-NAMES = (*TABLES, *FOLDER_TABLES)
 
 
 def render(name: str, folder: Path, scale: str | None = None, load: Callable = load_machine) -> str:
@@ -85,8 +64,8 @@ def render(name: str, folder: Path, scale: str | None = None, load: Callable = l
     if name in FOLDER_TABLES:
         text = FOLDER_TABLES[name](folder)
         return text + "".join(f"\n{line}.\n" for line in seconds.note([text]))
-    if name not in NAMES:
-        raise LoadError(f"no table is named {name}; there are {', '.join(NAMES)}")
+    if name not in TABLES:
+        raise LoadError(f"no table is named {name}; there are {', '.join([*TABLES, *FOLDER_TABLES])}")
     runs = load(folder)
     found = scales(runs)
     if scale and scale not in found:
@@ -105,7 +84,7 @@ def render(name: str, folder: Path, scale: str | None = None, load: Callable = l
 
 def page(folder: Path, runs: Sequence[Run]) -> str:
     """Every table that the folder has something for, each under a heading."""
-    names = [*TABLES, *sorted(measured(folder) & FOLDER_TABLES.keys())]
+    names = [*TABLES, *sorted(side_by_side.measured(folder) & FOLDER_TABLES.keys())]
     names += [name for name, file in FILES.items() if (folder / file).exists()]
     tables = {name: render(name, folder, load=lambda folder: runs) for name in names}
     return "\n".join(f"## {name}\n\n{text}" for name, text in tables.items() if text.strip())
@@ -117,11 +96,10 @@ def fill(path: Path, load: Callable = load_machine) -> tuple[str, list[str]]:
     stale: list[str] = []
 
     def replace(found: re.Match) -> str:
-        name, folder, scale, old = found.groups()
+        start, name, folder, scale, old = found.groups()
         new = "\n" + render(name, path.parent / folder, scale, load) + "\n"
         if new != old:
             stale.append(f"{name} {folder}" + (f" {scale}" if scale else ""))
-        start = found.group(0)[: found.start(4) - found.start(0)]
         return start + new + "<!-- /table -->"
 
     filled, count = PLACE.subn(replace, text)

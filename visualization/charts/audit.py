@@ -54,13 +54,7 @@ def audit(runs: Sequence[Run]) -> Figure | None:
     markers = {k: style.K_MARKERS[place % len(style.K_MARKERS)] for place, k in enumerate(ks)}
     dot = {"linestyle": "", "marker": "o", "markersize": 8}
     handles = [Line2D([], [], color=style.colour(arm), label=arm, **dot) for arm in arms]
-    empty = {
-        "markerfacecolor": "white",
-        "markeredgecolor": "black",
-        "color": "black",
-        "linestyle": "",
-        "markersize": 7,
-    }
+    empty = {"markerfacecolor": "white", "color": "black", "linestyle": "", "markersize": 7}
     handles += [Line2D([], [], marker=mark, label=f"k = {k}", **empty) for k, mark in markers.items()]
     title = "Audit: memory follows the tokens that were really fed"
     figure = style.new_figure(11, 4.6, title, style.footer(runs, note, arms), handles, 5)

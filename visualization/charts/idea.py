@@ -45,15 +45,14 @@ def idea(runs: Sequence[Run]) -> Figure | None:
         zip(ways, ("TRL: whole rows, logits of completions only", "Prefix sharing"), strict=True)
     ):
         above, below = panels[0][column], panels[1][column]
-        draw_tokens(above, name, prompt, completion, [0] if column else list(range(cell.k)), cell.k)
+        draw_tokens(above, name, prompt, completion, [(cell.k - 1) / 2] if column else range(cell.k), cell.k)
         draw_costs(below, cell, [(*cost[column], max(value for value, _ in cost)) for cost in costs])
     return figure
 
 
-def draw_tokens(axes: Axes, title: str, prompt: int, completion: int, prompts: Sequence[int], k: int) -> None:
-    """k completions, one below the other, behind prompts in some of the rows; a lone prompt is in the middle."""
-    places = prompts if len(prompts) > 1 else [(k - 1) / 2]
-    axes.barh(places, prompt, height=0.7, color=PROMPT)
+def draw_tokens(axes: Axes, title: str, prompt: int, completion: int, prompts: Sequence[float], k: int) -> None:
+    """k completions, one below the other, behind prompts at those heights."""
+    axes.barh(prompts, prompt, height=0.7, color=PROMPT)
     axes.barh(range(k), completion, left=prompt, height=0.7, color=COMPLETION)
     axes.set_xlim(0, (prompt + completion) / (WIDTH + 0.22))
     axes.set_ylim(k - 0.4, -0.6)

@@ -8,26 +8,26 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from visualization import style
-from visualization.runs import GIB, Cell, Run, alone, cells, in_order
+from visualization.runs import BASELINE, GIB, Cell, Run, alone, cells, in_order
 
 WIDTH = 0.9  # of a bar
 
 
-def peak_comparison(runs: Sequence[Run], baseline: str) -> Figure:
+def peak_comparison(runs: Sequence[Run]) -> Figure:
     """Bars per k and arm: median peak in GiB with its range, the start level as a grey base, failed cells named.
 
-    A percentage is the change of the peak above the start level against `baseline` at the same k. An arm that was not
+    A percentage is the change of the peak above the start level against `BASELINE` at the same k. An arm that was not
     run at a k says so in its place, except where one arm alone was run: that k takes the room of one bar.
     """
     arms = in_order(run.arm for run in runs)
     ks = sorted({run.k for run in runs})
     table = {(cell.arm, cell.k): cell for cell in cells(runs)}
     # 2025 files hold device-wide figures and no known end of a run: nothing to derive a claim from
-    compared = [cell for cell in table.values() if cell.arm != baseline and not cell.count("unknown")]
-    changes = {(cell.arm, cell.k): cell.change(table.get((baseline, cell.k))) for cell in compared}
+    compared = [cell for cell in table.values() if cell.arm != BASELINE and not cell.count("unknown")]
+    changes = {(cell.arm, cell.k): cell.change(table.get((BASELINE, cell.k))) for cell in compared}
     percents = any(change is not None for change in changes.values())
     measure = next((run.measure.label for run in runs if run.peak_bytes is not None), runs[0].measure.label)
-    note = f"percent: peak above the start level against {baseline} at the same k" if percents else ""
+    note = f"percent: peak above the start level against {BASELINE} at the same k" if percents else ""
     single = alone(runs)
     handles = [Patch(**style.bar(arm) | {"linewidth": None}, label=arm) for arm in arms]
     start = "level of the first sample" if runs[0].status == "unknown" else "level before the first step"

@@ -23,10 +23,8 @@ def peak_preserving(samples: pd.DataFrame, phases: pd.DataFrame, max_points: int
     """Seconds and bytes to draw, at most `max_points` (4 or more), whose maximum is the recorded maximum exactly.
 
     `samples` has `t` and `bytes`; `phases` has `mark_t` and `mark_bytes`, high-water marks that a sampler can miss.
-    Every bin of time-ordered points keeps its lowest and its highest one. Raises ValueError below four points.
+    Every bin of time-ordered points keeps its lowest and its highest one.
     """
-    if max_points < 4:
-        raise ValueError(f"max_points is {max_points}, but the ends and one bin's lowest and highest need 4")
     t = np.concatenate([samples["t"].to_numpy(float), phases["mark_t"].to_numpy(float)])
     y = np.concatenate([samples["bytes"].to_numpy(float), phases["mark_bytes"].to_numpy(float)])
     known = ~(np.isnan(t) | np.isnan(y))
@@ -52,18 +50,14 @@ def smoothed(samples: pd.DataFrame, max_points: int) -> tuple[np.ndarray, np.nda
 
 def timeline_peak_preserving(runs: Sequence[Run]) -> Figure:
     """The timeline whose drawn maximum is each run's recorded peak."""
-    return _timeline(
-        runs,
-        "Memory over time (every recorded peak is drawn)",
-        lambda run: peak_preserving(run.samples, run.phases, MAX_POINTS),
-    )
+    title = "Memory over time (every recorded peak is drawn)"
+    return _timeline(runs, title, lambda run: peak_preserving(run.samples, run.phases, MAX_POINTS))
 
 
 def timeline_ultra_smooth(runs: Sequence[Run]) -> Figure:
     """The timeline as a rolling mean."""
-    return _timeline(
-        runs, "Memory over time (smoothed: does not show true peaks)", lambda run: smoothed(run.samples, MAX_POINTS)
-    )
+    title = "Memory over time (smoothed: does not show true peaks)"
+    return _timeline(runs, title, lambda run: smoothed(run.samples, MAX_POINTS))
 
 
 def _timeline(runs: Sequence[Run], title: str, curve: Curve) -> Figure:
@@ -79,8 +73,7 @@ def _timeline(runs: Sequence[Run], title: str, curve: Curve) -> Figure:
     handles += [Patch(facecolor=grey, label=f"phase: {phase}", **edge) for phase, grey in greys]
     figure = style.new_figure(13, len(ks) * (2.6 + strip), title, style.footer(runs, note), handles, 5)
     figure.get_layout_engine().set(h_pad=0.02, hspace=0)
-    heights = {"height_ratios": [2.0, strip] * len(ks)}
-    grid = figure.subplots(2 * len(ks), len(columns), squeeze=False, gridspec_kw=heights)
+    grid = figure.subplots(2 * len(ks), len(columns), squeeze=False, height_ratios=[2.0, strip] * len(ks))
     for row, k in enumerate(ks):
         for column, panel, strips in zip(columns, grid[2 * row], grid[2 * row + 1], strict=True):
             mine = [run for run in runs if run.k == k and run.arm in column]

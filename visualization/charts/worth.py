@@ -4,7 +4,6 @@ python -m visualization.charts.worth results/<machine> OUT.png
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pandas as pd
 from matplotlib import colormaps
@@ -13,7 +12,7 @@ from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.figure import Figure
 
 from visualization import style
-from visualization.files import LoadError, run_cli
+from visualization.files import run_cli
 from visualization.pages.side_by_side import IN_SHORT, faster, how_often, limits_of, measured_on, read_bench, times
 from visualization.seconds import note
 
@@ -62,16 +61,9 @@ def draw(axes: Axes, table: pd.DataFrame, limits: pd.Series | None, title: str) 
     axes.set_title(title)
 
 
-def chart_of(folder: Path) -> Figure:
-    """Raises LoadError where the folder has no such rows."""
-    try:
-        return chart(read_bench(folder, "worth"))
-    except KeyError as error:
-        raise LoadError(f"{folder}/bench.csv: lacks {error}; run python -m experiments.bench worth") from None
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    return style.draw_one(argv, "worth", __doc__, ("folder", "results/<machine>"), chart_of)
+    source = ("folder", "results/<machine>")
+    return style.draw_one(argv, "worth", __doc__, source, lambda folder: chart(read_bench(folder, "worth")))
 
 
 if __name__ == "__main__":

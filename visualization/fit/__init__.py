@@ -1,1 +1,1 @@
-"""The page that says what fits without installing anything: `build` makes docs/fit.html of docs/fit.json."""
+"""The page that says what fits without installing anything: `make_page` makes docs/fit.html of docs/fit.json."""

@@ -42,10 +42,6 @@ class Quantity:
     sentence: str
 
 
-def peak(cell: Cell) -> float | None:
-    return None if cell.above is None else cell.above / GIB
-
-
 def range_of_seconds(cell: Cell) -> str:
     took = cell.seconds()
     several = f" ({min(took.values):.2f} to {max(took.values):.2f})" if len(took.values) > 1 else ""
@@ -54,8 +50,8 @@ def range_of_seconds(cell: Cell) -> str:
 
 PEAK = Quantity(
     "peak above start, GiB",
-    peak,
-    lambda cell: "no start level" if peak(cell) is None else f"{peak(cell):.2f}{cell.mark}",
+    lambda cell: None if cell.above is None else cell.above / GIB,
+    lambda cell: f"{cell.above / GIB:.2f}{cell.mark}",
     "At k = {k}, {ours} peaks {mine:.2f} GiB above the start level; the strongest rival, {rival}, {theirs:.2f} GiB.",
 )
 STEP = Quantity(

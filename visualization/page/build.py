@@ -16,7 +16,6 @@ import numpy as np
 
 from visualization import seconds, style, tables
 from visualization.charts.timelines import peak_preserving, representative
-from visualization.files import write_text
 from visualization.page import answers, html
 from visualization.runs import GIB, MIB, Cell, Run, by_trainer, cells, charted, describe, shown
 
@@ -166,8 +165,3 @@ def log_end(path: Path) -> str:
         return "\n".join(path.read_text(errors="replace").splitlines()[-LOG_LINES:])
     except OSError:
         return ""
-
-
-def write(folder: Path, runs: Sequence[Run], charts: Sequence[Path]) -> None:
-    """Write results/<machine>/report.html."""
-    write_text(folder / "report.html", report(folder, runs, charts))

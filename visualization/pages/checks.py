@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from visualization.files import LoadError, read_csv, read_rows
+from visualization.files import read_csv, read_rows
 from visualization.pages.lines import markdown
 from visualization.pages.side_by_side import measured_on
 from visualization.runs import GIB
@@ -38,10 +38,8 @@ def exactness_table(folder: Path) -> str:
 def kernels_table(folder: Path) -> str:
     """Errors of the attention kernels by themselves, the largest of each setting and dtype, from kernels.csv. Raises
     LoadError."""
-    program = "run python -m experiments.evidence.kernels"
-    rows = read_csv(folder / "kernels.csv", ("error", "masked_error", "heads", "key_heads"), program)
-    if rows.empty:
-        raise LoadError(f"{folder / 'kernels.csv'}: holds no rows; {program} again")
+    numbers = ("error", "masked_error", "heads", "key_heads")
+    rows = read_csv(folder / "kernels.csv", numbers, "run python -m experiments.evidence.kernels")
     intro = (
         "Attention to a shared prompt by itself, the largest relative error against float64 of output and gradients:"
     )
@@ -50,8 +48,8 @@ def kernels_table(folder: Path) -> str:
     for (setting, dtype), mine in rows.groupby(["setting", "dtype"], sort=False):
         wrong = [f"{row.tensor}: {row.verdict}" for row in mine.itertuples() if row.verdict != "ok"]
         errors = ["" if pd.isna(size) else f"{size:.1e}" for size in (mine.error.max(), mine.masked_error.max())]
-        failed = [said for said in mine.masked_verdict if not pd.isna(said) and said != "ok"]
-        errors[1] = "; ".join(filter(None, [errors[1], *dict.fromkeys(failed)]))
+        failed = mine.masked_verdict[mine.masked_verdict != "ok"].unique()
+        errors[1] = "; ".join(filter(None, [errors[1], *failed]))
         heads = f"{mine.heads.iloc[0]:.0f} / {mine.key_heads.iloc[0]:.0f}"
         cells.append([setting, heads, dtype, *errors, "; ".join(wrong) or "ok"])
     return page(rows, intro, header, cells)
@@ -87,7 +85,7 @@ def emulated_table(folder: Path) -> str:
     """From planner.csv in results/emulated-cuda. Raises LoadError."""
     remedy = "run .venv-cuda/bin/python tests/cuda/planner.py"
     rows = read_csv(folder / "planner.csv", (*SIZES, "prompt_tokens", "completion_tokens"), remedy)
-    rows["expandable"] = rows.expandable_segments.astype(str) == "True"
+    rows["expandable"] = rows.expandable_segments == "True"
     rows["share"] = (rows.reserved_bytes - rows.allocated_bytes) / rows.comes_and_goes_bytes
     table = []
     for case, mine in rows.sort_values("expandable", kind="stable").groupby("case", sort=False):

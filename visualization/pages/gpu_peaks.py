@@ -7,16 +7,13 @@ import pandas as pd
 from visualization.files import read_rows
 from visualization.pages.lines import commits_in_short, markdown
 
-NUMBERS = ("measured_gib", "predicted_bytes", "ratio")
 WORDS = {"out of memory": "card's memory, and it ran out"}
 
 
 def read_peaks(folder: Path) -> pd.DataFrame:
     """One row a published figure. Raises LoadError."""
-    rows = read_rows(folder / "predicted.csv", NUMBERS, "experiments.evidence.published_peaks")
-    texts = ["not_held", "phase", "text_only", "holds"]
-    rows[texts] = rows[texts].fillna("")
-    return rows
+    numbers = ("measured_gib", "predicted_bytes", "ratio")
+    return read_rows(folder / "predicted.csv", numbers, "experiments.evidence.published_peaks")
 
 
 def within(rows: pd.DataFrame) -> str:

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 
 from visualization.legacy import PUBLISHED, PUBLISHED_BUDGET, PUBLISHED_PROMPT
-from visualization.pages.lines import by_k, failure, markdown, signed, whole, with_range
-from visualization.runs import GIB, IN_SHORT, RESIDENT, Cell, Run, cells, compared, in_short, span
+from visualization.pages.lines import by_k, entry, failure, markdown, signed, whole, with_range
+from visualization.runs import BASELINE, GIB, IN_SHORT, RESIDENT, Cell, Run, cells, compared, in_short, span
 
-BASELINE = "classic-baseline"
 REFERENCE = "stock"  # what a user of TRL has today
 PHASES = ("generate", "score", "train")
 
@@ -32,17 +31,12 @@ def peak_table(runs: Sequence[Run]) -> list[str]:
     """Rows arm, columns k: median peak above start in GiB, its range where noisy, its change against the baseline."""
 
     def show(cell: Cell, table: dict) -> str:
-        if cell.above is None:
-            return "no start level"
         text = with_range(cell.values("above_start_bytes"), GIB, cell.mark)
         fraction = cell.change(table.get((BASELINE, cell.k)))
         return text + (f", {signed(fraction)}" if fraction is not None and cell.arm != BASELINE else "")
 
-    return [
-        f"Peak memory above the start level, GiB (change against `{BASELINE}` at the same k):",
-        "",
-        *by_k(runs, show),
-    ]
+    intro = f"Peak memory above the start level, GiB (change against `{BASELINE}` at the same k):"
+    return [intro, "", *by_k(runs, show)]
 
 
 def speed_table(runs: Sequence[Run]) -> list[str]:
@@ -60,23 +54,12 @@ def audit_table(runs: Sequence[Run]) -> list[str]:
     rows = []
     for cell in cells(runs):
         above, tokens = cell.above, cell.median("tokens_in_batch")
-        figures = [whole(cell.first("prompt_tokens_requested")), whole(cell.first("prompt_tokens_fed_mean"))]
-        if not cell.finished:
-            figures += [failure(cell), ""]
-        else:
-            figures += [
-                "" if above is None else f"{above / GIB:.2f}{cell.mark}" + failure(cell, " ({})"),
-                "" if above is None or not tokens else f"{above / GIB / tokens * 1000:.3f}",
-            ]
-        rows.append([f"`{cell.arm}`", str(cell.k), *figures])
-    header = [
-        "arm",
-        "k",
-        "prompt tokens requested",
-        "prompt tokens fed (mean)",
-        "peak above start, GiB",
-        "GiB per 1,000 tokens in the batch",
-    ]
+        asked, fed = whole(cell.first("prompt_tokens_requested")), whole(cell.first("prompt_tokens_fed_mean"))
+        peak = entry(cell, lambda cell: f"{cell.above / GIB:.2f}{cell.mark}")
+        rate = f"{above / GIB / tokens * 1000:.3f}" if above is not None and tokens else ""
+        rows.append([f"`{cell.arm}`", str(cell.k), asked, fed, peak, rate])
+    header = ["arm", "k", "prompt tokens requested", "prompt tokens fed (mean)"]
+    header += ["peak above start, GiB", "GiB per 1,000 tokens in the batch"]
     return ["Tokens asked for, tokens really fed, and the memory they took:", "", *markdown(header, rows)]
 
 
@@ -84,12 +67,10 @@ def phases_table(runs: Sequence[Run]) -> list[str]:
     """Rows arm: seconds of each phase and of the step, how many times faster than `stock`, and the peak."""
     table = compared(runs)
     reference = next((cell for cell in table if cell.arm == REFERENCE), None)
-    known = [cell for cell in table if cell.first("prompt_tokens_fed_mean") and cell.first("completion_tokens")]
+    lengths = ((cell.first("prompt_tokens_fed_mean"), cell.first("completion_tokens")) for cell in table)
+    prompt, completion = next(filter(all, lengths), (None, None))
     k = table[0].k
-    prompt, completion = (
-        (known[0].first("prompt_tokens_fed_mean"), known[0].first("completion_tokens")) if known else (None, None)
-    )
-    ratio = f"{k * (prompt + completion) / (prompt + k * completion):.2f}" if prompt and completion else "unknown"
+    ratio = f"{k * (prompt + completion) / (prompt + k * completion):.2f}" if prompt else "unknown"
 
     def show(cell: Cell, phase: str | None) -> str:
         seconds = cell.seconds(phase)
@@ -105,13 +86,12 @@ def phases_table(runs: Sequence[Run]) -> list[str]:
         times = f" (1/{reference.above / cell.above:.1f})" if less else ""
         rows.append([*row, cell.failure() if cell.above is None else f"{cell.above / GIB:.2f}{cell.mark}{times}"])
     repeats = span(len(cell.timed or cell.runs) for cell in table)
+    header = ["arm", "generate", "score (old and reference)", "train", "whole step", "peak above start, GiB"]
     return [
         f"Seconds at k = {k}, median of {repeats} runs, and how many times faster than `{REFERENCE}`. The token "
         f"ratio is {ratio}:",
         "",
-        *markdown(
-            ["arm", "generate", "score (old and reference)", "train", "whole step", "peak above start, GiB"], rows
-        ),
+        *markdown(header, rows),
     ]
 
 
@@ -130,25 +110,14 @@ def published_table(runs: Sequence[Run]) -> list[str]:
             continue
         factor = PUBLISHED_BUDGET / budget
         factors.add(f"{factor:g}")
-        above, peak, start = cell.above, published.peak_gib, published.start_gib
-        if above is None:
-            ours = failure(cell) or "no start level"
-        else:
-            ours = f"{above * factor / GIB:.2f}{cell.mark}" + failure(cell, " ({})")
-        theirs = (
-            [f"{peak:.2f}", f"{start:.2f}", f"{peak - start:.2f}"] if peak else ["out of memory", f"{start:.2f}", ""]
-        )
+        ours = entry(cell, lambda cell, factor=factor: f"{cell.above * factor / GIB:.2f}{cell.mark}")
+        peak, start = published.peak_gib, published.start_gib
+        theirs = [f"{peak:.2f}" if peak else "out of memory", f"{start:.2f}", f"{peak - start:.2f}" if peak else ""]
         rows.append([f"`{arm}`", str(k), ours, *theirs])
     if not rows:
         return []
-    header = [
-        "arm",
-        "k",
-        f"ours above start x {' or '.join(sorted(factors))}, GiB",
-        "published peak, GiB",
-        "published start level, GiB",
-        "published above start, GiB",
-    ]
+    header = ["arm", "k", f"ours above start x {' or '.join(sorted(factors))}, GiB"]
+    header += [f"published {figure}, GiB" for figure in ("peak", "start level", "above start")]
     differ = "what differs besides is the card, the versions, and the pool's fragmentation"
     if any(run.measure is RESIDENT for run in runs):
         differ = (

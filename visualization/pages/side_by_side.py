@@ -1,7 +1,6 @@
 """Tables of what `python -m experiments.bench` measured side by side: results/<machine>/bench.csv."""
 
 import math
-from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
@@ -47,10 +46,6 @@ class Way:
     def median(self, metric: str) -> float | None:
         row = self.metrics.get(metric)
         return row.median if row else None
-
-    def highest(self, metric: str) -> float | None:
-        row = self.metrics.get(metric)
-        return row.high if row else None
 
 
 def read_bench(folder: Path, measurement: str) -> pd.DataFrame:
@@ -123,7 +118,7 @@ def rivals_table(folder: Path) -> str:
             row = [shown]
             for metric in ("score_seconds", "train_seconds"):
                 row.append(beside(way.seconds(metric), theirs and theirs.seconds(metric), 2))
-            differs = f"{way.highest('gradient_difference'):.0e}" if theirs else ""
+            differs = f"{way.metrics['gradient_difference'].high:.0e}" if theirs else ""
             table.append([*row, f"{way.median('train_peak_bytes') / MIB:.0f}", differs])
         about = (
             f"Prompt {prompt:,.0f}, completions {completion:,.0f}, k = {k:.0f}: token ratio {ratio:.2f}, "
@@ -152,7 +147,7 @@ def families_table(folder: Path) -> str:
                 row.append(f"{took}, {way.median(f'{phase}_peak_bytes') / MIB:,.0f} MiB")
             images = way.median("images_encoded")
             row += ["" if images is None else f"{images:.0f}"]
-            table.append([*row, f"{way.highest('gradient_difference'):.0e}" if theirs else ""])
+            table.append([*row, f"{way.metrics['gradient_difference'].high:.0e}" if theirs else ""])
     header = ["", "", *PHASES, "images encoded", "gradient differs by"]
     about = (
         f"*{measured_on(rows)} · float32, 8 layers of width 256 · {how_often(rows)} · "
@@ -264,8 +259,8 @@ def cells_table(folder: Path) -> str:
         shape, _, completions = model.partition("/")
         ways = ways_of(mine)
         stock = [way for name, way in ways.items() if name.startswith("stock")]
-        fastest = Seconds.of([least(way.seconds("step_seconds").answer for way in stock)])
-        smallest = least(peak_of(way, shown[0]) for way in stock)
+        fastest = Seconds.of([min(filter(None, (way.seconds("step_seconds").answer for way in stock)), default=None)])
+        smallest = min(filter(None, (peak_of(way, shown[0]) for way in stock)), default=None)
         table = []
         for name, way in ways.items():
             if not way.metrics:
@@ -293,11 +288,7 @@ def cells_table(folder: Path) -> str:
 
 def peak_of(way: Way, size: str) -> float | None:
     """The highest of the phases' peaks, bytes."""
-    return max((way.median(f"{p}_{size}_bytes") for p in STEP if way.median(f"{p}_{size}_bytes")), default=None)
-
-
-def least(values: Iterable[float | None]) -> float | None:
-    return min((value for value in values if value is not None), default=None)
+    return max(filter(None, (way.median(f"{phase}_{size}_bytes") for phase in STEP)), default=None)
 
 
 def in_gib(size: float | None) -> str:
