@@ -19,6 +19,7 @@ from rloo_memory.run_record import RUNS, read_record, stored_runs
 
 RUN = "classic-lean_test_k2_r0"
 OPTIONS = ["--k", "2", "--scale", "test", "--device", "cpu", "--threads", "1", "--machine", "here"]
+pytestmark = pytest.mark.torch
 
 
 def until(condition, process=None):
@@ -71,7 +72,6 @@ def running(folder):
     return found
 
 
-@pytest.mark.torch
 @pytest.mark.parametrize("number", (signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)))
 def test_a_stopped_run_says_so_and_keeps_what_it_measured(number, start):
     process, folder = start("train", 3000)
@@ -89,7 +89,6 @@ def test_a_stopped_run_says_so_and_keeps_what_it_measured(number, start):
 
 
 @pytest.mark.slow
-@pytest.mark.torch
 def test_a_run_ends_with_the_suite_that_was_told_to_stop_and_nobody_takes_its_folder_before(start, capsys):
     process, folder = start("suite", 3000)
     config = ["--arm", "classic-lean", *OPTIONS, "--results", str(folder.parents[1])]
@@ -106,7 +105,6 @@ def test_a_run_ends_with_the_suite_that_was_told_to_stop_and_nobody_takes_its_fo
 
 
 @pytest.mark.slow
-@pytest.mark.torch
 def test_a_run_ends_with_the_suite_that_was_killed(start):
     process, folder = start("suite", 3000)
     process.kill()
@@ -121,7 +119,6 @@ def sampler_of(process):
     return sampler
 
 
-@pytest.mark.torch
 @pytest.mark.parametrize("number", (signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)))
 def test_a_lost_sampler_is_said_and_the_peak_is_the_kernels(number, start):
     """One that is gone, and one that hangs."""
@@ -142,7 +139,6 @@ def test_a_lost_sampler_is_said_and_the_peak_is_the_kernels(number, start):
 
 
 @pytest.mark.slow
-@pytest.mark.torch
 def test_a_folder_removed_under_a_run_is_said_in_one_line(start):
     process, folder = start("train", 6)
     shutil.rmtree(folder)
@@ -153,7 +149,6 @@ def test_a_folder_removed_under_a_run_is_said_in_one_line(start):
 
 
 @pytest.mark.slow
-@pytest.mark.torch
 def test_a_full_disk_is_said_and_the_samples_are_kept(start):
     """A limit on the size of files stands for it: the phases' file reaches it first."""
     process, folder = start("train", 3000)
@@ -168,7 +163,6 @@ def test_a_full_disk_is_said_and_the_samples_are_kept(start):
 
 
 @pytest.mark.slow
-@pytest.mark.torch
 def test_another_time_zone_and_locale_and_an_accent_in_the_path(start, tmp_path):
     """ASCII alone on the terminal, a clock far from UTC, and a sampler that agrees with the phases on the time."""
     results = tmp_path / "résultats d'été"

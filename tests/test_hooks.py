@@ -9,9 +9,10 @@ import pytest
 
 from rloo_memory.device import machine_name
 
+pytestmark = pytest.mark.torch
+
 
 @pytest.mark.slow
-@pytest.mark.torch
 def test_the_memory_callback_works_with_a_trainer_without_rewards(policy, probe):
     record = probe("other_trainer", policy)
     assert set(record["peaks"]) == {"train", "optimizer"} and min(record["peaks"].values()) > 100 * 2**20
@@ -60,7 +61,6 @@ def train(callback, trainer, generate, updates=2):
     return rows, json.loads(Path(trainer.args.output_dir, "memory.json").read_text())
 
 
-@pytest.mark.torch
 def test_scoring_is_not_called_generation_where_the_policy_never_generates(tmp_path):
     from rloo_memory.hooks.memory_callback import MemoryCallback
 
@@ -73,7 +73,6 @@ def test_scoring_is_not_called_generation_where_the_policy_never_generates(tmp_p
     assert record["prompt_tokens"] is None and set(record["peaks"]) <= set(once)
 
 
-@pytest.mark.torch
 @pytest.mark.parametrize("engine", ["vllm", "continuous batching"])
 def test_another_engines_generation_is_marked_and_its_prompts_are_counted(engine, tmp_path):
     """Both take lists of token ids. Forwards of the policy inside it are part of it."""
@@ -101,7 +100,6 @@ def test_another_engines_generation_is_marked_and_its_prompts_are_counted(engine
     assert record["prompt_tokens"] == 3
 
 
-@pytest.mark.torch
 def test_the_record_says_where_how_long_and_that_memory_ran_out(tmp_path):
     """The longest completion also where it brings no new peak; and memory that runs out in a later, lower step."""
     import torch
@@ -134,7 +132,6 @@ def test_the_record_says_where_how_long_and_that_memory_ran_out(tmp_path):
     assert record["out_of_memory"] == "train" and record["peaks"] == before != {}
 
 
-@pytest.mark.torch
 def test_the_record_has_the_settings_that_were_trained_with(policy, tmp_path):
     """Adapters as they are in the model; and a profile made of the record is one that the launcher takes."""
     import torch

@@ -11,6 +11,7 @@ import pytest
 import two_processes
 
 ROOT = Path(__file__).resolve().parent.parent
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
 PROGRAM = ("-m", "rloo_memory.launch")
 FSDP_PROGRAM = (str(ROOT / "tests" / "probes" / "fsdp_on_cpu.py"),)  # the launcher where accelerate can shard on CPU
 # Two rollouts with two updates each: after the first update of a rollout the loss is not zero. Every weight, with the
@@ -101,8 +102,6 @@ def check(setups, model, folder):
 DDP = ("ddp", PROGRAM, None)
 
 
-@pytest.mark.slow
-@pytest.mark.torch
 def test_ddp_fsdp2_and_offloading_train_the_same_numbers(policy, tmp_path):
     """Where this was written the weights were equal to the bit: float32, and a sum of two gradients has no order. The
     bounds are for kernels that sum a norm or a product in another order, of which Adam makes steps where a gradient
@@ -111,16 +110,12 @@ def test_ddp_fsdp2_and_offloading_train_the_same_numbers(policy, tmp_path):
     check(setups, policy, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.torch
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not here: make test-deepspeed")
 def test_ddp_and_zero3_train_the_same_numbers(policy, tmp_path):
     """Offloading steps with DeepSpeed's own Adam."""
     check([DDP, ("zero3", PROGRAM, None), ("zero3_offload", PROGRAM, None)], policy, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.torch
 def test_fsdp_without_a_gpu_is_refused(policy, tmp_path):
     """Accelerate would not shard there, and not say so."""
     (tmp_path / "profile.yaml").write_text(PROFILE)

@@ -7,6 +7,8 @@ import pytest
 
 from rloo_memory import models
 
+pytestmark = pytest.mark.torch
+
 
 def plan_of_tiny(planned, model_type, folder, *arguments, **fields):
     """The planner's result for a tiny model of that type."""
@@ -32,7 +34,6 @@ def planned_arms(result):
     return [line.split()[0] for line in result.stdout.split("\n\n")[0].splitlines()[2:]]
 
 
-@pytest.mark.torch
 @pytest.mark.parametrize(
     "model_type, fields",
     [
@@ -49,7 +50,6 @@ def test_models_with_another_kind_of_attention_are_planned(planned, model_type, 
     assert planned_arms(result) == ["stock", "stock-accumulate", "shared"]
 
 
-@pytest.mark.torch
 def test_a_multimodal_class_takes_what_its_text_model_takes_and_the_weights_of_its_tower(planned, tmp_path):
     from transformers import Gemma3Config
 
@@ -79,7 +79,6 @@ def test_a_multimodal_class_takes_what_its_text_model_takes_and_the_weights_of_i
         assert nested == pytest.approx(kinds["text"][place], rel=0.02, abs=4096), place
 
 
-@pytest.mark.torch
 @pytest.mark.parametrize("shape", ("qwen3.5-8-layers", "bamba-8-layers", "lfm2-8-layers"))
 def test_layers_with_a_state_are_planned_and_what_is_not_sure_is_said(planned, shape, tmp_path):
     # With adapters: of all weights, micro-batches hold gradients that whole groups of so few tokens do not
@@ -95,7 +94,6 @@ def test_layers_with_a_state_are_planned_and_what_is_not_sure_is_said(planned, s
     assert "layers with a state" not in planned(*options, "--device", "cpu").stdout  # for which there are none
 
 
-@pytest.mark.torch
 def test_kernels_that_are_installed_stay_out_of_a_prediction(planned, monkeypatch):
     """Kernels take no tensors without values: transformers' own code is planned in their place."""
     from transformers.models.qwen3_5 import modeling_qwen3_5
@@ -108,14 +106,12 @@ def test_kernels_that_are_installed_stay_out_of_a_prediction(planned, monkeypatc
     assert planned(*options).stdout == expected != ""
 
 
-@pytest.mark.torch
 def test_a_token_budget_is_planned_for_rows_of_different_lengths(planned, tmp_path):
     result = plan_of_tiny(planned, "qwen3", tmp_path, "--tokens-per-forward", 300)
     assert result.returncode == 0, result.stderr[-3000:]
     assert planned_arms(result) == ["stock", "stock-accumulate", "stock-tokens", "shared"]
 
 
-@pytest.mark.torch
 def test_a_model_whose_prompts_cannot_be_shared_is_planned_without(planned, tmp_path):
     reason = "does not go through `transformers.AttentionInterface`"
     result = plan_of_tiny(planned, "stablelm", tmp_path)
@@ -138,7 +134,6 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-@pytest.mark.torch
 def test_built_in_shapes_have_as_many_weights_as_the_published_models(forked):
     result = forked("shape_weights")
     assert result.returncode == 0, result.stderr[-3000:]
@@ -148,7 +143,6 @@ def test_built_in_shapes_have_as_many_weights_as_the_published_models(forked):
     }
 
 
-@pytest.mark.torch
 @pytest.mark.parametrize(
     "name",
     (
