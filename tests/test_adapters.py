@@ -5,25 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file
+from small_profile import small_profile
 
 from rloo_memory.adapters import adapter_of
 from rloo_memory.errors import ConfigError
 from rloo_memory.launch import __main__ as launch
 from rloo_memory.plan.options import model_config, settings_of_adapter
 
-PROFILE = """\
-bf16: false
-beta: 0.0
-num_generations: 2
-per_device_train_batch_size: 2
-prefix_sharing: true
-max_completion_length: 4
-max_steps: 1
-report_to: none
-disable_tqdm: true
-save_strategy: "no"
-predict_memory: false
-"""
+PROFILE = small_profile(2, 4, prefix_sharing=True, max_steps=1, predict_memory=False)
 
 
 @pytest.fixture(scope="module")

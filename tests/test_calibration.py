@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from small_profile import small_profile
 
 from experiments.record import write_csv
 from rloo_memory.device import cpu_name, machine_name
@@ -320,21 +321,7 @@ def test_the_doctor_decides_by_the_corrected_peak(tmp_path, three, monkeypatch, 
     assert f"calibrated with 3 runs on The One ({three})" in out and "0.43 GiB with every lever" in out
 
 
-PROFILE = """
-dtype: float32
-bf16: false
-beta: 0.0
-num_generations: 4
-per_device_train_batch_size: 4
-gradient_accumulation_steps: 1
-max_completion_length: 8
-prompt_tokens: 128
-max_steps: 3
-optim: adamw_torch
-save_strategy: 'no'
-report_to: none
-disable_tqdm: true
-"""
+PROFILE = small_profile(4, 8, prompt_tokens=128, max_steps=3)
 
 
 @pytest.mark.slow

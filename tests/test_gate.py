@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import two_processes
+from small_profile import small_profile
 
 from rloo_memory import models
 from rloo_memory.errors import ConfigError
@@ -18,23 +19,7 @@ from rloo_memory.plan import ask
 
 MIB = 2**20
 TRAIN = ["profile.yaml"]
-PROFILE = """
-dtype: float32
-bf16: false
-beta: 0.0
-num_generations: 8
-per_device_train_batch_size: 8
-gradient_accumulation_steps: 1
-max_completion_length: 16
-prompt_tokens: 160
-max_steps: 1
-gradient_checkpointing: true
-optim: adamw_torch
-save_strategy: 'no'
-report_to: none
-disable_tqdm: true
-output_dir: out
-"""
+PROFILE = small_profile(8, 16, prompt_tokens=160, max_steps=1, gradient_checkpointing=True, output_dir="out")
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import two_processes
+from small_profile import small_profile
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = [pytest.mark.slow, pytest.mark.torch]
@@ -17,30 +18,11 @@ FSDP_PROGRAM = (str(ROOT / "tests" / "probes" / "fsdp_on_cpu.py"),)  # the launc
 # Two rollouts with two updates each: after the first update of a rollout the loss is not zero. Every weight, with the
 # optimizer of the profiles. Both processes sample from their own seed, the same in all runs: a token is another one
 # only if two candidates are within rounding of each other.
-PROFILE = """
-dtype: float32
-bf16: false
-beta: 0.05
-prefix_sharing: true
-tokens_per_forward: 18
-num_generations: 4
-per_device_train_batch_size: 4
-gradient_accumulation_steps: 1
-num_iterations: 2
-max_steps: 4
-max_completion_length: 8
-gradient_checkpointing: true
-optim: adamw_torch_fused
-learning_rate: 1.0e-3
-prompt_tokens: 48
-logging_steps: 1
-save_strategy: steps
-save_steps: 4
-report_to: none
-disable_tqdm: true
-predict_memory: false
-seed: 3
-"""
+PROFILE = small_profile(
+    4, 8, beta=0.05, prefix_sharing=True, tokens_per_forward=18, num_iterations=2, max_steps=4, prompt_tokens=48,
+    gradient_checkpointing=True, optim="adamw_torch_fused", learning_rate=1e-3, logging_steps=1,
+    save_strategy="steps", save_steps=4, predict_memory=False, seed=3,
+)  # fmt: skip
 
 
 def launch(config, program, model, folder):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import tiny_gemma3
+from small_profile import small_profile
 from tiny_gemma3 import SIDE
 
 from rloo_memory.errors import ConfigError
@@ -21,23 +22,10 @@ from rloo_memory.plan.peaks import PredictedPeak
 from rloo_memory.plan.records import read_run
 from rloo_memory.settings.arguments import LaunchArguments
 
-PROFILE = """
-dtype: float32
-bf16: false
-beta: 0.05
-num_generations: 4
-per_device_train_batch_size: 12
-gradient_accumulation_steps: 1
-max_completion_length: 6
-prefix_sharing: true
-tokens_per_forward: 14
-max_steps: 1
-optim: adamw_torch
-save_strategy: 'no'
-report_to: none
-disable_tqdm: true
-reward_funcs: [image_rewards:score]
-"""
+PROFILE = small_profile(
+    4, 6, beta=0.05, per_device_train_batch_size=12, prefix_sharing=True, tokens_per_forward=14, max_steps=1,
+    reward_funcs=["image_rewards:score"],
+)  # fmt: skip
 REWARD = """
 def score(completions, images=None, image=None, **kwargs):
     assert len(images or image) == len(completions)

@@ -7,28 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import two_processes
+from small_profile import small_profile
 
 from rloo_memory.errors import ConfigError
 from rloo_memory.folder_lock import owned
 from rloo_memory.launch import __main__ as launch
 from rloo_memory.launch import announce, output
 
-PROFILE = """
-dtype: float32
-bf16: false
-beta: 0.0
-num_generations: 2
-per_device_train_batch_size: 2
-gradient_accumulation_steps: 1
-max_completion_length: 4
-prompt_tokens: 48
-max_steps: 2
-save_steps: 1
-optim: adamw_torch
-report_to: none
-disable_tqdm: true
-predict_memory: false
-"""
+PROFILE = small_profile(2, 4, prompt_tokens=48, max_steps=2, save_strategy="steps", save_steps=1, predict_memory=False)
 
 
 @pytest.fixture(scope="module")
