@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
@@ -16,21 +15,11 @@ import pytest
 from experiments import train as train_module
 from experiments.config import ROOT
 from rloo_memory.run_record import RUNS, read_record, stored_runs
+from tests.waiting import until
 
 RUN = "classic-lean_test_k2_r0"
 OPTIONS = ["--k", "2", "--scale", "test", "--device", "cpu", "--threads", "1", "--machine", "here"]
 pytestmark = pytest.mark.torch
-
-
-def until(condition, process=None):
-    """Wait for `condition`, at most two minutes and while `process` lives; return what it returned."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        if result := condition():
-            return result
-        assert process is None or process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    pytest.fail("waited in vain")
 
 
 @pytest.fixture
@@ -52,7 +41,7 @@ def start(tmp_path):
         started.append(process)
         folder = tmp_path / "here" / RUN
         file, sign, often = ("phases.csv", "optimizer", 4) if trained else ("memory.csv", "\n1", 1)
-        until(lambda: (folder / file).exists() and (folder / file).read_text().count(sign) >= often, process)
+        until(lambda: (folder / file).exists() and (folder / file).read_text().count(sign) >= often, process, 120)
         return process, folder
 
     yield start
@@ -108,7 +97,7 @@ def test_a_run_ends_with_the_suite_that_was_told_to_stop_and_nobody_takes_its_fo
 def test_a_run_ends_with_the_suite_that_was_killed(start):
     process, folder = start("suite", 3000)
     process.kill()
-    until(lambda: not running(folder))
+    until(lambda: not running(folder), seconds=120)
     assert read_record(folder)["error"] == "interrupted by SIGTERM"
 
 

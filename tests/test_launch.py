@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +18,7 @@ from rloo_memory.errors import ConfigError
 from rloo_memory.launch import __main__ as launch
 from rloo_memory.launch import dataset, help, rewards
 from rloo_memory.settings.arguments import LaunchArguments
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parent.parent
 ROW = b'{"prompt": "Say a."}\n'
@@ -514,11 +514,8 @@ def test_it_works_where_the_user_stands_and_a_signal_ends_it_in_one_line(policy,
         (folder / "my_rewards.py").write_text(REWARDS)
         running[number] = started(folder)
     try:
-        deadline = time.monotonic() + 240
         for number, process in running.items():
-            while not (record := tmp_path / number.name / "out" / "memory.json").exists():
-                assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-                time.sleep(0.1)
+            until((tmp_path / number.name / "out" / "memory.json").exists, process, 240)
             process.send_signal(number)
         for number, process in running.items():
             output, error = process.communicate(timeout=60)

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +23,7 @@ from rloo_memory.errors import ConfigError
 from rloo_memory.phases import PhasePeak
 from rloo_memory.run_record import RunRecord, stored_runs
 from rloo_memory.sizes import parse_bytes
+from tests.waiting import until
 
 
 def test_a_finished_run_records_what_was_asked_and_what_was_fed(train):
@@ -95,10 +95,8 @@ def running(tmp_path):
     command = [sys.executable, "-m", "experiments.train", *options, "--results", str(tmp_path)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     folder = tmp_path / "here" / "classic-lean_test_k2_r0"
-    deadline = time.time() + 120
-    while not ((folder / "phases.csv").exists() and (folder / "phases.csv").read_text().count("optimizer") > 3):
-        assert process.poll() is None and time.time() < deadline
-        time.sleep(0.1)
+    phases = folder / "phases.csv"
+    until(lambda: phases.exists() and phases.read_text().count("optimizer") > 3, process, 120)
     yield process, folder
     process.kill()
     process.wait()
