@@ -19,7 +19,7 @@ PROGRAMS = {  # whose options they pass on
 # In the place of .venv/bin/python: notes where it stands and what it is asked, and knows where results are
 PYTHON = """#!/bin/bash
 echo "$PWD: $@" >> {noted}
-case "$*" in *--print-folder) echo "$PWD/mine/box" && exit ;; esac
+case "$*" in *--print-folder) echo "$PWD/my own/box" && exit ;; esac
 case "$*" in *"$FAILS"*) exit "$CODE" ;; esac
 """
 
@@ -64,16 +64,20 @@ def start(clone, script, *options, fails="nothing", code=0):
 
 @pytest.mark.parametrize("script, after", [
     ("run_baseline-rloo.sh", "next: {clone}/run_improve-rloo.sh --results mine --k 2"),
-    ("run_improve-rloo.sh", "next: {clone}/visualize_results.sh {stand}/mine/box"),
-    ("run_bench.sh", "next: open {stand}/mine/box/report.html"),
+    ("run_improve-rloo.sh", "next: {clone}/visualize_results.sh {stand}/my\\ own/box"),
+    ("run_bench.sh", "next: open {stand}/my own/box/report.html"),
 ])  # fmt: skip
 def test_a_run_stays_where_the_caller_stands_and_says_what_comes_next(clone, script, after):
     result = start(clone, script, "--results", "mine", "--k", "2")
     stand = clone / "elsewhere"
-    told = [f"results: {stand}/mine/box", after.format(clone=clone / "clone", stand=stand)]
+    told = [f"results: {stand}/my own/box", after.format(clone=clone / "clone", stand=stand)]
     assert (result.returncode, result.stdout.splitlines()[-2:]) == (0, told), result.stderr
     noted = (clone / "noted").read_text().splitlines()
-    assert all(line.startswith(f"{stand}: -m ") for line in noted) and "--results mine --k 2" in noted[0]
+    assert all(line.startswith(f"{stand}: -m ") for line in noted)
+    suites = [line for line in noted if "experiments.suite" in line and "--print-folder" not in line]
+    assert len(suites) == (9 if script == "run_bench.sh" else 1)
+    assert all(line.endswith(" --results mine --k 2") for line in suites)
+    assert (f"{stand}: -m visualization.report {stand}/my own/box" in noted) == (script == "run_bench.sh")
     result = start(clone, script, "--results", "mine", "--k", "2", fails="experiments.suite", code=2)
     assert (result.returncode, result.stdout) == (2, ""), "a bad option leads nowhere"
     result = start(clone, script, "--results", "mine", "--k", "2", fails="experiments.suite", code=1)

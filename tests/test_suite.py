@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 import signal
 import subprocess
 import sys
@@ -243,29 +242,14 @@ def test_a_stopped_suite_shows_what_there_is(number, child, tmp_path, capfd):
     assert read_record(tmp_path / "here" / "classic-lean_test_k2_r0")["error"] == "told"
 
 
-@pytest.mark.parametrize(
-    "options", ((), ("--results", "{tmp}/my results", "--machine", "box", "--device", "cpu", "--k", "2"))
-)
-def test_the_bench_draws_the_folder_that_it_ran_into(options, tmp_path):
-    """Whatever options say about where results go. Suites are only noted, but for the question where they go."""
+@pytest.mark.parametrize("options", ((), ("--results", "{tmp}/my results", "--machine", "box", "--device", "cpu")))
+def test_where_runs_would_go_is_printed_and_nothing_is_made(options, tmp_path, capsys):
+    """The scripts ask for it, to draw that folder (test_scripts)."""
     options = [option.format(tmp=tmp_path) for option in options]
-    shutil.copy(ROOT / "run_bench.sh", tmp_path)
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    ask = f'case "$*" in *--print-folder*) PYTHONPATH={ROOT} exec {sys.executable} "$@" ;; esac'
-    for path, text in {
-        "setup_env.sh": "",
-        "visualize_results.sh": 'printf "%s\n" "$@" > drawn',
-        ".venv/bin/python": f'echo "$@" >> ran\n{ask}',
-    }.items():
-        (tmp_path / path).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / path).chmod(0o755)
-    subprocess.run(["./run_bench.sh", *options], cwd=tmp_path, check=True, timeout=60)
-    *suites, asked = (tmp_path / "ran").read_text().splitlines()
-    assert len(suites) == 9 and all(line.endswith(" ".join(options)) for line in suites)
-    machine = suite.machine_name(*suite.pick_device("auto")[:2])
-    expected = tmp_path / "my results" / "box" if options else ROOT / "results" / machine
-    assert (tmp_path / "drawn").read_text().splitlines() == [str(expected)], asked
-    assert not expected.exists() or not options, "asking makes nothing"
+    assert suite.main(["--arms", "stock", "--k", "4", *options, "--print-folder"]) == 0
+    own = ROOT / "results" / suite.machine_name(*suite.pick_device("auto")[:2])
+    assert capsys.readouterr().out == f"{tmp_path / 'my results' / 'box' if options else own}\n"
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_suite_ends_with_the_script_that_began_it(tmp_path):
