@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tarfile
 import time
 import zipfile
@@ -150,22 +149,6 @@ def test_a_kill_leaves_an_archive_and_ends_what_runs(clone, tmp_path):
     clone.does("exactness", "")
     clone.run("kernels", "exactness")
     assert clone.count("kernels", "exactness") == [1, 2]
-
-
-def test_a_measurement_ends_with_the_script_that_started_it(tmp_path):
-    """One that is killed hands no signal on."""
-    program = (
-        "import sys, time; sys.path.insert(0, sys.argv[1]); from experiments.processes import end_with_script; "
-        "end_with_script(); print(1, flush=True); time.sleep(60)"
-    )
-    (tmp_path / "script").write_text('export SCRIPT_PID=$$\n"$@" &\nwait\n')
-    command = ["bash", tmp_path / "script", sys.executable, "-c", program, ROOT]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "1\n"
-    process.kill()
-    process.wait()
-    begun = time.monotonic()
-    assert process.stdout.read() == "" and time.monotonic() - begun < 30, "closed, as nobody is left"
 
 
 def test_too_large_an_archive_leaves_samples_and_logs_behind(clone, tmp_path):

@@ -503,12 +503,6 @@ def test_without_their_folders_runs_are_shown_from_the_file_of_all_but_over_time
     assert "| `stock` | 0.39" in tables.render("peak", machine)
 
 
-def test_nothing_here_imports_the_harness_or_torch():
-    code = "import sys, visualization.report; print({'torch', 'trl', 'experiments'} & set(sys.modules))"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert result.stdout == "set()\n", result.stderr
-
-
 def test_plan_chart_is_one_command_that_refuses_what_is_no_plan(tmp_path, capsys):
     committed = ROOT / "results" / "plans" / "single_gpu_24gb.json"
     assert run_cli(lambda: plan.main([str(committed), str(tmp_path / "plan.png")])) == 0
