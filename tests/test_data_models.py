@@ -122,11 +122,8 @@ TINY = {
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4,
 }  # fmt: skip
 DAMAGED = {
-    "text for a size": {**TINY, "hidden_size": "x"},
-    "no heads": {**TINY, "num_attention_heads": 0},
     "an unknown type": {**TINY, "model_type": "nonesuch"},
     "no causal model": {"model_type": "t5"},
-    "a list": [1, 2],
 }
 
 

@@ -511,8 +511,6 @@ def drop(field):
 
 @pytest.mark.parametrize("text, said", [
     (drop("Origin"), "pile/first.patch lacks the DEP-3 field Origin"),
-    (drop("Forwarded"), "pile/first.patch lacks the DEP-3 field Forwarded"),
-    (drop("Last-Update"), "pile/first.patch lacks the DEP-3 field Last-Update"),
     (drop("Description"), "pile/first.patch lacks the DEP-3 field Description"),
     (Project.one("x").replace("2026-01-31", "31 January"), "pile/first.patch lacks the DEP-3 field Last-Update"),
     (patch("X", change("setup.py", 5, "x")), "pile/first.patch touches 'setup.py', outside trl/, docs/, tests/"),

@@ -144,8 +144,6 @@ REFUSED = {  # what is in the columns besides two prompts -> what is said of it
     "broken": (dict(image=[png(8, 8), BROKEN]), ["row 2: an image cannot be opened"]),
     "cut": (dict(image=[png(8, 8), png(64, 64)[:-900]]), ["row 2: an image cannot be read", "truncated"]),
     "no_file": (dict(image=["here.png", "gone.png"]), ["row 2: an image cannot be opened (there is no file 'gone"]),
-    "web": (dict(image=["https://a.b/c.png"] * 2), ["row 1: an image cannot be opened (there is no file 'https:"]),
-    "numbers": (dict(images=[5, 6]), ["the column 'images' is Value('int64'); it must be a list of images a row"]),
     "one": (dict(images=["a.png"] * 2), ["the column 'images' is Value('", "string'); it must be a list"]),
     "text": (dict(image=["a cat"] * 2, prompt=["a", "b"]), ["'image', and its prompts are text; images need chats"]),
     "places": (

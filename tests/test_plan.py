@@ -82,27 +82,19 @@ def test_the_longest_prompt_that_fits_is_longer_with_shared_prompts(planned):
 
 
 NOT_A_CONFIG = {
-    "list": "[1, 2]",
     "text": "not json",
-    "words": '{"model_type": "qwen3", "num_hidden_layers": "two", "hidden_size": 8}',
-    "numbers": '{"model_type": "qwen3", "num_hidden_layers": 2, "max_position_embeddings": "many"}',
     "half": '{"model_type": "qwen3", "num_hidden_layers": -1}',
-    "no-type": '{"hidden_size": 8}',
 }
 BAD_INPUT = [
     (["--model", "Qwen/Qwen3-9B"], ["Qwen3-9B", "did you mean", "hub:"]),
     (["--model", "./nofolder"], ["no folder ./nofolder", "config.json"]),
     (["--model", "qwen3-8b", "--profile", "single_gpu_24g"], ["single_gpu_24g", "did you mean single_gpu_24gb"]),
     (["--model", "qwen3-8b", "--k", "1"], ["--k is 1", "at least 2"]),
-    (["--model", "qwen3-8b", "--k", "0"], ["--k is 0", "at least 2"]),
     (["--model", "qwen3-8b", "--k", "9" * 30], ["--k is 9999", "no training"]),
     (["--model", "qwen3-8b", "--k", "1000000"], ["--k 1000000", "134,217,728 tokens"]),
     (["--model", "qwen3-8b", "--lora", "-4"], ["--lora is -4", "at least 0"]),
     (["--model", "qwen3-8b", "--beta", "nan"], ["--beta is nan", "finite"]),
-    (["--model", "qwen3-8b", "--beta", "inf"], ["--beta is inf", "finite"]),
-    (["--model", "qwen3-8b", "--beta", "-1"], ["--beta is -1", "at least 0"]),
     (["--model", "qwen3-8b", "--prompts", "0"], ["--prompts is 0", "at least 1"]),
-    (["--model", "qwen3-8b", "--tokens-per-forward", "0"], ["--tokens-per-forward is 0"]),
     (["--model", "qwen3-8b", "--completion", "60000"], ["--prompt 100", "--completion 60000", "60100", "40960"]),
     (["--model", "qwen3-8b", "--bits", "4"], ["4-bit", "--lora"]),
     (["--model", "qwen3-8b", "--optim", "adam8"], ["adam8", "adamw_8bit"]),
@@ -134,14 +126,8 @@ def test_bad_input_is_one_line_with_value_and_remedy(arguments, parts, capsys, t
 
 
 BAD_SETTINGS = [
-    ({"num_generations": "eight"}, ["num_generations is 'eight'", "number"]),
-    ({"per_device_train_batch_size": 2.5}, ["per_device_train_batch_size is 2.5", "whole number"]),
     ({"beta": float("nan"), "prefix_sharing": "yes"}, ["beta is nan", "prefix_sharing is 'yes'", "true or false"]),
-    ({"optim": ["sgd"]}, ["['sgd']", "must be text"]),
-    ({"model_name_or_path": 7}, ["model_name_or_path is 7"]),
-    ({"algorithm": "ppo"}, ["algorithm is 'ppo'", "rloo, grpo"]),
     ({"use_peft": True, "lora_dropout": 1.5}, ["lora_dropout is 1.5", "below 1"]),
-    ({"max_prompt_tokens": -3}, ["max_prompt_tokens is -3"]),
     ({"num_generations": 3}, ["multiple of num_generations 3"]),
 ]
 
@@ -190,7 +176,6 @@ def test_adapters_are_planned_as_the_settings_have_them(tmp_path, capsys):
     "memory, reserve, parts",
     [
         ("9" * 400, "0.8GiB", ["--device-memory", "9999..."]),
-        ("1e400", "0.8GiB", ["--device-memory"]),
         ("", "0.8GiB", ["--device-memory", "''", "24GiB"]),
         ("24", "0.8GiB", ["--device-memory 24 is 24 bytes", "did you mean 24GiB?"]),
         ("255MiB", "0.8GiB", ["255MiB", "256 MiB"]),
