@@ -298,7 +298,6 @@ def test_sharing_that_takes_less_time_is_written_where_all_fits_and_bfloat16_wei
         (["RUN", "--output", "/no/such/fits.yaml"], ["/no/such/fits.yaml", "cannot write"]),
         (["ENGINE"], ["no prompt length", "--prompt N"]),
         (["BROKEN"], ["BROKEN/memory.json", "not a whole record"]),
-        (["LIST"], ["LIST/memory.json", "not a whole record"]),
         (
             ["--model", "qwen3-8b", "--prompt", "64", "--profile", "own.yaml", "--output", "own.yaml"],
             ["profile itself"],
@@ -311,7 +310,6 @@ def test_the_doctor_says_what_is_missing(arguments, parts, capsys, monkeypatch, 
         "RUN": json.dumps(RECORD),
         "ENGINE": json.dumps(RECORD | {"prompt_tokens": None}),  # vLLM generated
         "BROKEN": json.dumps(RECORD)[:300],
-        "LIST": "[1, 2]",
     }.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "memory.json").write_text(text)

@@ -172,8 +172,6 @@ CHILDREN = {
                      "error", "ended by SIGKILL before it could report"),
     "the record of another launch": ("record(launch='another')", "FAILED: ended by exit code 0", "error",
                                      "ended by exit code 0 before it began"),
-    "no record at all": ("record(); (folder / 'run.json').write_text('[1, 2]')", "FAILED: ended by exit code 0",
-                         "error", "ended by exit code 0 before it began"),
     "too slow": ("record(status='running'); time.sleep(60)", "FAILED: stopped after --timeout 2 s", "error",
                  "stopped after --timeout 2 s"),
     "deaf": ("signal.signal(15, signal.SIG_IGN); record(status='running'); time.sleep(60)",
