@@ -17,15 +17,15 @@ from experiments.bench.attention import WAYS, Layer
 from experiments.bench.measurements import MEASUREMENTS
 from experiments.bench.samples import Cell
 from experiments.bench.sampling import Sampled
-from experiments.builds import use_fork
 from experiments.config import ROOT
 from experiments.evidence import exactness, kernels
 from experiments.measuring import EXIT_VERDICT, Place
 from experiments.record import read_csv
 from rloo_memory import commit
-from rloo_memory.arms import ARMS
 from rloo_memory.plan.records import read_run
 from visualization.tables import render
+
+pytestmark = pytest.mark.usefixtures("shared_fork")
 
 
 @pytest.fixture
@@ -272,8 +272,3 @@ def test_what_was_measured_before_a_commit_of_pages_is_of_the_same_code(tmp_path
     (tmp_path / "requirements.lock").write_text("torch==2")
     assert commit.source_commit() == f"{first}-dirty"
     assert commits("requirements.lock", "torch==2") != first
-
-
-@pytest.fixture(autouse=True)
-def fork():
-    use_fork(ARMS["shared"])

@@ -14,6 +14,7 @@ import two_processes
 
 ROOT = Path(__file__).resolve().parent.parent
 PROBE = ROOT / "tests" / "probes" / "distributed.py"
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
 RESHARD, KEEP = {"reshard_after_forward": True}, {"fsdp": {"reshard_after_forward": False}}
 PARTS = {"fsdp": {"transformer_layer_cls_to_wrap": ["Qwen3Attention", "Qwen3MLP"]}}  # shards within a layer
 # Every third token ends a completion, so the processes generate for different numbers of steps
@@ -176,21 +177,15 @@ def check(runs, folder):
             assert error(before, after, after) > 1e-4, f"{key} was not trained"
 
 
-@pytest.mark.slow
-@pytest.mark.torch
 def test_two_processes_train_with_prefix_sharing_as_without(tmp_path):
     check(RUNS, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.torch
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not here: make test-deepspeed")
 def test_two_processes_train_with_zero3_and_prefix_sharing_as_without(tmp_path):
     check(ZERO3_RUNS, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.torch
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not here: make test-deepspeed")
 def test_zero3_never_gathers_more_than_some_layers(probe):
     """Of eight layers of equal size; with gradient checkpointing. Frozen weights that a recomputed pass gathered would

@@ -10,10 +10,8 @@ import time
 
 import pytest
 
-from experiments.builds import use_fork
 from experiments.config import ROOT
 from experiments.fitting import fit_check, fit_data
-from rloo_memory.arms import ARMS
 from rloo_memory.errors import ConfigError
 
 SLOW = pytest.mark.slow
@@ -153,8 +151,8 @@ def ends_itself_at_2(task: int) -> int:
 
 
 @pytest.mark.torch
-def test_a_process_that_the_system_ends_is_an_error_not_a_wait():
-    use_fork(ARMS["shared"])  # it imports trl, and other tests in this process want this one
+def test_a_process_that_the_system_ends_is_an_error_not_a_wait(shared_fork):
+    """It imports trl, and other tests in this process want the fork's."""
     results = fit_data.in_processes(ends_itself_at_2, [1, 2, 3], 2)
     with pytest.raises(ConfigError, match="the system ended one of 2 processes"):
         list(results)

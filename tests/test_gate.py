@@ -38,14 +38,10 @@ def here(policy, tmp_path, monkeypatch):
 
 
 @pytest.mark.torch
-def test_what_python_asks_is_what_the_command_says(planner, tmp_path):
+def test_what_python_asks_is_what_the_command_says(planner, tmp_path, shared_fork):
     """For a model's name and for its config, with adapters from a LoraConfig."""
     from peft import LoraConfig
 
-    from experiments.builds import use_fork
-    from rloo_memory.arms import ARMS
-
-    use_fork(ARMS["shared"])
     from trl import RLOOConfig
 
     args = RLOOConfig(

@@ -551,12 +551,8 @@ def test_the_passes_are_said_in_groups():
 
 
 @pytest.mark.torch
-def test_memory_that_runs_out_is_said_in_one_line_and_recorded(policy, tmp_path, monkeypatch, capsys):
+def test_memory_that_runs_out_is_said_in_one_line_and_recorded(policy, tmp_path, monkeypatch, capsys, shared_fork):
     """The first update fails: the doctor can still read what is known."""
-    from experiments.builds import use_fork
-    from rloo_memory.arms import ARMS
-
-    use_fork(ARMS["shared"])
     from trl import RLOOTrainer
 
     monkeypatch.chdir(tmp_path)

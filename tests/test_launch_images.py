@@ -214,13 +214,9 @@ def raised(error):
     raise error
 
 
-def test_the_first_200_rows_are_counted_or_all_where_there_is_a_limit(here, model):
+def test_the_first_200_rows_are_counted_or_all_where_there_is_a_limit(here, model, shared_fork):
     from transformers import AutoProcessor
 
-    from experiments.builds import use_fork
-    from rloo_memory.arms import ARMS
-
-    use_fork(ARMS["shared"])
     processor = AutoProcessor.from_pretrained(model)
     images = [[picture(8, 8)]] + [[]] * 209 + [[picture(8, 8)] * 3] + [[]] * 39
     write("rows.parquet", [chat("a")] * 249 + [chat("a word " * 40)], images=images)

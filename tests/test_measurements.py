@@ -15,11 +15,9 @@ from experiments.bench import alternating, group, random_models, rivals, step_pr
 from experiments.bench.group import PHASES, Group, Image, Timed
 from experiments.bench.measurements import MEASUREMENTS, Measurement
 from experiments.bench.samples import Cell, Samples, read_table
-from experiments.builds import use_fork
 from experiments.config import ROOT
 from experiments.evidence import device_facts, exactness, kernels, planner_check
 from experiments.record import read_csv, write_csv
-from rloo_memory.arms import ARMS
 from rloo_memory.errors import EXIT_TIME
 from visualization.tables import render
 
@@ -288,8 +286,7 @@ def test_peaks_come_before_times_and_gradients_are_compared_with_whole_rows(monk
 
 
 @pytest.mark.torch
-def test_an_image_is_encoded_once_a_phase_where_its_prompt_is_shared(monkeypatch):
-    use_fork(ARMS["shared"])
+def test_an_image_is_encoded_once_a_phase_where_its_prompt_is_shared(monkeypatch, shared_fork):
     monkeypatch.setattr(group, "keep_freed_memory", lambda: None)  # of this process
     monkeypatch.setattr(group, "only_live_memory", nullcontext)
     cell, image = Cell("images", 60, 2, 2), Image(side=8, token=random_models.IMAGE.token)

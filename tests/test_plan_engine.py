@@ -16,12 +16,8 @@ SMALL = Setup(prompt_tokens=64, max_completion_length=32, num_generations=4, per
 
 
 @pytest.fixture(scope="module")
-def peaks():
+def peaks(shared_fork):
     """The peaks by phase of a setup of a Qwen3 of 2 layers with a vocabulary of 20,000."""
-    from experiments.builds import use_fork
-    from rloo_memory.arms import ARMS
-
-    use_fork(ARMS["shared"])
     from rloo_memory.plan.scale_up.extrapolate import phase_peaks
 
     config = named_config("qwen3-8-layers")

@@ -4,9 +4,6 @@ TRL first on the path; what it measures is described there."""
 import pytest
 from rounding import is_no_larger
 
-from experiments.builds import use_fork
-from rloo_memory.arms import ARMS
-
 FAMILIES, WITHOUT_EXPERTS = 12, 6
 # As for the models without states: float64 measures 2e-15, float32 1e-6 (gradients; 8e-8 elsewhere)
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
@@ -24,9 +21,8 @@ def test_every_family_computes_what_whole_sequences_do(probe, dtype):
 
 @pytest.mark.torch
 @pytest.mark.parametrize("called", ["cache", "cache_params", "past_key_values"])
-def test_a_layer_with_a_state_is_known_by_its_cache_whatever_a_release_calls_it(called):
+def test_a_layer_with_a_state_is_known_by_its_cache_whatever_a_release_calls_it(called, shared_fork):
     """transformers 5.24 calls it `cache` everywhere."""
-    use_fork(ARMS["shared"])
     from torch import nn
     from trl.models.prefix_sharing_states import find_mixers
 

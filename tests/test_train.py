@@ -12,12 +12,10 @@ import pytest
 from experiments import config as cfg
 from experiments import run_device
 from experiments import train as train_module
-from experiments.builds import use_fork
 from experiments.config import ROOT
 from experiments.memory_monitor import IntervalReport
 from experiments.record import export, fill_peaks, read_csv
 from experiments.suite import settle_record
-from rloo_memory.arms import ARMS
 from rloo_memory.device import is_out_of_memory, machine_name
 from rloo_memory.errors import ConfigError
 from rloo_memory.phases import PhasePeak
@@ -196,9 +194,8 @@ def test_memory_failures_of_torch_its_libraries_and_of_causes_are_told_from_othe
 
 
 @pytest.mark.torch
-def test_a_mean_that_is_no_number_is_nan_in_the_trace():
+def test_a_mean_that_is_no_number_is_nan_in_the_trace(shared_fork):
     """TRL logs None where every value was NaN."""
-    use_fork(ARMS["shared"])
     from experiments.workload.trainers import LogCollector
 
     phases = SimpleNamespace(step=1, grad_norms={1: [float("inf"), 2.0]})

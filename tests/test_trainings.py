@@ -10,11 +10,9 @@ from experiments.bench import on_gpu, trainings
 from experiments.bench.measurements import MEASUREMENTS
 from experiments.bench.samples import COLUMNS, Cell, read_table
 from experiments.bench.trainings import Completions, Trained, setup_of
-from experiments.builds import use_fork
 from experiments.evidence import kernels
 from experiments.measuring import FACTS, Place
 from experiments.record import write_csv
-from rloo_memory.arms import ARMS
 from rloo_memory.phases import PhaseRecorder
 from visualization.files import LoadError
 from visualization.tables import render
@@ -24,9 +22,8 @@ PLANNED = {name: planned for name, planned in MEASUREMENTS.items() if name.start
 
 
 @pytest.fixture
-def trained(tmp_path):
-    """Makes what trains a cell, with the fork loaded."""
-    use_fork(ARMS["shared"])
+def trained(tmp_path, shared_fork):
+    """Makes what trains a cell."""
 
     def make(cell=CELL, ways=("stock",), device="cpu"):
         return Trained(cell, ways, Place(device, tmp_path, dict.fromkeys(FACTS, "x") | {"device_kind": "cpu"}))

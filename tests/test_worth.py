@@ -9,10 +9,8 @@ from experiments.bench.measurements import MEASUREMENTS
 from experiments.bench.random_models import config_of
 from experiments.bench.samples import COLUMNS, Cell
 from experiments.bench.work import LIMITED, Work, limit
-from experiments.builds import use_fork
 from experiments.config import ROOT
 from experiments.record import write_csv
-from rloo_memory.arms import ARMS
 from visualization.charts import worth as worth_chart
 from visualization.files import run_cli
 from visualization.pages.side_by_side import decoding_table, read_bench, worth_table
@@ -21,12 +19,11 @@ SIZES = Cell("tiny", 24, 5, 3)
 
 
 @pytest.mark.torch
-def test_the_multiplications_are_those_that_run():
+def test_the_multiplications_are_those_that_run(shared_fork):
     import torch
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import AutoModelForCausalLM
 
-    use_fork(ARMS["shared"])
     config = config_of("tiny")
     in_place = {torch.ops.aten.addmm_: lambda x, a, b, **kwargs: 2 * a[0] * a[1] * b[1]}
     for way, shared in (("whole", False), ("shared", True)):
@@ -50,8 +47,7 @@ def test_the_multiplications_are_those_that_run():
 
 
 @pytest.mark.torch
-def test_ways_that_differ_in_their_passes_alone_do_not_generate_again(monkeypatch):
-    use_fork(ARMS["shared"])
+def test_ways_that_differ_in_their_passes_alone_do_not_generate_again(monkeypatch, shared_fork):
     monkeypatch.setattr(group, "keep_freed_memory", lambda: None)  # of this process
     worth = MEASUREMENTS["worth"].start(SIZES, ("whole", "shared", "shared-2"), None)
     whole, shared, passes = (worth.sample(way) for way in ("whole", "shared", "shared-2"))
