@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.config import resolve
+from experiments.config import ROOT, resolve
 from experiments.workload import run_models
 from rloo_memory import data
 from rloo_memory.plan import doctor
@@ -24,8 +23,6 @@ from rloo_memory.plan.peaks import PredictedPeak, Prediction
 from rloo_memory.plan.records import read_run
 from rloo_memory.plan.setups import Setup
 from rloo_memory.plan.sureness.reserve import Room
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(module, *arguments, **environment):

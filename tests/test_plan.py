@@ -4,7 +4,6 @@ import csv
 import json
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from experiments.config import ROOT
 from rloo_memory.arms import ARMS
 from rloo_memory.errors import ConfigError
 from rloo_memory.plan import __main__ as plan
@@ -20,8 +20,6 @@ from rloo_memory.plan.peaks import PredictedPeak, Prediction
 from rloo_memory.plan.scale_up.sharding import spread
 from rloo_memory.plan.setups import ARM_NAMES, OLDER, Setup, check
 from rloo_memory.plan.sureness.reserve import FIXED, OUTSIDE, Room
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(module, *arguments):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from small_profile import small_profile
 
 from rloo_memory.errors import ConfigError
 from rloo_memory.launch import command_line
@@ -192,23 +193,11 @@ def test_every_line_of_a_profile_says_what_it_buys_or_costs():
         assert not bare, (name, bare)
 
 
-FILE = """
-dataset_name: rows
-reward_funcs: [some_rewards.by_place, some_rewards.by_length]
-reward_weights: [1.0, 0.5]
-prefix_sharing: true
-num_generations: 4
-per_device_train_batch_size: 2
-gradient_accumulation_steps: 2
-max_completion_length: 8
-max_steps: 2
-learning_rate: 1e-2
-dtype: float32
-bf16: false
-use_cpu: true
-report_to: none
-disable_tqdm: true
-"""
+FILE = small_profile(
+    4, 8, dataset_name="rows", reward_funcs=["some_rewards.by_place", "some_rewards.by_length"], beta=0.05,
+    reward_weights=[1.0, 0.5], prefix_sharing=True, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+    max_steps=2, learning_rate=1e-2, use_cpu=True,
+)  # fmt: skip
 FUNCTIONS = """
 def by_place(completions, answer, **kwargs): return [float(place) for place in range(len(completions))]
 def by_length(completions, **kwargs): return [float(len(text)) for text in completions]

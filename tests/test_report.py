@@ -5,16 +5,15 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from experiments.config import ROOT
 from tests.test_visualization import write_run
 from visualization.load import load_machine
 from visualization.report import SCREEN, WIDTH, screen
 from visualization.runs import GIB, MIB
 
-ROOT = Path(__file__).resolve().parent.parent
 # In the place of .venv/bin/python: the harness only says what it was asked, the rest is this project's own
 PYTHON = """#!/usr/bin/env bash
 echo "$@" >> asked

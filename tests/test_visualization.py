@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -16,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.patches import Rectangle
 
+from experiments.config import ROOT
 from rloo_memory import arms
 from rloo_memory.run_record import RunRecord, write_runs
 from visualization import create_charts, tables
@@ -32,7 +32,6 @@ from visualization.load import PHASE_COLUMNS, SAMPLE_COLUMNS, load, load_machine
 from visualization.pages.results import audit_table, peak_table, published_table
 from visualization.runs import ARMS, GIB, LOST, MIB, cells
 
-ROOT = Path(__file__).resolve().parent.parent
 LEGACY = ROOT / "tests" / "fixtures" / "legacy_2025"
 
 
