@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments import builds, suite
+from experiments import builds
 from experiments import config as cfg
-from experiments import train as train_module
 from experiments.config import ROOT
 from rloo_memory.arms import ARMS
 from rloo_memory.errors import ConfigError
@@ -77,32 +76,6 @@ def test_run_ids_name_the_completions_a_pass_only_where_they_are_not_the_usual()
     assert {config.completions_per_forward for arm, config in usual.items()} == {8, 2, 1}
     assert usual["stock-accumulate"].completions_per_forward == 1
     assert usual["shared-accumulate"].completions_per_forward == 2
-
-
-BAD = {
-    "none": (["--arm", "shared", "--k", "4", "--completions-per-forward", "0"], ("0", "k=4", "use 1")),
-    "more than k": (["--arm", "shared", "--k", "4", "--completions-per-forward", "5"], ("5", "k=4", "use 4")),
-    "no part": (["--arm", "shared-accumulate", "--k", "4", "--completions-per-forward", "3"], ("3", "k=4", "use 2")),
-    "another arm": (["--arm", "stock", "--k", "4", "--completions-per-forward", "2"], ("2", "takes 4", "--arm")),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_a_number_of_completions_that_cannot_work_gets_one_clear_line(case, tmp_path, capsys):
-    arguments, told = BAD[case]
-    assert train_module.main(["--device", "cpu", "--results", str(tmp_path), *arguments]) == 2
-    (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith("train: --completions-per-forward") and all(part in error for part in told)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("arms, ks", [("shared,stock", "4"), ("shared", "2,4")])  # not for stock; more than k=2
-def test_the_suite_refuses_a_plan_that_one_run_cannot_follow(arms, ks, tmp_path, capsys):
-    options = ["--arms", arms, "--k", ks, "--completions-per-forward", "4", "--results", str(tmp_path)]
-    assert suite.main(["--device", "cpu", *options]) == 2
-    (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith("suite: --completions-per-forward 4")
-    assert not list(tmp_path.iterdir())
 
 
 def test_an_arm_is_untouched_some_patches_or_the_whole_series():

@@ -49,14 +49,6 @@ def test_the_suite_goes_on_after_a_failure_and_says_so(tmp_path):
     assert len((tmp_path / "here" / "runs.jsonl").read_text().splitlines()) == 2
 
 
-def test_no_run_is_begun_after_the_minutes(tmp_path):
-    result = run_suite(tmp_path, "--arms", "stock,shared", "--k", "2", "--minutes", "0")
-    assert result.returncode == EXIT_TIME and "not begun after --minutes 0" in result.stdout, (
-        result.stdout + result.stderr
-    )
-    assert not list(tmp_path.rglob("run.json"))
-
-
 def test_a_run_that_native_code_aborted_is_told_by_its_last_words(tmp_path):
     config = suite.cfg.resolve("stock", 2, "test", "cpu")
     folder = tmp_path / config.run_id
@@ -88,6 +80,9 @@ def test_arms_alternate_within_k_and_repeats_come_last():
         (["--arms", "stock", "--k", "two"], "2,4,8"),
         (["--arms", "stock", "--k", "1"], "--k 2"),
         (["--arms", "stock", "--repeats", "0"], "at least 1"),
+        # One run of the plan cannot follow: another arm, more than k = 2
+        (["--arms", "shared,stock", "--k", "4", "--completions-per-forward", "4"], "--completions-per-forward 4"),
+        (["--arms", "shared", "--k", "2,4", "--completions-per-forward", "4"], "--completions-per-forward 4"),
     ],
 )
 def test_a_bad_plan_is_refused_before_its_first_run(options, remedy, tmp_path, capsys):
@@ -207,13 +202,16 @@ def test_an_older_run_never_passes_for_this_one(case, child, tmp_path, capfd, mo
 def test_another_configuration_left_there_is_not_shown_for_a_run_that_is_not_begun(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(suite, "source_commit", lambda: "abc")
     usual, other = (suite.cfg.resolve("shared", 2, "test", "cpu", threads=1, steps=n) for n in (2, 777))
-    write_record(tmp_path / "here", usual)
+    folder = write_record(tmp_path / "here", usual)
+    before = read_record(folder)
     options = ["--arms", "shared", "--k", "2", "--scale", "test", "--device", "cpu", "--threads", "1"]
     options += ["--results", str(tmp_path), "--machine", "here", "--minutes", "0"]
     late, there = (EXIT_TIME, "not begun"), (0, "2.00")
     for more, (code, shown) in ((["--steps", "777"], late), ([], there), (["--fresh"], late)):
         assert suite.main([*options, *more]) == code
-        assert capfd.readouterr().out.splitlines()[-1].split(maxsplit=1) == ["shared", shown]
+        said = capfd.readouterr().out
+        assert said.splitlines()[-1].split(maxsplit=1) == ["shared", shown] and read_record(folder) == before
+        assert ("not begun after --minutes 0" in said) == (code == EXIT_TIME)
 
 
 @pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM))

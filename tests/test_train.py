@@ -116,6 +116,7 @@ def test_a_killed_run_keeps_its_samples_and_is_never_called_finished(running, tm
     assert run.record["status"] == "error" and run.record["peak_resident_bytes"] is None
 
 
+OF_FOUR = ["--arm", "shared", "--k", "4", "--completions-per-forward"]
 BAD = {
     "unknown arm": (["--arm", "classic-lena", "--k", "2"], "classic-lean"),
     "leave-one-out needs two": (["--arm", "classic-lean", "--k", "1"], "--k 2"),
@@ -126,10 +127,12 @@ BAD = {
     "a budget that is too small": (["--arm", "stock", "--k", "2", "--budget", "800KiB"], "at least; write 24GiB"),
     "unreadable size": (["--arm", "stock", "--k", "2", "--budget", "lots"], "32GiB"),
     "unknown scale": (["--arm", "stock", "--k", "2", "--scale", "huge"], "seed"),
-    "interval too short": (["--arm", "stock", "--k", "2", "--interval", "0.001"], "0.01"),
     "no steps": (["--arm", "stock", "--k", "2", "--steps", "0"], "at least 1"),
-    "prompt below the template": (["--arm", "stock", "--k", "2", "--prompt-tokens", "3"], "16"),
     "LoRA with the old trainer": (["--arm", "classic-lean", "--k", "2", "--scale", "test-lora"], "use stock"),
+    "no completion a pass": ([*OF_FOUR, "0"], "0 is outside 1 to k=4: completions of one prompt go together; use 1"),
+    "more than k a pass": ([*OF_FOUR, "5"], "5 is outside 1 to k=4: completions of one prompt go together; use 4"),
+    "no part of k": ([*OF_FOUR, "3", "--arm", "shared-accumulate"], "-accumulate must divide k=4; use 2"),
+    "another arm": ([*OF_FOUR, "2", "--arm", "stock"], "2: stock always takes 4; leave the option out or use --arm"),
     "unwritable results": (["--arm", "stock", "--k", "2", "--results", "/proc/nowhere"], "--results"),
 }
 
