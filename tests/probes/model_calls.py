@@ -7,19 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
-from experiments.builds import use_fork
-from rloo_memory.arms import ARMS
+import current_fork  # noqa: F401
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from trl.kernels import ChunkedLogProbFunction
 
-use_fork(ARMS["shared"])
-
-import torch  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification  # noqa: E402
-from trl.kernels import ChunkedLogProbFunction  # noqa: E402
-
-from experiments.evidence.setup_trainer import build_trainer, text_dataset  # noqa: E402
-from rloo_memory import data, models  # noqa: E402
-from rloo_memory.plan.setups import Setup  # noqa: E402
-from rloo_memory.plan.step.simulate import Simulation  # noqa: E402
+from experiments.evidence.setup_trainer import build_trainer, text_dataset
+from rloo_memory import data, models
+from rloo_memory.plan.setups import Setup
+from rloo_memory.plan.step.simulate import Simulation
 
 PROMPT, COMPLETION = 64, 8
 base = Setup(

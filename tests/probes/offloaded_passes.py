@@ -13,20 +13,16 @@ import contextlib
 import json
 from unittest import mock
 
-from experiments.builds import use_fork
-from rloo_memory.arms import ARMS
+import current_fork  # noqa: F401
+import tiny
+import torch
+from cpu_offloading import get_act_offloading_ctx_manager
+from trl.models.prefix_sharing import SharedPrefixPasses
+from trl.models.prefix_sharing_enabling import enable_prefix_sharing
+from trl.trainer.utils import add_fused_lm_head
 
-use_fork(ARMS["shared"])
-
-import tiny  # noqa: E402
-import torch  # noqa: E402
-from cpu_offloading import get_act_offloading_ctx_manager  # noqa: E402
-from trl.models.prefix_sharing import SharedPrefixPasses  # noqa: E402
-from trl.models.prefix_sharing_enabling import enable_prefix_sharing  # noqa: E402
-from trl.trainer.utils import add_fused_lm_head  # noqa: E402
-
-from rloo_memory.plan.step.live_bytes import LiveBytes  # noqa: E402
-from rloo_memory.plan.step.offloaded import offloaded  # noqa: E402
+from rloo_memory.plan.step.live_bytes import LiveBytes
+from rloo_memory.plan.step.offloaded import offloaded
 
 PROMPT, COMPLETION = 40, 30
 

@@ -6,15 +6,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from experiments.builds import use_fork
-from rloo_memory.arms import ARMS
+import current_fork  # noqa: F401
+from datasets import Dataset
 
-use_fork(ARMS["shared"])
-
-from datasets import Dataset  # noqa: E402
-
-from rloo_memory.hooks.memory_callback import MemoryCallback  # noqa: E402
-from trl import SFTConfig, SFTTrainer  # noqa: E402
+from rloo_memory.hooks.memory_callback import MemoryCallback
+from trl import SFTConfig, SFTTrainer
 
 with tempfile.TemporaryDirectory() as folder:
     arguments = SFTConfig(

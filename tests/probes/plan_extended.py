@@ -4,18 +4,14 @@ whose inputs are offloaded, which are not where the phase peaks."""
 
 from dataclasses import replace
 
-from experiments.builds import use_fork
-from rloo_memory.arms import ARMS
+import current_fork  # noqa: F401
+from transformers import CONFIG_MAPPING
 
-use_fork(ARMS["shared"])
-
-from transformers import CONFIG_MAPPING  # noqa: E402
-
-from experiments.fitting import fit_curves  # noqa: E402
-from rloo_memory import models  # noqa: E402
-from rloo_memory.plan.scale_up import extrapolate  # noqa: E402
-from rloo_memory.plan.setups import Setup  # noqa: E402
-from rloo_memory.plan.step import simulate  # noqa: E402
+from experiments.fitting import fit_curves
+from rloo_memory import models
+from rloo_memory.plan.scale_up import extrapolate
+from rloo_memory.plan.setups import Setup
+from rloo_memory.plan.step import simulate
 
 eight_layers = models.shape_config("qwen3-8-layers", 4000)
 deep = models.shape_config("qwen3-8-layers", 4000)

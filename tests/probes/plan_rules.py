@@ -3,19 +3,15 @@
 import json
 from dataclasses import replace
 
-from experiments.builds import use_fork
-from rloo_memory.arms import ARMS
+import current_fork  # noqa: F401
+import torch
 
-use_fork(ARMS["shared"])
-
-import torch  # noqa: E402
-
-from rloo_memory import models  # noqa: E402
-from rloo_memory.plan.setups import Setup  # noqa: E402
-from rloo_memory.plan.step.live_bytes import LiveBytes  # noqa: E402
-from rloo_memory.plan.step.offloaded import offloaded  # noqa: E402
-from rloo_memory.plan.step.replaced import dropout  # noqa: E402
-from rloo_memory.plan.step.simulate import Simulation  # noqa: E402
+from rloo_memory import models
+from rloo_memory.plan.setups import Setup
+from rloo_memory.plan.step.live_bytes import LiveBytes
+from rloo_memory.plan.step.offloaded import offloaded
+from rloo_memory.plan.step.replaced import dropout
+from rloo_memory.plan.step.simulate import Simulation
 
 
 def reward_rows(setup: Setup) -> int:

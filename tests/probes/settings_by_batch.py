@@ -4,20 +4,16 @@ to the update, and what the planner says such an update depends on. JSON."""
 import json
 import tempfile
 
-from experiments.builds import use_fork
-from rloo_memory.arms import ARMS
+import current_fork  # noqa: F401
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from trl.trainer import grpo_trainer
 
-use_fork(ARMS["shared"])
-
-import torch  # noqa: E402
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig  # noqa: E402
-from trl.trainer import grpo_trainer  # noqa: E402
-
-import trl  # noqa: E402
-from experiments.evidence.setup_trainer import text_dataset  # noqa: E402
-from rloo_memory import data, models  # noqa: E402
-from rloo_memory.plan.trl_settings import by_batch  # noqa: E402
-from rloo_memory.settings.grammar import CHOICES  # noqa: E402
+import trl
+from experiments.evidence.setup_trainer import text_dataset
+from rloo_memory import data, models
+from rloo_memory.plan.trl_settings import by_batch
+from rloo_memory.settings.grammar import CHOICES
 
 SHAPE = dict(
     vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

@@ -11,24 +11,20 @@ import copy
 import json
 import sys
 
-from experiments.builds import use_fork
-from rloo_memory.arms import ARMS
-
-use_fork(ARMS["shared"])
-
-import torch  # noqa: E402
-from transformers import (  # noqa: E402
+import current_fork  # noqa: F401
+import torch
+from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
 )
-from trl.models.prefix_sharing import SharedPrefixPasses  # noqa: E402
-from trl.models.prefix_sharing_enabling import enable_prefix_sharing  # noqa: E402
-from trl.models.token_budget import TokenBudgetPasses  # noqa: E402
-from trl.trainer import utils  # noqa: E402
+from trl.models.prefix_sharing import SharedPrefixPasses
+from trl.models.prefix_sharing_enabling import enable_prefix_sharing
+from trl.models.token_budget import TokenBudgetPasses
+from trl.trainer import utils
 
-from experiments.evidence.float64 import pure_float64  # noqa: E402
+from experiments.evidence.float64 import pure_float64
 
 VOCAB = 97  # of the models; the batch leaves out what means images to some of them
 FIRST_SPECIAL = 88

@@ -14,27 +14,22 @@ import sys
 import tempfile
 from unittest import mock
 
-from experiments.builds import use_fork
-from rloo_memory.arms import ARMS
-
-use_fork(ARMS["shared"])
-
-import torch  # noqa: E402
-from cpu_offloading import get_act_offloading_ctx_manager  # noqa: E402
-from datasets import Dataset, IterableDataset  # noqa: E402
-from peft import LoraConfig, get_peft_model  # noqa: E402
-from shared_exactness import ARCHITECTURES, pure_float64  # noqa: E402
-from transformers import (  # noqa: E402
+import torch
+from cpu_offloading import get_act_offloading_ctx_manager
+from datasets import Dataset, IterableDataset
+from peft import LoraConfig, get_peft_model
+from shared_exactness import ARCHITECTURES, pure_float64
+from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Qwen3Config,
     Qwen3MoeConfig,
 )
-from trl.trainer import grpo_trainer, rloo_trainer  # noqa: E402
+from trl.trainer import grpo_trainer, rloo_trainer
 
-from rloo_memory import models  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # noqa: E402
+from rloo_memory import models
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 WORDS = "apple stone river cloud seven tiger green paper light money".split()
 # Prompts of unequal length; two are equal, and one is a single token
