@@ -199,7 +199,6 @@ REFUSED = {  # after the dataset and the model's name are found good
     "balanced --report_to wandb": ["wandb is not installed; .venv/bin/python -m pip install wandb"],
     "broken.yaml --max_steps 2": ["launch: broken.yaml, line 1: eval_strategy is 'steps'"],
     "broken.yaml --max_steps 2 --offload_reference true": ["launch: offload_ref", "; broken.yaml, line 1: eval_"],
-    "balanced --dataset_name taken.jsonl --reward_funcs my_rewards:good": ["the column 'completions'"],
     "balanced --dataset_name taken.jsonl --reward_funcs letters": ["the column 'completions'", "rename the column"],
     "balanced --dataset_name far.jsonl --reward_funcs letters": [
         "'far.jsonl': row 2: the token '<far>' has the id", "512 rows",
@@ -247,7 +246,6 @@ def test_the_launcher_refuses_before_any_model_loads(policy, tmp_path, monkeypat
 
 
 NOT_A_MODEL = (  # file of a model, what is in it, or that it is not there; what is said of it
-    ("config.json", b"{", "cannot load model 'model'"),
     ("config.json", b"[1]", "cannot load model 'model': Unrecognized model"),
     ("tokenizer.json", b"{}", "cannot load model 'model': KeyError: 'added_tokens'"),
     ("model.safetensors", b"junk", "cannot load 'model': Error while deserializing header"),

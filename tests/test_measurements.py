@@ -65,11 +65,9 @@ def killed_after(count, work):
     [
         (exactness, ["--device", "gpu"], "unknown device 'gpu'"),
         (exactness, ["--machine", "../../x"], "--machine '../../x' is not"),
-        (exactness, ["--machine", ""], "--machine '' is not"),
         (exactness, ["--results", "/proc/nowhere"], "cannot write to /proc/nowhere"),
         (exactness, ["--nonsense"], "--nonsense"),
         (planner_check, ["--cases", "nope"], "unknown case 'nope'"),
-        (planner_check, ["--cases", ""], "unknown case ''"),
         (planner_check, ["--cases", "stock-k4,stock-k4"], "case 'stock-k4' is named twice"),
         (bench, ["wort"], "unknown measurement 'wort'"),
         (bench, ["worth", "--device", "cuda"], "--device cuda: worth is measured on cpu alone"),
@@ -81,7 +79,6 @@ def killed_after(count, work):
         (bench, ["rivals", "--ways", "shared"], "the others are compared with `whole`"),
         (bench, ["worth", "--repeats", "0"], "--repeats 0 must be at least 1 and at most 100"),
         (bench, ["worth", "--repeats", "nan"], "'nan' is not a whole number; write it like 4"),
-        (bench, ["worth", "--repeats", "9" * 400], "is not a whole number; write it like 4"),
         (bench, ["worth", "--minutes", "-3"], "is no number of minutes"),
         (bench, ["allocators", "--cells", "3000x100x8"], "this measurement has no lengths"),
         *(

@@ -9,8 +9,10 @@ import sys
 import pytest
 
 from experiments.config import ROOT
-from tests.test_visualization import write_run
+from tests.test_visualization import texts, write_run
+from visualization.charts.peak_comparison import peak_comparison
 from visualization.load import load_machine
+from visualization.pages.results import peak_table
 from visualization.report import SCREEN, WIDTH, screen
 from visualization.runs import GIB, MIB
 
@@ -105,8 +107,10 @@ def test_the_screen_says_peaks_and_what_they_mean(tmp_path):
 def test_percentages_of_next_to_nothing_are_not_told(tmp_path):
     for arm, above in (("classic-baseline", GIB // 50), ("classic-lean", GIB // 60)):
         write_run(tmp_path / "here", arm, 2, above=above)
-    text = "\n".join(screen(tmp_path / "here", load_machine(tmp_path / "here")))
+    runs = load_machine(tmp_path / "here")
+    text = "\n".join(screen(tmp_path / "here", runs))
     assert "classic-lean classic-baseline takes 0.02 GiB at k = 2, too little to compare" in text and "%" not in text
+    assert "%" not in "".join([*peak_table(runs), *texts(peak_comparison(runs))])
 
 
 def test_verdicts_are_whole_in_a_narrow_terminal(tmp_path):

@@ -363,13 +363,6 @@ def test_tables_check_fails_on_stale_text_and_passes_after_write(machine, tmp_pa
     assert tables.main([str(readme), "--check"]) == 1
 
 
-def test_next_to_nothing_is_not_compared_in_percent(tmp_path):
-    for arm, above in (("classic-baseline", GIB // 50), ("classic-lean", GIB // 60)):
-        write_run(tmp_path, arm, above=above)
-    runs = load_machine(tmp_path)
-    assert "%" not in "".join([*peak_table(runs), *texts(peak_comparison(runs))])
-
-
 def test_tables_say_out_of_memory_range_and_reduction(machine):
     peak = "\n".join(peak_table(load_machine(machine)))
     assert "| `classic-baseline` | 1.03 (0.98 to 1.07) (1 of 3 out of memory) | out of memory |" in peak
