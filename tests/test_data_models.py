@@ -117,19 +117,10 @@ def test_what_the_models_take_is_counted_in_their_own_precision(precision, size)
         run_models.check_fits(cfg.resolve("stock", 2, "cpu", "cpu", budget_bytes=needed - 1, **fields), hf_config)
 
 
-TINY = {
-    "model_type": "qwen3", "vocab_size": 64, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4,
-}  # fmt: skip
-DAMAGED = {
-    "an unknown type": {**TINY, "model_type": "nonesuch"},
-    "no causal model": {"model_type": "t5"},
-}
-
-
-@pytest.mark.parametrize("case", DAMAGED)
-def test_a_model_whose_config_is_damaged_is_refused_in_one_line(case, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(DAMAGED[case]))
+@pytest.mark.parametrize("model_type", ["nonesuch", "t5"])
+def test_a_model_whose_config_is_damaged_is_refused_in_one_line(model_type, tmp_path):
+    """An unknown type, and no causal model."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     config = cfg.resolve("stock", 2, "test", "cpu", model=str(tmp_path))
     with pytest.raises(ConfigError) as error:
         run_models.check_fits(config, run_models.model_config(config))
