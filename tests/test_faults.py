@@ -1,6 +1,5 @@
 """What may happen to a run from outside: signals, a lost sampler, a folder that goes, a full disk, another locale."""
 
-import csv
 import json
 import os
 import resource
@@ -14,6 +13,7 @@ import pytest
 
 from experiments import train as train_module
 from experiments.config import ROOT
+from experiments.record import read_csv
 from rloo_memory.run_record import RUNS, read_record, stored_runs
 from tests.waiting import until
 
@@ -70,8 +70,7 @@ def test_a_stopped_run_says_so_and_keeps_what_it_measured(number, start):
     record = read_record(folder)
     assert (record["status"], record["exit_code"]) == ("error", 128 + number)
     assert record["error"] == f"interrupted by {number.name}" and record["error"] in out.splitlines()[-1]
-    with (folder / "memory.csv").open() as file:
-        assert record["trace"] and record["sampler"]["samples"] == len(list(csv.DictReader(file)))
+    assert record["trace"] and record["sampler"]["samples"] == len(read_csv(folder / "memory.csv"))
     (run,) = stored_runs(folder.parent)
     assert (run.run_id, run.record["status"]) == (RUN, "error") and (folder.parent / RUNS).exists()
     assert not running(folder)
@@ -116,12 +115,10 @@ def test_a_lost_sampler_is_said_and_the_peak_is_the_kernels(number, start):
     out, err = process.communicate(timeout=120)
     record = read_record(folder)
     assert (process.returncode, record["status"], err) == (0, "ok", "")
-    with (folder / "phases.csv").open() as file:
-        counted = [int(row["peak_resident_bytes"]) for row in csv.DictReader(file) if row["phase"] != "load"]
+    phases = read_csv(folder / "phases.csv")
+    counted = [int(row["peak_resident_bytes"]) for row in phases if row["phase"] != "load"]
     assert record["peak_resident_bytes"] == max(counted) > record["start_bytes"]
-    with (folder / "memory.csv").open() as file:
-        last = list(csv.DictReader(file))[-1]
-    assert record["sampler"]["lost_after_s"] == float(last["elapsed_s"])
+    assert record["sampler"]["lost_after_s"] == float(read_csv(folder / "memory.csv")[-1]["elapsed_s"])
     assert record["sampler"]["peak_from"] == "the kernel's high-water mark"
     assert "SAMPLER LOST after" in out.splitlines()[-1] and "high-water mark" in out.splitlines()[-1]
     assert not running(folder)
@@ -146,8 +143,7 @@ def test_a_full_disk_is_said_and_the_samples_are_kept(start):
     assert process.returncode == 1 and "is full" in out.splitlines()[-1] and "make room" in out.splitlines()[-1]
     record = read_record(folder)
     assert record["status"] == "error" and "is full" in record["error"]
-    with (folder / "memory.csv").open() as file:
-        assert record["sampler"]["samples"] == len(list(csv.DictReader(file))) > 3
+    assert record["sampler"]["samples"] == len(read_csv(folder / "memory.csv")) > 3
     assert "Traceback" not in err
 
 

@@ -1,6 +1,5 @@
 """docs/fit.json: sums that say what the planner says, and a long making of them that can be interrupted."""
 
-import csv
 import json
 import os
 import signal
@@ -12,6 +11,7 @@ import pytest
 
 from experiments.config import ROOT
 from experiments.fitting import fit_check, fit_data
+from experiments.record import read_csv
 from rloo_memory.errors import ConfigError
 
 SLOW = pytest.mark.slow
@@ -172,8 +172,7 @@ def test_a_wrong_option_is_told_in_one_line(words, capsys):
 
 
 def committed() -> tuple[dict, list[dict]]:
-    with fit_check.TABLE.open(newline="") as file:
-        return json.loads(fit_data.PAGE.read_text()), list(csv.DictReader(file))
+    return json.loads(fit_data.PAGE.read_text()), read_csv(fit_check.TABLE)
 
 
 def test_at_random_choices_the_page_is_within_2_percent_of_the_planner():

@@ -2,7 +2,6 @@
 
 import ast
 import copy
-import csv
 import inspect
 import shlex
 import subprocess
@@ -16,6 +15,7 @@ from fit_page import ARMS, CHOICE, DATA, MEASURED, MODEL, MODELS, TRAINED, addre
 from experiments.config import ROOT
 from experiments.fitting import fit_check
 from experiments.fitting.fit_data import on_cards
+from experiments.record import read_csv
 from rloo_memory.sizes import GIB
 from visualization.fit import make_page
 
@@ -60,8 +60,7 @@ def test_peaks_are_the_sums_that_the_planner_fitted_with_what_sharding_and_the_a
 
 def test_at_the_recorded_choices_the_browser_says_what_was_compared_with_the_planner(opened):
     """results/plans/fit_check.csv has both at random choices."""
-    with fit_check.TABLE.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(fit_check.TABLE)
     asked = [dict(model=row["model"], trained=row["trained"], **lengths_of(row)) for row in rows]
     answers = opened().evaluate("asked => asked.map((choice) => window.fit.peaks(choice.model, choice))", asked)
     assert len(rows) == DATA["compared"]["choices"]

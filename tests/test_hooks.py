@@ -1,12 +1,12 @@
 """The memory callback with trainers that are not what it was written for: it records what it knows and no more."""
 
-import csv
 import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from experiments.record import read_csv
 from rloo_memory.device import machine_name
 
 pytestmark = pytest.mark.torch
@@ -56,9 +56,9 @@ def train(callback, trainer, generate, updates=2):
         callback.on_pre_optimizer_step(trainer.args, state, None)
         optimizer.step()
         callback.on_step_end(trainer.args, state, None)
-    with open(Path(trainer.args.output_dir, "memory_phases.csv"), newline="") as file:
-        rows = [(int(row["step"]), row["phase"]) for row in csv.DictReader(file)]
-    return rows, json.loads(Path(trainer.args.output_dir, "memory.json").read_text())
+    out = Path(trainer.args.output_dir)
+    rows = [(int(row["step"]), row["phase"]) for row in read_csv(out / "memory_phases.csv")]
+    return rows, json.loads((out / "memory.json").read_text())
 
 
 def test_scoring_is_not_called_generation_where_the_policy_never_generates(tmp_path):

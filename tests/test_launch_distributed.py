@@ -1,6 +1,5 @@
 """The launcher under `accelerate launch` with the files in settings/accelerate: two processes on the CPU (gloo)."""
 
-import csv
 import json
 import re
 import sys
@@ -10,6 +9,8 @@ from pathlib import Path
 import pytest
 import two_processes
 from small_profile import small_profile
+
+from experiments.record import read_csv
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = [pytest.mark.slow, pytest.mark.torch]
@@ -61,8 +62,7 @@ def check(setups, model, folder):
             record = json.loads((out / f"memory{suffix}.json").read_text())
             assert record["arguments"].items() >= devices.items()
             assert record["parameters"] == record["trained_parameters"] == total  # all, not a share
-            with (out / f"memory_phases{suffix}.csv").open(newline="") as file:
-                rows = list(csv.DictReader(file))
+            rows = read_csv(out / f"memory_phases{suffix}.csv")
             assert [row["phase"] for row in rows].count("generate") == 2
             assert [row["phase"] for row in rows].count("optimizer") >= 4  # ZeRO-3 steps group by group
             assert all(float(row["start"]) <= float(row["end"]) for row in rows)

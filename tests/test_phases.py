@@ -1,6 +1,5 @@
 """Phase marks and exact peaks, on this process."""
 
-import csv
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from experiments.config import ROOT
+from experiments.record import read_csv
 from experiments.run_device import read_weights
 from rloo_memory.device import status_bytes
 from rloo_memory.phases import PhaseRecorder
@@ -48,8 +48,7 @@ def test_rows_are_on_disk_when_their_phase_ends(recorder, tmp_path):
     recorder.enter("generate")
     recorder.enter("generate")  # the same phase again is nothing
     recorder.enter("score")
-    with (tmp_path / "phases.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(tmp_path / "phases.csv")
     assert [row["phase"] for row in rows] == ["load", "generate"]
     assert all(float(row["end"]) >= float(row["start"]) for row in rows)
     assert rows[0]["peak_allocated_bytes"] == "" and int(rows[0]["peak_resident_bytes"]) > MIB

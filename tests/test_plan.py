@@ -1,6 +1,5 @@
 """The planner: predictions beside measurements, what fits, and what is refused."""
 
-import csv
 import json
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.config import ROOT
+from experiments.record import read_csv
 from rloo_memory.arms import ARMS
 from rloo_memory.errors import ConfigError
 from rloo_memory.plan import __main__ as plan
@@ -35,8 +35,7 @@ def test_every_phase_is_predicted_within_ten_percent_of_a_real_training(tmp_path
     where = ("--device", "cpu", "--results", tmp_path, "--machine", "here")
     result = run("experiments.evidence.planner_check", *where, "--cases", cases)
     assert result.returncode == 0, result.stderr[-3000:]
-    with (tmp_path / "here" / "plan_check.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_csv(tmp_path / "here" / "plan_check.csv")
     assert len(rows) == 2 * 4
     wrong = [row for row in rows if abs(float(row["error"])) > 0.1]
     assert not wrong, "\n".join(f"{row['case']} {row['phase']}: {row['error']}" for row in wrong)

@@ -1,6 +1,5 @@
 """What the planner counts on CUDA that no training on a CPU shows: optimizers, autocast, autograd, older LM heads."""
 
-import csv
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -8,6 +7,7 @@ import pytest
 
 from experiments.config import ROOT
 from experiments.evidence.published_peaks import bounds_of, compared, setup_of
+from experiments.record import read_csv
 from rloo_memory.models import named_config
 from rloo_memory.plan.setups import Setup
 from rloo_memory.sizes import GIB
@@ -114,8 +114,7 @@ def test_weights_are_float32_where_they_are_trained_and_bfloat16_under_adapters(
 
 
 def rows(name: str) -> list[dict[str, str]]:
-    with (ROOT / "results" / "published" / name).open(newline="") as file:
-        return list(csv.DictReader(file))
+    return read_csv(ROOT / "results" / "published" / name)
 
 
 def test_published_peaks_are_within_the_bounds_of_the_predictions():

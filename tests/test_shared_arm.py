@@ -1,6 +1,5 @@
 """The arm `shared`: the fork's prefix sharing, measured and trained like `stock`."""
 
-import csv
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +8,7 @@ import pytest
 from experiments import builds
 from experiments import config as cfg
 from experiments.config import ROOT
+from experiments.record import read_csv
 from rloo_memory.arms import ARMS
 from rloo_memory.errors import ConfigError
 from rloo_memory.plan.records import harness_record
@@ -24,8 +24,7 @@ def test_a_run_records_its_patches_its_passes_and_its_phases(train):
     assert record["fork_patches"] == SERIES and record["trl_file"].endswith("site-packages/trl")
     assert record["completions_per_forward"] == record["config"]["completions_per_forward"] == 2
     assert 62 <= record["prompt_tokens_fed_mean"] <= 64
-    with (folder / "phases.csv").open() as file:
-        phases = [(row["phase"], int(row["step"])) for row in csv.DictReader(file)]
+    phases = [(row["phase"], int(row["step"])) for row in read_csv(folder / "phases.csv")]
     updates = ["train", "optimizer"] * 3 + ["train"]
     assert phases == [("load", 0)] + [(phase, step) for step in (1, 2) for phase in ["generate", "score", *updates]]
 
