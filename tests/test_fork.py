@@ -512,6 +512,8 @@ def drop(field):
 @pytest.mark.parametrize("text, said", [
     (drop("Origin"), "pile/first.patch lacks the DEP-3 field Origin"),
     (drop("Description"), "pile/first.patch lacks the DEP-3 field Description"),
+    (drop("Forwarded"), "pile/first.patch lacks the DEP-3 field Forwarded"),
+    (drop("Last-Update"), "pile/first.patch lacks the DEP-3 field Last-Update"),
     (Project.one("x").replace("2026-01-31", "31 January"), "pile/first.patch lacks the DEP-3 field Last-Update"),
     (patch("X", change("setup.py", 5, "x")), "pile/first.patch touches 'setup.py', outside trl/, docs/, tests/"),
     (patch("X"), "pile/first.patch holds no diff"),

@@ -31,12 +31,14 @@ PROFILES = {
     b"use_peft: true\nload_in_4bit: true\nload_in_8bit: true\n": ["line 2", "contradicts load_in_8bit (line 3)"],
     b"beta: 0.1\nbeta: 0.2\n": ["line 2", "'beta'", "first on line 1"],
     b"completions_per_forward: 2\n": ["line 1", "unknown setting", "write tokens_per_forward: N * (max_completion"],
+    b"vllm_gpu_memory_utilization: 0.3\n": ["line 1", "needs use_vllm"],
     b"- beta\n": ["name: value"],
     # what is no text
     b"beta: 0.0\nseed: 1\0\n": ["line 2", "0x00", "remove it"],
     b"beta: 0.0\nrun_name: caf\xe9\n": ["line 2", "0xe9", "UTF-8"],
     b"beta: 0\n---\nbeta: 1\n": ["line 2", "another document"],
     # values of another type
+    b"learning_rate:\n": ["learning_rate is None"],
     b"beta: .nan\n": ["line 1", "beta is nan", "a finite number"],
     b"run_name: 2024-13-45\n": ["line 1", "'run_name'", "month must be"],
     b"num_generations: 8.0\n": ["num_generations is 8.0", "whole number"],
@@ -196,7 +198,7 @@ def test_every_line_of_a_profile_says_what_it_buys_or_costs():
 FILE = small_profile(
     4, 8, dataset_name="rows", reward_funcs=["some_rewards.by_place", "some_rewards.by_length"], beta=0.05,
     reward_weights=[1.0, 0.5], prefix_sharing=True, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-    max_steps=2, learning_rate=1e-2, use_cpu=True,
+    max_steps=2, learning_rate=1e-2, save_strategy="steps", use_cpu=True,
 )  # fmt: skip
 FUNCTIONS = """
 def by_place(completions, answer, **kwargs): return [float(place) for place in range(len(completions))]
