@@ -34,9 +34,10 @@ PEAKS = [PredictedPeak(phase, size, {"activations": size}, 0) for phase, size in
 _begun = iter(range(10**6))
 
 
-def run_folder(folder, ratio=1.0, updates=3, cuda=False, rows=None, text=None, **changed):
+def run_folder(folder, ratio=1.0, updates=3, cuda=False, rows=None, files=(), **changed):
     """A launcher's output folder. From the second update on, each phase took `ratio` times what was predicted; the
-    first one took another amount, as without the optimizer's state, or while libraries load."""
+    first one took another amount, as without the optimizer's state, or while libraries load. `files` are pairs of a
+    name and what is in its place, None for nothing."""
     record = {
         "device_kind": "cuda" if cuda else "cpu", "machine": "one", "device_name": "The One", "versions": VERSIONS,
         "commit": "abc", "start_bytes": START, "predicted_peaks": {"load": 50 * MIB, **PREDICTED},
@@ -55,8 +56,10 @@ def run_folder(folder, ratio=1.0, updates=3, cuda=False, rows=None, text=None, *
                     sizes |= {"device_used_bytes": 3000 * MIB}
                 rows.append({"phase": phase, "step": step, "start": begun + step, "end": begun + step, **sizes})
     folder.mkdir()
-    (folder / "memory.json").write_text(text or json.dumps(record | changed))
+    (folder / "memory.json").write_text(json.dumps(record | changed))
     write_csv(folder / "memory_phases.csv", PHASE_COLUMNS, rows)
+    for name, text in files:
+        (folder / name).unlink() if text is None else (folder / name).write_text(text)
     return folder
 
 
@@ -158,8 +161,16 @@ LEFT_OUT = {
     "short-completions": ({"completion_tokens": 57}, "completions of 64 tokens and saw 57, less than 90%"),
     "no-lengths": ({"completion_tokens": None}, "saw None"),
     "no-rows": ({"rows": [{"phase": "load", "step": 0, "start": 0}]}, "train two or more"),
-    "cut-off": ({"text": '{"machine": '}, "not a whole record (JSONDecodeError"),
-    "older": ({"text": '{"peaks": {}, "predicted_peaks": {"train": 5}}'}, "recorded by an older version"),
+    "cut-off": ({"files": [("memory.json", '{"machine": ')]}, "not a whole record (JSONDecodeError"),
+    "older": (
+        {"files": [("memory.json", '{"peaks": {}, "predicted_peaks": {"train": 5}}')]},
+        "recorded by an older version",
+    ),
+    "no-columns": (
+        {"files": [("memory_phases.csv", "phase,step\noptimizer,1\noptimizer,2\n")]},
+        "not a whole record (KeyError",
+    ),
+    "no-phases": ({"files": [("memory_phases.csv", None)]}, "not a whole record (FileNotFoundError"),
 }
 
 
@@ -187,7 +198,6 @@ def test_a_run_that_says_nothing_is_left_out_by_name(changed, reason, tmp_path, 
         (["--calibrate", "one", "--out", "no-run"], ["cannot write no-run"]),
         (["--out", "x"], ["no model", "--out x is for --calibrate"]),
         (["--calibration", "gone"], ["no model", "cannot read the calibration gone"]),
-        (["--calibration", "plan.json"], ["plan.json is not a calibration (", "--calibrate RUN_DIR... writes one"]),
     ],
 )
 def test_what_cannot_be_calibrated_is_refused_in_one_line(arguments, parts, tmp_path, capsys, monkeypatch):
@@ -196,9 +206,15 @@ def test_what_cannot_be_calibrated_is_refused_in_one_line(arguments, parts, tmp_
     run_folder(Path("other-machine"), machine="two")
     run_folder(Path("other-torch"), versions=VERSIONS | {"torch": "1.9.0"})
     Path("no-run").mkdir()
-    Path("plan.json").write_text("{}")
     error = said(capsys, arguments, 2).err
     assert error.startswith("plan: ") and error.count("\n") == 1 and all(part in error for part in parts), error
+
+
+@pytest.mark.parametrize("text", ["{", "[5]", "{}", '{"phases": {"train": null}, "runs": []}'])
+def test_another_file_is_no_calibration(text, tmp_path):
+    (tmp_path / "other.json").write_text(text)
+    with pytest.raises(ConfigError, match="other.json is not a calibration .*--calibrate RUN_DIR... writes one$"):
+        load(tmp_path / "other.json")
 
 
 def test_a_cpus_factors_are_not_a_gpus_and_an_upgrade_needs_new_ones(three):
