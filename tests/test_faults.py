@@ -102,7 +102,7 @@ def test_a_run_ends_with_the_suite_that_was_killed(start):
 
 def sampler_of(process):
     (sampler,) = until(
-        lambda: [p for p in psutil.Process(process.pid).children() if "memory_monitor" in p.cmdline()[2]]
+        lambda: [p for p in psutil.Process(process.pid).children() if "memory_monitor" in p.cmdline()[2]], seconds=120
     )
     return sampler
 
