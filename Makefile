@@ -13,7 +13,7 @@ help:
 	@echo "make bench       time and memory of today's trainer with and without prefix sharing (about an hour)"
 	@echo "make plans       predict the memory of every profile (a few minutes)"
 	@echo "make fit-data    make docs/fit.html and what it answers from (about an hour; goes on where it was interrupted)"
-	@echo "make evidence    measure all that README.md and docs show, by this commit (some 6 hours on 2 quiet cores; goes on"
+	@echo "make evidence    measure all that README.md and docs show, by this commit (some 5 hours on 2 quiet cores; goes on"
 	@echo "                 where it was stopped); which figures are old: python -m experiments.evidence.age"
 	@echo "make charts      draw the committed results again, update the tables of README.md and docs"
 

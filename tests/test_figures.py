@@ -124,8 +124,9 @@ def test_where_sharing_takes_longer():
     says(
         "docs/worth.md",
         f"In the narrow model generation took {behind_20:.0f} % longer behind 20 tokens, and {behind_100:.0f} % longer "
-        f"behind 100 tokens with k = 2; elsewhere at most {max(found.values()):.0f} %",
+        "behind 100 tokens with k = 2; elsewhere it was faster",
     )
+    assert max(found.values()) < 0
 
 
 def test_ways_to_compute_one_group():
@@ -181,9 +182,10 @@ def test_host_allocators():
     ways = ways_of(read_bench(REFERENCE, "allocators"))
     jemalloc, system = ways["jemalloc"], ways["system"]
     lower = 1 - min(way.median("peak_resident_bytes") for way in ways.values()) / system.median("peak_resident_bytes")
-    slower = jemalloc.median("cpu_seconds") / system.median("cpu_seconds") - 1
+    ours, theirs = (way.metrics["cpu_seconds"] for way in (jemalloc, system))
+    assert ours.low <= theirs.high and theirs.low <= ours.high
     says("docs/memory_guide.md", f"lowers the peak by at most {lower:.0%} (measured)".replace("%", " %"))
-    says("docs/memory_guide.md", f"{slower:.0%} more CPU time".replace("%", " %"))
+    says("docs/memory_guide.md", "CPU time: no difference beyond noise")
 
 
 def test_kernels_that_an_update_launches():
