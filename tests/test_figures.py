@@ -103,7 +103,9 @@ def test_where_sharing_takes_longer():
     worth = read_bench(REFERENCE, "worth")
     train = faster(worth, "train")
     least = train[["shared", "shared-micro-2"]].min(axis=None)
-    says("docs/worth.md", f"took at most {100 * (1 / least - 1):.1f} % longer** than whole rows at any of these lengths")
+    says(
+        "docs/worth.md", f"took at most {100 * (1 / least - 1):.1f} % longer** than whole rows at any of these lengths"
+    )
     limits = limits_of(worth)
     reached = (train["shared"] / limits)[limits > 1.5].min()
     says(
