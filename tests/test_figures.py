@@ -125,8 +125,8 @@ def test_where_sharing_takes_longer():
     behind_20, behind_100 = (found.pop(("narrow", *lengths)) for lengths in ((20, 100, 8), (100, 100, 2)))
     says(
         "docs/worth.md",
-        f"In the narrow model generation took {behind_20:.0f} % longer behind 20 tokens, and {behind_100:.0f} % longer "
-        "behind 100 tokens with k = 2; elsewhere it was faster",
+        f"In the narrow model generation took {behind_20:.0f} % longer behind 20 tokens, and {behind_100:.0f} % "
+        "longer behind 100 tokens with k = 2; elsewhere it was faster",
     )
     assert max(found.values()) < 0
 
