@@ -3,10 +3,12 @@
 import json
 import random
 import shutil
+from dataclasses import asdict
 
 import pytest
 
 from rloo_memory.plan.setups import Setup
+from rloo_memory.plan.sureness.measured import MeasuredErrors
 from visualization.fit import make_page
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -16,7 +18,7 @@ ONE_CARD = ("lora-4-bits",)
 
 
 DATA = json.loads((make_page.DOCS / "fit.json").read_text())
-MEASURED = {"low": 0.95, "high": 1.05, "peaks": 7, "on": "CPU"}  # over predicted
+MEASURED = MeasuredErrors(low=0.95, high=1.05, peaks=7, trainings=2, devices="CPU")
 MODELS = {model["name"]: model for model in DATA["models"]}
 MODEL = "Qwen/Qwen3-8B"
 OTHER = next(name for name in MODELS if name != MODEL)
@@ -26,7 +28,7 @@ CHOICE = dict(model=MODEL, trained="lora", prompt=3000, completion=512, k=8, car
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     path = tmp_path_factory.mktemp("docs") / "fit.html"
-    path.write_text(make_page.page(DATA, MEASURED))
+    path.write_text(make_page.page(DATA, asdict(MEASURED)))
     return path
 
 

@@ -5,7 +5,7 @@ import copy
 import inspect
 import shlex
 import subprocess
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import fit_page
@@ -97,7 +97,7 @@ def test_a_peak_by_hand(opened, tmp_path):
     data = copy.deepcopy(DATA)
     model = next(model for model in data["models"] if model["name"] == MODEL)
     model["trained"]["all"]["stock"], model["several"]["all"]["stock"] = by_hand(weights), by_hand(0.75 * weights)
-    (tmp_path / "fit.html").write_text(make_page.page(data, MEASURED))
+    (tmp_path / "fit.html").write_text(make_page.page(data, asdict(MEASURED)))
     page = opened(path=tmp_path / "fit.html")
     ask = f"choice => window.fit.peaks('{MODEL}', choice)"
     choice = dict(trained="all", prompt=1000, completion=512, k=8, cards=1, reference=True)
@@ -156,10 +156,10 @@ def test_what_is_shown_is_what_is_computed_with_its_error(opened):
         phase, peak = max(peaks[arm].items(), key=lambda item: item[1])
         text = row.inner_text().replace("\xa0", " ")
         assert f"{peak / GIB:.2f} GiB in {phase}" in text
-        assert f"stands for {peak * MEASURED['low'] / GIB:.2f} to {peak * MEASURED['high'] / GIB:.2f} GiB" in text
+        assert f"stands for {peak * MEASURED.low / GIB:.2f} to {peak * MEASURED.high / GIB:.2f} GiB" in text
         spare = f"fits: {(may - peak) / GIB:.2f} GiB to spare" if peak <= may else "does not fit: short by"
         assert spare in text and (needed[arm] <= may or "✓" not in text)
-        assert ("just fits" in text) == (peak <= may < max(needed[arm], peak * MEASURED["high"]))
+        assert ("just fits" in text) == (peak <= may < max(needed[arm], peak * MEASURED.high))
     page.click("summary")
     page.wait_for_selector("#numbers table")
     cells = page.evaluate(
@@ -175,7 +175,7 @@ def test_what_is_shown_is_what_is_computed_with_its_error(opened):
     )
     assert len(bars) == 15 and all(len(label.split(",")) == parts > 0 for label, parts, _ in bars)
     said = page.inner_text("body")
-    assert ("Not compared with a GPU yet" in said) == ("GPU" not in MEASURED["on"])
+    assert ("Not compared with a GPU yet" in said) == ("GPU" not in MEASURED.devices)
     assert "All k completions go through" in said
 
 

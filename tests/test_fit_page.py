@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import asdict
 from functools import partial
 
 import fit_page
@@ -34,17 +35,9 @@ def test_it_is_one_file_that_loads_nothing_and_has_no_link_that_a_saved_copy_lac
 
 
 def test_the_committed_page_is_made_of_the_committed_data():
-    made = make_page.page(DATA, make_page.measured_over_predicted(ROOT / "results"))
+    made = make_page.page(DATA, asdict(measured_errors()))
     assert made == (ROOT / "docs" / "fit.html").read_text(), "run python -m visualization.fit.make_page"
     assert '"compared":{"choices":' in made
-
-
-def test_it_says_how_far_predictions_were_from_all_that_was_measured(file):
-    errors = measured_errors()
-    found = make_page.measured_over_predicted(ROOT / "results")
-    expected = {"low": errors.low, "high": errors.high, "peaks": errors.peaks, "on": errors.devices}
-    assert found == {**expected, "low": pytest.approx(errors.low), "high": pytest.approx(errors.high)}
-    assert "measured_over_predicted" not in DATA and '"measured_over_predicted":{"low":0.95,' in file.read_text()
 
 
 def test_data_that_are_lacking_are_told_in_one_line(tmp_path, monkeypatch, capsys):

@@ -50,6 +50,16 @@ def visualize(folder, *arguments):
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, env=environment)
 
 
+def test_a_run_without_its_samples_is_named_in_the_page_and_on_stderr(copy):
+    """The samples stay where they were measured: a clone has the records alone."""
+    (copy / "results/here/classic-string_cpu_k2_r0/memory.csv").unlink()
+    result = visualize(copy)
+    assert result.returncode == 0
+    assert "no timeline of 1 run(s) of scale cpu: their samples are not in results/here" in result.stderr
+    page = (copy / "results/here/report.html").read_text()
+    assert "No curve, because the samples are not in this folder: classic-string_cpu_k2_r0.<" in page
+
+
 def test_without_arguments_it_draws_its_own_machine_and_ends_with_one_screen(copy):
     result = visualize(copy)
     assert result.returncode == 0, result.stderr

@@ -5,11 +5,13 @@ python -m visualization.report RESULTS_MACHINE_DIR
 
 import argparse
 import shutil
+import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 from visualization import combine_memory_data, create_charts, tables
+from visualization.charts.timelines import without_samples
 from visualization.files import run_cli, write_text
 from visualization.load import load_machine, tell_damaged
 from visualization.page import build
@@ -86,7 +88,7 @@ def _saved(table: dict[tuple[str, int], Cell], arm: str, reference: str) -> tupl
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the files, print the screen; 1 when a run was left out. Raises LoadError."""
+    """Write the files, print the screen, say what is not drawn; 1 when a run is damaged. Raises LoadError."""
     parser = argparse.ArgumentParser(prog="python -m visualization.report", description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path, help="results/<machine>")
     args = parser.parse_args(argv)
@@ -98,6 +100,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_text(args.results / "report.html", build.report(args.results, runs, drawn))
     width = shutil.get_terminal_size((WIDTH, SCREEN)).columns
     print("\n".join(screen(args.results, runs, width)))
+    for scale in shown(runs):
+        if missing := without_samples([run for run in runs if run.scale == scale]):
+            text = f"no timeline of {len(missing)} run(s) of scale {scale}: their samples are not in {args.results}"
+            print(text, file=sys.stderr)
     return tell_damaged(runs)
 
 

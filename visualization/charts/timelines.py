@@ -107,6 +107,12 @@ def representative(runs: Sequence[Run]) -> Run:
     return min(runs, key=lambda run: (run.peak_bytes is None, run.status != "oom", run.repeat))
 
 
+def without_samples(runs: Sequence[Run]) -> list[Run]:
+    """Runs that a timeline would draw, but for their samples, which are only where they were measured."""
+    drawn = [representative(cell.runs) for cell in cells(runs)]
+    return [run for run in drawn if not len(run.samples) and run.status != "damaged"]
+
+
 def _draw_curves(panel: Axes, drawn: Sequence[Run], curve: Curve) -> None:
     style.draw_budget(panel, drawn, GIB)
     failures = 0

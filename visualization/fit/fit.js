@@ -17,7 +17,7 @@ const CARD = { least: 8, most: 192 };
 const NUMBERS = { prompt: "Prompt", completion: "Completion", k: "k", card: "Memory of a card" };
 const NAMES = ["model", "trained", "prompt", "completion", "k", "card", "cards", "reference"]; // in the address
 const MEASURED = DATA.measured_over_predicted;
-const ON_GPU = /GPU/.test(MEASURED.on);
+const ON_GPU = /GPU/.test(MEASURED.devices);
 const FIRST = {
   model: MODELS.has("Qwen/Qwen3-8B") ? "Qwen/Qwen3-8B" : DATA.models[0].name, trained: "lora", prompt: "3000",
   completion: "512", k: "8", card: "23.6", cards: "1", reference: "1",
@@ -263,7 +263,7 @@ function showSettings(choice, found) {
 }
 
 function showWhatIsAlwaysSo() {
-  const measured = `${MEASURED.peaks} measured peaks on a ${MEASURED.on} were ${MEASURED.low.toFixed(2)} to ` +
+  const measured = `${MEASURED.peaks} measured peaks on a ${MEASURED.devices} were ${MEASURED.low.toFixed(2)} to ` +
     `${MEASURED.high.toFixed(2)} of the predicted ones.`;
   const compared = ON_GPU ? "" : " Not compared with a GPU yet.";
   by("how-sure").append(element("strong", {}, "These are predictions." + compared), ` ${measured}`);

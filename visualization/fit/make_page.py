@@ -3,8 +3,8 @@
 python -m visualization.fit.make_page
 
 The data are sums that `python -m experiments.fitting.fit_data` fits to the planner's simulations, with what
-`python -m experiments.fitting.fit_check` found when it compared them with the planner, if it did; and what
-`python -m experiments.evidence.planner_check` measured on each machine of results/ beside what the planner predicts.
+`python -m experiments.fitting.fit_check` found when it compared them with the planner, if it did; and how far the
+planner was from what was measured (rloo_memory/plan/sureness/measured.json).
 """
 
 import argparse
@@ -13,14 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 
-import pandas as pd
-
 from visualization.charts.plan import KINDS
-from visualization.files import read_json, read_rows, run_cli, write_text
+from visualization.files import read_json, run_cli, write_text
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent.parent / "docs"
-RESULTS = DOCS.parent / "results"
+MEASURED = DOCS.parent / "rloo_memory" / "plan" / "sureness" / "measured.json"
 REMEDY = "make it with python -m experiments.fitting.fit_data"
 # matplotlib's hatches as CSS: layers of a background
 HATCHES = {
@@ -47,17 +45,6 @@ def colours() -> str:
     return "\n".join(lines)
 
 
-def measured_over_predicted(results: Path) -> dict:
-    """Peaks that were measured over those that were predicted: the smallest and the largest ratio on all machines, how
-    many, and on what."""
-    program, numbers = "experiments.evidence.planner_check", ("measured_bytes", "predicted_bytes")
-    tables = [read_rows(path, numbers, program) for path in sorted(results.glob("*/plan_check.csv"))]
-    rows = pd.concat(tables)
-    ratios = rows.measured_bytes / rows.predicted_bytes
-    devices = " and a ".join(sorted(rows.device_kind.str.upper().replace("CUDA", "GPU").unique()))
-    return {"low": ratios.min(), "high": ratios.max(), "peaks": len(rows), "on": devices}
-
-
 def page(data: dict, measured: dict) -> str:
     """The page as HTML."""
     data = {**data, "measured_over_predicted": measured, "kinds": list(KINDS)}
@@ -73,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = __doc__.splitlines()[0]
     argparse.ArgumentParser(prog="python -m visualization.fit.make_page", description=about).parse_args(argv)
     data, out = read_json(DOCS / "fit.json", REMEDY), DOCS / "fit.html"
-    write_text(out, page(data, measured_over_predicted(RESULTS)))
+    measured = read_json(MEASURED, "make it with python -m experiments.evidence.measured_ranges")
+    write_text(out, page(data, measured["errors"]))
     print(f"{out}: {len(data['models'])} models, {out.stat().st_size / 1e6:.1f} MB")
     return 0
 

@@ -15,7 +15,7 @@ from string import Template
 import numpy as np
 
 from visualization import seconds, style, tables
-from visualization.charts.timelines import peak_preserving, representative
+from visualization.charts.timelines import peak_preserving, representative, without_samples
 from visualization.page import answers, html
 from visualization.runs import GIB, MIB, Cell, Run, by_trainer, cells, charted, describe, shown
 
@@ -28,7 +28,6 @@ def report(folder: Path, runs: Sequence[Run], charts: Sequence[Path]) -> str:
     """The page of results/<machine> as HTML, of its runs and of the charts that were drawn of them."""
     of = {scale: [run for run in runs if run.scale == scale] for scale in shown(runs)}
     asked = [(scale, of[scale]) for scale in charted(runs)]
-    curves = [timelines(scale, mine) for scale, mine in of.items()]
     summary = tables.render("summary", folder, load=lambda _: runs)  # README's rows
     drawn = [path for path in charts if path.suffix == ".svg" and not path.stem.startswith("timeline")]  # see above
     cell_of = {run.run_id: cell for cell in cells(runs) for run in cell.runs}
@@ -37,7 +36,7 @@ def report(folder: Path, runs: Sequence[Run], charts: Sequence[Path]) -> str:
         "time": ("How much time?", [in_scale(scale, answers.time(mine)) for scale, mine in asked]),
         "exact": ("Is it exact?", [answers.exact(runs)]),
         "short": ("In short", [html.of_markdown(summary)] if summary.strip() else ["<p>For runs of bench only.</p>"]),
-        "timelines": ("Memory over time", curves if any(curves) else ["<p>No samples here: timelines need them.</p>"]),
+        "timelines": ("Memory over time", [timelines(scale, mine) for scale, mine in of.items()]),
         "charts": ("Charts", [html.picture(path) for path in drawn]),
         "tables": ("Tables", [html.of_markdown(tables.page(folder, runs))]),
         "runs": ("Every run", [FINDER, *(of_run(folder, run, cell_of[run.run_id]) for run in runs)]),
@@ -62,16 +61,19 @@ def in_scale(scale: str, answer: str) -> str:
 
 
 def timelines(scale: str, runs: Sequence[Run]) -> str:
-    """One picture a k and trainer: a run of each arm, as in the chart of that name."""
+    """One picture a k and trainer: a run of each arm, as in the chart of that name; those without samples by name."""
     parts = []
     for k in sorted({run.k for run in runs}):
         for arms in by_trainer(run.arm for run in runs if run.k == k):
             mine = [run for run in runs if run.k == k and run.arm in arms]
             drawn = [representative(cell.runs) for cell in cells(mine)]
-            curves = [curve_of(run) for run in drawn if len(run.samples)]  # they are where they were measured
+            curves = [curve_of(run) for run in drawn if len(run.samples)]
             if curves:
                 parts.append(timeline(f"k = {k}, {', '.join(arms)}", curves, runs[0].measure.label))
-    return in_scale(scale, "".join(parts)) if parts else ""
+    if missing := without_samples(runs):
+        names = escape(", ".join(run.run_id for run in missing))
+        parts.append(f"<p>No curve, because the samples are not in this folder: {names}.</p>")
+    return in_scale(scale, "".join(parts))
 
 
 def curve_of(run: Run) -> dict:

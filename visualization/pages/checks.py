@@ -81,13 +81,18 @@ def page(rows: pd.DataFrame, intro: str, header: list[str], cells: list[list[str
     return "\n".join([f"*{measured_on(rows)}*", "", intro, "", *markdown(header, cells)]) + "\n"
 
 
-def emulated_table(folder: Path) -> str:
-    """From planner.csv in results/emulated-cuda. Raises LoadError."""
+def emulated_shares(folder: Path) -> pd.DataFrame:
+    """planner.csv in results/emulated-cuda, with the share of what comes and goes that is reserved beyond what is
+    allocated. Raises LoadError."""
     remedy = "run .venv-cuda/bin/python tests/cuda/planner.py"
     rows = read_csv(folder / "planner.csv", (*SIZES, "prompt_tokens", "completion_tokens"), remedy)
-    rows["expandable"] = rows.expandable_segments == "True"
-    rows["share"] = (rows.reserved_bytes - rows.allocated_bytes) / rows.comes_and_goes_bytes
-    table = []
+    share = (rows.reserved_bytes - rows.allocated_bytes) / rows.comes_and_goes_bytes
+    return rows.assign(expandable=rows.expandable_segments == "True", share=share)
+
+
+def emulated_table(folder: Path) -> str:
+    """From planner.csv in results/emulated-cuda. Raises LoadError."""
+    rows, table = emulated_shares(folder), []
     for case, mine in rows.sort_values("expandable", kind="stable").groupby("case", sort=False):
         cells = [f"`{case}`", f"{mine.predicted_bytes.iloc[0] / GIB:.2f}"]
         for row in mine.itertuples():

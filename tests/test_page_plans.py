@@ -1,0 +1,107 @@
+"""Predicted figures in docs, predicted anew: a page that says otherwise fails."""
+
+import json
+import re
+
+import pytest
+import yaml
+from test_figures import says
+
+from experiments.config import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
+ARMS = ("stock", "stock-accumulate", "shared")
+LORA = "--model Qwen/Qwen3-8B --lora 16"
+
+
+@pytest.fixture
+def peaks(planned, tmp_path):
+    """The phases that the planner predicts for an arm, by name. Words are its options, settings those of a profile."""
+
+    def ask(words, arm, **settings):
+        profile, path = tmp_path / "profile.yaml", tmp_path / "plan.json"
+        profile.write_text(yaml.safe_dump(settings))
+        options = [*words.split(), "--arms", arm, "--json", path, *(("--profile", profile) if settings else ())]
+        result = planned(*options)
+        assert result.returncode == 0, result.stderr
+        (prediction,) = json.loads(path.read_text())["predictions"]
+        return {phase["phase"]: phase for phase in prediction["phases"]}
+
+    return ask
+
+
+def rows(page, heading):
+    """The figures of the table that begins so: [cell, ...] of each line, without thousands separators."""
+    lines = (ROOT / page).read_text().partition(f"\n{heading}")[2].partition("\n\n")[0].splitlines()[2:]
+    assert lines, heading
+    return [[re.sub(r"(?<=\d),(?=\d)", "", cell.strip()) for cell in line.strip("|").split("|")] for line in lines]
+
+
+def gib(size, digits=1):
+    return f"{size / 2**30:.{digits}f}"
+
+
+def test_many_and_long_completions(peaks):
+    for prompt, completion, k, *figures in rows("docs/worth.md", "| prompt | completion | k | generation |"):
+        words = f"{LORA} --prompt {prompt} --completion {completion} --k {k}"
+        passes = peaks(f"{words} --tokens-per-forward {2 * (int(completion) + 1)}", "shared")
+        micro = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": int(k) // 2}
+        micro |= {"num_generations": int(k), "dtype": "bfloat16"}
+        parts, whole = peaks(words, "shared", **micro, prefix_sharing=True), peaks(words, "stock", **micro)
+        found = [passes["generate"], passes["train"], parts["train"], whole["generate"], whole["train"]]
+        assert figures == [gib(phase["total"]) for phase in found], words
+
+
+def test_activations_on_the_host(peaks):
+    for prompt, completion, k, *figures in rows("docs/worth.md", "| prompt | completion | k | device |"):
+        words = f"{LORA} --prompt {prompt} --completion {completion} --k {k}"
+        words += f" --tokens-per-forward {2 * (int(completion) + 1)}"
+        found = []
+        for offloading in ("", " --activation-offloading"):
+            train = peaks(words + offloading, "shared")["train"]
+            found += [gib(train["total"], 2), gib(train["kinds"]["activations"], 2)]
+        assert figures == [*found, gib(train["host"])], words
+
+
+def test_batch_and_groups(peaks):
+    def peak(arm, batch, words="", **settings):
+        settings |= {"per_device_train_batch_size": batch, "gradient_accumulation_steps": 16 // batch}
+        words += "--model Qwen/Qwen3-0.6B --prompt 1000 --completion 256"
+        return max(peaks(words, arm, num_generations=8, beta=0.0, **settings).values(), key=lambda each: each["total"])
+
+    every = {"dtype": "float32"}
+    lora = {
+        "dtype": "bfloat16",
+        "use_peft": True,
+        "lora_dropout": 0.0,
+        "lora_r": 16,
+        "lora_target_modules": "all-linear",
+    }
+    shared = {"prefix_sharing": True}
+    passes = shared | {"tokens_per_forward": 2 * (256 + 1)}
+    columns = [("stock", 2, {}), ("shared", 2, shared), ("shared", 8, passes), ("shared", 16, passes)]
+    found = [
+        [what, *(gib(peak(arm, batch, **trained, **more)["total"]) for arm, batch, more in columns)]
+        for what, trained in {"every weight, in float32": every, "LoRA, rank 16": lora}.items()
+    ]
+    assert rows("docs/launch.md", "| GiB | batch 2 x 8, not shared |") == found
+    ddp = f"--accelerate {ROOT / 'rloo_memory/settings/accelerate/ddp.yaml'} "
+    reduced = peak("shared", 2, ddp, **every, **shared)
+    without = gib(reduced["total"] - reduced["kinds"]["other"])
+    says(
+        "docs/launch.md",
+        f"On several devices, every weight trained, the second column is {gib(reduced['total'])} ({without} of it "
+        "without DDP's buckets)",
+    )
+
+
+def test_a_hybrid_and_an_image(peaks):
+    text = (ROOT / "docs" / "predictions.md").read_text()
+    found = re.findall(r"rloo-memory plan (--model (?:Qwen/Qwen3.5-9B|Qwen/Qwen2.5-VL-7B)[^`\n]*)", text)
+    assert len(found) == 2
+    for words in found:
+        sizes = [gib(max(each["total"] for each in peaks(words, arm).values())) for arm in ARMS]
+        says(
+            "docs/predictions.md",
+            f"it predicts {sizes[0]} GiB for `stock`, {sizes[1]} for `stock-accumulate` and {sizes[2]} for `shared`",
+        )
