@@ -29,7 +29,8 @@ from visualization.charts.timelines import peak_preserving, timeline_peak_preser
 from visualization.combine_memory_data import combined, statistics
 from visualization.files import LoadError, run_cli
 from visualization.load import PHASE_COLUMNS, SAMPLE_COLUMNS, load, load_machine
-from visualization.pages.results import audit_table, peak_table, published_table
+from visualization.page import answers
+from visualization.pages.results import audit_table, peak_table, published_table, speed_table
 from visualization.runs import ARMS, GIB, LOST, MIB, cells
 
 LEGACY = ROOT / "tests" / "fixtures" / "legacy_2025"
@@ -455,6 +456,7 @@ def test_seconds_come_from_the_runs_that_are_there_for_them(tmp_path):
         write_run(machine, "stock-compact-accumulate", 8, repeat, above=9 * GIB, scale="bench-time", **seconds)
     write_run(machine, "shared-accumulate", 8, status="error", scale="bench-time")
     write_run(machine, "stock", 4, scale="bench-time")  # no run that is there for memory
+    write_run(machine, "stock-compact-accumulate", 16, above=GIB, step_seconds_median=321.0, scale="bench")
     summary, phases = (tables.render(name, machine, "bench") for name in ("summary", "phases"))
     assert (
         "| TRL, one completion at a time | 71.0 | 0.8 | 1.00 |" in summary
@@ -465,6 +467,9 @@ def test_seconds_come_from_the_runs_that_are_there_for_them(tmp_path):
     apart = {"shared-accumulate_bench-time_k8_r0", "stock_bench-time_k4_r0"}
     assert left == apart, "nothing is dropped without a word"
     assert "Seconds and memory are from separate runs" in " ".join(texts(phase_peaks(load_machine(machine))))
+    runs = [run for run in load_machine(machine) if run.scale == "bench"]
+    for said in (answers.time(runs), " ".join(speed_table(runs))):
+        assert "71.0" in said and "321" not in said, "k = 16 was not timed"
 
 
 def test_a_run_that_lost_its_sampler_says_so_in_tables_and_charts(machine):

@@ -238,6 +238,11 @@ def in_short(runs: Sequence[Run]) -> list[Cell | None]:
     return [table.get(arm) for arm in IN_SHORT]
 
 
+def to_time(runs: Sequence[Run]) -> Sequence[Run]:
+    """The runs whose seconds can be compared: of cells that were timed in runs of their own, if there are any."""
+    return [run for run in runs if run.timed] or runs
+
+
 def seconds_a_step(run: Run, phase: str) -> float | None:
     """Seconds that a step of the run spends in that phase, on average, None where it is not marked."""
     rows = run.phases[(run.phases["phase"] == phase) & (run.phases["step"] > 0)]

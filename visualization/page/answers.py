@@ -24,6 +24,7 @@ from visualization.runs import (
     in_words,
     scales,
     shown,
+    to_time,
     usual_arm,
 )
 
@@ -72,6 +73,7 @@ def memory(runs: Sequence[Run]) -> str:
 
 def time(runs: Sequence[Run]) -> str:
     """Seconds a step by arm and k: medians, and the range of the repeats."""
+    runs = to_time(runs)
     apart = [f"{cell.arm} at k = {cell.k}" for cell in cells(runs) if cell.seconds().mark]
     nothing = f"The seconds of {', '.join(apart)} tell nothing: repeats are too far apart ({seconds.MARK})."
     return by_arm_and_k(runs, STEP) + quiet([nothing, seconds.NOTE] if apart else [])

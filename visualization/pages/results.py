@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from visualization.legacy import PUBLISHED, PUBLISHED_BUDGET, PUBLISHED_PROMPT
 from visualization.pages.lines import by_k, entry, failure, markdown, signed, whole, with_range
-from visualization.runs import BASELINE, GIB, IN_SHORT, RESIDENT, Cell, Run, cells, compared, in_short, span
+from visualization.runs import BASELINE, GIB, IN_SHORT, RESIDENT, Cell, Run, cells, compared, in_short, span, to_time
 
 REFERENCE = "stock"  # what a user of TRL has today
 PHASES = ("generate", "score", "train")
@@ -46,7 +46,7 @@ def speed_table(runs: Sequence[Run]) -> list[str]:
         seconds = cell.seconds()
         return with_range(seconds.values, 1, seconds.mark) if seconds.values else "not recorded"
 
-    return ["Seconds per step, median:", "", *by_k(runs, show)]
+    return ["Seconds per step, median:", "", *by_k(to_time(runs), show)]
 
 
 def audit_table(runs: Sequence[Run]) -> list[str]:
