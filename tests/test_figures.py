@@ -14,6 +14,7 @@ from rloo_memory.plan.sureness.measured import times_faster
 from rloo_memory.shapes import SHAPES
 from visualization.legacy import PUBLISHED, PUBLISHED_BUDGET
 from visualization.load import load_machine
+from visualization.page.answers import side_by_side
 from visualization.pages.checks import emulated_shares
 from visualization.pages.gpu_peaks import read_peaks
 from visualization.pages.predictions import read_check
@@ -190,16 +191,9 @@ def test_how_near_the_published_figures_are(runs):
 
 def furthest(runs, arm, scale, *names):
     """How far an arm's logged values are from the baseline's at most, over all k, repeats and updates."""
-    traces = {
-        (run.arm, run.k, run.repeat): run.trace for run in runs if run.scale == scale and run.peak_bytes is not None
-    }
-    pairs = [
-        pair
-        for (name, *cell), trace in traces.items()
-        if name == arm and ("classic-baseline", *cell) in traces  # at k = 8 it runs out of memory
-        for pair in zip(trace, traces["classic-baseline", *cell], strict=True)
-    ]
-    return [max(abs(ours[name] - theirs[name]) for ours, theirs in pairs) for name in names]
+    found = side_by_side([cell for cell in cells(runs) if cell.scale == scale])
+    (beside,) = [each for each in found if (each.arm, each.first) == (arm, "classic-baseline")]
+    return [beside.differences[name] for name in names]
 
 
 def test_how_far_trainings_are_from_the_baseline(runs):
