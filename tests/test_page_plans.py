@@ -16,16 +16,16 @@ LORA = "--model Qwen/Qwen3-8B --lora 16"
 
 @pytest.fixture
 def peaks(planned, tmp_path):
-    """The phases that the planner predicts for an arm, by name. Words are its options, settings those of a profile."""
+    """What the planner predicts for each arm: name -> phase. Words are its options, settings those of a profile."""
 
-    def ask(words, arm, **settings):
+    def ask(words, *arms, **settings):
         profile, path = tmp_path / "profile.yaml", tmp_path / "plan.json"
         profile.write_text(yaml.safe_dump(settings))
-        options = [*words.split(), "--arms", arm, "--json", path, *(("--profile", profile) if settings else ())]
-        result = planned(*options)
+        options = (*words.split(), "--arms", ",".join(arms), "--json", path)
+        result = planned(*options, *(("--profile", profile) if settings else ()))
         assert result.returncode == 0, result.stderr
-        (prediction,) = json.loads(path.read_text())["predictions"]
-        return {phase["phase"]: phase for phase in prediction["phases"]}
+        predicted = {each["arm"]: each["phases"] for each in json.loads(path.read_text())["predictions"]}
+        return [{phase["phase"]: phase for phase in predicted[arm]} for arm in arms]
 
     return ask
 
@@ -44,10 +44,10 @@ def gib(size, digits=1):
 def test_many_and_long_completions(peaks):
     for prompt, completion, k, *figures in rows("docs/worth.md", "| prompt | completion | k | generation |"):
         words = f"{LORA} --prompt {prompt} --completion {completion} --k {k}"
-        passes = peaks(f"{words} --tokens-per-forward {2 * (int(completion) + 1)}", "shared")
+        (passes,) = peaks(f"{words} --tokens-per-forward {2 * (int(completion) + 1)}", "shared")
         micro = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": int(k) // 2}
         micro |= {"num_generations": int(k), "dtype": "bfloat16"}
-        parts, whole = peaks(words, "shared", **micro, prefix_sharing=True), peaks(words, "stock", **micro)
+        parts, whole = peaks(words, "shared", "stock", **micro)
         found = [passes["generate"], passes["train"], parts["train"], whole["generate"], whole["train"]]
         assert figures == [gib(phase["total"]) for phase in found], words
 
@@ -58,7 +58,8 @@ def test_activations_on_the_host(peaks):
         words += f" --tokens-per-forward {2 * (int(completion) + 1)}"
         found = []
         for offloading in ("", " --activation-offloading"):
-            train = peaks(words + offloading, "shared")["train"]
+            (shared,) = peaks(words + offloading, "shared")
+            train = shared["train"]
             found += [gib(train["total"], 2), gib(train["kinds"]["activations"], 2)]
         assert figures == [*found, gib(train["host"])], words
 
@@ -67,7 +68,8 @@ def test_batch_and_groups(peaks):
     def peak(arm, batch, words="", **settings):
         settings |= {"per_device_train_batch_size": batch, "gradient_accumulation_steps": 16 // batch}
         words += "--model Qwen/Qwen3-0.6B --prompt 1000 --completion 256"
-        return max(peaks(words, arm, num_generations=8, beta=0.0, **settings).values(), key=lambda each: each["total"])
+        (phases,) = peaks(words, arm, num_generations=8, beta=0.0, **settings)
+        return max(phases.values(), key=lambda each: each["total"])
 
     every = {"dtype": "float32"}
     lora = {
@@ -100,7 +102,7 @@ def test_a_hybrid_and_an_image(peaks):
     found = re.findall(r"rloo-memory plan (--model (?:Qwen/Qwen3.5-9B|Qwen/Qwen2.5-VL-7B)[^`\n]*)", text)
     assert len(found) == 2
     for words in found:
-        sizes = [gib(max(each["total"] for each in peaks(words, arm).values())) for arm in ARMS]
+        sizes = [gib(max(each["total"] for each in phases.values())) for phases in peaks(words, *ARMS)]
         says(
             "docs/predictions.md",
             f"it predicts {sizes[0]} GiB for `stock`, {sizes[1]} for `stock-accumulate` and {sizes[2]} for `shared`",
