@@ -19,7 +19,7 @@ from visualization.pages.checks import emulated_shares
 from visualization.pages.gpu_peaks import read_peaks
 from visualization.pages.predictions import read_check
 from visualization.pages.side_by_side import CELL, faster, limits_of, read_bench, ways_of
-from visualization.runs import LEARN, MIB, TIMES, cells
+from visualization.runs import IN_SHORT, LEARN, MIB, TIMES, cells
 
 REFERENCE = ROOT / "results" / "reference-cpu-2-cores"
 
@@ -48,12 +48,11 @@ def resident(cell, phase: str) -> float:
 
 def test_the_step_of_the_bench(bench):
     """Against the strongest rival, which is so in both."""
-    whole, one, shared, micro = (
-        bench[arm, 8] for arm in ("stock-compact", "stock-compact-accumulate", "shared", "shared-accumulate")
-    )
+    stock, whole, one, micro, shared = (bench[arm, 8] for arm in ("stock", *IN_SHORT, "shared"))
     ratio = f"{shared.seconds().times_faster(one.seconds()):.1f}"
     sizes = [cell.median("above_start_bytes") / 2**30 for cell in (one, shared)]
     assert one.seconds().median < whole.seconds().median and one.above < whole.above
+    says("README.md", f"on a CPU it takes {stock.seconds().median:.1f} s and {stock.above / 2**30:.2f} GiB")
     lengths = "With P = 3,000 prompt tokens, C = 100 completion tokens and k = 8 completions"
     says("docs/faq.md", f"{lengths}, a step was {ratio} times faster than TRL with one completion at a time")
     rival = "TRL with the same LM head and one completion at a time"
@@ -61,7 +60,7 @@ def test_the_step_of_the_bench(bench):
     says("docs/worth.md", f"and needs {sizes[1] / sizes[0]:.2f} of its memory, because of generation")
     says("docs/memory_guide.md", "from {:.2f} to {:.2f} GiB".format(*sizes))
     assert {run.peak_phase for run in one.runs} == {"generate"}
-    says("README.md", "TRL needs no more than prefix sharing to train, but for generation it does")
+    says("README.md", "completion at a time, TRL trains in no more memory than prefix sharing, but generates in more")
     assert resident(one, "train") <= resident(micro, "train")
 
 
@@ -73,9 +72,8 @@ def test_the_peak_hardly_grows_with_k(bench):
     says("docs/worth.md", grows("shared", "passes"))
     says("docs/worth.md", grows("shared-accumulate", "micro-batches"))
     few, many = (bench["shared-accumulate", k] for k in (2, 64))
-    grown = (many.median("peak_bytes") - few.median("peak_bytes")) / MIB
     loaded = (resident(many, "load") - resident(few, "load")) / MIB
-    says("docs/worth.md", f"Of these {grown:.0f} MiB, {loaded:.0f} are there before")
+    says("docs/worth.md", f"Of what micro-batches grow by, {loaded:.0f} MiB are there before")
 
 
 def test_lengths_at_which_training_gains_little():
@@ -84,6 +82,7 @@ def test_lengths_at_which_training_gains_little():
     span = f"{square.min(axis=None):.1f} to {square.max(axis=None):.1f} times faster"
     says("docs/faq.md", f"at P = C = 1,000 training was {span}")
     says("docs/worth.md", f"training is {span} at P = C = 1,000")
+    says("README.md", f"training is {span} at 1,000 and 1,000 tokens")
     narrow = found.loc["narrow"]["shared"]
     first, second = narrow[1000, 1000], narrow[200, 1000]
     says(
@@ -273,8 +272,8 @@ def test_what_the_plan_of_the_readme_says():
     short = re.search(r"^stock .*short by (\S+) GiB$", said, re.M)[1]
     peak = re.search(r"^shared .* (\S+)\* .*yes$", said, re.M)[1]
     assert re.search(r"^stock-accumulate .*just$", said, re.M)
-    says("README.md", f"TRL is short by {short} GiB, TRL with one completion at a time just fits")
-    says("README.md", f"prefix sharing fits with {peak} GiB")
+    ways = "TRL with all completions together is short by {} GiB, TRL with one at a time may or may not fit"
+    says("README.md", f"{ways.format(short)}, and prefix sharing fits: its peak is {peak} GiB")
 
 
 def test_host_allocators():
@@ -316,7 +315,7 @@ def test_how_many_models_there_are():
     says("docs/faq.md", f"in float64, for {counts[0]} model classes")
     says("docs/alternatives.md", f"Of {sum(counts)} model classes {counts[1]} are refused")
     known = [name for name in SHAPES if not name.startswith("tiny") and not name.endswith("-layers")]
-    says("README.md", f"It knows {len(known)} models by name")
+    says("README.md", f"The commands know {len(known)} by name")
     says("docs/tutorial.md", f"{len(known)} models are known by name")
     says("docs/memory_guide.md", f"one of {len(known)} built-in shapes")
     data = json.loads((ROOT / "docs" / "fit.json").read_text())

@@ -253,8 +253,8 @@ def footnotes(runs: Sequence[Run]) -> list[str]:
     """A line for each kind of run that is not what it seems: lost its sampler, was killed, is damaged."""
     lost = [f"{run.run_id} ({run.sampler_lost})" for run in runs if run.sampler_lost]
     lines = [f"{LOST} sampler lost, samples end before the run does: {', '.join(lost)}"] if lost else []
-    if any(run.timed for run in runs):
-        lines.append("Seconds and memory are from separate runs")
+    if timed := [len(cell.timed) for cell in cells(runs) if cell.timed]:
+        lines.append(f"Seconds are medians of runs of their own, {span(timed)} per cell")
     for status, words in (("killed", "killed before it could report"), ("damaged", "damaged and left out")):
         named = [run.run_id for run in runs if run.status == status]
         lines += [f"{words}: {', '.join(named)}"] if named else []

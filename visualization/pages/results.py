@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from visualization.legacy import PUBLISHED, PUBLISHED_BUDGET, PUBLISHED_PROMPT
 from visualization.pages.lines import by_k, entry, failure, markdown, signed, whole, with_range
-from visualization.runs import BASELINE, GIB, IN_SHORT, RESIDENT, Cell, Run, cells, compared, in_short, span, to_time
+from visualization.runs import BASELINE, GIB, IN_SHORT, RESIDENT, Cell, Run, cells, compared, in_short, to_time
 
 REFERENCE = "stock"  # what a user of TRL has today
 PHASES = ("generate", "score", "train")
@@ -85,11 +85,10 @@ def phases_table(runs: Sequence[Run]) -> list[str]:
         less = cell is not reference and cell.change(reference) is not None
         times = f" (1/{reference.above / cell.above:.1f})" if less else ""
         rows.append([*row, cell.failure() if cell.above is None else f"{cell.above / GIB:.2f}{cell.mark}{times}"])
-    repeats = span(len(cell.timed or cell.runs) for cell in table)
     header = ["arm", "generate", "score (old and reference)", "train", "whole step", "peak above start, GiB"]
     return [
-        f"Seconds at k = {k}, median of {repeats} runs, and how many times faster than `{REFERENCE}`. The token "
-        f"ratio is {ratio}:",
+        f"Seconds at k = {k} and the peak; in brackets, how many times faster than `{REFERENCE}`, and which part of "
+        f"its peak. The token ratio is {ratio}:",
         "",
         *markdown(header, rows),
     ]
