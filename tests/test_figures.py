@@ -12,6 +12,7 @@ import pytest
 from experiments.config import ROOT
 from rloo_memory.plan.sureness.measured import times_faster
 from rloo_memory.shapes import SHAPES
+from visualization.charts.audit import POINTS_2025, fit
 from visualization.legacy import PUBLISHED, PUBLISHED_BUDGET
 from visualization.load import load_machine
 from visualization.page.answers import side_by_side
@@ -186,6 +187,33 @@ def test_how_near_the_published_figures_are(runs):
         "docs/findings.md",
         f"The baseline is met from below ({met}), the published change from above by {off[0]:.1f} to {off[-1]:.1f}",
     )
+
+
+def test_what_was_published():
+    """And what follows from it alone."""
+    published = {cell: found for cell, found in PUBLISHED.items() if found.peak_gib}
+    above = {cell: found.peak_gib - found.start_gib for cell, found in published.items()}
+    less = [100 * (1 - above["classic-string", k] / above["classic-baseline", k]) for k in (2, 4)]
+    says("docs/findings.md", "reduction of what the training itself took is {:.1f} and {:.1f} %".format(*less))
+    slope, intercept, squared = fit(*zip(*(point[2:] for point in POINTS_2025), strict=True))
+    assert abs(intercept) < 0.01
+    says("docs/findings.md", f"on one line too, through zero: {slope:.2f} GiB per 1,000 tokens, R² {squared:.4f}")
+    steeper, flatter = (
+        round((published[arm, 4].peak_gib - published[arm, 2].peak_gib) / 2 + 1e-9, 2)
+        for arm in ("classic-baseline", "classic-string")
+    )
+    says("docs/findings.md", f"per completion, {steeper} / {flatter} = {steeper / flatter:.2f}, is the ratio of the")
+    lines = (ROOT / "docs" / "findings.md").read_text().partition("| k | baseline |")[2].splitlines()[2:5]
+    for line in lines:
+        k, *cells_of_k = (cell.strip() for cell in line.strip("|").split("|"))
+        base, string = ((arm, int(k)) for arm in ("classic-baseline", "classic-string"))
+        if base in published:
+            reduction = f"{100 * (1 - published[string].peak_gib / published[base].peak_gib):.1f} %"
+            found = [f"{published[base].peak_gib:.2f}", reduction, f"{above[base]:.2f}"]
+        else:
+            found = ["out of memory", "-", "-"]
+        found = [found[0], f"{published[string].peak_gib:.2f}", *found[1:], f"{above[string]:.2f}"]
+        assert cells_of_k == found, k
 
 
 def furthest(runs, arm, scale, *names):

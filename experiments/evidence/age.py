@@ -53,7 +53,7 @@ def run(argv: list[str] | None) -> int:
     days = {commit: git("log", "-1", "--format=%cs", commit) for commit in commits}
     for (table, commit), rows in sorted(found.items(), key=lambda item: -since[item[0][1]]):
         print(f"{since[commit]:4} changes since  {days[commit]}  {commit}  {table} ({rows} rows)")
-    print(f"{len(commits)} commits; changes are commits that touch {', '.join(SOURCES)}")
+    print(f"measured by {', '.join(sorted(commits))}; changes are later commits that touch {', '.join(SOURCES)}")
     return 0
 
 

@@ -143,8 +143,6 @@ def trainer_of(case: Case, sharing: bool, model: Path, more: dict):
 
     import trl
 
-    if "MASTER_ADDR" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
-        vllm_on_cpu.forget_processes()
     set_seed(0)
     settings = copy.deepcopy(SETTINGS | case.settings | more)
     if "fsdp" in settings:
@@ -184,6 +182,8 @@ def train(
     before = parameters(trainer)
     with counted_passes(passes):
         trainer.train()
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        vllm_on_cpu.forget_processes()
     evaluations = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
     kind = trainer.accelerator.distributed_type.value
     return Trained(tokens, apart, before, parameters(trainer), len(passes), evaluations, kind)

@@ -54,7 +54,8 @@ def colocated() -> None:
 
 
 def forget_processes() -> None:
-    """TRL tells vLLM of the one process by torchrun's variables; the next trainer would take them for its own."""
+    """TRL tells vLLM of the one process by torchrun's variables; the next trainer would take them for its own, and so
+    would a program that is started from here."""
     for name in OF_TORCHRUN:
         os.environ.pop(name, None)
 

@@ -1,7 +1,7 @@
 """What a device's memory loses to all but tensors: CUDA's context, and what torch's allocator reserves and cannot use.
 
 Published figures of GPUs (results/published/gpu_peaks.csv, without expandable segments) show a context of 0.15 to
-0.20 GiB, and reserved beyond allocated 0.25 to 0.60 of what comes and goes: of all that is neither weights nor
+0.20 GiB, and reserved beyond allocated 0.26 to 0.62 of what comes and goes: of all that is neither weights nor
 gradients nor moments. When the device is full torch gives back what it can, so a training can fit with less.
 """
 
