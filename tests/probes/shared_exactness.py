@@ -194,8 +194,8 @@ def run_inputs(model, inputs, prompt, **shared):
     out = model(**inputs, labels=labels, fused_lm_head=True, **shared)
     columns = ids.shape[1] - prompt
     tokens = torch.stack([out.log_probs[:, -columns:], out.entropy[:, -columns:]])
-    weights = torch.linspace(-1, 1, ids.shape[0] * columns).view(1, -1, columns)
-    weights = weights * torch.tensor([1.0, 0.1]).view(2, 1, 1)
+    weights = torch.linspace(-1, 1, ids.shape[0] * columns, device=tokens.device).view(1, -1, columns)
+    weights = weights * torch.tensor([1.0, 0.1], device=tokens.device).view(2, 1, 1)
     loss = (tokens * weights).sum() + (out.aux_loss if out.aux_loss is not None else 0)
     loss.backward()
     return tokens.detach().double(), gradient_of(model), loss.detach().double()
