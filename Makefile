@@ -87,10 +87,10 @@ charts:
 # Predictions of every profile at prompts of 2,000 tokens, a few minutes; then make charts
 plans:
 	./setup_env.sh --quiet
-	for profile in single_gpu_12gb:12GiB single_gpu_24gb:24GiB constrained:12GiB balanced:48GiB max_efficiency:80GiB; do \
+	for profile in single_gpu_12gb:11.7GiB single_gpu_24gb:23.5GiB constrained:11.7GiB balanced:44.4GiB max_efficiency:79.1GiB; do \
 	  .venv/bin/rloo-memory plan --profile $${profile%:*} --prompt 2000 \
 	    --device-memory $${profile#*:} --json results/plans/$${profile%:*}.json || exit 1; done
-	.venv/bin/rloo-memory plan --profile multi_gpu_70b --prompt 2000 --device-memory 80GiB \
+	.venv/bin/rloo-memory plan --profile multi_gpu_70b --prompt 2000 --device-memory 79.1GiB \
 	  --accelerate rloo_memory/settings/accelerate/fsdp2_offload.yaml --json results/plans/multi_gpu_70b.json
 	.venv/bin/python -m visualization.charts.plan results/plans/single_gpu_24gb.json results/plans/single_gpu_24gb.png
 

@@ -231,9 +231,9 @@ def test_no_lever_is_kept_that_is_not_needed(budget, k, lora, checkpointing):
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_lora_and_sharing_alone_make_an_8b_model_fit_24_gib(tmp_path):
+def test_lora_and_sharing_alone_make_an_8b_model_fit_an_rtx_4090(tmp_path):
     path = tmp_path / "fits.yaml"
-    memory = ("--device-memory", "24GiB", "--output", path)
+    memory = ("--device-memory", "23.5GiB", "--output", path)
     result = run("plan.doctor", "--model", "Qwen/Qwen3-8B", "--prompt", 3000, "--completion", 512, *memory)
     assert result.returncode == 0, result.stdout + result.stderr[-2000:]
     fits, named = written(path)

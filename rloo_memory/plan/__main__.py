@@ -1,6 +1,6 @@
 """Predict the peak memory of RLOO or GRPO training, phase by phase, without a GPU and without weights.
 
-    rloo-memory plan --model Qwen/Qwen3-8B --prompt 3000 --completion 512 --k 8 --device-memory 80GiB
+    rloo-memory plan --model Qwen/Qwen3-8B --prompt 3000 --completion 512 --k 8 --device-memory 79.1GiB
     rloo-memory plan --model ./my-model --profile single_gpu_24gb --prompt 3000 --largest k
     rloo-memory plan --calibrate RUN_DIR... [--out FILE]
 

@@ -1,7 +1,7 @@
 """Say what filled the memory, and what would make it fit.
 
-    rloo-memory doctor RUN_DIR --device-memory 24GiB
-    rloo-memory doctor --model Qwen/Qwen3-8B --prompt 3000 --completion 512 --k 8 --device-memory 24GiB
+    rloo-memory doctor RUN_DIR --device-memory 23.5GiB
+    rloo-memory doctor --model Qwen/Qwen3-8B --prompt 3000 --completion 512 --k 8 --device-memory 23.5GiB
 
 RUN_DIR holds what `rloo_memory.hooks.memory_callback.MemoryCallback` or `experiments.train` wrote. First each change
 alone, in order of effect. Then the changes that are needed, those that train the same before those that do not,

@@ -17,6 +17,7 @@ from rloo_memory.models import is_model, named_config
 from rloo_memory.plan.records import Run
 from rloo_memory.plan.setups import OPTIMIZERS, Setup, check, wrong_numbers
 from rloo_memory.plan.sureness.calibration import Calibration, load
+from rloo_memory.plan.sureness.cards import size_as_sold
 from rloo_memory.plan.sureness.reserve import FIXED, LIBRARIES, OUTSIDE, Room
 from rloo_memory.plan.trl_settings import COMMAND_LINE, WEIGHT_BITS, changes, from_settings, with_changes
 from rloo_memory.settings.profiles import devices_from
@@ -103,7 +104,7 @@ def add_setup_options(parser: argparse.ArgumentParser) -> None:
 
 def add_memory_options(parser: argparse.ArgumentParser, default: str = "") -> None:
     """Options that `room_of` reads."""
-    parser.add_argument("--device-memory", help=f"such as 24GiB{default}")
+    parser.add_argument("--device-memory", help=f"that PyTorch sees, such as 23.5GiB of an RTX 4090{default}")
     parser.add_argument(
         "--reserve",
         help="of it for CUDA's context, cuBLAS and what the allocator cannot use; default: the calibration's, else "
@@ -142,8 +143,6 @@ def room_of(device_memory: str | int | None, reserve: str | None, device: str = 
         what = "libraries" if device == "cpu" else "CUDA's context"
         taken = f"--reserve {reserve}" if reserve else f"the {usual / GIB:.2f} GiB for {what}"
         raise ConfigError(f"{taken} leaves nothing of the device's {size / GIB:.2f} GiB; --reserve 100MiB takes less")
-    if hint := decimal_hint(str(device_memory)):
-        print(hint, file=sys.stderr)
     return Room(size - kept, FIXED if reserve is None and device == "cuda" else 0.0, size)
 
 
@@ -154,12 +153,6 @@ def reserve_in_words(reserve: str | None, device: str) -> str:
     if reserve is not None:
         return f"{reserve} reserved"
     return f"{OUTSIDE / GIB:.2f} GiB for CUDA's context and cuBLAS, {FIXED} of what comes and goes for the allocator"
-
-
-def decimal_hint(text: str) -> str | None:
-    """What to say of a size in decimal GB, which is less than the card of that name has; None for another unit."""
-    match = re.fullmatch(r"\s*([0-9.]+)\s*gb\s*", text.lower())
-    return match and f"{text.strip()} is {parse_bytes(text) / GIB:.2f} GiB; cards are sold in GiB: {match[1]}GiB"
 
 
 def read_bytes(option: str, text: str | int) -> int:
@@ -247,6 +240,8 @@ def asked(args: argparse.Namespace, profile: dict | None, problems: Problems, ru
     setup = replace(setup, device_memory=room.device if room else 0)
     if hf_config:
         problems.of(check, setup, hf_config, called)
+    if device == "cuda" and not problems.lines and (hint := size_as_sold(str(args.device_memory))):
+        print(hint, file=sys.stderr)
     return Asked(model, hf_config, settings, setup, reserve, room, calibration)
 
 

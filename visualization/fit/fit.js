@@ -1,18 +1,8 @@
 // The page: reads the choice from the form or the address, and shows what sums.js finds.
 
 const WAYS = { "stock": "TRL as it is", "stock-accumulate": "One completion at a time", "shared": "Prefix sharing" };
-// GiB, and who has it. What PyTorch sees, the least of what its messages say when memory runs out: T4 14.56 to 14.75, A10
-// and A10G 22.0, RTX 4090 23.6 (3DTopia/Phidias-Diffusion issue 8: 23.64, pinokiofactory/flux-webui 11: 23.61), RTX 5090
-// 31.3, A100 39.4 (TianheWu/CoSeR 10: 39.50) and 79.2 (wbfwonderful/Vad-R1 11: 79.25), L40 44.40, H100 79.1, H100 NVL 93.00,
-// H200 139.8. "Nominal": as it is sold, where none was found; a card has a little less
-const CARDS = [
-  [8, "RTX 4060, RTX 3070 (nominal)"], [10, "RTX 3080 (nominal)"], [12, "RTX 4070, RTX 3060 (nominal)"],
-  [14.5, "T4 (16 GB)"], [16, "RTX 4080, RTX 5080, RTX 5070 Ti (nominal)"], [22, "A10, A10G, L4 (24 GB)"],
-  [23.6, "RTX 4090 (24 GB)"], [24, "RTX 3090 (nominal)"], [31.3, "RTX 5090 (32 GB)"], [32, "V100 (nominal)"],
-  [39.4, "A100 (40 GB)"], [44.4, "L40, L40S (48 GB)"], [48, "RTX A6000, RTX 6000 Ada (nominal)"], [79.1, "H100 (80 GB)"],
-  [79.2, "A100 (80 GB)"], [93, "H100 NVL (94 GB)"], [96, "RTX PRO 6000, H20 (nominal)"], [139.8, "H200 (141 GB)"],
-  [192, "MI300X (nominal)"],
-];
+// [GiB, who has it]: what PyTorch sees of a card, or "nominal", as it is sold, where nobody has said; it has a little less
+const CARDS = DATA.cards.map(({ names, sold, seen }) => [seen ?? sold, `${names} (${seen ? `${sold} GB` : "nominal"})`]);
 const CARD = { least: 8, most: 192 };
 const NUMBERS = { prompt: "Prompt", completion: "Completion", k: "k", card: "Memory of a card" };
 const NAMES = ["model", "trained", "prompt", "completion", "k", "card", "cards", "reference"]; // in the address
@@ -20,7 +10,7 @@ const MEASURED = DATA.measured_over_predicted;
 const ON_GPU = /GPU/.test(MEASURED.devices);
 const FIRST = {
   model: MODELS.has("Qwen/Qwen3-8B") ? "Qwen/Qwen3-8B" : DATA.models[0].name, trained: "lora", prompt: "3000",
-  completion: "512", k: "8", card: "23.6", cards: "1", reference: "1",
+  completion: "512", k: "8", card: "23.5", cards: "1", reference: "1",
 };
 
 const by = (id) => document.getElementById(id);
