@@ -10,7 +10,7 @@ from test_visualization import GIB, write_run
 
 from visualization import create_charts
 from visualization.load import load_machine
-from visualization.page import build
+from visualization.page import answers, build
 
 VOID = {"meta", "img", "input", "br", "hr", "link"}
 browser, file, opened = fit_page.browser, fit_page.file, fit_page.opened  # fixtures
@@ -103,6 +103,15 @@ def test_how_much_memory_beside_the_strongest_rival(html):
         '<td class="number hatched">out of memory</td>' in part and '<td class="number hatched">damaged</td>' in part
     )
     assert part.count('<td class="number bold">3.00</td>') == 1 and '<td class="number bold">4.00</td>' in part
+
+
+def test_the_sentence_is_of_the_k_at_which_most_rivals_were_run(tmp_path):
+    """At another k the strongest one may be missing."""
+    for k, peaks in {8: {"shared": 1, "stock": 4, "stock-accumulate": 2}, 16: {"shared": 1, "stock": 9}}.items():
+        for arm, peak in peaks.items():
+            write_run(tmp_path, arm, k, above=peak * GIB)
+    said = answers.memory(load_machine(tmp_path))
+    assert "At k = 8, shared" in said and "strongest rival, stock-accumulate" in said
 
 
 def test_how_much_time_with_the_range_of_repeats(html):

@@ -67,7 +67,7 @@ def _meaning(table: dict[tuple[str, int], Cell]) -> list[str]:
         published += f", and it fed {known} prompt tokens"
     exact, _ = _saved(table, "classic-string-exact", "classic-baseline")
     lean, _ = _saved(table, "classic-lean", "classic-baseline")
-    shared, _ = _saved(table, "shared", "stock")
+    shared, _ = _saved(table, "shared", "stock-accumulate")  # the strongest rival
     return [
         f"The change published in 2025: {published}.",
         f"The same idea with nothing cut: {exact}.",

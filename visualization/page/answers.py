@@ -1,7 +1,7 @@
 """How much memory, how much time, and is it exact: sentences and a small table each, from the records alone.
 
 A rival is an arm that this project did not make and that was fed the prompts it was asked for. An arm of ours stands
-beside the strongest rival of its trainer at the same k.
+beside the strongest rival of its trainer at the same k, where most rivals were run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -86,28 +86,29 @@ def by_arm_and_k(runs: Sequence[Run], what: Quantity) -> str:
     sentences, rows = [], []
     for arms in by_trainer(arm for arm, _ in found):
         mine = [cell for cell in found.values() if cell.arm in arms]
-        rivals = {k: strongest_rival([cell for cell in mine if cell.k == k], what) for k in ks}
+        rivals = {k: rivals_of([cell for cell in mine if cell.k == k], what) for k in ks}
         sentences += best_of_ours(mine, rivals, what)
         rows += [[arm, *(in_bold(found.get((arm, k)), rivals[k], what) for k in ks)] for arm in arms]
     words = " ".join(sentences) or "No arm of this project finished beside a rival here."
     head = [what.unit, *(f"k = {k}" for k in ks)]
-    bold = ["Bold: the strongest rival at that k."] if sentences else []
+    bold = ["Bold: the strongest rival of those that finished at that k."] if sentences else []
     return f"<p>{escape(words)}</p>" + table(head, rows, texts=(0,)) + quiet(bold)
 
 
-def strongest_rival(mine: Sequence[Cell], what: Quantity) -> Cell | None:
-    """The one with the least, None where none finished."""
-    rivals = [cell for cell in mine if not is_ours(cell) and fed_whole(cell) and what.value(cell)]
-    return min(rivals, key=what.value, default=None)
+def rivals_of(mine: Sequence[Cell], what: Quantity) -> list[Cell]:
+    """Those that finished, the strongest first."""
+    found = [cell for cell in mine if not is_ours(cell) and fed_whole(cell) and what.value(cell)]
+    return sorted(found, key=what.value)
 
 
-def best_of_ours(mine: Sequence[Cell], rivals: Mapping[int, Cell | None], what: Quantity) -> list[str]:
-    """The best arm of ours at the largest k where a rival finished, too; nothing where there is no such k."""
+def best_of_ours(mine: Sequence[Cell], rivals: Mapping[int, Sequence[Cell]], what: Quantity) -> list[str]:
+    """The best arm of ours where most rivals finished, at the largest such k; nothing where none did. Elsewhere the
+    strongest one may not have been run."""
     known = [cell for cell in mine if is_ours(cell) and rivals[cell.k] and what.value(cell)]
     if not known:
         return []
-    ours = min(known, key=lambda cell: (-cell.k, what.value(cell)))
-    rival = rivals[ours.k]
+    ours = min(known, key=lambda cell: (-len(rivals[cell.k]), -cell.k, what.value(cell)))
+    rival = rivals[ours.k][0]
     figures = {"k": ours.k, "mine": what.value(ours), "theirs": what.value(rival)}
     return [what.sentence.format(ours=called(ours), rival=called(rival), **figures)]
 
@@ -121,11 +122,11 @@ def fed_whole(cell: Cell) -> bool:
     return not asked or fed is None or fed >= WHOLE * asked
 
 
-def in_bold(cell: Cell | None, rival: Cell | None, what: Quantity) -> str:
+def in_bold(cell: Cell | None, rivals: Sequence[Cell], what: Quantity) -> str:
     text = entry(cell, what.text)
     if cell and not cell.finished:
         return Failed(text)
-    return Bold(text) if cell and cell is rival else text
+    return Bold(text) if cell and cell in rivals[:1] else text
 
 
 def called(cell: Cell) -> str:
