@@ -7,6 +7,7 @@ import sys
 import zipfile
 
 import pytest
+from fork_tool import fork, obtain
 
 from experiments.builds import build
 from experiments.config import ROOT
@@ -80,3 +81,18 @@ def test_a_word_that_is_no_command_is_told_in_one_line(capsys):
     assert command.main(["plam"]) == 2
     assert capsys.readouterr().err == "rloo-memory: no command 'plam'; choose one of: plan, doctor, launch, check\n"
     assert command.main([]) == 0 and "rloo-memory plan" in capsys.readouterr().out
+
+
+def test_the_way_back_that_docs_name_takes_the_fork_away():
+    """`pip install trl` does not: to pip the fork is that version already."""
+    released = obtain(fork.load_lines(ROOT / "trl")["current"]).parent
+    for page in ("docs/faq.md", "docs/tutorial.md"):
+        text = " ".join((ROOT / page).read_text().split())
+        assert "`pip install --force-reinstall --no-deps trl==1.16.0`" in text, page
+
+    def asked(*words):
+        pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--find-links", released]
+        return subprocess.run([*pip, *words], capture_output=True, text=True).stdout
+
+    assert "already satisfied" in asked("--no-deps", "trl")
+    assert "Would install trl-1.16.0\n" in asked("--force-reinstall", "--no-deps", "trl==1.16.0")

@@ -462,12 +462,12 @@ def test_seconds_come_from_the_runs_that_are_there_for_them(tmp_path):
         "| TRL, one completion at a time | 71.0 | 0.8 | 1.00 |" in summary
         and "| prefix sharing, two completions at a time | 20.0 | 3.0 |" in summary
     )
-    assert summary.count("Seconds are medians of runs of their own, 3 per cell") == 1
+    assert summary.count("Seconds are medians of 3 runs, separate from those for memory") == 1
     assert "| 71.0 | 1.00 |" in phases
     left = {run.run_id for run in load_machine(machine) if run.scale == "bench-time"}
     apart = {"shared-accumulate_bench-time_k8_r0", "stock_bench-time_k4_r0"}
     assert left == apart, "nothing is dropped without a word"
-    assert "Seconds are medians of runs of their own" in " ".join(texts(phase_peaks(load_machine(machine))))
+    assert "Seconds are medians of 3 runs" in " ".join(texts(phase_peaks(load_machine(machine))))
     runs = [run for run in load_machine(machine) if run.scale == "bench"]
     for said in (answers.time(runs), " ".join(speed_table(runs))):
         assert "71.0" in said and "321" not in said, "k = 16 was not timed"

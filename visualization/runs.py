@@ -254,7 +254,7 @@ def footnotes(runs: Sequence[Run]) -> list[str]:
     lost = [f"{run.run_id} ({run.sampler_lost})" for run in runs if run.sampler_lost]
     lines = [f"{LOST} sampler lost, samples end before the run does: {', '.join(lost)}"] if lost else []
     if timed := [len(cell.timed) for cell in cells(runs) if cell.timed]:
-        lines.append(f"Seconds are medians of runs of their own, {span(timed)} per cell")
+        lines.append(f"Seconds are medians of {span(timed)} runs, separate from those for memory")
     for status, words in (("killed", "killed before it could report"), ("damaged", "damaged and left out")):
         named = [run.run_id for run in runs if run.status == status]
         lines += [f"{words}: {', '.join(named)}"] if named else []

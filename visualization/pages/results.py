@@ -87,8 +87,8 @@ def phases_table(runs: Sequence[Run]) -> list[str]:
         rows.append([*row, cell.failure() if cell.above is None else f"{cell.above / GIB:.2f}{cell.mark}{times}"])
     header = ["arm", "generate", "score (old and reference)", "train", "whole step", "peak above start, GiB"]
     return [
-        f"Seconds at k = {k} and the peak; in brackets, how many times faster than `{REFERENCE}`, and which part of "
-        f"its peak. The token ratio is {ratio}:",
+        f"At k = {k}; in brackets, how many times faster than `{REFERENCE}`, and which part of its peak. The token "
+        f"ratio is {ratio}. Seconds:",
         "",
         *markdown(header, rows),
     ]
