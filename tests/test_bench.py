@@ -38,7 +38,7 @@ def test_phases_table_compares_with_stock_at_the_k_of_most_arms(machine):
     assert {cell.k for cell in compared(load_machine(machine))} == {8}
     text = tables.render("phases", machine)
     # 8 x 3,100 tokens against 3,000 + 8 x 100
-    assert "Seconds at k = 8" in text and "token ratio is 6.53" in text
+    assert "At k = 8; in brackets" in text and "token ratio is 6.53. Seconds:" in text
     assert "| `stock` | 10.0 | 10.0 | 10.0 | 101.0 | 4.00 |" in text
     assert "| `shared` | 10.0 (1.0 x) | 10.0 (1.0 x) | 10.0 (1.0 x) | 10.0 (10.1 x) | 0.50 (1/8.0) |" in text
     assert "| `classic-baseline` | OOM | OOM | OOM | OOM | OOM |" in text
