@@ -32,6 +32,13 @@ def says(page: str, sentence: str) -> None:
     assert " ".join(sentence.split()) in " ".join(text.split()), f"{page} should say: {sentence}"
 
 
+def table_of(page, heading):
+    """The figures of the table that begins so: [cell, ...] of each line, without thousands separators."""
+    lines = (ROOT / page).read_text().partition(f"\n{heading}")[2].partition("\n\n")[0].splitlines()[2:]
+    assert lines, heading
+    return [[re.sub(r"(?<=\d),(?=\d)", "", cell.strip()) for cell in line.strip("|").split("|")] for line in lines]
+
+
 @pytest.fixture(scope="module")
 def runs():
     return load_machine(REFERENCE)
@@ -81,13 +88,13 @@ def test_the_peak_hardly_grows_with_k(bench):
 
 
 def test_lengths_at_which_training_gains_little():
-    found = faster(read_bench(REFERENCE, "worth"), "train")
+    worth = read_bench(REFERENCE, "worth")
+    found, steps = faster(worth, "train"), faster(worth, "step")
     square = found.xs((1000, 1000), level=("prompt_tokens", "completion_tokens"))
     span = f"{square.min(axis=None):.1f} to {square.max(axis=None):.1f} times faster"
     says("docs/faq.md", f"At P = C = 1,000, training was {span}")
     says("docs/worth.md", f"training is {span} at P = C = 1,000")
     says("README.md", f"training is {span} at 1,000 and 1,000 tokens")
-    steps = faster(read_bench(REFERENCE, "worth"), "step")
     train, step = (each.xs((200, 1000), level=("prompt_tokens", "completion_tokens")) for each in (found, steps))
     slow = "At P = 200, C = 1,000 it was {:.1f} to {:.1f} times as fast, and a whole step {:.1f} to {:.1f} times"
     ends = (end for each in (train, step) for end in (each.min(axis=None), each.max(axis=None)))
@@ -169,9 +176,7 @@ def test_what_the_published_change_and_the_honest_one_save(runs):
     gib, less = 2**30, {k: f"{1 - lean[k] / base[k]:.0%}".replace("%", " %") for k in (2, 4)}
     says("README.md", f"saves {less[2]} at k = 2")
     string = next(c for c in cells(runs) if (c.arm, c.scale, c.k) == ("classic-string", "cpu", 2)).above
-    theirs = [
-        PUBLISHED[arm, 2].peak_gib - PUBLISHED[arm, 2].start_gib for arm in ("classic-string", "classic-baseline")
-    ]
+    theirs = [PUBLISHED[arm, 2].above_gib for arm in ("classic-string", "classic-baseline")]
     published, ours = (f"{100 * (1 - a / b):.0f} %" for a, b in (theirs, (string, base[2])))
     says("README.md", f"({published} of what is above the start level; rebuilt, it saves {ours} there)")
     says(
@@ -188,7 +193,7 @@ def test_how_near_the_published_figures_are(runs):
         for cell in cells([run for run in runs if run.scale == "cpu"])
         if cell.above
     }
-    theirs = {cell: found.peak_gib - found.start_gib for cell, found in PUBLISHED.items() if found.peak_gib}
+    theirs = {cell: found.above_gib for cell, found in PUBLISHED.items() if found.above_gib}
     base = [("classic-baseline", k) for k in (2, 4)]
     assert all(ours[cell] < theirs[cell] for cell in base)
     off = sorted(ours[cell] - theirs[cell] for cell in theirs if cell[0] == "classic-string")
@@ -206,7 +211,7 @@ def test_how_near_the_published_figures_are(runs):
 def test_what_was_published():
     """And what follows from it alone."""
     published = {cell: found for cell, found in PUBLISHED.items() if found.peak_gib}
-    above = {cell: found.peak_gib - found.start_gib for cell, found in published.items()}
+    above = {cell: found.above_gib for cell, found in published.items()}
     less = [100 * (1 - above["classic-string", k] / above["classic-baseline", k]) for k in (2, 4)]
     says("docs/findings.md", "reduction of what the training itself took is {:.1f} and {:.1f} %".format(*less))
     slope, intercept, squared = fit(*zip(*(point[2:] for point in POINTS_2025), strict=True))
@@ -217,9 +222,9 @@ def test_what_was_published():
         for arm in ("classic-baseline", "classic-string")
     )
     says("docs/findings.md", f"per completion, {steeper} / {flatter} = {steeper / flatter:.2f}, is the ratio of the")
-    lines = (ROOT / "docs" / "findings.md").read_text().partition("| k | baseline |")[2].splitlines()[2:5]
-    for line in lines:
-        k, *cells_of_k = (cell.strip() for cell in line.strip("|").split("|"))
+    table = table_of("docs/findings.md", "| k | baseline |")
+    assert len(table) == 3
+    for k, *cells_of_k in table:
         base, string = ((arm, int(k)) for arm in ("classic-baseline", "classic-string"))
         if base in published:
             reduction = f"{100 * (1 - published[string].peak_gib / published[base].peak_gib):.1f} %"

@@ -6,7 +6,7 @@ from statistics import median
 
 import pytest
 import yaml
-from test_figures import says
+from test_figures import says, table_of
 
 from experiments.config import ROOT
 from experiments.evidence.published_peaks import FOLDER, predicted_for, setup_of
@@ -36,19 +36,12 @@ def peaks(planned, tmp_path):
     return ask
 
 
-def rows(page, heading):
-    """The figures of the table that begins so: [cell, ...] of each line, without thousands separators."""
-    lines = (ROOT / page).read_text().partition(f"\n{heading}")[2].partition("\n\n")[0].splitlines()[2:]
-    assert lines, heading
-    return [[re.sub(r"(?<=\d),(?=\d)", "", cell.strip()) for cell in line.strip("|").split("|")] for line in lines]
-
-
 def gib(size, digits=1):
     return f"{size / GIB:.{digits}f}"
 
 
 def test_many_and_long_completions(peaks):
-    for prompt, completion, k, *figures in rows("docs/worth.md", "| prompt | completion | k | generation |"):
+    for prompt, completion, k, *figures in table_of("docs/worth.md", "| prompt | completion | k | generation |"):
         words = f"{LORA} --prompt {prompt} --completion {completion} --k {k}"
         (passes,) = peaks(f"{words} --tokens-per-forward {2 * (int(completion) + 1)}", "shared")
         micro = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": int(k) // 2}
@@ -59,7 +52,7 @@ def test_many_and_long_completions(peaks):
 
 
 def test_activations_on_the_host(peaks):
-    for prompt, completion, k, *figures in rows("docs/worth.md", "| prompt | completion | k | device |"):
+    for prompt, completion, k, *figures in table_of("docs/worth.md", "| prompt | completion | k | device |"):
         words = f"{LORA} --prompt {prompt} --completion {completion} --k {k}"
         words += f" --tokens-per-forward {2 * (int(completion) + 1)}"
         found = []
@@ -92,7 +85,7 @@ def test_batch_and_groups(peaks):
         [what, *(gib(peak(arm, batch, **trained, **more)["total"]) for arm, batch, more in columns)]
         for what, trained in {"every weight, in float32": every, "LoRA, rank 16": lora}.items()
     ]
-    assert rows("docs/launch.md", "| GiB | batch 2 x 8, not shared |") == found
+    assert table_of("docs/launch.md", "| GiB | batch 2 x 8, not shared |") == found
     ddp = f"--accelerate {ROOT / 'rloo_memory/settings/accelerate/ddp.yaml'} "
     reduced = peak("shared", 2, ddp, **every, **shared)
     without = gib(reduced["total"] - reduced["kinds"]["other"])

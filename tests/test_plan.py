@@ -219,6 +219,8 @@ def test_a_size_as_it_is_sold_is_taken_with_a_hint(planned):
 
 def test_what_pytorch_sees_of_a_card_is_less_than_it_is_sold_with():
     assert all(0.9 * card.sold < card.seen < card.sold for card in cards() if card.seen)
+    sizes = [card.seen or card.sold for card in cards()]
+    assert sizes == sorted(sizes), "the page lists them in this order"
 
 
 def test_the_planners_arms_are_those_of_the_harness_but_for_the_token_budget():

@@ -26,6 +26,10 @@ class Published:
     peak_gib: float | None
     start_gib: float
 
+    @property
+    def above_gib(self) -> float | None:
+        return None if self.peak_gib is None else self.peak_gib - self.start_gib
+
 
 PUBLISHED = {
     ("classic-baseline", 2): Published(14.38, 1.84),

@@ -48,7 +48,6 @@ def colours() -> str:
 def page(data: dict, measured: dict) -> str:
     """The page as HTML."""
     cards = read_json(SURENESS / "cards.json", "git restore it")["cards"]
-    cards = sorted(cards, key=lambda card: card.get("seen", card["sold"]))
     data = {**data, "measured_over_predicted": measured, "cards": cards, "kinds": list(KINDS)}
     text = json.dumps(data, separators=(",", ":"))
     return Template((HERE / "fit.html").read_text()).substitute(

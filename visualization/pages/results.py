@@ -110,8 +110,8 @@ def published_table(runs: Sequence[Run]) -> list[str]:
         factor = PUBLISHED_BUDGET / budget
         factors.add(f"{factor:g}")
         ours = entry(cell, lambda cell, factor=factor: f"{cell.above * factor / GIB:.2f}{cell.mark}")
-        peak, start = published.peak_gib, published.start_gib
-        theirs = [f"{peak:.2f}" if peak else "out of memory", f"{start:.2f}", f"{peak - start:.2f}" if peak else ""]
+        peak, start, above = published.peak_gib, published.start_gib, published.above_gib
+        theirs = [f"{peak:.2f}" if peak else "out of memory", f"{start:.2f}", f"{above:.2f}" if above else ""]
         rows.append([f"`{arm}`", str(k), ours, *theirs])
     if not rows:
         return []
