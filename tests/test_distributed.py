@@ -112,7 +112,7 @@ def launch(arm, runs, folder):
         command = [*launcher, str(PROBE), str(folder), arm, json.dumps(missing)]
         # About 5 s a run alone; other tests share the cores
         _, output = two_processes.run(command, 120 + 40 * len(missing), PYTHONPATH=str(trl), DS_ACCELERATOR="cpu")
-        # Not the exit status: gloo can abort when one process has left and the other one is about to
+        # Not the exit status: a file that is there is whole, however the processes ended
         missing = [run for run in missing if not (folder / f"{run['name']}-{arm}.pt").exists()]
         # Seen once in some fifty launches, with untouched TRL: a process aborts amid a run. What is missing runs again
         if not missing or "(SIGABRT)" not in output:

@@ -17,7 +17,7 @@ from pathlib import Path
 from rloo_memory import cuda_check, host_allocator
 from rloo_memory.adapters import adapter_of
 from rloo_memory.device import is_out_of_memory, level, settle, show_one_gpu
-from rloo_memory.errors import ConfigError, Stopped, exit_code
+from rloo_memory.errors import ConfigError, Stopped, exit_code, leave
 from rloo_memory.launch import (
     command_line,
     dataset,
@@ -43,18 +43,22 @@ def main(argv: list[str] | None = None) -> int:
         print(help.text(), end="")
         return 0
     # Several processes are ended by the program that started them, which does not wait for one that is in a collective
-    alone = int(os.environ.get("WORLD_SIZE", 1)) == 1 and threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, stop) if alone else None
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    stoppable = not several and threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, stop) if stoppable else None
     try:
-        return exit_code("launch", run, argv)
+        code = exit_code("launch", run, argv)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         print(f"launch: out of memory before the first update: {one_line(error)}", file=sys.stderr)
-        return 1
+        code = 1
     finally:
-        if alone:
+        if stoppable:
             signal.signal(signal.SIGTERM, before)
+    if several:
+        leave(code)
+    return code
 
 
 def stop(number, frame):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rloo_memory.errors import ConfigError, shown
+from rloo_memory.errors import EXIT_USAGE, ConfigError, leave, shown
 from rloo_memory.folder_lock import owned
 
 MODEL_FILES = ("model*.safetensors", "adapter_model*", "pytorch_model*")
@@ -57,12 +57,14 @@ def decided_once(config, decide: Callable):
         broadcast_object_list(found)
     if isinstance(found[0], ConfigError):
         end_together()
-        raise found[0] if config.process_index == 0 else SystemExit(2)
+        if config.process_index > 0:
+            leave(EXIT_USAGE)
+        raise found[0]
     return found[0]
 
 
 def end_together() -> None:
-    """gloo aborts a process that the others have left, and one whose interpreter ends soon after an exchange."""
+    """gloo aborts a process that the others have left."""
     from accelerate import PartialState
 
     state = PartialState()

@@ -22,6 +22,7 @@ from tiny import VOCABULARY, build_tokenizer
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
+from rloo_memory.errors import leave
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 try:
@@ -228,7 +229,7 @@ def main():
             torch.save(result, folder / "result.part")
             (folder / "result.part").rename(folder / f"{name}-{arm}.pt")  # a file of that name is whole
     dist.barrier()
-    dist.destroy_process_group()
+    leave(0)
 
 
 if __name__ == "__main__":

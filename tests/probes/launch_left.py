@@ -1,12 +1,18 @@
-"""The launcher, which has left the group of its processes when it ends."""
+"""The launcher; says how its process ends."""
 
+import atexit
+import os
 import sys
-
-import torch.distributed
 
 from rloo_memory.launch import __main__ as launch
 
-try:
+
+class Interpreter:
+    def __del__(self, write=os.write):
+        write(1, b"the interpreter is taken down\n")
+
+
+if __name__ == "__main__":
+    atexit.register(os.write, 1, b"what is registered for the exit runs\n")
+    kept = Interpreter()
     sys.exit(launch.main(sys.argv[1:]))
-finally:
-    assert not torch.distributed.is_initialized(), "a group is left, whose threads can abort this process"

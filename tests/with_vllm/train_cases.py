@@ -13,6 +13,7 @@ from training import CASES, train
 
 from experiments.builds import use_fork
 from rloo_memory.arms import ARMS
+from rloo_memory.errors import leave
 
 use_fork(ARMS["shared"])
 vllm_on_cpu.colocated()
@@ -23,5 +24,4 @@ if os.environ["RANK"] == "0":
     torch.save(done, file)
 torch.distributed.barrier()
 vllm_on_cpu.remove_shared_memory()
-sys.stdout.flush()
-os._exit(0)  # gloo's threads abort a process whose interpreter ends while they run
+leave(0)
