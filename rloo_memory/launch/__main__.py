@@ -43,8 +43,7 @@ def main(argv: list[str] | None = None) -> int:
         print(help.text(), end="")
         return 0
     # Several processes are ended by the program that started them, which does not wait for one that is in a collective
-    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
-    stoppable = not several and threading.current_thread() is threading.main_thread()
+    stoppable = not one_of_several() and threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, stop) if stoppable else None
     try:
         code = exit_code("launch", run, argv)
@@ -56,9 +55,14 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         if stoppable:
             signal.signal(signal.SIGTERM, before)
-    if several:
+    if one_of_several():
         leave(code)
     return code
+
+
+def one_of_several() -> bool:
+    """Whether this process was started with others that train with it."""
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1
 
 
 def stop(number, frame):
@@ -71,7 +75,7 @@ def run(argv: list[str]) -> int:
     host_allocator.activate(launch.host_allocator, restart=sys.argv[-len(argv) :] == argv)
     # one write: the workers' lines would mix
     print(f"host allocator: {', '.join(host_allocator.mapped().values()) or 'system'}\n", end="", flush=True)
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1 and (line := show_one_gpu()):
+    if not one_of_several() and (line := show_one_gpu()):
         print(f"gpus    {line}", flush=True)
     # torch would send attention to cuDNN on recent GPUs, which plans each length anew, so each decoded token
     os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")

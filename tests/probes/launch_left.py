@@ -4,6 +4,8 @@ import atexit
 import os
 import sys
 
+import torch.distributed
+
 from rloo_memory.launch import __main__ as launch
 
 
@@ -12,7 +14,13 @@ class Interpreter:
         write(1, b"the interpreter is taken down\n")
 
 
+def at_exit():
+    os.write(1, b"what is registered for the exit runs\n")
+    if torch.distributed.is_initialized():
+        os.write(1, b"a group is left\n")
+
+
 if __name__ == "__main__":
-    atexit.register(os.write, 1, b"what is registered for the exit runs\n")
+    atexit.register(at_exit)
     kept = Interpreter()
     sys.exit(launch.main(sys.argv[1:]))
