@@ -14,7 +14,7 @@ help:
 	@echo "make plans       predict the memory of every profile (a few minutes)"
 	@echo "make fit-data    make docs/fit.html and what it answers from (about an hour; goes on where it was interrupted)"
 	@echo "make evidence    measure all that README.md and docs show, by this commit (some 5 hours on 2 quiet cores; goes on"
-	@echo "                 where it was stopped); which figures are old: python -m experiments.evidence.age"
+	@echo "                 where it was stopped); which figures are old: python -m experiments.checks.age"
 	@echo "make charts      draw the committed results again, update the tables of README.md and docs"
 
 reproduce:
@@ -42,12 +42,12 @@ evidence:
 	-./run_bench.sh $(WHERE)
 	-.venv/bin/python -m pip install --no-deps "prefix-grouper==$$(.venv/bin/python -c 'from experiments.bench import rivals; print(rivals.PREFIX_GROUPER)')"
 	-for name in worth decoding rivals families allocators sampler; do .venv/bin/python -m experiments.bench $$name $(WHERE); done
-	-.venv/bin/python -m experiments.evidence.planner_check $(WHERE)
-	-.venv/bin/python -m experiments.evidence.published_peaks
-	-.venv/bin/python -m experiments.evidence.model_families --write docs/models.md
-	-$(if $(TRL),.venv/bin/python -m experiments.evidence.upstream_tests $(TRL) $(WHERE))
-	.venv/bin/python -m experiments.evidence.measured_ranges
-	.venv/bin/python -m experiments.evidence.age
+	-.venv/bin/python -m experiments.checks.planner_check $(WHERE)
+	-.venv/bin/python -m experiments.checks.published_peaks
+	-.venv/bin/python -m experiments.checks.model_families --write docs/models.md
+	-$(if $(TRL),.venv/bin/python -m experiments.checks.upstream_tests $(TRL) $(WHERE))
+	.venv/bin/python -m experiments.checks.measured_ranges
+	.venv/bin/python -m experiments.checks.age
 
 test: lint
 	.venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"

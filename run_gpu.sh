@@ -15,9 +15,9 @@ published=shared,classic-baseline,classic-string,classic-lean,stock,stock-accumu
 # themselves where --minutes ended them
 items() {
   cat << LIST
-device              both   30  evidence.device_facts
-kernels             both   40  evidence.kernels
-exactness           both  220  evidence.exactness
+device              both   30  checks.device_facts
+kernels             both   40  checks.kernels
+exactness           both  220  checks.exactness
 attention           cuda   60+ bench attention
 cells-first         cuda  200+ bench cells-first
 cells-k8            cuda  300+ bench cells-k8
@@ -28,7 +28,7 @@ published-k2-k4     cuda   60+ suite --scale seed --arms $published --k 2,4
 profile             cuda  120  bench.step_profile
 cells-offload       cuda  150+ bench cells-offload
 sampler             cuda   60+ bench sampler --models seed
-planner             cuda   60+ evidence.planner_check
+planner             cuda   60+ checks.planner_check
 cells-long          cuda  400+ bench cells-long
 published-repeats   cuda   60+ suite --scale seed --arms $published --k 2,4,8 --repeats 3
 published-large-k   cuda   60+ suite --scale seed --arms classic-string,classic-string-exact,classic-lean,shared --k 16,32,64
@@ -38,7 +38,7 @@ cells-small         cpu    60+ bench cells-small
 published-k2        cpu    20+ suite --scale test --arms shared,classic-lean --k 2
 profile             cpu    30  bench.step_profile
 sampler             cpu    60+ bench sampler --models test --repeats 1
-planner             cpu    40+ evidence.planner_check --cases shared-k8
+planner             cpu    40+ checks.planner_check --cases shared-k8
 LIST
 }
 

@@ -14,9 +14,9 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, PrinterCallback
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from experiments.arms import ARMS
 from experiments.builds import use_fork
 from rloo_memory import models
-from rloo_memory.arms import ARMS
 from rloo_memory.errors import ConfigError, exit_code
 
 

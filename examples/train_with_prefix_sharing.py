@@ -48,8 +48,8 @@ def train(args: argparse.Namespace) -> None:
     trl = importlib.util.find_spec("trl")  # the fork's wheel, its build on PYTHONPATH, or untouched TRL
     if trl is None or not Path(trl.origin or "", "../models/prefix_sharing.py").resolve().exists():
         sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # build the fork of this clone
+        from experiments.arms import ARMS
         from experiments.builds import use_fork
-        from rloo_memory.arms import ARMS
 
         use_fork(ARMS["shared"])
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # kernels that nothing here needs

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from experiments.arms import Arm
 from experiments.config import ROOT
-from rloo_memory.arms import Arm
 from rloo_memory.errors import ConfigError
 
 

@@ -4,7 +4,7 @@ import os
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from rloo_memory.arms import ARMS, Arm
+from experiments.arms import ARMS, Arm
 from rloo_memory.errors import ConfigError, choose, shown
 from rloo_memory.sizes import GIB
 

@@ -9,11 +9,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from experiments import run_options
+from experiments.commit import source_commit
 from experiments.config import machine_folder
 from experiments.processes import end_with_script
 from experiments.record import make_writable
 from experiments.run_device import pick_device
-from rloo_memory.commit import source_commit
 from rloo_memory.device import machine_name
 from rloo_memory.errors import ConfigError, choose
 

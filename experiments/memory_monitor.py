@@ -36,8 +36,8 @@ from pathlib import Path
 import psutil
 import pynvml
 
+from experiments.run_record import SAMPLE_COLUMNS
 from rloo_memory.nvml import Device, choose_device, nvml_devices
-from rloo_memory.run_record import SAMPLE_COLUMNS
 
 MIN_INTERVAL, MAX_INTERVAL = 0.01, 1.0
 SLOW_PERIOD, PROCESS_PERIOD = 0.05, 0.5

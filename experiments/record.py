@@ -14,8 +14,8 @@ from pathlib import Path
 
 from experiments.config import RunConfig
 from experiments.run_options import Parser, directory
+from experiments.run_record import RUNS, RunRecord, main_peak, read_record, read_rows, write_runs
 from rloo_memory.errors import DISK_FULL, ConfigError, exit_code
-from rloo_memory.run_record import RUNS, RunRecord, main_peak, read_record, read_rows, write_runs
 from rloo_memory.sizes import GIB
 from rloo_memory.storage import replace_text, write_json
 

@@ -21,19 +21,19 @@ from datetime import datetime
 from pathlib import Path
 
 from experiments import config as cfg
+from experiments.arms import ARMS
+from experiments.commit import source_commit
 from experiments.config import ROOT, SCALES, RunConfig
 from experiments.measuring import is_committed
 from experiments.processes import Launch, end_group, end_with_script, new_token, stoppable
 from experiments.record import export, make_writable, new_record, no_room, outcome
 from experiments.run_device import pick_device
 from experiments.run_options import OPTIONS, Parser, add_minutes, add_options, add_place, number, overrides, whole
+from experiments.run_record import FINISHED, RUNS, main_peak, read_record
 from experiments.terminal import Live
-from rloo_memory.arms import ARMS
-from rloo_memory.commit import source_commit
 from rloo_memory.device import machine_name, tells_of_memory
 from rloo_memory.errors import EXIT_TIME, EXIT_USAGE, ConfigError, Stopped, exit_code
 from rloo_memory.folder_lock import owned
-from rloo_memory.run_record import FINISHED, RUNS, main_peak, read_record
 from rloo_memory.sizes import GIB
 from rloo_memory.storage import write_json
 

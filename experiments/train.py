@@ -19,21 +19,21 @@ from pathlib import Path
 
 from experiments import config as cfg
 from experiments import run_device
+from experiments.arms import ARMS
 from experiments.builds import use_fork
+from experiments.commit import source_commit
 from experiments.config import ROOT, SCALES, RunConfig
 from experiments.memory_monitor import start_monitor, stop_monitor
 from experiments.processes import Launch, end_with, ignore_signals, new_token, stoppable
 from experiments.record import export, fill_peaks, make_writable, no_room, outcome, write_end, write_record
 from experiments.run_options import OF_ONE_RUN, OPTIONS, Parser, add_options, add_place, overrides, whole
+from experiments.run_record import RUNS, RunRecord
 from experiments.terminal import Live, output_to
 from rloo_memory import cuda_check
-from rloo_memory.arms import ARMS
-from rloo_memory.commit import source_commit
 from rloo_memory.device import is_out_of_memory, level, machine_name, settle
 from rloo_memory.errors import ConfigError, Stopped, exit_code
 from rloo_memory.folder_lock import owned
 from rloo_memory.phases import PhaseRecorder
-from rloo_memory.run_record import RUNS, RunRecord
 from rloo_memory.sizes import GIB
 from rloo_memory.storage import replace_text
 

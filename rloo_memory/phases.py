@@ -12,7 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rloo_memory.device import status_bytes
-from rloo_memory.run_record import PHASE_COLUMNS
+
+PHASE_COLUMNS = (
+    "phase", "step", "start", "end", "peak_allocated_bytes", "peak_reserved_bytes", "peak_resident_bytes",
+    "device_used_bytes",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,8 @@ def policy():
 @pytest.fixture(scope="session")
 def shared_fork():
     """The TRL that is imported is the fork with prefix sharing."""
+    from experiments.arms import ARMS
     from experiments.builds import use_fork
-    from rloo_memory.arms import ARMS
 
     use_fork(ARMS["shared"])
 

@@ -7,8 +7,8 @@ from dataclasses import asdict
 
 import pytest
 
+from rloo_memory.plan.accuracy.measured import MeasuredErrors
 from rloo_memory.plan.setups import Setup
-from rloo_memory.plan.sureness.measured import MeasuredErrors
 from visualization.fit import make_page
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

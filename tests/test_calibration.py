@@ -11,18 +11,18 @@ import pytest
 from small_profile import small_profile
 
 from experiments.record import write_csv
+from experiments.run_record import PHASE_COLUMNS
 from rloo_memory.device import cpu_name, machine_name
 from rloo_memory.errors import ConfigError
 from rloo_memory.launch import gate
 from rloo_memory.plan import __main__ as plan
 from rloo_memory.plan import ask, doctor
+from rloo_memory.plan.accuracy import calibration
+from rloo_memory.plan.accuracy.calibrate import calibration_of, measured_run
+from rloo_memory.plan.accuracy.calibration import CalibratedPeak, Spread, load, range_of
+from rloo_memory.plan.accuracy.measured import measured_errors
 from rloo_memory.plan.options import reserve_of
 from rloo_memory.plan.peaks import PredictedPeak, Prediction
-from rloo_memory.plan.sureness import calibration
-from rloo_memory.plan.sureness.calibrate import calibration_of, measured_run
-from rloo_memory.plan.sureness.calibration import CalibratedPeak, Spread, load, range_of
-from rloo_memory.plan.sureness.measured import measured_errors
-from rloo_memory.run_record import PHASE_COLUMNS
 from rloo_memory.sizes import GIB
 
 MIB = 2**20

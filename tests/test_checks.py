@@ -11,17 +11,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments import measuring
+from experiments import commit, measuring
 from experiments.bench import step_profile
 from experiments.bench.attention import WAYS, Layer
 from experiments.bench.measurements import MEASUREMENTS
 from experiments.bench.samples import Cell
 from experiments.bench.sampling import Sampled
+from experiments.checks import exactness, kernels
 from experiments.config import ROOT
-from experiments.evidence import exactness, kernels
 from experiments.measuring import EXIT_VERDICT, Place
 from experiments.record import read_csv
-from rloo_memory import commit
 from rloo_memory.plan.records import read_run
 from visualization.tables import render
 
@@ -56,7 +55,7 @@ def test_lora_on_bfloat16_weights_trains_alike_with_and_without_sharing(train):
 @pytest.mark.slow
 @pytest.mark.torch
 def test_errors_and_attention_kernels_are_measured_on_the_device(tmp_path):
-    command = [sys.executable, "-m", "experiments.evidence.exactness", "--device", "cpu", "--machine", "x"]
+    command = [sys.executable, "-m", "experiments.checks.exactness", "--device", "cpu", "--machine", "x"]
     result = subprocess.run(
         [*command, "--results", tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=300, env=os.environ
     )
@@ -236,7 +235,7 @@ def test_a_run_that_failed_or_that_nobody_sampled_is_no_sample(monkeypatch, tmp_
 
 def test_a_copy_without_git_says_its_commit_by_the_environment(tmp_path, monkeypatch):
     """Nor does one that lies, untracked, in another repository."""
-    copy = tmp_path / "rloo_memory" / "commit.py"
+    copy = tmp_path / "experiments" / "commit.py"
     copy.parent.mkdir()
     shutil.copy(commit.__file__, copy)
     monkeypatch.setattr(commit, "__file__", str(copy))
@@ -260,14 +259,14 @@ def test_what_was_measured_before_a_commit_of_pages_is_of_the_same_code(tmp_path
         git("commit", "-qm", "one more")
         return commit.source_commit()
 
-    (tmp_path / "rloo_memory").mkdir()
-    monkeypatch.setattr(commit, "__file__", str(shutil.copy(commit.__file__, tmp_path / "rloo_memory")))
+    (tmp_path / "experiments").mkdir()
+    monkeypatch.setattr(commit, "__file__", str(shutil.copy(commit.__file__, tmp_path / "experiments")))
     git("init", "-q")
     first = commits("requirements.lock", "torch==1")
     assert first == git("rev-parse", "--short=12", "HEAD").strip()
     assert commits("README.md", "a page") == first
-    (tmp_path / "rloo_memory" / "plan" / "sureness").mkdir(parents=True)
-    for path in ("rloo_memory/plan/sureness/measured.json", "rloo_memory/README.md"):
+    (tmp_path / "rloo_memory" / "plan" / "accuracy").mkdir(parents=True)
+    for path in ("rloo_memory/plan/accuracy/measured.json", "rloo_memory/README.md"):
         assert commits(path, "what came out") == first
     (tmp_path / "requirements.lock").write_text("torch==2")
     assert commit.source_commit() == f"{first}-dirty"

@@ -17,12 +17,12 @@ from experiments.record import read_csv
 from experiments.workload import run_models
 from rloo_memory import data
 from rloo_memory.plan import doctor
+from rloo_memory.plan.accuracy.reserve import Room
 from rloo_memory.plan.levers import LEVERS, in_turn
 from rloo_memory.plan.options import LEAST_DEVICE
 from rloo_memory.plan.peaks import PredictedPeak, Prediction
 from rloo_memory.plan.records import read_run
 from rloo_memory.plan.setups import Setup
-from rloo_memory.plan.sureness.reserve import Room
 
 
 def run(module, *arguments, **environment):

@@ -6,9 +6,9 @@ from statistics import median
 
 import pytest
 
+from experiments.checks import age
 from experiments.config import ROOT
-from experiments.evidence import age
-from rloo_memory.run_record import stored_runs
+from experiments.run_record import stored_runs
 from visualization.legacy import PUBLISHED, PUBLISHED_BUDGET
 
 README = (ROOT / "README.md").read_text()

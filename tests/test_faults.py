@@ -14,7 +14,7 @@ import pytest
 from experiments import train as train_module
 from experiments.config import ROOT
 from experiments.record import read_csv
-from rloo_memory.run_record import RUNS, read_record, stored_runs
+from experiments.run_record import RUNS, read_record, stored_runs
 from tests.waiting import until
 
 RUN = "classic-lean_test_k2_r0"

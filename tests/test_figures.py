@@ -10,14 +10,14 @@ import pandas as pd
 import pytest
 
 from experiments.config import ROOT
-from rloo_memory.plan.sureness.cards import cards
-from rloo_memory.plan.sureness.measured import times_faster
+from rloo_memory.plan.accuracy.cards import cards
+from rloo_memory.plan.accuracy.measured import times_faster
 from rloo_memory.shapes import SHAPES
 from visualization.charts.audit import POINTS_2025, fit
 from visualization.legacy import PUBLISHED, PUBLISHED_BUDGET
 from visualization.load import load_machine
 from visualization.page.answers import side_by_side
-from visualization.pages.checks import emulated_shares
+from visualization.pages.check_tables import emulated_shares
 from visualization.pages.gpu_peaks import read_peaks
 from visualization.pages.predictions import read_check
 from visualization.pages.side_by_side import CELL, faster, limits_of, read_bench, ways_of

@@ -82,7 +82,7 @@ def test_allocations_are_the_same_where_more_layers_shift_their_numbers():
 def test_a_stretch_that_is_no_sum_is_an_error():
     """Peaks between events without an allocation behind them: what is not linear in C has no sum to be fitted."""
     from experiments.fitting import fit_curves
-    from rloo_memory.plan.step.simulate import PHASES
+    from rloo_memory.plan.simulation.simulate import PHASES
 
     def stretches(completion: int) -> dict:
         places = {(phase, "start", None, "early"): {"parameters": 10**9} for phase in PHASES}

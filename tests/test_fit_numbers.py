@@ -24,9 +24,9 @@ browser, file, opened = fit_page.browser, fit_page.file, fit_page.opened  # fixt
 
 def test_peaks_are_the_sums_that_the_planner_fitted_with_what_sharding_and_the_allocator_add(opened):
     from experiments.fitting.fit_terms import value
+    from rloo_memory.plan.accuracy.reserve import FIXED, Room
     from rloo_memory.plan.peaks import PredictedPeak
     from rloo_memory.plan.scale_up.sharding import SHARDED, widened
-    from rloo_memory.plan.sureness.reserve import FIXED, Room
 
     asked = choices(200, seed=3)
     ask = "asked => asked.map((choice) => ['peaks', 'needed'].map((name) => window.fit[name](choice.model, choice)))"
@@ -183,9 +183,9 @@ def test_what_is_shown_is_what_is_computed_with_its_error(opened):
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_its_settings_are_what_launcher_planner_and_trl_take(opened, tmp_path, monkeypatch):
     from rloo_memory.plan import __main__ as plan
+    from rloo_memory.plan.accuracy.reserve import Room
     from rloo_memory.plan.levers import planned
     from rloo_memory.plan.options import room_of, setup_from
-    from rloo_memory.plan.sureness.reserve import Room
     from rloo_memory.settings.profiles import load_profile
 
     page = opened()

@@ -10,7 +10,7 @@ import pytest
 from fit_page import DATA, MODEL, MODELS, OTHER, address
 
 from experiments.config import ROOT
-from rloo_memory.plan.sureness.measured import measured_errors
+from rloo_memory.plan.accuracy.measured import measured_errors
 from visualization.fit import make_page
 
 browser, file, opened = fit_page.browser, fit_page.file, fit_page.opened  # fixtures

@@ -26,18 +26,20 @@ MAY_IMPORT = {
         "__main__": set(),
     },
     "experiments": {
-        "evidence": {"evidence", "workload", *BESIDE},
-        "bench": {"bench", "evidence", "workload", *BESIDE},
+        "checks": {"checks", "workload", *BESIDE},
+        "bench": {"bench", "checks", "workload", *BESIDE},
         "fitting": {"fitting", *BESIDE - {"train", "suite"}},
-        "workload": {"workload", "config"},
+        "workload": {"workload", "config", "arms"},
         "train": {"workload", *BESIDE - {"suite"}},
         "suite": {"workload", *BESIDE},
-        **{module: BESIDE - {"train", "suite"} for module in BESIDE - {"train", "suite", "config"}},
-        "config": set(),
+        **{module: BESIDE - {"train", "suite"} for module in BESIDE - {"train", "suite", "config", "arms", "commit"}},
+        "config": {"arms"},
+        "arms": set(),
+        "commit": set(),
     },
 }
 # Rooms of the planner from the ground up: none imports a later one, nor a module beside them but what is asked
-FLOORS = ("step", "scale_up", "sureness")
+FLOORS = ("simulation", "scale_up", "accuracy")
 ASKED = {"setups", "checkpoint", "images", "peaks", "engine", "options"}
 LINES = 420
 LONGER = {  # -> why
@@ -48,8 +50,8 @@ LONGER = {  # -> why
     "tests/test_visualization.py": "every chart and table of one made-up machine",
 }
 STARTS_FAST = (  # before the sampler's first sample, the budget, or the word on what is missing
-    "memory_monitor", "config", "record", "suite", "train", "evidence.exactness", "evidence.model_families",
-    "evidence.planner_check", "evidence.kernels", "evidence.device_facts", "bench.__main__", "bench.on_gpu",
+    "memory_monitor", "config", "record", "suite", "train", "checks.exactness", "checks.model_families",
+    "checks.planner_check", "checks.kernels", "checks.device_facts", "bench.__main__", "bench.on_gpu",
     "bench.step_profile",
 )  # fmt: skip
 HEAVY = ("torch", "transformers", "trl", "accelerate", "datasets", "peft", "numpy", "pandas", "matplotlib")
@@ -92,7 +94,7 @@ def wrong_arrows(name: str, source: str) -> list[str]:
     for line, full, _, _ in imports(name, source):
         top, *rest = full.split(".")
         if package == "visualization":
-            bad = top in ("experiments", "torch", "trl") or top == "rloo_memory" and rest[:1] != ["run_record"]
+            bad = top in ("torch", "trl", "rloo_memory") or top == "experiments" and rest[:1] != ["run_record"]
         elif top == package and package in MAY_IMPORT:
             bad = not MAY_IMPORT[package].get(room, set()).issuperset(rest[:1])
         else:
@@ -239,7 +241,7 @@ def test_commands_name_modules_that_can_be_started():
     "rule, name, source",
     [
         (wrong_arrows, "rloo_memory.plan.doctor", "from rloo_memory.launch import inputs"),
-        (wrong_arrows, "rloo_memory.plan.doctor", "def f():\n    import experiments.evidence.kernels"),
+        (wrong_arrows, "rloo_memory.plan.doctor", "def f():\n    import experiments.checks.kernels"),
         (wrong_arrows, "rloo_memory.plan.doctor", "from visualization.plan import draw"),
         (wrong_arrows, "visualization.load", "import torch.nn"),
         (wrong_arrows, "visualization.load", "from rloo_memory import models"),
@@ -258,7 +260,7 @@ def test_each_rule_finds_what_breaks_it(rule, name, source):
 
 
 def test_each_rule_leaves_alone_what_keeps_it():
-    assert not wrong_arrows("experiments.evidence.kernels", "from rloo_memory.launch import inputs\nimport torch")
+    assert not wrong_arrows("experiments.checks.kernels", "from rloo_memory.launch import inputs\nimport torch")
     assert not wrong_arrows("experiments.train", "def f():\n    from experiments.workload import data")
     assert not private_names("tests.x", "from torch.utils._pytree import tree_map\nself._x\nrecord._x")
     assert not private_names("experiments.record", "def f():\n    return _x")

@@ -15,8 +15,8 @@ from experiments.bench import alternating, group, random_models, rivals, step_pr
 from experiments.bench.group import PHASES, Group, Image, Timed
 from experiments.bench.measurements import MEASUREMENTS, Measurement
 from experiments.bench.samples import Cell, Samples, read_table
+from experiments.checks import device_facts, exactness, kernels, planner_check
 from experiments.config import ROOT
-from experiments.evidence import device_facts, exactness, kernels, planner_check
 from experiments.record import read_csv, write_csv
 from rloo_memory.errors import EXIT_TIME
 from visualization.tables import render

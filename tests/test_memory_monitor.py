@@ -19,8 +19,8 @@ import pytest
 from experiments import memory_monitor, train
 from experiments.memory_monitor import interval_report, start_monitor, stop_monitor
 from experiments.run_device import cuda_uuid
+from experiments.run_record import SAMPLE_COLUMNS
 from rloo_memory.nvml import Device, visible_devices
-from rloo_memory.run_record import SAMPLE_COLUMNS
 from tests.waiting import PATIENCE, until
 
 ROOT = Path(__file__).resolve().parent.parent

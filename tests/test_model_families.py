@@ -8,10 +8,10 @@ import textwrap
 
 import pytest
 
+from experiments.checks import family_check, model_families
+from experiments.checks.family_check import OTHER, REFUSED, SHARED, Result
+from experiments.checks.tiny_families import Family
 from experiments.config import ROOT
-from experiments.evidence import family_check, model_families
-from experiments.evidence.family_check import OTHER, REFUSED, SHARED, Result
-from experiments.evidence.tiny_families import Family
 from rloo_memory.errors import ConfigError
 
 PAGE = (ROOT / "docs" / "models.md").read_text()
@@ -30,7 +30,7 @@ def survey(*arguments, before=""):
     """The command in a process of its own, with code run before it."""
     code = f"""
 import sys
-from experiments.evidence import model_families
+from experiments.checks import model_families
 {textwrap.dedent(before)}
 sys.exit(model_families.main({list(arguments)!r}))
 """

@@ -9,10 +9,10 @@ import zipfile
 import pytest
 from fork_tool import fork, obtain
 
+from experiments.arms import ARMS
 from experiments.builds import build
 from experiments.config import ROOT
 from rloo_memory import __main__ as command
-from rloo_memory.arms import ARMS
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ import pytest
 import yaml
 from test_figures import says, table_of
 
+from experiments.checks.published_peaks import FOLDER, predicted_for, setup_of
 from experiments.config import ROOT
-from experiments.evidence.published_peaks import FOLDER, predicted_for, setup_of
 from experiments.record import read_csv
+from rloo_memory.plan.accuracy.reserve import FIXED, comes_and_goes
 from rloo_memory.plan.options import quiet
-from rloo_memory.plan.sureness.reserve import FIXED, comes_and_goes
 from rloo_memory.sizes import GIB
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch]

@@ -10,17 +10,17 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from experiments.arms import ARMS
 from experiments.config import ROOT
 from experiments.record import read_csv
-from rloo_memory.arms import ARMS
 from rloo_memory.errors import ConfigError
 from rloo_memory.plan import __main__ as plan
+from rloo_memory.plan.accuracy.cards import cards, size_as_sold
+from rloo_memory.plan.accuracy.reserve import FIXED, OUTSIDE, Room
 from rloo_memory.plan.options import room_of
 from rloo_memory.plan.peaks import PredictedPeak, Prediction
 from rloo_memory.plan.scale_up.sharding import spread
 from rloo_memory.plan.setups import ARM_NAMES, OLDER, Setup, check
-from rloo_memory.plan.sureness.cards import cards, size_as_sold
-from rloo_memory.plan.sureness.reserve import FIXED, OUTSIDE, Room
 
 
 def run(module, *arguments):
@@ -34,7 +34,7 @@ def test_every_phase_is_predicted_within_ten_percent_of_a_real_training(tmp_path
     """Some of the cases; all are in results/*/plan_check.csv."""
     cases = "stock-k8,shared-k8-qwen2vl"
     where = ("--device", "cpu", "--results", tmp_path, "--machine", "here")
-    result = run("experiments.evidence.planner_check", *where, "--cases", cases)
+    result = run("experiments.checks.planner_check", *where, "--cases", cases)
     assert result.returncode == 0, result.stderr[-3000:]
     rows = read_csv(tmp_path / "here" / "plan_check.csv")
     assert len(rows) == 2 * 4

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from experiments.checks.published_peaks import bounds_of, compared, setup_of
 from experiments.config import ROOT
-from experiments.evidence.published_peaks import bounds_of, compared, setup_of
 from experiments.record import read_csv
 from rloo_memory.models import named_config
 from rloo_memory.plan.setups import Setup
@@ -34,7 +34,7 @@ def test_counting_leaves_autograd_to_add_and_scatter_in_place():
     """Under any other dispatch mode, autograd sums the gradients of several uses, and gathers', in new storages."""
     import torch
 
-    from rloo_memory.plan.step.live_bytes import LiveBytes
+    from rloo_memory.plan.simulation.live_bytes import LiveBytes
 
     def places(mode):
         x, seen = torch.ones(64, 64, requires_grad=True), []
@@ -61,7 +61,7 @@ def test_counting_leaves_autograd_to_add_and_scatter_in_place():
 def test_autocast_on_cuda_brings_to_float32_what_the_cpus_does_not():
     import torch
 
-    from rloo_memory.plan.step.autocast import as_on_cuda
+    from rloo_memory.plan.simulation.autocast import as_on_cuda
 
     x = torch.ones(4, 8, dtype=torch.bfloat16)
     layer_norm = lambda: torch.nn.functional.layer_norm(x, (8,)).dtype  # noqa: E731
@@ -119,9 +119,7 @@ def rows(name: str) -> list[dict[str, str]]:
 
 def test_published_peaks_are_within_the_bounds_of_the_predictions():
     facts, done = rows("gpu_peaks.csv"), rows("predicted.csv")
-    assert [{name: row[name] for name in facts[0]} for row in done] == facts, (
-        "run experiments.evidence.published_peaks"
-    )
+    assert [{name: row[name] for name in facts[0]} for row in done] == facts, "run experiments.checks.published_peaks"
     assert {row["holds"] for row in done} == {"yes", ""} and sum(row["holds"] == "yes" for row in done) >= 38
     for row in done:
         assert row["holds"] or row["not_held"], f"{row['source']}: not held, and nobody says why"

@@ -2,17 +2,17 @@
 
 import pytest
 
+from experiments.checks.measured_ranges import errors_of, times_faster_of
 from experiments.config import ROOT
-from experiments.evidence.measured_ranges import errors_of, times_faster_of
 from experiments.record import write_csv
 from rloo_memory.errors import ConfigError
 from rloo_memory.plan.__main__ import fits
+from rloo_memory.plan.accuracy.calibration import range_of
+from rloo_memory.plan.accuracy.measured import MeasuredErrors, TimesFaster, measured_errors, times_faster
+from rloo_memory.plan.accuracy.reserve import Room
 from rloo_memory.plan.levers import cost_of_sharing
 from rloo_memory.plan.peaks import PredictedPeak, Prediction
 from rloo_memory.plan.setups import Setup
-from rloo_memory.plan.sureness.calibration import range_of
-from rloo_memory.plan.sureness.measured import MeasuredErrors, TimesFaster, measured_errors, times_faster
-from rloo_memory.plan.sureness.reserve import Room
 from rloo_memory.sizes import GIB
 
 COLUMNS = ("case", "phase", "predicted_bytes", "measured_bytes", "device_kind")
@@ -37,7 +37,7 @@ def test_the_range_spans_the_measured_peaks_of_all_machines(tmp_path):
 def test_a_peak_that_fits_by_less_than_the_error_is_said_to_just_fit():
     errors = measured_errors()
     assert errors.low < 1 < errors.high < 1.1 and errors.peaks > 100, "of the committed results"
-    assert errors == errors_of(ROOT / "results"), "run python -m experiments.evidence.measured_ranges"
+    assert errors == errors_of(ROOT / "results"), "run python -m experiments.checks.measured_ranges"
     phases = [PredictedPeak("train", 10 * GIB, {}, 0), PredictedPeak("load", GIB, {}, 0)]
     assert range_of(phases) == (errors.range_of(10 * GIB)[0], 10 * GIB, errors.range_of(10 * GIB)[1])
     prediction = Prediction("stock", Setup(10), phases)
@@ -53,7 +53,7 @@ def test_a_prediction_lies_in_its_range(size):
 
 def test_the_doctor_says_the_slowest_and_the_fastest_that_was_measured(tmp_path):
     assert list(times_faster()) == times_faster_of(ROOT / "results"), (
-        "run python -m experiments.evidence.measured_ranges"
+        "run python -m experiments.checks.measured_ranges"
     )
     with pytest.raises(ConfigError, match="with worth"):
         times_faster_of(tmp_path)

@@ -16,10 +16,10 @@ from experiments import config as cfg
 from experiments import memory_monitor, record, train
 from experiments.processes import stoppable
 from experiments.record import export, write_end
+from experiments.run_record import PHASE_COLUMNS, RUNS, RunRecord, read_record, read_rows, stored_runs
 from rloo_memory import phases
 from rloo_memory.errors import ConfigError
 from rloo_memory.folder_lock import owned
-from rloo_memory.run_record import PHASE_COLUMNS, RUNS, RunRecord, read_record, read_rows, stored_runs
 from tests.test_suite import write_record as write_finished
 
 GIB = 2**30

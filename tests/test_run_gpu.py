@@ -41,7 +41,7 @@ if [ -f "$here/$item" ]; then . "$here/$item"; fi
 echo "last words of $item"
 exit ${code:-0}
 """
-ITEMS = {"kernels": "evidence.kernels", "cells-first": "cells-first", "exactness": "evidence.exactness"}
+ITEMS = {"kernels": "checks.kernels", "cells-first": "cells-first", "exactness": "checks.exactness"}
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_a_kill_leaves_an_archive_and_ends_what_runs(clone, tmp_path):
     os.kill(pid, signal.SIGKILL)  # the stand-in knows no SCRIPT_PID
     assert on_gpu.unpack(clone.archive, tmp_path / "home") == ["x"]
     found = {path.relative_to(tmp_path / "home").as_posix() for path in (tmp_path / "home").rglob("*")}
-    assert {"x/evidence.kernels.csv", "x/on_gpu/kernels.done", "x/on_gpu/kernels.log"} <= found
+    assert {"x/checks.kernels.csv", "x/on_gpu/kernels.done", "x/on_gpu/kernels.log"} <= found
     clone.does("exactness", "")
     clone.run("kernels", "exactness")
     assert clone.count("kernels", "exactness") == [1, 2]
@@ -290,5 +290,5 @@ def test_the_log_of_what_failed_in_a_trial_is_kept(tmp_path, monkeypatch):
     (tmp_path / "python").chmod(0o755)
     with pytest.raises(ConfigError, match="the trial failed .*cells-small"):
         on_gpu.tried(tmp_path, str(tmp_path / "python"))
-    assert (tmp_path / "trial" / "x" / "on_gpu" / "kernels.failed").read_text().startswith("abc evidence.kernels")
+    assert (tmp_path / "trial" / "x" / "on_gpu" / "kernels.failed").read_text().startswith("abc checks.kernels")
     assert json.loads((tmp_path / "commit.json").read_text())

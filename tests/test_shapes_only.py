@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from rloo_memory.plan.step.live_bytes import LiveBytes
-from rloo_memory.plan.step.shapes_only import ShapesOnly
+from rloo_memory.plan.simulation.live_bytes import LiveBytes
+from rloo_memory.plan.simulation.shapes_only import ShapesOnly
 
 pytestmark = pytest.mark.torch
 

@@ -7,12 +7,12 @@ import pytest
 
 from experiments import builds
 from experiments import config as cfg
+from experiments.arms import ARMS
 from experiments.config import ROOT
 from experiments.record import read_csv
-from rloo_memory.arms import ARMS
+from experiments.run_record import read_record
 from rloo_memory.errors import ConfigError
 from rloo_memory.plan.records import harness_record
-from rloo_memory.run_record import read_record
 from tests.test_suite import run_suite
 
 SERIES = [row for row in (ROOT / "trl" / "current" / "series").read_text().splitlines() if row.endswith(".patch")]

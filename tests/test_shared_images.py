@@ -3,7 +3,7 @@
 import pytest
 from rounding import is_no_larger
 
-from experiments.evidence.model_families import WITH_IMAGES
+from experiments.checks.model_families import WITH_IMAGES
 
 FAMILIES = {
     "gemma3", "gemma4", "gemma4-blocks", "mistral3", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5", "glm4v",

@@ -13,8 +13,8 @@ import pytest
 from experiments import record as experiments_record
 from experiments import suite
 from experiments.config import ROOT
+from experiments.run_record import read_record
 from rloo_memory.errors import EXIT_TIME, ConfigError
-from rloo_memory.run_record import read_record
 from tests.waiting import until
 
 

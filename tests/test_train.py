@@ -15,11 +15,11 @@ from experiments import train as train_module
 from experiments.config import ROOT
 from experiments.memory_monitor import IntervalReport
 from experiments.record import export, fill_peaks, read_csv
+from experiments.run_record import RunRecord, stored_runs
 from experiments.suite import settle_record
 from rloo_memory.device import is_out_of_memory, machine_name
 from rloo_memory.errors import ConfigError
 from rloo_memory.phases import PhasePeak
-from rloo_memory.run_record import RunRecord, stored_runs
 from rloo_memory.sizes import parse_bytes
 from tests.waiting import until
 

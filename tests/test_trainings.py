@@ -10,7 +10,7 @@ from experiments.bench import on_gpu, trainings
 from experiments.bench.measurements import MEASUREMENTS
 from experiments.bench.samples import COLUMNS, Cell, read_table
 from experiments.bench.trainings import Completions, Trained, setup_of
-from experiments.evidence import kernels
+from experiments.checks import kernels
 from experiments.measuring import FACTS, Place
 from experiments.record import write_csv
 from rloo_memory.phases import PhaseRecorder

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.evidence import upstream_tests
+from experiments.checks import upstream_tests
 from experiments.record import read_csv
 
 TESTS = """

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.patches import Rectangle
 
+from experiments import arms
 from experiments.config import ROOT
-from rloo_memory import arms
-from rloo_memory.run_record import RunRecord, write_runs
+from experiments.run_record import RunRecord, write_runs
 from visualization import create_charts, tables
 from visualization.charts import plan
 from visualization.charts.audit import audit

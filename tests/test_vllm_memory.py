@@ -13,11 +13,11 @@ from rloo_memory.hooks.memory_callback import values_of
 from rloo_memory.launch import vllm_server
 from rloo_memory.models import named_config
 from rloo_memory.plan import engine
+from rloo_memory.plan.accuracy.calibration import CalibratedPeak
+from rloo_memory.plan.accuracy.reserve import Room
 from rloo_memory.plan.levers import LEVERS, applied
 from rloo_memory.plan.predict import predict
 from rloo_memory.plan.setups import Setup
-from rloo_memory.plan.sureness.calibration import CalibratedPeak
-from rloo_memory.plan.sureness.reserve import Room
 from rloo_memory.plan.trl_settings import changes, from_settings
 from rloo_memory.sizes import GIB
 

@@ -18,7 +18,7 @@ SUITES = (
 RUN = (
     "trl",
     "tests/probes",
-    "experiments/evidence",
+    "experiments/checks",
     "experiments/builds.py",
     "rloo_memory/models.py",
     "requirements.lock",

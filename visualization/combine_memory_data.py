@@ -6,7 +6,7 @@ from statistics import mean, median
 
 import pandas as pd
 
-from rloo_memory.run_record import SAMPLE_COLUMNS
+from experiments.run_record import SAMPLE_COLUMNS
 from visualization.files import whole_file
 from visualization.runs import Cell, Run, cells
 

@@ -1,4 +1,4 @@
-"""Load the runs of a results folder: this project's layout (`rloo_memory.run_record`) or the one of 2025.
+"""Load the runs of a results folder: this project's layout (`experiments.run_record`) or the one of 2025.
 
 Every run gives one Run. One that cannot be used gives a Run of status `damaged` in its place, so that the others are
 still drawn and the gap has a name. Samples are there on the machine that measured them alone.
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from rloo_memory.run_record import (
+from experiments.run_record import (
     PHASE_COLUMNS,
     SAMPLE_COLUMNS,
     RunRecord,

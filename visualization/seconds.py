@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
-from rloo_memory.run_record import APART
+from experiments.run_record import APART
 
 MARK = "\N{DOUBLE DAGGER}"
 NOTE = f"{MARK} repeats differ by more than a factor of {APART}, as on a busy machine: no part of any comparison"

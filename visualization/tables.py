@@ -17,7 +17,7 @@ from pathlib import Path
 from visualization import seconds
 from visualization.files import LoadError, read_text, run_cli, write_text
 from visualization.load import load_machine, tell_damaged
-from visualization.pages import checks, gpu_peaks, predictions, results, side_by_side
+from visualization.pages import check_tables, gpu_peaks, predictions, results, side_by_side
 from visualization.runs import Run, describe, footnotes, in_short, scales, shown
 
 PLACE = re.compile(r"(<!-- table:(\S+) (\S+)(?: (\S+))? -->\n)(.*?)<!-- /table -->", re.DOTALL)
@@ -42,12 +42,12 @@ FOLDER_TABLES: dict[str, Callable[[Path], str]] = {
     "plan": predictions.check_table,
     "levers": predictions.levers_table,
     "profiles": predictions.profiles_table,
-    "exactness": checks.exactness_table,
-    "kernels": checks.kernels_table,
-    "upstream": checks.upstream_table,
+    "exactness": check_tables.exactness_table,
+    "kernels": check_tables.kernels_table,
+    "upstream": check_tables.upstream_table,
     "gpu-peaks": gpu_peaks.gpu_peaks_table,
-    "emulated": checks.emulated_table,
-    "launches": checks.launches_table,
+    "emulated": check_tables.emulated_table,
+    "launches": check_tables.launches_table,
 }
 # Of tables on the page
 FILES = {

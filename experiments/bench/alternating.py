@@ -5,12 +5,12 @@ import sys
 import time
 import traceback
 
+from experiments.arms import ARMS
 from experiments.bench.measurements import MEASUREMENTS
 from experiments.bench.samples import Cell, Samples
 from experiments.builds import use_fork
 from experiments.measuring import Place
 from experiments.processes import end_with
-from rloo_memory.arms import ARMS
 from rloo_memory.device import is_out_of_memory
 from rloo_memory.errors import EXIT_TIME, exit_code
 from rloo_memory.models import typed_line

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 from experiments.bench.samples import Cell
-from experiments.evidence.device_facts import timed
-from experiments.evidence.exactness import attention_kernels, profile_of
-from experiments.evidence.kernels import Setting, cudnn_first, mask_of, whole
+from experiments.checks.device_facts import timed
+from experiments.checks.exactness import attention_kernels, profile_of
+from experiments.checks.kernels import Setting, cudnn_first, mask_of, whole
 from experiments.measuring import Place
 
 # Heads, heads of keys, and their size

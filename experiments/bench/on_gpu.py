@@ -23,14 +23,14 @@ import zipfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from experiments.arms import ARMS
 from experiments.bench.samples import COLUMNS, TABLE, Cell, read_table
 from experiments.builds import build
+from experiments.commit import SOURCES, source_commit
 from experiments.config import ROOT
 from experiments.measuring import need
 from experiments.record import write_csv
 from experiments.run_options import Parser, directory
-from rloo_memory.arms import ARMS
-from rloo_memory.commit import SOURCES, source_commit
 from rloo_memory.errors import ConfigError, exit_code
 from rloo_memory.storage import read_json, write_json
 

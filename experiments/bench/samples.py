@@ -11,7 +11,7 @@ from statistics import median
 
 from experiments.measuring import FACTS
 from experiments.record import read_csv, write_csv
-from rloo_memory.run_record import APART
+from experiments.run_record import APART
 
 SAMPLES, TABLE = "bench_samples.jsonl", "bench.csv"
 NEAR = 1.1  # times the seconds of another way: what takes more repeats to tell apart

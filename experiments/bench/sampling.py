@@ -6,8 +6,8 @@ from pathlib import Path
 from experiments import config as cfg
 from experiments.bench.samples import Cell
 from experiments.measuring import Place
+from experiments.run_record import main_peak
 from experiments.suite import run_one
-from rloo_memory.run_record import main_peak
 
 INTERVALS = {"10 ms": 0.01, "50 ms": 0.05, "100 ms": 0.1}
 

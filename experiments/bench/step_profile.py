@@ -13,14 +13,14 @@ import time
 from collections import defaultdict
 from dataclasses import asdict, replace
 
+from experiments.arms import ARMS
 from experiments.bench.measurements import MEASUREMENTS
 from experiments.bench.samples import Cell, read_table
 from experiments.bench.trainings import Trained
 from experiments.builds import use_fork
-from experiments.evidence.exactness import profile_of
+from experiments.checks.exactness import profile_of
 from experiments.measuring import FACTS, Parser, place
 from experiments.record import write_csv
-from rloo_memory.arms import ARMS
 from rloo_memory.errors import exit_code
 
 TIMED = ("score_seconds", "train_seconds", "optimizer_seconds")

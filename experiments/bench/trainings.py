@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import median
 
 from experiments.bench.samples import Cell
-from experiments.evidence.kernels import are_right, cudnn_first
-from experiments.evidence.setup_trainer import build_trainer, text_dataset
+from experiments.checks.kernels import are_right, cudnn_first
+from experiments.checks.setup_trainer import build_trainer, text_dataset
 from experiments.measuring import Place
 from rloo_memory import data, models
 from rloo_memory.device import level

@@ -16,11 +16,11 @@ import sys
 from dataclasses import replace
 from functools import partial
 
+from experiments.arms import ARMS
 from experiments.builds import use_fork
 from experiments.config import ROOT
 from experiments.fitting.fit_data import MODELS, ON_ONE_CARD, PAGE, TRAINED, in_processes, on_cards
 from experiments.record import write_csv
-from rloo_memory.arms import ARMS
 from rloo_memory.errors import ConfigError, exit_code
 from rloo_memory.plan.levers import planned
 from rloo_memory.plan.options import quiet

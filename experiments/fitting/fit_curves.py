@@ -18,7 +18,7 @@ from rloo_memory.plan.levers import planned
 from rloo_memory.plan.scale_up import extrapolate
 from rloo_memory.plan.scale_up.sharding import SHARDED
 from rloo_memory.plan.setups import Setup
-from rloo_memory.plan.step.simulate import PHASES
+from rloo_memory.plan.simulation.simulate import PHASES
 
 MOST_OFF = 1e-4  # relative: an allocation that is further from every sum is not the same at all lengths
 LEAST_ALIVE = 0.01  # of a phase's peak: errors are relative to no less

@@ -22,13 +22,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from experiments.arms import ARMS
 from experiments.builds import use_fork
 from experiments.config import ROOT
-from rloo_memory.arms import ARMS
 from rloo_memory.errors import ConfigError, exit_code
+from rloo_memory.plan.accuracy import reserve
 from rloo_memory.plan.options import quiet
 from rloo_memory.plan.setups import Setup
-from rloo_memory.plan.sureness import reserve
 
 PARTS, PAGE = ROOT / ".build" / "fit", ROOT / "docs" / "fit.json"
 MOST_ERROR = 0.02  # of a phase's peak
@@ -188,7 +188,7 @@ def facts_of(name: str) -> dict:
     number of cards."""
     from rloo_memory.models import meta_model, named_config
     from rloo_memory.plan.scale_up.sharding import spread, weights_by_place
-    from rloo_memory.plan.step.simulate import PHASES
+    from rloo_memory.plan.simulation.simulate import PHASES
 
     hf_config = named_config(name)
     text_config, weights = hf_config.get_text_config(), weights_by_place(hf_config)

@@ -9,7 +9,7 @@ import functools
 
 import numpy as np
 
-from rloo_memory.plan.step.events import REFERENCE
+from rloo_memory.plan.simulation.events import REFERENCE
 
 LM_HEAD_TILE = 4096  # tokens that TRL's fused LM head works on at a time on CUDA; a test holds it to TRL's
 FIRST_ROOM = 64  # tokens that the cache of shared prompts has room for at first, and gets at least (`MIN_NEW_STEPS`)

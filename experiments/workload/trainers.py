@@ -9,8 +9,8 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
+from experiments.arms import ARMS
 from experiments.config import ROOT, RunConfig
-from rloo_memory.arms import ARMS
 from rloo_memory.data import letter_reward, render
 from trl import RLOOConfig, RLOOTrainer
 

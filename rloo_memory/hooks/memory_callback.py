@@ -11,7 +11,6 @@ from pathlib import Path
 from transformers import TrainerCallback
 
 from rloo_memory import host_allocator
-from rloo_memory.commit import source_commit
 from rloo_memory.device import device_name, machine_name
 from rloo_memory.phases import PhaseRecorder
 from rloo_memory.storage import write_json
@@ -92,7 +91,6 @@ def place_of(kind: str) -> dict:
         "machine": machine_name(kind, name),
         "device_name": name,
         "versions": versions,
-        "commit": source_commit(),
     }
 
 

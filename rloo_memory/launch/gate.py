@@ -9,10 +9,7 @@ from rloo_memory.errors import ConfigError
 from rloo_memory.launch.dataset import Lengths
 from rloo_memory.launch.output import decided_once
 from rloo_memory.plan import ask
-from rloo_memory.plan.options import reserve_of
-from rloo_memory.plan.peaks import PredictedPeak
-from rloo_memory.plan.step.recurrent import kernels_here
-from rloo_memory.plan.sureness.calibration import (
+from rloo_memory.plan.accuracy.calibration import (
     CalibratedPeak,
     Calibration,
     file_of,
@@ -20,7 +17,10 @@ from rloo_memory.plan.sureness.calibration import (
     may_exceed,
     range_in_words,
 )
-from rloo_memory.plan.sureness.reserve import EXPANDABLE, FIXED, OUTSIDE, Room
+from rloo_memory.plan.accuracy.reserve import EXPANDABLE, FIXED, OUTSIDE, Room
+from rloo_memory.plan.options import reserve_of
+from rloo_memory.plan.peaks import PredictedPeak
+from rloo_memory.plan.simulation.recurrent import kernels_here
 from rloo_memory.settings.arguments import LaunchArguments
 from rloo_memory.sizes import GIB, parse_bytes
 

@@ -21,6 +21,10 @@ from pathlib import Path
 
 from rloo_memory.errors import ConfigError, choose, exit_code
 from rloo_memory.plan import levers
+from rloo_memory.plan.accuracy.calibrate import calibrate
+from rloo_memory.plan.accuracy.calibration import Calibration, as_json, may_exceed, range_in_words, range_of
+from rloo_memory.plan.accuracy.measured import measured_errors
+from rloo_memory.plan.accuracy.reserve import Room
 from rloo_memory.plan.images import PromptImages
 from rloo_memory.plan.options import (
     Problems,
@@ -35,10 +39,6 @@ from rloo_memory.plan.peaks import Prediction
 from rloo_memory.plan.predict import largest_that_fits, predict_all
 from rloo_memory.plan.remarks import remarks
 from rloo_memory.plan.setups import ARM_NAMES, LARGEST, ROUNDED_AWAY, Setup
-from rloo_memory.plan.sureness.calibrate import calibrate
-from rloo_memory.plan.sureness.calibration import Calibration, as_json, may_exceed, range_in_words, range_of
-from rloo_memory.plan.sureness.measured import measured_errors
-from rloo_memory.plan.sureness.reserve import Room
 from rloo_memory.settings.profiles import load_profile
 from rloo_memory.sizes import GIB
 

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from rloo_memory.errors import EXIT_USAGE, ConfigError, exit_code
 from rloo_memory.fork import need_fork
+from rloo_memory.plan.accuracy.calibration import CalibratedPeak, Calibration, as_json, from_json, load, range_of
 from rloo_memory.plan.peaks import PredictedPeak, Prediction
-from rloo_memory.plan.sureness.calibration import CalibratedPeak, Calibration, as_json, from_json, load, range_of
 
 # What a process that starts under `accelerate launch` or torchrun would take for a place in their group
 GROUP = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -43,8 +43,8 @@ class Remedy:
 class Expected:
     """The predicted peak of each phase of a step, and with a `limit` that it exceeds the change that the doctor would
     try first of those that make it fit alone. With a calibration, phases that it corrects are `CalibratedPeak`s. What
-    is not sure of it, if anything, is in `note` (`rloo_memory.plan.step.recurrent`), and all that is said of it in
-    `remarks`."""
+    is not sure of it, if anything, is in `note` (`rloo_memory.plan.simulation.recurrent`), and all that is said of it
+    in `remarks`."""
 
     phases: tuple[PredictedPeak, ...]
     remedy: Remedy | None = None
@@ -185,7 +185,7 @@ def answer(asked: dict) -> int:
     from rloo_memory.plan.predict import predict_all
     from rloo_memory.plan.records import config_from
     from rloo_memory.plan.remarks import remarks
-    from rloo_memory.plan.step.recurrent import note
+    from rloo_memory.plan.simulation.recurrent import note
     from rloo_memory.plan.trl_settings import from_settings
     from rloo_memory.settings.grammar import Settings, checked, fields
 

@@ -2,7 +2,7 @@
 
 Bytes of a linear layer's weight are those of the tensors in such a checkpoint, which stay as they are on the device:
 
-* bitsandbytes: see `rloo_memory.plan.step.building.quantize` (arXiv 2305.14314).
+* bitsandbytes: see `rloo_memory.plan.simulation.building.quantize` (arXiv 2305.14314).
 * GPTQ (gptqmodel, `BaseQuantLinear`): `qweight` of `bits` a weight; for each group of inputs a float16 scale and a
   zero of `bits` an output; an int32 an input (`g_idx`).
 * AWQ (gptqmodel, `AWQuantLinear`): the same without `g_idx`.

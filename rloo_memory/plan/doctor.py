@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rloo_memory.errors import ConfigError, exit_code
+from rloo_memory.plan.accuracy.calibration import Calibration, may_exceed, range_in_words, range_of
+from rloo_memory.plan.accuracy.reserve import Room
 from rloo_memory.plan.levers import FASTER_FROM, LEVERS, Lever, applied, in_turn, settings_by_lever
 from rloo_memory.plan.options import (
     Problems,
@@ -30,8 +32,6 @@ from rloo_memory.plan.predict import predict, predict_all
 from rloo_memory.plan.records import Run, read_run
 from rloo_memory.plan.remarks import remarks
 from rloo_memory.plan.setups import Setup, check
-from rloo_memory.plan.sureness.calibration import Calibration, may_exceed, range_in_words, range_of
-from rloo_memory.plan.sureness.reserve import Room
 from rloo_memory.plan.trl_settings import by_batch, changes, with_changes
 from rloo_memory.settings.profiles import dump_profile, load_profile, profile_path
 from rloo_memory.sizes import GIB

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rloo_memory.errors import ConfigError
+from rloo_memory.plan.accuracy.measured import times_faster
 from rloo_memory.plan.setups import Setup, check
-from rloo_memory.plan.sureness.measured import times_faster
 from rloo_memory.plan.trl_settings import changes
 
 FASTER_FROM = 2.0  # token ratio

@@ -14,11 +14,11 @@ from pathlib import Path
 from rloo_memory.adapters import adapter_of
 from rloo_memory.errors import ConfigError
 from rloo_memory.models import is_model, named_config
+from rloo_memory.plan.accuracy.calibration import Calibration, load
+from rloo_memory.plan.accuracy.cards import size_as_sold
+from rloo_memory.plan.accuracy.reserve import FIXED, LIBRARIES, OUTSIDE, Room
 from rloo_memory.plan.records import Run
 from rloo_memory.plan.setups import OPTIMIZERS, Setup, check, wrong_numbers
-from rloo_memory.plan.sureness.calibration import Calibration, load
-from rloo_memory.plan.sureness.cards import size_as_sold
-from rloo_memory.plan.sureness.reserve import FIXED, LIBRARIES, OUTSIDE, Room
 from rloo_memory.plan.trl_settings import COMMAND_LINE, WEIGHT_BITS, changes, from_settings, with_changes
 from rloo_memory.settings.profiles import devices_from
 from rloo_memory.sizes import GIB, parse_bytes, size_hint

@@ -25,7 +25,7 @@ from rloo_memory.sizes import GIB
 
 
 def predict(arm: str, setup: Setup, hf_config, calibration=None) -> Prediction:
-    """The peaks of one setup, corrected by a `sureness.calibration.Calibration` if there is one; `arm` is its label.
+    """The peaks of one setup, corrected by a `accuracy.calibration.Calibration` if there is one; `arm` is its label.
     Raises `ConfigError` before anything runs."""
     check(setup, hf_config)
     need_fork()
@@ -89,7 +89,7 @@ def predict_all(setups: dict[str, Setup], hf_config, say, calibration=None) -> l
 
 
 def largest_that_fits(arm: str, setup: Setup, hf_config, what: str, room, say=print, calibration=None) -> int:
-    """The largest k, prompt or completion ("k", "prompt", "completion") that a `sureness.reserve.Room` holds; 0
+    """The largest k, prompt or completion ("k", "prompt", "completion") that a `accuracy.reserve.Room` holds; 0
     if the smallest does not fit. Peaks grow along almost straight lines, so each guess is where the last two would
     meet the limit."""
     shortest = PromptImages.of(setup.images, hf_config).tokens + 1 if setup.images else 16

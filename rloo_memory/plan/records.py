@@ -4,10 +4,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from rloo_memory.arms import ARMS
 from rloo_memory.errors import ConfigError
-from rloo_memory.models import is_model, named_config, shape_config, typed_line
-from rloo_memory.run_record import stored_run
+from rloo_memory.models import is_model, typed_line
 
 # Settings that decide a training, and that memory.json may not have
 WANTED = ("algorithm", "dataset_name", "learning_rate", "num_iterations", "seed")
@@ -40,11 +38,7 @@ def read_run(folder: Path) -> Run:
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             why = f"is not a whole record ({typed_line(error)})"
             raise ConfigError(f"{path} {why}; name another run, or describe it") from error
-    if run := stored_run(folder):
-        if run.damage:
-            raise ConfigError(f"{folder / 'run.json'} {run.damage}; name another run, or describe it")
-        return harness_record(folder, run.record)
-    raise ConfigError(f"{folder} holds neither memory.json (MemoryCallback) nor run.json (experiments.train)")
+    raise ConfigError(f"{folder} holds no memory.json, which MemoryCallback writes; name another run, or describe it")
 
 
 def config_from(values: dict):
@@ -97,40 +91,3 @@ def memory_record(record: dict) -> Run:
         if prompt is not None:  # those of the row with most of them, which the run may not have come to
             prompt = max(prompt, record["predicted_prompt_tokens"] or 0)
     return Run(settings, where, hf_config, prompt, record["peaks"], record["device_bytes"], missing)
-
-
-def harness_record(folder: Path, record: dict) -> Run:
-    """run.json, which `experiments.train` writes, also as runs.jsonl keeps it."""
-    arm, config = ARMS[record["arm"]], record["config"]
-    if arm.line != "current":
-        raise ConfigError(f"{folder} is a run of {arm.name}: the planner knows today's trainer only; use --arm stock")
-    rows = record["batch"] if arm.in_passes else record["completions_per_forward"]
-    settings = {
-        "dtype": "float32" if config["precision"] == "bf16" else config["precision"],
-        "bf16": config["precision"] in ("bf16", "bfloat16"),
-        "learning_rate": config["learning_rate"],
-        "seed": config["seed"],
-        "num_generations": record["k"],
-        "num_iterations": config["epochs"],
-        "per_device_train_batch_size": rows,
-        "steps_per_generation": record["batch"] // rows,
-        "gradient_accumulation_steps": record["batch"] // rows,
-        "max_completion_length": record["completion_tokens"],
-        "temperature": config["temperature"],
-    }
-    if arm.shares_prefix:
-        settings["prefix_sharing"] = True
-    if arm.in_passes:
-        settings["tokens_per_forward"] = record["completions_per_forward"] * (record["completion_tokens"] + 1)
-    if rank := config.get("lora_rank", 0):
-        settings |= {"use_peft": True, "lora_r": rank, "lora_target_modules": "all-linear", "lora_dropout": 0.0}
-    where = {
-        "device": record["device_kind"],
-        "padded": False,
-        "reward_model": "policy" if config["reward"] == "model" else None,
-    }
-    model, shape = config["model"], config["shape"]
-    hf_config = named_config(model) if model else shape_config(shape, config["vocab_size"])
-    peaks = {record["peak_phase"]: record["peak_allocated_bytes"]} if record["peak_allocated_bytes"] else {}
-    prompt = record["prompt_tokens_requested"]
-    return Run(settings, where, hf_config, prompt, peaks, record["budget_bytes"], ("dataset_name", "reward_funcs"))

@@ -2,7 +2,7 @@
 
 from rloo_memory.plan import checkpoint, engine
 from rloo_memory.plan.setups import Setup
-from rloo_memory.plan.step import recurrent
+from rloo_memory.plan.simulation import recurrent
 
 
 def remarks(setup: Setup, hf_config) -> list[str]:

@@ -7,7 +7,7 @@ from rloo_memory.errors import ConfigError, choose
 from rloo_memory.plan.checkpoint import quantized
 from rloo_memory.plan.images import wrong_images
 
-# Arms with TRL's LM heads of other days, and which one (`rloo_memory.plan.step.heads`)
+# Arms with TRL's LM heads of other days, and which one (`rloo_memory.plan.simulation.heads`)
 OLDER = {"stock-1.9": "full_logits_in_place", "stock-1.13": "full_logits"}
 # The arms of `experiments.config.ARMS` that the planner knows, and those that are the planner's alone: `OLDER`, and
 # `stock-tokens`, the fork's token budget without sharing
@@ -55,7 +55,7 @@ class Setup:
     padded: bool = True  # completions differ in length, and TRL pads a rollout's rows to the longest: they need a mask
     padded_prompts: bool = False  # prompts of a batch differ in length
     images: tuple[tuple[int, int], ...] = ()  # of each prompt: width and height in pixels, as the model gets them
-    lm_head: str = "fused"  # one of `rloo_memory.plan.step.heads.HEADS`
+    lm_head: str = "fused"  # one of `rloo_memory.plan.simulation.heads.HEADS`
     use_vllm: bool = False  # it generates, not transformers
     vllm_mode: str = "colocate"  # on the trainer's device; "server": elsewhere
     vllm_gpu_memory_utilization: float = 0.3  # its share of the device

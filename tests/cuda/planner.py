@@ -3,7 +3,7 @@
     .venv-cuda/bin/python tests/cuda/planner.py [CASE ...]
     .venv-cuda/bin/python tests/cuda/planner.py --smaller CASE True|False GIB    # expandable segments, device
 
-Cases are those of `experiments.evidence.planner_check`, at its shape, with completions of 48 tokens in place of 256.
+Cases are those of `experiments.checks.planner_check`, at its shape, with completions of 48 tokens in place of 256.
 Each is a process of its own; half an hour for all below. Writes results/emulated-cuda/planner.csv, a row a case and
 allocator: bytes of the phase that is predicted to be the highest, and what torch reserved by the end of the second
 update. Of cases that are named, the rows are replaced. --smaller says whether a case trains on a device of that size,
@@ -50,9 +50,9 @@ def in_a_process(case: str, expandable: bool, gib: float = 140) -> dict:
 
 def here(case: str) -> dict:
     """The highest phase of a case; bytes."""
-    from experiments.evidence import planner_check
+    from experiments.checks import planner_check
     from rloo_memory.plan import predict
-    from rloo_memory.plan.sureness import reserve
+    from rloo_memory.plan.accuracy import reserve
 
     shape, vocab_size, prompt, _ = planner_check.WORKLOADS["cuda"]
     planner_check.WORKLOADS["cuda"] = (shape, vocab_size, prompt, COMPLETION)

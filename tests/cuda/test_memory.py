@@ -7,7 +7,7 @@ import device
 import planner
 import pytest
 
-from rloo_memory.plan.sureness.reserve import WORKSPACES
+from rloo_memory.plan.accuracy.reserve import WORKSPACES
 
 
 @pytest.mark.parametrize("capability, mib", [(75, 8), (80, 8), (90, 32), (100, 32), (120, 32)])

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 from experiments import config as cfg
+from experiments.arms import ARMS
 from experiments.builds import use_fork
 from experiments.workload import run_models
 from rloo_memory import data
-from rloo_memory.arms import ARMS
 
 arm, folder = sys.argv[1], Path(sys.argv[2])
 use_fork(ARMS[arm])

@@ -11,7 +11,7 @@ import current_fork  # noqa: F401
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from experiments.evidence.setup_trainer import build_trainer, text_dataset
+from experiments.checks.setup_trainer import build_trainer, text_dataset
 from rloo_memory import data, models
 from rloo_memory.launch.offload import keep_on_host
 from rloo_memory.plan.levers import LEVERS, applied

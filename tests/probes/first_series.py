@@ -10,7 +10,7 @@ from shared_exactness import ARCHITECTURES, batch, build, error, run  # builds t
 from trl.models.passes import PassesOutput
 
 from experiments.bench.rivals import first_series
-from experiments.evidence.float64 import pure_float64
+from experiments.checks.float64 import pure_float64
 
 first = first_series()
 

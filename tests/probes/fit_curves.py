@@ -7,8 +7,8 @@ python -m tests.probes.fit_curves full|alternating ARM [CARDS]
 import json
 import sys
 
+from experiments.arms import ARMS
 from experiments.builds import use_fork
-from rloo_memory.arms import ARMS
 
 use_fork(ARMS["shared"])
 
@@ -19,8 +19,8 @@ from experiments.fitting.fit_data import on_cards  # noqa: E402
 from rloo_memory import models  # noqa: E402
 from rloo_memory.plan.scale_up import extrapolate  # noqa: E402
 from rloo_memory.plan.setups import Setup  # noqa: E402
-from rloo_memory.plan.step import replaced  # noqa: E402
-from rloo_memory.plan.step.simulate import PHASES  # noqa: E402
+from rloo_memory.plan.simulation import replaced  # noqa: E402
+from rloo_memory.plan.simulation.simulate import PHASES  # noqa: E402
 
 WINDOW = 512
 kind, arm, *cards = sys.argv[1:]

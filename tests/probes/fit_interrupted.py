@@ -4,13 +4,13 @@ import sys
 import time
 from pathlib import Path
 
+from experiments.arms import ARMS
 from experiments.builds import use_fork
-from rloo_memory.arms import ARMS
 
 use_fork(ARMS["shared"])
 
 from experiments.fitting import fit_curves, fit_data  # noqa: E402
-from rloo_memory.plan.step.simulate import PHASES  # noqa: E402
+from rloo_memory.plan.simulation.simulate import PHASES  # noqa: E402
 
 folder = Path(sys.argv[1])
 fit_data.PARTS, fit_data.PAGE, fit_data.MODELS = folder / "parts", folder / "fit.json", ("Qwen/Qwen3-0.6B",)

@@ -9,8 +9,8 @@ untouched. Prints the largest absolute errors, scaled by the largest absolute va
 import json
 import sys
 
+from experiments.arms import ARMS
 from experiments.builds import use_fork
-from rloo_memory.arms import ARMS
 
 use_fork(ARMS["classic-lean"])
 

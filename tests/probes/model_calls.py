@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl.kernels import ChunkedLogProbFunction
 
-from experiments.evidence.setup_trainer import build_trainer, text_dataset
+from experiments.checks.setup_trainer import build_trainer, text_dataset
 from rloo_memory import data, models
 from rloo_memory.plan.setups import Setup
-from rloo_memory.plan.step.simulate import Simulation
+from rloo_memory.plan.simulation.simulate import Simulation
 
 PROMPT, COMPLETION = 64, 8
 base = Setup(

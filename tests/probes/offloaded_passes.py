@@ -21,8 +21,8 @@ from trl.models.prefix_sharing import SharedPrefixPasses
 from trl.models.prefix_sharing_enabling import enable_prefix_sharing
 from trl.trainer.utils import add_fused_lm_head
 
-from rloo_memory.plan.step.live_bytes import LiveBytes
-from rloo_memory.plan.step.offloaded import offloaded
+from rloo_memory.plan.simulation.live_bytes import LiveBytes
+from rloo_memory.plan.simulation.offloaded import offloaded
 
 PROMPT, COMPLETION = 40, 30
 

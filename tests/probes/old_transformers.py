@@ -11,8 +11,8 @@ import tiny
 import transformers
 from transformers import cache_utils
 
+from experiments.arms import ARMS
 from experiments.builds import use_fork
-from rloo_memory.arms import ARMS
 
 NEWER = ("LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer")
 

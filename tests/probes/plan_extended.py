@@ -11,7 +11,7 @@ from experiments.fitting import fit_curves
 from rloo_memory import models
 from rloo_memory.plan.scale_up import extrapolate
 from rloo_memory.plan.setups import Setup
-from rloo_memory.plan.step import simulate
+from rloo_memory.plan.simulation import simulate
 
 eight_layers = models.shape_config("qwen3-8-layers", 4000)
 deep = models.shape_config("qwen3-8-layers", 4000)

@@ -6,8 +6,8 @@ python -m tests.probes.plan_masks ARM
 import resource
 import sys
 
+from experiments.arms import ARMS
 from experiments.builds import use_fork
-from rloo_memory.arms import ARMS
 
 use_fork(ARMS["shared"])
 

@@ -8,10 +8,10 @@ import torch
 
 from rloo_memory import models
 from rloo_memory.plan.setups import Setup
-from rloo_memory.plan.step.live_bytes import LiveBytes
-from rloo_memory.plan.step.offloaded import offloaded
-from rloo_memory.plan.step.replaced import dropout
-from rloo_memory.plan.step.simulate import Simulation
+from rloo_memory.plan.simulation.live_bytes import LiveBytes
+from rloo_memory.plan.simulation.offloaded import offloaded
+from rloo_memory.plan.simulation.replaced import dropout
+from rloo_memory.plan.simulation.simulate import Simulation
 
 
 def reward_rows(setup: Setup) -> int:

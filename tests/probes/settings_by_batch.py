@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from trl.trainer import grpo_trainer
 
 import trl
-from experiments.evidence.setup_trainer import text_dataset
+from experiments.checks.setup_trainer import text_dataset
 from rloo_memory import data, models
 from rloo_memory.plan.trl_settings import by_batch
 from rloo_memory.settings.grammar import CHOICES

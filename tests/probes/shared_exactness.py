@@ -24,7 +24,7 @@ from trl.models.prefix_sharing_enabling import enable_prefix_sharing
 from trl.models.token_budget import TokenBudgetPasses
 from trl.trainer import utils
 
-from experiments.evidence.float64 import pure_float64
+from experiments.checks.float64 import pure_float64
 
 VOCAB = 97  # of the models; the batch leaves out what means images to some of them
 FIRST_SPECIAL = 88

@@ -25,8 +25,8 @@ if find_spec("vllm"):
 @pytest.fixture(scope="session")
 def trl():
     """The fork, as `import trl` gives it in this process, with what it needs for vLLM on a CPU."""
+    from experiments.arms import ARMS
     from experiments.builds import use_fork
-    from rloo_memory.arms import ARMS
 
     use_fork(ARMS["shared"])
     vllm_on_cpu.colocated()

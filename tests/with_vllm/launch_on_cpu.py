@@ -4,8 +4,8 @@ import sys
 
 import vllm_on_cpu
 
+from experiments.arms import ARMS
 from experiments.builds import use_fork
-from rloo_memory.arms import ARMS
 from rloo_memory.launch.__main__ import main
 
 use_fork(ARMS["shared"])

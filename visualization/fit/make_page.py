@@ -4,7 +4,7 @@ python -m visualization.fit.make_page
 
 The data are sums that `python -m experiments.fitting.fit_data` fits to the planner's simulations, with what
 `python -m experiments.fitting.fit_check` found when it compared them with the planner, if it did; how far the planner
-was from what was measured, and what PyTorch sees of cards (measured.json, cards.json in rloo_memory/plan/sureness).
+was from what was measured, and what PyTorch sees of cards (measured.json, cards.json in rloo_memory/plan/accuracy).
 """
 
 import argparse
@@ -18,7 +18,7 @@ from visualization.files import read_json, run_cli, write_text
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent.parent / "docs"
-SURENESS = DOCS.parent / "rloo_memory" / "plan" / "sureness"
+ACCURACY = DOCS.parent / "rloo_memory" / "plan" / "accuracy"
 REMEDY = "make it with python -m experiments.fitting.fit_data"
 # matplotlib's hatches as CSS: layers of a background
 HATCHES = {
@@ -47,7 +47,7 @@ def colours() -> str:
 
 def page(data: dict, measured: dict) -> str:
     """The page as HTML."""
-    cards = read_json(SURENESS / "cards.json", "git restore it")["cards"]
+    cards = read_json(ACCURACY / "cards.json", "git restore it")["cards"]
     data = {**data, "measured_over_predicted": measured, "cards": cards, "kinds": list(KINDS)}
     text = json.dumps(data, separators=(",", ":"))
     return Template((HERE / "fit.html").read_text()).substitute(
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = __doc__.splitlines()[0]
     argparse.ArgumentParser(prog="python -m visualization.fit.make_page", description=about).parse_args(argv)
     data, out = read_json(DOCS / "fit.json", REMEDY), DOCS / "fit.html"
-    measured = read_json(SURENESS / "measured.json", "make it with python -m experiments.evidence.measured_ranges")
+    measured = read_json(ACCURACY / "measured.json", "make it with python -m experiments.checks.measured_ranges")
     write_text(out, page(data, measured["errors"]))
     print(f"{out}: {len(data['models'])} models, {out.stat().st_size / 1e6:.1f} MB")
     return 0

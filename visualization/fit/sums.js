@@ -1,6 +1,6 @@
 "use strict";
 // The numbers: what is alive in each stretch of a phase, as sums of formulas in the lengths. Must say what
-// experiments/fitting/fit_terms.py, rloo_memory/plan/scale_up/sharding.py and rloo_memory/plan/sureness/reserve.py say.
+// experiments/fitting/fit_terms.py, rloo_memory/plan/scale_up/sharding.py and rloo_memory/plan/accuracy/reserve.py say.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const GIB = 2 ** 30;

@@ -13,7 +13,7 @@ WORDS = {"out of memory": "card's memory, and it ran out"}
 def read_peaks(folder: Path) -> pd.DataFrame:
     """One row a published figure. Raises LoadError."""
     numbers = ("measured_gib", "predicted_bytes", "ratio")
-    return read_rows(folder / "predicted.csv", numbers, "experiments.evidence.published_peaks")
+    return read_rows(folder / "predicted.csv", numbers, "experiments.checks.published_peaks")
 
 
 def within(rows: pd.DataFrame) -> str:

@@ -15,7 +15,7 @@ REMEDY = "write it with rloo-memory plan --profile NAME --json FILE"
 
 def read_check(folder: Path) -> pd.DataFrame:
     """plan_check.csv: one row a case and phase. Raises LoadError."""
-    return read_rows(folder / "plan_check.csv", CHECK_NUMBERS, "experiments.evidence.planner_check")
+    return read_rows(folder / "plan_check.csv", CHECK_NUMBERS, "experiments.checks.planner_check")
 
 
 def machine_line(rows: pd.DataFrame) -> str:
@@ -50,7 +50,7 @@ def check_table(folder: Path) -> str:
     return "\n".join([*lines, *markdown(["case", "prompt", "completion", "k", *phases], table)]) + "\n"
 
 
-# (lever, case without it, case with it) of experiments.evidence.planner_check
+# (lever, case without it, case with it) of experiments.checks.planner_check
 LEVERS = (
     ("prefix sharing", "stock-k8", "shared-k8"),
     ("the same, LoRA", "stock-k8-lora", "shared-k8-lora"),

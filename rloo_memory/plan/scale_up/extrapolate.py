@@ -17,10 +17,10 @@ from rloo_memory.models import meta_model
 from rloo_memory.plan.checkpoint import quantized
 from rloo_memory.plan.peaks import PredictedPeak
 from rloo_memory.plan.scale_up.sharding import as_computed, spread, weights_by_place
-from rloo_memory.plan.step.building import decoder_layers
-from rloo_memory.plan.step.events import REFERENCE
-from rloo_memory.plan.step.replaced import head_tokens
-from rloo_memory.plan.step.simulate import PHASES, Simulation
+from rloo_memory.plan.simulation.building import decoder_layers
+from rloo_memory.plan.simulation.events import REFERENCE
+from rloo_memory.plan.simulation.replaced import head_tokens
+from rloo_memory.plan.simulation.simulate import PHASES, Simulation
 
 
 def phase_peaks(setup, hf_config) -> list[PredictedPeak]:

@@ -14,7 +14,7 @@
 from dataclasses import replace
 
 from rloo_memory.models import meta_model
-from rloo_memory.plan.step.building import decoder_layers
+from rloo_memory.plan.simulation.building import decoder_layers
 
 SHARDED = ("parameters", "reference", "gradients", "optimizer state")
 

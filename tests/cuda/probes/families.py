@@ -14,11 +14,11 @@ from contextlib import nullcontext
 import emulate
 import torch
 
+from experiments.arms import ARMS
 from experiments.builds import use_fork
-from experiments.evidence import family_check
-from experiments.evidence.float64 import pure_float64
-from experiments.evidence.tiny_families import build, families
-from rloo_memory.arms import ARMS
+from experiments.checks import family_check
+from experiments.checks.float64 import pure_float64
+from experiments.checks.tiny_families import build, families
 
 
 def made(family, dtype):

@@ -6,8 +6,8 @@ from itertools import product
 
 import torch
 
+from experiments.arms import ARMS
 from experiments.builds import use_fork
-from rloo_memory.arms import ARMS
 
 HEADS = ((8, 8), (8, 2), (6, 1))  # of queries, of keys and values
 LENGTHS = (  # of a prompt, of its completions, tokens

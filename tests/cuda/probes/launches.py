@@ -10,8 +10,8 @@ import json
 import emulate
 import torch
 
+from experiments.arms import ARMS
 from experiments.builds import use_fork
-from rloo_memory.arms import ARMS
 
 PROMPT, COMPLETION, K, ROWS = 200, 20, 8, 2  # tokens, tokens, completions, completions a micro-batch
 DEPTHS = (2, 4)

@@ -9,8 +9,8 @@ import tempfile
 import device
 import torch
 
+from experiments.arms import ARMS
 from experiments.builds import use_fork
-from rloo_memory.arms import ARMS
 
 
 def trained(example, **settings) -> float:

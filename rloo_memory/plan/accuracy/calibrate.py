@@ -16,8 +16,7 @@ from statistics import median
 
 from rloo_memory.errors import ConfigError
 from rloo_memory.models import typed_line
-from rloo_memory.plan.options import check_writable
-from rloo_memory.plan.sureness.calibration import (
+from rloo_memory.plan.accuracy.calibration import (
     MATTERS,
     Calibration,
     Spread,
@@ -25,6 +24,7 @@ from rloo_memory.plan.sureness.calibration import (
     file_of,
     minor,
 )
+from rloo_memory.plan.options import check_writable
 from rloo_memory.sizes import GIB
 from rloo_memory.storage import write_json
 
@@ -56,7 +56,6 @@ class MeasuredRun:
     device_kind: str
     device_name: str
     versions: dict[str, str]
-    commit: str
     predicted: dict[str, int]
     measured: dict[str, int]
     context: int | None
@@ -126,7 +125,7 @@ def from_record(folder: str, record: dict, rows: list[dict]) -> MeasuredRun:
     return MeasuredRun(
         folder,
         rows[0]["start"],
-        *(record[name] for name in ("machine", "device_kind", "device_name", "versions", "commit")),
+        *(record[name] for name in ("machine", "device_kind", "device_name", "versions")),
         predicted,
         measured,
         context,
@@ -179,10 +178,7 @@ def calibration_of(runs: list[MeasuredRun]) -> Calibration:
         runs[0].device_name,
         datetime.date.today().isoformat(),
         {package: runs[0].versions[package] for package in MATTERS},
-        tuple(
-            {"folder": run.folder, "started": run.started, "commit": run.commit, "versions": run.versions}
-            for run in runs
-        ),
+        tuple({"folder": run.folder, "started": run.started, "versions": run.versions} for run in runs),
         {phase: found for phase, values in ratios.items() if (found := spread_of(values))},
         (min(peaks), max(peaks)),
         spread_of([run.context for run in runs if run.context is not None]),

@@ -1,9 +1,9 @@
 """What was measured, for the planner to say: how far every results/<machine>/plan_check.csv was from the predictions,
 and how many times as fast training was by every bench.csv of the measurement `worth`.
 
-python -m experiments.evidence.measured_ranges
+python -m experiments.checks.measured_ranges
 
-writes rloo_memory/plan/sureness/measured.json, which is installed with the planner.
+writes rloo_memory/plan/accuracy/measured.json, which is installed with the planner.
 """
 
 import sys
@@ -14,12 +14,12 @@ from pathlib import Path
 from experiments.config import ROOT
 from experiments.record import read_csv
 from rloo_memory.errors import ConfigError, exit_code
-from rloo_memory.plan.sureness.measured import FILE, MeasuredErrors, TimesFaster
+from rloo_memory.plan.accuracy.measured import FILE, MeasuredErrors, TimesFaster
 from rloo_memory.storage import write_json
 
 
 def errors_of(results: Path) -> MeasuredErrors:
-    """Of the peaks that `experiments.evidence.planner_check` measured on any machine. Raises `ConfigError`."""
+    """Of the peaks that `experiments.checks.planner_check` measured on any machine. Raises `ConfigError`."""
     ratios, trainings, devices = [], set(), set()
     for path in sorted(results.glob("*/plan_check.csv")):
         for row in read_csv(path):
@@ -28,7 +28,7 @@ def errors_of(results: Path) -> MeasuredErrors:
             devices.add({"cpu": "CPU", "cuda": "GPU"}[row["device_kind"]])
     if not ratios:
         raise ConfigError(
-            f"{results} holds no */plan_check.csv; python -m experiments.evidence.planner_check writes one"
+            f"{results} holds no */plan_check.csv; python -m experiments.checks.planner_check writes one"
         )
     return MeasuredErrors(min(ratios), max(ratios), len(ratios), len(trainings), " and a ".join(sorted(devices)))
 

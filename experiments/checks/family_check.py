@@ -6,8 +6,8 @@ Whole rows are TRL's own pass of the same model, before prefix sharing is enable
 import re
 from dataclasses import dataclass
 
-from experiments.evidence.float64 import pure_float64
-from experiments.evidence.tiny_families import FIRST_TOKEN, LAST_TOKEN, Family, build
+from experiments.checks.float64 import pure_float64
+from experiments.checks.tiny_families import FIRST_TOKEN, LAST_TOKEN, Family, build
 
 PROMPT, COMPLETION = 70, 7  # linear attention computes in chunks of 64 tokens
 LEFT_PADDING, LENGTHS = 5, (7, 3, 1, 5, 0, 2)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 SOURCES = ("rloo_memory", "experiments", "trl", "requirements.lock")
 # For git: pages, and what was measured, which the planner says, decide nothing that is measured
-PATHS = (*SOURCES, ":(exclude)*.md", ":(exclude)rloo_memory/plan/sureness/measured.json")
+PATHS = (*SOURCES, ":(exclude)*.md", ":(exclude)rloo_memory/plan/accuracy/measured.json")
 
 
 def source_commit() -> str:
@@ -18,7 +18,7 @@ def source_commit() -> str:
         return subprocess.run(["git", "-C", str(clone), *command], capture_output=True, text=True, check=True).stdout
 
     try:
-        git("ls-files", "--error-unmatch", "rloo_memory/commit.py")  # it may lie in another project's environment
+        git("ls-files", "--error-unmatch", "experiments/commit.py")  # it may lie in another project's environment
         commit = git("log", "-1", "--format=%h", "--abbrev=12", "--", *PATHS).strip()
         changed = git("status", "--porcelain", "--", *PATHS).strip()
     except (OSError, subprocess.CalledProcessError):

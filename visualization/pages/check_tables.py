@@ -18,7 +18,7 @@ COUNTS = ("launches_a_layer", "launches_outside_layers", "waits")
 def exactness_table(folder: Path) -> str:
     """Errors of log-probabilities and gradients against float64, from exactness.csv. Raises LoadError."""
     numbers = ("log_prob_error", "gradient_error", "prompt_tokens", "completion_tokens", "k")
-    rows = read_rows(folder / "exactness.csv", numbers, "experiments.evidence.exactness")
+    rows = read_rows(folder / "exactness.csv", numbers, "experiments.checks.exactness")
     first = rows.iloc[0]
     intro = (
         f"{first['shape']}, random weights, a prompt of P tokens, k completions of up to C. Relative errors against "
@@ -39,7 +39,7 @@ def kernels_table(folder: Path) -> str:
     """Errors of the attention kernels by themselves, the largest of each setting and dtype, from kernels.csv. Raises
     LoadError."""
     numbers = ("error", "masked_error", "heads", "key_heads")
-    rows = read_csv(folder / "kernels.csv", numbers, "run python -m experiments.evidence.kernels")
+    rows = read_csv(folder / "kernels.csv", numbers, "run python -m experiments.checks.kernels")
     intro = (
         "Attention to a shared prompt by itself, the largest relative error against float64 of output and gradients:"
     )
@@ -57,7 +57,7 @@ def kernels_table(folder: Path) -> str:
 
 def upstream_table(folder: Path) -> str:
     """How many of TRL's own tests pass, from upstream_tests.csv, and why the others do not. Raises LoadError."""
-    rows = read_rows(folder / "upstream_tests.csv", (), "experiments.evidence.upstream_tests TRL")
+    rows = read_rows(folder / "upstream_tests.csv", (), "experiments.checks.upstream_tests TRL")
     rows["trainer"] = rows.test.str.extract(r"test_(\w+)_trainer", expand=False).str.upper()
     passing = rows[rows.untouched == "passed"]
     counts = [

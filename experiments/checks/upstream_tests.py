@@ -1,7 +1,7 @@
 """TRL's own RLOO and GRPO tests: untouched, with the fork's options off, and with prefix sharing forced on in each.
 
     git clone https://github.com/huggingface/trl TRL
-    python -m experiments.evidence.upstream_tests TRL
+    python -m experiments.checks.upstream_tests TRL
 
 Models, tokenizers and prompts that the tests take from the Hugging Face Hub are made here, tiny and random, so nothing
 is downloaded. A test that fails untouched says nothing about the fork: it needs a GPU, a processor for images, or
@@ -19,11 +19,11 @@ import tempfile
 from pathlib import Path
 from xml.etree import ElementTree
 
+from experiments.arms import ARMS
 from experiments.builds import build
-from experiments.evidence.tiny_families import tiny_config
+from experiments.checks.tiny_families import tiny_config
 from experiments.measuring import EXIT_VERDICT, FACTS, Parser, Place, need, place
 from experiments.record import write_csv
-from rloo_memory.arms import ARMS
 from rloo_memory.errors import ConfigError, exit_code
 from rloo_memory.models import build_tokenizer
 
@@ -148,7 +148,7 @@ def is_wrong(row: dict) -> bool:
 
 
 def run(argv: list[str] | None) -> int:
-    parser = Parser("evidence.upstream_tests", __doc__)
+    parser = Parser("checks.upstream_tests", __doc__)
     parser.add_argument("clone", type=Path, help="a clone of TRL's repository")
     args = parser.parse_args(argv)
     if missing := [file for file in FILES if not (args.clone / "tests" / file).is_file()]:

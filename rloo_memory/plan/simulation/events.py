@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from rloo_memory.plan.step.building import decoder_layers
+from rloo_memory.plan.simulation.building import decoder_layers
 
 REFERENCE = "reference's "  # events of its layers, or, with LoRA, of the policy's without the adapters
 TOWER = ("tower", "tower's backward")  # those within which the tower for images computes

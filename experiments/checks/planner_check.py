@@ -1,6 +1,6 @@
 """The planner's predictions beside measurements: real trainings of small models, phase by phase.
 
-    python -m experiments.evidence.planner_check [--device cuda] [--cases shared-k8,...]
+    python -m experiments.checks.planner_check [--device cuda] [--cases shared-k8,...]
 
 On CUDA the measure is torch's own peak of allocated bytes, on a CPU `LiveBytes`, which counts the same there. Two
 updates are trained with the fork and the peaks of the second one compared, when the optimizer has its state. Each case
@@ -20,13 +20,13 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from experiments.arms import ARMS
 from experiments.builds import use_fork
-from experiments.evidence.setup_trainer import build_trainer, text_dataset
+from experiments.checks.setup_trainer import build_trainer, text_dataset
 from experiments.measuring import FACTS, Parser, is_committed, need, place, words
 from experiments.record import read_csv, write_csv
 from experiments.run_options import add_minutes
 from rloo_memory import data, models
-from rloo_memory.arms import ARMS
 from rloo_memory.errors import EXIT_TIME, exit_code
 from rloo_memory.phases import HighWater, PhaseRecorder
 from rloo_memory.plan.predict import predict
@@ -155,7 +155,7 @@ def measure(setup: Setup, folder: Path, tokenizer, dataset) -> tuple[dict[str, i
     at most by its end (CUDA)."""
     from experiments.workload.trainers import torch_optimizer
     from rloo_memory.launch.offload import keep_on_host
-    from rloo_memory.plan.step.live_bytes import LiveBytes
+    from rloo_memory.plan.simulation.live_bytes import LiveBytes
 
     trainer = build_trainer(setup, folder, tokenizer, dataset)
     if setup.offload_reference:
@@ -185,7 +185,7 @@ def measure(setup: Setup, folder: Path, tokenizer, dataset) -> tuple[dict[str, i
 
 
 def run(argv: list[str] | None) -> int:
-    parser = Parser("evidence.planner_check", __doc__)
+    parser = Parser("checks.planner_check", __doc__)
     parser.add_argument("--cases", help="some of the cases, by name; default: all")
     add_minutes(parser)
     parser.add_fresh()

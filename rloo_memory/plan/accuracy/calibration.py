@@ -1,6 +1,6 @@
 """What was measured on a machine, as corrections of what is predicted for it.
 
-`rloo-memory plan --calibrate RUN_DIR...` (`rloo_memory.plan.sureness.calibrate`) writes one to
+`rloo-memory plan --calibrate RUN_DIR...` (`rloo_memory.plan.accuracy.calibrate`) writes one to
 ~/.local/share/rloo-memory/<machine>/calibration.json. A factor stands for what the planner predicts: on CUDA bytes
 that torch allocates, on a CPU resident memory of the process above its level before the model was loaded.
 """
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from rloo_memory.errors import ConfigError
 from rloo_memory.models import typed_line
+from rloo_memory.plan.accuracy.measured import measured_errors
 from rloo_memory.plan.peaks import CORRECTION, PredictedPeak
-from rloo_memory.plan.sureness.measured import measured_errors
 from rloo_memory.sizes import GIB
 from rloo_memory.storage import user_folder
 

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from rloo_memory.plan.step.autocast import HALF, as_on_cuda
+from rloo_memory.plan.simulation.autocast import HALF, as_on_cuda
 
 PATCHED_ON_CUDA = {
     "_use_triton": lambda device: True,
@@ -117,7 +117,7 @@ def pretending(device: str, shapes, counted):
 
     Args:
         device (`str`): "cuda" or "cpu", the one that is planned for.
-        shapes (`rloo_memory.plan.step.shapes_only.ShapesOnly`): makes the tensors.
+        shapes (`rloo_memory.plan.simulation.shapes_only.ShapesOnly`): makes the tensors.
         counted (`Callable`): wraps the backward of the LM head, which makes its sums itself.
     """
     from trl.generation import shared_prefix_cache

@@ -1,6 +1,6 @@
 """Attention to a shared prompt through this device's own kernels, forward and backward, against float64.
 
-    python -m experiments.evidence.kernels [--device cuda]
+    python -m experiments.checks.kernels [--device cuda]
 
 What patch 0012 calls in every shared pass (`shared_prefix_attention`) and in decoding (`attention_with_lse`), by
 itself: packed completions that attend to a prompt and to themselves, merged by log-sum-exp. The truth is a plain
@@ -16,10 +16,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from experiments.arms import ARMS
 from experiments.builds import use_fork
 from experiments.measuring import EXIT_VERDICT, FACTS, Parser, is_committed, place
 from experiments.record import read_csv, write_csv
-from rloo_memory.arms import ARMS
 from rloo_memory.errors import exit_code
 from rloo_memory.models import typed_line
 
@@ -183,7 +183,7 @@ def errors_of(setting: Setting, dtype: str, device: str) -> list[Compared]:
 
 
 def run(argv: list[str] | None) -> int:
-    here = place(Parser("evidence.kernels", __doc__).parse_args(argv))
+    here = place(Parser("checks.kernels", __doc__).parse_args(argv))
     use_fork(ARMS["shared"])
     settings = SETTINGS if here.device == "cuda" else ON_CPU
     dtypes = ("bfloat16", "float16") if here.device == "cuda" else ("bfloat16", "float32")

@@ -1,6 +1,6 @@
 """Per-token log-probabilities and gradients of shared prompts beside untouched rows, on this device.
 
-    python -m experiments.evidence.exactness [--device cuda]
+    python -m experiments.checks.exactness [--device cuda]
 
 The truth is the same weights in float64, row by row, without the fused LM head. Stock's own error stands beside that
 of prefix sharing, in float32 and with bfloat16 weights under autocast, and the attention kernels that ran are named.
@@ -13,10 +13,10 @@ import re
 import sys
 import time
 
+from experiments.arms import ARMS
 from experiments.builds import use_fork
 from experiments.measuring import EXIT_VERDICT, FACTS, Parser, place
 from experiments.record import write_csv
-from rloo_memory.arms import ARMS
 from rloo_memory.errors import exit_code
 from rloo_memory.models import shape_config
 
@@ -190,7 +190,7 @@ def too_large(rows: list[dict[str, str]]) -> list[str]:
 
 
 def run(argv: list[str] | None) -> int:
-    here = place(Parser("evidence.exactness", __doc__).parse_args(argv))
+    here = place(Parser("checks.exactness", __doc__).parse_args(argv))
     use_fork(ARMS["shared"])
     rows = []
     for precision in ("bfloat16", "float32"):

@@ -6,7 +6,7 @@ from transformers.initialization import no_init_weights
 from rloo_memory.errors import ConfigError
 from rloo_memory.models import auto_class
 from rloo_memory.plan.checkpoint import quantized
-from rloo_memory.plan.step.replaced import QuantizedLinear
+from rloo_memory.plan.simulation.replaced import QuantizedLinear
 
 
 def decoder_layers(model) -> torch.nn.ModuleList:

@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 
-from rloo_memory.plan.step.live_bytes import LiveBytes
+from rloo_memory.plan.simulation.live_bytes import LiveBytes
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """The planner beside GPUs: what others have published that their trainings took, and what is predicted for them.
 
-    python -m experiments.evidence.published_peaks
+    python -m experiments.checks.published_peaks
 
 Reads results/published/gpu_peaks.csv: one figure a row, with its source and the settings of the training in TRL's
 names. Writes results/published/predicted.csv: the same rows with the predicted bytes, the ratio, the bounds that it
@@ -15,16 +15,16 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiments.commit import source_commit
 from experiments.config import ROOT
 from experiments.measuring import EXIT_VERDICT
 from experiments.record import write_csv
-from rloo_memory.commit import source_commit
 from rloo_memory.errors import exit_code
+from rloo_memory.plan.accuracy.reserve import CONTEXT
 from rloo_memory.plan.options import model_config, quiet
 from rloo_memory.plan.peaks import Prediction
 from rloo_memory.plan.predict import predict
 from rloo_memory.plan.setups import Setup
-from rloo_memory.plan.sureness.reserve import CONTEXT
 from rloo_memory.plan.trl_settings import from_settings
 from rloo_memory.sizes import GIB
 
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.evidence.published_peaks",
+        prog="python -m experiments.checks.published_peaks",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,7 +1,7 @@
 """What was measured and the planner says: how far its predictions were, and how many times as fast training was where
 prompts are shared.
 
-`measured.json` beside this file is made of the committed results by `experiments.evidence.measured_ranges`.
+`measured.json` beside this file is made of the committed results by `experiments.checks.measured_ranges`.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """What device this is, and what of it can be used: the first thing that an evidence of it needs.
 
-    python -m experiments.evidence.device_facts [--device cuda]
+    python -m experiments.checks.device_facts [--device cuda]
 
 Writes results/<machine>/device.json: the driver, versions, settings, what attention PyTorch has there, whether NVML
 lists this process, and two ceilings: bytes a second of a copy, operations a second of a bfloat16 product. A part that
@@ -25,7 +25,7 @@ COPIED = {"cuda": 2**32, "cpu": 2**24}  # bytes
 
 
 def run(argv: list[str] | None) -> int:
-    here = place(Parser("evidence.device_facts", __doc__).parse_args(argv))
+    here = place(Parser("checks.device_facts", __doc__).parse_args(argv))
     parts = {"versions": versions, "device": properties, "copy_bytes_per_s": copy_rate, "product_per_s": product_rate}
     parts |= {"nvml": nvml, "driver": driver}
     facts = {**here.facts, "platform": platform.platform(), "cores": os.cpu_count()}

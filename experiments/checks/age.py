@@ -1,6 +1,6 @@
 """How old the committed figures are: for each table its commit, and how often what it measures has changed since.
 
-    python -m experiments.evidence.age
+    python -m experiments.checks.age
 
 Reads results/<machine>/runs.jsonl and every CSV with a column `commit`. What is on top is measured anew first:
 `make evidence` does all of it.
@@ -11,12 +11,12 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from experiments.commit import PATHS, SOURCES
 from experiments.config import ROOT
 from experiments.record import read_csv
 from experiments.run_options import Parser
-from rloo_memory.commit import PATHS, SOURCES
+from experiments.run_record import kept_runs
 from rloo_memory.errors import ConfigError, exit_code
-from rloo_memory.run_record import kept_runs
 
 
 def tables(results: Path) -> Counter[tuple[str, str]]:
@@ -45,7 +45,7 @@ def git(*command: str) -> str:
 
 
 def run(argv: list[str] | None) -> int:
-    parser = Parser(prog="python -m experiments.evidence.age", description=__doc__.split("\n")[0])
+    parser = Parser(prog="python -m experiments.checks.age", description=__doc__.split("\n")[0])
     parser.parse_args(argv)
     found = tables(ROOT / "results")
     commits = {commit for _, commit in found}

@@ -6,7 +6,7 @@ Each takes hidden states of shape (rows, completion + 1, hidden), the head, the 
 
 import torch
 
-from rloo_memory.plan.step.replaced import head_log_probs
+from rloo_memory.plan.simulation.replaced import head_log_probs
 
 
 def fused(hidden, head, ids, temperature, widens):

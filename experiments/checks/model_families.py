@@ -1,6 +1,6 @@
 """Every model family of the pinned transformers: shared exactly, refused and why, or not tried.
 
-    python -m experiments.evidence.model_families [--write docs/models.md] [--only llama,gemma3]
+    python -m experiments.checks.model_families [--write docs/models.md] [--only llama,gemma3]
 
 A tiny random model of each causal and image-text class goes through TRL's own pass and through prefix sharing: two
 prompts with three completions each, in float64. Prints a line a family. Exit code 1 if prefix sharing accepts a model
@@ -21,9 +21,10 @@ from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 
+from experiments.arms import ARMS
 from experiments.builds import use_fork
-from experiments.evidence import family_check
-from experiments.evidence.family_check import (
+from experiments.checks import family_check
+from experiments.checks.family_check import (
     COMPLETION,
     FAILS,
     LEFT_PADDING,
@@ -36,10 +37,9 @@ from experiments.evidence.family_check import (
     WRONG,
     Result,
 )
-from experiments.evidence.tiny_families import WINDOW, Family, families
+from experiments.checks.tiny_families import WINDOW, Family, families
 from experiments.measuring import need
 from experiments.run_options import Parser
-from rloo_memory.arms import ARMS
 from rloo_memory.errors import ConfigError, exit_code
 
 SECONDS = 60  # for one family; most take less than one
@@ -59,7 +59,7 @@ Of all models that transformers maps to causal or image-text classes,
 {counts}.
 Made on {made} by
 
-    python -m experiments.evidence.model_families --write docs/models.md
+    python -m experiments.checks.model_families --write docs/models.md
 
 Each is a tiny random model: two to six layers, one of each kind that its config has, width 32, windows of {window}
 tokens. Two prompts of {prompts} tokens, the second behind padding, have three completions each of up to {completion}
@@ -233,7 +233,7 @@ def chosen(wanted: list[str]) -> list[Family]:
 
 
 def run(argv: list[str] | None) -> int:
-    parser = Parser(prog="python -m experiments.evidence.model_families", description=__doc__.split("\n")[0])
+    parser = Parser(prog="python -m experiments.checks.model_families", description=__doc__.split("\n")[0])
     parser.add_argument("--write", type=Path, metavar="FILE", help="the page, such as docs/models.md")
     parser.add_argument("--only", metavar="NAME,...", help="names of families or classes")
     args = parser.parse_args(argv)

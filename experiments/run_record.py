@@ -10,15 +10,12 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import get_args, get_origin
 
+from rloo_memory.phases import PHASE_COLUMNS
 from rloo_memory.storage import replace_text
 
 SAMPLE_COLUMNS = (
     "timestamp", "elapsed_s", "device_used_bytes", "device_total_bytes", "device_utilization_percent",
     "process_device_bytes", "resident_bytes", "cpu_percent", "host_used_bytes",
-)  # fmt: skip
-PHASE_COLUMNS = (
-    "phase", "step", "start", "end", "peak_allocated_bytes", "peak_reserved_bytes", "peak_resident_bytes",
-    "device_used_bytes",
 )  # fmt: skip
 FINISHED = ("ok", "oom")  # a run with one of these need not be repeated; "error" and "running" are tried again
 STATUSES = (*FINISHED, "error", "running")

@@ -5,7 +5,7 @@ shared prompts or within a token budget, its generation with a shared cache. The
 re-enacted here: which model is called, with which shapes, with or without gradients, in which order; a test compares
 that with real trainings. What the trainer repeats with the same shapes, the micro-batches of an update and the tokens
 of a completion, is done once; decoding with the cache at its largest. What cannot run so is in
-`rloo_memory.plan.step.replaced`.
+`rloo_memory.plan.simulation.replaced`.
 """
 
 import contextlib
@@ -23,16 +23,16 @@ from rloo_memory.errors import ConfigError
 from rloo_memory.models import named_config
 from rloo_memory.plan.checkpoint import quantized
 from rloo_memory.plan.images import RolloutImages
-from rloo_memory.plan.step.building import build, quantize, weights_not_in_8_bits, with_adapters
-from rloo_memory.plan.step.caches import attending, grow, grow_shared
-from rloo_memory.plan.step.events import REFERENCE, TOWER, mark
-from rloo_memory.plan.step.heads import HEADS
-from rloo_memory.plan.step.live_bytes import LiveBytes
-from rloo_memory.plan.step.offloaded import offloaded
-from rloo_memory.plan.step.passes import open_prefix_of, passes_of
-from rloo_memory.plan.step.recurrent import operators_in_torch
-from rloo_memory.plan.step.replaced import pretending
-from rloo_memory.plan.step.shapes_only import ShapesOnly
+from rloo_memory.plan.simulation.building import build, quantize, weights_not_in_8_bits, with_adapters
+from rloo_memory.plan.simulation.caches import attending, grow, grow_shared
+from rloo_memory.plan.simulation.events import REFERENCE, TOWER, mark
+from rloo_memory.plan.simulation.heads import HEADS
+from rloo_memory.plan.simulation.live_bytes import LiveBytes
+from rloo_memory.plan.simulation.offloaded import offloaded
+from rloo_memory.plan.simulation.passes import open_prefix_of, passes_of
+from rloo_memory.plan.simulation.recurrent import operators_in_torch
+from rloo_memory.plan.simulation.replaced import pretending
+from rloo_memory.plan.simulation.shapes_only import ShapesOnly
 
 PHASES = ("load", "generate", "score", "train", "optimizer")
 

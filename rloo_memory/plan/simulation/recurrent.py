@@ -42,7 +42,7 @@ def operators_in_torch(model, shapes) -> list:
 
     Args:
         model (`transformers.PreTrainedModel`): one of a simulation.
-        shapes (`rloo_memory.plan.step.shapes_only.ShapesOnly`): makes the tensors.
+        shapes (`rloo_memory.plan.simulation.shapes_only.ShapesOnly`): makes the tensors.
     """
     from trl.models.prefix_sharing_states import find_mixers
 
