@@ -11,11 +11,12 @@ TOOL = ROOT / "trl" / "fork.py"
 spec = importlib.util.spec_from_file_location("fork", TOOL)
 fork = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(fork)
+LINES = fork.load_lines()
 
 
 def obtain(line):
     """The upstream wheel of a line. Skips where there is none."""
     try:
         return fork.obtain(line)
-    except fork.WheelUnavailable as error:
+    except fork.ForkError as error:
         pytest.skip(f"the upstream wheel cannot be obtained here: {error}")

@@ -45,7 +45,7 @@ TORCH_CUDA = (
 )
 
 # Declared, and used without an import here
-NOT_IMPORTED = {"bitsandbytes": "transformers imports it", "pytest-xdist": "pytest -n", "ruff": "make lint"}
+NOT_IMPORTED = {"bitsandbytes": "transformers imports it", "pytest-xdist": "pytest -n", "ruff": "make lint", "wheel": "trl/fork.py"}
 
 # Groups that are not locked, and what is imported of them: `make test-deepspeed`, `make test-vllm` make environments
 OPTIONAL_GROUPS, OPTIONAL = {"deepspeed", "images", "vllm"}, {"deepspeed", "vllm"}

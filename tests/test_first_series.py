@@ -1,9 +1,9 @@
 """trl/first: the first pull request. Its tests in test_fork.py are those of every series."""
 
 import pytest
-from fork_tool import ROOT, fork, obtain
+from fork_tool import LINES, ROOT, fork, obtain
 
-LINE = fork.find_line(ROOT / "trl", "first")
+LINE = LINES["first"]
 MODULE = ROOT / "trl/first/overlay/trl/models/group_packing.py"
 
 
@@ -24,7 +24,7 @@ def test_an_architecture_is_refused_in_one_line_or_exact(probe):
 def test_its_own_tests_pass(forked, tmp_path):
     obtain(LINE)
     tree, folder = tmp_path / "tree", tmp_path / "tests"
-    fork.build(ROOT / "trl", "first", tree, None)
+    fork.build(LINE, tree, None)
     folder.mkdir()
     made = forked("upstream_fixtures", folder, timeout=120)
     assert made.returncode == 0, made.stderr[-3000:]
@@ -36,9 +36,7 @@ def test_its_own_tests_pass(forked, tmp_path):
 
 def test_it_stays_short():
     """Lines that somebody has to read: those added to upstream's files, the module, and what tests it."""
-    patches = [fork.read_patch(LINE.folder / name) for name in fork.read_series(LINE)]
-    added = sum(
-        row.startswith("+") and not row.startswith("+++") for each in patches for row in each.diff.splitlines()
-    )
+    rows = [row for patch in fork.read_patches(LINE) for row in patch.diff.splitlines()]
+    added = sum(row.startswith("+") and not row.startswith("+++") for row in rows)
     new = sum(len(path.read_text().splitlines()) for path in (LINE.folder / "overlay").rglob("*.py"))
     assert added + new <= 450

@@ -43,8 +43,6 @@ FLOORS = ("simulation", "scale_up", "accuracy")
 ASKED = {"setups", "checkpoint", "images", "peaks", "engine", "options"}
 LINES = 420
 LONGER = {  # -> why
-    "trl/fork.py": "runs before anything is installed",
-    "tests/test_fork.py": "a table of damaged inputs",
     "tests/test_launch.py": "tables of bad input",
     "tests/test_memory_monitor.py": "one process under many conditions",
     "tests/test_visualization.py": "every chart and table of one made-up machine",

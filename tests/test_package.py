@@ -7,7 +7,7 @@ import sys
 import zipfile
 
 import pytest
-from fork_tool import fork, obtain
+from fork_tool import LINES, obtain
 
 from experiments.arms import ARMS
 from experiments.builds import build
@@ -85,7 +85,7 @@ def test_a_word_that_is_no_command_is_told_in_one_line(capsys):
 
 def test_the_way_back_that_docs_name_takes_the_fork_away():
     """`pip install trl` does not: to pip the fork is that version already."""
-    released = obtain(fork.load_lines(ROOT / "trl")["current"]).parent
+    released = obtain(LINES["current"]).parent
     for page in ("docs/faq.md", "docs/tutorial.md"):
         text = " ".join((ROOT / page).read_text().split())
         assert "`pip install --force-reinstall --no-deps trl==1.16.0`" in text, page

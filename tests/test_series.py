@@ -5,9 +5,10 @@ import base64
 
 import numpy
 import pytest
-from fork_tool import ROOT, fork, obtain
+from fork_tool import LINES, ROOT, fork, obtain
 
-SERIES = fork.read_series(fork.find_line(ROOT / "trl", "current"))
+LINE = LINES["current"]
+SERIES = tuple(patch.name for patch in fork.read_patches(LINE))
 # What patches add to RLOOConfig and GRPOConfig
 OPTIONS = {
     "0005-activation-offloading.patch": {"activation_offloading"},
@@ -34,16 +35,16 @@ WORDS = {"0008-prefix-sharing.patch": "prefix_sharing"}
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
     """The tree before the first patch, after the first, after the second ..."""
-    obtain(fork.find_line(ROOT / "trl", "current"))
+    obtain(LINE)
     folder = tmp_path_factory.mktemp("places")
     trees = [folder / str(number) for number in range(len(SERIES) + 1)]
     for number, tree in enumerate(trees):
-        fork.build(ROOT / "trl", "current", tree, SERIES[:number])
+        fork.build(LINE, tree, SERIES[:number])
     return trees
 
 
 def package(tree):
-    return {name: path.read_bytes() for name, path in fork.files_below(tree / "trl").items()}
+    return {str(path.relative_to(tree / "trl")): path.read_bytes() for path in (tree / "trl").rglob("*.*")}
 
 
 def own_tests(name):
@@ -89,7 +90,7 @@ COMPACT_TOLERANCE = 1e-5
 def test_switched_off_the_fork_trains_upstreams_bits_and_with_the_compact_lm_head_upstreams_numbers(places, probe):
     """Rows with padding on both sides, on the CPU. Where Triton is (CUDA), the compact head is what upstream does."""
     without = places[0].parent / "without"
-    fork.build(ROOT / "trl", "current", without, tuple(name for name in SERIES if name != COMPACT))
+    fork.build(LINE, without, tuple(name for name in SERIES if name != COMPACT))
     trees = (places[0], places[SERIES.index(COMPACT)], without, places[-1])
     untouched, before, without, whole = (probe("off", tree) for tree in trees)
     for trainer, expected in untouched.items():
