@@ -1,15 +1,14 @@
 import functools
 import json
+import multiprocessing
 import os
-import select
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import unchanged
+import zygote
 
 ROOT = Path(__file__).resolve().parent.parent
 # Under nohup, or as a job in the background, what tests start would ignore these as well
@@ -26,11 +25,6 @@ LONGEST = (  # their files go first: one that begins last, and alone, is waited 
     "test_distributed", "test_faults", "test_shared_states", "test_train", "test_doctor", "test_launch_distributed",
     "test_shared_images", "test_classic", "test_tutorial", "test_gate", "test_shared_arm",
 )  # fmt: skip
-
-
-def pytest_configure(config):
-    if not config.option.collectonly:
-        config.pluginmanager.register(unchanged.Unchanged())
 
 
 def pytest_collection_modifyitems(items, config):
@@ -95,47 +89,26 @@ def planned(capsys):
     return command
 
 
-class Zygote:
-    """A process of tests/zygote.py, begun when it is first needed, and anew after a script that did not end."""
+@pytest.fixture(scope="session")
+def run_script():
+    """Runs a script in its own process, where torch and transformers are imported already; returns its exit code."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(zygote.PRELOADED)
 
-    process = None
+    def run(argv, stdout, stderr, timeout):
+        process = context.Process(target=zygote.run, args=(argv, str(stdout), str(stderr)))
+        process.start()
+        process.join(timeout)
+        if process.is_alive():
+            process.kill()
+            pytest.fail(f"{argv} did not end in {timeout} s")
+        return process.exitcode
 
-    def run(self, argv, stdout, stderr, timeout):
-        """The exit code of a script that writes to these files. Raises `subprocess.TimeoutExpired`."""
-        if self.process is None:
-            self.process = subprocess.Popen(
-                [sys.executable, str(ROOT / "tests" / "zygote.py")],
-                cwd=ROOT,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-                start_new_session=True,
-            )
-        self.process.stdin.write(json.dumps({"argv": argv, "stdout": stdout, "stderr": stderr}).encode() + b"\n")
-        self.process.stdin.flush()
-        if not select.select([self.process.stdout], [], [], timeout)[0]:
-            self.end()
-            raise subprocess.TimeoutExpired(argv, timeout)
-        answer = self.process.stdout.readline()
-        assert answer, "tests/zygote.py has ended"
-        return int(answer)
-
-    def end(self):
-        if self.process is not None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.communicate()
-            self.process = None
+    return run
 
 
 @pytest.fixture(scope="session")
-def zygote():
-    process = Zygote()
-    yield process
-    process.end()
-
-
-@pytest.fixture(scope="session")
-def train(zygote, tmp_path_factory):
+def train(run_script, tmp_path_factory):
     """Runs `python -m experiments.train` at the smallest scale; returns (exit code, record, run folder, stderr). Tests
     that ask for the same run share it: they only read."""
 
@@ -146,7 +119,7 @@ def train(zygote, tmp_path_factory):
             f"--arm {arm} --k {k} --scale {scale} --device cpu --results {results} --machine here --threads 1".split()
         )
         argv = [str(ROOT / "tests" / "probes" / "one_run.py"), *words, *options]
-        code = zygote.run(argv, os.devnull, str(results / "stderr"), timeout=300)
+        code = run_script(argv, os.devnull, results / "stderr", timeout=300)
         repeat = options[options.index("--repeat") + 1] if "--repeat" in options else "0"
         folder = results / "here" / f"{arm}_{scale}_k{k}_r{repeat}"
         record = json.loads((folder / "run.json").read_text()) if (folder / "run.json").exists() else None
@@ -156,7 +129,7 @@ def train(zygote, tmp_path_factory):
 
 
 @pytest.fixture
-def forked(zygote, tmp_path):
+def forked(run_script, tmp_path):
     """Runs tests/probes/NAME.py in its own process; returns its exit code and what it said."""
 
     def run(name, *arguments, timeout=600):
@@ -164,7 +137,7 @@ def forked(zygote, tmp_path):
         stdout, stderr = (tmp_path / f"probe.{stream}" for stream in ("out", "err"))
         for path in (stdout, stderr):
             path.write_text("")
-        code = zygote.run(argv, str(stdout), str(stderr), timeout)
+        code = run_script(argv, stdout, stderr, timeout)
         return SimpleNamespace(returncode=code, stdout=stdout.read_text(), stderr=stderr.read_text())
 
     return run

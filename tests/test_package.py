@@ -1,98 +1,98 @@
-"""What `pip install .` gives: the command in any folder, its data, and one line where `trl` is not the fork."""
+"""What the project declares and locks, and what `pip install .` gives: the command in any folder and its data."""
 
+import ast
+import importlib.metadata
 import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 
 import pytest
-from fork_tool import LINES, obtain
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from experiments.arms import ARMS
 from experiments.builds import build
 from experiments.config import ROOT
-from rloo_memory import __main__ as command
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+NOT_LOCKED = {"deepspeed", "images", "vllm"}  # groups for environments of their own
+
+
+def test_the_lock_is_what_the_project_needs_at_versions_that_serve_and_nothing_more():
+    rows = [row.split("==") for row in (ROOT / "requirements.lock").read_text().splitlines()[1:]]
+    lock = {canonicalize_name(name): version for name, version in rows}
+    groups = [group for name, group in PROJECT["dependency-groups"].items() if name not in NOT_LOCKED]
+    todo, needed = [*PROJECT["project"]["dependencies"], *(text for group in groups for text in group)], set()
+    while todo:
+        requirement = Requirement(todo.pop())
+        name = canonicalize_name(requirement.name)
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        if name not in lock and name.startswith(("cuda-", "nvidia-", "triton")):
+            continue  # of torch's CUDA build, which pins them itself
+        assert name in lock and requirement.specifier.contains(lock[name], prereleases=True), requirement
+        if name not in needed:
+            todo += importlib.metadata.requires(name) or []
+        needed.add(name)
+    assert needed == lock.keys()
+
+
+def test_what_the_package_imports_it_declares():
+    imported = set()
+    for path in (ROOT / "rloo_memory").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                imported.add(node.module.split(".")[0])
+    providers = importlib.metadata.packages_distributions()
+    third_party = imported - sys.stdlib_module_names - {"rloo_memory", "deepspeed", "vllm"}
+    used = {canonicalize_name(name) for module in third_party for name in providers[module]}
+    declared = {canonicalize_name(Requirement(text).name) for text in PROJECT["project"]["dependencies"]}
+    assert used - {"pillow"} == declared, "pillow: the group images"
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """The wheel of this clone, unpacked in a folder of its own."""
+def site(tmp_path_factory):
+    """This clone's wheel, unpacked."""
     folder = tmp_path_factory.mktemp("installed")
     shutil.copytree(ROOT / "rloo_memory", folder / "clone" / "rloo_memory", ignore=shutil.ignore_patterns("*.pyc"))
     shutil.copy(ROOT / "pyproject.toml", folder / "clone")
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation", "./clone"]
-    subprocess.run([*pip, "--wheel-dir", "."], check=True, cwd=folder)
-    (wheel,) = folder.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(folder / "site")
+    subprocess.run(pip, check=True, cwd=folder)
+    zipfile.ZipFile(next(folder.glob("*.whl"))).extractall(folder / "site")
     return folder / "site"
 
 
-def run(installed, folder, *words, trl=None):
-    path = os.pathsep.join(map(str, filter(None, (installed, trl))))
-    script = "import sys, rloo_memory.__main__ as m; print(m.__file__, file=sys.stderr); sys.exit(m.main())"
-    result = subprocess.run(
-        [sys.executable, "-P", "-c", script, *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path, "MODEL_PATH": "", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
-    where, *error = result.stderr.splitlines()
-    assert where.startswith(str(installed))
-    return result.returncode, result.stdout, error
+def run(site, folder, words, trl=""):
+    script = "import sys, rloo_memory.__main__ as m; assert m.__file__.startswith(sys.argv.pop(1)); sys.exit(m.main())"
+    environment = {"PYTHONPATH": f"{site}:{trl}", "MODEL_PATH": "", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-P", "-c", script, str(site), *words.split()]
+    return subprocess.run(command, cwd=folder, env=os.environ | environment, capture_output=True, text=True)
 
 
-def test_the_wheel_holds_the_product_and_its_data_and_nothing_else(installed):
-    tops = {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")}
-    assert tops == {"rloo_memory"}
-    ours = {
-        path.relative_to(ROOT)
-        for path in (ROOT / "rloo_memory").rglob("*")
-        if path.is_file() and path.suffix != ".pyc"
-    }
-    assert {path.suffix for path in ours} == {".py", ".yaml", ".json", ".jsonl"}
-    assert {path.relative_to(installed) for path in (installed / "rloo_memory").rglob("*") if path.is_file()} == ours
-    (points,) = installed.glob("*.dist-info/entry_points.txt")
+def test_the_wheel_holds_the_product_and_its_data_and_nothing_else(site):
+    files = {path.relative_to(site) for path in site.rglob("*") if path.is_file()}
+    ours = {path.relative_to(ROOT) for path in (ROOT / "rloo_memory").rglob("*.*") if path.suffix != ".pyc"}
+    assert {path for path in files if not path.parts[0].endswith(".dist-info")} == ours
+    (points,) = site.glob("*.dist-info/entry_points.txt")
     assert "rloo-memory = rloo_memory.__main__:main" in points.read_text()
 
 
-def test_its_commands_run_in_any_folder(installed, tmp_path):
-    code, out, _ = run(installed, tmp_path, "launch", "--help")
-    assert code == 0 and "single_gpu_24gb" in out
-    words = "doctor --profile single_gpu_24gb --model qwen3-0.6b --prompt 64 --device-memory 23.5GiB".split()
-    code, out, error = run(installed, tmp_path, *words)
-    assert code == 0 and "fits: " in out, error
-    assert (tmp_path / "fits.yaml").exists()
-    code, out, error = run(
-        installed, tmp_path, "launch", "fits.yaml", "--dataset_name", "gone.jsonl", "--reward_funcs", "letters"
+def test_its_commands_run_in_any_folder(site, tmp_path):
+    launch = run(site, tmp_path, "launch --help")
+    assert launch.returncode == 0 and "single_gpu_24gb" in launch.stdout
+    doctor = run(
+        site, tmp_path, "doctor --profile single_gpu_24gb --model qwen3-0.6b --prompt 64 --device-memory 23.5GiB"
     )
-    assert code == 2 and "MODEL_PATH=hub:qwen3-0.6b downloads it" in error[-1]
+    assert doctor.returncode == 0 and "fits: " in doctor.stdout and (tmp_path / "fits.yaml").exists(), doctor.stderr
 
 
-@pytest.mark.parametrize("words", [["plan", "--model", "qwen3-0.6b", "--prompt", "64"], ["launch", "balanced"]])
-def test_another_trl_is_told_in_one_line(installed, tmp_path, words):
-    words = [*words, "--model_name_or_path", "random:tiny-qwen3"] if words[0] == "launch" else words
-    code, out, error = run(installed, tmp_path, *words, trl=build(ARMS["stock"]))
-    assert code == 2 and "has no prefix sharing: in the clone of rloo-memory run python trl/fork.py wheel" in error[-1]
-
-
-def test_a_word_that_is_no_command_is_told_in_one_line(capsys):
-    assert command.main(["plam"]) == 2
-    assert capsys.readouterr().err == "rloo-memory: no command 'plam'; choose one of: plan, doctor, launch, check\n"
-    assert command.main([]) == 0 and "rloo-memory plan" in capsys.readouterr().out
-
-
-def test_the_way_back_that_docs_name_takes_the_fork_away():
-    """`pip install trl` does not: to pip the fork is that version already."""
-    released = obtain(LINES["current"]).parent
-    for page in ("docs/faq.md", "docs/tutorial.md"):
-        text = " ".join((ROOT / page).read_text().split())
-        assert "`pip install --force-reinstall --no-deps trl==1.16.0`" in text, page
-
-    def asked(*words):
-        pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--find-links", released]
-        return subprocess.run([*pip, *words], capture_output=True, text=True).stdout
-
-    assert "already satisfied" in asked("--no-deps", "trl")
-    assert "Would install trl-1.16.0\n" in asked("--force-reinstall", "--no-deps", "trl==1.16.0")
+def test_another_trl_is_told_in_one_line(site, tmp_path):
+    for words in ("plan --model qwen3-0.6b --prompt 64", "launch balanced --model_name_or_path random:tiny-qwen3"):
+        result = run(site, tmp_path, words, trl=build(ARMS["stock"]))
+        told = "has no prefix sharing: in the clone of rloo-memory run python trl/fork.py wheel"
+        assert result.returncode == 2 and told in result.stderr.splitlines()[-1]

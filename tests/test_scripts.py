@@ -1,91 +1,83 @@
-"""The scripts at the root: a help of their own that is true, paths of the caller, and what comes next."""
+"""The scripts at the root: paths of the caller, and the set-up with a stub for Python and its pip."""
 
-import re
+import os
 import shutil
 import subprocess
 
 import pytest
 
-from experiments import suite
 from experiments.config import ROOT
 
-PROGRAMS = {  # whose options they pass on
-    "run_baseline-rloo.sh": (suite, []),
-    "run_improve-rloo.sh": (suite, []),
-    "run_bench.sh": (suite, []),
-    "run_gpu.sh": (None, []),
-    "visualize_results.sh": (None, []),
-}
-# In the place of .venv/bin/python: notes where it stands and what it is asked, and knows where results are
-PYTHON = """#!/bin/bash
-echo "$PWD: $@" >> {noted}
-case "$*" in *--print-folder) echo "$PWD/my own/box" && exit ;; esac
-case "$*" in *"$FAILS"*) exit "$CODE" ;; esac
+STUB = """#!/bin/bash
+case "$*" in
+  --version) echo Python 3.11.0 ;;
+  "-m venv "*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+  *" pip "*) echo "$*" >> calls; if [ -n "$PIP" ]; then echo "$PIP" && exit 1; fi ;;
+  *"import os, torch"*) exit 1 ;;
+esac
 """
 
 
-@pytest.mark.parametrize("script", PROGRAMS)
-def test_help_is_short_its_own_and_true(script, tmp_path, capsys):
-    """Nothing is installed there, and nothing is made."""
-    shutil.copy(ROOT / script, tmp_path)
-    result = subprocess.run([tmp_path / script, "--help"], capture_output=True, text=True, timeout=20)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert re.match(rf"Usage: (MINUTES=9 )?\./{script} ", result.stdout) and len(result.stdout.splitlines()) < 12
-    program, words = PROGRAMS[script]
-    if program:
-        with pytest.raises(SystemExit):
-            program.run([*words, "--help"])
-        known = capsys.readouterr().out
-        assert all(option in known for option in re.findall(r"--[a-z][a-z-]+", result.stdout))
-    assert [path.name for path in tmp_path.iterdir()] == [script]
+def write(folder, files):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
 
 
 @pytest.fixture
-def clone(tmp_path):
-    """A folder with the scripts and stand-ins, and another one to stand in."""
-    (tmp_path / "clone" / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / "elsewhere" / "experiments").mkdir(parents=True)
-    for script in PROGRAMS:
-        shutil.copy(ROOT / script, tmp_path / "clone")
-    for name, text in {
-        "setup_env.sh": "#!/bin/bash\n", ".venv/bin/python": PYTHON.format(noted=tmp_path / "noted"),
-    }.items():  # fmt: skip
-        (tmp_path / "clone" / name).write_text(text)
-        (tmp_path / "clone" / name).chmod(0o755)
-    return tmp_path
+def set_up(tmp_path):
+    """Runs `setup_env.sh` in a copy that is set up; returns its exit code and the lines it said."""
+    lock = "numpy==1.0\ntorch==2.0\n"
+    write(tmp_path, {"trl/classic/series": "1.patch", "pyproject.toml": "", "requirements.lock": lock, "stub": STUB})
+    shutil.copy(ROOT / "setup_env.sh", tmp_path)
+
+    def run(*words, **environment):
+        here = os.environ | {"PYTHON": str(tmp_path / "stub"), "PIP": ""} | environment
+        result = subprocess.run([tmp_path / "setup_env.sh", *words], env=here, capture_output=True, text=True)
+        return result.returncode, (result.stdout + result.stderr).splitlines()
+
+    code, said = run("--cpu")
+    assert code == 0 and said[-1] == "environment: ready" and "the other 1 packages" in said[2]
+    return run
 
 
-def start(clone, script, *options, fails="nothing", code=0):
-    environment = {"PATH": "/usr/bin:/bin", "FAILS": fails, "CODE": str(code)}
-    return subprocess.run(
-        [clone / "clone" / script, *options], cwd=clone / "elsewhere", env=environment, capture_output=True, text=True
-    )
+def test_what_is_up_to_date_stays_and_a_changed_fork_alone_is_installed_anew(set_up, tmp_path):
+    assert set_up() == (0, ["environment: up to date (.venv)"]) and set_up("--quiet") == (0, [])
+    (tmp_path / "calls").unlink()
+    write(tmp_path, {"trl/classic/series": "2.patch"})
+    assert set_up() == (0, ["environment: up to date (.venv), with this clone's fork installed anew"])
+    assert (tmp_path / "calls").read_text().count("--no-index") == 2
 
 
-@pytest.mark.parametrize("script, after", [
-    ("run_baseline-rloo.sh", "next: {clone}/run_improve-rloo.sh --results mine --k 2"),
-    ("run_improve-rloo.sh", "next: {clone}/visualize_results.sh {stand}/my\\ own/box"),
-    ("run_bench.sh", "next: open {stand}/my own/box/report.html"),
+@pytest.mark.parametrize("words, environment, expected", [
+    ("", {"PIP": "ERROR: No torch"}, ["pip failed on torch (ERROR: No torch)", "setup_env.log", "--download DIR"]),
+    ("--offline .", {"PIP": "ERROR: No torch"}, ["(ERROR: No torch)", "--download /", "and Python 3.11.0 fills it"]),
+    ("--offline nowhere", {}, ["no folder /", "--download"]),
+    ("--use-system-torch", {}, ["cannot import torch", "without the option"]),
+    ("", {"PYTHON": "/nowhere/python"}, ["no Python 3.11 or newer", "PYTHON=/path/to/python"]),
+    ("--ofline", {}, ["unknown option --ofline", "--help"]),
 ])  # fmt: skip
-def test_a_run_stays_where_the_caller_stands_and_says_what_comes_next(clone, script, after):
-    result = start(clone, script, "--results", "mine", "--k", "2")
-    stand = clone / "elsewhere"
-    told = [f"results: {stand}/my own/box", after.format(clone=clone / "clone", stand=stand)]
-    assert (result.returncode, result.stdout.splitlines()[-2:]) == (0, told), result.stderr
-    noted = (clone / "noted").read_text().splitlines()
-    assert all(line.startswith(f"{stand}: -m ") for line in noted)
-    suites = [line for line in noted if "experiments.suite" in line and "--print-folder" not in line]
-    assert len(suites) == (9 if script == "run_bench.sh" else 1)
-    assert all(line.endswith(" --results mine --k 2") for line in suites)
-    assert (f"{stand}: -m visualization.report {stand}/my own/box" in noted) == (script == "run_bench.sh")
-    result = start(clone, script, "--results", "mine", "--k", "2", fails="experiments.suite", code=2)
-    assert (result.returncode, result.stdout) == (2, ""), "a bad option leads nowhere"
-    result = start(clone, script, "--results", "mine", "--k", "2", fails="experiments.suite", code=1)
-    assert (result.returncode, result.stdout.splitlines()[-2:]) == (1, told), "some run failed, the others are there"
+def test_a_set_up_that_fails_says_why_in_one_line_and_the_old_environment_is_there(
+    set_up, tmp_path, words, environment, expected
+):
+    write(tmp_path, {".venv/old": "", "requirements.lock": "numpy==2.0\ntorch==2.0\n"})
+    code, said = set_up(*words.split(), **environment)
+    errors = [line for line in said if line.startswith("setup_env: ")]
+    assert code == 2 and said[-1:] == errors and all(text in errors[0] for text in expected)
+    assert (tmp_path / ".venv" / "old").exists() and not (tmp_path / ".venv.old").exists()
+    assert set_up("--cpu")[0] == 0 and not (tmp_path / ".venv" / "old").exists()
 
 
-def test_folders_to_draw_are_the_callers(clone):
-    assert start(clone, "visualize_results.sh", "mine/box").returncode == 0
-    assert (clone / "noted").read_text().splitlines() == [
-        f"{clone}/elsewhere: -m experiments.record mine/box", f"{clone}/elsewhere: -m visualization.report mine/box"
-    ]  # fmt: skip
+@pytest.mark.parametrize("script", ["run_baseline-rloo.sh", "run_improve-rloo.sh", "run_bench.sh"])
+def test_a_run_is_where_the_caller_stands_and_its_help_needs_nothing_installed(script, tmp_path):
+    python = f'#!/bin/bash\necho "$PWD: $@" >> {tmp_path}/calls; [ "${{@: -1}}" != --print-folder ] || echo my/box\n'
+    write(tmp_path, {"clone/setup_env.sh": "", "clone/.venv/bin/python": python, "elsewhere/x": ""})
+    for words, said in (["--help"], "Usage: ./" + script), (["--results", "mine"], "results: my/box\nnext: "):
+        shutil.copy(ROOT / script, tmp_path / "clone")
+        command = [tmp_path / "clone" / script, *words]
+        assert said in subprocess.run(command, cwd=tmp_path / "elsewhere", capture_output=True, text=True).stdout
+        assert (tmp_path / "calls").exists() is (words != ["--help"])
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert all(line.startswith(f"{tmp_path}/elsewhere: -m ") for line in calls)
+    assert sum(" --results mine" in line for line in calls) >= 2
