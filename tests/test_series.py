@@ -44,7 +44,8 @@ def places(tmp_path_factory):
 
 
 def package(tree):
-    return {str(path.relative_to(tree / "trl")): path.read_bytes() for path in (tree / "trl").rglob("*.*")}
+    files = (path for path in (tree / "trl").rglob("*.*") if path.suffix != ".pyc")
+    return {str(path.relative_to(tree / "trl")): path.read_bytes() for path in files}
 
 
 def own_tests(name):
