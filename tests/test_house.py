@@ -51,8 +51,7 @@ LONGER = {  # -> why
 }
 STARTS_FAST = (  # before the sampler's first sample, the budget, or the word on what is missing
     "memory_monitor", "config", "record", "suite", "train", "checks.exactness", "checks.model_families",
-    "checks.planner_check", "checks.kernels", "checks.device_facts", "bench.__main__", "bench.on_gpu",
-    "bench.step_profile",
+    "checks.planner_check", "checks.kernels", "checks.device_facts", "bench.__main__",
 )  # fmt: skip
 HEAVY = ("torch", "transformers", "trl", "accelerate", "datasets", "peft", "numpy", "pandas", "matplotlib")
 

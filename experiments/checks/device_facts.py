@@ -1,4 +1,4 @@
-"""What device this is, and what of it can be used: the first thing that an evidence of it needs.
+"""What device this is, and what of it can be used: the first thing that a measurement on it needs.
 
     python -m experiments.checks.device_facts [--device cuda]
 
@@ -12,25 +12,24 @@ import platform
 import subprocess
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 
 from experiments.measuring import Parser, place
 from rloo_memory.errors import exit_code
 from rloo_memory.models import typed_line
 from rloo_memory.storage import write_json
 
-PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "datasets", "nvidia-cudnn-cu13", "nvidia-ml-py")
 SIDE = {"cuda": 8192, "cpu": 256}  # of the product's matrices
 COPIED = {"cuda": 2**32, "cpu": 2**24}  # bytes
 
 
 def run(argv: list[str] | None) -> int:
     here = place(Parser("checks.device_facts", __doc__).parse_args(argv))
-    parts = {"versions": versions, "device": properties, "copy_bytes_per_s": copy_rate, "product_per_s": product_rate}
-    parts |= {"nvml": nvml, "driver": driver}
-    facts = {**here.facts, "platform": platform.platform(), "cores": os.cpu_count()}
+    facts = {**here.facts, "platform": platform.platform(), "python": sys.version.split()[0], "cores": os.cpu_count()}
+    facts["packages"] = {package.name: package.version for package in distributions()}
     facts["settings"] = {name: value for name, value in os.environ.items() if name.startswith(("PYTORCH_", "TORCH_"))}
-    for name, part in parts.items():
+    parts = {"device": properties, "copy_bytes_per_s": copy_rate, "product_per_s": product_rate, "nvml": nvml}
+    for name, part in {**parts, "driver": driver}.items():
         try:
             facts[name] = part(here.device)
         except Exception as error:  # whatever this machine does not have
@@ -38,16 +37,6 @@ def run(argv: list[str] | None) -> int:
         print(f"{name}: {facts[name]}", flush=True)
     write_json(here.folder / "device.json", facts)
     return 0
-
-
-def versions(device: str) -> dict:
-    found = {"python": sys.version.split()[0]}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
 
 
 def properties(device: str) -> dict:
@@ -75,11 +64,10 @@ def timed(work, device: str, repeats: int = 10) -> float:
     import torch
 
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    for _ in range(3):
-        work()
-    wait()
-    begun = time.perf_counter()
-    for _ in range(repeats):
+    for number in range(3 + repeats):
+        if number == 3:
+            wait()
+            begun = time.perf_counter()
         work()
     wait()
     return (time.perf_counter() - begun) / repeats
@@ -118,7 +106,7 @@ def nvml(device: str) -> dict:
 
 def driver(device: str) -> str:
     said = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True)
-    return said.stdout.strip().splitlines()[0].partition(" (UUID")[0]
+    return said.stdout.splitlines()[0].partition(" (UUID")[0]
 
 
 def main(argv: list[str] | None = None) -> int:
