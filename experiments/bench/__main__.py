@@ -61,17 +61,12 @@ def run(argv: list[str] | None) -> int:
             if code not in (0, NO_ANSWER):
                 print(f"bench: {cell}: ended with exit code {code}; the same command goes on", file=sys.stderr)
                 return 1
-        taken = samples.taken(cell).values()
-        failures = [each["failure"] for each in taken if each["failure"]]
+        failures = {each["failure"] for each in samples.taken(cell).values()} - {""}
         wrong = [failure for failure in failures if not failure.startswith(OUT_OF_MEMORY)]
-        rows, more = samples.publish(cell, not wrong and not samples.missing(cell, measurement.ways, *listed))
-        print("\n".join(told(rows)), flush=True)
-        if more:
-            print(
-                f"bench: {here.folder / 'bench.csv'} keeps its rows of {cell}: it has more of {', '.join(more)}; "
-                "measure all ways as often, or delete these rows",
-                file=sys.stderr,
-            )
+        complete = not wrong and not samples.missing(cell, measurement.ways, *listed)
+        if more := samples.publish(cell, complete):
+            said = f"keeps its rows of {cell}: it has more of {', '.join(more)}; measure as much, or delete these rows"
+            print(f"bench: {here.folder / 'bench.csv'} {said}", file=sys.stderr)
         failed = failed or bool(wrong)
     print(here.folder / "bench.csv")
     return EXIT_VERDICT if failed else 0
@@ -96,13 +91,12 @@ def chosen(measurement: Measurement, models: str | None, cells: str | None) -> t
 
 def size_of(text: str) -> tuple[int, int, int]:
     found = re.fullmatch(r"(\d{1,6})x(\d{1,6})x(\d{1,4})", text)
-    size = tuple(map(int, found.groups())) if found else (0, 0, 0)
-    if not (2 <= size[0] <= 100_000 and 1 <= size[1] <= 100_000 and 2 <= size[2] <= 1000):
+    prompt, completion, k = map(int, found.groups()) if found else (0, 0, 0)
+    if prompt < 2 or completion < 1 or k < 2:
         raise ConfigError(
-            f"--cells {text[:40]!r}: write prompt x completion tokens x k, like 3000x100x8; up to 100,000 tokens "
-            "each, k from 2 to 1,000"
+            f"--cells {text[:40]!r}: write prompt x completion tokens x k, like 3000x100x8; at least 2x1x2"
         )
-    return size
+    return prompt, completion, k
 
 
 def chosen_ways(measurement: Measurement, ways: str | None) -> tuple[str, ...]:
@@ -119,16 +113,6 @@ def on(measurement: Measurement, name: str, args: argparse.Namespace) -> str:
     if only and args.device not in ("auto", only) and not args.device.startswith(f"{only}:"):
         raise ConfigError(f"--device {args.device}: {name} is measured on {only} alone")
     return only if only and args.device == "auto" else args.device
-
-
-def told(rows: list[dict]) -> list[str]:
-    """Medians for who watches: a line a way."""
-    lines = {}
-    for row in rows:
-        said = f"{row['metric']} {row['median']}" if "median" in row else row["failure"]
-        if "cpu" not in said:
-            lines[row["way"]] = f"{lines[row['way']]}, {said}" if row["way"] in lines else f"  {row['way']:16} {said}"
-    return list(lines.values())
 
 
 if __name__ == "__main__":

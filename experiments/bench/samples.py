@@ -77,10 +77,9 @@ class Samples:
                     found.append(json.loads(line))
         return found
 
-    def publish(self, cell: Cell, complete: bool) -> tuple[list[dict], list[str]]:
+    def publish(self, cell: Cell, complete: bool) -> list[str]:
         """Put the cell's rows into bench.csv in the place of older ones. What is not `complete` replaces none that
-        hold more: ways that were not measured now, or that were repeated more often. Returns the rows, and these
-        ways."""
+        hold more: ways that were not measured now, or that were repeated more often. Returns these ways."""
         by_way = defaultdict(list)
         for (way, _), sample in self.taken(cell).items():
             by_way[way].append(sample)
@@ -89,12 +88,12 @@ class Samples:
         of_cell = {"measurement": self.about["measurement"]}
         of_cell |= {name: "" if value is None else str(value) for name, value in asdict(cell).items()}
         table = read_csv(self.folder / TABLE)
-        others = [row for row in table if not row.items() >= of_cell.items()]
-        before, now = counts(row for row in table if row.items() >= of_cell.items()), counts(rows)
-        more = [way for way, repeats in before.items() if repeats > now.get(way, 0)]
-        if complete or not more:
-            write_csv(self.folder / TABLE, COLUMNS, others + rows)
-        return rows, [] if complete else more
+        before = [row for row in table if row.items() >= of_cell.items()]
+        now = counts(rows)
+        more = [] if complete else [way for way, repeats in counts(before).items() if repeats > now.get(way, 0)]
+        if not more:
+            write_csv(self.folder / TABLE, COLUMNS, [row for row in table if row not in before] + rows)
+        return more
 
 
 def counts(rows) -> dict[str, int]:

@@ -3,15 +3,13 @@
     python -m experiments.checks.device_facts [--device cuda]
 
 Writes results/<machine>/device.json: the driver, versions, settings, what attention PyTorch has there, whether NVML
-lists this process, and two ceilings: bytes a second of a copy, operations a second of a bfloat16 product. A part that
-fails is a text in the place of its value.
+lists this process. A part that fails is a text in the place of its value.
 """
 
 import os
 import platform
 import subprocess
 import sys
-import time
 from importlib.metadata import distributions
 
 from experiments.measuring import Parser, place
@@ -19,17 +17,13 @@ from rloo_memory.errors import exit_code
 from rloo_memory.models import typed_line
 from rloo_memory.storage import write_json
 
-SIDE = {"cuda": 8192, "cpu": 256}  # of the product's matrices
-COPIED = {"cuda": 2**32, "cpu": 2**24}  # bytes
-
 
 def run(argv: list[str] | None) -> int:
     here = place(Parser("checks.device_facts", __doc__).parse_args(argv))
     facts = {**here.facts, "platform": platform.platform(), "python": sys.version.split()[0], "cores": os.cpu_count()}
     facts["packages"] = {package.name: package.version for package in distributions()}
     facts["settings"] = {name: value for name, value in os.environ.items() if name.startswith(("PYTORCH_", "TORCH_"))}
-    parts = {"device": properties, "copy_bytes_per_s": copy_rate, "product_per_s": product_rate, "nvml": nvml}
-    for name, part in {**parts, "driver": driver}.items():
+    for name, part in {"device": properties, "nvml": nvml, "driver": driver}.items():
         try:
             facts[name] = part(here.device)
         except Exception as error:  # whatever this machine does not have
@@ -57,38 +51,6 @@ def properties(device: str) -> dict:
         **{name: getattr(torch.backends.cuda, name)() for name in backends},
         "level_bytes": of_device.total_memory - torch.cuda.mem_get_info()[0],
     }
-
-
-def timed(work, device: str, repeats: int = 10) -> float:
-    """Seconds of one `work`: the mean of `repeats` after three that warm up."""
-    import torch
-
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    for number in range(3 + repeats):
-        if number == 3:
-            wait()
-            begun = time.perf_counter()
-        work()
-    wait()
-    return (time.perf_counter() - begun) / repeats
-
-
-def copy_rate(device: str) -> float:
-    """Bytes read and written."""
-    import torch
-
-    source = torch.randint(0, 255, (COPIED[device],), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return round(2 * COPIED[device] / timed(lambda: target.copy_(source), device))
-
-
-def product_rate(device: str) -> float:
-    """Floating-point operations, on random numbers."""
-    import torch
-
-    side = SIDE[device]
-    left, right = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return round(2 * side**3 / timed(lambda: left @ right, device))
 
 
 def nvml(device: str) -> dict:
