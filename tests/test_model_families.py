@@ -39,11 +39,8 @@ sys.exit(model_families.main({list(arguments)!r}))
 
 def verdicts(output: str) -> dict:
     """What the command printed, as `ROWS` has it."""
-    found = {}
-    for line in output.splitlines():
-        names, class_name, text, *rest = line.split(" | ")
-        found[names, class_name.strip("`")] = (text, rest[2] if len(rest) > 2 else "")
-    return found
+    lines = [[*line.split(" | "), "", "", ""][:6] for line in output.splitlines()]
+    return {(names, class_name.strip("`")): (text, decoding) for names, class_name, text, _, _, decoding in lines}
 
 
 @pytest.mark.torch
@@ -100,30 +97,15 @@ model_families.load()
 from trl.generation import shared_prefix_cache
 from trl.models import prefix_sharing_contexts
 
-append, of = shared_prefix_cache._SharedPrefixLayer.append, prefix_sharing_contexts.ReadPrefix.of.__func__
-allowed = prefix_sharing_contexts.ReadPrefix.allowed
-
-
-def fail_behind_long_prompts(cls, prefix, *args, **kwargs):
-    return of(cls, prefix if len(prefix.positions) < 10 else None, *args, **kwargs)
-
-
-def ignore_windows(self, mask_function):
-    return allowed(self, lambda batch, head, q, k: k <= q)
-
-
-def lose_generated_values(self, key, value):
-    append(self, key, 0 * value)
-
-
+append, allowed = shared_prefix_cache._SharedPrefixLayer.append, prefix_sharing_contexts.ReadPrefix.allowed
+ignore_windows = lambda self, mask_function: allowed(self, lambda batch, head, q, k: k <= q)
+lose_generated_values = lambda self, key, value: append(self, key, 0 * value)
 for owner, name, broken in (
     (prefix_sharing_contexts.ReadPrefix, "allowed", ignore_windows),
     (shared_prefix_cache._SharedPrefixLayer, "append", lose_generated_values),
-    (prefix_sharing_contexts.ReadPrefix, "of", classmethod(fail_behind_long_prompts)),
 ):
     with mock.patch.object(owner, name, broken):
         assert model_families.main(["--only", "MistralForCausalLM"]) == 1
-    print()
 """
 
 
@@ -132,11 +114,9 @@ for owner, name, broken in (
 def test_what_is_not_exact_is_said_and_fails_the_command():
     result = survey("--only", "MistralForCausalLM", before=BREAK)
     assert result.returncode == 0, result.stderr
-    *broken, whole = result.stdout.split("\n\n")
-    found = ("| WRONG |", "| DIFFERS", "| FAILS: AttributeError")
-    assert len(broken) == 3 and all(part in output for part, output in zip(found, broken, strict=True)), broken
-    assert "| shared |" in whole
-    assert result.stderr.count("not exact: MistralForCausalLM") == 3
+    windows, values, whole = result.stdout.splitlines()
+    assert "| WRONG |" in windows and "| DIFFERS" in values and "| shared |" in whole
+    assert result.stderr.count("not exact: MistralForCausalLM") == 2
 
 
 def test_one_family_that_ends_or_hangs_does_not_end_the_others(monkeypatch):
