@@ -9,6 +9,7 @@ import contextlib
 import gc
 import tempfile
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from statistics import median
 from unittest import mock
@@ -37,7 +38,6 @@ SHAPES = {  # built-in shape, LoRA's rank
 }
 MODELS = tuple(f"{shape}/{completions}" for shape in SHAPES for completions in ("sampled", "given", "ragged"))
 STEPS = 2  # that are measured of each training, after one that warms up
-WARM_UP_TOKENS = 8  # generated in the step that is thrown away
 
 
 def setup_of(cell: Cell, way: str, device: str) -> Setup:
@@ -73,7 +73,7 @@ class Trained:
 
     def __init__(self, cell: Cell, ways: tuple[str, ...], here: Place):
         documents, (shape, _) = data.load_documents("builtin"), SHAPES[cell.model.partition("/")[0]]
-        self.cell, self.device = cell, here.device
+        self.cell, self.device, self.is_sampled = cell, here.device, cell.model.endswith("/sampled")
         self.config = models.shape_config(shape, 151_936 if here.device == "cuda" else 2000)
         self.tokenizer = models.build_tokenizer(documents, self.config.vocab_size)
         self.config.pad_token_id, self.config.eos_token_id = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
@@ -92,13 +92,24 @@ class Trained:
             trainer.remove_callback(PrinterCallback)
             phases = PhaseRecorder(Path(out) / "phases.csv", self.device)
             phases.attach(trainer.model, torch_optimizer(trainer))
-            trainer._generate_single_turn = Completions(trainer, self.cell, way, self.tokenizer, phases).generate
+            if not self.is_sampled:
+                trainer._generate_single_turn = self.in_place_of_generation(phases)
             before = self.outside_pool()
             trainer.train()
             phases.close()
         outside = max(before, self.outside_pool())  # CUDA loads a module when it is first called
         steps = [self.of_step(phases.peaks, step, outside) for step in range(2, STEPS + 2)]
         return {metric: median(step[metric] for step in steps) for metric in steps[0]}
+
+    def in_place_of_generation(self, phases: PhaseRecorder):
+        numbers = count()
+
+        def generate(*inputs):
+            phases.begin_rollout()
+            phases.enter("score")
+            return given(self.cell, self.tokenizer, next(numbers))
+
+        return generate
 
     def outside_pool(self) -> int:
         """Bytes that the device holds besides torch's pool; 0 on a CPU."""
@@ -119,7 +130,7 @@ class Trained:
         mine = [peak for peak in peaks if peak.step == step]
         mine = mine[: [peak.phase for peak in mine].index("optimizer") + 1]
         values = {"step_seconds": 0.0}
-        for phase in PHASES if self.cell.model.endswith("/sampled") else PHASES[1:]:
+        for phase in PHASES if self.is_sampled else PHASES[1:]:
             of_phase = [peak for peak in mine if peak.phase == phase]
             values[f"{phase}_seconds"] = round(sum(peak.end - peak.start for peak in of_phase), 5)
             values["step_seconds"] += values[f"{phase}_seconds"]
@@ -132,40 +143,17 @@ class Trained:
         return values
 
 
-class Completions:
-    """In the place of the trainer's own generation: completions that are given, or sampled after a short warm-up."""
+def given(cell: Cell, tokenizer, number: int) -> list[list[int]]:
+    """Random tokens, the same for every way to train: k rows, of different lengths if they are ragged."""
+    import torch
 
-    def __init__(self, trainer, cell: Cell, way: str, tokenizer, phases: PhaseRecorder):
-        self.trainer, self.cell, self.way, self.tokenizer, self.phases = trainer, cell, way, tokenizer, phases
-        self.sample, self.number = trainer._generate_single_turn, 0
-
-    def generate(self, prompt_ids, *more):
-        self.number += 1
-        if not self.cell.model.endswith("/sampled"):
-            self.phases.begin_rollout()
-            self.phases.enter("score")
-            return self.given()
-        if self.number > 1:
-            return self.sample(prompt_ids, *more)
-        settings, tokens = self.trainer.generation_config, self.cell.completion_tokens
-        # cuDNN plans each number of keys when it first comes up
-        short = tokens if self.way == "stock-cudnn" else min(WARM_UP_TOKENS, tokens)
-        settings.max_new_tokens = settings.min_new_tokens = short
-        self.sample(prompt_ids, *more)
-        settings.max_new_tokens = settings.min_new_tokens = tokens
-        return self.given()
-
-    def given(self) -> list[list[int]]:
-        """Random tokens, the same for every way to train: k rows, of different lengths if they are ragged."""
-        import torch
-
-        k, most = self.cell.k, self.cell.completion_tokens
-        generator = torch.Generator().manual_seed(self.number)
-        ids = torch.randint(10, len(self.tokenizer), (k, most), generator=generator).tolist()
-        if not self.cell.model.endswith("/ragged"):
-            return ids
-        lengths = torch.linspace(max(1, most // 4), most, k).long()[torch.randperm(k, generator=generator)]
-        return [row[: length - 1] + [self.tokenizer.eos_token_id] for row, length in zip(ids, lengths, strict=True)]
+    generator = torch.Generator().manual_seed(number)
+    shape, most = (cell.k, cell.completion_tokens), cell.completion_tokens
+    ids = torch.randint(10, len(tokenizer), shape, generator=generator).tolist()
+    if not cell.model.endswith("/ragged"):
+        return ids
+    lengths = torch.linspace(max(1, most // 4), most, cell.k).long()[torch.randperm(cell.k, generator=generator)]
+    return [row[: length - 1] + [tokenizer.eos_token_id] for row, length in zip(ids, lengths, strict=True)]
 
 
 def made_on(device: str, hf_config):
