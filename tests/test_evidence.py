@@ -73,19 +73,6 @@ def test_lean_saves_four_fifths_and_fits_where_the_baseline_does_not(runs):
     assert above_start(runs["classic-lean", scale, 8]) < runs["classic-lean", scale, 8][0]["budget_bytes"]
 
 
-def test_lean_and_baseline_trained_alike_at_full_length(runs):
-    """float32, three seeds. Nothing differs but the order of sums. The baseline differs from itself as well, by 1e-6
-    in the loss (terms near 0.1 that cancel) and 2e-5 in the gradient norm: threads add up in another order."""
-    bounds = {"reward": {"rel": 1e-5}, "loss": {"abs": 1e-5}, "kl": {"abs": 2e-5}, "grad_norm": {"rel": 2e-4}}
-    for k in (2, 4):
-        ours, theirs = (runs[arm, scale_of(runs), k] for arm in ("classic-lean", "classic-baseline"))
-        for lean, baseline in zip(ours, theirs[:3], strict=True):  # the baseline was run five times
-            assert lean["seed"] == baseline["seed"] and len(lean["trace"]) == 2
-            for left, right in zip(lean["trace"], baseline["trace"], strict=True):
-                for name, bound in bounds.items():
-                    assert left[name] == pytest.approx(right[name], **bound)
-
-
 def test_in_float64_every_figure_agrees_at_full_length_and_a_learnable_reward_rises_the_same_way(runs):
     """Beyond float32's rounding: 3,000 + 100 tokens, two rollouts of three updates. And 30 rollouts of short ones."""
     for scale, k, rounding in (("exact", 2, 1e-9), ("learn", 4, 1e-5)):
@@ -114,12 +101,8 @@ def test_the_age_of_every_committed_figure_is_told(capsys):
         assert age.main([]) == 2 and "run this in a whole clone" in capsys.readouterr().err
         return
     assert age.main([]) == 0
-    said = capsys.readouterr().out
-    for folder in {path.parent for path in (ROOT / "results").glob("*/bench.csv")} | set(MACHINES):
-        assert f" {folder.name}/" in said
-    assert re.search(
-        r"^ *\d+ changes since  20\d\d-\d\d-\d\d  [0-9a-f]{12}  reference\S+ bench-time \(\d+ rows\)$", said, re.M
-    )
+    line = r"^ *\d+ changes since  20\d\d-\d\d-\d\d  [0-9a-f]{12}  reference\S+ bench-time \(\d+ rows\)$"
+    assert re.search(line, capsys.readouterr().out, re.M)
 
 
 def test_one_command_measures_every_table_that_a_page_shows():

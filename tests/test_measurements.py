@@ -42,12 +42,9 @@ def measure(monkeypatch, tmp_path, capsys):
     [
         (["wort"], "unknown measurement 'wort'"),
         (["worth", "--device", "cuda"], "--device cuda: worth is measured on cpu alone"),
-        (["worth", "--models", "big"], "unknown model 'big'"),
         (["worth", "--models", "tiny"], "--models tiny has no cells of its own here"),
-        (["rivals", "--ways", "whole,nope"], "unknown way 'nope'"),
         (["rivals", "--ways", "shared"], "the others are compared with `whole`"),
         (["worth", "--repeats", "0"], "--repeats 0 must be at least 1 and at most 100"),
-        (["sampler", "--cells", "3000x100x8"], "this measurement has no lengths"),
         (["worth", "--cells", "1x1x8"], "write prompt x completion tokens x k, like 3000x100x8"),
         (["families", "--models", "images", "--cells", "500x64x8"], "is too short for images: 1064 or more"),
     ],
