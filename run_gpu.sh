@@ -150,7 +150,7 @@ run_item() { # NAME MINUTES-LEFT MINUTES-AT-MOST COMMAND...
   pack
 }
 
-while sleep 30 && kill -0 $$ 2> /dev/null; do pack; done > /dev/null 2>&1 &
+while sleep 20 && kill -0 $$ 2> /dev/null; do pack; done > /dev/null 2>&1 &
 packer=$!
 trap stop EXIT
 trap 'exit 130' INT

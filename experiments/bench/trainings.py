@@ -31,7 +31,6 @@ WAYS = (
 )  # fmt: skip
 SHAPES = {  # built-in shape, LoRA's rank
     "qwen3-0.6b": ("qwen3-0.6b", 0),
-    "qwen3-1.7b": ("qwen3-1.7b", 0),
     "qwen3-8b-lora": ("qwen3-8b", 16),
     "tiny-qwen3": ("tiny-qwen3", 0),
     "tiny-qwen3-lora": ("tiny-qwen3", 4),

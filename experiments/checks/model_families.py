@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from datetime import date
 from importlib.metadata import version
 from multiprocessing.connection import wait
@@ -161,12 +161,14 @@ def table(rows: list[tuple[str, ...]]) -> str:
 
 def page(results: list[tuple[Family, Result]]) -> str:
     """docs/models.md."""
-    others, first, rest = defaultdict(list), [], []
-    for family, result in sorted(results, key=lambda pair: rank(pair[0])):
+    results = sorted(results, key=lambda pair: rank(pair[0]))
+    others: dict[str, list[str]] = {}
+    for family, result in results:
         if result.verdict == OTHER:
-            others[result.reason].append(", ".join(family.names))
-        else:
-            (first if rank(family)[0] < len(FIRST) else rest).append(cells(family, result))
+            others.setdefault(result.reason, []).append(", ".join(family.names))
+    shown = [pair for pair in results if pair[1].verdict != OTHER]
+    first = [cells(*pair) for pair in shown if rank(pair[0])[0] < len(FIRST)]
+    rest = [cells(*pair) for pair in shown if rank(pair[0])[0] == len(FIRST)]
     versions = ", ".join(f"{name} {version(name).split('+')[0]}" for name in ("transformers", "torch", "trl"))
     return PAGE.format(
         counts=counts(results),
