@@ -4,7 +4,6 @@ from experiments.bench.group import Image
 from experiments.bench.samples import Cell
 from rloo_memory.errors import ConfigError
 from rloo_memory.models import shape_config
-from rloo_memory.plan.scale_up.extrapolate import with_layers
 
 IMAGE = Image(side=64, token=3)
 IMAGE_TOKENS = IMAGE.side**2 // 4
@@ -23,6 +22,8 @@ MODELS = {  # -> built-in shape, vocabulary, layers
 
 def config_of(model: str):
     """The transformers config of one of `MODELS`."""
+    from rloo_memory.plan.scale_up.extrapolate import with_layers  # loads torch
+
     shape, vocab_size, layers = MODELS[model]
     return with_layers(shape_config(shape, vocab_size), layers)
 
