@@ -5,25 +5,15 @@ import pytest
 from rloo_memory import cuda_check, nvml
 
 
-@pytest.mark.parametrize(
-    "compilers, header, parts",
-    [
-        (["gcc"], True, []),
-        (["clang"], True, []),
-        ([], True, ["gcc are", "apt-get install gcc"]),
-        (["gcc"], False, ["Python.h are", "-dev"]),
-        (["CC"], True, []),
-        ([], False, ["gcc and Python.h", "apt-get install gcc python3."]),
-    ],
-)
-def test_what_triton_compiles_with_is_named_where_it_is_missing(monkeypatch, tmp_path, compilers, header, parts):
-    monkeypatch.setenv("CC", "tcc") if "CC" in compilers else monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(cuda_check.shutil, "which", lambda name: name if name in compilers else None)
+def test_what_triton_compiles_with_is_named_where_it_is_missing(monkeypatch, tmp_path):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(cuda_check.shutil, "which", lambda name: None)
     monkeypatch.setattr(cuda_check.sysconfig, "get_path", lambda name: str(tmp_path))
-    if header:
-        (tmp_path / "Python.h").touch()
     said = cuda_check.no_compiler()
-    assert bool(said) == bool(parts) and all(part in said for part in parts), said
+    assert "gcc and Python.h" in said and "apt-get install gcc python3." in said
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(cuda_check.shutil, "which", lambda name: name if name == "clang" else None)
+    assert not cuda_check.no_compiler()
 
 
 @pytest.mark.torch

@@ -73,35 +73,16 @@ def test_lean_saves_four_fifths_and_fits_where_the_baseline_does_not(runs):
     assert above_start(runs["classic-lean", scale, 8]) < runs["classic-lean", scale, 8][0]["budget_bytes"]
 
 
-def test_lean_and_baseline_trained_alike_at_full_length(runs):
-    """float32, three seeds. Nothing differs but the order of sums. The baseline differs from itself as well, by 1e-6
-    in the loss (terms near 0.1 that cancel) and 2e-5 in the gradient norm: threads add up in another order."""
-    for k in (2, 4):
-        ours, theirs = (runs[arm, scale_of(runs), k] for arm in ("classic-lean", "classic-baseline"))
-        for lean, baseline in zip(ours, theirs[:3], strict=True):  # the baseline was run five times
-            assert lean["seed"] == baseline["seed"] and len(lean["trace"]) == 2
-            for left, right in zip(lean["trace"], baseline["trace"], strict=True):
-                assert left["reward"] == pytest.approx(right["reward"], rel=1e-5)
-                assert left["loss"] == pytest.approx(right["loss"], abs=1e-5)
-                assert left["kl"] == pytest.approx(right["kl"], abs=2e-5)  # 100 differences, each rounded at 1e-6
-                assert left["grad_norm"] == pytest.approx(right["grad_norm"], rel=2e-4)
-
-
-def test_in_float64_every_figure_agrees_at_full_length(runs):
-    """Beyond float32's rounding: 3,000 + 100 tokens, two rollouts of three updates."""
-    lean, baseline = (runs[arm, "exact", 2][0] for arm in ("classic-lean", "classic-baseline"))
-    assert lean["config"]["precision"] == baseline["config"]["precision"] == "float64"
-    for left, right in zip(lean["trace"], baseline["trace"], strict=True):
-        for name in ("reward", "loss", "kl", "grad_norm"):
-            assert left[name] == pytest.approx(right[name], rel=1e-9, abs=1e-9)
-
-
-def test_a_learnable_reward_rises_the_same_way(runs):
-    lean, baseline = (runs[arm, "learn", 4][0]["trace"] for arm in ("classic-lean", "classic-baseline"))
-    assert len(lean) == 30
-    assert [step["reward"] for step in lean] == pytest.approx([step["reward"] for step in baseline], rel=1e-5)
-    assert [step["kl"] for step in lean] == pytest.approx([step["kl"] for step in baseline], rel=1e-5, abs=1e-6)
-    assert median(step["reward"] for step in lean[-5:]) > 2 * median(step["reward"] for step in lean[:5])
+def test_in_float64_every_figure_agrees_at_full_length_and_a_learnable_reward_rises_the_same_way(runs):
+    """Beyond float32's rounding: 3,000 + 100 tokens, two rollouts of three updates. And 30 rollouts of short ones."""
+    for scale, k, rounding in (("exact", 2, 1e-9), ("learn", 4, 1e-5)):
+        lean, baseline = (runs[arm, scale, k][0] for arm in ("classic-lean", "classic-baseline"))
+        assert lean["config"]["precision"] == baseline["config"]["precision"] == "float64"
+        for name in ("reward", "loss", "kl", "grad_norm") if scale == "exact" else ("reward", "kl"):
+            ours, theirs = ([step[name] for step in run["trace"]] for run in (lean, baseline))
+            assert ours == pytest.approx(theirs, rel=rounding, abs=min(rounding, 1e-6)), name
+    rewards = [step["reward"] for step in lean["trace"]]
+    assert len(rewards) == 30 and median(rewards[-5:]) > 2 * median(rewards[:5])
 
 
 def test_repeats_agree_and_the_sampler_kept_its_interval(runs):
@@ -120,12 +101,8 @@ def test_the_age_of_every_committed_figure_is_told(capsys):
         assert age.main([]) == 2 and "run this in a whole clone" in capsys.readouterr().err
         return
     assert age.main([]) == 0
-    said = capsys.readouterr().out
-    for folder in {path.parent for path in (ROOT / "results").glob("*/bench.csv")} | set(MACHINES):
-        assert f" {folder.name}/" in said
-    assert re.search(
-        r"^ *\d+ changes since  20\d\d-\d\d-\d\d  [0-9a-f]{12}  reference\S+ bench-time \(\d+ rows\)$", said, re.M
-    )
+    line = r"^ *\d+ changes since  20\d\d-\d\d-\d\d  [0-9a-f]{12}  reference\S+ bench-time \(\d+ rows\)$"
+    assert re.search(line, capsys.readouterr().out, re.M)
 
 
 def test_one_command_measures_every_table_that_a_page_shows():

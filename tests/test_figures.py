@@ -326,17 +326,6 @@ def test_what_the_plan_of_the_readme_says():
     says("README.md", f"with one completion at a time, and prefix sharing fits with a peak of {peak}.")
 
 
-def test_host_allocators():
-    ways = ways_of(read_bench(REFERENCE, "allocators"))
-    jemalloc, system = ways["jemalloc"], ways["system"]
-    lowest = min(way.median("peak_resident_bytes") for way in ways.values())
-    lower = math.ceil(100 * (1 - lowest / system.median("peak_resident_bytes")))
-    ours, theirs = (way.metrics["cpu_seconds"] for way in (jemalloc, system))
-    assert ours.low <= theirs.high and theirs.low <= ours.high
-    says("docs/memory_guide.md", f"lowers the peak by at most {lower} % (measured)")
-    says("docs/memory_guide.md", "CPU time: no difference beyond noise")
-
-
 def test_kernels_that_an_update_launches():
     rows = pd.read_csv(ROOT / "results" / "emulated-cuda" / "launches.csv").set_index("way").launches_a_layer
     whole, checkpointed, shared = (

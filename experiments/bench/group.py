@@ -2,8 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -142,26 +141,23 @@ class Group:
             self.log_probs(way)
 
     def train(self, way: str) -> None:
-        """Forward and backward with gradient checkpointing, which the trainer switches off for generation."""
-        self.model.zero_grad(set_to_none=False)
-        self.model.gradient_checkpointing_enable()  # in transformers 5.17 as in 5.23, which has another name, too
-        micro_batch_rows = WAYS.get(way, Way()).micro_batch_rows  # rivals have ways of their own
-        if micro_batch_rows is None:
-            (self.log_probs(way) * self.weights).sum().backward()
-        else:
-            self.accumulate(way, micro_batch_rows)
-        self.model.gradient_checkpointing_disable()
-
-    def accumulate(self, way: str, size: int) -> None:
-        """One backward a micro-batch, and that of the prompt."""
+        """Forward and backward with gradient checkpointing, which the trainer switches off for generation. Each
+        micro-batch has a backward, and the prompt has one."""
         from trl.models.prefix_sharing_micro_batches import OpenPrefix
 
-        open_prefix = OpenPrefix(self.k // size)
-        for step in range(open_prefix.num_micro_batches):
-            open_prefix.enter(step, updates=step == open_prefix.num_micro_batches - 1)
-            rows = slice(step * size, (step + 1) * size)
-            (self.log_probs(way, rows, open_prefix) * self.weights[rows]).sum().backward()
-            open_prefix.backward()
+        self.model.zero_grad(set_to_none=False)
+        self.model.gradient_checkpointing_enable()  # in transformers 5.17 as in 5.23, which has another name, too
+        size = WAYS.get(way, Way()).micro_batch_rows  # rivals have ways of their own
+        if size is None:
+            (self.log_probs(way) * self.weights).sum().backward()
+        else:
+            open_prefix = OpenPrefix(self.k // size)
+            for step in range(self.k // size):
+                open_prefix.enter(step, updates=(step + 1) * size == self.k)
+                rows = slice(step * size, (step + 1) * size)
+                (self.log_probs(way, rows, open_prefix) * self.weights[rows]).sum().backward()
+                open_prefix.backward()
+        self.model.gradient_checkpointing_disable()
 
     def gradient(self):
         return self.torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None])
@@ -170,43 +166,43 @@ class Group:
 class Timed:
     """The phases of a group, timed way by way: wall and CPU seconds. With `peaks` also the resident bytes of each
     phase above the level before it, measured once and before any time, and the relative difference of all parameters'
-    gradients from those of whole rows. A way that fails while it warms up fails in each sample."""
+    gradients from those of whole rows. A way that fails before its first sample fails in each."""
 
     def __init__(self, group: Group, ways: tuple[str, ...], phases: tuple[str, ...], peaks: bool):
         self.group, self.phases, self.peaks, self.failed = group, phases, {}, {}
         high_water = HighWater("cpu")
-        for way in ways if peaks else ():
-            print(f"  {way}: peaks", flush=True)
-            with self.kept(way):
-                self.peaks[way] = {f"{p}_peak_bytes": peak_of(self.work(p, way), high_water) for p in phases}
-        keep_freed_memory()
-        for way in reversed(ways):  # warms up; `whole` is the first of all ways
-            with self.kept(way):
-                group.train(way) if "train" in phases else group.generate(way, tokens=2)
-        self.truth = group.gradient() if peaks else None
 
-    @contextmanager
-    def kept(self, way: str) -> Iterator[None]:
-        """What is raised in here is for the samples of that way."""
-        try:
-            yield
-        except Exception as error:
-            self.failed[way] = error
+        def peaks_of(way: str) -> None:
+            print(f"  {way}: peaks", flush=True)
+            self.peaks[way] = {f"{p}_peak_bytes": peak_of(partial(getattr(group, p), way), high_water) for p in phases}
+
+        def warm_up(way: str) -> None:
+            group.train(way) if "train" in phases else group.generate(way, tokens=2)
+
+        def try_all(work: Callable[[str], None], ways) -> None:
+            for way in ways:
+                try:
+                    work(way)
+                except Exception as error:
+                    self.failed[way] = error
+
+        if peaks:
+            try_all(peaks_of, ways)
+        keep_freed_memory()
+        try_all(warm_up, reversed(ways))  # `whole` is the first of all ways, and the last that leaves its gradient
+        self.truth = group.gradient() if peaks else None
 
     def phases_of(self, way: str) -> tuple[str, ...]:
         return self.phases
-
-    def work(self, phase: str, way: str) -> Callable[[], None]:
-        return partial(getattr(self.group, phase), way)
 
     def sample(self, way: str) -> dict[str, float]:
         """One repeat, by metric."""
         if way in self.failed:
             raise self.failed[way]
-        self.group.encoded = 0
-        costs = {phase: timed(self.work(phase, way)) for phase in self.phases_of(way)}
-        values = {f"{phase}_seconds": wall for phase, (wall, _) in costs.items()}
-        values |= {f"{phase}_cpu_seconds": cpu for phase, (_, cpu) in costs.items()}
+        self.group.encoded, values = 0, {}
+        for phase in self.phases_of(way):
+            wall, cpu = timed(partial(getattr(self.group, phase), way))
+            values |= {f"{phase}_seconds": wall, f"{phase}_cpu_seconds": cpu}
         if self.group.image is not None:
             values["images_encoded"] = self.group.encoded
         if self.truth is not None:

@@ -1,7 +1,5 @@
 """The models of the bench: random weights in shapes that two cores can take."""
 
-from dataclasses import dataclass
-
 from experiments.bench.group import Image
 from experiments.bench.samples import Cell
 from rloo_memory.errors import ConfigError
@@ -12,32 +10,22 @@ IMAGE_TOKENS = IMAGE.side**2 // 4
 HIDDEN, VOCABULARY = 256, 32_000  # of the model that sees images
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A built-in shape with this vocabulary and so many of its layers; None: all."""
-
-    name: str
-    vocab_size: int
-    layers: int | None = None
-
-
-MODELS = {
-    "narrow": Shape("qwen3-8-layers", 32_768),
-    "bench": Shape("qwen3-8-layers", VOCABULARY),  # that of the scale `bench`
-    "wide": Shape("qwen3-0.6b", 10_852, layers=2),  # a fourteenth of the vocabulary
-    "gated-deltanet": Shape("qwen3.5-8-layers", VOCABULARY),
-    "mamba-2": Shape("bamba-8-layers", VOCABULARY),
-    "tiny": Shape("qwen3-8-layers", 512, layers=2),  # for a trial
+MODELS = {  # -> built-in shape, vocabulary, layers
+    "narrow": ("qwen3-8-layers", 32_768, 8),
+    "bench": ("qwen3-8-layers", VOCABULARY, 8),  # that of the scale `bench`
+    "wide": ("qwen3-0.6b", 10_852, 2),  # a fourteenth of the vocabulary
+    "gated-deltanet": ("qwen3.5-8-layers", VOCABULARY, 8),
+    "mamba-2": ("bamba-8-layers", VOCABULARY, 8),
+    "tiny": ("qwen3-8-layers", 512, 2),  # for a trial
 }
 
 
 def config_of(model: str):
     """The transformers config of one of `MODELS`."""
-    shape = MODELS[model]
-    config = shape_config(shape.name, shape.vocab_size)
-    if shape.layers:
-        config.num_hidden_layers, config.layer_types = shape.layers, config.layer_types[: shape.layers]
-    return config
+    from rloo_memory.plan.scale_up.extrapolate import with_layers  # loads torch
+
+    shape, vocab_size, layers = MODELS[model]
+    return with_layers(shape_config(shape, vocab_size), layers)
 
 
 def build(cell: Cell):
@@ -50,7 +38,7 @@ def build(cell: Cell):
         if cell.prompt_tokens < IMAGE_TOKENS + 40:
             raise ConfigError(f"a prompt of {cell.prompt_tokens} is too short for images: {IMAGE_TOKENS + 40} or more")
         return build_with_images(), VOCABULARY, IMAGE
-    return AutoModelForCausalLM.from_config(config_of(cell.model)), MODELS[cell.model].vocab_size, None
+    return AutoModelForCausalLM.from_config(config_of(cell.model)), MODELS[cell.model][1], None
 
 
 def build_with_images():

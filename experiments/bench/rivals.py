@@ -1,7 +1,7 @@
 """Other ways to compute one group: the package prefix-grouper, and the short series `trl/first`."""
 
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from importlib.util import module_from_spec, spec_from_file_location
 
 from experiments.bench.group import WAYS, Group
@@ -65,13 +65,8 @@ class Rivals(Group):
         grouper = PrefixGrouper.from_ungrouped_masks(*masks, group_sizes=k, padding_mode="right")
         ids = grouper.concat_input(prompt_ids, masks[0], completion_ids, masks[1])
         positions = torch.cat([torch.arange(prompt), torch.arange(prompt, prompt + completion).repeat(k)])
-        hidden = self.model.model(
-            input_ids=ids,
-            attention_mask=grouper.padding_mask,
-            position_ids=positions[None],
-            use_cache=False,
-            prefix_grouper=grouper,
-        ).last_hidden_state
+        inputs = {"input_ids": ids, "attention_mask": grouper.padding_mask, "position_ids": positions[None]}
+        hidden = self.model.model(**inputs, use_cache=False, prefix_grouper=grouper).last_hidden_state
         hidden = grouper.split_output(hidden, include_prefix_last=1)[2][:, :-1]
         return self.head_log_probs(hidden)
 
@@ -80,28 +75,15 @@ class Rivals(Group):
         from trl.kernels import ChunkedLogProbFunction
         from trl.trainer.utils import _CHUNKED_LOGPROB_SMALL_CHUNK_SIZE
 
-        labels = self.ids[:, self.prompt :]
-        log_probs, *_ = ChunkedLogProbFunction.apply(
-            hidden.reshape(-1, hidden.shape[-1]),
-            self.model.lm_head.weight,
-            None,
-            labels.reshape(-1),
-            1.0,
-            _CHUNKED_LOGPROB_SMALL_CHUNK_SIZE,
-            None,
-            1.0,
-            ("log_probs", "entropy"),
-        )
+        labels, weight = self.ids[:, self.prompt :], self.model.lm_head.weight
+        settings = None, 1.0, ("log_probs", "entropy")  # no soft cap, no scale
+        size, rows = _CHUNKED_LOGPROB_SMALL_CHUNK_SIZE, hidden.reshape(-1, hidden.shape[-1])
+        log_probs, *_ = ChunkedLogProbFunction.apply(rows, weight, None, labels.reshape(-1), 1.0, size, *settings)
         return log_probs.view(labels.shape)
 
 
 def need_grouper() -> None:
     """Raises ImportError where the package is missing or of another version."""
-    try:
-        found = version("prefix-grouper")
-    except PackageNotFoundError:
-        found = None
+    found = next((package.version for package in distributions(name="prefix-grouper")), "not installed")
     if found != PREFIX_GROUPER:
-        raise ImportError(
-            f"prefix-grouper is {found or 'not installed'}: pip install prefix-grouper=={PREFIX_GROUPER}"
-        )
+        raise ImportError(f"prefix-grouper is {found}: pip install prefix-grouper=={PREFIX_GROUPER}")

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import sys
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from itertools import combinations
@@ -11,9 +10,9 @@ from statistics import median
 
 from experiments.measuring import FACTS
 from experiments.record import read_csv, write_csv
-from experiments.run_record import APART
 
 SAMPLES, TABLE = "bench_samples.jsonl", "bench.csv"
+OUT_OF_MEMORY = "out of memory"
 NEAR = 1.1  # times the seconds of another way: what takes more repeats to tell apart
 COLUMNS = (
     "measurement", "model", "prompt_tokens", "completion_tokens", "k", "way", "metric", "unit", "median", "low",
@@ -43,12 +42,9 @@ class Samples:
         self.folder, self.about = folder, {"measurement": measurement, **facts}
 
     def taken(self, cell: Cell) -> dict[tuple[str, int], dict]:
-        """(way, repeat) -> the last sample of a cell. A line that a kill has cut off is none."""
-        found, wanted = {}, self.about | asdict(cell)
-        for line in lines(self.folder / SAMPLES):
-            if line.items() >= wanted.items():
-                found[line["way"], line["repeat"]] = line
-        return found
+        """(way, repeat) -> the last sample of a cell."""
+        wanted = self.about | asdict(cell)
+        return {(each["way"], each["repeat"]): each for each in self.kept() if each.items() >= wanted.items()}
 
     def missing(self, cell: Cell, ways: tuple[str, ...], repeats: int, repeats_near: int) -> list[tuple[int, str]]:
         """(repeat, way) of what is still to be measured, the ways alternating: `repeats` of each, and `repeats_near`
@@ -67,51 +63,61 @@ class Samples:
             file.write("\n" + json.dumps(sample))  # behind a line that a kill has cut off, too
 
     def forget(self, cell: Cell) -> None:
-        """Take no sample of the cell up: measure all of it anew."""
+        """Measure all of the cell anew."""
         wanted = self.about | asdict(cell)
-        kept = [line for line in lines(self.folder / SAMPLES) if not line.items() >= wanted.items()]
-        (self.folder / SAMPLES).write_text("".join("\n" + json.dumps(line) for line in kept))
+        kept = [each for each in self.kept() if not each.items() >= wanted.items()]
+        (self.folder / SAMPLES).write_text("".join("\n" + json.dumps(each) for each in kept))
 
-    def publish(self, cell: Cell) -> list[dict]:
-        """Put the cell's rows into bench.csv in the place of older ones. Returns them."""
+    def kept(self) -> list[dict]:
+        """All whole lines of the file."""
+        found = []
+        if (self.folder / SAMPLES).exists():
+            for line in (self.folder / SAMPLES).read_text(encoding="utf-8").splitlines():
+                with contextlib.suppress(ValueError):  # blank, or cut off by a kill
+                    found.append(json.loads(line))
+        return found
+
+    def publish(self, cell: Cell, complete: bool) -> list[str]:
+        """Put the cell's rows into bench.csv in the place of older ones. What is not `complete` replaces none that
+        hold more: ways that were not measured now, or that were repeated more often. Returns these ways."""
         by_way = defaultdict(list)
         for (way, _), sample in self.taken(cell).items():
             by_way[way].append(sample)
         about = self.about | asdict(cell)
         rows = [about | {"way": way} | row for way, samples in by_way.items() for row in summary(samples)]
-        here = {name: "" if value is None else str(value) for name, value in asdict(cell).items()}
-        here["measurement"] = self.about["measurement"]
-        kept = [row for row in read_table(self.folder) if not row.items() >= here.items()]
-        write_csv(self.folder / TABLE, COLUMNS, kept + rows)
-        return rows
+        of_cell = {"measurement": self.about["measurement"]}
+        of_cell |= {name: "" if value is None else str(value) for name, value in asdict(cell).items()}
+        table = read_csv(self.folder / TABLE)
+        before = [row for row in table if row.items() >= of_cell.items()]
+        now = counts(rows)
+        more = [] if complete else [way for way, repeats in counts(before).items() if repeats > now.get(way, 0)]
+        if not more:
+            write_csv(self.folder / TABLE, COLUMNS, [row for row in table if row not in before] + rows)
+        return more
+
+
+def counts(rows) -> dict[str, int]:
+    """way -> how often it was measured; one that failed otherwise than by being out of memory was not."""
+    found = {}
+    for row in rows:
+        if not row["failure"] or row["failure"].startswith(OUT_OF_MEMORY):
+            found[row["way"]] = max(found.get(row["way"], 0), int(row["repeats"]))
+    return found
 
 
 def near(taken: dict[tuple[str, int], dict], ways: tuple[str, ...]) -> tuple[str, ...]:
     """The ways of which some wall-clock seconds have a median within `NEAR` times another way's."""
-    medians = defaultdict(dict)
-    for way in ways:
-        for row in summary([sample for (name, _), sample in taken.items() if name == way]):
-            if row.get("unit") == "s" and "cpu" not in row["metric"]:
-                medians[row["metric"]][way] = float(row["median"])
-    pairs = [(took, pair) for took in medians.values() for pair in combinations(took, 2)]
-    found = {way for took, (a, b) in pairs if max(took[a], took[b]) <= NEAR * min(took[a], took[b]) for way in (a, b)}
+    seconds = defaultdict(lambda: defaultdict(list))
+    for (way, _), sample in taken.items():
+        for metric, value in sample["values"].items():
+            if way in ways and metric.endswith("_seconds") and not metric.endswith("_cpu_seconds"):
+                seconds[metric][way].append(value)
+    found = set()
+    for of_metric in seconds.values():
+        for a, b in combinations(of_metric, 2):
+            less, more = sorted((median(of_metric[a]), median(of_metric[b])))
+            found |= {a, b} if more <= NEAR * less else set()
     return tuple(way for way in ways if way in found)
-
-
-def lines(path: Path) -> list[dict]:
-    """The whole lines of a file of samples; nothing where there is none."""
-    if not path.exists():
-        return []
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError):  # blank, or cut off
-            found.append(json.loads(line))
-    return found
-
-
-def read_table(folder: Path) -> list[dict[str, str]]:
-    """The rows of bench.csv; none where there is no such file."""
-    return read_csv(folder / TABLE)
 
 
 def summary(samples: list[dict]) -> list[dict]:
@@ -136,14 +142,3 @@ def summary(samples: list[dict]) -> list[dict]:
         }
         for metric, found in values.items()
     ]
-
-
-def warn_of_outliers(cell: Cell, rows: list[dict]) -> None:
-    """A line on stderr for seconds whose repeats are too far apart to compare anything with."""
-    for row in rows:
-        if row.get("unit") == "s" and float(row["high"]) > APART * float(row["low"]):
-            print(
-                f"{cell}, {row['way']}: {row['metric']} from {row['low']} to {row['high']} in {row['repeats']} "
-                "repeats: the machine did other things, too; measure it again with --fresh",
-                file=sys.stderr,
-            )

@@ -1,36 +1,29 @@
-"""What device this is, and what of it can be used: the first thing that an evidence of it needs.
+"""What device this is, and what of it can be used: the first thing that a measurement on it needs.
 
     python -m experiments.checks.device_facts [--device cuda]
 
 Writes results/<machine>/device.json: the driver, versions, settings, what attention PyTorch has there, whether NVML
-lists this process, and two ceilings: bytes a second of a copy, operations a second of a bfloat16 product. A part that
-fails is a text in the place of its value.
+lists this process. A part that fails is a text in the place of its value.
 """
 
 import os
 import platform
 import subprocess
 import sys
-import time
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 
 from experiments.measuring import Parser, place
 from rloo_memory.errors import exit_code
 from rloo_memory.models import typed_line
 from rloo_memory.storage import write_json
 
-PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "datasets", "nvidia-cudnn-cu13", "nvidia-ml-py")
-SIDE = {"cuda": 8192, "cpu": 256}  # of the product's matrices
-COPIED = {"cuda": 2**32, "cpu": 2**24}  # bytes
-
 
 def run(argv: list[str] | None) -> int:
     here = place(Parser("checks.device_facts", __doc__).parse_args(argv))
-    parts = {"versions": versions, "device": properties, "copy_bytes_per_s": copy_rate, "product_per_s": product_rate}
-    parts |= {"nvml": nvml, "driver": driver}
-    facts = {**here.facts, "platform": platform.platform(), "cores": os.cpu_count()}
+    facts = {**here.facts, "platform": platform.platform(), "python": sys.version.split()[0], "cores": os.cpu_count()}
+    facts["packages"] = {package.name: package.version for package in distributions()}
     facts["settings"] = {name: value for name, value in os.environ.items() if name.startswith(("PYTORCH_", "TORCH_"))}
-    for name, part in parts.items():
+    for name, part in {"device": properties, "nvml": nvml, "driver": driver}.items():
         try:
             facts[name] = part(here.device)
         except Exception as error:  # whatever this machine does not have
@@ -38,16 +31,6 @@ def run(argv: list[str] | None) -> int:
         print(f"{name}: {facts[name]}", flush=True)
     write_json(here.folder / "device.json", facts)
     return 0
-
-
-def versions(device: str) -> dict:
-    found = {"python": sys.version.split()[0]}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
 
 
 def properties(device: str) -> dict:
@@ -70,39 +53,6 @@ def properties(device: str) -> dict:
     }
 
 
-def timed(work, device: str, repeats: int = 10) -> float:
-    """Seconds of one `work`: the mean of `repeats` after three that warm up."""
-    import torch
-
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    for _ in range(3):
-        work()
-    wait()
-    begun = time.perf_counter()
-    for _ in range(repeats):
-        work()
-    wait()
-    return (time.perf_counter() - begun) / repeats
-
-
-def copy_rate(device: str) -> float:
-    """Bytes read and written."""
-    import torch
-
-    source = torch.randint(0, 255, (COPIED[device],), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return round(2 * COPIED[device] / timed(lambda: target.copy_(source), device))
-
-
-def product_rate(device: str) -> float:
-    """Floating-point operations, on random numbers."""
-    import torch
-
-    side = SIDE[device]
-    left, right = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return round(2 * side**3 / timed(lambda: left @ right, device))
-
-
 def nvml(device: str) -> dict:
     """How many devices and processes NVML lists: a container may hide processes, or give them other numbers."""
     import pynvml
@@ -118,7 +68,7 @@ def nvml(device: str) -> dict:
 
 def driver(device: str) -> str:
     said = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True)
-    return said.stdout.strip().splitlines()[0].partition(" (UUID")[0]
+    return said.stdout.splitlines()[0].partition(" (UUID")[0]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -11,7 +11,6 @@ results/<machine>/exactness.csv either way.
 
 import re
 import sys
-import time
 
 from experiments.arms import ARMS
 from experiments.builds import use_fork
@@ -33,8 +32,9 @@ WORKLOADS = {
     ("cuda", "bfloat16"): ("qwen3-0.6b", None, 151_936, 3000, 256, 8),
 }
 BATCHES = 4  # rounding is random: one small batch can err a fifth more or less
-OWN = re.compile(r"aten::_(flash|efficient|cudnn)_attention_forward")
-ON_DEVICE = re.compile(r"\w*(?:flash_fwd|fmha|cudnn\w*sdpa|attention)\w*")  # names of kernels, without their arguments
+# What torch calls for attention, by itself or within `scaled_dot_product_attention`, and a GPU's kernels behind it
+OPERATION = re.compile(r"aten::(_scaled_dot_product_\w+|_\w+_attention_forward\w*)")
+KERNEL = re.compile(r"\w*(?:flash_fwd|fmha|cudnn\w*sdpa|attention)\w*")
 FLOAT32_BOUND, BFLOAT16_MARGIN = 1e-5, 1.1
 
 
@@ -82,16 +82,21 @@ class Batch:
         (log_probs * self.weights).sum().backward()
         return log_probs.detach(), gradient(model)
 
-    def kernels(self, device: str, model, autocast, **settings) -> str:
-        """What attends in a forward: with a backward, reading the events would take longer than measuring."""
+    def attention(self, device: str, model, autocast, **settings) -> str:
+        """Names of what attends in a forward: with a backward, reading the events would take longer than measuring."""
         import torch
+        from torch.profiler import ProfilerActivity, profile
 
-        begun = time.monotonic()
-        with torch.no_grad(), profile_of(device) as profiler:
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+        with torch.no_grad(), profile(activities=activities) as profiler:
             self.forward(model, autocast, **settings)
-        names = attention_kernels(profiler)
-        print(f"{len(profiler.events())} events profiled in {time.monotonic() - begun:.1f} s", flush=True)
-        return names
+        names = set()
+        for event in profiler.events():
+            if event.device_type.name == "CPU":
+                names |= {found[1] for found in [OPERATION.fullmatch(event.name)] if found}
+            else:
+                names |= {f"[{found[0]}]" for found in [KERNEL.search(event.name)] if found}
+        return " ".join(sorted(names)) or "none"
 
 
 def gradient(model):
@@ -100,38 +105,6 @@ def gradient(model):
     flat = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
     model.zero_grad()
     return flat
-
-
-def profile_of(device: str):
-    """torch's profiler of the host, and of a GPU."""
-    from torch.profiler import ProfilerActivity, profile
-
-    return profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])])
-
-
-def attention_kernels(profiler) -> str:
-    """Names of the attention operations that torch's profiler saw, forward, and on a GPU of the kernels behind them.
-
-    `_flash_attention_forward` is named where it was called by itself, as prefix sharing does, and not where
-    `scaled_dot_product_attention` called it."""
-    names = set()
-    for event in profiler.events():
-        called = event.name.removeprefix("aten::")
-        by_sdpa = called != event.name and called.startswith("_scaled_dot_product_")
-        by_itself = OWN.fullmatch(event.name) and not is_within(event, "aten::_scaled_dot_product_")
-        if (by_sdpa or by_itself) and not called.endswith("backward"):
-            names.add(called.removeprefix("_scaled_dot_product_"))
-        if event.device_type.name != "CPU" and (kernel := ON_DEVICE.search(event.name)):
-            names.add(f"[{kernel[0]}]")
-    return " ".join(sorted(names)) or "none"
-
-
-def is_within(event, prefix: str) -> bool:
-    """Whether an operation whose name begins so called this one."""
-    while event := event.cpu_parent:
-        if event.name.startswith(prefix):
-            return True
-    return False
 
 
 def compare(device: str, precision: str):
@@ -160,20 +133,19 @@ def compare(device: str, precision: str):
     together = SharedPrefixPasses(prefix_length=sizes[0], group_size=sizes[2])
     two = SharedPrefixPasses(prefix_length=sizes[0], tokens_per_forward=2 * (sizes[1] + 1), group_size=sizes[2])
     ways = {"stock": {}, "shared": {"passes": together}, "shared, two a pass": {"passes": two}}
-    squares = {way: [0.0, 0.0] for way in ways}
-    kernels: dict[str, str] = {}
+    squares, attention = {way: [0.0, 0.0] for way in ways}, {}
     for seed in range(BATCHES):
         batch = Batch(seed, device, vocab_size, *sizes)
         truth = batch.truth(exact)
         for way, settings in ways.items():
             if seed == 0:
-                kernels[way] = batch.kernels(device, model, autocast, **settings)
+                attention[way] = batch.attention(device, model, autocast, **settings)
             got = batch.run(model, autocast, **settings)
             for i in range(2):
                 squares[way][i] += ((got[i].double() - truth[i]).norm() / truth[i].norm()).item() ** 2
     for way, sums in squares.items():
         log_probs, grads = (f"{(total / BATCHES) ** 0.5:.3e}" for total in sums)
-        yield {"way": way, "log_prob_error": log_probs, "gradient_error": grads, "attention": kernels[way]}
+        yield {"way": way, "log_prob_error": log_probs, "gradient_error": grads, "attention": attention[way]}
 
 
 def too_large(rows: list[dict[str, str]]) -> list[str]:

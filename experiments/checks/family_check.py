@@ -36,16 +36,16 @@ def check(family: Family) -> Result:
         if kind := other_kind(family):
             return Result(OTHER, kind)
         model = build(family).train()
-    except ImportError as error:
-        package = re.search(r"requires the (\w+) library|No module named '(\w+)'", str(error))
-        return Result(UNTRIED, f"needs {package[1] or package[2]}" if package else said(error))
     except Exception as error:
-        return Result(UNTRIED, f"cannot be built here: {said(error)}")
+        package = re.search(r"requires the (\w+) library|No module named '(\w+)'", str(error))
+        return Result(
+            UNTRIED, f"needs {package[1] or package[2]}" if package else f"cannot be built here: {said(error)}"
+        )
     try:
         if sees_later_tokens(model):
             return Result(OTHER, "attention to later tokens")
     except Exception as error:
-        return Result(UNTRIED, without_sharing(error))
+        return Result(UNTRIED, f"TRL without sharing fails: {said(error)}")
     torch.set_default_dtype(torch.float64)
     try:
         with pure_float64():
@@ -66,7 +66,7 @@ def compare(model) -> Result:
         settings = router_settings(model)
         truth, again = run(model, **settings), run(model, **settings)
     except Exception as error:
-        return Result(UNTRIED, without_sharing(error))
+        return Result(UNTRIED, f"TRL without sharing fails: {said(error)}")
     if not all(torch.isfinite(x).all() and torch.equal(x, y) for x, y in zip(truth, again, strict=True)):
         return Result(UNTRIED, "TRL without sharing computes no numbers, or others each time")
     whole_rows = generate(model)
@@ -75,9 +75,12 @@ def compare(model) -> Result:
     except Exception as error:
         return Result(REFUSED, refusal(error))
     try:
-        tokens, gradient = errors_of_passes(model, truth, settings)
+        errors = [error_of(found, truth) for found in ways(model, settings).values()]
+        # In micro-batches the router's loss is another one, with TRL's own as well: they are compared without it
+        errors.append(error_of(run_micro_batches(model), run(model)))
     except Exception as error:
         return Result(FAILS, said(error))
+    tokens, gradient = (max(values) for values in zip(*errors, strict=True))
     verdict = SHARED if max(tokens, gradient) <= TOLERANCE else WRONG  # not a number is WRONG
     return Result(verdict, "", tokens, gradient, compare_generation(model, whole_rows))
 
@@ -99,10 +102,6 @@ def other_kind(family: Family) -> str:
     if family.config_type.endswith("_assistant"):
         return "drafts from another model's states"
     return ""
-
-
-def without_sharing(error: Exception) -> str:
-    return f"TRL without sharing fails: {said(error)}"
 
 
 def said(error: Exception, length: int = 120) -> str:
@@ -128,14 +127,6 @@ def router_settings(model) -> dict:
     except Exception:  # no experts, or their config lacks a name that TRL reads
         return {}
     return settings
-
-
-def errors_of_passes(model, truth, settings: dict) -> tuple[float, float]:
-    """The largest errors of all `ways`. In micro-batches the router's loss is another one, with TRL's own as well:
-    they are compared without it."""
-    errors = [error_of(found, truth) for found in ways(model, settings).values()]
-    errors.append(error_of(run_micro_batches(model), run(model)))
-    return tuple(max(values) for values in zip(*errors, strict=True))
 
 
 def ways(model, settings: dict) -> dict:

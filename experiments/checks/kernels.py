@@ -13,20 +13,19 @@ where masked attention failed) or one of our kernels failed.
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 from experiments.arms import ARMS
 from experiments.builds import use_fork
-from experiments.measuring import EXIT_VERDICT, FACTS, Parser, is_committed, place
-from experiments.record import read_csv, write_csv
+from experiments.measuring import EXIT_VERDICT, FACTS, Parser, place
+from experiments.record import write_csv
 from rloo_memory.errors import exit_code
 from rloo_memory.models import typed_line
 
 MARGIN = 2.0
 LEAST = {"bfloat16": 2e-3, "float16": 3e-4, "float32": 1e-6}
 ALONE = 10  # gradients round several times as much as the output; a wrong kernel errs by far more
-OF_CELLS = {"cuda": ("bfloat16", "128"), "cpu": ("float32", "128")}  # dtype and head size of all planned cells
+DTYPES = {"cuda": ("bfloat16", "float16"), "cpu": ("bfloat16", "float32")}
 COLUMNS = (
     "setting", "dtype", "tensor", "error", "masked_error", "verdict", "masked_verdict", "heads", "key_heads",
     "head_size", "prompt_tokens", "completion_tokens", *FACTS,
@@ -46,33 +45,18 @@ class Setting:
 
 
 SETTINGS = {
-    "qwen3-0.6b": Setting(16, 8, 128, 700, (100, 37, 64, 1, 129)),
-    "qwen3-8b": Setting(32, 8, 128, 513, (128, 200)),
-    "heads of 64": Setting(4, 2, 64, 300, (33, 80)),
-    "heads of 256": Setting(4, 1, 256, 300, (33, 80)),
-    "single tokens": Setting(16, 8, 128, 129, (1, 1, 1)),
-    "one token": Setting(16, 8, 128, 129, (1,)),
-    "no prompt": Setting(16, 8, 128, 0, (70, 130)),
-    "published workload": Setting(4, 2, 128, 3000, (100,) * 8),
+    "cuda": {
+        "qwen3-0.6b": Setting(16, 8, 128, 700, (100, 37, 64, 1, 129)),
+        "qwen3-8b": Setting(32, 8, 128, 513, (128, 200)),
+        "heads of 64": Setting(4, 2, 64, 300, (33, 80)),
+        "heads of 256": Setting(4, 1, 256, 300, (33, 80)),
+        "single tokens": Setting(16, 8, 128, 129, (1, 1, 1)),
+        "one token": Setting(16, 8, 128, 129, (1,)),
+        "no prompt": Setting(16, 8, 128, 0, (70, 130)),
+        "published workload": Setting(4, 2, 128, 3000, (100,) * 8),
+    },
+    "cpu": {"ragged": Setting(4, 2, 128, 70, (10, 7, 1)), "no prompt": Setting(4, 2, 128, 0, (9, 5))},
 }
-ON_CPU = {"ragged": Setting(4, 2, 128, 70, (10, 7, 1)), "no prompt": Setting(4, 2, 128, 0, (9, 5))}
-
-
-def are_right(folder: Path, facts: dict[str, str]) -> bool:
-    """False if one failed on this device at the dtype and head size of cells: then a mask is taken in their place."""
-    if not is_committed(facts["commit"]):
-        return True
-    rows = [row for row in read_csv(folder / "kernels.csv") if row.items() >= facts.items()]
-    used = OF_CELLS[facts["device_kind"]]
-    return all(row["verdict"] == "ok" for row in rows if (row["dtype"], row["head_size"]) == used)
-
-
-def cudnn_first():
-    """A context in which `scaled_dot_product_attention` asks for cuDNN's kernels before the others."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    return sdpa_kernel(order, set_priority=True)
 
 
 def inputs(setting: Setting, device: str):
@@ -80,9 +64,12 @@ def inputs(setting: Setting, device: str):
     import torch
 
     generator = torch.Generator(device).manual_seed(0)
+
+    def draw(heads: int, tokens: int):
+        return torch.randn(1, tokens, heads, setting.head_size, device=device, generator=generator)
+
     tokens = sum(setting.lengths)
     shapes = [(setting.heads, tokens), *[(setting.key_heads, tokens)] * 2, *[(setting.key_heads, setting.prompt)] * 2]
-    draw = lambda heads, n: torch.randn(1, n, heads, setting.head_size, device=device, generator=generator)  # noqa: E731
     return [draw(*shape).transpose(1, 2) for shape in shapes], draw(setting.heads, tokens)
 
 
@@ -125,25 +112,16 @@ def error(got, truth) -> float:
     return (got - truth).norm().item() / size if size else got.norm().item()
 
 
-@dataclass(frozen=True)
-class Compared:
-    """Errors of the kernels and of masked attention at one tensor; of the latter None where it failed."""
-
-    tensor: str
-    mine: float
-    masked: float | None
-    masked_verdict: str = "ok"
-
-    def judged(self, dtype: str) -> dict:
-        """As the columns of the table have it. What is not a number is above any bound."""
-        bound = LEAST[dtype] * ALONE if self.masked is None else max(MARGIN * self.masked, LEAST[dtype])
-        verdict = "ok" if self.mine <= bound else f"too large, bound {bound:.1e}"
-        masked = "" if self.masked is None else f"{self.masked:.3e}"
-        said = {"verdict": verdict, "masked_verdict": self.masked_verdict}
-        return {"tensor": self.tensor, "error": f"{self.mine:.3e}", "masked_error": masked, **said}
+def judged(tensor: str, mine: float, masked: float | None, dtype: str, masked_verdict: str = "ok") -> dict:
+    """Errors of the kernels and of masked attention (None where it failed) at one tensor, as the columns of the table
+    have them. What is not a number is above any bound."""
+    bound = LEAST[dtype] * ALONE if masked is None else max(MARGIN * masked, LEAST[dtype])
+    verdict = "ok" if mine <= bound else f"too large, bound {bound:.1e}"
+    said = {"error": f"{mine:.3e}", "masked_error": "" if masked is None else f"{masked:.3e}"}
+    return {"tensor": tensor, **said, "verdict": verdict, "masked_verdict": masked_verdict}
 
 
-def compared(names, mine: list, rival: Callable[[], list], truth: list) -> list[Compared]:
+def compared(names, mine: list, rival: Callable[[], list], truth: list, dtype: str) -> list[dict]:
     """Our results beside those of `rival`. That it runs out of memory, or is not there, is no failure of ours."""
     try:
         masked, said = [error(got, right) for got, right in zip(rival(), truth, strict=True)], "ok"
@@ -151,13 +129,13 @@ def compared(names, mine: list, rival: Callable[[], list], truth: list) -> list[
         traceback.print_exc()
         masked, said = [None] * len(truth), typed_line(failure)
     return [
-        Compared(name, error(got, right), its, said)
+        judged(name, error(got, right), its, dtype, said)
         for name, got, its, right in zip(names, mine, masked, truth, strict=True)
         if right.numel()
     ]
 
 
-def errors_of(setting: Setting, dtype: str, device: str) -> list[Compared]:
+def errors_of(setting: Setting, dtype: str, device: str) -> list[dict]:
     """Of what training and decoding call. Raises what our kernels raise."""
     import torch
     from trl.models.prefix_sharing_attention import Runs, attention_with_lse, shared_prefix_attention
@@ -168,7 +146,8 @@ def errors_of(setting: Setting, dtype: str, device: str) -> list[Compared]:
     runs = Runs.of(list(setting.lengths), torch.device(device))
     mine = results(lambda *x: shared_prefix_attention(*x, runs, None), tensors, weights)
     truth = results(lambda *x: whole(*x, mask, plain=True), exact, weights)
-    found = compared(TENSORS, mine, lambda: results(lambda *x: whole(*x, mask, plain=False), tensors, weights), truth)
+    rival = lambda: results(lambda *x: whole(*x, mask, plain=False), tensors, weights)  # noqa: E731
+    found = compared(TENSORS, mine, rival, truth, dtype)
     if setting.prompt:
         query, key, value = (tensors[i].repeat(3, 1, 1, 1) for i in (0, 3, 4))
         output, lse = attention_with_lse(query, key, value, is_causal=False, scale=None)
@@ -177,29 +156,25 @@ def errors_of(setting: Setting, dtype: str, device: str) -> list[Compared]:
         scores = (query.double() @ keys.transpose(2, 3)) * setting.head_size**-0.5
         whole_rows = [x.to(query.dtype) for x in (keys, values)]
         rival = lambda: [torch.nn.functional.scaled_dot_product_attention(query, *whole_rows).double()]  # noqa: E731
-        found += compared(["decoding"], [output.double()], rival, [scores.softmax(-1) @ values])
-        found.append(Compared("log-sum-exp", error(lse.double(), scores.logsumexp(-1)), 0.0))
+        found += compared(["decoding"], [output.double()], rival, [scores.softmax(-1) @ values], dtype)
+        found.append(judged("log-sum-exp", error(lse.double(), scores.logsumexp(-1)), 0.0, dtype))
     return found
 
 
 def run(argv: list[str] | None) -> int:
     here = place(Parser("checks.kernels", __doc__).parse_args(argv))
     use_fork(ARMS["shared"])
-    settings = SETTINGS if here.device == "cuda" else ON_CPU
-    dtypes = ("bfloat16", "float16") if here.device == "cuda" else ("bfloat16", "float32")
     table = []
-    for name, setting in settings.items():
-        sizes = asdict(setting)
-        facts = {"heads": sizes["heads"], "key_heads": sizes["key_heads"], "head_size": sizes["head_size"]}
-        facts |= {"prompt_tokens": setting.prompt, "completion_tokens": " ".join(map(str, setting.lengths))}
-        for dtype in dtypes:
-            said = {"setting": name, "dtype": dtype, **facts, **here.facts}
+    for name, setting in SETTINGS[here.device].items():
+        sizes = vars(setting) | {"prompt_tokens": setting.prompt}
+        sizes["completion_tokens"] = " ".join(map(str, setting.lengths))
+        for dtype in DTYPES[here.device]:
             try:
-                rows = [said | found.judged(dtype) for found in errors_of(setting, dtype, here.device)]
+                rows = errors_of(setting, dtype, here.device)
             except Exception as failure:  # a kernel that is not there, or takes other arguments, is a finding
                 traceback.print_exc()
-                rows = [said | {"tensor": "all", "verdict": typed_line(failure)}]
-            table += rows
+                rows = [{"tensor": "all", "verdict": typed_line(failure)}]
+            table += [{"setting": name, "dtype": dtype, **sizes, **here.facts, **row} for row in rows]
             write_csv(here.folder / "kernels.csv", COLUMNS, table)
             wrong = [f"{row['tensor']} {row['verdict']}" for row in rows if row["verdict"] != "ok"]
             print(f"{name:20} {dtype:9} {'; '.join(wrong) or 'ok'}", flush=True)

@@ -7,54 +7,50 @@ writes rloo_memory/plan/accuracy/measured.json, which is installed with the plan
 """
 
 import sys
-from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
 
+import pandas as pd
+
 from experiments.config import ROOT
-from experiments.record import read_csv
 from rloo_memory.errors import ConfigError, exit_code
 from rloo_memory.plan.accuracy.measured import FILE, MeasuredErrors, TimesFaster
 from rloo_memory.storage import write_json
 
 
+def tables(results: Path, name: str, what: str, program: str) -> pd.DataFrame:
+    """That table of all machines. Raises `ConfigError` where none has it."""
+    found = [pd.read_csv(path).assign(machine=path.parent.name) for path in sorted(results.glob(f"*/{name}"))]
+    if not found:
+        raise ConfigError(f"{results} holds no */{name} with {what}; python -m experiments.{program} writes it")
+    return pd.concat(found)
+
+
 def errors_of(results: Path) -> MeasuredErrors:
     """Of the peaks that `experiments.checks.planner_check` measured on any machine. Raises `ConfigError`."""
-    ratios, trainings, devices = [], set(), set()
-    for path in sorted(results.glob("*/plan_check.csv")):
-        for row in read_csv(path):
-            ratios.append(int(row["measured_bytes"]) / int(row["predicted_bytes"]))
-            trainings.add((path.parent, row["case"]))
-            devices.add({"cpu": "CPU", "cuda": "GPU"}[row["device_kind"]])
-    if not ratios:
-        raise ConfigError(
-            f"{results} holds no */plan_check.csv; python -m experiments.checks.planner_check writes one"
-        )
-    return MeasuredErrors(min(ratios), max(ratios), len(ratios), len(trainings), " and a ".join(sorted(devices)))
+    rows = tables(results, "plan_check.csv", "cases", "checks.planner_check")
+    ratios, trainings = rows.measured_bytes / rows.predicted_bytes, rows[["machine", "case"]].drop_duplicates()
+    devices = sorted({"cpu": "CPU", "cuda": "GPU"}[kind] for kind in rows.device_kind.unique())
+    return MeasuredErrors(ratios.min(), ratios.max(), len(ratios), len(trainings), " and a ".join(devices))
 
 
 def times_faster_of(results: Path) -> list[TimesFaster]:
     """Of medians of whole rows over those of each other way, by token ratio. Raises `ConfigError`."""
-    seconds = defaultdict(dict)  # of one cell: way -> median
-    for path in sorted(results.glob("*/bench.csv")):
-        for row in read_csv(path):
-            if (row["measurement"], row["metric"]) == ("worth", "train_seconds"):
-                prompt, completion, k = (int(row[name]) for name in ("prompt_tokens", "completion_tokens", "k"))
-                ratio = round(k * (prompt + completion) / (prompt + k * completion), 1)
-                seconds[path, row["model"], prompt, completion, ratio][row["way"]] = float(row["median"])
-    if not seconds:
-        raise ConfigError(f"{results} holds no */bench.csv with worth; python -m experiments.bench worth writes it")
-    found = defaultdict(list)
-    for (*_, ratio), of in seconds.items():
-        found[ratio] += [of["whole"] / took for way, took in of.items() if way != "whole"]
-    return [TimesFaster(ratio, round(min(of), 3), round(max(of), 3)) for ratio, of in sorted(found.items())]
+    rows = tables(results, "bench.csv", "worth", "bench worth")
+    rows = rows[(rows.measurement == "worth") & (rows.metric == "train_seconds")]
+    prompt, completion, k = rows.prompt_tokens, rows.completion_tokens, rows.k
+    rows = rows.assign(ratio=(k * (prompt + completion) / (prompt + k * completion)).round(1))
+    took = rows.pivot(
+        index=["machine", "model", "prompt_tokens", "completion_tokens", "ratio"], columns="way", values="median"
+    )
+    times = took.drop(columns="whole").rdiv(took["whole"], axis=0).stack().groupby("ratio")
+    low, high = times.min().round(3), times.max().round(3)
+    return [TimesFaster(ratio, low[ratio], high[ratio]) for ratio in low.index]
 
 
 def write(results: Path) -> int:
-    write_json(
-        FILE,
-        {"errors": asdict(errors_of(results)), "times_faster": [asdict(each) for each in times_faster_of(results)]},
-    )
+    times_faster = [asdict(each) for each in times_faster_of(results)]
+    write_json(FILE, {"errors": asdict(errors_of(results)), "times_faster": times_faster})
     print(FILE)
     return 0
 

@@ -7,19 +7,17 @@ prompts with three completions each, in float64. Prints a line a family. Exit co
 and its log-probabilities, gradients or greedy decoding are not those of whole rows, or it fails on them.
 """
 
-import json
 import math
+import multiprocessing
 import os
-import select
-import signal
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict
 from datetime import date
-from difflib import get_close_matches
 from importlib.metadata import version
+from multiprocessing.connection import wait
 from pathlib import Path
+from signal import SIGKILL
 
 from experiments.arms import ARMS
 from experiments.builds import use_fork
@@ -40,7 +38,7 @@ from experiments.checks.family_check import (
 from experiments.checks.tiny_families import WINDOW, Family, families
 from experiments.measuring import need
 from experiments.run_options import Parser
-from rloo_memory.errors import ConfigError, exit_code
+from rloo_memory.errors import ConfigError, choose, exit_code
 
 SECONDS = 60  # for one family; most take less than one
 # What people train most, by how the names begin
@@ -99,43 +97,35 @@ COLUMNS = ("family", "class", "text", "log-probs", "gradient", "decoding", "imag
 
 def check_all(tried: list[Family], workers: int):
     """Yields each family with its result, as they come. Each has a process of its own, and a limit on its time."""
-    waiting, running = list(tried), {}
+    fork, waiting, running = multiprocessing.get_context("fork"), list(tried), {}
     while waiting or running:
         while waiting and len(running) < workers:
+            answer, sent = fork.Pipe(duplex=False)
             family = waiting.pop(0)
-            read, write = os.pipe()
-            if (pid := os.fork()) == 0:
-                answer(family, write)
-            os.close(write)
-            running[read] = [family, pid, time.monotonic() + SECONDS, b""]
-        for read in select.select(list(running), [], [], 1)[0]:
-            data = os.read(read, 1 << 16)
-            running[read][3] += data
-            if not data:
-                family, pid, _, text = running.pop(read)
-                os.close(read)
-                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                yield family, Result(**json.loads(text)) if text else Result(FAILS, ended(status))
-        for _, pid, limit, _ in running.values():
+            process = fork.Process(target=check_here, args=(family, sent))
+            process.start()
+            sent.close()
+            running[answer] = family, process, time.monotonic() + SECONDS
+        for answer in wait(list(running), timeout=1):
+            family, process, _ = running.pop(answer)
+            try:
+                yield family, answer.recv()
+            except EOFError:
+                process.join()
+                late = process.exitcode == -SIGKILL
+                ended = f"not done after {SECONDS} seconds" if late else f"the process ended with {process.exitcode}"
+                yield family, Result(FAILS, ended)
+        for _, process, limit in running.values():
             if time.monotonic() > limit:
-                os.kill(pid, signal.SIGKILL)
+                process.kill()
 
 
-def ended(status: int) -> str:
-    return f"not done after {SECONDS} seconds" if status == -signal.SIGKILL else f"the process ended with {status}"
-
-
-def answer(family: Family, write: int) -> None:
-    """In a forked process: check, write the result, and end."""
-    status = 1
-    try:
-        silence = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(silence, 1)
-        os.dup2(silence, 2)
-        os.write(write, json.dumps(asdict(family_check.check(family))).encode())
-        status = 0
-    finally:
-        os._exit(status)
+def check_here(family: Family, sent) -> None:
+    """In a forked process, whose output nobody reads."""
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)
+    sent.send(family_check.check(family))
 
 
 def is_bad(result: Result) -> bool:
@@ -220,18 +210,6 @@ def load() -> None:
     transformers.logging.set_verbosity_error()
 
 
-def chosen(wanted: list[str]) -> list[Family]:
-    """The families with these names or classes. Raises `ConfigError` for one that is none."""
-    found = families()
-    names = {name for family in found for name in (*family.names, family.class_name)}
-    for name in wanted:
-        if name not in names:
-            near = get_close_matches(name, names)
-            hint = f"did you mean {' or '.join(near)}?" if near else "docs/models.md has all"
-            raise ConfigError(f"unknown family {name!r}; {hint}")
-    return [family for family in found if not {*family.names, family.class_name}.isdisjoint(wanted)]
-
-
 def run(argv: list[str] | None) -> int:
     parser = Parser(prog="python -m experiments.checks.model_families", description=__doc__.split("\n")[0])
     parser.add_argument("--write", type=Path, metavar="FILE", help="the page, such as docs/models.md")
@@ -240,7 +218,11 @@ def run(argv: list[str] | None) -> int:
     if args.write and args.only:
         raise ConfigError("--write makes the page of all families; leave out --only")
     need("torch", "transformers", "accelerate", "datasets")
-    tried = chosen(args.only.split(",")) if args.only else families()
+    tried = families()
+    if args.only:
+        names = {name for family in tried for name in (*family.names, family.class_name)}
+        wanted = {choose("family", name, sorted(names)) for name in args.only.split(",")}
+        tried = [family for family in tried if not wanted.isdisjoint({*family.names, family.class_name})]
     load()
     results = []
     for family, result in check_all(tried, workers=min(len(os.sched_getaffinity(0)), 8)):

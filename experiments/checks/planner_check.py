@@ -5,15 +5,13 @@
 On CUDA the measure is torch's own peak of allocated bytes, on a CPU `LiveBytes`, which counts the same there. Two
 updates are trained with the fork and the peaks of the second one compared, when the optimizer has its state. Each case
 is a process of its own: what one leaves on the device would count in the next. Writes one row a case and phase to
-results/<machine>/plan_check.csv, case by case; cases that this commit has measured there are not repeated. Exit code
-5: --minutes were over before the last case.
+results/<machine>/plan_check.csv, case by case; cases that this commit has measured there are not repeated.
 """
 
 import copy
 import multiprocessing
 import sys
 import tempfile
-import time
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,9 +23,8 @@ from experiments.builds import use_fork
 from experiments.checks.setup_trainer import build_trainer, text_dataset
 from experiments.measuring import FACTS, Parser, is_committed, need, place, words
 from experiments.record import read_csv, write_csv
-from experiments.run_options import add_minutes
 from rloo_memory import data, models
-from rloo_memory.errors import EXIT_TIME, exit_code
+from rloo_memory.errors import exit_code
 from rloo_memory.phases import HighWater, PhaseRecorder
 from rloo_memory.plan.predict import predict
 from rloo_memory.plan.setups import Setup
@@ -187,48 +184,29 @@ def measure(setup: Setup, folder: Path, tokenizer, dataset) -> tuple[dict[str, i
 def run(argv: list[str] | None) -> int:
     parser = Parser("checks.planner_check", __doc__)
     parser.add_argument("--cases", help="some of the cases, by name; default: all")
-    add_minutes(parser)
     parser.add_fresh()
     args = parser.parse_args(argv)
-    deadline, took = time.monotonic() + 60 * args.minutes, 0.0
     here = place(args, "peft")
-    chosen = cases(here.device)
-    order = {name: number for number, name in enumerate(chosen)}
+    chosen = known = cases(here.device)
     if args.cases is not None:
-        chosen = {name: chosen[name] for name in words("case", args.cases, chosen)}
+        chosen = {name: known[name] for name in words("case", args.cases, known)}
     elif not find_spec("bitsandbytes"):
-        chosen = {name: setup for name, setup in chosen.items() if not is_quantized(setup)}
+        chosen = {name: setup for name, setup in known.items() if not is_quantized(setup)}
         print("left out, as bitsandbytes is not installed: cases with 4 or 8 bits", file=sys.stderr)
     if any(map(is_quantized, chosen.values())):
         need("bitsandbytes")
-    path = here.folder / "plan_check.csv"
+    path, order = here.folder / "plan_check.csv", [*known]
     rows = read_csv(path)
     taken_up = is_committed(here.facts["commit"]) and not args.fresh
     there = {row["case"] for row in rows if taken_up and row.items() >= here.facts.items()}
     use_fork(ARMS["shared"])
-    vocab_size = WORKLOADS[here.device][1]
     print(f"{'case, GiB predicted / measured':32}" + "".join(f"{phase:>22}" for phase in PHASES))
-    for name, setup in chosen.items():
+    for name in chosen:
         if name not in there:
-            if time.monotonic() + took > deadline:
-                print(f"{name}: not begun after --minutes {args.minutes:g}; the same command goes on from here")
-                return EXIT_TIME
-            begun = time.monotonic()
-            facts = {
-                "case": name,
-                "shape": shape_of(name, here.device),
-                "vocab_size": vocab_size,
-                "prompt_tokens": setup.prompt_tokens,
-                "completion_tokens": setup.max_completion_length,
-                "k": setup.num_generations,
-                **here.facts,
-            }
             found = check(name, here.device)
-            rows = [row for row in rows if row["case"] != name]
-            rows += [{name: str(value) for name, value in (facts | row).items() if value is not None} for row in found]
-            rows.sort(key=lambda row: order.get(row["case"], len(order)))
+            rows = [row for row in rows if row["case"] != name] + [row | here.facts for row in found]
+            rows.sort(key=lambda row: order.index(row["case"]) if row["case"] in order else len(order))
             write_csv(path, COLUMNS, rows)
-            took = max(took, time.monotonic() - begun)
         sizes = [[float(row[key]) for key in COLUMNS[2:5]] for row in rows if row["case"] == name]
         cells = (f"{says / GIB:8.3f}/{got / GIB:.3f} {error:+5.0%}" for says, got, error in sizes)
         print(f"{name:32}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
@@ -268,14 +246,16 @@ def check_here(name: str, device: str) -> list[dict]:
             tokenizer.save_pretrained(Path(folder, "reward"))
         predicted = {peak.phase: peak.total for peak in predict(name, setup, hf_config).phases}
         measured, reserved = measure(setup, Path(folder), tokenizer, dataset)
+    about = {"case": name, "shape": shape_of(name, device), "vocab_size": vocab_size, "reserved_bytes": reserved}
+    about |= {"prompt_tokens": setup.prompt_tokens, "completion_tokens": setup.max_completion_length}
     return [
-        {
+        about
+        | {
             "phase": phase,
             "predicted_bytes": predicted[phase],
             "measured_bytes": measured[phase],
             "error": round(predicted[phase] / measured[phase] - 1, 4),
-            "prompt_tokens": setup.prompt_tokens,
-            "reserved_bytes": reserved,
+            "k": setup.num_generations,
         }
         for phase in PHASES
     ]

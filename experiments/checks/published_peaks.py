@@ -8,17 +8,17 @@ must stay within, and whether it does. A row that says why it is not held (`not_
 the planner has what ran. Exit code 4: a row is outside of its bounds. It takes some three minutes.
 """
 
-import argparse
-import csv
 import json
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.commit import source_commit
 from experiments.config import ROOT
 from experiments.measuring import EXIT_VERDICT
-from experiments.record import write_csv
+from experiments.record import read_csv, write_csv
+from experiments.run_options import Parser
 from rloo_memory.errors import exit_code
 from rloo_memory.plan.accuracy.reserve import CONTEXT
 from rloo_memory.plan.options import model_config, quiet
@@ -83,32 +83,24 @@ def compared(row: dict[str, str], known: dict) -> dict:
     return row | dict(zip(ADDED[:-1], values, strict=True))
 
 
-def run(args: argparse.Namespace) -> int:
-    with (args.folder / "gpu_peaks.csv").open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    done, known, commit = [], {}, {"commit": source_commit()}
+def run(argv: list[str] | None) -> int:
+    parser = Parser(prog="python -m experiments.checks.published_peaks", description=__doc__.split("\n")[0])
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="holds gpu_peaks.csv")
+    folder = parser.parse_args(argv).folder
+    rows, done, known, commit = read_csv(folder / "gpu_peaks.csv"), [], {}, {"commit": source_commit()}
     with quiet():
         for row in rows:
-            done.append(compared(row, known) | commit)
-            last = done[-1]
-            print(
-                f"{last['ratio']}  {last['holds'] or '-':3}  {row['card']}: {row['model']}, {row['metric']}",
-                flush=True,
-            )
-    write_csv(args.folder / "predicted.csv", (*rows[0], *ADDED), done)
-    outside = [row for row in done if row["holds"] == "no"]
-    print(f"{len(done)} rows, {sum(row['holds'] == 'yes' for row in done)} hold, {len(outside)} do not")
-    return EXIT_VERDICT if outside else 0
+            done.append(last := compared(row, known) | commit)
+            about = f"{row['card']}: {row['model']}, {row['metric']}"
+            print(f"{last['ratio']}  {last['holds'] or '-':3}  {about}", flush=True)
+    write_csv(folder / "predicted.csv", (*rows[0], *ADDED), done)
+    held = Counter(row["holds"] for row in done)
+    print(f"{len(done)} rows, {held['yes']} hold, {held['no']} do not")
+    return EXIT_VERDICT if held["no"] else 0
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.checks.published_peaks",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="holds gpu_peaks.csv")
-    return exit_code("published", run, parser.parse_args(argv))
+    return exit_code("published", run, argv)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,12 @@ from pathlib import Path
 from rloo_memory import data
 from rloo_memory.plan.setups import Setup
 
+SAME = (  # in a setup as in TRL's arguments
+    "bf16", "optim", "beta", "per_device_train_batch_size", "num_generations", "gradient_accumulation_steps",
+    "steps_per_generation", "temperature", "max_completion_length", "gradient_checkpointing", "activation_offloading",
+    "prefix_sharing", "tokens_per_forward",
+)  # fmt: skip
+
 
 def text_dataset(prompts: list):
     """A training set of prompts, chats or texts."""
@@ -22,7 +28,6 @@ def build_trainer(setup: Setup, folder: Path, processor, dataset, model: str | N
 
     from trl import ModelConfig, RLOOConfig, RLOOTrainer, get_quantization_config
 
-    passes = {name: getattr(setup, name) for name in ("prefix_sharing", "tokens_per_forward")}
     arguments = RLOOConfig(
         output_dir=str(folder / "out"),
         use_cpu=setup.device == "cpu",
@@ -31,20 +36,9 @@ def build_trainer(setup: Setup, folder: Path, processor, dataset, model: str | N
         logging_steps=1,
         disable_tqdm=True,
         max_steps=steps,
-        bf16=setup.bf16,
-        optim=setup.optim,
-        beta=setup.beta,
-        per_device_train_batch_size=setup.per_device_train_batch_size,
-        num_generations=setup.num_generations,
-        gradient_accumulation_steps=setup.gradient_accumulation_steps,
-        steps_per_generation=setup.steps_per_generation,
-        temperature=setup.temperature,
-        max_completion_length=setup.max_completion_length,
-        gradient_checkpointing=setup.gradient_checkpointing,
-        activation_offloading=setup.activation_offloading,
         generation_kwargs={"min_new_tokens": setup.max_completion_length},
         model_init_kwargs={"dtype": getattr(torch, setup.dtype)},
-        **passes,
+        **{name: getattr(setup, name) for name in SAME},
     )
     weights = ModelConfig(
         load_in_4bit=setup.weight_bits == 4,

@@ -80,21 +80,21 @@ def make_models(folder: Path, tests: str) -> None:
 
 def make_prompts(folder: Path) -> None:
     """The prompts of `trl-internal-testing/zen`, as text and as chats."""
-    configs = []
+    page = "---\nconfigs:\n"
     for name in ("standard_prompt_only", "conversational_prompt_only"):
+        page += f"- config_name: {name}\n  data_files:\n"
         (folder / name).mkdir(parents=True)
         prompts = PROMPTS if name.startswith("standard") else [[{"role": "user", "content": x}] for x in PROMPTS]
-        files = []
         for split, rows in (("train", prompts[:17]), ("test", prompts[17:])):
             (folder / name / f"{split}.jsonl").write_text("".join(json.dumps({"prompt": x}) + "\n" for x in rows))
-            files.append(f"  - split: {split}\n    path: {name}/{split}.jsonl\n")
-        configs.append(f"- config_name: {name}\n  data_files:\n{''.join(files)}")
-    (folder / "README.md").write_text(f"---\nconfigs:\n{''.join(configs)}---\n")
+            page += f"  - split: {split}\n    path: {name}/{split}.jsonl\n"
+    (folder / "README.md").write_text(f"{page}---\n")
 
 
 def outcomes(folder: Path, tree: Path, *options: str) -> dict[str, tuple[str, str]]:
     """(passed, failed or skipped; why) of each test, by name, with the TRL in `tree`. Raises `ConfigError`."""
     report = folder / "report.xml"
+    print("with", tree, *options, flush=True)
     words = "-P -m pytest -q -p no:cacheprovider -p other_release -W ignore -n 2 --dist worksteal".split()
     tests = [f"tests/{file}" for file in FILES]
     command = [sys.executable, *words, f"--junitxml={report}", *options, *tests]
@@ -125,12 +125,7 @@ def compared(clone: Path, here: Place) -> list[dict]:
         (folder / "other_release.py").write_text(OTHER_RELEASE)
         (folder / "forced_on.py").write_text(FORCED_ON)
         released, fork = build(ARMS["stock"]), build(ARMS["shared"])
-        found = []
-        for name, tree, *options in (
-            ("untouched", released), ("options off", fork), ("sharing forced on", fork, "-p", "forced_on"),
-        ):  # fmt: skip
-            print(name, flush=True)
-            found.append(outcomes(folder, tree, *options))
+        found = [outcomes(folder, *tree) for tree in ((released,), (fork,), (fork, "-p", "forced_on"))]
     rows = []
     for test, (untouched, why) in found[0].items():
         (off, _), (forced, why_not) = (each.get(test, ("missing", "")) for each in found[1:])
