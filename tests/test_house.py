@@ -46,7 +46,6 @@ LONGER = {  # -> why
     "trl/fork.py": "runs before anything is installed",
     "tests/test_fork.py": "a table of damaged inputs",
     "tests/test_launch.py": "tables of bad input",
-    "tests/test_memory_monitor.py": "one process under many conditions",
     "tests/test_visualization.py": "every chart and table of one made-up machine",
 }
 STARTS_FAST = (  # before the sampler's first sample, the budget, or the word on what is missing

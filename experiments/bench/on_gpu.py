@@ -30,7 +30,7 @@ from experiments.commit import SOURCES, source_commit
 from experiments.config import ROOT
 from experiments.measuring import need
 from experiments.record import write_csv
-from experiments.run_options import Parser, directory
+from experiments.run_options import Parser
 from rloo_memory.errors import ConfigError, exit_code
 from rloo_memory.storage import read_json, write_json
 
@@ -74,7 +74,7 @@ def run(argv: list[str] | None) -> int:
     sub.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     sub = commands.add_parser("unpack", help="put an archive's results below results/, and predictions beside them")
     sub.add_argument("archive", type=Path)
-    sub.add_argument("--results", type=directory, default=ROOT / "results")
+    sub.add_argument("--results", type=Path, default=ROOT / "results")
     args = parser.parse_args(argv)
     if args.command == "here":
         print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in here(args.device).items()))
