@@ -14,7 +14,6 @@ enum { OK = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICI
 
 typedef struct { const char *uuid, *name; unsigned long long total; } Device;
 typedef struct { unsigned long long total, free, used; } Memory;
-typedef struct { unsigned version; unsigned long long total, reserved, free, used; } MemoryV2;
 typedef struct { unsigned gpu, memory; } Utilization;
 typedef struct { unsigned pid; unsigned long long used; unsigned gpu_instance, compute_instance; } Process;
 
@@ -83,12 +82,6 @@ int nvmlDeviceGetUUID(Device *device, char *uuid, unsigned size) { return copy(d
 int nvmlDeviceGetMemoryInfo(Device *device, Memory *memory) {
     if (getenv("STUB_NVML_MEMORY")) return atoi(getenv("STUB_NVML_MEMORY"));
     *memory = (Memory){device->total, device->total - used_bytes(), used_bytes()};
-    return OK;
-}
-
-int nvmlDeviceGetMemoryInfo_v2(Device *device, MemoryV2 *memory) {
-    if (memory->version != 0x02000028) return INVALID_ARGUMENT;
-    *memory = (MemoryV2){memory->version, device->total, 0, device->total - used_bytes(), used_bytes()};
     return OK;
 }
 

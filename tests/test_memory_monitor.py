@@ -135,15 +135,12 @@ def test_visible_devices_end_at_the_first_unknown_entry():
     assert visible_devices(devices, f"{MIG[:8]},0") == [devices[2], devices[0]]
 
 
-@pytest.mark.parametrize(("visible", "left", "count"), [(None, "0", 2), (f"{B},{A},{MIG}", B, 3), ("1", "1", None)])
-def test_the_launcher_leaves_one_gpu_visible_and_says_so(stub, visible, left, count):
-    """The stub has two."""
+def test_the_launcher_leaves_one_of_two_gpus_visible_and_says_so(stub):
     code = "import os\nfrom rloo_memory.device import show_one_gpu\n"
-    code += "print(show_one_gpu(), os.environ['CUDA_VISIBLE_DEVICES'], sep='|', end='')"
-    shown = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(stub, **shown), capture_output=True)
-    said, variable = run.stdout.decode().split("|")
-    assert variable == left and (f"{count} GPUs are visible" in said if count else not said)
+    code += "print(show_one_gpu(), os.environ['CUDA_VISIBLE_DEVICES'], show_one_gpu(), sep='|', end='')"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(stub), capture_output=True, text=True)
+    said, visible, again = run.stdout.split("|")
+    assert said.startswith("2 GPUs are visible") and (visible, again) == ("0", "")
 
 
 @pytest.mark.parametrize("option, value", [("--pid", "4194305"), ("--output", "missing/memory.csv")])

@@ -16,7 +16,7 @@ from experiments import train as train_module
 from experiments.config import ROOT
 from experiments.record import read_csv
 from experiments.run_options import Parser, add_settings, as_words
-from experiments.run_record import RUNS, read_record, stored_runs
+from experiments.run_record import read_record, stored_runs
 from rloo_memory.device import cpu_name, is_out_of_memory, machine_name
 from rloo_memory.errors import ConfigError
 from tests.waiting import until
@@ -39,26 +39,6 @@ def test_a_finished_run_records_what_was_asked_and_what_was_fed(train):
     phases = [row["phase"] for row in read_csv(folder / "phases.csv")]
     # load, then per step: generate, score, and for each of the 3 epochs train and optimizer
     assert phases == ["load"] + (["generate", "score"] + ["train", "optimizer"] * 3 + ["train"]) * 2
-
-
-@pytest.mark.slow
-def test_no_sample_exceeds_the_recorded_peak(train):
-    _, record, folder, _ = train("stock", 2)
-    rows, phases = read_csv(folder / "memory.csv"), read_csv(folder / "phases.csv")
-    first = float(phases[1]["start"])
-    highest = max(int(row["resident_bytes"]) for row in rows if float(row["timestamp"]) >= first)
-    counted = max(int(row["peak_resident_bytes"]) for row in phases[1:])
-    assert record["peak_resident_bytes"] == max(highest, counted)
-    assert record["sampler"]["peak_missed_bytes"] == record["peak_resident_bytes"] - highest
-
-
-@pytest.mark.slow
-def test_accumulation_takes_one_completion_a_pass_and_gives_the_same_loss(train):
-    stock, accumulate = train("stock", 2)[1], train("stock-accumulate", 2)[1]
-    assert (stock["completions_per_forward"], accumulate["completions_per_forward"]) == (2, 1)
-    for left, right in zip(stock["trace"], accumulate["trace"], strict=True):
-        assert left["loss"] == pytest.approx(right["loss"], rel=1e-4, abs=1e-6)
-        assert left["reward"] == pytest.approx(right["reward"], rel=1e-5)
 
 
 def test_out_of_memory_is_recorded_with_exit_code_3_and_no_row_lost(train):
@@ -85,20 +65,14 @@ def start(tmp_path):
     started = []
 
     def start(program, steps):
-        arms = ["--arm" if program == "train" else "--arms", "classic-lean"]
+        arms = ["--arm" if program == "train" else "--arms", "classic-lean", "--results", str(tmp_path)]
         command = [sys.executable, "-m", f"experiments.{program}", *arms, *OPTIONS, "--steps", str(steps)]
-        process = subprocess.Popen(
-            [*command, "--results", str(tmp_path)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started.append(subprocess.Popen(command, cwd=ROOT, **pipes))
         folder = tmp_path / "here" / RUN
         phases = folder / "phases.csv"
-        until(lambda: phases.exists() and phases.read_text().count("optimizer") > 3, process, 120)
-        return process, folder
+        until(lambda: phases.exists() and phases.read_text().count("optimizer") > 3, started[-1], 120)
+        return started[-1], folder
 
     yield start
     for process in started:
@@ -107,20 +81,17 @@ def start(tmp_path):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("number", (signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)))
-def test_a_stopped_run_says_so_and_keeps_what_it_measured(number, start):
+def test_a_stopped_run_says_so_and_keeps_what_it_measured(start):
     process, folder = start("train", 3000)
     sampler = psutil.Process(process.pid).children()[0]
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + number and not err
+    assert process.returncode == 130 and not err
     record = read_record(folder)
-    assert (record["status"], record["exit_code"]) == ("error", 128 + number)
-    assert record["error"] == f"interrupted by {number.name}" and record["error"] in out.splitlines()[-1]
+    assert (record["status"], record["exit_code"], record["error"]) == ("error", 130, "interrupted by SIGINT")
+    assert record["error"] in out.splitlines()[-1] and not sampler.is_running()
     assert record["trace"] and record["sampler"]["samples"] == len(read_csv(folder / "memory.csv"))
-    (run,) = stored_runs(folder.parent)
-    assert (run.run_id, run.record["status"]) == (RUN, "error") and (folder.parent / RUNS).exists()
-    assert not sampler.is_running()
+    assert [run.record["status"] for run in stored_runs(folder.parent)] == ["error"]
 
 
 @pytest.mark.torch
@@ -150,33 +121,25 @@ def test_a_run_ends_with_the_suite_that_was_killed_and_nobody_takes_its_folder_b
 def test_a_lost_sampler_is_said_and_the_peak_is_the_kernels(start):
     process, folder = start("train", 20)
     psutil.Process(process.pid).children()[0].kill()
-    out, err = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=120)
     record = read_record(folder)
-    assert (process.returncode, record["status"], err) == (0, "ok", "")
+    assert (process.returncode, record["status"]) == (0, "ok") and "SAMPLER LOST after" in out.splitlines()[-1]
     counted = [int(row["peak_resident_bytes"]) for row in read_csv(folder / "phases.csv") if row["phase"] != "load"]
     assert record["peak_resident_bytes"] == max(counted) > record["start_bytes"]
-    assert record["sampler"]["lost_after_s"] > 0 and "SAMPLER LOST after" in out.splitlines()[-1]
 
 
 OF_FOUR = ["--arm", "shared", "--k", "4", "--completions-per-forward"]
 STOCK = ["--arm", "stock", "--k", "2"]
 BAD = {
-    "unknown arm": (["--arm", "classic-lena", "--k", "2"], "classic-lean"),
-    "no k": (["--arm", "stock"], "--k 4"),
     "no number": (["--arm", "stock", "--k", "two"], "'two' is not a whole number"),
     "leave-one-out needs two": (["--arm", "classic-lean", "--k", "1"], "--k 2"),
-    "no number at all": ([*STOCK, "--learning-rate", "nan"], "--learning-rate nan must be"),
     "batch not divisible by k": (["--arm", "classic-lean", "--k", "4", "--batch", "6"], "--batch 8"),
     "prompt longer than the positions": ([*STOCK, "--prompt-tokens", "40000"], "32668"),
-    "budget below the model": ([*STOCK, "--budget", "1MiB"], "raise --budget"),
     "a budget without its unit": ([*STOCK, "--budget", "24"], "did you mean 24GiB?"),
-    "unknown scale": ([*STOCK, "--scale", "huge"], "'seed'"),
     "LoRA with the old trainer": (["--arm", "classic-lean", "--k", "2", "--scale", "test-lora"], "use stock"),
-    "more than k a pass": ([*OF_FOUR, "5"], "it is above k=4; use 4"),
     "no part of k": ([*OF_FOUR, "3", "--arm", "shared-accumulate"], "-accumulate must divide k=4; use 2"),
     "another arm": ([*OF_FOUR, "2", "--arm", "stock"], "2: stock always takes 4; leave the option out or use --arm"),
     "unwritable results": ([*STOCK, "--results", "/proc/nowhere"], "choose another --results"),
-    "no such documents": ([*STOCK, "--documents", "/no/such"], "--documents '/no/such' does not exist"),
     "another folder": ([*STOCK, "--machine", "a/b"], "--machine 'a/b'"),
 }
 
@@ -205,21 +168,17 @@ def test_the_options_that_a_suite_hands_over_are_the_run_that_it_planned(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "error, memory",
+    "text, memory",
     [
-        (MemoryError(), True),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasSgemm( handle, opa)`"), False),
-        (RuntimeError("shape '[7]' is invalid"), False),
+        ("DefaultCPUAllocator: can't allocate memory: you tried", True),
+        ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", True),
+        ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasSgemm( handle, opa)`", False),
     ],
 )
-def test_memory_failures_of_torch_its_libraries_and_of_causes_are_told_from_other_errors(error, memory):
-    assert is_out_of_memory(error) == memory
-    for cause, context in ((error, None), (None, error)):
-        other = ValueError("a library says something else, or fails while it cleans up")
-        other.__cause__, other.__context__, other.__suppress_context__ = cause, context, False
-        assert is_out_of_memory(other) == memory
+def test_memory_failures_of_torch_its_libraries_and_of_causes_are_told_from_other_errors(text, memory):
+    error, other = RuntimeError(text), ValueError("a library fails while it cleans up")
+    other.__context__ = error
+    assert is_out_of_memory(error) == is_out_of_memory(other) == memory
     other.__suppress_context__ = True  # raised `from None`
     assert not is_out_of_memory(other)
 
@@ -246,24 +205,20 @@ def test_bf16_is_mixed_precision_in_both_lines(train):
         assert abs(single[0]["grad_norm"] / mixed[0]["grad_norm"] - 1) > 1e-5, arm
 
 
-@pytest.mark.parametrize(
-    "visible, wanted, left",
-    [(None, "cuda:1", "1"), ("4,GPU-abc", "cuda:1", "GPU-abc"), ("4,5", "auto", "4"), ("", "auto", "")],
-)
+@pytest.mark.parametrize("visible, wanted, left", [(None, "cuda:1", "1"), ("4,GPU-abc", "cuda:1", "GPU-abc")])
 def test_only_the_chosen_gpu_stays_visible(monkeypatch, visible, wanted, left):
     import torch
 
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(left))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "x")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     properties = SimpleNamespace(name="NVIDIA Test", total_memory=7)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    kind, name, _ = run_device.pick_device(wanted)
+    assert run_device.pick_device(wanted) == ("cuda", "NVIDIA Test", 7)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == left
-    assert (kind, name) == ("cuda", "NVIDIA Test") if left else kind == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(ConfigError, match="cuda:9"):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
         run_device.pick_device("cuda:9")
 
 
