@@ -38,9 +38,7 @@ def test_prompts_have_the_stated_number_of_tokens_template_included(documents, t
     assert len({messages[0]["content"] for messages in prompts}) == len(prompts)
 
 
-def test_a_short_document_gives_a_short_prompt_and_no_room_is_refused(tokenizer):
-    (messages,) = data.build_prompts(["A short text."], tokenizer, 3000)
-    assert messages[0]["content"].endswith("A short text.")
+def test_a_document_without_room_is_refused(tokenizer):
     with pytest.raises(ConfigError, match="--prompt-tokens 16 leaves no room"):
         data.build_prompts(["A short text."], tokenizer, 16)
 
@@ -78,11 +76,6 @@ def test_the_same_seed_builds_the_same_model_once(tmp_path, documents):
     assert first[:2] == second[:2] and (tmp_path / second[0] / "model.safetensors").stat().st_mtime_ns == written
     other = run_models.prepare(config, ["another text " * 50], cache=tmp_path)
     assert other[0] != first[0], "another tokenizer needs another folder"
-
-
-def test_letter_reward_serves_both_lines():
-    assert data.letter_reward(completions=["user\neee\nassistant\neel e"]) == [0.3]
-    assert data.letter_reward(prompts=["p"], completions=[[{"role": "assistant", "content": "tree"}]]) == [0.2]
 
 
 @pytest.mark.parametrize("precision, size", [("bfloat16", 2), ("bf16", 4)])

@@ -65,9 +65,6 @@ def test_a_folder_is_owned_by_one(tmp_path):
     with owned(tmp_path / "run"):
         (tmp_path / "run" / "run.json").touch()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.json"], "no lock file is left"
-    with pytest.raises(ConfigError, match="cannot write to .*; choose --output_dir other$"):
-        with owned(tmp_path / "run" / "run.json", remedy="--output_dir other"):
-            pass
 
 
 def test_cuda_peaks_never_fall_below_what_torch_counted(tmp_path):
