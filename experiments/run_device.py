@@ -91,16 +91,6 @@ def lift_budget() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
 
-def keep_only_live_memory() -> None:
-    """Make glibc return every freed block of 128 KiB or more to the system at once.
-
-    By default it raises that size up to 32 MiB as the program runs and keeps freed blocks below it, so that resident
-    memory would show the heap's fragmentation instead of the tensors that are alive. A page fault for each page of
-    each tensor takes its time: not where seconds count.
-    """
-    mallopt(mmap_threshold=2**17)  # where glibc begins
-
-
 def read_weights(trainer) -> None:
     """Make the weights of its models resident. On the CPU transformers maps a checkpoint's file, and its pages come
     when they are first read: with prefix sharing in front of the first step, else within it."""
@@ -109,6 +99,16 @@ def read_weights(trainer) -> None:
     for model in {value for value in vars(trainer).values() if isinstance(value, Module)}:  # one may have two names
         for weights in model.parameters():
             weights.detach().sum()
+
+
+def keep_only_live_memory() -> None:
+    """Make glibc return every freed block of 128 KiB or more to the system at once.
+
+    By default it raises that size up to 32 MiB as the program runs and keeps freed blocks below it, so that resident
+    memory would show the heap's fragmentation instead of the tensors that are alive. A page fault for each page of
+    each tensor takes its time: not where seconds count.
+    """
+    mallopt(mmap_threshold=2**17)  # where glibc begins
 
 
 def keep_freed_memory() -> None:
@@ -130,10 +130,7 @@ def only_live_memory() -> Iterator[None]:
 
 def mallopt(mmap_threshold: int, trim_threshold: int | None = None) -> None:
     """Sizes in bytes; nothing where malloc is not glibc's."""
-    try:
-        function = ctypes.CDLL("libc.so.6").mallopt
-    except (OSError, AttributeError):
-        return
+    function = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: None)
     function(-3, mmap_threshold)  # M_MMAP_THRESHOLD in malloc.h
     if trim_threshold is not None:
         function(-1, trim_threshold)  # M_TRIM_THRESHOLD
@@ -144,9 +141,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def print_machine(argv: list[str] | None) -> int:
-    parser = Parser(
-        prog="python -m experiments.run_device", description="Print the name of this machine's folder below results/."
-    )
+    parser = Parser(prog="python -m experiments.run_device", description="Print this machine's folder below results/.")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
     kind, name, _ = pick_device(parser.parse_args(argv).device)
     print(machine_name(kind, name))

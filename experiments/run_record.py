@@ -1,14 +1,11 @@
 """A run as files: its record (run.json), its phases (phases.csv), its samples (memory.csv), and the file that keeps
-records and phases of all runs of a machine (runs.jsonl). Who measures and who shows read this declaration; standard
-library only."""
+records and phases of all runs of a machine (runs.jsonl). Who measures and who shows read this declaration."""
 
 import csv
 import json
-import types
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import get_args, get_origin
 
 from rloo_memory.phases import PHASE_COLUMNS
 from rloo_memory.storage import replace_text
@@ -18,10 +15,8 @@ SAMPLE_COLUMNS = (
     "process_device_bytes", "resident_bytes", "cpu_percent", "host_used_bytes",
 )  # fmt: skip
 FINISHED = ("ok", "oom")  # a run with one of these need not be repeated; "error" and "running" are tried again
-STATUSES = (*FINISHED, "error", "running")
 RUNS = "runs.jsonl"
 APART = 1.5  # seconds of repeats on a quiet machine stay within this factor
-TELLING = ("run.json", "memory.csv")  # a folder with one of these is a run's
 
 
 @dataclass
@@ -77,16 +72,11 @@ class RunRecord:
     trace: list[dict] = field(default_factory=list)
     final_loss: float | None = None
     sampler: dict | None = None
-    launch: str | None = None  # which launch wrote this: see `processes.Launch`
 
 
 def defaults() -> dict:
-    """Of the fields that a record need not have: older ones lack some."""
-    return {
-        declared.name: declared.default_factory() if declared.default is MISSING else declared.default
-        for declared in fields(RunRecord)
-        if (declared.default, declared.default_factory) != (MISSING, MISSING)
-    }
+    """A record of nothing."""
+    return vars(RunRecord("", "", "", 0, 0, {}, ""))
 
 
 @dataclass(frozen=True)
@@ -100,77 +90,39 @@ class StoredRun:
     damage: str | None = None
     folder: Path | None = None
 
-
-def used_at_peak(record: dict) -> int | None:
-    """The peak of a run in its device's main measure, bytes; None where it has none."""
-    return record["peak_device_used_bytes"] or record["peak_resident_bytes"]
+    @property
+    def finished(self) -> bool:
+        return self.record is not None and self.record["status"] in FINISHED
 
 
 def main_peak(record: dict) -> tuple[int, int]:
     """(peak, peak above the start level) of a finished run in its device's main measure, bytes."""
-    peak = used_at_peak(record)
+    peak = record["peak_device_used_bytes"] or record["peak_resident_bytes"]
     return peak, peak - record["start_bytes"]
 
 
-def damage_of(record) -> str | None:
-    """What keeps a value from being a run's record; None where it is one."""
-    for declared in fields(RunRecord):
-        if declared.name not in record:
-            return f"has no {declared.name}"
-        if not isinstance(record[declared.name], kinds(declared.type)):
-            return f"has the {declared.name} {str(record[declared.name])[:40]!r}"
-    if record["status"] not in STATUSES:
-        return f"has the status {record['status'][:40]!r}"
-    if record["status"] == "ok" and None in (record["start_bytes"], used_at_peak(record)):
-        return "is of a finished run and has no peak"
-    return None
-
-
-def kinds(declared) -> tuple[type, ...]:
-    """The types of a value that JSON can hold for a field's declaration."""
-    if isinstance(declared, types.UnionType):
-        return tuple(kind for part in get_args(declared) for kind in kinds(part))
-    return (int, float) if declared is float else (get_origin(declared) or declared,)
-
-
 def read_record(folder: Path) -> dict | None:
-    """The record in a run's folder, or None where there is none that can be used."""
-    return record_or_damage(folder)[0]
-
-
-def record_or_damage(folder: Path) -> tuple[dict | None, str | None]:
-    """The record in a run's folder, or what keeps run.json from being one."""
-    try:
-        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        return None, f"cannot be read ({str(error).splitlines()[0]})"
-    if not isinstance(record, dict):
-        return None, "holds no JSON object"
-    record = defaults() | record
-    damage = damage_of(record)
-    if not damage and record["run_id"] != folder.name:
-        damage = f"is the record of {record['run_id'][:40]!r}"
-    return (None, damage) if damage else (record, None)
+    """The record in a run's folder, None where there is none that can be used."""
+    return stored_in(folder).record
 
 
 def stored_in(folder: Path) -> StoredRun:
     """The run in a folder."""
-    record, damage = record_or_damage(folder)
-    return StoredRun(folder.name, record, tuple(read_rows(folder / "phases.csv")) if record else (), damage, folder)
+    names = {declared.name for declared in fields(RunRecord)}
+    try:
+        values = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        record = vars(RunRecord(**{name: value for name, value in values.items() if name in names}))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return StoredRun(folder.name, None, damage=f"is no record ({error})", folder=folder)
+    return StoredRun(folder.name, record, tuple(read_rows(folder / "phases.csv")), folder=folder)
 
 
 def read_rows(path: Path) -> Iterator[dict]:
     """The whole rows of a CSV file of numbers, of which `phase` alone is text; None where a cell is empty. No rows
-    where there is no such file; a last line that a kill or a full disk has cut is left out."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError:
-        return
+    where there is no such file; a last line that a kill has cut is left out."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
     for row in csv.DictReader(text[: text.rfind("\n") + 1].splitlines()):
-        try:
-            yield {name: cell if name == "phase" else float(cell) if cell else None for name, cell in row.items()}
-        except (TypeError, ValueError):
-            return
+        yield {name: cell if name == "phase" else float(cell) if cell else None for name, cell in row.items()}
 
 
 def kept_runs(machine: Path) -> dict[str, StoredRun]:
@@ -184,23 +136,20 @@ def kept_runs(machine: Path) -> dict[str, StoredRun]:
     return found
 
 
-def stored_run(folder: Path) -> StoredRun | None:
-    """The run in a folder, or the one that the file beside it keeps under the folder's name."""
-    here = any((folder / name).exists() for name in TELLING)
-    return stored_in(folder) if here else kept_runs(folder.parent).get(folder.name)
-
-
 def stored_runs(machine: Path) -> list[StoredRun]:
-    """Every run of results/<machine>, by run id: those of runs.jsonl, and in their place those with a folder here."""
+    """Every run of results/<machine>, by run id: those of runs.jsonl, and in their place those with a folder here,
+    but nothing unfinished in the place of what is finished."""
     found = kept_runs(machine)
-    for folder in {path.parent for name in TELLING for path in machine.glob(f"*/{name}")}:
-        found[folder.name] = stored_in(folder)
+    for path in machine.glob("*/run.json"):
+        run = stored_in(path.parent)
+        if run.finished or run.run_id not in found or not found[run.run_id].finished:
+            found[run.run_id] = run
     return [found[run_id] for run_id in sorted(found)]
 
 
 def write_runs(machine: Path) -> list[StoredRun]:
     """Write runs.jsonl, a line a run, where there is any. Returns the runs, and the damaged ones, which are not in
-    it. Raises OSError."""
+    it."""
     runs = stored_runs(machine)
     lines = []
     for run in runs:

@@ -9,6 +9,9 @@ TEXT_COLUMNS = ("text", "report", "document", "input", "content", "article")
 MAX_PROMPTS = 40  # the published experiment trained on 40 documents
 
 
+LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
 def load_documents(source: str) -> list[str]:
     """Documents from `source`: `builtin` (Python's own language reference, 465,000 characters), a .txt, .jsonl, .csv
     or .parquet file, a folder of .txt files, or `hub:owner/dataset[:split]` (downloads; needs network).
@@ -19,46 +22,31 @@ def load_documents(source: str) -> list[str]:
         from pydoc_data.topics import topics
 
         return ["\n\n".join(topics[name] for name in sorted(topics))]
-    if source.startswith("hub:"):
-        from datasets import load_dataset
-
-        name, _, split = source.removeprefix("hub:").partition(":")
-        try:
-            return _column(load_dataset(name, split=split or "train"), source)
-        except ConfigError:
-            raise
-        except Exception as error:  # the hub client raises many types; all mean "not to be had"
-            raise ConfigError(f"cannot load dataset {name!r} from the hub: {str(error).splitlines()[0]}") from error
     path = Path(source)
-    if not path.exists():
-        raise ConfigError(
-            f"document source {source!r} does not exist; give a file, a folder of .txt, hub:owner/name or builtin"
-        )
-    if path.is_dir() or path.suffix == ".txt":
-        files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
-        try:  # UTF-8 in every locale: another encoding would be other tokens
+    try:
+        if source.startswith("hub:") or path.suffix in LOADERS:
+            documents = from_table(source)
+        else:  # UTF-8 in every locale: another encoding would be other tokens
+            files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
             documents = [file.read_text(encoding="utf-8", errors="replace") for file in files]
-        except OSError as error:
-            raise ConfigError(f"cannot read {error.filename!r}: {error.strerror}; mend or remove it") from error
-    else:
-        from datasets import load_dataset
-
-        loaders = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-        if path.suffix not in loaders:
-            raise ConfigError(f"document source {source!r}: unknown ending; use {', '.join(['.txt', *loaders])}")
-        try:
-            documents = _column(load_dataset(loaders[path.suffix], data_files=str(path), split="train"), source)
-        except ConfigError:
-            raise
-        except Exception as error:  # a malformed file raises whatever its parser raises
-            raise ConfigError(f"cannot read {source!r}: {str(error).splitlines()[0]}") from error
+    except ConfigError:
+        raise
+    except Exception as error:  # the hub's client and a malformed file raise whatever they come to
+        raise ConfigError(f"cannot read documents from {source!r}: {str(error).splitlines()[0]}") from error
     documents = [document for document in documents if document.strip()]
     if not documents:
         raise ConfigError(f"document source {source!r} holds no text; give at least one non-empty document")
     return documents
 
 
-def _column(dataset, source: str) -> list[str]:
+def from_table(source: str) -> list[str]:
+    from datasets import load_dataset
+
+    if source.startswith("hub:"):
+        name, _, split = source.removeprefix("hub:").partition(":")
+        dataset = load_dataset(name, split=split or "train")
+    else:
+        dataset = load_dataset(LOADERS[Path(source).suffix], data_files=source, split="train")
     for name in TEXT_COLUMNS:
         if name in dataset.column_names:
             return [str(text) for text in dataset[name][:MAX_PROMPTS]]

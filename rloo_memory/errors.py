@@ -1,8 +1,7 @@
-"""What ends a command: a setting that cannot work, a signal, a full disk; each in one line with an exit code."""
+"""What ends a command: a setting that cannot work, or a signal; each in one line with an exit code."""
 
 import atexit
 import difflib
-import errno
 import os
 import signal
 import sys
@@ -24,12 +23,11 @@ class Stopped(KeyboardInterrupt):
 
 EXIT_USAGE = 2  # a setting that cannot work
 EXIT_TIME = 5  # what fitted into --minutes is done; the same command goes on from there
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def exit_code(program: str, run, args) -> int:
     """What `run(args)` returns; `EXIT_USAGE` with one line on stderr where it raises `ConfigError`; 128 + the signal's
-    number, also with one line, where Ctrl-C or a signal that raises `Stopped` ends it; 1 where a disk is full."""
+    number, also with one line, where Ctrl-C or a signal that raises `Stopped` ends it."""
     try:
         return run(args)
     except ConfigError as error:
@@ -38,11 +36,6 @@ def exit_code(program: str, run, args) -> int:
     except KeyboardInterrupt as stop:
         print(f"{program}: stopped by {Stopped.number(stop).name}", file=sys.stderr)
         return 128 + Stopped.number(stop)
-    except OSError as error:
-        if error.errno not in DISK_FULL:
-            raise
-        print(f"{program}: the disk is full ({error}); make room and run again", file=sys.stderr)
-        return 1
 
 
 def leave(code: int) -> NoReturn:

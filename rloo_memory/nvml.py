@@ -63,26 +63,3 @@ def visible_devices(devices: Sequence[Device], visible: str | None) -> list[Devi
             break
         chosen.append(device)
     return chosen
-
-
-def choose_device(wanted: str, devices: Sequence[Device], visible: str | None) -> Device | None:
-    """The device that `wanted` ("auto", an index among the visible ones, or a UUID) means.
-
-    None only for "auto" with nothing visible. Raises ValueError, naming what exists, when there is no such device.
-    """
-    shown = visible_devices(devices, visible)
-    if wanted == "auto":
-        return shown[0] if shown else None
-    if wanted.isdigit():
-        device = shown[int(wanted)] if int(wanted) < len(shown) else None
-    else:
-        device = by_uuid(wanted, devices)
-    if device is None:
-        exists = [f"{index} = {d.uuid} ({d.name})" for index, d in enumerate(shown)]
-        exists += [f"{d.uuid} ({d.name}, by UUID only)" for d in devices if d not in shown]
-        setting = "is not set" if visible is None else f"is {visible!r}"
-        raise ValueError(
-            f"no device {wanted!r} (or not only one); there is: {', '.join(exists) or 'none'}; "
-            f"CUDA_VISIBLE_DEVICES {setting}"
-        )
-    return device

@@ -1,9 +1,8 @@
 /* A small libnvidia-ml.so.1 for tests: the entry points that pynvml calls, two GPUs, a MIG instance on the second.
  *
- * STUB_NVML_USED_FILE  a file read at every call: bytes in use on each device, or "lost" (every query then fails)
- * STUB_NVML_PROCESSES  "pid:bytes,pid:bytes", the compute processes on each device; bytes -1: not available
+ * STUB_NVML_USED_FILE  a file read at every call: bytes in use on each device
+ * STUB_NVML_PROCESSES  "pid:bytes,pid:bytes", the compute processes on each device
  * STUB_NVML_MEMORY     the code that memory info returns (3: not supported, as on a GPU that shares the host's memory)
- * STUB_NVML_INIT       the code that init returns (9: driver not loaded)
  *
  * Behind them those that a CUDA build of torch looks up (tests/cuda).
  */
@@ -11,11 +10,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { OK = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, GPU_IS_LOST = 15 };
+enum { OK = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7 };
 
 typedef struct { const char *uuid, *name; unsigned long long total; } Device;
 typedef struct { unsigned long long total, free, used; } Memory;
-typedef struct { unsigned version; unsigned long long total, reserved, free, used; } MemoryV2;
 typedef struct { unsigned gpu, memory; } Utilization;
 typedef struct { unsigned pid; unsigned long long used; unsigned gpu_instance, compute_instance; } Process;
 
@@ -25,7 +23,7 @@ static Device devices[] = {
     {"MIG-cccccccc-0000-1111-2222-333333333333", "Stub B MIG 1g", 5ULL << 30},
 };
 
-static int read_used(unsigned long long *used) {
+static unsigned long long used_bytes(void) {
     const char *path = getenv("STUB_NVML_USED_FILE");
     char text[32] = "1073741824";
     FILE *file = path ? fopen(path, "r") : NULL;
@@ -33,8 +31,7 @@ static int read_used(unsigned long long *used) {
         if (!fgets(text, sizeof text, file)) text[0] = 0;
         fclose(file);
     }
-    *used = strtoull(text, NULL, 10);
-    return strncmp(text, "lost", 4) ? OK : GPU_IS_LOST;
+    return strtoull(text, NULL, 10);
 }
 
 static int copy(const char *from, char *to, unsigned size) {
@@ -45,7 +42,7 @@ static int copy(const char *from, char *to, unsigned size) {
 
 int nvmlInitWithFlags(unsigned flags) {
     (void)flags;
-    return getenv("STUB_NVML_INIT") ? atoi(getenv("STUB_NVML_INIT")) : OK;
+    return OK;
 }
 
 int nvmlShutdown(void) { return OK; }
@@ -84,37 +81,22 @@ int nvmlDeviceGetUUID(Device *device, char *uuid, unsigned size) { return copy(d
 
 int nvmlDeviceGetMemoryInfo(Device *device, Memory *memory) {
     if (getenv("STUB_NVML_MEMORY")) return atoi(getenv("STUB_NVML_MEMORY"));
-    memory->total = device->total;
-    int result = read_used(&memory->used);
-    memory->free = memory->total - memory->used;
-    return result;
-}
-
-int nvmlDeviceGetMemoryInfo_v2(Device *device, MemoryV2 *memory) {
-    if (memory->version != 0x02000028) return INVALID_ARGUMENT;
-    memory->total = device->total;
-    memory->reserved = 0;
-    int result = read_used(&memory->used);
-    memory->free = memory->total - memory->used;
-    return result;
+    *memory = (Memory){device->total, device->total - used_bytes(), used_bytes()};
+    return OK;
 }
 
 int nvmlDeviceGetUtilizationRates(Device *device, Utilization *utilization) {
-    unsigned long long used;
     if (device == &devices[2]) return NOT_SUPPORTED;
-    utilization->gpu = 37;
-    utilization->memory = 12;
-    return read_used(&used);
+    *utilization = (Utilization){37, 12};
+    return OK;
 }
 
 int nvmlDeviceGetComputeRunningProcesses_v3(Device *device, unsigned *count, Process *processes) {
     const char *text = getenv("STUB_NVML_PROCESSES");
     unsigned room = processes ? *count : 0, found = 0, pid;
-    unsigned long long used;
-    int length, result = read_used(&used);
+    int length;
     long long bytes;
     (void)device;
-    if (result != OK) return result;
     while (text && sscanf(text, "%u:%lld%n", &pid, &bytes, &length) == 2) {
         if (found < room) processes[found] = (Process){pid, (unsigned long long)bytes, ~0u, ~0u};
         found++;

@@ -2,13 +2,6 @@
 
 import pytest
 
-PROBED = (
-    pytest.param("classic-baseline", marks=pytest.mark.slow),
-    "classic-string",
-    pytest.param("classic-string-exact", marks=pytest.mark.slow),
-    "classic-lean",
-)
-
 
 @pytest.mark.slow
 def test_lean_and_exact_string_train_as_the_baseline_step_by_step(train):
@@ -29,7 +22,7 @@ def test_lean_and_exact_string_train_as_the_baseline_step_by_step(train):
                 assert step[name] == pytest.approx(expected[name], rel=1e-9, abs=1e-9), (arm, step, expected)
 
 
-@pytest.mark.parametrize("arm", PROBED)
+@pytest.mark.parametrize("arm", ["classic-string", "classic-string-exact", "classic-lean"])
 def test_published_string_repeat_mixes_two_prompts_and_the_others_do_not(probe, tmp_path, arm):
     """With a reward that depends on the prompt alone, leave-one-out leaves no advantage and so no gradient."""
     result = probe("advantages", arm, tmp_path)
@@ -56,15 +49,6 @@ def test_lean_logprobs_and_gradients_are_as_exact_as_upstream(probe):
         assert result["same_tokens"], case
         # one log-softmax of the same logits either way; in float32, which `generate` converts to
         assert result["sampled_logprob_difference"] <= 2e-6, case
-
-
-@pytest.mark.slow
-def test_prompts_below_the_cut_are_fed_whole_by_every_arm(train):
-    baseline, exact = (train(arm, 2)[1] for arm in ("classic-baseline", "classic-string-exact"))
-    for name in ("prompt_tokens_fed_min", "prompt_tokens_fed_mean", "prompt_tokens_fed_max"):
-        # a document that is cut inside a word can come out a token or two short
-        assert baseline["prompt_tokens_requested"] - 2 <= baseline[name] <= baseline["prompt_tokens_requested"]
-        assert exact[name] == baseline[name]
 
 
 def test_published_string_repeat_cuts_at_1024_tokens_silently(train):

@@ -1,14 +1,10 @@
 """Prompts and models: real text, stated lengths, published shapes."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from experiments import config as cfg
-from experiments.config import ROOT
 from experiments.workload import run_models
 from rloo_memory import data, models
 from rloo_memory.errors import ConfigError
@@ -24,11 +20,6 @@ def tokenizer(documents):
     return models.build_tokenizer(documents, 18_992)
 
 
-def test_builtin_documents_are_long_real_prose(documents):
-    (text,) = documents
-    assert len(text) > 300_000 and "Assert statements are a convenient way to" in text
-
-
 def test_decoding_and_encoding_again_gives_the_same_tokens(documents, tokenizer):
     """What `classic-string-exact` relies on, special tokens and a cut in the middle of a word included."""
     for messages in data.build_prompts(documents, tokenizer, 700)[:5]:
@@ -38,7 +29,7 @@ def test_decoding_and_encoding_again_gives_the_same_tokens(documents, tokenizer)
         assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids
 
 
-@pytest.mark.parametrize("prompt_tokens", (64, 1000, 3000))
+@pytest.mark.parametrize("prompt_tokens", (64, 3000))
 def test_prompts_have_the_stated_number_of_tokens_template_included(documents, tokenizer, prompt_tokens):
     prompts = data.build_prompts(documents, tokenizer, prompt_tokens)
     lengths = [len(data.render(tokenizer, messages)) for messages in prompts]
@@ -47,45 +38,33 @@ def test_prompts_have_the_stated_number_of_tokens_template_included(documents, t
     assert len({messages[0]["content"] for messages in prompts}) == len(prompts)
 
 
-def test_a_short_document_gives_a_short_prompt_and_no_room_is_refused(tokenizer):
-    (messages,) = data.build_prompts(["A short text."], tokenizer, 3000)
-    assert messages[0]["content"].endswith("A short text.")
+def test_a_document_without_room_is_refused(tokenizer):
     with pytest.raises(ConfigError, match="--prompt-tokens 16 leaves no room"):
         data.build_prompts(["A short text."], tokenizer, 16)
 
 
 def test_documents_come_from_files_folders_and_tables(tmp_path):
     (tmp_path / "a.txt").write_text("first")
-    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "b.txt").write_bytes("Größe".encode())
     (tmp_path / "c.jsonl").write_text("\n".join(json.dumps({"report": text, "id": 1}) for text in ("x", "y")))
     assert data.load_documents(str(tmp_path / "a.txt")) == ["first"]
-    assert data.load_documents(str(tmp_path)) == ["first", "second"]
+    assert data.load_documents(str(tmp_path)) == ["first", "Größe"]
     assert data.load_documents(str(tmp_path / "c.jsonl")) == ["x", "y"]
 
 
 @pytest.mark.parametrize(
     "name, content, says",
-    [
-        ("empty.txt", "  \n", "no text"),
-        ("no_column.jsonl", '{"a": 1}', "no text column"),
-        ("broken.jsonl", "{", "cannot read"),
-        ("image.png", "x", "unknown ending"),
-    ],
+    [("empty.txt", "  \n", "no text"), ("a.jsonl", '{"a": 1}', "no text column"), ("b.jsonl", "{", "cannot read")],
 )
 def test_a_source_that_cannot_be_used_is_named(tmp_path, name, content, says):
-    path = tmp_path / name
-    path.write_text(content)
+    (tmp_path / name).write_text(content)
     with pytest.raises(ConfigError, match=says) as error:
-        data.load_documents(str(path))
+        data.load_documents(str(tmp_path / name))
     assert name in str(error.value) and "\n" not in str(error.value)
 
 
 def test_the_published_workload_has_the_published_number_of_parameters():
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(run_models.model_config(cfg.resolve("stock", 2, "seed", "cpu")))
+    model = models.meta_model(run_models.model_config(cfg.resolve("stock", 2, "seed", "cpu")))
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(2.4576e6, rel=5e-3)
 
 
@@ -97,15 +76,9 @@ def test_the_same_seed_builds_the_same_model_once(tmp_path, documents):
     assert first[:2] == second[:2] and (tmp_path / second[0] / "model.safetensors").stat().st_mtime_ns == written
     other = run_models.prepare(config, ["another text " * 50], cache=tmp_path)
     assert other[0] != first[0], "another tokenizer needs another folder"
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith("tmp")]
 
 
-def test_letter_reward_serves_both_lines():
-    assert data.letter_reward(completions=["user\neee\nassistant\neel e"]) == [0.3]
-    assert data.letter_reward(prompts=["p"], completions=[[{"role": "assistant", "content": "tree"}]]) == [0.2]
-
-
-@pytest.mark.parametrize("precision, size", [("bfloat16", 2), ("float32", 4), ("bf16", 4), ("float64", 8)])
+@pytest.mark.parametrize("precision, size", [("bfloat16", 2), ("bf16", 4)])
 def test_what_the_models_take_is_counted_in_their_own_precision(precision, size):
     """330,536 weights: policy, reference, gradient, two moments and the reward model."""
     fields = dict(precision=precision, vocab_size=18_992)
@@ -117,20 +90,9 @@ def test_what_the_models_take_is_counted_in_their_own_precision(precision, size)
         run_models.check_fits(cfg.resolve("stock", 2, "cpu", "cpu", budget_bytes=needed - 1, **fields), hf_config)
 
 
-@pytest.mark.parametrize("model_type", ["nonesuch", "t5"])
-def test_a_model_whose_config_is_damaged_is_refused_in_one_line(model_type, tmp_path):
-    """An unknown type, and no causal model."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+def test_a_model_that_is_none_for_this_is_refused_in_one_line(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
     config = cfg.resolve("stock", 2, "test", "cpu", model=str(tmp_path))
     with pytest.raises(ConfigError) as error:
         run_models.check_fits(config, run_models.model_config(config))
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
-
-
-def test_documents_are_read_as_utf_8_in_every_locale(tmp_path, monkeypatch):
-    """Another encoding would make other tokens of the same text."""
-    (tmp_path / "a.txt").write_bytes("Größe\n".encode())
-    code = f"from rloo_memory.data import load_documents as load; print(ascii(load({str(tmp_path)!r})))"
-    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=ascii_only, capture_output=True, text=True)
-    assert said.stdout.strip() == ascii(["Größe\n"]), said.stderr

@@ -54,7 +54,7 @@ def test_the_output_of_another_training_is_not_replaced(here, no_model_loads, re
     refused(["profile.yaml", *another], "'copy' holds")
     shutil.rmtree(here / "copy")
     with owned(Path("trainer_output")):
-        taken = ["trainer_output is being written by process", "--output_dir trainer_output-2"]
+        taken = ["trainer_output is being written by", "--output_dir trainer_output-2"]
         refused(["profile.yaml", "--resume_from_checkpoint", "true"], *taken)
     for words in (["true"], ["trainer_output/checkpoint-2"], ["true", "--max_steps", "1"]):
         assert launch.main(["profile.yaml", "--resume_from_checkpoint", *words]) == 0

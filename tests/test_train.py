@@ -1,4 +1,4 @@
-"""One run: its record, its exit code, and its one-line answer to settings that cannot work."""
+"""One run: its record, its exit code, what may happen to it, and its one-line answer to what cannot work."""
 
 import json
 import os
@@ -7,21 +7,22 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from experiments import config as cfg
 from experiments import run_device
 from experiments import train as train_module
 from experiments.config import ROOT
-from experiments.memory_monitor import IntervalReport
-from experiments.record import export, fill_peaks, read_csv
-from experiments.run_record import RunRecord, stored_runs
-from experiments.suite import settle_record
-from rloo_memory.device import is_out_of_memory, machine_name
+from experiments.record import read_csv
+from experiments.run_options import Parser, add_settings, as_words
+from experiments.run_record import read_record, stored_runs
+from rloo_memory.device import cpu_name, is_out_of_memory, machine_name
 from rloo_memory.errors import ConfigError
-from rloo_memory.phases import PhasePeak
-from rloo_memory.sizes import parse_bytes
 from tests.waiting import until
+
+OPTIONS = ["--k", "2", "--scale", "test", "--device", "cpu", "--threads", "1", "--machine", "here"]
+RUN = "classic-lean_test_k2_r0"
 
 
 def test_a_finished_run_records_what_was_asked_and_what_was_fed(train):
@@ -34,116 +35,120 @@ def test_a_finished_run_records_what_was_asked_and_what_was_fed(train):
     assert len(record["trace"]) == len(record["step_seconds"]) == record["steps"]
     assert record["start_bytes"] < record["peak_resident_bytes"]
     assert record["sampler"]["samples"] == len(read_csv(folder / "memory.csv")) > 3
-    assert not (ROOT / "results" / "here").exists()
+    assert {path.name for path in folder.iterdir()} == {"run.json", "log.txt", "memory.csv", "phases.csv"}
     phases = [row["phase"] for row in read_csv(folder / "phases.csv")]
     # load, then per step: generate, score, and for each of the 3 epochs train and optimizer
     assert phases == ["load"] + (["generate", "score"] + ["train", "optimizer"] * 3 + ["train"]) * 2
-
-
-@pytest.mark.slow
-def test_no_sample_exceeds_the_recorded_peak(train):
-    _, record, folder, noise = train("stock", 2)
-    assert not noise
-    assert record["trl_version"] == "1.16.0"
-    rows, phases = read_csv(folder / "memory.csv"), read_csv(folder / "phases.csv")
-    first = float(phases[1]["start"])
-    highest = max(int(row["resident_bytes"]) for row in rows if float(row["timestamp"]) >= first)
-    counted = max(int(row["peak_resident_bytes"]) for row in phases[1:])
-    assert record["peak_resident_bytes"] == max(highest, counted)
-    assert record["sampler"]["peak_missed_bytes"] == record["peak_resident_bytes"] - highest
-
-
-@pytest.mark.slow
-def test_accumulation_takes_one_completion_a_pass_and_gives_the_same_loss(train):
-    stock, accumulate = train("stock", 2)[1], train("stock-accumulate", 2)[1]
-    assert (stock["completions_per_forward"], accumulate["completions_per_forward"]) == (2, 1)
-    for left, right in zip(stock["trace"], accumulate["trace"], strict=True):
-        assert left["loss"] == pytest.approx(right["loss"], rel=1e-4, abs=1e-6)
-        assert left["reward"] == pytest.approx(right["reward"], rel=1e-5)
 
 
 def test_out_of_memory_is_recorded_with_exit_code_3_and_no_row_lost(train):
     code, record, folder, _ = train("classic-baseline", 8, "--vocab-size", "20000", "--budget", "100MiB")
     assert code == record["exit_code"] == 3
     assert record["status"] == "oom" and "allocate" in record["error"]
-    rows = read_csv(folder / "memory.csv")
-    assert rows and all(row["host_used_bytes"] for row in rows)
-    assert len(read_csv(folder / "phases.csv")) >= 2
-    log = (folder / "log.txt").read_text()
-    assert "Traceback" in log and "experiments/train.py" in log
-    assert str(cfg.ROOT) not in log and sys.prefix not in log  # nobody else's folders
+    assert record["sampler"]["samples"] == len(read_csv(folder / "memory.csv")) > 3
+    assert len(read_csv(folder / "phases.csv")) >= 2 and record["peak_phase"] is not None
+    assert "Traceback" in (folder / "log.txt").read_text()
 
 
 @pytest.mark.slow
 def test_any_other_failure_is_status_error_with_exit_code_1(train, tmp_path):
-    broken = tmp_path / "broken"
-    broken.mkdir()
     shape = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 64, "hidden_size": 8}
-    (broken / "config.json").write_text(json.dumps({**shape, "num_hidden_layers": 1, "num_attention_heads": 2}))
-    code, record, folder, _ = train("stock", 2, "--model", str(broken))  # it has no tokenizer and no weights
+    (tmp_path / "config.json").write_text(json.dumps({**shape, "num_hidden_layers": 1, "num_attention_heads": 2}))
+    code, record, _, _ = train("stock", 2, "--model", str(tmp_path))  # it has no tokenizer and no weights
     assert code == record["exit_code"] == 1
-    assert record["status"] == "error" and record["error"]
-    assert record["peak_resident_bytes"] is None
+    assert record["status"] == "error" and record["error"] and record["peak_resident_bytes"] is None
 
 
 @pytest.fixture
-def running(tmp_path):
-    """A long run that has trained for a few updates: (process, run folder)."""
-    options = "--arm classic-lean --k 2 --scale test --device cpu --steps 2000 --machine here".split()
-    command = [sys.executable, "-m", "experiments.train", *options, "--results", str(tmp_path)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-    folder = tmp_path / "here" / "classic-lean_test_k2_r0"
-    phases = folder / "phases.csv"
-    until(lambda: phases.exists() and phases.read_text().count("optimizer") > 3, process, 120)
-    yield process, folder
+def start(tmp_path):
+    """start("train" or "suite", steps) starts one; returns (process, run folder) when the run has trained a little."""
+    started = []
+
+    def start(program, steps):
+        arms = ["--arm" if program == "train" else "--arms", "classic-lean", "--results", str(tmp_path)]
+        command = [sys.executable, "-m", f"experiments.{program}", *arms, *OPTIONS, "--steps", str(steps)]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started.append(subprocess.Popen(command, cwd=ROOT, **pipes))
+        folder = tmp_path / "here" / RUN
+        phases = folder / "phases.csv"
+        until(lambda: phases.exists() and phases.read_text().count("optimizer") > 3, started[-1], 120)
+        return started[-1], folder
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.torch
+def test_a_stopped_run_says_so_and_keeps_what_it_measured(start):
+    process, folder = start("train", 3000)
+    sampler = psutil.Process(process.pid).children()[0]
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and not err
+    record = read_record(folder)
+    assert (record["status"], record["exit_code"], record["error"]) == ("error", 130, "interrupted by SIGINT")
+    assert record["error"] in out.splitlines()[-1] and not sampler.is_running()
+    assert record["trace"] and record["sampler"]["samples"] == len(read_csv(folder / "memory.csv"))
+    assert [run.record["status"] for run in stored_runs(folder.parent)] == ["error"]
+
+
+@pytest.mark.torch
+def test_a_killed_run_of_a_suite_keeps_its_samples_and_is_never_called_finished(start):
+    process, folder = start("suite", 3000)
+    os.kill(read_record(folder)["pid"], signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and "FAILED: ended by SIGKILL" in out and not err
+    assert len(read_csv(folder / "memory.csv")) > 3
+    (run,) = stored_runs(folder.parent)
+    assert run.record["status"] == "error" and "SIGKILL" in run.record["error"] and run.phases
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_a_run_ends_with_the_suite_that_was_killed_and_nobody_takes_its_folder_before(start, capsys):
+    process, folder = start("suite", 3000)
+    assert train_module.main(["--arm", "classic-lean", *OPTIONS, "--results", str(folder.parents[1])]) == 2
+    assert f"{folder} is being written by another process" in capsys.readouterr().err
+    run = psutil.Process(read_record(folder)["pid"])
     process.kill()
-    process.wait()
+    psutil.wait_procs([run], timeout=120)
+    assert read_record(folder)["error"] == "interrupted by SIGTERM" and read_csv(folder / "memory.csv")
 
 
-def test_a_killed_run_keeps_its_samples_and_is_never_called_finished(running, tmp_path):
-    process, folder = running
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    rows = read_csv(folder / "memory.csv")
-    assert len(rows) > 3 and all(row["resident_bytes"] for row in rows[:-1])
-    assert json.loads((folder / "run.json").read_text())["status"] == "running"
-    started = json.loads((folder / "run.json").read_text())
-    config = cfg.RunConfig.from_dict(started["config"])
-    record = settle_record(config, folder.parent, started["launch"], -signal.SIGKILL, [])
-    assert record["status"] == "error" and "SIGKILL" in record["error"]
-    export(tmp_path / "here")
-    (run,) = stored_runs(tmp_path / "here")
-    assert run.record["status"] == "error" and run.record["peak_resident_bytes"] is None
+@pytest.mark.torch
+def test_a_lost_sampler_is_said_and_the_peak_is_the_kernels(start):
+    process, folder = start("train", 20)
+    psutil.Process(process.pid).children()[0].kill()
+    out, _ = process.communicate(timeout=120)
+    record = read_record(folder)
+    assert (process.returncode, record["status"]) == (0, "ok") and "SAMPLER LOST after" in out.splitlines()[-1]
+    counted = [int(row["peak_resident_bytes"]) for row in read_csv(folder / "phases.csv") if row["phase"] != "load"]
+    assert record["peak_resident_bytes"] == max(counted) > record["start_bytes"]
 
 
 OF_FOUR = ["--arm", "shared", "--k", "4", "--completions-per-forward"]
+STOCK = ["--arm", "stock", "--k", "2"]
 BAD = {
-    "unknown arm": (["--arm", "classic-lena", "--k", "2"], "classic-lean"),
+    "no number": (["--arm", "stock", "--k", "two"], "'two' is not a whole number"),
     "leave-one-out needs two": (["--arm", "classic-lean", "--k", "1"], "--k 2"),
     "batch not divisible by k": (["--arm", "classic-lean", "--k", "4", "--batch", "6"], "--batch 8"),
-    "prompt longer than the positions": (["--arm", "stock", "--k", "2", "--prompt-tokens", "40000"], "32668"),
-    "budget below the model": (["--arm", "stock", "--k", "2", "--budget", "1MiB"], "raise --budget"),
-    "a budget without its unit": (["--arm", "stock", "--k", "2", "--budget", "24"], "did you mean 24GiB?"),
-    "a budget that is too small": (["--arm", "stock", "--k", "2", "--budget", "800KiB"], "at least; write 24GiB"),
-    "unreadable size": (["--arm", "stock", "--k", "2", "--budget", "lots"], "32GiB"),
-    "unknown scale": (["--arm", "stock", "--k", "2", "--scale", "huge"], "seed"),
-    "no steps": (["--arm", "stock", "--k", "2", "--steps", "0"], "at least 1"),
+    "prompt longer than the positions": ([*STOCK, "--prompt-tokens", "40000"], "32668"),
+    "a budget without its unit": ([*STOCK, "--budget", "24"], "did you mean 24GiB?"),
     "LoRA with the old trainer": (["--arm", "classic-lean", "--k", "2", "--scale", "test-lora"], "use stock"),
-    "no completion a pass": ([*OF_FOUR, "0"], "0 is outside 1 to k=4: completions of one prompt go together; use 1"),
-    "more than k a pass": ([*OF_FOUR, "5"], "5 is outside 1 to k=4: completions of one prompt go together; use 4"),
     "no part of k": ([*OF_FOUR, "3", "--arm", "shared-accumulate"], "-accumulate must divide k=4; use 2"),
     "another arm": ([*OF_FOUR, "2", "--arm", "stock"], "2: stock always takes 4; leave the option out or use --arm"),
-    "unwritable results": (["--arm", "stock", "--k", "2", "--results", "/proc/nowhere"], "--results"),
+    "unwritable results": ([*STOCK, "--results", "/proc/nowhere"], "choose another --results"),
+    "another folder": ([*STOCK, "--machine", "a/b"], "--machine 'a/b'"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_setting_that_cannot_work_gets_one_clear_line(case, tmp_path, capsys):
     arguments, remedy = BAD[case]
-    if "--results" not in arguments:
-        arguments = [*arguments, "--results", str(tmp_path)]
     before = list(sys.path)
-    code = train_module.main(["--device", "cpu", *arguments])
+    code = train_module.main(["--device", "cpu", "--results", str(tmp_path), *arguments])
     assert sys.path == before, "a fork was built for a run that cannot start"
     errors = capsys.readouterr().err.splitlines()
     assert code == 2
@@ -151,49 +156,31 @@ def test_a_setting_that_cannot_work_gets_one_clear_line(case, tmp_path, capsys):
     assert not list(tmp_path.rglob("run.json"))
 
 
-@pytest.mark.parametrize("text, size", [("32GiB", 2**35), ("1.5 gb", 1.5e9), ("800MiB", 800 * 2**20), ("7", 7)])
-def test_sizes_are_read_with_their_unit(text, size):
-    assert parse_bytes(text) == size
+def test_the_options_that_a_suite_hands_over_are_the_run_that_it_planned(tmp_path):
+    parser = Parser()
+    add_settings(parser)
+    for config in (
+        cfg.resolve("shared", 4, "learn", "cpu", repeat=3, budget_bytes=2**30, completions_per_forward=4),
+        cfg.resolve("stock", 2, "seed", "cuda", documents=str(tmp_path)),
+    ):
+        words = [word for word in as_words(config) if not word.startswith("--device")]
+        assert cfg.resolve(device=config.device, **vars(parser.parse_args(words))) == config
 
 
 @pytest.mark.parametrize(
-    "error, memory",
+    "text, memory",
     [
-        (MemoryError(), True),
         ("DefaultCPUAllocator: can't allocate memory: you tried", True),
-        ("shape '[7]' is invalid", False),
-        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
         ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", True),
         ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasSgemm( handle, opa)`", False),
-        ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", True),
-        ("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED", True),
-        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", True),
-        ("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED", False),
-        ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`", False),
     ],
 )
-def test_memory_failures_of_torch_its_libraries_and_of_causes_are_told_from_other_errors(error, memory):
-    error = RuntimeError(error) if isinstance(error, str) else error
-    assert is_out_of_memory(error) == memory
-
-    def led_to(cause, **how):
-        try:
-            try:
-                raise error
-            except (RuntimeError, MemoryError):
-                if how.get("handled"):
-                    raise ValueError("a library says something else") from None
-                if cause:
-                    raise ValueError("a library says something else") from error
-                raise ValueError("a library fails while it cleans up")  # noqa: B904
-        except ValueError as other:
-            return other
-
-    assert is_out_of_memory(led_to(cause=True)) == is_out_of_memory(led_to(cause=False)) == memory
-    assert not is_out_of_memory(led_to(cause=False, handled=True))
-    ring = led_to(cause=True)
-    error.__cause__ = ring
-    assert is_out_of_memory(ring) == memory
+def test_memory_failures_of_torch_its_libraries_and_of_causes_are_told_from_other_errors(text, memory):
+    error, other = RuntimeError(text), ValueError("a library fails while it cleans up")
+    other.__context__ = error
+    assert is_out_of_memory(error) == is_out_of_memory(other) == memory
+    other.__suppress_context__ = True  # raised `from None`
+    assert not is_out_of_memory(other)
 
 
 @pytest.mark.torch
@@ -201,8 +188,7 @@ def test_a_mean_that_is_no_number_is_nan_in_the_trace(shared_fork):
     """TRL logs None where every value was NaN."""
     from experiments.workload.trainers import LogCollector
 
-    phases = SimpleNamespace(step=1, grad_norms={1: [float("inf"), 2.0]})
-    collector = LogCollector(phases)
+    collector = LogCollector(SimpleNamespace(step=1, grad_norms={1: [float("inf"), 2.0]}))
     for kl, reward in ((None, 0.5), (0.5, float("nan"))):
         collector.on_log(None, None, None, logs={"loss": 2.0, "kl": kl, "reward": reward})
     missing = pytest.approx(float("nan"), nan_ok=True)
@@ -219,48 +205,20 @@ def test_bf16_is_mixed_precision_in_both_lines(train):
         assert abs(single[0]["grad_norm"] / mixed[0]["grad_norm"] - 1) > 1e-5, arm
 
 
-def test_cuda_peaks_never_fall_below_what_torch_counted(tmp_path):
-    """A peak between two samples of the device: torch's pool at its peak plus what the device held besides it."""
-    (tmp_path / "memory.csv").write_text(
-        "timestamp,device_used_bytes,process_device_bytes,resident_bytes\n"
-        "9,9000,,50\n11,1500,1200,60\n12,2500,2200,70\n13,,,80\n"
-    )
-
-    class Phases:
-        outside_pool_bytes = 500
-        peaks = (
-            PhasePeak("load", 0, 0, 10, 9000, 9000, 90, 9000),
-            PhasePeak("generate", 1, 10, 12, 900, 1000, 60, 1500),
-            PhasePeak("train", 1, 12, 14, 2600, 3000, 75, 2500),
-        )
-
-    record = RunRecord("id", "stock", "seed", 2, 0, {}, "abc", device_kind="cuda")
-    fill_peaks(record, Phases, tmp_path, IntervalReport(0.05, 0.05, 0.06, 4))
-    assert (record.peak_allocated_bytes, record.peak_reserved_bytes) == (2600, 3000)
-    assert record.peak_device_used_bytes == 3500 and record.sampler["peak_missed_bytes"] == 1000
-    assert record.peak_process_device_bytes == 2200 and record.peak_resident_bytes == 80
-    assert record.peak_phase == "train"
-
-
-@pytest.mark.parametrize(
-    "visible, wanted, left",
-    [(None, "cuda:1", "1"), ("4,GPU-abc", "cuda:1", "GPU-abc"), ("4,5", "auto", "4"), ("", "auto", "")],
-)
+@pytest.mark.parametrize("visible, wanted, left", [(None, "cuda:1", "1"), ("4,GPU-abc", "cuda:1", "GPU-abc")])
 def test_only_the_chosen_gpu_stays_visible(monkeypatch, visible, wanted, left):
     import torch
 
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    shown = bool(left)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: shown)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "x")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     properties = SimpleNamespace(name="NVIDIA Test", total_memory=7)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    kind, name, _ = run_device.pick_device(wanted)
+    assert run_device.pick_device(wanted) == ("cuda", "NVIDIA Test", 7)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == left
-    assert (kind, name) == ("cuda", "NVIDIA Test") if shown else kind == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(ConfigError, match="cuda:9"):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
         run_device.pick_device("cuda:9")
 
 
@@ -272,7 +230,9 @@ def test_cuda_is_refused_where_there_is_none(capsys, monkeypatch):
     assert "--device cpu" in capsys.readouterr().err
 
 
-def test_machine_folders_are_named_by_device():
+def test_the_machines_folder_is_named_by_its_device_and_printed_by_itself(capsys):
     assert machine_name("cuda", "NVIDIA H200") == "nvidia-h200"
-    name = machine_name("cpu", "Intel(R) Xeon(R) CPU @ 2.60GHz")
-    assert name == f"cpu-intel-xeon-{os.cpu_count()}-cores"
+    assert machine_name("cpu", "Intel(R) Xeon(R) CPU @ 2.60GHz") == f"cpu-intel-xeon-{os.cpu_count()}-cores"
+    assert run_device.main(["--device", "cpu"]) == 0
+    assert capsys.readouterr().out == machine_name("cpu", cpu_name()) + "\n"
+    assert run_device.main(["--device", "tpu"]) == 2

@@ -1,8 +1,10 @@
 """The two trainers, set up alike: TRL 0.21's `rloo_k` trainer and TRL 1.x's, each from whatever TRL was imported."""
 
+import json
 import math
 import os
 import statistics
+from pathlib import Path
 
 import torch
 from datasets import Dataset
@@ -10,19 +12,21 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 from experiments.arms import ARMS
-from experiments.config import ROOT, RunConfig
+from experiments.config import RunConfig
 from rloo_memory.data import letter_reward, render
+from rloo_memory.hooks.memory_callback import MemoryCallback, own_file
+from rloo_memory.storage import write_json
 from trl import RLOOConfig, RLOOTrainer
 
 
-def common_arguments(config: RunConfig) -> dict:
-    """Arguments that mean the same in both lines. Training output is thrown away: the run's record is what counts."""
+def common_arguments(config: RunConfig, folder: Path) -> dict:
+    """Arguments that mean the same in both lines. The trainers write nothing: the run's record is what counts."""
     mixed = config.precision in ("bf16", "bfloat16")
     if mixed:
         # TRL 0.21 makes its own Accelerator and relies on this variable, which transformers 4 set and 5 does not
         os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
     return dict(
-        output_dir=str(ROOT / ".build" / "no_output"),  # made by the trainers, and nothing is written there
+        output_dir=str(folder),
         learning_rate=config.learning_rate,
         temperature=config.temperature,
         seed=config.seed,
@@ -40,7 +44,7 @@ def weights(config: RunConfig) -> str:
     return config.precision if config.precision in ("float64", "bfloat16") else "float32"
 
 
-def build_classic(config: RunConfig, policy_path: str, reward_path: str, tokenizer, prompts):
+def build_classic(config: RunConfig, folder: Path, policy_path: str, reward_path: str, tokenizer, prompts):
     """TRL 0.21's `RLOOTrainer`, the published setting: the batch is one mini-batch, `epochs` passes over a rollout."""
     policy = AutoModelForCausalLM.from_pretrained(policy_path, dtype=weights(config))
     reference = AutoModelForCausalLM.from_pretrained(policy_path, dtype=weights(config))
@@ -52,7 +56,7 @@ def build_classic(config: RunConfig, policy_path: str, reward_path: str, tokeniz
     if len(dataset) < config.batch // config.k:  # its data loader drops a last batch that is not full
         dataset = dataset.select([i % len(dataset) for i in range(config.batch // config.k)])
     arguments = RLOOConfig(
-        **common_arguments(config),
+        **common_arguments(config, folder),
         per_device_train_batch_size=config.batch,
         gradient_accumulation_steps=1,
         num_ppo_epochs=config.epochs,
@@ -74,7 +78,7 @@ def build_classic(config: RunConfig, policy_path: str, reward_path: str, tokeniz
     return trainer, policy
 
 
-def build_current(config: RunConfig, policy_path: str, reward_path: str, tokenizer, prompts):
+def build_current(config: RunConfig, folder: Path, policy_path: str, reward_path: str, tokenizer, prompts):
     """TRL 1.x's `RLOOTrainer` with the same numbers: batch, epochs over a rollout, KL coefficient, clipping."""
     rows, sharing = config.completions_per_forward, {}
     if (arm := ARMS[config.arm]).shares_prefix:  # fields that upstream does not have
@@ -82,7 +86,7 @@ def build_current(config: RunConfig, policy_path: str, reward_path: str, tokeniz
         if arm.in_passes:
             rows, sharing = config.batch, sharing | dict(tokens_per_forward=rows * (config.completion_tokens + 1))
     arguments = RLOOConfig(
-        **common_arguments(config),
+        **common_arguments(config, folder),
         **sharing,
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=config.batch // rows,
@@ -114,6 +118,42 @@ def torch_optimizer(trainer):
         trainer.create_optimizer()
     optimizer = trainer.optimizer
     return getattr(optimizer, "optimizer", optimizer)
+
+
+class Training:
+    """The arm's trainer, from now on under the marks of `phases`."""
+
+    def __init__(self, config: RunConfig, folder: Path, models: tuple[str, str], tokenizer, prompts, phases):
+        """`models` are the folders of the policy and the reward model."""
+        self.config, self.phases, self.logs = config, phases, LogCollector(phases)
+        build = build_classic if ARMS[config.arm].line == "classic" else build_current
+        self.trainer, self.policy = build(config, folder, *models, tokenizer, prompts)
+        self.trainer.add_callback(self.logs)
+        phases.attach(self.policy, torch_optimizer(self.trainer))
+
+    def trace(self) -> list[dict]:
+        return self.logs.trace()
+
+    def write_memory(self, out_of_memory: bool) -> None:
+        """memory.json, from which the doctor reads a run of today's trainer."""
+        if ARMS[self.config.arm].line == "current":
+            RunMemory(self.trainer, self.phases, self.config).write(out_of_memory)
+
+
+class RunMemory(MemoryCallback):
+    """Its record alone: the phases are those of the run, as two recorders would reset each other's peaks."""
+
+    def __init__(self, trainer, phases, config: RunConfig):
+        super().__init__(trainer)
+        self.phases, self.budget_bytes = phases, config.budget_bytes
+        self.completion_tokens = config.completion_tokens  # no completion ends early
+
+    def write(self, out_of_memory: bool) -> None:
+        self.peaks = self._peaks_of_step()
+        self.out_of_memory = self.phases.phase if out_of_memory else None
+        self._record(self.trainer.args)
+        path = own_file(self.trainer.args, "memory.json")
+        write_json(path, json.loads(path.read_text()) | {"device_bytes": self.budget_bytes})
 
 
 class LogCollector(TrainerCallback):
