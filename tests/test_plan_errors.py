@@ -7,7 +7,6 @@ from experiments.config import ROOT
 from experiments.record import write_csv
 from rloo_memory.errors import ConfigError
 from rloo_memory.plan.__main__ import fits
-from rloo_memory.plan.accuracy.calibration import range_of
 from rloo_memory.plan.accuracy.measured import MeasuredErrors, TimesFaster, measured_errors, times_faster
 from rloo_memory.plan.accuracy.reserve import Room
 from rloo_memory.plan.levers import cost_of_sharing
@@ -39,7 +38,6 @@ def test_a_peak_that_fits_by_less_than_the_error_is_said_to_just_fit():
     assert errors.low < 1 < errors.high < 1.1 and errors.peaks > 100, "of the committed results"
     assert errors == errors_of(ROOT / "results"), "run python -m experiments.checks.measured_ranges"
     phases = [PredictedPeak("train", 10 * GIB, {}, 0), PredictedPeak("load", GIB, {}, 0)]
-    assert range_of(phases) == (errors.range_of(10 * GIB)[0], 10 * GIB, errors.range_of(10 * GIB)[1])
     prediction = Prediction("stock", Setup(10), phases)
     verdicts = [fits(prediction, Room(round(budget * GIB))) for budget in (9.5, 10, 10.3, 12)]
     assert verdicts == ["short by 0.50 GiB", "just", "just", "yes"] and fits(prediction, None) == ""

@@ -13,9 +13,9 @@ from rloo_memory.hooks.memory_callback import values_of
 from rloo_memory.launch import vllm_server
 from rloo_memory.models import named_config
 from rloo_memory.plan import engine
-from rloo_memory.plan.accuracy.calibration import CalibratedPeak
 from rloo_memory.plan.accuracy.reserve import Room
 from rloo_memory.plan.levers import LEVERS, applied
+from rloo_memory.plan.peaks import PredictedPeak
 from rloo_memory.plan.predict import predict
 from rloo_memory.plan.setups import Setup
 from rloo_memory.plan.trl_settings import changes, from_settings
@@ -64,8 +64,8 @@ def test_a_colocated_engine_has_its_share_of_the_device(own, sleeps, phases):
 
 def test_the_share_comes_behind_what_a_calibration_corrects():
     setup = Setup(64, use_vllm=True, device_memory=10 * GIB)
-    (peak,) = engine.with_engine(setup, [CalibratedPeak("train", 100, {"correction": 10}, 0, 90, 120)])
-    assert (peak.total, peak.low, peak.high) == (100 + 3 * GIB, 90 + 3 * GIB, 120 + 3 * GIB)
+    (peak,) = engine.with_engine(setup, [PredictedPeak("train", 100, {"correction": 10}, 0)])
+    assert (peak.total, peak.uncorrected) == (100 + 3 * GIB, 90 + 3 * GIB)
     for without in (replace(setup, device="cpu"), Setup(64), replace(setup, device_memory=0)):
         assert engine.with_engine(without, [1]) == [1]
 

@@ -21,7 +21,6 @@ from pathlib import Path
 
 from rloo_memory.errors import EXIT_USAGE, ConfigError, exit_code
 from rloo_memory.fork import need_fork
-from rloo_memory.plan.accuracy.calibration import CalibratedPeak, Calibration, as_json, from_json, load, range_of
 from rloo_memory.plan.peaks import PredictedPeak, Prediction
 
 # What a process that starts under `accelerate launch` or torchrun would take for a place in their group
@@ -42,24 +41,17 @@ class Remedy:
 @dataclass(frozen=True)
 class Expected:
     """The predicted peak of each phase of a step, and with a `limit` that it exceeds the change that the doctor would
-    try first of those that make it fit alone. With a calibration, phases that it corrects are `CalibratedPeak`s. What
-    is not sure of it, if anything, is in `note` (`rloo_memory.plan.simulation.recurrent`), and all that is said of it
-    in `remarks`."""
+    try first of those that make it fit alone. What is not sure of it, if anything, is in `note`
+    (`rloo_memory.plan.simulation.recurrent`), and all that is said of it in `remarks`."""
 
     phases: tuple[PredictedPeak, ...]
     remedy: Remedy | None = None
-    calibration: Calibration | None = None
     note: str | None = None
     remarks: tuple[str, ...] = ()
 
     @property
     def peak(self) -> PredictedPeak:
         return max(self.phases, key=lambda phase: phase.total)
-
-    @property
-    def range(self) -> tuple[int, int, int]:
-        """The lowest, the expected and the highest that the peak can be, bytes."""
-        return range_of(self.phases)
 
 
 def predict(
@@ -70,7 +62,7 @@ def predict(
     peft_config=None,
     settings: dict | None = None,
     limit: int | None = None,
-    calibration: Calibration | Path | str | None = None,
+    calibration: Path | str | None = None,
     **where,
 ) -> Expected:
     """The peaks of a training.
@@ -84,23 +76,19 @@ def predict(
         settings: more settings under TRL's names, such as `load_in_4bit`, or `dtype` of a model that is named (without
             one float32, as TRL loads it; "auto" is what its config says).
         limit: bytes; beyond it, a remedy is looked for, which takes a minute or some.
-        calibration: corrects the peaks; or the file of one, which `rloo-memory plan --calibrate` writes.
+        calibration: the launcher's output folder of a run that corrects the peaks.
         where: other fields of `rloo_memory.plan.setups.Setup`, such as `num_devices`, `device="cpu"` or, of the images
             of a prompt, `images=((1280, 720),)`: `prompt_tokens` counts theirs, too.
 
     Raises:
         ConfigError: for settings that no trainer accepts, and for what cannot be predicted, with the reason.
     """
-    if isinstance(calibration, str | Path):
-        calibration = load(calibration)
-    if calibration:
-        calibration.check(where.get("device", "cuda"))
     asked = {
         "settings": {**settings_of(config), **lora_settings(peft_config), **plain(settings or {})},
         "model": model_in_text(model),
         "prompt_tokens": prompt_tokens,
         "limit": limit,
-        "calibration": as_json(calibration) if calibration else None,
+        "calibration": calibration and str(Path(calibration).absolute()),
         "where": where,
     }
     if hasattr(model, "dtype") and hasattr(model, "config"):
@@ -113,8 +101,8 @@ def predict(
         raise ConfigError(f"the planner ended with exit code {result.returncode}: {(said or ['without a word'])[-1]}")
     answer = json.loads(result.stdout.splitlines()[-1])
     remedy = Remedy(**answer["remedy"]) if answer["remedy"] else None
-    phases = (CalibratedPeak(**phase) if "low" in phase else PredictedPeak(**phase) for phase in answer["phases"])
-    return Expected(tuple(phases), remedy, calibration, answer["note"], tuple(answer["remarks"]))
+    phases = tuple(PredictedPeak(**phase) for phase in answer["phases"])
+    return Expected(phases, remedy, answer["note"], tuple(answer["remarks"]))
 
 
 def in_its_own_process(asked: dict) -> subprocess.CompletedProcess:
@@ -181,6 +169,7 @@ def main() -> int:
 
 
 def answer(asked: dict) -> int:
+    from rloo_memory.plan.accuracy.calibration import load
     from rloo_memory.plan.options import model_config, settings_of_adapter
     from rloo_memory.plan.predict import predict_all
     from rloo_memory.plan.records import config_from
@@ -198,17 +187,17 @@ def answer(asked: dict) -> int:
     where = asked["where"]
     where["images"] = tuple(map(tuple, where.get("images", ())))  # JSON has lists
     setup = from_settings(asked["prompt_tokens"], settings, hf_config, **where)
-    calibration = from_json(asked["calibration"]) if asked["calibration"] else None
+    calibration = load(asked["calibration"], setup.device) if asked["calibration"] else None
     (now,) = predict_all({"as it is": setup}, hf_config, lambda line: None, calibration)
     exceeds = asked["limit"] is not None and now.peak.total > asked["limit"]
     remedy = first_remedy(now, hf_config, asked["limit"], calibration) if exceeds else None
     phases = [asdict(peak) for peak in now.phases]
-    words = {"note": note(hf_config, setup.device), "remarks": remarks(setup, hf_config)}
+    words = {"note": note(hf_config, setup.device), "remarks": remarks(setup, hf_config, calibration)}
     print(json.dumps({"phases": phases, "remedy": remedy and asdict(remedy), **words}))
     return 0
 
 
-def first_remedy(now: Prediction, hf_config, limit: int, calibration: Calibration | None) -> Remedy | None:
+def first_remedy(now: Prediction, hf_config, limit: int, calibration) -> Remedy | None:
     """Of the doctor's changes that make it fit alone, the first in its order: those that train the same come first."""
     from rloo_memory.plan.levers import LEVERS, applied
     from rloo_memory.plan.predict import predict_all

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rloo_memory.errors import ConfigError, exit_code
-from rloo_memory.plan.accuracy.calibration import Calibration, may_exceed, range_in_words, range_of
+from rloo_memory.plan.accuracy.calibration import Calibration
+from rloo_memory.plan.accuracy.measured import measured_errors
 from rloo_memory.plan.accuracy.reserve import Room
 from rloo_memory.plan.levers import FASTER_FROM, LEVERS, Lever, applied, in_turn, settings_by_lever
 from rloo_memory.plan.options import (
@@ -183,9 +184,7 @@ def run(args: argparse.Namespace) -> int:
     if (now := predictions.pop("as it is", None)) is None:
         raise ConfigError("the setup as it is cannot be planned, see above")
     explain(now, old.peaks if old else {}, room)
-    for line in calibration.said_of({"as it is": now.phases}) if calibration else ():
-        print(line)
-    for words in remarks(setup, hf_config):
+    for words in remarks(setup, hf_config, calibration):
         print(words)
     if reasons := by_batch(settings, hf_config):
         print(
@@ -216,7 +215,7 @@ def run(args: argparse.Namespace) -> int:
         )
         return 1
     write_settings(args.output, settings, old, used, now, last, room)
-    conclude(args, settings, setup, used, last, calibration, room)
+    conclude(args, settings, setup, used, last, room)
     return 0
 
 
@@ -249,15 +248,14 @@ def conclude(
     setup: Setup,
     used: list[Lever],
     last: Prediction,
-    calibration: Calibration | None,
     room: Room,
 ) -> None:
     same = "Trains the same as before. " if used and all(lever.exact(setup) for lever in used) else ""
     path = args.output.resolve()
-    verdict = "just fits, by less than the error" if may_exceed(range_of(last.phases), room.size) else "fits"
+    errors = measured_errors()
+    verdict = "just fits, by less than the error" if errors.may_exceed(last.peak.total, room.size) else "fits"
     print(f"{verdict}: {gib(last)}. {same}Settings, with prompts to {setup.prompt_tokens} tokens: {path}")
-    if words := range_in_words(last.phases, calibration):
-        print(f"  {words}")
+    print(f"  {errors.in_words(last.peak.total)}")
     if host := last.most_on_host.host:
         print(f"  {host / GIB:.2f} GiB wait on the host at most ({last.most_on_host.phase})")
     own = "" if settings.get("dataset_name") else " --dataset_name PROMPTS.jsonl"

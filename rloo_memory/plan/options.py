@@ -99,7 +99,9 @@ def add_setup_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reward-model", help="one that scores, named as --model is; default: a function")
     parser.add_argument("--offload-reward", action="store_true", help="the reward model, likewise")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default cuda, or the run's")
-    parser.add_argument("--calibration", type=Path, metavar="FILE", help="correct by what --calibrate measured")
+    parser.add_argument(
+        "--calibration", type=Path, metavar="RUN_DIR", help="correct by what this run of the launcher measured"
+    )
 
 
 def add_memory_options(parser: argparse.ArgumentParser, default: str = "") -> None:
@@ -107,25 +109,9 @@ def add_memory_options(parser: argparse.ArgumentParser, default: str = "") -> No
     parser.add_argument("--device-memory", help=f"that PyTorch sees, such as 23.5GiB of an RTX 4090{default}")
     parser.add_argument(
         "--reserve",
-        help="of it for CUDA's context, cuBLAS and what the allocator cannot use; default: the calibration's, else "
+        help="of it for CUDA's context, cuBLAS and what the allocator cannot use; default: "
         f"{OUTSIDE / GIB:.2f} GiB and {FIXED} of what comes and goes (measured by others on GPUs)",
     )
-
-
-def calibration_for(path: Path | None, device: str) -> Calibration | None:
-    """What is to correct predictions for such a device. Raises `ConfigError`."""
-    if path is None:
-        return None
-    calibration = load(path)
-    calibration.check(device, f" (--device {calibration.device_kind} predicts for its own)")
-    return calibration
-
-
-def reserve_of(reserve: str | None, calibration: Calibration | None) -> str | None:
-    """What is asked to be kept free, else what was measured here; None: what others have measured."""
-    if reserve is None and calibration and calibration.kept_bytes is not None:
-        return f"{calibration.kept_bytes / 2**20:.0f}MiB"
-    return reserve
 
 
 def room_of(device_memory: str | int | None, reserve: str | None, device: str = "cuda") -> Room | None:
@@ -209,13 +195,12 @@ def read_image(text: str) -> tuple[int, int]:
 @dataclass(frozen=True)
 class Asked:
     """What is asked of the planner: the name of a model and its config, settings under TRL's names, what they come to,
-    and where it is to fit: `room` is None without a device's memory, `reserve` what is kept free of it."""
+    and where it is to fit: `room` is None without a device's memory."""
 
     model: str | None
     hf_config: object
     settings: dict
     setup: Setup
-    reserve: str | None
     room: Room | None
     calibration: Calibration | None
 
@@ -230,9 +215,8 @@ def asked(args: argparse.Namespace, profile: dict | None, problems: Problems, ru
     model = args.model or (base or {}).get("model_name_or_path")
     hf_config = run.hf_config if run else problems.of(model_config, model) if model else None
     device = args.device or where.get("device", "cuda")
-    calibration = problems.of(calibration_for, args.calibration, device)
-    reserve = reserve_of(args.reserve, calibration)
-    room = problems.of(room_of, memory, reserve, device)
+    calibration = problems.of(load, args.calibration, device) if args.calibration else None
+    room = problems.of(room_of, memory, args.reserve, device)
     planned = problems.of(partial(setup_from, **where | {"device": device}), args, base, hf_config)
     if planned is None:
         return None
@@ -242,7 +226,7 @@ def asked(args: argparse.Namespace, profile: dict | None, problems: Problems, ru
         problems.of(check, setup, hf_config, called)
     if device == "cuda" and not problems.lines and (hint := size_as_sold(str(args.device_memory))):
         print(hint, file=sys.stderr)
-    return Asked(model, hf_config, settings, setup, reserve, room, calibration)
+    return Asked(model, hf_config, settings, setup, room, calibration)
 
 
 def setup_from(
