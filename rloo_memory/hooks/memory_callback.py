@@ -284,7 +284,7 @@ class MemoryCallback(TrainerCallback):
             {
                 "device_kind": "cuda" if self.cuda else "cpu",
                 **self.place,
-                "host_allocator": host_allocator.active(),
+                "host_allocator": "+".join(host_allocator.mapped()) or "system",
                 "device_bytes": self.torch.cuda.mem_get_info()[1] if self.cuda else None,
                 "start_bytes": self.start_bytes,
                 "peaks": self.peaks,
