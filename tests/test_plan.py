@@ -13,10 +13,7 @@ from hypothesis import strategies as st
 
 from experiments.config import ROOT
 from experiments.record import read_csv
-from rloo_memory.plan import __main__ as plan
 from rloo_memory.plan.accuracy.cards import size_as_sold
-from rloo_memory.plan.accuracy.reserve import Room
-from rloo_memory.plan.peaks import PredictedPeak, Prediction
 from rloo_memory.plan.setups import Setup, check
 
 
@@ -130,14 +127,6 @@ def test_adapters_are_planned_as_the_settings_have_them(planned, tmp_path):
     )
     assert kept["train"] < dropped["train"] and (both, alone) == (2, 1)
     assert "['no_such_layer']" in predicted(lora_target_modules=["no_such_layer"])
-
-
-def test_what_fits_has_room_for_what_the_allocator_wastes_and_what_is_short_has_none_for_its_tensors():
-    phase = PredictedPeak("train", 100, {"parameters": 40, "gradients": 20, "activations": 40}, 0)
-    assert Room(113, 0.33).holds([phase]) and not Room(112, 0.33).holds([phase]) and Room(100).holds([phase])
-    assert Room(112, 0.33).short([phase]) < 0 < Room(99, 0.33).short([phase])
-    verdicts = [plan.fits(Prediction("stock", Setup(10), [phase]), Room(size, 0.33)) for size in (99, 112, 130)]
-    assert [verdict.split()[0] for verdict in verdicts] == ["short", "just", "yes"]
 
 
 @pytest.mark.torch
