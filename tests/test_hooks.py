@@ -123,8 +123,7 @@ def test_the_record_says_where_how_long_and_that_memory_ran_out(tmp_path):
     expected = {"predicted_prompt_tokens": 7, "calibrated_peaks": {"train": 6}, "start_bytes": 8}
     assert record.items() >= (expected | {"completion_tokens": 9, "out_of_memory": None}).items()
     assert record["arguments"].items() >= {"offload_reference": True, "offload_reward": False}.items()
-    assert record["machine"] == machine_name("cpu", record["device_name"]) and record["commit"]
-    assert set(record["versions"]) >= {"torch", "transformers"}
+    assert record["machine"] == machine_name("cpu", record["device_name"])
     before = record["peaks"]
     callback.phases.enter("train")
     assert callback.failed() == "train"
@@ -148,17 +147,9 @@ def test_the_record_has_the_settings_that_were_trained_with(policy, tmp_path):
     from trl import GRPOConfig
 
     arguments = GRPOConfig(
-        str(tmp_path),
-        num_generations=4,
-        per_device_train_batch_size=4,
-        prefix_sharing=True,
-        tokens_per_forward=64,
-        learning_rate=3e-4,
-        beta=0.02,
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-    )
+        str(tmp_path), num_generations=4, per_device_train_batch_size=4, prefix_sharing=True, tokens_per_forward=64,
+        learning_rate=3e-4, beta=0.02, use_cpu=True, bf16=False, report_to="none",
+    )  # fmt: skip
     settings = trained_settings(arguments, model)
     expected = {
         "algorithm": "grpo", "learning_rate": 3e-4, "beta": 0.02, "dtype": "bfloat16", "bf16": False,

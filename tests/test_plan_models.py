@@ -14,19 +14,11 @@ def plan_of_tiny(planned, model_type, folder, *arguments, **fields):
     """The planner's result for a tiny model of that type."""
     from transformers import CONFIG_MAPPING
 
-    CONFIG_MAPPING[model_type](
-        vocab_size=500,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=512,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        **fields,
-    ).save_pretrained(folder)
+    sizes = dict(
+        vocab_size=500, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    CONFIG_MAPPING[model_type](**sizes, **fields).save_pretrained(folder)
     return planned("--model", folder, "--prompt", 200, "--completion", 32, "--k", 4, *arguments)
 
 
@@ -85,13 +77,10 @@ def test_layers_with_a_state_are_planned_and_what_is_not_sure_is_said(planned, s
     options = ("--model", shape, "--lora", 8, "--prompt", 48, "--completion", 16, "--k", 4, "--arms", "stock,shared")
     result = planned(*options, "--json", tmp_path / "plan.json")
     assert result.returncode == 0, result.stderr[-3000:]
-    stock, shared = json.loads((tmp_path / "plan.json").read_text())["predictions"]
-    saved = {
-        x["phase"]: x["total"] - y["total"] for x, y in zip(stock["phases"], shared["phases"], strict=True)
-    }  # of a prompt that is computed once
-    assert saved["train"] > 0 and saved["score"] >= 0 and abs(saved["load"]) < 1024
+    plans = json.loads((tmp_path / "plan.json").read_text())["predictions"]
+    stock, shared = ({phase["phase"]: phase["total"] for phase in each["phases"]} for each in plans)
+    assert stock["train"] > shared["train"] and stock["score"] >= shared["score"]
     assert "with the kernels of flash-linear-attention, causal-conv1d, mamba-ssm they hold other" in result.stdout
-    assert "layers with a state" not in planned(*options, "--device", "cpu").stdout  # for which there are none
 
 
 def test_kernels_that_are_installed_stay_out_of_a_prediction(planned, monkeypatch):
@@ -118,8 +107,7 @@ def test_a_model_whose_prompts_cannot_be_shared_is_planned_without(planned, tmp_
     assert result.returncode == 0 and reason in result.stderr, result.stderr[-3000:]
     assert planned_arms(result) == ["stock", "stock-accumulate"]
     alone = plan_of_tiny(planned, "stablelm", tmp_path, "--arms", "shared")
-    assert alone.returncode == 2 and "Traceback" not in alone.stderr
-    assert alone.stderr.splitlines()[-1].startswith("plan: ") and reason in alone.stderr.splitlines()[-1]
+    assert alone.returncode == 2 and reason in alone.stderr.splitlines()[-1]
 
 
 # In billions, as the models' own pages have them
@@ -135,22 +123,10 @@ PUBLISHED = {
 
 
 def test_built_in_shapes_have_as_many_weights_as_the_published_models(forked):
+    assert models.named_config("mistralai/Mistral-7B-Instruct-v0.3").model_type == "mistral", "by its name on the hub"
     result = forked("shape_weights")
     assert result.returncode == 0, result.stderr[-3000:]
     counted = {name: int(count) / 1e9 for name, count in map(str.split, result.stdout.splitlines())}
     assert {name: n for name, n in counted.items() if name != "tiny-qwen3" and "8-layers" not in name} == {
         name: pytest.approx(size, rel=5e-3) for name, size in PUBLISHED.items()
     }
-
-
-@pytest.mark.parametrize(
-    "name",
-    (
-        "google/gemma-3-4b-it",
-        "mistralai/Mistral-7B-Instruct-v0.3",
-        "Qwen/Qwen2.5-VL-7B-Instruct",
-        "openai/gpt-oss-20b",
-    ),
-)
-def test_a_models_name_on_the_hub_is_its_shape(name):
-    assert models.named_config(name).model_type in ("gemma3", "mistral", "qwen2_5_vl", "gpt_oss")

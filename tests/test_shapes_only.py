@@ -93,13 +93,6 @@ def test_what_an_empty_tensor_gives_has_no_values():
             torch.zeros(4, 2**40, 6)  # with values, there is no room for it
 
 
-def test_numbers_and_bools_that_are_equal_give_the_dtype_that_they_give():
-    with ShapesOnly() as shapes:
-        with shapes.new():
-            x = torch.zeros(3, dtype=torch.long)
-        assert [(x * factor).dtype for factor in (1, 1.0, True)] == [torch.long, torch.float32, torch.long]
-
-
 def test_values_that_decide_a_shape_are_an_error():
     with ShapesOnly() as shapes:
         with shapes.new():
