@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 from rloo_memory.errors import ConfigError
-from rloo_memory.hooks.memory_callback import values_of
 from rloo_memory.launch import vllm_server
 from rloo_memory.models import named_config
 from rloo_memory.plan import engine
@@ -89,49 +88,27 @@ def test_the_planner_and_the_doctor_say_so(planned, capsys, tmp_path, line, said
     assert said in capsys.readouterr().out
 
 
-def test_a_run_records_how_vllm_generated_and_nothing_of_it_without():
-    args = SimpleNamespace(use_vllm=True, vllm_mode="server", vllm_gpu_memory_utilization=0.3, beta=0.0)
-    assert values_of(args) == vars(args)
-    args.use_vllm = False
-    assert values_of(args) == {"use_vllm": False, "beta": 0.0}
+def config(url, **more):
+    values = dict(use_vllm=True, vllm_mode="server", vllm_server_timeout=0.0, process_index=0, world_size=1)
+    return SimpleNamespace(**values | more, vllm_server_base_url=url)
 
 
-# -- the server ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def server():
-    """Answers each request with the next status; the last one stays."""
-    statuses = []
+def test_a_server_that_begins_is_waited_for(capsys, monkeypatch):
+    statuses = [503, 503, 200]
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            self.send_response(statuses.pop(0) if len(statuses) > 1 else statuses[0])
+            self.send_response(statuses.pop(0))
             self.end_headers()
 
-        def log_message(self, *args):
-            pass
-
+    monkeypatch.setattr(vllm_server, "EVERY", 0.01)
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as made:
         threading.Thread(target=made.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{made.server_port}", statuses
+        url = f"http://127.0.0.1:{made.server_port}"
+        vllm_server.wait_for(config(url, vllm_server_timeout=60.0))
         made.shutdown()
-
-
-def config(url, **more):
-    values = dict(
-        use_vllm=True, vllm_mode="server", vllm_server_base_url=url, vllm_server_timeout=0.0, process_index=0,
-        world_size=1,
-    )  # fmt: skip
-    return SimpleNamespace(**values | more)
-
-
-def test_a_server_that_is_there_is_found(server, capsys, monkeypatch):
-    url, statuses = server
-    monkeypatch.setattr(vllm_server, "EVERY", 0.01)
-    statuses += [503, 503, 200]
-    vllm_server.wait_for(config(url, vllm_server_timeout=60.0))
     assert capsys.readouterr().out.startswith(f"vllm    waiting for the server at {url}, 60 s at most")
+    assert not statuses
 
 
 def test_a_server_that_is_not_there_is_named_in_one_line():
