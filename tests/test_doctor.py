@@ -253,7 +253,7 @@ def test_sharing_that_takes_less_time_is_written_where_all_fits_and_bfloat16_wei
         (["--model", "qwen3-8b", "--device-memory", "24GiB"], ["--prompt"]),
         (["no/such/folder"], ["no/such/folder", "memory.json"]),
         (["RUN", "--profile", "balanced"], ["leave out --profile balanced"]),
-        (["RUN", "--device-memory", "24", "--k", "0"], ["did you mean 24GiB?", "--k is 0"]),
+        (["RUN", "--k", "0"], ["--k is 0"]),
         (["RUN", "--output", "/no/such/fits.yaml"], ["/no/such/fits.yaml", "cannot write"]),
         (["ENGINE"], ["no prompt length", "--prompt N"]),
         (["BROKEN"], ["BROKEN/memory.json", "not a whole record"]),

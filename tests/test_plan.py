@@ -83,13 +83,13 @@ BAD_INPUT = [
     (["--model", "qwen3-8b", "--completion", "60000"], ["--prompt 100", "--completion 60000", "60100", "40960"]),
     (["--model", "qwen3-8b", "--bits", "4"], ["4-bit", "--lora"]),
     (["--model", "qwen3-8b", "--optim", "adam8"], ["adam8", "adamw_8bit"]),
-    (["--model", "qwen3-8b", "--device-memory", "24 bananas"], ["24 bananas", "24GiB"]),
+    (["--model", "qwen3-8b", "--device-memory", "24 bananas"], ["--device-memory", "24 bananas", "32GiB"]),
     (["--model", "qwen3-8b", "--device-memory", "24GiB", "--reserve", "30GiB"], ["--reserve 30GiB", "100MiB"]),
     (["--model", "qwen3-8b", "--largest", "k"], ["--device-memory"]),
     (["--model", "qwen3-8b", "--arms", "stock-tokens"], ["stock-tokens", "--tokens-per-forward"]),
     (["--model", "qwen3-8b", "--json", "/no/such/folder/plan.json"], ["/no/such/folder/plan.json", "cannot write"]),
-    # All that is wrong at once
-    (["--model", "x/y", "--k", "0", "--beta", "nan", "--device-memory", "24"], ["x/y", "--k", "--beta", "24GiB?"]),
+    (["--model", "qwen3-8b", "--k", "0", "--beta", "nan"], ["--k is 0", "--beta is nan"]),
+    (["--model", "qwen3-8b", "--device-memory", "24"], ["did you mean 24GiB?"]),
 ]
 
 

@@ -24,7 +24,6 @@ from rloo_memory.plan.accuracy.measured import measured_errors
 from rloo_memory.plan.accuracy.reserve import Room
 from rloo_memory.plan.images import PromptImages
 from rloo_memory.plan.options import (
-    Problems,
     add_memory_options,
     add_setup_options,
     asked,
@@ -98,17 +97,13 @@ def chosen_arms(names: str | None, setup: Setup) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    start, problems = time.time(), Problems()
-    profile = problems.of(load_profile, args.profile) if args.profile else None
-    if not args.model and not (profile or {}).get("model_name_or_path") and not problems.lines:
-        problems.lines.append("no model: name one with --model, or a profile that has model_name_or_path")
+    start = time.time()
     if args.largest and args.device_memory is None:
-        problems.lines.append("--largest needs --device-memory")
+        raise ConfigError("--largest needs --device-memory")
     if args.json:
-        problems.of(check_writable, args.json)
-    question = asked(args, profile, problems)
-    arms = problems.of(chosen_arms, args.arms, question.setup) if question else None
-    problems.stop()
+        check_writable(args.json)
+    question = asked(args, load_profile(args.profile) if args.profile else None)
+    arms = chosen_arms(args.arms, question.setup)
     model, hf_config, setup = question.model, question.hf_config, question.setup
     room, calibration = question.room, question.calibration
 

@@ -175,13 +175,12 @@ def answer(asked: dict) -> int:
     from rloo_memory.plan.records import config_from
     from rloo_memory.plan.remarks import remarks
     from rloo_memory.plan.simulation.recurrent import note
-    from rloo_memory.plan.trl_settings import from_settings
-    from rloo_memory.settings.grammar import Settings, checked, fields
+    from rloo_memory.plan.trl_settings import defaults, from_settings
 
     hf_config = config_from(asked["model"]) if isinstance(asked["model"], dict) else model_config(asked["model"])
-    asked_for = Settings("", asked["settings"], {})
-    settings, problems = checked(asked_for, fields())
-    asked_for.refuse(problems)
+    settings = asked["settings"]
+    if unknown := settings.keys() - defaults(settings.get("algorithm") or "rloo"):
+        raise ConfigError(f"{', '.join(sorted(unknown))}: no setting of TRL's trainer, nor of the launcher")
     if isinstance(asked["model"], str):
         settings |= settings_of_adapter(asked["model"], settings)
     where = asked["where"]

@@ -21,7 +21,6 @@ from rloo_memory.plan.accuracy.measured import measured_errors
 from rloo_memory.plan.accuracy.reserve import Room
 from rloo_memory.plan.levers import FASTER_FROM, LEVERS, Lever, applied, in_turn, settings_by_lever
 from rloo_memory.plan.options import (
-    Problems,
     add_memory_options,
     add_setup_options,
     asked,
@@ -151,28 +150,26 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    problems = Problems()
-    old, profile = None, None
+    old = profile = None
     if args.run and args.profile:
-        problems.lines.append(f"{args.run} is a run with settings of its own: leave out --profile {args.profile}")
-    elif args.run:
-        old = problems.of(read_run, args.run)
-        if old and old.prompt_tokens is None and args.prompt is None:
-            problems.lines.append(
+        raise ConfigError(f"{args.run} is a run with settings of its own: leave out --profile {args.profile}")
+    if args.run:
+        old = read_run(args.run)
+        if old.prompt_tokens is None and args.prompt is None:
+            raise ConfigError(
                 f"{args.run}/memory.json has no prompt length, as where vLLM or continuous batching generates: add "
                 "--prompt N"
             )
     elif args.profile:
-        profile = problems.of(load_profile, args.profile)
+        profile = load_profile(args.profile)
         if args.output.resolve() == profile_path(args.profile).resolve():
-            problems.lines.append(f"--output {args.output} is the profile itself; name another file")
-    if not args.run and not args.model and not (profile or {}).get("model_name_or_path") and not problems.lines:
+            raise ConfigError(f"--output {args.output} is the profile itself; name another file")
+    elif not args.model:
         raise ConfigError("nothing to look at: name a run folder, or --model, --prompt and --device-memory")
-    if args.device_memory is None and (old.device_bytes is None if old else not args.run):
-        problems.lines.append("no device memory: --device-memory, such as 24GiB")
-    problems.of(check_writable, args.output)
-    question = asked(args, profile, problems, old) if old or not args.run else None
-    problems.stop()
+    check_writable(args.output)
+    question = asked(args, profile, old)
+    if question.room is None:
+        raise ConfigError("no device memory: --device-memory, such as 24GiB")
     hf_config, settings, setup = question.hf_config, question.settings, question.setup
     room, calibration = question.room, question.calibration
 
