@@ -216,6 +216,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def needs_learning_rate(settings: dict, last: Prediction) -> bool:
+    return bool(last.setup.lora_rank) and "learning_rate" not in settings
+
+
 def write_settings(
     path: Path, settings: dict, old: Run | None, used: list[Lever], now: Prediction, last: Prediction, room: Room
 ) -> None:
@@ -229,27 +233,22 @@ def write_settings(
         lines.append(f"{lever.name}: {lever.effect(setup)}")
         new = {name: value for name, value in decided.items() if settings.get(name) != value}
         lines += [f"  {name} is removed" if value is None else f"  {name}: {value}" for name, value in new.items()]
-    if last.setup.lora_rank and "learning_rate" not in settings:
+    if needs_learning_rate(settings, last):
         lines.append(LEARNING_RATE)
     if old and old.missing:
         lines.append(f"The run did not record {', '.join(old.missing)}: add yours, else the defaults are taken.")
-    changed = changes(setup, last.setup)
     if path.exists():
         print(f"{path} is replaced")
-    dump_profile(path, with_changes(settings, changed) | {"max_prompt_tokens": setup.prompt_tokens}, lines)
+    written = with_changes(settings, changes(setup, last.setup)) | {"max_prompt_tokens": setup.prompt_tokens}
+    dump_profile(path, written, lines)
 
 
 def conclude(
-    args: argparse.Namespace,
-    settings: dict,
-    setup: Setup,
-    used: list[Lever],
-    last: Prediction,
-    room: Room,
+    args: argparse.Namespace, settings: dict, setup: Setup, used: list[Lever], last: Prediction, room: Room
 ) -> None:
+    """What it comes to, and the command that trains with it."""
+    errors, path = measured_errors(), args.output.resolve()
     same = "Trains the same as before. " if used and all(lever.exact(setup) for lever in used) else ""
-    path = args.output.resolve()
-    errors = measured_errors()
     verdict = "just fits, by less than the error" if errors.may_exceed(last.peak.total, room.size) else "fits"
     print(f"{verdict}: {gib(last)}. {same}Settings, with prompts to {setup.prompt_tokens} tokens: {path}")
     print(f"  {errors.in_words(last.peak.total)}")
@@ -258,13 +257,11 @@ def conclude(
     own = "" if settings.get("dataset_name") else " --dataset_name PROMPTS.jsonl"
     rewarded = settings.get("reward_funcs") or settings.get("reward_model_name_or_path")
     own += "" if rewarded else " --reward_funcs MODULE:FUNCTION"
-    model = "MODEL_PATH=/path/to/model "
+    command = "rloo-memory launch"
     if setup.num_devices > 1:
-        file = args.accelerate or "ACCELERATE.yaml"
-        print(f"  {model}accelerate launch --config_file {file} -m rloo_memory.launch {path}{own}")
-    else:
-        print(f"  {model}rloo-memory launch {path}{own}")
-    if last.setup.lora_rank and "learning_rate" not in settings:
+        command = f"accelerate launch --config_file {args.accelerate or 'ACCELERATE.yaml'} -m rloo_memory.launch"
+    print(f"  MODEL_PATH=/path/to/model {command} {path}{own}")
+    if needs_learning_rate(settings, last):
         print(f"  {LEARNING_RATE}")
     rows, k = last.setup.per_device_train_batch_size, last.setup.num_generations
     if last.setup.device == "cuda" and last.setup.prefix_sharing and rows < k:
@@ -273,12 +270,6 @@ def conclude(
             "micro-batch starts its kernels anew (docs/emulated_cuda.md)"
         )
     print("  PYTORCH_ALLOC_CONF=expandable_segments:True keeps fragmentation low on CUDA; the launcher sets it")
-
-
-def in_all(prediction: Prediction, room: Room) -> str:
-    """How much torch is expected to reserve, where the allocator's part is not taken off the limit."""
-    needed = room.needed(prediction.phases)
-    return f"{needed / GIB:.2f} GiB with what the allocator wastes, " if needed > prediction.peak.total else ""
 
 
 def explain(now: Prediction, measured: dict[str, int], room: Room) -> None:
@@ -292,7 +283,9 @@ def explain(now: Prediction, measured: dict[str, int], room: Room) -> None:
             f"measured: {measured[name] / GIB:.2f} GiB{what}, {name} phase; predicted for it "
             f"{phase.total / GIB:.2f} GiB"
         )
-    print(f"predicted peak {gib(now)}, {now.peak.phase} phase; {in_all(now, room)}limit {room.size / GIB:.2f} GiB")
+    needed = room.needed(now.phases)
+    wasted = f"{needed / GIB:.2f} GiB with what the allocator wastes, " if needed > now.peak.total else ""
+    print(f"predicted peak {gib(now)}, {now.peak.phase} phase; {wasted}limit {room.size / GIB:.2f} GiB")
     print(f"{phase.phase}: {phase.parts()}")
     if phase.kinds.get("parameters", 0) > room.size:
         print(f"the weights alone exceed the limit by {(phase.kinds['parameters'] - room.size) / GIB:.2f} GiB")
