@@ -142,11 +142,11 @@ def test_the_settings_are_the_users_own_with_the_levers_changes_and_the_comments
 ):
     """From much memory to little, so that each lever is needed once, and left out where a later one replaces it."""
     faked(monkeypatch, made_up_peak)
-    own = yaml.safe_load(
-        "{algorithm: grpo, learning_rate: 3.0e-5, beta: 0.04, dtype: float32, num_generations: 8, warmup_steps: 7,"
-        " gradient_accumulation_steps: 4, gradient_checkpointing: false, lora_target_modules: [q_proj, v_proj],"
-        " lora_dropout: 0.1, optim: adamw_torch, max_completion_length: 512, temperature: 0.6}"
-    )
+    own = dict(
+        algorithm="grpo", learning_rate=3e-5, beta=0.04, dtype="float32", num_generations=8, warmup_steps=7,
+        gradient_accumulation_steps=4, gradient_checkpointing=False, lora_target_modules=["q_proj", "v_proj"],
+        lora_dropout=0.1, optim="adamw_torch", max_completion_length=512, temperature=0.6,
+    )  # fmt: skip
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(own))
     start, expected = {
         "options": (["--model", "qwen3-0.6b", "--prompt", "2000", "--no-gradient-checkpointing"], {}),
@@ -274,12 +274,3 @@ def test_the_doctor_says_what_is_missing(arguments, parts, capsys, monkeypatch, 
     error = capsys.readouterr().err
     assert error.startswith("doctor: ") and error.count("\n") == 1
     assert all(part in error for part in parts), error
-
-
-@pytest.mark.torch
-def test_a_run_whose_engine_left_no_prompt_length_is_planned_with_the_one_given(tmp_path, monkeypatch, capsys):
-    faked(monkeypatch, lambda setup: 2**29)
-    output = tmp_path / "fits.yaml"
-    words = [str(folder_with(tmp_path, prompt_tokens=None)), "--prompt", "1500", "--output", str(output)]
-    assert doctor.main(words) == 0, capsys.readouterr().err
-    assert yaml.safe_load(output.read_text())["max_prompt_tokens"] == 1500

@@ -9,7 +9,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from experiments.record import read_csv
-from experiments.run_device import read_weights
 from rloo_memory.device import status_bytes
 from rloo_memory.phases import PhaseRecorder
 
@@ -78,6 +77,8 @@ def test_a_prompt_computed_before_generate_belongs_to_generation(recorder, lora)
 def test_weights_are_resident_before_the_start_level(tmp_path):
     """Of a checkpoint of 32 MiB, whose file is mapped."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from experiments.run_device import read_weights
 
     def resident() -> int:
         """MiB of the mapped file."""

@@ -95,12 +95,6 @@ def test_kernels_that_are_installed_stay_out_of_a_prediction(planned, monkeypatc
     assert planned(*options).stdout == expected != ""
 
 
-def test_a_token_budget_is_planned_for_rows_of_different_lengths(planned, tmp_path):
-    result = plan_of_tiny(planned, "qwen3", tmp_path, "--tokens-per-forward", 300)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert planned_arms(result) == ["stock", "stock-accumulate", "stock-tokens", "shared"]
-
-
 def test_a_model_whose_prompts_cannot_be_shared_is_planned_without(planned, tmp_path):
     reason = "does not go through `transformers.AttentionInterface`"
     result = plan_of_tiny(planned, "stablelm", tmp_path)

@@ -40,7 +40,6 @@ base = Setup(prompt_tokens=96, max_completion_length=16, num_generations=4, per_
 many_passes = replace(base, device="cpu", max_completion_length=64).with_k(16)
 offloaded = replace(base, lora_rank=8, activation_offloading=True, max_completion_length=64)
 setups = {
-    "stock": (base, eight_layers),
     "shared-lora": (replace(base, lora_rank=8).arm("shared"), eight_layers),
     "passes": (many_passes.arm("shared"), extrapolate.with_layers(eight_layers, 2)),
     # 10 completions leave more for the last tile of the LM head than 8 and 40
@@ -48,16 +47,10 @@ setups = {
         replace(many_passes, max_completion_length=768).with_k(40).arm("shared"),
         extrapolate.with_layers(eight_layers, 2),
     ),
-    "short-prompt": (
-        replace(base, prompt_tokens=20).with_k(12).arm("shared"),
-        extrapolate.with_layers(eight_layers, 2),
-    ),
-    "alternating": (base, alternating),
     "alternating-shared": (base.arm("shared"), alternating),
     "states": (base, states),
     "states-shared": (base.arm("shared"), states),
     "states-in-every-layer": (base.arm("shared"), states_too),
-    "images": (replace(base, images=((112, 168),)), sees),
     "images-shared": (replace(base, images=((112, 168), (56, 56))).with_k(12).arm("shared"), sees),
     "images-features-shared": (replace(base, images=((64, 96),)).arm("shared"), sees_early),
     # What is highest behind an event is another allocation with many passes than with few
