@@ -212,11 +212,9 @@ def test_lora_and_sharing_alone_make_an_8b_model_fit_an_rtx_4090(tmp_path):
         "prefix_sharing", "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
         "use_peft", "lora_r", "lora_target_modules", "lora_dropout",
     }  # fmt: skip
-    assert fits["optim"] == "adamw_torch_fused" and "activation_offloading" not in fits
     assert (fits["per_device_train_batch_size"], fits["gradient_accumulation_steps"]) == (2, 4)
     assert fits["dtype"] == "bfloat16"  # of weights that are frozen
     assert "token ratio 4.0" in result.stdout and result.stderr == ""
-    assert re.search(r"^  1 of 14: .*; about \d+ s left$", result.stdout, re.MULTILINE)
 
 
 @pytest.mark.torch

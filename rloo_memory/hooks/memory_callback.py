@@ -104,21 +104,14 @@ class MemoryCallback(transformers.TrainerCallback):
 
     Args:
         trainer: an RLOO or GRPO trainer.
-        snapshot (`str`, *optional*): "peak" or "oom": dump torch's memory snapshot to
-            `output_dir/memory_snapshot.pickle` when a step reaches a new peak, or when memory runs out. For
-            https://docs.pytorch.org/memory_viz. Needs CUDA.
-        settings (`dict`, *optional*): settings that the trainer does not know, such as where the model and the data
-            came from, for the record.
-        predicted (`dict`, *optional*): bytes that the planner predicts for each phase, to stand beside the measured
-            ones.
-        predicted_prompt_tokens (`int`, *optional*): the prompt length that it predicts them for.
-        calibrated (`dict`, *optional*): the same bytes as a calibration of this machine corrects them.
-        images (`tuple`, *optional*): width and height in pixels of each image of a prompt, as the processor scales
-            them, for the record.
-        start_bytes (`int`, *optional*): `rloo_memory.device.level` before the model was loaded.
-
-    Raises:
-        ValueError: for another `snapshot`, or without CUDA.
+        snapshot: "peak" or "oom": dump torch's memory snapshot to `output_dir/memory_snapshot.pickle` when a step
+            reaches a new peak, or when memory runs out. For https://docs.pytorch.org/memory_viz. Needs CUDA.
+        settings: those that the trainer does not know, such as where the model and the data came from, for the record.
+        predicted: bytes that the planner predicts for each phase, to stand beside the measured ones;
+            `predicted_prompt_tokens` is the prompt length that it predicts them for, `calibrated` the same bytes as a
+            calibration corrects them.
+        images: width and height in pixels of each image of a prompt, as the processor scales them, for the record.
+        start_bytes: `rloo_memory.device.level` before the model was loaded.
     """
 
     def __init__(

@@ -5,9 +5,8 @@
     expected = predict(args, "Qwen/Qwen3-8B", prompt_tokens=3000, peft_config=lora)
     print(f"{expected.peak.total / 2**30:.1f} GiB in {expected.peak.phase}: {expected.peak.parts()}")
 
-`args` is an RLOOConfig or GRPOConfig. One step is simulated in a process of its own, without a GPU: nothing of the
-caller's is touched or changed. Sizes are what torch allocates on a device; the CUDA context and the allocator's
-fragmentation come on top.
+One step is simulated in a process of its own, without a GPU: nothing of the caller's is touched. Sizes are what torch
+allocates on a device; the CUDA context and the allocator's fragmentation come on top.
 """
 
 import dataclasses
