@@ -224,8 +224,8 @@ def test_sharing_that_takes_less_time_is_written_where_all_fits_and_bfloat16_wei
     """In micro-batches, as README has it; where whole gradients would wait between them, in passes."""
     faked(monkeypatch, made_up_peak)
     output = tmp_path / "fits.yaml"
-    start = ["--model", "qwen3-0.6b", "--prompt", "2000", "--dtype", "float32", "--reserve", "0"]
-    options = [*start, "--output", str(output), "--device-memory"]
+    options = ["--model", "qwen3-0.6b", "--prompt", "2000", "--dtype", "float32", "--reserve", "0"]
+    options += ["--output", str(output), "--device-memory"]
     assert doctor.main([*options, "80GiB"]) == 0
     shown, (settings, named) = capsys.readouterr().out, written(output)
     assert "nothing is needed; prefix_sharing takes less time" in shown and "Trains the same" in shown
@@ -235,8 +235,6 @@ def test_sharing_that_takes_less_time_is_written_where_all_fits_and_bfloat16_wei
     assert settings["per_device_train_batch_size"] == 2 and "tokens_per_forward" not in settings
     several = LEVERS[0].apply(Setup(2000, num_devices=2))
     assert (several.per_device_train_batch_size, several.rows_per_pass) == (8, 2)
-    short = [*start, "--completion", "4000", "--output", str(output), "--device-memory", "200GiB"]
-    assert doctor.main(short) == 0 and "prefix_sharing" not in written(output)[0]  # a ratio of 1.4
     for budget in BUDGETS:
         if doctor.main([*options, f"{budget}GiB"]) == 0:
             settings = written(output)[0]

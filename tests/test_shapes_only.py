@@ -80,11 +80,3 @@ def test_views_share_a_storage_and_operations_in_place_give_their_tensor():
         assert (x * 2).untyped_storage()._cdata != x.untyped_storage()._cdata
         assert x.add_(1) is x and torch.mul(x, x, out=x) is x
         assert torch.empty(0, 3).new_zeros(2).tolist() == [0, 0]  # outside `new`, with values
-
-
-def test_values_that_decide_a_shape_are_an_error():
-    with ShapesOnly() as shapes:
-        with shapes.new():
-            x = torch.zeros(3)
-        with pytest.raises(NotImplementedError):
-            x.nonzero()

@@ -114,12 +114,6 @@ def test_chunks_and_batches_give_what_full_logits_give(name, options, tokenizer)
         assert logged == {f"teacher_student/{name}": sum(x) / 3 for name, x in reward.last.items()}
 
 
-def test_an_empty_explanation_has_no_kl(tokenizer):
-    reward = make(build(), tokenizer, build(seed=1))
-    ask(reward, tokenizer, explanations=[EXPLANATIONS[0], "", EXPLANATIONS[2]])
-    assert reward.last["mean_kl"][1] == reward.last["max_kl"][1] == 0 < reward.last["mean_kl"][0]
-
-
 def test_texts_are_taken_as_well_as_chats_and_a_template_replaces_the_chat(tokenizer):
     student, teacher = build(), build(seed=1)
     texts = [tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False) for p in PROMPTS]

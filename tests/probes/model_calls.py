@@ -53,6 +53,12 @@ class Calls:
 
         backbone.register_forward_pre_hook(before, with_kwargs=True)
 
+    def watch_all(self, backbone, reference, reward_model) -> None:
+        self.watch(backbone, "policy")
+        for name, model in {"reference": reference, "reward model": reward_model}.items():
+            if model is not None:
+                self.watch(model.base_model, name)
+
     def watch_head(self):
         apply = ChunkedLogProbFunction.apply
 
@@ -87,11 +93,7 @@ class WatchedSimulation(Simulation):
 
     def load(self):
         super().load()
-        self.calls.watch(self.backbone, "policy")
-        if self.reference is not None:
-            self.calls.watch(self.reference.base_model, "reference")
-        if self.setup.reward_model:
-            self.calls.watch(self.reward_model.base_model, "reward model")
+        self.calls.watch_all(self.backbone, self.reference, self.reward_model if self.setup.reward_model else None)
 
 
 def simulated(setup: Setup, hf_config) -> list:
@@ -104,13 +106,9 @@ def simulated(setup: Setup, hf_config) -> list:
 def trained(setup: Setup, folder: Path, tokenizer, prompts) -> list:
     trainer = build_trainer(setup, folder, tokenizer, text_dataset(prompts))
     trainer.args.max_steps = 1
-    calls = Calls()
     policy = trainer.model.get_base_model() if setup.lora_rank else trainer.model
-    calls.watch(policy.base_model, "policy")
-    if trainer.ref_model is not None:
-        calls.watch(trainer.ref_model.base_model, "reference")
-    if setup.reward_model:
-        calls.watch(trainer.reward_funcs[0].base_model, "reward model")
+    calls = Calls()
+    calls.watch_all(policy.base_model, trainer.ref_model, trainer.reward_funcs[0] if setup.reward_model else None)
     with calls.watch_head():
         trainer.train()
     return calls.list
