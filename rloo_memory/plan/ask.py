@@ -68,8 +68,7 @@ def predict(
 
     Args:
         config: an RLOOConfig or GRPOConfig, or a dictionary of their settings.
-        model: name or folder of a model as `rloo-memory plan --model` takes it, a transformers model, or its
-            config.
+        model: name or folder as `rloo-memory plan --model` takes it, a transformers model, or its config.
         prompt_tokens: of the longest prompt.
         peft_config: a `peft.LoraConfig`, where adapters are trained.
         settings: more settings under TRL's names, such as `load_in_4bit`, or `dtype` of a model that is named (without

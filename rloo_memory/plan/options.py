@@ -221,7 +221,7 @@ def setup_from(
         model_config(args.reward_model)
 
     before = from_settings(prompt, base, **where)
-    settings = with_changes(base, rows(args, before, profile is not None)) | given
+    settings = with_changes(base, batches(args, before, profile is not None)) | given
     if args.model:
         settings = {"model_name_or_path": args.model} | settings | {"model_name_or_path": args.model}
     for name in ("activation_offloading", "offload_reference", "offload_reward"):
@@ -261,7 +261,7 @@ def settings_of_adapter(model: str | None, settings: dict, rank: int | None = No
     return adapter.settings | ({} if dropout is None else {"lora_dropout": dropout})
 
 
-def rows(args: argparse.Namespace, before: Setup, of_profile: bool) -> dict:
+def batches(args: argparse.Namespace, before: Setup, of_profile: bool) -> dict:
     """The settings that --k and --prompts decide: completions a prompt, and rows. --k keeps a profile's prompts."""
     if args.k is None and args.prompts is None:
         return {}
