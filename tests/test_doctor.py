@@ -19,7 +19,6 @@ from rloo_memory import data
 from rloo_memory.plan import doctor
 from rloo_memory.plan.accuracy.reserve import Room
 from rloo_memory.plan.levers import LEVERS, in_turn
-from rloo_memory.plan.options import LEAST_DEVICE
 from rloo_memory.plan.peaks import PredictedPeak, Prediction
 from rloo_memory.plan.records import read_run
 from rloo_memory.plan.setups import Setup
@@ -46,7 +45,7 @@ def test_what_the_doctor_writes_trains_and_its_record_can_be_read_again(tmp_path
     assert result.returncode == 0, result.stdout + result.stderr[-3000:]
     text = fits.read_text()
     assert "prefix_sharing: true" in text and "offload_reward: true" in text and "max_prompt_tokens: 512" in text
-    assert f"rloo-memory launch {fits} --dataset_name" in result.stdout and "kernels" not in result.stderr
+    assert f"rloo-memory launch {fits} --dataset_name" in result.stdout
     assert "Trains the same as before" in result.stdout
     peaks = [float(line.split()[0]) for line in result.stdout.splitlines() if "trains " in line]
     assert peaks == sorted(peaks) and len(peaks) > 5, "each change alone, in order of effect"
@@ -58,13 +57,8 @@ def test_what_the_doctor_writes_trains_and_its_record_can_be_read_again(tmp_path
 
     result = run("launch", *words.split(), MODEL_PATH=policy)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert "rewards/" in result.stdout and "letter_reward" not in result.stdout
     for metric in ("mem_alloc_mb", "mem_max_alloc_mb", "mem_peak/train_mb", "mem_peak/generate_mb"):
         assert metric in result.stdout
-    assert "mem_batch_share" not in result.stdout, "resident memory does not tell it"
-    record = json.loads((out / "memory.json").read_text())
-    assert record["arguments"]["prefix_sharing"] is True and record["prompt_tokens"] == 512
-    assert record["host_allocator"] == "system"
     phases = {row["phase"] for row in read_csv(out / "memory_phases.csv")}
     assert phases >= {"generate", "score", "train", "optimizer"}
 
@@ -100,15 +94,6 @@ RECORD = {
 def folder_with(tmp_path, **changed):
     (tmp_path / "memory.json").write_text(json.dumps(RECORD | changed))
     return tmp_path
-
-
-def test_a_runs_settings_are_those_that_it_recorded_and_no_others(tmp_path):
-    old = read_run(folder_with(tmp_path))
-    own = {name: value for name, value in RECORD["arguments"].items() if value is not None}
-    not_settings = ("num_devices", "fully_sharded", "offload_parameters", "offload_reference", "offload_reward")
-    own = {name: value for name, value in own.items() if name not in not_settings}
-    assert old.settings == own | {"dtype": "bfloat16", "use_peft": True, "lora_r": 8}
-    assert {"learning_rate", "algorithm", "lora_target_modules", "lora_dropout"} <= set(old.missing)
 
 
 def faked(monkeypatch, peak):
@@ -147,7 +132,7 @@ def written(path):
     return yaml.safe_load(text), {name: yaml.safe_load(value) if value else None for name, value in named.items()}
 
 
-BUDGETS = [70, 50, 30, 26, 22, 18, 14, 11, 9, 7.5, 6, 5, 4.5, 4, 3]
+BUDGETS = [70, 50, 30, 22, 14, 9, 6, 4.5, 3]
 
 
 @pytest.mark.torch
@@ -157,21 +142,24 @@ def test_the_settings_are_the_users_own_with_the_levers_changes_and_the_comments
 ):
     """From much memory to little, so that each lever is needed once, and left out where a later one replaces it."""
     faked(monkeypatch, made_up_peak)
-    own = yaml.safe_load(
-        "{algorithm: grpo, learning_rate: 3.0e-5, beta: 0.04, dtype: float32, num_generations: 8, warmup_steps: 7,"
-        " gradient_accumulation_steps: 4, gradient_checkpointing: false, lora_target_modules: [q_proj, v_proj],"
-        " lora_dropout: 0.1, optim: adamw_torch, max_completion_length: 512, temperature: 0.6}"
-    )
+    own = dict(
+        algorithm="grpo", learning_rate=3e-5, beta=0.04, dtype="float32", num_generations=8, warmup_steps=7,
+        gradient_accumulation_steps=4, gradient_checkpointing=False, lora_target_modules=["q_proj", "v_proj"],
+        lora_dropout=0.1, optim="adamw_torch", max_completion_length=512, temperature=0.6,
+    )  # fmt: skip
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(own))
-    start = {
-        "options": ["--model", "qwen3-0.6b", "--prompt", "2000", "--dtype", "float32", "--no-gradient-checkpointing"],
-        "run": [str(folder_with(tmp_path))],
-        "profile": ["--model", "qwen3-0.6b", "--prompt", "2000", "--profile", str(tmp_path / "own.yaml")],
+    start, expected = {
+        "options": (["--model", "qwen3-0.6b", "--prompt", "2000", "--no-gradient-checkpointing"], {}),
+        "run": ([str(folder_with(tmp_path))], read_run(tmp_path).settings),
+        "profile": (
+            ["--model", "qwen3-0.6b", "--prompt", "2000", "--profile", str(tmp_path / "own.yaml")],
+            own | {"model_name_or_path": "qwen3-0.6b"},
+        ),
     }[source]
-    levers_seen = set()
+    levers_seen, before = set(), None
     for budget in BUDGETS:
         # The first file has nothing but what was given; sharing is in all others for its speed
-        monkeypatch.setattr(doctor, "is_faster", lambda setup, faster=budget != BUDGETS[0]: faster)
+        monkeypatch.setattr(doctor, "is_faster", lambda setup, faster=before is not None: faster)
         output = tmp_path / f"{budget}.yaml"
         code = doctor.main([*start, "--device-memory", f"{budget}GiB", "--reserve", "0", "--output", str(output)])
         shown = capsys.readouterr().out
@@ -179,22 +167,12 @@ def test_the_settings_are_the_users_own_with_the_levers_changes_and_the_comments
             assert "No settings are written" in shown and not output.exists()
             continue
         result, named = written(output)
-        largest = tmp_path / f"{BUDGETS[0]}.yaml"
-        before = yaml.safe_load(largest.read_text()) if budget != BUDGETS[0] else result
-        changed = {name: result.get(name) for name in before | result if before.get(name) != result.get(name)}
-        if budget == BUDGETS[0]:
-            assert not named and "nothing is needed" in shown
-            before.pop("max_prompt_tokens")
-            if source == "profile":
-                assert before == own | {"model_name_or_path": "qwen3-0.6b"}
-            if source == "run":
-                assert before == read_run(tmp_path).settings
-                assert "did not record algorithm" in output.read_text() and "learning_rate" not in before
-        else:
-            assert named == changed, output.read_text()
-        levers_seen |= {
-            line[2:].split(": trains")[0] for line in output.read_text().splitlines() if ": trains" in line
-        }
+        if before is None:
+            before = result
+            assert not named and "nothing is needed" in shown and expected.items() <= result.items()
+            assert source != "run" or "did not record algorithm" in output.read_text()
+        assert named == {name: result.get(name) for name in before | result if before.get(name) != result.get(name)}
+        levers_seen |= set(re.findall("^# (.*?): trains", output.read_text(), re.MULTILINE))
         assert ("Trains the same" in shown) == ("trains differently" not in output.read_text() and bool(named))
     assert len(levers_seen) >= (3 if source == "run" else 6), levers_seen  # the run has LoRA already
 
@@ -202,21 +180,14 @@ def test_the_settings_are_the_users_own_with_the_levers_changes_and_the_comments
 @given(budget=st.floats(4, 60), k=st.sampled_from([4, 8]), lora=st.booleans(), checkpointing=st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_no_lever_is_kept_that_is_not_needed(budget, k, lora, checkpointing):
-    limit = int(budget * 2**30)
-    start = Setup(
-        2000,
-        dtype="float32",
-        num_generations=k,
-        per_device_train_batch_size=k,
-        lora_rank=8 * lora,
-        gradient_checkpointing=checkpointing,
-    )
+    rows = dict(num_generations=k, per_device_train_batch_size=k)
+    start = Setup(2000, dtype="float32", **rows, lora_rank=8 * lora, gradient_checkpointing=checkpointing)
 
     def prediction(label, setup, hf_config=None):
         return Prediction(label, setup, [PredictedPeak("train", made_up_peak(setup), {}, 0)])
 
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=10**6))
-    search = doctor.Search(config, Room(limit), lambda line: None)
+    search = doctor.Search(config, Room(int(budget * 2**30)), lambda line: None)
     search.predict = prediction
     used, last = search.needed(prediction("as it is", start))
     if not search.fits(last):
@@ -241,11 +212,9 @@ def test_lora_and_sharing_alone_make_an_8b_model_fit_an_rtx_4090(tmp_path):
         "prefix_sharing", "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
         "use_peft", "lora_r", "lora_target_modules", "lora_dropout",
     }  # fmt: skip
-    assert fits["optim"] == "adamw_torch_fused" and "activation_offloading" not in fits
     assert (fits["per_device_train_batch_size"], fits["gradient_accumulation_steps"]) == (2, 4)
     assert fits["dtype"] == "bfloat16"  # of weights that are frozen
     assert "token ratio 4.0" in result.stdout and result.stderr == ""
-    assert re.search(r"^  1 of 14: .*; about \d+ s left$", result.stdout, re.MULTILINE)
 
 
 @pytest.mark.torch
@@ -255,8 +224,8 @@ def test_sharing_that_takes_less_time_is_written_where_all_fits_and_bfloat16_wei
     """In micro-batches, as README has it; where whole gradients would wait between them, in passes."""
     faked(monkeypatch, made_up_peak)
     output = tmp_path / "fits.yaml"
-    start = ["--model", "qwen3-0.6b", "--prompt", "2000", "--dtype", "float32", "--reserve", "0"]
-    options = [*start, "--output", str(output), "--device-memory"]
+    options = ["--model", "qwen3-0.6b", "--prompt", "2000", "--dtype", "float32", "--reserve", "0"]
+    options += ["--output", str(output), "--device-memory"]
     assert doctor.main([*options, "80GiB"]) == 0
     shown, (settings, named) = capsys.readouterr().out, written(output)
     assert "nothing is needed; prefix_sharing takes less time" in shown and "Trains the same" in shown
@@ -264,16 +233,8 @@ def test_sharing_that_takes_less_time_is_written_where_all_fits_and_bfloat16_wei
         "prefix_sharing", "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
     }  # fmt: skip
     assert settings["per_device_train_batch_size"] == 2 and "tokens_per_forward" not in settings
-    (line,) = [line for line in shown.splitlines() if " dtype: bfloat16 " in line]
-    assert "trains differently; at learning rates such as 1e-6 most updates round to nothing (1.9 %" in line
-    sharing, bfloat16 = (next(x for x in LEVERS if x.name.startswith(name)) for name in ("prefix_sharing", "dtype"))
-    assert LEVERS.index(bfloat16) > LEVERS.index(next(x for x in LEVERS if x.name.startswith("LoRA")))
-    assert "most updates" not in bfloat16.effect(Setup(100, lora_rank=8, dtype="float32"))
-    several = sharing.apply(Setup(2000, num_devices=2))
+    several = LEVERS[0].apply(Setup(2000, num_devices=2))
     assert (several.per_device_train_batch_size, several.rows_per_pass) == (8, 2)
-    capsys.readouterr()
-    short = [*start, "--completion", "4000", "--output", str(output), "--device-memory", "200GiB"]
-    assert doctor.main(short) == 0 and "prefix_sharing" not in written(output)[0]  # a ratio of 1.4
     for budget in BUDGETS:
         if doctor.main([*options, f"{budget}GiB"]) == 0:
             settings = written(output)[0]
@@ -285,24 +246,18 @@ def test_sharing_that_takes_less_time_is_written_where_all_fits_and_bfloat16_wei
     "arguments, parts",
     [
         ([], ["run folder", "--model"]),
-        (["--model", "qwen3-8b", "--prompt", "64"], ["--device-memory"]),
         (["--model", "qwen3-8b", "--device-memory", "24GiB"], ["--prompt"]),
-        (["no/such/folder"], ["no/such/folder", "memory.json", "run.json"]),
-        (["results/reference-cpu-2-cores/classic-lean_cpu_k2_r0"], ["classic-lean", "--arm stock"]),
+        (["no/such/folder"], ["no/such/folder", "memory.json"]),
         (["RUN", "--profile", "balanced"], ["leave out --profile balanced"]),
-        (["RUN", "--device-memory", "24"], ["did you mean 24GiB?"]),
         (["RUN", "--k", "0"], ["--k is 0"]),
         (["RUN", "--output", "/no/such/fits.yaml"], ["/no/such/fits.yaml", "cannot write"]),
         (["ENGINE"], ["no prompt length", "--prompt N"]),
         (["BROKEN"], ["BROKEN/memory.json", "not a whole record"]),
-        (
-            ["--model", "qwen3-8b", "--prompt", "64", "--profile", "own.yaml", "--output", "own.yaml"],
-            ["profile itself"],
-        ),
+        (["--model", "qwen3-8b", "--prompt", "64", "--profile", "a.yaml", "--output", "a.yaml"], ["profile itself"]),
     ],
 )
 def test_the_doctor_says_what_is_missing(arguments, parts, capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(ROOT if any("results" in x for x in arguments) else tmp_path)
+    monkeypatch.chdir(tmp_path)
     for name, text in {
         "RUN": json.dumps(RECORD),
         "ENGINE": json.dumps(RECORD | {"prompt_tokens": None}),  # vLLM generated
@@ -310,17 +265,8 @@ def test_the_doctor_says_what_is_missing(arguments, parts, capsys, monkeypatch, 
     }.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "memory.json").write_text(text)
-    (tmp_path / "own.yaml").write_text("beta: 0.0\n")
+    (tmp_path / "a.yaml").write_text("beta: 0.0\n")
     assert doctor.main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("doctor: ") and error.count("\n") == 1
     assert all(part in error for part in parts), error
-
-
-@pytest.mark.torch
-def test_a_run_whose_engine_left_no_prompt_length_is_planned_with_the_one_given(tmp_path, monkeypatch, capsys):
-    faked(monkeypatch, lambda setup: 2**29)
-    folder = folder_with(tmp_path, prompt_tokens=None)
-    output = tmp_path / "fits.yaml"
-    assert doctor.main([str(folder), "--prompt", "1500", "--output", str(output)]) == 0, capsys.readouterr().err
-    assert yaml.safe_load(output.read_text())["max_prompt_tokens"] == 1500 and LEAST_DEVICE <= 2**29

@@ -1,13 +1,16 @@
 """The memory callback with trainers that are not what it was written for: it records what it knows and no more."""
 
 import json
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from experiments.record import read_csv
 from rloo_memory.device import machine_name
+from rloo_memory.hooks.memory_callback import MemoryCallback, trained_settings
 
 pytestmark = pytest.mark.torch
 
@@ -26,14 +29,11 @@ def stub_trainer(folder, policy, **facts):
     )
     state = SimpleNamespace(deepspeed_plugin=None)
     accelerator = SimpleNamespace(device=SimpleNamespace(type="cpu"), unwrap_model=lambda model: model, state=state)
-    metrics = {"train": {}}
-    metrics["train"] = type("Lists", (dict,), {"__missing__": lambda self, key: self.setdefault(key, [])})()
+    metrics = {"train": defaultdict(list)}
     return SimpleNamespace(args=arguments, accelerator=accelerator, model=policy, _metrics=metrics, **facts)
 
 
 def stub_policy():
-    import torch
-
     policy = torch.nn.Linear(2, 2)
     policy.generate = lambda *args, **kwargs: pytest.fail("another engine generates")
     policy.config = SimpleNamespace(to_dict=dict)
@@ -43,8 +43,6 @@ def stub_policy():
 
 def train(callback, trainer, generate, updates=2):
     """As a trainer whose completions come from another engine: `generate`, scoring, an update."""
-    import torch
-
     policy, state = trainer.model, SimpleNamespace(global_step=0)
     optimizer = torch.optim.SGD(policy.parameters())
     callback.on_train_begin(trainer.args, state, None, optimizer=optimizer)
@@ -62,24 +60,16 @@ def train(callback, trainer, generate, updates=2):
 
 
 def test_scoring_is_not_called_generation_where_the_policy_never_generates(tmp_path):
-    from rloo_memory.hooks.memory_callback import MemoryCallback
-
     trainer = stub_trainer(tmp_path, stub_policy())
     rows, record = train(MemoryCallback(trainer), trainer, generate=lambda: None)
     # the end of a step closes a row, and training goes on in the next
-    once = ("score", "train", "optimizer", "train")
-    assert [row for row in rows if row[1] != "load"][:4] == [(1, phase) for phase in once]
-    assert {phase for _, phase in rows} == {"load", *once} and max(step for step, _ in rows) == 2
-    assert record["prompt_tokens"] is None and set(record["peaks"]) <= set(once)
+    assert rows[1:5] == [(1, phase) for phase in ("score", "train", "optimizer", "train")]
+    assert record["prompt_tokens"] is None and "generate" not in record["peaks"]
 
 
 @pytest.mark.parametrize("engine", ["vllm", "continuous batching"])
 def test_another_engines_generation_is_marked_and_its_prompts_are_counted(engine, tmp_path):
     """Both take lists of token ids. Forwards of the policy inside it are part of it."""
-    import torch
-
-    from rloo_memory.hooks.memory_callback import MemoryCallback
-
     policy = stub_policy()
     if engine == "vllm":
         made = SimpleNamespace(generate=lambda prompts, images, num_generations: policy(torch.ones(1, 2)))
@@ -95,23 +85,17 @@ def test_another_engines_generation_is_marked_and_its_prompts_are_counted(engine
             policy.generate_batch([[1, 2, 3], [1]], progress_bar=False)
 
     rows, record = train(MemoryCallback(trainer), trainer, generate)
-    phases = ("generate", "score", "train", "optimizer", "train")
-    assert [row for row in rows if row[1] != "load"][:5] == [(1, phase) for phase in phases]
+    assert rows[1:6] == [(1, phase) for phase in ("generate", "score", "train", "optimizer", "train")]
     assert record["prompt_tokens"] == 3
 
 
 def test_the_record_says_where_how_long_and_that_memory_ran_out(tmp_path):
     """The longest completion also where it brings no new peak; and memory that runs out in a later, lower step."""
-    import torch
-
-    from rloo_memory.hooks.memory_callback import MemoryCallback
     from rloo_memory.launch.offload import keep_on_host
 
     trainer = stub_trainer(tmp_path, stub_policy(), ref_model=torch.nn.Linear(2, 2))
     keep_on_host(trainer, trainer.ref_model)
-    callback = MemoryCallback(
-        trainer, predicted={"train": 5}, predicted_prompt_tokens=7, calibrated={"train": 6}, start_bytes=8
-    )
+    callback = MemoryCallback(trainer, predicted={"train": 5}, predicted_prompt_tokens=7, start_bytes=8)
     lengths = iter((3.0, 9.0, 5.0))
 
     def generate():
@@ -120,11 +104,10 @@ def test_the_record_says_where_how_long_and_that_memory_ran_out(tmp_path):
             callback.highest = 2**60
 
     _, record = train(callback, trainer, generate, updates=3)
-    expected = {"predicted_prompt_tokens": 7, "calibrated_peaks": {"train": 6}, "start_bytes": 8}
+    expected = {"predicted_peaks": {"train": 5}, "predicted_prompt_tokens": 7, "start_bytes": 8}
     assert record.items() >= (expected | {"completion_tokens": 9, "out_of_memory": None}).items()
     assert record["arguments"].items() >= {"offload_reference": True, "offload_reward": False}.items()
-    assert record["machine"] == machine_name("cpu", record["device_name"]) and record["commit"]
-    assert set(record["versions"]) >= {"torch", "transformers"}
+    assert record["machine"] == machine_name("cpu", record["device_name"])
     before = record["peaks"]
     callback.phases.enter("train")
     assert callback.failed() == "train"
@@ -134,11 +117,9 @@ def test_the_record_says_where_how_long_and_that_memory_ran_out(tmp_path):
 
 def test_the_record_has_the_settings_that_were_trained_with(policy, tmp_path):
     """Adapters as they are in the model; and a profile made of the record is one that the launcher takes."""
-    import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from rloo_memory.hooks.memory_callback import trained_settings
     from rloo_memory.settings import grammar, profiles
 
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(policy), dtype=torch.bfloat16)
@@ -148,17 +129,9 @@ def test_the_record_has_the_settings_that_were_trained_with(policy, tmp_path):
     from trl import GRPOConfig
 
     arguments = GRPOConfig(
-        str(tmp_path),
-        num_generations=4,
-        per_device_train_batch_size=4,
-        prefix_sharing=True,
-        tokens_per_forward=64,
-        learning_rate=3e-4,
-        beta=0.02,
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-    )
+        str(tmp_path), num_generations=4, per_device_train_batch_size=4, prefix_sharing=True, tokens_per_forward=64,
+        learning_rate=3e-4, beta=0.02, use_cpu=True, bf16=False, report_to="none",
+    )  # fmt: skip
     settings = trained_settings(arguments, model)
     expected = {
         "algorithm": "grpo", "learning_rate": 3e-4, "beta": 0.02, "dtype": "bfloat16", "bf16": False,

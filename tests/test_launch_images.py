@@ -16,7 +16,6 @@ from rloo_memory.errors import ConfigError
 from rloo_memory.launch import __main__ as launch
 from rloo_memory.launch import dataset, gate, prompt_images
 from rloo_memory.plan import ask, doctor
-from rloo_memory.plan.options import Problems
 from rloo_memory.plan.options import asked as asked_by
 from rloo_memory.plan.peaks import PredictedPeak
 from rloo_memory.plan.records import read_run
@@ -95,7 +94,7 @@ def test_prompts_with_images_train_and_the_gate_and_the_doctor_know_them(here, p
     assert record["images"] == [[SIDE, SIDE], [SIDE, SIDE]]
     assert record["predicted_peaks"].keys() == {"load", "generate", "score", "train", "optimizer"}
     run = read_run(Path("trainer_output"))
-    setup = asked_by(doctor.parse_args(["trainer_output"]), None, Problems(), run).setup
+    setup = asked_by(doctor.parse_args(["trainer_output"]), None, run).setup
     assert setup.images == ((SIDE, SIDE), (SIDE, SIDE)) and setup.prompt_tokens == record["prompt_tokens"]
     Path("trainer_output", "memory.json").write_text(json.dumps(record | {"prompt_tokens": 5}))
     assert read_run(Path("trainer_output")).prompt_tokens == asked["prompt_tokens"]  # or they would have no room

@@ -1,9 +1,6 @@
 """Phase marks and exact peaks, on this process."""
 
 import re
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,9 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from experiments.config import ROOT
 from experiments.record import read_csv
-from experiments.run_device import read_weights
 from rloo_memory.device import status_bytes
 from rloo_memory.phases import PhaseRecorder
 
@@ -54,20 +49,6 @@ def test_rows_are_on_disk_when_their_phase_ends(recorder, tmp_path):
     assert rows[0]["peak_allocated_bytes"] == "" and int(rows[0]["peak_resident_bytes"]) > MIB
 
 
-def test_several_generate_calls_before_training_are_one_rollout(recorder):
-    for _ in range(2):
-        recorder.begin_rollout()
-        recorder.enter("score")
-    assert recorder.step == 1
-    recorder.grad_norms[1] = [1.0]  # the step was trained on
-    recorder.enter("train")
-    recorder.begin_rollout()
-    assert recorder.step == 2
-    end = time.time()
-    seconds = recorder.step_seconds(end)
-    assert len(seconds) == 2 and sum(seconds) == pytest.approx(end - recorder.rollout_starts[0])
-
-
 @pytest.mark.parametrize("lora", (False, True))
 def test_a_prompt_computed_before_generate_belongs_to_generation(recorder, lora):
     """As prefix sharing does it: a forward of the prompt, `generate`, then scoring, each without gradients. With LoRA
@@ -93,36 +74,11 @@ def test_a_prompt_computed_before_generate_belongs_to_generation(recorder, lora)
     assert len(recorder.rollout_starts) == 2
 
 
-BLOCKS = """
-from experiments.run_device import only_live_memory, status_bytes
-
-def left_of_100_mib():
-    before = status_bytes("VmRSS")
-    blocks = [bytearray(b"x" * 2**20) for _ in range(100)]
-    full = status_bytes("VmRSS") - before
-    kept = blocks[::10]
-    del blocks
-    return full >> 20, status_bytes("VmRSS") - before >> 20
-
-with only_live_memory():
-    print(*left_of_100_mib())
-print(*left_of_100_mib())
-"""
-
-
-def test_freed_blocks_go_back_at_once_while_only_live_memory_counts():
-    """Between blocks that stay, where the heap would keep them: blocks of 1 MiB, every tenth of which stays. In a
-    process of its own, whose heap holds nothing that other tests left."""
-    command = [sys.executable, "-c", BLOCKS]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    (full, left), (full_again, left_again) = (map(int, line.split()) for line in result.stdout.splitlines())
-    assert min(full, full_again) > 90 and left < 20, result.stdout
-    assert left_again > 80, "malloc keeps them again"
-
-
 def test_weights_are_resident_before_the_start_level(tmp_path):
     """Of a checkpoint of 32 MiB, whose file is mapped."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from experiments.run_device import read_weights
 
     def resident() -> int:
         """MiB of the mapped file."""

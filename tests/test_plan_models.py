@@ -14,19 +14,11 @@ def plan_of_tiny(planned, model_type, folder, *arguments, **fields):
     """The planner's result for a tiny model of that type."""
     from transformers import CONFIG_MAPPING
 
-    CONFIG_MAPPING[model_type](
-        vocab_size=500,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=512,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        **fields,
-    ).save_pretrained(folder)
+    sizes = dict(
+        vocab_size=500, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    CONFIG_MAPPING[model_type](**sizes, **fields).save_pretrained(folder)
     return planned("--model", folder, "--prompt", 200, "--completion", 32, "--k", 4, *arguments)
 
 
@@ -51,32 +43,21 @@ def test_models_with_another_kind_of_attention_are_planned(planned, model_type, 
 
 
 def test_a_multimodal_class_takes_what_its_text_model_takes_and_the_weights_of_its_tower(planned, tmp_path):
-    from transformers import Gemma3Config
-
-    text = dict(
-        vocab_size=400, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, sliding_window=32, max_position_embeddings=256,
-    )  # fmt: skip
-    tower = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=5, num_attention_heads=2, image_size=16,
-                 patch_size=4)  # fmt: skip
-    Gemma3Config(text_config=text, vision_config=tower, mm_tokens_per_image=4).save_pretrained(tmp_path / "nested")
-    Gemma3Config(text_config=text).text_config.save_pretrained(tmp_path / "text")
+    nested = models.shape_config("gemma-3-8-layers")
+    nested.text_config.vocab_size = 400
     kinds = {}
-    for name in ("nested", "text"):
+    for name, config in {"nested": nested, "text": nested.text_config}.items():
+        config.save_pretrained(tmp_path / name)
         options = ["--model", tmp_path / name, "--prompt", 64, "--completion", 16, "--k", 4, "--beta", 0]
         result = planned(*options, "--json", tmp_path / f"{name}.json")
-        assert result.returncode == 0 and planned_arms(result) == ["stock", "stock-accumulate", "shared"], (
-            result.stderr
-        )
+        assert planned_arms(result) == ["stock", "stock-accumulate", "shared"], result.stderr
         predictions = json.loads((tmp_path / f"{name}.json").read_text())["predictions"]
         kinds[name] = {(p["arm"], x["phase"]): x["kinds"] for p in predictions for x in p["phases"]}
-    towers = {
-        nested["parameters"] - kinds["text"][place].pop("parameters") for place, nested in kinds["nested"].items()
-    }
+    towers = {of["parameters"] - kinds["text"][place].pop("parameters") for place, of in kinds["nested"].items()}
     assert len(towers) == 1 and towers.pop() > 50_000
-    for place, nested in kinds["nested"].items():
-        del nested["parameters"]
-        assert nested == pytest.approx(kinds["text"][place], rel=0.02, abs=4096), place
+    for place, of_nested in kinds["nested"].items():
+        del of_nested["parameters"]
+        assert of_nested == pytest.approx(kinds["text"][place], rel=0.02, abs=4096), place
 
 
 @pytest.mark.parametrize("shape", ("qwen3.5-8-layers", "bamba-8-layers", "lfm2-8-layers"))
@@ -85,13 +66,10 @@ def test_layers_with_a_state_are_planned_and_what_is_not_sure_is_said(planned, s
     options = ("--model", shape, "--lora", 8, "--prompt", 48, "--completion", 16, "--k", 4, "--arms", "stock,shared")
     result = planned(*options, "--json", tmp_path / "plan.json")
     assert result.returncode == 0, result.stderr[-3000:]
-    stock, shared = json.loads((tmp_path / "plan.json").read_text())["predictions"]
-    saved = {
-        x["phase"]: x["total"] - y["total"] for x, y in zip(stock["phases"], shared["phases"], strict=True)
-    }  # of a prompt that is computed once
-    assert saved["train"] > 0 and saved["score"] >= 0 and abs(saved["load"]) < 1024
+    plans = json.loads((tmp_path / "plan.json").read_text())["predictions"]
+    stock, shared = ({phase["phase"]: phase["total"] for phase in each["phases"]} for each in plans)
+    assert stock["train"] > shared["train"] and stock["score"] >= shared["score"]
     assert "with the kernels of flash-linear-attention, causal-conv1d, mamba-ssm they hold other" in result.stdout
-    assert "layers with a state" not in planned(*options, "--device", "cpu").stdout  # for which there are none
 
 
 def test_kernels_that_are_installed_stay_out_of_a_prediction(planned, monkeypatch):
@@ -106,20 +84,13 @@ def test_kernels_that_are_installed_stay_out_of_a_prediction(planned, monkeypatc
     assert planned(*options).stdout == expected != ""
 
 
-def test_a_token_budget_is_planned_for_rows_of_different_lengths(planned, tmp_path):
-    result = plan_of_tiny(planned, "qwen3", tmp_path, "--tokens-per-forward", 300)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert planned_arms(result) == ["stock", "stock-accumulate", "stock-tokens", "shared"]
-
-
 def test_a_model_whose_prompts_cannot_be_shared_is_planned_without(planned, tmp_path):
     reason = "does not go through `transformers.AttentionInterface`"
     result = plan_of_tiny(planned, "stablelm", tmp_path)
     assert result.returncode == 0 and reason in result.stderr, result.stderr[-3000:]
     assert planned_arms(result) == ["stock", "stock-accumulate"]
     alone = plan_of_tiny(planned, "stablelm", tmp_path, "--arms", "shared")
-    assert alone.returncode == 2 and "Traceback" not in alone.stderr
-    assert alone.stderr.splitlines()[-1].startswith("plan: ") and reason in alone.stderr.splitlines()[-1]
+    assert alone.returncode == 2 and reason in alone.stderr.splitlines()[-1]
 
 
 # In billions, as the models' own pages have them
@@ -135,22 +106,10 @@ PUBLISHED = {
 
 
 def test_built_in_shapes_have_as_many_weights_as_the_published_models(forked):
+    assert models.named_config("mistralai/Mistral-7B-Instruct-v0.3").model_type == "mistral", "by its name on the hub"
     result = forked("shape_weights")
     assert result.returncode == 0, result.stderr[-3000:]
     counted = {name: int(count) / 1e9 for name, count in map(str.split, result.stdout.splitlines())}
     assert {name: n for name, n in counted.items() if name != "tiny-qwen3" and "8-layers" not in name} == {
         name: pytest.approx(size, rel=5e-3) for name, size in PUBLISHED.items()
     }
-
-
-@pytest.mark.parametrize(
-    "name",
-    (
-        "google/gemma-3-4b-it",
-        "mistralai/Mistral-7B-Instruct-v0.3",
-        "Qwen/Qwen2.5-VL-7B-Instruct",
-        "openai/gpt-oss-20b",
-    ),
-)
-def test_a_models_name_on_the_hub_is_its_shape(name):
-    assert models.named_config(name).model_type in ("gemma3", "mistral", "qwen2_5_vl", "gpt_oss")

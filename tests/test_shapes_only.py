@@ -80,29 +80,3 @@ def test_views_share_a_storage_and_operations_in_place_give_their_tensor():
         assert (x * 2).untyped_storage()._cdata != x.untyped_storage()._cdata
         assert x.add_(1) is x and torch.mul(x, x, out=x) is x
         assert torch.empty(0, 3).new_zeros(2).tolist() == [0, 0]  # outside `new`, with values
-
-
-def test_what_an_empty_tensor_gives_has_no_values():
-    """A cache that has no tokens yet, and grows."""
-    with ShapesOnly() as shapes:
-        with shapes.new():
-            x = torch.zeros(4, 0, 6)
-        for grown in (x.new_empty(4, 2**30, 6), torch.cat([x, x.new_zeros(4, 2**30, 6)], dim=1)):
-            assert grown.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-        with pytest.raises(RuntimeError):
-            torch.zeros(4, 2**40, 6)  # with values, there is no room for it
-
-
-def test_numbers_and_bools_that_are_equal_give_the_dtype_that_they_give():
-    with ShapesOnly() as shapes:
-        with shapes.new():
-            x = torch.zeros(3, dtype=torch.long)
-        assert [(x * factor).dtype for factor in (1, 1.0, True)] == [torch.long, torch.float32, torch.long]
-
-
-def test_values_that_decide_a_shape_are_an_error():
-    with ShapesOnly() as shapes:
-        with shapes.new():
-            x = torch.zeros(3)
-        with pytest.raises(NotImplementedError):
-            x.nonzero()

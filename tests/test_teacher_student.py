@@ -30,53 +30,45 @@ def tokenizer():
     return build_tokenizer(QUESTIONS + SOLUTIONS + EXPLANATIONS, 300)
 
 
-def build(name="gpt2", seed=0, vocab_size=300, **options):
+def build(name="gpt2", seed=0, vocab_size=300):
     """A model with distributions that are far from uniform, in float64."""
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     torch.manual_seed(seed)
     shape = dict(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        head_dim=8,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        pad_token_id=0,
-        eos_token_id=3,
-    )
-    config = CONFIG_MAPPING[name](**{**shape, **ARCHITECTURES[name], "vocab_size": vocab_size, **options})
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, eos_token_id=3,
+    )  # fmt: skip
+    config = CONFIG_MAPPING[name](**shape | ARCHITECTURES[name], vocab_size=vocab_size)
     model = AutoModelForCausalLM.from_config(config).double().eval()
     for parameter in model.parameters():
         parameter.data.mul_(5 if parameter.dim() > 1 else 1)
     return model
 
 
-def ask(reward, tokenizer, rows=(0, 1, 2), explanations=EXPLANATIONS, **options):
+def ask(reward, tokenizer, explanations=EXPLANATIONS, **options):
     """Call the reward as TRL does, each completion ended by its end token."""
-    texts = [explanations[i] for i in rows]
     given = dict(
-        prompts=[PROMPTS[i] for i in rows],
-        completions=[[{"role": "assistant", "content": text}] for text in texts],
-        completion_ids=[[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts],
-        question=[QUESTIONS[i] for i in rows],
-        solution=[SOLUTIONS[i] for i in rows],
+        prompts=PROMPTS,
+        completions=[[{"role": "assistant", "content": text}] for text in explanations],
+        completion_ids=[[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in explanations],
+        question=QUESTIONS,
+        solution=SOLUTIONS,
         trainer_state=None,
     )
-    return reward(**{**given, **options})
+    return reward(**given | options)
 
 
 def make(student, tokenizer, teacher=None, **options):
     from rloo_memory.hooks.teacher_student import TeacherStudentReward
 
-    reward = TeacherStudentReward(student, tokenizer, **({} if teacher else {"kl_weight": 0}), **options)
+    reward = TeacherStudentReward(student, tokenizer, **({} if teacher else {"kl_weight": 0}) | options)
     reward.teacher = teacher
     return reward
 
 
-def full_logits(student, teacher, tokenizer, temperature=1.0):
+def full_logits(student, teacher, tokenizer, temperature):
     """The parts from all logits of whole sequences, one row at a time."""
     import torch
 
@@ -100,82 +92,35 @@ def full_logits(student, teacher, tokenizer, temperature=1.0):
     return parts
 
 
-OF_THE_PAPER = dict(min_weight=0.01, kl_weight=3, max_weight=0.01)  # the defaults
+OF_THE_PAPER = dict(min_weight=0.01, kl_weight=3, max_weight=0.01, temperature=1.0)  # the defaults
 OTHERS = dict(min_weight=0.3, kl_weight=0.7, max_weight=0.2, temperature=0.7)
 
 
 @pytest.mark.parametrize("name, options", [*((name, {}) for name in ARCHITECTURES), ("qwen3", OTHERS)])
-def test_chunks_give_what_full_logits_give(name, options, tokenizer):
+def test_chunks_and_batches_give_what_full_logits_give(name, options, tokenizer):
     student, teacher = build(name), build(name, seed=1)
-    expected = full_logits(student, teacher, tokenizer, options.get("temperature", 1.0))
-    assert max(kl for *_, kl in expected) > 0.01
     weights = OF_THE_PAPER | options
-    for chunk in (1, 3, 256):
-        reward = make(student, tokenizer, teacher, chunk_tokens=chunk, batch_size=1, **options)
-        found = ask(reward, tokenizer)
+    expected = full_logits(student, teacher, tokenizer, weights["temperature"])
+    assert max(kl for *_, kl in expected) > 0.01
+    for chunk, batch in ((1, 1), (3, 2), (256, 4)):
+        reward = make(student, tokenizer, teacher, chunk_tokens=chunk, batch_size=batch, **options)
+        logged = {}
+        found = ask(reward, tokenizer, log_metric=logged.__setitem__)
         for i, (mean, low, mean_kl, max_kl) in enumerate(expected):
             assert [x[i] for x in reward.last.values()] == pytest.approx(expected[i], rel=1e-10, abs=1e-10)
             kl = mean_kl + weights["max_weight"] * max_kl
             formula = mean + weights["min_weight"] * low - weights["kl_weight"] * kl
             assert found[i] == pytest.approx(formula, rel=1e-10)
+        assert logged == {f"teacher_student/{name}": sum(x) / 3 for name, x in reward.last.items()}
 
 
-def test_batches_and_padding_do_not_change_the_value(tokenizer):
-    student, teacher = build(), build(seed=1)
-    expected = ask(make(student, tokenizer, teacher, batch_size=1), tokenizer)
-    for size in (2, 4):
-        assert ask(make(student, tokenizer, teacher, batch_size=size), tokenizer) == pytest.approx(expected, rel=1e-10)
-    alone = [ask(make(student, tokenizer, teacher), tokenizer, rows=(i,))[0] for i in range(3)]
-    assert alone == pytest.approx(expected, rel=1e-10)
-
-
-def test_a_student_that_knows_the_solution_better_gives_a_higher_reward(tokenizer):
-    import torch
-
-    student = build()
-    before = ask(make(student, tokenizer), tokenizer)
-    knows = copy.deepcopy(student)
-    optimizer = torch.optim.Adam(knows.parameters(), 1e-3)
-    rows = [torch.tensor([tokenizer(text)["input_ids"]]) for text in SOLUTIONS]
-    for _ in range(10):
-        sum(knows(row, labels=row).loss for row in rows if row.shape[1] > 1).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert ask(make(knows, tokenizer), tokenizer)[1] > before[1]  # the solution with several tokens
-
-
-def test_the_teachers_own_thought_has_no_kl_and_an_empty_one_neither(tokenizer):
-    model = build()
-    chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    reward = make(model, tokenizer, model)
-    ask(reward, tokenizer, prompts=chats)  # teacher and student are one model, asked the same
-    assert max(map(abs, reward.last["max_kl"])) < 1e-12
-    empty = [EXPLANATIONS[0], "", EXPLANATIONS[2]]
-    reward = make(model, tokenizer, build(seed=1))
-    ask(reward, tokenizer, explanations=empty)
-    assert reward.last["mean_kl"][1] == reward.last["max_kl"][1] == 0 < reward.last["mean_kl"][0]
-    ask(reward, tokenizer, explanations=["", "", ""])
-    assert reward.last["max_kl"] == [0, 0, 0]
-
-
-def test_texts_are_taken_as_well_as_chats(tokenizer):
+def test_texts_are_taken_as_well_as_chats_and_a_template_replaces_the_chat(tokenizer):
     student, teacher = build(), build(seed=1)
     texts = [tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False) for p in PROMPTS]
     for reward in (make(student, tokenizer), make(student, tokenizer, teacher)):
         assert ask(reward, tokenizer, completions=EXPLANATIONS, prompts=texts) == ask(reward, tokenizer)
-
-
-def test_the_student_reads_its_template(tokenizer):
-    student = build()
-    chat = ask(make(student, tokenizer), tokenizer)
-    head = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "{question}"}], add_generation_prompt=True, tokenize=False
-    )
-    assert ask(make(student, tokenizer, student_template=head + "{explanation}\n\n{solution}"), tokenizer) == chat
-    assert ask(make(student, tokenizer, student_template="<t>{explanation}</t>{solution}"), tokenizer) != chat
-    plain = copy.deepcopy(tokenizer)
-    plain.chat_template = None
-    assert ask(make(student, plain), tokenizer) != chat
+    other = make(student, tokenizer, student_template="<t>{explanation}</t>{solution}")
+    assert ask(other, tokenizer) != ask(make(student, tokenizer), tokenizer)
 
 
 def test_no_logits_of_more_tokens_than_a_chunk_exist(tokenizer):
@@ -195,41 +140,22 @@ def test_no_logits_of_more_tokens_than_a_chunk_exist(tokenizer):
 
     student, teacher = build("qwen3"), build("qwen3", seed=1)
     weights = {x.untyped_storage().data_ptr() for model in (student, teacher) for x in model.parameters()}
-    reward = make(student, tokenizer, teacher, chunk_tokens=5)
     with Largest() as small:
-        ask(reward, tokenizer)
-    reward.chunk_tokens = 1000
-    with Largest() as large:
-        ask(reward, tokenizer)
-    assert small.rows == 5 and large.rows > 20
+        ask(make(student, tokenizer, teacher, chunk_tokens=5), tokenizer)
+    assert small.rows == 5
 
 
-def test_models_are_left_as_they_were(tokenizer):
+def test_models_are_left_as_they_were_and_an_offloaded_student_is_back_also_after_a_failed_call(
+    tokenizer, monkeypatch
+):
     student, teacher = build(), build(seed=1).train()
-    teacher.transformer.h[0].eval()
-    modes = [module.training for module in teacher.modules()]
-    assert ask(make(student, tokenizer, teacher), tokenizer) == ask(make(student, tokenizer, build(seed=1)), tokenizer)
-    assert [module.training for module in teacher.modules()] == modes and not student.training
-    assert all(parameter.grad is None for parameter in teacher.parameters())
-
-
-def test_an_offloaded_student_is_back_on_the_cpu_after_a_call_even_a_failed_one(tokenizer, monkeypatch):
-    student, teacher = build(), build(seed=1)
-    expected = ask(make(student, tokenizer, teacher), tokenizer)
+    expected = ask(make(student, tokenizer, build(seed=1)), tokenizer)
     reward, back = make(student, tokenizer, teacher, offload=True), []
-    assert ask(reward, tokenizer) == expected
+    assert ask(reward, tokenizer) == expected and teacher.training and not student.training
     monkeypatch.setattr(reward._hook, "offload", lambda: back.append(True))
-    assert ask(reward, tokenizer) == expected and back == [True]
     with pytest.raises(TypeError):
         ask(reward, tokenizer, completion_ids=None)
-    assert back == [True, True]
-
-
-def test_a_student_by_path_brings_its_tokenizer(tokenizer, tmp_path):
-    student = build()
-    student.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    assert ask(make(str(tmp_path), None), tokenizer) == pytest.approx(ask(make(student, tokenizer), tokenizer))
+    assert back == [True]
 
 
 def test_a_teacher_with_adapters_counts_with_them(tokenizer):
@@ -243,62 +169,29 @@ def test_a_teacher_with_adapters_counts_with_them(tokenizer):
     assert with_adapters == pytest.approx(merged, rel=1e-6) and with_adapters != pytest.approx(plain, rel=1e-4)
 
 
-def test_parts_are_logged_as_means(tokenizer):
-    logged = {}
-    reward = make(build(), tokenizer, build(seed=1))
-    ask(reward, tokenizer, log_metric=logged.__setitem__)
-    assert logged == {f"teacher_student/{name}": sum(x) / 3 for name, x in reward.last.items()} and len(logged) == 4
-    reward = make(build(), tokenizer)
-    ask(reward, tokenizer)
-    assert list(reward.last) == ["mean_log_likelihood", "min_log_likelihood"]
-
-
 def test_what_cannot_give_a_reward_is_refused(tokenizer):
-    from rloo_memory.models import build_tokenizer
-
-    student, teacher = build(), build(seed=1)
+    student = build()
     with pytest.raises(ValueError, match="2 . 3.*empty"):
         ask(make(student, tokenizer), tokenizer, solution=["\n", "Tuesday", "3"])
-    with pytest.raises(TypeError, match="question"):
-        make(student, tokenizer)(EXPLANATIONS, solution=SOLUTIONS)
     with pytest.raises(ValueError, match=r"GPT2LMHeadModel \(310 tokens\).*GPT2LMHeadModel \(300\).*kl_weight=0"):
         ask(make(student, tokenizer, build(vocab_size=310)), tokenizer)
-    reward = make(student, tokenizer, teacher)
-    reward.teacher_tokenizer = build_tokenizer(["other words give other tokens"] * 3, 300)
-    with pytest.raises(ValueError, match="different vocabularies"):
-        ask(reward, tokenizer)
-    reward.teacher = None
     with pytest.raises(ValueError, match="no teacher.*attach"):
-        ask(reward, tokenizer)
-    for template in ("{solution}", "{solution} {explanation}", "{explanation} {solution} and more"):
-        with pytest.raises(ValueError, match="student_template"):
-            make(student, tokenizer, student_template=template)
-    scaled = build()
-    forward = scaled.forward
-    scaled.forward = lambda *args, **kwargs: SimpleNamespace(logits=2 * forward(*args, **kwargs).logits)
+        ask(make(student, tokenizer, kl_weight=3), tokenizer)
+    with pytest.raises(ValueError, match="student_template"):
+        make(student, tokenizer, student_template="{solution} {explanation}")
+    forward = student.forward
+    student.forward = lambda *args, **kwargs: SimpleNamespace(logits=2 * forward(*args, **kwargs).logits)
     with pytest.raises(ValueError, match="GPT2LMHeadModel.*LM head"):
-        ask(make(scaled, tokenizer), tokenizer)
+        ask(make(student, tokenizer), tokenizer)
 
 
 @pytest.mark.parametrize("fact", [dict(is_fsdp_enabled=True), dict(tools=[print])])
 def test_a_teacher_that_cannot_be_asked_is_refused(fact, tokenizer):
     accelerator = SimpleNamespace(state=SimpleNamespace(), unwrap_model=None, autocast=None)
     trainer = dict(accelerator=accelerator, is_fsdp_enabled=False, processing_class=tokenizer, model=None)
-    reward = make(build(), tokenizer, build(seed=1))
     with pytest.raises(ValueError, match="kl_weight=0"):
-        reward.attach(SimpleNamespace(**{**trainer, **fact}))
-    make(build(), tokenizer).attach(SimpleNamespace(**{**trainer, **fact}))
-
-
-def test_there_are_24_examples_and_the_teacher_reads_question_and_solution():
-    from rloo_memory.hooks.teacher_student import examples
-
-    rows = examples()
-    assert len(rows) == 24 == len({row["question"] for row in rows})
-    for row in rows:
-        (message,) = row["prompt"]
-        assert message["role"] == "user" and row["question"] in message["content"] and row["solution"].strip()
-        assert row["solution"] in message["content"]
+        make(build(), tokenizer, build(seed=1)).attach(SimpleNamespace(**trainer | fact))
+    make(build(), tokenizer).attach(SimpleNamespace(**trainer | fact))
 
 
 def test_both_trainers_train_with_it_and_sharing_changes_nothing(probe):

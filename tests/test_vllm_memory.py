@@ -9,11 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from rloo_memory.errors import ConfigError
-from rloo_memory.hooks.memory_callback import values_of
 from rloo_memory.launch import vllm_server
 from rloo_memory.models import named_config
 from rloo_memory.plan import engine
-from rloo_memory.plan.accuracy.calibration import CalibratedPeak
 from rloo_memory.plan.accuracy.reserve import Room
 from rloo_memory.plan.levers import LEVERS, applied
 from rloo_memory.plan.predict import predict
@@ -62,14 +60,6 @@ def test_a_colocated_engine_has_its_share_of_the_device(own, sleeps, phases):
     assert Room(0, 0.5).needed([found["generate"]]) == Room(0, 0.5).needed([server["generate"]]) + 6 * GIB
 
 
-def test_the_share_comes_behind_what_a_calibration_corrects():
-    setup = Setup(64, use_vllm=True, device_memory=10 * GIB)
-    (peak,) = engine.with_engine(setup, [CalibratedPeak("train", 100, {"correction": 10}, 0, 90, 120)])
-    assert (peak.total, peak.low, peak.high) == (100 + 3 * GIB, 90 + 3 * GIB, 120 + 3 * GIB)
-    for without in (replace(setup, device="cpu"), Setup(64), replace(setup, device_memory=0)):
-        assert engine.with_engine(without, [1]) == [1]
-
-
 @pytest.mark.torch
 def test_settings_say_what_vllm_takes_and_a_lever_lets_it_sleep():
     settings = {"use_vllm": True, "per_device_train_batch_size": 8, "num_generations": 8}
@@ -80,8 +70,6 @@ def test_settings_say_what_vllm_takes_and_a_lever_lets_it_sleep():
     trial = applied(lever, setup, named_config("tiny-qwen3"))
     assert changes(setup, trial) == {"vllm_enable_sleep_mode": True} and lever.exact(setup)
     assert applied(lever, replace(setup, vllm_mode="server"), named_config("tiny-qwen3")) is None
-    with pytest.raises(ConfigError, match="vllm_mode 'both': choose colocate or server"):
-        predict("this", replace(setup, vllm_mode="both"), named_config("tiny-qwen3"))
 
 
 @pytest.mark.torch
@@ -100,52 +88,27 @@ def test_the_planner_and_the_doctor_say_so(planned, capsys, tmp_path, line, said
     assert said in capsys.readouterr().out
 
 
-def test_a_run_records_how_vllm_generated_and_nothing_of_it_without():
-    args = SimpleNamespace(use_vllm=True, vllm_mode="server", vllm_gpu_memory_utilization=0.3, beta=0.0)
-    assert values_of(args) == vars(args)
-    args.use_vllm = False
-    assert values_of(args) == {"use_vllm": False, "beta": 0.0}
+def config(url, **more):
+    values = dict(use_vllm=True, vllm_mode="server", vllm_server_timeout=0.0, process_index=0, world_size=1)
+    return SimpleNamespace(**values | more, vllm_server_base_url=url)
 
 
-# -- the server ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def server():
-    """Answers each request with the next status; the last one stays."""
-    statuses = []
+def test_a_server_that_begins_is_waited_for(capsys, monkeypatch):
+    statuses = [503, 503, 200]
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            self.send_response(statuses.pop(0) if len(statuses) > 1 else statuses[0])
+            self.send_response(statuses.pop(0))
             self.end_headers()
 
-        def log_message(self, *args):
-            pass
-
+    monkeypatch.setattr(vllm_server, "EVERY", 0.01)
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as made:
         threading.Thread(target=made.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{made.server_port}", statuses
+        url = f"http://127.0.0.1:{made.server_port}"
+        vllm_server.wait_for(config(url, vllm_server_timeout=60.0))
         made.shutdown()
-
-
-def config(url, **more):
-    values = dict(
-        use_vllm=True, vllm_mode="server", vllm_server_base_url=url, vllm_server_timeout=0.0, process_index=0,
-        world_size=1,
-    )  # fmt: skip
-    return SimpleNamespace(**values | more)
-
-
-def test_a_server_that_is_there_is_found(server, capsys, monkeypatch):
-    url, statuses = server
-    monkeypatch.setattr(vllm_server, "EVERY", 0.01)
-    statuses += [200]
-    vllm_server.wait_for(config(url))
-    assert capsys.readouterr().out == ""
-    statuses[:] = [503, 503, 200]
-    vllm_server.wait_for(config(url, vllm_server_timeout=60.0))
     assert capsys.readouterr().out.startswith(f"vllm    waiting for the server at {url}, 60 s at most")
+    assert not statuses
 
 
 def test_a_server_that_is_not_there_is_named_in_one_line():
@@ -154,11 +117,4 @@ def test_a_server_that_is_not_there_is_named_in_one_line():
     line = str(refusal.value)
     assert line.startswith("no vLLM server answers at http://127.0.0.1:9 within 0 s") and "\n" not in line
     assert "trl vllm-serve --model" in line and "--vllm_mode colocate" in line
-    by_port = config(None, vllm_server_host="127.0.0.1", vllm_server_port=9)
-    with pytest.raises(ConfigError, match="at http://127.0.0.1:9 "):
-        vllm_server.wait_for(by_port)
-
-
-def test_nobody_is_asked_where_no_server_generates():
-    vllm_server.wait_for(config("http://127.0.0.1:9", vllm_mode="colocate"))
-    vllm_server.wait_for(config("http://127.0.0.1:9", use_vllm=False))
+    vllm_server.wait_for(config("http://127.0.0.1:9", vllm_mode="colocate"))  # asks nobody

@@ -8,10 +8,12 @@ import json
 import sys
 from pathlib import Path
 
-from transformers import TrainerCallback
+import torch
+import transformers
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from rloo_memory import host_allocator
-from rloo_memory.device import device_name, machine_name
+from rloo_memory.device import device_name, machine_name, status_bytes
 from rloo_memory.phases import PhaseRecorder
 from rloo_memory.storage import write_json
 
@@ -78,29 +80,13 @@ def trained_settings(args, model) -> dict:
     return settings
 
 
-def place_of(kind: str) -> dict:
-    """Of memory.json: the machine, and the versions of what is measured there."""
-    import torch
-    import transformers
-
-    name = device_name(kind)
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    if "trl" in sys.modules:
-        versions["trl"] = sys.modules["trl"].__version__
-    return {
-        "machine": machine_name(kind, name),
-        "device_name": name,
-        "versions": versions,
-    }
-
-
 def own_file(args, name: str) -> Path:
     """The file `name` of this process in the output folder: x.json of the first process, x.1.json of the next."""
     path = Path(args.output_dir, name)
     return path.with_suffix(f".{args.process_index}{path.suffix}") if args.process_index else path
 
 
-class MemoryCallback(TrainerCallback):
+class MemoryCallback(transformers.TrainerCallback):
     """Writes to TRL's metrics, each step:
 
     * `mem_alloc_mb`, `mem_reserved_mb`: what torch has allocated and reserved on the device after the step, MiB;
@@ -118,21 +104,14 @@ class MemoryCallback(TrainerCallback):
 
     Args:
         trainer: an RLOO or GRPO trainer.
-        snapshot (`str`, *optional*): "peak" or "oom": dump torch's memory snapshot to
-            `output_dir/memory_snapshot.pickle` when a step reaches a new peak, or when memory runs out. For
-            https://docs.pytorch.org/memory_viz. Needs CUDA.
-        settings (`dict`, *optional*): settings that the trainer does not know, such as where the model and the data
-            came from, for the record.
-        predicted (`dict`, *optional*): bytes that the planner predicts for each phase, to stand beside the measured
-            ones.
-        predicted_prompt_tokens (`int`, *optional*): the prompt length that it predicts them for.
-        calibrated (`dict`, *optional*): the same bytes as a calibration of this machine corrects them.
-        images (`tuple`, *optional*): width and height in pixels of each image of a prompt, as the processor scales
-            them, for the record.
-        start_bytes (`int`, *optional*): `rloo_memory.device.level` before the model was loaded.
-
-    Raises:
-        ValueError: for another `snapshot`, or without CUDA.
+        snapshot: "peak" or "oom": dump torch's memory snapshot to `output_dir/memory_snapshot.pickle` when a step
+            reaches a new peak, or when memory runs out. For https://docs.pytorch.org/memory_viz. Needs CUDA.
+        settings: those that the trainer does not know, such as where the model and the data came from, for the record.
+        predicted: bytes that the planner predicts for each phase, to stand beside the measured ones;
+            `predicted_prompt_tokens` is the prompt length that it predicts them for, `calibrated` the same bytes as a
+            calibration corrects them.
+        images: width and height in pixels of each image of a prompt, as the processor scales them, for the record.
+        start_bytes: `rloo_memory.device.level` before the model was loaded.
     """
 
     def __init__(
@@ -146,17 +125,14 @@ class MemoryCallback(TrainerCallback):
         images: tuple[tuple[int, int], ...] = (),
         start_bytes: int | None = None,
     ):
-        import torch
-
         if snapshot not in (None, "peak", "oom"):
             raise ValueError(f"snapshot is {snapshot!r}; it must be 'peak', 'oom' or None")
         self.cuda = torch.cuda.is_available() and trainer.accelerator.device.type == "cuda"
         if snapshot and not self.cuda:
             raise ValueError(f"snapshot={snapshot!r} needs CUDA, training is on {trainer.accelerator.device}")
-        self.torch, self.trainer, self.snapshot, self.settings = torch, trainer, snapshot, settings or {}
+        self.trainer, self.snapshot, self.settings, self.images = trainer, snapshot, settings or {}, images
         self.predicted, self.calibrated = predicted or {}, calibrated or {}
         self.predicted_prompt_tokens, self.start_bytes = predicted_prompt_tokens, start_bytes
-        self.images = images
         self.phases: PhaseRecorder | None = None
         self.seen = 0  # rows of `phases` that were logged
         self.highest = 0  # bytes, and the phase that it was in
@@ -165,18 +141,19 @@ class MemoryCallback(TrainerCallback):
         self.completion_tokens = 0  # the longest completion, where the trainer tells
         self.lengths = None  # longest completion and prompt when memory.json was last written
         self.out_of_memory: str | None = None  # the phase that memory ran out in
-        self.place: dict = {}
         self.static = 0  # weights, gradients and optimizer state, seen before the optimizer's step
+
+    @property
+    def kind(self) -> str:
+        return "cuda" if self.cuda else "cpu"
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-        kind = "cuda" if self.cuda else "cpu"
-        self.place = place_of(kind)
         resumed = state.global_step > 0
         if not resumed:  # those of an earlier training: not of this one until it has its own
             for name in ("memory.json", "memory_snapshot.pickle"):
                 own_file(args, name).unlink(missing_ok=True)
-        self.phases = PhaseRecorder(own_file(args, "memory_phases.csv"), kind, go_on=resumed)
+        self.phases = PhaseRecorder(own_file(args, "memory_phases.csv"), self.kind, go_on=resumed)
         if resumed and own_file(args, "memory.json").exists():
             before = json.loads(own_file(args, "memory.json").read_text())
             self.peaks, self.completion_tokens = before["peaks"], before.get("completion_tokens") or 0
@@ -192,12 +169,10 @@ class MemoryCallback(TrainerCallback):
         if (engine := getattr(self.trainer, "vllm_generation", None)) is not None:
             self.phases.mark(engine, "generate", lambda prompts, **kwargs: map(len, prompts))
         if self.snapshot:
-            self.torch.cuda.memory._record_memory_history(max_entries=200_000)
+            torch.cuda.memory._record_memory_history(max_entries=200_000)
         if self.snapshot == "oom":
             path = str(own_file(args, "memory_snapshot.pickle"))
-            self.torch._C._cuda_attach_out_of_memory_observer(
-                lambda *args: self.torch.cuda.memory._dump_snapshot(path)
-            )
+            torch._C._cuda_attach_out_of_memory_observer(lambda *args: torch.cuda.memory._dump_snapshot(path))
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self.static = self._now()[0]
@@ -218,7 +193,7 @@ class MemoryCallback(TrainerCallback):
         if self.cuda:
             metrics["mem_batch_share"] = max(0.0, 1 - self.static / highest)
             metrics["mem_reserved_mb"] = reserved / MB
-            metrics["mem_alloc_retries"] = self.torch.cuda.memory_stats().get("num_alloc_retries", 0)
+            metrics["mem_alloc_retries"] = torch.cuda.memory_stats().get("num_alloc_retries", 0)
         for name, value in metrics.items():
             self.trainer._metrics["train"][name].append(value)
         made = self.trainer._metrics["train"].get("completions/max_length") or [0]
@@ -230,7 +205,7 @@ class MemoryCallback(TrainerCallback):
         if higher or longer:
             self._record(args)
         if higher and self.snapshot == "peak":
-            self.torch.cuda.memory._dump_snapshot(str(own_file(args, "memory_snapshot.pickle")))
+            torch.cuda.memory._dump_snapshot(str(own_file(args, "memory_snapshot.pickle")))
 
     def failed(self) -> str:
         """Record a step that memory ran out in, as far as it came. Returns the phase."""
@@ -259,9 +234,6 @@ class MemoryCallback(TrainerCallback):
 
     def _record(self, args) -> None:
         """memory.json: what the doctor needs to explain the highest peak so far, and what a calibration needs."""
-        from torch.distributed.fsdp import CPUOffloadPolicy
-        from transformers import PreTrainedModel
-
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         settings = trained_settings(args, model)
         bits = 4 if "load_in_4bit" in settings else 8 if "load_in_8bit" in settings else 16
@@ -270,7 +242,13 @@ class MemoryCallback(TrainerCallback):
         deepspeed = self.trainer.accelerator.state.deepspeed_plugin
         zero = deepspeed.deepspeed_config["zero_optimization"] if deepspeed else {}
         # Other trainers than RLOO's and GRPO's have neither
-        reward_models = [f for f in getattr(self.trainer, "reward_funcs", []) if isinstance(f, PreTrainedModel)]
+        reward_models = [
+            f for f in getattr(self.trainer, "reward_funcs", []) if isinstance(f, transformers.PreTrainedModel)
+        ]
+        name = device_name(self.kind)
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        if "trl" in sys.modules:
+            versions["trl"] = sys.modules["trl"].__version__
         levers = {  # `waits_on_host`: of `launch.offload.keep_on_host`
             "offload_reference": hasattr(getattr(self.trainer, "ref_model", None), "waits_on_host"),
             "offload_reward": any(hasattr(model, "waits_on_host") for model in reward_models),
@@ -282,17 +260,17 @@ class MemoryCallback(TrainerCallback):
         write_json(
             own_file(args, "memory.json"),
             {
-                "device_kind": "cuda" if self.cuda else "cpu",
-                **self.place,
-                "host_allocator": host_allocator.active(),
-                "device_bytes": self.torch.cuda.mem_get_info()[1] if self.cuda else None,
+                "device_kind": self.kind,
+                "machine": machine_name(self.kind, name),
+                "device_name": name,
+                "versions": versions,
+                "host_allocator": "+".join(host_allocator.mapped()) or "system",
+                "device_bytes": torch.cuda.mem_get_info()[1] if self.cuda else None,
                 "start_bytes": self.start_bytes,
                 "peaks": self.peaks,
                 "predicted_peaks": self.predicted,
-                "calibrated_peaks": self.calibrated,
                 "predicted_prompt_tokens": self.predicted_prompt_tokens,
                 "out_of_memory": self.out_of_memory,
-                "static_bytes": self.static,
                 "prompt_tokens": max(self.phases.prompt_tokens, default=None),
                 "images": self.images,
                 "completion_tokens": self.completion_tokens or None,
@@ -310,7 +288,5 @@ class MemoryCallback(TrainerCallback):
 
     def _now(self) -> tuple[int, int]:
         if self.cuda:
-            return self.torch.cuda.memory_allocated(), self.torch.cuda.memory_reserved()
-        from rloo_memory.device import status_bytes
-
+            return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
         return status_bytes("VmRSS"), 0

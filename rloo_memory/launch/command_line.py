@@ -101,7 +101,7 @@ def wrong_here(launch: LaunchArguments, config, model_config) -> list[tuple[str,
     reasons = {
         "top_k is -1, which only vLLM takes for all tokens; --top_k 0": config.top_k == -1 and not config.use_vllm,
         f"calibration {launch.calibration!r} corrects the prediction, and predict_memory is off; remove one":
-            launch.calibration not in (None, "none") and not launch.predict_memory,
+            launch.calibration and not launch.predict_memory,
         f"memory_snapshot {launch.memory_snapshot!r} needs a GPU, and there is none here; leave it out":
             launch.memory_snapshot and no_gpu(),
         "activation_offloading moves activations from a GPU to the host, and there is no GPU here; "

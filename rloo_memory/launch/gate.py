@@ -4,25 +4,18 @@ import os
 import time
 from dataclasses import dataclass, field
 
-from rloo_memory.device import available_bytes, device_name, machine_name
+from rloo_memory.device import available_bytes
 from rloo_memory.errors import ConfigError
 from rloo_memory.launch.dataset import Lengths
 from rloo_memory.launch.output import decided_once
 from rloo_memory.plan import ask
-from rloo_memory.plan.accuracy.calibration import (
-    CalibratedPeak,
-    Calibration,
-    file_of,
-    load,
-    may_exceed,
-    range_in_words,
-)
+from rloo_memory.plan.accuracy.calibration import load
+from rloo_memory.plan.accuracy.measured import measured_errors
 from rloo_memory.plan.accuracy.reserve import EXPANDABLE, FIXED, OUTSIDE, Room
-from rloo_memory.plan.options import reserve_of
 from rloo_memory.plan.peaks import PredictedPeak
 from rloo_memory.plan.simulation.recurrent import kernels_here
 from rloo_memory.settings.arguments import LaunchArguments
-from rloo_memory.sizes import GIB, parse_bytes
+from rloo_memory.sizes import GIB
 
 
 @dataclass(frozen=True)
@@ -53,8 +46,9 @@ def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source:
     began, device = time.monotonic(), config.device.type
     say("predicting the peak of each phase (--predict_memory false leaves it out)")
     settings = ask.settings_of(model) | ask.settings_of(launch) | ask.settings_of(config)
-    calibration = calibration_here(launch.calibration, config)
-    room = room_here(config, calibration)
+    calibration, room = launch.calibration, room_here(config)
+    if calibration:
+        load(calibration, device)  # one that cannot be used is refused
     limit = room.size
     try:
         where = {"device": device, "images": lengths.images, **devices_here(config)}
@@ -69,10 +63,10 @@ def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source:
         f"predicted peak {peak.total / GIB:.2f} GiB of {limit / GIB:.2f} that are free, in phase {peak.phase} "
         f"({phases}; {time.monotonic() - began:.0f} s)"
     )
-    for line in (*expected.remarks, *(calibration.said_of({"this": expected.phases}) if calibration else ())):
+    for line in expected.remarks:
         say(line)
-    if may_exceed(expected.range, limit):
-        say(f"it may not fit: {range_in_words(expected.phases, calibration)}")
+    if measured_errors().may_exceed(peak.total, limit):
+        say(f"it may not fit: {measured_errors().in_words(peak.total)}")
     elif not room.holds(expected.phases):
         needed = f"{room.needed(expected.phases) / GIB:.2f} GiB"
         say(f"it may not fit: with what the allocator wastes, torch may reserve {needed}")
@@ -86,9 +80,9 @@ def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source:
         doctor += "".join(f" --image {width}x{height}" for width, height in lengths.images)
         doctor += f" --device-memory {available_bytes(str(config.device)) / GIB:.1f}GiB"
         if calibration:
-            doctor += f" --calibration {calibration.file}" + (" --device cpu" if device == "cpu" else "")
+            doctor += f" --calibration {calibration}" + (" --device cpu" if device == "cpu" else "")
         raise ConfigError(refusal(peak, limit, remedy, settings, doctor))
-    corrected = {phase.phase: phase.total for phase in expected.phases if isinstance(phase, CalibratedPeak)}
+    corrected = {phase.phase: phase.total for phase in expected.phases} if calibration else {}
     return Forecast({phase.phase: phase.uncorrected for phase in expected.phases}, corrected, lengths.longest)
 
 
@@ -99,37 +93,13 @@ def total_bytes(device) -> int:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
-def room_here(config, calibration: Calibration | None) -> Room:
+def room_here(config) -> Room:
     """What the device of a process has free for tensors."""
     free = available_bytes(str(config.device))
     if config.device.type != "cuda":
         return Room(int(free / int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-    if kept := reserve_of(None, calibration):
-        return Room(free - parse_bytes(kept))
     expandable = "expandable_segments:True" in os.environ.get("PYTORCH_ALLOC_CONF", "")
     return Room(free - OUTSIDE, EXPANDABLE if expandable else FIXED)
-
-
-def calibration_here(asked: str | None, config) -> Calibration | None:
-    """The calibration that is asked for, or this machine's own, if there is one that can be used. Raises `ConfigError`
-    for one that is asked for and cannot be used here."""
-    if asked == "none":
-        return None
-    kind = "cuda" if config.device.type == "cuda" else "cpu"
-    machine = machine_name(kind, device_name(kind, config.device))
-    if asked is None and not file_of(machine).exists():
-        return None
-    try:
-        calibration = load(asked or file_of(machine))
-        calibration.check(kind)
-    except ConfigError as error:
-        if asked:
-            raise
-        say(f"not calibrated: {error}")
-        return None
-    if calibration.machine != machine:
-        say(f"{calibration.file} is of another machine, {calibration.machine}; this is {machine}")
-    return calibration
 
 
 def refusal(peak: PredictedPeak, limit: int, remedy: ask.Remedy | None, settings: dict, doctor: str) -> str:

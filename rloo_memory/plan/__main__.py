@@ -2,14 +2,13 @@
 
     rloo-memory plan --model Qwen/Qwen3-8B --prompt 3000 --completion 512 --k 8 --device-memory 79.1GiB
     rloo-memory plan --model ./my-model --profile single_gpu_24gb --prompt 3000 --largest k
-    rloo-memory plan --calibrate RUN_DIR... [--out FILE]
 
 Compares today's trainer with one pass (stock, TRL 1.15 and newer), with one completion a pass (stock-accumulate), and
 prefix sharing (shared); with --tokens-per-forward also whole rows within a token budget (stock-tokens, which only the
 planner has). --arms stock-1.9 is TRL 1.0 to 1.9, stock-1.13 is 1.10 to 1.13: they keep the logits of all completions.
 Sizes are what torch allocates on the device; the CUDA context and the allocator's fragmentation come on top
-(`--reserve`). --calibrate turns runs of the launcher into corrections for their machine, --calibration uses them. A
-chart of a prediction: --json PLAN.json, then python -m visualization.charts.plan PLAN.json OUT.png
+(`--reserve`). --calibration RUN_DIR corrects each phase by what a run of the launcher measured. A chart of a
+prediction: --json PLAN.json, then python -m visualization.charts.plan PLAN.json OUT.png
 """
 
 import argparse
@@ -21,13 +20,10 @@ from pathlib import Path
 
 from rloo_memory.errors import ConfigError, choose, exit_code
 from rloo_memory.plan import levers
-from rloo_memory.plan.accuracy.calibrate import calibrate
-from rloo_memory.plan.accuracy.calibration import Calibration, as_json, may_exceed, range_in_words, range_of
 from rloo_memory.plan.accuracy.measured import measured_errors
 from rloo_memory.plan.accuracy.reserve import Room
 from rloo_memory.plan.images import PromptImages
 from rloo_memory.plan.options import (
-    Problems,
     add_memory_options,
     add_setup_options,
     asked,
@@ -43,10 +39,10 @@ from rloo_memory.settings.profiles import load_profile
 from rloo_memory.sizes import GIB
 
 
-def table(predictions: list[Prediction], room: Room | None, measure: str) -> str:
+def table(predictions: list[Prediction], room: Room | None) -> str:
     """Peaks by phase in GiB, one line an arm, and what the highest is made of."""
     phases = [phase.phase for phase in predictions[0].phases]
-    lines = [f"{measure + ', GiB':22}" + "".join(f"{name:>11}" for name in phases) + "  fits"]
+    lines = [f"{'peak allocated, GiB':22}" + "".join(f"{name:>11}" for name in phases) + "  fits"]
     for prediction in predictions:
         peak = prediction.peak
         cells = "".join(f"{phase.total / GIB:>10.2f}{'*' if phase is peak else ' '}" for phase in prediction.phases)
@@ -61,13 +57,13 @@ def table(predictions: list[Prediction], room: Room | None, measure: str) -> str
 
 
 def fits(prediction: Prediction, room: Room | None) -> str:
-    """The verdict. "just": the tensors fit, but not with what the allocator wastes, or with the highest of the range
-    that the peak stands for."""
+    """The verdict. "just": the tensors fit, but not with what the allocator wastes, or with the highest that the peak
+    stands for."""
     if room is None:
         return ""
     if (short := room.short(prediction.phases)) > 0:
         return f"short by {max(short / GIB, 0.01):.2f} GiB"
-    sure = room.holds(prediction.phases) and not may_exceed(range_of(prediction.phases), room.size)
+    sure = room.holds(prediction.phases) and not measured_errors().may_exceed(prediction.peak.total, room.size)
     return "yes" if sure else "just"
 
 
@@ -80,16 +76,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--arms", help=f"some of {', '.join(ARM_NAMES)}; default: those of today")
     parser.add_argument("--largest", choices=tuple(LARGEST), help="find the largest that fits the device memory")
     parser.add_argument("--json", type=Path, help="write the prediction to this file")
-    parser.add_argument(
-        "--calibrate",
-        type=Path,
-        nargs="+",
-        metavar="RUN_DIR",
-        help="make corrections from the launcher's output folders",
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="where they go; ~/.local/share/rloo-memory/<machine>/calibration.json"
-    )
     return parser.parse_args(argv)
 
 
@@ -110,33 +96,14 @@ def chosen_arms(names: str | None, setup: Setup) -> list[str]:
     return arms
 
 
-def only_calibrate(args: argparse.Namespace) -> int:
-    others = [
-        f"--{name.replace('_', '-')}"
-        for name, value in vars(parse_args([])).items()
-        if name not in ("calibrate", "out") and getattr(args, name) != value
-    ]
-    if others:
-        raise ConfigError(f"--calibrate reads runs and predicts nothing: leave out {', '.join(others)}")
-    return calibrate(args.calibrate, args.out)
-
-
 def run(args: argparse.Namespace) -> int:
-    if args.calibrate:
-        return only_calibrate(args)
-    start, problems = time.time(), Problems()
-    profile = problems.of(load_profile, args.profile) if args.profile else None
-    if not args.model and not (profile or {}).get("model_name_or_path") and not problems.lines:
-        problems.lines.append("no model: name one with --model, or a profile that has model_name_or_path")
-    if args.out:
-        problems.lines.append(f"--out {args.out} is for --calibrate RUN_DIR...; a prediction goes to --json FILE")
+    start = time.time()
     if args.largest and args.device_memory is None:
-        problems.lines.append("--largest needs --device-memory")
+        raise ConfigError("--largest needs --device-memory")
     if args.json:
-        problems.of(check_writable, args.json)
-    question = asked(args, profile, problems)
-    arms = problems.of(chosen_arms, args.arms, question.setup) if question else None
-    problems.stop()
+        check_writable(args.json)
+    question = asked(args, load_profile(args.profile) if args.profile else None)
+    arms = chosen_arms(args.arms, question.setup)
     model, hf_config, setup = question.model, question.hf_config, question.setup
     room, calibration = question.room, question.calibration
 
@@ -153,31 +120,28 @@ def run(args: argparse.Namespace) -> int:
     if setup.images:
         tokens = " + ".join(f"{length:,}" for length in PromptImages.of(setup.images, hf_config).lengths)
         print(f"{tokens} of the prompt's tokens are its image{'s' if len(setup.images) > 1 else ''}")
-    print(table(predictions, room, "above start" if calibration and args.device == "cpu" else "peak allocated"))
+    print(table(predictions, room))
     if room is not None:
-        taken = f"{args.device_memory} less {reserve_in_words(question.reserve, setup.device)}"
+        taken = f"{args.device_memory} less {reserve_in_words(args.reserve, setup.device)}"
         if parameters > room.size:
             print(f"The weights alone exceed {taken} by {(parameters - room.size) / GIB:.2f} GiB.")
         print(f"fits: within {taken}; just: by less than the error, or than the allocator's part")
-    if words := range_in_words(max(predictions, key=lambda p: p.peak.total).phases, calibration):
-        print(words)
-    for line in calibration.said_of({p.arm: p.phases for p in predictions}) if calibration else ():
-        print(line)
-    for words in remarks(setup, hf_config):
+    print(measured_errors().in_words(max(prediction.peak.total for prediction in predictions)))
+    for words in remarks(setup, hf_config, calibration):
         print(words)
     for arm in [prediction.arm for prediction in predictions] if args.largest else ():
         print(f"{arm}: looking for the largest {args.largest}")
         value = largest_that_fits(arm, setup, hf_config, args.largest, room, calibration=calibration)
         print(f"{arm}: largest {args.largest} {value or 'none'}")
     if args.json:
-        args.json.write_text(json.dumps(result_of(model, room, predictions, calibration), indent=1) + "\n")
+        args.json.write_text(json.dumps(result_of(model, room, predictions), indent=1) + "\n")
         chart = args.json.with_suffix(".png")
         print(f"{args.json}; a chart of it: python -m visualization.charts.plan {args.json} {chart}")
     print(f"{time.time() - start:.0f} s", file=sys.stderr)
     return 0
 
 
-def result_of(model: str, room: Room | None, predictions: list[Prediction], calibration: Calibration | None) -> dict:
+def result_of(model: str, room: Room | None, predictions: list[Prediction]) -> dict:
     """What --json writes. Sizes in bytes; `device_memory_bytes` is less the reserve."""
     import torch
     import transformers
@@ -189,7 +153,6 @@ def result_of(model: str, room: Room | None, predictions: list[Prediction], cali
         "versions": f"trl {trl.__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
         "device_memory_bytes": room and room.size,
         "measured_over_predicted": [measured_errors().low, measured_errors().high],
-        **({"calibration": {"file": calibration.file, **as_json(calibration)}} if calibration else {}),
         "predictions": [
             {"arm": p.arm, "setup": asdict(p.setup), "phases": [asdict(phase) for phase in p.phases]}
             for p in predictions

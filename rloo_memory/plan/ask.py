@@ -5,9 +5,8 @@
     expected = predict(args, "Qwen/Qwen3-8B", prompt_tokens=3000, peft_config=lora)
     print(f"{expected.peak.total / 2**30:.1f} GiB in {expected.peak.phase}: {expected.peak.parts()}")
 
-`args` is an RLOOConfig or GRPOConfig. One step is simulated in a process of its own, without a GPU: nothing of the
-caller's is touched or changed. Sizes are what torch allocates on a device; the CUDA context and the allocator's
-fragmentation come on top.
+One step is simulated in a process of its own, without a GPU: nothing of the caller's is touched. Sizes are what torch
+allocates on a device; the CUDA context and the allocator's fragmentation come on top.
 """
 
 import dataclasses
@@ -21,7 +20,6 @@ from pathlib import Path
 
 from rloo_memory.errors import EXIT_USAGE, ConfigError, exit_code
 from rloo_memory.fork import need_fork
-from rloo_memory.plan.accuracy.calibration import CalibratedPeak, Calibration, as_json, from_json, load, range_of
 from rloo_memory.plan.peaks import PredictedPeak, Prediction
 
 # What a process that starts under `accelerate launch` or torchrun would take for a place in their group
@@ -42,24 +40,17 @@ class Remedy:
 @dataclass(frozen=True)
 class Expected:
     """The predicted peak of each phase of a step, and with a `limit` that it exceeds the change that the doctor would
-    try first of those that make it fit alone. With a calibration, phases that it corrects are `CalibratedPeak`s. What
-    is not sure of it, if anything, is in `note` (`rloo_memory.plan.simulation.recurrent`), and all that is said of it
-    in `remarks`."""
+    try first of those that make it fit alone. What is not sure of it, if anything, is in `note`
+    (`rloo_memory.plan.simulation.recurrent`), and all that is said of it in `remarks`."""
 
     phases: tuple[PredictedPeak, ...]
     remedy: Remedy | None = None
-    calibration: Calibration | None = None
     note: str | None = None
     remarks: tuple[str, ...] = ()
 
     @property
     def peak(self) -> PredictedPeak:
         return max(self.phases, key=lambda phase: phase.total)
-
-    @property
-    def range(self) -> tuple[int, int, int]:
-        """The lowest, the expected and the highest that the peak can be, bytes."""
-        return range_of(self.phases)
 
 
 def predict(
@@ -70,37 +61,32 @@ def predict(
     peft_config=None,
     settings: dict | None = None,
     limit: int | None = None,
-    calibration: Calibration | Path | str | None = None,
+    calibration: Path | str | None = None,
     **where,
 ) -> Expected:
     """The peaks of a training.
 
     Args:
         config: an RLOOConfig or GRPOConfig, or a dictionary of their settings.
-        model: name or folder of a model as `rloo-memory plan --model` takes it, a transformers model, or its
-            config.
+        model: name or folder as `rloo-memory plan --model` takes it, a transformers model, or its config.
         prompt_tokens: of the longest prompt.
         peft_config: a `peft.LoraConfig`, where adapters are trained.
         settings: more settings under TRL's names, such as `load_in_4bit`, or `dtype` of a model that is named (without
             one float32, as TRL loads it; "auto" is what its config says).
         limit: bytes; beyond it, a remedy is looked for, which takes a minute or some.
-        calibration: corrects the peaks; or the file of one, which `rloo-memory plan --calibrate` writes.
+        calibration: the launcher's output folder of a run that corrects the peaks.
         where: other fields of `rloo_memory.plan.setups.Setup`, such as `num_devices`, `device="cpu"` or, of the images
             of a prompt, `images=((1280, 720),)`: `prompt_tokens` counts theirs, too.
 
     Raises:
         ConfigError: for settings that no trainer accepts, and for what cannot be predicted, with the reason.
     """
-    if isinstance(calibration, str | Path):
-        calibration = load(calibration)
-    if calibration:
-        calibration.check(where.get("device", "cuda"))
     asked = {
         "settings": {**settings_of(config), **lora_settings(peft_config), **plain(settings or {})},
         "model": model_in_text(model),
         "prompt_tokens": prompt_tokens,
         "limit": limit,
-        "calibration": as_json(calibration) if calibration else None,
+        "calibration": calibration and str(Path(calibration).absolute()),
         "where": where,
     }
     if hasattr(model, "dtype") and hasattr(model, "config"):
@@ -113,8 +99,8 @@ def predict(
         raise ConfigError(f"the planner ended with exit code {result.returncode}: {(said or ['without a word'])[-1]}")
     answer = json.loads(result.stdout.splitlines()[-1])
     remedy = Remedy(**answer["remedy"]) if answer["remedy"] else None
-    phases = (CalibratedPeak(**phase) if "low" in phase else PredictedPeak(**phase) for phase in answer["phases"])
-    return Expected(tuple(phases), remedy, calibration, answer["note"], tuple(answer["remarks"]))
+    phases = tuple(PredictedPeak(**phase) for phase in answer["phases"])
+    return Expected(phases, remedy, answer["note"], tuple(answer["remarks"]))
 
 
 def in_its_own_process(asked: dict) -> subprocess.CompletedProcess:
@@ -181,34 +167,34 @@ def main() -> int:
 
 
 def answer(asked: dict) -> int:
+    from rloo_memory.plan.accuracy.calibration import load
     from rloo_memory.plan.options import model_config, settings_of_adapter
     from rloo_memory.plan.predict import predict_all
     from rloo_memory.plan.records import config_from
     from rloo_memory.plan.remarks import remarks
     from rloo_memory.plan.simulation.recurrent import note
-    from rloo_memory.plan.trl_settings import from_settings
-    from rloo_memory.settings.grammar import Settings, checked, fields
+    from rloo_memory.plan.trl_settings import defaults, from_settings
 
     hf_config = config_from(asked["model"]) if isinstance(asked["model"], dict) else model_config(asked["model"])
-    asked_for = Settings("", asked["settings"], {})
-    settings, problems = checked(asked_for, fields())
-    asked_for.refuse(problems)
+    settings = asked["settings"]
+    if unknown := settings.keys() - defaults(settings.get("algorithm") or "rloo"):
+        raise ConfigError(f"{', '.join(sorted(unknown))}: no setting of TRL's trainer, nor of the launcher")
     if isinstance(asked["model"], str):
         settings |= settings_of_adapter(asked["model"], settings)
     where = asked["where"]
     where["images"] = tuple(map(tuple, where.get("images", ())))  # JSON has lists
     setup = from_settings(asked["prompt_tokens"], settings, hf_config, **where)
-    calibration = from_json(asked["calibration"]) if asked["calibration"] else None
+    calibration = load(asked["calibration"], setup.device) if asked["calibration"] else None
     (now,) = predict_all({"as it is": setup}, hf_config, lambda line: None, calibration)
     exceeds = asked["limit"] is not None and now.peak.total > asked["limit"]
     remedy = first_remedy(now, hf_config, asked["limit"], calibration) if exceeds else None
     phases = [asdict(peak) for peak in now.phases]
-    words = {"note": note(hf_config, setup.device), "remarks": remarks(setup, hf_config)}
+    words = {"note": note(hf_config, setup.device), "remarks": remarks(setup, hf_config, calibration)}
     print(json.dumps({"phases": phases, "remedy": remedy and asdict(remedy), **words}))
     return 0
 
 
-def first_remedy(now: Prediction, hf_config, limit: int, calibration: Calibration | None) -> Remedy | None:
+def first_remedy(now: Prediction, hf_config, limit: int, calibration) -> Remedy | None:
     """Of the doctor's changes that make it fit alone, the first in its order: those that train the same come first."""
     from rloo_memory.plan.levers import LEVERS, applied
     from rloo_memory.plan.predict import predict_all

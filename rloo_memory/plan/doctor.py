@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rloo_memory.errors import ConfigError, exit_code
-from rloo_memory.plan.accuracy.calibration import Calibration, may_exceed, range_in_words, range_of
+from rloo_memory.plan.accuracy.calibration import Calibration
+from rloo_memory.plan.accuracy.measured import measured_errors
 from rloo_memory.plan.accuracy.reserve import Room
 from rloo_memory.plan.levers import FASTER_FROM, LEVERS, Lever, applied, in_turn, settings_by_lever
 from rloo_memory.plan.options import (
-    Problems,
     add_memory_options,
     add_setup_options,
     asked,
@@ -150,28 +150,26 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    problems = Problems()
-    old, profile = None, None
+    old = profile = None
     if args.run and args.profile:
-        problems.lines.append(f"{args.run} is a run with settings of its own: leave out --profile {args.profile}")
-    elif args.run:
-        old = problems.of(read_run, args.run)
-        if old and old.prompt_tokens is None and args.prompt is None:
-            problems.lines.append(
+        raise ConfigError(f"{args.run} is a run with settings of its own: leave out --profile {args.profile}")
+    if args.run:
+        old = read_run(args.run)
+        if old.prompt_tokens is None and args.prompt is None:
+            raise ConfigError(
                 f"{args.run}/memory.json has no prompt length, as where vLLM or continuous batching generates: add "
                 "--prompt N"
             )
     elif args.profile:
-        profile = problems.of(load_profile, args.profile)
+        profile = load_profile(args.profile)
         if args.output.resolve() == profile_path(args.profile).resolve():
-            problems.lines.append(f"--output {args.output} is the profile itself; name another file")
-    if not args.run and not args.model and not (profile or {}).get("model_name_or_path") and not problems.lines:
+            raise ConfigError(f"--output {args.output} is the profile itself; name another file")
+    elif not args.model:
         raise ConfigError("nothing to look at: name a run folder, or --model, --prompt and --device-memory")
-    if args.device_memory is None and (old.device_bytes is None if old else not args.run):
-        problems.lines.append("no device memory: --device-memory, such as 24GiB")
-    problems.of(check_writable, args.output)
-    question = asked(args, profile, problems, old) if old or not args.run else None
-    problems.stop()
+    check_writable(args.output)
+    question = asked(args, profile, old)
+    if question.room is None:
+        raise ConfigError("no device memory: --device-memory, such as 24GiB")
     hf_config, settings, setup = question.hf_config, question.settings, question.setup
     room, calibration = question.room, question.calibration
 
@@ -183,9 +181,7 @@ def run(args: argparse.Namespace) -> int:
     if (now := predictions.pop("as it is", None)) is None:
         raise ConfigError("the setup as it is cannot be planned, see above")
     explain(now, old.peaks if old else {}, room)
-    for line in calibration.said_of({"as it is": now.phases}) if calibration else ():
-        print(line)
-    for words in remarks(setup, hf_config):
+    for words in remarks(setup, hf_config, calibration):
         print(words)
     if reasons := by_batch(settings, hf_config):
         print(
@@ -216,8 +212,12 @@ def run(args: argparse.Namespace) -> int:
         )
         return 1
     write_settings(args.output, settings, old, used, now, last, room)
-    conclude(args, settings, setup, used, last, calibration, room)
+    conclude(args, settings, setup, used, last, room)
     return 0
+
+
+def needs_learning_rate(settings: dict, last: Prediction) -> bool:
+    return bool(last.setup.lora_rank) and "learning_rate" not in settings
 
 
 def write_settings(
@@ -233,43 +233,35 @@ def write_settings(
         lines.append(f"{lever.name}: {lever.effect(setup)}")
         new = {name: value for name, value in decided.items() if settings.get(name) != value}
         lines += [f"  {name} is removed" if value is None else f"  {name}: {value}" for name, value in new.items()]
-    if last.setup.lora_rank and "learning_rate" not in settings:
+    if needs_learning_rate(settings, last):
         lines.append(LEARNING_RATE)
     if old and old.missing:
         lines.append(f"The run did not record {', '.join(old.missing)}: add yours, else the defaults are taken.")
-    changed = changes(setup, last.setup)
     if path.exists():
         print(f"{path} is replaced")
-    dump_profile(path, with_changes(settings, changed) | {"max_prompt_tokens": setup.prompt_tokens}, lines)
+    written = with_changes(settings, changes(setup, last.setup)) | {"max_prompt_tokens": setup.prompt_tokens}
+    dump_profile(path, written, lines)
 
 
 def conclude(
-    args: argparse.Namespace,
-    settings: dict,
-    setup: Setup,
-    used: list[Lever],
-    last: Prediction,
-    calibration: Calibration | None,
-    room: Room,
+    args: argparse.Namespace, settings: dict, setup: Setup, used: list[Lever], last: Prediction, room: Room
 ) -> None:
+    """What it comes to, and the command that trains with it."""
+    errors, path = measured_errors(), args.output.resolve()
     same = "Trains the same as before. " if used and all(lever.exact(setup) for lever in used) else ""
-    path = args.output.resolve()
-    verdict = "just fits, by less than the error" if may_exceed(range_of(last.phases), room.size) else "fits"
+    verdict = "just fits, by less than the error" if errors.may_exceed(last.peak.total, room.size) else "fits"
     print(f"{verdict}: {gib(last)}. {same}Settings, with prompts to {setup.prompt_tokens} tokens: {path}")
-    if words := range_in_words(last.phases, calibration):
-        print(f"  {words}")
+    print(f"  {errors.in_words(last.peak.total)}")
     if host := last.most_on_host.host:
         print(f"  {host / GIB:.2f} GiB wait on the host at most ({last.most_on_host.phase})")
     own = "" if settings.get("dataset_name") else " --dataset_name PROMPTS.jsonl"
     rewarded = settings.get("reward_funcs") or settings.get("reward_model_name_or_path")
     own += "" if rewarded else " --reward_funcs MODULE:FUNCTION"
-    model = "MODEL_PATH=/path/to/model "
+    command = "rloo-memory launch"
     if setup.num_devices > 1:
-        file = args.accelerate or "ACCELERATE.yaml"
-        print(f"  {model}accelerate launch --config_file {file} -m rloo_memory.launch {path}{own}")
-    else:
-        print(f"  {model}rloo-memory launch {path}{own}")
-    if last.setup.lora_rank and "learning_rate" not in settings:
+        command = f"accelerate launch --config_file {args.accelerate or 'ACCELERATE.yaml'} -m rloo_memory.launch"
+    print(f"  MODEL_PATH=/path/to/model {command} {path}{own}")
+    if needs_learning_rate(settings, last):
         print(f"  {LEARNING_RATE}")
     rows, k = last.setup.per_device_train_batch_size, last.setup.num_generations
     if last.setup.device == "cuda" and last.setup.prefix_sharing and rows < k:
@@ -278,12 +270,6 @@ def conclude(
             "micro-batch starts its kernels anew (docs/emulated_cuda.md)"
         )
     print("  PYTORCH_ALLOC_CONF=expandable_segments:True keeps fragmentation low on CUDA; the launcher sets it")
-
-
-def in_all(prediction: Prediction, room: Room) -> str:
-    """How much torch is expected to reserve, where the allocator's part is not taken off the limit."""
-    needed = room.needed(prediction.phases)
-    return f"{needed / GIB:.2f} GiB with what the allocator wastes, " if needed > prediction.peak.total else ""
 
 
 def explain(now: Prediction, measured: dict[str, int], room: Room) -> None:
@@ -297,7 +283,9 @@ def explain(now: Prediction, measured: dict[str, int], room: Room) -> None:
             f"measured: {measured[name] / GIB:.2f} GiB{what}, {name} phase; predicted for it "
             f"{phase.total / GIB:.2f} GiB"
         )
-    print(f"predicted peak {gib(now)}, {now.peak.phase} phase; {in_all(now, room)}limit {room.size / GIB:.2f} GiB")
+    needed = room.needed(now.phases)
+    wasted = f"{needed / GIB:.2f} GiB with what the allocator wastes, " if needed > now.peak.total else ""
+    print(f"predicted peak {gib(now)}, {now.peak.phase} phase; {wasted}limit {room.size / GIB:.2f} GiB")
     print(f"{phase.phase}: {phase.parts()}")
     if phase.kinds.get("parameters", 0) > room.size:
         print(f"the weights alone exceed the limit by {(phase.kinds['parameters'] - room.size) / GIB:.2f} GiB")

@@ -10,17 +10,17 @@ AWAKE = ("load", "generate")  # phases in which a sleeping engine is awake: TRL'
 
 
 def with_engine(setup: Setup, peaks: list) -> list:
-    """`rloo_memory.plan.predict.PredictedPeak`s with vLLM's share of the device in each phase in which it has it."""
+    """`rloo_memory.plan.peaks.PredictedPeak`s with vLLM's share of the device in each phase in which it has it."""
     size = setup.vllm_bytes
     if not size:
         return peaks
     asleep = setup.vllm_enable_sleep_mode
-    return [peak if asleep and peak.phase not in AWAKE else raised(peak, size) for peak in peaks]
-
-
-def raised(peak, size: int):
-    bounds = {name: getattr(peak, name) + size for name in ("low", "high") if hasattr(peak, name)}  # calibrated
-    return replace(peak, total=peak.total + size, kinds=peak.kinds | {KIND: size}, **bounds)
+    return [
+        peak
+        if asleep and peak.phase not in AWAKE
+        else replace(peak, total=peak.total + size, kinds=peak.kinds | {KIND: size})
+        for peak in peaks
+    ]
 
 
 def in_words(setup: Setup) -> str | None:

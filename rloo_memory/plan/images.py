@@ -14,19 +14,12 @@ LEAST, MOST = 8, 16_384  # pixels of a side
 
 @dataclass(frozen=True)
 class PromptImages:
-    """What the images of one prompt are for a model.
+    """What the images of one prompt are for a model."""
 
-    Args:
-        token: id of the tokens that stand for an image.
-        lengths: how many of them each image has.
-        pixels: shape of the prompt's pixel values.
-        grid: patches of each image along time, height and width, where the model is told.
-    """
-
-    token: int
-    lengths: tuple[int, ...]
-    pixels: tuple[int, ...]
-    grid: tuple[tuple[int, int, int], ...] | None = None
+    token: int  # id of the tokens that stand for an image
+    lengths: tuple[int, ...]  # how many of them each image has
+    pixels: tuple[int, ...]  # shape of the prompt's pixel values
+    grid: tuple[tuple[int, int, int], ...] | None = None  # patches along time, height, width, where the model is told
 
     @classmethod
     def of(cls, sizes: tuple[tuple[int, int], ...], hf_config) -> "PromptImages":

@@ -8,7 +8,6 @@ import re
 import sys
 import warnings
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from rloo_memory.adapters import adapter_of
@@ -23,7 +22,7 @@ from rloo_memory.plan.trl_settings import COMMAND_LINE, WEIGHT_BITS, changes, fr
 from rloo_memory.settings.profiles import devices_from
 from rloo_memory.sizes import GIB, parse_bytes, size_hint
 
-LEAST_DEVICE, MOST_DEVICE = 2**28, 2**50  # bytes: less is a forgotten unit, more has no device
+LEAST_DEVICE = 2**28  # bytes: less is a forgotten unit
 # Options whose value is a setting, by the setting's name, which is also the field's of `Setup`
 VALUES = {
     "max_completion_length": "completion", "tokens_per_forward": "tokens_per_forward", "optim": "optim",
@@ -34,25 +33,6 @@ CALLED = {
     "prompt_tokens": "--prompt", "num_generations": "--k", "lora_rank": "--lora",
     **{name: f"--{option.replace('_', '-')}" for name, option in VALUES.items()},
 }  # fmt: skip
-
-
-class Problems:
-    """Collects what is wrong, so that all of it is said at once."""
-
-    def __init__(self):
-        self.lines: list[str] = []
-
-    def of(self, function, *args):
-        """What `function(*args)` returns; None where it raises `ConfigError`, which is kept."""
-        try:
-            return function(*args)
-        except ConfigError as error:
-            self.lines.append(str(error))
-
-    def stop(self) -> None:
-        """Raise `ConfigError` with all that was wrong, if anything was."""
-        if self.lines:
-            raise ConfigError("; ".join(self.lines))
 
 
 @contextlib.contextmanager
@@ -99,7 +79,9 @@ def add_setup_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reward-model", help="one that scores, named as --model is; default: a function")
     parser.add_argument("--offload-reward", action="store_true", help="the reward model, likewise")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default cuda, or the run's")
-    parser.add_argument("--calibration", type=Path, metavar="FILE", help="correct by what --calibrate measured")
+    parser.add_argument(
+        "--calibration", type=Path, metavar="RUN_DIR", help="correct by what this run of the launcher measured"
+    )
 
 
 def add_memory_options(parser: argparse.ArgumentParser, default: str = "") -> None:
@@ -107,25 +89,9 @@ def add_memory_options(parser: argparse.ArgumentParser, default: str = "") -> No
     parser.add_argument("--device-memory", help=f"that PyTorch sees, such as 23.5GiB of an RTX 4090{default}")
     parser.add_argument(
         "--reserve",
-        help="of it for CUDA's context, cuBLAS and what the allocator cannot use; default: the calibration's, else "
+        help="of it for CUDA's context, cuBLAS and what the allocator cannot use; default: "
         f"{OUTSIDE / GIB:.2f} GiB and {FIXED} of what comes and goes (measured by others on GPUs)",
     )
-
-
-def calibration_for(path: Path | None, device: str) -> Calibration | None:
-    """What is to correct predictions for such a device. Raises `ConfigError`."""
-    if path is None:
-        return None
-    calibration = load(path)
-    calibration.check(device, f" (--device {calibration.device_kind} predicts for its own)")
-    return calibration
-
-
-def reserve_of(reserve: str | None, calibration: Calibration | None) -> str | None:
-    """What is asked to be kept free, else what was measured here; None: what others have measured."""
-    if reserve is None and calibration and calibration.kept_bytes is not None:
-        return f"{calibration.kept_bytes / 2**20:.0f}MiB"
-    return reserve
 
 
 def room_of(device_memory: str | int | None, reserve: str | None, device: str = "cuda") -> Room | None:
@@ -157,16 +123,10 @@ def reserve_in_words(reserve: str | None, device: str) -> str:
 
 def read_bytes(option: str, text: str | int) -> int:
     """Bytes that an option asks for. Raises `ConfigError` that names it."""
-    if isinstance(text, int):
-        return text
-    shown = text if len(text) <= 24 else f"{text[:20]}..."
     try:
-        size = parse_bytes(text)
-    except (ConfigError, OverflowError, ValueError) as error:
-        raise ConfigError(f"{option}: cannot read the size {shown!r}; write it like 24GiB or 800MiB") from error
-    if size > MOST_DEVICE:
-        raise ConfigError(f"{option} {shown} is more than any device has, {MOST_DEVICE // 2**40} TiB")
-    return size
+        return text if isinstance(text, int) else parse_bytes(text)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from error
 
 
 def model_config(model: str):
@@ -187,15 +147,8 @@ def model_config(model: str):
 
 def check_writable(path: Path) -> None:
     """Raise `ConfigError` where a file cannot be written, before the work is done that it is to hold."""
-    existed = path.exists()
-    try:
-        with path.open("a"):
-            pass
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot write {path}: {reason}; name a file in a folder that is there") from error
-    if not existed:
-        path.unlink()
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"cannot write {path}; name a file in a folder that is there")
 
 
 def read_image(text: str) -> tuple[int, int]:
@@ -209,40 +162,35 @@ def read_image(text: str) -> tuple[int, int]:
 @dataclass(frozen=True)
 class Asked:
     """What is asked of the planner: the name of a model and its config, settings under TRL's names, what they come to,
-    and where it is to fit: `room` is None without a device's memory, `reserve` what is kept free of it."""
+    and where it is to fit: `room` is None without a device's memory."""
 
     model: str | None
     hf_config: object
     settings: dict
     setup: Setup
-    reserve: str | None
     room: Room | None
     calibration: Calibration | None
 
 
-def asked(args: argparse.Namespace, profile: dict | None, problems: Problems, run: Run | None = None) -> Asked | None:
-    """What the options ask for, over the settings of a profile or of a run; None where these come to no setup. What is
-    wrong goes to `problems`."""
+def asked(args: argparse.Namespace, profile: dict | None, run: Run | None = None) -> Asked:
+    """What the options ask for, over the settings of a profile or of a run. Raises `ConfigError`."""
     base, where, memory = profile, {}, args.device_memory
     if run:
         base, where = run.settings | {"max_prompt_tokens": run.prompt_tokens}, run.where
         memory = run.device_bytes if memory is None else memory
     model = args.model or (base or {}).get("model_name_or_path")
-    hf_config = run.hf_config if run else problems.of(model_config, model) if model else None
+    if run is None and model is None:
+        raise ConfigError("no model: name one with --model, or a profile that has model_name_or_path")
+    hf_config = run.hf_config if run else model_config(model)
     device = args.device or where.get("device", "cuda")
-    calibration = problems.of(calibration_for, args.calibration, device)
-    reserve = reserve_of(args.reserve, calibration)
-    room = problems.of(room_of, memory, reserve, device)
-    planned = problems.of(partial(setup_from, **where | {"device": device}), args, base, hf_config)
-    if planned is None:
-        return None
-    settings, setup, called = planned
+    settings, setup, called = setup_from(args, base, hf_config, **where | {"device": device})
+    room = room_of(memory, args.reserve, device)
     setup = replace(setup, device_memory=room.device if room else 0)
-    if hf_config:
-        problems.of(check, setup, hf_config, called)
-    if device == "cuda" and not problems.lines and (hint := size_as_sold(str(args.device_memory))):
+    check(setup, hf_config, called)
+    calibration = load(args.calibration, device) if args.calibration else None
+    if device == "cuda" and (hint := size_as_sold(str(args.device_memory))):
         print(hint, file=sys.stderr)
-    return Asked(model, hf_config, settings, setup, reserve, room, calibration)
+    return Asked(model, hf_config, settings, setup, room, calibration)
 
 
 def setup_from(
@@ -250,30 +198,30 @@ def setup_from(
 ) -> tuple[dict, Setup, dict[str, str]]:
     """(settings, what they ask for, what the user wrote for a field of `Setup`): those of the profile or, with None,
     those of `COMMAND_LINE`, under the options. `where` are fields of `Setup` that are no settings. Raises
-    `ConfigError` with all that is wrong."""
-    problems = Problems()
+    `ConfigError`."""
     base = dict(COMMAND_LINE if profile is None else profile)
     prompt = base.get("max_prompt_tokens") if args.prompt is None else args.prompt
     if prompt is None:
-        problems.lines.append("no prompt length: --prompt N, the tokens of the longest prompt")
+        raise ConfigError("no prompt length: --prompt N, the tokens of the longest prompt")
     given = {name: getattr(args, option) for name, option in VALUES.items() if getattr(args, option) is not None}
     numbers = given | {"prompt_tokens": prompt, "num_generations": args.k, "lora_rank": args.lora}
     called = {name: CALLED[name] for name, value in numbers.items() if value is not None and name in CALLED}
-    if args.prompt is None and prompt is not None:
+    if args.prompt is None:
         called["prompt_tokens"] = "max_prompt_tokens"
-    problems.lines += wrong_numbers(numbers, called)
+    wrong = wrong_numbers(numbers, called)
     if args.prompts is not None and args.prompts < 1:
-        problems.lines.append(f"--prompts is {args.prompts}; it must be at least 1")
+        wrong.append(f"--prompts is {args.prompts}; it must be at least 1")
+    if wrong:
+        raise ConfigError("; ".join(wrong))
     if args.accelerate:
-        where |= problems.of(devices_from, args.accelerate) or {}
+        where |= devices_from(args.accelerate)
     if args.image:
-        where["images"] = tuple(problems.of(read_image, text) for text in args.image)
+        where["images"] = tuple(map(read_image, args.image))
     if args.reward_model and args.reward_model != "policy":
-        problems.of(model_config, args.reward_model)
-    problems.stop()
+        model_config(args.reward_model)
 
     before = from_settings(prompt, base, **where)
-    settings = with_changes(base, rows(args, before, profile is not None)) | given
+    settings = with_changes(base, batches(args, before, profile is not None)) | given
     if args.model:
         settings = {"model_name_or_path": args.model} | settings | {"model_name_or_path": args.model}
     for name in ("activation_offloading", "offload_reference", "offload_reward"):
@@ -313,7 +261,7 @@ def settings_of_adapter(model: str | None, settings: dict, rank: int | None = No
     return adapter.settings | ({} if dropout is None else {"lora_dropout": dropout})
 
 
-def rows(args: argparse.Namespace, before: Setup, of_profile: bool) -> dict:
+def batches(args: argparse.Namespace, before: Setup, of_profile: bool) -> dict:
     """The settings that --k and --prompts decide: completions a prompt, and rows. --k keeps a profile's prompts."""
     if args.k is None and args.prompts is None:
         return {}

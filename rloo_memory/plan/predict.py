@@ -25,7 +25,7 @@ from rloo_memory.sizes import GIB
 
 
 def predict(arm: str, setup: Setup, hf_config, calibration=None) -> Prediction:
-    """The peaks of one setup, corrected by a `accuracy.calibration.Calibration` if there is one; `arm` is its label.
+    """The peaks of one setup, corrected by an `accuracy.calibration.Calibration` if there is one; `arm` is its label.
     Raises `ConfigError` before anything runs."""
     check(setup, hf_config)
     need_fork()

@@ -55,17 +55,11 @@ def memory_record(record: dict) -> Run:
     hf_config = config_from(record["model_config"])
     arguments = record["arguments"]
     where = {name: arguments[name] for name in NOT_SETTINGS if name in arguments} | {"device": record["device_kind"]}
-    recorded = arguments | record.get("settings", {})  # older records have the first ones alone
+    recorded = arguments | record.get("settings", {})
     settings = {name: value for name, value in recorded.items() if name not in NOT_SETTINGS and value is not None}
     for name in ("offload_reference", "offload_reward"):
         if not settings.get(name):
             settings.pop(name, None)
-    if completions := settings.pop("completions_per_forward", None):  # in older records
-        settings["tokens_per_forward"] = completions * (settings["max_completion_length"] + 1)
-    if dataset := settings.pop("dataset", None):  # likewise
-        settings["dataset_name"] = dataset
-    if (reward := settings.pop("reward", None)) and not is_model(reward):
-        settings["reward_funcs"] = [reward]
     settings["dtype"] = record["dtype"]
     if record["lora_rank"]:
         settings |= {"use_peft": True, "lora_r": record["lora_rank"]}

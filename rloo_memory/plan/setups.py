@@ -205,14 +205,13 @@ def wrong_numbers(values: dict[str, object], called: dict[str, str]) -> list[str
     `called` is what the user wrote for a field, else its own name."""
     lines = []
     for name, least in LEAST.items():
-        value, own = values.get(name), called.get(name, name)
+        value, own, whole = values.get(name), called.get(name, name), Setup.__annotations__[name] is not float
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            lines.append(f"{own} is {value!r}; it must be a number")
-        elif isinstance(value, float) and (not math.isfinite(value) or Setup.__annotations__[name] is not float):
-            kind = "finite number" if Setup.__annotations__[name] is float else "whole number"
-            lines.append(f"{own} is {value}; it must be a {kind}")
+        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+            lines.append(f"{own} is {value!r}; it must be a {'whole ' if whole else ''}number")
+        elif isinstance(value, float) and not math.isfinite(value):
+            lines.append(f"{own} is {value}; it must be a finite number")
         elif value < least:
             lines.append(f"{own} is {value}; it must be at least {least}{WHY_LEAST.get(name, '')}")
         elif value > 2**40:
@@ -223,69 +222,49 @@ def wrong_numbers(values: dict[str, object], called: dict[str, str]) -> list[str
 def check(setup: Setup, hf_config, called: dict[str, str] | None = None) -> None:
     """Raise `ConfigError` for a setup that no trainer would accept, with all that is wrong. `called` is what the user
     wrote for a field of `Setup` ("--k" for `num_generations`), else it is called by its name."""
-    name = lambda field: (called or {}).get(field, field)  # noqa: E731
-    wrong = wrong_numbers(vars(setup), called or {})
-    if wrong:
+    called = {name: name for name in vars(setup)} | (called or {})
+    if wrong := wrong_numbers(vars(setup), called):
         raise ConfigError("; ".join(wrong))
-    k, rows = setup.num_generations, setup.generation_rows
-    if rows % k:
-        wrong.append(
-            f"per_device_train_batch_size {setup.per_device_train_batch_size} x steps_per_generation "
-            f"{setup.steps_per_generation} is not a multiple of {name('num_generations')} {k}; use a batch of {k}"
-        )
-    if setup.prefix_sharing and not setup.has_whole_groups:
-        batch, update = setup.per_device_train_batch_size, setup.rows_per_update
-        if k % batch:
-            wrong.append(
-                f"per_device_train_batch_size {batch} is neither a multiple nor a divisor of "
-                f"{name('num_generations')} {k}, which prefix_sharing needs; use {k}"
-            )
-        elif update % k:
-            wrong.append(
-                f"per_device_train_batch_size {batch} x gradient_accumulation_steps "
-                f"{setup.gradient_accumulation_steps} is not a multiple of {name('num_generations')} {k}, which "
-                f"prefix_sharing needs; accumulate {k // batch} steps"
-            )
-    if setup.optim not in OPTIMIZERS:
-        wrong.append(f"optim {setup.optim!r} is not one that the plan knows: {', '.join(OPTIMIZERS)}")
+    k, batch, update = setup.num_generations, setup.per_device_train_batch_size, setup.rows_per_update
+    k_called, prompt_called = called["num_generations"], called["prompt_tokens"]
+    length = setup.prompt_tokens + setup.max_completion_length
+    positions = hf_config.get_text_config().max_position_embeddings
     already = quantized(hf_config, setup.device)
-    if already and setup.weight_bits != already.bits:
-        wrong.append(
-            f"the model's weights are already quantized, to {already.bits} bits ({already.method}), not to "
-            f"{setup.weight_bits}"
-        )
-    if setup.weight_bits < 16 and not setup.lora_rank:
-        wrong.append(f"{setup.weight_bits}-bit weights cannot be trained themselves; add LoRA: --lora 16")
-    if setup.offload_reference and (setup.lora_rank or not setup.beta):
-        why = "LoRA needs no second model" if setup.lora_rank else "beta 0 needs no reference"
-        wrong.append(f"offload_reference is on, but there is none to offload: {why}; remove it")
-    if setup.offload_reward and setup.reward_model is None:
-        wrong.append("offload_reward is on, but there is no reward model; remove it, or name one: --reward-model")
-    if setup.dtype not in ("bfloat16", "float16", "float32"):
-        wrong.append(f"dtype {setup.dtype!r}: choose bfloat16, float16 or float32")
-    if setup.vllm_mode not in ("colocate", "server"):
-        wrong.append(f"vllm_mode {setup.vllm_mode!r}: choose colocate or server")
-    if not setup.vllm_gpu_memory_utilization <= 1:
-        wrong.append(f"vllm_gpu_memory_utilization is {setup.vllm_gpu_memory_utilization}; it must be at most 1")
-    if not setup.lora_dropout < 1:
-        wrong.append(f"lora_dropout is {setup.lora_dropout}; it must be below 1")
-    if setup.prefix_sharing and setup.lora_rank and setup.lora_dropout:
-        wrong.append(
-            f"lora_dropout is {setup.lora_dropout}: completions that share a prompt would share its dropout; set 0.0"
-        )
-    text_config = hf_config.get_text_config()
-    length, positions = setup.prompt_tokens + setup.max_completion_length, text_config.max_position_embeddings
-    if length > positions:
-        wrong.append(
-            f"{name('prompt_tokens')} {setup.prompt_tokens} + {name('max_completion_length')} "
-            f"{setup.max_completion_length} = {length} tokens exceed the model's {positions} positions"
-        )
+    parts = setup.prefix_sharing and not setup.has_whole_groups
+    no_reference = "LoRA needs no second model" if setup.lora_rank else "beta 0 needs no reference"
+    reasons = {
+        f"per_device_train_batch_size {batch} x steps_per_generation {setup.steps_per_generation} is not a multiple "
+        f"of {k_called} {k}; use a batch of {k}": setup.generation_rows % k,
+        f"per_device_train_batch_size {batch} is neither a multiple nor a divisor of {k_called} {k}, which "
+        f"prefix_sharing needs; use {k}": parts and k % batch,
+        f"per_device_train_batch_size {batch} x gradient_accumulation_steps {setup.gradient_accumulation_steps} is "
+        f"not a multiple of {k_called} {k}, which prefix_sharing needs; accumulate {k // batch} steps":
+            parts and not k % batch and update % k,
+        f"optim {setup.optim!r} is not one that the plan knows: {', '.join(OPTIMIZERS)}":
+            setup.optim not in OPTIMIZERS,
+        f"the model's weights are already quantized, to {already and already.bits} bits "
+        f"({already and already.method}), not to {setup.weight_bits}":
+            already and setup.weight_bits != already.bits,
+        f"{setup.weight_bits}-bit weights cannot be trained themselves; add LoRA: --lora 16":
+            setup.weight_bits < 16 and not setup.lora_rank,
+        f"offload_reference is on, but there is none to offload: {no_reference}; remove it":
+            setup.offload_reference and (setup.lora_rank or not setup.beta),
+        "offload_reward is on, but there is no reward model; remove it, or name one: --reward-model":
+            setup.offload_reward and setup.reward_model is None,
+        f"dtype {setup.dtype!r}: choose bfloat16, float16 or float32":
+            setup.dtype not in ("bfloat16", "float16", "float32"),
+        f"vllm_gpu_memory_utilization is {setup.vllm_gpu_memory_utilization}; it must be at most 1":
+            setup.vllm_gpu_memory_utilization > 1,
+        f"lora_dropout is {setup.lora_dropout}; it must be below 1": setup.lora_dropout >= 1,
+        f"lora_dropout is {setup.lora_dropout}: completions that share a prompt would share its dropout; set 0.0":
+            setup.prefix_sharing and setup.lora_rank and setup.lora_dropout,
+        f"{prompt_called} {setup.prompt_tokens} + {called['max_completion_length']} {setup.max_completion_length} = "
+        f"{length} tokens exceed the model's {positions} positions": length > positions,
+        f"{setup.generation_rows} completions ({k_called} {k}) of {length} tokens in a rollout: the planner takes up "
+        f"to {MOST_TOKENS:,} tokens": setup.generation_rows * length > MOST_TOKENS,
+    }  # fmt: skip
+    wrong = [reason for reason, applies in reasons.items() if applies]
     if setup.images:
-        wrong += wrong_images(setup, hf_config, name("prompt_tokens"))
-    if setup.generation_rows * length > MOST_TOKENS:
-        wrong.append(
-            f"{setup.generation_rows} completions ({name('num_generations')} {k}) of {length} tokens in a rollout: "
-            f"the planner takes up to {MOST_TOKENS:,} tokens"
-        )
+        wrong += wrong_images(setup, hf_config, prompt_called)
     if wrong:
         raise ConfigError("; ".join(wrong))

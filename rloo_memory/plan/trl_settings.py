@@ -71,15 +71,13 @@ def from_settings(prompt_tokens: int, settings: dict, hf_config=None, **where) -
         values["steps_per_generation"] = max(1, batch // rows) if batch else given["gradient_accumulation_steps"]
     modules = given["lora_target_modules"]
     modules = tuple(map(str, modules)) if isinstance(modules, (list, tuple)) else modules
-    if modules is not None and (modules == ("all-linear",) or not isinstance(modules, (str, tuple))):
-        modules = "all-linear"
     reward = given.get("reward_model_name_or_path")
     setup = Setup(
         **{
             **values,
             "prompt_tokens": prompt_tokens,
             "lora_rank": given["lora_r"] if given["use_peft"] else 0,
-            "lora_target_modules": modules,
+            "lora_target_modules": "all-linear" if modules == ("all-linear",) else modules,
             "weight_bits": 4 if given["load_in_4bit"] else 8 if given["load_in_8bit"] else 16,
             "nested_scales": bool(given["use_bnb_nested_quant"]),
             "reward_model": reward if isinstance(reward, str) and is_model(reward) else None,

@@ -44,8 +44,6 @@ class LaunchArguments:
         True, "predict the peak of each phase before the model loads; a training that does not fit is refused"
     )
     calibration: str | None = setting(
-        None,
-        "a file of corrections of the prediction, which rloo-memory plan --calibrate RUN_DIR... writes, or "
-        "none; without it this machine's own, if there is one",
+        None, "the output folder of a run on such a device, which corrects the prediction: a factor a phase"
     )
     anyway: bool = setting(False, "train even if it is predicted not to fit, or beyond the model's rotary positions")

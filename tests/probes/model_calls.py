@@ -18,36 +18,26 @@ from rloo_memory.plan.setups import Setup
 from rloo_memory.plan.simulation.simulate import Simulation
 
 PROMPT, COMPLETION = 64, 8
-base = Setup(
-    prompt_tokens=PROMPT,
-    max_completion_length=COMPLETION,
-    num_generations=4,
-    per_device_train_batch_size=4,
-    dtype="float32",
-    bf16=False,
-    padded=False,
-    device="cpu",
-)
+LENGTHS = dict(prompt_tokens=PROMPT, max_completion_length=COMPLETION)
+ROWS = dict(num_generations=4, per_device_train_batch_size=4, padded=False)
+base = Setup(**LENGTHS, **ROWS, dtype="float32", bf16=False, device="cpu")
 rewarded = replace(base, reward_model="policy")
 tokens = replace(rewarded, tokens_per_forward=2 * (PROMPT + COMPLETION) + 40)
 CASES = {
     "stock": base,
     "stock-accumulate": rewarded.arm("stock-accumulate"),
     "stock-tokens": tokens.arm("stock-tokens"),
-    "stock-reward": rewarded,
     "stock-lora": replace(base, lora_rank=4),
-    "shared": base.arm("shared"),
+    "shared-two-prompts": replace(base, gradient_accumulation_steps=2, steps_per_generation=2).arm("shared"),
     "shared-one": rewarded.with_passes(1).arm("shared"),
-    "shared-tokens": rewarded.with_passes(3).arm("shared"),
     "shared-lora": replace(base, lora_rank=4).arm("shared"),
     "shared-parts": replace(rewarded.with_rows(1), prefix_sharing=True),
     "shared-parts-lora": replace(base.with_rows(2), prefix_sharing=True, lora_rank=4),
-    "shared-two-prompts": replace(base, gradient_accumulation_steps=2, steps_per_generation=2).arm("shared"),
 }
 
 
 class Calls:
-    """Records the calls of backbones and of the LM head."""
+    """Records the calls of backbones and of the LM head: whose, shape of the input, and whether with gradients."""
 
     def __init__(self):
         self.list: list[tuple] = []
@@ -59,21 +49,27 @@ class Calls:
             rows, columns = tensor.shape[:2]
             # Rewards are read from text, whose tokens may be others
             shape = [rows] if name == "reward model" else [rows, columns]
-            self.add(name, shape, tensor.ndim)
+            self.add(name, shape)
 
         backbone.register_forward_pre_hook(before, with_kwargs=True)
+
+    def watch_all(self, backbone, reference, reward_model) -> None:
+        self.watch(backbone, "policy")
+        for name, model in {"reference": reference, "reward model": reward_model}.items():
+            if model is not None:
+                self.watch(model.base_model, name)
 
     def watch_head(self):
         apply = ChunkedLogProbFunction.apply
 
         def recorded(hidden, *args):
-            self.add("head", list(hidden.shape), 2)
+            self.add("head", list(hidden.shape))
             return apply(hidden, *args)
 
         return mock.patch.object(ChunkedLogProbFunction, "apply", recorded)
 
-    def add(self, name: str, shape: list[int], ndim: int) -> None:
-        self.list.append((name, shape, ndim, torch.is_grad_enabled() and not torch.is_inference_mode_enabled()))
+    def add(self, name: str, shape: list[int]) -> None:
+        self.list.append((name, shape, torch.is_grad_enabled() and not torch.is_inference_mode_enabled()))
 
 
 def once(calls: list) -> list:
@@ -97,11 +93,7 @@ class WatchedSimulation(Simulation):
 
     def load(self):
         super().load()
-        self.calls.watch(self.backbone, "policy")
-        if self.reference is not None:
-            self.calls.watch(self.reference.base_model, "reference")
-        if self.setup.reward_model:
-            self.calls.watch(self.reward_model.base_model, "reward model")
+        self.calls.watch_all(self.backbone, self.reference, self.reward_model if self.setup.reward_model else None)
 
 
 def simulated(setup: Setup, hf_config) -> list:
@@ -114,13 +106,9 @@ def simulated(setup: Setup, hf_config) -> list:
 def trained(setup: Setup, folder: Path, tokenizer, prompts) -> list:
     trainer = build_trainer(setup, folder, tokenizer, text_dataset(prompts))
     trainer.args.max_steps = 1
-    calls = Calls()
     policy = trainer.model.get_base_model() if setup.lora_rank else trainer.model
-    calls.watch(policy.base_model, "policy")
-    if trainer.ref_model is not None:
-        calls.watch(trainer.ref_model.base_model, "reference")
-    if setup.reward_model:
-        calls.watch(trainer.reward_funcs[0].base_model, "reward model")
+    calls = Calls()
+    calls.watch_all(policy.base_model, trainer.ref_model, trainer.reward_funcs[0] if setup.reward_model else None)
     with calls.watch_head():
         trainer.train()
     return calls.list

@@ -1,13 +1,11 @@
 """Peaks that the simulation extends from few layers and few passes, beside those of a whole simulation: one line a
-setup and phase. Then the same of what waits on the host. At the end the forwards of layers
-whose inputs are offloaded, which are not where the phase peaks."""
+setup and phase. Then the same of what waits on the host."""
 
 from dataclasses import replace
 
 import current_fork  # noqa: F401
 from transformers import CONFIG_MAPPING
 
-from experiments.fitting import fit_curves
 from rloo_memory import models
 from rloo_memory.plan.scale_up import extrapolate
 from rloo_memory.plan.setups import Setup
@@ -42,7 +40,6 @@ base = Setup(prompt_tokens=96, max_completion_length=16, num_generations=4, per_
 many_passes = replace(base, device="cpu", max_completion_length=64).with_k(16)
 offloaded = replace(base, lora_rank=8, activation_offloading=True, max_completion_length=64)
 setups = {
-    "stock": (base, eight_layers),
     "shared-lora": (replace(base, lora_rank=8).arm("shared"), eight_layers),
     "passes": (many_passes.arm("shared"), extrapolate.with_layers(eight_layers, 2)),
     # 10 completions leave more for the last tile of the LM head than 8 and 40
@@ -50,16 +47,10 @@ setups = {
         replace(many_passes, max_completion_length=768).with_k(40).arm("shared"),
         extrapolate.with_layers(eight_layers, 2),
     ),
-    "short-prompt": (
-        replace(base, prompt_tokens=20).with_k(12).arm("shared"),
-        extrapolate.with_layers(eight_layers, 2),
-    ),
-    "alternating": (base, alternating),
     "alternating-shared": (base.arm("shared"), alternating),
     "states": (base, states),
     "states-shared": (base.arm("shared"), states),
     "states-in-every-layer": (base.arm("shared"), states_too),
-    "images": (replace(base, images=((112, 168),)), sees),
     "images-shared": (replace(base, images=((112, 168), (56, 56))).with_k(12).arm("shared"), sees),
     "images-features-shared": (replace(base, images=((64, 96),)).arm("shared"), sees_early),
     # What is highest behind an event is another allocation with many passes than with few
@@ -70,7 +61,6 @@ setups = {
     "stock-offloaded": (offloaded, deep),
     "passes-offloaded": (replace(offloaded, device="cpu").with_k(10).arm("shared"), deep),
 }
-forwards = []
 for name, (setup, config) in setups.items():
     short = extrapolate.phase_peaks(setup, config)
     whole = extrapolate.highest(simulate.Simulation(setup, config).run())
@@ -78,18 +68,3 @@ for name, (setup, config) in setups.items():
         stretches = [kinds for place, kinds in whole.items() if place[0] == peak.phase]
         exact, host = (max(map(count, stretches)) for count in (extrapolate.on_device, extrapolate.on_host))
         print(name, peak.phase, peak.total, exact, peak.host, host)
-    if name == "stock-offloaded":
-        results = [extrapolate.simulate(*task) for task in extrapolate.simulations(setup, config)]
-        few_layers = extrapolate.highest(extrapolate.Rounds(7, 8, 16).all_layers(*results))
-        for count in (extrapolate.on_device, extrapolate.on_host):
-            forwards.extend(max(count(x[p]) for p in x if p[:2] == ("train", "forward")) for x in (few_layers, whole))
-print("stock-offloaded", "forward", *forwards)
-# Here the peak is at the end of a pass that another one follows, in the first of many layers
-config = models.named_config("meta-llama/Llama-3.2-3B-Instruct")
-rows = dict(prompt_tokens=1012, max_completion_length=1338, num_generations=60, per_device_train_batch_size=60)
-setup = Setup(**rows, bf16=False)
-short = {peak.phase: peak.total for peak in extrapolate.phase_peaks(setup.arm("shared"), config)}
-whole = fit_curves.stretches_at(setup.arm("shared"), config)
-for phase, size in short.items():
-    exact = max(extrapolate.on_device(kinds) for place, kinds in whole.items() if place[0] == phase)
-    print("passes-3b", phase, size, exact, 0, 0)

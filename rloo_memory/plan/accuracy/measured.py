@@ -28,6 +28,9 @@ class MeasuredErrors:
         """The smallest and the largest size that a predicted one can mean, in bytes, by these errors."""
         return round(size * self.low), round(size * self.high)
 
+    def may_exceed(self, size: int, limit: int) -> bool:
+        return self.range_of(size)[1] > limit
+
     def in_words(self, size: int) -> str:
         low, high = (x / GIB for x in self.range_of(size))
         return (

@@ -24,12 +24,7 @@ from rloo_memory.plan.simulation.simulate import PHASES, Simulation
 
 
 def phase_peaks(setup, hf_config) -> list[PredictedPeak]:
-    """The peak of each phase of one step, in the order of `PHASES`, once the optimizer has its state.
-
-    Args:
-        setup (`rloo_memory.plan.setups.Setup`): what is trained, and how.
-        hf_config (`transformers.PretrainedConfig`): the model's.
-    """
+    """The peak of each phase of one step, in the order of `PHASES`, once the optimizer has its state."""
     tasks = simulations(setup, hf_config)
     return combine(setup, hf_config, tasks, [simulate(*task) for task in tasks])
 

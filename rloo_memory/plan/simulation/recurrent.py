@@ -1,8 +1,7 @@
 """Layers with a state (Gated DeltaNet, Mamba-2, short convolutions ...) in a simulation: PyTorch's own code for them.
 
-transformers takes the kernels of other packages where these are installed, and its own code, written in PyTorch, where
-they are not. Kernels cannot run on tensors without values, and what they hold is known to them alone. So the code in
-PyTorch is what is planned, for every machine; where kernels are installed, a prediction says so.
+transformers takes the kernels of other packages where these are installed. They cannot run on tensors without values,
+and what they hold is known to them alone. So the code in PyTorch is what is planned, for every machine.
 """
 
 import functools
@@ -39,11 +38,7 @@ def note(hf_config, device: str) -> str | None:
 
 def operators_in_torch(model, shapes) -> list:
     """Patches, to be entered: layers with a state call transformers' own code, and get a mask where rows are padded.
-
-    Args:
-        model (`transformers.PreTrainedModel`): one of a simulation.
-        shapes (`rloo_memory.plan.simulation.shapes_only.ShapesOnly`): makes the tensors.
-    """
+    `shapes`, a `simulation.shapes_only.ShapesOnly`, makes the tensors."""
     from trl.models.prefix_sharing_states import find_mixers
 
     patches = []

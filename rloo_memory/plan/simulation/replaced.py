@@ -23,12 +23,9 @@ PATCHED_ON_CUDA = {
 
 
 class Attention(torch.autograd.Function):
-    """Output and saved tensors of a memory-efficient attention kernel, without computing anything.
-
-    Saved for the backward: query, key, value, output and the float32 log-sum-exp of each query (FlashAttention-2,
-    arXiv 2307.08691, algorithm 1). A boolean mask is converted to the query's dtype first (ATen,
-    `convert_boolean_attn_mask`).
-    """
+    """Output and saved tensors of a memory-efficient attention kernel: query, key, value, output and the float32
+    log-sum-exp of each query (FlashAttention-2, arXiv 2307.08691, algorithm 1). A boolean mask is converted to the
+    query's dtype first (ATen, `convert_boolean_attn_mask`)."""
 
     @staticmethod
     def forward(ctx, query, key, value, mask):
@@ -113,13 +110,8 @@ class QuantizedLinear(torch.autograd.Function):
 
 @contextlib.contextmanager
 def pretending(device: str, shapes, counted):
-    """Attention and its masks, and on a CUDA device dropout and TRL's LM-head kernels, without computing.
-
-    Args:
-        device (`str`): "cuda" or "cpu", the one that is planned for.
-        shapes (`rloo_memory.plan.simulation.shapes_only.ShapesOnly`): makes the tensors.
-        counted (`Callable`): wraps the backward of the LM head, which makes its sums itself.
-    """
+    """Attention and its masks, and on a "cuda" device dropout and TRL's LM-head kernels, without computing. `shapes`
+    makes the tensors; `counted` wraps the backward of the LM head, which makes its sums itself."""
     from trl.generation import shared_prefix_cache
     from trl.kernels import ChunkedLogProbFunction, chunked_logprob
     from trl.models import prefix_sharing_attention, prefix_sharing_contexts, prefix_sharing_enabling
