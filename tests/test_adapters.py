@@ -10,6 +10,7 @@ from small_profile import small_profile
 from rloo_memory.adapters import adapter_of
 from rloo_memory.errors import ConfigError
 from rloo_memory.launch import __main__ as launch
+from rloo_memory.launch import policy as launch_policy
 from rloo_memory.plan.options import model_config, settings_of_adapter
 
 PROFILE = small_profile(2, 4, prefix_sharing=True, max_steps=1, predict_memory=False)
@@ -69,13 +70,13 @@ def test_an_adapter_whose_model_is_not_here_is_named_with_it(tmp_path):
               "lora_alpha": 8, "lora_dropout": 0.0}  # fmt: skip
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps(config))
-    for function in (launch.policy.check, model_config):
+    for function in (launch_policy.check, model_config):
         with pytest.raises(ConfigError, match=f"'{tmp_path}' is an adapter of the model '/gone/base', which is not"):
             function(str(tmp_path))
     path.write_text(json.dumps(config | {"base_model_name_or_path": "Qwen/Qwen3-8B"}))
     assert model_config(str(tmp_path)).num_hidden_layers == 36  # planned, but not trained: nothing is downloaded
     with pytest.raises(ConfigError, match="hub:owner/name, which downloads it"):
-        launch.policy.check(str(tmp_path))
+        launch_policy.check(str(tmp_path))
     for wrong in ({"peft_type": "IA3"}, {"r": None, "base_model_name_or_path": None}):
         path.write_text(json.dumps(config | wrong))
         with pytest.raises(ConfigError, match="only LoRA on a named model"):
@@ -86,19 +87,16 @@ def test_an_adapter_whose_model_is_not_here_is_named_with_it(tmp_path):
 
 
 @pytest.mark.torch
-def test_weights_that_are_quantized_already_are_not_trained_themselves_nor_quantized_again(tmp_path):
-    inputs_of = lambda **words: SimpleNamespace(  # noqa: E731
-        **{"use_peft": True, "load_in_4bit": False, "load_in_8bit": False, "dtype": "float32"} | words
+def test_weights_that_are_quantized_already_are_not_trained_themselves():
+    from transformers import AutoConfig
+
+    def quantized(method):
+        return AutoConfig.for_model("qwen3", quantization_config={"quant_method": method, "bits": 4})
+
+    asked = lambda use_peft: SimpleNamespace(  # noqa: E731
+        use_peft=use_peft, load_in_4bit=False, load_in_8bit=False, dtype="float32"
     )
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "qwen3", "quantization_config": {"quant_method": "gptq", "bits": 4}}))
-    assert launch.policy.quantization_of(str(tmp_path), inputs_of()) is None
-    with pytest.raises(
-        ConfigError, match="already quantized \\(gptq\\), so they cannot be trained themselves; add --use"
-    ):
-        launch.policy.quantization_of(str(tmp_path), inputs_of(use_peft=False))
-    again = inputs_of(load_in_8bit=True)
-    with pytest.raises(ConfigError, match="leave out load_in_4bit and load_in_8bit"):
-        launch.policy.quantization_of(str(tmp_path), again)
-    path.write_text(json.dumps({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}))
-    assert launch.policy.quantization_of(str(tmp_path), inputs_of(use_peft=False)).dequantize
+    assert launch_policy.quantization_of(quantized("gptq"), asked(True)) is None
+    with pytest.raises(ConfigError, match="already quantized \\(gptq\\), so they cannot be trained .* add --use_peft"):
+        launch_policy.quantization_of(quantized("gptq"), asked(False))
+    assert launch_policy.quantization_of(quantized("mxfp4"), asked(False)).dequantize

@@ -13,7 +13,7 @@ from small_profile import small_profile
 from rloo_memory import models
 from rloo_memory.errors import ConfigError
 from rloo_memory.launch import __main__ as launch
-from rloo_memory.launch import gate
+from rloo_memory.launch import command_line, gate
 from rloo_memory.plan import __main__ as plan
 from rloo_memory.plan import ask
 
@@ -71,8 +71,8 @@ def test_the_planners_process_answers_and_its_refusals_are_raised():
     assert expected.peak.total == max(phase.total for phase in expected.phases) > MIB
     with pytest.raises(ConfigError, match="^per_device_train_batch_size 3 .* is not a multiple of num_generations 2"):
         ask.predict({**settings, "per_device_train_batch_size": 3, "steps_per_generation": 1}, "tiny-qwen3", 32)
-    with pytest.raises(ConfigError, match="prefix_sharing is 'yes'.* true or false.*'bata'; did you mean beta?"):
-        ask.predict({**settings, "prefix_sharing": "yes", "bata": 1}, "tiny-qwen3", 32)
+    with pytest.raises(ConfigError, match="prefix_sharing: Truthy value.*'bata'; did you mean beta?"):
+        ask.predict({**settings, "prefix_sharing": "maybe", "bata": 1}, "tiny-qwen3", 32)
     with pytest.raises(ConfigError, match="did you mean tiny-qwen3"):
         ask.predict(settings, "tiny-qwen", 32)
 
@@ -122,11 +122,7 @@ def test_a_training_is_not_refused_where_kernels_replace_what_is_predicted(here,
 
 def gate_says(policy):
     """What the planner says to the launcher's own question: its settings on this machine."""
-    from rloo_memory.launch import command_line
-
-    asked = command_line.read(TRAIN)
-    launched, _ = command_line.launch_arguments(asked)
-    config, model = command_line.parse(asked, launched)
+    launched, config, model = command_line.parse(TRAIN)
     settings = ask.settings_of(model) | ask.settings_of(launched) | ask.settings_of(config)
     return ask.predict(settings, policy, 160, device="cpu")
 
@@ -156,7 +152,6 @@ def test_what_cannot_be_predicted_is_said_and_trained(here, monkeypatch, capsys)
     [
         (["--calibration", "gone.json"], "launch: cannot read the calibration gone.json: No such file or directory; "),
         (["--calibration", "profile.yaml"], "launch: profile.yaml is not a calibration (JSONDecodeError: "),
-        (["--calibration", "x", "--predict_memory", "false"], "launch: calibration 'x' corrects the "),
     ],
 )
 def test_a_calibration_that_cannot_be_used_is_refused_before_the_model_loads(

@@ -206,8 +206,7 @@ def test_the_command_line_goes_before_the_profile(tmp_path):
         ([str(profile), "--host-allocator=tcmalloc"], "tcmalloc"),
         (["balanced"], "system"),
     ):
-        launched, problems = command_line.launch_arguments(command_line.read(words))
-        assert launched.host_allocator == allocator and not problems
+        assert command_line.host_allocator(words) == allocator
 
 
 def test_another_system_than_linux_is_refused(monkeypatch, capsys):

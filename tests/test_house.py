@@ -45,7 +45,6 @@ LINES = 420
 LONGER = {  # -> why
     "trl/fork.py": "runs before anything is installed",
     "tests/test_fork.py": "a table of damaged inputs",
-    "tests/test_launch.py": "tables of bad input",
     "tests/test_memory_monitor.py": "one process under many conditions",
     "tests/test_visualization.py": "every chart and table of one made-up machine",
 }

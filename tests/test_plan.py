@@ -124,7 +124,7 @@ def test_bad_input_is_one_line_with_value_and_remedy(arguments, parts, capsys, t
 
 
 BAD_SETTINGS = [
-    ({"beta": float("nan"), "prefix_sharing": "yes"}, ["beta is nan", "prefix_sharing is 'yes'", "true or false"]),
+    ({"beta": float("nan"), "prefix_sharing": "maybe"}, ["beta is nan", "prefix_sharing: Truthy value", "yes/no"]),
     ({"use_peft": True, "lora_dropout": 1.5}, ["lora_dropout is 1.5", "below 1"]),
     ({"num_generations": 3}, ["multiple of num_generations 3"]),
 ]

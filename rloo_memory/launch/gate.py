@@ -50,6 +50,8 @@ def say(line: str) -> None:
 
 
 def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source: str, lengths: Lengths) -> Forecast:
+    import torch
+
     began, device = time.monotonic(), config.device.type
     say("predicting the peak of each phase (--predict_memory false leaves it out)")
     settings = ask.settings_of(model) | ask.settings_of(launch) | ask.settings_of(config)
@@ -58,7 +60,8 @@ def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source:
     limit = room.size
     try:
         where = {"device": device, "images": lengths.images, **devices_here(config)}
-        where["device_memory"] = total_bytes(config.device)  # vLLM's share is one of all that is there
+        if device == "cuda":  # vLLM's share is one of all that is there
+            where["device_memory"] = torch.cuda.get_device_properties(config.device).total_memory
         expected = ask.predict(settings, source, lengths.longest, calibration=calibration, **where)
     except ConfigError as error:
         say(f"not predicted: {error}")
@@ -92,13 +95,6 @@ def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source:
     return Forecast({phase.phase: phase.uncorrected for phase in expected.phases}, corrected, lengths.longest)
 
 
-def total_bytes(device) -> int:
-    """Of a GPU; 0 for a CPU."""
-    import torch
-
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-
-
 def room_here(config, calibration: Calibration | None) -> Room:
     """What the device of a process has free for tensors."""
     free = available_bytes(str(config.device))
@@ -113,11 +109,9 @@ def room_here(config, calibration: Calibration | None) -> Room:
 def calibration_here(asked: str | None, config) -> Calibration | None:
     """The calibration that is asked for, or this machine's own, if there is one that can be used. Raises `ConfigError`
     for one that is asked for and cannot be used here."""
-    if asked == "none":
-        return None
     kind = "cuda" if config.device.type == "cuda" else "cpu"
     machine = machine_name(kind, device_name(kind, config.device))
-    if asked is None and not file_of(machine).exists():
+    if asked == "none" or asked is None and not file_of(machine).exists():
         return None
     try:
         calibration = load(asked or file_of(machine))
@@ -150,11 +144,9 @@ def refusal(peak: PredictedPeak, limit: int, remedy: ask.Remedy | None, settings
 
 def in_words(value) -> str:
     """A setting's value as the command line takes it."""
-    if isinstance(value, bool):
-        return str(value).lower()
     if isinstance(value, list | tuple):
         return " ".join(map(str, value))
-    return str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def devices_here(config) -> dict:

@@ -187,12 +187,10 @@ def answer(asked: dict) -> int:
     from rloo_memory.plan.remarks import remarks
     from rloo_memory.plan.simulation.recurrent import note
     from rloo_memory.plan.trl_settings import from_settings
-    from rloo_memory.settings.grammar import Settings, checked, fields
+    from rloo_memory.settings.trl_parser import typed
 
     hf_config = config_from(asked["model"]) if isinstance(asked["model"], dict) else model_config(asked["model"])
-    asked_for = Settings("", asked["settings"], {})
-    settings, problems = checked(asked_for, fields())
-    asked_for.refuse(problems)
+    settings = typed(asked["settings"])
     if isinstance(asked["model"], str):
         settings |= settings_of_adapter(asked["model"], settings)
     where = asked["where"]
