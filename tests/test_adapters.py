@@ -55,8 +55,6 @@ def test_the_planner_takes_an_adapters_model_and_rank(adapter, tmp_path, planned
     own = {"use_peft": True, "lora_r": 3, "lora_alpha": 7, "lora_dropout": 0.0,
            "lora_target_modules": ["q_proj", "v_proj"]}  # fmt: skip
     assert settings_of_adapter(adapter.folder, {}) == own and settings_of_adapter(adapter.base, {}) == {}
-    assert settings_of_adapter(adapter.folder, {"use_peft": True, "lora_dropout": 0.3})["lora_dropout"] == 0.3
-    assert model_config(adapter.folder).to_dict() == model_config(adapter.base).to_dict()
     options = ["--prompt", 16, "--completion", 4, "--k", 2, "--arms", "stock", "--json", tmp_path / "plan.json"]
     assert planned("--model", adapter.folder, *options).returncode == 0
     setup = json.loads((tmp_path / "plan.json").read_text())["predictions"][0]["setup"]
@@ -73,17 +71,13 @@ def test_an_adapter_whose_model_is_not_here_is_named_with_it(tmp_path):
     for function in (launch_policy.check, model_config):
         with pytest.raises(ConfigError, match=f"'{tmp_path}' is an adapter of the model '/gone/base', which is not"):
             function(str(tmp_path))
-    path.write_text(json.dumps(config | {"base_model_name_or_path": "Qwen/Qwen3-8B"}))
-    assert model_config(str(tmp_path)).num_hidden_layers == 36  # planned, but not trained: nothing is downloaded
-    with pytest.raises(ConfigError, match="hub:owner/name, which downloads it"):
-        launch_policy.check(str(tmp_path))
-    for wrong in ({"peft_type": "IA3"}, {"r": None, "base_model_name_or_path": None}):
-        path.write_text(json.dumps(config | wrong))
-        with pytest.raises(ConfigError, match="only LoRA on a named model"):
+    for text, said in (
+        (json.dumps(config | {"peft_type": "IA3"}), "only LoRA on a named model"),
+        ("{", "cannot read "),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=said):
             adapter_of(str(tmp_path))
-    path.write_text("{")
-    with pytest.raises(ConfigError, match="cannot read .*adapter_config.json"):
-        adapter_of(str(tmp_path))
 
 
 @pytest.mark.torch

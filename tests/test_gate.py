@@ -3,11 +3,10 @@
 import json
 import re
 import subprocess
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-import two_processes
 from small_profile import small_profile
 
 from rloo_memory import models
@@ -106,20 +105,6 @@ def test_a_training_that_does_not_fit_is_refused_with_settings_that_do(here, pol
         assert re.search(r"\npeak .*; predicted for it [\d.]+ of tensors\n", out), out
 
 
-@pytest.mark.torch
-def test_a_training_is_not_refused_where_kernels_replace_what_is_predicted(here, policy, planner, monkeypatch, capsys):
-    monkeypatch.setattr(gate, "available_bytes", lambda device: 2**20)
-    monkeypatch.setattr(gate, "kernels_here", lambda: "flash-linear-attention")
-    assert launch.main(TRAIN) == 2  # no layer with a state, so that says nothing
-    words = "with kernels other sizes"
-    note = replace(gate_says(policy), note=words, remarks=(words,))
-    monkeypatch.setattr(ask, "predict", lambda *args, **kwargs: note)
-    assert launch.main(TRAIN) == 0
-    out = capsys.readouterr().out
-    assert "memory  with kernels other sizes\n" in out
-    assert "memory  it may not fit; not refused, because flash-linear-attention can be here for that" in out
-
-
 def gate_says(policy):
     """What the planner says to the launcher's own question: its settings on this machine."""
     launched, config, model = command_line.parse(TRAIN)
@@ -147,28 +132,9 @@ def test_what_cannot_be_predicted_is_said_and_trained(here, monkeypatch, capsys)
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["--calibration", "gone.json"], "launch: cannot read the calibration gone.json: No such file or directory; "),
-        (["--calibration", "profile.yaml"], "launch: profile.yaml is not a calibration (JSONDecodeError: "),
-    ],
-)
-def test_a_calibration_that_cannot_be_used_is_refused_before_the_model_loads(
-    here, words, line, no_model_loads, refused
-):
-    assert refused([*TRAIN, *words]).startswith(line)
-
-
-@pytest.mark.slow
-@pytest.mark.torch
-def test_two_processes_are_refused_once(here, policy):
-    program = ("tests/probes/launch_on_a_small_device.py",)
-    code, output = two_processes.launched(
-        "ddp", program, here / "profile.yaml", "--output_dir", here / "out", MODEL_PATH=policy
-    )
-    assert code != 0 and output.count("launch: predicted peak") == 1, output[-3000:]
-    assert output.count("memory  predicting") == 1 and not list((here / "out").glob("memory*"))
+def test_a_calibration_that_cannot_be_used_is_refused_before_the_model_loads(here, no_model_loads, refused):
+    refused([*TRAIN, "--calibration", "gone.json"], "launch: cannot read the calibration gone.json: No such file")
+    refused([*TRAIN, "--calibration", "profile.yaml"], "launch: profile.yaml is not a calibration")
 
 
 @pytest.mark.parametrize(

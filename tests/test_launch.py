@@ -7,13 +7,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from rloo_memory.errors import ConfigError
 from rloo_memory.launch import __main__ as launch
-from rloo_memory.launch import dataset, help, model_limits, policy, rewards
+from rloo_memory.launch import dataset, help, rewards
 from rloo_memory.settings.arguments import LaunchArguments
 from tests.waiting import until
 
@@ -27,20 +26,16 @@ def good(completions, answer=None, **kwargs): return [0.0] * len(completions)
 def few(completions, **kwargs): return [1.0]
 def leaves(completions, **kwargs): raise SystemExit(0)
 def greedy(completions, solution, **kwargs): return []
-class Kind: pass
 """
 DATASETS = {
     "unclosed.jsonl": (ROW + b'{"prompt": "b"\r\n' + ROW, ["cannot be read: JSON parse error"]),
     "empty.jsonl": (b"", ["'empty.jsonl': an empty file"]),
     "no_column.jsonl": (b'{"text": "a", "answer": "b"}\n', ["no column 'prompt'", "it has text, answer"]),
-    "notes.txt": (b"Say a.\n", ["no dataset by its ending", ".jsonl"]),
     "latin.csv": (b"prompt\ncaf\xe9\n", ["0xe9", "save it as UTF-8"]),
     "spaces.jsonl": (ROW + b'{"prompt": " "}\n', ["row 2: the prompt is empty"]),
-    "texts.jsonl": (b'{"prompt": ["a", "b"]}\n', ["row 1: the prompt is ['a', 'b']", "text or a list of messages"]),
-    "no_role.jsonl": (b'{"prompt": [{"content": "a"}]}\n', ["row 1", "`role` and a `content`"]),
-    "silent.jsonl": (b'{"prompt": [{"role": "user", "content": ""}]}\n', ["row 1: no message"]),
-    "header.csv": (b"prompt,answer\n", ["no rows"]),
-    "folder": (None, ["folder"]),
+    "texts.jsonl": (b'{"prompt": ["a", "b"]}\n', ["row 1: the prompt is ['a', 'b']", "text, or a chat"]),
+    "no_role.jsonl": (b'{"prompt": [{"content": "a"}]}\n', ["row 1: the prompt is [{", "text, or a chat"]),
+    "silent.jsonl": (b'{"prompt": [{"role": "user", "content": ""}]}\n', ["row 1: the prompt is empty"]),
     "owner/name": (..., ["is not here", "hub:owner/name downloads it"]),
     "half.csv": (b'prompt\n"[{""role"": ""user"", ""content"": ""a""}]"\nSay a.\n', ["row 2: the prompt is no chat"]),
     "far.jsonl": (ROW + b'{"prompt": "Say <far>."}\n', ["row 2: the token '<far>' has the id", "512 rows"]),
@@ -52,7 +47,6 @@ REFUSED = {
     "--max_steps 2": ["name a profile first", "--help"],
     "balanced --max_step 2 --beat 1": ["'max_step'; did you mean max_steps?", "'beat'; did you mean beta?"],
     "balanced --max_steps many": ["launch: max_steps: invalid int value: 'many'"],
-    "balanced --learning_rate nan": ["learning_rate is nan", "0 or more"],
     "balanced --top_p 2 --max_steps 0": ["top_p is 2.0: it must be above 0, at most 1", "max_steps is 0"],
     "balanced --delta 0.3": ["launch: delta is no setting of this algorithm here"],
     "balanced stray --max_steps 2": ["launch: 'stray': no setting; write --name value"],
@@ -61,7 +55,6 @@ REFUSED = {
     "balanced --model_name_or_path elsewhere": ["MODEL_PATH is 'model' and --model_name_or_path 'elsewhere'"],
     "constrained --use_cpu": ["activation_offloading", "no GPU", "--activation_offloading false"],
     "balanced --use_peft --lora_dropout 0.1": ["lora_dropout is 0.1", "--lora_dropout 0"],
-    "balanced --use_vllm true": ["the package vllm, which is not installed"],
     "balanced --steps_per_generation 1 --num_generations 16 --per_device_train_batch_size 4": [
         "generation_batch_size (4)", "set --steps_per_generation as well",
     ],
@@ -74,8 +67,7 @@ REFUSED = {
     "balanced --reward_model_name_or_path owner/name": ["reward model 'owner/name' is not a folder here; hub:owner/"],
     "balanced --reward_funcs no/such": ["'no/such' is not module:function", "docs/launch.md"],
     f"{OF_ROWS} my_rewards:god": ["'my_rewards:god'", "no attribute 'god'"],
-    f"{OF_ROWS} my_rewards:Kind": ["name a function"],
-    f"{OF_ROWS} my_rewards:greedy": ["'solution'", "log_metric, answer", "def greedy("],
+    f"{OF_ROWS} my_rewards:greedy": ["'solution'", "log_metric, answer", "def score("],
     f"{OF_ROWS} ../elsewhere/nothing.py:good": ["No module named 'nothing'", "/elsewhere and on PYTHONPATH"],
     f"{OF_ROWS} my_exit:good": ["SystemExit: 0", "python -c 'import my_exit'"],
     f"{OF_ROWS} my_rewards:good --max_prompt_tokens 5": ["'rows.jsonl': row 2", "max_prompt_tokens 5"],
@@ -110,7 +102,7 @@ def here(policy, tmp_path, monkeypatch):
 def test_bad_input_is_one_line_with_its_name_before_a_model_loads(here, monkeypatch, no_model_loads, refused):
     for name, (text, _) in DATASETS.items():
         if text is not ...:
-            Path(name).mkdir() if text is None else Path(name).write_bytes(text)
+            Path(name).write_bytes(text)
     chats = [[{"role": role, "content": "a"}] for role in ("user", "root")]
     Path("shout.jsonl").write_text("".join(json.dumps({"prompt": chat}) + "\n" for chat in chats))
     Path("broken.yaml").write_text("beta: much\nbata: 1\n")
@@ -133,7 +125,7 @@ def test_bad_input_is_one_line_with_its_name_before_a_model_loads(here, monkeypa
 AFTER_LOADING = {
     "--use_peft --lora_dropout 0 --lora_target_modules nonsense": "Target modules nonsense not found",
     "--adam_beta1 2": "Invalid beta parameter",
-    "--reward_funcs my_rewards:few": "the reward 'my_rewards:few' returned [1.0], of shape (1,); TRL expects a list",
+    "--reward_funcs my_rewards:few": "the reward 'my_rewards:few' returned [1.0]; TRL expects a list of 8",
     "--reward_funcs my_rewards:leaves": "the reward 'my_rewards:leaves' ended the program",
     "": "cannot train 'model': Error while deserializing header",  # of weights that are cut
 }
@@ -170,37 +162,11 @@ def test_datasets_of_every_kind_are_read(tmp_path, monkeypatch):
         dataset.load(LaunchArguments(dataset_name="a.csv", dataset_train_split="test"))
     chats = [[{"role": "user", "content": text}] for text in ('Say "a".', "It's b.")]
     for name, write in (("json.csv", json.dumps), ("python.csv", str)):  # pandas writes a list as Python does
-        frame.assign(prompt=[write(chat) for chat in chats]).to_csv(name, index=False)
+        pandas.DataFrame({"prompt": [write(chat) for chat in chats]}).to_csv(name, index=False)
         assert dataset.load(LaunchArguments(dataset_name=name))["prompt"][:] == chats
 
 
-@pytest.mark.torch
-def test_a_model_limits_the_prompts_by_its_positions_and_ends_a_text():
-    import transformers
-
-    def of_kind(kind, **settings):
-        return transformers.AutoConfig.for_model(kind, max_position_embeddings=64, **settings)
-
-    assert model_limits.positions_of(of_kind("gpt2")) == model_limits.positions_of(of_kind("qwen3")) == 64
-    for kind, settings in (("bloom", {}), ("rwkv", {}), ("falcon", {"alibi": True}), ("jamba", {})):
-        assert model_limits.positions_of(of_kind(kind, **settings)) is None, kind
-    scaled = {"linear": 128, "yarn": 64, "dynamic": None}
-    for kind, expected in scaled.items():
-        rope = {"rope_theta": 1e4, "rope_type": kind, "factor": 2.0}
-        rope |= {"original_max_position_embeddings": 32} if kind == "yarn" else {}
-        assert model_limits.positions_of(of_kind("llama", rope_parameters=rope)) == expected, kind
-    without = SimpleNamespace(eos_token_id=None, pad_token_id=0)
-    with pytest.raises(ConfigError, match="no eos_token"):
-        model_limits.check_special_tokens(of_kind("qwen3"), without, "m")
-
-
-BAD_REWARDS = {
-    "[[1.0], [2.0]]": "of shape (2, 1)",
-    "['1', '2']": "returned ['1', '2']; TRL expects",
-    "None": "returned None",
-    "[1.0, float('inf')]": "number 2 is inf",
-    "[float('nan'), 1.0]": "number 1 is nan",
-}
+BAD_REWARDS = ("[[1.0], [2.0]]", "['1', '2']", "None", "[1.0]", "[1.0, float('inf')]", "[float('nan'), 1.0]")
 
 
 @pytest.mark.torch
@@ -215,20 +181,11 @@ def test_a_reward_has_several_names_and_what_it_returns_is_looked_at(here, share
     said = rewards.in_words(asked, found)
     assert said.startswith(f"reward model owner/one, my_rewards:good ({here}/my_rewards.py), ")
     assert rewards.LETTERS in said and said.count("trl/rewards/") == 4
-    for returned, said in BAD_REWARDS.items():
-        with pytest.raises(ConfigError) as caught:
+    for returned in BAD_REWARDS:
+        with pytest.raises(ConfigError, match="the reward 'm:f' returned .*; TRL expects a list of 2 finite numbers"):
             rewards.check_rewards("m:f", eval(returned), 2, first=True)
-        assert said in str(caught.value), returned
     assert rewards.check_rewards("m:f", (1.0, None), 2, first=True) == [1.0, None]
     assert rewards.check_rewards("m:f", [float("nan"), 1.0], 2)[1] == 1.0  # later it leaves a completion out
-
-
-@pytest.mark.torch
-def test_a_model_with_random_weights_is_written_once(tmp_path):
-    first = policy.random_model("tiny-qwen3", tmp_path)
-    written = {path: path.stat().st_mtime_ns for path in Path(first).iterdir()}
-    assert policy.random_model("tiny-qwen3", tmp_path) == first
-    assert {path: path.stat().st_mtime_ns for path in Path(first).iterdir()} == written
 
 
 def test_the_help_needs_nothing_installed_and_lists_everything(tmp_path):

@@ -28,11 +28,8 @@ def refusal(function, *arguments) -> str:
 
 PROFILES = {
     b"prefix_sharin: true\nbeta: much\n": ["'prefix_sharin'; did you mean prefix_sharing?", "beta: invalid float"],
-    b"- beta\n": ["name: value"],
     b"beta: 0.0\nrun_name: caf\xe9\n": ["cannot read", "0xe9", "UTF-8"],
-    b"beta: [1\n": ["cannot read", "line 2"],
     b"learning_rate:\n": ["learning_rate has no value"],
-    b"beta: .nan\n": ["beta is nan", "0 or more"],
     b"num_generations: 8.0\n": ["num_generations: invalid int value: '8.0'"],
     b"save_strategy: no\n": ["save_strategy: invalid choice: 'False'"],
     b"max_completion_length: -5\nnum_generations: 1\ntemperature: 0\n": [

@@ -112,7 +112,7 @@ def train_in_folder(argv, launch, config, model, rows, reward_funcs: list, begin
     model_limits.check_special_tokens(found.hf_config, found.tokenizer, named)
     with dataset.naming_the_dataset(launch.dataset_name):
         if images:
-            prompt_images.check_gathered(rows, images, config)
+            prompt_images.check_each_row_has_some(rows, images, config)
         dataset.check_enough(rows, config)
         options = config.chat_template_kwargs or {}
         lengths = dataset.measure(rows, found.tokenizer, options, launch.max_prompt_tokens, images, found.hf_config)
@@ -173,8 +173,7 @@ def one_line_of(before: str = ""):
 
 
 def train(trainer, record: dict, predicted: gate.Forecast, images: tuple, start: int, begin: output.Start) -> None:
-    """Train and save; says what came out of it. `record`: what was asked of the launcher; `images`: those of a prompt;
-    `start`: the bytes in use before the model was loaded."""
+    """Train and save; says what came out of it. `start`: the bytes in use before the model was loaded."""
     from rloo_memory.hooks.memory_callback import MemoryCallback
 
     config = trainer.args

@@ -8,6 +8,8 @@ from rloo_memory.sizes import GIB
 
 def print_start(launch, model, trainer, lengths, reward: str) -> None:
     """What is trained on what, by which reward, how much at a time, where, and where the results go."""
+    import torch
+
     from rloo_memory.hooks.memory_callback import size_of
 
     config = trainer.args
@@ -29,7 +31,11 @@ def print_start(launch, model, trainer, lengths, reward: str) -> None:
     )
     print(f"reward  {reward}")
     print(f"passes  {passes(config)} ({launch.algorithm})")
-    print(f"device  {devices(config)}")
+    device = config.device.type
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(config.device)
+        device = f"{properties.name}, {properties.total_memory / GIB:.0f} GiB"
+    print(f"device  {config.world_size} x {device}")
     if line := rounding(trainer, model):
         print(f"weights {line}")
     print(f"output  {os.path.abspath(config.output_dir)}", flush=True)
@@ -81,29 +87,12 @@ def passes(config) -> str:
     )
 
 
-def devices(config) -> str:
-    """Kind, number and size of the devices."""
-    if config.device.type != "cuda":
-        return f"{config.world_size} x {config.device.type}"
-    import torch
-
-    properties = torch.cuda.get_device_properties(config.device)
-    return f"{config.world_size} x {properties.name}, {properties.total_memory / GIB:.0f} GiB"
-
-
-def rewards_in_words(logged: list[float | None]) -> str:
-    """The first and the last logged reward. TRL logs None where no completion had one."""
-    means = ["none" if mean is None else f"{mean:.4g}" for mean in logged]
-    if len(means) < 2:
-        return "".join(f", reward {mean} in its only log" for mean in means)
-    return f", reward {means[0]} at first, {means[-1]} at last"
-
-
 def print_end(trainer, memory, seconds: float) -> None:
     """How long it took, what became of the reward, the peak, and what was written where."""
     config, state = trainer.args, trainer.state
-    rewards = rewards_in_words([log["reward"] for log in state.log_history if "reward" in log])
-    print(f"trained {state.global_step} update{'s' if state.global_step != 1 else ''} in {seconds:.1f} s{rewards}")
+    rewards = [log["reward"] for log in state.log_history if log.get("reward") is not None]
+    reward = f", reward {rewards[0]:.4g} at first, {rewards[-1]:.4g} at last" if rewards else ""
+    print(f"trained {state.global_step} update{'s' if state.global_step != 1 else ''} in {seconds:.1f} s{reward}")
     if memory.highest:
         what = "allocated on the device" if memory.cuda else "resident, the whole process"
         phase, beside = memory.highest_phase, ""

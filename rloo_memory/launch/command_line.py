@@ -10,8 +10,7 @@ from rloo_memory.settings.profiles import find_profile, load_profile, read_yaml
 
 
 def split(argv: list[str]) -> tuple[str, list[str]]:
-    """The profile, with or without `--config` before it, which TRL's scripts have; and the words behind it. Raises
-    `ConfigError`."""
+    """The profile, with or without `--config` before it as TRL's scripts have it, and the words behind it."""
     profile, *words = (argv[1:] if argv[:1] == ["--config"] else argv) or ["-"]
     if profile.startswith("-"):
         raise ConfigError(
@@ -30,11 +29,10 @@ def read_first(words: list[str]) -> argparse.Namespace:
 
 def host_allocator(argv: list[str]) -> str:
     """Known without torch: importing it takes seconds and, with several processes, connects them, too late to start
-    again with another malloc. Raises `ConfigError`."""
+    again with another malloc."""
     profile, words = split(argv)
-    of_profile = read_yaml(find_profile(profile)).get("host_allocator", "system")
-    asked = read_first(words).host_allocator
-    return of_profile if asked is None else asked
+    of_profile, asked = read_yaml(find_profile(profile)), read_first(words).host_allocator
+    return of_profile.get("host_allocator", "system") if asked is None else asked
 
 
 def parse(argv: list[str]):
@@ -65,17 +63,14 @@ def parse(argv: list[str]):
         if "generation_batch_size" in said:  # a name that nobody gave
             said += " It is per_device_train_batch_size x steps_per_generation; set --steps_per_generation as well."
         raise ConfigError(f"{profile}: {said}") from error
-    unknown += [word for word in rest if word.startswith("--")]
-    if unknown:
-        raise ConfigError("; ".join(parser.unknown(word) for word in unknown))
-    if rest:
-        raise ConfigError(f"{', '.join(map(repr, rest))}: no setting; write --name value")
-    values = vars(launch) | vars(config) | vars(model)
-    if problems := [line for name, value in values.items() if (line := trl_parser.out_of_range(name, value))]:
-        raise ConfigError("; ".join(problems))
     if adapter := adapter_of(model.model_name_or_path):
         adapter.put_into(model)
-    if problems := wrong_here(launch, config, model):
+    problems = [parser.unknown(word) for word in (*unknown, *rest) if word.startswith("--")]
+    if rest and not problems:
+        problems = [f"{', '.join(map(repr, rest))}: no setting; write --name value"]
+    values = vars(launch) | vars(config) | vars(model)
+    problems += [line for name, value in values.items() if (line := trl_parser.out_of_range(name, value))]
+    if problems := problems or wrong_here(launch, config, model):
         raise ConfigError("; ".join(problems))
     return launch, config, model
 

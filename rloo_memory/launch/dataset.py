@@ -15,6 +15,7 @@ from rloo_memory.settings.arguments import LaunchArguments
 
 KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 FORMATS = f"a {', '.join(KINDS)} file with a column `prompt`, a folder of such files, or hub:owner/name"
+CHAT = '[{"role": "user", "content": "..."}]'
 CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
 ROWS_COUNTED = 20_000  # for the summary; all of them where there is a limit to keep
 
@@ -61,8 +62,7 @@ def read(source: str, config: str | None, split: str):
     if path.is_dir() or source.startswith("hub:"):
         what, files = source.removeprefix("hub:"), None
     elif not path.is_file():
-        looks_like_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", source) and not what
-        hint = f"hub:{source} downloads it from the hub" if looks_like_hub else f"name {FORMATS}"
+        hint = f"name {FORMATS}" if what else f"hub:{source} downloads it from the hub"
         raise ConfigError(f"it is not here ({path.absolute()}); {hint}")
     elif not what or path.stat().st_size == 0:
         raise ConfigError(f"{'an empty file' if what else 'no dataset by its ending'}; name {FORMATS}")
@@ -92,45 +92,33 @@ def builtin_prompts(tokenizer, tokens: int):
 def with_chats_read(rows):
     """The rows with chats where prompts are chats as text, as JSON or as Python writes them: all that a table such as
     CSV can hold. Raises `ConfigError` that names a row which is none."""
-    prompts = rows["prompt"][:]
-    if not any(isinstance(prompt, str) and CHAT_AS_TEXT.match(prompt) for prompt in prompts):
+    if not any(isinstance(prompt, str) and CHAT_AS_TEXT.match(prompt) for prompt in rows["prompt"]):
         return rows
     chats = []
-    for row, prompt in enumerate(prompts, 1):
+    for row, text in enumerate(rows["prompt"], 1):
         try:
-            chats.append(chat_in(str(prompt).strip()))
-        except (ValueError, SyntaxError, RecursionError) as error:
-            raise ConfigError(
-                f"row {row}: the prompt is no chat, as others are ({one_line(error)}); write it as JSON: "
-                '[{"role": "user", "content": "..."}]'
-            ) from error
+            chats.append(chat_in(str(text)))
+        except (ValueError, SyntaxError) as error:
+            raise ConfigError(f"row {row}: the prompt is no chat, as others are; write it as JSON: {CHAT}") from error
     if os.environ.get("RANK", "0") == "0":
         print("data    the prompts are chats as text: read as chats", flush=True)
-    return rows.remove_columns("prompt").add_column("prompt", chats)
+    return rows.add_column("the chats", chats).remove_columns("prompt").rename_column("the chats", "prompt")
 
 
 def chat_in(text: str) -> list[dict]:
     try:
-        chat = json.loads(text)
+        return json.loads(text)
     except ValueError:
-        chat = ast.literal_eval(text)
-    if problem := wrong_prompt(chat):  # before Arrow says less of it
-        raise ValueError(problem)
-    return chat
+        return ast.literal_eval(text.strip())
 
 
 def wrong_prompt(prompt) -> str | None:
     """What is wrong with a prompt, which must be text or a chat that says something."""
-    if prompt is None or prompt == [] or isinstance(prompt, str) and not prompt.strip():
-        return "the prompt is empty; remove the row or fill it"
-    if isinstance(prompt, str):
-        return None
-    if not isinstance(prompt, list) or not all(isinstance(message, dict) for message in prompt):
-        return f"the prompt is {one_line(repr(prompt))}; it must be text or a list of messages"
-    if not all(isinstance(message.get("role"), str) and "content" in message for message in prompt):
-        return f"the prompt is {one_line(repr(prompt))}; each message needs a `role` and a `content`"
-    if not any(message["content"] and str(message["content"]).strip() for message in prompt):
-        return "no message of the prompt says anything; remove the row or fill it"
+    if prompt and isinstance(prompt, list):
+        if not all(isinstance(message, dict) and message.get("role") and "content" in message for message in prompt):
+            return f"the prompt is {one_line(repr(prompt))}; it must be text, or a chat: {CHAT}"
+        prompt = "".join(str(message["content"] or "") for message in prompt)
+    return None if prompt and str(prompt).strip() else "the prompt is empty; remove the row or fill it"
 
 
 def check_enough(rows, config) -> None:
@@ -167,7 +155,7 @@ def measure(rows, tokenizer, options: dict, limit: int | None, images: str | Non
                 ids = tokenizer(prompt)["input_ids"]
             else:
                 ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **options)
-        except Exception as error:  # a template is a program, an image can be cut behind its header
+        except Exception as error:  # a template is a program, an image can be anything
             remedy = "change the row" if tokenizer.chat_template else "use text, or a model with a chat template"
             raise ConfigError(f"row {row} cannot be made tokens: {one_line(error)}; {remedy}") from error
         if not ids:

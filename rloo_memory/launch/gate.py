@@ -35,11 +35,8 @@ class Forecast:
 
 
 def predicted_peaks(profile: str, launch: LaunchArguments, config, model, source: str, lengths: Lengths) -> Forecast:
-    """The peak of each phase; an empty forecast where it cannot be predicted, which is said.
-
-    The first process predicts, and all of them hear what it found. Raises `ConfigError` with the first remedy where
-    the training does not fit and nobody said `anyway`, in the first process; the others end without a word.
-    """
+    """The peak of each phase; an empty forecast where it cannot be predicted, which is said. Raises `ConfigError` with
+    the first remedy where the training does not fit and nobody said `anyway`."""
     if not launch.predict_memory:
         return Forecast()
     return decided_once(config, lambda: peaks_that_fit(profile, launch, config, model, source, lengths))
@@ -85,11 +82,12 @@ def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source:
     elif peak.total > limit and not launch.anyway:
         say("looking for a change that makes it fit: a minute or some")
         remedy = ask.predict(settings, source, lengths.longest, limit=limit, calibration=calibration, **where).remedy
-        doctor = f"rloo-memory doctor --profile {profile} --model {source} --prompt {lengths.longest}"
-        doctor += "".join(f" --image {width}x{height}" for width, height in lengths.images)
-        doctor += f" --device-memory {available_bytes(str(config.device)) / GIB:.1f}GiB"
-        if calibration:
-            doctor += f" --calibration {calibration.file}" + (" --device cpu" if device == "cpu" else "")
+        images = "".join(f" --image {width}x{height}" for width, height in lengths.images)
+        calibrated = f" --calibration {calibration.file} --device {device}" if calibration else ""
+        doctor = (
+            f"rloo-memory doctor --profile {profile} --model {source} --prompt {lengths.longest}{images} "
+            f"--device-memory {available_bytes(str(config.device)) / GIB:.1f}GiB{calibrated}"
+        )
         raise ConfigError(refusal(peak, limit, remedy, settings, doctor))
     corrected = {phase.phase: phase.total for phase in expected.phases if isinstance(phase, CalibratedPeak)}
     return Forecast({phase.phase: phase.uncorrected for phase in expected.phases}, corrected, lengths.longest)

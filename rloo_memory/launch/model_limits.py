@@ -2,9 +2,6 @@
 
 from rloo_memory.errors import ConfigError
 
-SCALED_WITHOUT_END = "dynamic"  # these rotary positions are stretched to any length
-LOOKED_UP = ("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "opt", "biogpt")  # in a table, which ends
-
 
 def check_special_tokens(hf_config, tokenizer, named: str) -> None:
     """Raise `ConfigError` where no token ends a text, or where the model has no embedding for the one that ends or
@@ -40,33 +37,17 @@ def placeholders(hf_config) -> set[int]:
     }
 
 
-def positions_of(hf_config) -> int | None:
-    """How many tokens the model has positions for. None where nothing is known to limit them: recurrent models, ALiBi,
-    rotary positions that are stretched to any length."""
+def check_positions(hf_config, lengths, completion: int) -> None:
+    """Raise `ConfigError` where the longest prompt and a completion of that many tokens exceed the rotary positions
+    that the model was trained with. Scaled ones are stretched, and an image takes fewer than tokens."""
     text_config = hf_config.get_text_config()
     positions = getattr(text_config, "max_position_embeddings", None)
     rope = getattr(text_config, "rope_parameters", None)
-    if text_config.model_type in LOOKED_UP:
-        return positions
-    if positions is None or not rope or getattr(text_config, "alibi", False):
-        return None
-    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]  # some have one a kind of layer
-    if any(kind.get("rope_type") == SCALED_WITHOUT_END for kind in kinds):
-        return None
-    # `max_position_embeddings` may or may not be those of the scaled model already
-    scaled = [k["factor"] * (k.get("original_max_position_embeddings") or positions) for k in kinds if k.get("factor")]
-    return max(positions, *map(int, scaled), 0)
-
-
-def check_positions(hf_config, lengths, completion: int) -> None:
-    """Raise `ConfigError` where the longest prompt and a completion of that many tokens exceed the positions."""
-    positions = positions_of(hf_config)
-    in_image_rows = lengths.images and "mrope_section" in str(hf_config.get_text_config().rope_parameters)
-    if positions is None or lengths.longest + completion <= positions or in_image_rows:  # those take fewer than tokens
-        return
-    left = positions - lengths.longest
-    shorter = f"--max_completion_length {left}, or " if left > 0 else ""
-    raise ConfigError(
-        f"row {lengths.row}: a prompt of {lengths.longest:,} tokens and max_completion_length {completion:,} exceed "
-        f"the model's {positions:,} positions; {shorter}shorten the prompt; --anyway trains beyond them"
-    )
+    too_long = positions and rope and lengths.longest + completion > positions
+    if too_long and "factor" not in str(rope) and not (lengths.images and "mrope_section" in str(rope)):
+        left = positions - lengths.longest
+        shorter = f"--max_completion_length {left}, or " if left > 0 else ""
+        raise ConfigError(
+            f"row {lengths.row}: a prompt of {lengths.longest:,} tokens and max_completion_length {completion:,} "
+            f"exceed the model's {positions:,} positions; {shorter}shorten the prompt; --anyway trains beyond them"
+        )

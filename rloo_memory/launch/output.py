@@ -1,6 +1,7 @@
 """The output folder: whose it is, and the checkpoint in it to go on from."""
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ MODEL_FILES = ("model*.safetensors", "adapter_model*", "pytorch_model*")
 
 @dataclass(frozen=True)
 class Start:
-    """Where a training begins: at `checkpoint`, else from nothing. `says` is for the first lines; `finished`, if it is
-    not empty, why there is nothing left to train."""
+    """Where a training begins: at `checkpoint`, else from nothing; what is said of it, and why nothing is left to
+    train, if so."""
 
     checkpoint: str | None = None
     says: str = ""
@@ -98,10 +99,8 @@ def refuse_other_output(folder: Path, and_record: bool = False) -> None:
 
 
 def free_name(folder: Path) -> str:
-    number = 2
-    while (path := folder.with_name(f"{folder.resolve().name}-{number}")).exists():
-        number += 1
-    return str(path)
+    names = (folder.with_name(f"{folder.resolve().name}-{number}") for number in itertools.count(2))
+    return str(next(path for path in names if not path.exists()))
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -132,15 +131,11 @@ def finished(checkpoint: Path, config) -> str:
     """Why nothing is left to train, in a line; nothing if something is."""
     state = state_of(checkpoint)
     updates, epochs = state["global_step"], state["epoch"] or 0
-    if config.max_steps > 0:
-        setting, limit, reached = "max_steps", config.max_steps, updates
-    else:
-        setting, limit, reached = "num_train_epochs", config.num_train_epochs, epochs
+    setting, reached = ("max_steps", updates) if config.max_steps > 0 else ("num_train_epochs", epochs)
+    limit = getattr(config, setting)
     if reached < limit:
         return ""
-    folder = checkpoint.parent
-    model = folder if any(folder.glob("*.safetensors")) else checkpoint
     return (
-        f"finished: {checkpoint} has {updates} updates ({epochs:.4g} epochs), and {setting} is {limit:.10g}; "
-        f"nothing is trained. The model is in {model}; a higher --{setting} trains on"
+        f"finished: {checkpoint} has {updates} updates ({epochs:.4g} epochs), and {setting} is {limit:g}; nothing is "
+        f"trained; a higher --{setting} trains on"
     )

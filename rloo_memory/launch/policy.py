@@ -39,8 +39,7 @@ def check(name: str | None) -> None:
 
 
 def load(name: str, config, with_images: bool = False) -> Policy:
-    """The model's name, config and tokenizer; of an adapter's folder, those of its model. Raises `ConfigError`. Only
-    hub: downloads, and code that lies beside a model runs with `trust_remote_code` alone."""
+    """Of an adapter's folder, its model. Only hub: downloads; code beside a model runs with `trust_remote_code`."""
     from transformers import AutoConfig, AutoTokenizer
 
     if adapter := adapter_of(name):
@@ -97,12 +96,10 @@ def processor_of(name: str, path: str, hf_config, trusted: dict):
     try:
         processor = AutoProcessor.from_pretrained(path, padding_side="left", **trusted)
     except Exception as error:  # without torchvision a class that is a stand-in, a list that names it, or none
-        said, remedy = one_line(error), "put its preprocessor_config.json beside its weights"
-        if any(package in str(error).lower() for package in ("torchvision", "pillow")):
-            said, remedy = said.partition(". ")[0], prompt_images.install()  # the rest names web pages
-        raise ConfigError(
-            f"the prompts have images, and the processor of model {name!r} cannot be loaded: {said}; {remedy}"
-        ) from error
+        needs = "torchvision" in str(error).lower() or "pillow" in str(error).lower()
+        remedy = prompt_images.install() if needs else "put its preprocessor_config.json beside its weights"
+        said = one_line(error).partition(". ")[0]  # the rest names web pages
+        raise ConfigError(f"the prompts have images, and the processor of model {name!r}: {said}; {remedy}") from error
     if getattr(processor, "image_processor", None) is None:
         raise ConfigError(
             f"the prompts have images, and model {name!r} (of type {hf_config.model_type}) takes none; name a "

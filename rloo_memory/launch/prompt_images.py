@@ -1,10 +1,8 @@
 """The images of a training set's prompts: which column has them, whether each can be opened, and what a processor
 makes of them."""
 
-import io
 from collections.abc import Iterator
 from importlib.metadata import version
-from importlib.util import find_spec
 
 from rloo_memory.errors import ConfigError
 from rloo_memory.models import one_line
@@ -23,8 +21,7 @@ def install() -> str:
 
 
 def as_trained(rows):
-    """The training set with its images as the trainer reads them. Every image's header is read, no pixels. Raises
-    `ConfigError` that names the row."""
+    """The training set with its images as the trainer reads them. Raises `ConfigError`."""
     from datasets import Image, List
 
     columns = [name for name in COLUMNS if name in rows.column_names]
@@ -39,69 +36,29 @@ def as_trained(rows):
                 f"the column {column!r} is {one_line(rows.features[column])}; it must be {wanted} (datasets.Image, "
                 "or file names), or have another name"
             ) from error
-    if column := column_of(rows):
-        for row, (prompt, images) in enumerate(zip(rows["prompt"], images_of(rows, column), strict=True), 1):
-            if problem := wrong_images(prompt, images, column):
-                raise ConfigError(f"row {row}: {problem}")
     return rows
 
 
-def images_of(rows, column: str) -> Iterator[list | None]:
-    """Of each row its images as they are stored, {"bytes", "path"}. None where it has no value."""
+def stored(rows, column: str) -> Iterator:
+    """Of each row its images as they are stored: nothing is decoded."""
     from datasets import Image, List
 
-    stored = Image(decode=False) if column == "image" else List(Image(decode=False))
-    for row in rows.select_columns(column).cast_column(column, stored):
-        cell = row[column]
-        yield cell if cell is None or isinstance(cell, list) else [cell]
+    undecoded = Image(decode=False) if column == "image" else List(Image(decode=False))
+    return (row[column] for row in rows.select_columns(column).cast_column(column, undecoded))
 
 
 def column_of(rows) -> str | None:
     """The column of `COLUMNS` in which some row has an image."""
-    return next((name for name in COLUMNS if name in rows.column_names and any(images_of(rows, name))), None)
+    return next((name for name in COLUMNS if name in rows.column_names and any(stored(rows, name))), None)
 
 
-def wrong_images(prompt, images: list | None, column: str) -> str | None:
-    """What is wrong with a prompt and its images, of which TRL has to find a place for each."""
-    from trl.data_utils import prepare_multimodal_messages
-
-    if images is None:
-        return f"the column {column!r} is empty; a column 'images' can say with an empty list that a row has none"
-    if find_spec("PIL") is None:
-        return f"it has images, and pillow is not installed; {install()}"
-    for image in images:
-        if problem := not_opened(image):
-            return f"an image cannot be opened ({problem}); replace it or remove the row"
-    if isinstance(prompt, str):
-        return 'the prompt is text; images need chats: [{"role": "user", "content": "..."}]'
-    try:
-        prepare_multimodal_messages(prompt, images=images)
-    except Exception as error:  # of a content that is neither text nor parts, whatever its reading raises
-        return f"{one_line(error)} Change the row."
-
-
-def not_opened(image: dict | None) -> str | None:
-    """Why a stored image cannot be opened; None where it can be."""
-    import PIL.Image
-
-    if image is None or image["bytes"] is None and image["path"] is None:
-        return "there is none"
-    try:
-        PIL.Image.open(image["path"] if image["bytes"] is None else io.BytesIO(image["bytes"])).close()
-    except PIL.UnidentifiedImageError:
-        return "pillow does not know its format"
-    except Exception as error:  # a damaged file raises whatever its format's reader raises
-        return one_line(error)
-
-
-def check_gathered(rows, column: str, config) -> None:
-    """Raise `ConfigError` where several processes would wait for one another: TRL gathers the images of all of them
-    for its log, but not from one whose rows have none."""
-    if config.world_size > 1 and config.log_multimodal and not all(images_of(rows, column)):
-        raise ConfigError(
-            f"some rows have images and some have none: {config.world_size} processes would wait for one another's, "
-            "which TRL gathers for its log; --log_multimodal false"
-        )
+def check_each_row_has_some(rows, column: str, config) -> None:
+    """Raise `ConfigError` for a row without an image in a column of single ones, and where several processes would
+    wait for one another: TRL gathers the images of all of them for its log, but not from one whose rows have none."""
+    together = config.world_size > 1 and config.log_multimodal
+    if (column == "image" or together) and not all(stored(rows, column)):
+        remedy = "--log_multimodal false" if column == "images" else "a column 'images' can say with an empty list so"
+        raise ConfigError(f"some rows have no image in the column {column!r}, and others have; {remedy}")
 
 
 def encode(prompt: list, given: list, processor, options: dict) -> tuple[list[int], tuple[tuple[int, int], ...]]:

@@ -25,11 +25,8 @@ def names_of(launch: LaunchArguments) -> list[str]:
 
 
 def rewards_of(launch: LaunchArguments, columns: list[str]) -> list:
-    """What TRL's trainers take: where the reward model is, then the functions.
-
-    `columns` are those of the dataset: TRL calls a function with each of them. Raises `ConfigError` for a reward that
-    is not there, cannot be imported, or cannot be called so.
-    """
+    """What TRL's trainers take: where the reward model is, then the functions, which it calls with all `columns` of
+    the dataset. Raises `ConfigError`."""
     model, names = launch.reward_model_name_or_path, names_of(launch)
     if not launch.reward_funcs and not model and launch.dataset_name != "builtin":
         raise ConfigError(
@@ -55,17 +52,13 @@ def function_of(name: str, columns: list[str]):
 
         return letter_reward
     found = imported(name)
-    if not callable(found) or inspect.isclass(found) or not hasattr(found, "__name__"):
-        raise ConfigError(
-            f"reward {name!r} is {one_line(repr(found))}; name a function, or a callable with a __name__"
-        )
     given = dict.fromkeys((*REWARD_ARGUMENTS, *(name for name in columns if name not in ("prompt", "completion"))))
     try:
         inspect.signature(found).bind(**given)
     except TypeError as error:
         raise ConfigError(
             f"reward {name!r} cannot be called as TRL calls it: {error}; it gets {', '.join(given)}, each by name: "
-            f"def {found.__name__}(completions, **kwargs) -> list[float]"
+            "def score(completions, **kwargs) -> list[float]"
         ) from error
     except ValueError:  # a builtin without a signature
         pass
@@ -147,24 +140,22 @@ def check_rewards(name: str, rewards, count: int, first: bool = False) -> list:
     the `first` call alone: later it leaves a completion out, as None does."""
     import torch
 
-    expected = f"TRL expects a list of {count} finite numbers, one a completion, or None to leave one out"
-    returned = f"the reward {name!r} returned {one_line(repr(rewards))}"
     try:
         rewards = list(rewards)
         numbers = torch.tensor([0.0 if reward is None else reward for reward in rewards], dtype=torch.float32)
-    except Exception as error:  # what is no list, and what is no number: each raises its own
-        raise ConfigError(f"{returned}; {expected}") from error
-    if numbers.shape != (count,):
-        raise ConfigError(f"{returned}, of shape {tuple(numbers.shape)}; {expected}")
-    wrong = ~numbers.isfinite() if first else numbers.isinf()
-    if wrong.any():
-        raise ConfigError(f"{returned}: number {int(wrong.nonzero()[0]) + 1} is {numbers[wrong][0]}; {expected}")
+        wrong = numbers.shape != (count,) or bool((numbers.isinf() | (numbers.isnan() & first)).any())
+    except Exception:  # what is no list, and what is no number: each raises its own
+        wrong = True
+    if wrong:
+        raise ConfigError(
+            f"the reward {name!r} returned {one_line(repr(rewards))}; TRL expects a list of {count} finite numbers, "
+            "one a completion, or None to leave one out"
+        )
     return rewards
 
 
 def in_words(launch: LaunchArguments, rewards: list) -> str:
-    """The rewards for the summary at the start: their names, and where they come from. A trainer has put its model in
-    the place of a model's name in `rewards`."""
+    """The names of the rewards, and where they come from."""
     model, names = launch.reward_model_name_or_path, names_of(launch)
     said = [f"reward model {model_source(model)}"] if model else []
     for name, function in zip(names, rewards[len(said) :], strict=True):

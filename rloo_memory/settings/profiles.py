@@ -46,15 +46,13 @@ def load_profile(name: str) -> dict:
 def find_profile(name: str) -> Path:
     """Where the profile is. Raises `ConfigError` with the nearest name."""
     path = profile_path(name)
-    if not path.exists() and name.endswith((".yaml", ".yml")):
+    if path.exists():
+        return path
+    if path == Path(name):
         raise ConfigError(f"profile {name!r} is not here ({path.absolute()}); give the path of your YAML file")
-    if not path.exists():
-        near = difflib.get_close_matches(name, names(), n=1)
-        raise ConfigError(
-            f"unknown profile {name!r}{f' (did you mean {near[0]}?)' if near else ''}: choose one of "
-            f"{', '.join(names())}, or a YAML file"
-        )
-    return path
+    near = difflib.get_close_matches(name, names(), n=1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    raise ConfigError(f"unknown profile {name!r}{hint}: choose one of {', '.join(names())}, or a YAML file")
 
 
 def devices_from(path: Path) -> dict:
@@ -66,20 +64,13 @@ def devices_from(path: Path) -> dict:
         raise ConfigError(f"{path}: no formula for distributed_type {kind!r}; DDP (MULTI_GPU) and FSDP are known")
     if not isinstance(processes, int) or processes < 1:
         raise ConfigError(f"{path}: num_processes is {processes!r}: it must be a whole number from 1")
-    if not isinstance(fsdp, dict):
-        raise ConfigError(f"{path}: fsdp_config is {fsdp!r}: it must be a mapping of `name: value` lines")
-    if kind == "FSDP" and (
-        fsdp.get("fsdp_version", 1) != 2 or fsdp.get("fsdp_reshard_after_forward", True) is not True
-    ):
+    if not isinstance(fsdp, dict) or not isinstance(offload := fsdp.get("fsdp_offload_params", False), bool):
+        raise ConfigError(f"{path}: fsdp_config is {fsdp!r}: a mapping, fsdp_offload_params in it true or false")
+    known = fsdp.get("fsdp_version", 1) == 2 and fsdp.get("fsdp_reshard_after_forward", True) is True
+    if kind == "FSDP" and not known:
         raise ConfigError(f"{path}: the formula is for fsdp_version: 2 with fsdp_reshard_after_forward: true")
-    offload = fsdp.get("fsdp_offload_params", False)
-    if not isinstance(offload, bool):
-        raise ConfigError(f"{path}: fsdp_offload_params is {offload!r}: it must be true or false")
-    return {
-        "num_devices": 1 if kind == "NO" else processes,
-        "fully_sharded": kind == "FSDP",
-        "offload_parameters": offload,
-    }
+    devices = 1 if kind == "NO" else processes
+    return {"num_devices": devices, "fully_sharded": kind == "FSDP", "offload_parameters": offload}
 
 
 def dump_profile(path: Path, settings: dict, comments: list[str]) -> None:

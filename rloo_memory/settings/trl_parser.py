@@ -16,7 +16,6 @@ from rloo_memory.settings.arguments import LaunchArguments
 from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig, RLOOConfig, TrlParser
 
 TRAINERS = {"rloo": RLOOConfig, "grpo": GRPOConfig}
-MOST_SHOWN = 8  # mistakes of a file
 
 
 class Parser(TrlParser):
@@ -41,8 +40,7 @@ class Parser(TrlParser):
         return f"unknown setting {name!r}; {f'did you mean {near[0]}?' if near else 'TRL has none of that name'}"
 
     def value_of(self, name: str, value):
-        """A value of a file, as a command line's would be read: text may be the number that it says, as YAML reads
-        1e-6. Mappings and lists of them are left to TRL. Raises `ConfigError`."""
+        """A value of a file, read as a command line's would be: YAML takes 1e-6 for text. Mappings are left to TRL."""
         if name not in self.names:
             raise ConfigError(self.unknown(name))
         if value is None and self.get_default(name) is not None:
@@ -50,7 +48,7 @@ class Parser(TrlParser):
         parts = value if isinstance(value, list) else [value]
         if not parts or not all(isinstance(part, str | int | float) for part in parts):
             return value
-        words = [f"--{name}={value}"] if parts == [value] else [f"--{name}", *map(str, parts)]
+        words = [f"--{name}", *map(str, parts)] if value is parts else [f"--{name}={value}"]
         read = getattr(self.parse_args(words), name)
         if problem := out_of_range(name, read):
             raise ConfigError(problem)
@@ -85,10 +83,8 @@ def typed(settings: dict) -> dict:
             values[name] = of_all_settings().value_of(name, value)
         except ConfigError as error:
             problems.append(str(error))
-    if len(problems) > MOST_SHOWN:
-        problems[MOST_SHOWN:] = [f"and {len(problems) - MOST_SHOWN} more"]
     if problems:
-        raise ConfigError("; ".join(problems))
+        raise ConfigError("; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if problems[8:] else ""))
     return values
 
 
@@ -96,33 +92,27 @@ def out_of_range(name: str, value) -> str | None:
     """What is wrong with a number, by `RANGES`, or with a word, by `CHOICES`."""
     if value is not None and value not in CHOICES.get(name, (value,)):
         return f"{name} is {value!r}: choose one of {', '.join(CHOICES[name])}"
-    for words, (inside, names) in RANGES.items():
+    for names, inside, words in RANGES:
         if name in names and isinstance(value, int | float) and not inside(value):
             return f"{name} is {reprlib.repr(value)}: it must be {words}"
     return None
 
 
-# Where what TRL does with another number is nonsense or a late error
-RANGES = {
-    "at least 1": (
-        lambda x: x >= 1,
-        (
-            "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations",
-            "max_completion_length", "tokens_per_forward", "prompt_tokens", "max_prompt_tokens", "lora_r",
-        ),
-    ),
-    "at least 2, as the baseline is made of the other completions, and at most 4096": (
-        lambda x: 2 <= x <= 4096,
-        ("num_generations",),
-    ),
-    "at least 1, or -1 for num_train_epochs": (lambda x: x == -1 or x >= 1, ("max_steps",)),
-    "0 or more": (lambda x: x >= 0, ("learning_rate", "beta")),
-    "above 0": (lambda x: x > 0, ("temperature", "num_train_epochs", "repetition_penalty")),
-    "above 0, at most 1": (lambda x: 0 < x <= 1, ("top_p", "vllm_gpu_memory_utilization")),
-    "from 0 to 1": (lambda x: 0 <= x <= 1, ("min_p",)),
-    "from 0 to below 1": (lambda x: 0 <= x < 1, ("lora_dropout",)),
-    "1: num_generations says how many completions a prompt has": (lambda x: x == 1, ("num_return_sequences",)),
-}  # fmt: skip
+AT_LEAST_1 = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations", "lora_r",
+    "max_completion_length", "tokens_per_forward", "prompt_tokens", "max_prompt_tokens",
+)  # fmt: skip
+# (settings, test, the same in words), where what TRL does with another number is nonsense or a late error
+RANGES = (
+    (AT_LEAST_1, lambda x: x >= 1, "at least 1"),
+    (("num_generations",), lambda x: 2 <= x <= 4096, "at least 2, as the others are the baseline, and at most 4096"),
+    (("max_steps",), lambda x: x == -1 or x >= 1, "at least 1, or -1 for num_train_epochs"),
+    (("learning_rate", "beta"), lambda x: x >= 0, "0 or more"),
+    (("temperature", "num_train_epochs", "repetition_penalty"), lambda x: x > 0, "above 0"),
+    (("top_p", "vllm_gpu_memory_utilization"), lambda x: 0 < x <= 1, "above 0, at most 1"),
+    (("min_p",), lambda x: 0 <= x <= 1, "from 0 to 1"),
+    (("lora_dropout",), lambda x: 0 <= x < 1, "from 0 to below 1"),
+)
 # setting -> what it may be; TRL looks at loss_type only in the first update
 CHOICES = {
     "algorithm": tuple(TRAINERS),
