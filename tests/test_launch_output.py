@@ -81,26 +81,20 @@ def test_a_record_without_a_model_is_replaced_and_said(here, capsys):
     assert "in 16 bits most updates round to nothing: at learning_rate 1e-06 one leaves " in out
 
 
-@pytest.mark.parametrize("dtype, rate, lora", [("bfloat16", 1e-6, False), ("float32", 1e-6, False),
-    ("bfloat16", 1e-2, False), ("bfloat16", 1e-6, True)])  # fmt: skip
-def test_that_updates_round_to_nothing_is_said_exactly_where_adam_moves_few_weights(dtype, rate, lora):
+@pytest.mark.parametrize("dtype, rate", [("bfloat16", 1e-6), ("float32", 1e-6), ("bfloat16", 1e-2)])
+def test_that_updates_round_to_nothing_is_said_exactly_where_adam_moves_few_weights(dtype, rate):
     """The share that the line gives is that of weights which one step of Adam leaves as they are."""
     import torch
 
     torch.manual_seed(0)
     model = torch.nn.Linear(200, 200, bias=False).to(getattr(torch, dtype))  # up to 0.07
-    trained = torch.nn.Linear(4, 4, bias=False) if lora else model
-    model.requires_grad_(not lora)
     args = SimpleNamespace(learning_rate=rate, optim="adamw_torch", bf16=True, model_init_kwargs={"dtype": dtype})
-    trainer = SimpleNamespace(
-        model=torch.nn.Sequential(model, trained), is_deepspeed_enabled=False, is_fsdp_enabled=False, args=args
-    )
+    trainer = SimpleNamespace(model=model, is_deepspeed_enabled=False, is_fsdp_enabled=False, args=args)
     line = announce.rounding(trainer, SimpleNamespace(dtype=dtype))
-    before = trained.weight.detach().clone()
-    optimizer = torch.optim.AdamW(trained.parameters(), lr=rate, weight_decay=0)
-    trained.weight.grad = torch.randn(before.shape).to(before.dtype)
-    optimizer.step()
-    same = (trained.weight == before).float().mean().item()
+    before = model.weight.detach().clone()
+    model.weight.grad = torch.randn(before.shape).to(before.dtype)
+    torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0).step()
+    same = (model.weight == before).float().mean().item()
     assert bool(line) == (same > 0.5), (line, same)
     if line:
         share = float(line.split("one leaves ")[1].split(" %")[0])

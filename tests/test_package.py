@@ -64,9 +64,7 @@ def test_its_commands_run_in_any_folder(installed, tmp_path):
     code, out, error = run(installed, tmp_path, *words)
     assert code == 0 and "fits: " in out, error
     assert (tmp_path / "fits.yaml").exists()
-    code, out, error = run(
-        installed, tmp_path, "launch", "fits.yaml", "--dataset_name", "gone.jsonl", "--reward_funcs", "letters"
-    )
+    code, out, error = run(installed, tmp_path, "launch", "fits.yaml")
     assert code == 2 and "MODEL_PATH=hub:qwen3-0.6b downloads it" in error[-1]
 
 

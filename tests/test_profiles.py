@@ -112,17 +112,6 @@ def test_trls_own_script_makes_the_same_of_every_profile_and_of_a_command_line(m
                 assert {x: getattr(launch, x) for x in of_trl} == {x: getattr(script, x) for x in of_trl}
 
 
-@pytest.mark.torch
-def test_the_guide_names_every_setting_that_trls_script_does_not_know(shared_fork):
-    from trl.scripts.rloo import make_parser
-
-    known = {action.dest for action in make_parser()._actions}
-    own = {field.name for field in dataclasses.fields(LaunchArguments)} - known
-    guide = (ROOT / "docs" / "launch.md").read_text()
-    (listed,) = re.findall(r"`trl rloo` does not know (.*?):", guide, re.DOTALL)
-    assert set(re.findall(r"`(\w+)`", listed)) == own
-
-
 @pytest.mark.slow
 @pytest.mark.torch
 def test_every_profile_trains_a_tiny_model_on_a_cpu(policy, tmp_path):

@@ -66,7 +66,8 @@ def quantization_of(hf_config, model):
 
     from trl import get_quantization_config
 
-    method = (settings_in(hf_config) or {}).get("quant_method")
+    settings = settings_in(hf_config)
+    method = settings and settings.get("quant_method", "bitsandbytes")
     if method == "mxfp4":
         return Mxfp4Config(dequantize=True)
     if method in ("bitsandbytes", "gptq", "awq") and not model.use_peft:
