@@ -116,7 +116,10 @@ def test_bad_input_is_one_line_with_its_name_before_a_model_loads(here, monkeypa
     Path("other").mkdir()
     Path("other", "config.json").write_text(json.dumps(config))
     Path("other", "configuration_other.py").write_text("open('ran', 'w')\nclass Other: pass")
-    for model, said in (("other", "trust_remote_code"), ("Qwen/Qwen3-8B", "hub:Qwen/Qwen3-8B")):
+    for model, said in (
+        ("other", "--trust_remote_code true runs it"),
+        ("Qwen/Qwen3-8B", "hub:Qwen/Qwen3-8B"),
+    ):
         monkeypatch.setenv("MODEL_PATH", model)
         refused(["balanced"], said)
     assert not Path("ran").exists()

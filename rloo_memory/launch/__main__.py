@@ -40,8 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     if {"-h", "--help"} & set(argv):
         print(help.text(), end="")
         return 0
-    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
-    if not several:  # several are ended by the program that started them, which waits for none that is in a collective
+    # Several are ended by the program that started them, which waits for none that is in a collective
+    if not one_of_several():
         signal.signal(signal.SIGTERM, stop)
     try:
         code = exit_code("launch", run, argv)
@@ -51,9 +51,14 @@ def main(argv: list[str] | None = None) -> int:
         where = "" if isinstance(error, OutOfMemory) else "out of memory before the first update: "
         print(f"launch: {where}{one_line(error)}", file=sys.stderr)
         code = 1
-    if several:
+    if one_of_several():
         leave(code)
     return code
+
+
+def one_of_several() -> bool:
+    """Whether this process was started with others that train with it."""
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1
 
 
 def stop(number, frame):
@@ -68,7 +73,7 @@ def run(argv: list[str]) -> int:
     host_allocator.activate(command_line.host_allocator(argv), restart=sys.argv[-len(argv) :] == argv)
     # one write: the workers' lines would mix
     print(f"host allocator: {', '.join(host_allocator.mapped().values()) or 'system'}\n", end="", flush=True)
-    if "WORLD_SIZE" not in os.environ and (line := show_one_gpu()):
+    if not one_of_several() and (line := show_one_gpu()):
         print(f"gpus    {line}", flush=True)
     # torch would send attention to cuDNN on recent GPUs, which plans each length anew, so each decoded token
     os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")

@@ -51,6 +51,8 @@ def load(name: str, config, with_images: bool = False) -> Policy:
         hf_config = AutoConfig.from_pretrained(path, **changed | trusted)
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", **trusted)
     except Exception as error:  # a broken file raises whatever its parser raises
+        if "custom code" in str(error):
+            raise ConfigError(f"model {name!r} has code of its own; --trust_remote_code true runs it") from error
         raise ConfigError(
             f"cannot load model {name!r}: {one_line(error)}; name a folder with one, or hub:..."
         ) from error
