@@ -10,6 +10,7 @@ from small_profile import small_profile
 from rloo_memory.adapters import adapter_of
 from rloo_memory.errors import ConfigError
 from rloo_memory.launch import __main__ as launch
+from rloo_memory.launch import policy as launch_policy
 from rloo_memory.plan.options import model_config, settings_of_adapter
 
 PROFILE = small_profile(2, 4, prefix_sharing=True, max_steps=1, predict_memory=False)
@@ -54,8 +55,6 @@ def test_the_planner_takes_an_adapters_model_and_rank(adapter, tmp_path, planned
     own = {"use_peft": True, "lora_r": 3, "lora_alpha": 7, "lora_dropout": 0.0,
            "lora_target_modules": ["q_proj", "v_proj"]}  # fmt: skip
     assert settings_of_adapter(adapter.folder, {}) == own and settings_of_adapter(adapter.base, {}) == {}
-    assert settings_of_adapter(adapter.folder, {"use_peft": True, "lora_dropout": 0.3})["lora_dropout"] == 0.3
-    assert model_config(adapter.folder).to_dict() == model_config(adapter.base).to_dict()
     options = ["--prompt", 16, "--completion", 4, "--k", 2, "--arms", "stock", "--json", tmp_path / "plan.json"]
     assert planned("--model", adapter.folder, *options).returncode == 0
     setup = json.loads((tmp_path / "plan.json").read_text())["predictions"][0]["setup"]
@@ -69,36 +68,29 @@ def test_an_adapter_whose_model_is_not_here_is_named_with_it(tmp_path):
               "lora_alpha": 8, "lora_dropout": 0.0}  # fmt: skip
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps(config))
-    for function in (launch.policy.check, model_config):
+    for function in (launch_policy.check, model_config):
         with pytest.raises(ConfigError, match=f"'{tmp_path}' is an adapter of the model '/gone/base', which is not"):
             function(str(tmp_path))
-    path.write_text(json.dumps(config | {"base_model_name_or_path": "Qwen/Qwen3-8B"}))
-    assert model_config(str(tmp_path)).num_hidden_layers == 36  # planned, but not trained: nothing is downloaded
-    with pytest.raises(ConfigError, match="hub:owner/name, which downloads it"):
-        launch.policy.check(str(tmp_path))
-    for wrong in ({"peft_type": "IA3"}, {"r": None, "base_model_name_or_path": None}):
-        path.write_text(json.dumps(config | wrong))
-        with pytest.raises(ConfigError, match="only LoRA on a named model"):
+    for text, said in (
+        (json.dumps(config | {"peft_type": "IA3"}), "only LoRA on a named model"),
+        ("{", "cannot read "),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=said):
             adapter_of(str(tmp_path))
-    path.write_text("{")
-    with pytest.raises(ConfigError, match="cannot read .*adapter_config.json"):
-        adapter_of(str(tmp_path))
 
 
 @pytest.mark.torch
-def test_weights_that_are_quantized_already_are_not_trained_themselves_nor_quantized_again(tmp_path):
-    inputs_of = lambda **words: SimpleNamespace(  # noqa: E731
-        **{"use_peft": True, "load_in_4bit": False, "load_in_8bit": False, "dtype": "float32"} | words
+def test_weights_that_are_quantized_already_are_not_trained_themselves():
+    from transformers import AutoConfig
+
+    def quantized(method):
+        return AutoConfig.for_model("qwen3", quantization_config={"quant_method": method, "bits": 4})
+
+    asked = lambda use_peft: SimpleNamespace(  # noqa: E731
+        use_peft=use_peft, load_in_4bit=False, load_in_8bit=False, dtype="float32"
     )
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "qwen3", "quantization_config": {"quant_method": "gptq", "bits": 4}}))
-    assert launch.policy.quantization_of(str(tmp_path), inputs_of()) is None
-    with pytest.raises(
-        ConfigError, match="already quantized \\(gptq\\), so they cannot be trained themselves; add --use"
-    ):
-        launch.policy.quantization_of(str(tmp_path), inputs_of(use_peft=False))
-    again = inputs_of(load_in_8bit=True)
-    with pytest.raises(ConfigError, match="leave out load_in_4bit and load_in_8bit"):
-        launch.policy.quantization_of(str(tmp_path), again)
-    path.write_text(json.dumps({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}))
-    assert launch.policy.quantization_of(str(tmp_path), inputs_of(use_peft=False)).dequantize
+    assert launch_policy.quantization_of(quantized("gptq"), asked(True)) is None
+    with pytest.raises(ConfigError, match="already quantized \\(gptq\\), so they cannot be trained .* add --use_peft"):
+        launch_policy.quantization_of(quantized("gptq"), asked(False))
+    assert launch_policy.quantization_of(quantized("mxfp4"), asked(False)).dequantize

@@ -26,55 +26,40 @@ PROFILE = small_profile(
 )  # fmt: skip
 
 
-def launch(config, program, model, folder):
-    """What two processes print that train with a file of settings/accelerate. Nothing else is told about the CPU: the
-    launcher sees that there is no GPU."""
-    (folder / "profile.yaml").write_text(PROFILE)
-    # About 15 s alone; other tests share the cores. DeepSpeed compiles its Adam for the host once, in some minutes
-    seconds = 600 if config == "zero3_offload" else 240
-    words = (folder / "profile.yaml", "--output_dir", folder / config)
-    environment = {"MODEL_PATH": model, "DS_ACCELERATOR": "cpu"}
-    exit_code, output = two_processes.launched(config, program, *words, seconds=seconds, **environment)
-    assert exit_code == 0, f"{config}: exit code {exit_code}\n{output[-4000:]}"
-    return output
-
-
 def check(setups, model, folder):
-    """Trains with each of (file, program, offload policy of FSDP2's shards), DDP first, and compares with DDP."""
+    """Trains with each of (file, program, offload policy of FSDP2's shards), DDP first, and compares with DDP. Nothing
+    is told about the CPU: the launcher sees that there is no GPU."""
     from safetensors.torch import load_file
 
+    (folder / "profile.yaml").write_text(PROFILE)
     before, logs, weights = load_file(Path(model) / "model.safetensors"), {}, {}
+    total = sum(tensor.numel() for tensor in before.values())
     for config, program, policy in setups:
-        output, out = launch(config, program, model, folder), folder / config
-        assert output.count("memory by phase:") == output.count("\nreward  letters - ") == 1
-        total = sum(tensor.numel() for tensor in before.values())
-        assert f"float32: {total:,} weights, all trained" in output
+        out, environment = folder / config, {"MODEL_PATH": model, "DS_ACCELERATOR": "cpu"}
+        words = (folder / "profile.yaml", "--output_dir", out)
+        # DeepSpeed compiles its Adam for the host once, in some minutes
+        code, said = two_processes.launched(config, program, *words, seconds=600, **environment)
+        assert code == 0, f"{config}: exit code {code}\n{said[-4000:]}"
+        assert said.count("memory by phase:") == said.count("\nreward  letters - ") == 1
         logs[config] = json.loads((out / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
         weights[config] = load_file(out / "model.safetensors")  # whole, also where checkpoints are shards
-
         if policy:
             sharding = json.loads((out / "sharding.json").read_text())
-            for which in ("policy", "reference"):
-                assert sharding[which] == dict.fromkeys(before, policy), f"{config}: {which}"
-        sharded, offloads = config != "ddp", config.endswith("_offload")
-        devices = {"num_devices": 2, "fully_sharded": sharded, "offload_parameters": offloads}
+            assert sharding["policy"] == sharding["reference"] == dict.fromkeys(before, policy), config
+        devices = {"num_devices": 2, "fully_sharded": config != "ddp", "offload_parameters": "offload" in config}
         for suffix in ("", ".1"):  # each process has its own record
             record = json.loads((out / f"memory{suffix}.json").read_text())
             assert record["arguments"].items() >= devices.items()
             assert record["parameters"] == record["trained_parameters"] == total  # all, not a share
-            rows = read_csv(out / f"memory_phases{suffix}.csv")
-            assert [row["phase"] for row in rows].count("generate") == 2
-            assert [row["phase"] for row in rows].count("optimizer") >= 4  # ZeRO-3 steps group by group
-            assert all(float(row["start"]) <= float(row["end"]) for row in rows)
+            phases = [row["phase"] for row in read_csv(out / f"memory_phases{suffix}.csv")]
+            assert phases.count("generate") == 2 and phases.count("optimizer") >= 4  # ZeRO-3 steps group by group
 
-    assert len(logs["ddp"]) == 4 and abs(logs["ddp"][1]["loss"]) > 1e-3 and abs(logs["ddp"][2]["kl"]) > 1e-3
     # Where an update moved a policy far, the next one on the same completions can be clipped altogether
-    assert sum(entry["grad_norm"] > 0.1 for entry in logs["ddp"]) >= 3
+    assert abs(logs["ddp"][2]["kl"]) > 1e-3 and sum(entry["grad_norm"] > 0.1 for entry in logs["ddp"]) >= 3
     for config, _, _ in setups[1:]:
         for entry, expected in zip(logs[config], logs["ddp"], strict=True):
             for key in {"loss", "reward", "reward_std", "kl", "entropy", "grad_norm"} & expected.keys():
                 assert entry[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6), (config, expected["step"], key)
-        assert weights[config].keys() == weights["ddp"].keys() == before.keys()
         for name, expected in weights["ddp"].items():
             moved = (expected - before[name]).norm()
             assert moved > 1e-3 * before[name].norm(), f"{name} was not trained"

@@ -1,6 +1,5 @@
 """The lines that the launcher prints when a training starts and when it ends."""
 
-import math
 import os
 from pathlib import Path
 
@@ -9,6 +8,8 @@ from rloo_memory.sizes import GIB
 
 def print_start(launch, model, trainer, lengths, reward: str) -> None:
     """What is trained on what, by which reward, how much at a time, where, and where the results go."""
+    import torch
+
     from rloo_memory.hooks.memory_callback import size_of
 
     config = trainer.args
@@ -17,21 +18,24 @@ def print_start(launch, model, trainer, lengths, reward: str) -> None:
     weights = trainer.model.num_parameters() - (trained if model.use_peft else 0)  # unpacks those of 4 bits
     weights += sum(size_of(weight) for weight in parameters if weight.numel() == 0)
     bits = " in 4 bits" if model.load_in_4bit else " in 8 bits" if model.load_in_8bit else ""
+    dtype = str(trainer.model.dtype).removeprefix("torch.")
     adapters = f"LoRA of rank {model.lora_r} trains {trained:,}" if model.use_peft else "all trained"
     rows = len(trainer.train_dataset)
     among = "" if lengths.counted == rows else f" of the first {lengths.counted:,}"
     limit = f" (planned for {launch.max_prompt_tokens:,})" if launch.max_prompt_tokens else ""
-    print(f"model   {model.model_name_or_path}, {trainer.model.dtype}{bits}: ".replace("torch.", ""), end="")
-    print(f"{weights:,} weights, {adapters}")
     images = " with images" if lengths.images else ""
+    print(f"model   {model.model_name_or_path}, {dtype}{bits}: {weights:,} weights, {adapters}")
     print(
-        f"data    {launch.dataset_name}: {rows:,} prompts{images}, the longest{among} {lengths.longest:,} tokens",
-        end="",
+        f"data    {launch.dataset_name}: {rows:,} prompts{images}, the longest{among} {lengths.longest:,} tokens"
+        f"{limit}, completions to {config.max_completion_length:,}"
     )
-    print(f"{limit}, completions to {config.max_completion_length:,}")
     print(f"reward  {reward}")
     print(f"passes  {passes(config)} ({launch.algorithm})")
-    print(f"device  {devices(config)}")
+    device = config.device.type
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(config.device)
+        device = f"{properties.name}, {properties.total_memory / GIB:.0f} GiB"
+    print(f"device  {config.world_size} x {device}")
     if line := rounding(trainer, model):
         print(f"weights {line}")
     print(f"output  {os.path.abspath(config.output_dir)}", flush=True)
@@ -46,83 +50,58 @@ def rounding(trainer, model) -> str:
     import torch
 
     config = trainer.args
-    optimizer = getattr(config.optim, "value", config.optim)
     kept_in_float32 = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled and (config.bf16 or config.fp16)
-    if "adam" not in optimizer or kept_in_float32:
+    if "adam" not in config.optim or kept_in_float32:
         return ""
     lost = counted = 0
-    dtypes = set()
     for weight in trainer.model.parameters():
         if weight.requires_grad and weight.dtype in (torch.bfloat16, torch.float16) and weight.numel():
             some = weight.detach().flatten()[:: max(1, weight.numel() // 1000)].float()  # enough for a share
             half_a_step = torch.finfo(weight.dtype).eps / 2 * 2.0 ** (torch.frexp(some)[1] - 1)
             lost += weight.numel() * (half_a_step > config.learning_rate).float().mean().item()
             counted += weight.numel()
-            dtypes.add(str(weight.dtype).removeprefix("torch."))
-    if not counted or lost <= counted / 2:
+    if lost <= counted / 2:
         return ""
     asked = (config.model_init_kwargs or {}).get("dtype")
     remedy = "--dtype float32" if asked == model.dtype else "dtype float32 in model_init_kwargs"
     return (
-        f"in {' and '.join(sorted(dtypes))} most updates round to nothing: at learning_rate {config.learning_rate:g} "
+        f"in 16 bits most updates round to nothing: at learning_rate {config.learning_rate:g} "
         f"one leaves {100 * lost / counted:.0f} % of the weights as they are; {remedy} trains them"
     )
 
 
 def passes(config) -> str:
     """How the completions of an update are divided."""
-    k, batch = config.num_generations, config.per_device_train_batch_size
-    if not config.prefix_sharing:
-        text = f"{batch} rows together, k = {k}, no prefix sharing"
-    else:
-        tokens = config.tokens_per_forward
-        at_once = f"in passes of at most {tokens:,} tokens" if tokens else "together"
-        if batch < k:
-            what = f"{batch} of the k = {k} completions of a prompt"
-        else:
-            what = f"{batch} = {batch // k} whole group{'s' if batch > k else ''} of k = {k} completions"
-        text = f"{what} {at_once}"
-    total = batch * config.gradient_accumulation_steps * config.world_size
-    return (
-        f"{text}; {batch} x {config.gradient_accumulation_steps} accumulated x {config.world_size} "
-        f"device{'s' if config.world_size > 1 else ''} = {total} completions of {total // k} "
-        f"prompt{'s' if total // k > 1 else ''} per update"
+    k, batch, steps = config.num_generations, config.per_device_train_batch_size, config.gradient_accumulation_steps
+    together = (
+        f"in passes of at most {config.tokens_per_forward:,} tokens" if config.tokens_per_forward else "together"
     )
-
-
-def devices(config) -> str:
-    """Kind, number and size of the devices."""
-    if config.device.type != "cuda":
-        return f"{config.world_size} x {config.device.type}"
-    import torch
-
-    properties = torch.cuda.get_device_properties(config.device)
-    return f"{config.world_size} x {properties.name}, {properties.total_memory / GIB:.0f} GiB"
-
-
-def rewards_in_words(logged: list[float | None]) -> str:
-    """The first and the last logged reward. TRL logs None where no completion had one, or one was not a number."""
-    means = ["none" if mean is None or math.isnan(mean) else f"{mean:.4g}" for mean in logged]
-    if len(means) < 2:
-        return "".join(f", reward {mean} in its only log" for mean in means)
-    return f", reward {means[0]} at first, {means[-1]} at last"
+    what = f"{batch} of the k = {k} completions of a prompt"
+    if batch >= k:
+        what = f"{batch} = {batch // k} whole group{'s' if batch > k else ''} of k = {k} completions"
+    text = f"{what} {together}" if config.prefix_sharing else f"{batch} rows together, k = {k}, no prefix sharing"
+    total = batch * steps * config.world_size
+    return (
+        f"{text}; {batch} x {steps} accumulated x {config.world_size} device{'s' if config.world_size > 1 else ''} = "
+        f"{total} completions of {total // k} prompt{'s' if total // k > 1 else ''} per update"
+    )
 
 
 def print_end(trainer, memory, seconds: float) -> None:
     """How long it took, what became of the reward, the peak, and what was written where."""
     config, state = trainer.args, trainer.state
-    print(f"trained {state.global_step} update{'s' if state.global_step != 1 else ''} in {seconds:.1f} s", end="")
-    print(rewards_in_words([log["reward"] for log in state.log_history if "reward" in log]))
+    rewards = [log["reward"] for log in state.log_history if log.get("reward") is not None]
+    reward = f", reward {rewards[0]:.4g} at first, {rewards[-1]:.4g} at last" if rewards else ""
+    print(f"trained {state.global_step} update{'s' if state.global_step != 1 else ''} in {seconds:.1f} s{reward}")
     if memory.highest:
         what = "allocated on the device" if memory.cuda else "resident, the whole process"
-        phase = memory.highest_phase
-        predicted = memory.predicted.get(phase)
-        beside = f"; predicted for it {predicted / GIB:.2f}" if predicted else ""
-        beside += " of tensors" if predicted and not memory.cuda else ""
+        phase, beside = memory.highest_phase, ""
+        if predicted := memory.predicted.get(phase):
+            beside = f"; predicted for it {predicted / GIB:.2f}{'' if memory.cuda else ' of tensors'}"
         if phase in memory.calibrated:
             beside += f", calibrated {memory.calibrated[phase] / GIB:.2f}"
             above = memory.highest - memory.start_bytes
             beside += "" if memory.cuda else f"; it is {above / GIB:.2f} above the level before the model"
-        print(f"peak    {memory.highest / GIB:.2f} GiB in phase {memory.highest_phase} ({what}){beside}")
+        print(f"peak    {memory.highest / GIB:.2f} GiB in phase {phase} ({what}){beside}")
     print(f"memory by phase: {Path(config.output_dir, 'memory_phases.csv')}, memory.json")
     print("no model written: save_strategy is no" if config.save_strategy == "no" else f"model: {config.output_dir}")

@@ -28,11 +28,8 @@ class Forecast:
 
 
 def predicted_peaks(profile: str, launch: LaunchArguments, config, model, source: str, lengths: Lengths) -> Forecast:
-    """The peak of each phase; an empty forecast where it cannot be predicted, which is said.
-
-    The first process predicts, and all of them hear what it found. Raises `ConfigError` with the first remedy where
-    the training does not fit and nobody said `anyway`, in the first process; the others end without a word.
-    """
+    """The peak of each phase; an empty forecast where it cannot be predicted, which is said. Raises `ConfigError` with
+    the first remedy where the training does not fit and nobody said `anyway`."""
     if not launch.predict_memory:
         return Forecast()
     return decided_once(config, lambda: peaks_that_fit(profile, launch, config, model, source, lengths))
@@ -43,6 +40,8 @@ def say(line: str) -> None:
 
 
 def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source: str, lengths: Lengths) -> Forecast:
+    import torch
+
     began, device = time.monotonic(), config.device.type
     say("predicting the peak of each phase (--predict_memory false leaves it out)")
     settings = ask.settings_of(model) | ask.settings_of(launch) | ask.settings_of(config)
@@ -52,7 +51,8 @@ def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source:
     limit = room.size
     try:
         where = {"device": device, "images": lengths.images, **devices_here(config)}
-        where["device_memory"] = total_bytes(config.device)  # vLLM's share is one of all that is there
+        if device == "cuda":  # vLLM's share is one of all that is there
+            where["device_memory"] = torch.cuda.get_device_properties(config.device).total_memory
         expected = ask.predict(settings, source, lengths.longest, calibration=calibration, **where)
     except ConfigError as error:
         say(f"not predicted: {error}")
@@ -86,13 +86,6 @@ def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source:
     return Forecast({phase.phase: phase.uncorrected for phase in expected.phases}, corrected, lengths.longest)
 
 
-def total_bytes(device) -> int:
-    """Of a GPU; 0 for a CPU."""
-    import torch
-
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-
-
 def room_here(config) -> Room:
     """What the device of a process has free for tensors."""
     free = available_bytes(str(config.device))
@@ -120,11 +113,9 @@ def refusal(peak: PredictedPeak, limit: int, remedy: ask.Remedy | None, settings
 
 def in_words(value) -> str:
     """A setting's value as the command line takes it."""
-    if isinstance(value, bool):
-        return str(value).lower()
     if isinstance(value, list | tuple):
         return " ".join(map(str, value))
-    return str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def devices_here(config) -> dict:

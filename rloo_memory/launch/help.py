@@ -8,7 +8,7 @@ from pathlib import Path
 from rloo_memory.settings.arguments import LaunchArguments
 
 PROFILES = Path(__file__).parents[1] / "settings" / "profiles"
-USAGE = """Train with a profile, in this process, no server.
+TEXT = """Train with a profile, in this process, no server.
 
 usage: [MODEL_PATH=MODEL] rloo-memory launch PROFILE [--setting value ...]
 
@@ -18,22 +18,19 @@ usage: [MODEL_PATH=MODEL] rloo-memory launch PROFILE [--setting value ...]
   rloo-memory launch fits.yaml --model_name_or_path hub:Qwen/Qwen3-8B           # downloads it
 
 MODEL is a folder, hub:owner/name, or random:shape; it goes before a profile's model_name_or_path. Paths are those
-where you stand.
-PROFILE is a YAML file (with ending), or one of
-"""
-SETTINGS = """
+where you stand. PROFILE is a YAML file (with ending), or one of
+
+{profiles}
 Settings: every one of TRL's RLOOConfig (or GRPOConfig) and ModelConfig, such as --max_steps 100 --beta 0.01, and
-"""
-REST = """
-Dataset: one row a prompt, in the column `prompt`: text, or a chat [{"role": "user", "content": "..."}]. Chats
-can have images, in a column `image` or, several a row, `images`. Other columns go to the reward function by their
-names.
 
-Reward: a file rewards.py where you stand (or on PYTHONPATH), named as --reward_funcs rewards:short (or rewards.short):
+{settings}
+Dataset: one row a prompt, in the column `prompt`: text, or a chat [{{"role": "user", "content": "..."}}]. Chats
+can have images, in a column `image` or, several a row, `images`. Other columns go to the reward by their names.
 
-  def short(completions, answer, **kwargs):      # answer: a column of the dataset, one value a completion
-      texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
-      return [float(a in text) - len(text) / 1000 for text, a in zip(texts, answer)]
+Reward: a file rewards.py where you stand (or on PYTHONPATH), named as --reward_funcs rewards:short:
+
+  def short(completions, answer, **kwargs):      # texts, or chats; answer: a column, one value a completion
+      return [float(a in text) - len(text) / 1000 for text, a in zip(completions, answer)]
 
 In output_dir (default trainer_output): memory.json (rloo-memory doctor OUTPUT_DIR reads it),
 memory_phases.csv, checkpoints every save_steps, and at the end the model, unless --save_strategy no.
@@ -53,14 +50,13 @@ def profile_lines() -> dict[str, str]:
 
 
 def text() -> str:
-    """Profiles, the launcher's own settings with their defaults, formats, outputs."""
-    profiles = "".join(f"  {name:16} {line}\n" for name, line in profile_lines().items())
     settings = ""
     for field in dataclasses.fields(LaunchArguments):
         words = f"{field.metadata['help']} (default {field.default})"
         lines = textwrap.wrap(words, 92, break_on_hyphens=False)
         settings += f"  --{field.name:20} " + f"\n{'':25}".join(lines) + "\n"
-    return USAGE + profiles + SETTINGS + settings + REST
+    profiles = "".join(f"  {name:16} {line}\n" for name, line in profile_lines().items())
+    return TEXT.format(profiles=profiles, settings=settings)
 
 
 if __name__ == "__main__":

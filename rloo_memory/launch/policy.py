@@ -1,15 +1,24 @@
 """The model that a launched training is given, and its tokenizer or processor."""
 
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 
 from rloo_memory.adapters import adapter_of
-from rloo_memory.device import is_out_of_memory
 from rloo_memory.errors import ConfigError
 from rloo_memory.launch import prompt_images
 from rloo_memory.models import SHAPES, is_model, model_source, one_line
 from rloo_memory.plan.checkpoint import settings_in
 from rloo_memory.storage import new_folder, user_folder
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Where the model is, its config, and its tokenizer; for prompts with images the processor, which has one."""
+
+    path: str
+    hf_config: object
+    tokenizer: object
 
 
 def check(name: str | None) -> None:
@@ -21,62 +30,54 @@ def check(name: str | None) -> None:
     if adapter := adapter_of(name):
         if not is_model(adapter.base):
             raise adapter.missing()
-        return
-    if is_model(name) or name.startswith("random:"):
-        return
-    hub = "" if name.startswith((".", "/", "~")) else f"MODEL_PATH=hub:{name} downloads it, "
-    short = name.rstrip("/").rsplit("/", 1)[-1].lower()
-    raise ConfigError(
-        f"model {name!r} is not a folder here; {hub}MODEL_PATH=random:{short} takes its shape with random weights"
-    )
+    elif not is_model(name) and not name.startswith("random:"):
+        hub = "" if name.startswith((".", "/", "~")) else f"MODEL_PATH=hub:{name} downloads it, "
+        short = name.rstrip("/").rsplit("/", 1)[-1].lower()
+        raise ConfigError(
+            f"model {name!r} is not a folder here; {hub}MODEL_PATH=random:{short} takes its shape with random weights"
+        )
 
 
-def model_and_tokenizer(name: str, with_images: bool = False):
-    """(path of the model, tokenizer); for prompts `with_images`, the processor in place of the tokenizer, which is in
-    it. Of an adapter's folder, those of its model. Raises `ConfigError`. Only hub: downloads."""
+def load(name: str, config, with_images: bool = False) -> Policy:
+    """Of an adapter's folder, its model. Only hub: downloads; code beside a model runs with `trust_remote_code`."""
     from transformers import AutoConfig, AutoTokenizer
 
     if adapter := adapter_of(name):
-        return model_and_tokenizer(adapter.base, with_images)
+        return load(adapter.base, config, with_images)
     path = random_model(name.removeprefix("random:")) if name.startswith("random:") else model_source(name)
+    trusted = {"trust_remote_code": config.trust_remote_code}
+    changed = {key: value for key, value in (config.model_init_kwargs or {}).items() if "dtype" not in key}
     try:
-        hf_config = AutoConfig.from_pretrained(path)
-        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+        hf_config = AutoConfig.from_pretrained(path, **changed | trusted)
+        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", **trusted)
     except Exception as error:  # a broken file raises whatever its parser raises
+        if "custom code" in str(error):
+            raise ConfigError(f"model {name!r} has code of its own; --trust_remote_code true runs it") from error
         raise ConfigError(
             f"cannot load model {name!r}: {one_line(error)}; name a folder with one, or hub:..."
         ) from error
     if not tokenizer("Say a.")["input_ids"]:
         raise ConfigError(f"model {name!r} has no tokenizer; put the files of one beside its weights")
-    return path, processor_of(name, path, hf_config) if with_images else tokenizer
+    return Policy(path, hf_config, processor_of(name, path, hf_config, trusted) if with_images else tokenizer)
 
 
-def quantization_of(path: str, model):
-    """How the weights in `path` are loaded: as the `trl.ModelConfig` asks, and unpacked where they are quantized by
-    MXFP4, which cannot be trained. Raises `ConfigError` where weights that are quantized already are to be trained, or
-    quantized again."""
-    from transformers import AutoConfig
+def quantization_of(hf_config, model):
+    """How the weights are loaded: as the `trl.ModelConfig` asks, and unpacked where they are quantized by MXFP4, which
+    cannot be trained. Raises `ConfigError` where weights that are quantized already are to be trained."""
+    from transformers import Mxfp4Config
 
     from trl import get_quantization_config
 
-    asked, settings = get_quantization_config(model), settings_in(AutoConfig.from_pretrained(path))
-    if settings is None:
-        return asked
-    method = settings.get("quant_method", "bitsandbytes")
+    settings = settings_in(hf_config)
+    method = settings and settings.get("quant_method", "bitsandbytes")
     if method == "mxfp4":
-        from transformers import Mxfp4Config
-
         return Mxfp4Config(dequantize=True)
-    if asked is not None and method != "bitsandbytes":
-        raise ConfigError(
-            f"the model's weights are already quantized ({method}): leave out load_in_4bit and load_in_8bit"
-        )
-    if not model.use_peft and method in ("bitsandbytes", "gptq", "awq"):
+    if method in ("bitsandbytes", "gptq", "awq") and not model.use_peft:
         raise ConfigError(
             f"the model's weights are already quantized ({method}), so they cannot be trained themselves; add "
             "--use_peft true"
         )
-    return asked
+    return get_quantization_config(model)
 
 
 def with_adapter(folder: str, path: str, config, quantization):
@@ -91,36 +92,28 @@ def with_adapter(folder: str, path: str, config, quantization):
     return PeftModel.from_pretrained(create_model_from_path(path, **asked), folder, is_trainable=True)
 
 
-def processor_of(name: str, path: str, hf_config):
+def processor_of(name: str, path: str, hf_config, trusted: dict):
     """What makes tokens and pixel values of chats with images. Raises `ConfigError` for a model that takes none."""
     from transformers import AutoProcessor
 
-    takes_none = (
-        f"the prompts have images, and model {name!r} (of type {hf_config.model_type}) takes none; name a multimodal "
-        "one, or remove the column of images"
-    )
-    if hf_config.get_text_config() is hf_config:
-        raise ConfigError(takes_none)
     try:
-        processor = AutoProcessor.from_pretrained(path, padding_side="left")
+        processor = AutoProcessor.from_pretrained(path, padding_side="left", **trusted)
     except Exception as error:  # without torchvision a class that is a stand-in, a list that names it, or none
-        said, remedy = one_line(error), "put its preprocessor_config.json beside its weights"
-        if any(package in str(error).lower() for package in ("torchvision", "pillow")):
-            said, remedy = said.partition(". ")[0], prompt_images.install()  # the rest names web pages
-        raise ConfigError(
-            f"the prompts have images, and the processor of model {name!r} cannot be loaded: {said}; {remedy}"
-        ) from error
+        needs = "torchvision" in str(error).lower() or "pillow" in str(error).lower()
+        remedy = prompt_images.install() if needs else "put its preprocessor_config.json beside its weights"
+        said = one_line(error).partition(". ")[0]  # the rest names web pages
+        raise ConfigError(f"the prompts have images, and the processor of model {name!r}: {said}; {remedy}") from error
     if getattr(processor, "image_processor", None) is None:
-        raise ConfigError(takes_none)
+        raise ConfigError(
+            f"the prompts have images, and model {name!r} (of type {hf_config.model_type}) takes none; name a "
+            "multimodal one, or remove the column of images"
+        )
     return processor
 
 
 def random_model(shape: str, cache: Path | None = None) -> str:
-    """The folder of a model with random weights in bfloat16 and its tokenizer; written where it is not there yet.
-
-    Its name says everything that decides what is in it, and it is renamed into place when it is whole: launches at the
-    same time never write over one another, and the processes of one launch share it. Raises `ConfigError`.
-    """
+    """The folder of a model with random weights in bfloat16 and its tokenizer; written where it is not there yet,
+    under a name that says everything that decides what is in it. Raises `ConfigError`."""
     import torch
     import transformers
     from transformers import AutoModelForCausalLM
@@ -137,13 +130,8 @@ def random_model(shape: str, cache: Path | None = None) -> str:
         return str(folder)
     tokenizer = models.build_tokenizer(documents, hf_config.vocab_size)
     hf_config.pad_token_id, hf_config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
-    try:
-        with new_folder(folder) as staging:
-            torch.manual_seed(0)
-            AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16).save_pretrained(staging)
-            tokenizer.save_pretrained(staging)
-    except Exception as error:  # a full disk has another type in each library
-        if is_out_of_memory(error):
-            raise
-        raise ConfigError(f"cannot write {folder}: {one_line(error)}; make room there") from error
+    with new_folder(folder) as staging:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16).save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
     return str(folder)

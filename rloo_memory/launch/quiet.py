@@ -6,13 +6,6 @@ import sys
 import warnings
 
 
-class NoDeprecations(logging.Filter):
-    """Deprecations are for those who call the library."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return "deprecated" not in record.getMessage()
-
-
 def before_import() -> None:
     """Before torch, transformers and bitsandbytes are imported. `python -W` brings the warnings back."""
     if not sys.warnoptions:
@@ -29,8 +22,9 @@ def after_import() -> None:
     from transformers.utils import logging as transformers_logging
 
     datasets.disable_progress_bars()
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it raises what it logs
     transformers_logging.disable_progress_bar()
     if not os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS"):  # transformers switched these off, too
         enable_progress_bars()
-    for handler in logging.getLogger("transformers").handlers:
-        handler.addFilter(NoDeprecations())
+    for handler in logging.getLogger("transformers").handlers:  # deprecations are for those who call the library
+        handler.addFilter(lambda record: "deprecated" not in record.getMessage())

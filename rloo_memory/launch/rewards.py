@@ -1,10 +1,9 @@
 """The rewards that a launched training is given: functions of the user's, of TRL's, and a reward model."""
 
+import contextlib
 import functools
 import importlib
-import importlib.util
 import inspect
-import re
 import sys
 from pathlib import Path
 
@@ -25,9 +24,10 @@ def names_of(launch: LaunchArguments) -> list[str]:
     return launch.reward_funcs or ([] if launch.reward_model_name_or_path else ["letters"])
 
 
-def check(launch: LaunchArguments) -> None:
-    """Raise `ConfigError` where a dataset comes without a reward, or with one that is not there. Imports nothing."""
-    model = launch.reward_model_name_or_path
+def rewards_of(launch: LaunchArguments, columns: list[str]) -> list:
+    """What TRL's trainers take: where the reward model is, then the functions, which it calls with all `columns` of
+    the dataset. Raises `ConfigError`."""
+    model, names = launch.reward_model_name_or_path, names_of(launch)
     if not launch.reward_funcs and not model and launch.dataset_name != "builtin":
         raise ConfigError(
             f"dataset {launch.dataset_name!r} is given and no reward; --reward_funcs module:function (docs/launch.md "
@@ -35,55 +35,6 @@ def check(launch: LaunchArguments) -> None:
         )
     if model and not is_model(model):
         raise ConfigError(f"reward model {model!r} is not a folder here; hub:{model} downloads it")
-    for name in names_of(launch):
-        check_function(name)
-
-
-def check_function(name: str) -> None:
-    if name == "letters" or name in OF_TRL:
-        return
-    if is_model(name):
-        raise ConfigError(f"reward {name!r} is a model; write --reward_model_name_or_path {name}")
-    folder, module, function = split(name)
-    file = module.rpartition(".")[2]
-    if function and not file.isidentifier() and (folder / f"{file}.py").exists():
-        raise ConfigError(
-            f"reward {name!r}: Python cannot import {file}.py, whose name may have letters, digits and _ only; "
-            "rename it to " + re.sub(r"\W", "_", file) + ".py"
-        )
-    if not function and (folder / f"{file}.py").exists():
-        raise ConfigError(f"reward {name!r} names no function; write {name.removesuffix(':')}:FUNCTION")
-    if not function or not all(part.isidentifier() for part in module.split(".")):
-        raise ConfigError(f"reward {name!r} is not module:function; docs/launch.md says how to write one")
-    package = module.split(".")[0]
-    where = folder / package
-    here = where.is_dir() or where.with_suffix(".py").exists()
-    if not here and package not in sys.modules and importlib.util.find_spec(package) is None:
-        raise ConfigError(
-            f"reward {name!r}: there is no {package}.py in {folder} or on PYTHONPATH; put it there, or "
-            "go to where it is"
-        )
-
-
-def split(name: str) -> tuple[Path, str, str]:
-    """(folder to import from, module, function) of module:function, module.function, rewards.py:function and
-    /path/rewards.py:function."""
-    module, colon, function = name.partition(":")
-    if not colon and not module.endswith(".py"):
-        module, _, function = name.rpartition(".")
-    folder = Path.cwd()
-    if module.startswith(("/", "~", "../")):
-        folder, module = (folder / Path(module).expanduser().parent).resolve(), Path(module).name
-    return folder, module.removesuffix(".py").removeprefix("./").replace("/", "."), function
-
-
-def rewards_of(launch: LaunchArguments, columns: list[str]) -> list:
-    """What TRL's trainers take: where the reward model is, then the functions.
-
-    `columns` are those of the dataset: TRL calls a function with each of them. Raises `ConfigError` for one that
-    cannot be imported or cannot be called so.
-    """
-    model, names = launch.reward_model_name_or_path, names_of(launch)
     taken = [column for column in columns if column in REWARD_ARGUMENTS]
     if taken and names:
         raise ConfigError(
@@ -95,29 +46,23 @@ def rewards_of(launch: LaunchArguments, columns: list[str]) -> list:
 
 
 def function_of(name: str, columns: list[str]):
-    """The function of that name, which is looked at, and whose rewards will be."""
+    """The function of that name, whose rewards will be looked at."""
     if name == "letters":
         from rloo_memory.data import letter_reward
 
         return letter_reward
     found = imported(name)
-    if not callable(found) or inspect.isclass(found) or not hasattr(found, "__name__"):
-        raise ConfigError(
-            f"reward {name!r} is {one_line(repr(found))}; name a function, or a callable with a __name__"
-        )
-    given = dict.fromkeys(
-        (*REWARD_ARGUMENTS, *(column for column in columns if column not in ("prompt", "completion")))
-    )
+    given = dict.fromkeys((*REWARD_ARGUMENTS, *(name for name in columns if name not in ("prompt", "completion"))))
     try:
         inspect.signature(found).bind(**given)
     except TypeError as error:
         raise ConfigError(
             f"reward {name!r} cannot be called as TRL calls it: {error}; it gets {', '.join(given)}, each by name: "
-            f"def {found.__name__}(completions, **kwargs) -> list[float]"
+            "def score(completions, **kwargs) -> list[float]"
         ) from error
     except ValueError:  # a builtin without a signature
         pass
-    return checked(name, found)
+    return with_its_rewards_checked(name, found)
 
 
 def imported(name: str):
@@ -127,18 +72,35 @@ def imported(name: str):
 
         found = getattr(rewards, name)
         return found(**OVERLONG) if name == "get_soft_overlong_punishment" else found
-    folder, module, function = split(name)
+    if is_model(name):
+        raise ConfigError(f"reward {name!r} is a model; write --reward_model_name_or_path {name}")
+    folder, module, function = place_of(name)
+    if not module or not function:
+        raise ConfigError(f"reward {name!r} is not module:function; docs/launch.md says how to write one")
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     try:
         return getattr(importlib.import_module(module), function)
-    except Exception as error:  # the module is the user's: its import may raise anything
+    except (Exception, SystemExit) as error:  # the module is the user's: its import may raise anything
         raise ConfigError(
-            f"reward {name!r}: {type(error).__name__}: {one_line(error)}; `python -c 'import {module}'` shows where"
+            f"reward {name!r}: {type(error).__name__}: {one_line(error)}; modules are looked for in {folder} and on "
+            f"PYTHONPATH, and `python -c 'import {module}'` shows where it ends"
         ) from error
 
 
-def checked(name: str, function):
+def place_of(name: str) -> tuple[Path, str, str]:
+    """(folder to import from, module, function) of module:function, module.function, rewards.py:function and
+    /path/rewards.py:function."""
+    module, colon, function = name.partition(":")
+    if not colon and not module.endswith(".py"):
+        module, _, function = name.rpartition(".")
+    folder = Path.cwd()
+    if module.startswith(("/", "~", "../")):
+        folder, module = (folder / Path(module).expanduser().parent).resolve(), Path(module).name
+    return folder, module.removesuffix(".py").removeprefix("./").replace("/", "."), function
+
+
+def with_its_rewards_checked(name: str, function):
     """The reward function, which raises `ConfigError` for what it returns where TRL cannot train on it."""
     from trl.trainer.utils import is_async_callable
 
@@ -151,13 +113,26 @@ def checked(name: str, function):
 
     @functools.wraps(function)
     def call(**given):
-        return check(function(**given), given["completions"])
+        with no_exit(name):
+            rewards = function(**given)
+        return check(rewards, given["completions"])
 
     @functools.wraps(function)
     async def call_async(**given):
-        return check(await function(**given), given["completions"])
+        with no_exit(name):
+            rewards = await function(**given)
+        return check(rewards, given["completions"])
 
     return call_async if is_async_callable(function) else call
+
+
+@contextlib.contextmanager
+def no_exit(name: str):
+    """A reward that ends the program would look like a training that came to its end."""
+    try:
+        yield
+    except SystemExit as error:
+        raise ConfigError(f"the reward {name!r} ended the program (SystemExit: {error}); let it return") from error
 
 
 def check_rewards(name: str, rewards, count: int, first: bool = False) -> list:
@@ -165,42 +140,22 @@ def check_rewards(name: str, rewards, count: int, first: bool = False) -> list:
     the `first` call alone: later it leaves a completion out, as None does."""
     import torch
 
-    expected = f"TRL expects a list of {count} finite numbers, one a completion, or None to leave one out"
-    returned = f"the reward {name!r} returned {one_line(repr(rewards))}"
     try:
         rewards = list(rewards)
         numbers = torch.tensor([0.0 if reward is None else reward for reward in rewards], dtype=torch.float32)
-    except Exception as error:  # what is no list, and what is no number: each raises its own
-        raise ConfigError(f"{returned}; {expected}") from error
-    if numbers.shape != (count,):
-        raise ConfigError(f"{returned}, of shape {tuple(numbers.shape)}; {expected}")
-    wrong = ~numbers.isfinite() if first else numbers.isinf()
-    if wrong.any():
-        raise ConfigError(f"{returned}: number {int(wrong.nonzero()[0]) + 1} is {numbers[wrong][0]}; {expected}")
+        wrong = numbers.shape != (count,) or bool((numbers.isinf() | (numbers.isnan() & first)).any())
+    except Exception:  # what is no list, and what is no number: each raises its own
+        wrong = True
+    if wrong:
+        raise ConfigError(
+            f"the reward {name!r} returned {one_line(repr(rewards))}; TRL expects a list of {count} finite numbers, "
+            "one a completion, or None to leave one out"
+        )
     return rewards
 
 
-def check_model_reads(model: str) -> None:
-    """Raise `ConfigError` for a reward model whose chat template does not take contents in parts: what prompts with
-    images have, of which it is given the text."""
-    from transformers import AutoTokenizer
-
-    parts = [{"type": "image"}, {"type": "text", "text": "a"}]
-    chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": "a"}]
-    try:
-        text = AutoTokenizer.from_pretrained(model).apply_chat_template(chat, tokenize=False)
-        if "'type'" in text:
-            raise ValueError(f"it makes {text!r} of them")
-    except Exception as error:  # a template is a program: it raises what it likes
-        raise ConfigError(
-            f"the prompts have images, and the chat template of the reward model {model!r} does not take them: "
-            f"{one_line(error)}; use a reward function, or a model whose template takes contents in parts"
-        ) from error
-
-
 def in_words(launch: LaunchArguments, rewards: list) -> str:
-    """The rewards for the summary at the start: their names, and where they come from. A trainer has put its model in
-    the place of a model's name in `rewards`."""
+    """The names of the rewards, and where they come from."""
     model, names = launch.reward_model_name_or_path, names_of(launch)
     said = [f"reward model {model_source(model)}"] if model else []
     for name, function in zip(names, rewards[len(said) :], strict=True):

@@ -13,16 +13,11 @@ EVERY = 2.0  # seconds between two attempts
 def wait_for(config) -> None:
     """Until the server answers, where a server generates. Raises `ConfigError` after `vllm_server_timeout` seconds."""
     if config.use_vllm and config.vllm_mode == "server":
-        decided_once(config, lambda: answers(url_of(config), config.vllm_server_timeout))
+        url = config.vllm_server_base_url or f"http://{config.vllm_server_host}:{config.vllm_server_port}"
+        decided_once(config, lambda: wait_for_answer(url.rstrip("/"), config.vllm_server_timeout))
 
 
-def url_of(config) -> str:
-    """As TRL makes it."""
-    base = config.vllm_server_base_url or f"http://{config.vllm_server_host}:{config.vllm_server_port}"
-    return base.rstrip("/")
-
-
-def answers(url: str, seconds: float) -> None:
+def wait_for_answer(url: str, seconds: float) -> None:
     began, reason = time.monotonic(), failure(url)
     if reason:
         print(f"vllm    waiting for the server at {url}, {seconds:g} s at most ({reason})", flush=True)
@@ -40,7 +35,5 @@ def failure(url: str) -> str | None:
     """Why the server does not answer; None where it does."""
     try:
         urllib.request.urlopen(f"{url}/health", timeout=5).close()
-    except urllib.error.HTTPError as error:
-        return f"it answers {error.code}"
-    except (OSError, ValueError) as error:  # ValueError: no URL
-        return str(getattr(error, "reason", error))
+    except (OSError, ValueError) as error:  # also a status that is an error; ValueError: no URL
+        return str(error)

@@ -47,7 +47,7 @@ def defaults(algorithm: str) -> dict:
 
 def from_settings(prompt_tokens: int, settings: dict, hf_config=None, **where) -> Setup:
     """The setup that settings ask for. What is missing is as TRL's parser has it; `where` are the fields of `Setup`
-    that are no settings, such as `device`. The settings are of the kinds that `rloo_memory.settings.grammar` says.
+    that are no settings, such as `device`. The settings are of the kinds that `rloo_memory.settings.trl_parser` says.
 
     With `hf_config`, its model decides the rest: the dtype that is "auto", whether an update depends on its
     micro-batches, and the bits of weights that are already quantized. Raises `ConfigError` for those without a

@@ -9,12 +9,9 @@ def setting(default, text: str):
 
 @dataclass
 class LaunchArguments:
-    """What is trained on what, under the names of TRL's scripts, and then what TRL has no setting for. What each does:
-    the `help` of its field, which the launcher's help prints."""
+    """What is trained on what, under the names of TRL's script arguments, of which it has those that the launcher
+    follows; then what TRL has no setting for. What each does: the `help` of its field, which the launcher prints."""
 
-    model_name_or_path: str | None = setting(
-        None, "a folder, hub:owner/name, which downloads, or random:shape; MODEL_PATH goes before a profile's"
-    )
     dataset_name: str = setting(
         "builtin",
         "builtin (prompts from Python's own documentation), a .jsonl, .json, .csv or .parquet file with a column "
@@ -46,4 +43,8 @@ class LaunchArguments:
     calibration: str | None = setting(
         None, "the output folder of a run on such a device, which corrects the prediction: a factor a phase"
     )
-    anyway: bool = setting(False, "train even if it is predicted not to fit, or beyond the model's rotary positions")
+    anyway: bool = setting(False, "train even if it is predicted not to fit, or beyond the model's positions")
+
+    def __post_init__(self):
+        if isinstance(self.reward_funcs, str):  # one, in a file
+            self.reward_funcs = [self.reward_funcs]

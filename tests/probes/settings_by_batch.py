@@ -13,7 +13,7 @@ import trl
 from experiments.checks.setup_trainer import text_dataset
 from rloo_memory import data, models
 from rloo_memory.plan.trl_settings import by_batch
-from rloo_memory.settings.grammar import CHOICES
+from rloo_memory.settings.trl_parser import CHOICES
 
 SHAPE = dict(
     vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

@@ -1,0 +1,121 @@
+"""TRL's own parser over TRL's settings and the launcher's; and the numbers that TRL would only stumble over late.
+
+To be imported where `rloo_memory.fork.need_fork` has found the fork: this imports `trl`.
+"""
+
+import difflib
+import functools
+import re
+import reprlib
+
+from trl.scripts.grpo import GRPOScriptArguments
+from trl.scripts.rloo import RLOOScriptArguments
+
+from rloo_memory.errors import ConfigError
+from rloo_memory.settings.arguments import LaunchArguments
+from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig, RLOOConfig, TrlParser
+
+TRAINERS = {"rloo": RLOOConfig, "grpo": GRPOConfig}
+
+
+class Parser(TrlParser):
+    """Raises `ConfigError` in place of printing the usage of some 300 options."""
+
+    def __init__(self, *classes):
+        super().__init__(classes, conflict_handler="resolve", allow_abbrev=False)
+
+    @property
+    def names(self) -> set[str]:
+        return {action.dest for action in self._actions}
+
+    def error(self, message: str):
+        raise ConfigError(re.sub(r"^argument --(\w+)\S*: ", r"\1: ", message))
+
+    def unknown(self, word: str) -> str:
+        """What to say of a word, such as --name=value, that no setting of this parser has for a name."""
+        name = word.removeprefix("--").partition("=")[0].replace("-", "_")
+        if name in of_all_settings().names:
+            return f"{name} is no setting of this algorithm here; leave it out"
+        near = difflib.get_close_matches(name, self.names, n=1)
+        return f"unknown setting {name!r}; {f'did you mean {near[0]}?' if near else 'TRL has none of that name'}"
+
+    def value_of(self, name: str, value):
+        """A value of a file, read as a command line's would be: YAML takes 1e-6 for text. Mappings are left to TRL."""
+        if name not in self.names:
+            raise ConfigError(self.unknown(name))
+        if value is None and self.get_default(name) is not None:
+            raise ConfigError(f"{name} has no value; write one or remove the line")
+        parts = value if isinstance(value, list) else [value]
+        if not parts or not all(isinstance(part, str | int | float) for part in parts):
+            return value
+        words = [f"--{name}", *map(str, parts)] if value is parts else [f"--{name}={value}"]
+        read = getattr(self.parse_args(words), name)
+        if problem := out_of_range(name, read):
+            raise ConfigError(problem)
+        # A truth for a setting of text, such as resume_from_checkpoint, and one word for a list of them mean the same
+        as_it_is = isinstance(value, bool) and isinstance(read, str) or isinstance(value, str) and read == [value]
+        return value if as_it_is else read
+
+
+@functools.cache
+def of_all_settings() -> Parser:
+    """Of every setting that TRL's RLOO and GRPO scripts accept, and of the launcher's."""
+    return Parser(
+        DatasetMixtureConfig,
+        RLOOScriptArguments,
+        GRPOScriptArguments,
+        *TRAINERS.values(),
+        ModelConfig,
+        LaunchArguments,
+    )
+
+
+def of(algorithm: str) -> Parser:
+    """Of a training's own: the launcher's arguments, the config of its trainer and that of its model."""
+    return Parser(LaunchArguments, TRAINERS[algorithm], ModelConfig)
+
+
+def typed(settings: dict) -> dict:
+    """Settings by name, each of its type. Raises `ConfigError` with what is wrong."""
+    values, problems = {}, []
+    for name, value in settings.items():
+        try:
+            values[name] = of_all_settings().value_of(name, value)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if problems[8:] else ""))
+    return values
+
+
+def out_of_range(name: str, value) -> str | None:
+    """What is wrong with a number, by `RANGES`, or with a word, by `CHOICES`."""
+    if value is not None and value not in CHOICES.get(name, (value,)):
+        return f"{name} is {value!r}: choose one of {', '.join(CHOICES[name])}"
+    for names, inside, words in RANGES:
+        if name in names and isinstance(value, int | float) and not inside(value):
+            return f"{name} is {reprlib.repr(value)}: it must be {words}"
+    return None
+
+
+AT_LEAST_1 = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations", "lora_r",
+    "max_completion_length", "tokens_per_forward", "prompt_tokens", "max_prompt_tokens",
+)  # fmt: skip
+# (settings, test, the same in words), where what TRL does with another number is nonsense or a late error
+RANGES = (
+    (AT_LEAST_1, lambda x: x >= 1, "at least 1"),
+    (("num_generations",), lambda x: 2 <= x <= 4096, "at least 2, as the others are the baseline, and at most 4096"),
+    (("max_steps",), lambda x: x == -1 or x >= 1, "at least 1, or -1 for num_train_epochs"),
+    (("learning_rate", "beta"), lambda x: x >= 0, "0 or more"),
+    (("temperature", "num_train_epochs", "repetition_penalty"), lambda x: x > 0, "above 0"),
+    (("top_p", "vllm_gpu_memory_utilization"), lambda x: 0 < x <= 1, "above 0, at most 1"),
+    (("min_p",), lambda x: 0 <= x <= 1, "from 0 to 1"),
+    (("lora_dropout",), lambda x: 0 <= x < 1, "from 0 to below 1"),
+)
+# setting -> what it may be; TRL looks at loss_type only in the first update
+CHOICES = {
+    "algorithm": tuple(TRAINERS),
+    "memory_snapshot": ("peak", "oom"),
+    "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"),
+}
