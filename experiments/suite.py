@@ -110,7 +110,7 @@ def run_plan(plan: list[RunConfig], machine: Path, fresh: bool, timeout: float, 
     export(machine)
     say("\n" + "\n".join(table(figures)))
     if code == 1:
-        say("some runs failed; each says why in its log.txt")
+        say("some runs failed; why is said above, and in the log.txt of each that began")
     if code > 128:
         say(f"stopped by {signal.Signals(code - 128).name}; the same command goes on from here")
     return code

@@ -68,16 +68,6 @@ def test_the_published_workload_has_the_published_number_of_parameters():
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(2.4576e6, rel=5e-3)
 
 
-def test_the_same_seed_builds_the_same_model_once(tmp_path, documents):
-    config = cfg.resolve("stock", 2, "test", "cpu")
-    first = run_models.prepare(config, documents, cache=tmp_path)
-    written = (tmp_path / first[0] / "model.safetensors").stat().st_mtime_ns
-    second = run_models.prepare(config, documents, cache=tmp_path)
-    assert first[:2] == second[:2] and (tmp_path / second[0] / "model.safetensors").stat().st_mtime_ns == written
-    other = run_models.prepare(config, ["another text " * 50], cache=tmp_path)
-    assert other[0] != first[0], "another tokenizer needs another folder"
-
-
 @pytest.mark.parametrize("precision, size", [("bfloat16", 2), ("bf16", 4)])
 def test_what_the_models_take_is_counted_in_their_own_precision(precision, size):
     """330,536 weights: policy, reference, gradient, two moments and the reward model."""
@@ -93,6 +83,5 @@ def test_what_the_models_take_is_counted_in_their_own_precision(precision, size)
 def test_a_model_that_is_none_for_this_is_refused_in_one_line(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
     config = cfg.resolve("stock", 2, "test", "cpu", model=str(tmp_path))
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=f"^cannot build model '{tmp_path}'.*$"):
         run_models.check_fits(config, run_models.model_config(config))
-    assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)

@@ -1,15 +1,11 @@
 """The arm `shared`: the fork's prefix sharing, measured and trained like `stock`."""
 
-from types import SimpleNamespace
-
 import pytest
 
-from experiments import builds
 from experiments import config as cfg
 from experiments.arms import ARMS
 from experiments.config import ROOT
 from experiments.record import read_csv
-from rloo_memory.errors import ConfigError
 from rloo_memory.plan.records import read_run
 
 SERIES = [row for row in (ROOT / "trl" / "current" / "series").read_text().splitlines() if row.endswith(".patch")]
@@ -53,10 +49,3 @@ def test_run_ids_name_the_completions_a_pass_only_where_they_are_not_the_usual()
     assert ids == ["shared_cpu_k8_r0", "shared_cpu_k8_c1_r0", "shared_cpu_k8_r0", "shared_cpu_k8_c8_r0"]
     usual = {arm: cfg.resolve(arm, 8, "cpu", "cpu").completions_per_forward for arm in ARMS}
     assert (usual["classic-lean"], usual["stock-accumulate"], usual["shared-accumulate"]) == (8, 1, 2)
-
-
-def test_a_build_that_fails_is_told_in_one_line(monkeypatch):
-    failed = SimpleNamespace(returncode=1, stderr="fork: the first\nfork: the second\n")
-    monkeypatch.setattr(builds.subprocess, "run", lambda *_, **__: failed)
-    with pytest.raises(ConfigError, match="^fork: the first; fork: the second$"):
-        builds.build(ARMS["shared"])

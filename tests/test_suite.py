@@ -6,7 +6,6 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
-import psutil
 import pytest
 
 from experiments import record as experiments_record
@@ -173,17 +172,3 @@ def test_where_runs_would_go_is_printed_and_nothing_is_made(tmp_path, capsys):
     assert suite.main([*words, "--results", str(tmp_path), "--machine", "box"]) == suite.main(words) == 0
     own = ROOT / "results" / suite.machine_name("cpu", suite.pick_device("cpu")[1])
     assert capsys.readouterr().out == f"{tmp_path / 'box'}\n{own}\n" and not list(tmp_path.iterdir())
-
-
-def test_a_suite_ends_with_the_script_that_began_it():
-    """A script that is killed hands no signal on: the kernel does, whatever killed it."""
-    wait = "lambda args: print(os.getpid(), flush=True) or time.sleep(60)"
-    code = f"import os, time; from experiments import suite; suite.make_plan = {wait}; suite.main()"
-    words = [sys.executable, "-c", code, "--arms", "stock"]
-    script = "import os, subprocess, sys; os.environ['SCRIPT_PID'] = str(os.getpid()); subprocess.run(sys.argv[1:])"
-    command = [sys.executable, "-c", script, *words]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-        child = psutil.Process(int(process.stdout.readline()))
-        process.kill()
-        psutil.wait_procs([child], timeout=30)
-        assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE

@@ -22,7 +22,7 @@ config = cfg.resolve(arm, 2, "test", "cpu", batch=4, steps=1, epochs=1, reward="
 policy_path, reward_path, tokenizer = run_models.prepare(config, documents, cache=folder)
 prompts = [data.build_prompts([document], tokenizer, 128)[0] for document in documents]
 trainers.letter_reward = lambda completions: [float("apple" in text[:80]) for text in completions]  # the prompt's part
-trainer, policy = trainers.build_classic(config, policy_path, reward_path, tokenizer, prompts)
+trainer, policy = trainers.build_classic(config, folder, policy_path, reward_path, tokenizer, prompts)
 phases = PhaseRecorder(folder / "phases.csv", "cpu")
 phases.attach(policy, trainers.torch_optimizer(trainer))
 order = []
