@@ -271,12 +271,6 @@ def by_trainer(arms: Iterable[str]) -> list[list[str]]:
     return [group for group in groups if group]
 
 
-def alone(cells: pd.DataFrame) -> dict[int, str]:
-    """k -> arm, for every k that one arm alone of several was run at: nothing to compare."""
-    arms = cells.arm.groupby(cells.k.to_numpy()).agg(list)
-    return {k: found[0] for k, found in arms.items() if len(found) == 1 and cells.arm.nunique() > 1}
-
-
 def joined(values: Iterable[str | None]) -> str:
     return ", ".join(sorted({value for value in values if value and value == value}))
 

@@ -126,13 +126,12 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     return paths
 
 
-def draw_one(argv: Sequence[str] | None, about: str, figure_of: Callable[[Path], Figure]) -> None:
-    """The command of a chart that is drawn alone, whose documentation is `about`: SOURCE OUT.png."""
-    title, _, usage = about.strip().partition("\n\n")
-    parser = argparse.ArgumentParser(prog=usage.rsplit(" ", 2)[0], description=title)
-    parser.add_argument("source", type=Path, help=usage.rsplit(" ", 2)[1])
+def draw_one(about: str, figure_of: Callable[[Path], Figure]) -> None:
+    """The command of a chart that is drawn alone: SOURCE OUT.png."""
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    parser.add_argument("source", type=Path)
     parser.add_argument("out", type=Path, help="the PNG to write")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     if not args.source.exists():
         parser.error(f"{args.source}: no such file or folder")
     figure_of(args.source).savefig(args.out, dpi=150)

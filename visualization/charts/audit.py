@@ -8,7 +8,7 @@ from matplotlib.lines import Line2D
 
 from visualization import style
 from visualization.published_2025 import PUBLISHED
-from visualization.results import GIB, MEASURES, Results, alone, in_order
+from visualization.results import GIB, MEASURES, Results, in_order
 
 ON_ONE_LINE = ("classic-baseline", "classic-string", "classic-string-exact")
 THOUSANDS = {"classic-baseline": 3.1, "classic-string": 1.124}  # tokens a sequence: 3,000 or 1,024 fed + 100 new
@@ -26,19 +26,14 @@ def fit(points: pd.DataFrame) -> tuple[float, float, float]:
 
 
 def audit(results: Results) -> Figure | None:
-    """Thousands of tokens in the batch against the peak above start (GiB), median per arm and k, with the line through
-    the baseline and both string arms; the published points beside it. None where no run of these says what it was fed.
-
-    A k of one arm alone is left out: it would stretch the axes without another arm to hold it against."""
-    single = alone(results.cells)
-    table = results.cells[~results.cells.k.isin(list(single))]
+    """Medians per arm and k, with the line through the baseline and both string arms; the published points beside it.
+    None where none of these finished."""
+    table = results.cells
     points = table.assign(thousands=table.tokens / 1000, above=table.above_bytes / GIB)[COLUMNS].dropna()
     if not points.arm.isin(ON_ONE_LINE).any():
         return None
     failed = [f"{cell.arm} k={cell.k} ({cell.failure})" for cell in table[table.ok == 0].itertuples()]
-    left_out = [f"{arm} k={k}" for k, arm in single.items()]
-    told = {"no peak, so no point": failed, "not drawn": left_out}
-    note = "; ".join(f"{what}: {', '.join(which)}" for what, which in told.items() if which)
+    note = f"no peak, so no point: {', '.join(failed)}" if failed else ""
     arms = in_order([*points.arm, *POINTS_2025.arm])
     markers = dict(zip(sorted({*points.k, *POINTS_2025.k}), style.K_MARKERS, strict=False))
     dot = {"linestyle": "", "marker": "o", "markersize": 8}

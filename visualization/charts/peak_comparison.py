@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from visualization import style
-from visualization.results import BASELINE, GIB, LEAST, MEASURES, Results, alone
+from visualization.results import BASELINE, GIB, LEAST, MEASURES, Results
 
 WIDTH = 0.9  # of a bar
 
@@ -14,42 +14,37 @@ WIDTH = 0.9  # of a bar
 def peak_comparison(results: Results) -> Figure:
     """Bars per k and arm: median peak in GiB with its range, the start level as a grey base, failed cells named.
 
-    A percentage is the change of the peak above the start level against `BASELINE` at the same k. An arm that was not
-    run at a k says so in its place, except where one arm alone was run: that k takes the room of one bar.
-    """
+    A percentage is the change of the peak above the start level against `BASELINE` at the same k."""
     table, arms = results.cells, results.arms
     base = table.above_bytes[table.arm == BASELINE].droplevel("arm")
     base = table.k.map(base[base >= LEAST])
     changes = (table.above_bytes / base - 1).where(table.arm != BASELINE)
-    single = alone(table)
-    groups = {k: [single[k]] if k in single else arms for k in sorted(set(table.k))}
-    bars = sum(len(group) + 1 for group in groups.values())
+    ks = sorted(set(table.k))
     note = f"percent: peak above the start level against {BASELINE} at the same k" if changes.notna().any() else ""
     handles = [Patch(**style.bar(arm) | {"linewidth": None}, label=arm) for arm in arms]
     handles.append(Patch(facecolor=style.START_COLOUR, label="level before the first step"))
     title = f"Peak memory: {MEASURES[results.measure]}"
-    figure = style.new_figure(max(7.5, 0.75 + 0.45 * bars), 4.6, title, style.footer(results, note), handles)
+    figure = style.new_figure(
+        max(7.5, 0.75 + 0.45 * len(ks) * (len(arms) + 1)), 4.6, title, style.footer(results, note), handles
+    )
     axes = figure.add_subplot()
     budget = style.draw_budget(axes, results)
     highest = max(budget or 0, table.peak_bytes_high.max() / GIB if table.ok.any() else 0) or 1
     axes.set_ylim(0, highest * 1.18)
-    x, middles = 0, []
-    for k, group in groups.items():
-        middles.append(x + (len(group) - 1) / 2)
-        for arm in group:
+    for place, k in enumerate(ks):
+        for x, arm in enumerate(arms, place * (len(arms) + 1)):
             if (arm, k) not in table.index:
                 axes.text(x, highest * 0.015, "not run", rotation=90, ha="center", va="bottom", color="#707070")
             elif table.ok[arm, k]:
                 _draw_peak(axes, x, table.loc[arm, k], changes[arm, k])
             else:
                 _draw_failure(axes, x, table.failure[arm, k], budget or highest)
-            x += 1
-        x += 1
-    axes.set_xticks(middles, [f"k = {k}" for k in groups], fontsize=10)
+    middles = [place * (len(arms) + 1) + (len(arms) - 1) / 2 for place in range(len(ks))]
+    axes.set_xticks(middles, [f"k = {k}" for k in ks], fontsize=10)
     axes.set_xlabel("completions per prompt")
     axes.tick_params(axis="x", length=0)
     axes.grid(axis="x", visible=False)
-    axes.set_xlim(-1, x - 1)
+    axes.set_xlim(-1, len(ks) * (len(arms) + 1) - 1)
     axes.set_ylabel("peak memory (GiB)")
     return figure
 

@@ -79,4 +79,4 @@ def chart(path: Path) -> Figure:
 
 
 if __name__ == "__main__":
-    style.draw_one(None, __doc__, chart)
+    style.draw_one(__doc__, chart)

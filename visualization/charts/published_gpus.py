@@ -47,4 +47,4 @@ def chart(folder: Path) -> Figure:
 
 
 if __name__ == "__main__":
-    style.draw_one(None, __doc__, chart)
+    style.draw_one(__doc__, chart)

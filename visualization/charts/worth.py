@@ -63,4 +63,4 @@ def draw(axes: Axes, table: pd.DataFrame, limits: pd.Series | None, title: str) 
 
 
 if __name__ == "__main__":
-    style.draw_one(None, __doc__, chart)
+    style.draw_one(__doc__, chart)

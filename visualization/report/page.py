@@ -1,16 +1,15 @@
 """results/<machine>/report.html: all that was measured there, in one file that needs nothing else."""
 
 import base64
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import pandas as pd
 from jinja2 import Environment, FileSystemLoader
 from markdown_it import MarkdownIt
 
 from visualization import tables
 from visualization.report.answers import answers
-from visualization.results import BENCH, GIB, MIB, Results
+from visualization.results import BENCH, FAILURES, GIB, MIB, Results
 
 LOG_LINES = 12
 # What a chart shows, for who cannot see it
@@ -37,7 +36,8 @@ def report(results: Results, charts: Sequence[Path]) -> str:
         short=in_html(short + "\n" + tables.of_results("peak", results, scale)),
         pictures=[(CHARTS[path.stem], embedded(path)) for path in charts if path.suffix == ".svg"],
         tables=in_html(tables.page(results)),
-        runs=list(every_run(results)),
+        runs=every_run(results),
+        failures=failures(results),
     )
 
 
@@ -51,27 +51,23 @@ def embedded(path: Path) -> str:
     return f"data:image/svg+xml;base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
-def every_run(results: Results) -> Iterator[dict]:
-    """Of each run its facts, in words, and of one that failed its error and the last lines of its log."""
-    for _, run in results.runs.iterrows():
-        figures = {
-            "peak, GiB": run.peak_bytes / GIB,
-            "above start, GiB": run.above_bytes / GIB,
-            "seconds a step": run.step_seconds,
-            "prompt tokens fed": run.fed,
-            "seconds between samples": run.achieved_interval_s,
-            "peak missed by samples, MiB": (run.peak_missed_bytes or float("nan")) / MIB,
-        }
-        log = results.folder / run.run_id / "log.txt"
-        failed = run.status != "ok"
-        yield {
-            "name": run.run_id,
-            "status": run.status,
-            "failed": failed,
-            "error": run.error if failed and run.error else "",
-            "phase": run.peak_phase if not failed else "",
-            "figures": {name: "" if pd.isna(value) else f"{value:,.4g}" for name, value in figures.items()},
-            "log": "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
-            if failed and log.exists()
-            else "",
-        }
+def every_run(results: Results) -> str:
+    """A row a run."""
+    runs = results.runs
+    table = runs[["run_id", "status", "peak_phase"]].assign(peak=runs.peak_bytes / GIB, above=runs.above_bytes / GIB)
+    table[["seconds", "fed", "interval"]] = runs[["step_seconds", "fed", "achieved_interval_s"]]
+    table["missed"] = runs.peak_missed_bytes.astype(float) / MIB
+    table.columns = ["run", "status", "peaks in", "peak, GiB", "above start, GiB", "seconds a step",
+                     "prompt tokens fed", "seconds between samples", "peak missed by samples, MiB"]  # fmt: skip
+    html = table.to_html(index=False, border=0, na_rep="", float_format="{:,.4g}".format)
+    for status in FAILURES:
+        html = html.replace(f"<td>{status}</td>", f'<td class="failed">{FAILURES[status]}</td>')
+    return html
+
+
+def failures(results: Results) -> list[tuple[str, str, str]]:
+    """Of each run that failed its name, its error and the last lines of its log."""
+    failed = results.runs[results.runs.status != "ok"]
+    logs = [results.folder / name / "log.txt" for name in failed.run_id]
+    ends = ["\n".join(log.read_text().splitlines()[-LOG_LINES:]) if log.exists() else "" for log in logs]
+    return list(zip(failed.run_id, failed.error.fillna(""), ends, strict=True))

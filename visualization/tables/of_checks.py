@@ -13,19 +13,18 @@ COUNTS = ("launches_a_layer", "launches_outside_layers", "waits")
 
 def exactness(folder: Path) -> str:
     """Errors of log-probabilities and gradients against float64."""
-    return as_it_is(folder / "exactness.csv", ["precision", "prompt_tokens", "completion_tokens", "k", "way",
-                                               "log_prob_error", "gradient_error", "attention"])  # fmt: skip
+    return as_it_is(folder / "exactness.csv")
 
 
 def kernels(folder: Path) -> str:
     """Errors of the attention kernels by themselves, and their verdicts."""
-    return as_it_is(folder / "kernels.csv", ["setting", "heads", "key_heads", "dtype", "tensor", "error",
-                                             "masked_error", "verdict", "masked_verdict"])  # fmt: skip
+    return as_it_is(folder / "kernels.csv")
 
 
-def as_it_is(path: Path, columns: list[str]) -> str:
+def as_it_is(path: Path) -> str:
     rows = pd.read_csv(path, dtype=str, keep_default_na=False)
-    table = markdown([name.replace("_", " ") for name in columns], rows[columns].to_numpy(), texts=len(columns))
+    shown = rows.drop(columns=["device_kind", "device_name", "torch_version", "transformers_version", "commit"])
+    table = markdown([name.replace("_", " ") for name in shown], shown.to_numpy(), texts=len(shown.columns))
     return f"*{measured_on(rows)}*\n\nRelative errors against float64:\n\n{table}\n"
 
 
