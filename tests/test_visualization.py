@@ -192,11 +192,23 @@ def test_a_way_that_failed_says_why_in_its_row(tmp_path):
     assert "| prefix sharing, all together | out of memory: 3/4 |  |  |  |" in tables.render("rivals", tmp_path)
 
 
-def test_runs_with_other_completions_a_pass_are_an_arm_of_their_own(tmp_path):
-    write_run(tmp_path, "shared")
-    write_run(tmp_path, "shared", passes="_c4", above=2000 * MIB)
-    text = tables.of_results("peak", load(tmp_path))
-    assert "| `shared` | 0.98 |" in text and "| `shared-c4` | 1.95 |" in text
+def test_on_a_gpu_the_peak_is_what_the_device_used_and_a_cpu_run_is_never_called_a_gpu_run(tmp_path):
+    on_gpu = {"device_kind": "cuda", "peak_device_used_bytes": 3 * GIB, "start_bytes": GIB}
+    write_run(tmp_path / "gpu", "shared", **on_gpu)
+    write_run(
+        tmp_path / "without_nvml", "shared", **on_gpu | {"peak_device_used_bytes": None}, peak_reserved_bytes=2 * GIB
+    )
+    write_run(tmp_path / "cpu", "shared")
+    for name, said, peak in (
+        ("gpu", "GPU: Test, processor", "device memory used*\n\n"),
+        ("without_nvml", "GPU: Test, processor", "memory reserved by torch*\n\n"),
+        ("cpu", "CPU: Test, processor", "process resident memory*\n\n"),
+    ):
+        text = tables.of_results("peak", load(tmp_path / name))
+        assert (
+            said in text and peak in text and len(create_charts.draw_all(load(tmp_path / name), tmp_path / "x")) >= 6
+        )
+    assert "| `shared` | 2.00 |" in tables.of_results("peak", load(tmp_path / "gpu"))
 
 
 def test_one_command_writes_everything_and_says_who_is_compared_with_whom(machine, bench, capsys):
@@ -227,7 +239,7 @@ def test_one_command_writes_everything_and_says_who_is_compared_with_whom(machin
 def test_the_same_results_give_the_same_charts_and_samples_are_not_needed(machine, tmp_path, capsys):
     for folder in machine.glob("*_r0"):
         (folder / "memory.csv").unlink()
-    for _, out in enumerate(("one", "two")):
+    for out in ("one", "two"):
         create_charts.main([str(machine), "--out", str(tmp_path / out)])
     files = {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()}
     assert files == {path.name: path.read_bytes() for path in (tmp_path / "two").iterdir()}

@@ -86,12 +86,10 @@ class Results:
             clocked = timed if len(timed) else done
             row = {"scale": scale, "arm": arm, "k": k, "runs": len(mine), "ok": len(done), "timed": len(timed)}
             row |= {status: (mine.status == status).sum() for status in FAILURES}
-            for name in ("peak_bytes", "above_bytes"):
-                row |= {name: done[name].median(), f"{name}_low": done[name].min(), f"{name}_high": done[name].max()}
-            for name in ("step", "generate", "score", "train"):
-                row |= dict(
-                    zip((name, f"{name}_low", f"{name}_high"), spread(clocked[f"{name}_seconds"]), strict=True)
-                )
+            figures = {name: done[name] for name in ("peak_bytes", "above_bytes")}
+            figures |= {name: clocked[f"{name}_seconds"] for name in ("step", "generate", "score", "train")}
+            for name, of in figures.items():
+                row |= {name: of.median(), f"{name}_low": of.min(), f"{name}_high": of.max()}
             first = mine.bfill().iloc[0]  # what all repeats were asked to do
             row |= {name: first[name] for name in ("asked", "fed", "completion_tokens", "batch", "budget_bytes")}
             row["start_bytes"] = done.start_bytes.median()
@@ -100,13 +98,10 @@ class Results:
             some = [f"{count} of {len(mine)} {words}" for count, words in failed]
             row["failure"] = ", ".join(some) if len(done) else " + ".join(words for _, words in failed)
             rows.append(row)
-        order = {arm: place for place, arm in enumerate(in_order(self.own.arm))}
-        frame = pd.DataFrame(rows).sort_values(
-            ["scale", "arm", "k"], key=lambda c: c.map(order) if c.name == "arm" else c
-        )
-        return frame.set_index(["arm", "k"], drop=False)
+        rows.sort(key=lambda row: (row["scale"], self.arms.index(row["arm"]), row["k"]))
+        return pd.DataFrame(rows).set_index(["arm", "k"], drop=False)
 
-    @property
+    @cached_property
     def arms(self) -> list[str]:
         return in_order(self.own.arm)
 
@@ -165,26 +160,20 @@ def load(folder: Path) -> Results:
         for run in map(json.loads, jsonl.read_text().splitlines()):
             found[run["record"]["run_id"]] = run["record"], pd.DataFrame(run["phases"], columns=PHASE_COLUMNS)
     for path in folder.glob("*/run.json"):
-        csv = path.with_name("phases.csv")
-        rows = pd.read_csv(csv, on_bad_lines="skip").dropna(subset="end") if csv.exists() else None
-        found[path.parent.name] = (
-            json.loads(path.read_text()),
-            rows if rows is not None else pd.DataFrame(columns=PHASE_COLUMNS),
-        )
+        csv, phases = path.with_name("phases.csv"), pd.DataFrame(columns=PHASE_COLUMNS)
+        if csv.exists():
+            phases = pd.read_csv(csv, on_bad_lines="skip").dropna(subset="end")  # a kill cut the last line
+        found[path.parent.name] = json.loads(path.read_text()), phases
     if not found:
         raise SystemExit(f"error: {folder}: holds no runs; run ./run_baseline-rloo.sh first, or give another folder")
     rows, phases, trace = [], [], []
     for name, (record, its) in sorted(found.items()):
         row = row_of(record, its)
         rows.append(row)
-        phases.append(
-            its.assign(run_id=name, bytes=its[row["measure"].replace("peak_device", "device")].astype(float))
-        )
+        level = its[row["measure"].replace("peak_device", "device")].astype(float)
+        phases.append(its.assign(run_id=name, bytes=level))
         if row["status"] == "ok":
-            about = {key: row[key] for key in ("run_id", "scale", "arm", "k", "repeat")}
-            trace += [
-                about | {key: step.get(key) for key in ("step", "reward", "loss", "kl")} for step in record["trace"]
-            ]
+            trace += [row | step for step in record["trace"]]
     known = pd.DataFrame(trace, columns=["run_id", "scale", "arm", "k", "repeat", "step", "reward", "loss", "kl"])
     return Results(folder, pd.DataFrame(rows), pd.concat(phases, ignore_index=True), known)
 
@@ -210,22 +199,9 @@ def row_of(record: dict, phases: pd.DataFrame) -> dict:
     sampler = record["sampler"]
     row["sampler_lost"] = not sampler or sampler.get("lost_after_s") is not None
     row |= {name: (sampler or {}).get(name) for name in ("achieved_interval_s", "peak_missed_bytes")}
-    numbers = [
-        "asked",
-        "fed",
-        "completion_tokens",
-        "batch",
-        "budget_bytes",
-        "start_bytes",
-        "peak_bytes",
-        "above_bytes",
-    ]
-    numbers += [f"{name}_seconds" for name in ("step", *PHASES)]
+    numbers = ["asked", "fed", "completion_tokens", "batch", *(f"{name}_seconds" for name in ("step", *PHASES))]
+    numbers += [f"{name}_bytes" for name in ("budget", "start", "peak", "above")]
     return row | {name: float("nan") if row.get(name) is None else float(row[name]) for name in numbers}
-
-
-def spread(values: pd.Series) -> tuple[float, float, float]:
-    return values.median(), values.min(), values.max()
 
 
 def apart(low: float, high: float) -> bool:
@@ -252,9 +228,12 @@ def usual_arm(arm: str) -> tuple[str, int]:
 
 def in_order(arms: Iterable[str]) -> list[str]:
     """Each once, in the order of the project's table, others last by name."""
-    return sorted(
-        set(arms), key=lambda arm: ((*ARMS, usual_arm(arm)[0]).index(usual_arm(arm)[0]), usual_arm(arm)[1], arm)
-    )
+
+    def place(arm: str) -> tuple[int, int, str]:
+        name, passes = usual_arm(arm)
+        return (*ARMS, name).index(name), passes, arm
+
+    return sorted(set(arms), key=place)
 
 
 def in_words(arms: Iterable[str]) -> str:

@@ -19,8 +19,7 @@ Curve = Callable[[Results, pd.Series], pd.DataFrame]
 def peak_preserving(results: Results, run: pd.Series, most: int = MAX_POINTS) -> pd.DataFrame:
     """`t` and `bytes` to draw, at most `most`, whose maximum is the recorded peak exactly: each phase's high-water
     mark, which samples can miss, is put at its highest sample. Bins of points keep their lowest and highest one."""
-    curve = results.samples(run)[["t", "bytes"]].dropna()
-    curve = curve[curve.t >= 0]
+    curve = sampled(results, run)
     marks = steps_of(results, run).dropna(subset="bytes")[["start", "end", "bytes", "phase"]]
     for row, mark in marks.iterrows():
         inside = curve[curve.t.between(mark.start, mark.end)]
@@ -38,10 +37,15 @@ def peak_preserving(results: Results, run: pd.Series, most: int = MAX_POINTS) ->
 
 def smoothed(results: Results, run: pd.Series) -> pd.DataFrame:
     """A centred rolling mean over a twentieth of the samples."""
-    curve = results.samples(run)[["t", "bytes"]].dropna()
-    curve = curve[curve.t >= 0]
+    curve = sampled(results, run)
     mean = curve.bytes.rolling(max(5, len(curve) // 20), center=True, min_periods=1).mean()
     return curve.assign(bytes=mean)[:: max(1, -(-len(curve) // MAX_POINTS))]
+
+
+def sampled(results: Results, run: pd.Series) -> pd.DataFrame:
+    """After loading: recorded peaks are those of the steps."""
+    samples = results.samples(run)
+    return samples.loc[samples.t >= 0, ["t", "bytes"]].dropna()
 
 
 def steps_of(results: Results, run: pd.Series) -> pd.DataFrame:
