@@ -47,7 +47,6 @@ LONGER = {  # -> why
     "tests/test_fork.py": "a table of damaged inputs",
     "tests/test_launch.py": "tables of bad input",
     "tests/test_memory_monitor.py": "one process under many conditions",
-    "tests/test_visualization.py": "every chart and table of one made-up machine",
 }
 STARTS_FAST = (  # before the sampler's first sample, the budget, or the word on what is missing
     "memory_monitor", "config", "record", "suite", "train", "checks.exactness", "checks.model_families",
