@@ -3,7 +3,7 @@
 #
 # Draws the charts and tables of the machine that it runs on, or of the folders named, from their runs as they are now.
 # Writes results/MACHINE/: report.html, charts/*.png, charts/*.svg, charts/tables.md, runs.jsonl, combined_*.csv.
-# Prints the peaks, what they mean and where the page is. Exit code 1: a run folder is damaged; the others are drawn.
+# Prints the peaks, what they mean and where the page is.
 # Paths are those where you stand. Runs come from ./run_baseline-rloo.sh, ./run_improve-rloo.sh and ./run_bench.sh.
 set -euo pipefail
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")

@@ -9,7 +9,7 @@ import pytest
 from experiments.checks import age
 from experiments.config import ROOT
 from experiments.run_record import stored_runs
-from visualization.legacy import PUBLISHED, PUBLISHED_BUDGET
+from visualization.published_2025 import PUBLISHED, PUBLISHED_BUDGET
 
 README = (ROOT / "README.md").read_text()
 MACHINES = sorted({ROOT / name for name in re.findall(r"<!-- table:\w+ (results/\S+)", README)})

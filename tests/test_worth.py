@@ -1,4 +1,4 @@
-"""The limit that `worth` holds its seconds against is what a counter of operations finds, and its tables and chart."""
+"""The limit that `worth` holds its seconds against is what a counter of operations finds."""
 
 import pandas as pd
 import pytest
@@ -7,13 +7,9 @@ from experiments.bench import group
 from experiments.bench.group import PHASES, Group
 from experiments.bench.measurements import MEASUREMENTS
 from experiments.bench.random_models import config_of
-from experiments.bench.samples import COLUMNS, Cell
+from experiments.bench.samples import Cell
 from experiments.bench.work import LIMITED, Work, limit
 from experiments.config import ROOT
-from experiments.record import write_csv
-from visualization.charts import worth as worth_chart
-from visualization.files import run_cli
-from visualization.pages.side_by_side import decoding_table, read_bench, worth_table
 
 SIZES = Cell("tiny", 24, 5, 3)
 
@@ -62,52 +58,6 @@ def test_the_limit_is_what_tokens_and_pairs_leave():
     config.vocab_size = 1
     assert limit(config, Cell("-", 1000, 1, 8), "score") == pytest.approx(8 * 1001 / 1008, rel=0.15)
     assert limit(config, Cell("-", 2, 5000, 8), "train") == pytest.approx(1.0, abs=0.001)
-
-
-def rows_of(measurement, cell, way, repeats=1, **metrics):
-    """Rows of bench.csv: each metric the same in all repeats, or (median, lowest, highest)."""
-    about = dict.fromkeys(COLUMNS, "x") | dict(zip(COLUMNS[1:5], cell, strict=True))
-    about |= {"measurement": measurement, "way": way, "repeats": repeats, "failure": "", "device_kind": "cpu"}
-    spans = {name: value if isinstance(value, tuple) else (value,) * 3 for name, value in metrics.items()}
-    return [
-        about | {"metric": name} | dict(zip(("median", "low", "high"), span, strict=True))
-        for name, span in spans.items()
-    ]
-
-
-def test_the_chart_shows_each_cell_and_a_damaged_table_is_one_line(tmp_path, capsys):
-    seconds = {"whole": 6, "shared": 2, "shared-2": 3, "shared-micro-2": 2.5}
-    rows = []
-    for completion in (100, 1000):
-        for way, s in seconds.items():
-            more = {"train_limit": 5.5} if way == "whole" else {}
-            more |= {"generate_seconds": s} if way in ("whole", "shared") else {}  # the others generate as `shared`
-            rows += rows_of("worth", ("wide", 3000, completion, 8), way, train_seconds=s, score_seconds=1, **more)
-    write_csv(tmp_path / "bench.csv", COLUMNS, rows)
-    figure = worth_chart.chart(read_bench(tmp_path, "worth"))
-    texts = [text.get_text() for axes in figure.axes for text in axes.texts]
-    train = "3.00 x together\n2.00 x two a pass\n2.40 x two a micro-batch\nlimit 5.50 x"
-    step = "2.60 x together\n2.17 x two a pass\n2.36 x two a micro-batch"  # 6 + 1 + 6 s over 2 + 1 + 2, 2 + 1 + 3 ...
-    assert texts == [train, train, step, step]
-
-    cells = "5.50 x | 3.00 x | 2.00 x | 2.40 x | 2.60 x | 2.17 x | 2.36 x |"
-    assert f"| wide | 3,000 | 100 | {cells}" in worth_table(tmp_path)
-
-    def draw():
-        return worth_chart.main([str(tmp_path), str(tmp_path / "worth.png")])
-
-    assert run_cli(draw) == 0 and (tmp_path / "worth.png").stat().st_size > 10_000
-    write_csv(tmp_path / "bench.csv", COLUMNS, [{**rows[0], "median": "fast"}])
-    assert run_cli(draw) == 2 and "line 2, median" in capsys.readouterr().err
-
-
-def test_the_table_of_generation_shows_medians_and_who_is_faster(tmp_path):
-    cell = ("wide", 8000, 64, 32)
-    rows = rows_of("decoding", cell, "whole", 3, generate_seconds=(9.0, 8.5, 9.5))
-    rows += rows_of("decoding", cell, "shared", 3, generate_seconds=(3.0, 2.5, 3.5))
-    write_csv(tmp_path / "bench.csv", COLUMNS, rows)
-    assert "| wide | 8,000 | 64 | 32 | 9.00 | 3.00 | 3.00 x |" in decoding_table(tmp_path)
-    assert "median of 3 alternating repeats" in decoding_table(tmp_path)
 
 
 def test_what_was_measured_is_what_is_on_the_list():

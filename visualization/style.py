@@ -10,11 +10,9 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from visualization import legacy
-from visualization.files import whole_file
-from visualization.runs import Run, describe, footnotes, in_words
+from visualization.results import GIB, Results, in_words
 
-# A fixed salt and no date: the same results give the same SVG, byte for byte.
+# A fixed salt: the same results give the same SVG, byte for byte.
 matplotlib.rcParams.update({
     "svg.hashsalt": "charts", "font.size": 9, "axes.titlesize": 10, "axes.grid": True, "axes.axisbelow": True,
     "axes.spines.top": False, "axes.spines.right": False, "grid.color": "#e3e3e3", "grid.linewidth": 0.7,
@@ -33,8 +31,6 @@ _LOOKS = {
     "stock-compact-accumulate": ("#AA4466", "--", (0, (3, 1.5)), "<"),
     "shared": ("#000000", "||", "-", "*"),
     "shared-accumulate": ("#117733", "\\\\", (0, (8, 2)), "p"),
-    "Basic": ("#D55E00", "", "-", "o"),
-    "String": ("#0072B2", "////", (0, (6, 1.5)), "s"),
 }
 _OTHERS = (
     ("#7F7F7F", "oo", "-", "X"),
@@ -54,22 +50,19 @@ def _look(arm: str) -> tuple:
 
 
 def colour(arm: str) -> str:
-    """The arm's colour, the same in every chart."""
     return _look(arm)[0]
 
 
 def bar(arm: str) -> dict:
-    """How bars of the arm look."""
     return {"facecolor": _look(arm)[0], "hatch": _look(arm)[1], "edgecolor": "white", "linewidth": 0}
 
 
 def line(arm: str) -> dict:
-    """How lines of the arm look, but for their marker."""
+    """But for its marker."""
     return {"color": _look(arm)[0], "linestyle": _look(arm)[2]}
 
 
 def marker(arm: str) -> str:
-    """The arm's marker."""
     return _look(arm)[3]
 
 
@@ -78,11 +71,10 @@ def write_at(axes: Axes, text: str, at: tuple[float, float], right: float, up: f
     axes.annotate(text, at, xytext=(right, up), textcoords="offset points", **look)
 
 
-def footer(runs: Sequence[Run], note: str = "", arms: Sequence[str] = ()) -> list[str]:
-    """What a chart needs to be read alone: what was measured on what, the arms of the runs and `arms` in words, and
-    which runs are not what they seem."""
-    of_2025 = [legacy.NOTE] if runs[0].status == "unknown" else []
-    lines = [describe(runs), note, *of_2025, in_words([*arms, *(run.arm for run in runs)]), *footnotes(runs)]
+def footer(results: Results, note: str = "", arms: Sequence[str] = ()) -> list[str]:
+    """What a chart needs to be read alone: what was measured on what, the arms in words, and which runs are not what
+    they seem."""
+    lines = [results.describe(), note, in_words([*arms, *results.arms]), *results.footnotes()]
     return [line for line in lines if line]
 
 
@@ -110,9 +102,9 @@ def new_figure(
     return figure
 
 
-def draw_budget(axes: Axes, runs: Sequence[Run], unit: float) -> float | None:
-    """A dashed line per distinct budget. Returns the highest budget in that unit of bytes, None without one."""
-    budgets = sorted({run.budget_bytes / unit for run in runs if run.budget_bytes})
+def draw_budget(axes: Axes, results: Results) -> float | None:
+    """A dashed line per distinct budget. Returns the highest one in GiB, None without one."""
+    budgets = sorted(set(results.own.budget_bytes.dropna() / GIB))
     for budget in budgets:
         axes.axhline(budget, color="black", linestyle=(0, (5, 3)), linewidth=1.2, zorder=1)
         words = f"budget for torch's allocations: {budget:.3g} GiB"
@@ -121,7 +113,7 @@ def draw_budget(axes: Axes, runs: Sequence[Run], unit: float) -> float | None:
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """Write NAME.png (150 dpi) and NAME.svg, each whole or not at all. Raises OSError where it cannot be written."""
+    """Write NAME.png (150 dpi) and NAME.svg."""
     folder.mkdir(parents=True, exist_ok=True)
     # The layout's solver ends a billionth apart from process to process, which the SVG's last digits would show
     figure.draw_without_rendering()
@@ -129,23 +121,18 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     for axes in figure.axes:
         axes.set_position([round(place, 5) for place in axes.get_position().bounds])
     paths = [folder / f"{name}.png", folder / f"{name}.svg"]
-    for path, options in zip(paths, ({"dpi": 150}, {"metadata": {"Date": None}}), strict=True):
-        with whole_file(path) as staging:
-            figure.savefig(staging, **options)
+    figure.savefig(paths[0], dpi=150)
+    figure.savefig(paths[1], metadata={"Date": None})
     return paths
 
 
-def draw_one(
-    argv: Sequence[str] | None, name: str, about: str, source: tuple[str, str], figure_of: Callable[[Path], Figure]
-) -> int:
-    """The command of the chart `name`: draws what it is given, for which `source` has a word and what that stands for,
-    and prints the file's name. Raises LoadError of `figure_of`, OSError where the PNG cannot be written."""
-    parser = argparse.ArgumentParser(prog=f"python -m visualization.charts.{name}", description=about.splitlines()[0])
-    parser.add_argument("source", metavar=source[0], type=Path, help=source[1])
+def draw_one(about: str, figure_of: Callable[[Path], Figure]) -> None:
+    """The command of a chart that is drawn alone: SOURCE OUT.png."""
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    parser.add_argument("source", type=Path)
     parser.add_argument("out", type=Path, help="the PNG to write")
-    args = parser.parse_args(argv)
-    figure = figure_of(args.source)
-    with whole_file(args.out) as staging:
-        figure.savefig(staging, dpi=150)
+    args = parser.parse_args()
+    if not args.source.exists():
+        parser.error(f"{args.source}: no such file or folder")
+    figure_of(args.source).savefig(args.out, dpi=150)
     print(args.out)
-    return 0

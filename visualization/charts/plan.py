@@ -3,15 +3,14 @@
 python -m visualization.charts.plan PLAN.json OUT.png
 """
 
-from collections.abc import Sequence
+import json
 from pathlib import Path
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from visualization import style
-from visualization.files import LoadError, read_json, run_cli
-from visualization.runs import GIB
+from visualization.results import GIB
 
 # Okabe-Ito, and hatches that tell the kinds apart in grey print
 KINDS = {
@@ -28,8 +27,9 @@ KINDS = {
 }
 
 
-def chart(result: dict) -> Figure:
-    """Stacked bars of the result that `rloo_memory.plan --json` writes: one group an arm, one bar a phase."""
+def chart(path: Path) -> Figure:
+    """Stacked bars of what `rloo-memory plan --json` wrote: one group an arm, one bar a phase."""
+    result = json.loads(path.read_text())
     predictions = result["predictions"]
     setup = predictions[0]["setup"]
     figure = Figure(figsize=(9, 5.2), layout="constrained")
@@ -78,19 +78,5 @@ def chart(result: dict) -> Figure:
     return figure
 
 
-def chart_of(path: Path) -> Figure:
-    """Raises LoadError where the file is no plan."""
-    remedy = "write it with rloo-memory plan --json FILE"
-    result = read_json(path, remedy)
-    try:
-        return chart(result)
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise LoadError(f"{path}: is no plan ({type(error).__name__}: {error}); {remedy}") from None
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return style.draw_one(argv, "plan", __doc__, ("plan", "what rloo-memory plan --json wrote"), chart_of)
-
-
 if __name__ == "__main__":
-    raise SystemExit(run_cli(main))
+    style.draw_one(__doc__, chart)

@@ -3,22 +3,21 @@
 python -m visualization.charts.published_gpus results/published OUT.png
 """
 
-from collections.abc import Sequence
+from pathlib import Path
 
-import pandas as pd
 from matplotlib.figure import Figure
 
 from visualization import style
-from visualization.files import run_cli
-from visualization.pages.gpu_peaks import read_peaks, within
-from visualization.runs import GIB
+from visualization.results import GIB
+from visualization.tables.of_plans import read_peaks, within
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255")
 MARKERS = {"allocated": "o", "after a step": "s"}
 
 
-def chart(rows: pd.DataFrame) -> Figure:
+def chart(folder: Path) -> Figure:
     """Measured over predicted, by what is predicted; the band is what is held. Rows that are not held are left out."""
+    rows = read_peaks(folder)
     rows = rows[rows.metric.isin(MARKERS) & (rows.not_held == "")]
     small_print = [
         "Measured: published figures, with links in results/published/gpu_peaks.csv. Predicted: this planner, without "
@@ -47,10 +46,5 @@ def chart(rows: pd.DataFrame) -> Figure:
     return figure
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    source = ("folder", "results/published")
-    return style.draw_one(argv, "published_gpus", __doc__, source, lambda folder: chart(read_peaks(folder)))
-
-
 if __name__ == "__main__":
-    raise SystemExit(run_cli(main))
+    style.draw_one(__doc__, chart)

@@ -3,7 +3,7 @@
 python -m visualization.charts.worth results/<machine> OUT.png
 """
 
-from collections.abc import Sequence
+from pathlib import Path
 
 import pandas as pd
 from matplotlib import colormaps
@@ -12,19 +12,20 @@ from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.figure import Figure
 
 from visualization import style
-from visualization.files import run_cli
-from visualization.pages.side_by_side import IN_SHORT, faster, how_often, limits_of, measured_on, read_bench, times
-from visualization.seconds import note
+from visualization.results import NOTE
+from visualization.tables.of_bench import IN_SHORT, faster, in_words, limits_of, read_bench
+from visualization.tables.text import how_often, measured_on
 
 MODELS = {"narrow": "narrow (8 layers of width 256)", "wide": "wide (2 layers of Qwen3-0.6B's width)"}
 _LIGHT = ListedColormap(colormaps["YlGn"](range(0, 160)))  # black text can be read on all of it
 
 
-def chart(rows: pd.DataFrame) -> Figure:
+def chart(folder: Path) -> Figure:
     """One panel a model for the training pass, with the counted limit, and one for the whole step."""
+    rows = read_bench(folder, "worth")
     models = [name for name in MODELS if name in set(rows.model)]
     small_print = [
-        *note(times(ratio) for phase in ("train", "step") for ratio in faster(rows, phase).to_numpy().ravel()),
+        *([NOTE] if faster(rows, "step").isna().any(axis=None) else []),
         f"{measured_on(rows)} · float32 · {how_often(rows)}",
         "Against TRL's own whole rows with the LM head that scores only completions. A step is one generation, one "
         "scoring and one training pass. The limit: multiplications of whole rows over those that are needed when the "
@@ -33,7 +34,7 @@ def chart(rows: pd.DataFrame) -> Figure:
     figure = style.new_figure(
         10,
         3.2 * len(models),
-        f"Times faster than whole rows, k = {rows.k.iloc[0]:.0f} completions a prompt",
+        f"Times faster than whole rows, k = {rows.k.iloc[0]} completions a prompt",
         small_print,
     )
     axes = figure.subplots(len(models), 2, squeeze=False)
@@ -49,7 +50,7 @@ def draw(axes: Axes, table: pd.DataFrame, limits: pd.Series | None, title: str) 
     plane = table.max(axis=1).droplevel("model").unstack("completion_tokens")
     axes.imshow(plane, origin="lower", aspect="auto", cmap=_LIGHT, norm=LogNorm(0.7, 16))
     for (_, prompt, completion), row in table.iterrows():
-        lines = [f"{times(row[way])} {name}" for way, name in IN_SHORT.items()]
+        lines = [f"{in_words(row[way])} {name}" for way, name in IN_SHORT.items()]
         lines += [] if limits is None else [f"limit {limits.loc[:, prompt, completion].item():.2f} x"]
         at = (plane.columns.get_loc(completion), plane.index.get_loc(prompt))
         axes.annotate("\n".join(lines), at, ha="center", va="center")
@@ -61,10 +62,5 @@ def draw(axes: Axes, table: pd.DataFrame, limits: pd.Series | None, title: str) 
     axes.set_title(title)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    source = ("folder", "results/<machine>")
-    return style.draw_one(argv, "worth", __doc__, source, lambda folder: chart(read_bench(folder, "worth")))
-
-
 if __name__ == "__main__":
-    raise SystemExit(run_cli(main))
+    style.draw_one(__doc__, chart)

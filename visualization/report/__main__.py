@@ -1,0 +1,51 @@
+"""Everything there is to see of one machine: combined CSV files, charts, tables.md, report.html, one screen of text.
+
+python -m visualization.report RESULTS_MACHINE_DIR
+"""
+
+import argparse
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from visualization import combine_memory_data, create_charts, tables
+from visualization.report.answers import answers
+from visualization.report.page import report
+from visualization.results import ARMS, MEASURES, Results, load
+from visualization.tables.of_runs import peak_texts
+
+
+def screen(results: Results) -> str:
+    """Peaks of the main scale, arm by k, what the figures mean, and where charts and tables are."""
+    folder, mine = results.folder, results.of(results.scales()[0])
+    peaks = peak_texts(mine).rename_axis(index=None, columns=None)
+    peaks.index = [f"{arm} ({ARMS[arm]})" if arm in ARMS else arm for arm in peaks.index]
+    others = ", ".join(results.scales()[1:])
+    return "\n".join([
+        *textwrap.wrap(mine.describe(), 119),
+        f"Peak memory above the start level, GiB ({MEASURES[mine.measure]}):", "",
+        peaks.to_string(), *mine.footnotes(), "",
+        *(line for answer in answers(results) for line in textwrap.wrap(answer, 119, break_on_hyphens=False)), "",
+        f"charts: {folder}/charts/*.png",
+        f"tables: {folder}/charts/tables.md" + (f", also of the scales {others}" if others else ""),
+        f"all of it on one page: {folder}/report.html",
+    ])  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the files, print the screen."""
+    parser = argparse.ArgumentParser(prog="python -m visualization.report", description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path, help="results/<machine>")
+    results = load(parser.parse_args(argv).results)
+    combine_memory_data.write(results)
+    charts = results.folder / "charts"
+    drawn = create_charts.draw_all(results, charts)
+    (charts / "tables.md").write_text(tables.page(results))
+    (results.folder / "report.html").write_text(report(results, drawn))
+    print(screen(results))
+    if not any(path.stem.startswith("timeline") for path in drawn):
+        print("no timelines: samples are only in the folder of the machine that measured them")
+
+
+if __name__ == "__main__":
+    main()

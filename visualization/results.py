@@ -1,0 +1,260 @@
+"""The runs of results/<machine> as pandas frames: a row a run, a row a phase, and a row a cell (scale, arm, k)."""
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+GIB, MIB = 2**30, 2**20
+LEARN = "learn"  # the scale of the convergence runs: another workload
+BENCH = "bench"  # the scale of a model large enough that a step's time is the model's
+TIMES = "-time"  # ends the name of a scale whose runs are there for their seconds: `bench-time` for `bench`
+PHASES = ("generate", "score", "train", "optimizer")
+PHASE_COLUMNS = ["phase", "step", "start", "end", "peak_allocated_bytes", "peak_reserved_bytes", "peak_resident_bytes",
+                 "device_used_bytes"]  # fmt: skip
+# What each arm is, in the order of every table
+ARMS = {
+    "classic-baseline": "TRL 0.21 as it is",
+    "classic-string": "the change published in 2025, prompts cut to 1,024 tokens",
+    "classic-string-exact": "the same change, nothing cut",
+    "classic-lean": "TRL 0.21, logits only where they are read",
+    "stock": "TRL 1.16 as it is",
+    "stock-accumulate": "TRL 1.16, one completion at a time",
+    "stock-compact": "TRL 1.16, logits of completions only",
+    "stock-compact-accumulate": "TRL 1.16, logits of completions only, one completion at a time",
+    "shared": "TRL 1.16 with prefix sharing, two completions a pass",
+    "shared-accumulate": "TRL 1.16 with prefix sharing, two completions a micro-batch",
+}
+# Those that a first reader needs, beginning with what TRL does on a GPU: logits of completions only
+IN_SHORT = {
+    "stock-compact": "TRL, all completions together",
+    "stock-compact-accumulate": "TRL, one completion at a time",
+    "shared-accumulate": "prefix sharing, two completions at a time",
+}
+# Who is fair to compare with: on a GPU, TRL has logits of completions only
+RIVALS = {"classic-lean": ["classic-baseline"], "shared": ["stock-compact-accumulate", "stock-compact"]}
+BASELINE = "classic-baseline"  # what percentages of peaks refer to
+DEVICE_WORDS = {"cuda": "GPU", "cpu": "CPU"}
+MEASURES = {
+    "peak_resident_bytes": "process resident memory",
+    "peak_device_used_bytes": "device memory used",
+    "peak_reserved_bytes": "memory reserved by torch",
+}
+FAILURES = {"oom": "out of memory", "error": "error", "killed": "killed"}
+LEAST = GIB // 10  # of peak above start, bytes: below it, percentages are noise
+APART = 1.5  # seconds of repeats on a quiet machine stay within this factor
+MARK = "\N{DOUBLE DAGGER}"
+NOTE = f"{MARK} repeats differ by more than a factor of {APART}, as on a busy machine: no part of any comparison"
+
+
+@dataclass(frozen=True)
+class Results:
+    """Sizes in bytes, times in seconds, NaN where a figure does not exist. A run that failed has no peak."""
+
+    folder: Path
+    runs: pd.DataFrame
+    phases: pd.DataFrame
+    trace: pd.DataFrame  # step, reward, loss, kl of each update of runs that finished
+
+    def of(self, scale: str) -> "Results":
+        """One scale, with the runs that are there for its seconds."""
+        return replace(self, runs=self.runs[self.runs.scale.isin([scale, scale + TIMES])])
+
+    def only(self, arms: Iterable[str], k: int) -> "Results":
+        return replace(self, runs=self.runs[self.runs.arm.isin(list(arms)) & (self.runs.k == k)])
+
+    @cached_property
+    def own(self) -> pd.DataFrame:
+        """The runs, less those that are there only for the seconds of others."""
+        scales = set(self.runs.scale)
+        timing = self.runs.scale.str.endswith(TIMES) & self.runs.scale.str.removesuffix(TIMES).isin(scales)
+        return self.runs[~timing]
+
+    @cached_property
+    def cells(self) -> pd.DataFrame:
+        """A row a cell, medians over the runs that finished; seconds are those of runs made for them, if any."""
+        rows = []
+        for (scale, arm, k), mine in self.own.groupby(["scale", "arm", "k"]):
+            done = mine[mine.status == "ok"]
+            same = (self.runs.arm == arm) & (self.runs.k == k) & (self.runs.status == "ok")
+            timed = self.runs[same & (self.runs.scale == scale + TIMES)]
+            clocked = timed if len(timed) else done
+            row = {"scale": scale, "arm": arm, "k": k, "runs": len(mine), "ok": len(done), "timed": len(timed)}
+            row |= {status: (mine.status == status).sum() for status in FAILURES}
+            figures = {name: done[name] for name in ("peak_bytes", "above_bytes")}
+            figures |= {name: clocked[f"{name}_seconds"] for name in ("step", "generate", "score", "train")}
+            for name, of in figures.items():
+                row |= {name: of.median(), f"{name}_low": of.min(), f"{name}_high": of.max()}
+            first = mine.bfill().iloc[0]  # what all repeats were asked to do
+            row |= {name: first[name] for name in ("asked", "fed", "completion_tokens", "batch", "budget_bytes")}
+            row["start_bytes"] = done.start_bytes.median()
+            row["tokens"] = (done.fed + done.completion_tokens).mul(done.batch).median()
+            failed = [(row[status], words) for status, words in FAILURES.items() if row[status]]
+            some = [f"{count} of {len(mine)} {words}" for count, words in failed]
+            row["failure"] = ", ".join(some) if len(done) else " + ".join(words for _, words in failed)
+            rows.append(row)
+        rows.sort(key=lambda row: (row["scale"], self.arms.index(row["arm"]), row["k"]))
+        return pd.DataFrame(rows).set_index(["arm", "k"], drop=False)
+
+    @cached_property
+    def arms(self) -> list[str]:
+        return in_order(self.own.arm)
+
+    @property
+    def measure(self) -> str:
+        """What a peak is here. One folder holds the runs of one device."""
+        found = self.own[self.own.status == "ok"].measure
+        return found.iloc[0] if len(found) else self.own.measure.iloc[0]
+
+    def samples(self, run: pd.Series) -> pd.DataFrame:
+        """Of memory.csv, only where the run was made: `t`, seconds since the first step began, and `bytes`."""
+        path = self.folder / run.run_id / "memory.csv"
+        if not path.exists():
+            return pd.DataFrame(columns=["t", "bytes"])
+        frame = pd.read_csv(path, on_bad_lines="skip")
+        frame = frame[: None if path.read_bytes().endswith(b"\n") else -1]  # a kill cut the last line
+        return frame.assign(t=frame.timestamp - run.begin, bytes=frame.get(run.measure.removeprefix("peak_"), np.nan))
+
+    def describe(self) -> str:
+        """Device, versions, commit, scale and repeats in one line."""
+        runs = self.runs
+        named = {name: runs[f"{name}_version"] for name in ("torch", "transformers", "trl")}
+        named |= {"commit": runs.commit.str[:10], "scale": self.own.scale}
+        parts = [f"{name} {joined(values)}" for name, values in named.items() if joined(values)]
+        device = DEVICE_WORDS.get(joined(runs.device_kind), "device")
+        repeats = f"{span(self.cells.runs)} repeat{'s' if self.cells.runs.max() > 1 else ''} per cell"
+        return " · ".join([f"{device}: {joined(runs.device_name)}", *parts, repeats])
+
+    def footnotes(self) -> list[str]:
+        """A line for each kind of run that is not what it seems."""
+        killed = self.own[self.own.status == "killed"].run_id
+        lost = self.own[self.own.sampler_lost & (self.own.status == "ok")].run_id
+        lines = [f"killed before it could report: {', '.join(killed)}"] if len(killed) else []
+        return lines + ([f"samples end before the run does: {', '.join(lost)}"] if len(lost) else [])
+
+    def timed_apart(self) -> list[str]:
+        """The line for where seconds are shown that were measured in runs of their own."""
+        timed = self.cells.timed[self.cells.timed > 0]
+        return [f"Seconds are medians of {span(timed)} runs, separate from those for memory"] if len(timed) else []
+
+    def scales(self) -> list[str]:
+        """What everybody runs first."""
+        found = sorted(set(self.own.scale))
+        return sorted(found, key=lambda scale: (scale == LEARN, (*("seed", "cpu"), scale).index(scale)))
+
+    def charted(self) -> list[str]:
+        """The scales that have charts of their own: the first one, and `bench`."""
+        first, *others = self.scales()
+        return [first, *(scale for scale in others if scale == BENCH)]
+
+
+def load(folder: Path) -> Results:
+    """Of run folders and of runs.jsonl, which has them without their samples."""
+    found: dict[str, tuple[dict, pd.DataFrame]] = {}
+    if (jsonl := folder / "runs.jsonl").exists():
+        for run in map(json.loads, jsonl.read_text().splitlines()):
+            found[run["record"]["run_id"]] = run["record"], pd.DataFrame(run["phases"], columns=PHASE_COLUMNS)
+    for path in folder.glob("*/run.json"):
+        csv, phases = path.with_name("phases.csv"), pd.DataFrame(columns=PHASE_COLUMNS)
+        if csv.exists():
+            phases = pd.read_csv(csv, on_bad_lines="skip").dropna(subset="end")  # a kill cut the last line
+        found[path.parent.name] = json.loads(path.read_text()), phases
+    if not found:
+        raise SystemExit(f"error: {folder}: holds no runs; run ./run_baseline-rloo.sh first, or give another folder")
+    rows, phases, trace = [], [], []
+    for name, (record, its) in sorted(found.items()):
+        row = row_of(record, its)
+        rows.append(row)
+        level = its[row["measure"].replace("peak_device", "device")].astype(float)
+        phases.append(its.assign(run_id=name, bytes=level))
+        if row["status"] == "ok":
+            trace += [row | step for step in record["trace"]]
+    known = pd.DataFrame(trace, columns=["run_id", "scale", "arm", "k", "repeat", "step", "reward", "loss", "kl"])
+    return Results(folder, pd.DataFrame(rows), pd.concat(phases, ignore_index=True), known)
+
+
+def row_of(record: dict, phases: pd.DataFrame) -> dict:
+    """The record's figures, and the seconds of each phase of a step."""
+    row = {name: value for name, value in record.items() if not isinstance(value, list | dict)}
+    if unusual := re.search(r"_c(\d+)_r\d+$", record["run_id"]):  # not the arm's usual number: never the same cell
+        row["arm"] += f"-c{unusual[1]}"
+    row["status"] = "killed" if record["status"] == "running" else record["status"]
+    measure = "peak_resident_bytes"
+    if record["device_kind"] == "cuda":
+        without_nvml = record["peak_device_used_bytes"] is None and record["peak_reserved_bytes"] is not None
+        measure = "peak_reserved_bytes" if without_nvml else "peak_device_used_bytes"
+    row |= {"measure": measure, "asked": record["prompt_tokens_requested"], "fed": record["prompt_tokens_fed_mean"]}
+    row["peak_bytes"] = record[measure] if row["status"] == "ok" else None
+    row["above_bytes"] = row["peak_bytes"] and row["peak_bytes"] - (record["start_bytes"] or 0)
+    row["step_seconds"] = record["step_seconds_median"]
+    steps = phases[phases.step > 0]
+    row["begin"] = steps.start.min()
+    for phase, mine in steps.groupby("phase"):
+        row[f"{phase}_seconds"] = (mine.end - mine.start).sum() / mine.step.nunique()
+    sampler = record["sampler"]
+    row["sampler_lost"] = not sampler or sampler.get("lost_after_s") is not None
+    row |= {name: (sampler or {}).get(name) for name in ("achieved_interval_s", "peak_missed_bytes")}
+    numbers = ["asked", "fed", "completion_tokens", "batch", *(f"{name}_seconds" for name in ("step", *PHASES))]
+    numbers += [f"{name}_bytes" for name in ("budget", "start", "peak", "above")]
+    return row | {name: float("nan") if row.get(name) is None else float(row[name]) for name in numbers}
+
+
+def apart(low: float, high: float) -> bool:
+    """Whether repeats say nothing."""
+    return high > APART * low
+
+
+def seconds(median: float, low: float, high: float, digits: int) -> str:
+    """The median and, where repeats are too far apart, their mark; nothing where none was clocked."""
+    return "" if pd.isna(median) else f"{median:.{digits}f}{MARK if apart(low, high) else ''}"
+
+
+def times(ours: Iterable[float], theirs: Iterable[float]) -> float:
+    """How many times faster (median, low, high) is than another; NaN where one of them says nothing."""
+    (mine, *range_of_mine), (other, *range_of_other) = ours, theirs
+    return float("nan") if apart(*range_of_mine) or apart(*range_of_other) else other / mine
+
+
+def usual_arm(arm: str) -> tuple[str, int]:
+    """("shared", 4) for `shared-c4`, which takes another number of completions a pass than `shared`; else (arm, 0)."""
+    name, _, passes = arm.rpartition("-c")
+    return (name, int(passes)) if name in ARMS and passes.isdigit() else (arm, 0)
+
+
+def in_order(arms: Iterable[str]) -> list[str]:
+    """Each once, in the order of the project's table, others last by name."""
+
+    def place(arm: str) -> tuple[int, int, str]:
+        name, passes = usual_arm(arm)
+        return (*ARMS, name).index(name), passes, arm
+
+    return sorted(set(arms), key=place)
+
+
+def in_words(arms: Iterable[str]) -> str:
+    """What each arm is, in one line."""
+    told = {arm: usual_arm(arm) for arm in in_order(arms)}
+    words = {arm: f"{name}, {passes} at a time" if passes else ARMS.get(name) for arm, (name, passes) in told.items()}
+    return "; ".join(f"{arm}: {text}" for arm, text in words.items() if text)
+
+
+def by_trainer(arms: Iterable[str]) -> list[list[str]]:
+    """The arms of TRL's old trainer, then those of today's: what is compared curve by curve runs on one trainer."""
+    ordered = in_order(arms)
+    groups = ([arm for arm in ordered if arm.startswith("classic") is old] for old in (True, False))
+    return [group for group in groups if group]
+
+
+def joined(values: Iterable[str | None]) -> str:
+    return ", ".join(sorted({value for value in values if value and value == value}))
+
+
+def span(counts: Iterable[float]) -> str:
+    """The least and the most of them, or the one that all are."""
+    least, most = min(counts), max(counts)
+    return f"{least:.0f}" if least == most else f"{least:.0f} to {most:.0f}"

@@ -1,0 +1,161 @@
+"""Tables of what `python -m experiments.bench` measured side by side: results/<machine>/bench.csv."""
+
+from pathlib import Path
+
+import pandas as pd
+
+from visualization.results import MARK, MIB, apart, seconds, times
+from visualization.tables.text import how_often, markdown, measured_on
+
+CELL = ["model", "prompt_tokens", "completion_tokens", "k"]
+PHASES = ("generate", "score", "train")
+NAMES = {
+    "whole": "whole rows (stock)",
+    "one-row": "all in one row (`trl/first`)",
+    "shared": "prefix sharing, all together",
+    "shared-2": "prefix sharing, two a pass",
+    "shared-micro-2": "prefix sharing, two a micro-batch",
+}
+IN_SHORT = {"shared": "together", "shared-2": "two a pass", "shared-micro-2": "two a micro-batch"}
+FAMILIES = {
+    "gated-deltanet": "Gated DeltaNet (Qwen3.5)",
+    "mamba-2": "Mamba-2 (Bamba)",
+    "images": "One image of 1,024 tokens (Qwen2.5-VL)",
+}
+
+
+def read_bench(folder: Path, measurement: str) -> pd.DataFrame:
+    """The rows of a measurement."""
+    rows = pd.read_csv(folder / "bench.csv", dtype={"metric": object, "failure": object})
+    rows = rows[rows.measurement == measurement].fillna({"metric": "", "failure": ""})
+    if rows.empty:
+        remedy = f"run python -m experiments.bench {measurement}"
+        raise SystemExit(f"error: {folder / 'bench.csv'}: has nothing of {measurement}; {remedy}")
+    return rows.astype(dict.fromkeys(CELL[1:], "Int64"))
+
+
+def measured(folder: Path) -> set[str]:
+    path = folder / "bench.csv"
+    return set(pd.read_csv(path).measurement) if path.exists() else set()
+
+
+def ways_of(rows: pd.DataFrame) -> dict[str, dict[str, tuple[float, float, float]]]:
+    """Of one cell: way -> metric -> median, lowest and highest. A way that failed has no metric."""
+    found: dict[str, dict] = {way: {} for way in rows.way.unique()}
+    for row in rows[rows.metric != ""].itertuples():
+        found[row.way][row.metric] = row.median, row.low, row.high
+    return found
+
+
+def beside(ours: tuple, theirs: tuple | None, digits: int, unit: str = "") -> str:
+    """The median in seconds, and how many times faster it is than `theirs`."""
+    ratio = times(ours, theirs) if theirs else float("nan")
+    return seconds(*ours, digits) + unit + ("" if pd.isna(ratio) else f" ({ratio:.{digits}f} x)")
+
+
+def in_words(ratio: float) -> str:
+    """A ratio of medians; NaN where repeats are too far apart."""
+    return MARK if pd.isna(ratio) else f"{ratio:.2f} x"
+
+
+def rivals(folder: Path) -> str:
+    """For each workload: seconds and how many times faster than whole rows, peak, and difference of gradients."""
+    header = ["", "score, s", "train, s", "train peak above start, MiB", "gradient differs by"]
+    parts = []
+    for (_, prompt, completion, k), rows in read_bench(folder, "rivals").groupby(CELL, sort=False):
+        ratio = k * (prompt + completion) / (prompt + k * completion)
+        ways, table = ways_of(rows), []
+        for name, way in ways.items():
+            shown = NAMES.get(name, f"`{name}`")
+            if not way:
+                failure = rows[rows.way == name].failure.iloc[0].replace("|", "/")[:100]
+                table.append([shown, failure, "", "", ""])
+                continue
+            theirs = ways["whole"] if name != "whole" else {}
+            row = [beside(way[metric], theirs.get(metric), 2) for metric in ("score_seconds", "train_seconds")]
+            differs = f"{way['gradient_difference'][2]:.0e}" if theirs else ""
+            table.append([shown, *row, f"{way['train_peak_bytes'][0] / MIB:.0f}", differs])
+        about = f"Prompt {prompt:,}, completions {completion:,}, k = {k}: token ratio {ratio:.2f}, {how_often(rows)}:"
+        parts.append(f"*{measured_on(rows)} · qwen3-8-layers*\n\n{about}\n\n{markdown(header, table)}\n")
+    return "\n".join(parts)
+
+
+def families(folder: Path) -> str:
+    """For each family: median seconds and peak of each phase, images encoded, and difference of gradients."""
+    rows = read_bench(folder, "families")
+    table = []
+    for (family, prompt, completion, k), mine in rows.groupby(CELL, sort=False):
+        ways = ways_of(mine)
+        title = f"{FAMILIES.get(family, family)}, prompt {prompt:,}, completions {completion:,}, k = {k}"
+        for name, way in ways.items():
+            theirs = ways["whole"] if name != "whole" else {}
+            row = ["" if theirs else title, NAMES.get(name, name)]
+            for phase in PHASES:
+                took = beside(way[f"{phase}_seconds"], theirs.get(f"{phase}_seconds"), 1, " s")
+                row.append(f"{took}, {way[f'{phase}_peak_bytes'][0] / MIB:,.0f} MiB")
+            images = f"{way['images_encoded'][0]:.0f}" if "images_encoded" in way else ""
+            table.append([*row, images, f"{way['gradient_difference'][2]:.0e}" if theirs else ""])
+    header = ["", "", *PHASES, "images encoded", "gradient differs by"]
+    about = f"float32, 8 layers of width 256 · {how_often(rows)} · peak resident above the start of the phase"
+    return f"*{measured_on(rows)} · {about}*\n\n{markdown(header, table)}\n"
+
+
+def faster(rows: pd.DataFrame, phase: str) -> pd.DataFrame:
+    """How many times faster each way is than whole rows in a phase or in a `step`, by model, prompt and completion
+    tokens. NaN where repeats are too far apart."""
+    took = sum(seconds_of(rows, each) for each in PHASES) if phase == "step" else seconds_of(rows, phase)
+    return took["whole"].to_numpy()[:, None] / took[list(IN_SHORT)]
+
+
+def seconds_of(rows: pd.DataFrame, phase: str) -> pd.DataFrame:
+    """Medians by model, prompt and completion tokens, a column a way. All that share the prompt generate alike."""
+    mine = rows[rows.metric == f"{phase}_seconds"]
+    answers = mine.assign(answer=mine["median"].mask(apart(mine.low, mine.high)))
+    took = answers.set_index([*CELL[:3], "way"]).answer.unstack("way")
+    return took.assign(**dict.fromkeys(IN_SHORT, took["shared"])) if phase == "generate" else took
+
+
+def limits_of(rows: pd.DataFrame) -> pd.Series:
+    """The limit of training, by model, prompt and completion tokens."""
+    return rows[rows.metric == "train_limit"].set_index(CELL[:3])["median"]
+
+
+def worth(folder: Path) -> str:
+    """For each model and length: the limit of training, and how many times faster training and whole step are."""
+    rows = read_bench(folder, "worth")
+    found, limits = [faster(rows, phase) for phase in ("train", "step")], limits_of(rows)
+    table = [
+        [cell[0], f"{cell[1]:,}", f"{cell[2]:,}", f"{limits[cell]:.2f} x"]
+        + [in_words(ratio) for ratios in found for ratio in ratios.loc[cell]]
+        for cell in found[0].index
+    ]
+    header = ["model", "prompt", "completion", "limit of training"]
+    header += [f"{what}, {way}" for what in ("training", "step") for way in IN_SHORT.values()]
+    return f"*{measured_on(rows)} · float32 · k = {rows.k.iloc[0]} · {how_often(rows)}*\n\n{markdown(header, table)}\n"
+
+
+def decoding(folder: Path) -> str:
+    """For each model, length and k: seconds of generation with a cache a row and with one that shares the prompt."""
+    rows = read_bench(folder, "decoding")
+    table = []
+    for (model, *sizes), mine in rows.groupby(CELL):
+        whole, shared = (ways_of(mine)[way]["generate_seconds"] for way in ("whole", "shared"))
+        took = [seconds(*whole, 2), seconds(*shared, 2), in_words(times(shared, whole))]
+        table.append([model, *(f"{size:,}" for size in sizes), *took])
+    header = ["model", "prompt", "completion", "k", "a cache a row, s", "prompt shared, s", "times faster"]
+    return f"*{measured_on(rows)} · float32 · {how_often(rows)}*\n\n{markdown(header, table)}\n"
+
+
+def sampler(folder: Path) -> str:
+    """What samples alone would have missed of a peak."""
+    rows = read_bench(folder, "sampler")
+    table = []
+    for asked, way in ways_of(rows).items():
+        units = [("achieved_interval_ms", 1), ("longest_gap_ms", 1), ("missed_bytes", MIB)]
+        ends = [[f"{end / unit:.1f}" for end in way[metric][1:]] for metric, unit in units]
+        table.append(
+            [asked, *(" to ".join(dict.fromkeys(both)) for both in ends), f"{way['peak_bytes'][0] / MIB:.0f}"]
+        )
+    header = ["asked for", "achieved, ms", "longest gap, ms", "missed of the peak, MiB", "peak, MiB"]
+    intro = f"`shared`, scale {rows.model.iloc[0]}, k = {rows.k.iloc[0]}; lowest to highest of all repeats:"
+    return f"*{measured_on(rows)}*\n\n{intro}\n\n{markdown(header, table)}\n"

@@ -1,0 +1,121 @@
+"""Tables of predictions: beside measurements, the effect of each lever, the profiles, and published peaks of GPUs."""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+
+from visualization.results import GIB, MIB, joined
+from visualization.tables.text import markdown
+
+PLANNED = ("stock", "stock-accumulate", "shared")
+WORDS = {"out of memory": "card's memory, and it ran out"}
+# (lever, case without it, case with it) of experiments.checks.planner_check
+LEVERS = (
+    ("prefix sharing", "stock-k8", "shared-k8"),
+    ("the same, LoRA", "stock-k8-lora", "shared-k8-lora"),
+    ("the same, no checkpointing", "stock-k8-plain", "shared-k8-plain"),
+    ("two completions a pass, not eight", "shared-k8-together", "shared-k8"),
+    ("accumulation, row by row", "stock-k8", "accumulate-k8"),
+    ("token budget of two rows", "stock-k8", "tokens-k8"),
+    ("the same, LoRA", "stock-k8-lora", "tokens-k8-lora"),
+    ("gradient checkpointing", "stock-k8-plain", "stock-k8"),
+    ("no reference", "stock-k8", "stock-k8-beta0"),
+    ("bfloat16 weights", "stock-k8", "stock-k8-bf16"),
+    ("8-bit optimizer", "stock-k8", "stock-k8-adam8"),
+    ("LoRA, rank 16, in bfloat16", "stock-k8-bf16", "stock-k8-lora"),
+    ("8-bit weights under LoRA", "stock-k8-lora32", "stock-k8-lora-8bit"),
+    ("4-bit weights under LoRA", "stock-k8-lora32", "stock-k8-lora-4bit"),
+    ("half of k", "stock-k8", "stock-k4"),
+)
+
+
+def machine_line(rows: pd.DataFrame) -> str:
+    first, (devices, shapes) = rows.iloc[0], (rows.device_name.unique(), rows["shape"].unique())
+    return (
+        f"*{first.device_kind.upper()}: {' and '.join(devices)} · torch {first.torch_version} · commit "
+        f"{joined(rows.commit.str[:10])} · {', '.join(shapes)}, vocabulary {first.vocab_size:,}*"
+    )
+
+
+def check(folder: Path) -> str:
+    """Predictions beside measurements, from plan_check.csv."""
+    rows = pd.read_csv(folder / "plan_check.csv")
+    worst = rows.loc[rows.error.abs().idxmax()]
+    rows["text"] = [f"{row.measured_bytes / MIB:.0f} ({row.error:+.1%})" for row in rows.itertuples()]
+    about = ["case", "prompt_tokens", "completion_tokens", "k"]
+    table = rows.pivot(index=about, columns="phase", values="text")[rows.phase.unique()]
+    table = table.loc[rows.drop_duplicates("case").set_index(about).index].reset_index()
+    table["case"] = "`" + table["case"] + "`"
+    header = ["case", "prompt", "completion", "k", *rows.phase.unique()]
+    return (
+        f"{machine_line(rows)}\n\nMeasured peak of each phase, MiB, and how far the prediction is from it. The "
+        f"largest error is {worst.error:+.1%} ({worst.case}, {worst.phase}):\n\n"
+        f"{markdown(header, table.astype(str).to_numpy())}\n"
+    )
+
+
+def levers(folder: Path) -> str:
+    """Measured peak without and with each lever, from plan_check.csv."""
+    rows = pd.read_csv(folder / "plan_check.csv")
+    peaks = rows.loc[rows.groupby("case").measured_bytes.idxmax()].set_index("case")
+    table = []
+    for lever, *cases in LEVERS:
+        before, after = (peaks.loc[case] for case in cases)
+        change = f"{after.measured_bytes / before.measured_bytes - 1:+.0%}".replace("-", "\N{MINUS SIGN}")
+        sizes = [f"{peak.measured_bytes / MIB:.0f} ({peak.phase})" for peak in (before, after)]
+        table.append([lever, "`{}`, `{}`".format(*cases), *sizes, change])
+    used = rows[rows.case.isin({case for _, *cases in LEVERS for case in cases})]
+    return machine_line(used) + "\n\n" + markdown(["lever", "case", "peak, MiB", "with it", ""], table, texts=2) + "\n"
+
+
+def profiles(folder: Path) -> str:
+    """Predicted peaks of the profiles, from the plans (JSON) in the folder."""
+    plans = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    rows = []
+    for name, plan in plans.items():
+        setup = plan["predictions"][0]["setup"]
+        devices = f", {setup['num_devices']} devices" if setup["num_devices"] > 1 else ""
+        peaks = {p["arm"]: max(phase["total"] for phase in p["phases"]) / GIB for p in plan["predictions"]}
+        lengths = f"{setup['prompt_tokens']:,} + {setup['max_completion_length']:,}, {setup['num_generations']}"
+        sizes = [f"{size:.1f}" for size in (*(peaks[arm] for arm in PLANNED), plan["device_memory_bytes"] / GIB)]
+        rows.append([f"`{name}`", plan["model"].rsplit("/", 1)[-1] + devices, lengths, *sizes])
+    header = ["profile", "model", "prompt + completion, k", *(f"`{arm}`" for arm in PLANNED), "there is"]
+    versions = "; ".join(sorted({plan["versions"] for plan in plans.values()}))
+    return f"*Predicted, not measured. {versions}*\n\n{markdown(header, rows, texts=3)}\n"
+
+
+def read_peaks(folder: Path) -> pd.DataFrame:
+    """One row a published figure."""
+    return pd.read_csv(folder / "predicted.csv", keep_default_na=False)
+
+
+def within(rows: pd.DataFrame) -> str:
+    """How far the allocated peaks that are held are from what is predicted."""
+    held = rows[(rows.metric == "allocated") & (rows.not_held == "")]
+    sharded = held.card.str.contains("FSDP2")
+    near, ratios = held[~sharded].ratio, held[sharded].ratio
+    words = f"{len(near)} allocated peaks are {near.min():.3f} to {near.max():.3f} of the prediction, median "
+    return f"{words}{near.median():.3f}; under FSDP2 {', '.join(f'{ratio:.3f}' for ratio in ratios)}"
+
+
+def gpu_peaks(folder: Path) -> str:
+    """Held rows, those of one card, model and metric together; then why others are not held."""
+    rows = read_peaks(folder)
+    held, others, table = rows[rows.not_held == ""], rows[rows.not_held != ""], []
+    for (card, model, trained, metric), mine in held.groupby(["card", "model", "trained", "metric"], sort=False):
+        spans = [
+            " to ".join(dict.fromkeys(f"{end:.{digits}f}" for end in (column.min(), column.max())))
+            for column, digits in ((mine.measured_gib, 1), (mine.ratio, 3))
+        ]
+        arms = ", ".join(f"`{arm}`" for arm in mine.arm.unique())
+        table.append(
+            [card, model.rpartition("/")[2], trained, arms, WORDS.get(metric, metric), f"{len(mine)}", *spans]
+        )
+    header = ["card", "model", "trained", "arm", "what was measured", "figures", "GiB", "of the predicted"]
+    not_held = [
+        f"* {len(mine)} figure{'s' if len(mine) > 1 else ''} ({', '.join(mine.card.unique())}): {why}."
+        for why, mine in others.groupby("not_held", sort=False)
+    ]
+    about = f"*{within(rows)}. Commit {joined(rows.commit.str[:10])}.*"
+    return "\n".join([about, "", markdown(header, table, 5), "", "Not held:", "", *not_held]) + "\n"

@@ -1,0 +1,163 @@
+"""Tables of the runs of one scale."""
+
+import pandas as pd
+
+from visualization.published_2025 import PUBLISHED, PUBLISHED_BUDGET, PUBLISHED_PROMPT
+from visualization.results import BASELINE, BENCH, GIB, IN_SHORT, LEAST, PHASES, Results, seconds, times
+from visualization.tables.text import markdown, signed, whole, with_range
+
+REFERENCE = "stock"  # what a user of TRL has today
+
+
+def summary(results: Results) -> str:
+    """Seconds of a step, times faster than the first way, and peak above start, of the scale `bench`."""
+    if BENCH not in set(results.own.scale):
+        return ""
+    cells, first, rows = results.cells.droplevel("k"), next(iter(IN_SHORT)), []
+    for arm, name in IN_SHORT.items():
+        if arm not in cells.index or not cells.ok[arm]:
+            rows.append([name, cells.failure[arm] if arm in cells.index else "not run", "", ""])
+            continue
+        cell = cells.loc[arm]
+        ratio = times(clocked(cell), clocked(cells.loc[first])) if first in cells.index else float("nan")
+        took, faster = seconds(*clocked(cell), 1), "" if pd.isna(ratio) else f"{ratio:.1f}"
+        rows.append([name + failed_too(cell), took, faster, f"{cell.above_bytes / GIB:.2f}"])
+    return markdown(["", "whole step, seconds", "times faster", "peak above start, GiB"], rows)
+
+
+def peak_texts(results: Results) -> pd.DataFrame:
+    """Rows arm, columns k: median peak above start, its range where noisy, its change against the baseline."""
+    cells = results.cells
+
+    def show(cell: pd.Series) -> str:
+        if not cell.ok:
+            return cell.failure
+        text = with_range(*(cell[f"above_bytes{end}"] / GIB for end in ("", "_low", "_high")))
+        base = cells.above_bytes.get((BASELINE, cell.k), float("nan"))
+        change = f", {signed(cell.above_bytes / base - 1)}" if cell.arm != BASELINE and base >= LEAST else ""
+        return text + change + failed_too(cell)
+
+    table = cells.apply(show, axis=1).unstack(fill_value="not run").reindex(results.arms)
+    return table.rename(columns=lambda k: f"k = {k}")
+
+
+def peak(results: Results) -> str:
+    """`peak_texts`, under what it is."""
+    table = peak_texts(results)
+    rows = [[f"`{arm}`", *row] for arm, row in zip(table.index, table.to_numpy(), strict=True)]
+    intro = f"Peak memory above the start level, GiB (change against `{BASELINE}` at the same k):\n\n"
+    return intro + markdown(["arm", *table.columns], rows)
+
+
+def levels_by_phase(results: Results) -> tuple[pd.DataFrame, str]:
+    """Rows (arm, k), columns phase: the median over finished runs of its highest level in GiB, and what that is. On
+    CUDA torch's allocated peak: what the device has in use does not fall between phases."""
+    done = results.own[results.own.status == "ok"]
+    resident = results.measure == "peak_resident_bytes"
+    rows = results.phases[results.phases.step > 0].merge(done[["run_id", "arm", "k", "start_bytes"]], on="run_id")
+    rows["level"] = rows.bytes - rows.start_bytes if resident else rows.peak_allocated_bytes.astype(float)
+    highest = rows.groupby(["arm", "k", "run_id", "phase"])["level"].max() / GIB
+    table = highest.groupby(["arm", "k", "phase"]).median().unstack().reindex(columns=PHASES)
+    return table, "process resident memory above the start level" if resident else "torch's allocated peak"
+
+
+def phase_peaks(results: Results) -> str:
+    """Where the peak is: a row an arm and k, the highest phase in bold."""
+    table, what = levels_by_phase(results)
+    if table.empty:
+        return ""
+    rows = []
+    for arm, k in [cell for cell in results.cells.index if cell in table.index]:
+        row = table.loc[arm, k]
+        levels = ["" if pd.isna(level) else f"{level:.2f}" for level in row]
+        levels = [f"**{text}**" if level == row.max() else text for text, level in zip(levels, row, strict=True)]
+        rows.append([f"`{arm}`", str(k), *levels])
+    return f"Peak of each phase, GiB ({what}):\n\n" + markdown(["arm", "k", *PHASES], rows)
+
+
+def audit(results: Results) -> str:
+    """A row an arm and k: prompt tokens asked for and really fed, peak above start, and GiB per 1,000 tokens."""
+    rows = []
+    for cell in results.cells.itertuples():
+        above = f"{cell.above_bytes / GIB:.2f}{failed_too(cell)}" if cell.ok else cell.failure
+        rate = cell.above_bytes / GIB / cell.tokens * 1000
+        rate = "" if pd.isna(rate) else f"{rate:.3f}"
+        rows.append([f"`{cell.arm}`", str(cell.k), whole(cell.asked), whole(cell.fed), above, rate])
+    header = ["arm", "k", "prompt tokens requested", "prompt tokens fed (mean)"]
+    header += ["peak above start, GiB", "GiB per 1,000 tokens in the batch"]
+    return "Tokens asked for, tokens really fed, and the memory they took:\n\n" + markdown(header, rows)
+
+
+def phases(results: Results) -> str:
+    """Rows arm: seconds of each phase and of the step, how many times faster than `stock`, and the peak; at the
+    largest k that most arms were run at."""
+    cells = results.cells
+    counts = cells.k.value_counts()
+    k = counts[counts == counts.max()].index.max()
+    cells = cells[cells.k == k].set_index("arm", drop=False)
+    reference = cells.loc[REFERENCE] if REFERENCE in cells.index and cells.ok[REFERENCE] else None
+    rows = []
+    for _, cell in cells.iterrows():
+        beside = reference is not None and cell.arm != REFERENCE
+        row = [f"`{cell.arm}`"]
+        for phase in ("generate", "score", "train", "step"):
+            faster = times(clocked(cell, phase), clocked(reference, phase)) if beside else float("nan")
+            text = seconds(*clocked(cell, phase), 1) or cell.failure or "not marked"
+            row.append(text + ("" if pd.isna(faster) else f" ({faster:.1f} x)"))
+        less = beside and reference.above_bytes >= LEAST and cell.ok
+        part = f" (1/{reference.above_bytes / cell.above_bytes:.1f})" if less else ""
+        rows.append([*row, f"{cell.above_bytes / GIB:.2f}{part}" if cell.ok else cell.failure])
+    prompt, completion = cells.fed.median(), cells.completion_tokens.median()
+    ratio = k * (prompt + completion) / (prompt + k * completion)
+    header = ["arm", "generate", "score (old and reference)", "train", "whole step", "peak above start, GiB"]
+    return (
+        f"At k = {k}; in brackets, how many times faster than `{REFERENCE}`, and which part of its peak. The token "
+        f"ratio is {ratio:.2f}. Seconds:\n\n" + markdown(header, rows)
+    )
+
+
+def published(results: Results) -> str:
+    """Peak above start in GiB, ours times the factor by which the scale was made smaller, theirs from their own file.
+
+    The factor is the published card's 32 GiB over the run's budget, as vocabulary and budget shrink together. Empty
+    for a scale with other prompts than the published 3,000 tokens.
+    """
+    rows, factor = [], 0.0
+    for (arm, k), theirs in PUBLISHED.items():
+        cell = results.cells.loc[arm, k] if (arm, k) in results.cells.index else None
+        if cell is None or pd.isna(cell.budget_bytes) or cell.asked != PUBLISHED_PROMPT:
+            continue
+        factor = PUBLISHED_BUDGET / cell.budget_bytes
+        ours = f"{cell.above_bytes * factor / GIB:.2f}{failed_too(cell)}" if cell.ok else cell.failure
+        peak_, above = theirs.peak_gib, theirs.above_gib
+        figures = [
+            f"{peak_:.2f}" if peak_ else "out of memory",
+            f"{theirs.start_gib:.2f}",
+            f"{above:.2f}" if above else "",
+        ]
+        rows.append([f"`{arm}`", str(k), ours, *figures])
+    if not rows:
+        return ""
+    header = ["arm", "k", f"ours above start x {factor:g}, GiB"]
+    header += [f"published {figure}, GiB" for figure in ("peak", "start level", "above start")]
+    differ = "what differs besides is the card, the versions, and the pool's fragmentation"
+    if results.measure == "peak_resident_bytes":
+        differ = (
+            "what differs besides: theirs is device-wide, with the pool's fragmentation and all that the CUDA context "
+            "grows by, ours the pages of one process; theirs ran in bf16 autocast, ours in float32; and activations "
+            "are not divided by the factor, so ours, multiplied by it, has too many of them"
+        )
+    return (
+        "Ours, scaled up, beside what was published in 2025 (RTX 5090), above the start level on both sides:\n\n"
+        f"{markdown(header, rows)}\n\nPublished figures were called GB and are GiB. Their start level is the last "
+        f"sample before the first step, in the experiment's own file; {differ}."
+    )
+
+
+def clocked(cell: pd.Series, phase: str = "step") -> tuple[float, float, float]:
+    return cell[phase], cell[f"{phase}_low"], cell[f"{phase}_high"]
+
+
+def failed_too(cell) -> str:
+    """Names the repeats of a cell that failed beside the others."""
+    return f" ({cell.failure})" if cell.failure else ""

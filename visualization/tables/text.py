@@ -1,0 +1,43 @@
+"""How a table says its figures."""
+
+from collections.abc import Iterable, Sequence
+
+import pandas as pd
+
+from visualization.results import DEVICE_WORDS, joined, span
+
+NOISY = 0.02  # a spread above this fraction of the median is shown
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
+    """A table whose first `texts` columns are text, the others numbers. Not padded, as `to_markdown` would: the lines
+    of a page change only where their figures do."""
+    lines = [header, ["---"] * texts + ["---:"] * (len(header) - texts), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def with_range(median: float, low: float, high: float) -> str:
+    """The median, with its range where it is noisy."""
+    return f"{median:.2f}" + (f" ({low:.2f} to {high:.2f})" if median and (high - low) / median > NOISY else "")
+
+
+def signed(fraction: float, digits: int = 1) -> str:
+    """A fraction as a percentage with its sign."""
+    return f"{fraction * 100:+.{digits}f} %".replace("-", "\N{MINUS SIGN}")
+
+
+def whole(value: float) -> str:
+    """A count with its thousands apart."""
+    return "" if pd.isna(value) else f"{value:,.0f}"
+
+
+def measured_on(rows: pd.DataFrame) -> str:
+    """What rows of one machine were measured on, with every commit."""
+    row = rows.iloc[0]
+    versions = f"torch {row.torch_version} · transformers {row.transformers_version}"
+    return f"{DEVICE_WORDS[row.device_kind]}: {row.device_name} · {versions} · commit {joined(rows.commit.str[:10])}"
+
+
+def how_often(rows: pd.DataFrame) -> str:
+    counts = rows.repeats[rows.metric != ""].astype(int)
+    return f"median of {span(counts)} alternating repeats" if counts.max() > 1 else "measured once"
