@@ -7,7 +7,6 @@ from dataclasses import replace
 import current_fork  # noqa: F401
 from transformers import CONFIG_MAPPING
 
-from experiments.fitting import fit_curves
 from rloo_memory import models
 from rloo_memory.plan.scale_up import extrapolate
 from rloo_memory.plan.setups import Setup
@@ -89,7 +88,10 @@ config = models.named_config("meta-llama/Llama-3.2-3B-Instruct")
 rows = dict(prompt_tokens=1012, max_completion_length=1338, num_generations=60, per_device_train_batch_size=60)
 setup = Setup(**rows, bf16=False)
 short = {peak.phase: peak.total for peak in extrapolate.phase_peaks(setup.arm("shared"), config)}
-whole = fit_curves.stretches_at(setup.arm("shared"), config)
+rounds = extrapolate.Rounds.of(config, 3)
+few_and_more = (extrapolate.with_layers(config, count) for count in (rounds.few, rounds.more))
+pair = [extrapolate.simulate(setup.arm("shared"), each, True) for each in few_and_more]
+whole = extrapolate.highest(rounds.all_layers(*pair))
 for phase, size in short.items():
     exact = max(extrapolate.on_device(kinds) for place, kinds in whole.items() if place[0] == phase)
     print("passes-3b", phase, size, exact, 0, 0)
