@@ -20,7 +20,7 @@ def test_sums_of_a_small_model_say_what_the_planner_says_at_other_lengths(arm, s
     setup = fit_data.TRAINED["lora"][1]
     phases, error = sums.sums_of(setup, config, arm, None)
     assert error < fit_data.MOST_ERROR
-    for lengths in ((64_000, 700, 6), (200, 3000, 64), (900, 64, 128)):
+    for lengths in ((64_000, 700, 6), (200, 3000, 64), (900, 100, 128)):
         peaks = extrapolate.phase_peaks(sums.setup_at(setup, arm, lengths), config)
         for peak in peaks:
             formulas = sums.all_terms()

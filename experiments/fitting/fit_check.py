@@ -84,19 +84,16 @@ def page_peaks(data: dict, choice: dict) -> dict[str, int]:
     return {phase: max(total(stretch, phase) for stretch in stretches) for phase, stretches in phases.items()}
 
 
-def planned_peaks(choice: dict) -> dict[str, int]:
+def row_of(choice: dict, data: dict) -> dict:
     from rloo_memory.models import named_config
     from rloo_memory.plan.scale_up import extrapolate
 
     with quiet():
-        peaks = extrapolate.phase_peaks(setup_of(choice), named_config(choice["model"]))
-    return {peak.phase: peak.total for peak in peaks}
-
-
-def row_of(choice: dict, data: dict) -> dict:
-    planned, page = planned_peaks(choice), page_peaks(data, choice)
-    of_phases = ({f"{phase}_planned_bytes": planned[phase], f"{phase}_page_bytes": page[phase]} for phase in PHASES)
-    return functools.reduce(dict.__or__, of_phases, choice)
+        planned = extrapolate.phase_peaks(setup_of(choice), named_config(choice["model"]))
+    row, page = dict(choice), page_peaks(data, choice)
+    for peak in planned:
+        row |= {f"{peak.phase}_planned_bytes": peak.total, f"{peak.phase}_page_bytes": page[peak.phase]}
+    return row
 
 
 def page_over_planned(row: dict) -> list[float]:
