@@ -1,70 +1,209 @@
-"""docs/fit.html: that it needs nothing else, its address, wrong input, keys, screen readers, phones, copying."""
+"""docs/fit.html: its numbers are the planner's, planner and launcher take its settings, wrong input is told."""
 
 import json
+import random
 import re
-from dataclasses import asdict
-from functools import partial
+import shlex
+import shutil
+from dataclasses import replace
 
-import fit_page
 import pytest
-from fit_page import DATA, MODEL, MODELS, OTHER, address
 
 from experiments.config import ROOT
-from rloo_memory.plan.accuracy.measured import measured_errors
+from experiments.fitting import fit_check
+from experiments.fitting.fit_data import ON_ONE_CARD, PAGE_ARMS, TRAINED, on_cards
+from experiments.record import read_csv
+from rloo_memory.sizes import GIB
 from visualization.fit import make_page
 
-browser, file, opened = fit_page.browser, fit_page.file, fit_page.opened  # fixtures
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FILE = ROOT / "docs" / "fit.html"
+DATA = json.loads((ROOT / "docs" / "fit.json").read_text())
+MEASURED = json.loads((make_page.ACCURACY / "measured.json").read_text())["errors"]
+MODELS = {model["name"]: model for model in DATA["models"]}
+MODEL = "Qwen/Qwen3-8B"
+CHOICE = dict(model=MODEL, trained="lora", prompt=3000, completion=512, k=8, card=23.5, cards=1, reference=1)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if BROWSER is None:
+        pytest.skip("no chromium here: apt install chromium")
+    from playwright.sync_api import sync_playwright
+
+    arguments = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=arguments)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opened(browser):
+    """Opens the page, with an address; fails if it writes an error or asks for anything but itself."""
+    contexts, said, asked = [], [], set()
+
+    def open_page(hash="", width=1280):
+        contexts.append(browser.new_context(viewport={"width": width, "height": 900}))
+        page = contexts[-1].new_page()
+        page.set_default_timeout(20_000)  # a busy machine takes its time
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: asked.add(request.url.split("#")[0]))
+        page.goto(FILE.as_uri() + hash)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert said == []
+    assert all(url.startswith("data:") or url == FILE.as_uri() for url in asked)
+
+
+def address(**changes) -> str:
+    return "#" + "&".join(f"{name}={value}" for name, value in (CHOICE | changes).items())
+
+
+def choices(number: int, seed: int) -> list[dict]:
+    rng = random.Random(seed)
+    found = []
+    while len(found) < number:
+        name, trained = rng.choice(list(MODELS)), rng.choice(list(TRAINED))
+        lengths = {key: round(64 * 2 ** rng.uniform(0, 9)) for key in ("prompt", "completion")}
+        if sum(lengths.values()) <= MODELS[name]["positions"]:
+            cards = 1 if trained in ON_ONE_CARD else rng.choice((1, 2, 8))
+            others = dict(k=2 * rng.randint(2, 64), cards=cards, reference=rng.random() < 0.5)
+            found.append({"model": name, "trained": trained, "card": rng.choice((8, 24, 80)), **lengths, **others})
+    return found
+
+
+def test_it_is_one_file_that_loads_nothing_and_is_made_of_the_committed_data():
+    html = FILE.read_text()
+    assert html == make_page.page(DATA, MEASURED), "run python -m visualization.fit.make_page"
+    html = html[: html.index('id="data"')] + html[html.index("</script>", html.index('id="data"')) :]
+    assert not re.search(r"\ssrc=|@import|url\(|fetch\(|XMLHttpRequest|sendBeacon|https?://", html)
+    assert re.findall(r'<(?:a|link)\b[^>]*href="([^"]+)"', html) == ["data:,"], "only its icon: nothing is beside it"
+
+
+# -- its numbers ------------------------------------------------------------------------------------------------------
+
+
+def test_at_the_recorded_choices_the_browser_says_what_was_compared_with_the_planner(opened):
+    rows = read_csv(fit_check.TABLE)
+    asked = [dict(model=row["model"], trained=row["trained"], **lengths_of(row)) for row in rows]
+    answers = opened().evaluate("asked => asked.map((choice) => window.fit.peaks(choice.model, choice))", asked)
+    assert len(rows) == DATA["compared"]["choices"]
+    for row, answer in zip(rows, answers, strict=True):
+        for phase, size in answer[row["arm"]].items():
+            assert size == pytest.approx(int(row[f"{phase}_page_bytes"]), rel=1e-6), (row, phase)
+
+
+def lengths_of(row: dict) -> dict:
+    columns = {"prompt": "prompt_tokens", "completion": "completion_tokens", "k": "k", "cards": "cards"}
+    return {name: int(row[column]) for name, column in columns.items()} | {"reference": row["reference"] == "1"}
+
+
+def test_the_largest_fits_and_one_step_more_does_not(opened):
+    check = """([asked, arms, least]) => asked.map((choice) => [choice, Object.fromEntries(arms.flatMap((arm) =>
+      ["k", "prompt", "completion"].map((name) => {
+        const needed = (value) => window.fit.needed(choice.model, {...choice, [name]: value})[arm];
+        const value = window.fit.largest(choice.model, choice, arm, name);
+        const [fits, step] = [value || least[name], name === "k" ? 2 : 1];
+        return [`${arm} ${name}`, [value, needed(fits), needed(fits + step)]];
+      })))])"""
+    ends = 0
+    for choice, found in opened().evaluate(check, [choices(40, seed=4), PAGE_ARMS, DATA["least"]]):
+        may = choice["card"] * GIB - DATA["reserve_bytes"]
+        for what, (value, peak, more) in found.items():
+            name = what.split()[1]
+            least, most, step = DATA["least"][name], DATA["most"][name], 2 if name == "k" else 1
+            if name != "k":
+                other = choice["completion" if name == "prompt" else "prompt"]
+                most = min(most, MODELS[choice["model"]]["positions"] - other)
+            if not value:
+                assert peak > may, (choice, what)
+                continue
+            assert least <= value <= most and peak <= may, (choice, what)
+            assert value + step > most or more > may, (choice, what)
+            ends += value + step <= most
+    assert ends > 50, "most of the largest are where memory ends"
+
+
+def test_what_is_shown_is_what_is_computed_with_its_error(opened):
+    page = opened(address())
+    peaks, needed = (
+        page.evaluate(f"choice => window.fit.{f}(choice.model, choice)", CHOICE) for f in ("peaks", "needed")
+    )
+    may = int(CHOICE["card"] * GIB) - DATA["reserve_bytes"]
+    for row, arm in zip(page.query_selector_all("#answer tbody tr"), PAGE_ARMS, strict=True):
+        phase, peak = max(peaks[arm].items(), key=lambda item: item[1])
+        text = row.inner_text().replace("\xa0", " ")
+        assert f"{peak / GIB:.2f} GiB in {phase}" in text
+        assert f"stands for {peak * MEASURED['low'] / GIB:.2f} to {peak * MEASURED['high'] / GIB:.2f} GiB" in text
+        assert (f"fits: {(may - peak) / GIB:.2f} GiB to spare" if peak <= may else "does not fit: short by") in text
+        assert ("just fits" in text) == (peak <= may < max(needed[arm], peak * MEASURED["high"]))
+    page.click("summary")
+    page.wait_for_selector("#numbers table")
+    cells = page.evaluate(
+        """[...document.querySelectorAll("#numbers tbody tr")].map((row) =>
+          [...row.cells].map((cell) => parseFloat(cell.textContent)))"""
+    )
+    assert len(cells) == 15 == page.locator(".bar").count()
+    for _, *kinds, total in cells:
+        assert sum(kinds) == pytest.approx(total, abs=0.05), "the kinds of a phase add up"
+
+
+@pytest.mark.torch
+def test_its_settings_are_what_planner_and_launcher_take(opened, tmp_path, monkeypatch):
+    from rloo_memory.plan import __main__ as plan
+    from rloo_memory.plan.levers import planned
+    from rloo_memory.plan.options import setup_from
+    from rloo_memory.settings.profiles import load_profile
+
+    page = opened()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rloo_memory").symlink_to(ROOT / "rloo_memory")
+    asked = (("all", 1, 1, 8), ("lora", 1, 1, 8), ("lora", 0, 8, 16), ("lora-4-bits", 1, 1, 4))
+    for trained, reference, cards, k in asked:
+        hash = address(trained=trained, reference=reference, cards=cards, k=k)
+        page.evaluate("hash => { location.hash = hash }", hash)
+        shown = "k => document.querySelector('#yaml').textContent.includes(`num_generations: ${k}\\n`)"
+        page.wait_for_function(shown, arg=k)
+        page.wait_for_function("hash => location.hash === hash", arg=hash)
+        yaml, python, commands = (page.text_content(f"#{name}") for name in ("yaml", "python", "command"))
+        (tmp_path / "fit.yaml").write_text(yaml)
+        predict = next(line for line in commands.splitlines() if line.startswith("rloo-memory plan "))
+        _, setup, _ = setup_from(plan.parse_args(shlex.split(predict)[2:]), load_profile("fit.yaml"))
+        lengths = dict(prompt_tokens=3000, max_completion_length=512, num_generations=k, per_device_train_batch_size=k)
+        mine = replace(on_cards(TRAINED[trained][1], cards), **lengths, beta=0.05 * reference)
+        if trained == "all":  # then nothing reads how LoRA would be
+            setup = replace(setup, lora_target_modules="all-linear", lora_dropout=0.0)
+        if trained != "lora-4-bits":
+            setup = replace(setup, nested_scales=True)
+        for arm in PAGE_ARMS:
+            assert planned(arm, setup) == planned(arm, mine)
+        compile(python, "fit.py", "exec")
+        assert f"num_generations={k}," in python and f'"{MODEL}"' in python
+
+
+# -- what is asked of it ----------------------------------------------------------------------------------------------
 
 
 def shown(page) -> str:
     return page.inner_text("#answer")
 
 
-# -- the file ---------------------------------------------------------------------------------------------------------
-
-
-def test_it_is_one_file_that_loads_nothing_and_has_no_link_that_a_saved_copy_lacks(file):
-    html = file.read_text()
-    html = html[: html.index('id="data"')] + html[html.index("</script>", html.index('id="data"')) :]
-    assert not re.search(r"\ssrc=|@import|url\(|fetch\(|XMLHttpRequest|sendBeacon|https?://", html)
-    assert "default-src 'none'" in html
-    links = re.findall(r'<(?:a|link)\b[^>]*href="([^"]+)"', html)
-    assert links == ["data:,"], "only its icon: it is saved by itself, and nothing is beside it then"
-    named = re.findall(r"<code>((?:docs/)?\w+\.md)</code>", html)
-    assert len(named) > 5 and all((ROOT / name).exists() for name in named)
-
-
-def test_the_committed_page_is_made_of_the_committed_data():
-    made = make_page.page(DATA, asdict(measured_errors()))
-    assert made == (ROOT / "docs" / "fit.html").read_text(), "run python -m visualization.fit.make_page"
-    assert '"compared":{"choices":' in made
-
-
-def test_data_that_are_lacking_are_told_in_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(make_page, "DOCS", tmp_path)
-    assert make_page.run_cli(partial(make_page.main, [])) == 2 and not list(tmp_path.iterdir())
-    error = capsys.readouterr().err
-    assert "fit.json: the file is missing; make it with python -m experiments.fitting.fit_data" in error
-    assert error.count("\n") == 1
-
-
-def test_the_command_writes_the_page_and_no_name_in_the_data_ends_its_script(tmp_path, monkeypatch, capsys):
-    data = DATA | {"versions": "</script><script>alert(1)</script>"}
-    (tmp_path / "fit.json").write_text(json.dumps(data))
-    monkeypatch.setattr(make_page, "DOCS", tmp_path)
-    assert make_page.main([]) == 0
-    assert f"{len(MODELS)} models" in capsys.readouterr().out
-    assert "<script>alert" not in (tmp_path / "fit.html").read_text()
-
-
-# -- what is asked of it ----------------------------------------------------------------------------------------------
-
-
 def test_every_choice_changes_the_answer(opened):
     page = opened()
     seen = [shown(page)]
     assert "NaN" not in seen[0] and "undefined" not in page.inner_text("body")
-    for name, value in (("model", OTHER), ("trained", "all"), ("named", "79.1"), ("cards", "4"), ("reference", "0")):
+    for name, value in (
+        ("model", "openai/gpt-oss-20b"),
+        ("trained", "all"),
+        ("named", "79.1"),
+        ("cards", "4"),
+        ("reference", "0"),
+    ):
         page.select_option(f"#{name}", value)
         seen.append(page.inner_text("#answer"))
     for name, value in (("prompt", "1500"), ("completion", "700"), ("k", "16"), ("card", "44.4")):
@@ -161,135 +300,6 @@ def test_a_wrong_number_in_the_form_is_told_and_is_in_the_address_too(opened):
         assert page.is_visible("#published-hint") == (model == "openai/gpt-oss-20b")
 
 
-# -- who uses it ------------------------------------------------------------------------------------------------------
-
-
-def test_keys_reach_everything_and_choose(opened):
-    page = opened()
-    page.click("summary")
-    page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
-    all_of_it = page.evaluate(
-        """[...document.querySelectorAll("a, button, input, select, summary, pre[tabindex]")].map((e, i) =>
-          (e.dataset.i = i))"""
-    )
-    reached, unseen = set(), 0
-    page.keyboard.press("Control+Home")
-    for _ in range(len(all_of_it) + 5):
-        page.keyboard.press("Tab")
-        state = page.evaluate(
-            "[document.activeElement.dataset.i, getComputedStyle(document.activeElement).outlineStyle]"
-        )
-        reached.add(state[0])
-        unseen += state[0] is not None and state[1] == "none"
-    assert {str(i) for i in all_of_it} <= reached and not unseen, "each is reached, and seen to be"
-    before = shown(page)
-    page.focus("#model")
-    page.keyboard.press("ArrowDown" if MODEL != DATA["models"][-1]["name"] else "ArrowUp")
-    assert shown(page) != before and page.input_value("#model") != MODEL
-    page.focus("#k")
-    page.keyboard.press("ArrowUp")
-    assert page.input_value("#k") == "10" and "k = 10" in page.inner_text("#asked")
-    page.keyboard.press("Enter")
-    assert page.input_value("#k") == "10" and "k=10" in url_of(page), "nothing is sent"
-
-
-def test_screen_readers_get_names_headings_and_the_answer(opened):
-    page = opened(address(k=4))
-    tree = page.context.new_cdp_session(page).send("Accessibility.getFullAXTree")["nodes"]
-    role = lambda node: node.get("role", {}).get("value")  # noqa: E731
-    named = [node for node in tree if role(node) in ("button", "combobox", "spinbutton", "link", "image", "form")]
-    assert len(named) > 25 and all(node["name"]["value"].strip() for node in named)
-    controls = [n["name"]["value"] for n in named if role(n) in ("button", "combobox", "spinbutton")]
-    assert len(controls) == len(set(controls)), "no two are called the same"
-    ids, levels = page.evaluate(
-        """[[...document.querySelectorAll("[id]")].map((e) => e.id),
-            [...document.querySelectorAll("h1, h2, h3")].map((e) => Number(e.tagName[1]))]"""
-    )
-    assert len(ids) == len(set(ids)) and levels[0] == 1 and levels.count(1) == 1
-    assert all(after - before <= 1 for before, after in zip(levels, levels[1:], strict=False))
-    pointed = page.evaluate(
-        """[...document.querySelectorAll("[for], [aria-labelledby], [aria-describedby]")].flatMap((e) =>
-          ["for", "aria-labelledby", "aria-describedby"].map((name) => e.getAttribute(name))).filter(Boolean)
-            .flatMap((ids) => ids.split(" "))"""
-    )
-    assert set(pointed) <= set(ids)
-    page.fill("#k", "12")
-    page.wait_for_function("document.querySelector('#said').textContent.includes('Prefix sharing')")
-    assert page.get_attribute("#said", "aria-live") == "polite" and "fit" in page.text_content("#said")
-    assert page.get_attribute("html", "lang") == "en"
-
-
-CONTRAST = """() => {
-  const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number);
-  const linear = (x) => (x <= 0.03928 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
-  const light = (colour) => colour.slice(0, 3).map((x) => linear(x / 255))
-    .reduce((sum, x, i) => sum + x * [0.2126, 0.7152, 0.0722][i], 0);
-  const behind = (e) => { for (; e; e = e.parentElement) { const c = numbers(getComputedStyle(e).backgroundColor);
-    if (c.length === 3 || c[3] > 0) return c; } return [255, 255, 255]; };
-  const found = [];
-  for (const e of document.querySelectorAll("body *")) {
-    const own = [...e.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
-    if (!own || e.matches("script, option, .unseen") || !e.checkVisibility()) continue;
-    const [a, b] = [light(numbers(getComputedStyle(e).color)), light(behind(e))].sort((x, y) => y - x);
-    found.push([(a + 0.05) / (b + 0.05), e.textContent.slice(0, 40)]);
-  }
-  return found;
-}"""
-
-
-# What holds more than its width, but for fields, which scroll, and what is cut on purpose
-WIDER = """[...document.querySelectorAll("main *")].filter((e) =>
-  e.scrollWidth > e.clientWidth + 1 && e.clientWidth > 1 &&
-  !e.matches("select, input, .bar, .bar *, thead, thead *") && getComputedStyle(e).display !== "inline")
-  .map((e) => e.outerHTML.slice(0, 80))"""
-
-
-@pytest.mark.parametrize("width, scheme", [(360, "light"), (360, "dark"), (1280, "light"), (1280, "dark")])
-def test_it_is_readable_on_a_phone_and_in_the_dark(opened, width, scheme):
-    for hash in (address(card=8, k=64, trained="all"), address(prompt="9" * 60)):
-        page = opened(hash, width, scheme)
-        if page.is_visible("summary"):
-            page.click("summary")
-            page.wait_for_selector("#numbers table")
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        assert page.evaluate(WIDER) == []
-        found = page.evaluate(CONTRAST)
-        assert len(found) > 20 and min(found)[0] >= 4.5, min(found)
-    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (background == "rgb(255, 255, 255)") == (scheme == "light")
-
-
-@pytest.mark.parametrize("width, height", [(1280, 800), (390, 844)])
-def test_the_answer_is_seen_without_scrolling(opened, width, height):
-    page = opened(width=width, height=height)
-    for trained, cards in (("lora", "1"), ("all", "1"), ("all", "4")):
-        page.select_option("#trained", trained)
-        page.select_option("#cards", cards)
-        bottom = page.evaluate("document.querySelector('#answer table').getBoundingClientRect().bottom + scrollY")
-        assert bottom <= height, (trained, bottom)
-
-
-def test_older_trl_is_told_with_the_formulas_numbers(opened):
-    page = opened(address(k=16, completion=1000))
-    said, vocabulary = page.inner_text("#older").replace("\xa0", " "), MODELS[MODEL]["vocabulary"]
-    for copies in (4, 3):
-        assert f"{copies * 16 * 1000 * vocabulary * 4 / 2**30:.2f} GiB in 1." in said
-    assert "1.15 or newer" in said and "a formula, not a run" in said
-
-
-def test_buttons_copy_and_say_so(opened):
-    page = opened()
-    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    for name in ("yaml", "command", "python"):
-        page.click(f"button[data-copies={name}]")
-        page.wait_for_function(
-            "word => document.querySelector('#copied').textContent.toLowerCase().includes(word)", arg=name
-        )
-        assert page.evaluate("navigator.clipboard.readText()") == page.text_content(f"#{name}") != ""
-    page.evaluate("() => { navigator.clipboard.writeText = () => Promise.reject(new Error('not allowed')) }")
-    page.click("#copy-address")
-    page.wait_for_function("document.querySelector('#copied').textContent.includes('link')")
-    assert page.evaluate("navigator.clipboard.readText()").endswith(address())
-    page.evaluate("() => { document.execCommand = () => false }")
-    page.click("#copy-address")
-    page.wait_for_function("document.querySelector('#copied').textContent.includes('by hand')")
+def test_a_phone_shows_the_answer_without_scrolling_to_the_side(opened):
+    page = opened(address(card=8, k=64, trained="all"), width=360)
+    assert page.is_visible("#answer table") and page.evaluate("document.documentElement.scrollWidth") <= 360

@@ -1,6 +1,6 @@
 "use strict";
-// The numbers: what is alive in each stretch of a phase, as sums of formulas in the lengths. Must say what
-// experiments/fitting/fit_terms.py, rloo_memory/plan/scale_up/sharding.py and rloo_memory/plan/accuracy/reserve.py say.
+// The numbers: what is alive in each stretch of a phase, as sums of terms in the lengths. What a phase holds on several
+// cards is as rloo_memory/plan/scale_up/sharding.py has it, what the allocator needs as accuracy/reserve.py has it.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const GIB = 2 ** 30;
@@ -9,107 +9,47 @@ const PHASES = ["load", "generate", "score", "train", "optimizer"];
 const SHARDED = ["parameters", "reference", "gradients", "optimizer state"];
 const MODELS = new Map(DATA.models.map((model) => [model.name, model]));
 
-/** Tokens that the cache of a shared prompt has room for at the end, and before it last grew; and those of the prompt
- *  that it keeps. `window`: tokens that a layer sees which slides, else 0. */
-function rooms(prompt, completion, window) {
-  let [size, before, kept, steps, prefix] = [DATA.first_room, 0, 1, 1, prompt];
-  const last = Math.max(completion - 2, 1);
-  while (steps < last) {
-    if (kept === size) {
-      if (window && prompt + steps > window) {
-        kept = Math.min(kept, window - 1);
-        prefix = Math.min(prompt, Math.max(0, window - steps));
-      }
-      before = size;
-      size = kept + Math.max(DATA.first_room, Math.floor(kept / 8));
-    }
-    const filled = Math.min(size - kept, last - steps);
-    kept += filled;
-    steps += filled;
-  }
-  return [size, before, prefix];
+/** [size, before]: tokens that the cache of a shared prompt has room for at the end, and before it last grew. */
+function rooms(completion) {
+  let [size, before] = [DATA.first_room, 0];
+  while (size < completion - 2) [size, before] = [size + Math.max(DATA.first_room, Math.floor(size / 8)), size];
+  return [size, before];
 }
 
-// What a formula can call
-const FUNCTIONS = {
-  min: Math.min,
-  room: (...lengths) => rooms(...lengths)[0],
-  before: (...lengths) => rooms(...lengths)[1],
-  prefix: (...lengths) => rooms(...lengths)[2],
+// A term is a formula in a prompt P, a completion C, k and a window W, that Python and JavaScript read alike
+const NAMES_IN_TERMS = ["P", "C", "k", "W", "min", "max", "room", "roomBefore"];
+const TERMS = DATA.terms.map((term) => new Function(...NAMES_IN_TERMS, `return +(${term})`));
+const valuesAt = ({ prompt, completion, k }, window) => {
+  const [size, before] = rooms(completion);
+  return TERMS.map((term) => term(prompt, completion, k, window, Math.min, Math.max, () => size, () => before));
 };
 
-const compiled = new Map();
-
-/** The function of (P, C, k, W) that a formula is. */
-function formula(text) {
-  if (!compiled.has(text)) {
-    const made = new Function(...Object.keys(FUNCTIONS), `"use strict"; return (P, C, k, W) => +(${text});`);
-    compiled.set(text, made(...Object.values(FUNCTIONS)));
-  }
-  return compiled.get(text);
-}
-
-const prepared = new Map();
-
-/** What is trained of a model in one arm, on one card or on several: its formulas, each once, and its stretches as lists
- *  of numbers. Those of a regime count where its formula `when` is 1. */
-function curves(model, trained, arm, cards) {
-  const several = cards > 1 && arm in (model.several[trained] || {});
-  const key = `${model.name} ${trained} ${arm} ${several}`;
-  if (!prepared.has(key)) {
-    const names = [];
-    const place = (term) => (names.includes(term) ? names.indexOf(term) : names.push(term) - 1);
-    const { widened } = DATA.trained[trained];
-    const sharded = (kind, phase) => SHARDED.includes(kind) || (kind === "activations" && phase === "optimizer");
-    const listed = (kinds, phase) => Object.entries(kinds).filter(([kind]) => kind !== "host").map(([kind, terms]) => ({
-      kind, wider: sharded(kind, phase) ? widened[kind] : 0, places: Object.keys(terms).map(place),
-      bytes: Object.values(terms),
-    }));
-    const each = Object.entries((several ? model.several : model.trained)[trained][arm]);
-    const phases = each.map(([phase, regimes]) => ({
-      phase, regimes: regimes.map(({ when, stretches }) => ({
-        when: place(when), stretches: stretches.map((kinds) => listed(kinds, phase)),
-      })),
-    }));
-    prepared.set(key, { formulas: names.map(formula), phases });
-  }
-  return prepared.get(key);
-}
-
-/** Bytes of one of `choice.cards` devices in a stretch, by the values of the formulas. Each kind's go to `see`. */
-function held(stretch, values, choice, see = null) {
-  let total = 0;
-  for (const { kind, wider, places, bytes } of stretch) {
+/** {kind: bytes} of one of `choice.cards` devices in a stretch, from the values of all terms. */
+function held(stretch, values, choice, phase) {
+  const { widened } = DATA.trained[choice.trained];
+  const sizes = {};
+  for (const [kind, bytes] of Object.entries(stretch)) {
     if (kind === "reference" && !choice.reference) continue;
     let size = 0;
-    for (let i = 0; i < places.length; i++) size += bytes[i] * values[places[i]];
-    if (wider && choice.cards > 1) size = Math.ceil(size * wider / choice.cards);
-    if (see) see(kind, size);
-    total += size;
+    for (const term in bytes) size += bytes[term] * values[term];
+    const shard = SHARDED.includes(kind) || (kind === "activations" && phase === "optimizer");
+    sizes[kind] = choice.cards > 1 && shard ? Math.ceil(size * widened[kind] / choice.cards) : size;
   }
-  return total;
+  return sizes;
 }
 
-/** {kind: bytes} that FSDP2 gathers while a phase computes. */
-const gathered = (model, choice, phase) => (choice.cards === 1 ? {} : model.gathered[choice.trained][phase]);
+const sumOf = (sizes) => Object.values(sizes).reduce((sum, size) => sum + size, 0);
 
-/** {phase: {total, kinds}} in bytes: what the stretch that holds most has. */
+/** {phase: {total, kinds}} in bytes: what the stretch that holds most has, and what FSDP2 gathers. */
 function peaks(model, choice, arm) {
-  const { formulas, phases } = curves(model, choice.trained, arm, choice.cards);
-  const values = formulas.map((f) => f(choice.prompt, choice.completion, choice.k, model.window || 0));
-  return Object.fromEntries(phases.map(({ phase, regimes }) => {
-    let [most, top] = [-1, null];
-    for (const { when, stretches } of regimes) {
-      if (!values[when]) continue;
-      for (const stretch of stretches) {
-        const size = held(stretch, values, choice);
-        if (size > most) [most, top] = [size, stretch];
-      }
-    }
-    const kinds = { ...gathered(model, choice, phase) };
-    const whole = Object.values(kinds).reduce((sum, size) => sum + size, 0);
-    held(top, values, choice, (kind, size) => (kinds[kind] = (kinds[kind] || 0) + size));
-    return [phase, { total: most + whole, kinds }];
+  const values = valuesAt(choice, model.window || 0);
+  const phases = (choice.cards > 1 ? model.several : model.trained)[choice.trained][arm];
+  return Object.fromEntries(Object.entries(phases).map(([phase, stretches]) => {
+    const each = stretches.map((stretch) => held(stretch, values, choice, phase));
+    const kinds = each.reduce((a, b) => (sumOf(b) > sumOf(a) ? b : a));
+    const gathered = choice.cards > 1 ? model.gathered[choice.trained][phase] : {};
+    for (const [kind, size] of Object.entries(gathered)) kinds[kind] = (kinds[kind] || 0) + size;
+    return [phase, { total: sumOf(kinds), kinds }];
   }));
 }
 
