@@ -77,7 +77,7 @@ BAD_INPUT = [
     (["--model", "Qwen/Qwen3-9B"], ["Qwen3-9B", "did you mean", "hub:"]),
     (["--model", "./nofolder"], ["no folder ./nofolder", "config.json"]),
     (["--model", "BROKEN"], ["BROKEN"]),
-    (["--model", "qwen3-8b", "--profile", "own.yaml"], ["beta is nan", "prefix_sharing is 'yes'"]),
+    (["--model", "qwen3-8b", "--profile", "own.yaml"], ["own.yaml: beta is nan: it must be 0 or more"]),
     (["--model", "qwen3-8b", "--k", "1"], ["--k is 1", "at least 2"]),
     (["--model", "qwen3-8b", "--k", "1000000"], ["--k 1000000", "134,217,728 tokens"]),
     (["--model", "qwen3-8b", "--completion", "60000"], ["--prompt 100", "--completion 60000", "60100", "40960"]),
@@ -99,7 +99,7 @@ def test_bad_input_is_one_line_with_value_and_remedy(arguments, parts, planned, 
     monkeypatch.chdir(tmp_path)
     Path("BROKEN").mkdir()
     Path("BROKEN", "config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": -1}')
-    Path("own.yaml").write_text("{beta: .nan, prefix_sharing: 'yes'}")
+    Path("own.yaml").write_text("beta: .nan")
     result = planned("--prompt", "100", *arguments)
     assert result.returncode == 2 and result.stderr.startswith("plan: ") and result.stderr.count("\n") == 1, result
     assert all(part in result.stderr for part in parts), result.stderr
