@@ -13,15 +13,14 @@ import os
 import select
 import signal
 import sys
+import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import date
 from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
-from textwrap import fill
 
 from experiments.arms import ARMS
 from experiments.builds import use_fork
@@ -176,7 +175,7 @@ def page(results: list[tuple[Family, Result]]) -> str:
         completion=COMPLETION,
         tolerance=f"{TOLERANCE:.0e}",
         worst=bound(max(error for _, result in shared for error in (result.tokens, result.gradient))),
-        shared=listed(family.class_name for family, _ in shared),
+        shared=listed([family.class_name for family, _ in shared]),
         uncached=listed(uncached),
         images=listed(pictured),
         refused=by_reason(results, REFUSED),
@@ -188,7 +187,7 @@ def page(results: list[tuple[Family, Result]]) -> str:
 
 def wrapped(line: str) -> str:
     indent = "  " if line.startswith("*") else ""
-    return fill(line, 119, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(line, 119, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def by_reason(results: list[tuple[Family, Result]], verdict: str) -> str:
@@ -201,7 +200,7 @@ def by_reason(results: list[tuple[Family, Result]], verdict: str) -> str:
     return "\n".join(f"* {reason}: {listed(names)}" for reason, names in sorted(found.items()))
 
 
-def listed(names: Iterable[str]) -> str:
+def listed(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in sorted(set(names), key=str.lower))
 
 
