@@ -1,6 +1,7 @@
 """docs/models.md holds what the check of model families finds, and the check finds what is not exact."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,20 +10,17 @@ import textwrap
 import pytest
 
 from experiments.checks import family_check, model_families
-from experiments.checks.family_check import OTHER, REFUSED, SHARED, Result
+from experiments.checks.family_check import OTHER, REFUSED, SHARED, UNTRIED, Result
 from experiments.checks.tiny_families import Family
 from experiments.config import ROOT
 
 PAGE = (ROOT / "docs" / "models.md").read_text()
-# Row: (names, class) -> (verdict with its reason, decoding). Errors are left out: their last digit may move
-ROWS = {
-    (names, class_name.strip("`")): (text, decoding)
-    for names, class_name, text, _, _, decoding, _ in (
-        map(str.strip, line.strip("|").split("|")) for line in PAGE.splitlines() if line.startswith("| ")
-    )
-    if names != "family"
+# Heading -> the classes, or model types, under it
+SECTIONS = {
+    part.partition("\n")[0]: set(re.findall(r"`([\w-]+)`", re.sub(r"\([^)]*\)", "", part)))
+    for part in PAGE.split("\n## ")[1:]
 }
-NOT_TRAINED = PAGE.split("## Not trained", 1)[1]
+HEADING = {SHARED: "Shared", REFUSED: "Refused", UNTRIED: "Not tried"}
 
 
 def survey(*arguments, before=""):
@@ -37,15 +35,6 @@ sys.exit(model_families.main({list(arguments)!r}))
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
-def verdicts(output: str) -> dict:
-    """What the command printed, as `ROWS` has it."""
-    found = {}
-    for line in output.splitlines():
-        names, class_name, text, *rest = line.split(" | ")
-        found[names, class_name.strip("`")] = (text, rest[2] if len(rest) > 2 else "")
-    return found
-
-
 @pytest.mark.torch
 def test_each_name_of_both_mappings_is_on_the_page():
     from transformers.models.auto.modeling_auto import (
@@ -53,21 +42,14 @@ def test_each_name_of_both_mappings_is_on_the_page():
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     )
 
-    rows = {(name, class_name) for names, class_name in ROWS for name in names.split(", ")}
-    others = {
-        name for line in NOT_TRAINED.splitlines() for name in line.partition(": ")[2].replace(";", ",").split(", ")
-    }
+    named = set().union(*SECTIONS.values())
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES):
-        assert not {
-            (name, model) for name, model in mapping.items() if (name, model) not in rows and name not in others
-        }
+        assert not {(name, model) for name, model in mapping.items() if not {name, model} & named}
 
 
 def test_no_model_on_the_page_is_shared_otherwise_than_exactly():
-    texts = {text.split(":")[0] for text, _ in ROWS.values()}
-    assert texts == {"shared", "refused", "not tried"}
-    assert {decoding for text, decoding in ROWS.values() if text == "shared"} <= {"same", "as without a cache"}
-    assert sum(text == "shared" for text, _ in ROWS.values()) >= 80
+    counts = re.search(r"\n(\d+) share prompts exactly, \d+ are refused, \d+ could not be tried, \d+ are none", PAGE)
+    assert counts and int(counts[1]) >= 80 and "WRONG" not in PAGE and "FAILS" not in PAGE
 
 
 @pytest.mark.sample
@@ -75,9 +57,14 @@ def test_no_model_on_the_page_is_shared_otherwise_than_exactly():
 def test_rows_of_the_page_come_out_again():
     result = survey("--only", "qwen3,gemma3_text,gpt_oss,deepseek_v3,olmo_hybrid,bloom,llava,bert")
     assert result.returncode == 0, result.stderr
-    found = verdicts(result.stdout)
-    assert found.pop(("bert", "BertLMHeadModel"))[0] == f"{OTHER}: attention to later tokens"
-    assert len(found) == 7 and found == {key: ROWS[key] for key in found}
+    found = {class_name.strip("`"): text for _, class_name, text, *_ in map(split, result.stdout.splitlines())}
+    assert found.pop("BertLMHeadModel") == f"{OTHER}: attention to later tokens"
+    assert len(found) == 7
+    assert all(name in SECTIONS[HEADING[text.split(":")[0]]] for name, text in found.items()), found
+
+
+def split(line):
+    return line.split(" | ")
 
 
 @pytest.mark.slow
@@ -85,10 +72,8 @@ def test_rows_of_the_page_come_out_again():
 def test_the_whole_page_comes_out_again(tmp_path):
     result = survey("--write", str(tmp_path / "models.md"))
     assert result.returncode == 0, result.stderr
-    found = {key: value for key, value in verdicts(result.stdout).items() if not value[0].startswith(OTHER)}
-    assert found == ROWS
-    page = (tmp_path / "models.md").read_text()
-    assert page.split("## Not trained", 1)[1] == NOT_TRAINED
+    made, written = (re.sub(r"Made on \S+", "", page) for page in ((tmp_path / "models.md").read_text(), PAGE))
+    assert made == written
 
 
 # Windows of 10 tokens are longer than the rows on which `enable_prefix_sharing` tries a model: what it cannot see.

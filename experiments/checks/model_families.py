@@ -11,6 +11,7 @@ import math
 import multiprocessing
 import os
 import sys
+import textwrap
 import time
 from collections import Counter
 from datetime import date
@@ -41,11 +42,6 @@ from experiments.run_options import Parser
 from rloo_memory.errors import ConfigError, choose, exit_code
 
 SECONDS = 60  # for one family; most take less than one
-# What people train most, by how the names begin
-FIRST = (
-    "qwen", "llama", "gemma", ("mistral", "ministral", "mixtral"), "phi", "gpt_oss", "deepseek", "glm", "granite",
-    "nemotron", "lfm", ("olmo", "flex_olmo"), ("smollm", "smolvlm"),
-)  # fmt: skip
 # Tried with images, by the names of their classes with images (tests/test_shared_images.py)
 WITH_IMAGES = (
     "gemma3", "gemma4", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "internvl", "llava",
@@ -59,40 +55,47 @@ Made on {made} by
 
     python -m experiments.checks.model_families --write docs/models.md
 
-Each is a tiny random model: two to six layers, one of each kind that its config has, width 32, windows of {window}
-tokens. Two prompts of {prompts} tokens, the second behind padding, have three completions each of up to {completion}
-tokens. They go through TRL's own pass as whole rows, and through prefix sharing: all completions of a prompt together,
-one at a time, two at a time with gradient checkpointing, and one a micro-batch.
+The name of a checkpoint's class is in its `config.json`, under `architectures`. Where this page has two classes of a
+family, TRL takes the one that is named there, which is the one with images as a rule. A checkpoint with a dynamic
+rotary embedding is refused, whatever its class.
 
-* **shared**: log-probabilities and entropies, and the gradient of all parameters, are those of whole rows in float64,
-  with the experts' load-balancing loss where TRL has it for the model. The relative error is below {tolerance}, and
-  below the power of ten in the row. **Decoding** compares the logits of four greedy steps with those of `generate`
-  without sharing. "As without a cache": `generate` computes others with its cache than without, sharing the latter.
-* **refused**: `prefix_sharing=True` ends before training, with an error that says why.
-* **not tried**: TRL fails on text alone without sharing as well, or the model needs a package that is not installed.
-* **images**: here every prompt is text. "exact": prompts with images are shared exactly as well, and each image goes
-  through the vision tower once (`tests/test_shared_images.py`). No other family was tried with images.
+Each class was tried as a tiny random model: two to six layers, one of each kind that its config has, width 32, windows
+of {window} tokens. Two prompts of {prompts} tokens have three completions each of up to {completion} tokens. They
+go through TRL's own pass as whole rows, and through prefix sharing: all completions of a prompt together, one at a
+time, two at a time with gradient checkpointing, and one a micro-batch.
 
-Where a name has two classes, TRL takes the one that the checkpoint's config names: as a rule the one with images. A
-row stands for the code of a family, with the rotary embedding of its default config: a checkpoint with a dynamic one
-is refused whatever its family.
+## Shared
 
-## What people train most
+Log-probabilities, entropies and the gradient of all parameters are those of whole rows in float64. The relative error
+is below {tolerance}; the largest is below {worst}. The experts' load-balancing loss is included where TRL has it. The
+logits of four greedy steps are those of `generate` without sharing.
 
-{first}
+{shared}
 
-## All others
+`generate` computes other logits with its cache than without one in {uncached}. Sharing computes the latter.
 
-{rest}
+Every prompt above is text. Prompts with images are shared exactly as well, and each image is encoded once, in
+{images} (`tests/test_shared_images.py`). No other class was tried with images.
+
+## Refused
+
+`prefix_sharing=True` ends before training, with an error that says why:
+
+{refused}
+
+## Not tried
+
+TRL fails on text alone without sharing as well, or the model needs a package that is not installed:
+
+{untried}
 
 ## Not trained on text by RLOO and GRPO
 
 What decides is the class (`is_encoder_decoder`, `can_generate`, `output_modalities`, `main_input_name`). For attention
-to later tokens it is a trial: the last token of a sequence changes the hidden states before it.
+to later tokens it is a trial: the last token of a sequence changes the hidden states before it. By model type:
 
 {others}
 """
-COLUMNS = ("family", "class", "text", "log-probs", "gradient", "decoding", "images")
 
 
 def check_all(tried: list[Family], workers: int):
@@ -148,39 +151,47 @@ def bound(error: float | None) -> str:
     return f"1e{math.ceil(math.log10(error)):+03d}" if 0 < error < math.inf else str(error)
 
 
-def rank(family: Family) -> tuple[int, str]:
-    """Place on the page: what people train most, then by name."""
-    name = family.names[0]
-    return next((i for i, starts in enumerate(FIRST) if name.startswith(starts)), len(FIRST)), name
-
-
-def table(rows: list[tuple[str, ...]]) -> str:
-    lines = ["| " + " | ".join(row) + " |" for row in (COLUMNS, *rows)]
-    return "\n".join([lines[0], "|---" * len(COLUMNS) + "|", *lines[1:]])
-
-
 def page(results: list[tuple[Family, Result]]) -> str:
     """docs/models.md."""
-    results = sorted(results, key=lambda pair: rank(pair[0]))
-    others: dict[str, list[str]] = {}
-    for family, result in results:
-        if result.verdict == OTHER:
-            others.setdefault(result.reason, []).append(", ".join(family.names))
-    shown = [pair for pair in results if pair[1].verdict != OTHER]
-    first = [cells(*pair) for pair in shown if rank(pair[0])[0] < len(FIRST)]
-    rest = [cells(*pair) for pair in shown if rank(pair[0])[0] == len(FIRST)]
+    shared = [(family, result) for family, result in results if result.verdict == SHARED]
+    uncached = [family.class_name for family, result in shared if result.generation != "same"]
+    pictured = [family.class_name for family, result in shared if cells(family, result)[-1]]
     versions = ", ".join(f"{name} {version(name).split('+')[0]}" for name in ("transformers", "torch", "trl"))
-    return PAGE.format(
+    text = PAGE.format(
         counts=counts(results),
         made=f"{date.today():%Y-%m-%d} with {versions}",
         window=WINDOW,
         prompts=f"{PROMPT} and {PROMPT - LEFT_PADDING}",
         completion=COMPLETION,
         tolerance=f"{TOLERANCE:.0e}",
-        first=table(first),
-        rest=table(rest),
-        others="\n".join(f"* {reason}: {'; '.join(names)}" for reason, names in sorted(others.items())),
+        worst=bound(max(error for _, result in shared for error in (result.tokens, result.gradient))),
+        shared=listed([family.class_name for family, _ in shared]),
+        uncached=listed(uncached),
+        images=listed(pictured),
+        refused=by_reason(results, REFUSED),
+        untried=by_reason(results, UNTRIED),
+        others=by_reason(results, OTHER),
     )
+    return "\n".join(wrapped(line) for line in text.splitlines()) + "\n"
+
+
+def wrapped(line: str) -> str:
+    indent = "  " if line.startswith("*") else ""
+    return textwrap.fill(line, 119, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def by_reason(results: list[tuple[Family, Result]], verdict: str) -> str:
+    """A line for each reason, without what is said of a single model in brackets."""
+    found: dict[str, list[str]] = {}
+    for family, result in results:
+        if result.verdict == verdict:
+            names = family.names if verdict == OTHER else [family.class_name]
+            found.setdefault(result.reason.split(" (")[0], []).extend(names)
+    return "\n".join(f"* {reason}: {listed(names)}" for reason, names in sorted(found.items()))
+
+
+def listed(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(set(names), key=str.lower))
 
 
 def counts(results: list[tuple[Family, Result]]) -> str:

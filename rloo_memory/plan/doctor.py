@@ -267,7 +267,7 @@ def conclude(
     if last.setup.device == "cuda" and last.setup.prefix_sharing and rows < k:
         print(
             f"  on CUDA more than {rows} completions a micro-batch may be faster while the model is small: each "
-            "micro-batch starts its kernels anew (docs/emulated_cuda.md)"
+            "micro-batch starts its kernels anew (docs/measuring.md)"
         )
     print("  PYTORCH_ALLOC_CONF=expandable_segments:True keeps fragmentation low on CUDA; the launcher sets it")
 

@@ -1,6 +1,6 @@
 """How many kernels an update launches, and how often it waits for the device: no more than is on record.
 
-Fewer: record them, results/emulated-cuda/launches.csv is what docs/emulated_cuda.md shows."""
+Fewer: record them, results/emulated-cuda/launches.csv is what docs/measuring.md shows."""
 
 import csv
 

@@ -20,7 +20,7 @@ OUTSIDE = CONTEXT + WORKSPACES
 LIBRARIES = round(0.8 * GIB)  # on a CPU: Python, torch and others, assumed
 STAYS = ("parameters", "reference", "reward model", "gradients", "optimizer state", engine.KIND)
 # Of what comes and goes: the median of 15 published trainings. With expandable segments from torch's allocator on an
-# emulated device (docs/emulated_cuda.md): a training that ran out of memory with 0.14 to spare trained with 0.27
+# emulated device (docs/measuring.md): a training that ran out of memory with 0.14 to spare trained with 0.27
 FIXED, EXPANDABLE = 0.33, 0.25
 
 
