@@ -11,7 +11,7 @@ import pytest
 from experiments import commit, measuring
 from experiments.bench.samples import Cell
 from experiments.bench.sampling import Sampled
-from experiments.checks import exactness, kernels, planner_check
+from experiments.checks import exactness, kernels
 from experiments.config import ROOT
 from experiments.measuring import EXIT_VERDICT, Place
 from experiments.record import read_csv
@@ -95,24 +95,6 @@ def test_a_kernel_whose_error_is_too_large_or_that_is_not_there_is_told(command,
     monkeypatch.setattr(kernels, "use_fork", lambda arm: None)
     assert command(kernels) == EXIT_VERDICT
     assert read_csv(tmp_path / "x" / "kernels.csv")[0]["verdict"] == "ZeroDivisionError: division by zero"
-
-
-def test_the_planner_check_goes_on_where_it_was_stopped(command, monkeypatch, tmp_path, capsys):
-    def check(name, device):
-        checked.append(name)
-        if len(checked) == 2:
-            raise KeyboardInterrupt
-        return [{"case": name, "predicted_bytes": 11, "measured_bytes": 10, "error": 0.1}]
-
-    checked = []
-    monkeypatch.setattr(planner_check, "use_fork", lambda arm: None)
-    monkeypatch.setattr(planner_check, "check", check)
-    cases = ("--cases", "stock-k4,stock-k8")
-    assert (command(planner_check, *cases), command(planner_check, *cases)) == (130, 0)
-    assert checked == ["stock-k4", "stock-k8", "stock-k8"]
-    assert [row["case"] for row in read_csv(tmp_path / "x" / "plan_check.csv")] == checked[:2]
-    capsys.readouterr()
-    assert command(planner_check, "--cases", "nope") == 2 and "unknown case 'nope'" in capsys.readouterr().err
 
 
 @pytest.mark.slow
