@@ -222,22 +222,15 @@ def test_sharing_that_takes_less_time_is_written_where_all_fits_and_bfloat16_wei
         (["--model", "qwen3-8b", "--device-memory", "24GiB"], ["--prompt"]),
         (["no/such/folder"], ["no/such/folder", "memory.json"]),
         (["RUN", "--profile", "balanced"], ["leave out --profile balanced"]),
-        (["RUN", "--k", "0"], ["--k is 0"]),
-        (["RUN", "--output", "/no/such/fits.yaml"], ["/no/such/fits.yaml", "cannot write"]),
         (["ENGINE"], ["no prompt length", "--prompt N"]),
-        (["BROKEN"], ["BROKEN/memory.json", "not a whole record"]),
         (["--model", "qwen3-8b", "--prompt", "64", "--profile", "a.yaml", "--output", "a.yaml"], ["profile itself"]),
     ],
 )
 def test_the_doctor_says_what_is_missing(arguments, parts, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    for name, text in {
-        "RUN": json.dumps(RECORD),
-        "ENGINE": json.dumps(RECORD | {"prompt_tokens": None}),  # vLLM generated
-        "BROKEN": json.dumps(RECORD)[:300],
-    }.items():
+    for name, record in {"RUN": RECORD, "ENGINE": RECORD | {"prompt_tokens": None}}.items():  # where vLLM generated
         (tmp_path / name).mkdir()
-        (tmp_path / name / "memory.json").write_text(text)
+        folder_with(tmp_path / name, **record)
     (tmp_path / "a.yaml").write_text("beta: 0.0\n")
     assert doctor.main(arguments) == 2
     error = capsys.readouterr().err
