@@ -85,6 +85,7 @@ BAD_INPUT = [
     (["--model", "qwen3-8b", "--device-memory", "24GiB", "--reserve", "30GiB"], ["--reserve 30GiB", "100MiB"]),
     (["--model", "qwen3-8b", "--largest", "k"], ["--device-memory"]),
     (["--model", "qwen3-8b", "--arms", "stock-tokens"], ["stock-tokens", "--tokens-per-forward"]),
+    (["--model", "qwen3-8b", "--json", "/no/such/folder/plan.json"], ["/no/such/folder/plan.json", "cannot write"]),
     (["--model", "qwen3-8b", "--k", "0", "--beta", "nan"], ["--k is 0", "--beta is nan"]),
     (["--model", "qwen3-8b", "--device-memory", "24"], ["did you mean 24GiB?"]),
 ]
