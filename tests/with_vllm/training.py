@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import vllm_on_cpu
 
@@ -226,20 +227,14 @@ def watch_rollouts(trainer, tokens: list, apart: list) -> None:
     engine.generate, trainer._generate_and_score_completions = generate, watched
 
 
-class counted_passes:
+def counted_passes(passes: list):
     """Notes each forward in which prompts are shared."""
+    from trl.models.prefix_sharing import SharedPrefixPasses
 
-    def __init__(self, passes: list):
-        from trl.models.prefix_sharing import SharedPrefixPasses
+    forward = SharedPrefixPasses.forward
 
-        self.of, self.forward, self.passes = SharedPrefixPasses, SharedPrefixPasses.forward, passes
+    def counted(*args, **kwargs):
+        passes.append(1)
+        return forward(*args, **kwargs)
 
-    def __enter__(self):
-        def forward(*args, **kwargs):
-            self.passes.append(1)
-            return self.forward(*args, **kwargs)
-
-        self.of.forward = forward
-
-    def __exit__(self, *exception):
-        self.of.forward = self.forward
+    return mock.patch.object(SharedPrefixPasses, "forward", counted)
