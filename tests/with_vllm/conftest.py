@@ -37,22 +37,7 @@ def trl():
 def qwen3(tmp_path_factory):
     import tiny_models
 
-    return tiny_models.save_text(tmp_path_factory.mktemp("qwen3"))
-
-
-@pytest.fixture(scope="session")
-def falcon_h1(tmp_path_factory):
-    import tiny_models
-
-    mixer = dict(mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_d_state=32, mamba_n_groups=1)
-    return tiny_models.save_text(tmp_path_factory.mktemp("falcon_h1"), "falcon_h1", **mixer)
-
-
-@pytest.fixture(scope="session")
-def gemma3(tmp_path_factory):
-    import tiny_models
-
-    return tiny_models.save_gemma3(tmp_path_factory.mktemp("gemma3"))
+    return tiny_models.save_qwen3(tmp_path_factory.mktemp("qwen3"))
 
 
 def free_port() -> int:

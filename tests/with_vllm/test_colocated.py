@@ -18,21 +18,6 @@ def test_sharing_trains_the_same(name, qwen3, trl):
     assert not faults(off, on)
 
 
-@pytest.mark.parametrize("name", ["rloo", "grpo, parts of groups"])
-def test_sharing_trains_the_same_on_a_hybrid(name, falcon_h1, trl):
-    """Attention and a Mamba-2 state in each layer."""
-    off, on = (train(CASES[name], sharing, falcon_h1) for sharing in (False, True))
-    assert not faults(off, on)
-
-
-@pytest.mark.parametrize("name", ["rloo, images", "grpo, images, LoRA"])
-def test_sharing_trains_the_same_on_images(name, gemma3, trl):
-    """vLLM puts each image of Gemma 3 into the prompt once more: TRL hands it ids that have the image's tokens
-    already. Its log-probabilities are those of another prompt then, with sharing and without."""
-    off, on = (train(CASES[name], sharing, gemma3) for sharing in (False, True))
-    assert not faults(off, on, log_probabilities=1.0)
-
-
 @pytest.mark.parametrize("name", ["grpo", "grpo, ratios truncated"])
 def test_ratios_to_an_engine_of_16_bits_are_the_same(name, qwen3, trl, monkeypatch):
     """Its log-probabilities are off by its rounding, and the ratios correct for that. Of one rollout: behind updates,

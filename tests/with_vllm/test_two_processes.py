@@ -1,10 +1,9 @@
-"""vLLM in each of two processes, which train as one: DDP, FSDP2, and one engine over both."""
+"""vLLM in each of two processes, which train as one: DDP and FSDP2."""
 
 import os
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 import two_processes
 from comparison import faults
@@ -12,11 +11,8 @@ from comparison import faults
 HERE = Path(__file__).resolve().parent
 
 
-@pytest.mark.parametrize("names", [
-    ("grpo, DDP", "rloo, DDP, parts of groups", "grpo, FSDP2"),
-    ("grpo, tensor parallel",),  # vLLM has one size of it in a process
-])  # fmt: skip
-def test_sharing_trains_the_same(names, qwen3, tmp_path):
+def test_sharing_trains_the_same(qwen3, tmp_path):
+    names = ("grpo, DDP", "rloo, DDP, parts of groups", "grpo, FSDP2")
     program = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(HERE / "train_cases.py")]
     path = os.pathsep.join(map(str, (HERE, HERE.parent / "probes", HERE.parents[1])))
     command = [sys.executable, *program, str(tmp_path / "done.pt"), str(qwen3), *names]

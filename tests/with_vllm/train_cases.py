@@ -17,11 +17,9 @@ from rloo_memory.errors import leave
 
 use_fork(ARMS["shared"])
 vllm_on_cpu.colocated()
-vllm_on_cpu.name_shared_memory()
 file, model, *names = sys.argv[1:]
 done = {name: [train(CASES[name], sharing, Path(model)) for sharing in (False, True)] for name in names}
 if os.environ["RANK"] == "0":
     torch.save(done, file)
 torch.distributed.barrier()
-vllm_on_cpu.remove_shared_memory()
 leave(0)

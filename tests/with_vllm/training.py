@@ -22,7 +22,6 @@ class Case:
     settings: dict = field(default_factory=dict)
     shared: dict = field(default_factory=dict)  # only with sharing
     lora: bool = False
-    images: bool = False
     tools: bool = False
 
 
@@ -40,8 +39,6 @@ class Trained:
 
 
 PARTS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-# A model without training also samples the token that stands for images, for which there are no features then
-SHORT = {"max_completion_length": 6}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "num_generations_eval": 2}
 SHARDED = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
 CASES = {
@@ -58,14 +55,11 @@ CASES = {
     "grpo, two iterations": Case(settings={"num_iterations": 2, "learning_rate": 0.03}),
     "grpo, token budget": Case(shared={"tokens_per_forward": 64}),
     "grpo, evaluation": Case(settings=EVALUATED),
-    "rloo, images": Case("rloo", SHORT, images=True),
-    "grpo, images, LoRA": Case(settings=SHORT, lora=True, images=True),
     "grpo, tools": Case(settings={"max_completion_length": 96, "max_tool_calling_iterations": 2}, tools=True),
     # on two processes
     "grpo, DDP": Case(settings={"per_device_train_batch_size": 4}),
     "rloo, DDP, parts of groups": Case("rloo", {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}),
     "grpo, FSDP2": Case(settings={"per_device_train_batch_size": 4, **SHARDED}),
-    "grpo, tensor parallel": Case(settings={"per_device_train_batch_size": 4, "vllm_tensor_parallel_size": 2}),
 }
 SETTINGS = dict(
     use_vllm=True,
@@ -121,16 +115,11 @@ def calls_of(tokenizer, ids, prefix=None, tools=None) -> dict:
 
 
 def rows(case: Case):
-    """Eight prompts of different lengths, or of different images."""
+    """Eight prompts of different lengths."""
     from datasets import Dataset
 
-    from experiments.workload import pictures
     from rloo_memory import data
 
-    if case.images:
-        from tiny_gemma3 import SIDE  # nothing to scale, which TRL and vLLM do in ways of their own
-
-        return pictures.dataset_of(((SIDE, SIDE),), sentences=2, rows=8)
     text = data.load_documents("builtin")[0]
     prompts = [text[1000 * i : 1000 * i + 150 + 37 * i] for i in range(8)]
     if case.tools:
@@ -140,7 +129,7 @@ def rows(case: Case):
 
 def trainer_of(case: Case, sharing: bool, model: Path, more: dict):
     from peft import LoraConfig
-    from transformers import AutoProcessor, AutoTokenizer, set_seed
+    from transformers import AutoTokenizer, set_seed
 
     import trl
 
@@ -155,10 +144,10 @@ def trainer_of(case: Case, sharing: bool, model: Path, more: dict):
     Config, Trainer = {
         "rloo": (trl.RLOOConfig, trl.RLOOTrainer), "grpo": (trl.GRPOConfig, trl.GRPOTrainer)
     }[case.algorithm]  # fmt: skip
-    processor = (AutoProcessor if case.images else AutoTokenizer).from_pretrained(model, padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
     dataset = rows(case)
     if case.tools:
-        processor.chat_template = trl.chat_template_utils.qwen3_chat_template
+        tokenizer.chat_template = trl.chat_template_utils.qwen3_chat_template
     lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights="gaussian", task_type="CAUSAL_LM")
     return Trainer(
         model=str(model),
@@ -166,7 +155,7 @@ def trainer_of(case: Case, sharing: bool, model: Path, more: dict):
         args=Config(output_dir=tempfile.mkdtemp(), **settings),
         train_dataset=dataset,
         eval_dataset=dataset.select(range(4)) if "eval_strategy" in settings else None,
-        processing_class=processor,
+        processing_class=tokenizer,
         peft_config=lora if case.lora else None,
         **({"tools": [depth_of_lake]} if case.tools else {}),
     )

@@ -8,7 +8,6 @@ Weights go to the server through the TCPStore of vLLM's own `StatelessProcessGro
 import atexit
 import os
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; vLLM takes a share of the machine's memory otherwise
@@ -40,7 +39,6 @@ def colocated() -> None:
     import trl.generation.vllm_generation as generation
 
     keep_weights_as_loaded()
-    name_tower_of_gemma3()
     make, made = generation.LLM, {}
 
     def engine(**settings):
@@ -58,32 +56,6 @@ def forget_processes() -> None:
     would a program that is started from here."""
     for name in OF_TORCHRUN:
         os.environ.pop(name, None)
-
-
-def name_shared_memory() -> None:
-    """Engines over several processes talk through files in /dev/shm that are called alike on all of a machine."""
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
-
-    name = _CPUSHMDistributed.make_group_name
-    _CPUSHMDistributed.make_group_name = staticmethod(
-        lambda group: os.environ["MASTER_PORT"] + name(group).lstrip("/")
-    )
-
-
-def remove_shared_memory() -> None:
-    for path in Path("/dev/shm").glob(f"{os.environ['MASTER_PORT']}-*-cpushm_*"):
-        path.unlink(missing_ok=True)
-
-
-def name_tower_of_gemma3() -> None:
-    """vLLM 0.30 and 0.31 do not know what transformers 5.17 and later call it."""
-    from vllm.model_executor.models.gemma3_mm import Gemma3ForConditionalGeneration
-    from vllm.model_executor.models.utils import WeightsMapper
-
-    tower = "vision_tower.vision_model."
-    known = Gemma3ForConditionalGeneration.hf_to_vllm_mapper.orig_to_new_prefix
-    prefixes = {"vision_tower.": tower, **known, "model.vision_tower.": tower}
-    Gemma3ForConditionalGeneration.hf_to_vllm_mapper = WeightsMapper(orig_to_new_prefix=prefixes)
 
 
 class StoreGroup:
