@@ -43,23 +43,6 @@ def verdicts(output: str) -> dict:
     return found
 
 
-@pytest.mark.torch
-def test_each_name_of_both_mappings_is_on_the_page():
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    )
-
-    rows = {(name, class_name) for names, class_name in ROWS for name in names.split(", ")}
-    others = {
-        name for line in NOT_TRAINED.splitlines() for name in line.partition(": ")[2].replace(";", ",").split(", ")
-    }
-    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES):
-        assert not {
-            (name, model) for name, model in mapping.items() if (name, model) not in rows and name not in others
-        }
-
-
 def test_no_model_on_the_page_is_shared_otherwise_than_exactly():
     texts = {text.split(":")[0] for text, _ in ROWS.values()}
     assert texts == {"shared", "refused", "not tried"}
