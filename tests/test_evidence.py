@@ -93,12 +93,3 @@ def test_the_age_of_every_committed_figure_is_told(capsys):
     assert age.main([]) == 0
     line = r"^ *\d+ changes since  20\d\d-\d\d-\d\d  [0-9a-f]{12}  reference\S+ bench-time \(\d+ rows\)$"
     assert re.search(line, capsys.readouterr().out, re.M)
-
-
-def test_one_command_measures_every_table_that_a_page_shows():
-    """Each measurement of the committed bench.csv, and each scale of the committed runs."""
-    dry = subprocess.run(["make", "-n", "evidence"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for table, _ in age.tables(ROOT / "results"):
-        part = table.partition(", ")[2]
-        wanted = {"cpu": "run_baseline-rloo.sh", "bench": "run_bench.sh", "bench-time": "run_bench.sh"}.get(part, part)
-        assert wanted in dry, table
