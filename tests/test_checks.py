@@ -2,13 +2,12 @@
 time on a GPU. And which commit a figure is of."""
 
 import os
-import shutil
 import subprocess
 import sys
 
 import pytest
 
-from experiments import commit, measuring
+from experiments import measuring
 from experiments.bench.samples import Cell
 from experiments.bench.sampling import Sampled
 from experiments.checks import exactness, kernels
@@ -103,25 +102,3 @@ def test_what_the_sampler_misses_is_measured(tmp_path):
     values = sampled.sample("100 ms")
     assert values["achieved_interval_ms"] == pytest.approx(100, rel=0.5)
     assert 0 <= values["missed_bytes"] < values["peak_bytes"]
-
-
-def test_what_was_measured_before_a_commit_of_pages_is_of_the_same_code(tmp_path, monkeypatch):
-    """And a copy without git says its commit by the environment."""
-
-    def commits(path, text):
-        (tmp_path / path).write_text(text)
-        git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x"]
-        for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one more"]):
-            subprocess.run([*git, *words], check=True)
-        return commit.source_commit()
-
-    (tmp_path / "experiments").mkdir()
-    monkeypatch.setattr(commit, "__file__", str(shutil.copy(commit.__file__, tmp_path / "experiments")))
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    monkeypatch.setenv("SOURCE_COMMIT", "0123456789ab")
-    assert commit.source_commit() == "0123456789ab"
-    first = commits("requirements.lock", "torch==1")
-    assert commits("README.md", "a page") == first
-    (tmp_path / "requirements.lock").write_text("torch==2")
-    assert commit.source_commit() == f"{first}-dirty"
-    assert commits("requirements.lock", "torch==2") != first
