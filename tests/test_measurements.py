@@ -134,12 +134,6 @@ def test_a_part_of_a_measurement_does_not_replace_a_whole_one(measure, clock, tm
     assert measure("clock", *ONE, "--fresh") == (0, "") and {row["commit"] for row in table(tmp_path)} == {"another"}
 
 
-def test_a_device_that_answers_no_more_ends_the_process_and_not_the_measurement(measure, clock, monkeypatch, tmp_path):
-    clock("broken", "whole")
-    monkeypatch.setattr(alternating, "answers", lambda device: False)
-    assert measure("clock", *ONE)[0] == measuring.EXIT_VERDICT and table(tmp_path, way="whole", repeats="2")
-
-
 @pytest.mark.torch
 def test_an_image_is_encoded_once_a_phase_where_its_prompt_is_shared(monkeypatch, shared_fork):
     monkeypatch.setattr(group, "keep_freed_memory", lambda: None)  # of this process
