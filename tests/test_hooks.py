@@ -58,14 +58,6 @@ def train(callback, trainer, generate, updates=2):
     return rows, json.loads((out / "memory.json").read_text())
 
 
-def test_scoring_is_not_called_generation_where_the_policy_never_generates(tmp_path):
-    trainer = stub_trainer(tmp_path, stub_policy())
-    rows, record = train(MemoryCallback(trainer), trainer, generate=lambda: None)
-    # the end of a step closes a row, and training goes on in the next
-    assert rows[1:5] == [(1, phase) for phase in ("score", "train", "optimizer", "train")]
-    assert record["prompt_tokens"] is None and "generate" not in record["peaks"]
-
-
 @pytest.mark.parametrize("engine", ["vllm", "continuous batching"])
 def test_another_engines_generation_is_marked_and_its_prompts_are_counted(engine, tmp_path):
     """Both take lists of token ids. Forwards of the policy inside it are part of it."""
