@@ -3,7 +3,6 @@
 import copy
 import os
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -161,14 +160,11 @@ def trainer_of(case: Case, sharing: bool, model: Path, more: dict):
     )
 
 
-def train(
-    case: Case, sharing: bool, model: Path, change: Callable[[object], None] = lambda trainer: None, **more
-) -> Trained:
-    """Trains in this process. `change` may spoil the trainer first; `more` are settings."""
+def train(case: Case, sharing: bool, model: Path, **more) -> Trained:
+    """Trains in this process. `more` are settings."""
     trainer = trainer_of(case, sharing, model, more)
     tokens, apart, passes = [], [], []
     watch_rollouts(trainer, tokens, apart)
-    change(trainer)
     before = parameters(trainer)
     with counted_passes(passes):
         trainer.train()
