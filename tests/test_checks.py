@@ -2,16 +2,15 @@
 time on a GPU. And which commit a figure is of."""
 
 import os
-import shutil
 import subprocess
 import sys
 
 import pytest
 
-from experiments import commit, measuring
+from experiments import measuring
 from experiments.bench.samples import Cell
 from experiments.bench.sampling import Sampled
-from experiments.checks import exactness, kernels, planner_check
+from experiments.checks import exactness, kernels
 from experiments.config import ROOT
 from experiments.measuring import EXIT_VERDICT, Place
 from experiments.record import read_csv
@@ -97,49 +96,9 @@ def test_a_kernel_whose_error_is_too_large_or_that_is_not_there_is_told(command,
     assert read_csv(tmp_path / "x" / "kernels.csv")[0]["verdict"] == "ZeroDivisionError: division by zero"
 
 
-def test_the_planner_check_goes_on_where_it_was_stopped(command, monkeypatch, tmp_path, capsys):
-    def check(name, device):
-        checked.append(name)
-        if len(checked) == 2:
-            raise KeyboardInterrupt
-        return [{"case": name, "predicted_bytes": 11, "measured_bytes": 10, "error": 0.1}]
-
-    checked = []
-    monkeypatch.setattr(planner_check, "use_fork", lambda arm: None)
-    monkeypatch.setattr(planner_check, "check", check)
-    cases = ("--cases", "stock-k4,stock-k8")
-    assert (command(planner_check, *cases), command(planner_check, *cases)) == (130, 0)
-    assert checked == ["stock-k4", "stock-k8", "stock-k8"]
-    assert [row["case"] for row in read_csv(tmp_path / "x" / "plan_check.csv")] == checked[:2]
-    capsys.readouterr()
-    assert command(planner_check, "--cases", "nope") == 2 and "unknown case 'nope'" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_what_the_sampler_misses_is_measured(tmp_path):
     sampled = Sampled(Cell("test", k=2), ("100 ms",), Place("cpu", tmp_path, {}))
     values = sampled.sample("100 ms")
     assert values["achieved_interval_ms"] == pytest.approx(100, rel=0.5)
     assert 0 <= values["missed_bytes"] < values["peak_bytes"]
-
-
-def test_what_was_measured_before_a_commit_of_pages_is_of_the_same_code(tmp_path, monkeypatch):
-    """And a copy without git says its commit by the environment."""
-
-    def commits(path, text):
-        (tmp_path / path).write_text(text)
-        git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x"]
-        for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one more"]):
-            subprocess.run([*git, *words], check=True)
-        return commit.source_commit()
-
-    (tmp_path / "experiments").mkdir()
-    monkeypatch.setattr(commit, "__file__", str(shutil.copy(commit.__file__, tmp_path / "experiments")))
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    monkeypatch.setenv("SOURCE_COMMIT", "0123456789ab")
-    assert commit.source_commit() == "0123456789ab"
-    first = commits("requirements.lock", "torch==1")
-    assert commits("README.md", "a page") == first
-    (tmp_path / "requirements.lock").write_text("torch==2")
-    assert commit.source_commit() == f"{first}-dirty"
-    assert commits("requirements.lock", "torch==2") != first

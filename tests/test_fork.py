@@ -90,12 +90,10 @@ def test_the_wheel_holds_the_build_installs_and_takes_the_place_of_an_older_one(
 
 @pytest.mark.parametrize("words, environment, said", [
     ("build classic x", {}, "classic holds alternatives: --no-patches, or --patches and one of 0001-string-"),
-    ("build first x --patches no", {}, "first has no patch no.patch, but 0001-prefix-sharing.patch, 0002-"),
     ("check", {"FORK_WHEELS": "/nowhere"}, "/nowhere holds no trl-0.21.0-py3-none-any.whl: put it there, or unset"),
     ("check", {"FORK_WHEELS": "", "XDG_CACHE_HOME": "cache", "PIP_NO_INDEX": "1"}, "connect to the network, or set"),
     ("check", {"PATH": ""}, "git is not installed or not on PATH: install it"),
     ("export first x", {"GIT_CONFIG_GLOBAL": os.devnull}, "git config --global user.email"),
-    ("export first trl", {}, "trl is not empty: name another folder"),
 ])  # fmt: skip
 def test_what_a_user_can_meet_is_one_line_with_the_remedy(copy, words, environment, said):
     code, lines = copy.run(*words.split(), **environment)
@@ -107,16 +105,6 @@ def test_a_wheel_that_is_not_the_pinned_one_is_never_used(copy):
     (copy.folder / LINES["first"].wheel).write_bytes(b"something else")
     code, (said,) = copy.run("build", "first", copy.dest, FORK_WHEELS=str(copy.folder))
     assert code == 1 and f"pinned is {LINES['first'].sha256}: delete it" in said and not copy.dest.exists()
-
-
-def test_a_patch_does_not_apply_where_white_space_at_the_edge_of_its_context_differs(copy):
-    """`patch` would forgive it."""
-    copy.edit(f"classic/{LEAN}", "     OnlineTrainerState,\n", "     OnlineTrainerState ,\n")
-    for words in (["build", "classic", copy.dest, "--patches", LEAN], ["check"]):
-        code, said = copy.run(*words)
-        place = "patch failed: trl/trainer/rloo_trainer.py:50"
-        assert code == 1 and said[0] == f"fork.py: classic/{LEAN} does not apply: {place}"
-    assert not copy.dest.exists()
 
 
 def test_check_tells_what_a_series_leaves_out_and_an_overlay_file_that_no_patch_or_two_claim(copy):

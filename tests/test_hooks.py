@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from experiments.record import read_csv
-from rloo_memory.device import machine_name
 from rloo_memory.hooks.memory_callback import MemoryCallback, trained_settings
 
 pytestmark = pytest.mark.torch
@@ -59,14 +58,6 @@ def train(callback, trainer, generate, updates=2):
     return rows, json.loads((out / "memory.json").read_text())
 
 
-def test_scoring_is_not_called_generation_where_the_policy_never_generates(tmp_path):
-    trainer = stub_trainer(tmp_path, stub_policy())
-    rows, record = train(MemoryCallback(trainer), trainer, generate=lambda: None)
-    # the end of a step closes a row, and training goes on in the next
-    assert rows[1:5] == [(1, phase) for phase in ("score", "train", "optimizer", "train")]
-    assert record["prompt_tokens"] is None and "generate" not in record["peaks"]
-
-
 @pytest.mark.parametrize("engine", ["vllm", "continuous batching"])
 def test_another_engines_generation_is_marked_and_its_prompts_are_counted(engine, tmp_path):
     """Both take lists of token ids. Forwards of the policy inside it are part of it."""
@@ -87,32 +78,6 @@ def test_another_engines_generation_is_marked_and_its_prompts_are_counted(engine
     rows, record = train(MemoryCallback(trainer), trainer, generate)
     assert rows[1:6] == [(1, phase) for phase in ("generate", "score", "train", "optimizer", "train")]
     assert record["prompt_tokens"] == 3
-
-
-def test_the_record_says_where_how_long_and_that_memory_ran_out(tmp_path):
-    """The longest completion also where it brings no new peak; and memory that runs out in a later, lower step."""
-    from rloo_memory.launch.offload import keep_on_host
-
-    trainer = stub_trainer(tmp_path, stub_policy(), ref_model=torch.nn.Linear(2, 2))
-    keep_on_host(trainer, trainer.ref_model)
-    callback = MemoryCallback(trainer, predicted={"train": 5}, predicted_prompt_tokens=7, start_bytes=8)
-    lengths = iter((3.0, 9.0, 5.0))
-
-    def generate():
-        trainer._metrics["train"]["completions/max_length"].append(next(lengths))
-        if trainer._metrics["train"]["completions/max_length"][-1] > 3:
-            callback.highest = 2**60
-
-    _, record = train(callback, trainer, generate, updates=3)
-    expected = {"predicted_peaks": {"train": 5}, "predicted_prompt_tokens": 7, "start_bytes": 8}
-    assert record.items() >= (expected | {"completion_tokens": 9, "out_of_memory": None}).items()
-    assert record["arguments"].items() >= {"offload_reference": True, "offload_reward": False}.items()
-    assert record["machine"] == machine_name("cpu", record["device_name"])
-    before = record["peaks"]
-    callback.phases.enter("train")
-    assert callback.failed() == "train"
-    record = json.loads((tmp_path / "memory.json").read_text())
-    assert record["out_of_memory"] == "train" and record["peaks"] == before != {}
 
 
 def test_the_record_has_the_settings_that_were_trained_with(policy, tmp_path):

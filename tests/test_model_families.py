@@ -1,17 +1,14 @@
 """docs/models.md holds what the check of model families finds, and the check finds what is not exact."""
 
-import os
 import re
-import signal
 import subprocess
 import sys
 import textwrap
 
 import pytest
 
-from experiments.checks import family_check, model_families
-from experiments.checks.family_check import OTHER, REFUSED, SHARED, UNTRIED, Result
-from experiments.checks.tiny_families import Family
+from experiments.checks import model_families
+from experiments.checks.family_check import OTHER, REFUSED, SHARED, UNTRIED
 from experiments.config import ROOT
 
 PAGE = (ROOT / "docs" / "models.md").read_text()
@@ -105,37 +102,6 @@ def test_what_is_not_exact_is_said_and_fails_the_command():
     windows, values, whole = result.stdout.splitlines()
     assert "| WRONG |" in windows and "| DIFFERS" in values and "| shared |" in whole
     assert result.stderr.count("not exact: MistralForCausalLM") == 2
-
-
-def test_one_family_that_ends_or_hangs_does_not_end_the_others(monkeypatch):
-    def check(family):
-        if family.class_name == "Ends":
-            os._exit(3)
-        if family.class_name == "Hangs":
-            signal.pause()
-        return Result(SHARED, generation="same")
-
-    monkeypatch.setattr(family_check, "check", check)
-    monkeypatch.setattr(model_families, "SECONDS", 1)
-    tried = [Family((name,), name, name) for name in ("Ends", "Hangs", "Works", "Works, too")]
-    found = {family.class_name: result for family, result in model_families.check_all(tried, workers=2)}
-    assert found["Ends"] == Result("FAILS", "the process ended with 3")
-    assert found["Hangs"] == Result("FAILS", "not done after 1 seconds")
-    assert found["Works"] == found["Works, too"] == Result(SHARED, generation="same")
-
-
-def test_what_is_refused_is_shortened_and_what_is_not_exact_fails_the_command():
-    error = ValueError(
-        "`prefix_sharing=True` does not support M (m): hidden states behind a shared prompt differ from those of "
-        "whole sequences by 3.1%. Set `prefix_sharing=False`."
-    )
-    assert family_check.refusal(error) == "hidden states behind a shared prompt differ from those of whole sequences"
-    assert family_check.refusal(ValueError("a | b")) == "by an exception without advice: ValueError: a / b"
-    exact = Result(SHARED, generation="same"), Result(SHARED, generation="as without a cache"), Result(REFUSED, "why")
-    bad = Result("WRONG", generation="same"), Result("FAILS"), Result(SHARED, generation="DIFFERS")
-    assert not any(map(model_families.is_bad, exact)) and all(map(model_families.is_bad, bad))
-    bounds = {None: "", 0.0: "0.0", 3e-16: "1e-15", 0.02: "1e-01", float("nan"): "nan", 7.0: "1e+01"}
-    assert [model_families.bound(error) for error in bounds] == [*bounds.values()]
 
 
 @pytest.mark.torch

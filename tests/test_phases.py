@@ -8,7 +8,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from experiments.record import read_csv
 from rloo_memory.device import status_bytes
 from rloo_memory.phases import PhaseRecorder
 
@@ -37,16 +36,6 @@ def test_a_peak_between_two_samples_is_kept_and_stays_in_its_phase(recorder):
     assert peaks["train"] >= level + 60 * MIB
     assert peaks["optimizer"] < peaks["train"] - 40 * MIB
     assert peaks["generate"] < peaks["train"] - 40 * MIB
-
-
-def test_rows_are_on_disk_when_their_phase_ends(recorder, tmp_path):
-    recorder.enter("generate")
-    recorder.enter("generate")  # the same phase again is nothing
-    recorder.enter("score")
-    rows = read_csv(tmp_path / "phases.csv")
-    assert [row["phase"] for row in rows] == ["load", "generate"]
-    assert all(float(row["end"]) >= float(row["start"]) for row in rows)
-    assert rows[0]["peak_allocated_bytes"] == "" and int(rows[0]["peak_resident_bytes"]) > MIB
 
 
 @pytest.mark.parametrize("lora", (False, True))

@@ -4,15 +4,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
 from experiments.config import ROOT
 from experiments.record import read_csv
+from rloo_memory.models import named_config
 from rloo_memory.plan.accuracy.cards import size_as_sold
 from rloo_memory.plan.setups import Setup, check
 
@@ -39,28 +37,6 @@ def test_every_phase_is_predicted_within_ten_percent_of_a_real_training(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_a_large_model_is_planned_without_weights(tmp_path):
-    path = tmp_path / "plan.json"
-    words = (
-        f"--model Qwen/Qwen3-1.7B --prompt 2000 --completion 256 --k 4 --dtype bfloat16 "
-        f"--tokens-per-forward 514 --device-memory 11.7GiB --arms stock,shared --json {path}"
-    )
-    result = run("rloo_memory.plan", *words.split())
-    assert result.returncode == 0, result.stderr[-3000:]
-    lines = result.stderr.splitlines()
-    assert [line.split(":")[0] for line in lines[:-1]] == ["  1 of 2", "  2 of 2"], "only progress: no library's noise"
-    assert f"python -m visualization.charts.plan {path}" in result.stdout
-    result_file = json.loads(path.read_text())
-    peaks = {p["arm"]: max(phase["total"] for phase in p["phases"]) for p in result_file["predictions"]}
-    weights = result_file["predictions"][0]["phases"][0]["kinds"]["parameters"]
-    assert 1.7e9 * 2 < weights < 1.75e9 * 2  # its published number of parameters, in bfloat16
-    assert weights < peaks["shared"] < peaks["stock"]
-    short = (peaks["stock"] - result_file["device_memory_bytes"]) / 2**30
-    assert f"short by {short:.2f} GiB" in result.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.torch
 def test_the_longest_prompt_that_fits_is_longer_with_shared_prompts(planned):
     words = (
         "--model tiny-qwen3 --prompt 1000 --completion 64 --k 4 --dtype float32 --device-memory 256MiB "
@@ -83,7 +59,6 @@ BAD_INPUT = [
     (["--model", "qwen3-8b", "--completion", "60000"], ["--prompt 100", "--completion 60000", "60100", "40960"]),
     (["--model", "qwen3-8b", "--bits", "4"], ["4-bit", "--lora"]),
     (["--model", "qwen3-8b", "--optim", "adam8"], ["adam8", "adamw_8bit"]),
-    (["--model", "qwen3-8b", "--device-memory", "24 bananas"], ["--device-memory", "24 bananas", "32GiB"]),
     (["--model", "qwen3-8b", "--device-memory", "24GiB", "--reserve", "30GiB"], ["--reserve 30GiB", "100MiB"]),
     (["--model", "qwen3-8b", "--largest", "k"], ["--device-memory"]),
     (["--model", "qwen3-8b", "--arms", "stock-tokens"], ["stock-tokens", "--tokens-per-forward"]),
@@ -108,25 +83,20 @@ def test_bad_input_is_one_line_with_value_and_remedy(arguments, parts, planned, 
 @pytest.mark.torch
 def test_adapters_are_planned_as_the_settings_have_them(planned, tmp_path):
     """Fewer target modules take less, dropout's masks more, and no prompt is shared with dropout."""
-    own = {"use_peft": True, "lora_target_modules": ["q_proj"], "lora_dropout": 0.0, "num_generations": 4}
-
-    def predicted(**changed):
-        profile, path = tmp_path / "own.yaml", tmp_path / "plan.json"
-        profile.write_text(yaml.safe_dump(own | changed))
-        words = ("--model", "tiny-qwen3", "--profile", profile, "--prompt", 300, "--arms", "stock,shared")
-        result = planned(*words, "--json", path)
-        if result.returncode:
-            return result.stderr.splitlines()[-1]
+    profile, path = tmp_path / "own.yaml", tmp_path / "plan.json"
+    words = ("--model", "tiny-qwen3", "--profile", profile, "--prompt", 300, "--arms", "stock,shared", "--json", path)
+    sizes = {}
+    for modules, dropout, arms in (("q_proj", 0.0, 2), ("all-linear", 0.0, 2), ("q_proj", 0.1, 1)):
+        own = {"use_peft": True, "lora_target_modules": [modules], "lora_dropout": dropout, "num_generations": 4}
+        profile.write_text(yaml.safe_dump(own | {"gradient_checkpointing": False}))
+        assert planned(*words).returncode == 0
         plans = json.loads(path.read_text())["predictions"]
-        return len(plans), {phase["phase"]: phase["total"] for phase in plans[0]["phases"]}
-
-    (_, few), (_, every) = predicted(), predicted(lora_target_modules="all-linear")
-    assert few["optimizer"] < every["optimizer"]
-    (both, kept), (alone, dropped) = (
-        predicted(lora_dropout=dropout, gradient_checkpointing=False) for dropout in (0.0, 0.1)
-    )
-    assert kept["train"] < dropped["train"] and (both, alone) == (2, 1)
-    assert "['no_such_layer']" in predicted(lora_target_modules=["no_such_layer"])
+        sizes[modules, dropout] = {phase["phase"]: phase["total"] for phase in plans[0]["phases"]}
+        assert len(plans) == arms
+    assert sizes["q_proj", 0.0]["optimizer"] < sizes["all-linear", 0.0]["optimizer"]
+    assert sizes["q_proj", 0.0]["train"] < sizes["q_proj", 0.1]["train"]
+    profile.write_text(yaml.safe_dump(own | {"lora_target_modules": ["no_such_layer"]}))
+    assert "['no_such_layer']" in planned(*words).stderr
 
 
 @pytest.mark.torch
@@ -138,21 +108,15 @@ def test_a_size_as_it_is_sold_is_taken_with_a_hint(planned):
     assert planned(*words, "--prompt", "8").stderr.startswith(f"--device-memory 24GiB: {sees}: write that, in GiB\n")
 
 
-POSITIONS = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=10**6))
-
-
-NUMBERS = dict(k=(2, 12), rows=(1, 24), prompts=(1, 4), accumulation=(1, 12), new=(2, 40))
-
-
-@given(**{name: st.integers(*bounds) for name, bounds in NUMBERS.items()})
-def test_any_k_makes_batches_that_a_trainer_accepts_with_as_many_prompts(k, rows, prompts, accumulation, new):
-    steps = max(1, prompts * k // rows)
+@pytest.mark.parametrize("k, rows, steps, accumulation, new", [
+    (8, 8, 1, 1, 12), (8, 2, 4, 4, 6), (6, 12, 2, 1, 4), (4, 1, 8, 2, 10), (2, 24, 1, 3, 40), (12, 5, 12, 7, 9),
+])  # fmt: skip
+def test_any_k_makes_batches_that_a_trainer_accepts_with_as_many_prompts(k, rows, steps, accumulation, new):
     batches = dict(per_device_train_batch_size=rows, steps_per_generation=steps)
     setup = Setup(100, num_generations=k, gradient_accumulation_steps=accumulation, **batches)
-    assume(rows * steps % k == 0)
     changed = setup.with_k(new)
     for accepted in (changed, changed.arm("shared"), changed.arm("stock-accumulate")):
-        check(accepted, POSITIONS)
+        check(accepted, named_config("tiny-qwen3"))
     assert changed.generation_rows // new == setup.generation_rows // k, "as many prompts"
     assert rows % k == 0 or changed.per_device_train_batch_size <= rows
 

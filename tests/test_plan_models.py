@@ -42,24 +42,6 @@ def test_models_with_another_kind_of_attention_are_planned(planned, model_type, 
     assert planned_arms(result) == ["stock", "stock-accumulate", "shared"]
 
 
-def test_a_multimodal_class_takes_what_its_text_model_takes_and_the_weights_of_its_tower(planned, tmp_path):
-    nested = models.shape_config("gemma-3-8-layers")
-    nested.text_config.vocab_size = 400
-    kinds = {}
-    for name, config in {"nested": nested, "text": nested.text_config}.items():
-        config.save_pretrained(tmp_path / name)
-        options = ["--model", tmp_path / name, "--prompt", 64, "--completion", 16, "--k", 4, "--beta", 0]
-        result = planned(*options, "--json", tmp_path / f"{name}.json")
-        assert planned_arms(result) == ["stock", "stock-accumulate", "shared"], result.stderr
-        predictions = json.loads((tmp_path / f"{name}.json").read_text())["predictions"]
-        kinds[name] = {(p["arm"], x["phase"]): x["kinds"] for p in predictions for x in p["phases"]}
-    towers = {of["parameters"] - kinds["text"][place].pop("parameters") for place, of in kinds["nested"].items()}
-    assert len(towers) == 1 and towers.pop() > 50_000
-    for place, of_nested in kinds["nested"].items():
-        del of_nested["parameters"]
-        assert of_nested == pytest.approx(kinds["text"][place], rel=0.02, abs=4096), place
-
-
 @pytest.mark.parametrize("shape", ("qwen3.5-8-layers", "bamba-8-layers", "lfm2-8-layers"))
 def test_layers_with_a_state_are_planned_and_what_is_not_sure_is_said(planned, shape, tmp_path):
     # With adapters: of all weights, micro-batches hold gradients that whole groups of so few tokens do not

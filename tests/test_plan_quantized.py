@@ -42,9 +42,6 @@ def test_kinds_without_a_formula_are_named_and_what_is_unpacked_has_its_16_bits(
         asked(quant_method="gptq", bits="four")
     assert asked(quant_method="mxfp4") is None and asked(quant_method="fp8", dequantize=True) is None
     assert asked(load_in_8bit=True) == Quantized("bitsandbytes", 8)
-    skips = asked(**BNB, llm_int8_skip_modules=["visual", "model.layers.3.mlp"])
-    kept = [skips.keeps(name, True) for name in ("model.layers.3.mlp.up_proj", "model.layers.30.mlp.up_proj")]
-    assert kept == [True, False] and skips.by_layer and not asked(**BNB).by_layer
 
 
 @pytest.mark.torch

@@ -1,13 +1,12 @@
 """Cells of real shapes at small size: what each way to train is, what is measured of it, and what it leaves."""
 
 import gc
-from dataclasses import replace
 
 import pytest
 
 from experiments.bench import trainings
 from experiments.bench.samples import Cell
-from experiments.bench.trainings import Trained, given, setup_of
+from experiments.bench.trainings import Trained
 from experiments.measuring import Place
 
 CELL = Cell("tiny-qwen3/sampled", 48, 8, 4)
@@ -39,32 +38,3 @@ def test_every_phase_is_measured_and_nothing_of_a_trainer_stays(tmp_path, shared
         assert values["step_seconds"] == pytest.approx(sum(values[f"{phase}_seconds"] for phase in trainings.PHASES))
         assert "train_allocated_bytes" not in values, "a CPU has no such counter"
     assert alive[3] == alive[4], "nothing of a trainer that ran out of memory stays for the next one"
-
-
-def test_ways_differ_in_what_their_names_say_and_in_nothing_else():
-    cell = Cell("qwen3-0.6b/sampled", 3000, 100, 8)
-    setups = {way: setup_of(cell, way, "cuda") for way in trainings.WAYS}
-    base = setups["stock"]
-    shared = replace(base, prefix_sharing=True)
-    assert base.per_device_train_batch_size == 8 and base.dtype == "bfloat16" and not base.needs_fork
-    assert setups["stock-cudnn"] == base == replace(setups["stock-accumulate"].with_rows(8))
-    for way, tokens in (("shared-all", None), ("shared-2", 2 * 101), ("shared-4096", 4096), ("shared-8192", 8192)):
-        assert setups[way] == replace(shared, tokens_per_forward=tokens)
-    assert setups["shared-micro-2"] == replace(base.with_rows(2), prefix_sharing=True)
-    assert setups["shared-2-mask"] == setups["shared-2"]
-    assert setups["shared-2-offload"] == replace(setups["shared-2"], activation_offloading=True)
-    assert setup_of(replace(cell, model="qwen3-8b-lora/ragged"), "stock", "cuda") == replace(
-        base, padded=True, lora_rank=16
-    )
-
-
-def test_given_completions_are_the_same_for_every_way_and_ragged_ones_differ_in_length():
-    class Tokenizer(list):
-        eos_token_id = 3
-
-    cell, tokenizer = Cell("tiny-qwen3/ragged", 48, 100, 8), Tokenizer(range(500))
-    ragged = given(cell, tokenizer, 1)
-    assert ragged == given(cell, tokenizer, 1) != given(cell, tokenizer, 2)
-    assert min(map(len, ragged)) == 25 and max(map(len, ragged)) == 100 and len({len(x) for x in ragged}) == 8
-    assert all(x[-1] == 3 and 3 not in x[:-1] for x in ragged)
-    assert {len(x) for x in given(replace(cell, model="tiny-qwen3/given"), tokenizer, 1)} == {100}

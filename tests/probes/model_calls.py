@@ -1,6 +1,7 @@
 """Which model is called with which shapes, with or without gradients, in which order: by the trainer in a real
-training, and by the simulation. JSON: for each case, both lists, in which what is repeated at once stands once."""
+training, and by the simulation. JSON: for each case, both lists, in which each call stands where it comes first."""
 
+import functools
 import json
 import tempfile
 from dataclasses import replace
@@ -37,70 +38,50 @@ CASES = {
 
 
 class Calls:
-    """Records the calls of backbones and of the LM head: whose, shape of the input, and whether with gradients."""
+    """The calls of backbones and of the LM head: whose, shape of the input, and whether with gradients. Each once."""
 
     def __init__(self):
-        self.list: list[tuple] = []
+        self.seen: dict[tuple, None] = {}
 
-    def watch(self, backbone, name: str) -> None:
-        def before(module, args, kwargs):
-            tensor = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
-            tensor = args[0] if tensor is None else tensor
-            rows, columns = tensor.shape[:2]
-            # Rewards are read from text, whose tokens may be others
-            shape = [rows] if name == "reward model" else [rows, columns]
-            self.add(name, shape)
+    def add(self, name: str, shape: tuple[int, ...]) -> None:
+        self.seen[name, shape, torch.is_grad_enabled() and not torch.is_inference_mode_enabled()] = None
 
-        backbone.register_forward_pre_hook(before, with_kwargs=True)
-
-    def watch_all(self, backbone, reference, reward_model) -> None:
-        self.watch(backbone, "policy")
-        for name, model in {"reference": reference, "reward model": reward_model}.items():
+    def watch(self, backbone, reference, reward_model) -> None:
+        models = {"policy": backbone, "reference": reference, "reward model": reward_model}
+        for name, model in models.items():
             if model is not None:
-                self.watch(model.base_model, name)
+                model.base_model.register_forward_pre_hook(functools.partial(self.before, name), with_kwargs=True)
+
+    def before(self, name: str, module, args, kwargs) -> None:
+        given = kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args
+        rows, columns = next(tensor for tensor in given if tensor is not None).shape[:2]
+        # Rewards are read from text, whose tokens may be others
+        self.add(name, (rows,) if name == "reward model" else (rows, columns))
 
     def watch_head(self):
         apply = ChunkedLogProbFunction.apply
 
         def recorded(hidden, *args):
-            self.add("head", list(hidden.shape))
+            self.add("head", tuple(hidden.shape))
             return apply(hidden, *args)
 
         return mock.patch.object(ChunkedLogProbFunction, "apply", recorded)
 
-    def add(self, name: str, shape: list[int]) -> None:
-        self.list.append((name, shape, torch.is_grad_enabled() and not torch.is_inference_mode_enabled()))
-
-
-def once(calls: list) -> list:
-    """The list with each run of equal stretches shortened to one."""
-    size = 1
-    while size <= len(calls) // 2:
-        i = 0
-        while i + 2 * size <= len(calls):
-            if calls[i : i + size] == calls[i + size : i + 2 * size]:
-                del calls[i : i + size]
-            else:
-                i += 1
-        size += 1
-    return calls
-
 
 class WatchedSimulation(Simulation):
-    def __init__(self, setup, hf_config):
-        super().__init__(setup, hf_config)
-        self.calls = Calls()
+    calls: Calls
 
     def load(self):
         super().load()
-        self.calls.watch_all(self.backbone, self.reference, self.reward_model if self.setup.reward_model else None)
+        self.calls.watch(self.backbone, self.reference, self.reward_model if self.setup.reward_model else None)
 
 
 def simulated(setup: Setup, hf_config) -> list:
     simulation = WatchedSimulation(setup, hf_config)
+    simulation.calls = Calls()
     with simulation.calls.watch_head():
         simulation.run()
-    return simulation.calls.list
+    return list(simulation.calls.seen)
 
 
 def trained(setup: Setup, folder: Path, tokenizer, prompts) -> list:
@@ -108,10 +89,10 @@ def trained(setup: Setup, folder: Path, tokenizer, prompts) -> list:
     trainer.args.max_steps = 1
     policy = trainer.model.get_base_model() if setup.lora_rank else trainer.model
     calls = Calls()
-    calls.watch_all(policy.base_model, trainer.ref_model, trainer.reward_funcs[0] if setup.reward_model else None)
+    calls.watch(policy, trainer.ref_model, trainer.reward_funcs[0] if setup.reward_model else None)
     with calls.watch_head():
         trainer.train()
-    return calls.list
+    return list(calls.seen)
 
 
 documents = data.load_documents("builtin")
@@ -129,5 +110,5 @@ with tempfile.TemporaryDirectory() as name:
     tokenizer.save_pretrained(folder / "reward")
     hf_config = models.shape_config("tiny-qwen3", 512)
     for name, setup in CASES.items():
-        result[name] = [once(trained(setup, folder, tokenizer, prompts)), once(simulated(setup, hf_config))]
+        result[name] = [trained(setup, folder, tokenizer, prompts), simulated(setup, hf_config)]
 print(json.dumps(result))
