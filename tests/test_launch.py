@@ -33,10 +33,8 @@ REFUSED = {
     "broken.yaml": ["launch: broken.yaml: unknown setting 'bata'; did you mean beta?"],
     "balanced --max_step 2 --beat 1": ["'max_step'; did you mean max_steps?", "'beat'; did you mean beta?"],
     "balanced --max_steps many": ["launch: max_steps: invalid int value: 'many'"],
-    "balanced --top_p 2 --max_steps 0": ["top_p is 2.0: it must be above 0, at most 1", "max_steps is 0"],
     "balanced --delta 0.3": ["launch: delta is no setting of this algorithm here"],
     "balanced stray --max_steps 2": ["launch: 'stray': no setting; write --name value"],
-    "balanced --algorithm ppo": ["ppo", "rloo, grpo"],
     "balanced --algorithm grpo --loss_type best": ["loss_type is 'best'", "dapo"],
     "balanced --steps_per_generation 1 --num_generations 16": ["must be divisible by num_generations (16)"],
     "balanced --model_name_or_path Qwen/Qwen3-8B": ["'Qwen/Qwen3-8B' is not a folder here; hub:Qwen/Qwen3-8B"],
@@ -52,7 +50,6 @@ REFUSED = {
     "balanced --dataset_name shout.jsonl --reward_funcs letters": ["'shout.jsonl': row 2", "no shouting"],
     "balanced --dataset_name empty.jsonl --reward_funcs letters": ["'empty.jsonl': row 2", "the prompt is empty"],
     "balanced --reward_model_name_or_path owner/name": ["reward model 'owner/name' is not a folder here; hub:owner/"],
-    "balanced --reward_funcs no/such": ["'no/such' is not module:function", "docs/launch.md"],
     "balanced --reward_funcs my_rewards:god": ["'my_rewards:god'", "no attribute 'god'"],
     "balanced --reward_funcs my_rewards:greedy": ["'solution'", "log_metric, each by name", "def score("],
     "balanced --reward_funcs ../elsewhere/nothing.py:good": ["No module named 'nothing'", "/elsewhere and on PYTHON"],
@@ -227,7 +224,7 @@ def test_memory_that_runs_out_is_said_in_one_line_and_recorded(here, monkeypatch
     monkeypatch.setattr(RLOOTrainer, "compute_loss", out_of_memory)
     assert launch.main(QUICK.split()) == 1
     error = capsys.readouterr().err
-    assert error.startswith("launch: out of memory in phase train of update 1: ") and error.count("\n") == 1, error
-    assert "Tried to allocate 2.00 GiB" in error and "rloo-memory doctor out says" in error
+    assert error.startswith("launch: out of memory in phase train of update 1 (rloo-memory doctor out says"), error
+    assert error.endswith("Tried to allocate 2.00 GiB more of it\n"), error
     record = json.loads(Path("out", "memory.json").read_text())
     assert record["prompt_tokens"] == 48 and record["out_of_memory"] == "train"

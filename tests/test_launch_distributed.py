@@ -1,8 +1,6 @@
 """The launcher under `accelerate launch` with the files in settings/accelerate: two processes on the CPU (gloo)."""
 
 import json
-import re
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -40,7 +38,7 @@ def check(setups, model, folder):
         # DeepSpeed compiles its Adam for the host once, in some minutes
         code, said = two_processes.launched(config, program, *words, seconds=600, **environment)
         assert code == 0, f"{config}: exit code {code}\n{said[-4000:]}"
-        assert said.count("memory by phase:") == said.count("\nreward  letters - ") == 1
+        assert said.count("memory by phase:") == said.count("\nreward  letters ") == 1
         logs[config] = json.loads((out / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
         weights[config] = load_file(out / "model.safetensors")  # whole, also where checkpoints are shards
         if policy:
@@ -81,12 +79,3 @@ def test_ddp_fsdp2_and_offloading_train_the_same_numbers(policy, tmp_path):
 def test_ddp_and_zero3_train_the_same_numbers(policy, tmp_path):
     """Offloading steps with DeepSpeed's own Adam."""
     check([DDP, ("zero3", PROGRAM, None), ("zero3_offload", PROGRAM, None)], policy, tmp_path)
-
-
-def test_fsdp_without_a_gpu_is_refused(policy, tmp_path):
-    """Accelerate would not shard there, and not say so."""
-    (tmp_path / "profile.yaml").write_text(PROFILE)
-    command = [sys.executable, *PROGRAM, str(tmp_path / "profile.yaml"), "--output_dir", str(tmp_path / "out")]
-    of_accelerate = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}  # as accelerate launch sets them
-    code, output = two_processes.run(command, 240, MODEL_PATH=policy, **of_accelerate)
-    assert code == 2 and re.search("^launch: .*ddp.yaml", output, re.MULTILINE), output[-3000:]

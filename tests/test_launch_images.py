@@ -12,11 +12,10 @@ from small_profile import small_profile
 from tiny_gemma3 import SIDE
 
 from rloo_memory.launch import __main__ as launch
-from rloo_memory.launch import dataset, prompt_images
+from rloo_memory.launch import prompt_images
 from rloo_memory.plan import doctor
 from rloo_memory.plan.options import asked as asked_by
 from rloo_memory.plan.records import read_run
-from rloo_memory.settings.arguments import LaunchArguments
 
 PROFILE = small_profile(
     4, 6, beta=0.05, per_device_train_batch_size=12, prefix_sharing=True, tokens_per_forward=14, max_steps=1,
@@ -115,18 +114,6 @@ def test_what_cannot_be_trained_on_is_one_line_before_the_model_loads(
     write("rows.parquet", [chat("a")] * 2, image=[png(16, 16)] * 2)
     monkeypatch.setenv("MODEL_PATH", policy)
     refused([*words, "rows.parquet"], "the prompts have images, and model ", "(of type qwen3) takes none")
-
-
-def test_the_first_200_rows_are_counted_or_all_where_there_is_a_limit(here, model, shared_fork):
-    from transformers import AutoProcessor
-
-    processor = AutoProcessor.from_pretrained(model)
-    write("rows.parquet", [chat("a")] * 201, images=[[png(8, 8)]] + [[]] * 199 + [[png(8, 8)] * 3])
-    rows = dataset.load(LaunchArguments(dataset_name="rows.parquet"))
-    first = dataset.measure(rows, processor, {}, None, "images")
-    assert (first.row, first.counted, first.images) == (1, 200, ((SIDE, SIDE),))
-    every = dataset.measure(rows, processor, {}, 1000, "images")
-    assert (every.row, every.counted, every.images) == (201, 201, ((SIDE, SIDE),) * 3)
 
 
 def test_sizes_are_those_of_the_grid_where_a_processor_keeps_the_shape():

@@ -45,8 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        where = "" if isinstance(error, OutOfMemory) else "out of memory before the first update: "
-        print(f"launch: {where}{one_line(error)}", file=sys.stderr)
+        print(f"launch: {one_line(error)}", file=sys.stderr)
         code = 1
     if one_of_several():
         leave(code)
@@ -60,10 +59,6 @@ def one_of_several() -> bool:
 
 def stop(number, frame):
     raise Stopped(number)
-
-
-class OutOfMemory(MemoryError):
-    """Memory ran out in the training, which says where."""
 
 
 def run(argv: list[str]) -> int:
@@ -163,8 +158,6 @@ def build_trainer(launch, config, model, found: policy.Policy, quantization, row
             raise
         said = " ".join(str(error).split()) if isinstance(error, ValueError) else one_line(error)
         raise ConfigError(f"cannot train {found.path!r}: {said}") from error
-    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not trainer.is_fsdp_enabled:
-        raise ConfigError("without a GPU accelerate would train with DDP in place of FSDP; use ddp.yaml")
     if launch.offload_reference:
         keep_on_host(trainer, trainer.ref_model)
     if launch.offload_reward:
@@ -184,9 +177,9 @@ def train(trainer, memory, checkpoint: str | None) -> None:
         raise ConfigError(f"a reward ended the program (SystemExit: {error}); let it return") from error
     except Exception as error:
         if is_out_of_memory(error):
-            raise OutOfMemory(
-                f"out of memory in phase {memory.failed()} of update {trainer.state.global_step + 1}: "
-                f"{one_line(error)}; rloo-memory doctor {config.output_dir} says what filled it"
+            raise MemoryError(
+                f"out of memory in phase {memory.failed()} of update {trainer.state.global_step + 1} (rloo-memory "
+                f"doctor {config.output_dir} says what filled it): {error}"
             ) from error
         if memory.phases is None:  # the optimizer, the schedule, the checkpoint
             raise ConfigError(one_line(error)) from error
