@@ -14,9 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 pytestmark = [pytest.mark.slow, pytest.mark.torch]
 PROGRAM = ("-m", "rloo_memory.launch")
 FSDP_PROGRAM = (str(ROOT / "tests" / "probes" / "fsdp_on_cpu.py"),)  # the launcher where accelerate can shard on CPU
-# Two rollouts with two updates each: after the first update of a rollout the loss is not zero. Every weight, with the
-# optimizer of the profiles. Both processes sample from their own seed, the same in all runs: a token is another one
-# only if two candidates are within rounding of each other.
+# Two rollouts with two updates each: after the first update of a rollout the loss is not zero
 PROFILE = small_profile(
     4, 8, beta=0.05, prefix_sharing=True, tokens_per_forward=18, num_iterations=2, max_steps=4, prompt_tokens=48,
     gradient_checkpointing=True, optim="adamw_torch_fused", learning_rate=1e-3, logging_steps=1,
@@ -68,9 +66,6 @@ DDP = ("ddp", PROGRAM, None)
 
 
 def test_ddp_fsdp2_and_offloading_train_the_same_numbers(policy, tmp_path):
-    """Where this was written the weights were equal to the bit: float32, and a sum of two gradients has no order. The
-    bounds are for kernels that sum a norm or a product in another order, of which Adam makes steps where a gradient
-    is near zero."""
     setups = [DDP, ("fsdp2", FSDP_PROGRAM, "OffloadPolicy"), ("fsdp2_offload", FSDP_PROGRAM, "CPUOffloadPolicy")]
     check(setups, policy, tmp_path)
 

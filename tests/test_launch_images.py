@@ -21,6 +21,7 @@ PROFILE = small_profile(
     4, 6, beta=0.05, per_device_train_batch_size=12, prefix_sharing=True, tokens_per_forward=14, max_steps=1,
     reward_funcs=["image_rewards:score"],
 )  # fmt: skip
+WORDS = ["profile.yaml", "--dataset_name", "rows.parquet"]
 REWARD = """
 def score(completions, images=None, image=None, **kwargs):
     assert len(images or image) == len(completions)
@@ -70,7 +71,7 @@ def test_prompts_with_images_train_and_the_gate_knows_them(here, planner, capsys
     """With prefix sharing. The longest prompt has one image, another one has two; one has none."""
     prompts = [chat("What is in the picture? " * 8), chat("Say a word."), chat("Say a word.")]
     write("rows.parquet", prompts, images=[[png(40, 20)], [png(16, 16), png(20, 60)], []])
-    code, (out, err) = launch.main(["profile.yaml", "--dataset_name", "rows.parquet"]), capsys.readouterr()
+    code, (out, err) = launch.main(WORDS), capsys.readouterr()
     assert code == 0, err
     (asked,) = planner
     assert asked["where"]["images"] == ((SIDE, SIDE), (SIDE, SIDE))
@@ -91,29 +92,22 @@ def test_images_in_files_train_one_a_row(here, capsys):
     assert json.loads(Path("trainer_output", "memory.json").read_text())["images"] == [[SIDE, SIDE]]
 
 
-REFUSED = {  # what is in the columns besides two prompts -> what is said of it
-    "missing": (dict(image=[png(8, 8), None]), ["row 2 cannot be made tokens"]),
-    "no_file": (dict(image=["here.png", "gone.png"]), ["row 2 cannot be made tokens", "gone.png"]),
-    "one": (dict(images=["a.png"] * 2), ["the column 'images' is Value('", "string'); it must be a list"]),
-    "text": (dict(image=["here.png"] * 2, prompt=["a", "b"]), ["row 1 cannot be made tokens"]),
-    "places": (
-        dict(images=[[png(8, 8)]] * 2, prompt=[[{"role": "user", "content": [{"type": "image"}] * 2}]] * 2),
-        ["row 1 cannot be made tokens: Number of images provided (1) does not match"],
-    ),
-}  # fmt: skip
-
-
 def test_what_cannot_be_trained_on_is_one_line_before_the_model_loads(
     here, policy, no_model_loads, refused, monkeypatch
 ):
-    Path("here.png").write_bytes(png(8, 8))
-    words = ["profile.yaml", "--per_device_train_batch_size", "4", "--dataset_name"]
-    for name, (columns, parts) in REFUSED.items():
-        write(f"{name}.parquet", [chat("a"), chat("b")], **columns)
-        refused([*words, f"{name}.parquet"], f"launch: dataset '{name}.parquet'", *parts)
+    places = [[{"role": "user", "content": [{"type": "image"}] * 2}]] * 2
+    for prompts, columns, said in (
+        ([chat("a")] * 2, {"image": [png(8, 8), None]}, "row 2 cannot be made tokens"),
+        ([chat("a")] * 2, {"image": ["gone.png"] * 2}, "row 1 cannot be made tokens: [Errno 2] No such file"),
+        ([chat("a")] * 2, {"images": ["a.png"] * 2}, "the column 'images' is Value('"),
+        (["a", "b"], {"image": [png(8, 8)] * 2}, "row 1 cannot be made tokens"),
+        (places, {"images": [[png(8, 8)]] * 2}, "row 1 cannot be made tokens: Number of images provided (1) does not"),
+    ):
+        write("rows.parquet", prompts, **columns)
+        refused([*WORDS, "--per_device_train_batch_size", "4"], f"launch: dataset 'rows.parquet': {said}")
     write("rows.parquet", [chat("a")] * 2, image=[png(16, 16)] * 2)
     monkeypatch.setenv("MODEL_PATH", policy)
-    refused([*words, "rows.parquet"], "the prompts have images, and model ", "(of type qwen3) takes none")
+    refused(WORDS, "the prompts have images, and model ", "(of type qwen3) takes none")
 
 
 def test_sizes_are_those_of_the_grid_where_a_processor_keeps_the_shape():

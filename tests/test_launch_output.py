@@ -42,24 +42,20 @@ def here(trained, policy, tmp_path, monkeypatch):
     return tmp_path
 
 
-def contents(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def test_the_output_of_another_training_is_not_replaced(here, no_model_loads, refused, capsys):
     """Before a model loads; a finished training trains nothing."""
-    before = contents(here)
+    files = [path for path in here.rglob("*") if path.is_file()]
+    before = {path: path.read_bytes() for path in files}
     refused(["profile.yaml"], "'trainer_output' holds", "--output_dir trainer_output-2", *GO_ON[1:], "delete")
     Path("copy").mkdir()
     shutil.copy(here / "trainer_output" / "model.safetensors", here / "copy")
     refused([*GO_ON, "trainer_output/checkpoint-1", "--output_dir=copy"], "'copy' holds", "model.safetensors")
-    shutil.rmtree(here / "copy")
     refused([*GO_ON, "trainer_output/checkpoint-9"], "no whole checkpoint", "holds checkpoint-2, checkpoint-1")
     with owned(Path("trainer_output")):
         refused([*GO_ON, "true"], "trainer_output is being written by", "--output_dir trainer_output-2")
     assert launch.main([*GO_ON, "true"]) == 0
     assert "finished: trainer_output/checkpoint-2 has reached max_steps 2" in capsys.readouterr().out
-    assert contents(here) == before
+    assert {path: path.read_bytes() for path in files} == before
 
 
 def test_a_training_goes_on_from_the_newest_whole_checkpoint_to_the_same_model(here, capsys):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import re
 import subprocess
 import sys
@@ -53,22 +52,20 @@ def test_what_yaml_reads_as_text_is_the_number_that_it_says(tmp_path):
     assert profiles.load_profile(str(path)) == expected
 
 
-def test_mistakes_in_an_accelerate_file_are_named(tmp_path):
+def test_an_accelerate_file_is_planned_with_its_devices_or_refused_by_name(tmp_path):
     path = tmp_path / "devices.yaml"
     for text, said in (
         ("distributed_type: MULTI_GPU\nnum_processes: 0\n", "num_processes is 0"),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 1}\n", "fsdp_version: 2"),
+        ("distributed_type: DEEPSPEED\n", "no formula for distributed_type 'DEEPSPEED'"),
     ):
         path.write_text(text)
-        line = refusal(profiles.devices_from, path)
-        assert str(path) in line and said in line, line
+        assert str(path) in (line := refusal(profiles.devices_from, path)) and said in line, line
     path.write_text("distributed_type: NO\n")  # which YAML reads as false
     assert profiles.devices_from(path)["num_devices"] == 1
-    for file in (profiles.FOLDER.parent / "accelerate").glob("*.yaml"):
-        if file.name.startswith("zero3"):
-            assert "no formula for distributed_type 'DEEPSPEED'" in refusal(profiles.devices_from, file)
-            continue
-        assert profiles.devices_from(file)["fully_sharded"] == file.name.startswith("fsdp2")
+    for name in ("ddp", "fsdp2", "fsdp2_offload"):
+        found = profiles.devices_from(profiles.FOLDER.parent / "accelerate" / f"{name}.yaml")
+        assert (found["fully_sharded"], found["offload_parameters"]) == ("fsdp2" in name, "offload" in name)
 
 
 WORDS = """--use_cpu true --activation_offloading false --max-steps=3 --beta 1e-2 --no_gradient_checkpointing
@@ -86,14 +83,11 @@ def test_trls_own_script_makes_the_same_of_every_profile_and_of_a_command_line(m
     of_trl = names & {field.name for field in dataclasses.fields(RLOOScriptArguments)}
     for name in profiles.names():
         for words in (["--use_cpu", "true", "--activation_offloading", "false"], WORDS):
-            script, config, model, _ = make_parser().parse_args_and_config(
-                ["--config", str(profiles.profile_path(name)), *words]
-            )
-            for before in ([name], ["--config", str(profiles.profile_path(name))]):
-                launch, *ours = command_line.parse([*before, *words])
-                assert [ours[0].to_dict(), ours[1]] == [config.to_dict(), model], name
-            if words is WORDS:
-                assert {x: getattr(launch, x) for x in of_trl} == {x: getattr(script, x) for x in of_trl}
+            words = ["--config", str(profiles.profile_path(name)), *words]
+            script, config, model, _ = make_parser().parse_args_and_config(words)
+            launched, *ours = command_line.parse(words)
+            assert [ours[0].to_dict(), ours[1]] == [config.to_dict(), model], name
+        assert {name: getattr(launched, name) for name in of_trl} == {name: getattr(script, name) for name in of_trl}
 
 
 # Only what a CPU does not have (a GPU to offload from) and what would take long is overridden
@@ -118,32 +112,26 @@ def test_every_profile_trains_a_tiny_model_on_a_cpu(policy, tmp_path, monkeypatc
 
 
 FILE = small_profile(
-    4, 8, dataset_name="rows", reward_funcs=["some_rewards.by_place", "some_rewards.by_length"], beta=0.05,
-    reward_weights=[1.0, 0.5], prefix_sharing=True, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-    max_steps=2, learning_rate=1e-2, save_strategy="steps", use_cpu=True,
+    4, 8, dataset_name="rows", reward_funcs=["some_rewards.by_place"], beta=0.05, prefix_sharing=True, max_steps=2,
+    per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2, save_strategy="steps",
+    use_cpu=True,
 )  # fmt: skip
-FUNCTIONS = """
-def by_place(completions, answer, **kwargs): return [float(place) for place in range(len(completions))]
-def by_length(completions, **kwargs): return [float(len(text)) for text in completions]
-"""
+REWARD = "def by_place(completions, **kwargs): return [float(place) for place in range(len(completions))]"
 
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_a_file_trains_the_same_model_with_trls_own_command(policy, tmp_path):
+def test_a_file_trains_the_same_model_with_trls_own_command(policy, tmp_path, monkeypatch):
+    monkeypatch.delenv("MODEL_PATH", raising=False)
     (tmp_path / "file.yaml").write_text(f"model_name_or_path: {policy}\n{FILE}")
-    (tmp_path / "some_rewards.py").write_text(FUNCTIONS)
+    (tmp_path / "some_rewards.py").write_text(REWARD)
     (tmp_path / "rows").mkdir()
-    rows = [json.dumps({"prompt": f"Say the word {number}.", "answer": "a"}) + "\n" for number in range(8)]
+    rows = [json.dumps({"prompt": f"Say the word {number}."}) + "\n" for number in range(8)]
     (tmp_path / "rows" / "train.jsonl").write_text("".join(rows))
     commands = {"ours": "rloo-memory launch file.yaml --predict_memory false", "theirs": "trl rloo --config file.yaml"}
-    environment = {name: value for name, value in os.environ.items() if name != "MODEL_PATH"}
+    models = [Path(policy, "model.safetensors").read_bytes()]
     for folder, command in commands.items():
-        program, *words = command.split()
-        words = [Path(sys.executable).parent / program, *words, "--output_dir", folder]
-        result = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-        assert result.returncode == 0, result.stderr[-3000:]
-    ours, theirs, before = (
-        Path(tmp_path, folder, "model.safetensors").read_bytes() for folder in ("ours", "theirs", policy)
-    )
-    assert ours == theirs != before
+        program, *words = [*command.split(), "--output_dir", folder]
+        subprocess.run([Path(sys.executable).parent / program, *words], cwd=tmp_path, check=True, timeout=300)
+        models.append((tmp_path / folder / "model.safetensors").read_bytes())
+    assert models[1] == models[2] != models[0]
