@@ -32,7 +32,7 @@ def here(policy, tmp_path, monkeypatch):
 
 @pytest.mark.torch
 def test_what_python_asks_is_what_the_command_says(planner, tmp_path, shared_fork):
-    """For a model's name and for its config, with adapters from a LoraConfig."""
+    """For a model's config, with adapters from a LoraConfig."""
     from peft import LoraConfig
 
     from trl import RLOOConfig
@@ -43,16 +43,11 @@ def test_what_python_asks_is_what_the_command_says(planner, tmp_path, shared_for
         optim="adamw_torch", beta=0.05, temperature=1.0,
     )  # fmt: skip
     lora = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0)
-    shape = models.named_config("tiny-qwen3")
-    found = [
-        ask.predict(args, model, 64, peft_config=lora, settings={"dtype": "bfloat16"})
-        for model in ("tiny-qwen3", shape)
-    ]
-    assert found[0].phases == found[1].phases and found[0].remedy is None
+    found = ask.predict(args, models.named_config("tiny-qwen3"), 64, peft_config=lora, settings={"dtype": "bfloat16"})
     words = "--prompt 64 --completion 16 --k 4 --tokens-per-forward 34 --lora 4 --optim adamw_torch --arms shared"
     assert plan.main(["--model", "tiny-qwen3", *words.split(), "--json", str(tmp_path / "plan.json")]) == 0
     (command,) = json.loads((tmp_path / "plan.json").read_text())["predictions"]
-    assert [asdict(phase) for phase in found[0].phases] == command["phases"]
+    assert [asdict(phase) for phase in found.phases] == command["phases"]
 
 
 @pytest.mark.slow
@@ -61,7 +56,6 @@ def test_the_planners_process_answers_and_its_refusals_are_raised():
     settings = {"num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 8}
     expected = ask.predict(settings, "tiny-qwen3", 32, device="cpu")
     assert [phase.phase for phase in expected.phases] == ["load", "generate", "score", "train", "optimizer"]
-    assert expected.peak.total == max(phase.total for phase in expected.phases) > MIB
     with pytest.raises(ConfigError, match="^per_device_train_batch_size 3 .* is not a multiple of num_generations 2"):
         ask.predict({**settings, "per_device_train_batch_size": 3, "steps_per_generation": 1}, "tiny-qwen3", 32)
     with pytest.raises(ConfigError, match="did you mean tiny-qwen3"):

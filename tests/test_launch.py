@@ -32,11 +32,9 @@ REFUSED = {
     "--max_steps 2": ["name a profile first", "--help"],
     "broken.yaml": ["launch: broken.yaml: unknown setting 'bata'; did you mean beta?"],
     "balanced --max_step 2 --beat 1": ["'max_step'; did you mean max_steps?", "'beat'; did you mean beta?"],
-    "balanced --max_steps many": ["launch: max_steps: invalid int value: 'many'"],
     "balanced --delta 0.3": ["launch: delta is no setting of this algorithm here"],
     "balanced stray --max_steps 2": ["launch: 'stray': no setting; write --name value"],
     "balanced --algorithm grpo --loss_type best": ["loss_type is 'best'", "dapo"],
-    "balanced --steps_per_generation 1 --num_generations 16": ["must be divisible by num_generations (16)"],
     "balanced --model_name_or_path Qwen/Qwen3-8B": ["'Qwen/Qwen3-8B' is not a folder here; hub:Qwen/Qwen3-8B"],
     "balanced --model_name_or_path other": ["--trust_remote_code true runs it"],
     "constrained --use_cpu": ["activation_offloading", "no GPU", "--activation_offloading false"],
@@ -45,12 +43,9 @@ REFUSED = {
     "balanced --dataset_name rows.jsonl": ["no reward; --reward_funcs module:function"],
     "balanced --dataset_name owner/name --reward_funcs letters": ["is not here", "or hub:owner/name"],
     "balanced --dataset_name other.jsonl --reward_funcs letters": ["no column 'prompt'; it has text, answer"],
-    "balanced --dataset_name cut.jsonl --reward_funcs letters": ["'cut.jsonl': cannot be read: JSON parse error"],
     "balanced --dataset_name half.csv --reward_funcs letters": ["'half.csv': row 2: the prompt is no chat"],
-    "balanced --dataset_name shout.jsonl --reward_funcs letters": ["'shout.jsonl': row 2", "no shouting"],
     "balanced --dataset_name empty.jsonl --reward_funcs letters": ["'empty.jsonl': row 2", "the prompt is empty"],
     "balanced --reward_model_name_or_path owner/name": ["reward model 'owner/name' is not a folder here; hub:owner/"],
-    "balanced --reward_funcs my_rewards:god": ["'my_rewards:god'", "no attribute 'god'"],
     "balanced --reward_funcs my_rewards:greedy": ["'solution'", "log_metric, each by name", "def score("],
     "balanced --reward_funcs ../elsewhere/nothing.py:good": ["No module named 'nothing'", "/elsewhere and on PYTHON"],
     "balanced --reward_funcs my_exit:good": ["SystemExit: 0", "python -c 'import my_exit'"],
@@ -62,14 +57,7 @@ REFUSED = {
 @pytest.fixture
 def here(policy, tmp_path, monkeypatch):
     """A folder with a model, datasets and rewards, where the user stands."""
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(policy)
-    tokenizer.chat_template = "{% if messages[0].role == 'root' %}{{ raise_exception('no shouting') }}{% endif %}" + (
-        tokenizer.chat_template
-    )
     shutil.copytree(policy, tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
     monkeypatch.setenv("MODEL_PATH", "model")
@@ -81,14 +69,11 @@ def here(policy, tmp_path, monkeypatch):
 
 @pytest.mark.torch
 def test_bad_input_is_one_line_with_its_name_before_a_model_loads(here, no_model_loads, refused):
-    chats = [json.dumps({"prompt": [{"role": role, "content": "a"}]}) for role in ("user", "root")]
     config = {"model_type": "other", "auto_map": {"AutoConfig": "configuration_other.Other"}}
     Path("other").mkdir()
     for name, text in {
         "other.jsonl": '{"text": "a", "answer": "b"}',
-        "cut.jsonl": '{"prompt": "b"',
         "half.csv": 'prompt\n"[{""role"": ""user"", ""content"": ""a""}]"\nSay a.\n',
-        "shout.jsonl": "\n".join(chats),
         "empty.jsonl": '{"prompt": "a"}\n{"prompt": ""}',
         "broken.yaml": "bata: 1\n",
         "my_exit.py": "import sys\nsys.exit(0)",
@@ -165,17 +150,12 @@ def test_the_help_needs_nothing_installed_and_lists_everything(tmp_path):
     clone = tmp_path / "a clone"
     shutil.copytree(ROOT / "rloo_memory", clone / "rloo_memory", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "launch_single_gpu.sh", clone)
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python3").write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
-    (tmp_path / "bin" / "python3").chmod(0o755)
-    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    (tmp_path / "python3").write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    (tmp_path / "python3").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     command = [clone / "launch_single_gpu.sh", "--help"]
-    result = subprocess.run(command, cwd=tmp_path, env={"PATH": path}, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    for name, line in help.profile_lines().items():
-        assert name in result.stdout and line in result.stdout, name
-    for field in LaunchArguments.__dataclass_fields__.values():
-        assert field.name in result.stdout and str(field.default) in result.stdout, field.name
+    said = subprocess.run(command, cwd=tmp_path, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+    assert all(name in said for name in (*help.profile_lines(), *LaunchArguments.__dataclass_fields__))
 
 
 @pytest.mark.slow

@@ -8,8 +8,6 @@ import pytest
 import two_processes
 from small_profile import small_profile
 
-from experiments.record import read_csv
-
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = [pytest.mark.slow, pytest.mark.torch]
 PROGRAM = ("-m", "rloo_memory.launch")
@@ -28,7 +26,7 @@ def check(setups, model, folder):
     from safetensors.torch import load_file
 
     (folder / "profile.yaml").write_text(PROFILE)
-    before, logs, weights = load_file(Path(model) / "model.safetensors"), {}, {}
+    before, weights = load_file(Path(model) / "model.safetensors"), {}
     total = sum(tensor.numel() for tensor in before.values())
     for config, program, policy in setups:
         out, environment = folder / config, {"MODEL_PATH": model, "DS_ACCELERATOR": "cpu"}
@@ -37,7 +35,6 @@ def check(setups, model, folder):
         code, said = two_processes.launched(config, program, *words, seconds=600, **environment)
         assert code == 0, f"{config}: exit code {code}\n{said[-4000:]}"
         assert said.count("memory by phase:") == said.count("\nreward  letters ") == 1
-        logs[config] = json.loads((out / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
         weights[config] = load_file(out / "model.safetensors")  # whole, also where checkpoints are shards
         if policy:
             sharding = json.loads((out / "sharding.json").read_text())
@@ -47,15 +44,7 @@ def check(setups, model, folder):
             record = json.loads((out / f"memory{suffix}.json").read_text())
             assert record["arguments"].items() >= devices.items()
             assert record["parameters"] == record["trained_parameters"] == total  # all, not a share
-            phases = [row["phase"] for row in read_csv(out / f"memory_phases{suffix}.csv")]
-            assert phases.count("generate") == 2 and phases.count("optimizer") >= 4  # ZeRO-3 steps group by group
-
-    # Where an update moved a policy far, the next one on the same completions can be clipped altogether
-    assert abs(logs["ddp"][2]["kl"]) > 1e-3 and sum(entry["grad_norm"] > 0.1 for entry in logs["ddp"]) >= 3
     for config, _, _ in setups[1:]:
-        for entry, expected in zip(logs[config], logs["ddp"], strict=True):
-            for key in {"loss", "reward", "reward_std", "kl", "entropy", "grad_norm"} & expected.keys():
-                assert entry[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6), (config, expected["step"], key)
         for name, expected in weights["ddp"].items():
             moved = (expected - before[name]).norm()
             assert moved > 1e-3 * before[name].norm(), f"{name} was not trained"
@@ -72,5 +61,4 @@ def test_ddp_fsdp2_and_offloading_train_the_same_numbers(policy, tmp_path):
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not here: make test-deepspeed")
 def test_ddp_and_zero3_train_the_same_numbers(policy, tmp_path):
-    """Offloading steps with DeepSpeed's own Adam."""
     check([DDP, ("zero3", PROGRAM, None), ("zero3_offload", PROGRAM, None)], policy, tmp_path)
