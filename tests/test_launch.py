@@ -35,7 +35,7 @@ REFUSED = {
     "balanced --delta 0.3": ["launch: delta is no setting of this algorithm here"],
     "balanced stray --max_steps 2": ["launch: 'stray': no setting; write --name value"],
     "balanced --algorithm grpo --loss_type best": ["loss_type is 'best'", "dapo"],
-    "balanced --model_name_or_path Qwen/Qwen3-8B": ["'Qwen/Qwen3-8B' is not a folder here; hub:Qwen/Qwen3-8B"],
+    "balanced --model_name_or_path Qwen/Qwen3-8B": ["'Qwen/Qwen3-8B' is not a folder here; name one, hub:owner"],
     "balanced --model_name_or_path other": ["--trust_remote_code true runs it"],
     "constrained --use_cpu": ["activation_offloading", "no GPU", "--activation_offloading false"],
     "balanced --offload_reference true": ["offload_reference", "no reference (beta is 0"],

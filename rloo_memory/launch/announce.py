@@ -33,22 +33,18 @@ def print_start(launch, model, trainer, lengths, reward: str) -> None:
 
 
 def rounded_away(trainer) -> float:
-    """The share of 16-bit weights that Adam's step leaves as they are, where it is most of them; otherwise 0.
-
-    Adam moves a weight by at most about the learning rate; a move of less than half the distance to the next number
-    that the dtype has leaves the weight as it is. DeepSpeed and FSDP under autocast keep float32 weights beside them.
-    """
+    """The share of 16-bit weights that a step of Adam, which is at most about the learning rate, leaves as they are,
+    where it is most of them; otherwise 0. DeepSpeed and FSDP under autocast keep float32 weights beside them."""
     import torch
 
-    config, halves = trainer.args, (torch.bfloat16, torch.float16)
+    config = trainer.args
     kept_in_float32 = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled and (config.bf16 or config.fp16)
-    weights = [weight.detach() for weight in trainer.model.parameters() if weight.requires_grad]
-    weights = [weight.flatten() for weight in weights if weight.dtype in halves and weight.numel()]
-    if "adam" not in config.optim or kept_in_float32 or not weights:
+    weights = [weight.detach().flatten() for weight in trainer.model.parameters() if weight.requires_grad]
+    halves = [weight for weight in weights if weight.dtype in (torch.bfloat16, torch.float16) and weight.numel()]
+    if not halves or "adam" not in config.optim or kept_in_float32:
         return 0.0
-    some = torch.cat([weight[:: max(1, weight.numel() // 1000)] for weight in weights])  # enough for a share
-    half_a_step = torch.finfo(some.dtype).eps / 2 * 2.0 ** (torch.frexp(some.float())[1] - 1)
-    share = (half_a_step > config.learning_rate).float().mean().item()
+    some = torch.cat([weight[:: max(1, weight.numel() // 1000)] for weight in halves])  # enough for a share
+    share = (some.abs() + config.learning_rate == some.abs()).float().mean().item()
     return share if share > 0.5 else 0.0
 
 

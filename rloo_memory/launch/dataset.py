@@ -21,11 +21,10 @@ ROWS_COUNTED = 20_000  # for the summary; all of them where there is a limit to 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of the prompts: the longest one, its row (from 1), and how many rows were counted. `images` are width and
-    height in pixels, as the processor scales them, of the images of the row where they have most pixels."""
+    """Tokens of the longest prompt, and how many rows were counted. `images` are width and height in pixels, as the
+    processor scales them, of the images of the row where they have most pixels."""
 
     longest: int
-    row: int
     counted: int
     images: tuple[tuple[int, int], ...] = ()
 
@@ -133,7 +132,7 @@ def measure(rows, tokenizer, options: dict, limit: int | None, images: str | Non
             f"row {longest_row}: the prompt has {longest:,} tokens, and the settings are for at most "
             f"max_prompt_tokens {limit:,}; shorten it, or plan again with --prompt {longest}"
         )
-    return Lengths(longest, longest_row, counted, largest)
+    return Lengths(longest, counted, largest)
 
 
 def tokens_of(row: dict, tokenizer, options: dict, images: str | None) -> tuple[int, tuple]:

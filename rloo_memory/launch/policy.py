@@ -29,7 +29,7 @@ def check(name: str | None) -> None:
             raise adapter.missing()
     elif not is_model(name) and not name.startswith("random:"):
         raise ConfigError(
-            f"model {name!r} is not a folder here; hub:{name} downloads it, and random:SHAPE takes random weights"
+            f"model {name!r} is not a folder here; name one, hub:owner/name (downloads it) or random:shape"
         )
 
 
