@@ -77,12 +77,11 @@ def run(argv: list[str]) -> int:
     policy.check(model.model_name_or_path)
     reward_funcs = rewards.rewards_of(launch, ["prompt"] if rows is None else rows.column_names)
     check_gpu(config, model)
-    with output.taken(config) as begin:
-        if begin.finished:
-            if config.process_index == 0:
-                print(begin.finished)
-        else:
-            train_in_folder(argv, launch, config, model, rows, reward_funcs, begin)
+    with output.taken(config) as (checkpoint, finished):
+        if not finished:
+            train_in_folder(argv, launch, config, model, rows, reward_funcs, checkpoint)
+        elif config.process_index == 0:
+            print(finished)
         output.end_together()
     return 0
 
@@ -97,7 +96,7 @@ def check_gpu(config, model) -> None:
         print(f"device  the CPU: {why}", flush=True)
 
 
-def train_in_folder(argv, launch, config, model, rows, reward_funcs: list, begin: output.Start) -> None:
+def train_in_folder(argv, launch, config, model, rows, reward_funcs: list, checkpoint: str | None) -> None:
     """Read the model's files, check what it is given, predict, and train."""
     from rloo_memory.hooks.memory_callback import MemoryCallback
 
@@ -130,7 +129,7 @@ def train_in_folder(argv, launch, config, model, rows, reward_funcs: list, begin
         images=lengths.images,
         start_bytes=start,
     )
-    train(trainer, memory, begin.checkpoint)
+    train(trainer, memory, checkpoint)
 
 
 def build_trainer(launch, config, model, found: policy.Policy, quantization, rows, reward_funcs: list):

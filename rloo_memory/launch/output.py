@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from rloo_memory.errors import EXIT_USAGE, ConfigError, leave
@@ -13,17 +12,10 @@ STATE = "trainer_state.json"  # what the trainer writes last into a checkpoint
 MODEL_FILES = ("model*.safetensors", "adapter_model*", "pytorch_model*")
 
 
-@dataclass(frozen=True)
-class Start:
-    """Where a training begins: at `checkpoint`, else from nothing; and why nothing is left to train, if so."""
-
-    checkpoint: str | None = None
-    finished: str = ""
-
-
 @contextlib.contextmanager
-def taken(config) -> Iterator[Start]:
-    """Make the output folder, keep other launchers out of it, and find where to begin."""
+def taken(config) -> Iterator[tuple[str | None, str]]:
+    """Make the output folder and keep other launchers out of it. The checkpoint to go on from, None for none, and why
+    nothing is left to train, if so."""
     with contextlib.ExitStack() as lock:
         yield decided_once(config, lambda: decide(config, lock))
 
@@ -58,12 +50,12 @@ def end_together() -> None:
     state.destroy_process_group()
 
 
-def decide(config, lock: contextlib.ExitStack) -> Start:
+def decide(config, lock: contextlib.ExitStack) -> tuple[str | None, str]:
     folder, asked = Path(config.output_dir), str(config.resume_from_checkpoint or False)
     lock.enter_context(owned(folder, patience=1, remedy=f"--output_dir {free_name(folder)}"))
     if asked.lower() == "false":
         refuse_other_output(folder)
-        return Start()
+        return None, ""
     there = checkpoints(folder)
     checkpoint = next(iter(there), None) if asked.lower() == "true" else Path(asked)
     if checkpoint is None or not (checkpoint / STATE).exists():
@@ -73,7 +65,7 @@ def decide(config, lock: contextlib.ExitStack) -> Start:
         )
     if checkpoint.resolve().parent != folder.resolve():
         refuse_other_output(folder)
-    return Start(str(checkpoint), finished(checkpoint, config))
+    return str(checkpoint), finished(checkpoint, config)
 
 
 def refuse_other_output(folder: Path) -> None:
