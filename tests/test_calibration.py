@@ -1,6 +1,9 @@
 """A run of the launcher corrects what is predicted."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pandas
 import pytest
@@ -41,10 +44,11 @@ def test_a_run_that_says_nothing_is_refused_in_one_line(planned, tmp_path, chang
 
 
 @pytest.mark.slow
-def test_a_run_corrects_its_own_prediction_to_what_it_measured(forked, planned, tmp_path):
+def test_a_run_corrects_its_own_prediction_to_what_it_measured(planned, tmp_path):
     (tmp_path / "profile.yaml").write_text(small_profile(4, 8, prompt_tokens=128, max_steps=3))
     words = ("--model_name_or_path", "random:tiny-qwen3", "--output_dir", tmp_path / "run")
-    assert forked("launch_measured", tmp_path / "profile.yaml", *words).returncode == 0
+    command = [sys.executable, "-m", "rloo_memory.launch", tmp_path / "profile.yaml", *words]
+    subprocess.run(command, check=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     found, run = load(tmp_path / "run", "cpu"), json.loads((tmp_path / "run" / "memory.json").read_text())
     rows = pandas.read_csv(tmp_path / "run" / "memory_phases.csv")
     measured = rows[(rows.phase == "train") & (rows.step > 1)].peak_resident_bytes.max() - run["start_bytes"]

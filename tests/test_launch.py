@@ -10,85 +10,54 @@ from pathlib import Path
 
 import pytest
 
-from rloo_memory.errors import ConfigError
 from rloo_memory.launch import __main__ as launch
 from rloo_memory.launch import dataset, help, rewards
 from rloo_memory.settings.arguments import LaunchArguments
 from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parent.parent
-ROW = b'{"prompt": "Say a."}\n'
 ROWS = b'{"prompt": "Say a.", "answer": "a"}\n{"prompt": "Say the long word b.", "answer": "b"}\n'
 QUICK = "balanced --max_steps 1 --max_completion_length 8 --prompt_tokens 48 --output_dir out --disable_tqdm true"
 QUICK += " --predict_memory false --report_to none"
 REWARDS = """
 def good(completions, answer=None, **kwargs): return [0.0] * len(completions)
+def texts(completions, **kwargs): return ["1"] * len(completions)
 def few(completions, **kwargs): return [1.0]
 def leaves(completions, **kwargs): raise SystemExit(0)
 def greedy(completions, solution, **kwargs): return []
 """
-DATASETS = {
-    "unclosed.jsonl": (ROW + b'{"prompt": "b"\r\n' + ROW, ["cannot be read: JSON parse error"]),
-    "empty.jsonl": (b"", ["'empty.jsonl': an empty file"]),
-    "no_column.jsonl": (b'{"text": "a", "answer": "b"}\n', ["no column 'prompt'", "it has text, answer"]),
-    "latin.csv": (b"prompt\ncaf\xe9\n", ["0xe9", "save it as UTF-8"]),
-    "spaces.jsonl": (ROW + b'{"prompt": " "}\n', ["row 2: the prompt is empty"]),
-    "texts.jsonl": (b'{"prompt": ["a", "b"]}\n', ["row 1: the prompt is ['a', 'b']", "text, or a chat"]),
-    "no_role.jsonl": (b'{"prompt": [{"content": "a"}]}\n', ["row 1: the prompt is [{", "text, or a chat"]),
-    "silent.jsonl": (b'{"prompt": [{"role": "user", "content": ""}]}\n', ["row 1: the prompt is empty"]),
-    "owner/name": (..., ["is not here", "hub:owner/name downloads it"]),
-    "half.csv": (b'prompt\n"[{""role"": ""user"", ""content"": ""a""}]"\nSay a.\n', ["row 2: the prompt is no chat"]),
-    "far.jsonl": (ROW + b'{"prompt": "Say <far>."}\n', ["row 2: the token '<far>' has the id", "512 rows"]),
-    "taken.jsonl": (b'{"prompt": "a", "completions": "old"}', ["the column 'completions'", "rename the column"]),
-}  # fmt: skip
-OF_ROWS = "balanced --dataset_name rows.jsonl --reward_funcs"
+OF_ROWS = "balanced --dataset_name rows.jsonl --reward_funcs my_rewards:good"
 REFUSED = {
     "constraind": ["constraind", "did you mean constrained"],
     "--max_steps 2": ["name a profile first", "--help"],
+    "broken.yaml": ["launch: broken.yaml: unknown setting 'bata'; did you mean beta?"],
     "balanced --max_step 2 --beat 1": ["'max_step'; did you mean max_steps?", "'beat'; did you mean beta?"],
-    "balanced --max_steps many": ["launch: max_steps: invalid int value: 'many'"],
-    "balanced --top_p 2 --max_steps 0": ["top_p is 2.0: it must be above 0, at most 1", "max_steps is 0"],
     "balanced --delta 0.3": ["launch: delta is no setting of this algorithm here"],
     "balanced stray --max_steps 2": ["launch: 'stray': no setting; write --name value"],
-    "balanced --algorithm ppo": ["ppo", "rloo, grpo"],
     "balanced --algorithm grpo --loss_type best": ["loss_type is 'best'", "dapo"],
-    "balanced --model_name_or_path elsewhere": ["MODEL_PATH is 'model' and --model_name_or_path 'elsewhere'"],
+    "balanced --model_name_or_path Qwen/Qwen3-8B": ["'Qwen/Qwen3-8B' is not a folder here; name one, hub:owner"],
+    "balanced --model_name_or_path other": ["--trust_remote_code true runs it"],
     "constrained --use_cpu": ["activation_offloading", "no GPU", "--activation_offloading false"],
-    "balanced --use_peft --lora_dropout 0.1": ["lora_dropout is 0.1", "--lora_dropout 0"],
-    "balanced --steps_per_generation 1 --num_generations 16 --per_device_train_batch_size 4": [
-        "generation_batch_size (4)", "set --steps_per_generation as well",
-    ],
-    "balanced --offload_reference true": ["offload_reference", "no reference (beta is 0)"],
-    "balanced --load_in_4bit true": ["launch: load_in_4bit", "need use_peft"],
-    "broken.yaml": ["launch: broken.yaml: beta: invalid float value: 'much'; unknown setting 'bata'"],
+    "balanced --offload_reference true": ["offload_reference", "no reference (beta is 0"],
     "balanced --output_dir taken": ["cannot write to taken"],
-    "balanced --output_dir new --resume_from_checkpoint true": ["'new' holds no checkpoint-N"],
     "balanced --dataset_name rows.jsonl": ["no reward; --reward_funcs module:function"],
+    "balanced --dataset_name owner/name --reward_funcs letters": ["is not here", "or hub:owner/name"],
+    "balanced --dataset_name other.jsonl --reward_funcs letters": ["no column 'prompt'; it has text, answer"],
+    "balanced --dataset_name half.csv --reward_funcs letters": ["'half.csv': row 2: the prompt is no chat"],
+    "balanced --dataset_name empty.jsonl --reward_funcs letters": ["'empty.jsonl': row 2", "the prompt is empty"],
     "balanced --reward_model_name_or_path owner/name": ["reward model 'owner/name' is not a folder here; hub:owner/"],
-    "balanced --reward_funcs no/such": ["'no/such' is not module:function", "docs/launch.md"],
-    f"{OF_ROWS} my_rewards:god": ["'my_rewards:god'", "no attribute 'god'"],
-    f"{OF_ROWS} my_rewards:greedy": ["'solution'", "log_metric, answer", "def score("],
-    f"{OF_ROWS} ../elsewhere/nothing.py:good": ["No module named 'nothing'", "/elsewhere and on PYTHONPATH"],
-    f"{OF_ROWS} my_exit:good": ["SystemExit: 0", "python -c 'import my_exit'"],
-    f"{OF_ROWS} my_rewards:good --max_prompt_tokens 5": ["'rows.jsonl': row 2", "max_prompt_tokens 5"],
-    f"{OF_ROWS} my_rewards:good --steps_per_generation 6": ["has 2 prompts, and 3 are generated for at a time"],
-    "balanced --max_completion_length 50000": ["'builtin': row 1", "50,000 exceed the model's", "; --anyway trains"],
-    "balanced --dataset_name shout.jsonl --reward_funcs letters": ["'shout.jsonl': row 2", "no shouting"],
-}  # fmt: skip
+    "balanced --reward_funcs my_rewards:greedy": ["'solution'", "log_metric, each by name", "def score("],
+    "balanced --reward_funcs ../elsewhere/nothing.py:good": ["No module named 'nothing'", "/elsewhere and on PYTHON"],
+    "balanced --reward_funcs my_exit:good": ["SystemExit: 0", "python -c 'import my_exit'"],
+    f"{OF_ROWS} --max_prompt_tokens 5": ["'rows.jsonl': row 2", "max_prompt_tokens 5"],
+    f"{OF_ROWS} --steps_per_generation 6": ["2 in it, and 3 prompts are generated for at a time"],
+}
 
 
 @pytest.fixture
 def here(policy, tmp_path, monkeypatch):
     """A folder with a model, datasets and rewards, where the user stands."""
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(policy)
-    tokenizer.chat_template = "{% if messages[0].role == 'root' %}{{ raise_exception('no shouting') }}{% endif %}" + (
-        tokenizer.chat_template
-    )
-    tokenizer.add_tokens(["<far>"])
     shutil.copytree(policy, tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
     monkeypatch.setenv("MODEL_PATH", "model")
@@ -99,37 +68,34 @@ def here(policy, tmp_path, monkeypatch):
 
 
 @pytest.mark.torch
-def test_bad_input_is_one_line_with_its_name_before_a_model_loads(here, monkeypatch, no_model_loads, refused):
-    for name, (text, _) in DATASETS.items():
-        if text is not ...:
-            Path(name).write_bytes(text)
-    chats = [[{"role": role, "content": "a"}] for role in ("user", "root")]
-    Path("shout.jsonl").write_text("".join(json.dumps({"prompt": chat}) + "\n" for chat in chats))
-    Path("broken.yaml").write_text("beta: much\nbata: 1\n")
-    Path("my_exit.py").write_text("import sys\nsys.exit(0)")
-    Path("taken").write_text("a file")
-    for name, (_, parts) in DATASETS.items():
-        refused(["balanced", "--dataset_name", name, "--reward_funcs", "letters"], *parts)
-    for words, parts in REFUSED.items():
-        refused(words.split(), *parts)
+def test_bad_input_is_one_line_with_its_name_before_a_model_loads(here, no_model_loads, refused):
     config = {"model_type": "other", "auto_map": {"AutoConfig": "configuration_other.Other"}}
     Path("other").mkdir()
-    Path("other", "config.json").write_text(json.dumps(config))
-    Path("other", "configuration_other.py").write_text("open('ran', 'w')\nclass Other: pass")
-    for model, said in (
-        ("other", "--trust_remote_code true runs it"),
-        ("Qwen/Qwen3-8B", "hub:Qwen/Qwen3-8B"),
-    ):
-        monkeypatch.setenv("MODEL_PATH", model)
-        refused(["balanced"], said)
+    for name, text in {
+        "other.jsonl": '{"text": "a", "answer": "b"}',
+        "half.csv": 'prompt\n"[{""role"": ""user"", ""content"": ""a""}]"\nSay a.\n',
+        "empty.jsonl": '{"prompt": "a"}\n{"prompt": ""}',
+        "broken.yaml": "bata: 1\n",
+        "my_exit.py": "import sys\nsys.exit(0)",
+        "taken": "a file",
+        "other/config.json": json.dumps(config),
+        "other/configuration_other.py": "open('ran', 'w')\nclass Other: pass",
+    }.items():
+        Path(name).write_text(text)
+    for words, parts in REFUSED.items():
+        refused(words.split(), *parts)
     assert not Path("ran").exists()
 
 
 AFTER_LOADING = {
-    "--use_peft --lora_dropout 0 --lora_target_modules nonsense": "Target modules nonsense not found",
+    "--use_peft --lora_target_modules nonsense": "Target modules nonsense not found",
+    "--use_peft --lora_dropout 0.1": "or for adapters `lora_dropout=0.0`",
+    "--load_in_4bit": "cannot train 'model': ",
+    "--eval_strategy steps": "cannot train 'model': You have set `args.eval_strategy` to",
     "--adam_beta1 2": "Invalid beta parameter",
-    "--reward_funcs my_rewards:few": "the reward 'my_rewards:few' returned [1.0]; TRL expects a list of 8",
-    "--reward_funcs my_rewards:leaves": "the reward 'my_rewards:leaves' ended the program",
+    "--reward_funcs my_rewards:few": "the reward 'my_rewards:few' returned [1.0]; TRL expects a list of 8 finite",
+    "--reward_funcs my_rewards:texts": "the reward 'my_rewards:texts' returned ['1', '1', ",
+    "--reward_funcs my_rewards:leaves": "a reward ended the program",
     "": "cannot train 'model': Error while deserializing header",  # of weights that are cut
 }
 
@@ -159,21 +125,14 @@ def test_datasets_of_every_kind_are_read(tmp_path, monkeypatch):
     for name in ("a.jsonl", "marked.jsonl", "a.json", "a.csv", "a.parquet", "folder"):
         rows = dataset.load(LaunchArguments(dataset_name=name))
         assert rows.column_names == ["prompt", "answer"] and rows["answer"][:] == ["a", "b"], name
-    Path("folder/test.jsonl").write_bytes(ROW)
-    assert len(dataset.load(LaunchArguments(dataset_name="folder", dataset_train_split="test"))) == 1
-    with pytest.raises(ConfigError, match="Unknown split"):
-        dataset.load(LaunchArguments(dataset_name="a.csv", dataset_train_split="test"))
     chats = [[{"role": "user", "content": text}] for text in ('Say "a".', "It's b.")]
     for name, write in (("json.csv", json.dumps), ("python.csv", str)):  # pandas writes a list as Python does
         pandas.DataFrame({"prompt": [write(chat) for chat in chats]}).to_csv(name, index=False)
         assert dataset.load(LaunchArguments(dataset_name=name))["prompt"][:] == chats
 
 
-BAD_REWARDS = ("[[1.0], [2.0]]", "['1', '2']", "None", "[1.0]", "[1.0, float('inf')]", "[float('nan'), 1.0]")
-
-
 @pytest.mark.torch
-def test_a_reward_has_several_names_and_what_it_returns_is_looked_at(here, shared_fork):
+def test_a_reward_has_several_names(here, shared_fork):
     names = ["my_rewards:good", "my_rewards.good", "my_rewards.py:good", f"{here}/my_rewards.py:good"]
     asked = LaunchArguments(
         reward_funcs=[*names, "letters", *rewards.OF_TRL], reward_model_name_or_path="hub:owner/one"
@@ -183,12 +142,7 @@ def test_a_reward_has_several_names_and_what_it_returns_is_looked_at(here, share
     assert {function.__wrapped__.__name__ for function in found[1:5]} == {"good"}
     said = rewards.in_words(asked, found)
     assert said.startswith(f"reward model owner/one, my_rewards:good ({here}/my_rewards.py), ")
-    assert rewards.LETTERS in said and said.count("trl/rewards/") == 4
-    for returned in BAD_REWARDS:
-        with pytest.raises(ConfigError, match="the reward 'm:f' returned .*; TRL expects a list of 2 finite numbers"):
-            rewards.check_rewards("m:f", eval(returned), 2, first=True)
-    assert rewards.check_rewards("m:f", (1.0, None), 2, first=True) == [1.0, None]
-    assert rewards.check_rewards("m:f", [float("nan"), 1.0], 2)[1] == 1.0  # later it leaves a completion out
+    assert said.count("trl/rewards/") == 4
 
 
 def test_the_help_needs_nothing_installed_and_lists_everything(tmp_path):
@@ -196,17 +150,12 @@ def test_the_help_needs_nothing_installed_and_lists_everything(tmp_path):
     clone = tmp_path / "a clone"
     shutil.copytree(ROOT / "rloo_memory", clone / "rloo_memory", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "launch_single_gpu.sh", clone)
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python3").write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
-    (tmp_path / "bin" / "python3").chmod(0o755)
-    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    (tmp_path / "python3").write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    (tmp_path / "python3").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     command = [clone / "launch_single_gpu.sh", "--help"]
-    result = subprocess.run(command, cwd=tmp_path, env={"PATH": path}, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    for name, line in help.profile_lines().items():
-        assert name in result.stdout and line in result.stdout, name
-    for field in LaunchArguments.__dataclass_fields__.values():
-        assert field.name in result.stdout and str(field.default) in result.stdout, field.name
+    said = subprocess.run(command, cwd=tmp_path, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+    assert all(name in said for name in (*help.profile_lines(), *LaunchArguments.__dataclass_fields__))
 
 
 @pytest.mark.slow
@@ -239,8 +188,6 @@ def test_it_works_where_the_user_stands_and_a_signal_ends_it_in_one_line(policy,
     start = [line.split()[0] for line in output.splitlines() if not line.startswith("{")]
     assert start == ["host", "model", "data", "reward", "passes", "device", "output"]
     assert f"my_rewards:good ({tmp_path}/my_rewards.py), letters" in output
-    assert "4 of the k = 8 completions of a prompt together; 4 x 2 accumulated x 1 device" in output
-    assert " = 8 completions of 1 prompt per update" in output
 
 
 @pytest.mark.torch
@@ -257,7 +204,7 @@ def test_memory_that_runs_out_is_said_in_one_line_and_recorded(here, monkeypatch
     monkeypatch.setattr(RLOOTrainer, "compute_loss", out_of_memory)
     assert launch.main(QUICK.split()) == 1
     error = capsys.readouterr().err
-    assert error.startswith("launch: out of memory in phase train of update 1: ") and error.count("\n") == 1, error
-    assert "Tried to allocate 2.00 GiB" in error and "rloo-memory doctor out says" in error
+    assert error.startswith("launch: out of memory in phase train of update 1 (rloo-memory doctor out says"), error
+    assert error.endswith("Tried to allocate 2.00 GiB more of it\n"), error
     record = json.loads(Path("out", "memory.json").read_text())
     assert record["prompt_tokens"] == 48 and record["out_of_memory"] == "train"

@@ -1,15 +1,10 @@
 """What vLLM takes of the device, as planner, doctor and launcher count it. vLLM itself is not here:
 tests/with_vllm trains with it."""
 
-import http.server
-import threading
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
-from rloo_memory.errors import ConfigError
-from rloo_memory.launch import vllm_server
 from rloo_memory.models import named_config
 from rloo_memory.plan import engine
 from rloo_memory.plan.accuracy.reserve import Room
@@ -86,35 +81,3 @@ def test_the_planner_and_the_doctor_say_so(planned, capsys, tmp_path, line, said
     assert said in result.stdout and result.stdout.count("vLLM 4.00") == line.endswith("0.5"), result.stderr
     assert doctor.main([*words.split(), "--output", str(tmp_path / "fits.yaml")]) == 0
     assert said in capsys.readouterr().out
-
-
-def config(url, **more):
-    values = dict(use_vllm=True, vllm_mode="server", vllm_server_timeout=0.0, process_index=0, world_size=1)
-    return SimpleNamespace(**values | more, vllm_server_base_url=url)
-
-
-def test_a_server_that_begins_is_waited_for(capsys, monkeypatch):
-    statuses = [503, 503, 200]
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(statuses.pop(0))
-            self.end_headers()
-
-    monkeypatch.setattr(vllm_server, "EVERY", 0.01)
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as made:
-        threading.Thread(target=made.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{made.server_port}"
-        vllm_server.wait_for(config(url, vllm_server_timeout=60.0))
-        made.shutdown()
-    assert capsys.readouterr().out.startswith(f"vllm    waiting for the server at {url}, 60 s at most")
-    assert not statuses
-
-
-def test_a_server_that_is_not_there_is_named_in_one_line():
-    with pytest.raises(ConfigError) as refusal:
-        vllm_server.wait_for(config("http://127.0.0.1:9"))
-    line = str(refusal.value)
-    assert line.startswith("no vLLM server answers at http://127.0.0.1:9 within 0 s") and "\n" not in line
-    assert "trl vllm-serve --model" in line and "--vllm_mode colocate" in line
-    vllm_server.wait_for(config("http://127.0.0.1:9", vllm_mode="colocate"))  # asks nobody

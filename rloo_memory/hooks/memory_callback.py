@@ -108,8 +108,7 @@ class MemoryCallback(transformers.TrainerCallback):
             reaches a new peak, or when memory runs out. For https://docs.pytorch.org/memory_viz. Needs CUDA.
         settings: those that the trainer does not know, such as where the model and the data came from, for the record.
         predicted: bytes that the planner predicts for each phase, to stand beside the measured ones;
-            `predicted_prompt_tokens` is the prompt length that it predicts them for, `calibrated` the same bytes as a
-            calibration corrects them.
+            `predicted_prompt_tokens` is the prompt length that it predicts them for.
         images: width and height in pixels of each image of a prompt, as the processor scales them, for the record.
         start_bytes: `rloo_memory.device.level` before the model was loaded.
     """
@@ -121,7 +120,6 @@ class MemoryCallback(transformers.TrainerCallback):
         settings: dict | None = None,
         predicted: dict[str, int] | None = None,
         predicted_prompt_tokens: int | None = None,
-        calibrated: dict[str, int] | None = None,
         images: tuple[tuple[int, int], ...] = (),
         start_bytes: int | None = None,
     ):
@@ -131,8 +129,8 @@ class MemoryCallback(transformers.TrainerCallback):
         if snapshot and not self.cuda:
             raise ValueError(f"snapshot={snapshot!r} needs CUDA, training is on {trainer.accelerator.device}")
         self.trainer, self.snapshot, self.settings, self.images = trainer, snapshot, settings or {}, images
-        self.predicted, self.calibrated = predicted or {}, calibrated or {}
-        self.predicted_prompt_tokens, self.start_bytes = predicted_prompt_tokens, start_bytes
+        self.predicted, self.predicted_prompt_tokens = predicted or {}, predicted_prompt_tokens
+        self.start_bytes = start_bytes
         self.phases: PhaseRecorder | None = None
         self.seen = 0  # rows of `phases` that were logged
         self.highest = 0  # bytes, and the phase that it was in

@@ -6,7 +6,6 @@ TRL's parser reads the profile and what follows it, TRL's trainer trains; `--hel
 settings, formats and outputs.
 """
 
-import contextlib
 import dataclasses
 import os
 import signal
@@ -22,13 +21,11 @@ from rloo_memory.launch import (
     dataset,
     gate,
     help,
-    model_limits,
     output,
     policy,
     prompt_images,
     quiet,
     rewards,
-    vllm_server,
 )
 from rloo_memory.launch.announce import print_end, print_start
 from rloo_memory.launch.offload import keep_on_host
@@ -48,8 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        where = "" if isinstance(error, OutOfMemory) else "out of memory before the first update: "
-        print(f"launch: {where}{one_line(error)}", file=sys.stderr)
+        print(f"launch: {one_line(error)}", file=sys.stderr)
         code = 1
     if one_of_several():
         leave(code)
@@ -63,10 +59,6 @@ def one_of_several() -> bool:
 
 def stop(number, frame):
     raise Stopped(number)
-
-
-class OutOfMemory(MemoryError):
-    """Memory ran out in the training, which says where."""
 
 
 def run(argv: list[str]) -> int:
@@ -85,13 +77,11 @@ def run(argv: list[str]) -> int:
     policy.check(model.model_name_or_path)
     reward_funcs = rewards.rewards_of(launch, ["prompt"] if rows is None else rows.column_names)
     check_gpu(config, model)
-    vllm_server.wait_for(config)
-    with output.taken(config) as begin:
-        if begin.finished:
-            if config.process_index == 0:
-                print(begin.finished)
-        else:
-            train_in_folder(argv, launch, config, model, rows, reward_funcs, begin)
+    with output.taken(config) as (checkpoint, finished):
+        if not finished:
+            train_in_folder(argv, launch, config, model, rows, reward_funcs, checkpoint)
+        elif config.process_index == 0:
+            print(finished)
         output.end_together()
     return 0
 
@@ -106,23 +96,22 @@ def check_gpu(config, model) -> None:
         print(f"device  the CPU: {why}", flush=True)
 
 
-def train_in_folder(argv, launch, config, model, rows, reward_funcs: list, begin: output.Start) -> None:
+def train_in_folder(argv, launch, config, model, rows, reward_funcs: list, checkpoint: str | None) -> None:
     """Read the model's files, check what it is given, predict, and train."""
+    from rloo_memory.hooks.memory_callback import MemoryCallback
+
     images, named = rows and prompt_images.column_of(rows), model.model_name_or_path
+    if config.world_size > 1:  # TRL would wait for the images of a process whose rows have none
+        config.log_multimodal = False
     with config.main_process_first():  # it writes or downloads, the others find it
         found = policy.load(named, config, with_images=bool(images))
         if rows is None:
             rows = dataset.builtin_prompts(found.tokenizer, launch.prompt_tokens)
     quantization = policy.quantization_of(found.hf_config, model)
-    model_limits.check_special_tokens(found.hf_config, found.tokenizer, named)
     with dataset.naming_the_dataset(launch.dataset_name):
-        if images:
-            prompt_images.check_each_row_has_some(rows, images, config)
         dataset.check_enough(rows, config)
         options = config.chat_template_kwargs or {}
-        lengths = dataset.measure(rows, found.tokenizer, options, launch.max_prompt_tokens, images, found.hf_config)
-        if not launch.anyway:
-            model_limits.check_positions(found.hf_config, lengths, config.max_completion_length)
+        lengths = dataset.measure(rows, found.tokenizer, options, launch.max_prompt_tokens, images)
     source = named if named.startswith("hub:") or adapter_of(named) else found.path
     profile, _ = command_line.split(argv)
     predicted = gate.predicted_peaks(profile, launch, config, model, source, lengths)
@@ -131,8 +120,16 @@ def train_in_folder(argv, launch, config, model, rows, reward_funcs: list, begin
     trainer = build_trainer(launch, config, model, found, quantization, rows, reward_funcs)
     if trainer.is_world_process_zero():
         print_start(launch, model, trainer, lengths, rewards.in_words(launch, reward_funcs))
-    record = {"model_name_or_path": named, **dataclasses.asdict(launch)}
-    train(trainer, record, predicted, lengths.images, start, begin)
+    memory = MemoryCallback(
+        trainer,
+        snapshot=launch.memory_snapshot,
+        settings={"model_name_or_path": named, **dataclasses.asdict(launch)},
+        predicted=predicted,
+        predicted_prompt_tokens=lengths.longest if predicted else None,
+        images=lengths.images,
+        start_bytes=start,
+    )
+    train(trainer, memory, checkpoint)
 
 
 def build_trainer(launch, config, model, found: policy.Policy, quantization, rows, reward_funcs: list):
@@ -145,7 +142,7 @@ def build_trainer(launch, config, model, found: policy.Policy, quantization, row
     if config.world_size > 1:  # with FSDP, TRL would have every process spread a whole reference over all GPUs
         config.model_init_kwargs.setdefault("device_map", None)
     adapter = adapter_of(model.model_name_or_path)
-    with one_line_of(f"cannot train {found.path!r}: "):
+    try:
         trainer = (RLOOTrainer if launch.algorithm == "rloo" else GRPOTrainer)(
             model=policy.with_adapter(adapter.folder, found.path, config, quantization) if adapter else found.path,
             reward_funcs=reward_funcs,
@@ -155,8 +152,11 @@ def build_trainer(launch, config, model, found: policy.Policy, quantization, row
             peft_config=None if adapter else get_peft_config(model),
             quantization_config=None if adapter else quantization,
         )
-    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not trainer.is_fsdp_enabled:
-        raise ConfigError("without a GPU accelerate would train with DDP in place of FSDP; use ddp.yaml")
+    except Exception as error:  # weights that are cut, a package that is not here, modules that no layer has
+        if is_out_of_memory(error):
+            raise
+        said = " ".join(str(error).split()) if isinstance(error, ValueError) else one_line(error)
+        raise ConfigError(f"cannot train {found.path!r}: {said}") from error
     if launch.offload_reference:
         keep_on_host(trainer, trainer.ref_model)
     if launch.offload_reward:
@@ -164,49 +164,23 @@ def build_trainer(launch, config, model, found: policy.Policy, quantization, row
     return trainer
 
 
-@contextlib.contextmanager
-def one_line_of(before: str = ""):
-    """What a library raises of a setting or a file is a `ConfigError`: weights that are cut, a package that is not
-    here, modules that no layer has. Each raises its own."""
+def train(trainer, memory, checkpoint: str | None) -> None:
+    """Train and save; says what came out of it."""
+    config, began = trainer.args, time.monotonic()
+    if checkpoint and trainer.is_world_process_zero():
+        print(f"begins  from {checkpoint}", flush=True)
+    trainer.add_callback(memory)
     try:
-        yield
+        trainer.train(resume_from_checkpoint=checkpoint)
+    except SystemExit as error:  # it would look like a training that came to its end
+        raise ConfigError(f"a reward ended the program (SystemExit: {error}); let it return") from error
     except Exception as error:
         if is_out_of_memory(error):
-            raise
-        said = " ".join(str(error).split()) if isinstance(error, ValueError) else before + one_line(error)
-        raise ConfigError(said) from error
-
-
-def train(trainer, record: dict, predicted: gate.Forecast, images: tuple, start: int, begin: output.Start) -> None:
-    """Train and save; says what came out of it. `start`: the bytes in use before the model was loaded."""
-    from rloo_memory.hooks.memory_callback import MemoryCallback
-
-    config = trainer.args
-    if begin.says and trainer.is_world_process_zero():
-        print(f"begins  {begin.says}", flush=True)
-    memory = MemoryCallback(
-        trainer,
-        snapshot=record["memory_snapshot"],
-        settings=record,
-        predicted=predicted.peaks,
-        predicted_prompt_tokens=predicted.prompt_tokens,
-        calibrated=predicted.calibrated,
-        images=images,
-        start_bytes=start,
-    )
-    trainer.add_callback(memory)
-    began = time.monotonic()
-    try:
-        trainer.train(resume_from_checkpoint=begin.checkpoint)
-    except BaseException as error:
-        if not config.disable_tqdm:
-            print(file=sys.stderr)  # the progress bar ends without a line's end
-        if isinstance(error, Exception) and is_out_of_memory(error):
-            raise OutOfMemory(
-                f"out of memory in phase {memory.failed()} of update {trainer.state.global_step + 1}: "
-                f"{one_line(error)}; rloo-memory doctor {config.output_dir} says what filled it"
+            raise MemoryError(
+                f"out of memory in phase {memory.failed()} of update {trainer.state.global_step + 1} (rloo-memory "
+                f"doctor {config.output_dir} says what filled it): {error}"
             ) from error
-        if isinstance(error, Exception) and memory.phases is None:  # the optimizer, the schedule, the checkpoint
+        if memory.phases is None:  # the optimizer, the schedule, the checkpoint
             raise ConfigError(one_line(error)) from error
         raise
     if config.save_strategy != "no":

@@ -3,13 +3,12 @@
 import ast
 import contextlib
 import json
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from rloo_memory.errors import ConfigError
-from rloo_memory.launch import model_limits, prompt_images
+from rloo_memory.launch import prompt_images
 from rloo_memory.models import one_line
 from rloo_memory.settings.arguments import LaunchArguments
 
@@ -22,11 +21,10 @@ ROWS_COUNTED = 20_000  # for the summary; all of them where there is a limit to 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of the prompts: the longest one, its row (from 1), and how many rows were counted. `images` are width and
-    height in pixels, as the processor scales them, of the images of the row where they have most pixels."""
+    """Tokens of the longest prompt, and how many rows were counted. `images` are width and height in pixels, as the
+    processor scales them, of the images of the row where they have most pixels."""
 
     longest: int
-    row: int
     counted: int
     images: tuple[tuple[int, int], ...] = ()
 
@@ -46,11 +44,8 @@ def load(launch: LaunchArguments):
     if launch.dataset_name == "builtin":
         return None
     with naming_the_dataset(launch.dataset_name):
-        rows = with_chats_read(read(launch.dataset_name, launch.dataset_config, launch.dataset_train_split))
-        for row, prompt in enumerate(rows["prompt"], 1):
-            if problem := wrong_prompt(prompt):
-                raise ConfigError(f"row {row}: {problem}")
-        return prompt_images.as_trained(rows)
+        rows = read(launch.dataset_name, launch.dataset_config, launch.dataset_train_split)
+        return prompt_images.as_trained(with_chats_read(rows))
 
 
 def read(source: str, config: str | None, split: str):
@@ -61,22 +56,14 @@ def read(source: str, config: str | None, split: str):
     what, files = KINDS.get(path.suffix), source
     if path.is_dir() or source.startswith("hub:"):
         what, files = source.removeprefix("hub:"), None
-    elif not path.is_file():
-        hint = f"name {FORMATS}" if what else f"hub:{source} downloads it from the hub"
-        raise ConfigError(f"it is not here ({path.absolute()}); {hint}")
-    elif not what or path.stat().st_size == 0:
-        raise ConfigError(f"{'an empty file' if what else 'no dataset by its ending'}; name {FORMATS}")
+    elif not what or not path.is_file():
+        raise ConfigError(f"it is not here ({path.absolute()}); name {FORMATS}")
     try:
         rows = load_dataset(what, config, data_files=files, split=split)
     except Exception as error:  # a malformed file raises whatever its parser raises
-        said = one_line(error.__cause__ or error)
-        said = "it has no rows" if "corresponds to no data" in said else said
-        remedy = "; save it as UTF-8" if "codec" in said else ""
-        raise ConfigError(f"cannot be read: {said}{remedy}") from error
+        raise ConfigError(f"cannot be read: {one_line(error.__cause__ or error)}") from error
     if "prompt" not in rows.column_names:
         raise ConfigError(f"no column 'prompt'; it has {', '.join(rows.column_names)}: rename one of them")
-    if not len(rows):
-        raise ConfigError("it has no rows; it needs at least one prompt")
     return rows
 
 
@@ -100,8 +87,6 @@ def with_chats_read(rows):
             chats.append(chat_in(str(text)))
         except (ValueError, SyntaxError) as error:
             raise ConfigError(f"row {row}: the prompt is no chat, as others are; write it as JSON: {CHAT}") from error
-    if os.environ.get("RANK", "0") == "0":
-        print("data    the prompts are chats as text: read as chats", flush=True)
     return rows.add_column("the chats", chats).remove_columns("prompt").rename_column("the chats", "prompt")
 
 
@@ -112,58 +97,34 @@ def chat_in(text: str) -> list[dict]:
         return ast.literal_eval(text.strip())
 
 
-def wrong_prompt(prompt) -> str | None:
-    """What is wrong with a prompt, which must be text or a chat that says something."""
-    if prompt and isinstance(prompt, list):
-        if not all(isinstance(message, dict) and message.get("role") and "content" in message for message in prompt):
-            return f"the prompt is {one_line(repr(prompt))}; it must be text, or a chat: {CHAT}"
-        prompt = "".join(str(message["content"] or "") for message in prompt)
-    return None if prompt and str(prompt).strip() else "the prompt is empty; remove the row or fill it"
-
-
 def check_enough(rows, config) -> None:
     """Raise `ConfigError` where there are fewer prompts than a rollout has: TRL leaves out what does not fill one, so
     it would train nothing."""
     prompts = config.generation_batch_size // config.num_generations
     if len(rows) < prompts:
         raise ConfigError(
-            f"it has {len(rows)} prompt{'s' if len(rows) > 1 else ''}, and {prompts} are generated for at a time "
-            f"({config.generation_batch_size} completions, k = {config.num_generations}): nothing would be trained; "
-            "add prompts or lower steps_per_generation"
+            f"{len(rows)} in it, and {prompts} prompts are generated for at a time ({config.generation_batch_size} "
+            f"completions, k = {config.num_generations}): add prompts or lower steps_per_generation"
         )
 
 
-def measure(rows, tokenizer, options: dict, limit: int | None, images: str | None = None, hf_config=None) -> Lengths:
+def measure(rows, tokenizer, options: dict, limit: int | None, images: str | None = None) -> Lengths:
     """Count the tokens of the prompts as the trainer will: `options` are its `chat_template_kwargs`. With `images`,
     their column, `tokenizer` is the model's processor.
 
-    Raises `ConfigError` that names the row for a prompt that is longer than `limit` tokens, that has none or one
-    without a row in the embedding of the model (`hf_config`), and for what the chat template does not take.
+    Raises `ConfigError` that names the row for a prompt that is longer than `limit` tokens, that has none, and for
+    what the chat template does not take.
     """
     longest, longest_row, largest = 0, 0, ()
-    stand_ins = model_limits.placeholders(hf_config) if hf_config else ()
     counted = len(rows) if limit else min(len(rows), prompt_images.ROWS_COUNTED if images else ROWS_COUNTED)
     for row in range(1, counted + 1):
-        sizes = ()
         try:
-            given = rows[row - 1]
-            prompt = given["prompt"]
-            if images:
-                of_row = given[images] if isinstance(given[images], list) else [given[images]]
-                ids, sizes = prompt_images.encode(prompt, of_row, tokenizer, options)
-            elif isinstance(prompt, str):
-                ids = tokenizer(prompt)["input_ids"]
-            else:
-                ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **options)
+            tokens, sizes = tokens_of(rows[row - 1], tokenizer, options, images)
         except Exception as error:  # a template is a program, an image can be anything
             remedy = "change the row" if tokenizer.chat_template else "use text, or a model with a chat template"
             raise ConfigError(f"row {row} cannot be made tokens: {one_line(error)}; {remedy}") from error
-        if not ids:
-            raise ConfigError(f"row {row}: the prompt has no tokens; remove the row or fill it")
-        if hf_config and (problem := model_limits.beyond(max(set(ids) - stand_ins, default=0), hf_config, tokenizer)):
-            raise ConfigError(f"row {row}: {problem}")
-        if len(ids) > longest:
-            longest, longest_row = len(ids), row
+        if tokens > longest:
+            longest, longest_row = tokens, row
         # A model's image tokens grow with the pixels, and so does what its vision tower holds
         largest = max(largest, sizes, key=prompt_images.pixels)
     if limit and longest > limit:
@@ -171,4 +132,19 @@ def measure(rows, tokenizer, options: dict, limit: int | None, images: str | Non
             f"row {longest_row}: the prompt has {longest:,} tokens, and the settings are for at most "
             f"max_prompt_tokens {limit:,}; shorten it, or plan again with --prompt {longest}"
         )
-    return Lengths(longest, longest_row, counted, largest)
+    return Lengths(longest, counted, largest)
+
+
+def tokens_of(row: dict, tokenizer, options: dict, images: str | None) -> tuple[int, tuple]:
+    """How many tokens a row's prompt has, and the sizes of its images."""
+    prompt, sizes = row["prompt"], ()
+    if images:
+        given = row[images] if isinstance(row[images], list) else [row[images]]
+        ids, sizes = prompt_images.encode(prompt, given, tokenizer, options)
+    elif isinstance(prompt, str):
+        ids = tokenizer(prompt)["input_ids"]
+    else:
+        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **options)
+    if not ids:
+        raise ConfigError("the prompt is empty")
+    return len(ids), sizes

@@ -1,8 +1,6 @@
 """Before anything loads: the predicted peak of each phase, and a refusal if it is more than the device has."""
 
 import os
-import time
-from dataclasses import dataclass, field
 
 from rloo_memory.device import available_bytes
 from rloo_memory.errors import ConfigError
@@ -18,20 +16,11 @@ from rloo_memory.settings.arguments import LaunchArguments
 from rloo_memory.sizes import GIB
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """The predicted peak of each phase, and the same for those that a calibration corrects; bytes."""
-
-    peaks: dict[str, int] = field(default_factory=dict)
-    calibrated: dict[str, int] = field(default_factory=dict)
-    prompt_tokens: int | None = None
-
-
-def predicted_peaks(profile: str, launch: LaunchArguments, config, model, source: str, lengths: Lengths) -> Forecast:
-    """The peak of each phase; an empty forecast where it cannot be predicted, which is said. Raises `ConfigError` with
+def predicted_peaks(profile: str, launch: LaunchArguments, config, model, source: str, lengths: Lengths) -> dict:
+    """The peak of each phase, bytes; nothing where it cannot be predicted, which is said. Raises `ConfigError` with
     the first remedy where the training does not fit and nobody said `anyway`."""
     if not launch.predict_memory:
-        return Forecast()
+        return {}
     return decided_once(config, lambda: peaks_that_fit(profile, launch, config, model, source, lengths))
 
 
@@ -39,30 +28,22 @@ def say(line: str) -> None:
     print(f"memory  {line}", flush=True)
 
 
-def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source: str, lengths: Lengths) -> Forecast:
-    import torch
-
-    began, device = time.monotonic(), config.device.type
+def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source: str, lengths: Lengths) -> dict:
     say("predicting the peak of each phase (--predict_memory false leaves it out)")
     settings = ask.settings_of(model) | ask.settings_of(launch) | ask.settings_of(config)
     calibration, room = launch.calibration, room_here(config)
     if calibration:
-        load(calibration, device)  # one that cannot be used is refused
-    limit = room.size
+        load(calibration, config.device.type)  # one that cannot be used is refused
     try:
-        where = {"device": device, "images": lengths.images, **devices_here(config)}
-        if device == "cuda":  # vLLM's share is one of all that is there
-            where["device_memory"] = torch.cuda.get_device_properties(config.device).total_memory
-        expected = ask.predict(settings, source, lengths.longest, calibration=calibration, **where)
+        where = {"images": lengths.images, "calibration": calibration, **devices_here(config)}
+        expected = ask.predict(settings, source, lengths.longest, **where)
     except ConfigError as error:
         say(f"not predicted: {error}")
-        return Forecast()
-    peak = expected.peak
+        return {}
+    peak, limit = expected.peak, room.size
     phases = ", ".join(f"{phase.phase} {phase.total / GIB:.2f}" for phase in expected.phases)
-    say(
-        f"predicted peak {peak.total / GIB:.2f} GiB of {limit / GIB:.2f} that are free, in phase {peak.phase} "
-        f"({phases}; {time.monotonic() - began:.0f} s)"
-    )
+    free = f"{limit / GIB:.2f} that are free"
+    say(f"predicted peak {peak.total / GIB:.2f} GiB of {free}, in phase {peak.phase} ({phases})")
     for line in expected.remarks:
         say(line)
     if measured_errors().may_exceed(peak.total, limit):
@@ -75,15 +56,13 @@ def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source:
         say(f"it may not fit; not refused, because {uncertain} can be here for that")
     elif peak.total > limit and not launch.anyway:
         say("looking for a change that makes it fit: a minute or some")
-        remedy = ask.predict(settings, source, lengths.longest, limit=limit, calibration=calibration, **where).remedy
+        remedy = ask.predict(settings, source, lengths.longest, limit=limit, **where).remedy
         doctor = f"rloo-memory doctor --profile {profile} --model {source} --prompt {lengths.longest}"
         doctor += "".join(f" --image {width}x{height}" for width, height in lengths.images)
         doctor += f" --device-memory {available_bytes(str(config.device)) / GIB:.1f}GiB"
-        if calibration:
-            doctor += f" --calibration {calibration}" + (" --device cpu" if device == "cpu" else "")
+        doctor += f" --calibration {calibration}" if calibration else ""
         raise ConfigError(refusal(peak, limit, remedy, settings, doctor))
-    corrected = {phase.phase: phase.total for phase in expected.phases} if calibration else {}
-    return Forecast({phase.phase: phase.uncorrected for phase in expected.phases}, corrected, lengths.longest)
+    return {phase.phase: phase.uncorrected for phase in expected.phases}
 
 
 def room_here(config) -> Room:
@@ -125,7 +104,12 @@ def devices_here(config) -> dict:
     sharded = os.environ.get("ACCELERATE_USE_FSDP") == "true"
     if sharded and os.environ.get("FSDP_VERSION") != "2":
         raise ConfigError("the planner's formula is for FSDP2")
+    import torch
+
+    on_gpu = config.device.type == "cuda"  # vLLM's share is one of all that is there
     return {
+        "device": config.device.type,
+        "device_memory": torch.cuda.get_device_properties(config.device).total_memory if on_gpu else 0,
         "num_devices": config.world_size,
         "fully_sharded": sharded,
         "offload_parameters": sharded and os.environ.get("FSDP_OFFLOAD_PARAMS", "").lower() == "true",

@@ -36,7 +36,7 @@ In output_dir (default trainer_output): memory.json (rloo-memory doctor OUTPUT_D
 memory_phases.csv, checkpoints every save_steps, and at the end the model, unless --save_strategy no.
 Exit code: 0 trained, 1 failed or out of memory, 2 a setting that cannot work or a training that would not fit,
 130 Ctrl-C, 143 SIGTERM.
-More: docs/launch.md, docs/memory_guide.md.
+More: docs/launch.md.
 """
 
 

@@ -2,31 +2,20 @@
 
 import contextlib
 import itertools
-import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from rloo_memory.errors import EXIT_USAGE, ConfigError, leave
 from rloo_memory.folder_lock import owned
-from rloo_memory.storage import read_json
 
+STATE = "trainer_state.json"  # what the trainer writes last into a checkpoint
 MODEL_FILES = ("model*.safetensors", "adapter_model*", "pytorch_model*")
 
 
-@dataclass(frozen=True)
-class Start:
-    """Where a training begins: at `checkpoint`, else from nothing; what is said of it, and why nothing is left to
-    train, if so."""
-
-    checkpoint: str | None = None
-    says: str = ""
-    finished: str = ""
-
-
 @contextlib.contextmanager
-def taken(config) -> Iterator[Start]:
-    """Make the output folder, keep other launchers out of it, and find where to begin."""
+def taken(config) -> Iterator[tuple[str | None, str]]:
+    """Make the output folder and keep other launchers out of it. The checkpoint to go on from, None for none, and why
+    nothing is left to train, if so."""
     with contextlib.ExitStack() as lock:
         yield decided_once(config, lambda: decide(config, lock))
 
@@ -61,41 +50,34 @@ def end_together() -> None:
     state.destroy_process_group()
 
 
-def decide(config, lock: contextlib.ExitStack) -> Start:
+def decide(config, lock: contextlib.ExitStack) -> tuple[str | None, str]:
     folder, asked = Path(config.output_dir), str(config.resume_from_checkpoint or False)
     lock.enter_context(owned(folder, patience=1, remedy=f"--output_dir {free_name(folder)}"))
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"cannot write to output_dir {config.output_dir!r}; name another folder")
     if asked.lower() == "false":
         refuse_other_output(folder)
-        says = f"{folder}/memory.json of an earlier training, which kept no model, is replaced"
-        return Start(says=says if (folder / "memory.json").exists() else "")
-    checkpoint, says = newest_whole(folder) if asked.lower() == "true" else (Path(asked), asked)
-    if not state_of(checkpoint):
+        return None, ""
+    there = checkpoints(folder)
+    checkpoint = next(iter(there), None) if asked.lower() == "true" else Path(asked)
+    if checkpoint is None or not (checkpoint / STATE).exists():
         raise ConfigError(
-            f"resume_from_checkpoint {asked!r} is no checkpoint, it has no whole trainer_state.json; {folder} holds "
-            f"{', '.join(path.name for path in checkpoints(folder)) or 'none'}"
+            f"resume_from_checkpoint is {asked!r}, and there is no whole checkpoint; {folder} holds "
+            f"{', '.join(path.name for path in there) or 'none'}"
         )
     if checkpoint.resolve().parent != folder.resolve():
-        refuse_other_output(folder, and_record=True)
-    return Start(str(checkpoint), f"from {says}", finished(checkpoint, config))
+        refuse_other_output(folder)
+    return str(checkpoint), finished(checkpoint, config)
 
 
-def refuse_other_output(folder: Path, and_record: bool = False) -> None:
-    """Raise `ConfigError` where a checkpoint or a model (or memory.json) would be replaced or mixed with others."""
-    patterns = (*MODEL_FILES, "memory.json") if and_record else MODEL_FILES
+def refuse_other_output(folder: Path) -> None:
+    """Raise `ConfigError` where a checkpoint or a model would be replaced or mixed with others."""
     there = [path.name for path in checkpoints(folder)]
-    there += sorted(path.name for pattern in patterns for path in folder.glob(pattern))
-    if not there:
-        return
-    go_on = any(state_of(path) for path in checkpoints(folder))
-    names = ", ".join(there[:3]) + (f" and {len(there) - 3} more" if len(there) > 3 else "")
-    raise ConfigError(
-        f"output_dir {str(folder)!r} holds the output of another training ({names}): write to another folder, "
-        f"--output_dir {free_name(folder)}, "
-        + ("go on with that one, --resume_from_checkpoint true, " if go_on else "")
-        + "or delete the folder"
-    )
+    go_on = "go on with that one, --resume_from_checkpoint true, " if there else ""
+    there += [path.name for pattern in MODEL_FILES for path in folder.glob(pattern)]
+    if there:
+        raise ConfigError(
+            f"output_dir {str(folder)!r} holds the output of another training ({', '.join(there[:3])}): write to "
+            f"another folder, --output_dir {free_name(folder)}, {go_on}or delete the folder"
+        )
 
 
 def free_name(folder: Path) -> str:
@@ -104,38 +86,20 @@ def free_name(folder: Path) -> str:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The folders checkpoint-N, the newest first."""
-    found = [path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit() and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name[11:]), reverse=True)
-
-
-def state_of(checkpoint: Path) -> dict | None:
-    """What the trainer writes last into a checkpoint: None where it came to no end, as when the process was killed."""
-    state = read_json(checkpoint / "trainer_state.json")
-    return state if isinstance(state, dict) and "global_step" in state else None
-
-
-def newest_whole(folder: Path) -> tuple[Path, str]:
-    """The newest checkpoint that is whole, and what is said of it and of the newer ones. Raises `ConfigError`."""
-    found = checkpoints(folder)
-    whole = next((path for path in found if state_of(path)), None)
-    if whole is None:
-        raise ConfigError(
-            f"resume_from_checkpoint is on, and {str(folder)!r} holds no checkpoint-N with a whole "
-            "trainer_state.json, which is written last; leave it out"
-        )
-    return whole, "; ".join([str(whole), *(f"{path.name} is not whole" for path in found[: found.index(whole)])])
+    """The folders checkpoint-N that are whole, the newest first."""
+    found = [path.parent for path in folder.glob(f"checkpoint-[0-9]*/{STATE}")]
+    return sorted(found, key=lambda path: int(path.name.partition("-")[2]), reverse=True)
 
 
 def finished(checkpoint: Path, config) -> str:
     """Why nothing is left to train, in a line; nothing if something is."""
-    state = state_of(checkpoint)
-    updates, epochs = state["global_step"], state["epoch"] or 0
-    setting, reached = ("max_steps", updates) if config.max_steps > 0 else ("num_train_epochs", epochs)
+    from transformers import TrainerState
+
+    state = TrainerState.load_from_json(str(checkpoint / STATE))
+    setting, reached = ("max_steps", state.global_step) if config.max_steps > 0 else ("num_train_epochs", state.epoch)
     limit = getattr(config, setting)
     if reached < limit:
         return ""
     return (
-        f"finished: {checkpoint} has {updates} updates ({epochs:.4g} epochs), and {setting} is {limit:g}; nothing is "
-        f"trained; a higher --{setting} trains on"
+        f"finished: {checkpoint} has reached {setting} {limit:g}; nothing is trained; a higher --{setting} trains on"
     )

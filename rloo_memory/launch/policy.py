@@ -6,8 +6,7 @@ from pathlib import Path
 
 from rloo_memory.adapters import adapter_of
 from rloo_memory.errors import ConfigError
-from rloo_memory.launch import prompt_images
-from rloo_memory.models import SHAPES, is_model, model_source, one_line
+from rloo_memory.models import is_model, model_source, one_line
 from rloo_memory.plan.checkpoint import settings_in
 from rloo_memory.storage import new_folder, user_folder
 
@@ -25,16 +24,12 @@ def check(name: str | None) -> None:
     """Raise `ConfigError` where no model is named, or one that is not here. Loads nothing."""
     if not name:
         raise ConfigError("no model: set MODEL_PATH, or model_name_or_path in the profile")
-    if name == "random:":
-        raise ConfigError(f"model 'random:' names no shape; such as random:{' or random:'.join(SHAPES)}")
     if adapter := adapter_of(name):
         if not is_model(adapter.base):
             raise adapter.missing()
     elif not is_model(name) and not name.startswith("random:"):
-        hub = "" if name.startswith((".", "/", "~")) else f"MODEL_PATH=hub:{name} downloads it, "
-        short = name.rstrip("/").rsplit("/", 1)[-1].lower()
         raise ConfigError(
-            f"model {name!r} is not a folder here; {hub}MODEL_PATH=random:{short} takes its shape with random weights"
+            f"model {name!r} is not a folder here; name one, hub:owner/name (downloads it) or random:shape"
         )
 
 
@@ -53,9 +48,7 @@ def load(name: str, config, with_images: bool = False) -> Policy:
     except Exception as error:  # a broken file raises whatever its parser raises
         if "custom code" in str(error):
             raise ConfigError(f"model {name!r} has code of its own; --trust_remote_code true runs it") from error
-        raise ConfigError(
-            f"cannot load model {name!r}: {one_line(error)}; name a folder with one, or hub:..."
-        ) from error
+        raise ConfigError(f"cannot load model {name!r}: {one_line(error)}") from error
     if not tokenizer("Say a.")["input_ids"]:
         raise ConfigError(f"model {name!r} has no tokenizer; put the files of one beside its weights")
     return Policy(path, hf_config, processor_of(name, path, hf_config, trusted) if with_images else tokenizer)
@@ -63,20 +56,13 @@ def load(name: str, config, with_images: bool = False) -> Policy:
 
 def quantization_of(hf_config, model):
     """How the weights are loaded: as the `trl.ModelConfig` asks, and unpacked where they are quantized by MXFP4, which
-    cannot be trained. Raises `ConfigError` where weights that are quantized already are to be trained."""
+    cannot be trained."""
     from transformers import Mxfp4Config
 
     from trl import get_quantization_config
 
-    settings = settings_in(hf_config)
-    method = settings and settings.get("quant_method", "bitsandbytes")
-    if method == "mxfp4":
+    if (settings_in(hf_config) or {}).get("quant_method") == "mxfp4":
         return Mxfp4Config(dequantize=True)
-    if method in ("bitsandbytes", "gptq", "awq") and not model.use_peft:
-        raise ConfigError(
-            f"the model's weights are already quantized ({method}), so they cannot be trained themselves; add "
-            "--use_peft true"
-        )
     return get_quantization_config(model)
 
 
@@ -99,10 +85,10 @@ def processor_of(name: str, path: str, hf_config, trusted: dict):
     try:
         processor = AutoProcessor.from_pretrained(path, padding_side="left", **trusted)
     except Exception as error:  # without torchvision a class that is a stand-in, a list that names it, or none
-        needs = "torchvision" in str(error).lower() or "pillow" in str(error).lower()
-        remedy = prompt_images.install() if needs else "put its preprocessor_config.json beside its weights"
         said = one_line(error).partition(". ")[0]  # the rest names web pages
-        raise ConfigError(f"the prompts have images, and the processor of model {name!r}: {said}; {remedy}") from error
+        raise ConfigError(
+            f"the prompts have images, and the processor of model {name!r}: {said}; docs/launch.md#dataset"
+        ) from error
     if getattr(processor, "image_processor", None) is None:
         raise ConfigError(
             f"the prompts have images, and model {name!r} (of type {hf_config.model_type}) takes none; name a "

@@ -1,6 +1,5 @@
 """The rewards that a launched training is given: functions of the user's, of TRL's, and a reward model."""
 
-import contextlib
 import functools
 import importlib
 import inspect
@@ -16,7 +15,6 @@ REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state",
 # TRL's own, under the names of its scripts
 OF_TRL = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
 OVERLONG = {"max_completion_len": 1280, "soft_punish_cache": 256}  # as TRL's scripts have it
-LETTERS = "letters - counts the letter e, for trying things out"
 
 
 def names_of(launch: LaunchArguments) -> list[str]:
@@ -27,7 +25,7 @@ def names_of(launch: LaunchArguments) -> list[str]:
 def rewards_of(launch: LaunchArguments, columns: list[str]) -> list:
     """What TRL's trainers take: where the reward model is, then the functions, which it calls with all `columns` of
     the dataset. Raises `ConfigError`."""
-    model, names = launch.reward_model_name_or_path, names_of(launch)
+    model = launch.reward_model_name_or_path
     if not launch.reward_funcs and not model and launch.dataset_name != "builtin":
         raise ConfigError(
             f"dataset {launch.dataset_name!r} is given and no reward; --reward_funcs module:function (docs/launch.md "
@@ -35,22 +33,21 @@ def rewards_of(launch: LaunchArguments, columns: list[str]) -> list:
         )
     if model and not is_model(model):
         raise ConfigError(f"reward model {model!r} is not a folder here; hub:{model} downloads it")
-    taken = [column for column in columns if column in REWARD_ARGUMENTS]
-    if taken and names:
-        raise ConfigError(
-            f"the dataset has the column {taken[0]!r}, and TRL gives the reward an argument of that name itself; "
-            "rename the column"
-        )
-    functions = [function_of(name, columns) for name in names]
+    functions = [function_of(name, columns) for name in names_of(launch)]
     return [model_source(model), *functions] if model else functions
 
 
 def function_of(name: str, columns: list[str]):
-    """The function of that name, whose rewards will be looked at."""
+    """The function of that name, which can be called as TRL will. Raises `ConfigError`."""
     if name == "letters":
         from rloo_memory.data import letter_reward
 
         return letter_reward
+    if name in OF_TRL:
+        from trl import rewards
+
+        found = getattr(rewards, name)
+        return found(**OVERLONG) if name == "get_soft_overlong_punishment" else found
     found = imported(name)
     given = dict.fromkeys((*REWARD_ARGUMENTS, *(name for name in columns if name not in ("prompt", "completion"))))
     try:
@@ -60,20 +57,13 @@ def function_of(name: str, columns: list[str]):
             f"reward {name!r} cannot be called as TRL calls it: {error}; it gets {', '.join(given)}, each by name: "
             "def score(completions, **kwargs) -> list[float]"
         ) from error
-    except ValueError:  # a builtin without a signature
-        pass
-    return with_its_rewards_checked(name, found)
+    from trl.trainer.utils import is_async_callable
+
+    return found if is_async_callable(found) else with_its_rewards_checked(name, found)
 
 
 def imported(name: str):
     """What the name of a reward stands for. Raises `ConfigError` where importing it fails."""
-    if name in OF_TRL:
-        from trl import rewards
-
-        found = getattr(rewards, name)
-        return found(**OVERLONG) if name == "get_soft_overlong_punishment" else found
-    if is_model(name):
-        raise ConfigError(f"reward {name!r} is a model; write --reward_model_name_or_path {name}")
     folder, module, function = place_of(name)
     if not module or not function:
         raise ConfigError(f"reward {name!r} is not module:function; docs/launch.md says how to write one")
@@ -101,57 +91,26 @@ def place_of(name: str) -> tuple[Path, str, str]:
 
 
 def with_its_rewards_checked(name: str, function):
-    """The reward function, which raises `ConfigError` for what it returns where TRL cannot train on it."""
-    from trl.trainer.utils import is_async_callable
-
-    calls = 0
-
-    def check(rewards, completions):
-        nonlocal calls
-        calls += 1
-        return check_rewards(name, rewards, len(completions), first=calls == 1)
+    """The reward function, which raises `ConfigError` for what it returns unless that is a finite number or None for
+    each completion; NaN leaves a completion out, as None does."""
+    import torch
 
     @functools.wraps(function)
     def call(**given):
-        with no_exit(name):
-            rewards = function(**given)
-        return check(rewards, given["completions"])
+        rewards, count = function(**given), len(given["completions"])
+        try:
+            numbers = torch.tensor([0.0 if reward is None else reward for reward in rewards], dtype=torch.float32)
+            wrong = numbers.shape != (count,) or numbers.isinf().any()
+        except (TypeError, ValueError):  # what is no list, and what is no number
+            wrong = True
+        if wrong:
+            raise ConfigError(
+                f"the reward {name!r} returned {one_line(repr(rewards))}; TRL expects a list of {count} finite "
+                "numbers, one a completion, or None to leave one out"
+            )
+        return list(rewards)
 
-    @functools.wraps(function)
-    async def call_async(**given):
-        with no_exit(name):
-            rewards = await function(**given)
-        return check(rewards, given["completions"])
-
-    return call_async if is_async_callable(function) else call
-
-
-@contextlib.contextmanager
-def no_exit(name: str):
-    """A reward that ends the program would look like a training that came to its end."""
-    try:
-        yield
-    except SystemExit as error:
-        raise ConfigError(f"the reward {name!r} ended the program (SystemExit: {error}); let it return") from error
-
-
-def check_rewards(name: str, rewards, count: int, first: bool = False) -> list:
-    """The rewards as a list. Raises `ConfigError` unless they are `count` finite numbers or None. A NaN is refused in
-    the `first` call alone: later it leaves a completion out, as None does."""
-    import torch
-
-    try:
-        rewards = list(rewards)
-        numbers = torch.tensor([0.0 if reward is None else reward for reward in rewards], dtype=torch.float32)
-        wrong = numbers.shape != (count,) or bool((numbers.isinf() | (numbers.isnan() & first)).any())
-    except Exception:  # what is no list, and what is no number: each raises its own
-        wrong = True
-    if wrong:
-        raise ConfigError(
-            f"the reward {name!r} returned {one_line(repr(rewards))}; TRL expects a list of {count} finite numbers, "
-            "one a completion, or None to leave one out"
-        )
-    return rewards
+    return call
 
 
 def in_words(launch: LaunchArguments, rewards: list) -> str:
@@ -159,6 +118,5 @@ def in_words(launch: LaunchArguments, rewards: list) -> str:
     model, names = launch.reward_model_name_or_path, names_of(launch)
     said = [f"reward model {model_source(model)}"] if model else []
     for name, function in zip(names, rewards[len(said) :], strict=True):
-        file = getattr(sys.modules.get(function.__module__), "__file__", None) or function.__module__
-        said.append(LETTERS if name == "letters" else f"{name} ({file})")
+        said.append(f"{name} ({inspect.getmodule(function).__file__})")
     return ", ".join(said)

@@ -43,7 +43,7 @@ class LaunchArguments:
     calibration: str | None = setting(
         None, "the output folder of a run on such a device, which corrects the prediction: a factor a phase"
     )
-    anyway: bool = setting(False, "train even if it is predicted not to fit, or beyond the model's positions")
+    anyway: bool = setting(False, "train even if it is predicted not to fit")
 
     def __post_init__(self):
         if isinstance(self.reward_funcs, str):  # one, in a file

@@ -58,18 +58,16 @@ def find_profile(name: str) -> Path:
 def devices_from(path: Path) -> dict:
     """Fields of `Setup` from an accelerate config. Raises `ConfigError` for what the planner has no formula for."""
     config = read_yaml(path)
-    kind, processes, fsdp = config.get("distributed_type"), config.get("num_processes", 1), config.get("fsdp_config")
-    kind, fsdp = kind or "NO", {} if fsdp is None else fsdp  # YAML reads NO without quotes as false
+    kind, processes = config.get("distributed_type") or "NO", config.get("num_processes", 1)  # YAML reads NO as false
+    fsdp = config.get("fsdp_config") or {}
     if kind not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP"):
         raise ConfigError(f"{path}: no formula for distributed_type {kind!r}; DDP (MULTI_GPU) and FSDP are known")
     if not isinstance(processes, int) or processes < 1:
         raise ConfigError(f"{path}: num_processes is {processes!r}: it must be a whole number from 1")
-    if not isinstance(fsdp, dict) or not isinstance(offload := fsdp.get("fsdp_offload_params", False), bool):
-        raise ConfigError(f"{path}: fsdp_config is {fsdp!r}: a mapping, fsdp_offload_params in it true or false")
     known = fsdp.get("fsdp_version", 1) == 2 and fsdp.get("fsdp_reshard_after_forward", True) is True
     if kind == "FSDP" and not known:
         raise ConfigError(f"{path}: the formula is for fsdp_version: 2 with fsdp_reshard_after_forward: true")
-    devices = 1 if kind == "NO" else processes
+    devices, offload = 1 if kind == "NO" else processes, fsdp.get("fsdp_offload_params") is True
     return {"num_devices": devices, "fully_sharded": kind == "FSDP", "offload_parameters": offload}
 
 

@@ -6,7 +6,6 @@ To be imported where `rloo_memory.fork.need_fork` has found the fork: this impor
 import difflib
 import functools
 import re
-import reprlib
 
 from trl.scripts.grpo import GRPOScriptArguments
 from trl.scripts.rloo import RLOOScriptArguments
@@ -77,15 +76,7 @@ def of(algorithm: str) -> Parser:
 
 def typed(settings: dict) -> dict:
     """Settings by name, each of its type. Raises `ConfigError` with what is wrong."""
-    values, problems = {}, []
-    for name, value in settings.items():
-        try:
-            values[name] = of_all_settings().value_of(name, value)
-        except ConfigError as error:
-            problems.append(str(error))
-    if problems:
-        raise ConfigError("; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if problems[8:] else ""))
-    return values
+    return {name: of_all_settings().value_of(name, value) for name, value in settings.items()}
 
 
 def out_of_range(name: str, value) -> str | None:
@@ -94,7 +85,7 @@ def out_of_range(name: str, value) -> str | None:
         return f"{name} is {value!r}: choose one of {', '.join(CHOICES[name])}"
     for names, inside, words in RANGES:
         if name in names and isinstance(value, int | float) and not inside(value):
-            return f"{name} is {reprlib.repr(value)}: it must be {words}"
+            return f"{name} is {value}: it must be {words}"
     return None
 
 
