@@ -11,12 +11,12 @@ import argparse
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
-from typing import Any
+
+from tqdm import tqdm
 
 from experiments.arms import ARMS
 from experiments.builds import use_fork
@@ -89,8 +89,8 @@ def window_of(hf_config) -> int | None:
     return text_config.sliding_window if slides else None
 
 
-def make(part: Part) -> tuple[Part, float]:
-    """Writes the file of a part. Returns it and the error of its sums."""
+def make(part: Part) -> None:
+    """Writes the file of a part."""
     from experiments.fitting import sums
     from rloo_memory.models import named_config
 
@@ -102,27 +102,19 @@ def make(part: Part) -> tuple[Part, float]:
     unfinished = part.path.with_suffix(".unfinished")
     unfinished.write_text(json.dumps({"error": error, "phases": phases}))
     unfinished.replace(part.path)
-    return part, error
 
 
-def finished(part: Part) -> dict | None:
-    return json.loads(part.path.read_text()) if part.path.exists() else None
+def finished(part: Part) -> dict:
+    return json.loads(part.path.read_text())
 
 
-def in_processes(function: Callable, tasks: list, processes: int) -> Iterator[tuple[Any, float]]:
-    """What `function` returns of each task, in the order of their ends, and the minutes that the others will take."""
+def in_processes(function: Callable, tasks: list, processes: int) -> Iterator:
+    """What `function` returns of each task, in their order, with a bar that says how long it takes."""
+    import torch
     import trl.trainer.rloo_trainer  # noqa: F401  once, not in each process
 
-    start = time.monotonic()
-    with ProcessPoolExecutor(processes, get_context("fork"), on_one_core) as pool:
-        for number, future in enumerate(as_completed([pool.submit(function, task) for task in tasks]), 1):
-            yield future.result(), (time.monotonic() - start) / number * (len(tasks) - number) / 60
-
-
-def on_one_core() -> None:
-    import torch
-
-    torch.set_num_threads(1)
+    with ProcessPoolExecutor(processes, get_context("fork"), torch.set_num_threads, (1,)) as pool:
+        yield from tqdm(pool.map(function, tasks), total=len(tasks))
 
 
 def facts_of(name: str) -> dict:
@@ -210,13 +202,9 @@ def page_data() -> dict:
 def run(args: argparse.Namespace) -> int:
     use_fork(ARMS["shared"])
     parts = [part for model in MODELS for part in parts_of(model)]
-    missing = [part for part in parts if finished(part) is None]
+    missing = [part for part in parts if not part.path.exists()]
     print(f"{len(parts) - len(missing)} of {len(parts)} parts are there; remove {PARTS} to begin anew", flush=True)
-    for number, ((part, error), left) in enumerate(in_processes(make, missing, args.processes), 1):
-        print(
-            f"{number} of {len(missing)}: {part}: {error:.2%} off its simulations; about {left:.0f} min left",
-            flush=True,
-        )
+    list(in_processes(make, missing, args.processes))
     far = [f"{part}: {error:.1%}" for part in parts if (error := finished(part)["error"]) > MOST_ERROR]
     if far:
         raise ConfigError(f"not written: further than {MOST_ERROR:.0%} from their simulations are {'; '.join(far)}")
@@ -225,14 +213,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(
+    program: str = "fit_data", description: str = __doc__, run: Callable = run, argv: list[str] | None = None
+) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.fitting.fit_data",
-        description=__doc__,
+        prog=f"python -m experiments.fitting.{program}",
+        description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    return exit_code("fit_data", run, parser.parse_args(argv))
+    return exit_code(program, run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

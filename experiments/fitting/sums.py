@@ -52,9 +52,12 @@ TERMS = {
 OF_WINDOWS = {
     ("stock", "generate"): ("k*min(P,W)", "k*min(P+C,W)", "k*P*P", "P*P"),
     ("shared", "generate"): (
-        "k*min(room(C),W+max(64,W/8))", "k*min(roomBefore(C),W+max(64,W/8))", "P*P",
+        "k*min(room(C),W+max(64,W/8))",
+        "k*min(roomBefore(C),W+max(64,W/8))",
+        "P*P",
         # The prompt whole until the cache grows behind its window; then what the window still reaches
-        "P*(roomBefore(C)<=max(0,W-P))", "max(0,W-roomBefore(C))*(roomBefore(C)>max(0,W-P))",
+        "P*(roomBefore(C)<=max(0,W-P))",
+        "max(0,W-roomBefore(C))*(roomBefore(C)>max(0,W-P))",
     ),
     ("shared", "score"): ("P*P", "P*C", "C*C"),
     ("shared", "train"): ("P*P", "P*C", "C*C"),
