@@ -89,7 +89,7 @@ def test_it_is_one_file_that_loads_nothing_and_is_made_of_the_committed_data():
 
 # By arm, of functions of sums.js: bytes of each phase, and what torch is expected to reserve
 BY_ARM = "choice => Object.fromEntries(ARMS.map((arm) => [arm, %s(peaks(MODELS.get(choice.model), choice, arm))]))"
-TOTALS = BY_ARM % "((found) => Object.fromEntries(PHASES.map((phase) => [phase, found[phase].total])))"
+TOTALS = BY_ARM % "((found) => Object.fromEntries(Object.entries(found).map(([phase, { total }]) => [phase, total])))"
 NEEDED = BY_ARM % "needed"
 
 

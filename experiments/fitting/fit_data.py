@@ -62,9 +62,6 @@ class Part:
         name = "_".join((self.model.replace("/", "--"), self.trained, self.arm, *["several"] * self.several))
         return PARTS / f"{name}.json"
 
-    def __str__(self) -> str:
-        return ", ".join((self.model, TRAINED[self.trained][0], self.arm, *["several cards"] * self.several))
-
 
 def part_of(model: str, trained: str, arm: str, several: bool) -> Part:
     """The one that answers. On several cards, each computes something else than one: in bfloat16 where all weights are
@@ -73,13 +70,14 @@ def part_of(model: str, trained: str, arm: str, several: bool) -> Part:
 
 
 def parts_of(model: str) -> list[Part]:
-    return [
-        Part(model, trained, arm, several)
+    answering = [
+        part_of(model, trained, arm, several)
         for trained in TRAINED
         for arm in PAGE_ARMS
         for several in (False, True)
-        if part_of(model, trained, arm, several).several == several and not (several and trained in ON_ONE_CARD)
+        if not (several and trained in ON_ONE_CARD)
     ]
+    return list(dict.fromkeys(answering))
 
 
 def window_of(hf_config) -> int | None:
@@ -99,9 +97,7 @@ def make(part: Part) -> None:
         setup = on_cards(TRAINED[part.trained][1], 1 + part.several)
         phases, error = sums.sums_of(setup, hf_config, part.arm, window_of(hf_config))
     part.path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = part.path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps({"error": error, "phases": phases}))
-    unfinished.replace(part.path)
+    part.path.write_text(json.dumps({"error": error, "phases": phases}))
 
 
 def finished(part: Part) -> dict:
@@ -205,7 +201,7 @@ def run(args: argparse.Namespace) -> int:
     missing = [part for part in parts if not part.path.exists()]
     print(f"{len(parts) - len(missing)} of {len(parts)} parts are there; remove {PARTS} to begin anew", flush=True)
     list(in_processes(make, missing, args.processes))
-    far = [f"{part}: {error:.1%}" for part in parts if (error := finished(part)["error"]) > MOST_ERROR]
+    far = [f"{part.path.name}: {error:.1%}" for part in parts if (error := finished(part)["error"]) > MOST_ERROR]
     if far:
         raise ConfigError(f"not written: further than {MOST_ERROR:.0%} from their simulations are {'; '.join(far)}")
     PAGE.write_text(json.dumps(page_data(), separators=(",", ":")) + "\n")

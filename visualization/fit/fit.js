@@ -168,7 +168,7 @@ function showAnswer(model, choice, found) {
   const head = ["Way", "Answer", "Highest peak", "Largest k", "Largest prompt", "Largest completion"];
   by("answer").replaceChildren(table("Largest: with all else as chosen.", head, rows));
   const more = (copies) => `${copies} × ${choice.k} × ${count(choice.completion)} × ${count(model.vocabulary)} × 4 bytes ` +
-    `= ${gib(fullLogits(model, choice, copies))}`;
+    `= ${gib(copies * choice.k * choice.completion * model.vocabulary * 4)}`;
   by("older").textContent = "“TRL as it is” is TRL 1.15 or newer. TRL 1.0 to 1.13 keeps full logits of all k completions. " +
     `By a formula, not a run, that is up to so much more: ${more(4)} in 1.0 to 1.9, ${more(3)} in 1.10 to 1.13. ` +
     "The planner’s figures: --arms stock-1.9,stock-1.13.";
@@ -205,13 +205,11 @@ function showParts(choice, found) {
     element("li", {}, element("span", { class: `part kind-${slug(kind)}` }), kind)));
   by("bars").replaceChildren(...ARMS.map((arm) => element("div", { class: "way" },
     element("h3", {}, `${WAYS[arm]} `, code(arm)),
-    ...phasesOf(found[arm]).map(([phase, peak]) => bar(phase, peak, may, scale)))));
+    ...Object.entries(found[arm]).map(([phase, peak]) => bar(phase, peak, may, scale)))));
   by("numbers").replaceChildren(...ARMS.map((arm) =>
-    table(`${WAYS[arm]}, GiB`, ["phase", ...kinds, "in all"], phasesOf(found[arm]).map(([phase, peak]) =>
+    table(`${WAYS[arm]}, GiB`, ["phase", ...kinds, "in all"], Object.entries(found[arm]).map(([phase, peak]) =>
       [phase, ...kinds.map((kind) => inGib(parts(peak)[kind])), inGib(peak.total)]))));
 }
-
-const phasesOf = (peaks) => PHASES.filter((phase) => phase in peaks).map((phase) => [phase, peaks[phase]]);
 
 function bar(phase, peak, may, scale) {
   const each = Object.entries(parts(peak)).filter(([, size]) => size > VISIBLE);

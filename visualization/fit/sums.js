@@ -5,7 +5,6 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const GIB = 2 ** 30;
 const ARMS = ["stock", "stock-accumulate", "shared"];
-const PHASES = ["load", "generate", "score", "train", "optimizer"];
 const SHARDED = ["parameters", "reference", "gradients", "optimizer state"];
 const MODELS = new Map(DATA.models.map((model) => [model.name, model]));
 
@@ -58,9 +57,6 @@ function highest(found) {
   const [phase, peak] = Object.entries(found).reduce((a, b) => (b[1].total > a[1].total ? b : a));
   return { phase, ...peak };
 }
-
-/** Bytes of full logits, which TRL 1.0 to 1.13 keeps `copies` of in float32, of all k completions. By this formula. */
-const fullLogits = (model, choice, copies) => copies * choice.k * choice.completion * model.vocabulary * 4;
 
 /** Bytes that a card has for torch. */
 const limit = (choice) => Math.floor(choice.card * GIB) - DATA.reserve_bytes;
