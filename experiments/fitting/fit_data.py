@@ -62,6 +62,9 @@ class Part:
         name = "_".join((self.model.replace("/", "--"), self.trained, self.arm, *["several"] * self.several))
         return PARTS / f"{name}.json"
 
+    def read(self) -> dict:
+        return json.loads(self.path.read_text())
+
 
 def part_of(model: str, trained: str, arm: str, several: bool) -> Part:
     """The one that answers. On several cards, each computes something else than one: in bfloat16 where all weights are
@@ -98,10 +101,6 @@ def make(part: Part) -> None:
         phases, error = sums.sums_of(setup, hf_config, part.arm, window_of(hf_config))
     part.path.parent.mkdir(parents=True, exist_ok=True)
     part.path.write_text(json.dumps({"error": error, "phases": phases}))
-
-
-def finished(part: Part) -> dict:
-    return json.loads(part.path.read_text())
 
 
 def in_processes(function: Callable, tasks: list, processes: int) -> Iterator:
@@ -153,7 +152,7 @@ def sums_in_file(model: str, several: bool, terms: tuple[str, ...]) -> dict:
         }
 
     return {
-        trained: {arm: numbered(finished(part_of(model, trained, arm, several))["phases"]) for arm in PAGE_ARMS}
+        trained: {arm: numbered(part_of(model, trained, arm, several).read()["phases"]) for arm in PAGE_ARMS}
         for trained in TRAINED
         if not (several and trained in ON_ONE_CARD)
     }
@@ -201,7 +200,7 @@ def run(args: argparse.Namespace) -> int:
     missing = [part for part in parts if not part.path.exists()]
     print(f"{len(parts) - len(missing)} of {len(parts)} parts are there; remove {PARTS} to begin anew", flush=True)
     list(in_processes(make, missing, args.processes))
-    far = [f"{part.path.name}: {error:.1%}" for part in parts if (error := finished(part)["error"]) > MOST_ERROR]
+    far = [f"{part.path.name}: {error:.1%}" for part in parts if (error := part.read()["error"]) > MOST_ERROR]
     if far:
         raise ConfigError(f"not written: further than {MOST_ERROR:.0%} from their simulations are {'; '.join(far)}")
     PAGE.write_text(json.dumps(page_data(), separators=(",", ":")) + "\n")

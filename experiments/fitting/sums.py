@@ -112,19 +112,18 @@ def setup_at(setup: Setup, arm: str, lengths: tuple[int, int, int]) -> Setup:
     return planned(arm, replace(setup, **rows, per_device_train_batch_size=k))
 
 
-def stretches_at(setup: Setup, hf_config) -> dict[tuple, dict[str, int]]:
-    """Bytes by kind at each event and allocation of the simulation, with all layers and every pass."""
-    tasks = extrapolate.simulations(setup, hf_config)
-    return extrapolate.stretches_of(setup, hf_config, tasks, [extrapolate.simulate(*task) for task in tasks])
-
-
 def sums_of(setup: Setup, hf_config, arm: str, window: int | None) -> tuple[dict[str, list[dict]], float]:
     """Simulates and fits, see `fitted`."""
     lengths = LENGTHS
     if arm == "shared":
         lengths = [(prompt, completion, K_OF_SHARED[i % 3]) for i, (prompt, completion, _) in enumerate(LENGTHS)]
         lengths += MANY_OF_SHARED
-    simulated = {each: stretches_at(setup_at(setup, arm, each), hf_config) for each in lengths}
+    simulated = {}
+    for each in lengths:
+        there = setup_at(setup, arm, each)
+        tasks = extrapolate.simulations(there, hf_config)
+        results = [extrapolate.simulate(*task) for task in tasks]
+        simulated[each] = extrapolate.stretches_of(there, hf_config, tasks, results)
     return fitted(PASSES if arm == "shared" and setup.num_devices > 1 else arm, window, simulated)
 
 
