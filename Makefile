@@ -12,7 +12,8 @@ help:
 	@echo "make test-cuda   CUDA's build of torch on an emulated device, in an environment of its own (4.7 GB; 10 minutes on two quiet cores)"
 	@echo "make bench       time and memory of today's trainer with and without prefix sharing (about an hour)"
 	@echo "make plans       predict the memory of every profile (a few minutes)"
-	@echo "make fit-data    make docs/fit.html and what it answers from (about an hour; goes on where it was interrupted)"
+	@echo "make fit-data    make docs/fit.html and what it answers from (some 70 minutes on 2 quiet cores; goes on where it was"
+	@echo "                 interrupted)"
 	@echo "make evidence    measure all that README.md and docs show, by this commit (some 5 hours on 2 quiet cores; goes on"
 	@echo "                 where it was stopped); which figures are old: python -m experiments.checks.age"
 	@echo "make charts      draw the committed results again, update the tables of README.md and docs"
@@ -94,6 +95,7 @@ plans:
 	  --accelerate rloo_memory/settings/accelerate/fsdp2_offload.yaml --json results/plans/multi_gpu_70b.json
 	.venv/bin/python -m visualization.charts.plan results/plans/single_gpu_24gb.json results/plans/single_gpu_24gb.png
 
+# Some 5 minutes of one core a model; 30 of Gemma 3, whose layers are all simulated, 11 of gpt-oss-20b.
 # The first goes on where it was interrupted: its parts stay until all is done. fit_check holds the page's sums against
 # the planner. In the first, malloc keeps what is freed: taking it from the system again, page by page, was a fifth of
 # the time. Many passes, as the second has, would take 16 GiB so

@@ -87,11 +87,16 @@ def test_it_is_one_file_that_loads_nothing_and_is_made_of_the_committed_data():
 
 # -- its numbers ------------------------------------------------------------------------------------------------------
 
+# By arm, of functions of sums.js: bytes of each phase, and what torch is expected to reserve
+BY_ARM = "choice => Object.fromEntries(ARMS.map((arm) => [arm, %s(peaks(MODELS.get(choice.model), choice, arm))]))"
+TOTALS = BY_ARM % "((found) => Object.fromEntries(Object.entries(found).map(([phase, { total }]) => [phase, total])))"
+NEEDED = BY_ARM % "needed"
+
 
 def test_at_the_recorded_choices_the_browser_says_what_was_compared_with_the_planner(opened):
     rows = read_csv(fit_check.TABLE)
     asked = [dict(model=row["model"], trained=row["trained"], **lengths_of(row)) for row in rows]
-    answers = opened().evaluate("asked => asked.map((choice) => window.fit.peaks(choice.model, choice))", asked)
+    answers = opened().evaluate(f"asked => asked.map({TOTALS})", asked)
     assert len(rows) == DATA["compared"]["choices"]
     for row, answer in zip(rows, answers, strict=True):
         for phase, size in answer[row["arm"]].items():
@@ -106,10 +111,11 @@ def lengths_of(row: dict) -> dict:
 def test_the_largest_fits_and_one_step_more_does_not(opened):
     check = """([asked, arms, least]) => asked.map((choice) => [choice, Object.fromEntries(arms.flatMap((arm) =>
       ["k", "prompt", "completion"].map((name) => {
-        const needed = (value) => window.fit.needed(choice.model, {...choice, [name]: value})[arm];
-        const value = window.fit.largest(choice.model, choice, arm, name);
+        const model = MODELS.get(choice.model);
+        const of = (value) => needed(peaks(model, {...choice, [name]: value}, arm));
+        const value = largest(model, choice, arm, name);
         const [fits, step] = [value || least[name], name === "k" ? 2 : 1];
-        return [`${arm} ${name}`, [value, needed(fits), needed(fits + step)]];
+        return [`${arm} ${name}`, [value, of(fits), of(fits + step)]];
       })))])"""
     ends = 0
     for choice, found in opened().evaluate(check, [choices(40, seed=4), PAGE_ARMS, DATA["least"]]):
@@ -131,9 +137,7 @@ def test_the_largest_fits_and_one_step_more_does_not(opened):
 
 def test_what_is_shown_is_what_is_computed_with_its_error(opened):
     page = opened(address())
-    peaks, needed = (
-        page.evaluate(f"choice => window.fit.{f}(choice.model, choice)", CHOICE) for f in ("peaks", "needed")
-    )
+    peaks, needed = page.evaluate(TOTALS, CHOICE), page.evaluate(NEEDED, CHOICE)
     may = int(CHOICE["card"] * GIB) - DATA["reserve_bytes"]
     for row, arm in zip(page.query_selector_all("#answer tbody tr"), PAGE_ARMS, strict=True):
         phase, peak = max(peaks[arm].items(), key=lambda item: item[1])

@@ -11,7 +11,6 @@ import argparse
 import functools
 import json
 import math
-import os
 import random
 import sys
 from dataclasses import replace
@@ -19,9 +18,9 @@ from dataclasses import replace
 from experiments.arms import ARMS
 from experiments.builds import use_fork
 from experiments.config import ROOT
-from experiments.fitting.fit_data import MODELS, ON_ONE_CARD, PAGE, PAGE_ARMS, TRAINED, in_processes, on_cards
+from experiments.fitting.fit_data import MODELS, ON_ONE_CARD, PAGE, PAGE_ARMS, TRAINED, in_processes, main, on_cards
 from experiments.record import write_csv
-from rloo_memory.errors import ConfigError, exit_code
+from rloo_memory.errors import ConfigError
 from rloo_memory.plan.options import quiet
 
 TABLE = ROOT / "results" / "plans" / "fit_check.csv"
@@ -112,38 +111,19 @@ def compared(rows: list[dict]) -> dict:
 
 
 def run(args: argparse.Namespace) -> int:
-    if not PAGE.exists():
-        raise ConfigError(f"{PAGE} is missing; make it with python -m experiments.fitting.fit_data")
     data = json.loads(PAGE.read_text())
     use_fork(ARMS["shared"])
-    wanted, rows = choices(data), []
-    for row, left in in_processes(functools.partial(row_of, data=data), wanted, args.processes):
-        rows.append(row)
-        said = ", ".join(str(row[name]) for name in CHOICE)
-        print(f"{len(rows)} of {len(wanted)}: {said}: {apart(row):.3%}; about {left:.0f} min left", flush=True)
-    order = {tuple(choice.values()): number for number, choice in enumerate(wanted)}
-    write_csv(TABLE, COLUMNS, sorted(rows, key=lambda row: order[tuple(row[name] for name in CHOICE)]))
+    rows = list(in_processes(functools.partial(row_of, data=data), choices(data), args.processes))
+    write_csv(TABLE, COLUMNS, rows)
     data["compared"] = compared(rows)
     PAGE.write_text(json.dumps(data, separators=(",", ":")) + "\n")
     worst = max(rows, key=apart)
-    print(f"{len(rows)} choices: {apart(worst):.3%} apart at most")
+    said = f"{apart(worst):.3%} apart at most, at { {name: worst[name] for name in CHOICE} }"
     if apart(worst) > MOST_APART:
-        raise ConfigError(
-            f"{ {name: worst[name] for name in CHOICE} } is {apart(worst):.1%} apart, more than {MOST_APART:.0%}: the "
-            "page is stale; run make fit-data"
-        )
+        raise ConfigError(f"{said}, more than {MOST_APART:.0%}: the page is stale; run make fit-data")
+    print(f"{len(rows)} choices: {said}")
     return 0
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.fitting.fit_check",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    return exit_code("fit_check", run, parser.parse_args(argv))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("fit_check", __doc__, run))

@@ -11,12 +11,12 @@ import argparse
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
-from typing import Any
+
+from tqdm import tqdm
 
 from experiments.arms import ARMS
 from experiments.builds import use_fork
@@ -62,8 +62,8 @@ class Part:
         name = "_".join((self.model.replace("/", "--"), self.trained, self.arm, *["several"] * self.several))
         return PARTS / f"{name}.json"
 
-    def __str__(self) -> str:
-        return ", ".join((self.model, TRAINED[self.trained][0], self.arm, *["several cards"] * self.several))
+    def read(self) -> dict:
+        return json.loads(self.path.read_text())
 
 
 def part_of(model: str, trained: str, arm: str, several: bool) -> Part:
@@ -73,13 +73,14 @@ def part_of(model: str, trained: str, arm: str, several: bool) -> Part:
 
 
 def parts_of(model: str) -> list[Part]:
-    return [
-        Part(model, trained, arm, several)
+    answering = [
+        part_of(model, trained, arm, several)
         for trained in TRAINED
         for arm in PAGE_ARMS
         for several in (False, True)
-        if part_of(model, trained, arm, several).several == several and not (several and trained in ON_ONE_CARD)
+        if not (several and trained in ON_ONE_CARD)
     ]
+    return list(dict.fromkeys(answering))
 
 
 def window_of(hf_config) -> int | None:
@@ -89,8 +90,8 @@ def window_of(hf_config) -> int | None:
     return text_config.sliding_window if slides else None
 
 
-def make(part: Part) -> tuple[Part, float]:
-    """Writes the file of a part. Returns it and the error of its sums."""
+def make(part: Part) -> None:
+    """Writes the file of a part."""
     from experiments.fitting import sums
     from rloo_memory.models import named_config
 
@@ -99,30 +100,16 @@ def make(part: Part) -> tuple[Part, float]:
         setup = on_cards(TRAINED[part.trained][1], 1 + part.several)
         phases, error = sums.sums_of(setup, hf_config, part.arm, window_of(hf_config))
     part.path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = part.path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps({"error": error, "phases": phases}))
-    unfinished.replace(part.path)
-    return part, error
+    part.path.write_text(json.dumps({"error": error, "phases": phases}))
 
 
-def finished(part: Part) -> dict | None:
-    return json.loads(part.path.read_text()) if part.path.exists() else None
-
-
-def in_processes(function: Callable, tasks: list, processes: int) -> Iterator[tuple[Any, float]]:
-    """What `function` returns of each task, in the order of their ends, and the minutes that the others will take."""
+def in_processes(function: Callable, tasks: list, processes: int) -> Iterator:
+    """What `function` returns of each task, in their order, with a bar that says how long it takes."""
+    import torch
     import trl.trainer.rloo_trainer  # noqa: F401  once, not in each process
 
-    start = time.monotonic()
-    with ProcessPoolExecutor(processes, get_context("fork"), on_one_core) as pool:
-        for number, future in enumerate(as_completed([pool.submit(function, task) for task in tasks]), 1):
-            yield future.result(), (time.monotonic() - start) / number * (len(tasks) - number) / 60
-
-
-def on_one_core() -> None:
-    import torch
-
-    torch.set_num_threads(1)
+    with ProcessPoolExecutor(processes, get_context("fork"), torch.set_num_threads, (1,)) as pool:
+        yield from tqdm(pool.map(function, tasks), total=len(tasks))
 
 
 def facts_of(name: str) -> dict:
@@ -165,7 +152,7 @@ def sums_in_file(model: str, several: bool, terms: tuple[str, ...]) -> dict:
         }
 
     return {
-        trained: {arm: numbered(finished(part_of(model, trained, arm, several))["phases"]) for arm in PAGE_ARMS}
+        trained: {arm: numbered(part_of(model, trained, arm, several).read()["phases"]) for arm in PAGE_ARMS}
         for trained in TRAINED
         if not (several and trained in ON_ONE_CARD)
     }
@@ -210,14 +197,10 @@ def page_data() -> dict:
 def run(args: argparse.Namespace) -> int:
     use_fork(ARMS["shared"])
     parts = [part for model in MODELS for part in parts_of(model)]
-    missing = [part for part in parts if finished(part) is None]
+    missing = [part for part in parts if not part.path.exists()]
     print(f"{len(parts) - len(missing)} of {len(parts)} parts are there; remove {PARTS} to begin anew", flush=True)
-    for number, ((part, error), left) in enumerate(in_processes(make, missing, args.processes), 1):
-        print(
-            f"{number} of {len(missing)}: {part}: {error:.2%} off its simulations; about {left:.0f} min left",
-            flush=True,
-        )
-    far = [f"{part}: {error:.1%}" for part in parts if (error := finished(part)["error"]) > MOST_ERROR]
+    list(in_processes(make, missing, args.processes))
+    far = [f"{part.path.name}: {error:.1%}" for part in parts if (error := part.read()["error"]) > MOST_ERROR]
     if far:
         raise ConfigError(f"not written: further than {MOST_ERROR:.0%} from their simulations are {'; '.join(far)}")
     PAGE.write_text(json.dumps(page_data(), separators=(",", ":")) + "\n")
@@ -225,14 +208,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(
+    program: str = "fit_data", description: str = __doc__, run: Callable = run, argv: list[str] | None = None
+) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.fitting.fit_data",
-        description=__doc__,
+        prog=f"python -m experiments.fitting.{program}",
+        description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    return exit_code("fit_data", run, parser.parse_args(argv))
+    return exit_code(program, run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

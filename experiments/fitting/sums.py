@@ -51,7 +51,15 @@ TERMS = {
 }
 OF_WINDOWS = {
     ("stock", "generate"): ("k*min(P,W)", "k*min(P+C,W)", "k*P*P", "P*P"),
-    ("shared", "generate"): ("min(P,W)", "k*min(room(C),W+max(64,W/8))", "k*min(roomBefore(C),W+max(64,W/8))", "P*P"),
+    ("shared", "generate"): (
+        "k*min(room(C),W+max(64,W/8))",
+        "k*min(roomBefore(C),W+max(64,W/8))",
+        "P*P",
+        "k*P*(k*C>P)",  # without merging (attention sinks), a copy of the prompt for each completion, see the fork
+        # The prompt whole until the cache grows behind its window; then what the window still reaches
+        "P*(roomBefore(C)<=max(0,W-P))",
+        "max(0,W-roomBefore(C))*(roomBefore(C)>max(0,W-P))",
+    ),
     ("shared", "score"): ("P*P", "P*C", "C*C"),
     ("shared", "train"): ("P*P", "P*C", "C*C"),
     (PASSES, "train"): ("P*P", "P*C", "C*C", "k*P*C", "k*C*C"),
@@ -105,19 +113,18 @@ def setup_at(setup: Setup, arm: str, lengths: tuple[int, int, int]) -> Setup:
     return planned(arm, replace(setup, **rows, per_device_train_batch_size=k))
 
 
-def stretches_at(setup: Setup, hf_config) -> dict[tuple, dict[str, int]]:
-    """Bytes by kind at each event and allocation of the simulation, with all layers and every pass."""
-    tasks = extrapolate.simulations(setup, hf_config)
-    return extrapolate.stretches_of(setup, hf_config, tasks, [extrapolate.simulate(*task) for task in tasks])
-
-
 def sums_of(setup: Setup, hf_config, arm: str, window: int | None) -> tuple[dict[str, list[dict]], float]:
     """Simulates and fits, see `fitted`."""
     lengths = LENGTHS
     if arm == "shared":
         lengths = [(prompt, completion, K_OF_SHARED[i % 3]) for i, (prompt, completion, _) in enumerate(LENGTHS)]
         lengths += MANY_OF_SHARED
-    simulated = {each: stretches_at(setup_at(setup, arm, each), hf_config) for each in lengths}
+    simulated = {}
+    for each in lengths:
+        there = setup_at(setup, arm, each)
+        tasks = extrapolate.simulations(there, hf_config)
+        results = [extrapolate.simulate(*task) for task in tasks]
+        simulated[each] = extrapolate.stretches_of(there, hf_config, tasks, results)
     return fitted(PASSES if arm == "shared" and setup.num_devices > 1 else arm, window, simulated)
 
 

@@ -109,7 +109,6 @@ function show(wrong = []) {
   by("found").hidden = lines.length > 0;
   if (lines.length) {
     for (const id of ["asked", "answer", "older", "bars", "numbers", "yaml", "command", "python"]) by(id).replaceChildren();
-    showNumbers = () => {};
     return said("");
   }
   const model = MODELS.get(choice.model);
@@ -169,7 +168,7 @@ function showAnswer(model, choice, found) {
   const head = ["Way", "Answer", "Highest peak", "Largest k", "Largest prompt", "Largest completion"];
   by("answer").replaceChildren(table("Largest: with all else as chosen.", head, rows));
   const more = (copies) => `${copies} × ${choice.k} × ${count(choice.completion)} × ${count(model.vocabulary)} × 4 bytes ` +
-    `= ${gib(fullLogits(model, choice, copies))}`;
+    `= ${gib(copies * choice.k * choice.completion * model.vocabulary * 4)}`;
   by("older").textContent = "“TRL as it is” is TRL 1.15 or newer. TRL 1.0 to 1.13 keeps full logits of all k completions. " +
     `By a formula, not a run, that is up to so much more: ${more(4)} in 1.0 to 1.9, ${more(3)} in 1.10 to 1.13. ` +
     "The planner’s figures: --arms stock-1.9,stock-1.13.";
@@ -206,16 +205,11 @@ function showParts(choice, found) {
     element("li", {}, element("span", { class: `part kind-${slug(kind)}` }), kind)));
   by("bars").replaceChildren(...ARMS.map((arm) => element("div", { class: "way" },
     element("h3", {}, `${WAYS[arm]} `, code(arm)),
-    ...phasesOf(found[arm]).map(([phase, peak]) => bar(phase, peak, may, scale)))));
-  showNumbers = () => by("numbers").replaceChildren(...ARMS.map((arm) =>
-    table(`${WAYS[arm]}, GiB`, ["phase", ...kinds, "in all"], phasesOf(found[arm]).map(([phase, peak]) =>
-      [phase, ...kinds.map((kind) => parts(peak)[kind]), peak.total].map((size) => size.toFixed ? inGib(size) : size)))));
-  if (by("numbers").parentElement.open) showNumbers();
+    ...Object.entries(found[arm]).map(([phase, peak]) => bar(phase, peak, may, scale)))));
+  by("numbers").replaceChildren(...ARMS.map((arm) =>
+    table(`${WAYS[arm]}, GiB`, ["phase", ...kinds, "in all"], Object.entries(found[arm]).map(([phase, peak]) =>
+      [phase, ...kinds.map((kind) => inGib(parts(peak)[kind])), inGib(peak.total)]))));
 }
-
-let showNumbers = () => {}; // the table, when it is opened
-
-const phasesOf = (peaks) => PHASES.filter((phase) => phase in peaks).map((phase) => [phase, peaks[phase]]);
 
 function bar(phase, peak, may, scale) {
   const each = Object.entries(parts(peak)).filter(([, size]) => size > VISIBLE);
@@ -338,17 +332,7 @@ function read() {
 async function copy(button) {
   const name = button.dataset.copies;
   const text = name === "address" ? location.href.split("#")[0] + address() : by(name).textContent;
-  let done = true;
-  try {
-    await navigator.clipboard.writeText(text);
-  } catch { // not allowed, or a page that came without encryption
-    const area = element("textarea", { "aria-hidden": "true", class: "unseen" }, text);
-    document.body.append(area);
-    area.select();
-    done = document.execCommand("copy");
-    area.remove();
-    button.focus();
-  }
+  const done = await navigator.clipboard?.writeText(text).then(() => true, () => false); // none without encryption
   const what = { address: "link", yaml: "YAML", command: "commands", python: "Python" }[name];
   by("copied").textContent = done ? `Copied: the ${what}.` :
     "The browser does not let this page copy: select the text and copy it by hand.";
@@ -359,20 +343,6 @@ by("choice").addEventListener("focusout", () => (typingIn = null));
 by("choice").addEventListener("submit", (event) => event.preventDefault());
 for (const button of document.querySelectorAll("button[data-copies]"))
   button.addEventListener("click", () => copy(button));
-by("numbers").parentElement.addEventListener("toggle", () => showNumbers());
 addEventListener("hashchange", read);
 showWhatIsAlwaysSo();
 read();
-
-/** For programs: bytes of each phase by arm, and what torch is expected to reserve; `choice` has trained, prompt,
- *  completion, k, cards and reference. */
-window.fit = {
-  peaks(name, choice) {
-    const model = MODELS.get(name);
-    return Object.fromEntries(ARMS.map((arm) => [arm,
-      Object.fromEntries(Object.entries(peaks(model, choice, arm)).map(([phase, { total }]) => [phase, total]))]));
-  },
-  needed: (name, choice) =>
-    Object.fromEntries(ARMS.map((arm) => [arm, needed(peaks(MODELS.get(name), choice, arm))])),
-  largest: (name, choice, arm, what) => largest(MODELS.get(name), choice, arm, what),
-};

@@ -5,17 +5,16 @@ const BETA = "0.05";
 
 /** Settings that both forms have, by TRL's names: micro-batches; on several cards whole groups in passes. */
 function shared(choice) {
-  const several = choice.cards > 1;
-  const micro = choice.k / DATA.together;
+  const [together, micro] = choice.cards > 1 ? [choice.k, 1] : [DATA.together, choice.k / DATA.together];
   return {
     bf16: true,
     beta: choice.reference ? BETA : "0.0",
     prefix_sharing: true,
     num_generations: choice.k,
-    ...(several ? { tokens_per_forward: DATA.together * (choice.completion + 1) } : {}),
-    per_device_train_batch_size: several ? choice.k : DATA.together,
-    gradient_accumulation_steps: several ? 1 : micro,
-    steps_per_generation: several ? 1 : micro,
+    ...(choice.cards > 1 ? { tokens_per_forward: DATA.together * (choice.completion + 1) } : {}),
+    per_device_train_batch_size: together,
+    gradient_accumulation_steps: micro,
+    steps_per_generation: micro,
     max_completion_length: choice.completion,
     gradient_checkpointing: true,
     optim: "adamw_torch_fused",
@@ -41,9 +40,12 @@ const ALL_ON_CARDS = { dtype: "as loaded and gathered; FSDP2 keeps shards of tra
 /** The dtype in which weights are loaded. */
 const dtypeOf = ({ trained, cards }) => (trained === "all" && cards === 1 ? "float32" : "bfloat16");
 
-const aboutOf = ({ trained, cards }) => ({
-  ...ABOUT, ...(cards > 1 ? ON_CARDS : ON_ONE_CARD), ...(trained === "all" && (cards > 1 ? ALL_ON_CARDS : ALL)),
-});
+/** Of a choice, the comment behind a setting. */
+function commentsOf({ trained, cards }) {
+  const [usual, all] = cards > 1 ? [ON_CARDS, ALL_ON_CARDS] : [ON_ONE_CARD, ALL];
+  const about = { ...ABOUT, ...usual, ...(trained === "all" && all) };
+  return (name) => (name in about ? `  # ${about[name]}` : "");
+}
 
 function yaml(choice) {
   const lora = { use_peft: true, lora_r: 16, lora_target_modules: "all-linear", lora_dropout: "0.0" };
@@ -56,8 +58,7 @@ function yaml(choice) {
     ...shared(choice),
     max_prompt_tokens: choice.prompt,
   };
-  const about = aboutOf(choice);
-  const comment = (name) => (name in about ? `  # ${about[name]}` : "");
+  const comment = commentsOf(choice);
   return Object.entries(settings).map(([name, value]) => `${name}: ${value}${comment(name)}\n`).join("");
 }
 
@@ -66,15 +67,15 @@ function python(choice) {
   const bits = choice.trained === "lora-4-bits";
   const written = (value) => (value === true ? "True" : value === false ? "False" : value);
   const settings = Object.entries({ ...shared(choice), optim: '"adamw_torch_fused"' });
-  const about = aboutOf(choice);
+  const comment = commentsOf(choice);
   return [
     ...(lora ? ["from peft import LoraConfig"] : []),
     ...(bits ? ["from transformers import BitsAndBytesConfig"] : []),
     "from trl import RLOOConfig, RLOOTrainer  # or GRPOConfig, GRPOTrainer: this project's wheel, see README.md",
     "",
     "args = RLOOConfig(",
-    `    model_init_kwargs={"dtype": "${dtypeOf(choice)}"},${about.dtype ? `  # ${about.dtype}` : ""}`,
-    ...settings.map(([name, value]) => `    ${name}=${written(value)},${name in about ? `  # ${about[name]}` : ""}`),
+    `    model_init_kwargs={"dtype": "${dtypeOf(choice)}"},${comment("dtype")}`,
+    ...settings.map(([name, value]) => `    ${name}=${written(value)},${comment(name)}`),
     ")",
     ...(lora ? [
       "lora = LoraConfig(",
@@ -83,19 +84,14 @@ function python(choice) {
     ] : []),
     ...(bits ? [
       "bits = BitsAndBytesConfig(",
-      '    load_in_4bit=True,',
-      '    bnb_4bit_quant_type="nf4",',
-      "    bnb_4bit_use_double_quant=True,",
-      '    bnb_4bit_compute_dtype="bfloat16",',
+      '    load_in_4bit=True,\n    bnb_4bit_quant_type="nf4",',
+      '    bnb_4bit_use_double_quant=True,\n    bnb_4bit_compute_dtype="bfloat16",',
       ")",
     ] : []),
     "",
     `# my_dataset: prompts of at most ${choice.prompt} tokens, TRL does not cut them. my_reward: see docs/launch.md`,
-    "trainer = RLOOTrainer(",
-    `    "${choice.model}",`,
-    "    reward_funcs=my_reward,",
-    "    args=args,",
-    "    train_dataset=my_dataset,",
+    `trainer = RLOOTrainer(\n    "${choice.model}",`,
+    "    reward_funcs=my_reward,\n    args=args,\n    train_dataset=my_dataset,",
     ...(lora ? ["    peft_config=lora,"] : []),
     ...(bits ? ["    quantization_config=bits,"] : []),
     ")",

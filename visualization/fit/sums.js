@@ -5,7 +5,6 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const GIB = 2 ** 30;
 const ARMS = ["stock", "stock-accumulate", "shared"];
-const PHASES = ["load", "generate", "score", "train", "optimizer"];
 const SHARDED = ["parameters", "reference", "gradients", "optimizer state"];
 const MODELS = new Map(DATA.models.map((model) => [model.name, model]));
 
@@ -59,9 +58,6 @@ function highest(found) {
   return { phase, ...peak };
 }
 
-/** Bytes of full logits, which TRL 1.0 to 1.13 keeps `copies` of in float32, of all k completions. By this formula. */
-const fullLogits = (model, choice, copies) => copies * choice.k * choice.completion * model.vocabulary * 4;
-
 /** Bytes that a card has for torch. */
 const limit = (choice) => Math.floor(choice.card * GIB) - DATA.reserve_bytes;
 
@@ -80,24 +76,16 @@ function span(model, choice, name) {
   return { least: DATA.least[name], most: Math.min(DATA.most[name], model.positions - other), step: 1 };
 }
 
-/** The largest k, prompt or completion that needs no more than the limit, and one step more does; 0 where the
- *  least is not. Peaks grow, but for the places where the LM head or the cache begins anew: so it looks from above at
- *  places all over the span, bisects, and looks at what comes next. */
+/** The largest k, prompt or completion that needs no more than the limit, and one step more does; 0 where the least
+ *  is not. */
 function largest(model, choice, arm, name) {
   const { least, most, step } = span(model, choice, name);
-  const [last, may] = [Math.floor((most - least) / step), limit(choice)];
-  const fits = (n) => needed(peaks(model, { ...choice, [name]: least + n * step }, arm)) <= may;
-  const places = [0];
-  for (let n = 1; n < last; n = n * 2) places.push(n);
-  places.push(last);
-  const reached = places.findLastIndex(fits);
-  if (reached < 0) return 0;
-  let [low, high] = [places[reached], places[Math.min(reached + 1, places.length - 1)]];
+  const fits = (n) => needed(peaks(model, { ...choice, [name]: least + n * step }, arm)) <= limit(choice);
+  let [low, high] = [-1, Math.floor((most - least) / step) + 1];
   while (high - low > 1) {
     const middle = Math.floor((low + high) / 2);
     if (fits(middle)) low = middle;
     else high = middle;
   }
-  for (let n = low + 1; n <= Math.min(low + 16, last); n++) if (fits(n)) low = n;
-  return least + low * step;
+  return low < 0 ? 0 : least + low * step;
 }
