@@ -1,6 +1,7 @@
 """The launcher under `accelerate launch` with the files in settings/accelerate: two processes on the CPU (gloo)."""
 
 import json
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -62,3 +63,12 @@ def test_ddp_fsdp2_and_offloading_train_the_same_numbers(policy, tmp_path):
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not here: make test-deepspeed")
 def test_ddp_and_zero3_train_the_same_numbers(policy, tmp_path):
     check([DDP, ("zero3", PROGRAM, None), ("zero3_offload", PROGRAM, None)], policy, tmp_path)
+
+
+def test_fsdp_without_a_gpu_is_refused(policy, tmp_path):
+    """Accelerate would not shard there, and not say so."""
+    (tmp_path / "profile.yaml").write_text(PROFILE)
+    command = [sys.executable, *PROGRAM, str(tmp_path / "profile.yaml"), "--output_dir", str(tmp_path / "out")]
+    of_accelerate = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}  # as accelerate launch sets them
+    code, output = two_processes.run(command, 240, MODEL_PATH=policy, **of_accelerate)
+    assert code == 2 and "launch: without a GPU accelerate would train with DDP" in output, output[-3000:]

@@ -157,6 +157,8 @@ def build_trainer(launch, config, model, found: policy.Policy, quantization, row
             raise
         said = " ".join(str(error).split()) if isinstance(error, ValueError) else one_line(error)
         raise ConfigError(f"cannot train {found.path!r}: {said}") from error
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not trainer.is_fsdp_enabled:
+        raise ConfigError("without a GPU accelerate would train with DDP in place of FSDP; use ddp.yaml")
     if launch.offload_reference:
         keep_on_host(trainer, trainer.ref_model)
     if launch.offload_reward:

@@ -1,6 +1,7 @@
 """Keeps what libraries print at import and load out of the launcher's output; errors and TRL's training log stay."""
 
 import logging
+import os
 import sys
 import warnings
 
@@ -23,6 +24,7 @@ def after_import() -> None:
     datasets.disable_progress_bars()
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it raises what it logs
     transformers_logging.disable_progress_bar()
-    enable_progress_bars()  # those of downloads, which transformers switched off, too
+    if not os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS"):
+        enable_progress_bars()  # those of downloads, which transformers switched off, too
     for handler in logging.getLogger("transformers").handlers:  # deprecations are for those who call the library
         handler.addFilter(lambda record: "deprecated" not in record.getMessage())
