@@ -74,11 +74,6 @@ class RunRecord:
     sampler: dict | None = None
 
 
-def defaults() -> dict:
-    """A record of nothing."""
-    return vars(RunRecord("", "", "", 0, 0, {}, ""))
-
-
 @dataclass(frozen=True)
 class StoredRun:
     """A run of a machine's folder. `record` is a `RunRecord` as a dictionary, None where `damage` says why; `phases`

@@ -42,14 +42,6 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def read_json(path: Path):
-    """The file's value, None where there is no file or no JSON in it."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-
-
 def user_folder(variable: str, usual: str) -> Path:
     """A folder of this project's: in the one that the environment's `variable` names, else in `usual` at home."""
     return Path(os.environ.get(variable) or Path.home() / usual, "rloo-memory")

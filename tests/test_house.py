@@ -69,7 +69,7 @@ def may_import(name: str, imported: str) -> bool:
     package, room, *_ = [*name.split("."), "__init__"]
     top, *rest = imported.split(".")
     if package == "visualization":
-        return top not in ("torch", "trl", "rloo_memory", "experiments")
+        return top not in ("torch", "trl", "rloo_memory") and (top != "experiments" or rest[:1] == ["run_record"])
     if top == package and package in MAY_IMPORT:
         return MAY_IMPORT[package].get(room, set()).issuperset(rest[:1])
     return top not in ("visualization", "experiments") and (top != "rloo_memory" or package == "experiments")

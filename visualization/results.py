@@ -1,6 +1,5 @@
 """The runs of results/<machine> as pandas frames: a row a run, a row a phase, and a row a cell (scale, arm, k)."""
 
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -10,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from experiments.run_record import APART, PHASE_COLUMNS, stored_runs
+
 GIB, MIB = 2**30, 2**20
 LEARN = "learn"  # the scale of the convergence runs: another workload
 BENCH = "bench"  # the scale of a model large enough that a step's time is the model's
 TIMES = "-time"  # ends the name of a scale whose runs are there for their seconds: `bench-time` for `bench`
 PHASES = ("generate", "score", "train", "optimizer")
-PHASE_COLUMNS = ["phase", "step", "start", "end", "peak_allocated_bytes", "peak_reserved_bytes", "peak_resident_bytes",
-                 "device_used_bytes"]  # fmt: skip
 # What each arm is, in the order of every table
 ARMS = {
     "classic-baseline": "TRL 0.21 as it is",
@@ -47,7 +46,6 @@ MEASURES = {
 }
 FAILURES = {"oom": "out of memory", "error": "error", "killed": "killed"}
 LEAST = GIB // 10  # of peak above start, bytes: below it, percentages are noise
-APART = 1.5  # seconds of repeats on a quiet machine stay within this factor
 MARK = "\N{DOUBLE DAGGER}"
 NOTE = f"{MARK} repeats differ by more than a factor of {APART}, as on a busy machine: no part of any comparison"
 
@@ -155,25 +153,18 @@ class Results:
 
 def load(folder: Path) -> Results:
     """Of run folders and of runs.jsonl, which has them without their samples."""
-    found: dict[str, tuple[dict, pd.DataFrame]] = {}
-    if (jsonl := folder / "runs.jsonl").exists():
-        for run in map(json.loads, jsonl.read_text().splitlines()):
-            found[run["record"]["run_id"]] = run["record"], pd.DataFrame(run["phases"], columns=PHASE_COLUMNS)
-    for path in folder.glob("*/run.json"):
-        csv, phases = path.with_name("phases.csv"), pd.DataFrame(columns=PHASE_COLUMNS)
-        if csv.exists():
-            phases = pd.read_csv(csv, on_bad_lines="skip").dropna(subset="end")  # a kill cut the last line
-        found[path.parent.name] = json.loads(path.read_text()), phases
+    found = [run for run in stored_runs(folder) if run.record]
     if not found:
         raise SystemExit(f"error: {folder}: holds no runs; run ./run_baseline-rloo.sh first, or give another folder")
     rows, phases, trace = [], [], []
-    for name, (record, its) in sorted(found.items()):
-        row = row_of(record, its)
+    for run in found:
+        its = pd.DataFrame(list(run.phases), columns=PHASE_COLUMNS)
+        row = row_of(run.record, its)
         rows.append(row)
         level = its[row["measure"].replace("peak_device", "device")].astype(float)
-        phases.append(its.assign(run_id=name, bytes=level))
+        phases.append(its.assign(run_id=run.run_id, bytes=level))
         if row["status"] == "ok":
-            trace += [row | step for step in record["trace"]]
+            trace += [row | step for step in run.record["trace"]]
     known = pd.DataFrame(trace, columns=["run_id", "scale", "arm", "k", "repeat", "step", "reward", "loss", "kl"])
     return Results(folder, pd.DataFrame(rows), pd.concat(phases, ignore_index=True), known)
 

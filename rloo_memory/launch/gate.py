@@ -60,7 +60,8 @@ def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source:
         doctor = f"rloo-memory doctor --profile {profile} --model {source} --prompt {lengths.longest}"
         doctor += "".join(f" --image {width}x{height}" for width, height in lengths.images)
         doctor += f" --device-memory {available_bytes(str(config.device)) / GIB:.1f}GiB"
-        doctor += f" --calibration {calibration}" if calibration else ""
+        if calibration:
+            doctor += f" --calibration {calibration}" + (" --device cpu" if config.device.type == "cpu" else "")
         raise ConfigError(refusal(peak, limit, remedy, settings, doctor))
     return {phase.phase: phase.uncorrected for phase in expected.phases}
 
