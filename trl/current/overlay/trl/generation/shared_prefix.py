@@ -28,7 +28,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from ..models.passes import exceeds_longrope, has_several_processes
 from ..models.prefix_sharing import at_least_one, group_rows, prompt_pass
-from ..models.prefix_sharing_contexts import attend_to_cache
+from ..models.prefix_sharing_contexts import running
 from ..models.prefix_sharing_fsdp2 import FSDPModule, base_model_forward
 from ..models.prefix_sharing_images import MultimodalInputs
 from .shared_prefix_cache import SharedPrefixCache
@@ -138,7 +138,7 @@ def generate_with_shared_prefix(
     if inputs.get("position_ids") is None:
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     cache = prefill(forward, base_model.base_model, input_ids, attention_mask, positions, group_size, multimodal)
-    with attend_to_cache(base_model, cache):
+    with running(cache, base_model.base_model._prefix_sharing.configs):
         return model.generate(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -175,7 +175,8 @@ def router_sums(
     logits = torch.cat([layer_logits.reshape(-1, layer_logits.shape[-1])[is_token] for layer_logits in router_logits])
     probs = nn.functional.softmax(logits, dim=-1)
     chosen = nn.functional.one_hot(probs.topk(top_k, dim=-1).indices, probs.shape[-1])
-    return chosen.sum(0).to(probs.dtype), probs.sum(0), len(probs)
+    dtype = torch.promote_types(probs.dtype, torch.float32)  # sums of thousands have no room in half precision
+    return chosen.sum(0).to(dtype), probs.sum(0, dtype=dtype), len(probs)
 
 
 def load_balancing_loss(sums: list[tuple[torch.Tensor, torch.Tensor, int]]) -> torch.Tensor:

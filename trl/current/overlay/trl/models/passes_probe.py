@@ -50,6 +50,10 @@ def _probing(model: PreTrainedModel, training: bool) -> Iterator[None]:
         model.train(mode)
 
 
+class WholeRowsError(ValueError):
+    """A model fails whatever way its rows go through it."""
+
+
 _HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
@@ -145,8 +149,16 @@ def _compare(model: PreTrainedModel, passes) -> float:
     attention_mask[:, 0] = 0  # left padding of the prompt
     attention_mask[1, -1] = 0  # right padding of a completion
     # Gradients are on, because the passes of training look their tokens up in another way
+    try:
+        whole = model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as exception:
+        raise WholeRowsError(
+            f"A forward of {type(model).__name__} on a few tokens fails, with its rows whole "
+            f"({type(exception).__name__}: {exception})."
+        ) from exception
     in_passes = passes.forward(model.base_model, input_ids, attention_mask).last_hidden_state
-    whole = model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
     has_token = attention_mask[:, PROBE_PREFIX_LENGTH - 1 :].bool()
     whole = whole[:, PROBE_PREFIX_LENGTH - 1 :][has_token].float()
     errors = (in_passes[has_token].float() - whole).norm(dim=-1) / whole.norm(dim=-1)

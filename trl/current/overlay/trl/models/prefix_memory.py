@@ -84,14 +84,11 @@ class SharedPrefix:
         self._keys: dict[int, torch.Tensor] = {}  # as layers computed them
         self._experts: tuple[torch.Tensor, int] | None = None
 
-    # Gradient checkpointing runs a layer again during the backward: what the forward wrote stands
     def write(self, slot: tuple, x: torch.Tensor) -> None:
-        self.slots.setdefault(slot, x)
+        self.slots[slot] = x
 
     def write_attention(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Keys and values of a layer, of shape `(1, num_key_value_heads, S, D)` each."""
-        if layer_idx in self.sources:
-            return
         self.sources[layer_idx] = next((idx for idx, seen in self._keys.items() if seen is key), layer_idx)
         if self.sources[layer_idx] != layer_idx:
             return

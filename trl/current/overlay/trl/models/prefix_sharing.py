@@ -45,7 +45,7 @@ from .passes import (
     to_device,
 )
 from .prefix_memory import SharedPrefix
-from .prefix_sharing_contexts import ReadPrefix, RecordPrefix, masks_of
+from .prefix_sharing_contexts import ReadPrefix, RecordPrefix, running
 from .prefix_sharing_fsdp2 import unshard_in_backward
 from .prefix_sharing_images import MultimodalInputs, rope_position_ids
 from .prefix_sharing_micro_batches import OpenPrefix
@@ -99,13 +99,11 @@ def prompt_pass(
         position_ids = at_least_one(positions)[None]
     else:
         prefix.offset = int(position_ids.max() - positions[-1])
-    outputs = forward(
-        **inputs,
-        position_ids=position_ids,
-        use_cache=False,
-        shared_prefix=RecordPrefix(prefix),
-        **kwargs,
-    )
+    record = RecordPrefix(prefix)
+    try:
+        outputs = forward(**inputs, position_ids=position_ids, use_cache=False, shared_prefix=record, **kwargs)
+    finally:
+        record.close()
     return prefix, outputs
 
 
@@ -152,7 +150,7 @@ def _run_prompt(
 
 def _run_completions(backbone: nn.Module, context: ReadPrefix, inputs: dict[str, torch.Tensor], **kwargs) -> tuple:
     """Hidden states of a pass of completions, of shape `(T, H)`, and what its router chose where that is asked for."""
-    with masks_of(context):
+    with running(context, backbone._prefix_sharing.configs):
         outputs = backbone(
             **inputs,
             # Without a mask, restarting positions would be taken for a padding-free batch

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -45,18 +45,32 @@ IMPLEMENTATION_PREFIX = "prefix_sharing_"
 _MAX_BLOCK_PER_PREFIX = 1 / 4
 
 
-@dataclass(frozen=True)
 class RecordPrefix:
-    """Attention context of the prompt pass: attend as usual, and keep the keys and values."""
+    """
+    Attention context of the prompt pass: attend as usual, and keep the keys and values.
 
-    prefix: SharedPrefix
+    Gradient checkpointing keeps it, inside the graph that the keys and values hold, and calls layers with it once more.
+    So it lets go of the prefix when the pass ends: else neither is ever freed if no backward follows.
+    """
+
+    def __init__(self, prefix: SharedPrefix):
+        self.prefix = prefix
+        self.has_tokens = len(prefix.positions) > 0
 
     @property
     def states(self) -> RecordStates:
-        return RecordStates(self.prefix)
+        return RecordStates(self, self.has_tokens)
+
+    def close(self) -> None:
+        self.prefix = None
+
+    def write(self, slot: tuple, x: torch.Tensor) -> None:
+        if self.prefix is not None:
+            self.prefix.write(slot, x)
 
     def attend(self, base, module, query, key, value, attention_mask, **kwargs):
-        self.prefix.write_attention(module.layer_idx, key, value)
+        if self.prefix is not None:
+            self.prefix.write_attention(module.layer_idx, key, value)
         return _base_attention(base, module)(module, query, key, value, attention_mask, **kwargs)
 
 
@@ -136,37 +150,51 @@ class ReadPrefix:
         per_block = (x.split(self.blocks, dim=2) for x in (query, key, value, attention_mask))
         for block_query, block_key, block_value, mask in zip(*per_block, strict=True):
             mask = mask[..., : prefix_size + block_key.shape[2]]
-            block_key = torch.cat([prefix_key, block_key], dim=2)
-            block_value = torch.cat([prefix_value, block_value], dim=2)
-            outputs.append(masked_attention(base, module, block_query, block_key, block_value, mask, **kwargs)[0])
+            # A mask does not hide what is not finite from other completions, because 0 * nan is nan
+            finite = (block_key.isfinite().all(-1) & block_value.isfinite().all(-1)).all(1)[:, None, :, None]
+            block_key = torch.cat([prefix_key, block_key.where(finite, 0)], dim=2)
+            block_value = torch.cat([prefix_value, block_value.where(finite, 0)], dim=2)
+            output, _ = masked_attention(base, module, block_query, block_key, block_value, mask, **kwargs)
+            seen = mask[..., prefix_size:] if mask.dtype == torch.bool else mask[..., prefix_size:] == 0
+            sees_no_number = (seen & ~finite.mT).any(-1)[..., None].transpose(1, 2)  # (1, block, 1, 1)
+            outputs.append(output.masked_fill(sees_no_number, torch.nan))
         return torch.cat(outputs, dim=1), None
 
 
-# What the current forward is: the pass whose masks are being built, or the cache that `generate` is decoding with.
-# The attention of a pass gets its context as a keyword argument instead, which gradient checkpointing replays.
-_current_pass: ContextVar[ReadPrefix | None] = ContextVar("current_pass", default=None)
-_current_cache: ContextVar = ContextVar("current_cache", default=None)
-
-
 @contextmanager
-def _set(variable: ContextVar, value) -> Iterator[None]:
-    token = variable.set(value)
+def routed(configs: list[PretrainedConfig]) -> Iterator[None]:
+    """
+    Have attention and masks of what has these configs go to the functions below. The rest of the time, the configs name
+    the model's own implementation, which models and engines ask for.
+    """
+    before = [(config, config._attn_implementation) for config in configs]
     try:
+        for config, own in before:
+            config._attn_implementation_internal = IMPLEMENTATION_PREFIX + own.removeprefix(IMPLEMENTATION_PREFIX)
         yield
     finally:
-        variable.reset(token)
+        for config, own in before:
+            config._attn_implementation_internal = own
 
 
-def masks_of(context: ReadPrefix):
-    """Have the masks of every forward be those of a pass of completions."""
-    return _set(_current_pass, context)
+# What a model is running: a pass of completions, whose masks it builds, or the cache that `generate` decodes with. The
+# attention of a pass gets its context as a keyword argument instead, which gradient checkpointing replays.
+_running: ContextVar = ContextVar("running", default=None)
 
 
 @contextmanager
-def attend_to_cache(model: PreTrainedModel, cache) -> Iterator[None]:
-    """Have the attention of every forward of `model` go through `cache.attend`, see [`SharedPrefixCache`]."""
-    with model._prefix_sharing.routed(), _set(_current_cache, cache):
-        yield
+def running(context, configs: list[PretrainedConfig]) -> Iterator[None]:
+    """
+    Have the masks of every forward with these configs be those of `context`, a pass of completions, or its attention,
+    too, go through `context.attend` of a [`SharedPrefixCache`].
+    """
+    outer = _running.get()
+    try:
+        _running.set(context)
+        with routed(configs):
+            yield
+    finally:
+        _running.set(outer)
 
 
 def _base_attention(base: str, module: nn.Module):
@@ -199,17 +227,21 @@ def masked_attention(base, module, query, key, value, attention_mask, **kwargs):
 
 
 def _attention(base, module, query, key, value, attention_mask, shared_prefix=None, **kwargs):
-    if shared_prefix is None:
-        shared_prefix = _current_cache.get()
-    if shared_prefix is not None:
-        return shared_prefix.attend(base, module, query, key, value, attention_mask, **kwargs)
-    return _base_attention(base, module)(module, query, key, value, attention_mask, **kwargs)
+    context = _running.get() if shared_prefix is None else shared_prefix
+    if context is None:
+        return _base_attention(base, module)(module, query, key, value, attention_mask, **kwargs)
+    if shared_prefix is None and isinstance(context, ReadPrefix):
+        raise RuntimeError(
+            f"{type(module).__name__} was called in a pass of its model without the prefix of the pass. Set "
+            "`prefix_sharing=False`."
+        )
+    return context.attend(base, module, query, key, value, attention_mask, **kwargs)
 
 
 def _mask(base, *, mask_function, use_vmap=False, dtype=torch.float32, **kwargs):
-    current_pass = _current_pass.get()
-    if current_pass is None:
-        if _current_cache.get() is not None and kwargs.get("allow_is_causal_skip", True):
+    current_pass = _running.get()
+    if not isinstance(current_pass, ReadPrefix):
+        if current_pass is not None and kwargs.get("allow_is_causal_skip", True):
             # A decoded token sees all that is behind it, or a window: the shape of an empty mask says how large
             local_size = kwargs.get("local_size")
             if local_size is None or kwargs["kv_length"] <= local_size:

@@ -14,22 +14,27 @@
 
 """Prefix sharing: which models can share a prompt, and what is done to them and undone."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import types
+from collections.abc import Callable
 
 import torch
+import transformers
 from accelerate.utils import is_peft_model
+from packaging.version import Version
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 
 from .passes import rope_parameters
-from .passes_probe import PROBE_PREFIX_LENGTH, error_of_passes
+from .passes_probe import PROBE_PREFIX_LENGTH, WholeRowsError, error_of_passes
 from .prefix_memory import SharedPrefix
 from .prefix_sharing import SharedPrefixPasses
-from .prefix_sharing_contexts import BASE_IMPLEMENTATIONS, IMPLEMENTATION_PREFIX
+from .prefix_sharing_contexts import BASE_IMPLEMENTATIONS, routed
 from .prefix_sharing_states import SUPPORTED_LAYER_TYPES, find_mixers, ignores_state, layers_by_kind, share_states
 
+
+# Since then, mixers ask a cache for their states, and all of Gemma's layers look up their embeddings alike
+_VERSION_OF_STATES = "5.22.0"
 
 # A layer's probability, and those that attention and blocks have in place of a layer
 _DROPOUTS = ("p", "attention_dropout", "attn_dropout", "residual_dropout", "embedding_dropout")
@@ -37,80 +42,58 @@ _DROPOUTS = ("p", "attention_dropout", "attn_dropout", "residual_dropout", "embe
 
 class _Route:
     """
-    Where the attention of a model goes while it is called with a shared prefix: to the function that can attend to it.
-    The rest of the time its configs name the model's own implementation, which models and engines ask for.
-
-    Hooks do so at the backbone, and at each attention: the backward computes layers again, behind the backbone's back.
+    The way from the attention of a model to the functions that know of a shared prefix.
 
     Args:
         configs (`list[PretrainedConfig]`):
-            Configs of the text part.
+            Configs of the text part, see [`~prefix_sharing_contexts.routed`].
     """
 
     def __init__(self, configs: list[PretrainedConfig]):
         self.configs = configs
+        self.attention: list[tuple[nn.Module, Callable | None]] = []  # with a forward that was not its class's
         self.handles: list[RemovableHandle] = []
-        self._running: set = set()  # what has not ended yet
-        self._before: list[str] = []
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "_Route":
-        # Of a multimodal model, that of the text part: towers keep theirs
+        # Of a multimodal model, those of the text part: towers keep theirs. Copies of layers can have copies of them
         text_config = model.config.get_text_config()
-        implementation = IMPLEMENTATION_PREFIX + text_config._attn_implementation
-        parts = {
-            name: implementation for name in model.config.sub_configs if getattr(model.config, name) is text_config
-        }
-        configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
-        for config in configs:  # which grows
-            parts_of_config = (getattr(config, name) for name in config.sub_configs)
-            configs.extend(part for part in parts_of_config if part is not None)
-        before = {id(config): (config, config._attn_implementation) for config in configs}
-        model.set_attn_implementation({"": implementation, **parts})
-        routed = [config for config, _ in before.values() if config._attn_implementation == implementation]
-        for config in routed:
-            config._attn_implementation_internal = before[id(config)][1]
-        return cls(routed)
+        configs = [getattr(module, "config", None) for module in model.modules()]
+        configs = {id(x): x for x in configs if isinstance(x, PretrainedConfig)}.values()
+        return cls([x for x in configs if type(x) is type(text_config) or x.get_text_config() is text_config])
 
-    def install(self, backbone: nn.Module) -> None:
-        attention = [module for module in backbone.modules() if getattr(module, "layer_idx", None) is not None]
-        for module in [backbone, *attention]:
-            self.handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-            self.handles.append(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
+    def install(self, backbone: nn.Module, mixers: list[nn.Module]) -> None:
+        """
+        Route each attention that is called with a shared prefix, also where the backward computes a layer again, behind
+        the backbone's back. Around its forward, because hooks do not run when Ctrl-C ends it.
+        """
+        self.handles = share_states(mixers)
+        for module in set(backbone.modules()).difference(mixers):
+            config = getattr(module, "config", None)
+            if getattr(module, "layer_idx", None) is not None and any(config is x for x in self.configs):
+                self.attention.append((module, vars(module).get("forward")))
+                module._own_forward = module.forward
+                module.forward = types.MethodType(_forward_with_prefix, module)
 
     def remove(self) -> None:
+        for module, forward in self.attention:
+            del module.forward, module._own_forward
+            if forward is not None:
+                module.forward = forward
         for handle in self.handles:
             handle.remove()
-        self._end(*self._running)
 
-    @contextmanager
-    def routed(self) -> Iterator[None]:
-        """Go there whatever the model is called with."""
-        self._begin(self)
-        try:
-            yield
-        finally:
-            self._end(self)
 
-    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if kwargs.get("shared_prefix") is not None:
-            self._begin(module)
+def _forward_with_prefix(self: nn.Module, *args, **kwargs):
+    if kwargs.get("shared_prefix") is None:
+        return self._own_forward(*args, **kwargs)
+    return _routed_forward(self, *args, **kwargs)
 
-    def _leave(self, module: nn.Module, args: tuple, kwargs: dict, output) -> None:
-        self._end(module)
 
-    def _begin(self, what) -> None:
-        if not self._running:
-            self._before = [config._attn_implementation for config in self.configs]
-            for config, own in zip(self.configs, self._before, strict=True):
-                config._attn_implementation_internal = IMPLEMENTATION_PREFIX + own.removeprefix(IMPLEMENTATION_PREFIX)
-        self._running.add(what)
-
-    def _end(self, *what) -> None:
-        if self._running and not (self._running - set(what)):
-            for config, own in zip(self.configs, self._before, strict=True):
-                config._attn_implementation_internal = own
-        self._running.difference_update(what)
+@torch.compiler.disable
+def _routed_forward(module: nn.Module, *args, **kwargs):
+    with routed([module.config]):
+        return module._own_forward(*args, **kwargs)
 
 
 def enable_prefix_sharing(model: PreTrainedModel) -> None:
@@ -180,9 +163,8 @@ def enable_prefix_sharing(model: PreTrainedModel) -> None:
                     "`disable_dropout=True`, or for adapters `lora_dropout=0.0`."
                 )
     route = _Route.of(model)
-    route.install(model.base_model)
-    route.handles.extend(share_states(mixers))
-    model._prefix_sharing = route
+    route.install(model.base_model, mixers)
+    model.base_model._prefix_sharing = route
     try:
         _compare(model, mixers, refuse)
     except BaseException:
@@ -195,8 +177,15 @@ def _compare(model: PreTrainedModel, mixers: list[nn.Module], refuse: Callable[[
     try:
         error = error_of_passes(model, SharedPrefixPasses(PROBE_PREFIX_LENGTH), training=True)
     except Exception as exception:
-        if isinstance(exception, torch.OutOfMemoryError) or "CUDA error" in str(exception):
-            raise  # the device's fault, not the model's
+        if isinstance(exception, WholeRowsError | torch.OutOfMemoryError) or "CUDA error" in str(exception):
+            raise  # the fault of the model, or of the device, and not of the shared prompt
+        text_config = model.config.get_text_config()
+        by_version = mixers or getattr(text_config, "hidden_size_per_layer_input", None)
+        if by_version and Version(transformers.__version__) < Version(_VERSION_OF_STATES):
+            refuse(
+                f"layers with a state, and Gemma 4, need transformers {_VERSION_OF_STATES} or higher, but "
+                f"{transformers.__version__} is installed. Upgrade it, or set `prefix_sharing=False`."
+            )
         refuse(f"a shared prompt fails in it ({type(exception).__name__}: {exception}). Set `prefix_sharing=False`.")
     if error > 0:
         refuse(
@@ -219,6 +208,6 @@ def disable_prefix_sharing(model: PreTrainedModel) -> None:
     """
     if is_peft_model(model):
         model = model.get_base_model()
-    route = vars(model).pop("_prefix_sharing", None)
+    route = vars(model.base_model).pop("_prefix_sharing", None)
     if route is not None:
         route.remove()

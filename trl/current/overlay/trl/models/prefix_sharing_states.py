@@ -43,6 +43,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 if TYPE_CHECKING:
     from .prefix_memory import SharedPrefix
+    from .prefix_sharing_contexts import RecordPrefix
 
 # What a layer of each type keeps of a sequence, as in transformers' caches
 _ATTENTION_TYPES = {"full_attention", "sliding_attention", "hybrid"}
@@ -65,11 +66,12 @@ def layers_by_kind(config: PretrainedConfig) -> tuple[set[int], set[int]]:
 @dataclass(frozen=True)
 class RecordStates:
     """
-    Takes the place of a mixer's cache in a prompt pass: the mixer starts from nothing, and its states are kept in
-    `prefix`.
+    Takes the place of a mixer's cache in a prompt pass: the mixer starts from nothing, and its states are written to
+    `prefix`, if any of the tokens are the prompt's.
     """
 
-    prefix: "SharedPrefix"
+    prefix: "SharedPrefix | RecordPrefix"
+    has_tokens: bool
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         return None
@@ -89,7 +91,7 @@ class RecordStates:
         **kwargs,
     ) -> torch.Tensor:
         size = conv_kernel_size or conv_states.shape[-1]
-        num_columns = conv_states.shape[-1] if len(self.prefix.positions) > 0 else 0
+        num_columns = conv_states.shape[-1] if self.has_tokens else 0
         # A copy (1, D, K), because a slice would keep all of the prompt's columns
         columns = nn.functional.pad(conv_states[..., :num_columns], (size - num_columns, 0))
         self.prefix.write((layer_idx, "conv", state_idx), columns)
@@ -100,7 +102,7 @@ class RecordStates:
     ) -> torch.Tensor:
         # What goes through when there is no prefix is not part of the prompt: its completions start from zero
         size = recurrent_states.shape[-1]
-        kept = size if len(self.prefix.positions) > 0 else 0
+        kept = size if self.has_tokens else 0
         state = nn.functional.pad(recurrent_states[..., :kept], (0, size - kept))
         self.prefix.write((layer_idx, "recurrent", state_idx), state)
         return recurrent_states
@@ -207,7 +209,7 @@ def ignores_state(mixer: nn.Module, prefix: "SharedPrefix", hidden_size: int) ->
     # No random numbers, which training would miss
     hidden_states = torch.linspace(-1, 1, 2 * hidden_size, dtype=weight.dtype, device=weight.device).view(1, 2, -1)
     cache_argument = _cache_argument(mixer)
-    mixer(hidden_states, **{cache_argument: RecordStates(prefix)})
+    mixer(hidden_states, **{cache_argument: RecordStates(prefix, has_tokens=True)})
     columns = torch.arange(2, device=weight.device)
     read = ReadStates.of(prefix, torch.zeros_like(columns), columns, lengths=[2])
     states = dict(prefix.slots)

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 
 import torch
 from accelerate import Accelerator
+from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, gather, is_peft_model
 from packaging.version import Version
 from transformers import PreTrainedModel
@@ -33,6 +34,9 @@ from ..models.prefix_sharing_enabling import enable_prefix_sharing
 from ..models.prefix_sharing_images import MultimodalInputs
 from ..models.prefix_sharing_micro_batches import OpenPrefix
 from ..models.token_budget import TokenBudgetPasses, check_whole_rows
+
+
+logger = get_logger(__name__)
 
 
 class TrainerPasses:
@@ -70,6 +74,7 @@ class TrainerPasses:
         # Whether prompts of a group of the last batch differ on any process, in training and in evaluation
         self._prompts_differ = {True: False, False: False}
         self._open_prefix = None
+        self._has_passes = True  # whether the loss of the last training step came from passes
         option = "prefix_sharing=True" if args.prefix_sharing else f"tokens_per_forward={args.tokens_per_forward}"
         dist = DistributedBackend(accelerator)
         if dist.fsdp_version == 1:
@@ -127,6 +132,7 @@ class TrainerPasses:
             num_tiles (`list[int]`, *optional*):
                 Number of tiles of each row of the batch.
         """
+        self._has_passes |= torch.is_grad_enabled()
         bounds = (prefix_length, self.args.tokens_per_forward)
         if not self.args.prefix_sharing:
             return TokenBudgetPasses(*bounds, activation_offloading=self.args.activation_offloading)
@@ -185,11 +191,23 @@ class TrainerPasses:
         Forward and backward of a micro-batch, of which the `step` before it tells which of its prompt's it is.
         `updates` says whether the optimizer updates the weights after it.
         """
-        if self._open_prefix is not None:
-            self._open_prefix.enter(step, updates)
-        yield
-        if self._open_prefix is not None:
-            self._open_prefix.backward()
+        had_passes, self._has_passes = self._has_passes, False
+        try:
+            if self._open_prefix is not None:
+                self._open_prefix.enter(step, updates)
+            yield
+            if self._open_prefix is not None:
+                self._open_prefix.backward()
+        except BaseException:
+            if self._open_prefix is not None:
+                self._open_prefix.close()
+            raise
+        if had_passes and not self._has_passes:
+            logger.warning(
+                "The loss is computed without `_get_per_token_logps_and_entropies` of TRL's trainer, so "
+                "`prefix_sharing` and `tokens_per_forward` have no effect on it. A subclass that has its own should "
+                "call that of `super()`."
+            )
 
     def close(self, step: int) -> bool:
         """Forget what is kept for the next micro-batch. Returns whether some of a prompt's are missing."""
