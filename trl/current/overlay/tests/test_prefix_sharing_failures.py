@@ -207,7 +207,7 @@ class TestPrefixSharingFailures(TrlTestCase):
             model = load("trl-internal-testing/tiny-Qwen3MoeForCausalLM").to(dtype).train()
             enable_prefix_sharing(model)
             with torch.no_grad():
-                losses[dtype] = model(**inputs, passes=SharedPrefixPasses(300)).aux_loss.double()
+                losses[dtype] = model(**inputs, passes=SharedPrefixPasses(300, 101)).aux_loss.double()
         torch.testing.assert_close(losses[torch.bfloat16], losses[torch.float32], rtol=2e-4, atol=0)
 
     def test_other_model_in_a_pass(self):
