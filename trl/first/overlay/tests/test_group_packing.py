@@ -16,7 +16,7 @@
 import pytest
 import torch
 from datasets import load_dataset
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config
 
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.models.group_packing import check_prefix_sharing
@@ -134,12 +134,28 @@ class TestGroupPacking(TrlTestCase):
         with pytest.raises(ValueError, match="row 5"):
             model(**inputs, prefix_length=PROMPT_LENGTH)
 
+    def test_mask_with_a_hole(self):
+        model, inputs = make_model(LlamaConfig), make_inputs()
+        inputs["attention_mask"][4, PROMPT_LENGTH + 2] = 0
+        with pytest.raises(ValueError, match="row 4"):
+            model(**inputs, prefix_length=PROMPT_LENGTH)
+
+    def test_router_logits_in_the_config(self):
+        # As experts have that train with `router_aux_loss_coef=0.0`
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+        model, inputs = make_model(MixtralConfig, dtype=torch.float32, **experts), make_inputs()
+        expected = model(**inputs).log_probs[:, PROMPT_LENGTH - 1 :]
+        outputs = model(**inputs, prefix_length=PROMPT_LENGTH)
+        torch.testing.assert_close(outputs.log_probs, expected, rtol=1e-5, atol=1e-5)
+
     @pytest.mark.parametrize("config_class", [RLOOConfig, GRPOConfig])
     @pytest.mark.parametrize(
         "kwargs, match",
         [
             ({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}, "multiple of num_generations"),
             ({"neftune_noise_alpha": 5.0}, "neftune"),
+            ({"use_liger_kernel": True}, "liger"),
+            ({"torch_compile": True}, "torch_compile"),
         ],
     )
     def test_invalid_config(self, config_class, kwargs, match):

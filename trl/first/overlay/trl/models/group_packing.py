@@ -51,11 +51,18 @@ def pack_groups(
             - packed row and place, of shape `(B, C + 1)` each, of the last prompt token and the completion of each row
 
     Raises:
-        ValueError: If a prompt has no token.
+        ValueError: If a prompt has no token, or the attention mask of a row is 0 between tokens.
     """
     if not attention_mask[:, prefix_length - 1].all():
         row = int(attention_mask[:, prefix_length - 1].argmin())
         raise ValueError(f"The prompt of row {row} of the batch is empty. Remove empty prompts from the dataset.")
+    starts = attention_mask.diff(dim=1, prepend=torch.zeros_like(attention_mask[:, :1])) > 0
+    if (starts.sum(1) > 1).any():
+        row = int(starts.sum(1).argmax())
+        raise ValueError(
+            f"The attention mask of row {row} of the batch is 0 between tokens. To train on some tokens of a completion "
+            "only, leave its attention mask at 1 and mask the loss."
+        )
     device = input_ids.device
     prompts = input_ids[:, :prefix_length].masked_fill(attention_mask[:, :prefix_length] == 0, -1)
     _, group, sizes = torch.unique_consecutive(prompts, dim=0, return_inverse=True, return_counts=True)
@@ -117,11 +124,12 @@ def check_prefix_sharing(model: PreTrainedModel) -> None:
             f"{refusal}its attention implementation is {config._attn_implementation!r}, which does not take the mask of "
             "a shared prompt. Load the model with `attn_implementation='sdpa'`."
         )
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if layer_types != {"full_attention"} or getattr(config, "sliding_window", None) is not None:
+    fields = config.to_dict()
+    layer_types, sliding_window = set(fields.get("layer_types") or ["full_attention"]), fields.get("sliding_window")
+    if layer_types != {"full_attention"} or sliding_window is not None:
         raise ValueError(
             f"{refusal}not all of its layers attend to the whole sequence ({sorted(layer_types)}, sliding window "
-            f"{getattr(config, 'sliding_window', None)}). Set `prefix_sharing=False`."
+            f"{sliding_window}). Set `prefix_sharing=False`."
         )
     # Two rows of one prompt: left padding, right padding, and the noise of training, which rows would not have alike
     device = model.get_input_embeddings().weight.device
