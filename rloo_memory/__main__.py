@@ -5,11 +5,13 @@
     rloo-memory launch    train with a profile
     rloo-memory check     say what keeps trainings from this machine's GPU
 
-Each has a --help. The same from Python: `from rloo_memory.plan.ask import predict`.
+Each has a --help, and `rloo-memory --version` says what is installed. The same from Python:
+`from rloo_memory.plan.ask import predict`.
 """
 
 import importlib
 import sys
+from importlib.metadata import version
 
 COMMANDS = {
     "plan": "rloo_memory.plan.__main__",
@@ -24,6 +26,9 @@ def main(argv: list[str] | None = None) -> int:
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         print(__doc__.strip())
+        return 0
+    if name == "--version":
+        print(f"rloo-memory {version('rloo-memory')}, trl {version('trl')}")
         return 0
     if name not in COMMANDS:
         print(f"rloo-memory: no command {name!r}; choose one of: {', '.join(COMMANDS)}", file=sys.stderr)

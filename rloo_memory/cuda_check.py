@@ -5,6 +5,7 @@
 Exit code 1 if there is something. Torch is imported where it is asked.
 """
 
+import argparse
 import os
 import shutil
 import sys
@@ -103,14 +104,22 @@ def check(bf16: bool, remedy: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    description, _, more = __doc__.partition("\n\n    rloo-memory check\n\n")
+    argparse.ArgumentParser("rloo-memory check", description=f"{description} {more}").parse_args(argv)
     import torch
 
     if torch.cuda.is_available():
         problems = [no_kernels(), no_compiler(), no_bf16("train with --bf16 false --fp16 true")]
+        nothing = f"gpu: {torch.cuda.get_device_name()}: nothing keeps trainings from it"
     else:
-        problems = [unused_gpu()]
+        problems, nothing = (
+            [unused_gpu()],
+            "gpu: none here, or all hidden by CUDA_VISIBLE_DEVICES; trainings take the CPU",
+        )
     for problem in filter(None, problems):
         print(f"gpu: {problem}", file=sys.stderr)
+    if not any(problems):
+        print(nothing)
     return 1 if any(problems) else 0
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rloo_memory.errors import ConfigError
 from rloo_memory.launch import __main__ as launch
 from rloo_memory.launch import dataset, help, rewards
 from rloo_memory.settings.arguments import LaunchArguments
@@ -24,6 +25,7 @@ def good(completions, answer=None, **kwargs): return [0.0] * len(completions)
 def texts(completions, **kwargs): return ["1"] * len(completions)
 def few(completions, **kwargs): return [1.0]
 def leaves(completions, **kwargs): raise SystemExit(0)
+def nothing(completions, **kwargs): return [float("nan")] * len(completions)
 def greedy(completions, solution, **kwargs): return []
 """
 OF_ROWS = "balanced --dataset_name rows.jsonl --reward_funcs my_rewards:good"
@@ -45,6 +47,12 @@ REFUSED = {
     "balanced --dataset_name other.jsonl --reward_funcs letters": ["no column 'prompt'; it has text, answer"],
     "balanced --dataset_name half.csv --reward_funcs letters": ["'half.csv': row 2: the prompt is no chat"],
     "balanced --dataset_name empty.jsonl --reward_funcs letters": ["'empty.jsonl': row 2", "the prompt is empty"],
+    "balanced --dataset_name latin.jsonl --reward_funcs letters": [
+        "'latin.jsonl': it is not UTF-8",
+        "save it as UTF-8",
+    ],
+    "balanced --dataset_name latin.csv --reward_funcs letters": ["'latin.csv': it is not UTF-8", "save it as UTF-8"],
+    "balanced --dataset_name mixed --reward_funcs letters": ["'mixed': b.jsonl: ", "answer", "string", "int64"],
     "balanced --reward_model_name_or_path owner/name": ["reward model 'owner/name' is not a folder here; hub:owner/"],
     "balanced --reward_funcs my_rewards:greedy": ["'solution'", "log_metric, each by name", "def score("],
     "balanced --reward_funcs ../elsewhere/nothing.py:good": ["No module named 'nothing'", "/elsewhere and on PYTHON"],
@@ -70,11 +78,16 @@ def here(policy, tmp_path, monkeypatch):
 @pytest.mark.torch
 def test_bad_input_is_one_line_with_its_name_before_a_model_loads(here, no_model_loads, refused):
     config = {"model_type": "other", "auto_map": {"AutoConfig": "configuration_other.Other"}}
-    Path("other").mkdir()
+    for folder in ("other", "mixed"):
+        Path(folder).mkdir()
+    for name, text in {"latin.jsonl": '{"prompt": "ä"}', "latin.csv": "prompt\nä"}.items():
+        Path(name).write_text(text, "latin-1")
     for name, text in {
         "other.jsonl": '{"text": "a", "answer": "b"}',
         "half.csv": 'prompt\n"[{""role"": ""user"", ""content"": ""a""}]"\nSay a.\n',
         "empty.jsonl": '{"prompt": "a"}\n{"prompt": ""}',
+        "mixed/a.jsonl": '{"prompt": "a", "answer": "b"}',
+        "mixed/b.jsonl": '{"prompt": "a", "answer": 1}',
         "broken.yaml": "bata: 1\n",
         "my_exit.py": "import sys\nsys.exit(0)",
         "taken": "a file",
@@ -95,6 +108,7 @@ AFTER_LOADING = {
     "--adam_beta1 2": "Invalid beta parameter",
     "--reward_funcs my_rewards:few": "the reward 'my_rewards:few' returned [1.0]; TRL expects a list of 8 finite",
     "--reward_funcs my_rewards:texts": "the reward 'my_rewards:texts' returned ['1', '1', ",
+    "--reward_funcs my_rewards:nothing": "the reward 'my_rewards:nothing' returned [nan, ",
     "--reward_funcs my_rewards:leaves": "a reward ended the program",
     "": "cannot train 'model': Error while deserializing header",  # of weights that are cut
 }
@@ -122,9 +136,20 @@ def test_datasets_of_every_kind_are_read(tmp_path, monkeypatch):
     Path("a.json").write_text(json.dumps(frame.to_dict("records")))
     frame.to_csv("a.csv", index=False)
     frame.to_parquet("a.parquet")
-    for name in ("a.jsonl", "marked.jsonl", "a.json", "a.csv", "a.parquet", "folder"):
+    Path("inside.json").write_text(json.dumps({"data": frame.to_dict("records")}))
+    frame.to_csv("semicolons.csv", index=False, sep=";")
+    for name in ("a.jsonl", "marked.jsonl", "a.json", "inside.json", "a.csv", "semicolons.csv", "a.parquet", "folder"):
         rows = dataset.load(LaunchArguments(dataset_name=name))
         assert rows.column_names == ["prompt", "answer"] and rows["answer"][:] == ["a", "b"], name
+    Path("folder/train-2.jsonl").write_text('{"prompt": "NA", "answer": null}')
+    assert dataset.load(LaunchArguments(dataset_name="folder"))["answer"][:] == [None, "a", "b"]
+    Path("words.csv").write_text("prompt,answer\nNA,\n")
+    assert dataset.load(LaunchArguments(dataset_name="words.csv"))[0] == {"prompt": "NA", "answer": ""}
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", Path("a.csv/cache").absolute())
+    with pytest.raises(ConfigError, match="dataset 'words.csv': the cache .* cannot be written .*; set HF_HOME"):
+        dataset.load(LaunchArguments(dataset_name="words.csv"))
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
     chats = [[{"role": "user", "content": text}] for text in ('Say "a".', "It's b.")]
     for name, write in (("json.csv", json.dumps), ("python.csv", str)):  # pandas writes a list as Python does
         pandas.DataFrame({"prompt": [write(chat) for chat in chats]}).to_csv(name, index=False)

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 from rloo_memory import cuda_check, host_allocator
 from rloo_memory.adapters import adapter_of
@@ -26,6 +27,7 @@ from rloo_memory.launch import (
     prompt_images,
     quiet,
     rewards,
+    vllm_server,
 )
 from rloo_memory.launch.announce import print_end, print_start
 from rloo_memory.launch.offload import keep_on_host
@@ -107,6 +109,7 @@ def train_in_folder(argv, launch, config, model, rows, reward_funcs: list, check
         found = policy.load(named, config, with_images=bool(images))
         if rows is None:
             rows = dataset.builtin_prompts(found.tokenizer, launch.prompt_tokens)
+    vllm_server.check(config, found.path, found.tokenizer)
     quantization = policy.quantization_of(found.hf_config, model)
     with dataset.naming_the_dataset(launch.dataset_name):
         dataset.check_enough(rows, config)
@@ -156,6 +159,8 @@ def build_trainer(launch, config, model, found: policy.Policy, quantization, row
         if is_out_of_memory(error):
             raise
         said = " ".join(str(error).split()) if isinstance(error, ValueError) else one_line(error)
+        if "weights_only" in said:  # torch advises to run what the file says
+            said = "its weights are a pickle that holds more than tensors; use a model with safetensors"
         raise ConfigError(f"cannot train {found.path!r}: {said}") from error
     if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not trainer.is_fsdp_enabled:
         raise ConfigError("without a GPU accelerate would train with DDP in place of FSDP; use ddp.yaml")
@@ -182,6 +187,8 @@ def train(trainer, memory, checkpoint: str | None) -> None:
                 f"out of memory in phase {memory.failed()} of update {trainer.state.global_step + 1} (rloo-memory "
                 f"doctor {config.output_dir} says what filled it): {error}"
             ) from error
+        if vllm_server.is_gone(config):
+            raise ConfigError(gone(config, trainer.state.global_step + 1)) from error
         if memory.phases is None:  # the optimizer, the schedule, the checkpoint
             raise ConfigError(one_line(error)) from error
         raise
@@ -191,6 +198,12 @@ def train(trainer, memory, checkpoint: str | None) -> None:
         trainer.save_model(config.output_dir)
     if trainer.is_world_process_zero():
         print_end(trainer, memory, time.monotonic() - began)
+
+
+def gone(config, update: int) -> str:
+    there = output.checkpoints(Path(config.output_dir))
+    resume = f"and go on from {there[0].name} with --resume_from_checkpoint true" if there else "and train again"
+    return f"the vLLM server at {vllm_server.url_of(config)} stopped answering in update {update}; start it {resume}"
 
 
 if __name__ == "__main__":

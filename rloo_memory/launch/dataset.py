@@ -2,6 +2,8 @@
 
 import ast
 import contextlib
+import csv
+import errno
 import json
 import re
 from dataclasses import dataclass
@@ -50,21 +52,101 @@ def load(launch: LaunchArguments):
 
 def read(source: str, config: str | None, split: str):
     """The rows of a file, a folder or a dataset on the hub, which have a column `prompt`. Raises `ConfigError`."""
-    from datasets import load_dataset
-
     path = Path(source)
-    what, files = KINDS.get(path.suffix), source
-    if path.is_dir() or source.startswith("hub:"):
-        what, files = source.removeprefix("hub:"), None
-    elif not what or not path.is_file():
+    if source.startswith("hub:"):
+        rows = loaded(source.removeprefix("hub:"), config, split=split)
+    elif path.is_dir():
+        rows = rows_of_folder(path, config, split)
+    elif path.suffix in KINDS and path.is_file():
+        rows = rows_of_file(source, split)
+    else:
         raise ConfigError(f"it is not here ({path.absolute()}); name {FORMATS}")
-    try:
-        rows = load_dataset(what, config, data_files=files, split=split)
-    except Exception as error:  # a malformed file raises whatever its parser raises
-        raise ConfigError(f"cannot be read: {one_line(error.__cause__ or error)}") from error
     if "prompt" not in rows.column_names:
         raise ConfigError(f"no column 'prompt'; it has {', '.join(rows.column_names)}: rename one of them")
     return rows
+
+
+def loaded(*source, **options):
+    """What `load_dataset` reads. Raises `ConfigError` that says what is in the way."""
+    from datasets import config, load_dataset
+
+    try:
+        return load_dataset(*source, **options)
+    except Exception as error:  # a malformed file raises whatever its parser raises
+        cause = error.__cause__ or error
+        if isinstance(cause, UnicodeError):
+            raise ConfigError(f"it is not UTF-8 ({one_line(cause)}); save it as UTF-8") from error
+        if isinstance(cause, OSError) and is_about(cause, Path(config.HF_DATASETS_CACHE)):
+            raise ConfigError(
+                f"the cache {config.HF_DATASETS_CACHE} cannot be written ({cause.strerror}); set HF_HOME to a folder "
+                "that can"
+            ) from error
+        raise ConfigError(f"cannot be read: {one_line(cause)}") from error
+
+
+def is_about(error: OSError, cache: Path) -> bool:
+    """Whether what failed is a write to the cache: in it, or in making the folders above it."""
+    path = Path(error.filename or "")
+    return error.errno == errno.ENOSPC or cache in path.parents or path in (cache, *cache.parents[:-1])
+
+
+def rows_of_folder(folder: Path, config: str | None, split: str):
+    """Texts are read file by file, because one can have nothing in a column where others have values."""
+    from datasets import load_dataset_builder
+
+    try:
+        files = load_dataset_builder(str(folder), config).config.data_files[split]
+    except Exception:  # no such split, no files, a script: said below
+        files = []
+    if not files or any(KINDS.get(Path(file).suffix) not in ("json", "csv") for file in files):
+        return loaded(str(folder), config, split=split)
+    return joined(files)
+
+
+def rows_of_file(file: str, split: str):
+    kind, options = KINDS[Path(file).suffix], {}
+    if kind == "csv":  # "NA" is a text like others
+        options = {"sep": separator_of(file), "keep_default_na": False}
+    rows = loaded(kind, data_files=file, split=split, **options)
+    if field := rows_inside(rows):
+        rows = loaded(kind, data_files=file, split=split, field=field)
+    try:
+        rows.data.table.validate(full=kind == "json")  # of which bytes are taken as they are
+    except ValueError as error:
+        raise ConfigError(f"it is not UTF-8 ({one_line(error)}); save it as UTF-8") from error
+    return rows
+
+
+def separator_of(file: str) -> str:
+    with open(file, encoding="utf-8-sig", errors="replace", newline="") as opened:
+        try:
+            return csv.Sniffer().sniff(opened.readline(), delimiters=",;\t").delimiter
+        except csv.Error:  # a single column
+            return ","
+
+
+def rows_inside(rows) -> str | None:
+    """The name under which all rows lie, as in {"data": [{"prompt": ...}]}."""
+    for name, feature in rows.features.items():
+        inner = getattr(feature, "feature", None)
+        if "prompt" not in rows.column_names and isinstance(inner, dict) and "prompt" in inner:
+            return name
+    return None
+
+
+def joined(files: list[str]):
+    """The rows of all files. Raises `ConfigError` that names the file which cannot be read, or has other columns."""
+    import pyarrow
+    from datasets import Dataset
+
+    table = None
+    for file in files:
+        try:
+            part = rows_of_file(file, "train").data.table.replace_schema_metadata(None)
+            table = part if table is None else pyarrow.concat_tables([table, part], promote_options="permissive")
+        except (ConfigError, pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
+            raise ConfigError(f"{Path(file).name}: {one_line(error)}") from error
+    return Dataset(table)
 
 
 def builtin_prompts(tokenizer, tokens: int):

@@ -92,7 +92,7 @@ def place_of(name: str) -> tuple[Path, str, str]:
 
 def with_its_rewards_checked(name: str, function):
     """The reward function, which raises `ConfigError` for what it returns unless that is a finite number or None for
-    each completion; NaN leaves a completion out, as None does."""
+    each completion. TRL would leave out what is NaN as it does None, and train on nothing."""
     import torch
 
     @functools.wraps(function)
@@ -100,7 +100,7 @@ def with_its_rewards_checked(name: str, function):
         rewards, count = function(**given), len(given["completions"])
         try:
             numbers = torch.tensor([0.0 if reward is None else reward for reward in rewards], dtype=torch.float32)
-            wrong = numbers.shape != (count,) or numbers.isinf().any()
+            wrong = numbers.shape != (count,) or not numbers.isfinite().all()
         except (TypeError, ValueError):  # what is no list, and what is no number
             wrong = True
         if wrong:

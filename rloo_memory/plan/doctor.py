@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rloo_memory.errors import ConfigError, exit_code
+from rloo_memory.models import is_model
 from rloo_memory.plan.accuracy.calibration import Calibration
 from rloo_memory.plan.accuracy.measured import measured_errors
 from rloo_memory.plan.accuracy.reserve import Room
@@ -26,6 +27,7 @@ from rloo_memory.plan.options import (
     asked,
     check_writable,
     quiet,
+    reserve_in_words,
 )
 from rloo_memory.plan.peaks import Prediction
 from rloo_memory.plan.predict import predict, predict_all
@@ -174,13 +176,14 @@ def run(args: argparse.Namespace) -> int:
     room, calibration = question.room, question.calibration
 
     say = lambda line: print(line, flush=True)  # noqa: E731
-    trials = [(lever, trial) for lever in LEVERS if (trial := applied(lever, setup, hf_config))]
-    say(f"predicting {1 + len(trials)} setups")
-    setups = {"as it is": setup} | {lever.name: trial for lever, trial in trials}
-    predictions = {p.arm: p for p in predict_all(setups, hf_config, say, calibration)}
-    if (now := predictions.pop("as it is", None)) is None:
+    if not (found := predict_all({"as it is": setup}, hf_config, say, calibration)):
         raise ConfigError("the setup as it is cannot be planned, see above")
-    explain(now, old.peaks if old else {}, room)
+    now, predictions = found[0], {}
+    if not room.holds(now.phases):
+        trials = {lever.name: trial for lever in LEVERS if (trial := applied(lever, setup, hf_config))}
+        say(f"predicting {len(trials)} changes")
+        predictions = {p.arm: p for p in predict_all(trials, hf_config, say, calibration)}
+    explain(now, old.peaks if old else {}, room, reserve_in_words(args.reserve, setup.device))
     for words in remarks(setup, hf_config, calibration):
         print(words)
     if reasons := by_batch(settings, hf_config):
@@ -189,7 +192,8 @@ def run(args: argparse.Namespace) -> int:
             "so with other micro-batches it trains differently"
         )
 
-    print("\neach change alone, GiB:")
+    if predictions:
+        print("\neach change alone, GiB:")
     levers = {lever.name: lever for lever in LEVERS}
     for name, prediction in sorted(predictions.items(), key=lambda pair: pair[1].peak.total):
         saved = now.peak.total - prediction.peak.total
@@ -260,7 +264,8 @@ def conclude(
     command = "rloo-memory launch"
     if setup.num_devices > 1:
         command = f"accelerate launch --config_file {args.accelerate or 'ACCELERATE.yaml'} -m rloo_memory.launch"
-    print(f"  MODEL_PATH=/path/to/model {command} {path}{own}")
+    model = "" if is_model(settings.get("model_name_or_path") or "") else "MODEL_PATH=/path/to/model "
+    print(f"  {model}{command} {path}{own}")
     if needs_learning_rate(settings, last):
         print(f"  {LEARNING_RATE}")
     rows, k = last.setup.per_device_train_batch_size, last.setup.num_generations
@@ -272,7 +277,7 @@ def conclude(
     print("  PYTORCH_ALLOC_CONF=expandable_segments:True keeps fragmentation low on CUDA; the launcher sets it")
 
 
-def explain(now: Prediction, measured: dict[str, int], room: Room) -> None:
+def explain(now: Prediction, measured: dict[str, int], room: Room, kept: str) -> None:
     """Which phase and which kind of tensor peaked."""
     phase = now.peak
     if measured:
@@ -286,6 +291,7 @@ def explain(now: Prediction, measured: dict[str, int], room: Room) -> None:
     needed = room.needed(now.phases)
     wasted = f"{needed / GIB:.2f} GiB with what the allocator wastes, " if needed > now.peak.total else ""
     print(f"predicted peak {gib(now)}, {now.peak.phase} phase; {wasted}limit {room.size / GIB:.2f} GiB")
+    print(f"the limit: {room.device / GIB:.2f} GiB without {kept}")
     print(f"{phase.phase}: {phase.parts()}")
     if phase.kinds.get("parameters", 0) > room.size:
         print(f"the weights alone exceed the limit by {(phase.kinds['parameters'] - room.size) / GIB:.2f} GiB")

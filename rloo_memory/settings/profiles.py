@@ -56,7 +56,10 @@ def find_profile(name: str) -> Path:
 
 
 def devices_from(path: Path) -> dict:
-    """Fields of `Setup` from an accelerate config. Raises `ConfigError` for what the planner has no formula for."""
+    """Fields of `Setup` from an accelerate config, a file or the name of one in `settings/accelerate`. Raises
+    `ConfigError` for what the planner has no formula for."""
+    if not path.exists() and (FOLDER.with_name("accelerate") / path.name).exists():
+        path = FOLDER.with_name("accelerate") / path.name
     config = read_yaml(path)
     kind, processes = config.get("distributed_type") or "NO", config.get("num_processes", 1)  # YAML reads NO as false
     fsdp = config.get("fsdp_config") or {}

@@ -78,6 +78,9 @@ def serve(tmp_path_factory):
     """Starts `trl vllm-serve` for a model's folder, until the module's tests are done; returns its URL."""
     running = []
 
+    def kill_last():
+        os.killpg(running[-1].pid, signal.SIGKILL)
+
     def start(model: Path, *options: str) -> str:
         port, log = free_port(), tmp_path_factory.mktemp("server") / "log"
         command = [sys.executable, "-m", "trl.cli.main", "vllm-serve", "--model", str(model), "--host", "127.0.0.1"]
@@ -95,7 +98,9 @@ def serve(tmp_path_factory):
                 time.sleep(1)
         raise TimeoutError(log.read_text()[-3000:])
 
+    start.kill_last = kill_last
     yield start
     for process in running:
-        os.killpg(process.pid, signal.SIGTERM)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
         process.wait(60)

@@ -28,14 +28,20 @@ disable_tqdm: true
 """
 
 
-def launch(model: Path, folder: Path, *settings: str) -> tuple[int, str]:
-    """(exit code, what it printed). Its output goes to `folder`/out."""
+def start(model: Path, folder: Path, *settings: str) -> subprocess.Popen:
+    """Its output goes to `folder`/out, what it prints to `folder`/said."""
     (folder / "profile.yaml").write_text(PROFILE)
     program = [sys.executable, str(Path(__file__).with_name("launch_on_cpu.py")), str(folder / "profile.yaml")]
     command = [*program, "--output_dir", str(folder / "out"), *settings]
     environment = os.environ | {"MODEL_PATH": str(model), "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    return result.returncode, result.stdout + result.stderr
+    with (folder / "said").open("w") as said:
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT)
+
+
+def launch(model: Path, folder: Path, *settings: str) -> tuple[int, str]:
+    """(exit code, what it printed)."""
+    code = start(model, folder, *settings).wait(300)
+    return code, (folder / "said").read_text()
 
 
 def check_trained(code: int, said: str, folder: Path) -> None:

@@ -1,9 +1,14 @@
 """vLLM in a server, `trl vllm-serve`, which gets new weights before each generation."""
 
+import time
+
 import pytest
+import tiny_models
 from comparison import faults
-from launching import check_trained, launch
+from launching import check_trained, launch, start
 from training import CASES, train
+
+from rloo_memory import models
 
 
 @pytest.fixture(scope="module")
@@ -21,3 +26,27 @@ def test_the_launcher_trains_with_it(url, qwen3, tmp_path):
     code, said = launch(qwen3, tmp_path, "--vllm_mode", "server", "--vllm_server_base_url", url)
     check_trained(code, said, tmp_path / "out")
     assert "use_vllm: a server generates" in said
+
+
+def test_a_server_with_other_tokens_is_refused_before_the_model_loads(url, tmp_path):
+    other = tiny_models.save_text(tmp_path / "other")
+    models.build_tokenizer(["17 and 18 make 35"], 400).save_pretrained(other)
+    code, said = launch(other, tmp_path, "--vllm_mode", "server", "--vllm_server_base_url", url)
+    assert code == 2 and "whose tokens are not those of" in said.splitlines()[-1], said[-3000:]
+
+
+def test_a_server_that_dies_is_one_line_with_the_way_to_go_on(serve, qwen3, tmp_path, settings_of_server):
+    url = serve(qwen3)
+    port = str(settings_of_server(url)["vllm_group_port"])
+    server = ["--vllm_mode", "server", "--vllm_server_base_url", url, "--vllm_group_port", port]
+    training = start(qwen3, tmp_path, *server, "--max_steps", "200", "--save_steps", "1", "--save_total_limit", "2")
+    while not (tmp_path / "out" / "checkpoint-2" / "trainer_state.json").exists():
+        assert training.poll() is None, (tmp_path / "said").read_text()[-3000:]
+        time.sleep(0.2)
+    serve.kill_last()
+    assert training.wait(300) == 2
+    said = (tmp_path / "said").read_text()
+    assert "Traceback" not in said
+    last = said.splitlines()[-1]
+    assert last.startswith(f"launch: the vLLM server at {url} stopped answering in update "), said[-3000:]
+    assert last.endswith(" with --resume_from_checkpoint true"), last
