@@ -258,7 +258,7 @@ def conclude(
     rewarded = settings.get("reward_funcs") or settings.get("reward_model_name_or_path")
     own += "" if rewarded else " --reward_funcs MODULE:FUNCTION"
     command = "rloo-memory launch"
-    if setup.num_devices > 1:
+    if setup.is_distributed:
         command = f"accelerate launch --config_file {args.accelerate or 'ACCELERATE.yaml'} -m rloo_memory.launch"
     print(f"  MODEL_PATH=/path/to/model {command} {path}{own}")
     if needs_learning_rate(settings, last):
