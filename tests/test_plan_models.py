@@ -18,7 +18,7 @@ def plan_of_tiny(planned, model_type, folder, *arguments, **fields):
         vocab_size=500, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=4, max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    CONFIG_MAPPING[model_type](**sizes, **fields).save_pretrained(folder)
+    CONFIG_MAPPING[model_type](**sizes | fields).save_pretrained(folder)
     return planned("--model", folder, "--prompt", 200, "--completion", 32, "--k", 4, *arguments)
 
 
@@ -52,6 +52,17 @@ def test_layers_with_a_state_are_planned_and_what_is_not_sure_is_said(planned, s
     stock, shared = ({phase["phase"]: phase["total"] for phase in each["phases"]} for each in plans)
     assert stock["train"] > shared["train"] and stock["score"] >= shared["score"]
     assert "with the kernels of flash-linear-attention, causal-conv1d, mamba-ssm they hold other" in result.stdout
+
+
+def test_scores_of_any_size_are_planned(planned, tmp_path):
+    """Attention with sinks holds all scores: here 100 TiB in one tensor."""
+    positions = dict(max_position_embeddings=2**20, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    experts = dict(num_local_experts=2, num_experts_per_tok=1, head_dim=16)
+    options = ("--prompt", 900_000, "--completion", 100_000, "--k", 8, "--lora", 4, "--arms", "stock")
+    result = plan_of_tiny(planned, "gpt_oss", tmp_path, *options, **experts, **positions)
+    assert result.returncode == 0, result.stderr[-3000:]
+    peak = float(result.stdout.split("\n\n")[0].splitlines()[-1].split()[4].rstrip("*"))
+    assert peak > 8 * 4 * 10**12 * 2 / 2**30  # rows, heads, queries x keys, bytes
 
 
 def test_kernels_that_are_installed_stay_out_of_a_prediction(planned, monkeypatch):

@@ -57,15 +57,17 @@ def test_an_accelerate_file_is_planned_with_its_devices_or_refused_by_name(tmp_p
     for text, said in (
         ("distributed_type: MULTI_GPU\nnum_processes: 0\n", "num_processes is 0"),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 1}\n", "fsdp_version: 2"),
-        ("distributed_type: DEEPSPEED\n", "no formula for distributed_type 'DEEPSPEED'"),
+        ("distributed_type: TPU\n", "no formula for distributed_type 'TPU'"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 1}\n", "zero_stage 2 or 3"),
     ):
         path.write_text(text)
         assert str(path) in (line := refusal(profiles.devices_from, path)) and said in line, line
     path.write_text("distributed_type: NO\n")  # which YAML reads as false
     assert profiles.devices_from(path)["num_devices"] == 1
-    for name in ("ddp", "fsdp2", "fsdp2_offload"):
+    for name in ("ddp", "fsdp2", "fsdp2_offload", "zero3", "zero3_offload"):
         found = profiles.devices_from(profiles.FOLDER.parent / "accelerate" / f"{name}.yaml")
         assert (found["fully_sharded"], found["offload_parameters"]) == ("fsdp2" in name, "offload" in name)
+        assert found.get("zero_stage", 0) == (3 if "zero3" in name else 0)
 
 
 WORDS = """--use_cpu true --activation_offloading false --max-steps=3 --beta 1e-2 --no_gradient_checkpointing

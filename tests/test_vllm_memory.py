@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from rloo_memory.errors import ConfigError
 from rloo_memory.models import named_config
 from rloo_memory.plan import engine
 from rloo_memory.plan.accuracy.reserve import Room
 from rloo_memory.plan.levers import LEVERS, applied
 from rloo_memory.plan.predict import predict
-from rloo_memory.plan.setups import Setup
+from rloo_memory.plan.setups import Setup, check
 from rloo_memory.plan.trl_settings import changes, from_settings
 from rloo_memory.sizes import GIB
 
@@ -53,6 +54,19 @@ def test_a_colocated_engine_has_its_share_of_the_device(own, sleeps, phases):
     assert found["generate"].kinds[engine.KIND] == 6 * GIB
     # it neither comes nor goes: the allocator wastes nothing of it
     assert Room(0, 0.5).needed([found["generate"]]) == Room(0, 0.5).needed([server["generate"]]) + 6 * GIB
+
+
+@pytest.mark.torch
+def test_a_share_below_the_weights_is_refused_with_the_least_one():
+    config = named_config("qwen3-8b")
+    setup = Setup(64, lora_rank=16, use_vllm=True, vllm_gpu_memory_utilization=0.05, device_memory=79 * GIB)
+    with pytest.raises(ConfigError, match=r"0.05 is 3.95 GiB here, .* alone are 15.26; set at least 0.20"):
+        check(setup, config)
+    for fits in (dict(vllm_gpu_memory_utilization=0.2), dict(vllm_mode="server"), dict(device_memory=0)):
+        check(replace(setup, **fits), config)
+    check(replace(setup, vllm_gpu_memory_utilization=0.1, vllm_tensor_parallel_size=2), config)
+    with pytest.raises(ConfigError, match="let a server generate"):
+        check(replace(setup, device_memory=12 * GIB), config)
 
 
 @pytest.mark.torch

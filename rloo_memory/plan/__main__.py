@@ -5,7 +5,8 @@
 
 Compares today's trainer with one pass (stock, TRL 1.15 and newer), with one completion a pass (stock-accumulate), and
 prefix sharing (shared); with --tokens-per-forward also whole rows within a token budget (stock-tokens, which only the
-planner has). --arms stock-1.9 is TRL 1.0 to 1.9, stock-1.13 is 1.10 to 1.13: they keep the logits of all completions.
+planner has). --arms stock-1.9 is TRL 1.0 to 1.9, stock-1.13 is 1.10 to 1.13: they keep the logits of all completions,
+and so does stock-1.14.
 Sizes are what torch allocates on the device; the CUDA context and the allocator's fragmentation come on top
 (`--reserve`). --calibration RUN_DIR corrects each phase by what a run of the launcher measured. A chart of a
 prediction: --json PLAN.json, then python -m visualization.charts.plan PLAN.json OUT.png

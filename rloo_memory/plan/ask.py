@@ -89,7 +89,9 @@ def predict(
         "calibration": calibration and str(Path(calibration).absolute()),
         "where": where,
     }
-    if hasattr(model, "dtype") and hasattr(model, "config"):
+    if hasattr(model, "dtype") and hasattr(model, "config"):  # `model_init_kwargs` are for the reference alone
+        if asked["settings"].get("dtype") not in (None, "auto"):
+            where.setdefault("reference_dtype", asked["settings"]["dtype"])
         asked["settings"]["dtype"] = str(model.dtype).removeprefix("torch.")
     result = in_its_own_process(asked)
     said = result.stderr.strip().splitlines()

@@ -17,6 +17,7 @@ import re
 from dataclasses import dataclass
 
 from rloo_memory.errors import ConfigError
+from rloo_memory.sizes import GIB
 
 KNOWN = "bitsandbytes, gptq, awq, fp8 and mxfp4"
 
@@ -82,6 +83,22 @@ def quantized(hf_config, device: str = "cuda") -> Quantized | None:
             f"are {KNOWN}"
         )
     return found
+
+
+def of_experts(setup, hf_config) -> str | None:
+    """What is said of experts whose weights are no linear layers, with 4 or 8 bits; None where there are none."""
+    if setup.weight_bits == 16 or quantized(hf_config, setup.device):
+        return None
+    from rloo_memory.models import meta_model
+
+    experts = sum(weight.numel() for weight in meta_model(hf_config).parameters() if weight.ndim == 3)
+    if not experts:
+        return None
+    size = experts * (4 if setup.dtype == "float32" else 2) / GIB
+    return (
+        f"experts stay in {setup.dtype}, {size:.2f} GiB: bitsandbytes quantizes linear layers only, and transformers "
+        "keeps the experts of a layer in one tensor"
+    )
 
 
 def _of_method(method: str, get) -> Quantized | None:

@@ -262,7 +262,7 @@ def conclude(
     rewarded = settings.get("reward_funcs") or settings.get("reward_model_name_or_path")
     own += "" if rewarded else " --reward_funcs MODULE:FUNCTION"
     command = "rloo-memory launch"
-    if setup.num_devices > 1:
+    if setup.is_distributed:
         command = f"accelerate launch --config_file {args.accelerate or 'ACCELERATE.yaml'} -m rloo_memory.launch"
     model = "" if is_model(settings.get("model_name_or_path") or "") else "MODEL_PATH=/path/to/model "
     print(f"  {model}{command} {path}{own}")

@@ -55,7 +55,7 @@ def shared(setup: Setup) -> Setup:
     passes of two where parts would hold the gradients of a whole training, or train differently."""
     k = setup.num_generations
     if not can_split_groups(setup):
-        if setup.num_devices > 1 or setup.scaled_by_batch or setup.tokens_per_forward:
+        if setup.is_distributed or setup.scaled_by_batch or setup.tokens_per_forward:
             return setup.arm("shared")
         setup = setup.with_rows(k).with_rows(2 if k % 2 == 0 else 1)
     return replace(setup, prefix_sharing=True)
@@ -117,7 +117,7 @@ def one_completion_a_pass(setup: Setup) -> Setup:
 
 def quantize(bits: int) -> Callable[[Setup], Setup]:
     def apply(setup: Setup) -> Setup:
-        if setup.weight_bits <= bits:
+        if setup.weight_bits <= bits or setup.fp16:  # whose GradScaler takes no gradients of TRL's bfloat16 adapters
             return setup
         nested = bits == 4 or setup.nested_scales
         return replace(lora(setup), weight_bits=bits, nested_scales=nested, dtype="bfloat16")
@@ -128,15 +128,16 @@ def quantize(bits: int) -> Callable[[Setup], Setup]:
 def lora(setup: Setup) -> Setup:
     if setup.lora_rank:
         return setup
-    dtype = "bfloat16" if setup.dtype == "float32" else setup.dtype  # of what is frozen
+    dtype = setup.autocast or "bfloat16" if setup.dtype == "float32" else setup.dtype  # of what is frozen
     return replace(
         setup, lora_rank=16, lora_target_modules="all-linear", lora_dropout=0.0, offload_reference=False, dtype=dtype
     )
 
 
 def in_bfloat16(setup: Setup) -> Setup:
-    """FSDP2 keeps trained weights in float32 all the same."""
-    return setup if setup.fully_sharded and not setup.lora_rank else replace(setup, dtype="bfloat16")
+    """FSDP2 and DeepSpeed keep trained weights in float32 all the same; beside float16 it would make float32."""
+    useless = setup.fp16 or setup.keeps_float32 and not setup.lora_rank
+    return setup if useless else replace(setup, dtype="bfloat16")
 
 
 def cost_of_bfloat16(setup: Setup) -> str:

@@ -236,6 +236,8 @@ def setup_from(
         settings["use_peft"] = False
     if profile is None:
         settings.setdefault("dtype", "bfloat16" if args.lora else "float32")
+        half = settings["dtype"] == "float16"  # of a GPU without bfloat16
+        settings |= {"bf16": False, "fp16": True} if half else {}
     if args.reward_model:
         where["reward_model"] = args.reward_model
         if is_model(args.reward_model):  # a shape or the policy's is planned with, and nothing to load

@@ -11,6 +11,27 @@ def remarks(setup: Setup, hf_config, calibration=None) -> list[str]:
         calibration and calibration.in_words(),
         recurrent.note(hf_config, setup.device),
         checkpoint.in_words(hf_config, setup.device),
+        checkpoint.of_experts(setup, hf_config),
+        of_half_precision(setup),
+        of_zero(setup),
         engine.in_words(setup),
     )
     return [words for words in said if words]
+
+
+def of_half_precision(setup: Setup) -> str | None:
+    """Of float16 where it costs memory, or does not train."""
+    if setup.fp16 and setup.weight_bits < 16:
+        return (
+            "fp16 on quantized weights: TRL makes adapters bfloat16, and GradScaler refuses their gradients (pytorch "
+            "issue 127176); with bf16: false and fp16: false it trains"
+        )
+    if setup.dtype == "float16" and setup.autocast == "bfloat16" and not setup.keeps_float32:
+        return (
+            "float16 weights with bf16: sums of both are float32, about twice the activations; fp16: true avoids that"
+        )
+    return None
+
+
+def of_zero(setup: Setup) -> str | None:
+    return f"ZeRO-{setup.zero_stage}: by formulas that were compared with no training" if setup.zero_stage else None

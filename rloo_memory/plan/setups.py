@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from rloo_memory.errors import ConfigError, choose
 from rloo_memory.plan.checkpoint import quantized
 from rloo_memory.plan.images import wrong_images
+from rloo_memory.sizes import GIB
 
 # Arms with TRL's LM heads of other days, and which one (`rloo_memory.plan.simulation.heads`)
-OLDER = {"stock-1.9": "full_logits_in_place", "stock-1.13": "full_logits"}
+OLDER = {"stock-1.9": "full_logits_in_place", "stock-1.13": "full_logits", "stock-1.14": "logits_in_a_kernel"}
 # The arms of `experiments.config.ARMS` that the planner knows, and those that are the planner's alone: `OLDER`, and
 # `stock-tokens`, the fork's token budget without sharing
 ARM_NAMES = (*OLDER, "stock", "stock-accumulate", "stock-tokens", "shared")
@@ -39,9 +40,11 @@ class Setup:
     tokens_per_forward: int | None = None
     dtype: str | None = None  # of the weights; None: bfloat16 under adapters, else float32, as `__post_init__` says
     bf16: bool = True  # autocast
+    fp16: bool = False  # autocast in float16; what its GradScaler holds is a few numbers
     gradient_checkpointing: bool = True
     activation_offloading: bool = False
     beta: float = 0.05
+    reference_dtype: str | None = None  # None: the policy's; beside an object that TRL before 1.16 gets, float32
     offload_reference: bool = False  # on the host except while it scores
     reward_model: str | None = None  # as `models.named_config` takes it, or "policy": of the policy's shape
     offload_reward: bool = False
@@ -59,12 +62,16 @@ class Setup:
     use_vllm: bool = False  # it generates, not transformers
     vllm_mode: str = "colocate"  # on the trainer's device; "server": elsewhere
     vllm_gpu_memory_utilization: float = 0.3  # its share of the device
+    vllm_tensor_parallel_size: int = 1  # devices that share its weights
     vllm_enable_sleep_mode: bool = False  # it has its share only while it generates
     device: str = "cuda"  # "cpu" has no Triton
     device_memory: int = 0  # bytes of the device, of which vLLM takes a share; 0: not known
     num_devices: int = 1
-    fully_sharded: bool = False  # FSDP2 with reshard_after_forward; otherwise DDP
-    offload_parameters: bool = False  # FSDP2's shards on the host
+    fully_sharded: bool = False  # FSDP2 with reshard_after_forward; otherwise DDP, or DeepSpeed
+    zero_stage: int = 0  # DeepSpeed's ZeRO: 2 or 3
+    offload_parameters: bool = False  # shards of weights on the host: all of FSDP2's, the 16-bit ones of ZeRO-3
+    offload_optimizer: bool = False  # ZeRO's float32 weights, moments and gradients, likewise
+    ds3_gather_for_generation: bool = True  # ZeRO-3: whole weights on each device while it generates
     # What does not decide memory, but whether a change trains the same
     num_iterations: int = 1
     scaled_by_rollout: bool = False  # the loss, by what was generated together: GRPO, normalize_advantages
@@ -102,17 +109,32 @@ class Setup:
         return max(1, self.tokens_per_forward // tokens)
 
     @property
+    def autocast(self) -> str | None:
+        """The dtype of mixed precision, if it is on."""
+        return "float16" if self.fp16 else "bfloat16" if self.bf16 else None
+
+    @property
+    def is_distributed(self) -> bool:
+        """FSDP2 and DeepSpeed work as such on one device, too."""
+        return self.num_devices > 1 or self.fully_sharded or self.zero_stage > 0
+
+    @property
+    def keeps_float32(self) -> bool:
+        """Whether FSDP2 or DeepSpeed train float32 shards of weights that compute in half precision."""
+        return self.autocast is not None and (self.fully_sharded or self.zero_stage > 0)
+
+    @property
     def in_words(self) -> str:
         """What is trained, and with what: the choices that decide most."""
-        widened = self.fully_sharded and self.bf16 and not self.lora_rank  # by accelerate
-        bits = "float32 shards" if widened else f"{self.weight_bits}-bit" if self.weight_bits < 16 else self.dtype
+        shards = self.keeps_float32 and not self.lora_rank
+        bits = "float32 shards" if shards else f"{self.weight_bits}-bit" if self.weight_bits < 16 else self.dtype
         what = f"LoRA of rank {self.lora_rank} on {bits} weights" if self.lora_rank else f"all weights, {bits}"
         return f"{what}, beta {self.beta:g}, {self.optim}"
 
     @property
     def rounds_updates_away(self) -> bool:
         """Whether weights are trained in half precision, where most updates of TRL's learning rate change nothing."""
-        return not self.lora_rank and self.dtype != "float32" and not (self.fully_sharded and self.bf16)
+        return not self.lora_rank and self.dtype != "float32" and not self.keeps_float32
 
     @property
     def needs_fork(self) -> bool:
@@ -192,6 +214,7 @@ LEAST = {
     "prompt_tokens": 1, "max_completion_length": 1, "num_generations": 2, "per_device_train_batch_size": 1,
     "steps_per_generation": 1, "gradient_accumulation_steps": 1, "tokens_per_forward": 1, "lora_rank": 0,
     "beta": 0, "temperature": 0, "lora_dropout": 0, "num_iterations": 1, "vllm_gpu_memory_utilization": 0,
+    "vllm_tensor_parallel_size": 1,
 }  # fmt: skip
 WHY_LEAST = {
     "num_generations": ": leave-one-out needs 2 completions a prompt",
@@ -217,6 +240,25 @@ def wrong_numbers(values: dict[str, object], called: dict[str, str]) -> list[str
         elif value > 2**40:
             lines.append(f"{own} is {str(value)[:20]}...; no training has as much")
     return lines
+
+
+def share_too_small(setup: Setup, hf_config) -> str | None:
+    """What is wrong with vLLM's share of a device whose memory is known: it must hold at least its weights, in 16 bits
+    or those that they are quantized to."""
+    if not setup.vllm_bytes:
+        return None
+    from rloo_memory.models import meta_model
+
+    numbers = sum(parameter.numel() for parameter in meta_model(hf_config).parameters())
+    needed = numbers * setup.weight_bits / 8 / setup.vllm_tensor_parallel_size
+    if setup.vllm_bytes >= needed:
+        return None
+    share = math.ceil(100 * needed / setup.device_memory) / 100
+    remedy = f"set at least {share:.2f}" if share <= 1 else "let a server generate: vllm_mode server"
+    return (
+        f"vllm_gpu_memory_utilization {setup.vllm_gpu_memory_utilization:g} is {setup.vllm_bytes / GIB:.2f} GiB here, "
+        f"and vLLM's weights alone are {needed / GIB:.2f}; {remedy}"
+    )
 
 
 def check(setup: Setup, hf_config, called: dict[str, str] | None = None) -> None:
@@ -253,6 +295,10 @@ def check(setup: Setup, hf_config, called: dict[str, str] | None = None) -> None
             setup.offload_reward and setup.reward_model is None,
         f"dtype {setup.dtype!r}: choose bfloat16, float16 or float32":
             setup.dtype not in ("bfloat16", "float16", "float32"),
+        "fp16 and bf16 are both on, and a training has one of them; leave out bf16": setup.fp16 and setup.bf16,
+        "fp16 needs a GPU; on a CPU set fp16: false, bf16: true": setup.fp16 and setup.device == "cpu",
+        "fp16 does not train float16 weights: torch's GradScaler refuses their gradients; dtype must be float32":
+            setup.fp16 and setup.dtype == "float16" and not setup.lora_rank and not setup.keeps_float32,
         f"vllm_gpu_memory_utilization is {setup.vllm_gpu_memory_utilization}; it must be at most 1":
             setup.vllm_gpu_memory_utilization > 1,
         f"lora_dropout is {setup.lora_dropout}; it must be below 1": setup.lora_dropout >= 1,
@@ -264,6 +310,7 @@ def check(setup: Setup, hf_config, called: dict[str, str] | None = None) -> None
         f"to {MOST_TOKENS:,} tokens": setup.generation_rows * length > MOST_TOKENS,
     }  # fmt: skip
     wrong = [reason for reason, applies in reasons.items() if applies]
+    wrong += filter(None, [share_too_small(setup, hf_config)])
     if setup.images:
         wrong += wrong_images(setup, hf_config, prompt_called)
     if wrong:

@@ -20,9 +20,10 @@ WEIGHT_BITS = {
 # Fields of `Setup` under the same name in the settings
 SAME_NAME = (
     "max_completion_length", "num_generations", "per_device_train_batch_size", "steps_per_generation",
-    "gradient_accumulation_steps", "prefix_sharing", "tokens_per_forward", "dtype", "bf16", "gradient_checkpointing",
-    "activation_offloading", "beta", "offload_reference", "offload_reward", "optim", "temperature", "lora_dropout",
-    "num_iterations", "use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode",
+    "gradient_accumulation_steps", "prefix_sharing", "tokens_per_forward", "dtype", "bf16", "fp16",
+    "gradient_checkpointing", "activation_offloading", "beta", "offload_reference", "offload_reward", "optim",
+    "temperature", "lora_dropout", "num_iterations", "use_vllm", "vllm_mode", "vllm_gpu_memory_utilization",
+    "vllm_enable_sleep_mode", "vllm_tensor_parallel_size", "ds3_gather_for_generation",
 )  # fmt: skip
 # What the planner takes where neither a profile nor an option says: one prompt. Written out: TRL's defaults are others
 COMMAND_LINE = {
@@ -63,8 +64,8 @@ def from_settings(prompt_tokens: int, settings: dict, hf_config=None, **where) -
     if values["dtype"] == "auto" and hf_config:
         own = getattr(hf_config.get_text_config(), "dtype", None)
         values["dtype"] = str(own or "float32").removeprefix("torch.")
-    if given["bf16"] is None or given["fp16"]:  # both are half precision: TRL's default is bfloat16
-        values["bf16"] = True
+    if given["bf16"] is None:  # as TRL's configs
+        values["bf16"] = not given["fp16"]
     if given["steps_per_generation"] is None:  # as TRL's configs
         rows = given["per_device_train_batch_size"] * where.get("num_devices", 1)
         batch = given.get("generation_batch_size")

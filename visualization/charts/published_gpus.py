@@ -12,7 +12,7 @@ from visualization.results import GIB
 from visualization.tables.of_plans import read_peaks, within
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255")
-MARKERS = {"allocated": "o", "after a step": "s"}
+MARKERS = {"allocated": "o", "after a step": "s", "allocated or reserved": "^"}
 
 
 def chart(folder: Path) -> Figure:
@@ -22,8 +22,8 @@ def chart(folder: Path) -> Figure:
     small_print = [
         "Measured: published figures, with links in results/published/gpu_peaks.csv. Predicted: this planner, without "
         "a GPU, for the LM head that ran.",
-        "Trainings of untouched TRL and one of torchtune: none with prefix sharing or activation offloading, and no "
-        f"GRPO with the fused head of TRL 1.15 and newer. {within(rows)}.",
+        "Trainings of untouched TRL, transformers and torchtune: none with prefix sharing or activation offloading. "
+        f"{within(rows)}.",
     ]
     figure = style.new_figure(8, 3.4, "Published peaks of GPUs over predicted ones", small_print)
     axes = figure.subplots()
@@ -41,7 +41,7 @@ def chart(folder: Path) -> Figure:
     axes.minorticks_off()
     axes.set_xlabel("predicted, GiB")
     axes.set_ylabel("measured / predicted")
-    axes.set_ylim(0.94, 1.04)
+    axes.set_ylim(0.94, 1.06)
     axes.legend(loc="lower left", fontsize=7.5, ncols=2)
     return figure
 

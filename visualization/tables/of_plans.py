@@ -93,26 +93,24 @@ def read_peaks(folder: Path) -> pd.DataFrame:
 def within(rows: pd.DataFrame) -> str:
     """How far the allocated peaks that are held are from what is predicted."""
     held = rows[(rows.metric == "allocated") & (rows.not_held == "")]
-    sharded = held.card.str.contains("FSDP2")
+    sharded = held["where"].str.contains("fully_sharded")
     near, ratios = held[~sharded].ratio, held[sharded].ratio
     words = f"{len(near)} allocated peaks are {near.min():.3f} to {near.max():.3f} of the prediction, median "
-    return f"{words}{near.median():.3f}; under FSDP2 {', '.join(f'{ratio:.3f}' for ratio in ratios)}"
+    return f"{words}{near.median():.3f}; under FSDP {', '.join(f'{ratio:.3f}' for ratio in ratios)}"
 
 
 def gpu_peaks(folder: Path) -> str:
-    """Held rows, those of one card, model and metric together; then why others are not held."""
+    """Held rows, those of one card, arm and metric together; then why others are not held."""
     rows = read_peaks(folder)
     held, others, table = rows[rows.not_held == ""], rows[rows.not_held != ""], []
-    for (card, model, trained, metric), mine in held.groupby(["card", "model", "trained", "metric"], sort=False):
+    for (card, trained, arm, metric), mine in held.groupby(["card", "trained", "arm", "metric"], sort=False):
         spans = [
             " to ".join(dict.fromkeys(f"{end:.{digits}f}" for end in (column.min(), column.max())))
             for column, digits in ((mine.measured_gib, 1), (mine.ratio, 3))
         ]
-        arms = ", ".join(f"`{arm}`" for arm in mine.arm.unique())
-        table.append(
-            [card, model.rpartition("/")[2], trained, arms, WORDS.get(metric, metric), f"{len(mine)}", *spans]
-        )
-    header = ["card", "model", "trained", "arm", "what was measured", "figures", "GiB", "of the predicted"]
+        models = ", ".join(mine.model.str.rpartition("/")[2].unique())
+        table.append([card, models, trained, f"`{arm}`", WORDS.get(metric, metric), *spans])
+    header = ["card", "model", "trained", "arm", "what was measured", "GiB", "of the predicted"]
     not_held = [
         f"* {len(mine)} figure{'s' if len(mine) > 1 else ''} ({', '.join(mine.card.unique())}): {why}."
         for why, mine in others.groupby("not_held", sort=False)

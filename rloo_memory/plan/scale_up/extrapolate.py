@@ -66,7 +66,8 @@ def simulate(setup, hf_config, passes: bool) -> dict[tuple, dict[str, int]]:
 def combine(setup, hf_config, tasks: list[tuple], results: list[dict[tuple, dict[str, int]]]) -> list[PredictedPeak]:
     """The peaks of a setup from the results of its `simulations`, in the order of these `tasks`."""
     stretches = stretches_of(setup, hf_config, tasks, results)
-    peaks, weights = [], weights_by_place(hf_config) if setup.fully_sharded else (0, 0)
+    peaks, sharded = [], setup.fully_sharded or setup.zero_stage
+    weights = weights_by_place(hf_config) if sharded else None
     # All of them are there when the optimizer steps
     gradients = max(kinds.get("gradients", 0) for place, kinds in stretches.items() if place[0] == "optimizer")
     for phase in PHASES:

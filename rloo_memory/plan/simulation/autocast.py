@@ -1,4 +1,5 @@
-"""Autocast as on CUDA, for tensors of a CPU: the operations that CUDA's list brings to float32 and the CPU's does not.
+"""Autocast as on CUDA, for tensors of a CPU: the operations that CUDA's list brings to float32 and the CPU's does not,
+and those that the CPU's brings to one dtype and CUDA's leaves.
 
 The list is that of `AT_FORALL_FP32` and its neighbours in aten/src/ATen/autocast_mode.h, as far as models use it.
 """
@@ -13,6 +14,7 @@ IN_FLOAT32 = (
     "pow.Scalar", "layer_norm", "group_norm",
 )  # fmt: skip
 GIVE_FLOAT32 = ("softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "cumsum")  # by their argument `dtype`
+LEFT = ("cat", "stack")
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -28,9 +30,14 @@ def giving_float32(operation, *args, **kwargs):
         return operation(*args, **kwargs | ({"dtype": torch.float32} if half else {}))
 
 
+def as_without(operation, *args, **kwargs):
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+        return operation(*args, **kwargs)
+
+
 @contextlib.contextmanager
 def as_on_cuda():
-    """Within it, `torch.autocast("cpu")` has CUDA's list of float32 operations."""
+    """Within it, `torch.autocast("cpu")` has CUDA's lists."""
     library = torch.library.Library("aten", "IMPL")
     try:
         for name in (*IN_FLOAT32, *GIVE_FLOAT32):
@@ -38,6 +45,9 @@ def as_on_cuda():
             operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
             runs = in_float32 if name in IN_FLOAT32 else giving_float32
             library.impl(name, functools.partial(runs, operation), "AutocastCPU")
+        for name in LEFT:
+            operation = getattr(torch.ops.aten, name).default
+            library.impl(name, functools.partial(as_without, operation), "AutocastCPU")
         yield
     finally:
         library._destroy()

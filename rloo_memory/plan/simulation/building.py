@@ -1,5 +1,7 @@
 """The models of a simulation, built from their config without values: adapters, quantized weights."""
 
+import functools
+
 import torch
 from transformers.initialization import no_init_weights
 
@@ -23,8 +25,9 @@ def build(setup, shapes, hf_config, kind=None):
 
 
 def with_adapters(model, setup, shapes):
-    """The model with LoRA: float32, and bfloat16 on quantized weights (TRL's trainers, after QLoRA). Raises
-    `ConfigError` for target modules that the model does not have."""
+    """The model with LoRA: float32, on quantized weights bfloat16 (TRL, after QLoRA; not with fp16, whose GradScaler
+    takes none), under DeepSpeed in the dtype of the rest. Raises `ConfigError` for target modules that the model does
+    not have."""
     from peft import LoraConfig, get_peft_model
 
     modules = setup.lora_target_modules
@@ -41,10 +44,12 @@ def with_adapters(model, setup, shapes):
         except ValueError as error:
             raise ConfigError(f"lora_target_modules {modules}: {str(error).partition('. ')[0]}") from error
         already = quantized(model.config, setup.device)
-        if setup.weight_bits < 16 and (already is None or already.by_bitsandbytes):
+        by_bitsandbytes = setup.weight_bits < 16 and (already is None or already.by_bitsandbytes)
+        if by_bitsandbytes and not setup.fp16 or setup.zero_stage:
+            dtype = getattr(torch, setup.dtype) if setup.zero_stage else torch.bfloat16
             for parameter in model.parameters():
                 if parameter.requires_grad:
-                    parameter.data = parameter.data.to(torch.bfloat16)
+                    parameter.data = parameter.data.to(dtype)
     if setup.gradient_checkpointing:
         model.enable_input_require_grads()
     return model
@@ -76,8 +81,25 @@ def quantize(model, setup, shapes) -> None:
             size = weight.numel() + shape[0] * 4
         with shapes.new():
             module.weight = torch.nn.Parameter(torch.empty(size, dtype=torch.uint8), requires_grad=False)
-        holds_input = bits == 8 and (already is None or already.by_bitsandbytes)
+        by_bitsandbytes = already is None or already.by_bitsandbytes
+        if by_bitsandbytes and name.endswith(".base_layer"):
+            adapted = model.get_submodule(name.removesuffix(".base_layer"))
+            adapted.forward = functools.partial(forward_on_bitsandbytes, adapted, bits)
+        holds_input = bits == 8 and by_bitsandbytes
         module.forward = lambda x, m=module, s=shape, h=holds_input: QuantizedLinear.apply(x, m.bias, s, h)
+
+
+def forward_on_bitsandbytes(adapted, bits: int, x):
+    """Of PEFT's adapters on bitsandbytes' layers: unlike on others, nothing is converted under autocast."""
+    result = adapted.base_layer(x)
+    if adapted.disable_adapters:
+        return result
+    result = result.clone() if bits == 4 else result
+    down, up = adapted.lora_A.default, adapted.lora_B.default
+    converts = not torch.is_autocast_enabled("cpu")
+    output = up(down(adapted.lora_dropout.default(x.to(down.weight.dtype) if converts else x)))
+    output = output * adapted.scaling["default"]
+    return result + (output.to(result.dtype) if converts else output)
 
 
 def weights_not_in_8_bits(model) -> int:

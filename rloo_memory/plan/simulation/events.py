@@ -1,6 +1,7 @@
 """Events of a simulation: where one stretch of a phase ends and the next begins, see `Simulation.event`."""
 
 import functools
+import inspect
 
 import torch
 
@@ -58,6 +59,15 @@ def mark_tower(simulation, tower) -> None:
 
     tower.register_forward_pre_hook(before, with_kwargs=True)
     tower.register_forward_hook(behind)
+    for module in tower.modules():
+        if "cu_seqlens" in inspect.signature(module.forward).parameters:
+            module.register_forward_pre_hook(in_one_call, with_kwargs=True)
+
+
+def in_one_call(module, args, kwargs):
+    """Attention of all windows at once: hundreds of small calls allocate as many bytes, and took most of the time."""
+    bounds = kwargs["cu_seqlens"]
+    return args, kwargs | {"cu_seqlens": bounds[[0, -1]]}
 
 
 def whose(kwargs: dict) -> str:

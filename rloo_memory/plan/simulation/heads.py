@@ -30,6 +30,27 @@ def full_logits_in_place(hidden, head, ids, temperature, widens):
     return selected(logits, ids)
 
 
+def logits_in_a_kernel(hidden, head, ids, temperature, widens):
+    """TRL 1.14: a Triton kernel keeps the logits of the completions, and makes their gradient beside them."""
+    given = head(hidden)
+    given = given.float() if widens else given
+    return OneKernel.apply(given[:, :-1])
+
+
+class OneKernel(torch.autograd.Function):
+    """`_LogProbEntropyFunction` of TRL 1.14: three float32 a token are left beside the log-probabilities."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        log_probs, *others = (logits.new_empty(logits.shape[:-1], dtype=torch.float32) for _ in range(4))
+        ctx.save_for_backward(logits, *others[1:])
+        return log_probs
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.empty_like(ctx.saved_tensors[0], memory_format=torch.contiguous_format)
+
+
 def selected(logits, ids):
     """Log-probabilities of `ids` by TRL's own function, and the entropies that it logs."""
     from trl.trainer.utils import entropy_from_logits, selective_log_softmax
@@ -41,4 +62,9 @@ def selected(logits, ids):
 
 
 # By the name in `Setup.lm_head`
-HEADS = {"fused": fused, "full_logits": full_logits, "full_logits_in_place": full_logits_in_place}
+HEADS = {
+    "fused": fused,
+    "logits_in_a_kernel": logits_in_a_kernel,
+    "full_logits": full_logits,
+    "full_logits_in_place": full_logits_in_place,
+}

@@ -10,7 +10,7 @@ def open_prefix_of(setup):
     if not setup.splits_groups:
         return None
     number = setup.num_generations // setup.per_device_train_batch_size
-    return OpenPrefix(number, in_one_backward=setup.num_devices > 1)
+    return OpenPrefix(number, in_one_backward=setup.is_distributed)
 
 
 def passes_of(setup, rows: int, open_prefix, num_images: list[int] | None):

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from rloo_memory.plan.simulation.live_bytes import as_without_mode
 
 MAP_NORESERVE = 0x4000  # Linux; Python names it from 3.13 on
-SPACE = 2**44  # bytes of address space, which bounds one tensor; no memory is reserved for it
+SPACE = 2**44  # bytes of address space, in which most tensors fit; no memory is reserved for it
 SPACE_MAP = mmap.mmap(-1, SPACE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
 INDEX = torch.ops.aten.index.Tensor
 GROUPED_MM = (
@@ -79,6 +79,8 @@ class ShapesOnly(TorchDispatchMode):
         for name, value in kwargs.items():
             key.append(name)
             _describe((value,), key, tensors)
+        if not tensors:  # one that creates, in the dtype that is the default now
+            key.append(torch.get_default_dtype())
         if not (any(map(_has_no_values, tensors)) if tensors else self.creating) or func.is_view:
             return func(*args, **kwargs)
         if func._schema.is_mutable:
@@ -96,7 +98,7 @@ class ShapesOnly(TorchDispatchMode):
 
 def _has_no_values(tensor: torch.Tensor) -> bool:
     address = tensor.data_ptr() or tensor.untyped_storage().data_ptr()  # that of an empty tensor is 0
-    return ADDRESS <= address < ADDRESS + SPACE
+    return ADDRESS <= address < ADDRESS + SPACE or tensor.untyped_storage().data_ptr() == ADDRESS
 
 
 def _tensor(shape: _Shape) -> torch.Tensor:
@@ -104,6 +106,9 @@ def _tensor(shape: _Shape) -> torch.Tensor:
     length = 1  # of an empty tensor, too
     if all(shape.sizes):
         length += sum((size - 1) * stride for size, stride in zip(shape.sizes, shape.strides, strict=True))
+    if (size := length * shape.dtype.itemsize) > SPACE:  # which torch does not look behind
+        storage = torch._C._construct_storage_from_data_pointer(ADDRESS, torch.device("cpu"), size)
+        return torch.empty(0, dtype=shape.dtype).set_(storage, 0, shape.sizes, shape.strides)
     return torch.frombuffer(SPACE_MAP, dtype=shape.dtype, count=length).as_strided(shape.sizes, shape.strides)
 
 

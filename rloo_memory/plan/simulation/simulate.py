@@ -13,6 +13,7 @@ import copy
 import functools
 import warnings
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -143,7 +144,8 @@ class Simulation:
         if setup.lora_rank:
             self.model = with_adapters(self.model, setup, self.shapes)
         elif setup.beta:
-            self.reference = build(setup, self.shapes, copy.deepcopy(self.config))
+            dtype = setup.reference_dtype or setup.dtype
+            self.reference = build(replace(setup, dtype=dtype), self.shapes, copy.deepcopy(self.config))
             self.memory.watch(self.reference, "host" if setup.offload_reference else "reference")
         if not self.images:
             self.freeze_what_text_does_not_reach()
@@ -208,7 +210,8 @@ class Simulation:
         return offloaded(self.model, self.memory) if self.setup.activation_offloading else contextlib.nullcontext()
 
     def autocast(self):
-        return torch.autocast("cpu", torch.bfloat16, enabled=self.setup.bf16)
+        dtype = self.setup.autocast
+        return torch.autocast("cpu", getattr(torch, dtype)) if dtype else contextlib.nullcontext()
 
     def ids(self, rows: int, columns: int) -> torch.Tensor:
         with self.shapes.new():
@@ -346,7 +349,7 @@ class Simulation:
             with self.shapes.new(), self.memory.of_kind("logits"):
                 head, ids = model.get_output_embeddings(), self.ids(len(hidden), hidden.shape[1] - 1)
                 compute = HEADS[self.setup.lm_head]
-                return compute(hidden, head, ids, self.setup.temperature, self.setup.bf16)
+                return compute(hidden, head, ids, self.setup.temperature, self.setup.autocast is not None)
 
     @contextlib.contextmanager
     def on_device(self, model, kind: str, offloaded: bool):
