@@ -41,7 +41,7 @@ def test_what_the_doctor_writes_trains_and_its_record_can_be_read_again(tmp_path
     assert result.returncode == 0, result.stdout + result.stderr[-3000:]
     text = fits.read_text()
     assert "prefix_sharing: true" in text and "offload_reward: true" in text and "max_prompt_tokens: 512" in text
-    assert f"rloo-memory launch {fits} --dataset_name" in result.stdout
+    assert f"  rloo-memory launch {fits} --dataset_name" in result.stdout
     assert "Trains the same as before" in result.stdout
     peaks = [float(line.split()[0]) for line in result.stdout.splitlines() if "trains " in line]
     assert peaks == sorted(peaks) and len(peaks) > 5, "each change alone, in order of effect"
@@ -60,7 +60,7 @@ def test_what_the_doctor_writes_trains_and_its_record_can_be_read_again(tmp_path
 
     old = read_run(out)
     assert (old.prompt_tokens, old.settings["num_generations"], old.settings["dtype"]) == (512, 4, "float32")
-    assert old.settings["offload_reference"] and old.settings["offload_reward"]
+    assert old.settings["offload_reference"] and old.settings["offload_reward"] and old.settings["use_cpu"]
     assert old.where["reward_model"] == old.settings["reward_model_name_or_path"] == str(reward)
     assert old.hf_config.vocab_size == 512 and max(old.peaks.values()) > 100 * 2**20
 
@@ -202,6 +202,7 @@ def test_sharing_that_takes_less_time_is_written_where_all_fits_and_bfloat16_wei
     assert doctor.main([*options, "80GiB"]) == 0
     shown, (settings, named) = capsys.readouterr().out, written(output)
     assert "nothing is needed; prefix_sharing takes less time" in shown and "Trains the same" in shown
+    assert "each change alone" not in shown and "the limit: 80.00 GiB without 0 reserved" in shown
     assert set(named) == {
         "prefix_sharing", "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
     }  # fmt: skip
