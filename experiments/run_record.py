@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from rloo_memory.errors import ConfigError
 from rloo_memory.phases import PHASE_COLUMNS
 from rloo_memory.storage import replace_text
 
@@ -101,12 +102,16 @@ def read_record(folder: Path) -> dict | None:
     return stored_in(folder).record
 
 
+def record_of(values: dict) -> dict:
+    """All fields of a record, from those that were written."""
+    names = {declared.name for declared in fields(RunRecord)}
+    return vars(RunRecord(**{name: value for name, value in values.items() if name in names}))
+
+
 def stored_in(folder: Path) -> StoredRun:
     """The run in a folder."""
-    names = {declared.name for declared in fields(RunRecord)}
     try:
-        values = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        record = vars(RunRecord(**{name: value for name, value in values.items() if name in names}))
+        record = record_of(json.loads((folder / "run.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return StoredRun(folder.name, None, damage=f"is no record ({error})", folder=folder)
     return StoredRun(folder.name, record, tuple(read_rows(folder / "phases.csv")), folder=folder)
@@ -121,13 +126,18 @@ def read_rows(path: Path) -> Iterator[dict]:
 
 
 def kept_runs(machine: Path) -> dict[str, StoredRun]:
-    """The runs of runs.jsonl by run id."""
-    found = {}
-    if (machine / RUNS).exists():
-        for line in (machine / RUNS).read_text(encoding="utf-8").splitlines():
+    """The runs of runs.jsonl by run id. Raises `ConfigError` for a line that git or another program has put there."""
+    path, found = machine / RUNS, {}
+    for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else (), 1):
+        try:
             kept = json.loads(line)
+            record = record_of(kept["record"])
             phases = tuple(dict(zip(PHASE_COLUMNS, row, strict=True)) for row in kept["phases"])
-            found[kept["record"]["run_id"]] = StoredRun(kept["record"]["run_id"], kept["record"], phases)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(
+                f"{path}: line {number} is no run ({type(error).__name__}: {error}); take the file as it was committed"
+            ) from error
+        found[record["run_id"]] = StoredRun(record["run_id"], record, phases)
     return found
 
 

@@ -85,6 +85,14 @@ def test_in_float64_every_figure_agrees_at_full_length_and_a_learnable_reward_ri
     assert len(rewards) == 30 and median(rewards[-5:]) > 2 * median(rewards[:5])
 
 
+def test_what_is_no_commit_is_not_handed_to_git(monkeypatch, tmp_path, capsys):
+    handed = {("table", "--output=written"): 1, ("table", "a1b2c3d4e5f6-dirty"): 2}
+    monkeypatch.setattr(age, "tables", lambda results: dict(handed))
+    monkeypatch.setattr(age, "git", lambda *command: pytest.fail(f"git {command}"))
+    assert age.main([]) == 0
+    assert "'a1b2c3d4e5f6-dirty', which is no commit  table (2 rows)" in capsys.readouterr().out
+
+
 def test_the_age_of_every_committed_figure_is_told(capsys):
     shallow = subprocess.run(["git", "rev-parse", "--is-shallow-repository"], cwd=ROOT, capture_output=True, text=True)
     if shallow.stdout.strip() != "false":

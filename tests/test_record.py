@@ -1,6 +1,7 @@
 """run.json and runs.jsonl: what is kept, and what a peak is."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from rloo_memory.errors import ConfigError
 from rloo_memory.folder_lock import owned
 from rloo_memory.phases import PhasePeak
 from tests.test_suite import write_record
+from visualization.results import load
 
 GIB = 2**30
 
@@ -55,6 +57,19 @@ def test_what_is_finished_stays_until_something_finished_replaces_it(text, tmp_p
     (tmp_path / RUNS).unlink()
     assert record.export(tmp_path) == (text is None)
     assert (str(folder / "run.json") in capsys.readouterr().err) == (text is not None), "what is left out is named"
+
+
+@pytest.mark.parametrize("line", ["{", "<<<<<<< HEAD", "[1]", '{"other": "tool"}', '{"record": {"arm": "ü"}}', "7"])
+def test_a_line_that_is_no_run_is_named_by_whoever_reads_it(line, tmp_path, capsys):
+    write_run(tmp_path)
+    record.export(tmp_path)
+    whole = (tmp_path / RUNS).read_bytes()
+    (tmp_path / RUNS).write_bytes(whole + line.encode("latin-1"))
+    said = f"{tmp_path / RUNS}: line 2 is no run ("
+    assert record.main([str(tmp_path)]) == 2 and said in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=re.escape(said)):
+        load(tmp_path)
+    assert (tmp_path / RUNS).read_bytes().startswith(whole)
 
 
 def test_a_folder_is_owned_by_one(tmp_path):

@@ -153,7 +153,10 @@ class Results:
 
 def load(folder: Path) -> Results:
     """Of run folders and of runs.jsonl, which has them without their samples."""
-    found = [run for run in stored_runs(folder) if run.record]
+    try:
+        found = [run for run in stored_runs(folder) if run.record]
+    except ValueError as error:  # a line says what is wrong
+        raise SystemExit(f"error: {error}") from error
     if not found:
         raise SystemExit(f"error: {folder}: holds no runs; run ./run_baseline-rloo.sh first, or give another folder")
     rows, phases, trace = [], [], []

@@ -6,6 +6,7 @@ Reads results/<machine>/runs.jsonl and every CSV with a column `commit`. What is
 `make evidence` does all of it.
 """
 
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -34,21 +35,29 @@ def tables(results: Path) -> Counter[tuple[str, str]]:
 
 
 def git(*command: str) -> str:
-    """Raises `ConfigError` where git is missing or does not know the commit."""
+    """Raises `ConfigError` with git's last line where it fails."""
     try:
         said = subprocess.run(["git", "-C", str(ROOT), *command], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
+        why = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
         raise ConfigError(
-            f"git {' '.join(command)} failed; run this in a whole clone: git fetch --unshallow"
+            f"git {command[0]}: {why}; a shallow clone knows no earlier commits: git fetch --unshallow"
         ) from error
     return said.stdout.strip()
+
+
+def is_commit(text: str) -> bool:
+    return re.fullmatch("[0-9a-f]{7,40}", text) is not None
 
 
 def run(argv: list[str] | None) -> int:
     parser = Parser(prog="python -m experiments.checks.age", description=__doc__.split("\n")[0])
     parser.parse_args(argv)
     found = tables(ROOT / "results")
-    commits = {commit for _, commit in found}
+    commits = {commit for _, commit in found if is_commit(commit)}
+    for table, commit in sorted(found):
+        if commit not in commits:  # changed files, or what no program here writes
+            print(f"   ? changes since  {commit!r}, which is no commit  {table} ({found.pop((table, commit))} rows)")
     since = {commit: int(git("rev-list", "--count", f"{commit}..HEAD", "--", *PATHS)) for commit in commits}
     days = {commit: git("log", "-1", "--format=%cs", commit) for commit in commits}
     for (table, commit), rows in sorted(found.items(), key=lambda item: -since[item[0][1]]):
