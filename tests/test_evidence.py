@@ -96,7 +96,7 @@ def test_what_is_no_commit_is_not_handed_to_git(monkeypatch, tmp_path, capsys):
 def test_the_age_of_every_committed_figure_is_told(capsys):
     shallow = subprocess.run(["git", "rev-parse", "--is-shallow-repository"], cwd=ROOT, capture_output=True, text=True)
     if shallow.stdout.strip() != "false":
-        assert age.main([]) == 2 and "run this in a whole clone" in capsys.readouterr().err
+        assert age.main([]) == 2 and "git fetch --unshallow" in capsys.readouterr().err
         return
     assert age.main([]) == 0
     line = r"^ *\d+ changes since  20\d\d-\d\d-\d\d  [0-9a-f]{12}  reference\S+ bench-time \(\d+ rows\)$"
