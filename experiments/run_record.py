@@ -131,7 +131,8 @@ def kept_runs(machine: Path) -> dict[str, StoredRun]:
     for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else (), 1):
         try:
             kept = json.loads(line)
-            record = record_of(kept["record"])
+            record = kept["record"]
+            record_of(record)  # has what every record has
             phases = tuple(dict(zip(PHASE_COLUMNS, row, strict=True)) for row in kept["phases"])
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(

@@ -232,9 +232,13 @@ def in_order(arms: Iterable[str]) -> list[str]:
 
 def in_words(arms: Iterable[str]) -> str:
     """What each arm is, in one line."""
-    told = {arm: usual_arm(arm) for arm in in_order(arms)}
-    words = {arm: f"{name}, {passes} at a time" if passes else ARMS.get(name) for arm, (name, passes) in told.items()}
-    return "; ".join(f"{arm}: {text}" for arm, text in words.items() if text)
+    words = {arm: what_it_is(arm) for arm in in_order(arms)}
+    return "; ".join(f"{arm}: {text}" for arm, text in words.items() if text != arm)
+
+
+def what_it_is(arm: str) -> str:
+    name, passes = usual_arm(arm)
+    return f"{name}, {passes} at a time" if passes else ARMS.get(name, name)
 
 
 def by_trainer(arms: Iterable[str]) -> list[list[str]]:

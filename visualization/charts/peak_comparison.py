@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from visualization import style
-from visualization.results import BASELINE, GIB, LEAST, MEASURES, Results
+from visualization.results import BASELINE, GIB, LEAST, MEASURES, Results, what_it_is
 
 WIDTH = 0.9  # of a bar
 
@@ -20,12 +20,13 @@ def peak_comparison(results: Results) -> Figure:
     base = table.k.map(base[base >= LEAST])
     changes = (table.above_bytes / base - 1).where(table.arm != BASELINE)
     ks = sorted(set(table.k))
-    note = f"percent: peak above the start level against {BASELINE} at the same k" if changes.notna().any() else ""
-    handles = [Patch(**style.bar(arm) | {"linewidth": None}, label=arm) for arm in arms]
+    note = f"percent: peak above the start level against {what_it_is(BASELINE)} at the same k"
+    small_print = [results.describe(), *([note] if changes.notna().any() else []), *results.footnotes()]
+    handles = [Patch(**style.bar(arm) | {"linewidth": None}, label=what_it_is(arm)) for arm in arms]
     handles.append(Patch(facecolor=style.START_COLOUR, label="level before the first step"))
     title = f"Peak memory: {MEASURES[results.measure]}"
     figure = style.new_figure(
-        max(7.5, 0.75 + 0.45 * len(ks) * (len(arms) + 1)), 4.6, title, style.footer(results, note), handles
+        max(7.5, 0.75 + 0.45 * len(ks) * (len(arms) + 1)), 4.6, title, small_print, handles, columns=2
     )
     axes = figure.add_subplot()
     budget = style.draw_budget(axes, results)

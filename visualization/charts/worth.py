@@ -21,15 +21,15 @@ _LIGHT = ListedColormap(colormaps["YlGn"](range(0, 160)))  # black text can be r
 
 
 def chart(folder: Path) -> Figure:
-    """One panel a model for the training pass, with the counted limit, and one for the whole step."""
+    """One panel a model for the training pass, with what counting gives, and one for the whole step."""
     rows = read_bench(folder, "worth")
     models = [name for name in MODELS if name in set(rows.model)]
     small_print = [
         *([NOTE] if faster(rows, "step").isna().any(axis=None) else []),
         f"{measured_on(rows)} · float32 · {how_often(rows)}",
         "Against TRL's own whole rows with the LM head that scores only completions. A step is one generation, one "
-        "scoring and one training pass. The limit: multiplications of whole rows over those that are needed when the "
-        "prompt is computed once.",
+        "scoring and one training pass. By count: multiplications of whole rows over those that are needed when the "
+        "prompt is computed once. What waits for memory is not counted, and can make a measured figure higher.",
     ]
     figure = style.new_figure(
         10,
@@ -51,7 +51,7 @@ def draw(axes: Axes, table: pd.DataFrame, limits: pd.Series | None, title: str) 
     axes.imshow(plane, origin="lower", aspect="auto", cmap=_LIGHT, norm=LogNorm(0.7, 16))
     for (_, prompt, completion), row in table.iterrows():
         lines = [f"{in_words(row[way])} {name}" for way, name in IN_SHORT.items()]
-        lines += [] if limits is None else [f"limit {limits.loc[:, prompt, completion].item():.2f} x"]
+        lines += [] if limits is None else [f"{limits.loc[:, prompt, completion].item():.2f} x by count"]
         at = (plane.columns.get_loc(completion), plane.index.get_loc(prompt))
         axes.annotate("\n".join(lines), at, ha="center", va="center")
     axes.grid(visible=False)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from visualization.results import MARK, MIB, apart, seconds, times
+from visualization.results import MARK, MIB, apart, load, seconds, times
 from visualization.tables.text import how_often, markdown, measured_on
 
 CELL = ["model", "prompt_tokens", "completion_tokens", "k"]
@@ -158,4 +158,14 @@ def sampler(folder: Path) -> str:
         )
     header = ["asked for", "achieved, ms", "longest gap, ms", "missed of the peak, MiB", "peak, MiB"]
     intro = f"`shared`, scale {rows.model.iloc[0]}, k = {rows.k.iloc[0]}; lowest to highest of all repeats:"
-    return f"*{measured_on(rows)}*\n\n{intro}\n\n{markdown(header, table)}\n"
+    return f"*{measured_on(rows)}*\n\n{intro}\n\n{markdown(header, table)}\n\n{missed_in_runs(folder)}\n"
+
+
+def missed_in_runs(folder: Path) -> str:
+    """What samples of the trainers compared here missed, in a sentence."""
+    runs = load(folder).runs
+    most = runs.groupby("arm").peak_missed_bytes.max().dropna().sort_values(ascending=False) / MIB
+    words = ", ".join(f"`{arm}` {missed:.0f}" for arm, missed in most.items() if missed >= 1)
+    return (
+        f"The most that samples every 50 ms missed in runs of this machine, MiB: {words}; of the others less than 1."
+    )
