@@ -14,7 +14,6 @@
 
 """Prefix sharing: which models can share a prompt, and what is done to them and undone."""
 
-import types
 from collections.abc import Callable
 
 import torch
@@ -51,7 +50,7 @@ class _Route:
 
     def __init__(self, configs: list[PretrainedConfig]):
         self.configs = configs
-        self.attention: list[tuple[nn.Module, Callable | None]] = []  # with a forward that was not its class's
+        self.forwards: list[_Forward] = []
         self.handles: list[RemovableHandle] = []
 
     @classmethod
@@ -71,29 +70,41 @@ class _Route:
         for module in set(backbone.modules()).difference(mixers):
             config = getattr(module, "config", None)
             if getattr(module, "layer_idx", None) is not None and any(config is x for x in self.configs):
-                self.attention.append((module, vars(module).get("forward")))
-                module._own_forward = module.forward
-                module.forward = types.MethodType(_forward_with_prefix, module)
+                self.forwards.append(_Forward(module))
 
     def remove(self) -> None:
-        for module, forward in self.attention:
-            del module.forward, module._own_forward
-            if forward is not None:
-                module.forward = forward
+        for forward in self.forwards:
+            forward.remove()
         for handle in self.handles:
             handle.remove()
 
 
-def _forward_with_prefix(self: nn.Module, *args, **kwargs):
-    if kwargs.get("shared_prefix") is None:
-        return self._own_forward(*args, **kwargs)
-    return _routed_forward(self, *args, **kwargs)
+class _Forward:
+    """Forward of an attention, which goes to the functions that know of a shared prefix if it is called with one."""
 
+    def __init__(self, module: nn.Module):
+        self.module, self.before = module, vars(module).get("forward")  # Accelerate's, where it puts one into a model
+        module.forward = self
 
-@torch.compiler.disable
-def _routed_forward(module: nn.Module, *args, **kwargs):
-    with routed([module.config]):
-        return module._own_forward(*args, **kwargs)
+    def remove(self) -> None:
+        del self.module.forward
+        if self.before is not None:
+            self.module.forward = self.before
+
+    def __call__(self, *args, **kwargs):
+        if kwargs.get("shared_prefix") is None:
+            return self.own(*args, **kwargs)
+        return self.routed(*args, **kwargs)
+
+    def own(self, *args, **kwargs):
+        if self.before is not None:
+            return self.before(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    @torch.compiler.disable
+    def routed(self, *args, **kwargs):
+        with routed([self.module.config]):
+            return self.own(*args, **kwargs)
 
 
 def enable_prefix_sharing(model: PreTrainedModel) -> None:
