@@ -59,6 +59,7 @@ BAD_INPUT = [
     (["--model", "qwen3-8b", "--completion", "60000"], ["--prompt 100", "--completion 60000", "60100", "40960"]),
     (["--model", "qwen3-8b", "--bits", "4"], ["4-bit", "--lora"]),
     (["--model", "qwen3-8b", "--optim", "adam8"], ["adam8", "adamw_8bit"]),
+    (["--model", "qwen3-8b", "--dtype", "float16"], ["GradScaler refuses their gradients; dtype must be float32"]),
     (["--model", "qwen3-8b", "--device-memory", "24GiB", "--reserve", "30GiB"], ["--reserve 30GiB", "100MiB"]),
     (["--model", "qwen3-8b", "--largest", "k"], ["--device-memory"]),
     (["--model", "qwen3-8b", "--arms", "stock-tokens"], ["stock-tokens", "--tokens-per-forward"]),

@@ -9,24 +9,28 @@ from experiments.config import ROOT
 from experiments.record import read_csv
 from rloo_memory.errors import ConfigError
 from rloo_memory.models import named_config
+from rloo_memory.plan.remarks import remarks
 from rloo_memory.plan.setups import Setup, check
 from rloo_memory.plan.trl_settings import from_settings
 from rloo_memory.sizes import GIB
 
-TRAIN = 3  # its place among the phases
+
+def small():
+    config = named_config("qwen3-8-layers")
+    config.num_hidden_layers, config.layer_types, config.vocab_size = 2, config.layer_types[:2], 20_000
+    return config
+
+
+def peaks_of(setup):
+    from rloo_memory.plan.scale_up.extrapolate import phase_peaks
+
+    return {peak.phase: peak for peak in phase_peaks(setup, small())}
 
 
 @pytest.mark.torch
 def test_adamw_that_is_not_fused_takes_a_copy_of_all_trained_weights_on_cuda(shared_fork):
-    from rloo_memory.plan.scale_up.extrapolate import phase_peaks
-
-    config = named_config("qwen3-8-layers")
-    config.num_hidden_layers, config.layer_types, config.vocab_size = 2, config.layer_types[:2], 20_000
-    small = Setup(64, max_completion_length=32, num_generations=4, per_device_train_batch_size=4, beta=0.0)
-    fused, each = (
-        {peak.phase: peak for peak in phase_peaks(replace(small, optim=optim), config)}
-        for optim in ("adamw_torch_fused", "adamw_torch")
-    )
+    setup = Setup(64, max_completion_length=32, num_generations=4, per_device_train_batch_size=4, beta=0.0)
+    fused, each = (peaks_of(replace(setup, optim=optim)) for optim in ("adamw_torch_fused", "adamw_torch"))
     weights = fused["load"].kinds["parameters"]
     assert each["optimizer"].total - fused["optimizer"].total == pytest.approx(weights, rel=0.01)
     assert each["train"].total == fused["train"].total
@@ -36,55 +40,31 @@ def test_adamw_that_is_not_fused_takes_a_copy_of_all_trained_weights_on_cuda(sha
 @pytest.mark.parametrize("bits", [16, 4])
 def test_float16_is_planned_in_float16(shared_fork, bits):
     """Under bfloat16, sums of both are float32; that is what it takes only where both are asked for."""
-    from rloo_memory.plan.scale_up.extrapolate import phase_peaks
-
-    config = named_config("qwen3-8-layers")
-    config.num_hidden_layers, config.layer_types, config.vocab_size = 2, config.layer_types[:2], 2000
     lora = {"use_peft": True, "lora_r": 8, "beta": 0.0, "max_completion_length": 32, "load_in_4bit": bits == 4}
-    held = {
-        name: phase_peaks(from_settings(512, lora | settings), config)[TRAIN].kinds["activations"]
-        for name, settings in {
-            "bfloat16": {"dtype": "bfloat16"},
-            "fp16": {"dtype": "float16", "fp16": True},
-            "no autocast": {"dtype": "float16", "bf16": False},
-            "both": {"dtype": "float16", "bf16": True},
-        }.items()
-    }
-    assert held["fp16"] == pytest.approx(held["bfloat16"], rel=0.005), held
+    asked = {"half": {"dtype": "bfloat16"}, "fp16": {"dtype": "float16", "fp16": True}, "both": {"dtype": "float16"}}
+    setups = {name: from_settings(512, lora | settings) for name, settings in asked.items()}
+    held = {name: peaks_of(setup)["train"].kinds["activations"] for name, setup in setups.items()}
+    assert held["fp16"] == pytest.approx(held["half"], rel=0.005), held
     assert held["both"] > (1.25 if bits == 4 else 1.01) * held["fp16"], held
-
-
-@pytest.mark.torch
-def test_what_does_not_train_in_float16_is_said(planned):
-    words = ("--model", "tiny-qwen3", "--prompt", 32, "--completion", 8, "--k", 2, "--dtype", "float16")
-    assert "GradScaler refuses their gradients; dtype must be float32" in planned(*words).stderr
-    said = planned(*words, "--lora", 4, "--bits", 4, "--arms", "stock")
-    assert said.returncode == 0 and "fp16 on quantized weights: TRL makes adapters bfloat16" in said.stdout
+    assert remarks(setups["both"], small()) and not remarks(setups["half"], small())
     with pytest.raises(ConfigError, match="fp16 and bf16 are both on"):
-        check(from_settings(32, {"fp16": True, "bf16": True}), named_config("tiny-qwen3"))
+        check(replace(setups["fp16"], bf16=True), small())
 
 
 @pytest.mark.torch
 def test_the_reference_is_planned_in_the_dtype_that_it_is_loaded_in(shared_fork):
     """TRL before 1.16 loads it in float32 beside an object, 1.16 as `model_init_kwargs` say, or as the policy."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     from rloo_memory.plan.ask import predict
-    from trl import RLOOConfig
 
-    config = named_config("tiny-qwen3")
-    policy = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    policy = AutoModelForCausalLM.from_config(named_config("tiny-qwen3"), dtype="bfloat16")
     size = sum(parameter.numel() for parameter in policy.parameters())
-    args = dict(max_completion_length=8, num_generations=2, per_device_train_batch_size=2, beta=0.1, report_to="none")
-    for kwargs, where, bytes_each in (
-        (None, {}, 2),
-        (None, {"reference_dtype": "float32"}, 4),
-        ({"dtype": "float32"}, {}, 4),
-    ):
-        settings = RLOOConfig(**args, use_cpu=True, model_init_kwargs=kwargs)
-        found = predict(settings, policy, 16, device="cuda", **where).phases[0].kinds
-        assert found["reference"] == pytest.approx(bytes_each * size, rel=0.01), (kwargs, where)
+    args = dict(max_completion_length=8, num_generations=2, per_device_train_batch_size=2)
+    older, kwargs = {"reference_dtype": "float32"}, {"model_init_kwargs": {"dtype": "float32"}}
+    for settings, where, bytes_each in (({}, {}, 2), ({}, older, 4), (kwargs, {}, 4)):
+        found = predict(args | settings, policy, 16, **where).phases[0].kinds
+        assert found["reference"] == pytest.approx(bytes_each * size, rel=0.01), (settings, where)
         assert found["parameters"] == pytest.approx(2 * size, rel=0.01)
 
 

@@ -67,14 +67,11 @@ def test_attention_in_windows_is_not_simulated_window_by_window(shared_fork, mon
     from rloo_memory.plan.simulation import replaced
     from rloo_memory.plan.simulation.simulate import Simulation
 
-    calls = []
-    own = replaced.Attention.apply
+    calls, own = [], replaced.Attention.apply
     monkeypatch.setattr(replaced.Attention, "apply", lambda *args: calls.append(1) or own(*args))
-    setup = Setup(400, max_completion_length=8, num_generations=2, per_device_train_batch_size=2, lora_rank=4,
-                  images=((560, 448),))  # fmt: skip
+    setup = Setup(400, max_completion_length=8, num_generations=2, images=((560, 448),), lora_rank=4)
     Simulation(setup, models.shape_config("qwen2.5-vl-8-layers")).run()
-    # A forward to generate, two to score, two to train, of 8 layers and of the tower's; and the last token's
-    assert len(calls) <= 5 * (8 + 8) + 8, len(calls)
+    assert len(calls) <= 5 * (8 + 8) + 8, "one for each layer, five times, and once without the tower"
 
 
 @pytest.mark.parametrize(

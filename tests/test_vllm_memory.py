@@ -62,9 +62,9 @@ def test_a_share_below_the_weights_is_refused_with_the_least_one():
     setup = Setup(64, lora_rank=16, use_vllm=True, vllm_gpu_memory_utilization=0.05, device_memory=79 * GIB)
     with pytest.raises(ConfigError, match=r"0.05 is 3.95 GiB here, .* alone are 15.26; set at least 0.20"):
         check(setup, config)
-    for fits in (dict(vllm_gpu_memory_utilization=0.2), dict(vllm_mode="server"), dict(device_memory=0)):
+    two = dict(vllm_gpu_memory_utilization=0.1, vllm_tensor_parallel_size=2)
+    for fits in (dict(vllm_gpu_memory_utilization=0.2), two, dict(vllm_mode="server"), dict(device_memory=0)):
         check(replace(setup, **fits), config)
-    check(replace(setup, vllm_gpu_memory_utilization=0.1, vllm_tensor_parallel_size=2), config)
     with pytest.raises(ConfigError, match="let a server generate"):
         check(replace(setup, device_memory=12 * GIB), config)
 

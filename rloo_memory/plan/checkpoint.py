@@ -92,13 +92,9 @@ def of_experts(setup, hf_config) -> str | None:
     from rloo_memory.models import meta_model
 
     experts = sum(weight.numel() for weight in meta_model(hf_config).parameters() if weight.ndim == 3)
-    if not experts:
-        return None
     size = experts * (4 if setup.dtype == "float32" else 2) / GIB
-    return (
-        f"experts stay in {setup.dtype}, {size:.2f} GiB: bitsandbytes quantizes linear layers only, and transformers "
-        "keeps the experts of a layer in one tensor"
-    )
+    why = "bitsandbytes quantizes linear layers only, and the experts of a layer are one tensor"
+    return f"experts stay in {setup.dtype}, {size:.2f} GiB: {why}" if experts else None
 
 
 def _of_method(method: str, get) -> Quantized | None:

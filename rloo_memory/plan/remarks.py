@@ -13,7 +13,7 @@ def remarks(setup: Setup, hf_config, calibration=None) -> list[str]:
         checkpoint.in_words(hf_config, setup.device),
         checkpoint.of_experts(setup, hf_config),
         of_half_precision(setup),
-        of_zero(setup),
+        f"ZeRO-{setup.zero_stage}: by formulas that were compared with no training" if setup.zero_stage else None,
         engine.in_words(setup),
     )
     return [words for words in said if words]
@@ -26,12 +26,7 @@ def of_half_precision(setup: Setup) -> str | None:
             "fp16 on quantized weights: TRL makes adapters bfloat16, and GradScaler refuses their gradients (pytorch "
             "issue 127176); with bf16: false and fp16: false it trains"
         )
-    if setup.dtype == "float16" and setup.autocast == "bfloat16" and not setup.keeps_float32:
-        return (
-            "float16 weights with bf16: sums of both are float32, about twice the activations; fp16: true avoids that"
-        )
-    return None
-
-
-def of_zero(setup: Setup) -> str | None:
-    return f"ZeRO-{setup.zero_stage}: by formulas that were compared with no training" if setup.zero_stage else None
+    mixed = setup.dtype == "float16" and setup.autocast == "bfloat16" and not setup.keeps_float32
+    return (
+        "float16 weights with bf16: sums of both are float32; fp16: true keeps them half as large" if mixed else None
+    )

@@ -9,7 +9,7 @@ from rloo_memory.plan.images import wrong_images
 from rloo_memory.sizes import GIB
 
 # Arms with TRL's LM heads of other days, and which one (`rloo_memory.plan.simulation.heads`)
-OLDER = {"stock-1.9": "full_logits_in_place", "stock-1.13": "full_logits", "stock-1.14": "logits_in_a_kernel"}
+OLDER = {"stock-1.9": "full_logits_in_place", "stock-1.13": "full_logits", "stock-1.14": "full_logits_in_a_kernel"}
 # The arms of `experiments.config.ARMS` that the planner knows, and those that are the planner's alone: `OLDER`, and
 # `stock-tokens`, the fork's token budget without sharing
 ARM_NAMES = (*OLDER, "stock", "stock-accumulate", "stock-tokens", "shared")
@@ -242,23 +242,20 @@ def wrong_numbers(values: dict[str, object], called: dict[str, str]) -> list[str
     return lines
 
 
-def share_too_small(setup: Setup, hf_config) -> str | None:
-    """What is wrong with vLLM's share of a device whose memory is known: it must hold at least its weights, in 16 bits
-    or those that they are quantized to."""
-    if not setup.vllm_bytes:
-        return None
+def share_too_small(setup: Setup, hf_config) -> list[str]:
+    """A line where vLLM's share of a device is below its weights, in 16 bits or those that they are quantized to."""
     from rloo_memory.models import meta_model
 
-    numbers = sum(parameter.numel() for parameter in meta_model(hf_config).parameters())
+    numbers = sum(p.numel() for p in meta_model(hf_config).parameters()) if setup.vllm_bytes else 0
     needed = numbers * setup.weight_bits / 8 / setup.vllm_tensor_parallel_size
     if setup.vllm_bytes >= needed:
-        return None
+        return []
     share = math.ceil(100 * needed / setup.device_memory) / 100
     remedy = f"set at least {share:.2f}" if share <= 1 else "let a server generate: vllm_mode server"
-    return (
-        f"vllm_gpu_memory_utilization {setup.vllm_gpu_memory_utilization:g} is {setup.vllm_bytes / GIB:.2f} GiB here, "
-        f"and vLLM's weights alone are {needed / GIB:.2f}; {remedy}"
+    taken = (
+        f"vllm_gpu_memory_utilization {setup.vllm_gpu_memory_utilization:g} is {setup.vllm_bytes / GIB:.2f} GiB here"
     )
+    return [f"{taken}, and vLLM's weights alone are {needed / GIB:.2f}; {remedy}"]
 
 
 def check(setup: Setup, hf_config, called: dict[str, str] | None = None) -> None:
@@ -310,7 +307,7 @@ def check(setup: Setup, hf_config, called: dict[str, str] | None = None) -> None
         f"to {MOST_TOKENS:,} tokens": setup.generation_rows * length > MOST_TOKENS,
     }  # fmt: skip
     wrong = [reason for reason, applies in reasons.items() if applies]
-    wrong += filter(None, [share_too_small(setup, hf_config)])
+    wrong += share_too_small(setup, hf_config)
     if setup.images:
         wrong += wrong_images(setup, hf_config, prompt_called)
     if wrong:

@@ -64,35 +64,26 @@ def devices_from(path: Path) -> dict:
     kind, processes = config.get("distributed_type") or "NO", config.get("num_processes", 1)  # YAML reads NO as false
     fsdp = config.get("fsdp_config") or {}
     if kind not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED"):
-        known = "DDP (MULTI_GPU), FSDP and DEEPSPEED are known"
-        raise ConfigError(f"{path}: no formula for distributed_type {kind!r}; {known}")
+        raise ConfigError(f"{path}: no formula for distributed_type {kind!r}; MULTI_GPU, FSDP and DEEPSPEED are known")
     if not isinstance(processes, int) or processes < 1:
         raise ConfigError(f"{path}: num_processes is {processes!r}: it must be a whole number from 1")
     known = fsdp.get("fsdp_version", 1) == 2 and fsdp.get("fsdp_reshard_after_forward", True) is True
     if kind == "FSDP" and not known:
         raise ConfigError(f"{path}: the formula is for fsdp_version: 2 with fsdp_reshard_after_forward: true")
     devices, offload = 1 if kind == "NO" else processes, fsdp.get("fsdp_offload_params") is True
-    if kind == "DEEPSPEED":
-        return {"num_devices": devices, **zero_from(path, config.get("deepspeed_config") or {})}
-    return {"num_devices": devices, "fully_sharded": kind == "FSDP", "offload_parameters": offload}
+    found = {"num_devices": devices, "fully_sharded": kind == "FSDP", "offload_parameters": offload}
+    return found | (zero_from(path, config.get("deepspeed_config") or {}) if kind == "DEEPSPEED" else {})
 
 
 def zero_from(path: Path, deepspeed: dict) -> dict:
     """The same of accelerate's own settings of DeepSpeed: with a file of DeepSpeed's, its buckets may be others."""
-    stage, to_host = deepspeed.get("zero_stage"), {"none": False, "cpu": True}
-    devices = [deepspeed.get(f"offload_{what}_device") or "none" for what in ("param", "optimizer")]
-    if stage not in (2, 3) or not set(devices) <= set(to_host):
-        raise ConfigError(
-            f"{path}: the formula is for zero_stage 2 or 3 with offload devices none or cpu in deepspeed_config, not "
-            f"for stage {stage}, {', '.join(devices)}"
-        )
-    of_parameters, of_optimizer = (to_host[device] for device in devices)
-    return {
-        "fully_sharded": False,
-        "zero_stage": stage,
-        "offload_parameters": stage == 3 and of_parameters,
-        "offload_optimizer": of_optimizer,
-    }
+    stage, words = deepspeed.get("zero_stage"), {"none": False, "cpu": True}
+    places = [deepspeed.get(f"offload_{what}_device") or "none" for what in ("param", "optimizer")]
+    if stage not in (2, 3) or not set(places) <= set(words):
+        what = f"zero_stage 2 or 3 with offload devices none or cpu, not for {stage} with {', '.join(places)}"
+        raise ConfigError(f"{path}: the formula is for deepspeed_config with {what}")
+    of_parameters, of_optimizer = (words[place] for place in places)
+    return {"zero_stage": stage, "offload_parameters": stage == 3 and of_parameters, "offload_optimizer": of_optimizer}
 
 
 def dump_profile(path: Path, settings: dict, comments: list[str]) -> None:

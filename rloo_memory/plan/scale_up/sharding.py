@@ -18,7 +18,7 @@
   the gradient of the largest one. While it generates, TRL gathers all (`ds3_gather_for_generation`).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rloo_memory.models import meta_model
 from rloo_memory.plan.simulation.building import decoder_layers
@@ -29,20 +29,12 @@ SHARDED = ("parameters", "reference", "gradients", "optimizer state")
 BUCKET, LIVE, SUB_GROUP = 500_000_000, 1_000_000_000, 1_000_000_000  # weights, by DeepSpeed's defaults
 
 
-@dataclass(frozen=True)
-class Weights:
+def weights_by_place(hf_config) -> tuple[int, int, int]:
     """Numbers of weights: of the largest layer, of all that belongs to no layer, and of the largest single one."""
-
-    layer: int
-    rest: int
-    largest: int
-
-
-def weights_by_place(hf_config) -> Weights:
     model = meta_model(hf_config)
     layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model)]
     each = [p.numel() for p in model.parameters()]
-    return Weights(max(layers), sum(each) - sum(layers), max(each))
+    return max(layers), sum(each) - sum(layers), max(each)
 
 
 def as_computed(setup):
@@ -62,9 +54,9 @@ def widened(setup, kind: str) -> int:
     return 2 if trained or loaded else 1
 
 
-def spread(setup, weights: Weights | None, gradients: int, phase: str, kinds: dict[str, int]) -> dict[str, int]:
-    """`kinds`, bytes of one device that does everything, as they are on each of `setup.num_devices`. `weights` are
-    needed for shards alone; `gradients` are the bytes of all gradients."""
+def spread(setup, weights: tuple | None, gradients: int, phase: str, kinds: dict[str, int]) -> dict[str, int]:
+    """`kinds`, bytes of one device that does everything, as they are on each of `setup.num_devices`. `weights` as
+    `weights_by_place` counts them, which only sharding needs; `gradients` are the bytes of all gradients."""
     kinds = dict(kinds)
     if setup.zero_stage:
         return with_zero(setup, weights, gradients, phase, kinds)
@@ -80,17 +72,17 @@ def add(kinds: dict[str, int], kind: str, size: int, on_host: bool = False) -> N
     kinds[kind] = kinds.get(kind, 0) + size
 
 
-def fully_sharded(setup, weights: Weights, phase: str, kinds: dict[str, int]) -> dict[str, int]:
+def fully_sharded(setup, weights: tuple, phase: str, kinds: dict[str, int]) -> dict[str, int]:
     # What the optimizer computes with is as large as its shards
     step = ("activations",) if phase == "optimizer" else ()
     for kind in (*SHARDED, *step):
         shard = -(-kinds.pop(kind, 0) * widened(setup, kind) // setup.num_devices)
         add(kinds, kind, shard, setup.offload_parameters)
     if phase in ("generate", "score", "train"):
-        size = bytes_computed(setup)
-        add(kinds, "parameters", (2 * weights.layer + weights.rest) * size)
+        size, (layer, rest, _) = bytes_computed(setup), weights
+        add(kinds, "parameters", (2 * layer + rest) * size)
         if phase == "train" and not setup.lora_rank:
-            add(kinds, "gradients", (weights.layer + weights.rest) * size)
+            add(kinds, "gradients", (layer + rest) * size)
     return kinds
 
 
@@ -99,7 +91,7 @@ def bytes_computed(setup) -> int:
     return 2 if setup.autocast or setup.dtype != "float32" else 4
 
 
-def with_zero(setup, weights: Weights, gradients: int, phase: str, kinds: dict[str, int]) -> dict[str, int]:
+def with_zero(setup, weights: tuple, gradients: int, phase: str, kinds: dict[str, int]) -> dict[str, int]:
     devices, size, of_states = setup.num_devices, bytes_computed(setup), setup.offload_optimizer
     whole, stage3 = kinds.pop("parameters", 0), setup.zero_stage == 3
     add(kinds, "parameters", -(-whole // devices) if stage3 else whole, stage3 and setup.offload_parameters)
@@ -122,7 +114,7 @@ def with_zero(setup, weights: Weights, gradients: int, phase: str, kinds: dict[s
     if stage3 or phase == "train":
         add(kinds, "other", BUCKET * size)
     if phase == "train":  # one that is on its way to the bucket
-        add(kinds, "gradients", min(size * weights.largest, gradients))
+        add(kinds, "gradients", min(size * weights[2], gradients))
     if stage3 and phase in ("generate", "score", "train"):
         all_at_once = phase == "generate" and setup.ds3_gather_for_generation and not setup.use_vllm
         add(kinds, "parameters", whole if all_at_once else min(whole, LIVE * size))

@@ -18,21 +18,19 @@ LEFT = ("cat", "stack")
 HALF = (torch.bfloat16, torch.float16)
 
 
+def as_without(operation, *args, **kwargs):
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+        return operation(*args, **kwargs)
+
+
 def in_float32(operation, *args, **kwargs):
     widened = [x.float() if isinstance(x, torch.Tensor) and x.dtype in HALF else x for x in args]
-    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
-        return operation(*widened, **kwargs)
+    return as_without(operation, *widened, **kwargs)
 
 
 def giving_float32(operation, *args, **kwargs):
     half = args[0].dtype in HALF and not any(isinstance(x, torch.dtype) for x in (*args, kwargs.get("dtype")))
-    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
-        return operation(*args, **kwargs | ({"dtype": torch.float32} if half else {}))
-
-
-def as_without(operation, *args, **kwargs):
-    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
-        return operation(*args, **kwargs)
+    return as_without(operation, *args, **kwargs | ({"dtype": torch.float32} if half else {}))
 
 
 @contextlib.contextmanager
@@ -40,14 +38,11 @@ def as_on_cuda():
     """Within it, `torch.autocast("cpu")` has CUDA's lists."""
     library = torch.library.Library("aten", "IMPL")
     try:
-        for name in (*IN_FLOAT32, *GIVE_FLOAT32):
+        for name in (*IN_FLOAT32, *GIVE_FLOAT32, *LEFT):
             packet, _, overload = name.partition(".")
             operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
-            runs = in_float32 if name in IN_FLOAT32 else giving_float32
+            runs = in_float32 if name in IN_FLOAT32 else giving_float32 if name in GIVE_FLOAT32 else as_without
             library.impl(name, functools.partial(runs, operation), "AutocastCPU")
-        for name in LEFT:
-            operation = getattr(torch.ops.aten, name).default
-            library.impl(name, functools.partial(as_without, operation), "AutocastCPU")
         yield
     finally:
         library._destroy()

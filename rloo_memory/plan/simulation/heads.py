@@ -14,37 +14,34 @@ def fused(hidden, head, ids, temperature, widens):
     return head_log_probs(hidden[:, :-1].reshape(-1, hidden.shape[-1]), head, ids.reshape(-1), temperature)
 
 
+def logits_of(hidden, head, widens):
+    given = head(hidden)
+    return (given.float() if widens else given)[:, :-1]
+
+
 def full_logits(hidden, head, ids, temperature, widens):
     """TRL 0.26 and 1.10 to 1.13: logits of the completions and, divided by the temperature, once more."""
-    given = head(hidden)
-    given = given.float() if widens else given
-    return selected(given[:, :-1] / temperature, ids)
+    logits = logits_of(hidden, head, widens)  # TRL keeps them to the end
+    return selected(logits / temperature, ids)
 
 
 def full_logits_in_place(hidden, head, ids, temperature, widens):
     """TRL 1.0 to 1.9: divided in place, in a view, so the backward copies the gradient of all of them."""
-    given = head(hidden)
-    given = given.float() if widens else given
-    logits = given[:, :-1]
+    logits = logits_of(hidden, head, widens)
     logits.div_(temperature)
     return selected(logits, ids)
 
 
-def logits_in_a_kernel(hidden, head, ids, temperature, widens):
-    """TRL 1.14: a Triton kernel keeps the logits of the completions, and makes their gradient beside them."""
-    given = head(hidden)
-    given = given.float() if widens else given
-    return OneKernel.apply(given[:, :-1])
+def full_logits_in_a_kernel(hidden, head, ids, temperature, widens):
+    """TRL 1.14: a Triton kernel keeps the logits, and makes their gradient beside them."""
+    return OneKernel.apply(logits_of(hidden, head, widens))
 
 
 class OneKernel(torch.autograd.Function):
-    """`_LogProbEntropyFunction` of TRL 1.14: three float32 a token are left beside the log-probabilities."""
-
     @staticmethod
     def forward(ctx, logits):
-        log_probs, *others = (logits.new_empty(logits.shape[:-1], dtype=torch.float32) for _ in range(4))
-        ctx.save_for_backward(logits, *others[1:])
-        return log_probs
+        ctx.save_for_backward(logits)
+        return logits.new_empty(logits.shape[:-1], dtype=torch.float32)
 
     @staticmethod
     def backward(ctx, grad):
@@ -62,9 +59,4 @@ def selected(logits, ids):
 
 
 # By the name in `Setup.lm_head`
-HEADS = {
-    "fused": fused,
-    "logits_in_a_kernel": logits_in_a_kernel,
-    "full_logits": full_logits,
-    "full_logits_in_place": full_logits_in_place,
-}
+HEADS = {head.__name__: head for head in (fused, full_logits, full_logits_in_place, full_logits_in_a_kernel)}
