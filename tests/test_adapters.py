@@ -29,6 +29,7 @@ def adapter(policy, tmp_path_factory):
     return str(folder / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_a_training_goes_on_from_an_adapter_with_its_own_rank(adapter, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

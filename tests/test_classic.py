@@ -51,6 +51,7 @@ def test_lean_logprobs_and_gradients_are_as_exact_as_upstream(probe):
         assert result["sampled_logprob_difference"] <= 2e-6, case
 
 
+@pytest.mark.slow
 def test_published_string_repeat_cuts_at_1024_tokens_silently(train):
     options = ("--prompt-tokens", "1200", "--completion-tokens", "4", "--steps", "1")
     cut = train("classic-string", 2, *options)[1]

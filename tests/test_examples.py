@@ -18,6 +18,7 @@ def run(folder, *arguments):
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
 
 
+@pytest.mark.slow
 @pytest.mark.sample  # of the tutorial
 @pytest.mark.torch
 def test_the_training_script_compares_with_and_without_sharing(tmp_path):

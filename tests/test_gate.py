@@ -61,6 +61,7 @@ def test_the_planners_process_answers_and_its_refusals_are_raised():
         ask.predict(settings, "tiny-qwen", 32)
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_a_training_that_does_not_fit_is_refused_with_settings_that_do(
     here, policy, planner, monkeypatch, capsys, refused
@@ -90,6 +91,7 @@ def test_a_training_that_does_not_fit_is_refused_with_settings_that_do(
         assert re.search(r"\npeak .*; predicted for it [\d.]+ of tensors\n", out), out
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_what_cannot_be_predicted_is_said_and_trained(here, planner, capsys):
     assert launch.main([*TRAIN, "--optim", "rmsprop"]) == 0

@@ -17,6 +17,7 @@ def launched(name: str, folder: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=os.environ | {"LD_LIBRARY_PATH": str(folder)}, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_the_launcher_says_which_library_is_loaded_and_refuses_one_that_is_not(name, tmp_path):
     (library := tmp_path / LIBRARIES[name]).write_text("not a library")

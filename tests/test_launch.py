@@ -114,6 +114,7 @@ AFTER_LOADING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_what_only_loading_shows_is_one_line_too(here, capsys):
     for words, said in AFTER_LOADING.items():

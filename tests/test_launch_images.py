@@ -67,6 +67,7 @@ def write(path, prompts, **columns):
     pandas.DataFrame({"prompt": prompts, **columns}).to_parquet(path)
 
 
+@pytest.mark.slow
 def test_prompts_with_images_train_and_the_gate_knows_them(here, planner, capsys):
     """With prefix sharing. The longest prompt has one image, another one has two; one has none."""
     prompts = [chat("What is in the picture? " * 8), chat("Say a word."), chat("Say a word.")]
@@ -83,6 +84,7 @@ def test_prompts_with_images_train_and_the_gate_knows_them(here, planner, capsys
     assert setup.images == ((SIDE, SIDE), (SIDE, SIDE)) and setup.prompt_tokens == record["prompt_tokens"]
 
 
+@pytest.mark.slow
 def test_images_in_files_train_one_a_row(here, capsys):
     """Their names are those where the user stands."""
     Path("a.png").write_bytes(png(20, 20))

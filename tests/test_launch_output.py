@@ -58,6 +58,7 @@ def test_the_output_of_another_training_is_not_replaced(here, no_model_loads, re
     assert {path: path.read_bytes() for path in files} == before
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_from_the_newest_whole_checkpoint_to_the_same_model(here, capsys):
     """And with its own adapters only. A kill left the newest checkpoint without its last file."""
     straight = Path("trainer_output", "model.safetensors").read_bytes()

@@ -134,6 +134,7 @@ def test_a_part_of_a_measurement_does_not_replace_a_whole_one(measure, clock, tm
     assert measure("clock", *ONE, "--fresh") == (0, "") and {row["commit"] for row in table(tmp_path)} == {"another"}
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_an_image_is_encoded_once_a_phase_where_its_prompt_is_shared(monkeypatch, shared_fork):
     monkeypatch.setattr(group, "keep_freed_memory", lambda: None)  # of this process

@@ -49,6 +49,7 @@ def test_no_model_on_the_page_is_shared_otherwise_than_exactly():
     assert counts and int(counts[1]) >= 80 and "WRONG" not in PAGE and "FAILS" not in PAGE
 
 
+@pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.torch
 def test_rows_of_the_page_come_out_again():

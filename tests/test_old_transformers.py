@@ -1,6 +1,9 @@
 """The fork where transformers is older than prefix sharing needs: who did not ask for it pays nothing."""
 
+import pytest
 
+
+@pytest.mark.slow
 def test_trainings_without_the_options_need_no_newer_transformers_and_the_options_say_what_they_need(probe):
     result = probe("old_transformers")
     # OpenPrefix, which takes nothing from transformers

@@ -76,6 +76,7 @@ def test_the_wheel_holds_the_product_and_its_data_and_nothing_else(site):
     assert "rloo-memory = rloo_memory.__main__:main" in points.read_text()
 
 
+@pytest.mark.slow
 def test_its_commands_run_in_any_folder(site, tmp_path):
     launch = run(site, tmp_path, "launch --help")
     assert launch.returncode == 0 and "single_gpu_24gb" in launch.stdout

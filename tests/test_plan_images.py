@@ -34,6 +34,7 @@ def test_images_have_the_tokens_and_the_pixels_that_a_processor_gives_them(shape
     assert planned.grid is None or given["image_grid_thw"].tolist() == list(map(list, planned.grid))
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_an_image_takes_a_tower_and_its_pixels_once_a_prompt_where_prompts_are_shared(planned, tmp_path):
     kinds = {}

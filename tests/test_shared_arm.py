@@ -30,6 +30,7 @@ def test_a_run_in_micro_batches_takes_two_completions_at_a_time_and_the_doctor_r
     assert set(run.peaks) == {"generate", "score", "train", "optimizer"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", ["shared", "shared-accumulate"])
 def test_it_trains_as_stock_does(arm, train):
     """Three rollouts of three updates, same seed, in float64. What is sampled is the same, so rewards are equal. The

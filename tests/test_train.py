@@ -107,6 +107,7 @@ def test_a_run_ends_with_the_suite_that_was_killed_and_nobody_takes_its_folder_b
     assert read_record(folder)["error"] == "interrupted by SIGTERM" and read_csv(folder / "memory.csv")
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_a_lost_sampler_is_said_and_the_peak_is_the_kernels(start):
     process, folder = start("train", 20)

@@ -59,7 +59,7 @@ def trained_settings(args, model) -> dict:
     settings = {name: getattr(value, "value", value) for name, value in values.items()}  # of an enum, its text
     settings["algorithm"] = {"RLOOConfig": "rloo", "GRPOConfig": "grpo"}.get(type(args).__name__)
     settings["dtype"] = str(model.dtype).removeprefix("torch.")
-    if args.use_cpu:
+    if getattr(args, "use_cpu", False):
         settings["use_cpu"] = True
     for adapter in list(getattr(model, "peft_config", {}).values())[:1]:
         targets = adapter.target_modules

@@ -30,7 +30,7 @@ can have images, in a column `image` or, several a row, `images`. Other columns 
 Reward: a file rewards.py where you stand (or on PYTHONPATH), named as --reward_funcs rewards:short:
 
   def short(completions, answer, **kwargs):      # texts, or chats; answer: a column, one value a completion
-      return [float(a in text) - len(text) / 1000 for text, a in zip(completions, answer)]
+      return [float(str(a) in text) - len(text) / 1000 for text, a in zip(completions, answer)]
 
 In output_dir (default trainer_output): memory.json (rloo-memory doctor OUTPUT_DIR reads it),
 memory_phases.csv, checkpoints every save_steps, and at the end the model, unless --save_strategy no.

@@ -20,7 +20,7 @@ import shared_shapes
 import shared_trainer
 import torch
 from peft import LoraConfig
-from shared_exactness import DELTA, MIXED, batch, error, passes_of, pure_float64, run
+from shared_exactness import DELTA, MIXED, pure_float64
 from transformers import CONFIG_MAPPING
 from trl.models.prefix_memory import SharedPrefix
 from trl.models.prefix_sharing_enabling import enable_prefix_sharing
@@ -191,38 +191,6 @@ def trainings(*names):
     return results
 
 
-def score(model, shared=None):
-    ids, mask, prompt = batch()
-    return run(model, "", **({} if shared is None else {"passes": passes_of(prompt, **shared)}))
-
-
-def failures():
-    """What is left of a pass that failed after the prompts: errors of the next passes, of a model that was fine."""
-    results = {}
-    with pure_float64():
-        for family in ("qwen3.5", "bamba", "lfm2"):
-            model = build(family, torch.float64)
-            truth = score(model)
-            enable_prefix_sharing(model)
-            mixer = [module for module in model.modules() if module._forward_hooks][-1]
-            calls = []
-
-            def fail(module, args, calls=calls):
-                calls.append(1)
-                if len(calls) == 4:  # two prompts and a pass of completions went well
-                    raise RuntimeError("out of memory, as if")
-
-            handle = mixer.register_forward_pre_hook(fail)
-            try:
-                score(model, dict(tokens_per_forward=1))
-            except RuntimeError:
-                handle.remove()
-            after = [score(model, dict(tokens_per_forward=1)), score(model)]
-            errors = [error(x, y) for got in after for x, y in zip(got[:2], truth[:2], strict=True)]
-            results[family] = {"calls": len(calls), "errors": errors}
-    return results
-
-
 def shapes():
     """Number of random batches tried."""
     for family in FAMILIES:
@@ -241,7 +209,6 @@ PARTS = {
     "refusals": refusals,
     "broken": broken,
     "trainings": trainings,
-    "failures": failures,
     "accumulation": accumulation,
     "shapes": shapes,
 }
