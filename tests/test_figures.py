@@ -61,7 +61,7 @@ def sentences():
     rows = read_peaks(ROOT / "results" / "published")
     held = rows[(rows.metric == "allocated") & (rows.not_held == "") & ~rows["where"].str.contains("fully")]
     off = math.ceil(1000 * max(abs(held.ratio - 1))) / 10
-    yield "README.md", f"The planner below is within {off:.1f} % of {len(held)} allocated peaks on GPUs"
+    yield "README.md", f"The planner is within {off:.1f} % of {len(held)} allocated peaks on GPUs"
 
 
 @pytest.mark.parametrize("page, sentence", list(sentences()))
