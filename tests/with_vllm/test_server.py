@@ -31,7 +31,8 @@ def test_the_launcher_trains_with_it(url, qwen3, tmp_path):
 def test_a_server_with_other_tokens_is_refused_before_the_model_loads(url, tmp_path):
     other = tiny_models.save_text(tmp_path / "other")
     models.build_tokenizer(["17 and 18 make 35"], 400).save_pretrained(other)
-    code, said = launch(other, tmp_path, "--vllm_mode", "server", "--vllm_server_base_url", url)
+    server = ["--vllm_mode", "server", "--vllm_server_base_url", url]
+    code, said = launch(other, tmp_path, *server, "--prompt_tokens", "80")
     assert code == 2 and "whose tokens are not those of" in said.splitlines()[-1], said[-3000:]
 
 
