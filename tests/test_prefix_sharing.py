@@ -123,7 +123,7 @@ def test_what_waits_for_the_backward_does_not_grow_with_the_passes_on_the_device
 
 
 def test_bad_input_is_refused_with_value_limit_and_remedy(probe):
-    """What a refused model, and one that failed in the middle of a pass, is left as: the patch's own tests (checks and
-    faithful), and test_shared_states."""
+    """More settings, and what a model is left as that was refused or failed: the patch's own tests (checks, faithful,
+    failures)."""
     result = probe("shared_refusals")
-    assert result["cases"] >= 70 and result["otherwise"] == {}
+    assert result["cases"] >= 45 and result["otherwise"] == {}
