@@ -20,9 +20,11 @@ import weakref
 
 import pytest
 import torch
+import transformers
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
+from trl.models import prefix_sharing_enabling
 from trl.models.prefix_memory import SharedPrefix
 from trl.models.prefix_sharing import SharedPrefixPasses
 from trl.models.prefix_sharing_enabling import enable_prefix_sharing
@@ -241,6 +243,15 @@ class TestPrefixSharingFailures(TrlTestCase):
         with pytest.raises(ValueError, match="fails, with its rows whole") as error:
             enable_prefix_sharing(model)
         assert "prefix_sharing=False" not in str(error.value)
+
+    def test_version_that_states_need(self, monkeypatch):
+        def fail(*args, **kwargs):
+            raise AttributeError("'RecordStates' object has no attribute 'has_previous_state'")
+
+        monkeypatch.setattr(prefix_sharing_enabling, "error_of_passes", fail)
+        monkeypatch.setattr(transformers, "__version__", "5.20.0")
+        with pytest.raises(ValueError, match="need transformers 5.22.0 or higher, but 5.20.0 is installed"):
+            enable_prefix_sharing(build(CONFIGS["mamba2"]))
 
     @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
     def test_trainer_with_a_forward_of_its_own(self, config_class, trainer_class, caplog):
