@@ -56,8 +56,10 @@ def load_config(model: str):
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(model_source(model))
+        return AutoConfig.from_pretrained(model_source(model), trust_remote_code=False)
     except Exception as error:  # a damaged config.json raises whatever its fields lead to
+        if "custom code" in str(error):
+            raise ConfigError(f"model {model!r} has code of its own, which only trainings run, if asked to") from error
         remedy = "check its name and the network" if model.startswith("hub:") else "mend its config.json"
         raise ConfigError(f"cannot load model {model!r}: {one_line(error)}; {remedy}") from error
 

@@ -13,6 +13,7 @@ import pytest
 from rloo_memory.errors import ConfigError
 from rloo_memory.launch import __main__ as launch
 from rloo_memory.launch import dataset, help, rewards
+from rloo_memory.models import load_config
 from rloo_memory.settings.arguments import LaunchArguments
 from tests.waiting import until
 
@@ -97,6 +98,8 @@ def test_bad_input_is_one_line_with_its_name_before_a_model_loads(here, no_model
         Path(name).write_text(text)
     for words, parts in REFUSED.items():
         refused(words.split(), *parts)
+    with pytest.raises(ConfigError, match="'other' has code of its own"):  # as plan and doctor read it
+        load_config("other")
     assert not Path("ran").exists()
 
 
