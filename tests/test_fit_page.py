@@ -173,8 +173,7 @@ def test_its_settings_are_what_planner_and_launcher_take(opened, tmp_path, monke
         page.evaluate("hash => { location.hash = hash }", hash)
         shown = "k => document.querySelector('#yaml').textContent.includes(`num_generations: ${k}\\n`)"
         page.wait_for_function(shown, arg=k)
-        page.wait_for_function("hash => location.hash === hash", arg=hash)
-        yaml, python, commands = (page.text_content(f"#{name}") for name in ("yaml", "python", "command"))
+        yaml, commands = (page.text_content(f"#{name}") for name in ("yaml", "command"))
         (tmp_path / "fit.yaml").write_text(yaml)
         predict = next(line for line in commands.splitlines() if line.startswith("rloo-memory plan "))
         _, setup, _ = setup_from(plan.parse_args(shlex.split(predict)[2:]), load_profile("fit.yaml"))
@@ -186,8 +185,6 @@ def test_its_settings_are_what_planner_and_launcher_take(opened, tmp_path, monke
             setup = replace(setup, nested_scales=True)
         for arm in PAGE_ARMS:
             assert planned(arm, setup) == planned(arm, mine)
-        compile(python, "fit.py", "exec")
-        assert f"num_generations={k}," in python and f'"{MODEL}"' in python
 
 
 # -- what is asked of it ----------------------------------------------------------------------------------------------
@@ -219,60 +216,34 @@ def test_every_choice_changes_the_answer(opened):
     assert page.input_value("#named") == "", "no card of that size has a name"
 
 
-def test_the_address_carries_the_choice_and_back_takes_it_back(opened):
+def test_the_address_carries_the_choice(opened):
     page = opened()
-    first = shown(page)
     page.select_option("#trained", "all")
-    page.locator("#prompt").press_sequentially("0")  # 30000, from 3000
-    page.locator("#prompt").press("Backspace")
     page.fill("#k", "16")
-    here, answer, there = url_of(page), shown(page), opened()
-    there.goto(here)
-    wait_for(there, "k", "16")
-    assert shown(there) == answer and there.input_value("#trained") == "all"
+    here = page.evaluate("location.href")
+    there = opened(here[here.index("#") :])
+    assert shown(there) == shown(page) and there.input_value("#trained") == "all"
     assert "#model=" + MODEL + "&trained=all&prompt=3000&completion=512&k=16&" in here
-    page.go_back()
-    wait_for(page, "k", "8")
-    assert page.input_value("#prompt") == "3000"
-    page.go_back()
-    page.go_back()
-    wait_for(page, "trained", "lora")
-    assert shown(page) == first
-    for _ in range(3):
-        page.go_forward()
-    wait_for(page, "k", "16")
-    assert url_of(page) == here and shown(page) == answer
 
 
-def url_of(page) -> str:
-    """As the page has it; the driver's `page.url` follows a moment later."""
-    return page.evaluate("location.href")
-
-
-def wait_for(page, name: str, value: str) -> None:
-    """The browser tells a page of another address a moment after it has gone there."""
-    page.wait_for_function("([name, value]) => document.getElementById(name).value === value", arg=[name, value])
-
-
+# What the browser says of a number is in its own words
 WRONG_ADDRESSES = {
-    address(prompt=12): ["Prompt is 12", "64", "from 64 to 65,536"],
-    address(prompt="1e3"): ["Prompt is “1e3”", "whole number from 64"],
-    address(prompt=""): ["Prompt is empty", "whole number from 64"],
-    address(completion="9" * 400): ["Completion is “999"],
-    address(k=7): ["k is 7", "odd", "6 or 8"],
-    address(k=130): ["k is 130", "128"],
-    address(card="24GB"): ["“24GB”", "8 to 192"],
-    address(cards=3): ["cards is “3”", "1, 2, 4, 8"],
-    address(cards=2, trained="lora-4-bits"): ["no formula", "Take 1 card, or LoRA on 16 bits"],
-    address(model="<img src=x onerror=alert(1)>"): ["model is “<img src=x", "in the list"],
+    address(prompt=12): ["Prompt: ", "64"],
+    address(prompt="1e"): ["Prompt: "],
+    address(completion="9" * 400): ["Completion: "],
+    address(k=7): ["k: ", "6", "8"],
+    address(k=130): ["k: ", "128"],
+    address(card="24GB"): ["Its GiB: "],
+    address(cards=3): ["Cards: "],
+    address(cards=2, trained="lora-4-bits"): ["no formula", "take 1 card, or LoRA on 16 bits"],
+    address(model="<img src=x onerror=alert(1)>"): ["Model: "],
     address() + "&promt=3": ["“promt”", "Take it out"],
-    address() + "&k=16": ["k more than once"],
     address(prompt=MODELS[MODEL]["positions"] - 100): ["positions", MODEL, "take less"],
     "#%ff%": ["no name of this page"],
 }
 
 
-def test_a_wrong_address_is_told_and_answers_nothing(opened):
+def test_a_wrong_choice_is_told_and_answers_nothing(opened):
     page = opened()
     for hash, words in WRONG_ADDRESSES.items():
         page.evaluate("hash => { location.hash = hash }", hash)
@@ -283,14 +254,9 @@ def test_a_wrong_address_is_told_and_answers_nothing(opened):
         assert not page.is_visible("#answer") and page.text_content("#answer") + page.text_content("#yaml") == ""
         page.evaluate("hash => { location.hash = hash }", address())
         page.wait_for_selector("#answer table")
-        assert page.inner_text("#problem") == "" and not page.query_selector("[aria-invalid]")
-
-
-def test_a_wrong_number_in_the_form_is_told_and_is_in_the_address_too(opened):
-    page = opened()
+        assert page.inner_text("#problem") == ""
     page.fill("#k", "9")
-    assert "k is 9" in page.inner_text("#problem") and page.get_attribute("#k", "aria-invalid") == "true"
-    assert not page.is_visible("#found") and "&k=9&" in url_of(page)
+    assert "k: " in page.inner_text("#problem") and not page.is_visible("#found")
     page.fill("#prompt", "")
     assert page.inner_text("#problem").count("\n") == 1
     page.fill("#prompt", "3000")

@@ -4,7 +4,6 @@ const WAYS = { "stock": "TRL as it is", "stock-accumulate": "One completion at a
 // [GiB, who has it]: what PyTorch sees of a card, or "nominal", as it is sold, where nobody has said; it has a little less
 const CARDS = DATA.cards.map(({ names, sold, seen }) => [seen ?? sold, `${names} (${seen ? `${sold} GB` : "nominal"})`]);
 const CARD = { least: 8, most: 192 };
-const NUMBERS = { prompt: "Prompt", completion: "Completion", k: "k", card: "Memory of a card" };
 const NAMES = ["model", "trained", "prompt", "completion", "k", "card", "cards", "reference"]; // in the address
 const KINDS = ["parameters", "reference", "gradients", "optimizer state", "KV cache", "activations", "logits", "other"];
 const MEASURED = DATA.measured_over_predicted;
@@ -29,86 +28,43 @@ function element(tag, attributes, ...children) {
 
 // -- what is asked -------------------------------------------------------------------------------------------------
 
-let asked = { ...FIRST }; // as the form or the address has it: text, maybe wrong
-
-/** What the address asks for, and what is wrong with it in words. What it leaves out is as at first. */
-function fromAddress() {
-  const given = new URLSearchParams(location.hash.slice(1));
-  const wrong = [...new Set(given.keys())].flatMap((name) => {
-    if (!NAMES.includes(name))
-      return [`The address has ${quoted(name)}, which is no name of this page (${NAMES.join(", ")}). Take it out.`];
-    return given.getAll(name).length > 1 ? [`The address has ${name} more than once: leave one.`] : [];
-  });
-  return [{ ...FIRST, ...Object.fromEntries([...given].filter(([name]) => NAMES.includes(name))) }, wrong];
-}
-
 const quoted = (text) => `“${text.length > 40 ? `${text.slice(0, 40)}…` : text}”`;
 
-const LISTED = {
-  model: [...MODELS.keys()], trained: Object.keys(DATA.trained), cards: ["1", "2", "4", "8"], reference: ["0", "1"],
-};
-
-/** [the choice, null where something is wrong; what is wrong, in words by name]. */
-function checked() {
-  const wrong = {};
-  for (const [name, values] of Object.entries(LISTED)) {
-    const which = name === "model" ? `of the ${values.length} in the list` : `of ${values.join(", ")}`;
-    if (!values.includes(asked[name]))
-      wrong[name] = `${name} is ${quoted(asked[name])}, which is not on this page: choose one ${which}.`;
-  }
-  for (const name of Object.keys(NUMBERS)) {
-    const words = wrongNumber(name, asked[name].trim());
-    if (words) wrong[name] = `${NUMBERS[name]} is ${words}.`;
-  }
-  if (Object.keys(wrong).length) return [null, wrong];
-  const { model, trained } = asked;
-  const choice = { model, trained, cards: Number(asked.cards), reference: asked.reference === "1" };
-  for (const name of Object.keys(NUMBERS)) choice[name] = Number(asked[name]);
-  const { positions } = MODELS.get(choice.model);
+/** The choice in the form. What the browser itself cannot know to be wrong is set at the control. */
+function chosen() {
+  const choice = Object.fromEntries(NAMES.map((name) => [name, by(name).value]));
+  for (const name of ["prompt", "completion", "k", "card", "cards"]) choice[name] = Number(choice[name]);
+  choice.reference = choice.reference === "1";
+  const positions = MODELS.get(choice.model)?.positions;
   const tokens = choice.prompt + choice.completion;
-  if (tokens > positions)
-    wrong.prompt = `A prompt of ${count(choice.prompt)} and a completion of ${count(choice.completion)} are ` +
-      `${count(tokens)} tokens, more than the ${count(positions)} positions of ${model}: take less of one.`;
-  if (choice.cards > 1 && DATA.trained[trained].one_card)
-    wrong.cards = `${choice.cards} cards with ${DATA.trained[trained].called}: this page has no formula for them. ` +
-      "Take 1 card, or LoRA on 16 bits.";
-  return Object.keys(wrong).length ? [null, wrong] : [choice, wrong];
+  by("prompt").setCustomValidity(tokens > positions ? `with the completion ${count(tokens)} tokens, more than the ` +
+    `${count(positions)} positions of ${choice.model}: take less of one` : "");
+  const oneCard = Boolean(DATA.trained[choice.trained]?.one_card);
+  by("cards").setCustomValidity(oneCard && choice.cards > 1 ? "4-bit weights on several cards have no formula on this " +
+    "page: take 1 card, or LoRA on 16 bits" : "");
+  for (const option of by("cards").options) option.disabled = oneCard && option.value !== "1";
+  return choice;
 }
 
-/** What is wrong with the text of a number, its limits and the remedy; "" for one that is right. */
-function wrongNumber(name, text) {
-  const ofCard = name === "card";
-  const { least, most } = ofCard ? CARD : { least: DATA.least[name], most: DATA.most[name] };
-  const remedy = `write a ${ofCard ? "" : "whole "}number from ${count(least)} to ${count(most)}`;
-  const value = Number(text);
-  if (!text) return `empty or no number: ${remedy}`;
-  if (!(ofCard ? /^\d{1,9}(\.\d{1,9})?$/ : /^\d{1,15}$/).test(text)) return `${quoted(text)}: ${remedy}`;
-  if (value < least) return `${count(value)}, less than this page’s ${count(least)}: ${remedy}`;
-  if (value > most) return `${count(value)}, more than this page’s ${count(most)}: ${remedy}`;
-  const odd = name === "k" && value % DATA.together;
-  return odd ? `${value}, which is odd: completions go two at a time here, so write ${value - 1} or ${value + 1}` : "";
+/** What is wrong with the form, a line for each control, in the browser's words. */
+function problems() {
+  return NAMES.map(by).filter((control) => !control.validity.valid).map((control) =>
+    `${control.labels[0].textContent}: ${control.validationMessage}`);
 }
 
 // -- what is shown -------------------------------------------------------------------------------------------------
 
-/** All of the page but the form, from `asked`. `wrong`: of the address. */
+/** All of the page but the form. `wrong`: of the address. */
 function show(wrong = []) {
-  const [choice, problems] = checked();
-  const lines = [...wrong, ...Object.values(problems)];
-  for (const name of NAMES) {
-    const control = by(name);
-    if (name in problems) control.setAttribute("aria-invalid", "true");
-    else control.removeAttribute("aria-invalid");
-  }
-  const oneCard = Boolean(DATA.trained[asked.trained]?.one_card);
-  by("reference-hint").hidden = asked.trained === "all";
-  by("published-hint").hidden = !asked.model.startsWith("openai/gpt-oss");
-  by("cards-hint").hidden = !oneCard;
-  for (const option of by("cards").options) option.disabled = oneCard && option.value !== "1";
+  const choice = chosen();
+  const lines = [...wrong, ...problems()];
+  by("reference-hint").hidden = choice.trained === "all";
+  by("published-hint").hidden = !choice.model.startsWith("openai/gpt-oss");
+  by("cards-hint").hidden = !DATA.trained[choice.trained]?.one_card;
   by("problem").textContent = lines.join("\n");
   by("found").hidden = lines.length > 0;
   if (lines.length) {
-    for (const id of ["asked", "answer", "older", "bars", "numbers", "yaml", "command", "python"]) by(id).replaceChildren();
+    for (const id of ["asked", "answer", "older", "bars", "numbers", "yaml", "command"]) by(id).replaceChildren();
     return said("");
   }
   const model = MODELS.get(choice.model);
@@ -243,7 +199,6 @@ function showSettings(choice, found) {
     "What they do not name, such as the learning rate, is as TRL has it.";
   by("yaml").textContent = yaml(choice);
   by("command").textContent = commands(choice);
-  by("python").textContent = python(choice);
 }
 
 function showWhatIsAlwaysSo() {
@@ -287,60 +242,45 @@ function showWhatIsAlwaysSo() {
 
 // -- what happens --------------------------------------------------------------------------------------------------
 
-/** The form as `asked` is. What a control cannot hold leaves it empty. */
-function fill() {
-  for (const name of NAMES) {
-    const text = by(name).type !== "number" || /^-?\d{1,15}(\.\d{1,9})?$/.test(asked[name]) ? asked[name] : "";
-    if (by(name).value !== text) by(name).value = text;
-  }
-  nameCard();
-}
-
 function nameCard() {
-  by("named").value = CARDS.some(([size]) => String(size) === asked.card) ? asked.card : "";
+  by("named").value = CARDS.some(([size]) => String(size) === by("card").value) ? by("card").value : "";
 }
 
 const escaped = (text) => encodeURIComponent(text).replaceAll("%2F", "/");
-const address = () => `#${NAMES.map((name) => `${name}=${escaped(asked[name])}`).join("&")}`;
+const address = () => `#${NAMES.map((name) => `${name}=${escaped(by(name).value)}`).join("&")}`;
 
-let told = null; // the address that the page shows
-let typingIn = null; // the control whose changes since it was last left are one step back
-
-function changed(control) {
-  if (control === by("named")) {
-    if (!control.value) return by("card").focus();
-    by("card").value = control.value;
+function changed({ target }) {
+  if (target === by("named")) {
+    if (!target.value) return by("card").focus();
+    by("card").value = target.value;
   }
-  for (const name of NAMES) asked[name] = by(name).value;
   nameCard();
   show();
-  told = address();
-  if (typingIn === control) history.replaceState(null, "", told);
-  else location.hash = told;
-  typingIn = control;
+  history.replaceState(null, "", address());
 }
 
-/** From the address, when the page begins and when the address was changed by anything but the form. */
+/** From the address. What it leaves out is as at first; what a control cannot hold leaves it empty, which is told. */
 function read() {
-  if (location.hash === told) return;
-  let wrong;
-  [asked, wrong] = fromAddress();
-  [told, typingIn] = [location.hash, null];
-  fill();
-  show(wrong);
+  const given = new URLSearchParams(location.hash.slice(1));
+  for (const name of NAMES) {
+    const text = given.get(name) ?? FIRST[name];
+    by(name).value = by(name).type !== "number" || /^-?\d{1,15}(\.\d{1,9})?$/.test(text) ? text : "";
+  }
+  nameCard();
+  show([...given.keys()].filter((name) => !NAMES.includes(name)).map((name) =>
+    `The address has ${quoted(name)}, which is no name of this page (${NAMES.join(", ")}). Take it out.`));
 }
 
 async function copy(button) {
   const name = button.dataset.copies;
   const text = name === "address" ? location.href.split("#")[0] + address() : by(name).textContent;
   const done = await navigator.clipboard?.writeText(text).then(() => true, () => false); // none without encryption
-  const what = { address: "link", yaml: "YAML", command: "commands", python: "Python" }[name];
+  const what = { address: "link", yaml: "YAML", command: "commands" }[name];
   by("copied").textContent = done ? `Copied: the ${what}.` :
     "The browser does not let this page copy: select the text and copy it by hand.";
 }
 
-by("choice").addEventListener("input", (event) => changed(event.target));
-by("choice").addEventListener("focusout", () => (typingIn = null));
+by("choice").addEventListener("input", changed);
 by("choice").addEventListener("submit", (event) => event.preventDefault());
 for (const button of document.querySelectorAll("button[data-copies]"))
   button.addEventListener("click", () => copy(button));
