@@ -1,11 +1,10 @@
 """RLOO or GRPO with prefix sharing, whole: model, data, reward, training. Runs as it is, on a CPU, too.
 
 .venv/bin/python examples/train_with_prefix_sharing.py --compare                 in a clone, after ./setup_env.sh
-python train_with_prefix_sharing.py --model Qwen/Qwen3-0.6B --k 16 --steps 20    where the fork's wheel is installed
+python train_with_prefix_sharing.py --model Qwen/Qwen3-0.6B --k 16 --steps 20    with rloo-memory beside TRL
 """
 
 import argparse
-import importlib.util
 import logging
 import resource
 import subprocess
@@ -45,19 +44,14 @@ def small_model():
 
 
 def train(args: argparse.Namespace) -> None:
-    trl = importlib.util.find_spec("trl")  # the fork's wheel, its build on PYTHONPATH, or untouched TRL
-    if trl is None or not Path(trl.origin or "", "../models/prefix_sharing.py").resolve().exists():
-        sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # build the fork of this clone
-        from experiments.arms import ARMS
-        from experiments.builds import use_fork
-
-        use_fork(ARMS["shared"])
+    sys.path.append(str(Path(__file__).resolve().parent.parent))  # in a clone, rloo_memory is there
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # kernels that nothing here needs
     import torch
     from datasets import Dataset
     from transformers import set_seed
 
     import trl
+    from rloo_memory import share_prompts
 
     cuda = torch.cuda.is_available()
     make_config, make_trainer = (getattr(trl, args.algorithm.upper() + kind) for kind in ("Config", "Trainer"))
@@ -67,11 +61,11 @@ def train(args: argparse.Namespace) -> None:
     batch = 2 - args.k % 2  # divides k; fewer need less memory, more are faster
     groups = dict(num_generations=args.k, per_device_train_batch_size=batch)
     groups |= dict(gradient_accumulation_steps=args.k // batch)
-    if args.prefix_sharing:
-        groups |= dict(prefix_sharing=True)
     with tempfile.TemporaryDirectory() as folder:
         config = make_config(folder, max_steps=args.steps, bf16=cuda, **groups, **SETTINGS)
         trainer = make_trainer(model, reward, config, train_dataset=rows, processing_class=tokenizer)
+        if args.prefix_sharing:
+            share_prompts(trainer)
         start = time.monotonic()
         trainer.train()
     seconds = (time.monotonic() - start) / args.steps

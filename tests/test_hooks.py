@@ -85,13 +85,13 @@ def test_the_record_has_the_settings_that_were_trained_with(policy, tmp_path):
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from rloo_memory.fork import need_fork
+    from rloo_memory.installed_trl import need_trl
     from rloo_memory.settings import profiles
 
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(policy), dtype=torch.bfloat16)
     adapters = LoraConfig(r=4, lora_alpha=12, lora_dropout=0.0, target_modules=["q_proj", "down_proj"])
     model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
-    need_fork()
+    need_trl()
     from trl import GRPOConfig
 
     arguments = GRPOConfig(

@@ -10,14 +10,15 @@ from experiments.config import ROOT
 
 # What a room, or a module beside the rooms, may import of its own package. experiments/ may import all of rloo_memory/
 PRODUCT = {path.stem for path in (ROOT / "rloo_memory").glob("*.py")} - {"__init__", "__main__"}
+SHARED = "prefix_sharing"  # a link to the fork's, which imports nothing of ours
 BESIDE = {path.stem for path in (ROOT / "experiments").glob("*.py")} - {"__init__"}
 MAY_IMPORT = {
     "rloo_memory": {
         "launch": {"launch", "hooks", "plan", "settings", *PRODUCT},
         "hooks": {"hooks", *PRODUCT},
-        "plan": {"plan", "settings", *PRODUCT},
+        "plan": {"plan", "settings", SHARED, *PRODUCT},
         "settings": {"settings", *PRODUCT},
-        **dict.fromkeys(PRODUCT, PRODUCT),
+        **dict.fromkeys(PRODUCT, {SHARED, *PRODUCT}),
         "__main__": set(),
     },
     "experiments": {

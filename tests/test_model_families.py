@@ -80,15 +80,15 @@ BREAK = """
 from unittest import mock
 
 model_families.load()
-from trl.generation import shared_prefix_cache
-from trl.models import prefix_sharing_contexts
+from trl.prefix_sharing import cache as prefix_cache
+from trl.prefix_sharing import contexts
 
-append, allowed = shared_prefix_cache._SharedPrefixLayer.append, prefix_sharing_contexts.ReadPrefix.allowed
+append, allowed = prefix_cache._SharedPrefixLayer.append, contexts.ReadPrefix.allowed
 ignore_windows = lambda self, mask_function: allowed(self, lambda batch, head, q, k: k <= q)
 lose_generated_values = lambda self, key, value: append(self, key, 0 * value)
 for owner, name, broken in (
-    (prefix_sharing_contexts.ReadPrefix, "allowed", ignore_windows),
-    (shared_prefix_cache._SharedPrefixLayer, "append", lose_generated_values),
+    (contexts.ReadPrefix, "allowed", ignore_windows),
+    (prefix_cache._SharedPrefixLayer, "append", lose_generated_values),
 ):
     with mock.patch.object(owner, name, broken):
         assert model_families.main(["--only", "MistralForCausalLM"]) == 1

@@ -1,6 +1,7 @@
 """What the project declares and locks, and what `pip install .` gives: the command in any folder and its data."""
 
 import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -18,6 +20,7 @@ from experiments.builds import build
 from experiments.config import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SHARED = "trl/current/overlay/trl/prefix_sharing"
 NOT_LOCKED = {"deepspeed", "images", "vllm"}  # groups for environments of their own
 
 
@@ -53,7 +56,8 @@ def test_what_the_package_imports_it_declares():
 def site(tmp_path_factory):
     """This clone's wheel, unpacked."""
     folder = tmp_path_factory.mktemp("installed")
-    shutil.copytree(ROOT / "rloo_memory", folder / "clone" / "rloo_memory", ignore=shutil.ignore_patterns("*.pyc"))
+    for part in ("rloo_memory", SHARED):  # the first has a link to the second
+        shutil.copytree(ROOT / part, folder / "clone" / part, True, shutil.ignore_patterns("*.pyc"))
     shutil.copy(ROOT / "pyproject.toml", folder / "clone")
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation", "./clone"]
     subprocess.run(pip, check=True, cwd=folder)
@@ -71,7 +75,9 @@ def run(site, folder, words, trl=""):
 def test_the_wheel_holds_the_product_and_its_data_and_nothing_else(site):
     files = {path.relative_to(site) for path in site.rglob("*") if path.is_file()}
     ours = {path.relative_to(ROOT) for path in (ROOT / "rloo_memory").rglob("*.*") if path.suffix != ".pyc"}
-    assert {path for path in files if not path.parts[0].endswith(".dist-info")} == ours
+    shared = [Path("rloo_memory", "prefix_sharing", path.name) for path in (ROOT / SHARED).glob("*.py")]
+    assert {path for path in files if not path.parts[0].endswith(".dist-info")} == {*ours, *shared}
+    assert all((site / path).read_bytes() == (ROOT / SHARED / path.name).read_bytes() for path in shared)
     (points,) = site.glob("*.dist-info/entry_points.txt")
     assert "rloo-memory = rloo_memory.__main__:main" in points.read_text()
 
@@ -86,8 +92,23 @@ def test_its_commands_run_in_any_folder(site, tmp_path):
     assert doctor.returncode == 0 and "fits: " in doctor.stdout and (tmp_path / "fits.yaml").exists(), doctor.stderr
 
 
-def test_another_trl_is_told_in_one_line(site, tmp_path):
-    for words in ("plan --model qwen3-0.6b --prompt 64", "launch balanced --model_name_or_path random:tiny-qwen3"):
-        result = run(site, tmp_path, words, trl=build(ARMS["stock"]))
-        told = "has no prefix sharing: in the clone of rloo-memory run python trl/fork.py wheel"
-        assert result.returncode == 2 and told in result.stderr.splitlines()[-1]
+PLAN, LAUNCH = "plan --model qwen3-0.6b --prompt 64", "launch balanced --model_name_or_path random:tiny-qwen3"
+
+
+def test_a_trl_that_is_too_old_is_told_in_one_line(site, tmp_path):
+    for words in (PLAN, LAUNCH):
+        result = run(site, tmp_path, words, trl=build(ARMS["classic-baseline"]))
+        assert result.returncode == 2 and "is older than 1.15: pip install" in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_beside_trl_as_released_it_plans_and_trains_with_shared_prompts(site, tmp_path):
+    trl, quick = build(ARMS["stock"]), "--max_steps 1 --max_completion_length 8 --prompt_tokens 48 --output_dir out"
+    fork = run(site, tmp_path, PLAN)
+    assert fork.returncode == 0 and run(site, tmp_path, PLAN, trl).stdout == fork.stdout
+    launch = run(site, tmp_path, f"{LAUNCH} {quick} --report_to none", trl)
+    assert launch.returncode == 0 and "with prefix sharing" in launch.stdout, launch.stderr
+    record = json.loads((tmp_path / "out" / "memory.json").read_text())
+    assert record["settings"]["prefix_sharing"] and record["versions"]["trl"] == "1.16.0"
+    refused = run(site, tmp_path, f"launch constrained --model_name_or_path random:tiny-qwen3 {quick}", trl)
+    assert refused.returncode == 2 and "activation_offloading is a setting of this project's fork" in refused.stderr

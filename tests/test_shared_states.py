@@ -24,7 +24,7 @@ def test_every_family_computes_what_whole_sequences_do(probe, dtype):
 def test_a_layer_with_a_state_is_known_by_its_cache_whatever_a_release_calls_it(called, shared_fork):
     """transformers 5.24 calls it `cache` everywhere."""
     from torch import nn
-    from trl.models.prefix_sharing_states import find_mixers
+    from trl.prefix_sharing.states import find_mixers
 
     class Mixer(nn.Module):
         def __init__(self):

@@ -67,7 +67,7 @@ class Group:
 
     def __init__(self, model, vocab_size: int, sizes: Cell, image: Image | None = None):
         import torch
-        from trl.models.prefix_sharing_enabling import enable_prefix_sharing
+        from trl.prefix_sharing.enabling import enable_prefix_sharing
         from trl.trainer.utils import add_fused_lm_head
 
         torch.manual_seed(0)
@@ -102,7 +102,7 @@ class Group:
     def generate(self, way: str, tokens: int | None = None) -> None:
         """Completions of full length, or of `tokens`, sampled."""
         from transformers import GenerationConfig
-        from trl.generation.shared_prefix import generate_with_shared_prefix
+        from trl.prefix_sharing.generation import generate_with_shared_prefix
 
         tokens = tokens or self.completion
         length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
@@ -119,7 +119,7 @@ class Group:
 
     def log_probs(self, way: str, rows: slice = slice(None), open_prefix=None):
         """Of shape (rows, completion)."""
-        from trl.models.prefix_sharing import SharedPrefixPasses
+        from trl.prefix_sharing.shared_passes import SharedPrefixPasses
 
         ids = self.ids[rows]
         labels = ids.clone()
@@ -143,7 +143,7 @@ class Group:
     def train(self, way: str) -> None:
         """Forward and backward with gradient checkpointing, which the trainer switches off for generation. Each
         micro-batch has a backward, and the prompt has one."""
-        from trl.models.prefix_sharing_micro_batches import OpenPrefix
+        from trl.prefix_sharing.micro_batches import OpenPrefix
 
         self.model.zero_grad(set_to_none=False)
         self.model.gradient_checkpointing_enable()  # in transformers 5.17 as in 5.23, which has another name, too

@@ -177,13 +177,13 @@ def switches(way: str):
     """What a way to train switches on beside its settings: cuDNN's attention first, or attention with a mask where
     there are kernels without."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
-    from trl.generation import shared_prefix_cache
-    from trl.models import prefix_sharing_contexts
+    from trl.prefix_sharing import cache as prefix_cache
+    from trl.prefix_sharing import contexts
 
     names = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
     with contextlib.ExitStack() as stack:
         if way == "stock-cudnn":
             stack.enter_context(sdpa_kernel([getattr(SDPBackend, name) for name in names], set_priority=True))
-        for module in (prefix_sharing_contexts, shared_prefix_cache) if way.endswith("-mask") else ():
+        for module in (contexts, prefix_cache) if way.endswith("-mask") else ():
             stack.enter_context(mock.patch.object(module, "kernels_take", lambda key, value: False))
         yield

@@ -138,7 +138,7 @@ def compared(names, mine: list, rival: Callable[[], list], truth: list, dtype: s
 def errors_of(setting: Setting, dtype: str, device: str) -> list[dict]:
     """Of what training and decoding call. Raises what our kernels raise."""
     import torch
-    from trl.models.prefix_sharing_attention import Runs, attention_with_lse, shared_prefix_attention
+    from trl.prefix_sharing.attention import Runs, attention_with_lse, shared_prefix_attention
 
     tensors, weights = inputs(setting, device)
     tensors = [x.to(getattr(torch, dtype)) for x in tensors]

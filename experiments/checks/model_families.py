@@ -214,7 +214,7 @@ def load() -> None:
     use_fork(ARMS["shared"])
     import torch
     import transformers
-    import trl.generation.shared_prefix
+    import trl.prefix_sharing.generation
     import trl.trainer.utils  # noqa: F401
 
     torch.set_num_threads(1)

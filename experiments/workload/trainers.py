@@ -151,7 +151,7 @@ class RunMemory(MemoryCallback):
     def write(self, out_of_memory: bool) -> None:
         self.peaks = self._peaks_of_step()
         self.out_of_memory = self.phases.phase if out_of_memory else None
-        self._record(self.trainer.args)
+        self._record()
         path = own_file(self.trainer.args, "memory.json")
         write_json(path, json.loads(path.read_text()) | {"device_bytes": self.budget_bytes})
 

@@ -203,7 +203,7 @@ class MemoryCallback(transformers.TrainerCallback):
         if higher := highest > self.highest:
             self.peaks, self.highest, self.highest_phase = peaks, highest, max(peaks, key=peaks.get)
         if higher or longer:
-            self._record(args)
+            self._record()
         if higher and self.snapshot == "peak":
             torch.cuda.memory._dump_snapshot(str(own_file(args, "memory_snapshot.pickle")))
 
@@ -218,7 +218,7 @@ class MemoryCallback(transformers.TrainerCallback):
             self.peaks = peaks
         self.out_of_memory = phase
         if self.peaks:
-            self._record(self.trainer.args)
+            self._record()
         return phase
 
     def _peaks_of_step(self) -> dict[str, int]:
@@ -232,10 +232,12 @@ class MemoryCallback(transformers.TrainerCallback):
         peaks.pop("load", None)
         return peaks
 
-    def _record(self, args) -> None:
+    def _record(self) -> None:
         """memory.json: what the doctor needs to explain the highest peak so far, and what a calibration needs."""
-        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        settings = trained_settings(args, model)
+        args, model = self.trainer.args, self.trainer.accelerator.unwrap_model(self.trainer.model)
+        sharing = getattr(self.trainer, "prompt_sharing", None)  # of `rloo_memory.share_prompts`
+        shared = sharing.settings if sharing else {}
+        settings = trained_settings(args, model) | shared
         bits = 4 if "load_in_4bit" in settings else 8 if "load_in_8bit" in settings else 16
         trained = sum(size_of(p) for p in model.parameters() if p.requires_grad)
         sharding = getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
@@ -281,7 +283,7 @@ class MemoryCallback(transformers.TrainerCallback):
                 "lora_rank": max((config.r for config in getattr(model, "peft_config", {}).values()), default=0),
                 "weight_bits": bits,
                 "reward_model": reward_models[0].config.name_or_path if reward_models else None,
-                "arguments": values_of(args) | levers,
+                "arguments": values_of(args) | shared | levers,
                 "settings": settings | self.settings,
             },
         )

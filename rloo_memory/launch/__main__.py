@@ -137,6 +137,7 @@ def train_in_folder(argv, launch, config, model, rows, reward_funcs: list, check
 
 def build_trainer(launch, config, model, found: policy.Policy, quantization, rows, reward_funcs: list):
     """The trainer, with the models that wait on the host. Raises `ConfigError` for what TRL or the fork refuses."""
+    from rloo_memory.sharing import share_prompts
     from trl import GRPOTrainer, RLOOTrainer, get_peft_config
 
     config.model_init_kwargs = {"dtype": model.dtype, **(config.model_init_kwargs or {})}
@@ -155,6 +156,8 @@ def build_trainer(launch, config, model, found: policy.Policy, quantization, row
             peft_config=None if adapter else get_peft_config(model),
             quantization_config=None if adapter else quantization,
         )
+        if (config.prefix_sharing or config.tokens_per_forward) and not hasattr(trainer, "passes"):  # the fork's has
+            share_prompts(trainer, config.tokens_per_forward, config.prefix_sharing)
     except Exception as error:  # weights that are cut, a package that is not here, modules that no layer has
         if is_out_of_memory(error):
             raise

@@ -73,7 +73,7 @@ def wrong_here(launch, config, model) -> list[str]:
     sharded = os.environ.get("ACCELERATE_USE_FSDP") == "true"
     reasons = {
         "activation_offloading moves activations from a GPU to the host, and there is no GPU here; "
-        "--activation_offloading false": config.activation_offloading and no_gpu(),
+        "--activation_offloading false": vars(config).get("activation_offloading") and no_gpu(),
         f"memory_snapshot {launch.memory_snapshot!r} needs a GPU, and there is none here; leave it out":
             launch.memory_snapshot and no_gpu(),
         "offload_reference is on, but there is no reference (beta is 0, or LoRA needs none); remove it":

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rloo_memory.errors import EXIT_USAGE, ConfigError, exit_code
-from rloo_memory.fork import need_fork
+from rloo_memory.installed_trl import need_trl
 from rloo_memory.plan.peaks import PredictedPeak, Prediction
 
 # What a process that starts under `accelerate launch` or torchrun would take for a place in their group
@@ -111,7 +111,7 @@ def in_its_own_process(asked: dict) -> subprocess.CompletedProcess:
         for name, value in os.environ.items()
         if name not in GROUP and not name.startswith(("ACCELERATE_", "FSDP_", "TORCHELASTIC_"))
     }
-    packages = (Path(__file__).resolve().parents[2], need_fork())
+    packages = (Path(__file__).resolve().parents[2], need_trl())
     environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(map(str, packages))}
     command = [sys.executable, "-P", "-m", "rloo_memory.plan.ask"]  # -P: nothing of where the caller stands
     return subprocess.run(command, input=json.dumps(asked), env=environment, capture_output=True, text=True)

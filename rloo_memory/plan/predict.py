@@ -15,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 
 from rloo_memory.errors import ConfigError
-from rloo_memory.fork import need_fork
+from rloo_memory.installed_trl import need_trl
 from rloo_memory.plan.engine import with_engine
 from rloo_memory.plan.images import PromptImages
 from rloo_memory.plan.levers import planned
@@ -28,7 +28,7 @@ def predict(arm: str, setup: Setup, hf_config, calibration=None) -> Prediction:
     """The peaks of one setup, corrected by an `accuracy.calibration.Calibration` if there is one; `arm` is its label.
     Raises `ConfigError` before anything runs."""
     check(setup, hf_config)
-    need_fork()
+    need_trl()
     from rloo_memory.plan.scale_up.extrapolate import phase_peaks
 
     return prediction(arm, setup, phase_peaks(setup, hf_config), calibration)
@@ -53,7 +53,7 @@ def predict_all(setups: dict[str, Setup], hf_config, say, calibration=None) -> l
     setups = {label: setup for label, setup in setups.items() if label not in refused}
     if not setups:
         raise next(iter(refused.values()))
-    need_fork()
+    need_trl()
     import trl.trainer.rloo_trainer  # noqa: F401  once, not in each process
 
     from rloo_memory.plan.scale_up import extrapolate

@@ -36,14 +36,15 @@ COMMAND_LINE = {
 @functools.cache
 def defaults(algorithm: str) -> dict:
     """TRL's own and the launcher's, by name, for "rloo" or "grpo"."""
-    from rloo_memory.fork import need_fork
+    from rloo_memory.installed_trl import need_trl
 
-    need_fork()
+    need_trl()
     from rloo_memory.settings.arguments import LaunchArguments
-    from trl import GRPOConfig, ModelConfig, RLOOConfig
+    from rloo_memory.settings.trl_parser import OF_THE_FORK, TRAINERS
+    from trl import ModelConfig
 
-    classes = (LaunchArguments, ModelConfig, GRPOConfig if algorithm == "grpo" else RLOOConfig)
-    return {field.name: field.default for cls in classes for field in fields(cls)}
+    classes = (LaunchArguments, ModelConfig, TRAINERS[algorithm if algorithm in TRAINERS else "rloo"])
+    return dict.fromkeys(OF_THE_FORK, False) | {field.name: field.default for cls in classes for field in fields(cls)}
 
 
 def from_settings(prompt_tokens: int, settings: dict, hf_config=None, **where) -> Setup:

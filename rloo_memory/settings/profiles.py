@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 
 from rloo_memory.errors import ConfigError
-from rloo_memory.fork import need_fork
+from rloo_memory.installed_trl import need_trl
 from rloo_memory.models import one_line
 
 FOLDER = Path(__file__).with_name("profiles")
@@ -34,7 +34,7 @@ def read_yaml(path: Path) -> dict:
 def load_profile(name: str) -> dict:
     """The settings of a profile in `FOLDER`, or of a YAML file. Raises `ConfigError`."""
     settings = read_yaml(find_profile(name))
-    need_fork()
+    need_trl()
     from rloo_memory.settings.trl_parser import typed
 
     try:

@@ -1,11 +1,12 @@
 """TRL's own parser over TRL's settings and the launcher's; and the numbers that TRL would only stumble over late.
 
-To be imported where `rloo_memory.fork.need_fork` has found the fork: this imports `trl`.
+To be imported where `rloo_memory.installed_trl.need_trl` has found it: this imports `trl`.
 """
 
 import difflib
 import functools
 import re
+from dataclasses import dataclass, field
 
 from trl.scripts.grpo import GRPOScriptArguments
 from trl.scripts.rloo import RLOOScriptArguments
@@ -14,7 +15,31 @@ from rloo_memory.errors import ConfigError
 from rloo_memory.settings.arguments import LaunchArguments
 from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig, RLOOConfig, TrlParser
 
+if (
+    "prefix_sharing" not in RLOOConfig.__dataclass_fields__
+):  # TRL as released: the launcher gives them to `share_prompts`
+
+    @dataclass
+    class Sharing:
+        prefix_sharing: bool = field(
+            default=False, metadata={"help": "Whether to compute each prompt once for all its completions."}
+        )
+        tokens_per_forward: int | None = field(
+            default=None, metadata={"help": "Number of tokens that go through the model together."}
+        )
+
+    @dataclass
+    class RLOOConfig(Sharing, RLOOConfig):
+        pass
+
+    @dataclass
+    class GRPOConfig(Sharing, GRPOConfig):
+        pass
+
+
 TRAINERS = {"rloo": RLOOConfig, "grpo": GRPOConfig}
+# Settings that only this project's fork of TRL has
+OF_THE_FORK = ("activation_offloading",)
 
 
 class Parser(TrlParser):
@@ -33,6 +58,8 @@ class Parser(TrlParser):
     def unknown(self, word: str) -> str:
         """What to say of a word, such as --name=value, that no setting of this parser has for a name."""
         name = word.removeprefix("--").partition("=")[0].replace("-", "_")
+        if name in OF_THE_FORK:
+            return f"{name} is a setting of this project's fork of TRL, which is not installed; remove it"
         if name in of_all_settings().names:
             return f"{name} is no setting of this algorithm here; leave it out"
         near = difflib.get_close_matches(name, self.names, n=1)

@@ -83,7 +83,7 @@ def nothing_to_train(folder):
 
 
 def sharing_model(dtype=torch.float32):
-    from trl.models.prefix_sharing_enabling import enable_prefix_sharing
+    from trl.prefix_sharing.enabling import enable_prefix_sharing
 
     model = tiny.build_model().to(dtype)
     enable_prefix_sharing(model)
@@ -93,7 +93,7 @@ def sharing_model(dtype=torch.float32):
 @promise
 def prefix_sharing_recomputation(folder):
     """Two prompts go through the layers once, and so do their completions; in passes that were asked for, twice."""
-    from trl.models.prefix_sharing import SharedPrefixPasses
+    from trl.prefix_sharing.shared_passes import SharedPrefixPasses
 
     model = sharing_model()
     ids, mask, columns = tiny.build_batch()
@@ -114,7 +114,7 @@ def prefix_sharing_recomputation(folder):
 def prefix_sharing_gradients(folder):
     """No gradient of keys and values is in float32 any longer when the backward enters the first prompt."""
     from torch.utils._python_dispatch import TorchDispatchMode
-    from trl.models.prefix_sharing import SharedPrefixPasses
+    from trl.prefix_sharing.shared_passes import SharedPrefixPasses
 
     model = sharing_model(torch.bfloat16)
     columns, lengths = 21, (20, 17)

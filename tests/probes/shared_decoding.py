@@ -11,10 +11,10 @@ from unittest import mock
 import torch
 from shared_exactness import ARCHITECTURES, ROUNDED, batch, build, error, pure_float64  # puts the fork on the path
 from transformers import GenerationConfig
-from trl.generation import shared_prefix_cache
-from trl.generation.shared_prefix import generate_with_shared_prefix
-from trl.generation.shared_prefix_cache import attention_with_lse
-from trl.models.prefix_sharing_enabling import enable_prefix_sharing
+from trl.prefix_sharing import cache as prefix_cache
+from trl.prefix_sharing.cache import attention_with_lse
+from trl.prefix_sharing.enabling import enable_prefix_sharing
+from trl.prefix_sharing.generation import generate_with_shared_prefix
 
 ORDER = (0, 3, 1, 4, 5, 2)  # of rows, in which the prompts are mixed
 
@@ -73,8 +73,8 @@ def exact_errors_of(name):
         model = build(name, torch.float64)
         truth = logits(model, steps=30, order=ORDER)
         enable_prefix_sharing(model)
-        more_often = mock.patch.object(shared_prefix_cache, "MIN_NEW_STEPS", 4)  # the cache makes room, and drops
-        with mock.patch.object(shared_prefix_cache, "attention_with_lse", counted), more_often:
+        more_often = mock.patch.object(prefix_cache, "MIN_NEW_STEPS", 4)  # the cache makes room, and drops
+        with mock.patch.object(prefix_cache, "attention_with_lse", counted), more_often:
             shared = logits(model, shared=True, steps=30, order=ORDER)
     return {"shared": error(shared, truth), "merged": len(calls)}
 

@@ -13,113 +13,33 @@ import sys
 
 import current_fork  # noqa: F401
 import torch
+from architectures import (  # noqa: F401
+    ARCHITECTURES,
+    DELTA,
+    EAGER,
+    EXPERTS,
+    FIRST_SPECIAL,
+    MIXED,
+    MOE,
+    ROUNDED,
+    SHAPE,
+    VOCAB,
+    WINDOW,
+    nested,
+)
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
 )
-from trl.models.prefix_sharing import SharedPrefixPasses
-from trl.models.prefix_sharing_enabling import enable_prefix_sharing
-from trl.models.token_budget import TokenBudgetPasses
+from trl.prefix_sharing.enabling import enable_prefix_sharing
+from trl.prefix_sharing.shared_passes import SharedPrefixPasses
+from trl.prefix_sharing.token_budget import TokenBudgetPasses
 from trl.trainer import utils
 
 from experiments.checks.float64 import pure_float64
 
-VOCAB = 97  # of the models; the batch leaves out what means images to some of them
-FIRST_SPECIAL = 88
-SHAPE = dict(
-    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=8, max_position_embeddings=256, pad_token_id=0, eos_token_id=1, bos_token_id=2,
-    attention_dropout=0.0,
-)  # fmt: skip
-# The window of 6 is shorter than the prompts, so that completions reach past its start
-WINDOW = dict(sliding_window=6)
-MOE = dict(num_experts_per_tok=2)
-LAYER_EMBEDDINGS = dict(
-    vocab_size_per_layer_input=97, hidden_size_per_layer_input=8, num_hidden_layers=5, num_kv_shared_layers=2,
-    layer_types=[f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")], **WINDOW,
-)  # fmt: skip
-# Queries are scaled by their position
-SCALED = dict(
-    rope_type="yarn", rope_theta=1e4, factor=32.0, original_max_position_embeddings=8, beta_fast=32.0, beta_slow=1.0,
-    llama_4_scaling_beta=0.5,
-)  # fmt: skip
-MIXED = ["linear_attention", "full_attention", "linear_attention"]
-DELTA = dict(
-    layer_types=MIXED, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=6
-)
-AXES = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])
-VISION = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, patch_size=4)
-PIXTRAL = dict(VISION, image_size=16)
-SIGLIP = dict(PIXTRAL, model_type="siglip_vision_model")
-QWEN_VISION = dict(depth=2, hidden_size=16, intermediate_size=24, out_hidden_size=32, num_heads=2, patch_size=4)
-
-
-def nested(text_type, vision, **extra):
-    """Settings of a multimodal class: those of the text part are the ones that the text config knows."""
-    text = {name: value for name, value in extra.items() if hasattr(CONFIG_MAPPING[text_type], name)}
-    names = (
-        "image_token_id image_token_index boi_token_index eoi_token_index vision_start_token_id vision_end_token_id"
-    )
-    special = {name: FIRST_SPECIAL + i for i, name in enumerate([*names.split(), "video_token_id"])}
-    others = {name: value for name, value in extra.items() if name not in text}
-    return dict(text_config={**SHAPE, **text, "model_type": text_type}, vision_config=vision, **{**special, **others})
-
-
-ARCHITECTURES = {
-    "llama": ("llama", {}),
-    "mistral-window": ("mistral", WINDOW),
-    "qwen2-window": ("qwen2", dict(use_sliding_window=True, max_window_layers=1, **WINDOW)),
-    "qwen3": ("qwen3", {}),
-    "qwen3-moe": ("qwen3_moe", dict(num_experts=4, moe_intermediate_size=24, **MOE)),
-    "mixtral": ("mixtral", dict(num_local_experts=4, **MOE)),
-    "gemma2-window-softcap": ("gemma2", WINDOW),
-    "gemma3-window": ("gemma3_text", WINDOW),
-    "phi3": ("phi3", {}),
-    # Rows are longer than what the short factors are for, prompts and some completions behind them are not
-    "phi3-longrope": ("phi3", dict(original_max_position_embeddings=12, rope_parameters=dict(
-        rope_type="longrope", rope_theta=1e4, short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[1.5, 2.0, 3.0, 4.0]))),
-    "olmo2": ("olmo2", {}),
-    "olmo3-window": ("olmo3", WINDOW),
-    "gpt-neox": ("gpt_neox", {}),
-    "gpt2-learned-positions": ("gpt2", dict(n_embd=32, n_layer=3, n_head=4, n_positions=256, attn_pdrop=0.0,
-                                            resid_pdrop=0.0, embd_pdrop=0.0)),
-    "granite": ("granite", {}),
-    "cohere": ("cohere", {}),
-    "cohere2-window": ("cohere2", WINDOW),
-    "gpt-oss-sinks": ("gpt_oss", dict(num_local_experts=4, **MOE, **WINDOW)),
-    # Latent attention caches other states than it attends to
-    "deepseek-latents": ("deepseek_v3", dict(num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16, v_head_dim=12,
-                                             qk_rope_head_dim=8, qk_nope_head_dim=8, first_k_dense_replace=3)),
-    "smollm3": ("smollm3", {}),
-    "starcoder2": ("starcoder2", dict(embedding_dropout=0.0, residual_dropout=0.0)),
-    # An embedding for each layer, and layers that attend to an earlier layer's keys and values
-    "gemma4-layer-embeddings": ("gemma4_text", LAYER_EMBEDDINGS),
-    "gemma3n-layer-embeddings": ("gemma3n_text", dict(LAYER_EMBEDDINGS, altup_num_inputs=2, laurel_rank=4,
-                                                      activation_sparsity_pattern=[0.0] * 5)),
-    # Multimodal classes, whose text model is nested
-    "gemma3-nested": ("gemma3", nested("gemma3_text", SIGLIP, mm_tokens_per_image=4, **WINDOW)),
-    "gemma4-nested": ("gemma4", nested("gemma4_text", VISION, audio_config=None, video_token_id=95, audio_token_id=96,
-                                       **LAYER_EMBEDDINGS)),
-    "mistral3-nested": ("mistral3", nested("ministral3", dict(PIXTRAL, model_type="pixtral"),
-                                           rope_parameters=SCALED)),
-    "qwen2-vl-nested": ("qwen2_vl", nested("qwen2_vl_text", dict(depth=1, embed_dim=16, hidden_size=32, num_heads=2,
-                                                                 patch_size=4), rope_parameters=AXES)),
-    "qwen2.5-vl-nested": ("qwen2_5_vl", nested("qwen2_5_vl_text", dict(QWEN_VISION, window_size=16),
-                                               rope_parameters=AXES)),
-    "qwen3-vl-nested": ("qwen3_vl", nested("qwen3_vl_text", dict(QWEN_VISION, num_position_embeddings=16,
-                                                                 deepstack_visual_indexes=[0]), rope_parameters=AXES)),
-    # A nested class and a hybrid
-    "qwen3.5-nested": ("qwen3_5", nested("qwen3_5_text", dict(QWEN_VISION, num_position_embeddings=16),
-                                         rope_parameters=AXES, **DELTA)),
-    "internvl-nested": ("internvl", nested("qwen2", dict(PIXTRAL, model_type="internvl_vision", image_size=[16, 16],
-                                                         patch_size=[4, 4]))),
-    "llava-nested": ("llava", nested("llama", dict(PIXTRAL, model_type="clip_vision_model"))),
-    "smolvlm-nested": ("smolvlm", nested("llama", PIXTRAL, scale_factor=2)),
-    "glm4v-nested": ("glm4v", nested("glm4v_text", dict(QWEN_VISION, image_size=16), rope_parameters=AXES)),
-}  # fmt: skip
-EAGER = ("gemma2-window-softcap", "gpt-oss-sinks")  # soft-capping and sinks are not in PyTorch's attention
 WHOLE = dict(prefix_sharing=False)
 # (gradient checkpointing, settings); rows have 10 to 18 tokens, completions with the last prompt token 1 to 8
 SETTINGS = (
@@ -131,12 +51,6 @@ SETTINGS = (
     (True, dict(tokens_per_forward=16)),
     (True, dict(WHOLE, tokens_per_forward=1)),
 )
-EXPERTS = ("qwen3-moe", "mixtral", "gpt-oss-sinks")
-# What is tried in more than float64: one of each kind of attention. Rounding sees arithmetic, not classes.
-ROUNDED = (
-    "llama", "qwen3", "qwen2-window", "gemma2-window-softcap", "gpt-neox", "mixtral", "gpt-oss-sinks",
-    "deepseek-latents", "gemma4-layer-embeddings", "qwen3-vl-nested",
-)  # fmt: skip
 
 
 def passes_of(prefix_length, prefix_sharing=True, **options):

@@ -24,11 +24,12 @@ from shared_exactness import (
     pure_float64,
     run_inputs,
 )
+from towers import Encoded, tower
 from transformers import GenerationConfig
-from trl.generation.shared_prefix import generate_with_shared_prefix
-from trl.models import prefix_sharing_images
-from trl.models.prefix_sharing_enabling import enable_prefix_sharing
-from trl.models.prefix_sharing_images import MultimodalInputs
+from trl.prefix_sharing import images as prefix_images
+from trl.prefix_sharing.enabling import enable_prefix_sharing
+from trl.prefix_sharing.generation import generate_with_shared_prefix
+from trl.prefix_sharing.images import MultimodalInputs
 
 ROWS_PER_PROMPT = 3
 # Images of each prompt: height and width, in blocks of 8 x 8 pixels. The last two have the same text.
@@ -172,26 +173,6 @@ def build_with_images(family, dtype):
         if parameter.dim() > 1 and not parameter.any():  # Gemma 3's projector: no image would matter
             torch.nn.init.normal_(parameter)
     return model
-
-
-def tower(model):
-    decoder = model.base_model.get_decoder()
-    return next(x for x in model.base_model.children() if hasattr(x, "config") and x is not decoder)
-
-
-class Encoded:
-    """Counts the pixels that go into the vision tower."""
-
-    def __init__(self, model):
-        self.pixels = 0
-        tower(model).register_forward_pre_hook(self.count, with_kwargs=True)
-
-    def count(self, module, args, kwargs):
-        self.pixels += (args[0] if args else kwargs["pixel_values"]).numel()
-
-    def since(self):
-        pixels, self.pixels = self.pixels, 0
-        return pixels
 
 
 def run(model, inputs, prompt, **shared):
@@ -346,7 +327,7 @@ def refusals():
         MultimodalInputs.of({"pixel_values": torch.zeros(5, 3, 4, 4)}, num_rows=4, num_images=[1, 1, 1, 1])
     except ValueError as problem:
         messages["more images than counted"] = str(problem)
-    with mock.patch.object(prefix_sharing_images, "FSDPModule", torch.nn.Linear):  # as if its layers were sharded
+    with mock.patch.object(prefix_images, "FSDPModule", torch.nn.Linear):  # as if its layers were sharded
         refused("sharded, a prompt without an image")
     return messages
 

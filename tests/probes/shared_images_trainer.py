@@ -16,13 +16,13 @@ import re
 import sys
 import tempfile
 
-import shared_images
 import shared_trainer
 import torch
+from architectures import ARCHITECTURES
 from datasets import Dataset
 from peft import LoraConfig
-from shared_exactness import ARCHITECTURES, pure_float64
 from shared_trainer import SHAPE, TOKENIZER
+from towers import Encoded, tower
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, ProcessorMixin
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
@@ -35,6 +35,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 
+from experiments.checks.float64 import pure_float64
 from experiments.workload.pictures import TEMPLATE, QwenProcessor, WithoutVideos, picture, with_image_tokens
 
 SIZE = dict(height=16, width=16)
@@ -163,7 +164,7 @@ def train(
     processor = make_processor(with_image_tokens(copy.deepcopy(TOKENIZER)), TEMPLATE.replace("IMAGE", image))
     shared_trainer.save_policy(folder, build_model(family, processor))
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64)
-    shared_images.tower(model).requires_grad_(tower_trained)
+    tower(model).requires_grad_(tower_trained)
     dataset = rows(text_too, text_alone)
     run = shared_trainer.build_trainer(
         trainer,
@@ -181,9 +182,9 @@ def train(
         **{"learning_rate": 1e-3, "lr_scheduler_type": "constant", **options},
     )
     models = [x for x in (run.model.get_base_model() if lora else run.model, run.ref_model) if x is not None]
-    towers = [shared_images.Encoded(x) for x in models]
+    encoded = [Encoded(x) for x in models]
     run.train()
-    return *shared_trainer.outcome(run), sum(tower.pixels for tower in towers)
+    return *shared_trainer.outcome(run), sum(each.pixels for each in encoded)
 
 
 def reward_of_text(completions, **kwargs):

@@ -10,8 +10,8 @@ import json
 
 import torch
 from shared_exactness import SHAPE  # noqa: F401  builds the fork and puts it on the path
-from trl.models import prefix_sharing_attention
-from trl.models.prefix_sharing_attention import Runs, attention_with_lse, shared_prefix_attention
+from trl.prefix_sharing import attention as prefix_attention
+from trl.prefix_sharing.attention import Runs, attention_with_lse, shared_prefix_attention
 
 CALLS = {"forward": 0, "backward": 0}
 SETTINGS = {  # heads, key heads, head size of values, prefix tokens, tokens of each completion
@@ -106,7 +106,7 @@ def errors_of(num_heads, num_key_heads, value_size, num_prefix_tokens, lengths):
     weights = torch.randn(1, tokens, num_heads, value_size)
     results = []
     for kernels in (ON_CPU, ON_CUDA):
-        prefix_sharing_attention.forward_on_cpu, prefix_sharing_attention.backward_on_cpu = kernels
+        prefix_attention.forward_on_cpu, prefix_attention.backward_on_cpu = kernels
         output = shared_prefix_attention(*tensors, Runs.of(lengths, "cpu"), 0.3)
         results.append((output, *torch.autograd.grad(output, tensors, weights)))
     return [error(x, y) for x, y in zip(*reversed(results), strict=True)]
@@ -117,7 +117,7 @@ def errors_of_rows(is_causal, num_rows):
     tensors = [torch.randn(num_rows, heads, 5, 16) for heads in (4, 2, 2)]
     results = []
     for kernels in (ON_CPU, ON_CUDA):
-        prefix_sharing_attention.forward_on_cpu, prefix_sharing_attention.backward_on_cpu = kernels
+        prefix_attention.forward_on_cpu, prefix_attention.backward_on_cpu = kernels
         results.append(attention_with_lse(*tensors, is_causal, None))
     return [error(x, y) for x, y in zip(*reversed(results), strict=True)]
 
@@ -127,8 +127,8 @@ if __name__ == "__main__":
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", forward, "CPU")
     library.impl("_flash_attention_backward", backward, "CPU")
-    ON_CPU = prefix_sharing_attention.forward_on_cpu, prefix_sharing_attention.backward_on_cpu
-    ON_CUDA = prefix_sharing_attention.forward_on_cuda, prefix_sharing_attention.backward_on_cuda
+    ON_CPU = prefix_attention.forward_on_cpu, prefix_attention.backward_on_cpu
+    ON_CUDA = prefix_attention.forward_on_cuda, prefix_attention.backward_on_cuda
     errors = {name: errors_of(*shape) for name, shape in SETTINGS.items()}
     errors["rows"] = errors_of_rows(is_causal=False, num_rows=3)
     errors["one causal row"] = errors_of_rows(is_causal=True, num_rows=1)

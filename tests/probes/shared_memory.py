@@ -12,9 +12,9 @@ import tiny
 import torch
 from shared_exactness import SHAPE  # builds the fork and puts it on the path
 from transformers import AutoModelForCausalLM, GenerationConfig, MistralConfig
-from trl.generation import shared_prefix_cache
-from trl.generation.shared_prefix import generate_with_shared_prefix
-from trl.models.prefix_sharing_enabling import enable_prefix_sharing
+from trl.prefix_sharing import cache as prefix_cache
+from trl.prefix_sharing.enabling import enable_prefix_sharing
+from trl.prefix_sharing.generation import generate_with_shared_prefix
 
 PROMPT, HEAD, WINDOW = 50, 8, 20
 
@@ -50,7 +50,7 @@ def generate(model, steps, look):
 def count_bytes(cache):
     gc.collect()
     states = [x for layer in cache.layers for pair in (*layer.prefixes, layer.own) for x in pair]
-    tokens = 2 * (PROMPT - 1) + 6 * shared_prefix_cache.MIN_NEW_STEPS
+    tokens = 2 * (PROMPT - 1) + 6 * prefix_cache.MIN_NEW_STEPS
     bytes_of_a_token = 2 * 2 * HEAD * 4 * len(cache.layers)  # keys and values, key heads, float32
     steps.append(
         {
@@ -70,6 +70,6 @@ def count_tokens(cache):
 steps, kept = [], []
 generate(tiny.build_model(), 5, count_bytes)
 sliding = {**SHAPE, "num_hidden_layers": 1, "sliding_window": WINDOW}
-with mock.patch.object(shared_prefix_cache, "MIN_NEW_STEPS", 4):
+with mock.patch.object(prefix_cache, "MIN_NEW_STEPS", 4):
     generate(AutoModelForCausalLM.from_config(MistralConfig(**sliding)), 3 * WINDOW, count_tokens)
 print(json.dumps({"steps": steps, "window": WINDOW, "kept": kept}))

@@ -10,12 +10,13 @@ from unittest import mock
 import tiny
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from peft import LilyConfig, LoHaConfig, LoraConfig, PromptTuningConfig, PveraConfig, get_peft_model
 from shared_exactness import SHAPE  # builds the fork and puts it on the path
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-from trl.models.prefix_sharing_enabling import enable_prefix_sharing
-from trl.models.token_budget import check_whole_rows
-from trl.trainer import passes
+from trl.prefix_sharing import trainer as shared_trainer
+from trl.prefix_sharing.enabling import enable_prefix_sharing
+from trl.prefix_sharing.token_budget import check_whole_rows
 
 from trl import GRPOConfig, RLOOConfig
 
@@ -108,11 +109,9 @@ SETTINGS = (
      ["`tokens_per_forward`", "'use_reentrant': False"]),
     (dict(generation_kwargs={"guidance_scale": 1.5}), ["guidance_scale=1.5"]),
 )  # fmt: skip
-NO_SHARDING = dict(is_zero3=False, fsdp_version=None, is_fsdp=False)
-BACKENDS = {  # tests/test_distributed.py trains with those that are taken
-    "FSDP1": (dict(fsdp_version=1, is_fsdp=True), ["FSDP1", "FSDP2", "DeepSpeed"]),
-    "FSDP2": (dict(fsdp_version=2, is_fsdp=True), ()),
-    "ZeRO-3": (dict(is_zero3=True), ()),
+BACKENDS = {  # whether it is FSDP2, and what is said; tests/test_distributed.py trains with those that are taken
+    "FSDP1": (False, ["FSDP1", "FSDP2", "DeepSpeed"]),
+    "FSDP2": (True, ()),
 }
 for make in (RLOOConfig, GRPOConfig):
     trainer, folder = make.__name__[:4], tempfile.mkdtemp()
@@ -122,14 +121,16 @@ for make in (RLOOConfig, GRPOConfig):
     args = make(folder, tokens_per_forward=9, report_to="none", use_cpu=True)
     expect(
         f"{trainer}, images in whole rows", ["tokens_per_forward=9", "only with `prefix_sharing=True`"],
-        passes.TrainerPasses, args, Accelerator(cpu=True), None, takes_images=True,
+        shared_trainer.TrainerPasses, args, Accelerator(cpu=True), None, takes_images=True,
     )  # fmt: skip
     tiny.build_model().save_pretrained(folder)
-    for backend, (facts, words) in BACKENDS.items():
-        seen = SimpleNamespace(**NO_SHARDING | facts)
+    for backend, (is_fsdp2, words) in BACKENDS.items():
+        seen = SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=is_fsdp2, device=torch.device("cpu"))
+        seen.num_processes, seen.state = 2, SimpleNamespace(deepspeed_plugin=None)
         for options in (dict(prefix_sharing=True), dict(tokens_per_forward=16)):
-            with mock.patch.object(passes, "DistributedBackend", lambda _, seen=seen: seen):
-                expect(f"{trainer}, {backend}, {options}", words, tiny.build_trainer, trainer, folder, **options)
+            args = make(folder, use_cpu=True, bf16=False, report_to="none", **options)
+            arguments = (shared_trainer.TrainerPasses, args, seen, tiny.build_model())
+            expect(f"{trainer}, {backend}, {options}", words, *arguments)
     for prompts in (["w50 w51", ""], ["", ""]):
         with mock.patch.object(tiny, "PROMPTS", prompts):
             run = tiny.build_trainer(trainer, folder, prefix_sharing=True, per_device_train_batch_size=8)

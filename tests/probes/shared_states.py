@@ -22,9 +22,9 @@ import torch
 from peft import LoraConfig
 from shared_exactness import DELTA, MIXED, pure_float64
 from transformers import CONFIG_MAPPING
-from trl.models.prefix_memory import SharedPrefix
-from trl.models.prefix_sharing_enabling import enable_prefix_sharing
-from trl.models.prefix_sharing_states import ReadStates, find_mixers
+from trl.prefix_sharing.enabling import enable_prefix_sharing
+from trl.prefix_sharing.memory import SharedPrefix
+from trl.prefix_sharing.states import ReadStates, find_mixers
 
 CONV = dict(layer_types=["conv", "full_attention", "conv"])
 # Chunks of 8 tokens: the prompts end within one

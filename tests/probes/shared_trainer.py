@@ -1,12 +1,15 @@
 """Whole training runs with and without prefix sharing, same seed: what is logged, and the trained parameters.
 
-Everything computes in float64 (see shared_exactness), so that both runs sample the same tokens and differ by rounding
-alone. The rows of a generation batch are shuffled by whole groups in both, or they would train in another order.
-Prints for each scenario the largest difference of a logged value and the relative difference of the parameters.
+Everything computes in float64 (see experiments.checks.float64), so that both runs sample the same tokens and differ by
+rounding alone. The rows of a generation batch are shuffled by whole groups in both, or they would train in another
+order. Prints for each scenario the largest difference of a logged value and the relative difference of the parameters.
+
+With --released DIR the trainers are those of the released TRL in DIR, and share by `share_prompts`.
 """
 
 import contextlib
 import copy
+import functools
 import json
 import logging
 import math
@@ -14,11 +17,12 @@ import sys
 import tempfile
 from unittest import mock
 
+import current_fork
 import torch
+from architectures import ARCHITECTURES
 from cpu_offloading import get_act_offloading_ctx_manager
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, get_peft_model
-from shared_exactness import ARCHITECTURES, pure_float64
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -28,7 +32,9 @@ from transformers import (
 )
 from trl.trainer import grpo_trainer, rloo_trainer
 
-from rloo_memory import models
+from experiments.checks.float64 import pure_float64
+from rloo_memory import models, share_prompts
+from rloo_memory.prefix_sharing.trainer import shuffle_groups
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 WORDS = "apple stone river cloud seven tiger green paper light money".split()
@@ -138,10 +144,7 @@ def whole_groups():
     """The rows of a batch are shuffled by groups of 4 in stock too, or it would train in another order."""
     with contextlib.ExitStack() as patched:
         for module in (rloo_trainer, grpo_trainer):
-
-            def by_group(batch, group_size=1, shuffle=module.shuffle_sequence_dict):
-                return shuffle(batch, 4)
-
+            by_group = functools.partial(shuffle_groups, group_size=4)
             patched.enter_context(mock.patch.object(module, "shuffle_sequence_dict", by_group))
         yield
 
@@ -156,7 +159,8 @@ def save_policy(folder, model, ends=60):
 
 
 def build_trainer(trainer, folder, model, train_dataset, reward_funcs=reward, processing_class=None,
-                  eval_dataset=None, peft_config=None, **options):  # fmt: skip
+                  eval_dataset=None, peft_config=None, prefix_sharing=False, tokens_per_forward=None,
+                  **options):  # fmt: skip
     make_config, make_trainer = (RLOOConfig, RLOOTrainer) if trainer == "rloo" else (GRPOConfig, GRPOTrainer)
     defaults = dict(
         num_generations=4, max_steps=3, max_completion_length=6, learning_rate=1e-2, seed=1, use_cpu=True, bf16=False,
@@ -164,7 +168,10 @@ def build_trainer(trainer, folder, model, train_dataset, reward_funcs=reward, pr
     )  # fmt: skip
     if eval_dataset is not None:
         defaults |= dict(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4)
-    return make_trainer(
+    sharing = {"prefix_sharing": prefix_sharing, "tokens_per_forward": tokens_per_forward}
+    if not current_fork.RELEASED:
+        options |= sharing
+    made = make_trainer(
         model=model,
         reward_funcs=reward_funcs,
         args=make_config(output_dir=str(folder), **{**defaults, **options}),
@@ -173,6 +180,9 @@ def build_trainer(trainer, folder, model, train_dataset, reward_funcs=reward, pr
         eval_dataset=eval_dataset,
         peft_config=peft_config,
     )
+    if current_fork.RELEASED and (prefix_sharing or tokens_per_forward):
+        share_prompts(made, **sharing)
+    return made
 
 
 def outcome(run, skipped=("time", "runtime", "per_second", "num_input_tokens"), after=-1):
@@ -247,13 +257,16 @@ def difference(stock_logs, logs):
     return worst
 
 
+OFFLOADING = "get_act_offloading_ctx_manager"  # which the trainers of a released TRL do not have
+
+
 def compare(**scenario):
     with (
         tempfile.TemporaryDirectory() as folder,
         pure_float64(),
         whole_groups(),
-        mock.patch.object(rloo_trainer, "get_act_offloading_ctx_manager", get_act_offloading_ctx_manager),
-        mock.patch.object(grpo_trainer, "get_act_offloading_ctx_manager", get_act_offloading_ctx_manager),
+        mock.patch.object(rloo_trainer, OFFLOADING, get_act_offloading_ctx_manager, create=True),
+        mock.patch.object(grpo_trainer, OFFLOADING, get_act_offloading_ctx_manager, create=True),
     ):
         stock_logs, stock = train(folder, False, **scenario)
         logs, shared = train(folder, True, **scenario)
@@ -263,9 +276,11 @@ def compare(**scenario):
 
 
 def compare_all(scenarios, compare):
-    """By name, of the scenarios whose names begin as the command line says."""
+    """By name, of the scenarios whose names begin as the command line says, on a released TRL of its own settings."""
     result = {}
-    for name in [name for name in scenarios if len(sys.argv) == 1 or name.startswith(sys.argv[1])]:
+    for name in [name for name in scenarios if name.startswith(tuple(sys.argv[1:]) or "")]:
+        if current_fork.RELEASED and scenarios[name].get("activation_offloading"):
+            continue
         try:
             result[name] = compare(**scenarios[name])
         except Exception as error:

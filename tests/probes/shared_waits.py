@@ -16,7 +16,7 @@ from shared_exactness import passes_of  # builds the fork and puts it on the pat
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
-from trl.models.prefix_sharing_enabling import enable_prefix_sharing
+from trl.prefix_sharing.enabling import enable_prefix_sharing
 
 DEPEND_ON_VALUES = (
     "_local_scalar_dense", "nonzero", "unique", "_unique2", "unique_dim", "unique_consecutive", "bincount",
@@ -43,9 +43,9 @@ class Waits(TorchDispatchMode):
 
     def wait(self):
         frames = [
-            f for f in traceback.extract_stack() if "/trl/models/" in f.filename or "/transformers/" in f.filename
+            f for f in traceback.extract_stack() if "/prefix_sharing/" in f.filename or "/transformers/" in f.filename
         ]
-        own = frames and "/trl/models/" in frames[-1].filename
+        own = frames and "/prefix_sharing/" in frames[-1].filename
         self.places.append(f"{frames[-1].filename.rsplit('/', 1)[1]}: {frames[-1].line}" if own else "model")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

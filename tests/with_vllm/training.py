@@ -230,7 +230,7 @@ class counted_passes:
     """Notes each forward in which prompts are shared."""
 
     def __init__(self, passes: list):
-        from trl.models.prefix_sharing import SharedPrefixPasses
+        from trl.prefix_sharing.shared_passes import SharedPrefixPasses
 
         self.of, self.forward, self.passes = SharedPrefixPasses, SharedPrefixPasses.forward, passes
 

@@ -5,7 +5,7 @@ from rloo_memory.errors import ConfigError
 
 def open_prefix_of(setup):
     """An `OpenPrefix` if the completions of a prompt are spread over micro-batches, else None."""
-    from trl.models.prefix_sharing_micro_batches import OpenPrefix
+    from rloo_memory.prefix_sharing.micro_batches import OpenPrefix
 
     if not setup.splits_groups:
         return None
@@ -16,8 +16,8 @@ def open_prefix_of(setup):
 def passes_of(setup, rows: int, open_prefix, num_images: list[int] | None):
     """Of `rows` rows with so many images each, in which the groups follow one another; `open_prefix` is that of the
     training. Raises `ConfigError` for whole rows with images within a token budget, as the trainers do."""
-    from trl.models.prefix_sharing import SharedPrefixPasses
-    from trl.models.token_budget import TokenBudgetPasses
+    from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
+    from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
 
     bounds = dict(
         prefix_length=setup.prompt_tokens,

@@ -39,7 +39,7 @@ def note(hf_config, device: str) -> str | None:
 def operators_in_torch(model, shapes) -> list:
     """Patches, to be entered: layers with a state call transformers' own code, and get a mask where rows are padded.
     `shapes`, a `simulation.shapes_only.ShapesOnly`, makes the tensors."""
-    from trl.models.prefix_sharing_states import find_mixers
+    from rloo_memory.prefix_sharing.states import find_mixers
 
     patches = []
     for name in {type(mixer).__module__ for mixer in find_mixers(model)}:

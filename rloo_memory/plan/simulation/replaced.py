@@ -113,10 +113,12 @@ class QuantizedLinear(torch.autograd.Function):
 def pretending(device: str, shapes, counted):
     """Attention and its masks, and on a "cuda" device dropout and TRL's LM-head kernels, without computing. `shapes`
     makes the tensors; `counted` wraps the backward of the LM head, which makes its sums itself."""
-    from trl.generation import shared_prefix_cache
     from trl.kernels import ChunkedLogProbFunction, chunked_logprob
-    from trl.models import prefix_sharing_attention, prefix_sharing_contexts, prefix_sharing_enabling
-    from trl.models.prefix_sharing_images import MultimodalInputs
+
+    from rloo_memory.prefix_sharing import attention as prefix_attention
+    from rloo_memory.prefix_sharing import cache as prefix_cache
+    from rloo_memory.prefix_sharing import contexts, enabling
+    from rloo_memory.prefix_sharing.images import MultimodalInputs
 
     # The values of masks do not matter, and take time and, of 20,000 tokens, gigabytes
     def without_values(function):
@@ -139,18 +141,18 @@ def pretending(device: str, shapes, counted):
         masks = {name: without_values(ALL_MASK_ATTENTION_FUNCTIONS[name]) for name in ("sdpa", "eager")}
         stack.enter_context(mock.patch.dict(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, masks))
         patch(ChunkedLogProbFunction, "backward", staticmethod(head_backward))
-        patch(prefix_sharing_contexts.ReadPrefix, "allowed", without_values(allowed))
-        for module in (prefix_sharing_contexts, shared_prefix_cache):
+        patch(contexts.ReadPrefix, "allowed", without_values(allowed))
+        for module in (contexts, prefix_cache):
             patch(module, "as_base_mask", without_values(module.as_base_mask))
         # They compare real numbers
-        patch(prefix_sharing_enabling, "error_of_passes", lambda *args, **kwargs: 0.0)
-        patch(prefix_sharing_enabling, "ignores_state", lambda mixer, prefix, hidden_size: False)
+        patch(enabling, "error_of_passes", lambda *args, **kwargs: 0.0)
+        patch(enabling, "ignores_state", lambda mixer, prefix, hidden_size: False)
         patch(MultimodalInputs, "with_same_images", lambda self, rows: [rows])  # tokens alone tell prompts apart
         if device == "cuda":
             stack.enter_context(as_on_cuda())
             stack.enter_context(safe_softmax_in_steps())
-            for module in (prefix_sharing_contexts, shared_prefix_cache):
-                patch(module, "kernels_take", prefix_sharing_attention.flash_attention_takes)
+            for module in (contexts, prefix_cache):
+                patch(module, "kernels_take", prefix_attention.flash_attention_takes)
             patch(torch.nn.functional, "dropout", dropout)
             kernels = {"_forward_kernel": NoKernel(), "_backward_kernel": NoKernel()}
             for name, value in (PATCHED_ON_CUDA | kernels).items():

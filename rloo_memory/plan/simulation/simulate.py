@@ -166,7 +166,7 @@ class Simulation:
         if setup.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
         if setup.prefix_sharing:
-            from trl.models.prefix_sharing_enabling import enable_prefix_sharing
+            from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 
             for model in filter(None, (self.model, self.reference)):
                 try:
@@ -253,7 +253,7 @@ class Simulation:
     def generate_shared(self) -> None:
         """The same with the fork's own generation: each prompt once, then the last token with a cache that has room
         for all that came before."""
-        from trl.generation.shared_prefix import generate_with_shared_prefix
+        from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
 
         setup = self.setup
         rows, k, prompt = setup.generation_rows, setup.num_generations, setup.prompt_tokens

@@ -19,11 +19,12 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gene
 from transformers.utils import is_peft_available
 
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from trl.generation.shared_prefix import generate_with_shared_prefix
-from trl.models import prefix_sharing_enabling
-from trl.models.prefix_sharing import SharedPrefixPasses
-from trl.models.prefix_sharing_enabling import enable_prefix_sharing
-from trl.trainer.utils import add_fused_lm_head, shuffle_sequence_dict
+from trl.prefix_sharing import enabling
+from trl.prefix_sharing.enabling import enable_prefix_sharing
+from trl.prefix_sharing.generation import generate_with_shared_prefix
+from trl.prefix_sharing.shared_passes import SharedPrefixPasses
+from trl.prefix_sharing.trainer import shuffle_groups
+from trl.trainer.utils import add_fused_lm_head
 
 from .testing_utils import TrlTestCase, require_peft
 
@@ -135,7 +136,7 @@ class TestPrefixSharing(TrlTestCase):
         def fail(*args, **kwargs):
             raise raised
 
-        monkeypatch.setattr(prefix_sharing_enabling, "error_of_passes", fail)
+        monkeypatch.setattr(enabling, "error_of_passes", fail)
         model = load("trl-internal-testing/tiny-Qwen2ForCausalLM-2.5")
         with pytest.raises(error):
             enable_prefix_sharing(model)
@@ -156,7 +157,7 @@ class TestPrefixSharing(TrlTestCase):
 
     def test_shuffle_keeps_groups(self):
         batch = {"x": torch.arange(12), "y": list("aaabbbcccddd")}
-        shuffled = shuffle_sequence_dict(batch, group_size=3)
+        shuffled = shuffle_groups(batch, group_size=3)
         groups = shuffled["x"].view(4, 3)
         assert torch.equal(groups - groups[:, :1], torch.arange(3).expand(4, 3))
         assert all(group[0] % 3 == 0 for group in groups.tolist())

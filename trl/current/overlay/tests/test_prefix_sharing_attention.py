@@ -23,13 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-from trl.models import prefix_sharing_contexts
-from trl.models.prefix_memory import SharedPrefix
-from trl.models.prefix_sharing import SharedPrefixPasses
-from trl.models.prefix_sharing_attention import Runs, attention_with_lse, shared_prefix_attention
-from trl.models.prefix_sharing_contexts import ReadPrefix
-from trl.models.prefix_sharing_enabling import enable_prefix_sharing
-from trl.models.token_budget import TokenBudgetPasses
+from trl.prefix_sharing import contexts
+from trl.prefix_sharing.attention import Runs, attention_with_lse, shared_prefix_attention
+from trl.prefix_sharing.contexts import ReadPrefix
+from trl.prefix_sharing.enabling import enable_prefix_sharing
+from trl.prefix_sharing.memory import SharedPrefix
+from trl.prefix_sharing.shared_passes import SharedPrefixPasses
+from trl.prefix_sharing.token_budget import TokenBudgetPasses
 
 from .test_prefix_sharing import load, make_batch
 from .testing_utils import TrlTestCase
@@ -166,7 +166,7 @@ class TestSharedPrefixAttention(TrlTestCase):
 def layers_without_a_mask():
     """Indices of the layers in which completions attend to a prompt without a mask while it is open."""
     attending, layers = [], set()
-    attend, attend_without = ReadPrefix.attend, prefix_sharing_contexts.shared_prefix_attention
+    attend, attend_without = ReadPrefix.attend, contexts.shared_prefix_attention
 
     def enter(self, base, module, *args, **kwargs):
         attending.append(module.layer_idx)
@@ -178,7 +178,7 @@ def layers_without_a_mask():
 
     with (
         patch.object(ReadPrefix, "attend", enter),
-        patch.object(prefix_sharing_contexts, "shared_prefix_attention", without),
+        patch.object(contexts, "shared_prefix_attention", without),
     ):
         yield layers
 

@@ -20,8 +20,8 @@ from transformers import GenerationConfig
 from transformers.utils import is_peft_available
 
 from trl import GRPOConfig, RLOOConfig
-from trl.generation.shared_prefix import generate_with_shared_prefix
-from trl.models.prefix_sharing_enabling import enable_prefix_sharing
+from trl.prefix_sharing.enabling import enable_prefix_sharing
+from trl.prefix_sharing.generation import generate_with_shared_prefix
 
 from .test_prefix_sharing import TRAINERS, load, make_inputs
 from .testing_utils import TrlTestCase, require_peft

@@ -24,10 +24,10 @@ import transformers
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
-from trl.models import prefix_sharing_enabling
-from trl.models.prefix_memory import SharedPrefix
-from trl.models.prefix_sharing import SharedPrefixPasses
-from trl.models.prefix_sharing_enabling import enable_prefix_sharing
+from trl.prefix_sharing import enabling
+from trl.prefix_sharing.enabling import enable_prefix_sharing
+from trl.prefix_sharing.memory import SharedPrefix
+from trl.prefix_sharing.shared_passes import SharedPrefixPasses
 
 from . import test_prefix_sharing_images as images
 from .test_prefix_sharing import TRAINERS, load, make_inputs
@@ -248,7 +248,7 @@ class TestPrefixSharingFailures(TrlTestCase):
         def fail(*args, **kwargs):
             raise AttributeError("'RecordStates' object has no attribute 'has_previous_state'")
 
-        monkeypatch.setattr(prefix_sharing_enabling, "error_of_passes", fail)
+        monkeypatch.setattr(enabling, "error_of_passes", fail)
         monkeypatch.setattr(transformers, "__version__", "5.20.0")
         with pytest.raises(ValueError, match="need transformers 5.22.0 or higher, but 5.20.0 is installed"):
             enable_prefix_sharing(build(CONFIGS["mamba2"]))

@@ -19,17 +19,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3_5TextConfig, Qwen3Config
 from transformers.utils import is_peft_available
 
 from trl import GRPOConfig, RLOOConfig
-from trl.generation.shared_prefix import generate_with_shared_prefix
-from trl.models import prefix_sharing_contexts
-from trl.models.prefix_sharing import SharedPrefixPasses
-from trl.models.prefix_sharing_enabling import disable_prefix_sharing, enable_prefix_sharing
-from trl.models.token_budget import TokenBudgetPasses
-from trl.trainer.passes import TrainerPasses
+from trl.prefix_sharing import contexts
+from trl.prefix_sharing.enabling import disable_prefix_sharing, enable_prefix_sharing
+from trl.prefix_sharing.generation import generate_with_shared_prefix
+from trl.prefix_sharing.shared_passes import SharedPrefixPasses
+from trl.prefix_sharing.token_budget import TokenBudgetPasses
+from trl.prefix_sharing.trainer import TrainerPasses
 from trl.trainer.utils import disable_dropout_in_model
 
 from .test_prefix_sharing import TRAINERS, forward_whole_rows, load, make_inputs
@@ -112,7 +113,7 @@ class TestPrefixSharingFaithful(TrlTestCase):
         outputs.log_probs.sum().backward()
 
         assert implementations(model) == names
-        assert any("prefix_sharing_sdpa" in seen for seen in within)
+        assert any(contexts.IMPLEMENTATION_PREFIX + "sdpa" in seen for seen in within)
         torch.testing.assert_close(outputs.log_probs, expected.log_probs[:, prompt_length - 1 :], rtol=1e-4, atol=1e-5)
         for name, grad in expected_grads.items():
             torch.testing.assert_close(model.get_parameter(name).grad, grad, rtol=1e-3, atol=1e-5)
@@ -216,7 +217,7 @@ class TestPrefixSharingFaithful(TrlTestCase):
         forward = model.model.forward
 
         def shifted(*args, **kwargs):
-            if isinstance(kwargs.get("shared_prefix"), prefix_sharing_contexts.ReadPrefix):
+            if isinstance(kwargs.get("shared_prefix"), contexts.ReadPrefix):
                 kwargs["position_ids"] = kwargs["position_ids"] + 1
             return forward(*args, **kwargs)
 
@@ -315,7 +316,10 @@ class TestPrefixSharingFaithful(TrlTestCase):
             importlib.metadata, "version", lambda name: version if name == "deepspeed" else versions(name)
         )
         accelerator = SimpleNamespace(
-            device="cpu", num_processes=2, state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=3))
+            device="cpu",
+            num_processes=2,
+            distributed_type=DistributedType.DEEPSPEED,
+            state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=3)),
         )
         model = get_peft_model(load(MODEL_ID), LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
         with pytest.raises(ValueError, match=f"deepspeed>=0.19.3`, found {version}"):

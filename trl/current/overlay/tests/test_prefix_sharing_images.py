@@ -16,10 +16,10 @@ import pytest
 import torch
 from transformers import GenerationConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from trl.generation.shared_prefix import generate_with_shared_prefix
-from trl.models.prefix_sharing import SharedPrefixPasses
-from trl.models.prefix_sharing_enabling import enable_prefix_sharing
-from trl.models.prefix_sharing_images import MultimodalInputs
+from trl.prefix_sharing.enabling import enable_prefix_sharing
+from trl.prefix_sharing.generation import generate_with_shared_prefix
+from trl.prefix_sharing.images import MultimodalInputs
+from trl.prefix_sharing.shared_passes import SharedPrefixPasses
 from trl.trainer.utils import add_fused_lm_head
 
 from .test_prefix_sharing_attention import Operators

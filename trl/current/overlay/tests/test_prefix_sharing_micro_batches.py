@@ -17,9 +17,9 @@ import pytest
 import torch
 from datasets import load_dataset
 
-from trl.models.prefix_sharing import SharedPrefixPasses
-from trl.models.prefix_sharing_enabling import enable_prefix_sharing
-from trl.models.prefix_sharing_micro_batches import OpenPrefix
+from trl.prefix_sharing.enabling import enable_prefix_sharing
+from trl.prefix_sharing.micro_batches import OpenPrefix
+from trl.prefix_sharing.shared_passes import SharedPrefixPasses
 
 from .test_prefix_sharing import MODEL_IDS, TRAINERS, forward_whole_rows, load, make_inputs
 from .test_prefix_sharing_offloading import count_layer_forwards, offload_on_cpu

@@ -20,9 +20,9 @@ import torch
 from datasets import load_dataset
 
 from trl.models import get_act_offloading_ctx_manager
-from trl.models.prefix_sharing import SharedPrefixPasses
-from trl.models.prefix_sharing_enabling import enable_prefix_sharing
-from trl.models.token_budget import TokenBudgetPasses
+from trl.prefix_sharing.enabling import enable_prefix_sharing
+from trl.prefix_sharing.shared_passes import SharedPrefixPasses
+from trl.prefix_sharing.token_budget import TokenBudgetPasses
 
 from .test_prefix_sharing import TRAINERS, forward_whole_rows, load, make_inputs
 from .testing_utils import TrlTestCase

@@ -16,8 +16,8 @@
 import pytest
 import torch
 
-from trl.models.prefix_sharing_enabling import enable_prefix_sharing
-from trl.models.token_budget import TokenBudgetPasses
+from trl.prefix_sharing.enabling import enable_prefix_sharing
+from trl.prefix_sharing.token_budget import TokenBudgetPasses
 
 from .test_prefix_sharing import load
 from .test_prefix_sharing_micro_batches import MODEL_ID
@@ -42,7 +42,7 @@ class TestPrefixSharingProcesses(TrlTestCase):
         def fails(*args, **kwargs):
             raise RuntimeError(message)
 
-        monkeypatch.setattr("trl.models.prefix_sharing_enabling.error_of_passes", fails)
+        monkeypatch.setattr("trl.prefix_sharing.enabling.error_of_passes", fails)
         model = load(MODEL_ID)
         with pytest.raises(error) as caught:
             enable_prefix_sharing(model)

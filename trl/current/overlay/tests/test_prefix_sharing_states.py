@@ -18,11 +18,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BambaConfig, GenerationConfig, JambaConfig, Qwen3NextConfig
 
-from trl.generation.shared_prefix import generate_with_shared_prefix
-from trl.models.prefix_memory import SharedPrefix
-from trl.models.prefix_sharing import SharedPrefixPasses
-from trl.models.prefix_sharing_enabling import enable_prefix_sharing
-from trl.models.prefix_sharing_states import find_mixers, ignores_state
+from trl.prefix_sharing.enabling import enable_prefix_sharing
+from trl.prefix_sharing.generation import generate_with_shared_prefix
+from trl.prefix_sharing.memory import SharedPrefix
+from trl.prefix_sharing.shared_passes import SharedPrefixPasses
+from trl.prefix_sharing.states import find_mixers, ignores_state
 from trl.trainer.utils import add_fused_lm_head
 
 from .test_prefix_sharing import make_batch, make_inputs

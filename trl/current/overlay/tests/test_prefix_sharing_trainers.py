@@ -23,10 +23,10 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig
-from trl.models.prefix_sharing import SharedPrefixPasses
-from trl.models.prefix_sharing_enabling import enable_prefix_sharing
-from trl.models.prefix_sharing_micro_batches import OpenPrefix
-from trl.trainer.utils import count_tiles
+from trl.prefix_sharing.enabling import enable_prefix_sharing
+from trl.prefix_sharing.images import count_tiles
+from trl.prefix_sharing.micro_batches import OpenPrefix
+from trl.prefix_sharing.shared_passes import SharedPrefixPasses
 
 from .test_prefix_sharing import TRAINERS, forward_whole_rows, load, make_inputs
 from .test_prefix_sharing_micro_batches import MODEL_ID, assert_same_gradients, forward_micro_batches

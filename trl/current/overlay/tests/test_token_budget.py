@@ -17,7 +17,7 @@ import torch
 from datasets import load_dataset
 
 from trl import GRPOConfig, RLOOConfig
-from trl.models.token_budget import TokenBudgetPasses
+from trl.prefix_sharing.token_budget import TokenBudgetPasses
 
 from .test_prefix_sharing import TRAINERS, forward_whole_rows, load, make_inputs
 from .testing_utils import TrlTestCase

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 
@@ -120,7 +121,7 @@ def error_of_passes(model: PreTrainedModel, passes, training: bool = False) -> f
     on other processes. In training mode, noise that passes cannot have alike is an error. A model in half precision
     computes in float32: what its own dtype rounds away hides errors that add up in training.
     """
-    if any(param.is_meta or param.numel() == 0 for param in model.parameters()):
+    if any(param.is_meta or param.numel() == 0 or isinstance(param, DTensor) for param in model.parameters()):
         return 0.0
     dtypes = {param.dtype for param in model.parameters()}
     # No backward follows. What it would need, float32 weights of all layers for one, is not kept.

@@ -26,12 +26,12 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from ..models.passes import exceeds_longrope, has_several_processes
-from ..models.prefix_sharing import at_least_one, group_rows, prompt_pass
-from ..models.prefix_sharing_contexts import running
-from ..models.prefix_sharing_fsdp2 import FSDPModule, base_model_forward
-from ..models.prefix_sharing_images import MultimodalInputs
-from .shared_prefix_cache import SharedPrefixCache
+from .cache import SharedPrefixCache
+from .contexts import running
+from .fsdp2 import FSDPModule, base_model_forward
+from .images import MultimodalInputs
+from .passes import exceeds_longrope, has_several_processes
+from .shared_passes import at_least_one, group_rows, prompt_pass
 
 
 # Options of generation with several forwards a token, or another cache, and their values without that. What older

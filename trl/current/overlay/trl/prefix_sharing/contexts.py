@@ -31,14 +31,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .prefix_memory import KEY, VALUE, SharedPrefix
-from .prefix_sharing_attention import Runs, is_plain, kernels_take, shared_prefix_attention
-from .prefix_sharing_states import ReadStates, RecordStates
+from .attention import Runs, is_plain, kernels_take, shared_prefix_attention
+from .memory import KEY, VALUE, SharedPrefix
+from .states import ReadStates, RecordStates
 
 
 # Attention implementations that take an arbitrary mask, which is what lets packed completions see one prefix
 BASE_IMPLEMENTATIONS = ("sdpa", "eager")
-IMPLEMENTATION_PREFIX = "prefix_sharing_"
+IMPLEMENTATION_PREFIX = f"{__package__}."  # two copies of this package do not replace what the other registers
 
 # Completions that attend together save copies of the prefix, at the cost of scores between tokens of different
 # completions, which the mask throws away. Those stay below a quarter of the scores with the prefix.

@@ -24,12 +24,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 
+from .contexts import BASE_IMPLEMENTATIONS, routed
+from .memory import SharedPrefix
 from .passes import rope_parameters
-from .passes_probe import PROBE_PREFIX_LENGTH, WholeRowsError, error_of_passes
-from .prefix_memory import SharedPrefix
-from .prefix_sharing import SharedPrefixPasses
-from .prefix_sharing_contexts import BASE_IMPLEMENTATIONS, routed
-from .prefix_sharing_states import SUPPORTED_LAYER_TYPES, find_mixers, ignores_state, layers_by_kind, share_states
+from .probe import PROBE_PREFIX_LENGTH, WholeRowsError, error_of_passes
+from .shared_passes import SharedPrefixPasses
+from .states import SUPPORTED_LAYER_TYPES, find_mixers, ignores_state, layers_by_kind, share_states
 
 
 # Since then, mixers ask a cache for their states, and all of Gemma's layers look up their embeddings alike
@@ -45,7 +45,7 @@ class _Route:
 
     Args:
         configs (`list[PretrainedConfig]`):
-            Configs of the text part, see [`~prefix_sharing_contexts.routed`].
+            Configs of the text part, see [`~prefix_sharing.contexts.routed`].
     """
 
     def __init__(self, configs: list[PretrainedConfig]):

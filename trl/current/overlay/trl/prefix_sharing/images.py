@@ -24,8 +24,7 @@ import torch
 from torch import nn
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from ..trainer.utils import split_pixel_values_by_grid
-from .prefix_sharing_fsdp2 import FSDPModule
+from .fsdp2 import FSDPModule
 
 
 _OF_IMAGES = (
@@ -76,19 +75,14 @@ class MultimodalInputs:
             return cls(images, tokens)
         if num_images is None:
             raise ValueError(f"`num_images` must say how many images each row has, to divide {sorted(inputs)}.")
-        if "pixel_attention_mask" not in inputs or "spatial_shapes" in inputs:
-            counts = {"num_images": num_images, "num_tiles": num_tiles}
-            inputs = split_pixel_values_by_grid(
-                {**inputs, **{name: count for name, count in counts.items() if count is not None}}
-            )
-        for name, x in inputs.items():
-            if name in _OF_IMAGES:
-                if len(x) != num_rows:
-                    raise ValueError(f"`{name}` has {len(x)} entries, which cannot be divided among {num_rows} rows.")
-                for row in range(num_rows):
-                    if num_images[row] > 0:
-                        # A list has what belongs to a row, a tensor an entry for each row (Idefics, SmolVLM)
-                        images[row][name] = x[row] if isinstance(x, list) else x[row : row + 1]
+        for name, sizes in _entries_per_row(inputs, num_rows, num_images, num_tiles).items():
+            if sum(sizes) != len(inputs[name]):
+                raise ValueError(
+                    f"`{name}` has {len(inputs[name])} entries, which cannot be divided among {num_rows} rows."
+                )
+            for row, x in enumerate(inputs[name].split(sizes)):
+                if num_images[row] > 0:
+                    images[row][name] = x
         return cls(images, tokens)
 
     def check(
@@ -147,6 +141,53 @@ class MultimodalInputs:
     def of_prefix(self, row: int, columns: torch.Tensor) -> dict[str, torch.Tensor]:
         """Inputs of the prefix of a row, whose tokens are in these columns."""
         return {**self.images[row], **{name: x[row, columns][None] for name, x in self.tokens.items()}}
+
+
+def _entries_per_row(
+    inputs: dict[str, torch.Tensor], num_rows: int, num_images: list[int], num_tiles: list[int] | None
+) -> dict[str, list[int]]:
+    """Number of entries of each input that belong to each row, as the processors of transformers put them together."""
+    if "image_grid_thw" in inputs:  # an entry of the pixel values for each patch (Qwen-VL, GLM-V)
+        patches = torch.tensor(inputs["image_grid_thw"].prod(-1).tolist()).split(num_images)
+        return {**dict.fromkeys(inputs, num_images), "pixel_values": [int(x.sum()) for x in patches]}
+    if num_tiles is not None:  # LFM2-VL, InternVL
+        return dict.fromkeys(inputs, num_tiles)
+    by_row = "pixel_attention_mask" in inputs  # Idefics, SmolVLM
+    by_image = "image_position_ids" in inputs or len(inputs["pixel_values"]) == sum(num_images)
+    return dict.fromkeys(inputs, num_images if by_image and not by_row else [1] * num_rows)
+
+
+def count_tiles(
+    processing_class, images: list | None, num_images: list[int] | None, inputs: dict[str, torch.Tensor]
+) -> list[int] | None:
+    """
+    Number of tiles of each sample, for models whose pixel values are indexed by tile. `None` for others.
+
+    Args:
+        processing_class ([`~transformers.ProcessorMixin`]):
+            Processor that made `inputs` of the images.
+        images (`list[list]`, *optional*):
+            Images of each sample.
+        num_images (`list[int]`, *optional*):
+            Number of images of each sample.
+        inputs (`dict[str, torch.Tensor]`):
+            Inputs of the model.
+    """
+    if images is None or "pixel_values" not in inputs:
+        return None
+    images = [sample for sample in images if sample]
+    # The full processor drops the rows and columns of tiles
+    if "spatial_shapes" in inputs:
+        image_info = processing_class.image_processor(images=images, return_tensors="pt", return_row_col_info=True)
+        num_tiles = image_info["image_rows"] * image_info["image_cols"]
+        if processing_class.image_processor.use_thumbnail:
+            num_tiles = num_tiles + (num_tiles > 1).to(num_tiles.dtype)
+    elif inputs["pixel_values"].ndim == 4 and inputs["pixel_values"].size(0) != sum(num_images):
+        image_info = processing_class.image_processor(images=images, crop_to_patches=True, return_tensors="pt")
+        num_tiles = image_info["num_patches"]
+    else:
+        return None
+    return [tiles.sum().item() for tiles in torch.split(num_tiles, num_images)]
 
 
 def rope_position_ids(backbone: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor | None:

@@ -39,7 +39,7 @@ from .passes import (
     split_by_tokens,
     to_device,
 )
-from .passes_probe import PROBE_PREFIX_LENGTH, error_of_passes
+from .probe import PROBE_PREFIX_LENGTH, error_of_passes
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
-from ..models.prefix_memory import SharedPrefix
-from ..models.prefix_sharing_attention import attention_with_lse, is_plain, kernels_take
-from ..models.prefix_sharing_contexts import as_base_mask, masked_attention
-from ..models.prefix_sharing_states import fork_states
+from .attention import attention_with_lse, is_plain, kernels_take
+from .contexts import as_base_mask, masked_attention
+from .memory import SharedPrefix
+from .states import fork_states
 
 
 # Room for new keys grows by an eighth of what there is, so that copying is cheap, and by no fewer steps than this

@@ -42,8 +42,8 @@ from transformers.cache_utils import LinearAttentionLayer
 
 
 if TYPE_CHECKING:
-    from .prefix_memory import SharedPrefix
-    from .prefix_sharing_contexts import RecordPrefix
+    from .contexts import RecordPrefix
+    from .memory import SharedPrefix
 
 # What a layer of each type keeps of a sequence, as in transformers' caches
 _ATTENTION_TYPES = {"full_attention", "sliding_attention", "hybrid"}

@@ -31,6 +31,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from .contexts import ReadPrefix, RecordPrefix, running
+from .fsdp2 import unshard_in_backward
+from .images import MultimodalInputs, rope_position_ids
+from .memory import SharedPrefix
+from .micro_batches import OpenPrefix
 from .passes import (
     PassesOutput,
     check_mask,
@@ -44,11 +49,6 @@ from .passes import (
     split_by_tokens,
     to_device,
 )
-from .prefix_memory import SharedPrefix
-from .prefix_sharing_contexts import ReadPrefix, RecordPrefix, running
-from .prefix_sharing_fsdp2 import unshard_in_backward
-from .prefix_sharing_images import MultimodalInputs, rope_position_ids
-from .prefix_sharing_micro_batches import OpenPrefix
 
 
 def group_rows(

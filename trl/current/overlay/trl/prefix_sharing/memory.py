@@ -23,7 +23,7 @@ Shape suffixes: S prefix tokens, D head size.
 import torch
 from transformers import PretrainedConfig
 
-from .prefix_sharing_states import layers_by_kind
+from .states import layers_by_kind
 
 
 KEY, VALUE, ROUTER = "key", "value", "router"

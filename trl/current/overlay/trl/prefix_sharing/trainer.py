@@ -14,10 +14,9 @@
 
 """The passes of RLOO and GRPO: how the rows of a batch go through the model."""
 
-import functools
 import importlib.metadata
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -25,18 +24,33 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, gather, is_peft_model
 from packaging.version import Version
+from torch import nn
 from transformers import PreTrainedModel
 
-from ..distributed import DistributedBackend
-from ..generation.shared_prefix import generate_with_shared_prefix
-from ..models.prefix_sharing import SharedPrefixPasses, group_rows
-from ..models.prefix_sharing_enabling import enable_prefix_sharing
-from ..models.prefix_sharing_images import MultimodalInputs
-from ..models.prefix_sharing_micro_batches import OpenPrefix
-from ..models.token_budget import TokenBudgetPasses, check_whole_rows
+from .enabling import disable_prefix_sharing, enable_prefix_sharing
+from .generation import generate_with_shared_prefix
+from .images import MultimodalInputs, count_tiles
+from .micro_batches import OpenPrefix
+from .shared_passes import SharedPrefixPasses, group_rows
+from .token_budget import TokenBudgetPasses, check_whole_rows
 
 
 logger = get_logger(__name__)
+
+
+def shuffle_groups(batch: dict[str, Sequence | None], group_size: int) -> dict[str, Sequence | None]:
+    """Shuffle all sequence-like values in unison. Each `group_size` consecutive elements stay together, in order."""
+    batch_size = len(next(x for x in batch.values() if x is not None))
+    # As many random numbers for every group size, so that what is sampled next does not depend on it
+    order = torch.randperm(batch_size)
+    order = (order[order % group_size == 0, None] + torch.arange(group_size)).flatten()
+
+    def permute(x: Sequence | None) -> Sequence | None:
+        if x is None or (isinstance(x, torch.Tensor) and x.ndim == 0):
+            return x
+        return x[order] if isinstance(x, torch.Tensor) else [x[i] for i in order]
+
+    return {name: permute(x) for name, x in batch.items()}
 
 
 class TrainerPasses:
@@ -76,14 +90,15 @@ class TrainerPasses:
         self._open_prefix = None
         self._has_passes = True  # whether the loss of the last training step came from passes
         option = "prefix_sharing=True" if args.prefix_sharing else f"tokens_per_forward={args.tokens_per_forward}"
-        dist = DistributedBackend(accelerator)
-        if dist.fsdp_version == 1:
+        if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
             raise ValueError(
                 f"`{option}` runs the layers several times in a forward, which is not tested with FSDP1. Use FSDP2 or "
                 "DeepSpeed."
             )
         # Passes need the non-reentrant checkpointing, which frozen weights take from DeepSpeed 0.19.3 on
-        if dist.is_zero3 and is_peft_model(model) and args.gradient_checkpointing:
+        deepspeed = accelerator.state.deepspeed_plugin
+        is_zero3 = deepspeed is not None and deepspeed.zero_stage == 3
+        if is_zero3 and is_peft_model(model) and args.gradient_checkpointing:
             version = importlib.metadata.version("deepspeed")
             if Version(version) < Version("0.19.3"):
                 raise ValueError(
@@ -95,10 +110,9 @@ class TrainerPasses:
                 f"`{option}` divides rows of text and supports images only with `prefix_sharing=True`. Lower "
                 "`per_device_train_batch_size` instead."
             )
-        prepare = enable_prefix_sharing if args.prefix_sharing else check_whole_rows
-        prepare(model)
-        if ref_model is not None:
-            prepare(ref_model)
+        self._models = [model] if ref_model is None else [model, ref_model]
+        for each in self._models:
+            enable_prefix_sharing(each) if args.prefix_sharing else check_whole_rows(each)
         # The completions of a prompt can be spread over several micro-batches
         if args.prefix_sharing and args.per_device_train_batch_size < args.num_generations:
             self._open_prefix = OpenPrefix(
@@ -172,18 +186,39 @@ class TrainerPasses:
         self._prompts_differ[self.model.training] = gather(differ).any().item()
 
     def generate_of(
-        self, model: PreTrainedModel, num_rows: int, num_images: list[int] | None, num_tiles: list[int] | None
+        self, model: PreTrainedModel, processing_class, images: list[list | None] | None
     ) -> Callable[..., torch.Tensor]:
-        """`generate` of a model for a batch of `num_rows` prompts, which are shared with `prefix_sharing`."""
+        """`generate` of a model for a batch with these images of each row. With `prefix_sharing`, it shares prompts."""
         if not self.args.prefix_sharing:
             return model.generate
-        return functools.partial(
-            generate_with_shared_prefix,
-            model,
-            group_size=self.rows_per_prompt(num_rows),
-            num_images=num_images,
-            num_tiles=num_tiles,
-        )
+        num_images = [len(x) if x else 0 for x in images] if images is not None else None
+
+        def generate(input_ids: torch.Tensor, **inputs) -> torch.Tensor:
+            return generate_with_shared_prefix(
+                model,
+                input_ids,
+                group_size=self.rows_per_prompt(len(input_ids)),
+                num_images=num_images,
+                num_tiles=count_tiles(processing_class, images, num_images, inputs),
+                **inputs,
+            )
+
+        return generate
+
+    def shuffle(self, batch: dict[str, Sequence | None]) -> dict[str, Sequence | None]:
+        """Shuffle a batch. With `prefix_sharing`, the completions of a prompt stay together."""
+        return shuffle_groups(batch, self.args.num_generations if self.args.prefix_sharing else 1)
+
+    def reward_logits(self, reward_model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Logits of a reward model, of at most `tokens_per_forward` tokens of rows at a time."""
+        batch_size = num_rows = len(inputs["input_ids"])
+        if self.args.tokens_per_forward is not None:
+            batch_size = max(1, self.args.tokens_per_forward // inputs["input_ids"].size(1))
+        batches = [
+            {name: x[start : start + batch_size] for name, x in inputs.items()}
+            for start in range(0, num_rows, batch_size)
+        ]
+        return torch.cat([reward_model(**batch).logits for batch in batches])
 
     @contextmanager
     def micro_batch(self, step: int, updates: bool) -> Iterator[None]:
@@ -208,6 +243,11 @@ class TrainerPasses:
                 "`prefix_sharing` and `tokens_per_forward` have no effect on it. A subclass that has its own should "
                 "call that of `super()`."
             )
+
+    def remove(self) -> None:
+        """Take back what was done to the models."""
+        for model in self._models:
+            disable_prefix_sharing(model)
 
     def close(self, step: int) -> bool:
         """Forget what is kept for the next micro-batch. Returns whether some of a prompt's are missing."""

@@ -29,7 +29,7 @@ import torch
 
 
 if TYPE_CHECKING:
-    from .prefix_memory import SharedPrefix
+    from .memory import SharedPrefix
 
 
 class OpenPrefix:

@@ -1,0 +1,303 @@
+"""Prefix sharing for a trainer of the TRL that is installed, whichever that is: `share_prompts(trainer)`.
+
+It replaces methods of one trainer and the forwards of its models, each of which calls what it replaces, by way of the
+class that this project's fork of TRL calls from within its trainers, `prefix_sharing.trainer.TrainerPasses`.
+"""
+
+import copy
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from accelerate.utils import is_peft_model
+from torch import nn
+from transformers import ProcessorMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from rloo_memory.prefix_sharing.config import check_passes_config
+from rloo_memory.prefix_sharing.trainer import TrainerPasses
+
+# What is replaced, and the parameters that are read of its calls
+METHODS = {
+    "train": (),
+    "training_step": (),
+    "_prepare_inputs": (),
+    "_generate_and_score_completions": (),
+    "_generate_single_turn": ("prompt_ids", "images"),
+    "_get_per_token_logps_and_entropies": ("model",),
+}
+SHUFFLE = "shuffle_sequence_dict"  # by which the module of a trainer shuffles the rows of a rollout
+OF_IMAGES = (
+    "pixel_values", "pixel_attention_mask", "image_grid_thw", "image_position_ids", "image_sizes", "spatial_shapes"
+)  # fmt: skip
+
+
+def share_prompts(trainer, tokens_per_forward: int | None = None, prefix_sharing: bool = True) -> "PromptSharing":
+    """
+    Have a trainer compute each prompt once for all its completions, from its next training on. Gradients are the same
+    up to rounding. Some rows of the first batch are scored whole, too, and compared.
+
+    Args:
+        trainer (`trl.RLOOTrainer` or `trl.GRPOTrainer`, or a subclass):
+            Of TRL 1.14 or newer, as released.
+        tokens_per_forward (`int`, *optional*):
+            Tokens of completions of a prompt that go through the model together. If `None`, their number is not
+            bounded but by `per_device_train_batch_size`.
+        prefix_sharing (`bool`, *optional*, defaults to `True`):
+            `False` leaves rows whole. They go through the model in passes of `tokens_per_forward` tokens.
+
+    Returns:
+        `PromptSharing`: its `remove()` undoes it.
+
+    Raises:
+        ImportError: If transformers is too old.
+        ValueError: If the trainer, its settings or its models cannot share prompts exactly; it is left as it was.
+    """
+    sharing = PromptSharing(trainer, tokens_per_forward, prefix_sharing)
+    try:
+        sharing.install()
+    except BaseException:
+        sharing.remove()
+        raise
+    return sharing
+
+
+@contextmanager
+def replaced(owner, name: str, value) -> Iterator[None]:
+    """`owner.name` is `value`, and then what it was."""
+    own = vars(owner)
+    before = own.get(name)
+    had = name in own
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before) if had else delattr(owner, name)
+
+
+class _Output(BaseModelOutputWithPast):
+    """Hidden states, of shape `(B, C + 1, H)`. What a model reads beside them, of images or sound, is None."""
+
+    def __getattr__(self, name: str):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return None
+
+
+class PromptSharing:
+    """What [`share_prompts`] has replaced. `remove()` puts it back."""
+
+    def __init__(self, trainer, tokens_per_forward: int | None, prefix_sharing: bool):
+        check_trainer(trainer)
+        self.trainer = trainer
+        self.settings = {"prefix_sharing": prefix_sharing, "tokens_per_forward": tokens_per_forward}
+        self.args = copy.copy(trainer.args)
+        offloading = {"activation_offloading": getattr(trainer.args, "activation_offloading", False)}  # the fork's
+        vars(self.args).update(self.settings, **offloading)
+        self.replaced: list[tuple[object, str, Callable, Callable | None]] = []
+        self.passes: TrainerPasses | None = None
+        self.of_chunks: Iterator | None = None  # passes of the rows that are being scored, chunk by chunk
+        self.compared = False
+
+    def install(self) -> None:
+        trainer = self.trainer
+        check_passes_config(self.args)
+        models = [trainer.accelerator.unwrap_model(x) for x in (trainer.model, trainer.ref_model) if x is not None]
+        takes_images = isinstance(trainer.processing_class, ProcessorMixin)
+        self.passes = TrainerPasses(self.args, trainer.accelerator, *models, takes_images=takes_images)
+        # TRL sets it for adapters with ZeRO-3, where DeepSpeed before 0.19.3 has no other: `TrainerPasses` has checked
+        if (trainer.args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+            trainer.args.gradient_checkpointing_kwargs["use_reentrant"] = False
+        for name in METHODS:
+            self.replace(trainer, name, getattr(self, name.removeprefix("_")))
+        for model in models:
+            causal_lm = model.get_base_model() if is_peft_model(model) else model
+            self.replace(causal_lm, "forward", functools.partial(self.forward, causal_lm))
+        for reward_func in trainer.reward_funcs:
+            if self.args.tokens_per_forward is not None and isinstance(reward_func, nn.Module):
+                self.replace(reward_func, "forward", self.reward)
+        trainer.prompt_sharing = self
+
+    def replace(self, owner, name: str, hook: Callable) -> None:
+        """Have `hook`, which is given the original and its arguments, be called for `owner.name`."""
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def call(*args, **kwargs):
+            return hook(original, *args, **kwargs) if self.passes is not None else original(*args, **kwargs)
+
+        self.replaced.append((owner, name, call, vars(owner).get(name)))
+        setattr(owner, name, call)
+
+    def remove(self) -> None:
+        """Undo it. The next training computes whole rows."""
+        for owner, name, call, before in reversed(self.replaced):
+            if vars(owner).get(name) is not call:  # something replaced it in turn, and still calls it
+                continue
+            setattr(owner, name, before) if before is not None else delattr(owner, name)
+        if self.passes is not None:
+            self.passes.remove()
+        self.passes, self.replaced = None, []
+        vars(self.trainer).pop("prompt_sharing", None)
+
+    # -- what is called in place of a trainer's methods ---------------------------------------------------------------
+
+    def train(self, original, *args, **kwargs):
+        try:
+            return original(*args, **kwargs)
+        finally:
+            # What an interruption leaves of a prompt's micro-batches is no part of the next training
+            if self.passes is not None and self.passes.close(self.trainer._step):
+                self.trainer._step, self.trainer._buffered_inputs = 0, None
+
+    def training_step(self, original, *args, **kwargs):
+        with self.passes.micro_batch(self.trainer._step, updates=self.trainer.accelerator.sync_gradients):
+            return original(*args, **kwargs)
+
+    def prepare_inputs(self, original, *args, **kwargs):
+        # The completions of a prompt must stay in the same batch
+        with replaced(module_of(self.trainer), SHUFFLE, self.passes.shuffle):
+            return original(*args, **kwargs)
+
+    def generate_and_score_completions(self, original, *args, **kwargs):
+        rows = original(*args, **kwargs)
+        self.compare_prompts(rows["prompt_ids"], rows["prompt_mask"], rows)
+        return rows
+
+    def compare_prompts(self, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, inputs: dict) -> None:
+        images = {name: inputs[name] for name in OF_IMAGES if inputs.get(name) is not None}
+        self.passes.compare_prompts(prompt_ids, prompt_mask, images, inputs.get("num_images"), inputs.get("num_tiles"))
+
+    def generate_single_turn(self, original, prompt_ids, images, *args, **kwargs):
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model_wrapped)
+        whole = model.generate
+        shared = self.passes.generate_of(model, self.trainer.processing_class, images)
+
+        def generate(**inputs):
+            with replaced(model, "generate", whole):
+                return shared(**inputs)
+
+        with replaced(model, "generate", generate):
+            return original(prompt_ids, images, *args, **kwargs)
+
+    def get_per_token_logps_and_entropies(
+        self, original, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
+    ):
+        prefix_length = input_ids.size(1) - logits_to_keep
+        if not torch.is_grad_enabled():
+            self.compare_prompts(input_ids[:, :prefix_length], attention_mask[:, :prefix_length], kwargs)
+        arguments = (model, input_ids, attention_mask, logits_to_keep)
+        if not self.compared:
+            self.compared = True
+            self.compare_with_whole_rows(original, *arguments, **kwargs)
+        return self.in_passes(original, *arguments, batch_size=batch_size, **kwargs)
+
+    def in_passes(self, original, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs):
+        if batch_size is not None:
+            batch_size = self.passes.rows_to_score(batch_size)
+            kwargs["batch_size"] = batch_size
+        num_rows, prefix_length = len(input_ids), input_ids.size(1) - logits_to_keep
+        chunk = batch_size or num_rows
+        self.of_chunks = (
+            self.passes.of_rows(
+                slice(start, min(start + chunk, num_rows)),
+                prefix_length,
+                kwargs.get("num_images"),
+                kwargs.get("num_tiles"),
+            )
+            for start in range(0, num_rows, chunk)
+        )
+        try:
+            return original(model, input_ids, attention_mask, logits_to_keep, **kwargs)
+        finally:
+            self.of_chunks = None
+
+    @torch.no_grad()
+    def compare_with_whole_rows(self, original, model, input_ids, attention_mask, logits_to_keep, **kwargs) -> None:
+        """Raise a `RuntimeError` where these rows have other log-probabilities than TRL gives them by themselves."""
+        kwargs |= {"compute_entropy": False, "compute_aux_loss": False}
+        if not any(kwargs.get(name) is not None for name in OF_IMAGES):  # two rows are enough
+            tensors = {name: x for name, x in kwargs.items() if isinstance(x, torch.Tensor)}
+            kwargs |= {name: x[:2] for name, x in tensors.items()}
+            input_ids, attention_mask = input_ids[:2], attention_mask[:2]
+        arguments = (model, input_ids, attention_mask, logits_to_keep)
+        whole = original(*arguments, batch_size=1, **kwargs)[0]
+        shared = self.in_passes(original, *arguments, **kwargs)[0]
+        is_token = attention_mask[:, -logits_to_keep:] != 0
+        args, dtype = self.trainer.args, self.trainer.model.dtype
+        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else dtype
+        if not is_token.any():
+            return
+        apart = (whole - shared)[is_token].abs().mean().item()
+        most = torch.finfo(dtype).eps ** 0.5 * max(1.0, whole[is_token].abs().mean().item())  # half of the digits
+        if not apart <= most:
+            raise RuntimeError(
+                f"Log-probabilities of the first batch with shared prompts are {apart:.2g} from those of whole rows, "
+                f"more than {most:.2g}. {type(self.trainer).__name__} does not fit `share_prompts`: leave it out."
+            )
+
+    # -- what is called in place of models' forwards ------------------------------------------------------------------
+
+    def forward(self, model, original, *args, **kwargs):
+        if self.of_chunks is None:
+            return original(*args, **kwargs)
+        passes = next(self.of_chunks)
+        kwargs = {name: x for name, x in kwargs.items() if x is not None}
+        of_head = {
+            name: kwargs.pop(name) for name in ("fused_lm_head", "logits_to_keep", "use_cache") if name in kwargs
+        }
+        of_columns = {name: kwargs.pop(name) for name in ("labels",) if name in kwargs}
+        of_columns |= {name: kwargs[name] for name in ("input_ids", "attention_mask")}
+        experts = kwargs.pop(
+            "output_router_logits", getattr(model.config.get_text_config(), "output_router_logits", False)
+        )
+        if experts:
+            kwargs["output_router_logits"], of_head["output_router_logits"] = True, False
+        states = passes.forward(model.base_model, *args, **kwargs)
+        # From the last prompt token on, the LM head scores what a backbone gives that has run already
+        of_columns = {name: x[:, passes.prefix_length - 1 :] for name, x in of_columns.items()}
+        output = _Output(last_hidden_state=states.last_hidden_state)
+        with replaced(model.base_model, "forward", lambda *args, **kwargs: output):
+            outputs = original(**of_columns, **of_head)
+        if experts:
+            outputs.aux_loss = states.aux_loss
+        return outputs
+
+    def reward(self, original, **inputs):
+        """Of a reward model: its rows in passes of `tokens_per_forward` tokens."""
+        from transformers.modeling_outputs import SequenceClassifierOutput
+
+        return SequenceClassifierOutput(logits=self.passes.reward_logits(original, inputs))
+
+
+def module_of(trainer):
+    """The module of TRL's class behind a trainer's, whose functions `_prepare_inputs` calls."""
+    cls = next(
+        cls for cls in type(trainer).__mro__ if "_prepare_inputs" in vars(cls) and cls.__module__.startswith("trl.")
+    )
+    return sys.modules[cls.__module__]
+
+
+def check_trainer(trainer) -> None:
+    """Raise a `ValueError` where a trainer has not got what is replaced."""
+    name = type(trainer).__name__
+    if hasattr(trainer, "prompt_sharing"):
+        raise ValueError(f"{name} shares its prompts already: call `trainer.prompt_sharing.remove()` first.")
+    if getattr(trainer, "passes", None) is not None:
+        raise ValueError(
+            f"{name} shares its prompts by its own `prefix_sharing` or `tokens_per_forward`: leave those or "
+            "`share_prompts` out."
+        )
+    for method, wanted in METHODS.items():
+        has = inspect.signature(getattr(trainer, method)).parameters if hasattr(trainer, method) else None
+        if has is None or not has.keys() >= set(wanted):
+            missing = f"`{method}`" if has is None else f"{sorted(set(wanted) - has.keys())} of `{method}`"
+            raise ValueError(
+                f"`share_prompts` takes an RLOOTrainer or a GRPOTrainer of TRL 1.14 or newer, and {name} has no "
+                f"{missing}. Train without it."
+            )
+    if not hasattr(module_of(trainer), SHUFFLE):
+        raise ValueError(f"`share_prompts` needs `{SHUFFLE}` in {module_of(trainer).__name__}. Train without it.")

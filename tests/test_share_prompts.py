@@ -1,0 +1,67 @@
+"""`share_prompts` on TRL as released: whole trainings, what is refused, told and left behind."""
+
+import subprocess
+import sys
+
+import pytest
+
+from experiments.arms import ARMS
+from experiments.builds import build
+from experiments.config import ROOT
+
+RELEASES = ("1.14.2", "1.15.0", "1.16.0")
+# Of the whole runs in docs/prefix_sharing.md, which took the same programs
+SAMPLE = ("rloo passes of 9", "rloo two of 4 a micro-batch, lora", "rloo qwen3.5", "grpo experts", "grpo lora beta")
+OF_IMAGES = ("grpo internvl, two of 4",)
+
+
+@pytest.fixture(scope="session")
+def released(tmp_path_factory):
+    """The folder of a released TRL, from PyPI where it is not the one that the fork is of."""
+
+    def folder(version):
+        if version == "1.16.0":
+            return build(ARMS["stock"])
+        there = ROOT / ".build" / "released" / version
+        if not there.exists():
+            command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", there, f"trl=={version}"]
+            if subprocess.run(command, capture_output=True).returncode:
+                pytest.skip(f"trl {version} cannot be obtained here")
+        return there
+
+    return folder
+
+
+def check(runs, number):
+    assert len(runs) == number
+    for name, run in runs.items():
+        assert "error" not in run, (name, run)
+        assert run["logs"] <= 1e-9 and run["parameters"] <= 1e-9 and max(run["grad_norms"]) > 1e-3, (name, run)
+
+
+@pytest.mark.sample
+def test_trainings_are_the_same(probe, released):
+    check(probe("shared_trainer", "grpo lora beta", "--released", released("1.16.0")), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", RELEASES)
+def test_trainings_are_the_same_on_each_release(probe, released, version):
+    check(probe("shared_trainer", *SAMPLE, "--released", released(version)), len(SAMPLE))
+    check(probe("shared_images_trainer", *OF_IMAGES, "--released", released(version)), len(OF_IMAGES))
+
+
+def test_what_does_not_fit_is_said_and_nothing_is_left(probe, released):
+    found = probe("share_prompts", "--released", released("1.16.0"))
+    assert found["shared"] < 0.5 * found["whole"], "tokens with gradients, of the same training"
+    assert found["left"] == [] and found["forward is TRL's"] and found["left by a refusal"] == []
+    for case, words in {
+        "twice": "shares its prompts already: call `trainer.prompt_sharing.remove()`",
+        "batch": "per_device_train_batch_size (3) must be a multiple or a divisor of num_generations (8)",
+        "model": "that of `model.layers.0.self_attn` is 0.1). Set `disable_dropout=True`",
+        "no trainer": "Accelerator has no `train`",
+        "budget": "tokens_per_forward (0) must be at least 1",
+        "misplaced": "from those of whole rows, more than 0.0013. Misplaced does not fit `share_prompts`",
+    }.items():
+        assert words in found[case], (case, found[case])
+    assert len(found["around"]) == 1
