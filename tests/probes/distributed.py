@@ -2,6 +2,7 @@
 
     torchrun --nproc_per_node 2 tests/probes/distributed.py FOLDER ARM RUNS
 
+With the arm "released" they share by `share_prompts`.
 RUNS is a JSON list of dictionaries: a `name` and arguments of `train`. What a run computed goes to FOLDER/NAME-ARM.pt.
 """
 
@@ -22,6 +23,7 @@ from tiny import VOCABULARY, build_tokenizer
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
+from rloo_memory import share_prompts
 from rloo_memory.errors import leave
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -120,6 +122,7 @@ def train(
     resume=None,
     prompts=PROMPTS,
     options=None,
+    by_call=False,
 ):
     """One training, with micro-batches of some `rows`: of two groups, of one, or of a part of one. Unless told to
     `generate`, completions are fixed, so that both arms train on the same ones. With `differ`, the prompts of a group
@@ -127,6 +130,9 @@ def train(
 
     With `save` it leaves a checkpoint after that update, with `resume` it goes on from that of an earlier run."""
     trainer_class, config_class = TRAINERS[trainer]
+    options = dict(options or {})
+    if by_call:
+        sharing = {name: options.pop(name) for name in ("prefix_sharing", "tokens_per_forward") if name in options}
     dataset = []
     for start in range(0, len(prompts), accumulate):  # rank 0 takes the first half of what is generated at once
         steps = prompts[start : start + accumulate]
@@ -161,7 +167,7 @@ def train(
         model_init_kwargs={"dtype": getattr(torch, dtype)},
         **({} if fsdp is None else {"fsdp": True, "fsdp_config": {"version": 2, **fsdp}}),
         **({} if zero3 is None else {"deepspeed": with_deepspeed.config(**zero3)}),
-        **{"gradient_checkpointing": False, "bf16": False, **(options or {})},
+        **{"gradient_checkpointing": False, "bf16": False, **options},
     )
     recorder = Recorder()
     instance = trainer_class(
@@ -174,6 +180,8 @@ def train(
         callbacks=[recorder],
         peft_config=LoraConfig(r=4, lora_alpha=64, target_modules="all-linear") if lora else None,
     )
+    if by_call:
+        share_prompts(instance, **sharing)
     completions = []
     generate_single_turn = instance._generate_single_turn
 
@@ -224,7 +232,7 @@ def main():
     dist.barrier()
     for run in runs:
         name = run.pop("name")
-        result = train(folder, tokenizer, **run)
+        result = train(folder, tokenizer, by_call=arm == "released", **run)
         if dist.get_rank() == 0:
             torch.save(result, folder / "result.part")
             (folder / "result.part").rename(folder / f"{name}-{arm}.pt")  # a file of that name is whole

@@ -86,7 +86,8 @@ with tempfile.TemporaryDirectory() as folder:
     trainer.train()
     result["whole"] = sum(seen)
 
-    result["batch"] = error_of(lambda: share_prompts(build(**PARTS | dict(per_device_train_batch_size=3))))
+    uneven = PARTS | dict(per_device_train_batch_size=3, gradient_accumulation_steps=8, steps_per_generation=8)
+    result["batch"] = error_of(lambda: share_prompts(build(**uneven)))
     dropping = build(**PARTS)
     dropping.model.base_model.layers[0].self_attn.attention_dropout = 0.1
     result["model"] = error_of(lambda: share_prompts(dropping))
