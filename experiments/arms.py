@@ -43,6 +43,13 @@ ARMS = {
         Arm("stock-compact", "current", None, "the same with the compact LM head alone: prefix sharing off"),
         Arm("stock-compact-accumulate", "current", None, "the same, one completion a pass", accumulate=True),
         Arm("shared", "current", None, "TRL 1.16.0 + prefix sharing, N completions a pass", shares_prefix=True),
+        Arm(
+            "shared-call",
+            "current",
+            ("0002-compact-lm-head.patch",),
+            "as shared, by share_prompts on a TRL with the compact LM head alone",
+            shares_prefix=True,
+        ),
         Arm("shared-accumulate", "current", None, "the same, N a micro-batch", accumulate=True, shares_prefix=True),
     )
 }

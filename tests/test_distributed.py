@@ -105,8 +105,7 @@ ZERO3_RUNS = {
 
 
 def launch(arm, runs, folder):
-    """Runs the probe on two processes, with untouched TRL (arm "untouched", with `share_prompts` "released") or the fork
-    (arm "shared")."""
+    """Runs the probe on two processes: on untouched TRL, there with `share_prompts` ("released"), or on the fork."""
     trl = ROOT / ".build" / "fork" / ("shared" if arm == "shared" else "current-untouched")
     choice = [] if arm == "shared" else ["--no-patches"]
     build = [sys.executable, str(ROOT / "trl" / "fork.py"), "build", "current", str(trl), *choice]

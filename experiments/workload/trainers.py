@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from experiments.arms import ARMS
 from experiments.config import RunConfig
+from rloo_memory import share_prompts
 from rloo_memory.data import letter_reward, render
 from rloo_memory.hooks.memory_callback import MemoryCallback, own_file
 from rloo_memory.storage import write_json
@@ -81,13 +82,14 @@ def build_classic(config: RunConfig, folder: Path, policy_path: str, reward_path
 def build_current(config: RunConfig, folder: Path, policy_path: str, reward_path: str, tokenizer, prompts):
     """TRL 1.x's `RLOOTrainer` with the same numbers: batch, epochs over a rollout, KL coefficient, clipping."""
     rows, sharing = config.completions_per_forward, {}
-    if (arm := ARMS[config.arm]).shares_prefix:  # fields that upstream does not have
+    if (arm := ARMS[config.arm]).shares_prefix:
         sharing = dict(prefix_sharing=True)
         if arm.in_passes:
             rows, sharing = config.batch, sharing | dict(tokens_per_forward=rows * (config.completion_tokens + 1))
+    by_call = arm.patches is not None  # upstream's settings have no such fields
     arguments = RLOOConfig(
         **common_arguments(config, folder),
-        **sharing,
+        **({} if by_call else sharing),
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=config.batch // rows,
         num_generations=config.k,
@@ -109,6 +111,8 @@ def build_current(config: RunConfig, folder: Path, policy_path: str, reward_path
         processing_class=tokenizer,
         peft_config=lora if config.lora_rank else None,
     )
+    if sharing and by_call:
+        share_prompts(trainer, **sharing)
     return trainer, trainer.model
 
 

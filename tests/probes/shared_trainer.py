@@ -49,7 +49,8 @@ SHAPE = dict(
 
 
 def reward(completions, **kwargs):
-    return [len(set(text)) / 10 + text.count("e") for text in completions]
+    texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+    return [len(set(text)) / 10 + text.count("e") for text in texts]
 
 
 PARTS = dict(batch=2, gradient_accumulation_steps=2)  # of the groups of 4
@@ -118,10 +119,12 @@ SCENARIOS = {
     "grpo qwen3.5 class": dict(trainer="grpo", nested="qwen3.5", beta=0.05),
     "grpo internvl class": dict(trainer="grpo", nested="internvl", beta=0.05),
     "grpo experts": dict(trainer="grpo", experts=True),
+    "grpo tools": dict(trainer="grpo", tools=True, batch=8, tokens=2 * 31),
+    "grpo tools, two of 4 a micro-batch": dict(PARTS, trainer="grpo", tools=True),
     "grpo sequence level": dict(trainer="grpo", importance_sampling_level="sequence", num_iterations=2,
                                 steps_per_generation=2),
-    # Not 0.4: that threshold falls on the first tokens here, whose entropies are equal up to rounding
-    "grpo entropy": dict(trainer="grpo", top_entropy_quantile=0.25, entropy_coef=0.01),
+    # Not 0.25 to 0.4: there the threshold falls on the first tokens, whose entropies are equal up to rounding
+    "grpo entropy": dict(trainer="grpo", top_entropy_quantile=0.7, entropy_coef=0.01),
     "grpo off-policy mask": dict(trainer="grpo", off_policy_mask_threshold=0.5, num_iterations=2),
     **{f"grpo {loss}": dict(trainer="grpo", loss_type=loss, num_iterations=2, tokens=2 * 7)
        for loss in ("grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")},
@@ -158,8 +161,32 @@ def save_policy(folder, model, ends=60):
     model.to(torch.float64).save_pretrained(folder)
 
 
+CHAT = (
+    "{% for message in messages %}{{ message.role }} {{ message.content }}"
+    "{% if message.tool_calls %} {{ message.tool_calls[0].function }}{% endif %} {% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
+
+
+def lookup(word: str) -> str:
+    """
+    Looks a word up.
+
+    Args:
+        word: What to look up.
+    """
+    return f"river {word} green"
+
+
+def parsed(tokenizer, ids, *args, **kwargs) -> dict:
+    """In place of TRL's: every other completion calls the tool."""
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    call = {"type": "function", "function": {"name": "lookup", "arguments": {"word": text[:4]}}}
+    return {"role": "assistant", "content": text} | ({"tool_calls": [call]} if sum(ids) % 2 else {})
+
+
 def build_trainer(trainer, folder, model, train_dataset, reward_funcs=reward, processing_class=None,
-                  eval_dataset=None, peft_config=None, prefix_sharing=False, tokens_per_forward=None,
+                  eval_dataset=None, peft_config=None, prefix_sharing=False, tokens_per_forward=None, tools=(),
                   **options):  # fmt: skip
     make_config, make_trainer = (RLOOConfig, RLOOTrainer) if trainer == "rloo" else (GRPOConfig, GRPOTrainer)
     defaults = dict(
@@ -179,6 +206,7 @@ def build_trainer(trainer, folder, model, train_dataset, reward_funcs=reward, pr
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         peft_config=peft_config,
+        **({"tools": tools} if tools else {}),
     )
     if current_fork.RELEASED and (prefix_sharing or tokens_per_forward):
         share_prompts(made, **sharing)
@@ -205,9 +233,16 @@ def train(
     lora=None,
     tokens=None,
     whole=False,
+    tools=False,
     **options,
 ):
     rows = Dataset.from_dict({"prompt": PROMPTS})
+    if tools:
+        rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": prompt}] for prompt in PROMPTS]})
+        options |= dict(tools=[lookup], processing_class=copy.deepcopy(TOKENIZER), max_completion_length=30)
+        options |= dict(max_tool_calling_iterations=1)
+        options["processing_class"].chat_template = CHAT
+        options["processing_class"].response_template = "so that TRL does not look for one"
     torch.manual_seed(0)
     if experts:
         config = Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
@@ -265,6 +300,7 @@ def compare(**scenario):
         tempfile.TemporaryDirectory() as folder,
         pure_float64(),
         whole_groups(),
+        mock.patch.object(grpo_trainer, "parse_response", parsed),
         mock.patch.object(rloo_trainer, OFFLOADING, get_act_offloading_ctx_manager, create=True),
         mock.patch.object(grpo_trainer, OFFLOADING, get_act_offloading_ctx_manager, create=True),
     ):
