@@ -69,6 +69,7 @@ def test_a_stale_build_is_replaced_and_what_is_no_build_is_left_alone(copy):
     assert code == 1 and said.endswith("is no build of this tool: name another place, or remove it")
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_build_installs_and_takes_the_place_of_an_older_one(copy):
     copy.run("build", "first", copy.dest)
     (copy.folder / "dist").mkdir()

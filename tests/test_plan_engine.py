@@ -51,6 +51,7 @@ def test_float16_is_planned_in_float16(shared_fork, bits):
         check(replace(setups["fp16"], bf16=True), small())
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_the_reference_is_planned_in_the_dtype_that_it_is_loaded_in(shared_fork):
     """TRL before 1.16 loads it in float32 beside an object, 1.16 as `model_init_kwargs` say, or as the policy."""

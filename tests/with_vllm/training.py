@@ -1,6 +1,7 @@
 """Trains a tiny model with vLLM's completions, with prefix sharing or without, and keeps what is compared."""
 
 import copy
+import importlib
 import os
 import tempfile
 from collections.abc import Callable
@@ -137,11 +138,12 @@ def rows(case: Case):
     return Dataset.from_dict({"prompt": prompts})
 
 
-def trainer_of(case: Case, sharing: bool, model: Path, more: dict):
+def trainer_of(case: Case, sharing: bool | str, model: Path, more: dict):
     from peft import LoraConfig
     from transformers import AutoProcessor, AutoTokenizer, set_seed
 
     import trl
+    from rloo_memory import share_prompts
 
     set_seed(0)
     settings = copy.deepcopy(SETTINGS | case.settings | more)
@@ -149,7 +151,7 @@ def trainer_of(case: Case, sharing: bool, model: Path, more: dict):
         from fsdp_on_cpu import allow_fsdp_on_cpu
 
         allow_fsdp_on_cpu()
-    if sharing:
+    if sharing is True:
         settings |= {"prefix_sharing": True, **case.shared}
     Config, Trainer = {
         "rloo": (trl.RLOOConfig, trl.RLOOTrainer), "grpo": (trl.GRPOConfig, trl.GRPOTrainer)
@@ -159,7 +161,7 @@ def trainer_of(case: Case, sharing: bool, model: Path, more: dict):
     if case.tools:
         processor.chat_template = trl.chat_template_utils.qwen3_chat_template
     lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights="gaussian", task_type="CAUSAL_LM")
-    return Trainer(
+    trainer = Trainer(
         model=str(model),
         reward_funcs=reward,
         args=Config(output_dir=tempfile.mkdtemp(), **settings),
@@ -169,18 +171,22 @@ def trainer_of(case: Case, sharing: bool, model: Path, more: dict):
         peft_config=lora if case.lora else None,
         **({"tools": [depth_of_lake]} if case.tools else {}),
     )
+    if sharing == "by call":
+        share_prompts(trainer, **case.shared)
+    return trainer
 
 
 def train(
-    case: Case, sharing: bool, model: Path, change: Callable[[object], None] = lambda trainer: None, **more
+    case: Case, sharing: bool | str, model: Path, change: Callable[[object], None] = lambda trainer: None, **more
 ) -> Trained:
-    """Trains in this process. `change` may spoil the trainer first; `more` are settings."""
+    """Trains in this process; `sharing` "by call" is by `share_prompts`. `change` may spoil the trainer first; `more`
+    are settings."""
     trainer = trainer_of(case, sharing, model, more)
     tokens, apart, passes = [], [], []
     watch_rollouts(trainer, tokens, apart)
     change(trainer)
     before = parameters(trainer)
-    with counted_passes(passes):
+    with counted_passes(passes, "rloo_memory" if sharing == "by call" else "trl"):
         trainer.train()
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         vllm_on_cpu.forget_processes()
@@ -229,10 +235,9 @@ def watch_rollouts(trainer, tokens: list, apart: list) -> None:
 class counted_passes:
     """Notes each forward in which prompts are shared."""
 
-    def __init__(self, passes: list):
-        from trl.prefix_sharing.shared_passes import SharedPrefixPasses
-
-        self.of, self.forward, self.passes = SharedPrefixPasses, SharedPrefixPasses.forward, passes
+    def __init__(self, passes: list, package: str):
+        self.of = importlib.import_module(f"{package}.prefix_sharing.shared_passes").SharedPrefixPasses
+        self.forward, self.passes = self.of.forward, passes
 
     def __enter__(self):
         def forward(*args, **kwargs):
