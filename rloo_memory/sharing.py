@@ -10,6 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from accelerate.utils import is_peft_model
@@ -87,6 +88,25 @@ class _Output(BaseModelOutputWithPast):
         return None
 
 
+@dataclass
+class Scored:
+    """The rows of a batch whose log-probabilities are asked for, in the chunks in which TRL calls the model."""
+
+    chunks: list[slice]
+    columns: int
+    prefix_length: int
+    num_images: list[int] | None
+    num_tiles: list[int] | None
+
+    def is_next(self, input_ids: torch.Tensor | None) -> bool:
+        """Whether a model is called with the next chunk, and not with something of a subclass's own."""
+        shape = self.chunks and (self.chunks[0].stop - self.chunks[0].start, self.columns)
+        return input_ids is not None and input_ids.shape == shape
+
+    def passes_of_next(self, passes: TrainerPasses):
+        return passes.of_rows(self.chunks.pop(0), self.prefix_length, self.num_images, self.num_tiles)
+
+
 class PromptSharing:
     """What [`share_prompts`] has replaced. `remove()` puts it back."""
 
@@ -97,20 +117,23 @@ class PromptSharing:
         self.args = copy.copy(trainer.args)
         offloading = {"activation_offloading": getattr(trainer.args, "activation_offloading", False)}  # the fork's
         vars(self.args).update(self.settings, **offloading)
-        self.replaced: list[tuple[object, str, Callable, Callable | None]] = []
+        self.replaced: list[tuple[object, str, object, object]] = []  # owner, name, what it is, what it was
         self.passes: TrainerPasses | None = None
-        self.of_chunks: Iterator | None = None  # passes of the rows that are being scored, chunk by chunk
+        self.scored: Scored | None = None
         self.compared = False
 
     def install(self) -> None:
         trainer = self.trainer
+        deepspeed = trainer.accelerator.state.deepspeed_plugin
+        if is_peft_model(trainer.model) and deepspeed is not None and deepspeed.zero_stage == 3:
+            # There TRL takes the reentrant checkpointing, for DeepSpeed before 0.19.3, which `TrainerPasses` refuses
+            kwargs = {**(trainer.args.gradient_checkpointing_kwargs or {}), "use_reentrant": False}
+            self.put(trainer.args, "gradient_checkpointing_kwargs", kwargs)
+            self.args.gradient_checkpointing_kwargs = kwargs
         check_passes_config(self.args)
         models = [trainer.accelerator.unwrap_model(x) for x in (trainer.model, trainer.ref_model) if x is not None]
         takes_images = isinstance(trainer.processing_class, ProcessorMixin)
         self.passes = TrainerPasses(self.args, trainer.accelerator, *models, takes_images=takes_images)
-        # TRL sets it for adapters with ZeRO-3, where DeepSpeed before 0.19.3 has no other: `TrainerPasses` has checked
-        if (trainer.args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
-            trainer.args.gradient_checkpointing_kwargs["use_reentrant"] = False
         for name in METHODS:
             self.replace(trainer, name, getattr(self, name.removeprefix("_")))
         for model in models:
@@ -129,13 +152,16 @@ class PromptSharing:
         def call(*args, **kwargs):
             return hook(original, *args, **kwargs) if self.passes is not None else original(*args, **kwargs)
 
-        self.replaced.append((owner, name, call, vars(owner).get(name)))
-        setattr(owner, name, call)
+        self.put(owner, name, call)
+
+    def put(self, owner, name: str, value) -> None:
+        self.replaced.append((owner, name, value, vars(owner).get(name)))
+        setattr(owner, name, value)
 
     def remove(self) -> None:
         """Undo it. The next training computes whole rows."""
-        for owner, name, call, before in reversed(self.replaced):
-            if vars(owner).get(name) is not call:  # something replaced it in turn, and still calls it
+        for owner, name, value, before in reversed(self.replaced):
+            if vars(owner).get(name) is not value:  # something replaced it in turn, and still calls it
                 continue
             setattr(owner, name, before) if before is not None else delattr(owner, name)
         if self.passes is not None:
@@ -199,21 +225,15 @@ class PromptSharing:
         if batch_size is not None:
             batch_size = self.passes.rows_to_score(batch_size)
             kwargs["batch_size"] = batch_size
-        num_rows, prefix_length = len(input_ids), input_ids.size(1) - logits_to_keep
+        num_rows, columns = input_ids.shape
         chunk = batch_size or num_rows
-        self.of_chunks = (
-            self.passes.of_rows(
-                slice(start, min(start + chunk, num_rows)),
-                prefix_length,
-                kwargs.get("num_images"),
-                kwargs.get("num_tiles"),
-            )
-            for start in range(0, num_rows, chunk)
-        )
+        chunks = [slice(start, min(start + chunk, num_rows)) for start in range(0, num_rows, chunk)]
+        images = kwargs.get("num_images"), kwargs.get("num_tiles")
+        self.scored = Scored(chunks, columns, columns - logits_to_keep, *images)
         try:
             return original(model, input_ids, attention_mask, logits_to_keep, **kwargs)
         finally:
-            self.of_chunks = None
+            self.scored = None
 
     @torch.no_grad()
     def compare_with_whole_rows(self, original, model, input_ids, attention_mask, logits_to_keep, **kwargs) -> None:
@@ -242,9 +262,9 @@ class PromptSharing:
     # -- what is called in place of models' forwards ------------------------------------------------------------------
 
     def forward(self, model, original, *args, **kwargs):
-        if self.of_chunks is None:
+        if self.scored is None or not self.scored.is_next(kwargs.get("input_ids")):
             return original(*args, **kwargs)
-        passes = next(self.of_chunks)
+        passes = self.scored.passes_of_next(self.passes)
         kwargs = {name: x for name, x in kwargs.items() if x is not None}
         of_head = {
             name: kwargs.pop(name) for name in ("fused_lm_head", "logits_to_keep", "use_cache") if name in kwargs
@@ -274,11 +294,9 @@ class PromptSharing:
 
 
 def module_of(trainer):
-    """The module of TRL's class behind a trainer's, whose functions `_prepare_inputs` calls."""
-    cls = next(
-        cls for cls in type(trainer).__mro__ if "_prepare_inputs" in vars(cls) and cls.__module__.startswith("trl.")
-    )
-    return sys.modules[cls.__module__]
+    """The module whose functions the trainer's `_prepare_inputs` calls, None where none shuffles."""
+    modules = (sys.modules[cls.__module__] for cls in type(trainer).__mro__ if "_prepare_inputs" in vars(cls))
+    return next((module for module in modules if hasattr(module, SHUFFLE)), None)
 
 
 def check_trainer(trainer) -> None:
@@ -299,5 +317,5 @@ def check_trainer(trainer) -> None:
                 f"`share_prompts` takes an RLOOTrainer or a GRPOTrainer of TRL 1.14 or newer, and {name} has no "
                 f"{missing}. Train without it."
             )
-    if not hasattr(module_of(trainer), SHUFFLE):
-        raise ValueError(f"`share_prompts` needs `{SHUFFLE}` in {module_of(trainer).__name__}. Train without it.")
+    if module_of(trainer) is None:
+        raise ValueError(f"`share_prompts` needs a `_prepare_inputs` that calls TRL's `{SHUFFLE}`. Train without it.")
