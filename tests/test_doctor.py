@@ -13,7 +13,7 @@ from experiments.config import ROOT, resolve
 from experiments.record import read_csv
 from experiments.workload import run_models
 from rloo_memory import data
-from rloo_memory.plan import doctor
+from rloo_memory.plan import doctor, records
 from rloo_memory.plan.levers import LEVERS
 from rloo_memory.plan.peaks import PredictedPeak, Prediction
 from rloo_memory.plan.records import read_run
@@ -85,6 +85,12 @@ RECORD = {
         "offload_parameters": False,
     },
 }  # fmt: skip
+
+
+def test_a_run_with_deepspeed_is_read_as_such():
+    devices = {"zero_stage": 3, "offload_optimizer": True, "num_devices": 2}
+    run = records.memory_record(RECORD | {"arguments": RECORD["arguments"] | devices})
+    assert run.where.items() >= devices.items() and not devices.keys() & run.settings.keys()
 
 
 def folder_with(tmp_path, **changed):

@@ -40,7 +40,8 @@ def check(setups, model, folder):
         if policy:
             sharding = json.loads((out / "sharding.json").read_text())
             assert sharding["policy"] == sharding["reference"] == dict.fromkeys(before, policy), config
-        devices = {"num_devices": 2, "fully_sharded": config != "ddp", "offload_parameters": "offload" in config}
+        devices = {"num_devices": 2, "fully_sharded": "fsdp" in config, "offload_parameters": "offload" in config}
+        devices["zero_stage"] = 3 if "zero3" in config else 0
         for suffix in ("", ".1"):  # each process has its own record
             record = json.loads((out / f"memory{suffix}.json").read_text())
             assert record["arguments"].items() >= devices.items()

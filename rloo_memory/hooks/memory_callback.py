@@ -255,9 +255,11 @@ class MemoryCallback(transformers.TrainerCallback):
             "offload_reference": hasattr(getattr(self.trainer, "ref_model", None), "waits_on_host"),
             "offload_reward": any(hasattr(model, "waits_on_host") for model in reward_models),
             "num_devices": args.world_size,
-            "fully_sharded": sharding is not None or zero.get("stage") == 3,
+            "fully_sharded": sharding is not None,
+            "zero_stage": zero.get("stage", 0),
             "offload_parameters": isinstance(getattr(sharding, "cpu_offload", None), CPUOffloadPolicy)
             or zero.get("offload_param", {}).get("device") == "cpu",
+            "offload_optimizer": zero.get("offload_optimizer", {}).get("device") == "cpu",
         }
         write_json(
             own_file(args, "memory.json"),

@@ -10,7 +10,7 @@ from rloo_memory.models import is_model, typed_line
 # Settings that decide a training, and that memory.json may not have
 WANTED = ("algorithm", "dataset_name", "learning_rate", "num_iterations", "seed")
 WANTED_WITH_LORA = ("lora_alpha", "lora_dropout", "lora_target_modules")
-NOT_SETTINGS = ("num_devices", "fully_sharded", "offload_parameters")
+NOT_SETTINGS = ("num_devices", "fully_sharded", "zero_stage", "offload_parameters", "offload_optimizer")
 
 
 @dataclass(frozen=True)

@@ -298,6 +298,7 @@ def check(setup: Setup, hf_config, called: dict[str, str] | None = None) -> None
             setup.fp16 and setup.dtype == "float16" and not setup.lora_rank and not setup.keeps_float32,
         f"vllm_gpu_memory_utilization is {setup.vllm_gpu_memory_utilization}; it must be at most 1":
             setup.vllm_gpu_memory_utilization > 1,
+        f"ZeRO stage {setup.zero_stage} has no formula; 2 and 3 have one": setup.zero_stage not in (0, 2, 3),
         f"lora_dropout is {setup.lora_dropout}; it must be below 1": setup.lora_dropout >= 1,
         f"lora_dropout is {setup.lora_dropout}: completions that share a prompt would share its dropout; set 0.0":
             setup.prefix_sharing and setup.lora_rank and setup.lora_dropout,
