@@ -8,14 +8,12 @@ from rloo_memory.errors import ConfigError
 
 
 def need_trl() -> Path:
-    """The folder from which `import trl` takes one that planner and launcher know, 1.15 or newer. Raises
+    """The folder from which `import trl` takes one that planner and launcher know, 1.16 or newer. Raises
     `ConfigError` where it would take something else."""
-    spec = importlib.util.find_spec("trl")
-    package = Path(spec.origin).parent if spec and spec.origin else None
-    if package is None or not (package / "kernels" / "chunked_logprob.py").exists():
-        try:
-            there = f"trl {version('trl')} is older than 1.15"
-        except PackageNotFoundError:
-            there = "no trl is installed"
-        raise ConfigError(f"{there}: pip install 'trl>=1.15'")
-    return package.parent
+    try:
+        found = version("trl")
+    except PackageNotFoundError:
+        raise ConfigError("no trl is installed: pip install 'trl>=1.16'") from None
+    if tuple(map(int, found.split(".")[:2])) < (1, 16):
+        raise ConfigError(f"trl {found} is older than 1.16: pip install 'trl>=1.16'")
+    return Path(importlib.util.find_spec("trl").origin).parent.parent

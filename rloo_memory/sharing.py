@@ -107,6 +107,21 @@ class Scored:
         return passes.of_rows(self.chunks.pop(0), self.prefix_length, self.num_images, self.num_tiles)
 
 
+class Replaced:
+    """Calls `hook` with what it stands for, while prompts are shared. A copy of a model has what it stands for."""
+
+    def __init__(self, sharing: "PromptSharing", original: Callable, hook: Callable):
+        functools.update_wrapper(self, original)
+        self.sharing, self.original, self.hook = sharing, original, hook
+
+    def __call__(self, *args, **kwargs):
+        shares = self.sharing.passes is not None
+        return self.hook(self.original, *args, **kwargs) if shares else self.original(*args, **kwargs)
+
+    def __deepcopy__(self, memo):
+        return copy.deepcopy(self.original, memo)
+
+
 class PromptSharing:
     """What [`share_prompts`] has replaced. `remove()` puts it back."""
 
@@ -146,13 +161,7 @@ class PromptSharing:
 
     def replace(self, owner, name: str, hook: Callable) -> None:
         """Have `hook`, which is given the original and its arguments, be called for `owner.name`."""
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def call(*args, **kwargs):
-            return hook(original, *args, **kwargs) if self.passes is not None else original(*args, **kwargs)
-
-        self.put(owner, name, call)
+        self.put(owner, name, Replaced(self, getattr(owner, name), hook))
 
     def put(self, owner, name: str, value) -> None:
         self.replaced.append((owner, name, value, vars(owner).get(name)))

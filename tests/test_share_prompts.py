@@ -55,6 +55,7 @@ def test_what_does_not_fit_is_said_and_nothing_is_left(probe, released):
     found = probe("share_prompts", "--released", released("1.16.0"))
     assert found["shared"] < 0.5 * found["whole"], "tokens with gradients, of the same training"
     assert found["left"] == [] and found["forward is TRL's"] and found["left by a refusal"] == []
+    assert found["copy"] == [False, True], "a copy of the model is a model of its own"
     for case, words in {
         "twice": "shares its prompts already: call `trainer.prompt_sharing.remove()`",
         "batch": "per_device_train_batch_size (3) must be a multiple or a divisor of num_generations (8)",

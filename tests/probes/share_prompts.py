@@ -1,5 +1,6 @@
 """`share_prompts` on a released TRL (--released DIR): what it refuses, says and leaves behind. JSON."""
 
+import copy
 import json
 import logging
 import tempfile
@@ -79,6 +80,10 @@ with tempfile.TemporaryDirectory() as folder:
     seen = tokens_seen(trainer)
     trainer.train()
     result["shared"] = sum(seen)
+    model, ids = copy.deepcopy(trainer.model), torch.tensor([[2, 3, 4, 5]])
+    model.lm_head.weight.data.zero_()
+    scored = [x(input_ids=ids, labels=ids, fused_lm_head=True).log_probs.std() > 1e-3 for x in (model, trainer.model)]
+    result["copy"] = [x.item() for x in scored]
     sharing.remove()
     result["left"] = sorted({"train", "training_step", "_prepare_inputs", "prompt_sharing"} & vars(trainer).keys())
     result["forward is TRL's"] = trainer.model.forward == forward
