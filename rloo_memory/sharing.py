@@ -69,14 +69,20 @@ def share_prompts(trainer, tokens_per_forward: int | None = None, prefix_sharing
 @contextmanager
 def replaced(owner, name: str, value) -> Iterator[None]:
     """`owner.name` is `value`, and then what it was."""
-    own = vars(owner)
-    before = own.get(name)
-    had = name in own
+    before = vars(owner).get(name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before) if had else delattr(owner, name)
+        put_back(owner, name, before)
+
+
+def put_back(owner, name: str, before) -> None:
+    """`owner.name` is what it was before; None: it had none of its own."""
+    if before is None:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, before)
 
 
 class _Output(BaseModelOutputWithPast):
@@ -170,9 +176,8 @@ class PromptSharing:
     def remove(self) -> None:
         """Undo it. The next training computes whole rows."""
         for owner, name, value, before in reversed(self.replaced):
-            if vars(owner).get(name) is not value:  # something replaced it in turn, and still calls it
-                continue
-            setattr(owner, name, before) if before is not None else delattr(owner, name)
+            if vars(owner).get(name) is value:  # else something replaced it in turn, and still calls it
+                put_back(owner, name, before)
         if self.passes is not None:
             self.passes.remove()
         self.passes, self.replaced = None, []

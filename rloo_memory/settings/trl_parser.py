@@ -15,9 +15,8 @@ from rloo_memory.errors import ConfigError
 from rloo_memory.settings.arguments import LaunchArguments
 from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig, RLOOConfig, TrlParser
 
-if (
-    "prefix_sharing" not in RLOOConfig.__dataclass_fields__
-):  # TRL as released: the launcher gives them to `share_prompts`
+# TRL as released has none of these. The launcher gives them to `share_prompts`
+if "prefix_sharing" not in RLOOConfig.__dataclass_fields__:
 
     @dataclass
     class Sharing:
