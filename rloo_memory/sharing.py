@@ -16,9 +16,10 @@ import torch
 from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import ProcessorMixin
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, SequenceClassifierOutput
 
 from rloo_memory.prefix_sharing.config import check_passes_config
+from rloo_memory.prefix_sharing.images import OF_IMAGES
 from rloo_memory.prefix_sharing.trainer import TrainerPasses
 
 # What is replaced, and the parameters that are read of its calls
@@ -31,9 +32,6 @@ METHODS = {
     "_get_per_token_logps_and_entropies": ("model",),
 }
 SHUFFLE = "shuffle_sequence_dict"  # by which the module of a trainer shuffles the rows of a rollout
-OF_IMAGES = (
-    "pixel_values", "pixel_attention_mask", "image_grid_thw", "image_position_ids", "image_sizes", "spatial_shapes"
-)  # fmt: skip
 
 
 def share_prompts(trainer, tokens_per_forward: int | None = None, prefix_sharing: bool = True) -> "PromptSharing":
@@ -141,7 +139,8 @@ class PromptSharing:
         self.replaced: list[tuple[object, str, object, object]] = []  # owner, name, what it is, what it was
         self.passes: TrainerPasses | None = None
         self.scored: Scored | None = None
-        self.compared = False
+        self.compared = False  # shared with whole rows
+        self.rollout_compared = False  # the prompts of a group with one another
 
     def install(self) -> None:
         trainer = self.trainer
@@ -203,11 +202,16 @@ class PromptSharing:
             return original(*args, **kwargs)
 
     def generate_and_score_completions(self, original, *args, **kwargs):
+        self.rollout_compared = False
         rows = original(*args, **kwargs)
-        self.compare_prompts(rows["prompt_ids"], rows["prompt_mask"], rows)
+        self.compare_prompts(rows["prompt_ids"], rows["prompt_mask"], rows)  # where nothing was scored
         return rows
 
     def compare_prompts(self, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, inputs: dict) -> None:
+        """Once a rollout, before its rows are scored: old and reference log-probabilities are of the same rows."""
+        if self.rollout_compared:
+            return
+        self.rollout_compared = True
         images = {name: inputs[name] for name in OF_IMAGES if inputs.get(name) is not None}
         self.passes.compare_prompts(prompt_ids, prompt_mask, images, inputs.get("num_images"), inputs.get("num_tiles"))
 
@@ -283,8 +287,8 @@ class PromptSharing:
         of_head = {
             name: kwargs.pop(name) for name in ("fused_lm_head", "logits_to_keep", "use_cache") if name in kwargs
         }
-        of_columns = {name: kwargs.pop(name) for name in ("labels",) if name in kwargs}
-        of_columns |= {name: kwargs[name] for name in ("input_ids", "attention_mask")}
+        of_columns = {name: kwargs[name] for name in ("input_ids", "attention_mask", "labels") if name in kwargs}
+        kwargs.pop("labels", None)
         experts = kwargs.pop(
             "output_router_logits", getattr(model.config.get_text_config(), "output_router_logits", False)
         )
@@ -302,8 +306,6 @@ class PromptSharing:
 
     def reward(self, original, **inputs):
         """Of a reward model: its rows in passes of `tokens_per_forward` tokens."""
-        from transformers.modeling_outputs import SequenceClassifierOutput
-
         return SequenceClassifierOutput(logits=self.passes.reward_logits(original, inputs))
 
 

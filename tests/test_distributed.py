@@ -179,7 +179,8 @@ def check(runs, folder):
                 limit = bound if step + skipped else 1e-5
                 assert error(gradients[key], gradient, gradient) < limit, (variant, step, key)
         for key, after in expected["after"].items():
-            limit = bound / (2 if "lora" in key else 10)  # adapters are nothing but their updates
+            # Adapters are nothing but their updates: with the released LM head 1.2e-6 apart in float64
+            limit = bound / (5 if arm == "released" and "lora" in key else 10)
             assert error(result["after"][key], after, after) < limit, (arm, variant, key)
         for key in expected["gradients"][0]:
             before, after = expected["before"][key], expected["after"][key]

@@ -43,7 +43,7 @@ def defaults(algorithm: str) -> dict:
     from rloo_memory.settings.trl_parser import OF_THE_FORK, TRAINERS
     from trl import ModelConfig
 
-    classes = (LaunchArguments, ModelConfig, TRAINERS[algorithm if algorithm in TRAINERS else "rloo"])
+    classes = (LaunchArguments, ModelConfig, TRAINERS.get(algorithm, TRAINERS["rloo"]))
     return dict.fromkeys(OF_THE_FORK, False) | {field.name: field.default for cls in classes for field in fields(cls)}
 
 

@@ -109,9 +109,11 @@ SETTINGS = (
      ["`tokens_per_forward`", "'use_reentrant': False"]),
     (dict(generation_kwargs={"guidance_scale": 1.5}), ["guidance_scale=1.5"]),
 )  # fmt: skip
-BACKENDS = {  # whether it is FSDP2, and what is said; tests/test_distributed.py trains with those that are taken
-    "FSDP1": (False, ["FSDP1", "FSDP2", "DeepSpeed"]),
-    "FSDP2": (True, ()),
+ZERO3 = SimpleNamespace(zero_stage=3)
+BACKENDS = {  # what accelerate says, and what is said; tests/test_distributed.py trains with those that are taken
+    "FSDP1": ((DistributedType.FSDP, False, None), ["FSDP1", "FSDP2", "DeepSpeed"]),
+    "FSDP2": ((DistributedType.FSDP, True, None), ()),
+    "ZeRO-3": ((DistributedType.DEEPSPEED, False, ZERO3), ()),
 }
 for make in (RLOOConfig, GRPOConfig):
     trainer, folder = make.__name__[:4], tempfile.mkdtemp()
@@ -124,9 +126,9 @@ for make in (RLOOConfig, GRPOConfig):
         shared_trainer.TrainerPasses, args, Accelerator(cpu=True), None, takes_images=True,
     )  # fmt: skip
     tiny.build_model().save_pretrained(folder)
-    for backend, (is_fsdp2, words) in BACKENDS.items():
-        seen = SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=is_fsdp2, device=torch.device("cpu"))
-        seen.num_processes, seen.state = 2, SimpleNamespace(deepspeed_plugin=None)
+    for backend, ((kind, is_fsdp2, deepspeed), words) in BACKENDS.items():
+        seen = SimpleNamespace(distributed_type=kind, is_fsdp2=is_fsdp2, device=torch.device("cpu"), num_processes=2)
+        seen.state = SimpleNamespace(deepspeed_plugin=deepspeed)
         for options in (dict(prefix_sharing=True), dict(tokens_per_forward=16)):
             args = make(folder, use_cpu=True, bf16=False, report_to="none", **options)
             arguments = (shared_trainer.TrainerPasses, args, seen, tiny.build_model())

@@ -27,7 +27,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from .fsdp2 import FSDPModule
 
 
-_OF_IMAGES = (
+OF_IMAGES = (
     "pixel_values", "pixel_attention_mask", "image_grid_thw", "image_position_ids", "image_sizes", "spatial_shapes"
 )  # fmt: skip
 _OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
@@ -63,13 +63,13 @@ class MultimodalInputs:
         Raises:
             ValueError: If it is not known which row an input belongs to.
         """
-        if unknown := sorted(inputs.keys() - {*_OF_IMAGES, *_OF_TOKENS}):
+        if unknown := sorted(inputs.keys() - {*OF_IMAGES, *_OF_TOKENS}):
             raise ValueError(
                 f"`prefix_sharing=True` does not know which prompt each part of {unknown} belongs to. Remove these "
                 "inputs, or set `prefix_sharing=False`."
             )
         tokens = {name: x for name, x in inputs.items() if name in _OF_TOKENS}
-        inputs = {name: x for name, x in inputs.items() if name in _OF_IMAGES}
+        inputs = {name: x for name, x in inputs.items() if name in OF_IMAGES}
         images = [{} for _ in range(num_rows)]
         if not inputs:
             return cls(images, tokens)
