@@ -84,7 +84,7 @@ from trl.prefix_sharing import cache as prefix_cache
 from trl.prefix_sharing import contexts
 
 append, allowed = prefix_cache._SharedPrefixLayer.append, contexts.ReadPrefix.allowed
-ignore_windows = lambda self, mask_function: allowed(self, lambda batch, head, q, k: k <= q)
+ignore_windows = lambda self, *args: allowed(self, lambda batch, head, q, k: k <= q)
 lose_generated_values = lambda self, key, value: append(self, key, 0 * value)
 for owner, name, broken in (
     (contexts.ReadPrefix, "allowed", ignore_windows),

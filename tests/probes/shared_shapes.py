@@ -17,7 +17,7 @@ from trl.prefix_sharing.enabling import enable_prefix_sharing
 from trl.prefix_sharing.generation import generate_with_shared_prefix
 
 # With a window of 1, the cache of transformers itself keeps all
-WINDOWS = {f"window {window}": ("mistral", dict(sliding_window=window)) for window in (None, 2, 5)}
+WINDOWS = {f"window {window}": ("mistral", dict(sliding_window=window)) for window in (None, 2, 5, 14)}
 DECODED = GenerationConfig(max_new_tokens=9, do_sample=False, pad_token_id=0, eos_token_id=1, disable_compile=True)
 
 

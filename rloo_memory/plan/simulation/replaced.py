@@ -128,8 +128,8 @@ def pretending(device: str, shapes, counted):
 
         return made
 
-    def allowed(context, mask_function):
-        columns = len(context.prefix.positions) + max(context.blocks)
+    def allowed(context, mask_function, has_window=False):
+        columns = context.prefix_size(has_window) + max(context.blocks)
         return torch.ones(1, 1, len(context.rows), columns, dtype=torch.bool)
 
     math = without_values(torch.ops.aten._scaled_dot_product_attention_math) if device == "cuda" else None

@@ -184,25 +184,30 @@ def layers_without_a_mask():
 
 
 class TestMasks(TrlTestCase):
-    def context(self, num_prefix_tokens, lengths):
+    def context(self, num_prefix_tokens, lengths, window=None):
         rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
         columns = torch.cat([torch.arange(length) for length in lengths])
         prefix = SharedPrefix(torch.arange(3, 3 + num_prefix_tokens))  # behind padding
-        return ReadPrefix.of(prefix, columns + 3 + num_prefix_tokens, rows, columns, lengths)
+        return ReadPrefix.of(prefix, columns + 3 + num_prefix_tokens, rows, columns, lengths, window)
 
-    @pytest.mark.parametrize("mask_function", [causal_mask_function, sliding_window_causal_mask_function(4)])
+    @pytest.mark.parametrize("window", [None, 1, 4, 30])
     @pytest.mark.parametrize("num_prefix_tokens", [0, 1, 9])
-    def test_mask(self, num_prefix_tokens, mask_function):
-        context = self.context(num_prefix_tokens, [3, 1, 6, 1, 1])
-        allowed, start = context.allowed(mask_function)[0, 0], 0
+    def test_mask(self, num_prefix_tokens, window):
+        mask_function = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+        context = self.context(num_prefix_tokens, [3, 1, 6, 1, 1], window)
+        allowed, start = context.allowed(mask_function, has_window=window is not None)[0, 0], 0
+        num_hidden = num_prefix_tokens - context.prefix_size(window is not None)
+        assert num_hidden == max(0, num_prefix_tokens - (window or 30) + 1)
         for size in context.blocks:
             for token in range(start, start + size):
                 position = context.positions[token]
                 seen = [mask_function(0, 0, position, x) for x in context.prefix.positions]
+                assert not any(seen[:num_hidden])
                 for other in range(start, start + size):
                     of_same_row = context.rows[token] == context.rows[other]
                     seen.append(of_same_row & mask_function(0, 0, position, context.positions[other]))
-                assert allowed[token, : num_prefix_tokens + size].tolist() == [bool(x) for x in seen]
+                seen = [bool(x) for x in seen[num_hidden:]]
+                assert allowed[token, : len(seen)].tolist() == seen
             start += size
 
     def test_a_layer_with_more_than_a_scale_has_a_mask(self):
@@ -265,7 +270,8 @@ class TestMasks(TrlTestCase):
         # A key and a value of each layer and prompt, copied by each pass, and added
         assert len(added) == 2 * config.num_hidden_layers * 2 * max(0, 2 * num_passes - 1)
 
-    def test_layers_with_a_window_have_a_mask(self):
+    @pytest.mark.parametrize("window, without", [(6, {1}), (12, {1}), (18, {0, 1, 2})])
+    def test_layers_have_a_mask_where_their_window_is_shorter_than_a_row(self, window, without):
         config = Gemma3TextConfig(
             vocab_size=128,
             hidden_size=16,
@@ -273,7 +279,7 @@ class TestMasks(TrlTestCase):
             num_attention_heads=2,
             num_key_value_heads=1,
             head_dim=8,
-            sliding_window=6,
+            sliding_window=window,
             layer_types=["sliding_attention", "full_attention", "sliding_attention"],
             num_hidden_layers=3,
         )
@@ -282,7 +288,7 @@ class TestMasks(TrlTestCase):
         input_ids, attention_mask, prompt_length = make_batch()
         with layers_without_a_mask() as layers:
             SharedPrefixPasses(prompt_length).forward(model.model, input_ids, attention_mask)
-        assert layers == {1}
+        assert layers == without
 
     def test_eager_attention_has_a_mask(self):
         model = load(MODEL_ID)

@@ -81,12 +81,14 @@ class ReadPrefix:
     itself. Without a mask if the layer's is a plain causal one, see [`SharedPrefixAttention`].
 
     With a mask, neighboring completions attend together, behind one copy of the prefix, as long as they are short
-    beside it. A completion that is long beside the prefix attends by itself.
+    beside it. A completion that is long beside the prefix attends by itself. Layers with a window read the end of the
+    prefix only.
     """
 
     prefix: SharedPrefix
     positions: torch.Tensor  # (T,)
     rows: torch.Tensor  # (T,), completion that each token belongs to
+    window: int | None  # of layers that have one, in tokens, the attending one included
     runs: Runs  # of the completions
     blocks: list[int]  # number of tokens of completions that attend together
     states: ReadStates  # what layers with a state start from
@@ -99,24 +101,38 @@ class ReadPrefix:
         rows: torch.Tensor,
         columns: torch.Tensor,
         lengths: list[int],
+        window: int | None = None,
     ) -> "ReadPrefix":
         """Context of completions of these `lengths`, of which each token is in a row and column."""
         blocks = [0]
+        # Where there are windows, hardly any other layer has a mask
+        prefix_size = len(prefix.positions) if window is None else min(len(prefix.positions), window - 1)
         for length in lengths:
-            if blocks[-1] + length > len(prefix.positions) * _MAX_BLOCK_PER_PREFIX and blocks[-1] > 0:
+            if blocks[-1] + length > prefix_size * _MAX_BLOCK_PER_PREFIX and blocks[-1] > 0:
                 blocks.append(0)
             blocks[-1] += length
         runs = Runs.of(lengths, rows.device)
-        return cls(prefix, positions, rows, runs, blocks, ReadStates.of(prefix, rows, columns, lengths))
+        return cls(prefix, positions, rows, window, runs, blocks, ReadStates.of(prefix, rows, columns, lengths))
 
-    def allowed(self, mask_function) -> torch.Tensor:
+    def prefix_size(self, has_window: bool) -> int:
+        """Number of prefix tokens that a layer reads: with a window, those that the first of a completion sees."""
+        prefix_size = len(self.prefix.positions)
+        return min(prefix_size, self.window - 1) if has_window else prefix_size
+
+    @property
+    def fits_window(self) -> bool:
+        """Whether all tokens of a completion see all of the prefix in their windows."""
+        return len(self.prefix.positions) + max(self.runs.lengths) <= self.window
+
+    def allowed(self, mask_function, has_window: bool = False) -> torch.Tensor:
         """
-        Boolean mask of shape `(1, 1, T, S + longest block)`, from the model's own mask function (causal, sliding
-        window). Behind the prefix, the columns are the tokens of the block.
+        Boolean mask of shape `(1, 1, T, prefix_size + longest block)`, from the model's own mask function (causal,
+        sliding window). Behind the prefix, the columns are the tokens of the block.
         """
         device = self.positions.device
         zero = torch.zeros(1, 1, dtype=torch.long, device=device)
-        prefix_size, prefix_positions = len(self.prefix.positions), self.prefix.positions[None, :]
+        prefix_size = self.prefix_size(has_window)
+        prefix_positions = self.prefix.positions[None, len(self.prefix.positions) - prefix_size :]
         # Filled block by block: mask functions make several tensors of the size of what they are asked for
         allowed = torch.zeros(len(self.rows), prefix_size + max(self.blocks), dtype=torch.bool, device=device)
         of_blocks = (x.split(self.blocks) for x in (self.positions, self.rows, allowed))
@@ -132,10 +148,9 @@ class ReadPrefix:
         return torch.empty(1, 1, len(self.rows), 0, dtype=torch.bool, device=self.rows.device)
 
     def attend(self, base, module, query, key, value, attention_mask, **kwargs):
-        prefix_size = len(self.prefix.positions)
-        if attention_mask is None or attention_mask.shape[2:] not in (
-            (len(self.rows), 0), (len(self.rows), prefix_size + max(self.blocks))
-        ):  # fmt: skip
+        sizes = {self.prefix_size(has_window) for has_window in (False, self.window is not None)}
+        shapes = [(len(self.rows), width) for width in (0, *(size + max(self.blocks) for size in sizes))]
+        if attention_mask is None or attention_mask.shape[2:] not in shapes:
             raise RuntimeError(
                 f"{type(module).__name__} did not receive the mask of the shared prefix, so its attention cannot be "
                 "trusted. Set `prefix_sharing=False`."
@@ -146,6 +161,8 @@ class ReadPrefix:
                 tensors = (query, key, value, prefix_key, prefix_value)
                 return shared_prefix_attention(*tensors, self.runs, kwargs.get("scaling")), None
             attention_mask = self.allowed(causal_mask_function)
+        prefix_size = attention_mask.shape[3] - max(self.blocks)
+        prefix_key, prefix_value = (x[:, :, x.shape[2] - prefix_size :] for x in (prefix_key, prefix_value))
         outputs = []
         per_block = (x.split(self.blocks, dim=2) for x in (query, key, value, attention_mask))
         for block_query, block_key, block_value, mask in zip(*per_block, strict=True):
@@ -252,11 +269,16 @@ def _mask(base, *, mask_function, use_vmap=False, dtype=torch.float32, **kwargs)
         )
     if use_vmap:
         raise RuntimeError("The model uses a custom attention mask, which `prefix_sharing=True` does not support.")
-    if base == "sdpa" and mask_function is causal_mask_function:
+    local_size = kwargs.get("local_size")
+    has_window = local_size is not None and local_size == current_pass.window
+    is_causal = mask_function is causal_mask_function
+    if has_window and kwargs.get("allow_is_causal_skip", True):  # nothing but the window hides what is behind a token
+        is_causal = current_pass.fits_window
+    if base == "sdpa" and is_causal:
         slots = current_pass.prefix.slots
         if all(kernels_take(slots[layer, KEY], slots[layer, VALUE]) for layer in current_pass.prefix.sources.values()):
             return current_pass.no_mask
-    return as_base_mask(base, current_pass.allowed(mask_function), dtype)
+    return as_base_mask(base, current_pass.allowed(mask_function, has_window), dtype)
 
 
 def as_base_mask(base: str, allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

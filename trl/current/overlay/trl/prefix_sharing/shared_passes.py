@@ -280,8 +280,9 @@ class SharedPrefixPasses:
             for prefix in prefixes:
                 prefix.lead_on()
 
+        window = getattr(backbone.config.get_text_config(), "sliding_window", None)
         contexts = [
-            ReadPrefix.of(prefixes[group], columns + shift, completion, place, has_token[rows].sum(1).tolist())
+            ReadPrefix.of(prefixes[group], columns + shift, completion, place, has_token[rows].sum(1).tolist(), window)
             for (group, rows), (_, columns, completion, place) in zip(passes, of_passes, strict=True)
         ]
         outputs = run_passes(
