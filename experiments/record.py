@@ -1,4 +1,4 @@
-"""The one writer of a run's facts: run.json, and runs.jsonl of all runs.
+"""Makes a run's record, run.json, and has runs.jsonl of all runs written.
 
     python -m experiments.record results/<machine>
 

@@ -117,7 +117,7 @@ def run_plan(plan: list[RunConfig], machine: Path, fresh: bool, timeout: float, 
 
 
 def left(missing: list[RunConfig], done: int, elapsed: float) -> str:
-    """What the rest may take: a run as long as it has completions."""
+    """About how long the rest takes, if a run's time grows with its completions."""
     before, behind = (sum(config.batch for config in part) for part in (missing[:done], missing[done:]))
     return f", about {elapsed / 60 * behind / before:.0f} minutes left" if done else ""
 
@@ -165,7 +165,7 @@ def settle_record(config: RunConfig, folder: Path, process: subprocess.Popen, la
         error = "refused" if code == EXIT_USAGE else f"{died} before it began"
         say(f"  FAILED: {error}")
         return vars(new_record(config, source_commit(), status="error", error=error, exit_code=code))
-    if record["status"] == "running" or late:
+    if record["status"] == "running" or late and record["status"] not in FINISHED:
         record |= dict(status="error", exit_code=code, error=late or f"{died} before it could report")
         with contextlib.suppress(FileNotFoundError):
             last_words = (folder / "log.txt").read_bytes()[-2000:].decode(errors="replace")

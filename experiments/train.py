@@ -215,7 +215,7 @@ def fill_training(record: RunRecord, training, phases: PhaseRecorder, ended: flo
     if fed := phases.prompt_tokens:
         record.prompt_tokens_fed_min, record.prompt_tokens_fed_max = min(fed), max(fed)
         record.prompt_tokens_fed_mean = statistics.fmean(fed)
-    if record.device_kind == "cuda":  # it loads a module when that is first called
+    if record.device_kind == "cuda":  # which loads a module when it is first called, outside torch's pool
         import torch
 
         outside = level("cuda") - torch.cuda.memory_reserved()

@@ -22,7 +22,7 @@ from rloo_memory.prefix_sharing.config import check_passes_config
 from rloo_memory.prefix_sharing.images import OF_IMAGES
 from rloo_memory.prefix_sharing.trainer import TrainerPasses
 
-# What is replaced, and the parameters that are read of its calls
+# What is replaced, and parameters that its signature must name
 METHODS = {
     "train": (),
     "training_step": (),
@@ -235,8 +235,8 @@ class PromptSharing:
             self.compare_prompts(input_ids[:, :prefix_length], attention_mask[:, :prefix_length], kwargs)
         arguments = (model, input_ids, attention_mask, logits_to_keep)
         if not self.compared:
-            self.compared = True
             self.compare_with_whole_rows(original, *arguments, **kwargs)
+            self.compared = True
         return self.in_passes(original, *arguments, batch_size=batch_size, **kwargs)
 
     def in_passes(self, original, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs):
@@ -257,10 +257,12 @@ class PromptSharing:
     def compare_with_whole_rows(self, original, model, input_ids, attention_mask, logits_to_keep, **kwargs) -> None:
         """Raise a `RuntimeError` where these rows have other log-probabilities than TRL gives them by themselves."""
         kwargs |= {"compute_entropy": False, "compute_aux_loss": False}
-        if not any(kwargs.get(name) is not None for name in OF_IMAGES):  # two rows are enough
+        if not any(kwargs.get(name) is not None for name in OF_IMAGES):  # two rows are enough, if any has a token
+            first = int((attention_mask[:, -logits_to_keep:] != 0).any(1).int().argmax()) // 2 * 2
+            rows = slice(first, first + 2)
             tensors = {name: x for name, x in kwargs.items() if isinstance(x, torch.Tensor)}
-            kwargs |= {name: x[:2] for name, x in tensors.items()}
-            input_ids, attention_mask = input_ids[:2], attention_mask[:2]
+            kwargs |= {name: x[rows] for name, x in tensors.items()}
+            input_ids, attention_mask = input_ids[rows], attention_mask[rows]
         arguments = (model, input_ids, attention_mask, logits_to_keep)
         whole = original(*arguments, batch_size=1, **kwargs)[0]
         shared = self.in_passes(original, *arguments, **kwargs)[0]

@@ -14,7 +14,7 @@ from experiments.record import read_csv
 from experiments.workload import run_models
 from rloo_memory import data
 from rloo_memory.plan import doctor, records
-from rloo_memory.plan.levers import LEVERS
+from rloo_memory.plan.levers import SHARING
 from rloo_memory.plan.peaks import PredictedPeak, Prediction
 from rloo_memory.plan.records import read_run
 from rloo_memory.plan.setups import Setup
@@ -213,7 +213,7 @@ def test_sharing_that_takes_less_time_is_written_where_all_fits_and_bfloat16_wei
         "prefix_sharing", "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
     }  # fmt: skip
     assert settings["per_device_train_batch_size"] == 2 and "tokens_per_forward" not in settings
-    several = LEVERS[0].apply(Setup(2000, num_devices=2))
+    several = SHARING.apply(Setup(2000, num_devices=2))
     assert (several.per_device_train_batch_size, several.rows_per_pass) == (8, 2)
     for budget in BUDGETS:
         if doctor.main([*options, f"{budget}GiB"]) == 0:
@@ -229,6 +229,7 @@ def test_sharing_that_takes_less_time_is_written_where_all_fits_and_bfloat16_wei
         (["--model", "qwen3-8b", "--device-memory", "24GiB"], ["--prompt"]),
         (["no/such/folder"], ["no/such/folder", "memory.json"]),
         (["RUN", "--profile", "balanced"], ["leave out --profile balanced"]),
+        (["RUN", "--model", "qwen3-32b"], ["leave out --model qwen3-32b"]),
         (["ENGINE"], ["no prompt length", "--prompt N"]),
         (["--model", "qwen3-8b", "--prompt", "64", "--profile", "a.yaml", "--output", "a.yaml"], ["profile itself"]),
     ],

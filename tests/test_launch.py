@@ -47,6 +47,7 @@ REFUSED = {
     "balanced --dataset_name owner/name --reward_funcs letters": ["is not here", "or hub:owner/name"],
     "balanced --dataset_name other.jsonl --reward_funcs letters": ["no column 'prompt'; it has text, answer"],
     "balanced --dataset_name half.csv --reward_funcs letters": ["'half.csv': row 2: the prompt is no chat"],
+    "balanced --dataset_name number.csv --reward_funcs letters": ["'number.csv': row 2: the prompt is no chat"],
     "balanced --dataset_name empty.jsonl --reward_funcs letters": ["'empty.jsonl': row 2", "the prompt is empty"],
     "balanced --dataset_name latin.jsonl --reward_funcs letters": [
         "'latin.jsonl': it is not UTF-8",
@@ -86,6 +87,7 @@ def test_bad_input_is_one_line_with_its_name_before_a_model_loads(here, no_model
     for name, text in {
         "other.jsonl": '{"text": "a", "answer": "b"}',
         "half.csv": 'prompt\n"[{""role"": ""user"", ""content"": ""a""}]"\nSay a.\n',
+        "number.csv": 'prompt\n"[{""role"": ""user"", ""content"": ""a""}]"\n5\n',
         "empty.jsonl": '{"prompt": "a"}\n{"prompt": ""}',
         "mixed/a.jsonl": '{"prompt": "a", "answer": "b"}',
         "mixed/b.jsonl": '{"prompt": "a", "answer": 1}',
@@ -101,6 +103,11 @@ def test_bad_input_is_one_line_with_its_name_before_a_model_loads(here, no_model
     with pytest.raises(ConfigError, match="'other' has code of its own"):  # as plan and doctor read it
         load_config("other")
     assert not Path("ran").exists()
+
+
+def test_a_reward_may_return_what_can_be_read_once():
+    checked = rewards.with_its_rewards_checked("lengths", lambda completions: map(len, completions))
+    assert checked(completions=["a", "bc"]) == [1, 2]
 
 
 AFTER_LOADING = {

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rloo_memory.plan.levers import LEVERS, applied
+from rloo_memory.plan.levers import LEVERS, SHARING, applied
 from rloo_memory.plan.setups import Setup
 from rloo_memory.plan.trl_settings import changes, from_settings, with_changes
 from rloo_memory.settings import profiles
@@ -26,11 +26,21 @@ def test_levers_that_are_said_to_train_the_same_do(probe):
 
 
 def test_sharing_is_the_same_only_if_an_update_has_whole_groups():
-    sharing = LEVERS[0]
     whole = Setup(100, per_device_train_batch_size=1, gradient_accumulation_steps=16, steps_per_generation=16)
     part = Setup(100, per_device_train_batch_size=1, gradient_accumulation_steps=4, steps_per_generation=8)
-    assert sharing.exact(whole) and not sharing.exact(part)
-    assert "trains differently" in sharing.effect(part) and "token ratio" in sharing.effect(part)
+    assert SHARING.exact(whole) and not SHARING.exact(part)
+    assert "trains differently" in SHARING.effect(part) and "token ratio" in SHARING.effect(part)
+
+
+@pytest.mark.parametrize("rows, k, left", [(4, 6, 3), (2, 6, 3), (6, 12, 6)])
+def test_half_of_k_leaves_parts_of_groups_that_can_be_shared(rows, k, left):
+    """The micro-batch still divides k."""
+    steps = 2 * k // rows
+    setup = Setup(
+        100, num_generations=k, per_device_train_batch_size=rows, steps_per_generation=steps,
+        gradient_accumulation_steps=steps, prefix_sharing=True,
+    ).with_k(left)  # fmt: skip
+    assert setup.num_generations == left and left % setup.per_device_train_batch_size == 0
 
 
 @pytest.mark.torch

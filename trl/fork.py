@@ -138,7 +138,7 @@ def unpack(line: Line, patches: list[Patch], tree: Path) -> list[str]:
 def build(line: Line, dest: Path, patches: tuple[str, ...] | None) -> str:
     """Build `line` with `patches` into `dest`, and say what was done. On a ForkError `dest` is as it was."""
     chosen = select(line, patches)
-    # The first is to be raised when the same inputs should build something else
+    # `format` is to be raised when the same inputs should build something else
     record = {"format": 1, "line": line.name, "version": line.version, "wheel_sha256": line.sha256}
     record["patches"] = [{"name": each.name, "sha256": digest(line.folder / each.name)} for each in chosen]
     claims = sorted(path for patch in chosen for path in patch.claims)

@@ -42,7 +42,6 @@ DEVICE_WORDS = {"cuda": "GPU", "cpu": "CPU"}
 MEASURES = {
     "peak_resident_bytes": "process resident memory",
     "peak_device_used_bytes": "device memory used",
-    "peak_reserved_bytes": "memory reserved by torch",
 }
 FAILURES = {"oom": "out of memory", "error": "error", "killed": "killed"}
 LEAST = GIB // 10  # of peak above start, bytes: below it, percentages are noise
@@ -141,9 +140,9 @@ class Results:
         return [f"Seconds are medians of {span(timed)} runs, separate from those for memory"] if len(timed) else []
 
     def scales(self) -> list[str]:
-        """What everybody runs first."""
+        """All, first what everybody runs, `learn` last."""
         found = sorted(set(self.own.scale))
-        return sorted(found, key=lambda scale: (scale == LEARN, (*("seed", "cpu"), scale).index(scale)))
+        return sorted(found, key=lambda scale: (scale == LEARN, ("seed", "cpu", scale).index(scale)))
 
     def charted(self) -> list[str]:
         """The scales that have charts of their own: the first one, and `bench`."""
@@ -178,10 +177,7 @@ def row_of(record: dict, phases: pd.DataFrame) -> dict:
     if unusual := re.search(r"_c(\d+)_r\d+$", record["run_id"]):  # not the arm's usual number: never the same cell
         row["arm"] += f"-c{unusual[1]}"
     row["status"] = "killed" if record["status"] == "running" else record["status"]
-    measure = "peak_resident_bytes"
-    if record["device_kind"] == "cuda":
-        without_nvml = record["peak_device_used_bytes"] is None and record["peak_reserved_bytes"] is not None
-        measure = "peak_reserved_bytes" if without_nvml else "peak_device_used_bytes"
+    measure = "peak_device_used_bytes" if record["device_kind"] == "cuda" else "peak_resident_bytes"
     row |= {"measure": measure, "asked": record["prompt_tokens_requested"], "fed": record["prompt_tokens_fed_mean"]}
     row["peak_bytes"] = record[measure] if row["status"] == "ok" else None
     row["above_bytes"] = row["peak_bytes"] and row["peak_bytes"] - (record["start_bytes"] or 0)
@@ -209,7 +205,7 @@ def seconds(median: float, low: float, high: float, digits: int) -> str:
 
 
 def times(ours: Iterable[float], theirs: Iterable[float]) -> float:
-    """How many times faster (median, low, high) is than another; NaN where one of them says nothing."""
+    """How many times faster `ours` is than `theirs`, each (median, low, high); NaN where one of them says nothing."""
     (mine, *range_of_mine), (other, *range_of_other) = ours, theirs
     return float("nan") if apart(*range_of_mine) or apart(*range_of_other) else other / mine
 

@@ -87,9 +87,9 @@ class Group:
                 "image_grid_thw": torch.tensor([[1, image.side, image.side]] * self.k),
             }
             self.num_images = [1] * self.k
-            model.base_model.visual.register_forward_pre_hook(self.count)
+            model.base_model.visual.register_forward_pre_hook(self.count_images)
 
-    def count(self, tower, args) -> None:
+    def count_images(self, tower, args) -> None:
         self.encoded += len(args[0]) // self.image.side**2
 
     def inputs(self, ids) -> dict:
@@ -190,7 +190,7 @@ class Timed:
             try_all(peaks_of, ways)
         keep_freed_memory()
         try_all(warm_up, reversed(ways))  # `whole` is the first of all ways, and the last that leaves its gradient
-        self.truth = group.gradient() if peaks else None
+        self.truth = group.gradient() if peaks and ways[0] not in self.failed else None
 
     def phases_of(self, way: str) -> tuple[str, ...]:
         return self.phases
@@ -205,7 +205,7 @@ class Timed:
             values |= {f"{phase}_seconds": wall, f"{phase}_cpu_seconds": cpu}
         if self.group.image is not None:
             values["images_encoded"] = self.group.encoded
+        values |= self.peaks.get(way, {})
         if self.truth is not None:
-            values |= self.peaks[way]
             values["gradient_difference"] = ((self.group.gradient() - self.truth).norm() / self.truth.norm()).item()
         return values

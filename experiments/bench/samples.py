@@ -10,6 +10,7 @@ from statistics import median
 
 from experiments.measuring import FACTS
 from experiments.record import read_csv, write_csv
+from rloo_memory.storage import replace_text
 
 SAMPLES, TABLE = "bench_samples.jsonl", "bench.csv"
 OUT_OF_MEMORY = "out of memory"
@@ -66,7 +67,7 @@ class Samples:
         """Measure all of the cell anew."""
         wanted = self.about | asdict(cell)
         kept = [each for each in self.kept() if not each.items() >= wanted.items()]
-        (self.folder / SAMPLES).write_text("".join("\n" + json.dumps(each) for each in kept))
+        replace_text(self.folder / SAMPLES, "".join("\n" + json.dumps(each) for each in kept))
 
     def kept(self) -> list[dict]:
         """All whole lines of the file."""

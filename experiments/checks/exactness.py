@@ -4,7 +4,7 @@
 
 The truth is the same weights in float64, row by row, without the fused LM head. Stock's own error stands beside that
 of prefix sharing, in float32 and with bfloat16 weights under autocast, and the attention kernels that ran are named.
-Exit code 4 if prefix sharing's error is larger than it may be: 1e-5 in float32 (norms, softmax and the head round
+Exit code 4 if an error is larger than it may be: 1e-5 in float32, stock's too (norms, softmax and the head round
 there), and in bfloat16 that of stock and a tenth, because sums are in another order. The rows stay in
 results/<machine>/exactness.csv either way.
 """

@@ -18,7 +18,6 @@ from datetime import date
 from importlib.metadata import version
 from multiprocessing.connection import wait
 from pathlib import Path
-from signal import SIGKILL
 
 from experiments.arms import ARMS
 from experiments.builds import use_fork
@@ -110,12 +109,12 @@ def check_all(tried: list[Family], workers: int):
             sent.close()
             running[answer] = family, process, time.monotonic() + SECONDS
         for answer in wait(list(running), timeout=1):
-            family, process, _ = running.pop(answer)
+            family, process, limit = running.pop(answer)
             try:
                 yield family, answer.recv()
             except EOFError:
                 process.join()
-                late = process.exitcode == -SIGKILL
+                late = time.monotonic() > limit
                 ended = f"not done after {SECONDS} seconds" if late else f"the process ended with {process.exitcode}"
                 yield family, Result(FAILS, ended)
         for _, process, limit in running.values():

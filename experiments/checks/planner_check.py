@@ -69,7 +69,7 @@ def cases(device: str) -> dict[str, Setup]:
         "shared-k8-offload-activations": replace(half, activation_offloading=True).arm("shared"),
     }
     image = replace(base, images=(IMAGE,))
-    image_half = replace(image, dtype="bfloat16", bf16=True, lora_rank=16)
+    image_lora = replace(image, dtype="bfloat16", bf16=True, lora_rank=16)
     few = replace(base, max_completion_length=8)  # in PyTorch, a state takes many small operations a token
     return (on_gpu if device == "cuda" else {}) | {
         "stock-k4": base.with_k(4),
@@ -112,10 +112,10 @@ def cases(device: str) -> dict[str, Setup]:
         "shared-k8-conv": few.arm("shared"),
         "stock-k8-qwen2vl": image,
         "stock-k8-plain-qwen2vl": replace(image, images=((560, 560),), gradient_checkpointing=False),
-        "stock-k8-lora-qwen2vl": image_half,
+        "stock-k8-lora-qwen2vl": image_lora,
         "accumulate-k8-qwen2vl": image.arm("stock-accumulate"),
         "shared-k8-qwen2vl": image.arm("shared"),
-        "shared-k8-lora-qwen2vl": image_half.arm("shared"),
+        "shared-k8-lora-qwen2vl": image_lora.arm("shared"),
         "shared-parts-qwen2vl": replace(image.with_rows(2), prefix_sharing=True),
         "shared-k8-two-qwen2vl": replace(image, images=(IMAGE, (112, 168))).arm("shared"),
         "stock-k8-qwen3vl": image,

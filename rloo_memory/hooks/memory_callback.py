@@ -243,7 +243,7 @@ class MemoryCallback(transformers.TrainerCallback):
         sharding = getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
         deepspeed = self.trainer.accelerator.state.deepspeed_plugin
         zero = deepspeed.deepspeed_config["zero_optimization"] if deepspeed else {}
-        # Other trainers than RLOO's and GRPO's have neither
+        # Other trainers than RLOO's and GRPO's have no `reward_funcs`
         reward_models = [
             f for f in getattr(self.trainer, "reward_funcs", []) if isinstance(f, transformers.PreTrainedModel)
         ]

@@ -166,7 +166,10 @@ def with_chats_read(rows):
     chats = []
     for row, text in enumerate(rows["prompt"], 1):
         try:
-            chats.append(chat_in(str(text)))
+            chat = chat_in(str(text))
+            if not isinstance(chat, list):
+                raise ValueError(text)
+            chats.append(chat)
         except (ValueError, SyntaxError) as error:
             raise ConfigError(f"row {row}: the prompt is no chat, as others are; write it as JSON: {CHAT}") from error
     return rows.add_column("the chats", chats).remove_columns("prompt").rename_column("the chats", "prompt")

@@ -59,20 +59,26 @@ def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source:
         remedy = ask.predict(settings, source, lengths.longest, limit=limit, **where).remedy
         doctor = f"rloo-memory doctor --profile {profile} --model {source} --prompt {lengths.longest}"
         doctor += "".join(f" --image {width}x{height}" for width, height in lengths.images)
-        doctor += f" --device-memory {available_bytes(str(config.device)) / GIB:.1f}GiB"
-        if calibration:
-            doctor += f" --calibration {calibration}" + (" --device cpu" if config.device.type == "cpu" else "")
+        doctor += f" --device-memory {free_here(config) / GIB:.1f}GiB"
+        doctor += " --device cpu" if config.device.type == "cpu" else ""
+        doctor += f" --calibration {calibration}" if calibration else ""
         raise ConfigError(refusal(peak, limit, remedy, settings, doctor))
     return {phase.phase: phase.uncorrected for phase in expected.phases}
 
 
 def room_here(config) -> Room:
     """What the device of a process has free for tensors."""
-    free = available_bytes(str(config.device))
+    free = free_here(config)
     if config.device.type != "cuda":
-        return Room(int(free / int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+        return Room(free)
     expandable = "expandable_segments:True" in os.environ.get("PYTORCH_ALLOC_CONF", "")
     return Room(free - OUTSIDE, EXPANDABLE if expandable else FIXED)
+
+
+def free_here(config) -> int:
+    """Bytes that a process has for itself: those of its device, or its part of the host's."""
+    free = available_bytes(str(config.device))
+    return free if config.device.type == "cuda" else free // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def refusal(peak: PredictedPeak, limit: int, remedy: ask.Remedy | None, settings: dict, doctor: str) -> str:
@@ -80,7 +86,7 @@ def refusal(peak: PredictedPeak, limit: int, remedy: ask.Remedy | None, settings
     line = f"predicted peak {peak.total / GIB:.2f} GiB in phase {peak.phase} exceeds the {limit / GIB:.2f} GiB that "
     line += f"are free ({peak.parts()}); "
     if remedy is None:
-        line += f"no single change makes it fit: {doctor} finds several"
+        line += f"no single change makes it fit: {doctor} finds several for the profile as it is written"
     else:
         given = {name: value for name, value in remedy.settings.items() if value is not None}
         words = [f"--{name} {in_words(value)}" for name, value in given.items()]

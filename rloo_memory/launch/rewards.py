@@ -99,6 +99,7 @@ def with_its_rewards_checked(name: str, function):
     def call(**given):
         rewards, count = function(**given), len(given["completions"])
         try:
+            rewards = list(rewards)  # an iterator can be read once
             numbers = torch.tensor([0.0 if reward is None else reward for reward in rewards], dtype=torch.float32)
             wrong = numbers.shape != (count,) or not numbers.isfinite().all()
         except (TypeError, ValueError):  # what is no list, and what is no number
@@ -108,7 +109,7 @@ def with_its_rewards_checked(name: str, function):
                 f"the reward {name!r} returned {one_line(repr(rewards))}; TRL expects a list of {count} finite "
                 "numbers, one a completion, or None to leave one out"
             )
-        return list(rewards)
+        return rewards
 
     return call
 

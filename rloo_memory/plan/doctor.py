@@ -20,7 +20,7 @@ from rloo_memory.models import is_model
 from rloo_memory.plan.accuracy.calibration import Calibration
 from rloo_memory.plan.accuracy.measured import measured_errors
 from rloo_memory.plan.accuracy.reserve import Room
-from rloo_memory.plan.levers import FASTER_FROM, LEVERS, Lever, applied, in_turn, settings_by_lever
+from rloo_memory.plan.levers import FASTER_FROM, LEVERS, SHARING, Lever, applied, in_turn, settings_by_lever
 from rloo_memory.plan.options import (
     add_memory_options,
     add_setup_options,
@@ -63,7 +63,7 @@ class Search:
         """The levers that are needed, and what is predicted with them, fitting or not. Sharing that makes it faster
         and trains the same is taken where all fits, too."""
         current, used = start, []
-        if is_faster(start.setup) and LEVERS[0].exact(start.setup):
+        if is_faster(start.setup) and SHARING.exact(start.setup):
             current, used = self.with_sharing(start)
         exact_first = sorted(LEVERS, key=lambda lever: not lever.exact(start.setup))
         for lever in exact_first * 2:  # what was of no use before another change can be of use after it
@@ -84,17 +84,16 @@ class Search:
 
     def with_sharing(self, start: Prediction) -> tuple[Prediction, list[Lever]]:
         """As `start`, but with prompts shared, unless it is so already, cannot be, or no longer fits then."""
-        sharing = LEVERS[0]
         try:
-            trial = applied(sharing, start.setup, self.hf_config)
-            prediction = self.predict(sharing.name, trial) if trial else start
+            trial = applied(SHARING, start.setup, self.hf_config)
+            prediction = self.predict(SHARING.name, trial) if trial else start
         except ConfigError as error:
-            self.say(f"  {sharing.name}: {error}")
+            self.say(f"  {SHARING.name}: {error}")
             return start, []
         if prediction is start or self.fits(start) and not self.fits(prediction):
             return start, []
-        self.say(f"  {sharing.name}: {gib(prediction)}, and faster")
-        return prediction, [sharing]
+        self.say(f"  {SHARING.name}: {gib(prediction)}, and faster")
+        return prediction, [SHARING]
 
     def without_unneeded(
         self, start: Prediction, used: list[Lever], last: Prediction
@@ -108,7 +107,7 @@ class Search:
             if setup == last.setup:  # a later one replaced it
                 used = rest
                 continue
-            if lever is LEVERS[0] and is_faster(start.setup):
+            if lever is SHARING and is_faster(start.setup):
                 continue
             try:
                 check(setup, self.hf_config)
@@ -155,6 +154,8 @@ def run(args: argparse.Namespace) -> int:
     old = profile = None
     if args.run and args.profile:
         raise ConfigError(f"{args.run} is a run with settings of its own: leave out --profile {args.profile}")
+    if args.run and args.model:
+        raise ConfigError(f"{args.run} is a run with a model of its own: leave out --model {args.model}")
     if args.run:
         old = read_run(args.run)
         if old.prompt_tokens is None and args.prompt is None:

@@ -82,9 +82,8 @@ def drops_out(setup: Setup) -> bool:
 
 
 def keeps_updates(setup: Setup) -> bool:
-    """Whether as many rows are in an update when micro-batches become one prompt's group each, or parts of it, and
-    where it matters, the same in a micro-batch: the rows of several are shuffled, those of several prompts together
-    or each prompt's."""
+    """Whether an update keeps its rows when each micro-batch becomes one prompt's group or a part of it, and where the
+    loss is scaled by what shares a micro-batch, whether that stays the same."""
     one_batch = setup.generation_rows == setup.per_device_train_batch_size == setup.num_generations
     return setup.rows_per_update % setup.num_generations == 0 and (one_batch or not setup.scaled_by_batch)
 
@@ -182,8 +181,9 @@ def always(setup: Setup) -> bool:
 
 ROUNDING, TRANSFERS = "gradients equal up to rounding", "the same numbers, moved"
 # In the order in which they are tried: what trains the same and costs little comes first
+SHARING = Lever("prefix_sharing", cost_of_sharing, share_prompt, ROUNDING, keeps_updates)
 LEVERS = (
-    Lever("prefix_sharing", cost_of_sharing, share_prompt, ROUNDING, keeps_updates),
+    SHARING,
     Lever(
         "gradient_checkpointing", "a second forward", lambda s: replace(s, gradient_checkpointing=True), ROUNDING,
         always,

@@ -222,7 +222,7 @@ def setup_from(
 
     before = from_settings(prompt, base, **where)
     settings = with_changes(base, batches(args, before, profile is not None)) | given
-    if args.model:
+    if args.model:  # the first line of a file of settings, whatever the order of the profile
         settings = {"model_name_or_path": args.model} | settings | {"model_name_or_path": args.model}
     for name in ("activation_offloading", "offload_reference", "offload_reward"):
         if getattr(args, name):

@@ -10,7 +10,7 @@ from rloo_memory.sizes import GIB
 
 # Arms with TRL's LM heads of other days, and which one (`rloo_memory.plan.simulation.heads`)
 OLDER = {"stock-1.9": "full_logits_in_place", "stock-1.13": "full_logits", "stock-1.14": "full_logits_in_a_kernel"}
-# The arms of `experiments.config.ARMS` that the planner knows, and those that are the planner's alone: `OLDER`, and
+# The arms of `experiments.arms.ARMS` that the planner knows, and those that are the planner's alone: `OLDER`, and
 # `stock-tokens`, the fork's token budget without sharing
 ARM_NAMES = (*OLDER, "stock", "stock-accumulate", "stock-tokens", "shared")
 LARGEST = {"k": "num_generations", "prompt": "prompt_tokens", "completion": "max_completion_length"}
@@ -198,7 +198,7 @@ class Setup:
         if self.has_whole_groups:
             rows = rows // before * k
         else:
-            rows = max(size for size in range(1, rows + 1) if prompts * k % size == 0)
+            rows = max(size for size in range(1, rows + 1) if (k if self.prefix_sharing else prompts * k) % size == 0)
         return replace(
             self,
             num_generations=k,

@@ -58,6 +58,10 @@ def in_words(ratio: float) -> str:
     return MARK if pd.isna(ratio) else f"{ratio:.2f} x"
 
 
+def failure_of(rows: pd.DataFrame, way: str) -> str:
+    return rows[rows.way == way].failure.iloc[0].replace("|", "/")[:100]
+
+
 def rivals(folder: Path) -> str:
     """For each workload: seconds and how many times faster than whole rows, peak, and difference of gradients."""
     header = ["", "score, s", "train, s", "train peak above start, MiB", "gradient differs by"]
@@ -68,8 +72,7 @@ def rivals(folder: Path) -> str:
         for name, way in ways.items():
             shown = NAMES.get(name, f"`{name}`")
             if not way:
-                failure = rows[rows.way == name].failure.iloc[0].replace("|", "/")[:100]
-                table.append([shown, failure, "", "", ""])
+                table.append([shown, failure_of(rows, name), "", "", ""])
                 continue
             theirs = ways["whole"] if name != "whole" else {}
             row = [beside(way[metric], theirs.get(metric), 2) for metric in ("score_seconds", "train_seconds")]
@@ -89,7 +92,10 @@ def families(folder: Path) -> str:
         title = f"{FAMILIES.get(family, family)}, prompt {prompt:,}, completions {completion:,}, k = {k}"
         for name, way in ways.items():
             theirs = ways["whole"] if name != "whole" else {}
-            row = ["" if theirs else title, NAMES.get(name, name)]
+            row = ["" if name != "whole" else title, NAMES.get(name, name)]
+            if not way:
+                table.append([*row, failure_of(mine, name), *[""] * (len(PHASES) + 1)])
+                continue
             for phase in PHASES:
                 took = beside(way[f"{phase}_seconds"], theirs.get(f"{phase}_seconds"), 1, " s")
                 row.append(f"{took}, {way[f'{phase}_peak_bytes'][0] / MIB:,.0f} MiB")
@@ -139,8 +145,9 @@ def decoding(folder: Path) -> str:
     rows = read_bench(folder, "decoding")
     table = []
     for (model, *sizes), mine in rows.groupby(CELL):
-        whole, shared = (ways_of(mine)[way]["generate_seconds"] for way in ("whole", "shared"))
-        took = [seconds(*whole, 2), seconds(*shared, 2), in_words(times(shared, whole))]
+        ways = {name: way.get("generate_seconds") for name, way in ways_of(mine).items()}
+        took = [seconds(*ways[name], 2) if ways[name] else failure_of(mine, name) for name in ("whole", "shared")]
+        took.append(in_words(times(ways["shared"], ways["whole"])) if all(ways.values()) else "")
         table.append([model, *(f"{size:,}" for size in sizes), *took])
     header = ["model", "prompt", "completion", "k", "a cache a row, s", "prompt shared, s", "times faster"]
     return f"*{measured_on(rows)} · float32 · {how_often(rows)}*\n\n{markdown(header, table)}\n"

@@ -150,8 +150,8 @@ def enable_prefix_sharing(model: PreTrainedModel) -> None:
     mixers = find_mixers(model)
     attending, with_state = layers_by_kind(text_config)
     if layer_types - SUPPORTED_LAYER_TYPES or not attending or {mixer.layer_idx for mixer in mixers} != with_state:
-        unsupported = sorted(layer_types - {"full_attention", "sliding_attention"})
-        refuse(f"it has layers of type {unsupported}, whose state cannot be shared. Set `prefix_sharing=False`.")
+        with_state_types = sorted(layer_types - {"full_attention", "sliding_attention"})
+        refuse(f"it has layers of type {with_state_types}, whose state cannot be shared. Set `prefix_sharing=False`.")
     # transformers does not say so of models with a state. The comparison below finds attention that does not.
     if not (model._supports_attention_backend or mixers):
         refuse("its attention does not go through `transformers.AttentionInterface`. Set `prefix_sharing=False`.")

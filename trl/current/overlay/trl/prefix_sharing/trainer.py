@@ -223,8 +223,8 @@ class TrainerPasses:
     @contextmanager
     def micro_batch(self, step: int, updates: bool) -> Iterator[None]:
         """
-        Forward and backward of a micro-batch, of which the `step` before it tells which of its prompt's it is.
-        `updates` says whether the optimizer updates the weights after it.
+        Forward and backward of a micro-batch. `step` others came before it, which tells its place among those of its
+        prompt. `updates` says whether the optimizer updates the weights after it.
         """
         had_passes, self._has_passes = self._has_passes, False
         try:
