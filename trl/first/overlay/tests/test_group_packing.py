@@ -12,17 +12,23 @@
 # See the License for the specific language governing permissions and
 # limitations under the License.
 
+from itertools import pairwise
 
 import pytest
 import torch
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config
+from transformers.utils import is_peft_available
 
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.models.group_packing import check_prefix_sharing
-from trl.trainer.utils import add_fused_lm_head
+from trl.trainer.utils import add_fused_lm_head, shuffle_sequence_dict
 
-from .testing_utils import TrlTestCase
+from .testing_utils import TrlTestCase, require_peft
+
+
+if is_peft_available():
+    from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
 
 MODEL_ID = "trl-internal-testing/tiny-Qwen2ForCausalLM-2.5"
@@ -87,34 +93,58 @@ class TestGroupPacking(TrlTestCase):
         for name, grad in expected_grads.items():
             torch.testing.assert_close(model.get_parameter(name).grad, grad, rtol=1e-5, atol=1e-6 * grad.abs().max())
 
+    @pytest.mark.parametrize(
+        "kwargs",
+        [
+            {"beta": 0.1, "gradient_accumulation_steps": 2},
+            {"beta": 0.0, "num_iterations": 2, "gradient_accumulation_steps": 2},
+            {"beta": 0.1, "eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2},
+            {"beta": 0.1, "mask_truncated_completions": True},
+            pytest.param({"use_peft": True}, marks=require_peft),
+        ],
+    )
     @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
-    def test_train(self, config_class, trainer_class):
+    def test_train(self, config_class, trainer_class, kwargs):
         dataset = load_dataset("trl-internal-testing/zen", "standard_prompt_only", split="train")
-        params = []
+        peft_config = None
+        if kwargs.get("use_peft"):
+            peft_config, kwargs = LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.0), {}
+        params, losses = [], []
         for prefix_sharing in (False, True):
             training_args = config_class(
                 output_dir=self.tmp_dir,
-                per_device_train_batch_size=3,  # reduce the batch size to reduce memory usage
+                per_device_train_batch_size=6,  # reduce the batch size to reduce memory usage
+                per_device_eval_batch_size=2,
                 num_generations=3,  # reduce the number of generations to reduce memory usage
                 max_completion_length=8,  # reduce the completion length to reduce memory usage
                 learning_rate=1e-2,
                 optim="sgd",
                 max_steps=4,
-                beta=0.1,
-                gradient_accumulation_steps=2,
                 bf16=False,
                 prefix_sharing=prefix_sharing,
+                shuffle_dataset=False,
                 report_to="none",
+                **kwargs,
             )
             trainer = trainer_class(
                 model=MODEL_ID,
                 reward_funcs=lambda completion_ids, **kwargs: [float(len(set(ids))) for ids in completion_ids],
                 args=training_args,
                 train_dataset=dataset,
+                eval_dataset=dataset.select(range(2)),
+                peft_config=peft_config,
             )
             trainer.train()
             params.append(torch.cat([param.detach().flatten() for param in trainer.model.parameters()]))
+            losses.append([log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log])
         torch.testing.assert_close(*params, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(*losses, rtol=1e-3, atol=1e-5)
+
+    def test_batches_hold_whole_groups(self):
+        shuffled = shuffle_sequence_dict({"x": torch.arange(12), "y": list(range(12)), "z": None}, group_size=3)
+        assert shuffled["x"].tolist() == shuffled["y"] != list(range(12))
+        assert sorted(shuffled["y"][::3]) == [0, 3, 6, 9]
+        assert all(b - a == 1 for start in range(0, 12, 3) for a, b in pairwise(shuffled["y"][start : start + 3]))
 
     def test_unsupported_attention(self):
         with pytest.raises(ValueError, match="'eager'"):
@@ -125,8 +155,17 @@ class TestGroupPacking(TrlTestCase):
             )
 
     def test_dropout(self):
-        with pytest.raises(ValueError, match="dropout"):
+        with pytest.raises(ValueError, match="attention_dropout"):
             check_prefix_sharing(make_model(LlamaConfig, attention_dropout=0.5))
+
+    @require_peft
+    def test_adapters(self):
+        # Dropout of adapters, whose output is zero before the first update
+        with pytest.raises(ValueError, match="lora_dropout"):
+            check_prefix_sharing(get_peft_model(make_model(LlamaConfig), LoraConfig(lora_dropout=0.1)))
+        prompt_tuning = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+        with pytest.raises(ValueError, match="learned tokens"):
+            check_prefix_sharing(get_peft_model(make_model(LlamaConfig), prompt_tuning))
 
     def test_empty_prompt(self):
         model, inputs = make_model(LlamaConfig), make_inputs()

@@ -12,11 +12,10 @@
 # See the License for the specific language governing permissions and
 # limitations under the License.
 
-
 """
 Prefix sharing: the completions of a prompt go through the model in one row behind it, so that it is computed once.
 
-Shape suffixes: B rows, P prompt columns, C completion columns, G packed rows, N tokens of a packed row.
+Shapes: B rows, P prompt columns, C completion columns, G packed rows, N tokens of a packed row, H hidden size.
 """
 
 import torch
@@ -33,8 +32,8 @@ def pack_groups(
     Put rows with the same prompt that follow one another in one row: the prompt, then completion after completion.
 
     Positions are columns, which are those of the rows by themselves. A token sees the prompt and, of the completions,
-    its own. Scores between completions are computed and thrown away, so a group of long completions of a short prompt
-    has less to win.
+    its own. Scores between completions are computed and thrown away, so that less is gained with long completions of a
+    short prompt.
 
     Args:
         input_ids (`torch.Tensor` of shape `(B, P + C)`):
@@ -60,8 +59,8 @@ def pack_groups(
     if (starts.sum(1) > 1).any():
         row = int(starts.sum(1).argmax())
         raise ValueError(
-            f"The attention mask of row {row} of the batch is 0 between tokens. To train on some tokens of a completion "
-            "only, leave its attention mask at 1 and mask the loss."
+            f"The attention mask of row {row} of the batch is 0 between tokens. To train on some tokens of a "
+            "completion only, leave its attention mask at 1 and mask the loss."
         )
     device = input_ids.device
     prompts = input_ids[:, :prefix_length].masked_fill(attention_mask[:, :prefix_length] == 0, -1)
@@ -90,18 +89,30 @@ def pack_groups(
 
 
 def shared_forward(
-    backbone: nn.Module,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    prefix_length: int,
-    use_cache: bool = False,
+    backbone: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, prefix_length: int
 ) -> BaseModelOutput:
     """
-    Hidden states of the last prompt token and the completion of each row, of shape `(B, C + 1, H)`, with each prompt
-    computed once. See [`pack_groups`] for the arguments.
+    Hidden states of completions, with each prompt computed once.
+
+    Args:
+        backbone ([`~transformers.PreTrainedModel`]):
+            Model without its LM head.
+        input_ids (`torch.Tensor` of shape `(B, P + C)`):
+            Left-padded prompts followed by right-padded completions.
+        attention_mask (`torch.Tensor` of shape `(B, P + C)`):
+            1 for tokens, 0 for padding.
+        prefix_length (`int`):
+            Number of prompt columns, P.
+
+    Returns:
+        [`~transformers.modeling_outputs.BaseModelOutput`]: Hidden states of the last prompt token and the completion
+        of each row, of shape `(B, C + 1, H)`.
     """
-    inputs, index = pack_groups(input_ids, attention_mask, prefix_length)
-    return BaseModelOutput(backbone(**inputs, use_cache=use_cache).last_hidden_state[index])
+    inputs, places = pack_groups(input_ids, attention_mask, prefix_length)
+    hidden_states = backbone(**inputs, use_cache=False).last_hidden_state
+    # With the model split across devices (`device_map`), the backbone can end on another device
+    row, place = (x.to(hidden_states.device) for x in places)
+    return BaseModelOutput(hidden_states[row, place])
 
 
 def check_prefix_sharing(model: PreTrainedModel) -> None:
@@ -115,23 +126,30 @@ def check_prefix_sharing(model: PreTrainedModel) -> None:
     Raises:
         ValueError: If it does not, or if its attention does not take the mask.
     """
+    refusal = f"`prefix_sharing=True` does not support {type(model).__name__}: "
     if is_peft_model(model):
+        if model.active_peft_config.is_prompt_learning:
+            raise ValueError(f"{refusal}its adapter puts learned tokens in front of each row.")
         model = model.get_base_model()
     config = model.config.get_text_config()
-    refusal = f"`prefix_sharing=True` does not support {type(model).__name__}: "
     if config._attn_implementation != "sdpa":
         raise ValueError(
-            f"{refusal}its attention implementation is {config._attn_implementation!r}, which does not take the mask of "
-            "a shared prompt. Load the model with `attn_implementation='sdpa'`."
+            f"{refusal}its attention implementation is {config._attn_implementation!r}, which does not take the mask "
+            "of a shared prompt. Load the model with `attn_implementation='sdpa'`."
         )
-    fields = config.to_dict()
-    layer_types, sliding_window = set(fields.get("layer_types") or ["full_attention"]), fields.get("sliding_window")
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    sliding_window = getattr(config, "sliding_window", None)
     if layer_types != {"full_attention"} or sliding_window is not None:
         raise ValueError(
             f"{refusal}not all of its layers attend to the whole sequence ({sorted(layer_types)}, sliding window "
             f"{sliding_window}). Set `prefix_sharing=False`."
         )
-    # Two rows of one prompt: left padding, right padding, and the noise of training, which rows would not have alike
+    # Adapters, whose output is zero before the first update, would hide theirs from the comparison below
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
+        raise ValueError(f"{refusal}it has dropout. Set `disable_dropout=True`, or for adapters `lora_dropout=0.0`.")
+    if any(param.is_meta or param.numel() == 0 for param in model.parameters()):  # the weights are not on this process
+        return
+    # Two rows of one prompt, with left and right padding, in training mode, where attention may have dropout
     device = model.get_input_embeddings().weight.device
     input_ids = torch.arange(18, device=device).view(2, 9) % config.vocab_size
     input_ids[1, :5] = input_ids[0, :5]
@@ -139,17 +157,17 @@ def check_prefix_sharing(model: PreTrainedModel) -> None:
     attention_mask[:, 0] = attention_mask[1, -1] = 0
     training = model.training
     try:
-        with torch.no_grad(), torch.random.fork_rng():
+        with torch.no_grad():
             model.train()
-            shared = shared_forward(model.base_model, input_ids, attention_mask, prefix_length=5)
+            shared = shared_forward(model.base_model, input_ids, attention_mask, prefix_length=5).last_hidden_state
             whole = model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
     finally:
         model.train(training)
-    is_token = attention_mask[:, 4:].bool()
-    shared, whole = shared.last_hidden_state[is_token].float(), whole.last_hidden_state[:, 4:][is_token].float()
+    is_token = attention_mask[:, 4:].bool().to(shared.device)
+    shared, whole = shared[is_token].float(), whole.last_hidden_state[:, 4:][is_token].float()
     error = ((shared - whole).norm() / whole.norm()).item()
     if not error <= torch.finfo(model.dtype).eps ** 0.5:
         raise ValueError(
-            f"{refusal}hidden states behind a shared prompt differ from those of whole rows by {error:.1%}, or dropout "
-            "is on. Set `prefix_sharing=False`, `disable_dropout=True`, or for adapters `lora_dropout=0.0`."
+            f"{refusal}hidden states behind a shared prompt differ from those of whole rows by {error:.1%}, as with "
+            'dropout of attention (`model_init_kwargs={"attention_dropout": 0.0}`). Set `prefix_sharing=False`.'
         )
