@@ -12,7 +12,9 @@ def test_an_architecture_is_refused_in_one_line_or_exact(probe):
     result = probe("first_series")
     errors = {name: error for name, error in result.items() if not isinstance(error, str)}
     assert {name: error for name, error in errors.items() if not error <= 1e-12} == {}
-    assert errors.keys() >= {"llama", "qwen3", "gpt-neox", "mixtral"} and (len(errors), len(result)) == (22, 34), "as trl/README.md says"
+    assert errors.keys() >= {"llama", "qwen3", "gpt-neox", "mixtral"} and (len(errors), len(result)) == (22, 34), (
+        "as trl/README.md says"
+    )
     for name in result.keys() - errors.keys():
         assert result[name].startswith("`prefix_sharing=True` does not support "), (name, result[name])
         assert "\n" not in result[name]

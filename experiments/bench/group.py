@@ -30,6 +30,14 @@ WAYS = {
     "shared-2": Way(pass_rows=2),
     "shared-micro-2": Way(pass_rows=2, micro_batch_rows=2),
 }
+# Where lengths differ: whole rows as TRL has them in micro-batches, and put together by length in passes
+RAGGED_WAYS = {
+    "whole": WAYS["whole"],
+    "whole-2": Way(shared=False, pass_rows=2),
+    "whole-micro-2": Way(shared=False, micro_batch_rows=2),
+    "shared": WAYS["shared"],
+    "shared-micro-2": WAYS["shared-micro-2"],
+}
 
 
 def timed(work: Callable[[], None]) -> tuple[float, float]:
@@ -63,9 +71,12 @@ class Image:
 
 
 class Group:
-    """The model, in float32 with the compact LM head, and random tokens from 10 to its vocabulary."""
+    """The model, in float32 with the compact LM head, and random tokens from 10 to its vocabulary. Completions have
+    `lengths`, or all that of the cell."""
 
-    def __init__(self, model, vocab_size: int, sizes: Cell, image: Image | None = None):
+    ways = WAYS | RAGGED_WAYS
+
+    def __init__(self, model, vocab_size: int, sizes: Cell, image: Image | None = None, lengths: tuple[int, ...] = ()):
         import torch
         from trl.prefix_sharing.enabling import enable_prefix_sharing
         from trl.trainer.utils import add_fused_lm_head
@@ -73,11 +84,17 @@ class Group:
         torch.manual_seed(0)
         self.torch, self.model, self.image = torch, model.train(), image
         self.prompt, self.completion, self.k = sizes.prompt_tokens, sizes.completion_tokens, sizes.k
+        if lengths:
+            self.completion = max(lengths)
         add_fused_lm_head(model, outputs=("log_probs", "entropy"))
         enable_prefix_sharing(model)
         self.ids = torch.randint(10, vocab_size, (self.k, self.prompt + self.completion))
         self.ids[:, : self.prompt] = self.ids[0, : self.prompt]
-        self.weights = torch.linspace(-1, 1, self.k * self.completion).view(self.k, self.completion)
+        self.mask = torch.ones_like(self.ids)
+        for row, length in enumerate(lengths):
+            self.mask[row, self.prompt + length :] = 0
+        weights = torch.linspace(-1, 1, self.k * self.completion).view(self.k, self.completion)
+        self.weights = weights * self.mask[:, self.prompt :]
         self.pixels, self.num_images, self.encoded = {}, None, 0
         if image is not None:
             patches = image.side**2
@@ -92,8 +109,9 @@ class Group:
     def count_images(self, tower, args) -> None:
         self.encoded += len(args[0]) // self.image.side**2
 
-    def inputs(self, ids) -> dict:
-        inputs = {"input_ids": ids, "attention_mask": self.torch.ones_like(ids)}
+    def inputs(self, rows: slice = slice(None), columns: int | None = None) -> dict:
+        ids = self.ids[rows, :columns]
+        inputs = {"input_ids": ids, "attention_mask": self.mask[rows, :columns]}
         if self.image is not None:
             inputs["mm_token_type_ids"] = (ids == self.image.token).long()
         images = {name: x[: len(x) // self.k * len(ids)] for name, x in self.pixels.items()}  # all are alike
@@ -107,7 +125,7 @@ class Group:
         tokens = tokens or self.completion
         length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
         config = GenerationConfig(**length, do_sample=True, pad_token_id=0, eos_token_id=1, disable_compile=True)
-        inputs = self.inputs(self.ids[:, : self.prompt])
+        inputs = self.inputs(columns=self.prompt)
         self.model.eval()
         with self.torch.no_grad():
             if way == "whole":
@@ -120,20 +138,24 @@ class Group:
     def log_probs(self, way: str, rows: slice = slice(None), open_prefix=None):
         """Of shape (rows, completion)."""
         from trl.prefix_sharing.shared_passes import SharedPrefixPasses
+        from trl.prefix_sharing.token_budget import TokenBudgetPasses
 
-        ids = self.ids[rows]
-        labels = ids.clone()
+        inputs, passes = self.inputs(rows), None
+        labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
         labels[:, : self.prompt] = -100
-        passes = None
-        if WAYS[way].shared:
+        pass_rows = self.ways[way].pass_rows
+        if self.ways[way].shared:
             passes = SharedPrefixPasses(
                 self.prompt,
-                tokens_per_forward=WAYS[way].pass_rows and WAYS[way].pass_rows * (self.completion + 1),
-                group_size=len(ids),
+                tokens_per_forward=pass_rows and pass_rows * (self.completion + 1),
+                group_size=len(labels),
                 num_images=self.num_images and self.num_images[rows],
                 open_prefix=open_prefix,
+                whole_if_faster=True,
             )
-        output = self.model(**self.inputs(ids), labels=labels, fused_lm_head=True, passes=passes)
+        elif pass_rows:
+            passes = TokenBudgetPasses(self.prompt, tokens_per_forward=pass_rows * labels.shape[1])
+        output = self.model(**inputs, labels=labels, fused_lm_head=True, passes=passes)
         return output.log_probs[:, -self.completion :]
 
     def score(self, way: str) -> None:
@@ -147,7 +169,7 @@ class Group:
 
         self.model.zero_grad(set_to_none=False)
         self.model.gradient_checkpointing_enable()  # in transformers 5.17 as in 5.23, which has another name, too
-        size = WAYS.get(way, Way()).micro_batch_rows  # rivals have ways of their own
+        size = self.ways.get(way, Way()).micro_batch_rows  # rivals have ways of their own
         if size is None:
             (self.log_probs(way) * self.weights).sum().backward()
         else:

@@ -6,7 +6,8 @@ from functools import partial
 from itertools import product
 
 from experiments.bench import random_models, sampling, trainings
-from experiments.bench.group import PHASES, WAYS, Group, Timed
+from experiments.bench.group import PHASES, RAGGED_WAYS, WAYS, Group, Timed
+from experiments.bench.lengths import Lengths
 from experiments.bench.rivals import RIVALS, Rivals
 from experiments.bench.samples import Cell
 from experiments.bench.work import LIMITED, limit
@@ -73,6 +74,13 @@ MEASUREMENTS = {
         "scoring and training of one group, whole rows beside other ways to share the prompt",
         partial(start, group=Rivals, phases=("score", "train"), peaks=True), RIVALS,
         cells("bench", (3000, 100, 8), (1000, 200, 8), (16, 512, 2)), ("bench", "tiny"),
+    ),
+    "lengths": Measurement(
+        "scoring and training of one group whose completions differ in length, and of one whose do not",
+        Lengths, tuple(RAGGED_WAYS),
+        cells("wide/spread wide/even", (200, 325, 8), (1000, 325, 8)) + cells("narrow/spread", (200, 325, 8))
+        + cells("wide/spread", (50, 325, 8)),
+        ("wide/spread", "wide/even", "narrow/spread", "narrow/even", "tiny/spread", "tiny/even"),
     ),
     "families": Measurement(
         "each phase on models with recurrent layers and on one that sees images",
