@@ -151,7 +151,6 @@ class Group:
                 group_size=len(labels),
                 num_images=self.num_images and self.num_images[rows],
                 open_prefix=open_prefix,
-                whole_if_faster=True,
             )
         elif pass_rows:
             passes = TokenBudgetPasses(self.prompt, tokens_per_forward=pass_rows * labels.shape[1])
@@ -159,8 +158,12 @@ class Group:
         return output.log_probs[:, -self.completion :]
 
     def score(self, way: str) -> None:
+        """All rows; whole ones of micro-batches as many at a time."""
+        at_a_time = self.ways.get(way, Way())
+        size = self.k if at_a_time.shared else at_a_time.micro_batch_rows or self.k
         with self.torch.no_grad():
-            self.log_probs(way)
+            for start in range(0, self.k, size):
+                self.log_probs(way, slice(start, start + size))
 
     def train(self, way: str) -> None:
         """Forward and backward with gradient checkpointing, which the trainer switches off for generation. Each

@@ -32,3 +32,10 @@ class Lengths(Timed):
         self.lengths = lengths_of(cell.completion_tokens, cell.k, SPREADS[spread])
         model, vocab_size, _ = random_models.build(replace(cell, model=name))
         super().__init__(Group(model, vocab_size, cell, lengths=self.lengths), ways, ("score", "train"), peaks=True)
+        # Tokens of whole rows, padded to the longest, for each one where the prompt is computed once
+        whole, shared = cell.k * (cell.prompt_tokens + max(self.lengths)), cell.prompt_tokens + sum(self.lengths)
+        self.facts = {"token_limit": round(whole / shared, 3)}
+        self.facts |= {"shortest_tokens": min(self.lengths), "longest_tokens": max(self.lengths)}
+
+    def sample(self, way: str) -> dict[str, float]:
+        return super().sample(way) | (self.facts if way == "whole" else {})

@@ -96,16 +96,6 @@ class Setup:
         return k * (prompt + completion) / (prompt + k * completion)
 
     @property
-    def goes_whole(self) -> bool:
-        """Whether prompts are so short that rows with `prefix_sharing` are scored and trained whole, as is decided by
-        the same numbers of tokens in `SharedPrefixPasses.saves_time`."""
-        from rloo_memory.prefix_sharing.shared_passes import FASTER_FROM
-
-        k, prompt, completion = self.num_generations, self.prompt_tokens, self.max_completion_length
-        shared = prompt - 1 + k * (completion + 1)
-        return self.prefix_sharing and not self.images and k * (prompt + completion) < FASTER_FROM * shared
-
-    @property
     def splits_groups(self) -> bool:
         """Whether the completions of a shared prompt are spread over several micro-batches."""
         return self.prefix_sharing and self.per_device_train_batch_size < self.num_generations

@@ -77,7 +77,7 @@ class WatchedSimulation(Simulation):
 
 
 def simulated(setup: Setup, hf_config) -> list:
-    simulation = WatchedSimulation(setup, hf_config, setup.goes_whole)
+    simulation = WatchedSimulation(setup, hf_config)
     simulation.calls = Calls()
     with simulation.calls.watch_head():
         simulation.run()

@@ -63,7 +63,7 @@ setups = {
 }
 for name, (setup, config) in setups.items():
     short = extrapolate.phase_peaks(setup, config)
-    whole = extrapolate.highest(simulate.Simulation(setup, config, setup.goes_whole).run())
+    whole = extrapolate.highest(simulate.Simulation(setup, config).run())
     for peak in short:
         stretches = [kinds for place, kinds in whole.items() if place[0] == peak.phase]
         exact, host = (max(map(count, stretches)) for count in (extrapolate.on_device, extrapolate.on_host))

@@ -16,6 +16,8 @@ NAMES = {
     "shared-2": "prefix sharing, two a pass",
     "shared-micro-2": "prefix sharing, two a micro-batch",
 }
+# Ways of groups whose completions differ in length, and what each is compared with
+BESIDE = {"shared": "whole", "shared-micro-2": "whole-micro-2", "whole-2": "whole"}
 IN_SHORT = {"shared": "together", "shared-2": "two a pass", "shared-micro-2": "two a micro-batch"}
 FAMILIES = {
     "gated-deltanet": "Gated DeltaNet (Qwen3.5)",
@@ -81,6 +83,33 @@ def rivals(folder: Path) -> str:
         about = f"Prompt {prompt:,}, completions {completion:,}, k = {k}: token ratio {ratio:.2f}, {how_often(rows)}:"
         parts.append(f"*{measured_on(rows)} · qwen3-8-layers*\n\n{about}\n\n{markdown(header, table)}\n")
     return "\n".join(parts)
+
+
+def lengths(folder: Path) -> str:
+    """For each group: its lengths, their token ratio, and how many times faster sharing is than whole rows that go
+    through the model in as many rows at a time."""
+    rows = read_bench(folder, "lengths")
+    table = []
+    for (model, prompt, mean, k), mine in rows.groupby(CELL, sort=False):
+        ways = ways_of(mine)
+        shortest, longest = (f"{ways['whole'][f'{which}_tokens'][0]:,.0f}" for which in ("shortest", "longest"))
+        completions = f"{mean:,}" if shortest == longest else f"{shortest} to {longest}, mean {mean:,}"
+        row = [model.partition("/")[0], f"{prompt:,}", completions, str(k), f"{ways['whole']['token_limit'][0]:.2f}"]
+        for way, other in BESIDE.items():
+            failed = [name for name in (way, other) if not ways[name]]
+            for metric in ("score_seconds", "train_seconds"):
+                ratio = "" if failed else in_words(times(ways[way][metric], ways[other][metric]))
+                row.append(failure_of(mine, failed[0]) if failed else ratio)
+        peaks = [f"{ways[way]['train_peak_bytes'][0] / MIB:,.0f}" if ways[way] else "" for way in ("whole", "shared")]
+        table.append([*row, " / ".join(peaks)])
+    header = ["model", "prompt", "completions", "k", "token ratio"]
+    header += [
+        f"{phase}, {words}"
+        for words in ("together", "two a micro-batch", "whole rows by length")
+        for phase in ("score", "train")
+    ]
+    header.append("train peak above start, MiB: whole / shared")
+    return f"*{measured_on(rows)} · float32 · {how_often(rows)}*\n\n{markdown(header, table)}\n"
 
 
 def families(folder: Path) -> str:

@@ -32,13 +32,13 @@ def phase_peaks(setup, hf_config) -> list[PredictedPeak]:
 def simulations(setup, hf_config) -> list[tuple]:
     """Arguments of the calls of `simulate` that the peaks of a setup follow from. They can run at the same time."""
     few, more = passes_that_tell(setup)
-    setup, goes_whole = as_computed(setup), setup.goes_whole  # of all completions: few save less
+    setup = as_computed(setup)
     setups = [(setup, True)]
     if more:  # generation has no passes
         setups = [(setup.with_k(few), True), (setup.with_k(more), True), (setup, False)]
     rounds = Rounds.of(hf_config, layers_that_tell(setup, hf_config))
     configs = [with_layers(hf_config, count) for count in (rounds.few, rounds.more)] if rounds else [hf_config]
-    return [(each, config, passes, goes_whole) for each, passes in setups for config in configs]
+    return [(each, config, passes) for each, passes in setups for config in configs]
 
 
 def layers_that_tell(setup, hf_config) -> int:
@@ -49,10 +49,10 @@ def layers_that_tell(setup, hf_config) -> int:
     return max(7 if setup.activation_offloading else 3, first + 2)
 
 
-def simulate(setup, hf_config, passes: bool, goes_whole: bool) -> dict[tuple, dict[str, int]]:
+def simulate(setup, hf_config, passes: bool) -> dict[tuple, dict[str, int]]:
     """What `Simulation.run` gives. Raises `ConfigError` where prefix sharing refuses the model, or anything fails."""
     try:
-        return Simulation(setup, hf_config, goes_whole).run(passes)
+        return Simulation(setup, hf_config).run(passes)
     except ConfigError:
         raise
     except Exception as error:  # most often a model whose code looks at values, or takes another mask than most

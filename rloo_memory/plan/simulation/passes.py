@@ -13,10 +13,9 @@ def open_prefix_of(setup):
     return OpenPrefix(number, in_one_backward=setup.is_distributed)
 
 
-def passes_of(setup, rows: int, open_prefix, num_images: list[int] | None, goes_whole: bool):
+def passes_of(setup, rows: int, open_prefix, num_images: list[int] | None):
     """Of `rows` rows with so many images each, in which the groups follow one another; `open_prefix` is that of the
-    training. `goes_whole`: prompts are too short to be shared. Raises `ConfigError` for whole rows with images within
-    a token budget, as the trainers do."""
+    training. Raises `ConfigError` for whole rows with images within a token budget, as the trainers do."""
     from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
     from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
 
@@ -25,7 +24,7 @@ def passes_of(setup, rows: int, open_prefix, num_images: list[int] | None, goes_
         tokens_per_forward=setup.tokens_per_forward,
         activation_offloading=setup.activation_offloading,
     )
-    if setup.prefix_sharing and not goes_whole:
+    if setup.prefix_sharing:
         return SharedPrefixPasses(
             **bounds,
             completions_per_forward=setup.rows_per_pass,
@@ -38,4 +37,4 @@ def passes_of(setup, rows: int, open_prefix, num_images: list[int] | None, goes_
             f"tokens_per_forward {setup.tokens_per_forward} divides rows of text, and prompts have images; set "
             "prefix_sharing, or leave it out"
         )
-    return TokenBudgetPasses(**bounds, rows_per_forward=setup.rows_per_pass)
+    return TokenBudgetPasses(**bounds)

@@ -54,16 +54,15 @@ def counted(memory: LiveBytes, kind: str, function, before=None, after=None):
 
 
 class Simulation:
-    """The phases of one step of `setup`, once the optimizer has its state, with every layer of `hf_config`. Rows of a
-    setup with prefix sharing that `goes_whole` share prompts in generation only."""
+    """The phases of one step of `setup`, once the optimizer has its state, with every layer of `hf_config`."""
 
-    def __init__(self, setup, hf_config, goes_whole: bool = False):
+    def __init__(self, setup, hf_config):
         self.setup, self.config = setup, copy.deepcopy(hf_config)  # sharing is noted in a model's config
         self.memory = LiveBytes()
         self.shapes = ShapesOnly(self.memory)
         self.scores = ""  # `REFERENCE` while it does
         self.images = RolloutImages(setup, hf_config, self.shapes, self.memory)
-        self.open_prefix, self.goes_whole = open_prefix_of(setup), goes_whole
+        self.open_prefix = open_prefix_of(setup)
         self.memory.added = self.allocation
         # (phase, event, layer, how often it came before in this phase) -> bytes by kind at the peak until the next one
         self.stretches: dict[tuple, dict[str, int]] = {}
@@ -321,9 +320,9 @@ class Simulation:
             if setup.splits_groups and not torch.is_grad_enabled():
                 rows = setup.num_generations
             input_ids, mask = self.groups_of(rows, length), torch.ones(rows, length, dtype=torch.long)
-            if setup.padded and (self.goes_whole or not setup.prefix_sharing):
+            if setup.padded and not setup.prefix_sharing:
                 backbone = self.padded(backbone)
-            passes = passes_of(setup, rows, self.open_prefix, self.images.number_of_each(rows), self.goes_whole)
+            passes = passes_of(setup, rows, self.open_prefix, self.images.number_of_each(rows))
             images = self.images.inputs(input_ids)
             return passes.forward(backbone, input_ids, mask, **images).last_hidden_state
         mask = self.causal_mask(rows, length) if setup.padded else None

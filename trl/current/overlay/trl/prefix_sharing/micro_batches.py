@@ -54,7 +54,6 @@ class OpenPrefix:
         self.micro_batch: int | None = None
         self.is_entered = False  # between `enter` and `backward`
         self._has_led_on = False
-        self.shares: bool | None = None  # whether the prompt is computed once, and not with each of its rows
         self._prompt_ids: torch.Tensor | None = None
         self._prefix: SharedPrefix | None = None
 

@@ -40,7 +40,6 @@ from .passes import (
     PassesOutput,
     check_mask,
     completion_states,
-    has_several_processes,
     load_balancing_loss,
     pass_inputs,
     position_shift,
@@ -50,12 +49,6 @@ from .passes import (
     split_by_tokens,
     to_device,
 )
-from .token_budget import TokenBudgetPasses
-
-
-# Tokens of whole rows, padding included, for each token with shared prompts, from which on sharing is faster. Attention
-# to a prompt and to a completion apart takes longer than to both at once
-FASTER_FROM = 1.1
 
 
 def group_rows(
@@ -201,8 +194,6 @@ class SharedPrefixPasses:
         open_prefix (`OpenPrefix`, *optional*):
             Prefix of the prompt of all rows, if its completions are spread over several micro-batches. Ignored without
             gradients and outside of a micro-batch.
-        whole_if_faster (`bool`, *optional*, defaults to `False`):
-            Whether rows of text go through the model whole where prompts are so short that sharing them takes longer.
     """
 
     prefix_length: int
@@ -213,7 +204,6 @@ class SharedPrefixPasses:
     num_tiles: list[int] | None = None
     activation_offloading: bool = False
     open_prefix: OpenPrefix | None = None
-    whole_if_faster: bool = False
 
     def forward(
         self,
@@ -254,12 +244,6 @@ class SharedPrefixPasses:
             open_prefix = None
         if open_prefix is not None:
             open_prefix.check_prompt(prompt_ids.masked_fill(prompt_mask == 0, -1), len(groups))
-        if self.whole_if_faster and not multimodal_inputs:
-            whole = TokenBudgetPasses(
-                self.prefix_length, self.tokens_per_forward, self.completions_per_forward, self.activation_offloading
-            )
-            if not self.saves_time(groups, host_mask, whole, open_prefix, input_ids.device):
-                return whole.forward(backbone, input_ids, attention_mask, output_router_logits)
 
         # A prompt that went through the model with an earlier micro-batch does not go again
         new_groups = [] if open_prefix is not None and open_prefix.has_prefix else groups
@@ -332,33 +316,6 @@ class SharedPrefixPasses:
         completion, column = has_token.nonzero(as_tuple=True)
         place = has_token.cumsum(1)[completion, column] - 1
         return torch.stack([rows[completion], column + self.prefix_length - 1, completion, place])
-
-    def saves_time(
-        self,
-        groups: list[torch.Tensor],
-        mask: torch.Tensor,
-        whole: TokenBudgetPasses,
-        open_prefix: OpenPrefix | None,
-        device: torch.device,
-    ) -> bool:
-        """
-        Whether shared prompts take less time than passes of whole rows, on some process: then all of them share. The
-        first micro-batch of a prompt tells for the others, which are taken for as long.
-        """
-        if open_prefix is not None and open_prefix.shares is not None:
-            return open_prefix.shares
-        num_micro_batches = 1 if open_prefix is None else open_prefix.num_micro_batches
-        prompts = sum(int(mask[rows[0], : self.prefix_length - 1].sum()) for rows in groups)
-        completions = int(mask[:, self.prefix_length - 1 :].sum())
-        of_whole_rows = num_micro_batches * whole.count_tokens(mask.sum(1))
-        shares = of_whole_rows >= FASTER_FROM * (prompts + num_micro_batches * completions)
-        if has_several_processes():
-            on_any = torch.tensor(int(shares), device=device)
-            torch.distributed.all_reduce(on_any, torch.distributed.ReduceOp.MAX)
-            shares = bool(on_any.item())
-        if open_prefix is not None:
-            open_prefix.shares = shares
-        return shares
 
     def divide(
         self, groups: list[torch.Tensor], has_token: torch.Tensor, device: torch.device

@@ -13,7 +13,7 @@
 # limitations under the License.
 
 """
-Whole rows of a batch in passes of at most some tokens or rows, put together by length.
+Token budget: the rows of a batch go through a model in passes of at most some tokens, put together by length.
 
 Shape suffixes: B rows, P prompt columns, C completion columns.
 """
@@ -45,26 +45,21 @@ from .probe import PROBE_PREFIX_LENGTH, error_of_passes
 @dataclass(frozen=True)
 class TokenBudgetPasses:
     """
-    Rows of similar length go through the model together, each with its prompt, padded to the longest of them. With
-    `tokens_per_forward`, each pass but the last is checkpointed as a whole, so the activations of one pass are alive at a
-    time. With `activation_offloading` and gradient checkpointing, the inputs of the layers of all passes wait on the CPU
-    instead.
+    Rows of similar length go through the model together, each with its prompt, padded to the longest of them. Each pass
+    but the last is checkpointed as a whole, so the activations of one pass are alive at a time. With
+    `activation_offloading` and gradient checkpointing, the inputs of the layers of all passes wait on the CPU instead.
 
     Args:
         prefix_length (`int`):
             Number of prompt columns, P.
-        tokens_per_forward (`int`, *optional*):
-            Tokens that go through the model together, padding included. A row that is longer goes by itself. If `None`,
-            their number is not bounded.
-        rows_per_forward (`int`, *optional*):
-            Rows that go through the model together without `tokens_per_forward`. If `None`, all.
+        tokens_per_forward (`int`):
+            Tokens that go through the model together, padding included. A row that is longer goes by itself.
         activation_offloading (`bool`, *optional*, defaults to `False`):
             Whether saved activations are offloaded to the CPU.
     """
 
     prefix_length: int
-    tokens_per_forward: int | None = None
-    rows_per_forward: int | None = None
+    tokens_per_forward: int
     activation_offloading: bool = False
 
     def forward(
@@ -78,11 +73,10 @@ class TokenBudgetPasses:
         device = input_ids.device
         host_mask = attention_mask.cpu()
         check_mask(host_mask)
-        passes = self.divide(host_mask.sum(1))
-        if self.tokens_per_forward is not None:
-            passes = [rows for _, rows in same_number_everywhere([(0, rows) for rows in passes], device)]
-        ids, masks, positions, places = [], [], [], []
-        for rows in passes:
+        passes = split_by_tokens(host_mask.sum(1).tolist(), self.tokens_per_forward, packed=False)
+        passes = same_number_everywhere([(0, torch.tensor(rows)) for rows in passes], device)
+        ids, masks, positions, tokens, places = [], [], [], [], []
+        for _, rows in passes:
             # Positions are columns: the positions that a left-padded row has when it goes through the model by itself
             columns = [host_mask[row].nonzero().squeeze(1) for row in rows]
             position_ids = nn.utils.rnn.pad_sequence(columns, batch_first=True)
@@ -90,7 +84,9 @@ class TokenBudgetPasses:
             # Row and token in the pass of what is read from it, and row and column where it goes
             row, token = (mask.bool() & (position_ids >= self.prefix_length - 1)).nonzero(as_tuple=True)
             column = position_ids[row, token] - self.prefix_length + 1
-            places.append(to_device(torch.stack([row, token, rows[row], column]), device))
+            read_from, goes_to = to_device(torch.stack([row, token, rows[row], column]), device).split(2)
+            tokens.append(read_from)
+            places.append(goes_to)
             positions.append(to_device(position_ids, device))
             masks.append(to_device(mask, device))
             ids.append(input_ids[to_device(rows, device)[:, None], positions[-1]])
@@ -98,33 +94,20 @@ class TokenBudgetPasses:
         shift = position_shift(backbone.config, input_ids.shape[1], self.prefix_length)
         kwargs = {"output_router_logits": True} if output_router_logits else {}
 
-        def forward_rows(model_inputs, mask, position_ids):
+        def forward_rows(model_inputs, mask, position_ids, tokens):
             outputs = backbone(
                 **model_inputs, attention_mask=mask, position_ids=position_ids + shift, use_cache=False, **kwargs
             )
             sums = router_sums(backbone, outputs.router_logits, mask) if output_router_logits else None
-            return outputs.last_hidden_state, sums
+            return outputs.last_hidden_state[*tokens], sums  # the rest of a pass is not kept
 
-        arguments = list(zip(inputs, masks, positions, strict=True))
-        recompute = self.tokens_per_forward is not None
-        outputs = run_passes(backbone, forward_rows, arguments, recompute, self.activation_offloading)
-        states = [x[row, token] for (x, _), (row, token, _, _) in zip(outputs, places, strict=True)]
-        all_rows, all_columns = [x[2] for x in places], [x[3] for x in places]
+        arguments = list(zip(inputs, masks, positions, tokens, strict=True))
+        outputs = run_passes(backbone, forward_rows, arguments, True, self.activation_offloading)
+        all_rows, all_columns = zip(*places, strict=True)
         shape = (len(input_ids), input_ids.shape[1] - self.prefix_length + 1)
-        last_hidden_state = completion_states(states, all_rows, all_columns, shape)
+        last_hidden_state = completion_states([states for states, _ in outputs], all_rows, all_columns, shape)
         aux_loss = load_balancing_loss([sums for _, sums in outputs]) if output_router_logits else None
         return PassesOutput(last_hidden_state, aux_loss)
-
-    def divide(self, lengths: torch.Tensor) -> list[torch.Tensor]:
-        """Rows of each pass, from the number of tokens of each row of shape `(B,)`, on the host."""
-        if self.tokens_per_forward is None:
-            return list(lengths.argsort(descending=True).split(self.rows_per_forward or len(lengths)))
-        passes = split_by_tokens(lengths.tolist(), self.tokens_per_forward, packed=False)
-        return [torch.tensor(rows) for rows in passes]
-
-    def count_tokens(self, lengths: torch.Tensor) -> int:
-        """Tokens that go through the model, padding included, for rows of these lengths."""
-        return sum(len(rows) * int(lengths[rows].max()) for rows in self.divide(lengths))
 
 
 def check_whole_rows(model: PreTrainedModel) -> None:
@@ -149,20 +132,6 @@ def check_whole_rows(model: PreTrainedModel) -> None:
 
     if any("dynamic" in x.get("rope_type", "") for x in rope_parameters(model.config)):
         refuse("its rotary embedding (dynamic) depends on the longest row that goes with a row")
-    error = _error_of_whole_rows(model)
+    error = error_of_passes(model, TokenBudgetPasses(prefix_length=PROBE_PREFIX_LENGTH, tokens_per_forward=1))
     if error > 0:
         refuse(f"hidden states of rows differ by {error:.1%} from those of the same rows together")
-
-
-def computes_whole_rows(model: PreTrainedModel) -> bool:
-    """Whether whole rows go through `model`, which can share prompts, in passes with the same result as together."""
-    try:
-        return _error_of_whole_rows(model.get_base_model() if is_peft_model(model) else model) == 0
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # then it shares all prompts
-        return False
-
-
-def _error_of_whole_rows(model: PreTrainedModel) -> float:
-    return error_of_passes(model, TokenBudgetPasses(prefix_length=PROBE_PREFIX_LENGTH, tokens_per_forward=1))

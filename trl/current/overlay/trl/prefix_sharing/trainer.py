@@ -32,7 +32,7 @@ from .generation import generate_with_shared_prefix
 from .images import MultimodalInputs, count_tiles
 from .micro_batches import OpenPrefix
 from .shared_passes import SharedPrefixPasses, group_rows
-from .token_budget import TokenBudgetPasses, check_whole_rows, computes_whole_rows
+from .token_budget import TokenBudgetPasses, check_whole_rows
 
 
 logger = get_logger(__name__)
@@ -113,8 +113,6 @@ class TrainerPasses:
         self._models = [model] if ref_model is None else [model, ref_model]
         for each in self._models:
             enable_prefix_sharing(each) if args.prefix_sharing else check_whole_rows(each)
-        # Prompts can be so short that sharing them takes longer
-        self._whole_if_faster = args.prefix_sharing and all(map(computes_whole_rows, self._models))
         # The completions of a prompt can be spread over several micro-batches
         if args.prefix_sharing and args.per_device_train_batch_size < args.num_generations:
             self._open_prefix = OpenPrefix(
@@ -165,7 +163,6 @@ class TrainerPasses:
             num_tiles=None if num_tiles is None else num_tiles[rows],
             activation_offloading=self.args.activation_offloading,
             open_prefix=open_prefix,
-            whole_if_faster=self._whole_if_faster,
         )
 
     def compare_prompts(
