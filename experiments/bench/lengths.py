@@ -25,13 +25,13 @@ def lengths_of(mean: int, k: int, spread: float) -> tuple[int, ...]:
 
 
 class Lengths(Timed):
-    """Seconds, peaks and gradients of a group. Whole rows are padded to the longest of the group."""
+    """Seconds of a group. Whole rows are padded to the longest of the group."""
 
     def __init__(self, cell: Cell, ways: tuple[str, ...], here: Place):
         name, _, spread = cell.model.partition("/")
         self.lengths = lengths_of(cell.completion_tokens, cell.k, SPREADS[spread])
         model, vocab_size, _ = random_models.build(replace(cell, model=name))
-        super().__init__(Group(model, vocab_size, cell, lengths=self.lengths), ways, ("score", "train"), peaks=True)
+        super().__init__(Group(model, vocab_size, cell, lengths=self.lengths), ways, ("score", "train"), peaks=False)
         # Tokens of whole rows, padded to the longest, for each one where the prompt is computed once
         whole, shared = cell.k * (cell.prompt_tokens + max(self.lengths)), cell.prompt_tokens + sum(self.lengths)
         self.facts = {"token_limit": round(whole / shared, 3)}

@@ -100,15 +100,13 @@ def lengths(folder: Path) -> str:
             for metric in ("score_seconds", "train_seconds"):
                 ratio = "" if failed else in_words(times(ways[way][metric], ways[other][metric]))
                 row.append(failure_of(mine, failed[0]) if failed else ratio)
-        peaks = [f"{ways[way]['train_peak_bytes'][0] / MIB:,.0f}" if ways[way] else "" for way in ("whole", "shared")]
-        table.append([*row, " / ".join(peaks)])
+        table.append(row)
     header = ["model", "prompt", "completions", "k", "token ratio"]
     header += [
         f"{phase}, {words}"
         for words in ("together", "two a micro-batch", "whole rows by length")
         for phase in ("score", "train")
     ]
-    header.append("train peak above start, MiB: whole / shared")
     return f"*{measured_on(rows)} · float32 · {how_often(rows)}*\n\n{markdown(header, table)}\n"
 
 
