@@ -49,6 +49,11 @@ TERMS = {
     ("shared", "optimizer"): ("P", "C"),  # ids of the last micro-batch
     (PASSES, "train"): ("P", "C", "k*P", "k*C", "min(k*C,4096)"),
 }
+# Of completions behind a prompt: masks of layers that see all, where those need one, and of layers with a window, which
+# need one where a row is longer. They read what the window reaches of the prompt
+MASKS = (
+    "P*P", "P*C", "C*C", "C*min(P,W)*(P+C>=W)", "C*C*(P+C>=W)", "min(P,W)*(P+C>=W)", "C*(P+C>=W)",
+)  # fmt: skip
 OF_WINDOWS = {
     ("stock", "generate"): ("k*min(P,W)", "k*min(P+C,W)", "k*P*P", "P*P"),
     ("shared", "generate"): (
@@ -60,9 +65,9 @@ OF_WINDOWS = {
         "P*(roomBefore(C)<=max(0,W-P))",
         "max(0,W-roomBefore(C))*(roomBefore(C)>max(0,W-P))",
     ),
-    ("shared", "score"): ("P*P", "P*C", "C*C"),
-    ("shared", "train"): ("P*P", "P*C", "C*C"),
-    (PASSES, "train"): ("P*P", "P*C", "C*C", "k*P*C", "k*C*C"),
+    ("shared", "score"): MASKS,
+    ("shared", "train"): MASKS,
+    (PASSES, "train"): (*MASKS, "k*C*min(P,W)*(P+C>=W)", "k*C*C*(P+C>=W)"),
 }
 # Of the phase's peak: a place that is further from its sum has another one at other lengths. The next is tried where
 # too few are left for the peak
@@ -119,6 +124,8 @@ def sums_of(setup: Setup, hf_config, arm: str, window: int | None) -> tuple[dict
     if arm == "shared":
         lengths = [(prompt, completion, K_OF_SHARED[i % 3]) for i, (prompt, completion, _) in enumerate(LENGTHS)]
         lengths += MANY_OF_SHARED
+        if window:  # rows that fit it have no masks, so other allocations
+            lengths = [(prompt, max(completion, window + 1 - prompt), k) for prompt, completion, k in lengths]
     simulated = {}
     for each in lengths:
         there = setup_at(setup, arm, each)

@@ -91,7 +91,8 @@ class Setup:
 
     @property
     def token_ratio(self) -> float:
-        """Tokens of whole rows to tokens with each prompt once: k (P + C) / (P + k C). What sharing can save."""
+        """Tokens of whole rows to tokens with each prompt once: k (P + C) / (P + k C). What sharing can save, and less
+        than it can where completions are shorter than the longest, to which whole rows are padded."""
         k, prompt, completion = self.num_generations, self.prompt_tokens, self.max_completion_length
         return k * (prompt + completion) / (prompt + k * completion)
 
