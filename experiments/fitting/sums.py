@@ -49,8 +49,8 @@ TERMS = {
     ("shared", "optimizer"): ("P", "C"),  # ids of the last micro-batch
     (PASSES, "train"): ("P", "C", "k*P", "k*C", "min(k*C,4096)"),
 }
-# Of completions behind a prompt: masks of layers that see all, where those need one, and of layers with a window, which
-# need one where a row is longer. They read what the window reaches of the prompt
+# Of completions behind a prompt: masks of layers that see all, where those need one, and of layers with a window,
+# which need one where a row is longer. They read what the window reaches of the prompt
 MASKS = (
     "P*P", "P*C", "C*C", "C*min(P,W)*(P+C>=W)", "C*C*(P+C>=W)", "min(P,W)*(P+C>=W)", "C*(P+C>=W)",
 )  # fmt: skip

@@ -104,6 +104,13 @@ with tempfile.TemporaryDirectory() as folder:
     misplaced = build(**PARTS)
     share_prompts(misplaced)
     result["misplaced"] = error_of(misplaced.train)
+    ids = torch.randint(3, tiny.VOCABULARY, (8, 12), generator=torch.Generator().manual_seed(0))
+    ids[:, :8] = ids[0, :8]
+    mask = torch.ones_like(ids)
+    mask[:2, 8:] = 0  # as of truncated completions
+    score = lambda: misplaced._get_per_token_logps_and_entropies(misplaced.model, ids, mask, 4)  # noqa: E731
+    with torch.no_grad():
+        result["misplaced, behind rows without a token"] = error_of(score)
 
     trl.RLOOTrainer = Around
     around, told = build(**PARTS), Told()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from visualization.results import GIB, MIB, joined
+from visualization.results import GIB, MIB, joined, span
 from visualization.tables.text import markdown
 
 PLANNED = ("stock", "stock-accumulate", "shared")
@@ -43,15 +43,13 @@ def check(folder: Path) -> str:
     rows = pd.read_csv(folder / "plan_check.csv")
     worst = rows.loc[rows.error.abs().idxmax()]
     rows["text"] = [f"{row.measured_bytes / MIB:.0f} ({row.error:+.1%})" for row in rows.itertuples()]
-    about = ["case", "prompt_tokens", "completion_tokens", "k"]
-    table = rows.pivot(index=about, columns="phase", values="text")[rows.phase.unique()]
-    table = table.loc[rows.drop_duplicates("case").set_index(about).index].reset_index()
-    table["case"] = "`" + table["case"] + "`"
-    header = ["case", "prompt", "completion", "k", *rows.phase.unique()]
+    table = rows.pivot(index="case", columns="phase", values="text").loc[rows.case.unique(), rows.phase.unique()]
+    table = table.rename(index="`{}`".format).reset_index()
+    prompts, completions = (span(rows[f"{what}_tokens"]) for what in ("prompt", "completion"))
     return (
-        f"{machine_line(rows)}\n\nMeasured peak of each phase, MiB, and how far the prediction is from it. The "
-        f"largest error is {worst.error:+.1%} ({worst.case}, {worst.phase}):\n\n"
-        f"{markdown(header, table.astype(str).to_numpy())}\n"
+        f"{machine_line(rows)}\n\nMeasured peak of each phase, MiB, and how far the prediction is from it, with "
+        f"prompts of {prompts} tokens and completions of {completions}. The largest error is {worst.error:+.1%} "
+        f"({worst.case}, {worst.phase}):\n\n{markdown([*table], table.astype(str).to_numpy())}\n"
     )
 
 
