@@ -54,7 +54,7 @@ test: lint
 	.venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-all: lint
-	.venv/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+	.venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 test-deepspeed:
 	./setup_env.sh
