@@ -259,6 +259,7 @@ class PromptSharing:
         kwargs |= {"compute_entropy": False, "compute_aux_loss": False}
         if not any(kwargs.get(name) is not None for name in OF_IMAGES):  # two rows are enough, if any has a token
             first = int((attention_mask[:, -logits_to_keep:] != 0).any(1).int().argmax()) // 2 * 2
+            first = min(first, max(0, len(input_ids) - 2))  # equally many on each process
             rows = slice(first, first + 2)
             tensors = {name: x for name, x in kwargs.items() if isinstance(x, torch.Tensor)}
             kwargs |= {name: x[rows] for name, x in tensors.items()}

@@ -99,7 +99,8 @@ class TokenBudgetPasses:
                 **model_inputs, attention_mask=mask, position_ids=position_ids + shift, use_cache=False, **kwargs
             )
             sums = router_sums(backbone, outputs.router_logits, mask) if output_router_logits else None
-            return outputs.last_hidden_state[*tokens], sums  # the rest of a pass is not kept
+            row, token = tokens
+            return outputs.last_hidden_state[row, token], sums  # the rest of a pass is not kept
 
         arguments = list(zip(inputs, masks, positions, tokens, strict=True))
         outputs = run_passes(backbone, forward_rows, arguments, True, self.activation_offloading)
