@@ -11,7 +11,7 @@ from visualization.charts.audit import POINTS_2025, fit
 from visualization.published_2025 import PUBLISHED, PUBLISHED_BUDGET
 from visualization.report.answers import differences
 from visualization.results import GIB, IN_SHORT, load
-from visualization.tables.of_bench import faster, limits_of, read_bench
+from visualization.tables.of_bench import faster, limits_of, read_bench, seconds_of
 from visualization.tables.of_plans import read_peaks
 
 REFERENCE = ROOT / "results" / "reference-cpu-2-cores"
@@ -24,15 +24,6 @@ TRAIN = faster(WORTH, "train")
 
 def saved(arm, k):
     return f"{1 - CPU[arm, k] / CPU['classic-baseline', k]:.0%}".replace("%", " %")
-
-
-def faster_by_lengths(rows):
-    """Of each model, how many times faster training is with the prompt shared, together and two a micro-batch."""
-    took = rows[rows.metric == "train_seconds"].set_index(["model", "way"])["median"].unstack("way")
-    return {
-        model: (row["whole"] / row["shared"], row["whole-micro-2"] / row["shared-micro-2"])
-        for model, row in took.iterrows()
-    }
 
 
 def sentences():
@@ -50,8 +41,9 @@ def sentences():
     yield "docs/worth.md", f"training is {span} at P = C = 1,000"
     most = math.ceil(10 * (100 * (1 / TRAIN - 1))[["shared", "shared-micro-2"]].max(axis=None)) / 10
     yield "docs/worth.md", f"took at most {most} % longer** than whole rows at any of these lengths"
-    ragged = faster_by_lengths(read_bench(ROOT / "results" / "epyc-2-cores", "lengths"))
-    found = [ratio for model, ratios in ragged.items() for ratio in ratios if "/spread" in model]
+    took = seconds_of(read_bench(ROOT / "results" / "epyc-2-cores", "lengths"), "train")
+    took = took[took.index.get_level_values("model").str.endswith("/spread")]
+    found = [*took["whole"] / took["shared"], *took["whole-micro-2"] / took["shared-micro-2"]]
     span = f"{min(found):.1f} to {max(found):.1f} times faster"
     yield "README.md", f"with completions of 47 to 1,008 tokens behind prompts of 200, training is {span}"
     yield "docs/worth.md", f"With those lengths, training is {span} than whole rows"

@@ -53,9 +53,7 @@ def test_no_model_on_the_page_is_shared_otherwise_than_exactly():
 @pytest.mark.sample
 @pytest.mark.torch
 def test_rows_of_the_page_come_out_again():
-    result = survey("--only", "qwen3,gemma3_text,gpt_oss,deepseek_v3,olmo_hybrid,bloom,llava,bert")
-    assert result.returncode == 0, result.stderr
-    found = {class_name.strip("`"): text for _, class_name, text, *_ in map(split, result.stdout.splitlines())}
+    found = verdicts("qwen3,gemma3_text,gpt_oss,deepseek_v3,olmo_hybrid,bloom,llava,bert")
     assert found.pop("BertLMHeadModel") == f"{OTHER}: attention to later tokens"
     assert len(found) == 7
     assert all(name in SECTIONS[HEADING[text.split(":")[0]]] for name, text in found.items()), found
@@ -65,14 +63,19 @@ def split(line):
     return line.split(" | ")
 
 
+def verdicts(names):
+    """What is found of each class that these families or classes have."""
+    result = survey("--only", names)
+    assert result.returncode == 0, result.stderr
+    return {class_name.strip("`"): text for _, class_name, text, *_ in map(split, result.stdout.splitlines())}
+
+
 @pytest.mark.slow
 @pytest.mark.torch
 def test_a_third_of_the_page_comes_out_again():
     """`make evidence` makes all of it."""
     names = sorted(name for heading in HEADING.values() for name in SECTIONS[heading] if name[0].isupper())[::3]
-    result = survey("--only", ",".join(names))
-    assert result.returncode == 0, result.stderr
-    found = {class_name.strip("`"): text for _, class_name, text, *_ in map(split, result.stdout.splitlines())}
+    found = verdicts(",".join(names))
     assert len(found) > 70 and found.keys() == set(names)
     assert all(name in SECTIONS[HEADING[text.split(":")[0]]] for name, text in found.items()), found
 

@@ -18,7 +18,7 @@ SPREADS = {"even": 0.0, "spread": 1.0}  # standard deviation of the logarithm
 
 
 def lengths_of(mean: int, k: int, spread: float) -> tuple[int, ...]:
-    """k lengths, from the shortest to the longest; every second one is in the first half, as in no order at all."""
+    """k quantiles, every second one first: neither short nor long ones share the micro-batches."""
     quantiles = [exp(spread * NormalDist().inv_cdf((row + 0.5) / k)) for row in range(k)]
     lengths = [round(mean * quantile / fmean(quantiles)) for quantile in quantiles]
     return tuple(lengths[1::2] + lengths[::2])
@@ -29,13 +29,13 @@ class Lengths(Timed):
 
     def __init__(self, cell: Cell, ways: tuple[str, ...], here: Place):
         name, _, spread = cell.model.partition("/")
-        self.lengths = lengths_of(cell.completion_tokens, cell.k, SPREADS[spread])
+        lengths = lengths_of(cell.completion_tokens, cell.k, SPREADS[spread])
         model, vocab_size, _ = random_models.build(replace(cell, model=name))
-        super().__init__(Group(model, vocab_size, cell, lengths=self.lengths), ways, ("score", "train"), peaks=False)
+        super().__init__(Group(model, vocab_size, cell, lengths=lengths), ways, ("score", "train"), peaks=False)
         # Tokens of whole rows, padded to the longest, for each one where the prompt is computed once
-        whole, shared = cell.k * (cell.prompt_tokens + max(self.lengths)), cell.prompt_tokens + sum(self.lengths)
+        whole, shared = cell.k * (cell.prompt_tokens + max(lengths)), cell.prompt_tokens + sum(lengths)
         self.facts = {"token_limit": round(whole / shared, 3)}
-        self.facts |= {"shortest_tokens": min(self.lengths), "longest_tokens": max(self.lengths)}
+        self.facts |= {"shortest_tokens": min(lengths), "longest_tokens": max(lengths)}
 
     def sample(self, way: str) -> dict[str, float]:
         return super().sample(way) | (self.facts if way == "whole" else {})

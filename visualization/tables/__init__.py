@@ -18,10 +18,10 @@ RUN_TABLES = {
 }  # fmt: skip
 FOLDER_TABLES = {
     "rivals": of_bench.rivals, "lengths": of_bench.lengths, "families": of_bench.families, "worth": of_bench.worth,
-    "decoding": of_bench.decoding,
-    "sampler": of_bench.sampler, "plan": of_plans.check, "levers": of_plans.levers, "profiles": of_plans.profiles,
-    "gpu-peaks": of_plans.gpu_peaks, "exactness": of_checks.exactness, "kernels": of_checks.kernels,
-    "upstream": of_checks.upstream, "emulated": of_checks.emulated, "launches": of_checks.launches,
+    "decoding": of_bench.decoding, "sampler": of_bench.sampler, "plan": of_plans.check, "levers": of_plans.levers,
+    "profiles": of_plans.profiles, "gpu-peaks": of_plans.gpu_peaks, "exactness": of_checks.exactness,
+    "kernels": of_checks.kernels, "upstream": of_checks.upstream, "emulated": of_checks.emulated,
+    "launches": of_checks.launches,
 }  # fmt: skip
 # Of tables on the page of a folder
 FILES = {

@@ -16,8 +16,12 @@ NAMES = {
     "shared-2": "prefix sharing, two a pass",
     "shared-micro-2": "prefix sharing, two a micro-batch",
 }
-# Ways of groups whose completions differ in length, and what each is compared with
-BESIDE = {"shared": "whole", "shared-micro-2": "whole-micro-2", "whole-2": "whole"}
+# Ways of groups whose completions differ in length: what each is compared with, and is called
+BESIDE = {
+    "shared": ("whole", "together"),
+    "shared-micro-2": ("whole-micro-2", "two a micro-batch"),
+    "whole-2": ("whole", "whole rows by length"),
+}
 IN_SHORT = {"shared": "together", "shared-2": "two a pass", "shared-micro-2": "two a micro-batch"}
 FAMILIES = {
     "gated-deltanet": "Gated DeltaNet (Qwen3.5)",
@@ -92,21 +96,21 @@ def lengths(folder: Path) -> str:
     table = []
     for (model, prompt, mean, k), mine in rows.groupby(CELL, sort=False):
         ways = ways_of(mine)
+        if not ways["whole"]:  # which has the lengths, too
+            row = [model.partition("/")[0], f"{prompt:,}", f"mean {mean:,}", str(k), failure_of(mine, "whole")]
+            table.append([*row, *[""] * (2 * len(BESIDE))])
+            continue
         shortest, longest = (f"{ways['whole'][f'{which}_tokens'][0]:,.0f}" for which in ("shortest", "longest"))
         completions = f"{mean:,}" if shortest == longest else f"{shortest} to {longest}, mean {mean:,}"
         row = [model.partition("/")[0], f"{prompt:,}", completions, str(k), f"{ways['whole']['token_limit'][0]:.2f}"]
-        for way, other in BESIDE.items():
+        for way, (other, _) in BESIDE.items():
             failed = [name for name in (way, other) if not ways[name]]
             for metric in ("score_seconds", "train_seconds"):
                 ratio = "" if failed else in_words(times(ways[way][metric], ways[other][metric]))
                 row.append(failure_of(mine, failed[0]) if failed else ratio)
         table.append(row)
     header = ["model", "prompt", "completions", "k", "token ratio"]
-    header += [
-        f"{phase}, {words}"
-        for words in ("together", "two a micro-batch", "whole rows by length")
-        for phase in ("score", "train")
-    ]
+    header += [f"{phase}, {words}" for _, words in BESIDE.values() for phase in ("score", "train")]
     return f"*{measured_on(rows)} · float32 · {how_often(rows)}*\n\n{markdown(header, table)}\n"
 
 

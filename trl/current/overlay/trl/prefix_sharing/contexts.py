@@ -74,6 +74,11 @@ class RecordPrefix:
         return _base_attention(base, module)(module, query, key, value, attention_mask, **kwargs)
 
 
+def _size_in_window(prefix: SharedPrefix, window: int | None) -> int:
+    """Number of prefix tokens that the first token behind it sees."""
+    return len(prefix.positions) if window is None else min(len(prefix.positions), window - 1)
+
+
 @dataclass(frozen=True)
 class ReadPrefix:
     """
@@ -105,8 +110,7 @@ class ReadPrefix:
     ) -> "ReadPrefix":
         """Context of completions of these `lengths`, of which each token is in a row and column."""
         blocks = [0]
-        # Where there are windows, hardly any other layer has a mask
-        prefix_size = len(prefix.positions) if window is None else min(len(prefix.positions), window - 1)
+        prefix_size = _size_in_window(prefix, window)  # where there are windows, hardly any other layer has a mask
         for length in lengths:
             if blocks[-1] + length > prefix_size * _MAX_BLOCK_PER_PREFIX and blocks[-1] > 0:
                 blocks.append(0)
@@ -116,8 +120,7 @@ class ReadPrefix:
 
     def prefix_size(self, has_window: bool) -> int:
         """Number of prefix tokens that a layer reads: with a window, those that the first of a completion sees."""
-        prefix_size = len(self.prefix.positions)
-        return min(prefix_size, self.window - 1) if has_window else prefix_size
+        return _size_in_window(self.prefix, self.window if has_window else None)
 
     @property
     def fits_window(self) -> bool:

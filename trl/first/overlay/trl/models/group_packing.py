@@ -126,11 +126,13 @@ def check_prefix_sharing(model: PreTrainedModel) -> None:
     Raises:
         ValueError: If it does not, or if its attention does not take the mask.
     """
-    refusal = f"`prefix_sharing=True` does not support {type(model).__name__}: "
     if is_peft_model(model):
         if model.active_peft_config.is_prompt_learning:
-            raise ValueError(f"{refusal}its adapter puts learned tokens in front of each row.")
+            raise ValueError(
+                "`prefix_sharing=True` does not support adapters that put learned tokens in front of each row."
+            )
         model = model.get_base_model()
+    refusal = f"`prefix_sharing=True` does not support {type(model).__name__}: "
     config = model.config.get_text_config()
     if config._attn_implementation != "sdpa":
         raise ValueError(
