@@ -97,18 +97,19 @@ class Scored:
     """The rows of a batch whose log-probabilities are asked for, in the chunks in which TRL calls the model."""
 
     chunks: list[slice]
-    columns: int
-    prefix_length: int
+    input_ids: torch.Tensor
+    logits_to_keep: int
     num_images: list[int] | None
     num_tiles: list[int] | None
 
     def is_next(self, input_ids: torch.Tensor | None) -> bool:
         """Whether a model is called with the next chunk, and not with something of a subclass's own."""
-        shape = self.chunks and (self.chunks[0].stop - self.chunks[0].start, self.columns)
+        shape = self.chunks and (self.chunks[0].stop - self.chunks[0].start, self.input_ids.size(1))
         return input_ids is not None and input_ids.shape == shape
 
     def passes_of_next(self, passes: TrainerPasses):
-        return passes.of_rows(self.chunks.pop(0), self.prefix_length, self.num_images, self.num_tiles)
+        rows = self.chunks.pop(0)
+        return passes.of_rows(rows, self.input_ids, self.logits_to_keep, self.num_images, self.num_tiles)
 
 
 class Replaced:
@@ -193,7 +194,7 @@ class PromptSharing:
                 self.trainer._step, self.trainer._buffered_inputs = 0, None
 
     def training_step(self, original, *args, **kwargs):
-        with self.passes.micro_batch(self.trainer._step, updates=self.trainer.accelerator.sync_gradients):
+        with self.passes.micro_batch(self.trainer):
             return original(*args, **kwargs)
 
     def prepare_inputs(self, original, *args, **kwargs):
@@ -243,11 +244,11 @@ class PromptSharing:
         if batch_size is not None:
             batch_size = self.passes.rows_to_score(batch_size)
             kwargs["batch_size"] = batch_size
-        num_rows, columns = input_ids.shape
+        num_rows = len(input_ids)
         chunk = batch_size or num_rows
         chunks = [slice(start, min(start + chunk, num_rows)) for start in range(0, num_rows, chunk)]
         images = kwargs.get("num_images"), kwargs.get("num_tiles")
-        self.scored = Scored(chunks, columns, columns - logits_to_keep, *images)
+        self.scored = Scored(chunks, input_ids, logits_to_keep, *images)
         try:
             return original(model, input_ids, attention_mask, logits_to_keep, **kwargs)
         finally:

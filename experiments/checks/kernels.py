@@ -144,7 +144,7 @@ def errors_of(setting: Setting, dtype: str, device: str) -> list[dict]:
     tensors = [x.to(getattr(torch, dtype)) for x in tensors]
     exact, mask = [x.double() for x in tensors], mask_of(setting, device)
     runs = Runs.of(list(setting.lengths), torch.device(device))
-    mine = results(lambda *x: shared_prefix_attention(*x, runs, None), tensors, weights)
+    mine = results(lambda *x: shared_prefix_attention(*x[:3], [x[3:]], runs, None), tensors, weights)
     truth = results(lambda *x: whole(*x, mask, plain=True), exact, weights)
     rival = lambda: results(lambda *x: whole(*x, mask, plain=False), tensors, weights)  # noqa: E731
     found = compared(TENSORS, mine, rival, truth, dtype)

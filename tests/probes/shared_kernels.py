@@ -107,7 +107,7 @@ def errors_of(num_heads, num_key_heads, value_size, num_prefix_tokens, lengths):
     results = []
     for kernels in (ON_CPU, ON_CUDA):
         prefix_attention.forward_on_cpu, prefix_attention.backward_on_cpu = kernels
-        output = shared_prefix_attention(*tensors, Runs.of(lengths, "cpu"), 0.3)
+        output = shared_prefix_attention(*tensors[:3], [tensors[3:]], Runs.of(lengths, "cpu"), 0.3)
         results.append((output, *torch.autograd.grad(output, tensors, weights)))
     return [error(x, y) for x, y in zip(*reversed(results), strict=True)]
 

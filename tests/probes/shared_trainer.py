@@ -37,10 +37,16 @@ from rloo_memory import models, share_prompts
 from rloo_memory.prefix_sharing.trainer import shuffle_groups
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
+if current_fork.RELEASED:
+    from rloo_memory.prefix_sharing.common_start import CommonStart
+else:
+    from trl.prefix_sharing.common_start import CommonStart
+
 WORDS = "apple stone river cloud seven tiger green paper light money".split()
 # Prompts of unequal length; two are equal, and one is a single token
 PROMPTS = [" ".join(WORDS[i % 10] for i in range(n, n + 3 * n)) for n in (5, 2, 7)] + ["e"]
 PROMPTS.insert(2, PROMPTS[0])
+COMMON = " ".join(WORDS * 8) + " "  # in front of all, where they begin alike
 TOKENIZER = models.build_tokenizer([" ".join(WORDS)] * 4, 300)
 SHAPE = dict(
     vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -102,6 +108,20 @@ SCENARIOS = {
     "grpo two of 4 a micro-batch, experts": dict(PARTS, trainer="grpo", experts=True),
     **{f"grpo two of 4 a micro-batch, {loss}": dict(PARTS, trainer="grpo", loss_type=loss, num_iterations=2)
        for loss in ("grpo", "dr_grpo", "bnpo", "dapo", "cispo")},
+    **{f"{trainer} alike, {name}": dict(trainer=trainer, alike=True, **options) for trainer, name, options in [
+        ("rloo", "one prompt an update", dict()),
+        ("rloo", "two prompts a batch", dict(batch=8, evaluate=True)),
+        ("rloo", "accumulation, 9 tokens a pass", dict(gradient_accumulation_steps=3, tokens=9)),
+        ("rloo", "two of 4 a micro-batch, experts", dict(batch=2, gradient_accumulation_steps=4, experts=True)),
+        ("rloo", "one of 4 a micro-batch, iterations", dict(batch=1, gradient_accumulation_steps=8, num_iterations=2)),
+        ("rloo", "offloaded", dict(PARTS, gradient_accumulation_steps=4, activation_offloading=True)),
+        ("rloo", "qwen3.5 class", dict(batch=2, gradient_accumulation_steps=4, nested="qwen3.5")),
+        ("grpo", "two prompts a batch", dict(batch=8, beta=0.05, gradient_checkpointing=False)),
+        ("grpo", "two of 4 a micro-batch, lora", dict(batch=2, gradient_accumulation_steps=4, lora="config")),
+        ("grpo", "updates across rollouts", dict(gradient_accumulation_steps=3, steps_per_generation=2)),
+        ("grpo", "gemma3 class", dict(batch=8, nested="gemma3", beta=0.05)),
+        ("grpo", "tools", dict(tools=True, batch=8)),
+    ]},
     "rloo reference follows": dict(sync_ref_model=True, ref_model_sync_steps=1),
     "grpo": dict(trainer="grpo"),
     "grpo beta": dict(trainer="grpo", beta=0.05, tokens=2 * 7),
@@ -234,11 +254,13 @@ def train(
     tokens=None,
     whole=False,
     tools=False,
+    alike=False,
     **options,
 ):
-    rows = Dataset.from_dict({"prompt": PROMPTS})
+    prompts = [COMMON + prompt for prompt in PROMPTS] if alike else PROMPTS
+    rows = Dataset.from_dict({"prompt": prompts})
     if tools:
-        rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": prompt}] for prompt in PROMPTS]})
+        rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": prompt}] for prompt in prompts]})
         options |= dict(tools=[lookup], processing_class=copy.deepcopy(TOKENIZER), max_completion_length=30)
         options |= dict(max_tool_calling_iterations=1)
         options["processing_class"].chat_template = CHAT
@@ -305,10 +327,12 @@ def compare(**scenario):
         mock.patch.object(grpo_trainer, OFFLOADING, get_act_offloading_ctx_manager, create=True),
     ):
         stock_logs, stock = train(folder, False, **scenario)
-        logs, shared = train(folder, True, **scenario)
+        with mock.patch.object(CommonStart, "go_on", autospec=True, side_effect=CommonStart.go_on) as used:
+            logs, shared = train(folder, True, **scenario)
+    starts = sum(call.args[2] is not None for call in used.call_args_list)
     moved = (stock - shared).norm() / stock.norm()
     norms = [log["grad_norm"] for log in logs if "loss" in log and "grad_norm" in log]
-    return {"logs": difference(stock_logs, logs), "parameters": moved.item(), "grad_norms": norms}
+    return {"logs": difference(stock_logs, logs), "parameters": moved.item(), "grad_norms": norms, "starts": starts}
 
 
 def compare_all(scenarios, compare):

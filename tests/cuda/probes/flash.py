@@ -27,7 +27,7 @@ def check(size, heads, key_heads, dtype, prompt, lengths) -> None:
     query, key, value = (empty(1, n, tokens, size, dtype) for n in (heads, key_heads, key_heads))
     of_prompt = [empty(1, key_heads, prompt, size, dtype) for _ in range(2)]
     assert kernels_take(key, value)
-    out = shared_prefix_attention(query, key, value, *of_prompt, Runs.of(list(lengths), query.device), None)
+    out = shared_prefix_attention(query, key, value, [of_prompt], Runs.of(list(lengths), query.device), None)
     assert out.shape == (1, tokens, heads, size)
     given = (query, key, value, *of_prompt)
     for grad, x in zip(torch.autograd.grad(out, given, torch.empty_like(out)), given, strict=True):

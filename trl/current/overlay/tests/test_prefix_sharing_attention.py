@@ -14,6 +14,7 @@
 
 
 from contextlib import contextmanager
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -105,11 +106,17 @@ class Operators(TorchDispatchMode):
         return [call for call in self.calls if word in call[0]]
 
 
+def attend(query, key, value, prefix_key, prefix_value, runs, scale, num_parts=1):
+    prefix = zip(prefix_key.tensor_split(num_parts, 2), prefix_value.tensor_split(num_parts, 2), strict=True)
+    return shared_prefix_attention(query, key, value, list(prefix), runs, scale)
+
+
 class TestSharedPrefixAttention(TrlTestCase):
+    @pytest.mark.parametrize("num_parts", [1, 3])
     @pytest.mark.parametrize("shape", SHAPES)
-    def test_is_that_of_whole_sequences(self, shape):
+    def test_is_that_of_whole_sequences(self, shape, num_parts):
         tensors, lengths = make_tensors(shape, torch.float64), SHAPES[shape][-1]
-        got = outputs_and_gradients(shared_prefix_attention, tensors, Runs.of(lengths, "cpu"))
+        got = outputs_and_gradients(partial(attend, num_parts=num_parts), tensors, Runs.of(lengths, "cpu"))
         expected = outputs_and_gradients(whole_sequences, tensors, lengths)
         assert max(errors(got, expected)) < 1e-13
 
@@ -127,7 +134,7 @@ class TestSharedPrefixAttention(TrlTestCase):
 
     def check_rounding(self, shape, dtype, tolerance, device):
         tensors, lengths = make_tensors(shape, dtype, device), SHAPES[shape][-1]
-        got = outputs_and_gradients(shared_prefix_attention, tensors, Runs.of(lengths, device))
+        got = outputs_and_gradients(attend, tensors, Runs.of(lengths, device))
         exact = [x.detach().double().requires_grad_() for x in tensors]
         expected = outputs_and_gradients(whole_sequences, exact, lengths)
         assert {x.dtype for x in got} == {dtype}
@@ -138,14 +145,14 @@ class TestSharedPrefixAttention(TrlTestCase):
         query, key, value, *prefix = make_tensors("ragged", torch.float32)
         tensors = [query, key, value.bfloat16(), prefix[0], prefix[1].bfloat16()]
         with torch.autocast("cpu", torch.bfloat16):
-            output = shared_prefix_attention(*tensors, Runs.of([3, 1, 5], "cpu"), 0.3)
+            output = attend(*tensors, Runs.of([3, 1, 5], "cpu"), 0.3)
         expected = whole_sequences(query, key, value, *prefix, [3, 1, 5], 0.3)
         assert output.dtype == torch.bfloat16
         torch.testing.assert_close(output.float(), expected, rtol=2e-2, atol=2e-2)
 
     def test_second_derivatives_are_refused(self):
         tensors = make_tensors("ragged", torch.float64)
-        output = shared_prefix_attention(*tensors, Runs.of([3, 1, 5], "cpu"), 0.3)
+        output = attend(*tensors, Runs.of([3, 1, 5], "cpu"), 0.3)
         (grad,) = torch.autograd.grad(output.square().sum(), tensors[:1], create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             grad.sum().backward()

@@ -13,13 +13,14 @@
 # limitations under the License.
 
 """
-Attention to a shared prefix without a mask: one kernel for the prefix, one for the completions among themselves, and
-their outputs merged by the log-sum-exp of the scores.
+Attention to a shared prefix without a mask: one kernel for each part of the prefix, one for what is behind it, and their
+outputs merged by the log-sum-exp of the scores.
 
 Shape suffixes: B rows, S prefix tokens, T tokens of a packed pass, Q queries, K keys, H heads, G query heads that read
 the same key head, D head size.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -168,10 +169,10 @@ def _backward(grad, query, key, value, output, lse, runs: Runs | None, scale: fl
 
 class SharedPrefixAttention(torch.autograd.Function):
     """
-    Attention of a packed pass: each query attends to the prefix, and causally to its own run.
+    Attention of a packed pass: each query attends to all parts of the prefix, and causally to its own run.
 
-    Softmax over both is a weighted mean of the softmax over each, and the weights come from the log-sum-exps. The
-    backward of either kernel is exact when it is given the output and the log-sum-exp of both: with them, it finds the
+    Softmax over all keys is a weighted mean of the softmax over each part, and the weights come from the log-sum-exps.
+    The backward of each kernel is exact when it is given the output and the log-sum-exp of all: with them, it finds the
     probabilities and their mean gradient as they are in the softmax over all keys.
     """
 
@@ -181,31 +182,41 @@ class SharedPrefixAttention(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        prefix_key: torch.Tensor,
-        prefix_value: torch.Tensor,
         runs: Runs,
         scale: float | None,
+        *prefix: torch.Tensor,
     ) -> torch.Tensor:
         output, lse = _forward(query, key, value, runs, scale)
-        if prefix_key.shape[2] > 0:
+        for prefix_key, prefix_value in _pairs(prefix):
+            if prefix_key.shape[2] == 0:
+                continue
             prefix_output, prefix_lse = _forward(query, prefix_key, prefix_value, None, scale)
             weight = torch.sigmoid(prefix_lse - lse)[..., None]
             output = torch.lerp(output.to(lse.dtype), prefix_output.to(lse.dtype), weight).to(query.dtype)
             lse = torch.logaddexp(lse, prefix_lse)
-        ctx.save_for_backward(query, key, value, prefix_key, prefix_value, output, lse)
+        ctx.save_for_backward(output, lse, query, key, value, *prefix)
         ctx.runs, ctx.scale = runs, scale
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, prefix_key, prefix_value, output, lse = ctx.saved_tensors
-        grads = _backward(grad, query, key, value, output, lse, ctx.runs, ctx.scale)
-        prefix_grads = torch.zeros_like(prefix_key), torch.zeros_like(prefix_value)
-        if prefix_key.shape[2] > 0:
-            of_query, *prefix_grads = _backward(grad, query, prefix_key, prefix_value, output, lse, None, ctx.scale)
-            grads = (grads[0] + of_query, *grads[1:])
-        return *grads, *prefix_grads, None, None
+        output, lse, query, key, value, *prefix = ctx.saved_tensors
+        of_query, *grads = _backward(grad, query, key, value, output, lse, ctx.runs, ctx.scale)
+        prefix_grads = []
+        for prefix_key, prefix_value in _pairs(prefix):
+            if prefix_key.shape[2] == 0:
+                prefix_grads += [torch.zeros_like(prefix_key), torch.zeros_like(prefix_value)]
+                continue
+            more, *of_part = _backward(grad, query, prefix_key, prefix_value, output, lse, None, ctx.scale)
+            of_query = of_query + more
+            prefix_grads += of_part
+        return of_query, *grads, None, None, *prefix_grads
+
+
+def _pairs(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Key and value of each part of a prefix, which lie behind one another."""
+    return zip(tensors[::2], tensors[1::2], strict=True)
 
 
 def attention_with_lse(
@@ -260,19 +271,22 @@ def shared_prefix_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    prefix_key: torch.Tensor,
-    prefix_value: torch.Tensor,
+    prefix: list[tuple[torch.Tensor, torch.Tensor]],
     runs: Runs,
     scale: float | None,
 ) -> torch.Tensor:
     """
     [`SharedPrefixAttention`] in the dtype that `sdpa` computes in, of queries of a pass of shape `(1, H, T, D)` to its
-    keys and values `(1, H / G, T, D)` and those of the prefix `(1, H / G, S, D)`. The heads of values may be smaller
-    than those of keys. The output has shape `(1, T, H, D)`.
+    keys and values `(1, H / G, T, D)` and those of each part of the prefix `(1, H / G, S, D)`. The heads of values may
+    be smaller than those of keys. The output has shape `(1, T, H, D)`.
     """
     dtype, head_size, value_size = _compute_dtype(value), key.shape[-1], value.shape[-1]
     padding = (0, head_size - value_size)
-    value, prefix_value = (nn.functional.pad(x, padding) if any(padding) else x for x in (value, prefix_value))
-    tensors = (x.to(dtype) for x in (query, key, value, prefix_key, prefix_value))
-    output = SharedPrefixAttention.apply(*tensors, runs, scale)
+
+    def padded(value: torch.Tensor) -> torch.Tensor:
+        return nn.functional.pad(value, padding) if any(padding) else value
+
+    parts = [x for part_key, part_value in prefix for x in (part_key, padded(part_value))]
+    query, key, value, *parts = (x.to(dtype) for x in (query, key, padded(value), *parts))
+    output = SharedPrefixAttention.apply(query, key, value, runs, scale, *parts)
     return output[..., :value_size].transpose(1, 2).contiguous()

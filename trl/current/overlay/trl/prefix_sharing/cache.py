@@ -13,7 +13,8 @@
 # limitations under the License.
 
 """
-The cache for generation with shared prompts: keys and values of a prompt are stored once for all its completions.
+The cache for generation with shared prompts: keys and values of a prompt are stored once for all its completions, and
+those of what all prompts begin with once for all prompts.
 
 Shape suffixes: B rows, S prefix tokens, N rows that share a prompt, R prompts that are stacked, D head size.
 """
@@ -40,7 +41,8 @@ class _SharedPrefixLayer(CacheLayerMixin):
     Cache layer that holds a prefix once for all rows of its group, and what each row generated.
 
     Attention to the two is computed apart and merged: with the prefix, all queries of a group (rows, and query heads
-    of a key head) are queries of one row; what a row generated it reads alone. Groups of equally many rows behind
+    of a key head) are queries of one row; what a row generated it reads alone. With what prefixes begin with, all
+    queries are those of one row. Groups of equally many rows behind
     prefixes of equal length are stacked, and attend to their prefixes in one call. Everything lies in the order in
     which the calls need it: stack, group, key head, row.
 
@@ -51,12 +53,18 @@ class _SharedPrefixLayer(CacheLayerMixin):
             Rows of the groups of each stack, of shape `(R, N)`.
         prefix_length (`int`):
             Number of columns of the prefixes, padding included.
+        start (`tuple[torch.Tensor, torch.Tensor]`, *optional*):
+            Keys and values of what all prefixes continue, of shape `(1, num_key_value_heads, S, D)`.
     """
 
     is_sliding = False  # for its length, it drops no key
 
     def __init__(
-        self, prefixes: list[tuple[torch.Tensor, torch.Tensor]], stacks: list[torch.Tensor], prefix_length: int
+        self,
+        prefixes: list[tuple[torch.Tensor, torch.Tensor]],
+        stacks: list[torch.Tensor],
+        prefix_length: int,
+        start: tuple[torch.Tensor, torch.Tensor] | None = None,
     ):
         super().__init__()
         self.prefix_length = prefix_length
@@ -64,6 +72,7 @@ class _SharedPrefixLayer(CacheLayerMixin):
         self.num_heads = prefixes[0][0].shape[1]
         # (R * num_key_value_heads, 1, S, D): each key head is a row of its own
         self.prefixes = [tuple(x.flatten(0, 1).unsqueeze(1) for x in prefix) for prefix in prefixes]
+        self.start = None if start is None else tuple(x.transpose(0, 1) for x in start)
         heads = torch.arange(self.num_heads, device=stacks[0].device)[:, None]
         # Row and key head of each place, as an index of both
         self.order = torch.cat([(rows[:, None] * self.num_heads + heads).flatten() for rows in stacks])
@@ -95,6 +104,8 @@ class _SharedPrefixLayer(CacheLayerMixin):
         if self.own is None:
             # Autocast may have computed the prefix in other dtypes than those it attends in
             self.prefixes = [(x.to(key.dtype), y.to(value.dtype)) for x, y in self.prefixes]
+            if self.start is not None:
+                self.start = self.start[0].to(key.dtype), self.start[1].to(value.dtype)
             self.own = [x.new_empty(len(self.order), 1, 0, x.shape[-1]) for x in (key, value)]
         if self.num_kept == self.own[0].shape[2]:
             self.make_room()
@@ -111,6 +122,24 @@ class _SharedPrefixLayer(CacheLayerMixin):
         steps = max(MIN_NEW_STEPS, self.num_kept // 8)
         for i, x in enumerate(self.own):
             self.own[i] = torch.cat([x, x.new_empty(len(x), 1, steps, x.shape[3])], dim=2)
+
+    def behind_start(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Visible keys and values of the prefixes of each stack, behind a copy of what they continue."""
+        if self.start is None:
+            return self.read_prefixes()
+        return [
+            tuple(
+                torch.cat([y.repeat(len(x) // len(y), 1, 1, 1), x], dim=2)
+                for x, y in zip(prefix, self.start, strict=True)
+            )
+            for prefix in self.prefixes
+        ]
+
+    def see(self, window: int) -> None:
+        """From here on, a token sees so many, itself included. Prefixes of different lengths no longer begin alike."""
+        self.prefixes, self.start = self.behind_start(), None
+        self.window = window
+        self.prefixes = [tuple(x.clone() for x in prefix) for prefix in self.read_prefixes()]
 
     def read_own(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Visible keys and values that rows generated, `(B * num_key_value_heads, 1, number of steps, D)` each."""
@@ -142,9 +171,20 @@ class _SharedPrefixLayer(CacheLayerMixin):
         output, lse = attention_with_lse(queries, *self.read_own(), is_causal=False, scale=scale)
         if self.window is None or self.window > self.num_steps:
             prefix_output, prefix_lse = self._attend_to_prefixes(queries, scale)
-            weight = (prefix_lse - lse).sigmoid().to(output.dtype)
-            output = output.lerp(prefix_output, weight.unsqueeze(-1))
-        return output.index_select(0, self.places).view(len(query), 1, -1, head_size)
+            output = _merge(output, lse, prefix_output, prefix_lse)
+            if self.start is not None:
+                lse = lse.logaddexp(prefix_lse).index_select(0, self.places)
+        output = output.index_select(0, self.places)
+        if self.start is not None:
+            output = _merge(output, lse, *self._attend_to_start(query, scale))
+        return output.view(len(query), 1, -1, head_size)
+
+    def _attend_to_start(self, query: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+        queries = query.reshape(len(query), self.num_heads, -1, query.shape[-1]).transpose(0, 1)  # (heads, B, ...)
+        row_queries = queries.reshape(self.num_heads, 1, -1, query.shape[-1])
+        output, lse = attention_with_lse(row_queries, *self.start, is_causal=False, scale=scale)
+        output, lse = output.view(queries.shape).transpose(0, 1), lse.view(queries.shape[:-1]).transpose(0, 1)
+        return output.flatten(0, 1).unsqueeze(1), lse.flatten(0, 1).unsqueeze(1)
 
     def _attend_to_prefixes(self, queries: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
         outputs, lses = [], []
@@ -159,6 +199,11 @@ class _SharedPrefixLayer(CacheLayerMixin):
             outputs.append(output.reshape(stack_queries.shape))
             lses.append(lse.reshape(stack_queries.shape[:-1]))
         return (outputs[0], lses[0]) if len(outputs) == 1 else (torch.cat(outputs), torch.cat(lses))
+
+
+def _merge(output: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> torch.Tensor:
+    """Attention to two runs of keys from the output and the log-sum-exp of each."""
+    return output.lerp(other, (other_lse - lse).sigmoid().to(output.dtype).unsqueeze(-1))
 
 
 class _SharedPrefixAndStatesLayer(_SharedPrefixLayer, LinearAttentionAndFullAttentionLayer):
@@ -176,7 +221,7 @@ class SharedPrefixCache(Cache):
 
     Args:
         prefixes (`list[SharedPrefix]`):
-            Prefix of each group, which gives its keys and values up.
+            Prefix of each group, which gives its keys and values up. If they have a parent, it is the same.
         groups (`list[torch.Tensor]`):
             Rows of each group.
         prefix_length (`int`):
@@ -196,6 +241,7 @@ class SharedPrefixCache(Cache):
         self.stacks = [torch.stack([groups[group] for group in stack]) for stack in self._groups_of_stack]
         self.row_order = torch.cat([rows.flatten() for rows in self.stacks]).argsort()
         self.sources = prefixes[0].sources
+        self.start = prefixes[0].parent
         layers = []
         # The layers behind the last that leaves something have no use for a cache
         for layer_idx in range(max(*self.sources, *prefixes[0].layers()) + 1):
@@ -213,7 +259,8 @@ class SharedPrefixCache(Cache):
                 tuple(torch.cat(x) for x in zip(*[states[group] for group in stack], strict=True))
                 for stack in self._groups_of_stack
             ]
-            layer = layer_class(stacked, self.stacks, self.prefix_length)
+            start = None if self.start is None else self.start.take_attention(layer_idx)
+            layer = layer_class(stacked, self.stacks, self.prefix_length, start)
         else:
             layer = LinearAttentionLayer(number_of_states)
         if number_of_states:
@@ -227,7 +274,9 @@ class SharedPrefixCache(Cache):
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         if attention_mask is not None and attention_mask.shape[2] == 0:
-            attention_mask, layer.window = None, attention_mask.shape[3]
+            if layer.window is None:
+                layer.see(attention_mask.shape[3])
+            attention_mask = None
         if self.sources[module.layer_idx] == module.layer_idx:
             layer.append(key, value)
         if layer.is_merged is None:
@@ -247,7 +296,7 @@ class SharedPrefixCache(Cache):
         # the others generated. Later each row attends behind a copy of its own.
         outputs = []
         own_states = zip(*[x.split(layer.sizes) for x in layer.read_own()], strict=True)
-        for rows, prefix, own in zip(self.stacks, layer.read_prefixes(), own_states, strict=True):
+        for rows, prefix, own in zip(self.stacks, layer.behind_start(), own_states, strict=True):
             num_groups, num_rows = rows.shape
             prefix_size, num_steps = prefix[0].shape[2], own[0].shape[2]
             together = attention_mask is None and num_rows * num_steps <= prefix_size

@@ -13,7 +13,7 @@
 # limitations under the License.
 
 """
-Prefix sharing: how attention and masks see what goes through a model, a prompt or the completions behind it.
+Prefix sharing: how attention and masks see what goes through a model, a prompt or what is behind a prefix.
 
 Shape suffixes: S prefix tokens, T tokens of a packed pass, D head size.
 """
@@ -68,22 +68,26 @@ class RecordPrefix:
         if self.prefix is not None:
             self.prefix.write(slot, x)
 
-    def attend(self, base, module, query, key, value, attention_mask, **kwargs):
+    def write_attention(self, layer_idx: int, key: torch.Tensor, value: torch.Tensor) -> None:
         if self.prefix is not None:
-            self.prefix.write_attention(module.layer_idx, key, value)
+            self.prefix.write_attention(layer_idx, key, value)
+
+    def attend(self, base, module, query, key, value, attention_mask, **kwargs):
+        self.write_attention(module.layer_idx, key, value)
         return _base_attention(base, module)(module, query, key, value, attention_mask, **kwargs)
 
 
 def _size_in_window(prefix: SharedPrefix, window: int | None) -> int:
     """Number of prefix tokens that the first token behind it sees."""
-    return len(prefix.positions) if window is None else min(len(prefix.positions), window - 1)
+    return prefix.size if window is None else min(prefix.size, window - 1)
 
 
 @dataclass(frozen=True)
 class ReadPrefix:
     """
-    Attention context of a pass of completions, packed in one row after one another: each attends to the prefix and to
-    itself. Without a mask if the layer's is a plain causal one, see [`SharedPrefixAttention`].
+    Attention context of a pass behind a prefix. Completions are packed in one row after one another: each attends to the
+    prefix and to itself. Without a mask if the layer's is a plain causal one, see [`SharedPrefixAttention`]. A prompt
+    behind what other prompts begin with, too, is a row of its own, and leaves its keys and values as `record` says.
 
     With a mask, neighboring completions attend together, behind one copy of the prefix, as long as they are short
     beside it. A completion that is long beside the prefix attends by itself. Layers with a window read the end of the
@@ -97,6 +101,7 @@ class ReadPrefix:
     runs: Runs  # of the completions
     blocks: list[int]  # number of tokens of completions that attend together
     states: ReadStates  # what layers with a state start from
+    record: RecordPrefix | None = None
 
     @classmethod
     def of(
@@ -107,6 +112,7 @@ class ReadPrefix:
         columns: torch.Tensor,
         lengths: list[int],
         window: int | None = None,
+        record: RecordPrefix | None = None,
     ) -> "ReadPrefix":
         """Context of completions of these `lengths`, of which each token is in a row and column."""
         blocks = [0]
@@ -116,7 +122,8 @@ class ReadPrefix:
                 blocks.append(0)
             blocks[-1] += length
         runs = Runs.of(lengths, rows.device)
-        return cls(prefix, positions, rows, window, runs, blocks, ReadStates.of(prefix, rows, columns, lengths))
+        states = ReadStates.of(prefix, rows, columns, lengths, record)
+        return cls(prefix, positions, rows, window, runs, blocks, states, record)
 
     def prefix_size(self, has_window: bool) -> int:
         """Number of prefix tokens that a layer reads: with a window, those that the first of a completion sees."""
@@ -125,7 +132,7 @@ class ReadPrefix:
     @property
     def fits_window(self) -> bool:
         """Whether all tokens of a completion see all of the prefix in their windows."""
-        return len(self.prefix.positions) + max(self.runs.lengths) <= self.window
+        return self.prefix.size + max(self.runs.lengths) <= self.window
 
     def allowed(self, mask_function, has_window: bool = False) -> torch.Tensor:
         """
@@ -135,7 +142,7 @@ class ReadPrefix:
         device = self.positions.device
         zero = torch.zeros(1, 1, dtype=torch.long, device=device)
         prefix_size = self.prefix_size(has_window)
-        prefix_positions = self.prefix.positions[None, len(self.prefix.positions) - prefix_size :]
+        prefix_positions = self.prefix.path_positions[None, self.prefix.size - prefix_size :]
         # Filled block by block: mask functions make several tensors of the size of what they are asked for
         allowed = torch.zeros(len(self.rows), prefix_size + max(self.blocks), dtype=torch.bool, device=device)
         of_blocks = (x.split(self.blocks) for x in (self.positions, self.rows, allowed))
@@ -158,14 +165,18 @@ class ReadPrefix:
                 f"{type(module).__name__} did not receive the mask of the shared prefix, so its attention cannot be "
                 "trusted. Set `prefix_sharing=False`."
             )
-        prefix_key, prefix_value = self.prefix.read_attention(module.layer_idx)
+        if self.record is not None:
+            self.record.write_attention(module.layer_idx, key, value)
+        prefix = self.prefix.read_attention(module.layer_idx)
         if attention_mask.shape[3] == 0:
             if is_plain(kwargs):
-                tensors = (query, key, value, prefix_key, prefix_value)
-                return shared_prefix_attention(*tensors, self.runs, kwargs.get("scaling")), None
+                return shared_prefix_attention(query, key, value, prefix, self.runs, kwargs.get("scaling")), None
             attention_mask = self.allowed(causal_mask_function)
         prefix_size = attention_mask.shape[3] - max(self.blocks)
-        prefix_key, prefix_value = (x[:, :, x.shape[2] - prefix_size :] for x in (prefix_key, prefix_value))
+        prefix_key, prefix_value = (
+            (torch.cat(parts, dim=2) if len(parts) > 1 else parts[0])[:, :, self.prefix.size - prefix_size :]
+            for parts in zip(*prefix, strict=True)
+        )
         outputs = []
         per_block = (x.split(self.blocks, dim=2) for x in (query, key, value, attention_mask))
         for block_query, block_key, block_value, mask in zip(*per_block, strict=True):

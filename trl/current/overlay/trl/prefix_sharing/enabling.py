@@ -14,6 +14,7 @@
 
 """Prefix sharing: which models can share a prompt, and what is done to them and undone."""
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -24,13 +25,16 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 
+from .common_start import CommonStart
 from .contexts import BASE_IMPLEMENTATIONS, routed
 from .memory import SharedPrefix
 from .passes import rope_parameters
-from .probe import PROBE_PREFIX_LENGTH, WholeRowsError, error_of_passes
+from .probe import PROBE_COMMON_LENGTH, PROBE_PREFIX_LENGTH, WholeRowsError, error_of_passes
 from .shared_passes import SharedPrefixPasses
 from .states import SUPPORTED_LAYER_TYPES, find_mixers, ignores_state, layers_by_kind, share_states
 
+
+logger = logging.getLogger(__name__)
 
 # Since then, mixers ask a cache for their states, and all of Gemma's layers look up their embeddings alike
 _VERSION_OF_STATES = "5.22.0"
@@ -50,6 +54,7 @@ class _Route:
 
     def __init__(self, configs: list[PretrainedConfig]):
         self.configs = configs
+        self.shares_starts = False  # also between prompts, of what they begin with
         self.forwards: list[_Forward] = []
         self.handles: list[RemovableHandle] = []
 
@@ -178,6 +183,7 @@ def enable_prefix_sharing(model: PreTrainedModel) -> None:
     model.base_model._prefix_sharing = route
     try:
         _compare(model, mixers, refuse)
+        route.shares_starts = _shares_starts(model)
     except BaseException:
         disable_prefix_sharing(model)
         raise
@@ -207,6 +213,27 @@ def _compare(model: PreTrainedModel, mixers: list[nn.Module], refuse: Callable[[
     for mixer in {type(mixer): mixer for mixer in mixers}.values():
         if ignores_state(mixer, SharedPrefix(torch.arange(2)), hidden_size):
             refuse(f"{type(mixer).__name__} does not start from the state of a prompt. Set `prefix_sharing=False`.")
+
+
+def _shares_starts(model: PreTrainedModel) -> bool:
+    """
+    Whether prompts can go on behind what they begin with, wherever their padding ends: not where a model adds learned
+    vectors for the columns.
+    """
+    passes = SharedPrefixPasses(PROBE_PREFIX_LENGTH, common_start=CommonStart(PROBE_COMMON_LENGTH))
+    try:
+        return error_of_passes(model, passes, prompts_alike=False) == 0
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as exception:
+        logger.info(f"What prompts begin with is not shared between them: {type(exception).__name__}: {exception}")
+        return False
+
+
+def shares_starts(model: PreTrainedModel) -> bool:
+    """Whether a model that [`enable_prefix_sharing`] has prepared shares what different prompts begin with, too."""
+    model = model.get_base_model() if is_peft_model(model) else model
+    return model.base_model._prefix_sharing.shares_starts
 
 
 def disable_prefix_sharing(model: PreTrainedModel) -> None:

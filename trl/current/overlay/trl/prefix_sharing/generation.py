@@ -27,6 +27,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from .cache import SharedPrefixCache
+from .common_start import common_length, first_tokens
 from .contexts import running
 from .fsdp2 import FSDPModule, base_model_forward
 from .images import MultimodalInputs
@@ -66,13 +67,42 @@ def prefill(
         torch.distributed.all_reduce(differ, torch.distributed.ReduceOp.MAX)
         if differ:
             groups = group_rows(input_ids, attention_mask, 1, multimodal)
-    prefixes = []
+    length = _common_length(backbone, input_ids, attention_mask, positions, groups, multimodal, sharded)
+    prefixes, start = [], None
+    if length > 0:
+        columns = attention_mask[0].nonzero().squeeze(1)[:length]
+        inputs = {"input_ids": input_ids[0, columns][None], **multimodal.of_tokens(0, columns)}
+        start, _ = prompt_pass(forward, inputs, positions[0, columns], backbone, logits_to_keep=1)
     for rows in groups:
-        columns = attention_mask[rows[0], :-1].nonzero().squeeze(1)
+        columns = attention_mask[rows[0], :-1].nonzero().squeeze(1)[length:]
         inputs = {"input_ids": at_least_one(input_ids[rows[0], columns])[None]}
         inputs |= multimodal.of_prefix(rows[0], at_least_one(columns))
-        prefixes.append(prompt_pass(forward, inputs, positions[rows[0], columns], backbone, logits_to_keep=1)[0])
+        of_prompt = positions[rows[0], columns]
+        prefixes.append(prompt_pass(forward, inputs, of_prompt, backbone, parent=start, logits_to_keep=1)[0])
     return SharedPrefixCache(prefixes, groups, attention_mask.shape[1] - 1)
+
+
+def _common_length(
+    backbone: nn.Module,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    positions: torch.Tensor,
+    groups: list[torch.Tensor],
+    multimodal: MultimodalInputs,
+    sharded: bool,
+) -> int:
+    """Number of tokens that all prompts begin with, which go through the model once, 0 if they do not."""
+    length = 0
+    if backbone._prefix_sharing.shares_starts and len(groups) > 1 and multimodal.take_common_start(backbone):
+        length = common_length(input_ids, attention_mask, getattr(backbone.config, "image_token_id", None))
+    starts = first_tokens(positions, attention_mask, 1)
+    if (starts != starts[0]).any():  # columns are positions in some models
+        length = 0
+    if sharded and has_several_processes():  # they gather weights together
+        least = torch.tensor(length, device=input_ids.device)
+        torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
+        length = length if least > 0 else 0
+    return length
 
 
 def generate_with_shared_prefix(

@@ -119,6 +119,14 @@ class MultimodalInputs:
                 f"`generation_kwargs={{'suppress_tokens': [{image_token_id}]}}`."
             )
 
+    def take_common_start(self, backbone: nn.Module) -> bool:
+        """
+        Whether prompts can go on behind what they begin with. Tokens of an image that see those behind them (Gemma 3,
+        Gemma 4, PaliGemma) have masks that count the tokens of whole prompts.
+        """
+        looks_ahead = getattr(backbone.config.get_text_config(), "use_bidirectional_attention", None)
+        return not any(self.images) or not (looks_ahead or "token_type_ids" in self.tokens)
+
     def with_same_images(self, rows: list[int]) -> list[list[int]]:
         """Rows whose images are the same, together. The host waits for the device once for each of these groups."""
 
@@ -138,9 +146,13 @@ class MultimodalInputs:
             rows = [row for row in others if row not in alike]
         return groups
 
+    def of_tokens(self, row: int, columns: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Inputs of the tokens of a row in these columns."""
+        return {name: x[row, columns][None] for name, x in self.tokens.items()}
+
     def of_prefix(self, row: int, columns: torch.Tensor) -> dict[str, torch.Tensor]:
         """Inputs of the prefix of a row, whose tokens are in these columns."""
-        return {**self.images[row], **{name: x[row, columns][None] for name, x in self.tokens.items()}}
+        return {**self.images[row], **self.of_tokens(row, columns)}
 
 
 def _entries_per_row(

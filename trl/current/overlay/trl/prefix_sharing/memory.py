@@ -13,12 +13,16 @@
 # limitations under the License.
 
 """
-Prefix sharing: what a prompt leaves for its completions, by slot, and where the gradients of what they read add up.
+Prefix sharing: what tokens leave for those that continue them, by slot, and where the gradients of what is read add up.
 
-A slot is `(layer, kind)` or, for a state of a layer, `(layer, kind, number of the state)`.
+A prompt leaves it for its completions, and what all prompts begin with for the prompts: prefixes are nodes of a tree. A
+slot is `(layer, kind)` or, for a state of a layer, `(layer, kind, number of the state)`.
 
 Shape suffixes: S prefix tokens, D head size.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from transformers import PretrainedConfig
@@ -61,20 +65,29 @@ class _Read(torch.autograd.Function):
 
 class SharedPrefix:
     """
-    What the prefix of one prompt leaves: keys and values of layers, states of convolutions and recurrences, and how
-    likely its tokens chose each expert.
+    What the tokens of a prefix leave: keys and values of layers, states of convolutions and recurrences, and how likely
+    they chose each expert.
 
     Args:
         positions (`torch.Tensor` of shape `(S,)`):
-            Position of each prefix token.
+            Position of each of its tokens.
         offset (`int`, *optional*, defaults to `0`):
             What the rotary positions behind the prefix are ahead of `positions`, which may be those of columns.
         read_once (`bool`, *optional*, defaults to `False`):
             Whether a single pass reads its keys and values, so that no gradients of passes add up.
+        parent ([`SharedPrefix`], *optional*):
+            Prefix that its tokens continue.
     """
 
-    def __init__(self, positions: torch.Tensor, offset: int = 0, read_once: bool = False):
+    def __init__(
+        self,
+        positions: torch.Tensor,
+        offset: int = 0,
+        read_once: bool = False,
+        parent: "SharedPrefix | None" = None,
+    ):
         self.positions = positions
+        self.parent = parent
         self.offset = offset
         self.read_once = read_once
         self.slots: dict[tuple, torch.Tensor] = {}
@@ -83,6 +96,21 @@ class SharedPrefix:
         self.sources: dict[int, int] = {}
         self._keys: dict[int, torch.Tensor] = {}  # as layers computed them
         self._experts: tuple[torch.Tensor, int] | None = None
+
+    @property
+    def path(self) -> "list[SharedPrefix]":
+        """The prefixes that its tokens continue, and itself."""
+        return [*([] if self.parent is None else self.parent.path), self]
+
+    @property
+    def size(self) -> int:
+        """Number of tokens of its path."""
+        return sum(len(prefix.positions) for prefix in self.path)
+
+    @property
+    def path_positions(self) -> torch.Tensor:
+        """Positions of the tokens of its path, of shape `(size,)`."""
+        return torch.cat([prefix.positions for prefix in self.path])
 
     def write(self, slot: tuple, x: torch.Tensor) -> None:
         self.slots[slot] = x
@@ -105,16 +133,37 @@ class SharedPrefix:
 
     def lead_on(self) -> None:
         """
-        From here on, the gradients of reads, and those that ended here before, go on through the prompt. To be called
-        when all prompts have gone through the model: then none of these gradients is in float32 any longer when the
+        From here on, the gradients of reads, and those that ended here before, go on through the prefix. For prompts to
+        be called when all have gone through the model: then none of these gradients is in float32 any longer when the
         backward enters the first of them.
         """
-        leaves, self.anchors = self.anchors, {}
-        for slot, x in self.slots.items():
-            if x.requires_grad and not (self.read_once and slot[1] in (KEY, VALUE)):
-                self.anchors[slot] = _Anchor.apply(x)
-                if slot in leaves and leaves[slot].grad is not None:
-                    self.anchors[slot].register_hook(leaves[slot].grad.add_)
+        self.anchors = {
+            slot: self._anchor(slot)
+            for slot, x in self.slots.items()
+            if x.requires_grad and not (self.read_once and slot[1] in (KEY, VALUE))
+        }
+
+    def _anchor(self, slot: tuple) -> torch.Tensor:
+        """An anchor of a slot. The first that the backward comes to takes the gradients that ended here before."""
+        anchor, leaf = _Anchor.apply(self.slots[slot]), self.anchors.get(slot)
+
+        def add_what_ended_here(grad: torch.Tensor) -> torch.Tensor:
+            before, leaf.grad = leaf.grad, None
+            return grad if before is None else before.add_(grad)
+
+        if leaf is not None:
+            anchor.register_hook(add_what_ended_here)
+        return anchor
+
+    @contextmanager
+    def leading_on(self) -> Iterator[None]:
+        """Within it, the gradients of reads go on through the prefix, whose backward is to be that of the reads."""
+        leaves = self.anchors
+        self.anchors = {slot: self._anchor(slot) for slot, x in self.slots.items() if x.requires_grad}
+        try:
+            yield
+        finally:
+            self.anchors = leaves
 
     def end_here(self) -> None:
         """From here on, the gradients of reads end here, and add up."""
@@ -123,7 +172,7 @@ class SharedPrefix:
         }
 
     def backward(self) -> None:
-        """Backward of the prompt, from the gradients that ended here."""
+        """Backward of the prefix, from the gradients that ended here."""
         leaves, self.anchors = self.anchors, {}
         slots = [slot for slot, leaf in leaves.items() if leaf.grad is not None]
         gradients = [leaves.pop(slot).grad.to(self.slots[slot].dtype) for slot in slots]
@@ -138,9 +187,10 @@ class SharedPrefix:
             return x.expand(shape)
         return _Read.apply(x.detach().expand(shape), self.anchors[slot].expand(shape))
 
-    def read_attention(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read_attention(self, layer_idx: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of each prefix of its path."""
         layer_idx = self.sources[layer_idx]
-        return self.read((layer_idx, KEY)), self.read((layer_idx, VALUE))
+        return [(prefix.read((layer_idx, KEY)), prefix.read((layer_idx, VALUE))) for prefix in self.path]
 
     def read_router(self) -> tuple[torch.Tensor, torch.Tensor, int] | None:
         """What was written of the router, if anything was."""

@@ -28,6 +28,9 @@ from transformers import PreTrainedModel
 # Two rows of nine tokens are the fewest that have all there is to get wrong: a prompt of more than one token that both
 # share, left padding before it, completions of more than one token, and right padding behind one of them
 PROBE_ROWS, PROBE_LENGTH, PROBE_PREFIX_LENGTH = 2, 9, 6
+
+# Of prompts that are not alike, of which one has padding: how many tokens both begin with
+PROBE_COMMON_LENGTH = 2
 _PROBE_STD = 1.0
 
 
@@ -114,10 +117,11 @@ def _in_float32(model: PreTrainedModel) -> Iterator[None]:
             x.data = data
 
 
-def error_of_passes(model: PreTrainedModel, passes, training: bool = False) -> float:
+def error_of_passes(model: PreTrainedModel, passes, training: bool = False, prompts_alike: bool = True) -> float:
     """
     Relative error of hidden states computed in passes, with a `prefix_length` of `PROBE_PREFIX_LENGTH`, beside those of
-    whole rows: the median over the tokens of a row, of the worse row. 0 if rounding explains it, or if the weights are
+    whole rows: the median over the tokens of a row, of the worse row, whose prompts are the same, or, if not
+    `prompts_alike`, begin with `PROBE_COMMON_LENGTH` tokens alike and differ in their padding. 0 if rounding explains it, or if the weights are
     on other processes. In training mode, noise that passes cannot have alike is an error. A model in half precision
     computes in float32: what its own dtype rounds away hides errors that add up in training.
     """
@@ -130,7 +134,7 @@ def error_of_passes(model: PreTrainedModel, passes, training: bool = False) -> f
         if dtypes <= {*_HALF_PRECISION, torch.float32}:
             try:
                 with _in_float32(model):
-                    return _beyond_rounding(_compare(model, passes), torch.float32)
+                    return _beyond_rounding(_compare(model, passes, prompts_alike), torch.float32)
             except torch.OutOfMemoryError:
                 raise
             except Exception:  # some kernels do not take float32
@@ -138,16 +142,20 @@ def error_of_passes(model: PreTrainedModel, passes, training: bool = False) -> f
                     raise
         # Layers with a state compute in float32 whatever the weights are
         dtype = max(model.dtype, torch.float32, key=lambda dtype: torch.finfo(dtype).eps)
-        return _beyond_rounding(_compare(model, passes), dtype)
+        return _beyond_rounding(_compare(model, passes, prompts_alike), dtype)
 
 
-def _compare(model: PreTrainedModel, passes) -> float:
+def _compare(model: PreTrainedModel, passes, prompts_alike: bool) -> float:
     weight = model.get_input_embeddings().weight
     input_ids = torch.arange(PROBE_ROWS * PROBE_LENGTH, device=weight.device) % weight.shape[0]
     input_ids = input_ids.view(PROBE_ROWS, PROBE_LENGTH)
-    input_ids[1, :PROBE_PREFIX_LENGTH] = input_ids[0, :PROBE_PREFIX_LENGTH]
     attention_mask = torch.ones_like(input_ids)
-    attention_mask[:, 0] = 0  # left padding of the prompt
+    attention_mask[0, 0] = 0  # left padding of the prompt
+    if prompts_alike:
+        input_ids[1, :PROBE_PREFIX_LENGTH] = input_ids[0, :PROBE_PREFIX_LENGTH]
+        attention_mask[1, 0] = 0
+    else:
+        input_ids[1, :PROBE_COMMON_LENGTH] = input_ids[0, 1 : 1 + PROBE_COMMON_LENGTH]
     attention_mask[1, -1] = 0  # right padding of a completion
     # Gradients are on, because the passes of training look their tokens up in another way
     try:

@@ -16,10 +16,11 @@
 Prefix sharing: the completions of a prompt attend to keys and values that are computed once for all of them.
 
 The shared prefix is the prompt without its last token, and every completion is preceded by that last token. So the
-prompt pass only has to leave keys and values behind, and the first completion token is scored like any other.
+prompt pass only has to leave keys and values behind, and the first completion token is scored like any other. What all
+prompts begin with goes through the model before them, and they continue it.
 
 Shape suffixes: B rows, P prompt columns, C completion columns, S prefix tokens, T tokens of a packed pass, N rows that
-share a prompt, H hidden size, D head size.
+share a prompt, H hidden size, D head size, L tokens that all prompts begin with.
 """
 
 import functools
@@ -31,6 +32,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from .common_start import CommonStart, first_columns, first_tokens
 from .contexts import ReadPrefix, RecordPrefix, running
 from .fsdp2 import unshard_in_backward
 from .images import MultimodalInputs, rope_position_ids
@@ -90,18 +92,33 @@ def prompt_pass(
     positions: torch.Tensor,
     backbone: nn.Module,
     read_once: bool = False,
+    parent: SharedPrefix | None = None,
     **kwargs,
 ):
-    """Run a prompt without its last token through a model. Returns the prefix that it leaves, and the output."""
+    """
+    Run a prompt without its last token through a model, or what of it continues `parent`. Returns the prefix that it
+    leaves, and the output.
+    """
     position_ids = rope_position_ids(backbone, inputs)
-    prefix = SharedPrefix(positions, read_once=read_once)
+    prefix = SharedPrefix(positions, read_once=read_once, parent=parent)
     if position_ids is None:
         position_ids = at_least_one(positions)[None]
     else:
+        position_ids = position_ids + (0 if parent is None else parent.size)
         prefix.offset = int(position_ids.max() - positions[-1])
-    record = RecordPrefix(prefix)
+    context = record = RecordPrefix(prefix)
+    masks = nullcontext()
+    if parent is not None:
+        places = torch.arange(len(positions), device=positions.device)
+        window = getattr(backbone.config.get_text_config(), "sliding_window", None)
+        context = ReadPrefix.of(
+            parent, positions, torch.zeros_like(places), places, [len(places)], window, record=record
+        )
+        masks = running(context, backbone._prefix_sharing.configs)
+        inputs = {**inputs, "attention_mask": torch.ones_like(places)[None]}
     try:
-        outputs = forward(**inputs, position_ids=position_ids, use_cache=False, shared_prefix=record, **kwargs)
+        with masks:
+            outputs = forward(**inputs, position_ids=position_ids, use_cache=False, shared_prefix=context, **kwargs)
     finally:
         record.close()
     return prefix, outputs
@@ -132,10 +149,10 @@ def _look_up(
 
 
 def _run_prompt(
-    backbone: nn.Module, inputs: dict[str, torch.Tensor], positions: torch.Tensor, read_once: bool, **kwargs
+    backbone: nn.Module, inputs: dict[str, torch.Tensor], positions: torch.Tensor, **kwargs
 ) -> SharedPrefix:
     """The prefix that a prompt leaves, complete, with what its router chose where that is asked for."""
-    prefix, outputs = prompt_pass(backbone, inputs, positions, backbone, read_once, **kwargs)
+    prefix, outputs = prompt_pass(backbone, inputs, positions, backbone, **kwargs)
     if missing := prefix.missing_layers(backbone.config.get_text_config()):
         raise ValueError(
             f"Layers {missing} of {type(backbone).__name__} did not pass their keys and values to "
@@ -194,6 +211,8 @@ class SharedPrefixPasses:
         open_prefix (`OpenPrefix`, *optional*):
             Prefix of the prompt of all rows, if its completions are spread over several micro-batches. Ignored without
             gradients and outside of a micro-batch.
+        common_start (`CommonStart`, *optional*):
+            What all prompts begin with. Ignored where they do not.
     """
 
     prefix_length: int
@@ -204,6 +223,7 @@ class SharedPrefixPasses:
     num_tiles: list[int] | None = None
     activation_offloading: bool = False
     open_prefix: OpenPrefix | None = None
+    common_start: CommonStart | None = None
 
     def forward(
         self,
@@ -245,35 +265,47 @@ class SharedPrefixPasses:
         if open_prefix is not None:
             open_prefix.check_prompt(prompt_ids.masked_fill(prompt_mask == 0, -1), len(groups))
 
+        # What later rows read must outlive the backward of these, and an offloading that ends with it
+        keeping = nullcontext()
+        if self.activation_offloading:
+            keeping = saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved)
+        shift = position_shift(backbone.config, input_ids.shape[1], self.prefix_length)
+        kwargs = {"output_router_logits": True} if output_router_logits else {}
+        start = None
+        may_share = self.common_start is not None and shift == 0 and multimodal.take_common_start(backbone)
+        if may_share and self.common_start.is_shared_by(prompt_ids, prompt_mask, len(groups)):
+            start = self._run_start(backbone, input_ids, prompt_ids, prompt_mask, multimodal, keeping, **kwargs)
+
         # A prompt that went through the model with an earlier micro-batch does not go again
         new_groups = [] if open_prefix is not None and open_prefix.has_prefix else groups
         has_token = host_mask[:, self.prefix_length - 1 :] != 0  # (B, C + 1)
         has_token[:, 0] = True  # the last prompt token
         passes = self.divide(groups, has_token, input_ids.device)
-        tokens = [self._prompt_tokens(prompt_mask[rows[0]], rows[0]) for rows in new_groups]
-        tokens += [self._completion_tokens(has_token[rows], rows) for _, rows in passes]
+        # Columns are positions: those that a left-padded row has when it goes through the model by itself. Behind what
+        # rows of any padding begin with, they count from there.
+        start_size = 0 if start is None else start.size
+        shifts = torch.full((len(host_ids),), shift) if start is None else -first_columns(prompt_mask)
+        tokens = [self._prompt_tokens(prompt_mask[rows[0]], rows[0], start_size, shifts) for rows in new_groups]
+        tokens += [self._completion_tokens(has_token[rows], rows, shifts) for _, rows in passes]
         tokens = to_device(torch.cat(tokens, dim=1), input_ids.device).split([x.shape[1] for x in tokens], dim=1)
         of_prompts, of_passes = tokens[: len(new_groups)], tokens[len(new_groups) :]
 
-        # What later micro-batches read must outlive the backward of this one, and an offloading that ends with it
-        keep_saved = nullcontext()
-        if open_prefix is not None and self.activation_offloading:
-            keep_saved = saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved)
+        keep_saved = nullcontext() if open_prefix is None else keeping
         ids = [input_ids[row, column][None] for row, column, *_ in tokens]
         have_images = [bool(multimodal.images[rows[0]]) for rows in new_groups]
         ids_of_prompts, ids_of_passes = ids[: len(new_groups)], ids[len(new_groups) :]
         prompts, completions = _look_up(
             backbone, ids_of_prompts, ids_of_passes, have_images, open_prefix is None, keep_saved
         )
-        shift = position_shift(backbone.config, input_ids.shape[1], self.prefix_length)
-        kwargs = {"output_router_logits": True} if output_router_logits else {}
         prefixes = []
-        for group, (rows, prompt, (_, columns, *_)) in enumerate(zip(new_groups, prompts, of_prompts, strict=True)):
+        for group, (rows, prompt, tokens) in enumerate(zip(new_groups, prompts, of_prompts, strict=True)):
+            _, columns, positions, _, _ = tokens
             prompt |= multimodal.of_prefix(int(rows[0]), columns)
-            positions = columns[: int(prompt_mask[rows[0], :-1].sum())] + shift
+            positions = positions[: int(prompt_mask[rows[0], :-1].sum()) - start_size]
             read_once = open_prefix is None and sum(group == group_of_pass for group_of_pass, _ in passes) == 1
-            with keep_saved:
-                prefixes.append(_run_prompt(backbone, prompt, positions, read_once, **kwargs))
+            with keep_saved, nullcontext() if start is None else self.common_start.read_by_prompts(start):
+                prefix = _run_prompt(backbone, prompt, positions, read_once=read_once, parent=start, **kwargs)
+            prefixes.append(prefix)
         if open_prefix is not None:
             prefixes = [open_prefix.go_on(*prefixes)]
         else:
@@ -282,8 +314,8 @@ class SharedPrefixPasses:
 
         window = getattr(backbone.config.get_text_config(), "sliding_window", None)
         contexts = [
-            ReadPrefix.of(prefixes[group], columns + shift, completion, place, has_token[rows].sum(1).tolist(), window)
-            for (group, rows), (_, columns, completion, place) in zip(passes, of_passes, strict=True)
+            ReadPrefix.of(prefixes[group], positions, completion, place, has_token[rows].sum(1).tolist(), window)
+            for (group, rows), (_, _, positions, completion, place) in zip(passes, of_passes, strict=True)
         ]
         outputs = run_passes(
             backbone,
@@ -299,23 +331,48 @@ class SharedPrefixPasses:
             # A prompt counts once for each of its rows
             sums = [
                 [len(rows) * x for x in router]
-                for rows, prefix in zip(groups, prefixes, strict=True)
+                for rows, of_group in zip(groups, prefixes, strict=True)
+                for prefix in of_group.path
                 if (router := prefix.read_router()) is not None
             ]
             aux_loss = load_balancing_loss(sums + [pass_sums for _, pass_sums in outputs])
         return PassesOutput(last_hidden_state, aux_loss)
 
-    # Of each token of a prompt or pass: its row and column in the batch, its completion in the pass and its place there.
-    # Columns are positions, too: those that a left-padded row has when it goes through the model by itself
+    def _run_start(
+        self,
+        backbone: nn.Module,
+        input_ids: torch.Tensor,
+        prompt_ids: torch.Tensor,
+        prompt_mask: torch.Tensor,
+        multimodal: MultimodalInputs,
+        keeping: AbstractContextManager,
+        **kwargs,
+    ) -> SharedPrefix:
+        """What the prompts begin with, which goes through the model unless it did with earlier rows."""
+        start, prefix = self.common_start, None
+        ids = first_tokens(prompt_ids[:1], prompt_mask[:1], start.length)
+        if not start.has_prefix:
+            positions = to_device(torch.arange(start.length), input_ids.device)
+            with keeping if start.is_open else nullcontext():
+                (inputs,) = pass_inputs(backbone, [to_device(ids, input_ids.device)])
+                inputs |= multimodal.of_tokens(0, positions + int(first_columns(prompt_mask[:1])))
+                prefix = _run_prompt(backbone, inputs, positions, **kwargs)
+        return start.go_on(ids[0], prefix)
 
-    def _prompt_tokens(self, prompt_mask: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        columns = at_least_one(prompt_mask[:-1].nonzero().squeeze(1))
-        return torch.stack([row.expand_as(columns), columns, columns, columns])
+    # Of each token of a prompt or pass: its row and column in the batch, its position, its completion in the pass and its
+    # place there
 
-    def _completion_tokens(self, has_token: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def _prompt_tokens(
+        self, prompt_mask: torch.Tensor, row: torch.Tensor, start_size: int, shifts: torch.Tensor
+    ) -> torch.Tensor:
+        columns = at_least_one(prompt_mask[:-1].nonzero().squeeze(1)[start_size:])
+        return torch.stack([row.expand_as(columns), columns, columns + shifts[row], columns, columns])
+
+    def _completion_tokens(self, has_token: torch.Tensor, rows: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
         completion, column = has_token.nonzero(as_tuple=True)
         place = has_token.cumsum(1)[completion, column] - 1
-        return torch.stack([rows[completion], column + self.prefix_length - 1, completion, place])
+        column = column + self.prefix_length - 1
+        return torch.stack([rows[completion], column, column + shifts[rows][completion], completion, place])
 
     def divide(
         self, groups: list[torch.Tensor], has_token: torch.Tensor, device: torch.device

@@ -116,17 +116,28 @@ class RecordStates:
 
 @dataclass(frozen=True)
 class ReadStates:
-    """Takes the place of a mixer's cache in a pass of completions: each starts from the states of the prompt."""
+    """
+    Takes the place of a mixer's cache in a pass behind a prefix: each row starts from the states of the prefix. Those at
+    the end of a single row, which is not padded, are written to `record`.
+    """
 
     prefix: "SharedPrefix"
-    rows: torch.Tensor  # (T,), completion that each token belongs to
+    rows: torch.Tensor  # (T,), row that each token belongs to
     columns: torch.Tensor  # (T,), its place there
     shape: tuple[int, int]  # N, L
+    record: "RecordPrefix | None" = None
 
     @classmethod
-    def of(cls, prefix: "SharedPrefix", rows: torch.Tensor, columns: torch.Tensor, lengths: list[int]) -> "ReadStates":
+    def of(
+        cls,
+        prefix: "SharedPrefix",
+        rows: torch.Tensor,
+        columns: torch.Tensor,
+        lengths: list[int],
+        record: "RecordPrefix | None" = None,
+    ) -> "ReadStates":
         # With a single token and a state, mixers take a path for decoding that writes in place
-        return cls(prefix, rows, columns, (len(lengths), max(2, *lengths)))
+        return cls(prefix, rows, columns, (len(lengths), max(2, *lengths)), record)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
         return self.prefix.read((layer_idx, "conv", state_idx), self.shape[0])
@@ -141,11 +152,17 @@ class ReadStates:
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs
     ) -> torch.Tensor:
-        return torch.cat([self.get_conv_state(layer_idx, state_idx), conv_states], dim=-1)
+        before = self.get_conv_state(layer_idx, state_idx)
+        columns = torch.cat([before, conv_states], dim=-1)
+        if self.record is not None:
+            self.record.write((layer_idx, "conv", state_idx), columns[..., -before.shape[-1] :].clone())
+        return columns
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs
     ) -> torch.Tensor:
+        if self.record is not None:
+            self.record.write((layer_idx, "recurrent", state_idx), recurrent_states.clone())
         return recurrent_states
 
     def to_rows(self, hidden_states: torch.Tensor) -> torch.Tensor:

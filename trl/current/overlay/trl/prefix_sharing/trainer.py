@@ -18,6 +18,7 @@ import importlib.metadata
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
@@ -27,7 +28,8 @@ from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedModel
 
-from .enabling import disable_prefix_sharing, enable_prefix_sharing
+from .common_start import CommonStart, common_length
+from .enabling import disable_prefix_sharing, enable_prefix_sharing, shares_starts
 from .generation import generate_with_shared_prefix
 from .images import MultimodalInputs, count_tiles
 from .micro_batches import OpenPrefix
@@ -51,6 +53,15 @@ def shuffle_groups(batch: dict[str, Sequence | None], group_size: int) -> dict[s
         return x[order] if isinstance(x, torch.Tensor) else [x[i] for i in order]
 
     return {name: permute(x) for name, x in batch.items()}
+
+
+@dataclass(frozen=True)
+class _Update:
+    """What a micro-batch knows of the update that it is a part of."""
+
+    is_last: bool  # of its micro-batches
+    prompts_go_on: bool  # whether prompts that go through the model with it have their backward with the last
+    num_prompts: int
 
 
 class TrainerPasses:
@@ -87,7 +98,13 @@ class TrainerPasses:
         self.num_processes = accelerator.num_processes
         # Whether prompts of a group of the last batch differ on any process, in training and in evaluation
         self._prompts_differ = {True: False, False: False}
+        # Number of tokens that the prompts of the last batch begin with, likewise
+        self._common_length = {True: 0, False: 0}
         self._open_prefix = None
+        # What prompts begin with, of an update and of a batch that is scored
+        self._trained_start = self._scored_start = None
+        self._update: _Update | None = None  # in a training step
+        self._place = 0  # of the micro-batch in its update
         self._has_passes = True  # whether the loss of the last training step came from passes
         option = "prefix_sharing=True" if args.prefix_sharing else f"tokens_per_forward={args.tokens_per_forward}"
         if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
@@ -113,11 +130,12 @@ class TrainerPasses:
         self._models = [model] if ref_model is None else [model, ref_model]
         for each in self._models:
             enable_prefix_sharing(each) if args.prefix_sharing else check_whole_rows(each)
+        self._in_one_backward = accelerator.distributed_type != DistributedType.NO
         # The completions of a prompt can be spread over several micro-batches
         if args.prefix_sharing and args.per_device_train_batch_size < args.num_generations:
             self._open_prefix = OpenPrefix(
                 num_micro_batches=args.num_generations // args.per_device_train_batch_size,
-                in_one_backward=accelerator.distributed_type != DistributedType.NO,
+                in_one_backward=self._in_one_backward,
             )
 
     def rows_per_prompt(self, num_rows: int) -> int:
@@ -131,23 +149,30 @@ class TrainerPasses:
         return self.args.num_generations if self._open_prefix is not None and self.model.training else batch_size
 
     def of_rows(
-        self, rows: slice, prefix_length: int, num_images: list[int] | None, num_tiles: list[int] | None
+        self,
+        rows: slice,
+        input_ids: torch.Tensor,
+        logits_to_keep: int,
+        num_images: list[int] | None,
+        num_tiles: list[int] | None,
     ) -> SharedPrefixPasses | TokenBudgetPasses:
         """
-        Passes of some rows of a batch.
+        Passes of some rows of a batch, whose rows follow one another.
 
         Args:
             rows (`slice`):
                 Start and end of the rows.
-            prefix_length (`int`):
-                Number of prompt columns.
+            input_ids (`torch.Tensor` of shape `(B, P + C)`):
+                Tokens of the batch.
+            logits_to_keep (`int`):
+                Number of completion columns, C.
             num_images (`list[int]`, *optional*):
                 Number of images of each row of the batch.
             num_tiles (`list[int]`, *optional*):
                 Number of tiles of each row of the batch.
         """
         self._has_passes |= torch.is_grad_enabled()
-        bounds = (prefix_length, self.args.tokens_per_forward)
+        bounds = (input_ids.size(1) - logits_to_keep, self.args.tokens_per_forward)
         if not self.args.prefix_sharing:
             return TokenBudgetPasses(*bounds, activation_offloading=self.args.activation_offloading)
         # Where prompts of a group differ, micro-batches share for themselves. Processes that shard the weights must
@@ -163,7 +188,28 @@ class TrainerPasses:
             num_tiles=None if num_tiles is None else num_tiles[rows],
             activation_offloading=self.args.activation_offloading,
             open_prefix=open_prefix,
+            common_start=self._common_start(rows, len(input_ids)),
         )
+
+    def _common_start(self, rows: slice, num_rows: int) -> CommonStart | None:
+        """What the prompts of these rows begin with: those of an update in training, those of a batch in scoring."""
+        length = self._common_length[self.model.training]
+        if torch.is_grad_enabled():
+            if self._update is None:  # rows that are no part of a training step
+                return None
+            if self._place == 0 and self._trained_start is None and length > 0 and self._update.num_prompts > 1:
+                self._trained_start = CommonStart(length, self._in_one_backward)
+            if self._trained_start is not None:
+                self._trained_start.open(self._update.is_last, self._update.prompts_go_on)
+            return self._trained_start
+        if rows.start == 0:
+            self._scored_start = CommonStart(length) if length > 0 else None
+            if self._scored_start is not None and rows.stop < num_rows:
+                self._scored_start.open()
+        start = self._scored_start
+        if rows.stop >= num_rows:
+            self._scored_start = None
+        return start
 
     def compare_prompts(
         self,
@@ -174,16 +220,23 @@ class TrainerPasses:
         num_tiles: list[int] | None,
     ) -> None:
         """
-        Find out whether the completions of a group have different prompts on any process, as environments, rollout
-        functions and subclasses can give them. Takes the prompts of a batch of shape `(B, P)`, and their images.
+        Find out what prompts of a batch of shape `(B, P)`, with their images, have in common: whether those of a group
+        differ on any process, as environments, rollout functions and subclasses can give them, and how many tokens all
+        prompts of this process begin with, if those of every process do with enough.
         """
         if not self.args.prefix_sharing:
             return
         group_size = self.rows_per_prompt(len(prompt_ids))
         multimodal = MultimodalInputs.of(inputs, len(prompt_ids), num_images, num_tiles)
-        num_prompts = len(group_rows(prompt_ids.cpu(), prompt_mask.cpu(), group_size, multimodal))
-        differ = torch.tensor([num_prompts * group_size > len(prompt_ids)], device=self.device)
-        self._prompts_differ[self.model.training] = gather(differ).any().item()
+        prompt_ids, prompt_mask = prompt_ids.cpu(), prompt_mask.cpu()
+        num_prompts = len(group_rows(prompt_ids, prompt_mask, group_size, multimodal))
+        length = 0
+        if num_prompts > 1 and all(shares_starts(model) for model in self._models):
+            length = common_length(prompt_ids, prompt_mask, getattr(self.model.config, "image_token_id", None))
+        found = torch.tensor([[num_prompts * group_size > len(prompt_ids), length == 0]], device=self.device)
+        differ, is_without = gather(found).any(0).tolist()
+        self._prompts_differ[self.model.training] = differ
+        self._common_length[self.model.training] = 0 if is_without else length
 
     def generate_of(
         self, model: PreTrainedModel, processing_class, images: list[list | None] | None
@@ -221,21 +274,26 @@ class TrainerPasses:
         return torch.cat([reward_model(**batch).logits for batch in batches])
 
     @contextmanager
-    def micro_batch(self, step: int, updates: bool) -> Iterator[None]:
+    def micro_batch(self, trainer) -> Iterator[None]:
         """
-        Forward and backward of a micro-batch. `step` others came before it, which tells its place among those of its
-        prompt. `updates` says whether the optimizer updates the weights after it.
+        Forward and backward of a micro-batch of an [`RLOOTrainer`] or a [`GRPOTrainer`]. The trainer's steps tell its
+        place among those of its prompt and of its update.
         """
+        updates = trainer.accelerator.sync_gradients
         had_passes, self._has_passes = self._has_passes, False
         try:
             if self._open_prefix is not None:
-                self._open_prefix.enter(step, updates)
+                self._open_prefix.enter(trainer._step, updates)
+            self._enter_update(updates, trainer.current_gradient_accumulation_steps)
             yield
             if self._open_prefix is not None:
                 self._open_prefix.backward()
+            if updates and self._trained_start is not None:
+                self._trained_start.backward()
+                self._trained_start = None
+            self._update, self._place = None, 0 if updates else self._place + 1
         except BaseException:
-            if self._open_prefix is not None:
-                self._open_prefix.close()
+            self._forget()
             raise
         if had_passes and not self._has_passes:
             logger.warning(
@@ -244,6 +302,22 @@ class TrainerPasses:
                 "call that of `super()`."
             )
 
+    def _enter_update(self, is_last: bool, num_micro_batches: int) -> None:
+        per_prompt = 1 if self._open_prefix is None else self._open_prefix.num_micro_batches
+        num_rows = num_micro_batches * self.args.per_device_train_batch_size
+        self._update = _Update(
+            is_last,
+            prompts_go_on=self._place + per_prompt >= num_micro_batches,
+            num_prompts=num_rows if self._prompts_differ[True] else num_rows // self.args.num_generations,
+        )
+
+    def _forget(self) -> None:
+        """Forget what is kept for the next micro-batch."""
+        if self._open_prefix is not None:
+            self._open_prefix.close()
+        self._trained_start = self._scored_start = self._update = None
+        self._place = 0
+
     def remove(self) -> None:
         """Take back what was done to the models."""
         for model in self._models:
@@ -251,7 +325,7 @@ class TrainerPasses:
 
     def close(self, step: int) -> bool:
         """Forget what is kept for the next micro-batch. Returns whether some of a prompt's are missing."""
+        self._forget()
         if self._open_prefix is None:
             return False
-        self._open_prefix.close()
         return step % self._open_prefix.num_micro_batches != 0
