@@ -14,16 +14,8 @@ import sys
 from unittest import mock
 
 import torch
-from shared_exactness import (
-    ARCHITECTURES,
-    FIRST_SPECIAL,
-    build,
-    error,
-    gradient_of,
-    passes_of,
-    pure_float64,
-    run_inputs,
-)
+from architectures import ARCHITECTURES, FIRST_SPECIAL
+from shared_exactness import build, error, gradient_of, passes_of, pure_float64, run_inputs
 from towers import Encoded, tower
 from transformers import GenerationConfig
 from trl.prefix_sharing import images as prefix_images
