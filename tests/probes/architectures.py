@@ -104,8 +104,8 @@ ROUNDED = (
     "deepseek-latents", "gemma4-layer-embeddings", "qwen3-vl-nested",
 )  # fmt: skip
 # Recurrent or convolutional states. A decoding step of Nemotron-H does not raise the time step to `time_step_min`, as
-# a longer sequence does (transformers 5.23), and with sharing, a prompt's last token is a decoding step: the minimum is
-# low, so that both decode alike
+# a longer sequence does (transformers 5.23), and with sharing, a prompt's last token is a decoding step. The minimum
+# is low, so that both decode alike
 CONV = dict(layer_types=["conv", "full_attention", "conv"])
 # Chunks of 8 tokens: the prompts end within one
 MAMBA2 = dict(mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=2, mamba_chunk_size=8)
