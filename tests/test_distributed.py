@@ -32,7 +32,6 @@ RUNS = {
     "ddp-grpo": (dict(trainer="grpo", accumulate=2, dtype="float32"), [(True, ONE, {})]),
     # One row a micro-batch: a prompt goes through the model with the first of three, on each process
     "ddp-split": (dict(trainer="rloo", rows=1), [(True, SHARED, {})]),
-    "ddp-grpo-split": (dict(trainer="grpo", rows=1, dtype="float32"), [(False, SHARED, {})]),
     "ddp-generate": (dict(trainer="grpo", generate=True, options=GREEDY), [(False, SHARED, {})]),
     "fsdp-rloo": (
         dict(trainer="rloo", accumulate=2, fsdp=RESHARD),
@@ -40,18 +39,16 @@ RUNS = {
     ),
     "fsdp-grpo": (
         dict(trainer="grpo", evaluate=True, dtype="float32", fsdp=RESHARD),
-        [(True, ONE, PARTS), (True, TWO, {}), (True, {**WHOLE, "tokens_per_forward": 16}, {})],
+        [(True, ONE, PARTS), (True, {**WHOLE, "tokens_per_forward": 16}, {})],
     ),
-    "fsdp-split": (dict(trainer="rloo", rows=1, fsdp=RESHARD), [(True, SHARED, {}), (False, SHARED, KEEP)]),
+    "fsdp-split": (dict(trainer="rloo", rows=1, fsdp=RESHARD), [(False, SHARED, KEEP)]),
     "fsdp-lora-split": (dict(trainer="grpo", rows=1, fsdp=RESHARD, lora=True), [(True, SHARED, PARTS)]),
     # Prompts that differ within a group, on one process
-    "fsdp-differ": (dict(trainer="grpo", fsdp=RESHARD, differ=True), [(True, TWO, {})]),
     "fsdp-differ-split": (dict(trainer="rloo", rows=1, fsdp=RESHARD, differ=True), [(True, SHARED, {})]),
     "fsdp-differ-generate": (
         dict(trainer="grpo", generate=True, options=GREEDY, fsdp=RESHARD, differ=True),
         [(True, SHARED, {})],
     ),
-    "fsdp-generate": (dict(trainer="rloo", generate=True, options=GREEDY, fsdp=RESHARD), [(True, SHARED, {})]),
     "fsdp-lora-generate": (
         dict(trainer="rloo", generate=True, options=GREEDY, fsdp=RESHARD, lora=True),
         [(True, SHARED, {})],
@@ -59,8 +56,15 @@ RUNS = {
 }
 
 # Of these runs, those that `share_prompts` does, too
-BY_ONE_CALL = ("ddp-rloo0", "ddp-split0", "ddp-generate0", "fsdp-rloo1", "fsdp-grpo2", "fsdp-lora-split0")
-BY_ONE_CALL += ("fsdp-differ-split0", "fsdp-lora-generate0", "zero3-rloo1", "zero3-lora-split0", "zero3-generate0")
+BY_ONE_CALL = (
+    "ddp-rloo0",
+    "fsdp-rloo1",
+    "fsdp-grpo1",
+    "fsdp-lora-split0",
+    "fsdp-differ-split0",
+    "fsdp-lora-generate0",
+)
+BY_ONE_CALL += ("zero3-rloo1", "zero3-lora-split0", "zero3-generate0")
 
 # DeepSpeed computes in float32 at most
 ZERO3, HOST = {"zero3": {}, "dtype": "float32"}, {"device": "cpu"}

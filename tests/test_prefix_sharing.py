@@ -12,9 +12,17 @@ EXPERTS = ("mixtral", "gpt-oss-sinks")
 ILL_CONDITIONED = {"float32": ("gemma4-layer-embeddings",), "float64": ()}
 
 
-def test_every_architecture_computes_what_whole_sequences_do(probe):
-    for dtype, result in probe("shared_exactness", *TOLERANCE).items():
-        assert len(result) >= {"float32": 10, "float64": 32}[dtype]
+# By kind of model: how many are tried in float64, and how many in other precisions
+NUMBERS = {"attention": (34, 10), "states": (12, 6)}
+UNMERGED = {"gemma2-window-softcap", "gpt-oss-sinks", "deepseek-latents", "phi3-longrope", "kimi-linear"}
+of_each_kind = pytest.mark.parametrize("kind", NUMBERS)
+
+
+@of_each_kind
+def test_every_architecture_computes_what_whole_sequences_do(probe, kind):
+    results = probe("shared_exactness", kind, *TOLERANCE)
+    assert tuple(len(results[dtype]) for dtype in ("float64", "float32")) == NUMBERS[kind]
+    for dtype, result in results.items():
         for name, errors in result.items():
             worst = max(*errors["tokens"], *errors["gradient"], *errors["loss"])
             assert worst <= TOLERANCE[dtype] * (50 if name in ILL_CONDITIONED[dtype] else 1), (dtype, name, errors)
@@ -22,33 +30,38 @@ def test_every_architecture_computes_what_whole_sequences_do(probe):
 
 
 @pytest.mark.slow
-def test_in_half_precision_the_error_is_no_larger_than_that_of_whole_sequences(probe):
+@of_each_kind
+def test_in_half_precision_the_error_is_no_larger_than_that_of_whole_sequences(probe, kind):
     """Half-precision weights against the same rounded weights in float64; mixed precision against float32."""
-    results = probe("shared_exactness", "bfloat16", "float32+bfloat16")
+    results = probe("shared_exactness", kind, "bfloat16", "float32+bfloat16")
     for precision, result in results.items():
-        for kind in ("tokens", "gradient"):
+        for of in ("tokens", "gradient"):
             for setting in range(3):  # passes of 3, of 9 tokens, of 2 with checkpointing
-                ratios = {name: errors[kind][setting] / errors[f"stock_{kind}"] for name, errors in result.items()}
-                assert len(ratios) >= 10 and is_no_larger(ratios, EXPERTS), (precision, kind, setting, ratios)
+                ratios = {name: errors[of][setting] / errors[f"stock_{of}"] for name, errors in result.items()}
+                assert len(ratios) == NUMBERS[kind][1]
+                assert is_no_larger(ratios, EXPERTS), (precision, of, setting, ratios)
         assert all(errors["off_is_equal"] for errors in result.values())
 
 
-def test_every_architecture_decodes_with_no_more_error_than_whole_sequences(probe):
+@pytest.mark.slow
+@of_each_kind
+def test_every_architecture_decodes_with_no_more_error_than_whole_sequences(probe, kind):
     """Logits of forced tokens against float64, the last two in mixed precision (TRL's default)."""
-    results = probe("shared_decoding", "float32", "bfloat16", "float32+bfloat16", "float32+float16")
+    results = probe("shared_decoding", kind, "bfloat16", "float32+bfloat16", "float32+float16")
     for precision, result in results.items():
         ratios = {name: errors["shared"] / errors["stock"] for name, errors in result.items()}
-        assert len(ratios) >= 10 and is_no_larger(ratios, EXPERTS), (precision, ratios)
+        assert len(ratios) == NUMBERS[kind][1] and is_no_larger(ratios, EXPERTS), (precision, ratios)
 
 
-def test_every_architecture_decodes_what_whole_sequences_do(probe):
+@of_each_kind
+def test_every_architecture_decodes_what_whole_sequences_do(probe, kind):
     """Logits in float64, far behind the prompts and past the windows. Attention is merged except where the model's own
     has soft-capping or sinks, where keys and values have other sizes, and where prompts are not shared (longrope)."""
-    result = probe("shared_decoding", "float64")["float64"]
-    assert len(result) >= 32
+    result = probe("shared_decoding", kind, "float64")["float64"]
+    assert len(result) == NUMBERS[kind][0]
     assert {name: errors for name, errors in result.items() if errors["shared"] > 1e-10} == {}
     unmerged = {name for name, errors in result.items() if errors["merged"] == 0}
-    assert unmerged == {"gemma2-window-softcap", "gpt-oss-sinks", "deepseek-latents", "phi3-longrope"}
+    assert unmerged == UNMERGED & result.keys()
 
 
 def test_a_decoded_token_reads_each_key_once_copies_none_and_takes_few_operations(probe):
@@ -74,7 +87,8 @@ def test_many_passes_in_bfloat16_keep_the_gradient_of_the_prompt(probe):
 
 @pytest.mark.slow
 def test_random_batches_score_and_decode_as_whole_sequences(probe):
-    assert probe("shared_shapes")["batches"] >= 60
+    tried = probe("shared_shapes")
+    assert len(tried) == 4 and tried.pop("windows") >= 60 and min(tried.values()) >= 10, tried
 
 
 @pytest.mark.slow
@@ -87,16 +101,6 @@ def test_training_runs_are_the_same_in_every_setting(probe, trainer):
         assert "error" not in run, (name, run)
         assert run["logs"] <= 1e-9 and run["parameters"] <= 1e-9, (name, run)
         assert (max(run["grad_norms"]) > 1e-3) != name.endswith("all truncated"), f"{name}: {run['grad_norms']}"
-
-
-@pytest.mark.slow
-def test_lora_trains_the_same_with_sgd(probe):
-    """Four updates in float32. Adam is no yardstick: it divides a gradient by its own size, so a weight whose gradient
-    is zero up to rounding moves by the learning rate all the same, to the side that the rounding says. At a learning
-    rate of 1e-3, weights were 1e-3 apart after four updates with Adam, and what was logged 8e-6."""
-    result = probe("shared_lora")
-    assert result["moved"] > 0.1, "nothing was learned: the test would be empty"
-    assert result["parameters"] <= 5e-6 and result["logs"] <= 1e-5, result
 
 
 def test_while_generating_the_prompts_keys_and_values_are_alive_once(probe):
@@ -123,7 +127,7 @@ def test_what_waits_for_the_backward_does_not_grow_with_the_passes_on_the_device
 
 
 def test_bad_input_is_refused_with_value_limit_and_remedy(probe):
-    """More settings, and what a model is left as that was refused or failed: the patch's own tests (checks, faithful,
-    failures)."""
+    """Settings, adapters, empty prompts, and what a model is left as that was refused or failed: the patch's own tests
+    (checks, faithful, failures)."""
     result = probe("shared_refusals")
-    assert result["cases"] >= 45 and result["otherwise"] == {}
+    assert result["cases"] == 19 and result["otherwise"] == {}

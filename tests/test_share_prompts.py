@@ -11,7 +11,7 @@ from experiments.config import ROOT
 
 RELEASES = ("1.14.2", "1.15.0", "1.16.0")
 # Of the whole runs in docs/prefix_sharing.md, which took the same programs
-SAMPLE = ("rloo passes of 9", "rloo two of 4 a micro-batch, lora", "rloo qwen3.5", "grpo experts", "grpo lora beta")
+SAMPLE = ("rloo two of 4 a micro-batch, lora", "rloo qwen3.5", "grpo experts", "grpo passes of 9")
 OF_IMAGES = ("grpo internvl, two of 4",)
 
 
@@ -41,13 +41,14 @@ def check(runs, number):
 
 @pytest.mark.sample
 def test_trainings_are_the_same(probe, released):
-    check(probe("shared_trainer", "grpo lora beta", "--released", released("1.16.0")), 1)
+    check(probe("shared_trainer", "grpo passes of 9", "--released", released("1.16.0")), 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", RELEASES)
 def test_trainings_are_the_same_on_each_release(probe, released, version):
-    check(probe("shared_trainer", *SAMPLE, "--released", released(version)), len(SAMPLE))
+    runs = SAMPLE if version == RELEASES[-1] else SAMPLE[:2]
+    check(probe("shared_trainer", *runs, "--released", released(version)), len(runs))
     check(probe("shared_images_trainer", *OF_IMAGES, "--released", released(version)), len(OF_IMAGES))
 
 

@@ -1,4 +1,4 @@
-"""The attention of completions to a shared prompt: its CUDA kernels without a GPU, and what the host waits for."""
+"""The attention of completions to a shared prompt: its CUDA kernels without a GPU."""
 
 
 def test_the_kernels_of_cuda_are_called_as_they_want_and_give_what_those_of_a_cpu_do(probe):
@@ -7,11 +7,3 @@ def test_the_kernels_of_cuda_are_called_as_they_want_and_give_what_those_of_a_cp
     assert result["calls"] == {"forward": 2 * 4 + 1 + 2, "backward": 2 * 4 + 1}
     for name, errors in result["errors"].items():
         assert max(errors) < 1e-12, (name, errors)
-
-
-def test_the_host_reads_a_batch_once_and_nothing_else(probe):
-    """The model itself waits once a prompt, to see that its positions are those of one sequence."""
-    for name, waits in probe("shared_waits").items():
-        assert len(waits["forward, own"]) == 1 and not waits["backward, own"], (name, waits)
-        if name != "whole rows":  # with padding, transformers reads the mask in every pass
-            assert len(waits["forward, model"]) == 2 and not waits["backward, model"], (name, waits)

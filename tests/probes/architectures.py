@@ -96,9 +96,42 @@ ARCHITECTURES = {
     "glm4v-nested": ("glm4v", nested("glm4v_text", dict(QWEN_VISION, image_size=16), rope_parameters=AXES)),
 }  # fmt: skip
 EAGER = ("gemma2-window-softcap", "gpt-oss-sinks")  # soft-capping and sinks are not in PyTorch's attention
-EXPERTS = ("qwen3-moe", "mixtral", "gpt-oss-sinks")
-# What is tried in more than float64: one of each kind of attention. Rounding sees arithmetic, not classes.
+# Of those with states, TRL knows the number of experts of two
+EXPERTS = ("qwen3-moe", "mixtral", "gpt-oss-sinks", "qwen3-next", "qwen3.5-moe")
+# One of each kind of attention: rounding sees arithmetic, not classes
 ROUNDED = (
     "llama", "qwen3", "qwen2-window", "gemma2-window-softcap", "gpt-neox", "mixtral", "gpt-oss-sinks",
     "deepseek-latents", "gemma4-layer-embeddings", "qwen3-vl-nested",
 )  # fmt: skip
+# Recurrent or convolutional states. A decoding step of Nemotron-H does not raise the time step to `time_step_min`, as
+# a longer sequence does (transformers 5.23), and with sharing, a prompt's last token is a decoding step. The minimum
+# is low, so that both decode alike
+CONV = dict(layer_types=["conv", "full_attention", "conv"])
+# Chunks of 8 tokens: the prompts end within one
+MAMBA2 = dict(mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=2, mamba_chunk_size=8)
+ROUTED = dict(num_experts_per_tok=2, moe_intermediate_size=24, experts_implementation="eager")
+LATENTS = dict(kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12, num_key_value_heads=4)
+STATES = {
+    "qwen3-next": ("qwen3_next", dict(DELTA, num_experts=4, shared_expert_intermediate_size=24, **ROUTED)),
+    "qwen3.5": ("qwen3_5_text", DELTA),
+    "qwen3.5-moe": ("qwen3_5_moe_text", dict(DELTA, num_experts=4, shared_expert_intermediate_size=24, **ROUTED)),
+    "olmo-hybrid": ("olmo_hybrid", DELTA),
+    "kimi-linear": ("kimi_linear", dict(layer_types=MIXED, linear_head_dim=8, linear_num_heads=4, num_local_experts=4,
+                                        **LATENTS, **ROUTED)),
+    "bamba": ("bamba", dict(MAMBA2, attn_layer_indices=[1])),
+    "granite-hybrid": ("granitemoehybrid", dict(MAMBA2, layer_types=MIXED, num_local_experts=4,
+                                                shared_intermediate_size=24, **ROUTED)),
+    "nemotron-h": ("nemotron_h", dict(layers_block_type=[MIXED[0], "moe", *MIXED[1:], "mlp"],
+                                      mamba_num_heads=4, mamba_head_dim=16, n_groups=2, ssm_state_size=8, chunk_size=8,
+                                      n_routed_experts=4, moe_shared_expert_intermediate_size=24, time_step_min=1e-12,
+                                      **ROUTED)),
+    "falcon-h1": ("falcon_h1", dict(MAMBA2, mamba_d_ssm=64)),  # every layer attends and has a state
+    "lfm2": ("lfm2", dict(CONV, block_auto_adjust_ff_dim=False)),
+    "lfm2-moe": ("lfm2_moe", dict(CONV, num_experts=4, num_dense_layers=1, **ROUTED)),
+    "lfm3": ("lfm3", dict(CONV, conv_L_cache=4)),
+}  # fmt: skip
+# One or two of a kind of mixer, without experts: rounding sends a token to another expert now and then, with sharing
+# or without, and one such token of a batch is more than all else
+ROUNDED_STATES = ("qwen3.5", "olmo-hybrid", "bamba", "falcon-h1", "lfm2", "lfm3")
+# Kind -> all of it, and what of it is tried in more than float64
+KINDS = {"attention": (ARCHITECTURES, ROUNDED), "states": (STATES, ROUNDED_STATES)}

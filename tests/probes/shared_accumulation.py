@@ -15,7 +15,7 @@ from trl.prefix_sharing.micro_batches import OpenPrefix
 PROMPT, COMPLETION, ROWS = 24, 4, 64
 
 
-def gradient(modules_of, seed, model, rows=ROWS, mixed=False, open_prefix=None, **shared):
+def gradient(seed, model, rows=ROWS, mixed=False, open_prefix=None, **shared):
     torch.manual_seed(seed)
     ids = torch.randint(3, VOCAB, (ROWS, PROMPT + COMPLETION))
     ids[:, :PROMPT] = ids[0, :PROMPT]
@@ -33,22 +33,22 @@ def gradient(modules_of, seed, model, rows=ROWS, mixed=False, open_prefix=None, 
         out.log_probs.sum().backward()  # every completion pulls the same way, so that the sum grows
         if open_prefix is not None:
             open_prefix.backward()
-    return torch.cat([p.grad.flatten().double() for module in modules_of(model) for p in module.parameters()])
+    projections = [x for layer in model.model.layers for x in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
+    return torch.cat([module.weight.grad.flatten().double() for module in projections])
 
 
-def errors_of(build, modules_of, seed=0):
-    """`build` makes the model in a dtype. What counts is the gradient of `modules_of` the model."""
-    run = functools.partial(gradient, modules_of, seed)
-    exact, rounded = build(torch.float64), build(torch.bfloat16).double()
+def errors_of(seed):
+    run, make = functools.partial(gradient, seed), functools.partial(build, "llama", seed=seed)
+    exact, rounded = make(torch.float64), make(torch.bfloat16).double()
     with pure_float64():
         truth, rounded_truth = run(exact), run(rounded)
     one_a_pass = dict(passes=passes_of(PROMPT, tokens_per_forward=1))
-    model = build(torch.float32)
+    model = make(torch.float32)
     errors = {"mixed stock": error(run(model, mixed=True), truth)}
     enable_prefix_sharing(model)
     errors["mixed shared"] = error(run(model, mixed=True, **one_a_pass), truth)
     errors["mixed micro-batches"] = error(run(model, rows=1, mixed=True, open_prefix=OpenPrefix(ROWS)), truth)
-    model = build(torch.bfloat16)
+    model = make(torch.bfloat16)
     errors["accumulate"] = error(run(model, rows=1), rounded_truth)
     enable_prefix_sharing(model)
     errors["shared"] = error(run(model, **one_a_pass), rounded_truth)
@@ -56,13 +56,9 @@ def errors_of(build, modules_of, seed=0):
     return errors
 
 
-def projections(model):
-    return [module for layer in model.model.layers for module in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
-
-
 if __name__ == "__main__":
     result = Counter()
     for seed in range(3):
-        for name, value in errors_of(functools.partial(build, "llama", seed=seed), projections, seed).items():
+        for name, value in errors_of(seed).items():
             result[name] += value / 3
     print(json.dumps(result))

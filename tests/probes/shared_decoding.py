@@ -1,7 +1,9 @@
-"""Errors of the logits of decoding steps, shared and whole, for every architecture: with weights in the first dtype
-and, if there is a second, arithmetic in that one (autocast). The tokens are forced, so that all decode the same. The
-truth is the same weights in float64, of five steps. Where the model is in float64 throughout, it decodes thirty with
-its rows in another order: more than the prompts are long, and past the windows."""
+"""Errors of the logits of decoding steps, shared and whole, for every architecture; called as shared_exactness is.
+
+The tokens are forced, so that all decode the same. The truth is the same weights in float64, of five steps. Where the
+model is in float64 throughout, it decodes thirty with its rows in another order: more than the prompts are long, and
+past the windows.
+"""
 
 import functools
 import json
@@ -9,7 +11,7 @@ import sys
 from unittest import mock
 
 import torch
-from shared_exactness import ARCHITECTURES, ROUNDED, batch, build, error, pure_float64  # puts the fork on the path
+from shared_exactness import batch, build, error, measure_all, pure_float64  # puts the fork on the path
 from transformers import GenerationConfig
 from trl.prefix_sharing import cache as prefix_cache
 from trl.prefix_sharing.cache import attention_with_lse
@@ -48,6 +50,8 @@ def logits(model, shared=False, steps=5, order=slice(None)) -> torch.Tensor:
 
 
 def errors_of(name, dtype, autocast=None):
+    if dtype == torch.float64:
+        return exact_errors_of(name)
     model = build(name, dtype)
     with pure_float64():
         exact = build(name, dtype).double()
@@ -69,22 +73,14 @@ def exact_errors_of(name):
         calls.append(args)
         return attention_with_lse(*args, **kwargs)
 
-    with pure_float64():
-        model = build(name, torch.float64)
-        truth = logits(model, steps=30, order=ORDER)
-        enable_prefix_sharing(model)
-        more_often = mock.patch.object(prefix_cache, "MIN_NEW_STEPS", 4)  # the cache makes room, and drops
-        with mock.patch.object(prefix_cache, "attention_with_lse", counted), more_often:
-            shared = logits(model, shared=True, steps=30, order=ORDER)
+    model = build(name, torch.float64)
+    truth = logits(model, steps=30, order=ORDER)
+    enable_prefix_sharing(model)
+    more_often = mock.patch.object(prefix_cache, "MIN_NEW_STEPS", 4)  # the cache makes room, and drops
+    with mock.patch.object(prefix_cache, "attention_with_lse", counted), more_often:
+        shared = logits(model, shared=True, steps=30, order=ORDER)
     return {"shared": error(shared, truth), "merged": len(calls)}
 
 
 if __name__ == "__main__":
-    results = {}
-    for precision in sys.argv[1:]:  # a dtype, or two: that of the weights + that of autocast
-        if precision == "float64":
-            results[precision] = {name: exact_errors_of(name) for name in ARCHITECTURES}
-            continue
-        dtypes = [getattr(torch, name) for name in precision.split("+")]
-        results[precision] = {name: errors_of(name, *dtypes) for name in ROUNDED}
-    print(json.dumps(results))
+    print(json.dumps(measure_all(errors_of, *sys.argv[1:])))

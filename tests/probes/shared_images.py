@@ -1,6 +1,6 @@
 """Prompts with images, shared against whole: log-probabilities, gradients of all parameters and the images encoded.
 
-    shared_images.py scores|decodes|states|half-precision|refusals [FAMILY ...]
+    shared_images.py scores|decodes|refusals, or half-precision FAMILY ...
 
 Token ids and pixels are made by hand, so no processor is needed, and all but half precision computes in float64 (see
 shared_exactness). One batch has what there is to get wrong: a prompt with two images, one without any, and two prompts
@@ -14,16 +14,8 @@ import sys
 from unittest import mock
 
 import torch
-from shared_exactness import (
-    ARCHITECTURES,
-    FIRST_SPECIAL,
-    build,
-    error,
-    gradient_of,
-    passes_of,
-    pure_float64,
-    run_inputs,
-)
+from architectures import ARCHITECTURES, FIRST_SPECIAL
+from shared_exactness import build, error, gradient_of, passes_of, pure_float64, run_inputs
 from towers import Encoded, tower
 from transformers import GenerationConfig
 from trl.prefix_sharing import images as prefix_images
@@ -247,32 +239,6 @@ def decodes(family):
     return result
 
 
-def states(family):
-    """What a model keeps of an earlier call's images (Qwen: `rope_deltas`) changes nothing, and we leave nothing."""
-    model = build_with_images(family, torch.float64)
-    inputs, prompt, counts = batch(family, model.config.image_token_id)
-    text = {name: inputs[name][3:6] for name in ("input_ids", "attention_mask")}  # the rows without an image
-    enable_prefix_sharing(model)
-    model.generate = functools.partial(type(model).generate, model)
-    passes = passes_of(prompt, **counts)
-
-    def text_alone():
-        logits = decode(model.eval(), text, prompt, generate_with_shared_prefix)
-        tokens, gradient, _ = run(model.train(), text, prompt, passes=passes_of(prompt))
-        return torch.cat([logits.flatten(), tokens.flatten(), gradient])
-
-    fresh, images = text_alone(), run(model, inputs, prompt, passes=passes)[1]
-    decode(model.eval(), inputs, prompt, functools.partial(generate_with_shared_prefix, **counts))
-    left = vars(model.base_model).get("rope_deltas")
-    again = [text_alone()]
-    run(model.train(), inputs, prompt)  # a whole forward, which leaves its own
-    decode(model.eval(), inputs, prompt, type(model).generate)
-    again += [text_alone()]
-    images_again = run(model.train(), inputs, prompt, passes=passes)[1]
-    equal = all(torch.equal(fresh, x) for x in again) and torch.equal(images, images_again)
-    return {"left": left is not None, "equal": equal}
-
-
 def half_precision(family):
     """Errors with bfloat16 weights against the same rounded weights in float64, shared over stock's: root mean
     squares over some batches, as the rounding errors of one are a small sample."""
@@ -296,50 +262,46 @@ def half_precision(family):
 
 def refusals():
     model = build("qwen2.5-vl-nested", torch.float64)
-    token = model.config.image_token_id
-    inputs, prompt, counts = batch("qwen2.5-vl", token)
+    inputs, prompt, counts = batch("qwen2.5-vl", model.config.image_token_id)
     enable_prefix_sharing(model)
-    messages = {}
 
-    def refused(name, inputs=inputs, **settings):
+    def score(inputs=inputs, **settings):
+        run(model, inputs, prompt, passes=passes_of(prompt, **{**counts, **settings}))
+
+    def score_sharded():  # as if its layers were
+        with mock.patch.object(prefix_images, "FSDPModule", torch.nn.Linear):
+            score()
+
+    def generate_behind_an_image():  # the last one, as it changes the inputs
+        inputs["input_ids"][1, prompt - 1] = model.config.image_token_id
+        decode(model, inputs, prompt, functools.partial(generate_with_shared_prefix, **counts))
+
+    def divide_too_many():
+        MultimodalInputs.of({"pixel_values": torch.zeros(5, 3, 4, 4)}, num_rows=4, num_images=[1, 1, 1, 1])
+
+    messages = {}
+    for name, function in {
+        "fine": score,
+        "no counts": functools.partial(score, num_images=None),
+        "positions": functools.partial(score, dict(inputs, position_ids=inputs["input_ids"])),
+        "more images than counted": divide_too_many,
+        "sharded, a prompt without an image": score_sharded,
+        "generation behind an image": generate_behind_an_image,
+    }.items():
         try:
-            run(model, inputs, prompt, passes=passes_of(prompt, **{**counts, **settings}))
-            messages[name] = None
+            messages[name] = function()
         except ValueError as problem:
             messages[name] = str(problem)
-
-    def with_token(column):
-        ids = inputs["input_ids"].clone()
-        ids[1, column] = token
-        return dict(inputs, input_ids=ids)
-
-    refused("fine")
-    refused("no counts", num_images=None)
-    refused("unknown input", inputs=dict(inputs, pixel_values_videos=inputs["pixel_values"]))
-    refused("positions", inputs=dict(inputs, position_ids=inputs["input_ids"]))
-    refused("an image in a completion", inputs=with_token(prompt))
-    refused("a prompt that ends with an image", inputs=with_token(prompt - 1))
-    try:
-        decode(model, with_token(prompt - 1), prompt, functools.partial(generate_with_shared_prefix, **counts))
-    except ValueError as problem:
-        messages["generation behind an image"] = str(problem)
-    try:
-        MultimodalInputs.of({"pixel_values": torch.zeros(5, 3, 4, 4)}, num_rows=4, num_images=[1, 1, 1, 1])
-    except ValueError as problem:
-        messages["more images than counted"] = str(problem)
-    with mock.patch.object(prefix_images, "FSDPModule", torch.nn.Linear):  # as if its layers were sharded
-        refused("sharded, a prompt without an image")
     return messages
 
 
-PARTS = {"scores": scores, "decodes": decodes, "states": states}
-
 if __name__ == "__main__":
     part, *families = sys.argv[1:]
+    measure = {"scores": scores, "decodes": decodes, "half-precision": half_precision}.get(part)
     if part == "half-precision":
-        results = {family: half_precision(family) for family in families or FAMILIES}
+        results = {family: measure(family) for family in families}
     else:
         torch.set_default_dtype(torch.float64)
         with pure_float64():
-            results = refusals() if part == "refusals" else {x: PARTS[part](x) for x in families or FAMILIES}
+            results = {family: measure(family) for family in FAMILIES} if measure else refusals()
     print(json.dumps(results))

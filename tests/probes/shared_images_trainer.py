@@ -113,30 +113,22 @@ def rows(text_too, text_alone):
 
 SCENARIOS = {
     "rloo gemma3": dict(family="gemma3", tokens_per_forward=2 * 7),
-    "rloo gemma3, some without": dict(family="gemma3", text_too=True, batch=8),
     "rloo gemma3, text alone": dict(family="gemma3", text_alone=True),
     "rloo llava": dict(family="llava", evaluate=True),
-    "rloo qwen2.5-vl": dict(family="qwen2.5-vl", num_iterations=2, gradient_accumulation_steps=2),
-    "rloo qwen3-vl, some without": dict(family="qwen3-vl", text_too=True, batch=8, tokens_per_forward=1),
-    "rloo internvl": dict(family="internvl", steps_per_generation=2),
-    "rloo smolvlm, some without": dict(family="smolvlm", text_too=True, batch=8),
-    "rloo mistral3": dict(family="mistral3", batch=8, beta=0.0),
     "rloo qwen2.5-vl, lora": dict(family="qwen2.5-vl", lora=True, tokens_per_forward=2 * 7),
-    "rloo gemma3, two of 4 a micro-batch": dict(family="gemma3", batch=2, gradient_accumulation_steps=2),
+    "rloo qwen3-vl, some without": dict(family="qwen3-vl", text_too=True, batch=8, tokens_per_forward=1),
     "rloo qwen3-vl, one of 4 a micro-batch": dict(
         family="qwen3-vl", text_too=True, batch=1, gradient_accumulation_steps=8
     ),
+    "rloo smolvlm, some without": dict(family="smolvlm", text_too=True, batch=8),
+    "rloo mistral3": dict(family="mistral3", batch=8, beta=0.0),
+    "grpo gemma3": dict(trainer="grpo", family="gemma3", beta=0.05, evaluate=True),
+    "grpo llava": dict(trainer="grpo", family="llava", gradient_checkpointing=False, tower_trained=False),
+    "grpo qwen2.5-vl": dict(trainer="grpo", family="qwen2.5-vl", beta=0.05, batch=8, tokens_per_forward=9),
+    "grpo internvl": dict(trainer="grpo", family="internvl", steps_per_generation=2),
     "grpo internvl, two of 4 a micro-batch": dict(
         trainer="grpo", family="internvl", batch=2, lora=True, gradient_accumulation_steps=4, num_iterations=2
     ),
-    "grpo gemma3": dict(trainer="grpo", family="gemma3", beta=0.05, evaluate=True),
-    "grpo qwen2.5-vl, text alone": dict(trainer="grpo", family="qwen2.5-vl", text_alone=True),
-    "grpo llava": dict(trainer="grpo", family="llava", gradient_checkpointing=False, tower_trained=False),
-    "grpo qwen2.5-vl": dict(trainer="grpo", family="qwen2.5-vl", beta=0.05, batch=8, tokens_per_forward=9),
-    "grpo qwen3-vl": dict(trainer="grpo", family="qwen3-vl", tokens_per_forward=2 * 7, num_iterations=2),
-    "grpo internvl": dict(trainer="grpo", family="internvl", batch=8),
-    "grpo smolvlm": dict(trainer="grpo", family="smolvlm", beta=0.05),
-    "grpo mistral3": dict(trainer="grpo", family="mistral3", tokens_per_forward=2 * 7),
 }
 
 

@@ -1,7 +1,7 @@
 """Random batches: any number of prompts of any length, completions of any length (none included), rows in any order,
 any window, passes of any number of completions or tokens, prompts shared or not. Log-probabilities, entropies,
 gradients and greedily decoded tokens must equal those of whole sequences, in float64. Hypothesis shrinks what fails.
-Prints how many batches were tried."""
+Prints how many batches were tried of each kind of model."""
 
 import functools
 import json
@@ -11,7 +11,7 @@ import shared_exactness  # builds the fork and puts it on the path
 import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
-from shared_exactness import ARCHITECTURES, VOCAB, passes_of, pure_float64
+from shared_exactness import ARCHITECTURES, VOCAB, passes_of, pure_float64, weights_of_states
 from transformers import GenerationConfig
 from trl.prefix_sharing.enabling import enable_prefix_sharing
 from trl.prefix_sharing.generation import generate_with_shared_prefix
@@ -84,4 +84,8 @@ def try_batches(names, number, longest=9):
 
 if __name__ == "__main__":
     ARCHITECTURES.update(WINDOWS)
-    print(json.dumps({"batches": try_batches(list(WINDOWS), 60)}))
+    tried = {"windows": try_batches(list(WINDOWS), 60)}
+    for family in ("qwen3.5", "bamba", "lfm2"):
+        weights_of_states(family)
+        tried[family] = try_batches([family], 10, longest=20)
+    print(json.dumps(tried))

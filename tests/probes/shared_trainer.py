@@ -19,9 +19,9 @@ from unittest import mock
 
 import current_fork
 import torch
-from architectures import ARCHITECTURES
+from architectures import ARCHITECTURES, STATES
 from cpu_offloading import get_act_offloading_ctx_manager
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import (
     CONFIG_MAPPING,
@@ -63,51 +63,37 @@ PARTS = dict(batch=2, gradient_accumulation_steps=2)  # of the groups of 4
 SCENARIOS = {
     "rloo": dict(),
     "rloo beta=0": dict(beta=0.0),
-    "rloo passes of 1": dict(tokens=1),
-    "rloo two prompts a batch": dict(batch=8),
     "rloo passes of 9 tokens": dict(batch=8, tokens=9),
     "rloo whole rows, passes of 40 tokens": dict(batch=8, tokens=40, whole=True),
-    "rloo experts, whole rows": dict(batch=8, experts=True, tokens=40, whole=True),
-    "rloo accumulation": dict(gradient_accumulation_steps=2),
     "rloo two iterations": dict(num_iterations=2, gradient_accumulation_steps=2),
     "rloo two batches a generation": dict(steps_per_generation=2),
     "rloo no checkpointing": dict(gradient_checkpointing=False, tokens=2 * 7),
-    "rloo activations offloaded": dict(activation_offloading=True, tokens=2 * 7),
     "rloo activations offloaded, no checkpointing": dict(activation_offloading=True, gradient_checkpointing=False),
     "rloo lora, activations offloaded": dict(activation_offloading=True, lora="config", tokens=1),
     "rloo truncated masked": dict(mask_truncated_completions=True),
     "rloo all truncated": dict(mask_truncated_completions=True, ends=1),
     "rloo one-token completions": dict(max_completion_length=1),
-    "rloo evaluation": dict(evaluate=True),
     "rloo evaluation, other k": dict(per_device_eval_batch_size=6, num_generations_eval=3, evaluate=True),
-    "rloo stream": dict(stream=True),
     "rloo temperature, normalized": dict(temperature=0.7, top_k=20, repetition_penalty=1.1, normalize_advantages=True,
                                          reward_clip_range=(0.1, 0.9)),
     "rloo experts": dict(experts=True, tokens=2 * 7),
     "rloo lora": dict(lora="config", tokens=2 * 7),
     "rloo lora, trained before": dict(lora="model"),
-    "rloo gemma3 class": dict(nested="gemma3", tokens=2 * 7),
     "rloo gemma4 class": dict(nested="gemma4", learning_rate=1e-3, evaluate=True),
-    "rloo mistral3 class, lora": dict(nested="mistral3", lora="config", tokens=2 * 7),
-    "rloo qwen3-vl class, iterations": dict(nested="qwen3-vl", num_iterations=2, gradient_accumulation_steps=2),
     "rloo qwen3.5 class": dict(nested="qwen3.5", tokens=2 * 7),
+    "rloo lfm2, no checkpointing": dict(states="lfm2", gradient_checkpointing=False, tokens=3 * 7),
+    "rloo kimi-linear, one-token completions": dict(states="kimi-linear", experts=True, max_completion_length=1),
+    "rloo bamba, lora": dict(states="bamba", lora="config", tokens=2 * 7),
+    "rloo granite-hybrid": dict(states="granite-hybrid", experts=True, tokens=2 * 7),
     "rloo one of 4 a micro-batch": dict(batch=1, gradient_accumulation_steps=4),
     "rloo two of 4 a micro-batch, two prompts an update": dict(batch=2, gradient_accumulation_steps=4),
     "rloo two of 4 a micro-batch, iterations": dict(PARTS, num_iterations=2, steps_per_generation=4),
-    "rloo two of 4 a micro-batch, passes of 1": dict(PARTS, tokens=1),
     "rloo two of 4 a micro-batch, 9 tokens a pass": dict(PARTS, tokens=9),
     "rloo two of 4 a micro-batch, no checkpointing": dict(PARTS, gradient_checkpointing=False),
     "rloo two of 4 a micro-batch, lora": dict(PARTS, lora="config"),
     "rloo two of 4 a micro-batch, experts": dict(PARTS, experts=True),
     "rloo two of 4 a micro-batch, qwen3.5 class": dict(PARTS, nested="qwen3.5"),
-    "rloo two of 4 a micro-batch, gemma4 class": dict(PARTS, nested="gemma4", learning_rate=1e-3),
-    "rloo two of 4 a micro-batch, evaluation": dict(PARTS, evaluate=True),
     "rloo two of 4 a micro-batch, offloaded": dict(PARTS, activation_offloading=True),
-    "grpo one of 4 a micro-batch": dict(trainer="grpo", batch=1, gradient_accumulation_steps=8, beta=0.05),
-    "grpo two of 4 a micro-batch, lora": dict(PARTS, trainer="grpo", lora="config"),
-    "grpo two of 4 a micro-batch, experts": dict(PARTS, trainer="grpo", experts=True),
-    **{f"grpo two of 4 a micro-batch, {loss}": dict(PARTS, trainer="grpo", loss_type=loss, num_iterations=2)
-       for loss in ("grpo", "dr_grpo", "bnpo", "dapo", "cispo")},
     **{f"{trainer} alike, {name}": dict(trainer=trainer, alike=True, **options) for trainer, name, options in [
         ("rloo", "one prompt an update", dict()),
         ("rloo", "two prompts a batch", dict(batch=8, evaluate=True)),
@@ -122,9 +108,7 @@ SCENARIOS = {
         ("grpo", "gemma3 class", dict(batch=8, nested="gemma3", beta=0.05)),
         ("grpo", "tools", dict(tools=True, batch=8)),
     ]},
-    "rloo reference follows": dict(sync_ref_model=True, ref_model_sync_steps=1),
     "grpo": dict(trainer="grpo"),
-    "grpo beta": dict(trainer="grpo", beta=0.05, tokens=2 * 7),
     "grpo passes of 9 tokens": dict(trainer="grpo", batch=8, beta=0.05, tokens=9),
     "grpo whole rows, passes of 40 tokens": dict(trainer="grpo", batch=8, evaluate=True, tokens=40, whole=True),
     "grpo lora, whole rows": dict(trainer="grpo", lora="config", tokens=20, whole=True),
@@ -132,13 +116,12 @@ SCENARIOS = {
     "grpo experts, activations offloaded, whole rows": dict(trainer="grpo", activation_offloading=True, experts=True,
                                                             batch=8, tokens=40, whole=True),
     "grpo lora beta": dict(trainer="grpo", lora="config", beta=0.05),
-    "grpo gemma4 class": dict(trainer="grpo", nested="gemma4", beta=0.05, learning_rate=1e-3),
-    "grpo gemma3 class, lora": dict(trainer="grpo", nested="gemma3", lora="config", beta=0.05),
-    "grpo qwen2.5-vl class": dict(trainer="grpo", nested="qwen2.5-vl", beta=0.05, batch=8, tokens=9),
-    "grpo qwen3-vl class": dict(trainer="grpo", nested="qwen3-vl", tokens=2 * 7),
-    "grpo qwen3.5 class": dict(trainer="grpo", nested="qwen3.5", beta=0.05),
-    "grpo internvl class": dict(trainer="grpo", nested="internvl", beta=0.05),
     "grpo experts": dict(trainer="grpo", experts=True),
+    "grpo qwen3.5 class": dict(trainer="grpo", nested="qwen3.5", beta=0.05),
+    "grpo falcon-h1": dict(trainer="grpo", states="falcon-h1", beta=0.05, tokens=2 * 7),
+    "grpo olmo-hybrid": dict(trainer="grpo", states="olmo-hybrid", num_iterations=2, gradient_accumulation_steps=2),
+    "grpo qwen3-next, lora": dict(trainer="grpo", states="qwen3-next", experts=True, lora="config", tokens=3 * 7),
+    "grpo qwen3.5-moe": dict(trainer="grpo", states="qwen3.5-moe", experts=True, batch=8),
     "grpo tools": dict(trainer="grpo", tools=True, batch=8, tokens=2 * 31),
     "grpo tools, two of 4 a micro-batch": dict(PARTS, trainer="grpo", tools=True),
     "grpo sequence level": dict(trainer="grpo", importance_sampling_level="sequence", num_iterations=2,
@@ -146,8 +129,10 @@ SCENARIOS = {
     # Not 0.25 to 0.4: there the threshold falls on the first tokens, whose entropies are equal up to rounding
     "grpo entropy": dict(trainer="grpo", top_entropy_quantile=0.7, entropy_coef=0.01),
     "grpo off-policy mask": dict(trainer="grpo", off_policy_mask_threshold=0.5, num_iterations=2),
+    # The others, and DAPO, the default, sum over the same log-probabilities
     **{f"grpo {loss}": dict(trainer="grpo", loss_type=loss, num_iterations=2, tokens=2 * 7)
-       for loss in ("grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")},
+       for loss in ("bnpo", "cispo", "vespo")},
+    "grpo two of 4 a micro-batch, bnpo": dict(PARTS, trainer="grpo", loss_type="bnpo", num_iterations=2),
 }  # fmt: skip
 
 
@@ -247,9 +232,9 @@ def train(
     batch=4,
     ends=60,
     evaluate=False,
-    stream=False,
     experts=False,
     nested=None,
+    states=None,
     lora=None,
     tokens=None,
     whole=False,
@@ -266,8 +251,12 @@ def train(
         options["processing_class"].chat_template = CHAT
         options["processing_class"].response_template = "so that TRL does not look for one"
     torch.manual_seed(0)
-    if experts:
-        config = Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+    sizes = SHAPE | (dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24) if experts else {})
+    if states:
+        model_type, extra = STATES[states]
+        config = CONFIG_MAPPING[model_type](**{**sizes, "num_hidden_layers": 3, **copy.deepcopy(extra)})
+    elif experts:
+        config = Qwen3MoeConfig(**sizes)
     elif nested:
         config = nested_config(nested)
         never = list(range(len(TOKENIZER), config.text_config.vocab_size))
@@ -280,7 +269,8 @@ def train(
     model = make_model.from_pretrained(folder, dtype=torch.float64)
     if experts:
         model.set_experts_implementation("eager")
-    lora_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    trained = "all-linear" if states else ["q_proj", "v_proj", "down_proj"]  # those of mixers, too
+    lora_config = LoraConfig(r=4, target_modules=trained, init_lora_weights=False)
     if lora == "model":
         torch.manual_seed(1)
         model = get_peft_model(model, lora_config)
@@ -288,7 +278,7 @@ def train(
         trainer,
         folder,
         model,
-        train_dataset=IterableDataset.from_generator(lambda: iter(rows)) if stream else rows,
+        train_dataset=rows,
         eval_dataset=rows if evaluate else None,
         peft_config=lora_config if lora == "config" else None,
         per_device_train_batch_size=batch,
