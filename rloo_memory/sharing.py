@@ -274,7 +274,8 @@ class PromptSharing:
         if not is_token.any():
             return
         apart = (whole - shared)[is_token].abs().mean().item()
-        most = torch.finfo(dtype).eps ** 0.5 * max(1.0, whole[is_token].abs().mean().item())  # half of the digits
+        eps = max(torch.finfo(dtype).eps, 1e-12)  # rotary embeddings compute in float32, whatever the weights are
+        most = eps**0.5 * max(1.0, whole[is_token].abs().mean().item())  # half of the digits
         if not apart <= most:
             raise RuntimeError(
                 f"Log-probabilities of the first batch with shared prompts are {apart:.2g} from those of whole rows, "

@@ -23,6 +23,16 @@ GREEDY = {"generation_kwargs": {"do_sample": False, "eos_token_id": list(range(1
 SHARED, WHOLE = {"prefix_sharing": True}, {"prefix_sharing": False}
 TWO, ONE = {**SHARED, "tokens_per_forward": 2 * 7}, {**SHARED, "tokens_per_forward": 1}  # completions a pass
 
+# Prompts that begin with 40 tokens alike, and go on with 3 to 7
+COMMON = [f"w{i}" for i in range(40)]
+
+
+def alike(number):
+    return " ".join(COMMON + [f"w{(7 * number + i) % 90}" for i in range(3 + number % 5)])
+
+
+ALIKE = [[[alike(i), alike(i + 1)] for i in (4 * step, 4 * step + 2)] for step in range(4)]
+
 # Untouched runs, and what each is compared with: gradient checkpointing, settings of the fork, other sharding
 RUNS = {
     "ddp-rloo": (
@@ -32,6 +42,7 @@ RUNS = {
     "ddp-grpo": (dict(trainer="grpo", accumulate=2, dtype="float32"), [(True, ONE, {})]),
     # One row a micro-batch: a prompt goes through the model with the first of three, on each process
     "ddp-split": (dict(trainer="rloo", rows=1), [(True, SHARED, {})]),
+    "ddp-alike": (dict(trainer="grpo", rows=1, accumulate=2, prompts=ALIKE), [(True, SHARED, {}), (False, TWO, {})]),
     "ddp-generate": (dict(trainer="grpo", generate=True, options=GREEDY), [(False, SHARED, {})]),
     "fsdp-rloo": (
         dict(trainer="rloo", accumulate=2, fsdp=RESHARD),
@@ -42,6 +53,11 @@ RUNS = {
         [(True, ONE, PARTS), (True, {**WHOLE, "tokens_per_forward": 16}, {})],
     ),
     "fsdp-split": (dict(trainer="rloo", rows=1, fsdp=RESHARD), [(False, SHARED, KEEP)]),
+    "fsdp-alike": (dict(trainer="rloo", rows=1, fsdp=RESHARD, prompts=ALIKE), [(True, SHARED, {})]),
+    "fsdp-alike-generate": (
+        dict(trainer="grpo", generate=True, options=GREEDY, fsdp=RESHARD, prompts=ALIKE),
+        [(True, SHARED, {})],
+    ),
     "fsdp-lora-split": (dict(trainer="grpo", rows=1, fsdp=RESHARD, lora=True), [(True, SHARED, PARTS)]),
     # Prompts that differ within a group, on one process
     "fsdp-differ-split": (dict(trainer="rloo", rows=1, fsdp=RESHARD, differ=True), [(True, SHARED, {})]),
@@ -56,15 +72,8 @@ RUNS = {
 }
 
 # Of these runs, those that `share_prompts` does, too
-BY_ONE_CALL = (
-    "ddp-rloo0",
-    "fsdp-rloo1",
-    "fsdp-grpo1",
-    "fsdp-lora-split0",
-    "fsdp-differ-split0",
-    "fsdp-lora-generate0",
-)
-BY_ONE_CALL += ("zero3-rloo1", "zero3-lora-split0", "zero3-generate0")
+BY_ONE_CALL = ("ddp-rloo0", "ddp-alike0", "fsdp-rloo1", "fsdp-grpo1", "fsdp-lora-split0", "fsdp-differ-split0")
+BY_ONE_CALL += ("fsdp-lora-generate0", "zero3-rloo1", "zero3-lora-split0", "zero3-generate0")
 
 # DeepSpeed computes in float32 at most
 ZERO3, HOST = {"zero3": {}, "dtype": "float32"}, {"device": "cpu"}

@@ -74,3 +74,8 @@ def test_training_runs_are_the_same_and_encode_each_prompts_images_once(probe, t
         assert run["logs"] <= 1e-9 and run["parameters"] <= 1e-9, (name, run)
         assert run["encoded"] == (pytest.approx(1 / 4) if "text alone" not in name else None), (name, run)
         assert max(run["grad_norms"]) > 1e-3, (name, run)
+    # Behind what all prompts begin with, but where tokens of an image see those behind them
+    assert {name for name, run in result.items() if run["starts"]} == {
+        "rloo": {"rloo qwen3-vl, some without", "rloo qwen3-vl, one of 4 a micro-batch"},
+        "grpo": {"grpo internvl, two of 4 a micro-batch"},
+    }[trainer]

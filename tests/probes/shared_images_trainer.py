@@ -94,8 +94,10 @@ PROCESSORS = {
 }  # fmt: skip
 
 
-def rows(text_too, text_alone):
-    """Prompts with two images of different sizes, with equal texts and different images, and one without an image."""
+def rows(text_too, text_alone, alike):
+    """Prompts with two images of different sizes, with equal texts and different images, and one without an image; all
+    behind the same words if `alike`."""
+    system = [{"role": "system", "content": shared_trainer.COMMON}] if alike else []
     images = [
         [picture(16, 16, 0), picture(32, 16, 1)],
         [picture(16, 16, 2)],
@@ -106,9 +108,8 @@ def rows(text_too, text_alone):
     if text_too:
         images.insert(1, [])
         texts.insert(1, "seven")
-    if text_alone:
-        return Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in texts]})
-    return Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in texts], "images": images})
+    prompts = [[*system, {"role": "user", "content": text}] for text in texts]
+    return Dataset.from_dict({"prompt": prompts} if text_alone else {"prompt": prompts, "images": images})
 
 
 SCENARIOS = {
@@ -116,18 +117,24 @@ SCENARIOS = {
     "rloo gemma3, text alone": dict(family="gemma3", text_alone=True),
     "rloo llava": dict(family="llava", evaluate=True),
     "rloo qwen2.5-vl, lora": dict(family="qwen2.5-vl", lora=True, tokens_per_forward=2 * 7),
-    "rloo qwen3-vl, some without": dict(family="qwen3-vl", text_too=True, batch=8, tokens_per_forward=1),
+    "rloo qwen3-vl, some without": dict(family="qwen3-vl", text_too=True, batch=8, tokens_per_forward=1, alike=True),
     "rloo qwen3-vl, one of 4 a micro-batch": dict(
-        family="qwen3-vl", text_too=True, batch=1, gradient_accumulation_steps=8
+        family="qwen3-vl", text_too=True, batch=1, gradient_accumulation_steps=8, alike=True
     ),
     "rloo smolvlm, some without": dict(family="smolvlm", text_too=True, batch=8),
     "rloo mistral3": dict(family="mistral3", batch=8, beta=0.0),
-    "grpo gemma3": dict(trainer="grpo", family="gemma3", beta=0.05, evaluate=True),
+    "grpo gemma3": dict(trainer="grpo", family="gemma3", beta=0.05, evaluate=True, alike=True),
     "grpo llava": dict(trainer="grpo", family="llava", gradient_checkpointing=False, tower_trained=False),
     "grpo qwen2.5-vl": dict(trainer="grpo", family="qwen2.5-vl", beta=0.05, batch=8, tokens_per_forward=9),
     "grpo internvl": dict(trainer="grpo", family="internvl", steps_per_generation=2),
     "grpo internvl, two of 4 a micro-batch": dict(
-        trainer="grpo", family="internvl", batch=2, lora=True, gradient_accumulation_steps=4, num_iterations=2
+        trainer="grpo",
+        family="internvl",
+        batch=2,
+        lora=True,
+        gradient_accumulation_steps=4,
+        num_iterations=2,
+        alike=True,
     ),
 }
 
@@ -150,14 +157,14 @@ def build_model(family, processor):
 
 def train(
     folder, shared, family, trainer="rloo", batch=4, text_too=False, text_alone=False, evaluate=False, lora=False,
-    tower_trained=True, tokens_per_forward=None, **options,
+    tower_trained=True, tokens_per_forward=None, alike=False, **options,
 ):  # fmt: skip
     make_processor, image = PROCESSORS[family]
     processor = make_processor(with_image_tokens(copy.deepcopy(TOKENIZER)), TEMPLATE.replace("IMAGE", image))
     shared_trainer.save_policy(folder, build_model(family, processor))
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64)
     tower(model).requires_grad_(tower_trained)
-    dataset = rows(text_too, text_alone)
+    dataset = rows(text_too, text_alone, alike)
     run = shared_trainer.build_trainer(
         trainer,
         folder,
@@ -175,8 +182,8 @@ def train(
     )
     models = [x for x in (run.model.get_base_model() if lora else run.model, run.ref_model) if x is not None]
     encoded = [Encoded(x) for x in models]
-    run.train()
-    return *shared_trainer.outcome(run), sum(each.pixels for each in encoded)
+    starts = shared_trainer.train_counting_starts(run)
+    return *shared_trainer.outcome(run), sum(each.pixels for each in encoded), starts
 
 
 def reward_of_text(completions, **kwargs):
@@ -185,12 +192,13 @@ def reward_of_text(completions, **kwargs):
 
 def compare(**scenario):
     with tempfile.TemporaryDirectory() as folder, pure_float64(), shared_trainer.whole_groups():
-        stock_logs, stock, stock_pixels = train(folder, False, **scenario)
-        logs, shared, pixels = train(folder, True, **scenario)
+        stock_logs, stock, stock_pixels, _ = train(folder, False, **scenario)
+        logs, shared, pixels, starts = train(folder, True, **scenario)
     return {
         "logs": shared_trainer.difference(stock_logs, logs),
         "parameters": ((stock - shared).norm() / stock.norm()).item(),
         "encoded": pixels / stock_pixels if stock_pixels else None,
+        "starts": starts,
         "grad_norms": [log["grad_norm"] for log in logs if "loss" in log and "grad_norm" in log],
     }
 

@@ -218,6 +218,13 @@ def build_trainer(trainer, folder, model, train_dataset, reward_funcs=reward, pr
     return made
 
 
+def train_counting_starts(run):
+    """How often what prompts begin with went through a model by itself."""
+    with mock.patch.object(CommonStart, "go_on", autospec=True, side_effect=CommonStart.go_on) as used:
+        run.train()
+    return sum(call.args[2] is not None for call in used.call_args_list)
+
+
 def outcome(run, skipped=("time", "runtime", "per_second", "num_input_tokens"), after=-1):
     """What was logged after a step, without what is skipped, and the parameters."""
     logs = [log for log in run.state.log_history if log["step"] > after]
@@ -287,8 +294,8 @@ def train(
         tokens_per_forward=tokens if shared else None,
         **{"lr_scheduler_type": "constant", **options},
     )
-    run.train()
-    return outcome(run)
+    starts = train_counting_starts(run)
+    return *outcome(run), starts
 
 
 def difference(stock_logs, logs):
@@ -316,10 +323,8 @@ def compare(**scenario):
         mock.patch.object(rloo_trainer, OFFLOADING, get_act_offloading_ctx_manager, create=True),
         mock.patch.object(grpo_trainer, OFFLOADING, get_act_offloading_ctx_manager, create=True),
     ):
-        stock_logs, stock = train(folder, False, **scenario)
-        with mock.patch.object(CommonStart, "go_on", autospec=True, side_effect=CommonStart.go_on) as used:
-            logs, shared = train(folder, True, **scenario)
-    starts = sum(call.args[2] is not None for call in used.call_args_list)
+        stock_logs, stock, _ = train(folder, False, **scenario)
+        logs, shared, starts = train(folder, True, **scenario)
     moved = (stock - shared).norm() / stock.norm()
     norms = [log["grad_norm"] for log in logs if "loss" in log and "grad_norm" in log]
     return {"logs": difference(stock_logs, logs), "parameters": moved.item(), "grad_norms": norms, "starts": starts}
