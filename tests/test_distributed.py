@@ -23,8 +23,8 @@ GREEDY = {"generation_kwargs": {"do_sample": False, "eos_token_id": list(range(1
 SHARED, WHOLE = {"prefix_sharing": True}, {"prefix_sharing": False}
 TWO, ONE = {**SHARED, "tokens_per_forward": 2 * 7}, {**SHARED, "tokens_per_forward": 1}  # completions a pass
 
-# Prompts that begin with 40 tokens alike, and go on with 3 to 7
-COMMON = [f"w{i}" for i in range(40)]
+# Prompts that begin with 130 tokens alike, and go on with 3 to 7
+COMMON = [f"w{i % 90}" for i in range(130)]
 
 
 def alike(number):

@@ -6,6 +6,7 @@ from functools import partial
 from itertools import product
 
 from experiments.bench import random_models, sampling, trainings
+from experiments.bench.alike import ALIKE_WAYS, Alike
 from experiments.bench.group import PHASES, RAGGED_WAYS, WAYS, Group, Timed
 from experiments.bench.lengths import Lengths
 from experiments.bench.rivals import RIVALS, Rivals
@@ -80,6 +81,12 @@ MEASUREMENTS = {
         Lengths, tuple(RAGGED_WAYS),
         cells("narrow/spread narrow/even wide/spread", (200, 325, 8)),
         ("wide/spread", "wide/even", "narrow/spread", "narrow/even", "tiny/spread", "tiny/even"),
+    ),
+    "alike": Measurement(
+        "an update of four prompts that begin alike: each computed once, and what they begin with once",
+        Alike, tuple(ALIKE_WAYS),
+        cells("narrow/2000", (2200, 200, 8)) + cells("narrow/300", (400, 200, 8)) + cells("narrow/128", (160, 200, 8)),
+        ("narrow/2000", "narrow/300", "narrow/128", "tiny/128"),
     ),
     "families": Measurement(
         "each phase on models with recurrent layers and on one that sees images",

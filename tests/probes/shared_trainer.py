@@ -46,7 +46,7 @@ WORDS = "apple stone river cloud seven tiger green paper light money".split()
 # Prompts of unequal length; two are equal, and one is a single token
 PROMPTS = [" ".join(WORDS[i % 10] for i in range(n, n + 3 * n)) for n in (5, 2, 7)] + ["e"]
 PROMPTS.insert(2, PROMPTS[0])
-COMMON = " ".join(WORDS * 8) + " "  # in front of all, where they begin alike
+COMMON = " ".join(WORDS * 13) + " "  # in front of all, where they begin alike
 TOKENIZER = models.build_tokenizer([" ".join(WORDS)] * 4, 300)
 SHAPE = dict(
     vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

@@ -17,7 +17,8 @@ RUN_TABLES = {
     "published": of_runs.published, "phases": of_runs.phases,
 }  # fmt: skip
 FOLDER_TABLES = {
-    "rivals": of_bench.rivals, "lengths": of_bench.lengths, "families": of_bench.families, "worth": of_bench.worth,
+    "rivals": of_bench.rivals, "lengths": of_bench.lengths, "alike": of_bench.alike,
+    "families": of_bench.families, "worth": of_bench.worth,
     "decoding": of_bench.decoding, "sampler": of_bench.sampler, "plan": of_plans.check, "levers": of_plans.levers,
     "profiles": of_plans.profiles, "gpu-peaks": of_plans.gpu_peaks, "exactness": of_checks.exactness,
     "kernels": of_checks.kernels, "upstream": of_checks.upstream, "emulated": of_checks.emulated,
@@ -65,7 +66,7 @@ def of_results(name: str, results: Results, scale: str | None = None) -> str:
 def page(results: Results) -> str:
     """All tables of results/<machine>, those first that everybody has."""
     folder = results.folder
-    names = [*RUN_TABLES, *(name for name in ("rivals", "lengths", "families", "worth", "decoding", "sampler")
+    names = [*RUN_TABLES, *(name for name in ("rivals", "lengths", "alike", "families", "worth", "decoding", "sampler")
                             if name in of_bench.measured(folder))]  # fmt: skip
     names += [name for name, file in FILES.items() if (folder / file).exists()]
     texts = {name: of_results(name, results) if name in RUN_TABLES else render(name, folder) for name in names}

@@ -22,6 +22,7 @@ BESIDE = {
     "shared-micro-2": ("whole-micro-2", "two a micro-batch"),
     "whole-2": ("whole", "whole rows by length"),
 }
+ALIKE = {"whole": "whole rows", "prompts": "each prompt once", "tree": "what they begin with once, too"}
 IN_SHORT = {"shared": "together", "shared-2": "two a pass", "shared-micro-2": "two a micro-batch"}
 FAMILIES = {
     "gated-deltanet": "Gated DeltaNet (Qwen3.5)",
@@ -112,6 +113,29 @@ def lengths(folder: Path) -> str:
     header = ["model", "prompt", "completions", "k", "token ratio"]
     header += [f"{phase}, {words}" for _, words in BESIDE.values() for phase in ("score", "train")]
     return f"*{measured_on(rows)} · float32 · {how_often(rows)}*\n\n{markdown(header, table)}\n"
+
+
+def alike(folder: Path) -> str:
+    """For each update: seconds and peak of each phase, and the difference of gradients."""
+    rows = read_bench(folder, "alike")
+    table = []
+    for (model, prompt, completion, _), mine in rows.groupby(CELL, sort=False):
+        ways, common = ways_of(mine), int(model.partition("/")[2])
+        for name, way in ways.items():
+            title = f"{common:,} + {prompt - common:,}, completions {completion:,}" if name == "whole" else ""
+            row = [title, ALIKE[name]]
+            if not way:
+                table.append([*row, failure_of(mine, name), *[""] * (len(PHASES) + 2)])
+                continue
+            row.append(f"{way['forward_tokens'][0]:,.0f}")
+            theirs = ways["prompts"] if name == "tree" else {}
+            row += [beside(way[f"{phase}_seconds"], theirs.get(f"{phase}_seconds"), 2) for phase in PHASES]
+            peaks = " / ".join(f"{way[f'{phase}_peak_bytes'][0] / MIB:,.0f}" for phase in PHASES)
+            table.append([*row, peaks, f"{way['gradient_difference'][2]:.0e}" if name != "whole" else ""])
+    header = ["prompts begin with + own", "", "tokens of a forward", *(f"{phase}, s" for phase in PHASES)]
+    header += [f"peaks above start ({', '.join(PHASES)}), MiB", "gradient differs by"]
+    about = f"float32 · four prompts, k = {rows.k.iloc[0]}, a prompt a micro-batch · {how_often(rows)}"
+    return f"*{measured_on(rows)} · {about}*\n\n{markdown(header, table)}\n"
 
 
 def families(folder: Path) -> str:

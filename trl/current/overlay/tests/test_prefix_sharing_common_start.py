@@ -54,7 +54,7 @@ CONFIGS = {
     ),
     "states": Lfm2Config(**SHAPE, layer_types=["conv", "full_attention", "conv"]),
 }
-COMMON_LENGTH, PROMPT_LENGTH, COMPLETION_LENGTH = 40, 56, 7
+COMMON_LENGTH, PROMPT_LENGTH, COMPLETION_LENGTH = 130, 146, 7
 TEXT_MODEL_ID = "trl-internal-testing/tiny-Qwen2ForCausalLM-2.5"
 
 
@@ -231,7 +231,7 @@ class TestCommonStart(TrlTestCase):
     @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
     def test_train(self, config_class, trainer_class, rows):
         # Two prompts an update, whose tokens go through the model as a tree
-        system = "You answer questions about numbers, and begin with what is asked. " * 4
+        system = "You answer questions about numbers, and begin with what is asked. " * 12
         prompts = [system + question for question in ("What is one?", "What comes behind the two?", "Three", "And 4")]
         trainer = trainer_class(
             model=TEXT_MODEL_ID,
