@@ -42,7 +42,7 @@ evidence:
 	-$(SUITE) --arms classic-baseline,classic-lean --scale learn --k 4
 	-./run_bench.sh $(WHERE)
 	-.venv/bin/python -m pip install --no-deps "prefix-grouper==$$(.venv/bin/python -c 'from experiments.bench import rivals; print(rivals.PREFIX_GROUPER)')"
-	-for name in worth decoding rivals families sampler; do .venv/bin/python -m experiments.bench $$name $(WHERE); done
+	-for name in worth lengths alike decoding rivals families sampler; do .venv/bin/python -m experiments.bench $$name $(WHERE); done
 	-.venv/bin/python -m experiments.checks.planner_check $(WHERE)
 	-.venv/bin/python -m experiments.checks.published_peaks
 	-.venv/bin/python -m experiments.checks.model_families --write docs/models.md

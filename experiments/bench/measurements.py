@@ -85,7 +85,7 @@ MEASUREMENTS = {
     "alike": Measurement(
         "an update of four prompts that begin alike: each computed once, and what they begin with once",
         Alike, tuple(ALIKE_WAYS),
-        cells("narrow/2000", (2200, 200, 8)) + cells("narrow/300", (400, 200, 8)) + cells("narrow/128", (160, 200, 8)),
+        cells("narrow/2000", (2200, 100, 4)) + cells("narrow/300", (400, 100, 4)) + cells("narrow/128", (160, 100, 4)),
         ("narrow/2000", "narrow/300", "narrow/128", "tiny/128"),
     ),
     "families": Measurement(

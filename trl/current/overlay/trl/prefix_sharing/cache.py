@@ -136,10 +136,11 @@ class _SharedPrefixLayer(CacheLayerMixin):
         ]
 
     def see(self, window: int) -> None:
-        """From here on, a token sees so many, itself included. Prefixes of different lengths no longer begin alike."""
-        self.prefixes, self.start = self.behind_start(), None
+        """From here on, a token sees so many, itself included."""
         self.window = window
-        self.prefixes = [tuple(x.clone() for x in prefix) for prefix in self.read_prefixes()]
+        if self.start is not None:  # what rows see of prefixes of different lengths no longer begins alike
+            self.prefixes, self.start = self.behind_start(), None
+            self.prefixes = [tuple(x.clone() for x in prefix) for prefix in self.read_prefixes()]
 
     def read_own(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Visible keys and values that rows generated, `(B * num_key_value_heads, 1, number of steps, D)` each."""
