@@ -20,3 +20,9 @@ def obtain(line):
         return fork.obtain(line)
     except fork.ForkError as error:
         pytest.skip(f"the upstream wheel cannot be obtained here: {error}")
+
+
+def package(tree):
+    """Every file of the package `trl` in a tree: path -> bytes."""
+    files = (path for path in (tree / "trl").rglob("*.*") if path.suffix != ".pyc")
+    return {str(path.relative_to(tree / "trl")): path.read_bytes() for path in files}

@@ -5,7 +5,7 @@ import base64
 
 import numpy
 import pytest
-from fork_tool import LINES, ROOT, fork, obtain
+from fork_tool import LINES, ROOT, fork, obtain, package
 
 LINE = LINES["current"]
 SERIES = tuple(patch.name for patch in fork.read_patches(LINE))
@@ -30,15 +30,6 @@ def places(tmp_path_factory):
     for number, tree in enumerate(trees):
         fork.build(LINE, tree, SERIES[:number])
     return trees
-
-
-def package(tree):
-    files = (path for path in (tree / "trl").rglob("*.*") if path.suffix != ".pyc")
-    return {str(path.relative_to(tree / "trl")): path.read_bytes() for path in files}
-
-
-def own_tests(name):
-    return [path for path in fork.read_patch(ROOT / "trl/current" / name).claims if path.startswith("tests/")]
 
 
 def test_a_patch_brings_its_own_files_and_no_other(places):
@@ -93,22 +84,3 @@ def test_switched_off_the_fork_trains_upstreams_bits_and_with_the_compact_lm_hea
             for run in (compact, expected)
         )
         assert numpy.linalg.norm(got - stock) <= COMPACT_TOLERANCE * numpy.linalg.norm(stock), trainer
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in SERIES if own_tests(name)])
-def test_a_patchs_own_tests_pass_at_its_place_and_behind_the_last(places, forked, name, tmp_path):
-    """As upstream would run them, on models and data of the same names that are made here."""
-    tests = own_tests(name)
-    made = forked("upstream_fixtures", tmp_path, timeout=120)
-    assert made.returncode == 0, made.stderr[-3000:]
-    imported = {f"tests/test_prefix_sharing{end}.py" for end in ("", "_offloading", "_micro_batches")}
-    for path in {*imported, *tests}:
-        (tmp_path / path).write_bytes((ROOT / "trl/current/overlay" / path).read_bytes())
-    place, last = places[SERIES.index(name) + 1], places[-1]
-    mine, whole = package(place), package(last)
-    # What later patches change runs here: Triton's kernels do not
-    changed = any(mine.get(path) != text for path, text in whole.items() if not path.startswith("kernels/"))
-    for tree in (place, last) if changed else (place,):
-        run = forked("upstream_tests", tmp_path, tree, *tests, timeout=1200)
-        assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-4000:] + run.stderr[-2000:]
