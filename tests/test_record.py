@@ -59,7 +59,7 @@ def test_what_is_finished_stays_until_something_finished_replaces_it(text, tmp_p
     assert (str(folder / "run.json") in capsys.readouterr().err) == (text is not None), "what is left out is named"
 
 
-@pytest.mark.parametrize("line", ["{", "<<<<<<< HEAD", "[1]", '{"other": "tool"}', '{"record": {"arm": "ü"}}', "7"])
+@pytest.mark.parametrize("line", ["<<<<<<< HEAD", '{"other": "tool"}', '{"record": {"arm": "ü"}}'])
 def test_a_line_that_is_no_run_is_named_by_whoever_reads_it(line, tmp_path, capsys):
     write_run(tmp_path)
     record.export(tmp_path)
