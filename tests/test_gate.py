@@ -47,18 +47,17 @@ def test_what_python_asks_is_what_the_command_says(planner, tmp_path, shared_for
     assert plan.main(["--model", "tiny-qwen3", *words.split(), "--json", str(tmp_path / "plan.json")]) == 0
     (command,) = json.loads((tmp_path / "plan.json").read_text())["predictions"]
     assert [asdict(phase) for phase in found.phases] == command["phases"]
+    settings = {"num_generations": 2, "per_device_train_batch_size": 3, "steps_per_generation": 1}
+    with pytest.raises(ConfigError, match="^per_device_train_batch_size 3 .* is not a multiple of num_generations 2"):
+        ask.predict(settings, "tiny-qwen3", 32)
 
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_the_planners_process_answers_and_its_refusals_are_raised():
+def test_the_planners_process_answers():
     settings = {"num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 8}
     expected = ask.predict(settings, "tiny-qwen3", 32, device="cpu")
     assert [phase.phase for phase in expected.phases] == ["load", "generate", "score", "train", "optimizer"]
-    with pytest.raises(ConfigError, match="^per_device_train_batch_size 3 .* is not a multiple of num_generations 2"):
-        ask.predict({**settings, "per_device_train_batch_size": 3, "steps_per_generation": 1}, "tiny-qwen3", 32)
-    with pytest.raises(ConfigError, match="did you mean tiny-qwen3"):
-        ask.predict(settings, "tiny-qwen", 32)
 
 
 @pytest.mark.slow
