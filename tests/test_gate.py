@@ -98,11 +98,6 @@ def test_what_cannot_be_predicted_is_said_and_trained(here, planner, capsys):
     assert json.loads(Path("out", "memory.json").read_text())["predicted_peaks"] == {}
 
 
-@pytest.mark.torch
-def test_a_calibration_that_cannot_be_used_is_refused_before_the_model_loads(here, no_model_loads, refused):
-    refused([*TRAIN, "--calibration", "gone"], "launch: calibration gone: [Errno 2] No such file or directory: ")
-
-
 def test_what_is_free_is_what_the_host_and_its_cgroup_have(monkeypatch):
     files = {
         "/proc/meminfo": f"MemTotal: 9 kB\nMemAvailable:    {500 * 1024} kB\n",
