@@ -1,5 +1,5 @@
-"""The checks of a device, on the CPU: errors against float64, kernels, the sampler. Nothing may fail for the first
-time on a GPU. And which commit a figure is of."""
+"""The checks of a device, on the CPU: errors against float64, and kernels. Nothing may fail for the first time on a
+GPU."""
 
 import pytest
 
@@ -70,17 +70,3 @@ def test_the_kernels_are_right_also_where_masked_attention_fails(command, tmp_pa
     monkeypatch.setattr(kernels, "whole", out_of_memory)
     assert command(kernels) == 0
     assert "OutOfMemoryError" in read_csv(tmp_path / "x" / "kernels.csv")[0]["masked_verdict"]
-
-
-def test_a_kernel_whose_error_is_too_large_or_that_is_not_there_is_told(command, tmp_path, monkeypatch):
-    for mine, masked, verdict in (
-        (3e-3, 2e-3, "ok"),
-        (float("nan"), 2e-3, "too large, bound 4.0e-03"),
-        (5e-3, None, "ok"),
-        (5e-2, None, "too large, bound 2.0e-02"),
-    ):
-        assert kernels.judged("output", mine, masked, "bfloat16")["verdict"] == verdict
-    monkeypatch.setattr(kernels, "errors_of", lambda *args: 1 / 0)
-    monkeypatch.setattr(kernels, "use_fork", lambda arm: None)
-    assert command(kernels) == EXIT_VERDICT
-    assert read_csv(tmp_path / "x" / "kernels.csv")[0]["verdict"] == "ZeroDivisionError: division by zero"

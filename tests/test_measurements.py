@@ -5,14 +5,12 @@ here."""
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
 
 import pytest
 
 from experiments import measuring
 from experiments.bench import __main__ as bench
-from experiments.bench import alternating, group, random_models, rivals
-from experiments.bench.group import PHASES, Group, Image, Timed
+from experiments.bench import alternating, rivals
 from experiments.bench.measurements import MEASUREMENTS, Measurement
 from experiments.bench.samples import Cell
 from experiments.config import ROOT
@@ -132,19 +130,6 @@ def test_a_part_of_a_measurement_does_not_replace_a_whole_one(measure, clock, tm
     code, err = measure("clock", *ONE, "--ways", "whole,shared")
     assert code == 0 and "bench.csv keeps its rows of wide, prompt 3,000" in err and table(tmp_path) == before
     assert measure("clock", *ONE, "--fresh") == (0, "") and {row["commit"] for row in table(tmp_path)} == {"another"}
-
-
-@pytest.mark.slow
-@pytest.mark.torch
-def test_an_image_is_encoded_once_a_phase_where_its_prompt_is_shared(monkeypatch, shared_fork):
-    monkeypatch.setattr(group, "keep_freed_memory", lambda: None)  # of this process
-    monkeypatch.setattr(group, "only_live_memory", nullcontext)
-    cell, image = Cell("images", 60, 2, 2), Image(side=8, token=random_models.IMAGE.token)
-    images = Group(random_models.build_with_images(), random_models.VOCABULARY, cell, image)
-    timed = Timed(images, ("whole", "shared"), PHASES, peaks=True)
-    whole, shared = (timed.sample(way) for way in ("whole", "shared"))
-    assert (whole["images_encoded"], shared["images_encoded"]) == (6, 3)
-    assert shared["gradient_difference"] < 1e-5 and "generate_peak_bytes" in shared
 
 
 @pytest.mark.slow

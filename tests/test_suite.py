@@ -3,7 +3,6 @@
 import math
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -24,17 +23,6 @@ def write_record(machine, config, **fields):
     usual = dict(commit="abc", status="ok", start_bytes=2**30, peak_resident_bytes=2**30 * 3, device_kind="cpu")
     experiments_record.write_record(experiments_record.new_record(config, **{**usual, **fields}), folder)
     return folder
-
-
-def test_arms_alternate_within_k_and_repeats_come_last():
-    args = SimpleNamespace(**dict.fromkeys(suite.settings()), device="cpu", machine="here", results=None)
-    args.scale, args.arms, args.k, args.repeats = "test", "stock,classic-lean", "2,4", 2
-    plan, machine = suite.make_plan(args)
-    assert [(c.arm, c.k, c.repeat) for c in plan] == [
-        (arm, k, repeat) for repeat in (0, 1) for k in (2, 4) for arm in ("stock", "classic-lean")
-    ]
-    assert machine == ROOT / "results" / "here"
-    assert {c.seed for c in plan if c.repeat == 1} == {43}
 
 
 @pytest.mark.parametrize("options, remedy", [

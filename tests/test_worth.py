@@ -5,7 +5,7 @@ import pytest
 from experiments.bench.group import Group
 from experiments.bench.random_models import config_of
 from experiments.bench.samples import Cell
-from experiments.bench.work import LIMITED, Work, limit
+from experiments.bench.work import LIMITED, Work
 
 SIZES = Cell("tiny", 24, 5, 3)
 
@@ -36,11 +36,3 @@ def test_the_multiplications_are_those_that_run(shared_fork):
             if way == "whole" and phase == "score":  # eager attention takes whole squares
                 square = Work(0, SIZES.k * (SIZES.prompt_tokens + SIZES.completion_tokens) ** 2, 0)
                 assert counted["aten.bmm"] == square.multiplications(config, phase)
-
-
-def test_the_limit_is_what_tokens_and_pairs_leave():
-    """One token a completion and none of the width in attention: rows over the rows that are needed."""
-    config = config_of("narrow")
-    config.vocab_size = 1
-    assert limit(config, Cell("-", 1000, 1, 8), "score") == pytest.approx(8 * 1001 / 1008, rel=0.15)
-    assert limit(config, Cell("-", 2, 5000, 8), "train") == pytest.approx(1.0, abs=0.001)
