@@ -16,7 +16,7 @@ from experiments.config import ROOT
 from experiments.record import read_csv
 from experiments.run_options import Parser, add_settings, as_words
 from experiments.run_record import read_record, stored_runs
-from rloo_memory.device import cpu_name, is_out_of_memory, machine_name
+from rloo_memory.device import is_out_of_memory
 from rloo_memory.errors import ConfigError
 from tests.waiting import until
 
@@ -188,11 +188,3 @@ def test_only_the_chosen_gpu_stays_visible(monkeypatch, visible, wanted, left):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(ConfigError, match="cuda:9"):
         run_device.pick_device("cuda:9")
-
-
-def test_the_machines_folder_is_named_by_its_device_and_printed_by_itself(capsys):
-    assert machine_name("cuda", "NVIDIA H200") == "nvidia-h200"
-    assert machine_name("cpu", "Intel(R) Xeon(R) CPU @ 2.60GHz") == f"cpu-intel-xeon-{os.cpu_count()}-cores"
-    assert run_device.main(["--device", "cpu"]) == 0
-    assert capsys.readouterr().out == machine_name("cpu", cpu_name()) + "\n"
-    assert run_device.main(["--device", "tpu"]) == 2
