@@ -2,7 +2,6 @@
  *
  * STUB_NVML_USED_FILE  a file read at every call: bytes in use on each device
  * STUB_NVML_PROCESSES  "pid:bytes,pid:bytes", the compute processes on each device
- * STUB_NVML_MEMORY     the code that memory info returns (3: not supported, as on a GPU that shares the host's memory)
  *
  * Behind them those that a CUDA build of torch looks up (tests/cuda).
  */
@@ -80,7 +79,6 @@ int nvmlDeviceGetName(Device *device, char *name, unsigned size) { return copy(d
 int nvmlDeviceGetUUID(Device *device, char *uuid, unsigned size) { return copy(device->uuid, uuid, size); }
 
 int nvmlDeviceGetMemoryInfo(Device *device, Memory *memory) {
-    if (getenv("STUB_NVML_MEMORY")) return atoi(getenv("STUB_NVML_MEMORY"));
     *memory = (Memory){device->total, device->total - used_bytes(), used_bytes()};
     return OK;
 }

@@ -1,13 +1,9 @@
-"""A run of the launcher corrects what is predicted."""
+"""How a run of the launcher corrects what is predicted; of a real one: test_doctor.py."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pandas
 import pytest
-from small_profile import small_profile
 
 from rloo_memory.plan.accuracy.calibration import load
 
@@ -41,17 +37,3 @@ def test_a_factor_is_measured_over_predicted_from_the_second_update_on(tmp_path,
 def test_a_run_that_says_nothing_is_refused_in_one_line(planned, tmp_path, changed, reason):
     result = planned(*OF_TINY, "--calibration", run_folder(tmp_path, **changed))
     assert result.returncode == 2 and result.stderr.startswith(f"plan: calibration {tmp_path} {reason}")
-
-
-@pytest.mark.slow
-def test_a_run_corrects_its_own_prediction_to_what_it_measured(planned, tmp_path):
-    (tmp_path / "profile.yaml").write_text(small_profile(4, 8, prompt_tokens=128, max_steps=3))
-    words = ("--model_name_or_path", "random:tiny-qwen3", "--output_dir", tmp_path / "run")
-    command = [sys.executable, "-m", "rloo_memory.launch", tmp_path / "profile.yaml", *words]
-    subprocess.run(command, check=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
-    found, run = load(tmp_path / "run", "cpu"), json.loads((tmp_path / "run" / "memory.json").read_text())
-    rows = pandas.read_csv(tmp_path / "run" / "memory_phases.csv")
-    measured = rows[(rows.phase == "train") & (rows.step > 1)].peak_resident_bytes.max() - run["start_bytes"]
-    assert found.factors["train"] * run["predicted_peaks"]["train"] == pytest.approx(measured)
-    result = planned(*OF_TINY, "--calibration", tmp_path / "run")
-    assert result.returncode == 0 and f"what {tmp_path}/run measured: generate x " in result.stdout

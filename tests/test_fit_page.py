@@ -1,7 +1,6 @@
 """docs/fit.html: its numbers are the planner's, planner and launcher take its settings, wrong input is told."""
 
 import json
-import random
 import re
 import shlex
 import shutil
@@ -11,7 +10,7 @@ import pytest
 
 from experiments.config import ROOT
 from experiments.fitting import fit_check
-from experiments.fitting.fit_data import ON_ONE_CARD, PAGE_ARMS, TRAINED, on_cards
+from experiments.fitting.fit_data import PAGE_ARMS, TRAINED, on_cards
 from experiments.record import read_csv
 from rloo_memory.sizes import GIB
 from visualization.fit import make_page
@@ -64,19 +63,6 @@ def address(**changes) -> str:
     return "#" + "&".join(f"{name}={value}" for name, value in (CHOICE | changes).items())
 
 
-def choices(number: int, seed: int) -> list[dict]:
-    rng = random.Random(seed)
-    found = []
-    while len(found) < number:
-        name, trained = rng.choice(list(MODELS)), rng.choice(list(TRAINED))
-        lengths = {key: round(64 * 2 ** rng.uniform(0, 9)) for key in ("prompt", "completion")}
-        if sum(lengths.values()) <= MODELS[name]["positions"]:
-            cards = 1 if trained in ON_ONE_CARD else rng.choice((1, 2, 8))
-            others = dict(k=2 * rng.randint(2, 64), cards=cards, reference=rng.random() < 0.5)
-            found.append({"model": name, "trained": trained, "card": rng.choice((8, 24, 80)), **lengths, **others})
-    return found
-
-
 def test_it_is_one_file_that_loads_nothing_and_is_made_of_the_committed_data():
     html = FILE.read_text()
     assert html == make_page.page(DATA, MEASURED), "run python -m visualization.fit.make_page"
@@ -95,17 +81,17 @@ NEEDED = BY_ARM % "needed"
 
 def test_at_the_recorded_choices_the_browser_says_what_was_compared_with_the_planner(opened):
     rows = read_csv(fit_check.TABLE)
-    asked = [dict(model=row["model"], trained=row["trained"], **lengths_of(row)) for row in rows]
-    answers = opened().evaluate(f"asked => asked.map({TOTALS})", asked)
+    answers = opened().evaluate(f"asked => asked.map({TOTALS})", [choice_of(row) for row in rows])
     assert len(rows) == DATA["compared"]["choices"]
     for row, answer in zip(rows, answers, strict=True):
         for phase, size in answer[row["arm"]].items():
             assert size == pytest.approx(int(row[f"{phase}_page_bytes"]), rel=1e-6), (row, phase)
 
 
-def lengths_of(row: dict) -> dict:
+def choice_of(row: dict) -> dict:
     columns = {"prompt": "prompt_tokens", "completion": "completion_tokens", "k": "k", "cards": "cards"}
-    return {name: int(row[column]) for name, column in columns.items()} | {"reference": row["reference"] == "1"}
+    lengths = {name: int(row[column]) for name, column in columns.items()}
+    return dict(model=row["model"], trained=row["trained"], **lengths, reference=row["reference"] == "1")
 
 
 def test_the_largest_fits_and_one_step_more_does_not(opened):
@@ -118,7 +104,8 @@ def test_the_largest_fits_and_one_step_more_does_not(opened):
         return [`${arm} ${name}`, [value, of(fits), of(fits + step)]];
       })))])"""
     ends = 0
-    for choice, found in opened().evaluate(check, [choices(40, seed=4), PAGE_ARMS, DATA["least"]]):
+    asked = [choice_of(row) | {"card": card} for row in read_csv(fit_check.TABLE)[::5] for card in (8, 24, 80)]
+    for choice, found in opened().evaluate(check, [asked, PAGE_ARMS, DATA["least"]]):
         may = choice["card"] * GIB - DATA["reserve_bytes"]
         for what, (value, peak, more) in found.items():
             name = what.split()[1]
@@ -194,28 +181,6 @@ def shown(page) -> str:
     return page.inner_text("#answer")
 
 
-def test_every_choice_changes_the_answer(opened):
-    page = opened()
-    seen = [shown(page)]
-    assert "NaN" not in seen[0] and "undefined" not in page.inner_text("body")
-    for name, value in (
-        ("model", "openai/gpt-oss-20b"),
-        ("trained", "all"),
-        ("named", "79.1"),
-        ("cards", "4"),
-        ("reference", "0"),
-    ):
-        page.select_option(f"#{name}", value)
-        seen.append(page.inner_text("#answer"))
-    for name, value in (("prompt", "1500"), ("completion", "700"), ("k", "16"), ("card", "44.4")):
-        page.fill(f"#{name}", value)
-        seen.append(page.inner_text("#answer"))
-    assert len(set(seen)) == len(seen)
-    assert page.input_value("#named") == "44.4" and "NaN" not in seen[-1]
-    page.fill("#card", "45")
-    assert page.input_value("#named") == "", "no card of that size has a name"
-
-
 def test_the_address_carries_the_choice(opened):
     page = opened()
     page.select_option("#trained", "all")
@@ -229,12 +194,8 @@ def test_the_address_carries_the_choice(opened):
 # What the browser says of a number is in its own words
 WRONG_ADDRESSES = {
     address(prompt=12): ["Prompt: ", "64"],
-    address(prompt="1e"): ["Prompt: "],
-    address(completion="9" * 400): ["Completion: "],
     address(k=7): ["k: ", "6", "8"],
-    address(k=130): ["k: ", "128"],
     address(card="24GB"): ["Its GiB: "],
-    address(cards=3): ["Cards: "],
     address(cards=2, trained="lora-4-bits"): ["no formula", "take 1 card, or LoRA on 16 bits"],
     address(model="<img src=x onerror=alert(1)>"): ["Model: "],
     address() + "&promt=3": ["“promt”", "Take it out"],
@@ -257,17 +218,11 @@ def test_a_wrong_choice_is_told_and_answers_nothing(opened):
         assert page.inner_text("#problem") == ""
     page.fill("#k", "9")
     assert "k: " in page.inner_text("#problem") and not page.is_visible("#found")
-    page.fill("#prompt", "")
-    assert page.inner_text("#problem").count("\n") == 1
-    page.fill("#prompt", "3000")
     page.fill("#k", "10")
     assert page.is_visible("#answer table") and "k = 10" in page.inner_text("#asked")
     page.select_option("#trained", "lora-4-bits")
     disabled = page.eval_on_selector_all("#cards option", "options => options.map((option) => option.disabled)")
     assert disabled == [False, True, True, True] and page.is_visible("#cards-hint")
-    for model in MODELS:  # weights that the numbers are not of
-        page.select_option("#model", model)
-        assert page.is_visible("#published-hint") == (model == "openai/gpt-oss-20b")
 
 
 def test_a_phone_shows_the_answer_without_scrolling_to_the_side(opened):

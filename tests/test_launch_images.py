@@ -84,16 +84,6 @@ def test_prompts_with_images_train_and_the_gate_knows_them(here, planner, capsys
     assert setup.images == ((SIDE, SIDE), (SIDE, SIDE)) and setup.prompt_tokens == record["prompt_tokens"]
 
 
-@pytest.mark.slow
-def test_images_in_files_train_one_a_row(here, capsys):
-    """Their names are those where the user stands."""
-    Path("a.png").write_bytes(png(20, 20))
-    Path("rows.jsonl").write_text(3 * (json.dumps({"prompt": chat("Say a word."), "image": "a.png"}) + "\n"))
-    words = ["--dataset_name", "rows.jsonl", "--predict_memory", "false", "--algorithm", "grpo"]
-    assert launch.main(["profile.yaml", *words]) == 0, capsys.readouterr().err
-    assert json.loads(Path("trainer_output", "memory.json").read_text())["images"] == [[SIDE, SIDE]]
-
-
 def test_what_cannot_be_trained_on_is_one_line_before_the_model_loads(
     here, policy, no_model_loads, refused, monkeypatch
 ):

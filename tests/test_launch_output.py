@@ -93,7 +93,6 @@ def test_that_updates_round_to_nothing_is_said_exactly_where_adam_moves_few_weig
 
 @pytest.mark.slow
 def test_of_two_processes_the_first_decides_and_both_end(here, policy):
-    given = [here / "profile.yaml", "--output_dir", here / "trainer_output"]
-    for words, said in (([], "holds the output of another"), ([*GO_ON[1:], "true"], "finished: ")):
-        code, text = two_processes.launched("ddp", ("-m", "rloo_memory.launch"), *given, *words, MODEL_PATH=policy)
-        assert (code == 0) == bool(words) and text.count(said) == 1, text[-3000:]
+    words = ("-m", "rloo_memory.launch"), here / "profile.yaml", "--output_dir", here / "trainer_output"
+    code, text = two_processes.launched("ddp", *words, MODEL_PATH=policy)
+    assert code and text.count("holds the output of another") == 1, text[-3000:]

@@ -98,11 +98,6 @@ def test_device_memory_follows_the_device_and_the_process_is_the_watched_one(mon
     assert {tuple(row[name] for name in columns) for row in rows} == {(80 * GIB, 37, GIB)}
 
 
-def test_a_device_that_does_not_tell_its_memory_tells_the_rest(monitor, stub):
-    rows, _ = monitor(stub, STUB_NVML_MEMORY="3", STUB_NVML_PROCESSES="{pid}:4096")
-    assert {(row["device_used_bytes"], row["process_device_bytes"]) for row in rows} == {(None, 4096)}
-
-
 @pytest.mark.parametrize(
     ("visible", "device", "sampled"),
     [("1,7,0", "auto", "B"), (MIG, "auto", "MIG"), ("0", "GPU-bb", "B"), ("7,0", "auto", None), ("0", "GPU-", None)],

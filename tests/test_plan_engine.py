@@ -53,7 +53,7 @@ def test_float16_is_planned_in_float16(shared_fork, bits):
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_the_reference_is_planned_in_the_dtype_that_it_is_loaded_in(shared_fork):
+def test_the_reference_is_planned_in_the_dtype_that_it_is_loaded_in(planner):
     """TRL before 1.16 loads it in float32 beside an object, 1.16 as `model_init_kwargs` say, or as the policy."""
     from transformers import AutoModelForCausalLM
 

@@ -61,20 +61,6 @@ def test_an_image_takes_a_tower_and_its_pixels_once_a_prompt_where_prompts_are_s
     assert 3.5 < towers["stock"] / towers["shared"] < 4.5, towers
 
 
-@pytest.mark.torch
-def test_attention_in_windows_is_not_simulated_window_by_window(shared_fork, monkeypatch):
-    """Hundreds of calls a layer took most of the time of a plan."""
-    from rloo_memory.plan.setups import Setup
-    from rloo_memory.plan.simulation import replaced
-    from rloo_memory.plan.simulation.simulate import Simulation
-
-    calls, own = [], replaced.Attention.apply
-    monkeypatch.setattr(replaced.Attention, "apply", lambda *args: calls.append(1) or own(*args))
-    setup = Setup(400, max_completion_length=8, num_generations=2, images=((560, 448),), lora_rank=4)
-    Simulation(setup, models.shape_config("qwen2.5-vl-8-layers")).run()
-    assert len(calls) <= 5 * (8 + 8) + 8, "one for each layer, five times, and once without the tower"
-
-
 @pytest.mark.parametrize(
     "arguments, parts",
     [

@@ -43,7 +43,7 @@ def test_models_with_another_kind_of_attention_are_planned(planned, model_type, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", ("qwen3.5-8-layers", "bamba-8-layers", "lfm2-8-layers"))
+@pytest.mark.parametrize("shape", ("qwen3.5-8-layers", "lfm2-8-layers"))
 def test_layers_with_a_state_are_planned_and_what_is_not_sure_is_said(planned, shape, tmp_path):
     # With adapters: of all weights, micro-batches hold gradients that whole groups of so few tokens do not
     options = ("--model", shape, "--lora", 8, "--prompt", 48, "--completion", 16, "--k", 4, "--arms", "stock,shared")

@@ -45,18 +45,6 @@ def test_kinds_without_a_formula_are_named_and_what_is_unpacked_has_its_16_bits(
 
 
 @pytest.mark.torch
-def test_experts_that_bitsandbytes_leaves_in_16_bits_are_named_with_their_size(planned, tmp_path):
-    from transformers import Qwen3MoeConfig
-
-    experts = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=2**14)
-    Qwen3MoeConfig(**SIZES, **experts).save_pretrained(tmp_path)
-    words = ("--model", tmp_path, "--prompt", 16, "--completion", 4, "--k", 2, "--lora", 8, "--arms", "stock")
-    size = 2 * 8 * 3 * 2**14 * 128 * 2 / 2**30  # layers, experts, three matrices, bytes
-    line = f"experts stay in bfloat16, {size:.2f} GiB: bitsandbytes quantizes linear layers only"
-    assert line in planned(*words, "--bits", 4).stdout and "experts stay" not in planned(*words).stdout
-
-
-@pytest.mark.torch
 def test_a_checkpoint_is_planned_with_the_bytes_that_it_has(planned, tmp_path):
     from transformers import Qwen3Config
 

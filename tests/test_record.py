@@ -10,8 +10,6 @@ import pytest
 from experiments import config as cfg
 from experiments import record
 from experiments.run_record import PHASE_COLUMNS, RUNS, RunRecord, read_record, stored_runs
-from rloo_memory.errors import ConfigError
-from rloo_memory.folder_lock import owned
 from rloo_memory.phases import PhasePeak
 from tests.test_suite import write_record
 from visualization.results import load
@@ -59,7 +57,7 @@ def test_what_is_finished_stays_until_something_finished_replaces_it(text, tmp_p
     assert (str(folder / "run.json") in capsys.readouterr().err) == (text is not None), "what is left out is named"
 
 
-@pytest.mark.parametrize("line", ["{", "<<<<<<< HEAD", "[1]", '{"other": "tool"}', '{"record": {"arm": "ü"}}', "7"])
+@pytest.mark.parametrize("line", ["<<<<<<< HEAD", '{"other": "tool"}', '{"record": {"arm": "ü"}}'])
 def test_a_line_that_is_no_run_is_named_by_whoever_reads_it(line, tmp_path, capsys):
     write_run(tmp_path)
     record.export(tmp_path)
@@ -70,16 +68,6 @@ def test_a_line_that_is_no_run_is_named_by_whoever_reads_it(line, tmp_path, caps
     with pytest.raises(SystemExit, match=re.escape(said)):
         load(tmp_path)
     assert (tmp_path / RUNS).read_bytes().startswith(whole)
-
-
-def test_a_folder_is_owned_by_one(tmp_path):
-    with owned(tmp_path / "run"), pytest.raises(ConfigError, match="written by another process; .* --results"):
-        with owned(tmp_path / "run", patience=0.2):
-            pass
-    assert not (tmp_path / "run").exists(), "nothing was left in it"
-    with owned(tmp_path / "run"):
-        (tmp_path / "run" / "run.json").touch()
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.json"], "no lock file is left"
 
 
 def test_cuda_peaks_never_fall_below_what_torch_counted(tmp_path):

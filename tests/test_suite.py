@@ -1,10 +1,8 @@
 """The suite: order, what a failure does, and what may be skipped."""
 
 import math
-import subprocess
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -18,11 +16,6 @@ OPTIONS = "--scale test --device cpu --machine here --threads 1".split()
 CONFIG = suite.cfg.resolve("classic-lean", 2, "test", "cpu", threads=1)
 
 
-def run_suite(tmp_path, *options):
-    command = [sys.executable, "-m", "experiments.suite", *OPTIONS, "--results", str(tmp_path), *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-
-
 def write_record(machine, config, **fields):
     """A finished run of `config`, with `fields` instead of the usual ones; returns its folder."""
     folder = machine / config.run_id
@@ -32,42 +25,11 @@ def write_record(machine, config, **fields):
     return folder
 
 
-@pytest.mark.slow
-def test_the_suite_goes_on_after_a_run_that_is_out_of_memory(tmp_path):
-    """A budget between what the untouched trainer needs and what the lean one needs."""
-    arms = ("classic-baseline", "classic-lean")
-    words = ("--arms", ",".join(arms), "--k", "2", "--scale", "short", "--steps", "1", "--budget", "250MiB")
-    result = run_suite(tmp_path, *words)
-    baseline, lean = (read_record(tmp_path / "here" / f"{arm}_short_k2_r0") for arm in arms)
-    assert (baseline["status"], lean["status"]) == ("oom", "ok"), result.stdout + result.stderr
-    assert result.returncode == 0, "out of memory is an outcome, not a failure of the suite"
-    assert "[1/2] classic-baseline k=2 repeat 0" in result.stdout and "OUT OF MEMORY" in result.stdout
-    assert result.stdout.splitlines()[-2].split() == ["classic-baseline", "OOM"]
-    assert len((tmp_path / "here" / "runs.jsonl").read_text().splitlines()) == 2
-
-
-def test_arms_alternate_within_k_and_repeats_come_last():
-    args = SimpleNamespace(**dict.fromkeys(suite.settings()), device="cpu", machine="here", results=None)
-    args.scale, args.arms, args.k, args.repeats = "test", "stock,classic-lean", "2,4", 2
-    plan, machine = suite.make_plan(args)
-    assert [(c.arm, c.k, c.repeat) for c in plan] == [
-        (arm, k, repeat) for repeat in (0, 1) for k in (2, 4) for arm in ("stock", "classic-lean")
-    ]
-    assert machine == ROOT / "results" / "here"
-    assert {c.seed for c in plan if c.repeat == 1} == {43}
-
-
-@pytest.mark.parametrize(
-    "options, remedy",
-    [
-        (["--arms", "stock", "--k", "two"], "2,4,8"),
-        (["--arms", "stock", "--repeats", "0"], "at least 1"),
-        (["--arms", "stock", "--model", "/no/such"], "'/no/such' does not exist"),
-        (["--arms", "shared,stock", "--k", "4", "--completions-per-forward", "2"], "stock always takes 4"),
-    ],
-)
+@pytest.mark.parametrize("options, remedy", [
+    ("--k two", "2,4,8"), ("--repeats 0", "at least 1"), ("--model /no/such", "'/no/such' does not exist"),
+])  # fmt: skip
 def test_a_bad_plan_is_refused_before_its_first_run(options, remedy, tmp_path, capsys):
-    assert suite.main([*options, "--device", "cpu", "--results", str(tmp_path)]) == 2
+    assert suite.main(["--arms", "stock", *options.split(), "--device", "cpu", "--results", str(tmp_path)]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1 and remedy in errors[0]
     assert not list(tmp_path.iterdir())

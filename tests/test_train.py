@@ -16,7 +16,7 @@ from experiments.config import ROOT
 from experiments.record import read_csv
 from experiments.run_options import Parser, add_settings, as_words
 from experiments.run_record import read_record, stored_runs
-from rloo_memory.device import cpu_name, is_out_of_memory, machine_name
+from rloo_memory.device import is_out_of_memory
 from rloo_memory.errors import ConfigError
 from tests.waiting import until
 
@@ -71,20 +71,6 @@ def start(tmp_path):
 
 
 @pytest.mark.torch
-def test_a_stopped_run_says_so_and_keeps_what_it_measured(start):
-    process, folder = start("train", 3000)
-    sampler = psutil.Process(process.pid).children()[0]
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and not err
-    record = read_record(folder)
-    assert (record["status"], record["exit_code"], record["error"]) == ("error", 130, "interrupted by SIGINT")
-    assert record["error"] in out.splitlines()[-1] and not sampler.is_running()
-    assert record["trace"] and record["sampler"]["samples"] == len(read_csv(folder / "memory.csv"))
-    assert [run.record["status"] for run in stored_runs(folder.parent)] == ["error"]
-
-
-@pytest.mark.torch
 def test_a_killed_run_of_a_suite_keeps_its_samples_and_is_never_called_finished(start):
     process, folder = start("suite", 3000)
     os.kill(read_record(folder)["pid"], signal.SIGKILL)
@@ -97,20 +83,24 @@ def test_a_killed_run_of_a_suite_keeps_its_samples_and_is_never_called_finished(
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_a_run_ends_with_the_suite_that_was_killed_and_nobody_takes_its_folder_before(start, capsys):
+def test_a_run_ends_with_the_suite_that_was_killed_keeps_its_samples_and_nobody_takes_its_folder_before(start, capsys):
     process, folder = start("suite", 3000)
     assert train_module.main(["--arm", "classic-lean", *OPTIONS, "--results", str(folder.parents[1])]) == 2
     assert f"{folder} is being written by another process" in capsys.readouterr().err
     run = psutil.Process(read_record(folder)["pid"])
+    (sampler,) = run.children()
     process.kill()
     psutil.wait_procs([run], timeout=120)
-    assert read_record(folder)["error"] == "interrupted by SIGTERM" and read_csv(folder / "memory.csv")
+    record = read_record(folder)
+    assert (record["status"], record["error"]) == ("error", "interrupted by SIGTERM") and not sampler.is_running()
+    assert record["trace"] and record["sampler"]["samples"] == len(read_csv(folder / "memory.csv"))
+    assert [run.record["status"] for run in stored_runs(folder.parent)] == ["error"]
 
 
 @pytest.mark.slow
 @pytest.mark.torch
 def test_a_lost_sampler_is_said_and_the_peak_is_the_kernels(start):
-    process, folder = start("train", 20)
+    process, folder = start("train", 10)
     psutil.Process(process.pid).children()[0].kill()
     out, _ = process.communicate(timeout=120)
     record = read_record(folder)
@@ -174,19 +164,6 @@ def test_memory_failures_of_torch_its_libraries_and_of_causes_are_told_from_othe
     assert not is_out_of_memory(other)
 
 
-@pytest.mark.torch
-def test_a_mean_that_is_no_number_is_nan_in_the_trace(shared_fork):
-    """TRL logs None where every value was NaN."""
-    from experiments.workload.trainers import LogCollector
-
-    collector = LogCollector(SimpleNamespace(step=1, grad_norms={1: [float("inf"), 2.0]}))
-    for kl, reward in ((None, 0.5), (0.5, float("nan"))):
-        collector.on_log(None, None, None, logs={"loss": 2.0, "kl": kl, "reward": reward})
-    missing = pytest.approx(float("nan"), nan_ok=True)
-    (entry,) = collector.trace()
-    assert entry == {"step": 1, "loss": 2.0} | dict.fromkeys(("reward", "kl", "grad_norm"), missing)
-
-
 @pytest.mark.slow
 def test_bf16_is_mixed_precision_in_both_lines(train):
     """TRL 0.21 under transformers 5 would silently train in float32 instead."""
@@ -211,19 +188,3 @@ def test_only_the_chosen_gpu_stays_visible(monkeypatch, visible, wanted, left):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(ConfigError, match="cuda:9"):
         run_device.pick_device("cuda:9")
-
-
-def test_cuda_is_refused_where_there_is_none(capsys, monkeypatch):
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert train_module.main(["--arm", "stock", "--k", "2", "--device", "cuda"]) == 2
-    assert "--device cpu" in capsys.readouterr().err
-
-
-def test_the_machines_folder_is_named_by_its_device_and_printed_by_itself(capsys):
-    assert machine_name("cuda", "NVIDIA H200") == "nvidia-h200"
-    assert machine_name("cpu", "Intel(R) Xeon(R) CPU @ 2.60GHz") == f"cpu-intel-xeon-{os.cpu_count()}-cores"
-    assert run_device.main(["--device", "cpu"]) == 0
-    assert capsys.readouterr().out == machine_name("cpu", cpu_name()) + "\n"
-    assert run_device.main(["--device", "tpu"]) == 2

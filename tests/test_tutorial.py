@@ -1,4 +1,4 @@
-"""docs/tutorial.md: what it says to try runs as it stands, and its table of the planner is what the planner prints."""
+"""What pages say to try: the commands of docs/tutorial.md run as they stand, the planner says what pages say of it."""
 
 import os
 import re
@@ -28,3 +28,14 @@ def test_everything_to_try_runs_in_its_order_and_the_planner_prints_the_table(tm
     for pattern in re.findall(r"^prefix sharing \w+: .*$", TEXT, re.MULTILINE):
         expected = re.escape(pattern).replace(re.escape("..."), r"[\d.,]+")
         assert any(re.fullmatch(expected, line) for line in printed), pattern
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_readme_says_what_its_command_says(planned):
+    text = " ".join((ROOT / "README.md").read_text().split())
+    said = re.search(r"TRL is short by (\S+) GiB, by (\S+) with one .*? fits with a peak of (\d+\.\d+)", text).groups()
+    result = planned(*re.search(r"rloo-memory plan (--model \S+8B .*?--device-memory \S+)", text)[1].split())
+    short = re.findall(r"^stock.* short by (\S+) GiB$", result.stdout, re.MULTILINE)
+    (peak,) = re.findall(r"^shared .* (\S+)\* .* yes$", result.stdout, re.MULTILINE)
+    assert said == (*short, peak)

@@ -82,16 +82,13 @@ def test_settings_say_what_vllm_takes_and_a_lever_lets_it_sleep():
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("line, said", [
-    ("vllm_mode: server", "a server generates, on devices of its own"),
-    ("vllm_gpu_memory_utilization: 0.5", "vLLM's share, 0.5 of the device, 4.00 GiB, is in it throughout"),
-])  # fmt: skip
-def test_the_planner_and_the_doctor_say_so(planned, capsys, tmp_path, line, said):
+def test_the_planner_and_the_doctor_say_so(planned, capsys, tmp_path):
     from rloo_memory.plan import doctor
 
-    (tmp_path / "profile.yaml").write_text(f"use_vllm: true\nbeta: 0.0\n{line}\n")
+    said = "vLLM's share, 0.5 of the device, 4.00 GiB, is in it throughout"
+    (tmp_path / "profile.yaml").write_text("use_vllm: true\nbeta: 0.0\nvllm_gpu_memory_utilization: 0.5\n")
     words = f"--model tiny-qwen3 --profile {tmp_path}/profile.yaml --prompt 64 --completion 16 --device-memory 8GiB"
     result = planned(*words.split(), "--arms", "stock")
-    assert said in result.stdout and result.stdout.count("vLLM 4.00") == line.endswith("0.5"), result.stderr
+    assert said in result.stdout and "vLLM 4.00" in result.stdout, result.stderr
     assert doctor.main([*words.split(), "--output", str(tmp_path / "fits.yaml")]) == 0
     assert said in capsys.readouterr().out

@@ -1,15 +1,11 @@
 """The limit that `worth` holds its seconds against is what a counter of operations finds."""
 
-import pandas as pd
 import pytest
 
-from experiments.bench import group
-from experiments.bench.group import PHASES, Group
-from experiments.bench.measurements import MEASUREMENTS
+from experiments.bench.group import Group
 from experiments.bench.random_models import config_of
 from experiments.bench.samples import Cell
-from experiments.bench.work import LIMITED, Work, limit
-from experiments.config import ROOT
+from experiments.bench.work import LIMITED, Work
 
 SIZES = Cell("tiny", 24, 5, 3)
 
@@ -40,30 +36,3 @@ def test_the_multiplications_are_those_that_run(shared_fork):
             if way == "whole" and phase == "score":  # eager attention takes whole squares
                 square = Work(0, SIZES.k * (SIZES.prompt_tokens + SIZES.completion_tokens) ** 2, 0)
                 assert counted["aten.bmm"] == square.multiplications(config, phase)
-
-
-@pytest.mark.torch
-def test_ways_that_differ_in_their_passes_alone_do_not_generate_again(monkeypatch, shared_fork):
-    monkeypatch.setattr(group, "keep_freed_memory", lambda: None)  # of this process
-    worth = MEASUREMENTS["worth"].start(SIZES, ("whole", "shared", "shared-2"), None)
-    whole, shared, passes = (worth.sample(way) for way in ("whole", "shared", "shared-2"))
-    wall = {f"{phase}_seconds" for phase in PHASES}
-    assert whole.keys() > shared.keys() > wall and "train_limit" in whole
-    assert wall - passes.keys() == {"generate_seconds"}
-
-
-def test_the_limit_is_what_tokens_and_pairs_leave():
-    """One token a completion and none of the width in attention: rows over the rows that are needed."""
-    config = config_of("narrow")
-    config.vocab_size = 1
-    assert limit(config, Cell("-", 1000, 1, 8), "score") == pytest.approx(8 * 1001 / 1008, rel=0.15)
-    assert limit(config, Cell("-", 2, 5000, 8), "train") == pytest.approx(1.0, abs=0.001)
-
-
-def test_what_was_measured_is_what_is_on_the_list():
-    """Names of the committed rows: a table of them would otherwise be empty."""
-    for path in sorted((ROOT / "results").glob("*/bench.csv")):
-        rows = pd.read_csv(path)
-        for name, mine in rows.groupby("measurement"):
-            listed = MEASUREMENTS[name]
-            assert set(mine.model) <= set(listed.models) and set(mine.way) <= set(listed.ways), (path, name)
