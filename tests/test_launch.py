@@ -228,3 +228,8 @@ def test_memory_that_runs_out_is_said_in_one_line_and_recorded(here, monkeypatch
     assert error.endswith("Tried to allocate 2.00 GiB more of it\n"), error
     record = json.loads(Path("out", "memory.json").read_text())
     assert record["prompt_tokens"] == 48 and record["out_of_memory"] == "train"
+
+
+def test_a_reward_may_return_what_can_be_read_once():
+    checked = rewards.with_its_rewards_checked("lengths", lambda completions: map(len, completions))
+    assert checked(completions=["a", "bc"]) == [1, 2]
