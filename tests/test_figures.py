@@ -1,12 +1,15 @@
-"""Sentences with headline figures, made here from the committed results: a page that says otherwise fails. Tables are
-made by `visualization.tables`."""
+"""Sentences with headline figures, made here from the committed results: a page that says otherwise fails. Then what
+README.md and docs/findings.md say in words. Tables are made by `visualization.tables`."""
 
 import math
 import re
+from collections import defaultdict
+from statistics import median
 
 import pytest
 
 from experiments.config import ROOT
+from experiments.run_record import stored_runs
 from visualization.charts.audit import POINTS_2025, fit
 from visualization.published_2025 import PUBLISHED, PUBLISHED_BUDGET
 from visualization.report.answers import differences
@@ -80,3 +83,42 @@ def sentences():
 def test_the_page_has_the_sentence_with_the_figure_of_the_results(page, sentence):
     text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", (ROOT / page).read_text())  # whatever it links
     assert " ".join(sentence.split()) in " ".join(text.split()), f"{page} should say: {sentence}"
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """{(arm, scale, k): [record, ...]}."""
+    found = defaultdict(list)
+    for run in stored_runs(REFERENCE):
+        found[run.record["arm"], run.record["scale"], run.record["k"]].append(run.record)
+    return found
+
+
+def above_start(records):
+    assert [record["status"] for record in records] == ["ok"] * len(records)
+    return median(record["peak_resident_bytes"] - record["start_bytes"] for record in records)
+
+
+def test_the_published_change_saves_only_what_it_cuts(runs):
+    for k in (2, 4):
+        arms = ("classic-baseline", "classic-string", "classic-string-exact")
+        baseline, string, exact = (runs[arm, "cpu", k] for arm in arms)
+        assert {record["prompt_tokens_fed_min"] for record in baseline + exact} <= {2999, 3000}  # one prompt has 2,999
+        assert {record["prompt_tokens_fed_max"] for record in string} == {1024}
+        tokens = (1024 + 100) / (3000 + 100)
+        assert above_start(string) / above_start(baseline) == pytest.approx(tokens, abs=0.05)
+        assert above_start(exact) == pytest.approx(above_start(baseline), rel=0.02), "nothing cut, nothing saved"
+    short = [above_start(runs[arm, "short", 2]) for arm in ("classic-baseline", "classic-string")]
+    assert short[1] == pytest.approx(short[0], rel=0.02)
+
+
+def test_in_float64_every_figure_agrees_at_full_length_and_a_learnable_reward_rises_the_same_way(runs):
+    """Beyond float32's rounding: 3,000 + 100 tokens, two rollouts of three updates. And 30 rollouts of short ones."""
+    for scale, k, rounding in (("exact", 2, 1e-9), ("learn", 4, 1e-5)):
+        lean, baseline = (runs[arm, scale, k][0] for arm in ("classic-lean", "classic-baseline"))
+        assert lean["config"]["precision"] == baseline["config"]["precision"] == "float64"
+        for name in ("reward", "loss", "kl", "grad_norm") if scale == "exact" else ("reward", "kl"):
+            ours, theirs = ([step[name] for step in run["trace"]] for run in (lean, baseline))
+            assert ours == pytest.approx(theirs, rel=rounding, abs=min(rounding, 1e-6)), name
+    rewards = [step["reward"] for step in lean["trace"]]
+    assert len(rewards) == 30 and median(rewards[-5:]) > 2 * median(rewards[:5])

@@ -1,7 +1,8 @@
 """What the bench promises: one line for bad input, samples that no kill takes away, ways that alternate, a way that
-fails beside those that do not, and a table that a part of a measurement does not replace. Hardly anything is measured
-here."""
+fails beside those that do not, and a table that a part of a measurement does not replace. Then what is measured of a
+trainer and what it leaves, and the multiplications that `worth` holds its seconds against."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -10,10 +11,15 @@ import pytest
 
 from experiments import measuring
 from experiments.bench import __main__ as bench
-from experiments.bench import alternating, rivals
+from experiments.bench import alternating, rivals, trainings
+from experiments.bench.group import Group
 from experiments.bench.measurements import MEASUREMENTS, Measurement
+from experiments.bench.random_models import config_of
 from experiments.bench.samples import Cell
+from experiments.bench.trainings import Trained
+from experiments.bench.work import LIMITED, Work
 from experiments.config import ROOT
+from experiments.measuring import Place
 from experiments.record import read_csv
 
 COMMIT = "0123456789ab"
@@ -146,3 +152,62 @@ def test_a_real_measurement_ends_in_its_table(tmp_path):
     assert result.returncode == (measuring.EXIT_VERDICT if any(grouper) else 0), result.stderr[-3000:]
     found = {way: float(row["median"]) for (way, metric), row in rows.items() if metric == "gradient_difference"}
     assert found.keys() >= {"whole", "one-row", "shared", "shared-2"} and max(found.values()) < 1e-5
+
+
+@pytest.mark.torch
+def test_every_phase_is_measured_and_nothing_of_a_trainer_stays(tmp_path, shared_fork, monkeypatch):
+    import torch
+    from transformers import PreTrainedModel
+
+    subject, alive = Trained(Cell("tiny-qwen3/sampled", 48, 8, 4), (), Place("cpu", tmp_path, {})), []
+
+    def or_out_of_memory(completions, **kwargs):
+        """As it is raised, in the middle of a training."""
+        alive.append(sum(issubclass(type(thing), PreTrainedModel) for thing in gc.get_objects()))
+        if len(alive) == trainings.STEPS + 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB\nmore")
+        return [float(len(text)) for text in completions]
+
+    monkeypatch.setattr("rloo_memory.data.letter_reward", or_out_of_memory)
+    for way in ("stock", "stock-accumulate", "shared-micro-2"):
+        if way == "stock-accumulate":
+            with pytest.raises(torch.OutOfMemoryError):
+                subject.sample(way)
+            continue
+        values = subject.sample(way)
+        assert all(values[f"{phase}_seconds"] > 0 for phase in trainings.PHASES)
+        assert all(values[f"{phase}_resident_bytes"] > 2**20 for phase in trainings.PHASES)
+        assert values["step_seconds"] == pytest.approx(sum(values[f"{phase}_seconds"] for phase in trainings.PHASES))
+        assert "train_allocated_bytes" not in values, "a CPU has no such counter"
+    assert alive[3] == alive[4], "nothing of a trainer that ran out of memory stays for the next one"
+
+
+SIZES = Cell("tiny", 24, 5, 3)
+
+
+@pytest.mark.torch
+def test_the_multiplications_are_those_that_run(shared_fork):
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoModelForCausalLM
+
+    config = config_of("tiny")
+    in_place = {torch.ops.aten.addmm_: lambda x, a, b, **kwargs: 2 * a[0] * a[1] * b[1]}
+    for way, shared in (("whole", False), ("shared", True)):
+        # The counter does not know the CPU's kernel
+        group = Group(AutoModelForCausalLM.from_config(config, attn_implementation="eager"), 512, SIZES)
+        work = Work.of(SIZES, shared)
+        tokens = work.tokens + (SIZES.k - 1 if shared else 0)  # each completion has the prompt's last token before it
+        for phase in LIMITED:
+            with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+                getattr(group, phase)(way)
+            counted = {str(op): flops // 2 for op, flops in counter.get_flop_counts()["Global"].items()}
+            linear = sum(n for op, n in counted.items() if op != "aten.bmm")
+            without_attention = Work(tokens, 0, work.scored).multiplications(config, phase)
+            if shared and phase == "train":  # nothing of the prompt's last layer but keys and values has a gradient
+                per_token = config.hidden_size * (2 * 4 * 64 + 3 * config.intermediate_size)
+                without_attention -= 2 * (SIZES.prompt_tokens - 1) * per_token
+            assert linear == without_attention, (way, phase)
+            if way == "whole" and phase == "score":  # eager attention takes whole squares
+                square = Work(0, SIZES.k * (SIZES.prompt_tokens + SIZES.completion_tokens) ** 2, 0)
+                assert counted["aten.bmm"] == square.multiplications(config, phase)

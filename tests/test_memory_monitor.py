@@ -9,7 +9,6 @@ import time
 import pytest
 
 from experiments.config import ROOT
-from experiments.memory_monitor import start_monitor
 from experiments.run_record import SAMPLE_COLUMNS, read_rows
 from tests.waiting import PATIENCE, until
 
@@ -121,10 +120,3 @@ def test_the_launcher_leaves_one_of_two_gpus_visible_and_says_so(stub):
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(stub), capture_output=True, text=True)
     said, visible, again = run.stdout.split("|")
     assert said.startswith("2 GPUs are visible") and (visible, again) == ("0", "")
-
-
-def test_what_cannot_be_sampled_is_said_in_one_line(tmp_path, capfd):
-    with pytest.raises(RuntimeError, match="did not start"):
-        start_monitor(tmp_path / "missing" / "memory.csv", 0.05, "none")
-    said = capfd.readouterr().err
-    assert said.count("\n") == 1 and f"--output {tmp_path}/missing/memory.csv cannot be written" in said

@@ -11,7 +11,6 @@ import yaml
 from experiments.config import ROOT
 from experiments.record import read_csv
 from rloo_memory.models import named_config
-from rloo_memory.plan.accuracy.cards import size_as_sold
 from rloo_memory.plan.setups import Setup, check
 
 
@@ -45,11 +44,9 @@ BAD_INPUT = [
     (["--model", "./nofolder"], ["no folder ./nofolder", "config.json"]),
     (["--model", "BROKEN"], ["BROKEN"]),
     (["--model", "qwen3-8b", "--profile", "own.yaml"], ["own.yaml: beta is nan: it must be 0 or more"]),
-    (["--model", "qwen3-8b", "--k", "1"], ["--k is 1", "at least 2"]),
     (["--model", "qwen3-8b", "--k", "1000000"], ["--k 1000000", "134,217,728 tokens"]),
     (["--model", "qwen3-8b", "--completion", "60000"], ["--prompt 100", "--completion 60000", "60100", "40960"]),
     (["--model", "qwen3-8b", "--bits", "4"], ["4-bit", "--lora"]),
-    (["--model", "qwen3-8b", "--optim", "adam8"], ["adam8", "adamw_8bit"]),
     (["--model", "qwen3-8b", "--dtype", "float16"], ["GradScaler refuses their gradients; dtype must be float32"]),
     (["--model", "qwen3-8b", "--device-memory", "24GiB", "--reserve", "30GiB"], ["--reserve 30GiB", "100MiB"]),
     (["--model", "qwen3-8b", "--largest", "k"], ["--device-memory"]),
@@ -89,15 +86,6 @@ def test_adapters_are_planned_as_the_settings_have_them(planned, tmp_path):
     assert sizes["q_proj", 0.0]["train"] < sizes["q_proj", 0.1]["train"]
     profile.write_text(yaml.safe_dump(own | {"lora_target_modules": ["no_such_layer"]}))
     assert "['no_such_layer']" in planned(*words).stderr
-
-
-@pytest.mark.torch
-def test_a_size_as_it_is_sold_is_taken_with_a_hint(planned):
-    """PyTorch sees up to a tenth less, so a plan for it could say that something fits which does not."""
-    sees = "of a card that is sold with 24, PyTorch sees 21.9 on A10, A10G, L4; 23.5 on RTX 4090; 23.7 on RTX 3090"
-    assert size_as_sold("24GB") == f"--device-memory 24GB: 24GB is 22.35 GiB; {sees}: write that, in GiB"
-    words = ("--model", "qwen3-0.6b", "--completion", "8", "--k", "2", "--arms", "stock", "--device-memory", "24GiB")
-    assert planned(*words, "--prompt", "8").stderr.startswith(f"--device-memory 24GiB: {sees}: write that, in GiB\n")
 
 
 @pytest.mark.parametrize("k, rows, steps, accumulation, new", [

@@ -11,7 +11,6 @@ import pytest
 from experiments.config import ROOT
 from experiments.run_record import RunRecord
 from visualization import combine_memory_data, create_charts, tables
-from visualization.charts.audit import audit
 from visualization.charts.idea import idea
 from visualization.charts.peak_comparison import peak_comparison
 from visualization.charts.timelines import peak_preserving, timeline_peak_preserving, timeline_ultra_smooth
@@ -116,14 +115,6 @@ def test_the_peak_preserving_timeline_reaches_the_recorded_peak_and_the_smooth_o
     crosses = [line for axes in figure.axes for line in axes.lines if line.get_marker() == "x"]
     assert len(crosses) == 1 and "OOM" in texts(figure)
     assert "smoothed: does not show true peaks" in texts(timeline_ultra_smooth(results))
-
-
-def test_the_audit_puts_cut_and_uncut_runs_on_one_line(tmp_path):
-    for k in (2, 4):
-        write_run(tmp_path, "classic-baseline", k, above=k * 3100 * MIB // 10)
-        write_run(tmp_path, "classic-string", k, above=k * 1124 * MIB // 10, fed=1024)
-    assert f"{100 / 1024:.3g} GiB per 1,000 tokens, R² = 1.0000" in texts(audit(load(tmp_path)))
-    assert "| `classic-string` | 2 | 3,000 | 1,024 | 0.22 | 0.098 |" in tables.of_results("audit", load(tmp_path))
 
 
 def test_seconds_come_from_the_runs_that_are_there_for_them(bench):

@@ -9,10 +9,8 @@ from rloo_memory.errors import ConfigError
 from rloo_memory.models import named_config
 from rloo_memory.plan import engine
 from rloo_memory.plan.accuracy.reserve import Room
-from rloo_memory.plan.levers import LEVERS, applied
 from rloo_memory.plan.predict import predict
 from rloo_memory.plan.setups import Setup, check
-from rloo_memory.plan.trl_settings import changes, from_settings
 from rloo_memory.sizes import GIB
 
 LENGTHS = dict(prompt_tokens=64, max_completion_length=4096, num_generations=8, per_device_train_batch_size=1,
@@ -67,18 +65,6 @@ def test_a_share_below_the_weights_is_refused_with_the_least_one():
         check(replace(setup, **fits), config)
     with pytest.raises(ConfigError, match="let a server generate"):
         check(replace(setup, device_memory=12 * GIB), config)
-
-
-@pytest.mark.torch
-def test_settings_say_what_vllm_takes_and_a_lever_lets_it_sleep():
-    settings = {"use_vllm": True, "per_device_train_batch_size": 8, "num_generations": 8}
-    setup = from_settings(64, settings, device_memory=80 * GIB)
-    assert (setup.vllm_mode, setup.vllm_bytes) == ("colocate", 24 * GIB)  # TRL's defaults
-    assert from_settings(64, settings | {"vllm_mode": "server"}, device_memory=80 * GIB).vllm_bytes == 0
-    (lever,) = (lever for lever in LEVERS if lever.name == "vllm_enable_sleep_mode")
-    trial = applied(lever, setup, named_config("tiny-qwen3"))
-    assert changes(setup, trial) == {"vllm_enable_sleep_mode": True} and lever.exact(setup)
-    assert applied(lever, replace(setup, vllm_mode="server"), named_config("tiny-qwen3")) is None
 
 
 @pytest.mark.torch
