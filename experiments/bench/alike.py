@@ -42,15 +42,13 @@ class Update(Group):
 
     def score(self, way: str) -> None:
         start = self.start_of(way)
+        if start is not None:
+            start.open()
         with self.torch.no_grad():
             for rows in self.micro_batches():
-                if start is not None:
-                    start.open()
                 self.log_probs(way, rows, common_start=start)
 
-    def train(self, way: str) -> None:
-        self.model.zero_grad(set_to_none=False)
-        self.model.gradient_checkpointing_enable()
+    def update(self, way: str) -> None:
         start = self.start_of(way)
         for rows in self.micro_batches():
             if start is not None:
@@ -58,18 +56,17 @@ class Update(Group):
             (self.log_probs(way, rows, common_start=start) * self.weights[rows]).sum().backward()
         if start is not None:
             start.backward()
-        self.model.gradient_checkpointing_disable()
 
 
 class Alike(Timed):
     """Seconds, peaks and gradients of an update in each way, and the tokens that go through the model once."""
 
     def __init__(self, cell: Cell, ways: tuple[str, ...], here: Place):
-        name, _, common = cell.model.partition("/")
+        name, _, number = cell.model.partition("/")
         model, vocab_size, _ = random_models.build(replace(cell, model=name))
-        super().__init__(Update(model, vocab_size, cell, int(common)), ways, PHASES, peaks=True)
-        common, own, rows = int(common), cell.prompt_tokens - int(common), PROMPTS * cell.k
-        completions = rows * cell.completion_tokens
+        common, rows = int(number), PROMPTS * cell.k
+        super().__init__(Update(model, vocab_size, cell, common), ways, PHASES, peaks=True)
+        own, completions = cell.prompt_tokens - common, rows * cell.completion_tokens
         self.tokens = {
             "whole": rows * cell.prompt_tokens + completions,
             "prompts": PROMPTS * cell.prompt_tokens + completions,

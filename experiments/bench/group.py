@@ -168,12 +168,16 @@ class Group:
                 self.log_probs(way, slice(start, start + size))
 
     def train(self, way: str) -> None:
-        """Forward and backward with gradient checkpointing, which the trainer switches off for generation. Each
-        micro-batch has a backward, and the prompt has one."""
-        from trl.prefix_sharing.micro_batches import OpenPrefix
-
+        """Forward and backward with gradient checkpointing, which the trainer switches off for generation."""
         self.model.zero_grad(set_to_none=False)
         self.model.gradient_checkpointing_enable()  # in transformers 5.17 as in 5.23, which has another name, too
+        self.update(way)
+        self.model.gradient_checkpointing_disable()
+
+    def update(self, way: str) -> None:
+        """Each micro-batch has a backward, and the prompt has one."""
+        from trl.prefix_sharing.micro_batches import OpenPrefix
+
         size = self.ways.get(way, Way()).micro_batch_rows  # rivals have ways of their own
         if size is None:
             (self.log_probs(way) * self.weights).sum().backward()
@@ -184,7 +188,6 @@ class Group:
                 rows = slice(step * size, (step + 1) * size)
                 (self.log_probs(way, rows, open_prefix) * self.weights[rows]).sum().backward()
                 open_prefix.backward()
-        self.model.gradient_checkpointing_disable()
 
     def gradient(self):
         return self.torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None])

@@ -95,9 +95,10 @@ def _common_length(
     length = 0
     if backbone._prefix_sharing.shares_starts and len(groups) > 1 and multimodal.take_common_start(backbone):
         length = common_length(input_ids, attention_mask, getattr(backbone.config, "image_token_id", None))
-    starts = first_tokens(positions, attention_mask, 1)
-    if (starts != starts[0]).any():  # columns are positions in some models
-        length = 0
+    if length > 0:
+        starts = first_tokens(positions, attention_mask, 1)
+        if (starts != starts[0]).any():  # columns are positions in some models
+            length = 0
     if sharded and has_several_processes():  # they gather weights together
         least = torch.tensor(length, device=input_ids.device)
         torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)

@@ -86,6 +86,11 @@ def at_least_one(ids: torch.Tensor) -> torch.Tensor:
     return ids if len(ids) > 0 else ids.new_zeros(1)
 
 
+def _window(backbone: nn.Module) -> int | None:
+    """Number of tokens that layers with a window see, if a model has any."""
+    return getattr(backbone.config.get_text_config(), "sliding_window", None)
+
+
 def prompt_pass(
     forward: Callable,
     inputs: dict[str, torch.Tensor],
@@ -110,10 +115,8 @@ def prompt_pass(
     masks = nullcontext()
     if parent is not None:
         places = torch.arange(len(positions), device=positions.device)
-        window = getattr(backbone.config.get_text_config(), "sliding_window", None)
-        context = ReadPrefix.of(
-            parent, positions, torch.zeros_like(places), places, [len(places)], window, record=record
-        )
+        row = torch.zeros_like(places)
+        context = ReadPrefix.of(parent, positions, row, places, [len(places)], _window(backbone), record)
         masks = running(context, backbone._prefix_sharing.configs)
         inputs = {**inputs, "attention_mask": torch.ones_like(places)[None]}
     try:
@@ -312,7 +315,7 @@ class SharedPrefixPasses:
             for prefix in prefixes:
                 prefix.lead_on()
 
-        window = getattr(backbone.config.get_text_config(), "sliding_window", None)
+        window = _window(backbone)
         contexts = [
             ReadPrefix.of(prefixes[group], positions, completion, place, has_token[rows].sum(1).tolist(), window)
             for (group, rows), (_, _, positions, completion, place) in zip(passes, of_passes, strict=True)
