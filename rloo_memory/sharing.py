@@ -205,16 +205,21 @@ class PromptSharing:
     def generate_and_score_completions(self, original, *args, **kwargs):
         self.rollout_compared = False
         rows = original(*args, **kwargs)
-        self.compare_prompts(rows["prompt_ids"], rows["prompt_mask"], rows)  # where nothing was scored
+        input_ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1)
+        attention_mask = torch.cat([rows["prompt_mask"], rows["completion_mask"]], dim=1)
+        self.compare_rows(input_ids, attention_mask, rows["completion_ids"].size(1), rows)  # where nothing was scored
         return rows
 
-    def compare_prompts(self, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, inputs: dict) -> None:
+    def compare_rows(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int, inputs: dict
+    ) -> None:
         """Once a rollout, before its rows are scored: old and reference log-probabilities are of the same rows."""
         if self.rollout_compared:
             return
         self.rollout_compared = True
         images = {name: inputs[name] for name in OF_IMAGES if inputs.get(name) is not None}
-        self.passes.compare_prompts(prompt_ids, prompt_mask, images, inputs.get("num_images"), inputs.get("num_tiles"))
+        of_images = images, inputs.get("num_images"), inputs.get("num_tiles")
+        self.passes.compare_rows(input_ids, attention_mask, logits_to_keep, *of_images)
 
     def generate_single_turn(self, original, prompt_ids, images, *args, **kwargs):
         model = self.trainer.accelerator.unwrap_model(self.trainer.model_wrapped)
@@ -231,9 +236,8 @@ class PromptSharing:
     def get_per_token_logps_and_entropies(
         self, original, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
     ):
-        prefix_length = input_ids.size(1) - logits_to_keep
         if not torch.is_grad_enabled():
-            self.compare_prompts(input_ids[:, :prefix_length], attention_mask[:, :prefix_length], kwargs)
+            self.compare_rows(input_ids, attention_mask, logits_to_keep, kwargs)
         arguments = (model, input_ids, attention_mask, logits_to_keep)
         if not self.compared:
             self.compare_with_whole_rows(original, *arguments, **kwargs)

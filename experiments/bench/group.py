@@ -145,7 +145,9 @@ class Group:
         labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
         labels[:, : self.prompt] = -100
         pass_rows = self.ways[way].pass_rows
-        if self.ways[way].shared:
+        if self.ways[way].shared and not self.saves_time(way):
+            passes = TokenBudgetPasses(self.prompt)
+        elif self.ways[way].shared:
             passes = SharedPrefixPasses(
                 self.prompt,
                 tokens_per_forward=pass_rows and pass_rows * (self.completion + 1),
@@ -158,6 +160,14 @@ class Group:
             passes = TokenBudgetPasses(self.prompt, tokens_per_forward=pass_rows * labels.shape[1])
         output = self.model(**inputs, labels=labels, fused_lm_head=True, passes=passes)
         return output.log_probs[:, -self.completion :]
+
+    def saves_time(self, way: str) -> bool:
+        """Whether trainers share prompts of these lengths."""
+        from trl.prefix_sharing.trainer import saves_time
+
+        groups = list(self.torch.arange(self.k).split(self.per_prompt))
+        at_a_time = self.ways[way].micro_batch_rows or self.k
+        return self.image is not None or saves_time(groups, self.mask, self.completion, at_a_time)
 
     def score(self, way: str) -> None:
         """All rows; whole ones of micro-batches as many at a time."""

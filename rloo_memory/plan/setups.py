@@ -37,6 +37,7 @@ class Setup:
     steps_per_generation: int = 1
     gradient_accumulation_steps: int = 1
     prefix_sharing: bool = False
+    shares_generation: bool = False  # and nothing else, as `as_run` says
     tokens_per_forward: int | None = None
     dtype: str | None = None  # of the weights; None: bfloat16 under adapters, else float32, as `__post_init__` says
     bf16: bool = True  # autocast
@@ -97,6 +98,18 @@ class Setup:
         return k * (prompt + completion) / (prompt + k * completion)
 
     @property
+    def as_run(self) -> "Setup":
+        """Where prompts are so short that sharing them saves no time, rows are scored and trained whole, as
+        `prefix_sharing.trainer.saves_time` decides by the same numbers of tokens."""
+        from rloo_memory.prefix_sharing.trainer import SAVES_TIME_FROM
+
+        k, prompt, completion = self.num_generations, self.prompt_tokens, self.max_completion_length
+        saves_time = k * (prompt + completion) >= SAVES_TIME_FROM * (prompt - 1 + k * (completion + 1))
+        if not self.prefix_sharing or self.images or saves_time:
+            return self
+        return replace(self, prefix_sharing=False, shares_generation=True)
+
+    @property
     def splits_groups(self) -> bool:
         """Whether the completions of a shared prompt are spread over several micro-batches."""
         return self.prefix_sharing and self.per_device_train_batch_size < self.num_generations
@@ -139,7 +152,7 @@ class Setup:
 
     @property
     def needs_fork(self) -> bool:
-        return self.prefix_sharing or self.tokens_per_forward is not None
+        return self.prefix_sharing or self.shares_generation or self.tokens_per_forward is not None
 
     @property
     def vllm_bytes(self) -> int:

@@ -182,8 +182,8 @@ def train(
     )
     models = [x for x in (run.model.get_base_model() if lora else run.model, run.ref_model) if x is not None]
     encoded = [Encoded(x) for x in models]
-    starts = shared_trainer.train_counting_starts(run)
-    return *shared_trainer.outcome(run), sum(each.pixels for each in encoded), starts
+    forwards = shared_trainer.train_counting(run)
+    return *shared_trainer.outcome(run), sum(each.pixels for each in encoded), forwards
 
 
 def reward_of_text(completions, **kwargs):
@@ -193,12 +193,12 @@ def reward_of_text(completions, **kwargs):
 def compare(**scenario):
     with tempfile.TemporaryDirectory() as folder, pure_float64(), shared_trainer.whole_groups():
         stock_logs, stock, stock_pixels, _ = train(folder, False, **scenario)
-        logs, shared, pixels, starts = train(folder, True, **scenario)
+        logs, shared, pixels, forwards = train(folder, True, **scenario)
     return {
         "logs": shared_trainer.difference(stock_logs, logs),
         "parameters": ((stock - shared).norm() / stock.norm()).item(),
         "encoded": pixels / stock_pixels if stock_pixels else None,
-        "starts": starts,
+        **forwards,
         "grad_norms": [log["grad_norm"] for log in logs if "loss" in log and "grad_norm" in log],
     }
 

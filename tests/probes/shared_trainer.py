@@ -39,14 +39,17 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 if current_fork.RELEASED:
     from rloo_memory.prefix_sharing.common_start import CommonStart
+    from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
 else:
     from trl.prefix_sharing.common_start import CommonStart
+    from trl.prefix_sharing.token_budget import TokenBudgetPasses
 
 WORDS = "apple stone river cloud seven tiger green paper light money".split()
 # Prompts of unequal length; two are equal, and one is a single token
 PROMPTS = [" ".join(WORDS[i % 10] for i in range(n, n + 3 * n)) for n in (5, 2, 7)] + ["e"]
 PROMPTS.insert(2, PROMPTS[0])
 COMMON = " ".join(WORDS * 13) + " "  # in front of all, where they begin alike
+SHORT = ["e", "a", "e", "r", "t"]  # a token or two: rows go whole
 TOKENIZER = models.build_tokenizer([" ".join(WORDS)] * 4, 300)
 SHAPE = dict(
     vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -108,6 +111,9 @@ SCENARIOS = {
         ("grpo", "gemma3 class", dict(batch=8, nested="gemma3", beta=0.05)),
         ("grpo", "tools", dict(tools=True, batch=8)),
     ]},
+    "rloo short, together": dict(short=True, ends=1, evaluate=True),
+    "rloo short, one of 4 a micro-batch": dict(short=True, batch=1, gradient_accumulation_steps=8, experts=True),
+    "grpo short, passes of 9 tokens": dict(trainer="grpo", short=True, batch=8, beta=0.05, tokens=9),
     "grpo": dict(trainer="grpo"),
     "grpo passes of 9 tokens": dict(trainer="grpo", batch=8, beta=0.05, tokens=9),
     "grpo whole rows, passes of 40 tokens": dict(trainer="grpo", batch=8, evaluate=True, tokens=40, whole=True),
@@ -218,11 +224,14 @@ def build_trainer(trainer, folder, model, train_dataset, reward_funcs=reward, pr
     return made
 
 
-def train_counting_starts(run):
-    """How often what prompts begin with went through a model by itself."""
-    with mock.patch.object(CommonStart, "go_on", autospec=True, side_effect=CommonStart.go_on) as used:
+def train_counting(run):
+    """How often what prompts begin with went through a model by itself, and how often whole rows did."""
+    with (
+        mock.patch.object(CommonStart, "go_on", autospec=True, side_effect=CommonStart.go_on) as used,
+        mock.patch.object(TokenBudgetPasses, "forward", autospec=True, side_effect=TokenBudgetPasses.forward) as whole,
+    ):
         run.train()
-    return sum(call.args[2] is not None for call in used.call_args_list)
+    return {"starts": sum(call.args[2] is not None for call in used.call_args_list), "whole": whole.call_count}
 
 
 def outcome(run, skipped=("time", "runtime", "per_second", "num_input_tokens"), after=-1):
@@ -247,9 +256,10 @@ def train(
     whole=False,
     tools=False,
     alike=False,
+    short=False,
     **options,
 ):
-    prompts = [COMMON + prompt for prompt in PROMPTS] if alike else PROMPTS
+    prompts = SHORT if short else [COMMON + prompt for prompt in PROMPTS] if alike else PROMPTS
     rows = Dataset.from_dict({"prompt": prompts})
     if tools:
         rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": prompt}] for prompt in prompts]})
@@ -294,8 +304,8 @@ def train(
         tokens_per_forward=tokens if shared else None,
         **{"lr_scheduler_type": "constant", **options},
     )
-    starts = train_counting_starts(run)
-    return *outcome(run), starts
+    forwards = train_counting(run)
+    return *outcome(run), forwards
 
 
 def difference(stock_logs, logs):
@@ -324,10 +334,10 @@ def compare(**scenario):
         mock.patch.object(grpo_trainer, OFFLOADING, get_act_offloading_ctx_manager, create=True),
     ):
         stock_logs, stock, _ = train(folder, False, **scenario)
-        logs, shared, starts = train(folder, True, **scenario)
+        logs, shared, forwards = train(folder, True, **scenario)
     moved = (stock - shared).norm() / stock.norm()
     norms = [log["grad_norm"] for log in logs if "loss" in log and "grad_norm" in log]
-    return {"logs": difference(stock_logs, logs), "parameters": moved.item(), "grad_norms": norms, "starts": starts}
+    return {"logs": difference(stock_logs, logs), "parameters": moved.item(), "grad_norms": norms, **forwards}
 
 
 def compare_all(scenarios, compare):

@@ -32,7 +32,7 @@ def phase_peaks(setup, hf_config) -> list[PredictedPeak]:
 def simulations(setup, hf_config) -> list[tuple]:
     """Arguments of the calls of `simulate` that the peaks of a setup follow from. They can run at the same time."""
     few, more = passes_that_tell(setup)
-    setup = as_computed(setup)
+    setup = as_computed(setup.as_run)
     setups = [(setup, True)]
     if more:  # generation has no passes
         setups = [(setup.with_k(few), True), (setup.with_k(more), True), (setup, False)]
@@ -102,6 +102,7 @@ def passes_that_tell(setup) -> tuple[int, int]:
     or passes of whole rows that mix prompts.
 
     The LM head works on tiles of some tokens, so all three must fill one tile, or none must."""
+    setup = setup.as_run
     tile, k, per_forward = head_tokens(), setup.num_generations, setup.rows_per_pass
     rows = setup.per_device_train_batch_size
     mixed = not setup.prefix_sharing and rows > k

@@ -63,6 +63,7 @@ class Simulation:
         self.scores = ""  # `REFERENCE` while it does
         self.images = RolloutImages(setup, hf_config, self.shapes, self.memory)
         self.open_prefix = open_prefix_of(setup)
+        self.shares_prompts = setup.prefix_sharing or setup.shares_generation
         self.memory.added = self.allocation
         # (phase, event, layer, how often it came before in this phase) -> bytes by kind at the peak until the next one
         self.stretches: dict[tuple, dict[str, int]] = {}
@@ -88,7 +89,7 @@ class Simulation:
             self.images.pixel_values = self.images.make()  # of the rollout before
             with self.phase("generate"), torch.no_grad(), self.images.new_rollout():
                 if not self.setup.use_vllm:  # whose share of the device is `rloo_memory.plan.engine`'s
-                    self.generate_shared() if self.setup.prefix_sharing else self.generate()
+                    self.generate_shared() if self.shares_prompts else self.generate()
             if not passes:
                 return self.stretches
             with self.phase("score"), torch.no_grad(), self.images.new_rollout():
@@ -165,7 +166,7 @@ class Simulation:
         mark(self)
         if setup.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
-        if setup.prefix_sharing:
+        if self.shares_prompts:
             from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 
             for model in filter(None, (self.model, self.reference)):
@@ -320,8 +321,6 @@ class Simulation:
             if setup.splits_groups and not torch.is_grad_enabled():
                 rows = setup.num_generations
             input_ids, mask = self.groups_of(rows, length), torch.ones(rows, length, dtype=torch.long)
-            if setup.padded and not setup.prefix_sharing:
-                backbone = self.padded(backbone)
             passes = passes_of(setup, rows, self.open_prefix, self.images.number_of_each(rows))
             images = self.images.inputs(input_ids)
             return passes.forward(backbone, input_ids, mask, **images).last_hidden_state
@@ -330,16 +329,6 @@ class Simulation:
         images = self.images.of_whole_rows(backbone, ids)
         output = backbone(input_ids=ids, attention_mask=mask, use_cache=False, **images)
         return output.last_hidden_state[:, -setup.max_completion_length - 1 :]
-
-    def padded(self, backbone):
-        """The backbone as it is called with rows of different lengths, which need a mask."""
-
-        def forward(attention_mask, **kwargs):
-            return backbone(attention_mask=self.causal_mask(*attention_mask.shape), **kwargs)
-
-        forward.config, forward.get_input_embeddings = backbone.config, backbone.get_input_embeddings
-        forward.is_gradient_checkpointing = backbone.is_gradient_checkpointing
-        return forward
 
     def log_probs(self, model, backbone) -> torch.Tensor:
         """Log-probabilities of one micro-batch, one row a token."""

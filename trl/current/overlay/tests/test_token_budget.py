@@ -18,6 +18,7 @@ from datasets import load_dataset
 
 from trl import GRPOConfig, RLOOConfig
 from trl.prefix_sharing.token_budget import TokenBudgetPasses
+from trl.prefix_sharing.trainer import saves_time
 
 from .test_prefix_sharing import TRAINERS, forward_whole_rows, load, make_inputs
 from .testing_utils import TrlTestCase
@@ -43,6 +44,46 @@ class TestTokenBudget(TrlTestCase):
         torch.testing.assert_close(outputs.entropy, expected.entropy[:, prompt_length - 1 :], rtol=1e-5, atol=1e-5)
         for name, grad in expected_grads.items():
             torch.testing.assert_close(model.get_parameter(name).grad, grad, rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize("tokens_per_forward", [None, 40])
+    def test_no_mask_is_needed(self, tokens_per_forward):
+        # Rows are padded behind their tokens, which do not see it
+        model, masks = load(MODEL_ID), []
+        attention = model.model.layers[0].self_attn
+        attention.register_forward_pre_hook(
+            lambda module, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+        )
+        inputs, prompt_length = make_inputs()
+        expected = model(**inputs).log_probs[:, prompt_length - 1 :]
+        masks.clear()
+        outputs = model(**inputs, passes=TokenBudgetPasses(prompt_length, tokens_per_forward))
+        assert masks == [None] * len(masks) and len(masks) > 0
+        torch.testing.assert_close(outputs.log_probs, expected, rtol=1e-5, atol=1e-5)
+
+    # Tokens of whole rows, padding included, and with shared prompts
+    @pytest.mark.parametrize(
+        "prompt_length, lengths, rows_per_micro_batch, tokens_per_forward, expected",
+        [
+            (2, [40, 40], 2, None, False),  # 84 and 83
+            (20, [40, 40], 2, None, True),  # 120 and 101
+            (3, [40, 2, 2, 2], 4, None, True),  # 172 and 52
+            (3, [40, 2, 2, 2], 1, None, True),  # 58 and 52
+            (2, [40, 2, 2, 2], 1, None, False),  # 54 and 51
+            (2, [40, 2, 2, 2], 4, 20, False),  # 54 and 51, in passes by length
+        ],
+    )
+    def test_when_sharing_saves_time(self, prompt_length, lengths, rows_per_micro_batch, tokens_per_forward, expected):
+        mask = torch.ones(len(lengths), prompt_length + max(lengths), dtype=torch.long)
+        for row, length in enumerate(lengths):
+            mask[row, prompt_length + length :] = 0
+        rows = [torch.arange(len(lengths))]
+        bounds = (max(lengths), rows_per_micro_batch, tokens_per_forward)
+        assert saves_time(rows, mask, *bounds) == expected
+        # Two such prompts, apart and with a token that both begin with
+        rows.append(rows[0] + len(lengths))
+        mask = mask.repeat(2, 1)
+        assert saves_time(rows, mask, *bounds) == expected
+        assert saves_time(rows, mask, *bounds, common_length=40)
 
     @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
     def test_train(self, config_class, trainer_class):

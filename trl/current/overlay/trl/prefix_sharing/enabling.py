@@ -204,7 +204,7 @@ def _compare(model: PreTrainedModel, mixers: list[nn.Module], refuse: Callable[[
                 f"{transformers.__version__} is installed. Upgrade it, or set `prefix_sharing=False`."
             )
         refuse(f"a shared prompt fails in it ({type(exception).__name__}: {exception}). Set `prefix_sharing=False`.")
-    if error > 0:
+    if error != 0:  # not a number, too
         refuse(
             f"hidden states behind a shared prompt differ from those of whole sequences by {error:.1%} (in training, "
             "where noise counts, too). Set `prefix_sharing=False`."

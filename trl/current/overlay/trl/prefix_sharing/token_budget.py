@@ -45,21 +45,22 @@ from .probe import PROBE_PREFIX_LENGTH, error_of_passes
 @dataclass(frozen=True)
 class TokenBudgetPasses:
     """
-    Rows of similar length go through the model together, each with its prompt, padded to the longest of them. Each pass
-    but the last is checkpointed as a whole, so the activations of one pass are alive at a time. With
+    Rows of similar length go through the model together, each with its prompt, padded behind it to the longest of them.
+    Each pass but the last is checkpointed as a whole, so the activations of one pass are alive at a time. With
     `activation_offloading` and gradient checkpointing, the inputs of the layers of all passes wait on the CPU instead.
 
     Args:
         prefix_length (`int`):
             Number of prompt columns, P.
-        tokens_per_forward (`int`):
-            Tokens that go through the model together, padding included. A row that is longer goes by itself.
+        tokens_per_forward (`int`, *optional*):
+            Tokens that go through the model together, padding included. A row that is longer goes by itself. If `None`,
+            all rows go together.
         activation_offloading (`bool`, *optional*, defaults to `False`):
             Whether saved activations are offloaded to the CPU.
     """
 
     prefix_length: int
-    tokens_per_forward: int
+    tokens_per_forward: int | None = None
     activation_offloading: bool = False
 
     def forward(
@@ -73,8 +74,9 @@ class TokenBudgetPasses:
         device = input_ids.device
         host_mask = attention_mask.cpu()
         check_mask(host_mask)
-        passes = split_by_tokens(host_mask.sum(1).tolist(), self.tokens_per_forward, packed=False)
-        passes = same_number_everywhere([(0, torch.tensor(rows)) for rows in passes], device)
+        passes = [(0, torch.tensor(rows)) for rows in self.divide(host_mask.sum(1).tolist())]
+        if self.tokens_per_forward is not None:
+            passes = same_number_everywhere(passes, device)
         ids, masks, positions, tokens, places = [], [], [], [], []
         for _, rows in passes:
             # Positions are columns: the positions that a left-padded row has when it goes through the model by itself
@@ -96,19 +98,35 @@ class TokenBudgetPasses:
 
         def forward_rows(model_inputs, mask, position_ids, tokens):
             outputs = backbone(
-                **model_inputs, attention_mask=mask, position_ids=position_ids + shift, use_cache=False, **kwargs
+                **model_inputs,
+                # No token of a causal model sees the padding behind it, and a mask would take the slower kernels
+                attention_mask=torch.ones_like(mask),
+                position_ids=position_ids + shift,
+                use_cache=False,
+                **kwargs,
             )
             sums = router_sums(backbone, outputs.router_logits, mask) if output_router_logits else None
             row, token = tokens
             return outputs.last_hidden_state[row, token], sums  # the rest of a pass is not kept
 
         arguments = list(zip(inputs, masks, positions, tokens, strict=True))
-        outputs = run_passes(backbone, forward_rows, arguments, True, self.activation_offloading)
+        recompute = self.tokens_per_forward is not None
+        outputs = run_passes(backbone, forward_rows, arguments, recompute, self.activation_offloading)
         all_rows, all_columns = zip(*places, strict=True)
         shape = (len(input_ids), input_ids.shape[1] - self.prefix_length + 1)
         last_hidden_state = completion_states([states for states, _ in outputs], all_rows, all_columns, shape)
         aux_loss = load_balancing_loss([sums for _, sums in outputs]) if output_router_logits else None
         return PassesOutput(last_hidden_state, aux_loss)
+
+    def divide(self, lengths: list[int]) -> list[list[int]]:
+        """Rows of each pass, from the number of tokens of each row."""
+        if self.tokens_per_forward is None:
+            return [list(range(len(lengths)))]
+        return split_by_tokens(lengths, self.tokens_per_forward, packed=False)
+
+    def count_tokens(self, lengths: list[int]) -> int:
+        """Tokens that go through the model, padding included, for rows of so many tokens each."""
+        return sum(len(rows) * max(lengths[row] for row in rows) for rows in self.divide(lengths))
 
 
 def check_whole_rows(model: PreTrainedModel) -> None:
@@ -133,6 +151,18 @@ def check_whole_rows(model: PreTrainedModel) -> None:
 
     if any("dynamic" in x.get("rope_type", "") for x in rope_parameters(model.config)):
         refuse("its rotary embedding (dynamic) depends on the longest row that goes with a row")
-    error = error_of_passes(model, TokenBudgetPasses(prefix_length=PROBE_PREFIX_LENGTH, tokens_per_forward=1))
-    if error > 0:
-        refuse(f"hidden states of rows differ by {error:.1%} from those of the same rows together")
+    for tokens_per_forward in (1, None):  # by themselves, and padded to one length
+        error = error_of_passes(model, TokenBudgetPasses(PROBE_PREFIX_LENGTH, tokens_per_forward))
+        if error != 0:  # not a number, too
+            refuse(f"hidden states of rows in passes differ by {error:.1%} from those of the same rows together")
+
+
+def takes_whole_rows(model: PreTrainedModel) -> bool:
+    """Whether [`check_whole_rows`] finds nothing."""
+    try:
+        check_whole_rows(model)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        return False
+    return True

@@ -34,10 +34,14 @@ from .generation import generate_with_shared_prefix
 from .images import MultimodalInputs, count_tiles
 from .micro_batches import OpenPrefix
 from .shared_passes import SharedPrefixPasses, group_rows
-from .token_budget import TokenBudgetPasses, check_whole_rows
+from .token_budget import TokenBudgetPasses, check_whole_rows, takes_whole_rows
 
 
 logger = get_logger(__name__)
+
+# Tokens of whole rows, padding included, for each token with shared prompts, from which on sharing takes less time.
+# Attention to a prompt and to a completion apart takes longer than to both at once.
+SAVES_TIME_FROM = 1.1
 
 
 def shuffle_groups(batch: dict[str, Sequence | None], group_size: int) -> dict[str, Sequence | None]:
@@ -53,6 +57,39 @@ def shuffle_groups(batch: dict[str, Sequence | None], group_size: int) -> dict[s
         return x[order] if isinstance(x, torch.Tensor) else [x[i] for i in order]
 
     return {name: permute(x) for name, x in batch.items()}
+
+
+def saves_time(
+    groups: list[torch.Tensor],
+    attention_mask: torch.Tensor,
+    logits_to_keep: int,
+    rows_per_micro_batch: int,
+    tokens_per_forward: int | None = None,
+    common_length: int = 0,
+) -> bool:
+    """
+    Whether rows take less time with shared prompts than whole, as far as the number of tokens tells.
+
+    Args:
+        groups (`list[torch.Tensor]`):
+            Rows that share a prompt.
+        attention_mask (`torch.Tensor` of shape `(B, P + C)`):
+            1 for tokens, 0 for padding, on the host.
+        logits_to_keep (`int`):
+            Number of completion columns, C.
+        rows_per_micro_batch (`int`):
+            Number of rows that are padded to one length.
+        tokens_per_forward (`int`, *optional*):
+            Tokens that go through the model together.
+        common_length (`int`, *optional*, defaults to `0`):
+            Number of tokens that all prompts begin with.
+    """
+    lengths = attention_mask.sum(1)
+    prefixes = attention_mask[:, :-logits_to_keep].sum(1) - 1
+    whole = TokenBudgetPasses(attention_mask.size(1) - logits_to_keep, tokens_per_forward)
+    of_whole_rows = sum(whole.count_tokens(rows.tolist()) for rows in lengths.split(rows_per_micro_batch))
+    saved = sum((len(rows) - 1) * int(prefixes[rows[0]]) for rows in groups) + (len(groups) - 1) * common_length
+    return of_whole_rows >= SAVES_TIME_FROM * (int(lengths.sum()) - saved)
 
 
 @dataclass(frozen=True)
@@ -100,6 +137,8 @@ class TrainerPasses:
         self._prompts_differ = {True: False, False: False}
         # Number of tokens that the prompts of the last batch begin with, likewise
         self._common_length = {True: 0, False: 0}
+        # Whether its prompts are so short that its rows go through the model whole
+        self._goes_whole = {True: False, False: False}
         self._open_prefix = None
         # What prompts begin with, of an update and of a batch that is scored
         self._trained_start = self._scored_start = None
@@ -130,6 +169,7 @@ class TrainerPasses:
         self._models = [model] if ref_model is None else [model, ref_model]
         for each in self._models:
             enable_prefix_sharing(each) if args.prefix_sharing else check_whole_rows(each)
+        self._may_go_whole = args.prefix_sharing and not takes_images and all(map(takes_whole_rows, self._models))
         self._in_one_backward = accelerator.distributed_type != DistributedType.NO
         # The completions of a prompt can be spread over several micro-batches
         if args.prefix_sharing and args.per_device_train_batch_size < args.num_generations:
@@ -146,7 +186,8 @@ class TrainerPasses:
 
     def rows_to_score(self, batch_size: int) -> int:
         """Number of rows that are scored together: a prompt's, with one run of the prompt, if they would be fewer."""
-        return self.args.num_generations if self._open_prefix is not None and self.model.training else batch_size
+        is_shared = self.model.training and not self._goes_whole[True]
+        return self.args.num_generations if self._open_prefix is not None and is_shared else batch_size
 
     def of_rows(
         self,
@@ -173,7 +214,7 @@ class TrainerPasses:
         """
         self._has_passes |= torch.is_grad_enabled()
         bounds = (input_ids.size(1) - logits_to_keep, self.args.tokens_per_forward)
-        if not self.args.prefix_sharing:
+        if not self.args.prefix_sharing or self._goes_whole[self.model.training]:
             return TokenBudgetPasses(*bounds, activation_offloading=self.args.activation_offloading)
         # Where prompts of a group differ, micro-batches share for themselves. Processes that shard the weights must
         # call the model equally often, so that several have a prompt for each row.
@@ -211,32 +252,38 @@ class TrainerPasses:
             self._scored_start = None
         return start
 
-    def compare_prompts(
+    def compare_rows(
         self,
-        prompt_ids: torch.Tensor,
-        prompt_mask: torch.Tensor,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
         inputs: dict[str, torch.Tensor],
         num_images: list[int] | None,
         num_tiles: list[int] | None,
     ) -> None:
         """
-        Find out what prompts of a batch of shape `(B, P)`, with their images, have in common: whether those of a group
-        differ on any process, as environments, rollout functions and subclasses can give them, and how many tokens all
-        prompts of this process begin with, if those of every process do with enough.
+        Find out what the rows of a batch of shape `(B, P + C)`, with their images, have in common: whether prompts of a
+        group differ on any process, as environments, rollout functions and subclasses can give them; how many tokens all
+        prompts of this process begin with, if those of every process do with enough; and whether it saves time to share
+        prompts on any process.
         """
         if not self.args.prefix_sharing:
             return
-        group_size = self.rows_per_prompt(len(prompt_ids))
-        multimodal = MultimodalInputs.of(inputs, len(prompt_ids), num_images, num_tiles)
-        prompt_ids, prompt_mask = prompt_ids.cpu(), prompt_mask.cpu()
-        num_prompts = len(group_rows(prompt_ids, prompt_mask, group_size, multimodal))
+        group_size = self.rows_per_prompt(len(input_ids))
+        multimodal = MultimodalInputs.of(inputs, len(input_ids), num_images, num_tiles)
+        input_ids, attention_mask = input_ids.cpu(), attention_mask.cpu()
+        prompt_ids, prompt_mask = input_ids[:, :-logits_to_keep], attention_mask[:, :-logits_to_keep]
+        groups = group_rows(prompt_ids, prompt_mask, group_size, multimodal)
         length = 0
-        if num_prompts > 1 and all(shares_starts(model) for model in self._models):
+        if len(groups) > 1 and all(shares_starts(model) for model in self._models):
             length = common_length(prompt_ids, prompt_mask, getattr(self.model.config, "image_token_id", None))
-        found = torch.tensor([[num_prompts * group_size > len(prompt_ids), length == 0]], device=self.device)
-        differ, is_without = gather(found).any(0).tolist()
-        self._prompts_differ[self.model.training] = differ
-        self._common_length[self.model.training] = 0 if is_without else length
+        bounds = (self.args.per_device_train_batch_size, self.args.tokens_per_forward)
+        is_worth_it = not self._may_go_whole or saves_time(groups, attention_mask, logits_to_keep, *bounds, length)
+        found = [len(groups) * group_size > len(input_ids), length == 0, is_worth_it]
+        differ, is_without, is_worth_it = gather(torch.tensor([found], device=self.device)).any(0).tolist()
+        mode = self.model.training
+        self._prompts_differ[mode], self._goes_whole[mode] = differ, not is_worth_it
+        self._common_length[mode] = 0 if is_without else length
 
     def generate_of(
         self, model: PreTrainedModel, processing_class, images: list[list | None] | None
