@@ -19,7 +19,10 @@ OF_TINY = ["--model", "tiny-qwen3", "--prompt", 64, "--completion", 8, "--device
 def run_folder(folder, updates=(5, 1.2, 0.9), **changed):
     """A run whose phases took so many times what was predicted, by update."""
     sizes = [(phase, round(size * times)) for times in updates for phase, size in PREDICTED.items()]
-    rows = [{"phase": phase, "peak_resident_bytes": START + n, "peak_allocated_bytes": n} for phase, n in sizes]
+    rows = [
+        {"phase": phase, "start": i, "end": i + 0.5, "peak_resident_bytes": START + n, "peak_allocated_bytes": n}
+        for i, (phase, n) in enumerate(sizes)
+    ]
     pandas.DataFrame(rows).to_csv(folder / "memory_phases.csv")
     (folder / "memory.json").write_text(json.dumps(RECORD | changed))
     return folder
@@ -27,7 +30,8 @@ def run_folder(folder, updates=(5, 1.2, 0.9), **changed):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_factor_is_measured_over_predicted_from_the_second_update_on(tmp_path, device):
-    assert load(run_folder(tmp_path, device_kind=device), device).factors == dict.fromkeys(PREDICTED, 1.2)
+    found = load(run_folder(tmp_path, device_kind=device), device)
+    assert found.factors == dict.fromkeys(PREDICTED, 1.2) and found.seconds == dict.fromkeys(PREDICTED, 0.5)
 
 
 @pytest.mark.parametrize("changed, reason", [

@@ -61,7 +61,11 @@ def test_what_the_doctor_writes_trains_and_what_was_recorded_corrects_the_plan(p
     found = load(out, "cpu").factors["train"] * recorded["predicted_peaks"]["train"]
     assert found == pytest.approx(max(trains) - recorded["start_bytes"])
     words = f"--model {policy} --prompt 512 --completion 16 --device cpu --arms stock --calibration {out}"
-    assert f"what {out} measured: generate x " in planned(*words.split()).stdout
+    said = planned(*words.split()).stdout
+    assert f"what {out} measured: generate x " in said
+    # The run's own training, but for what it was told to offload and to generate together
+    (seconds,) = re.findall(r"^stock: scoring ([\d.]+) s, training ([\d.]+) s an update$", said, re.MULTILINE)
+    assert all(0.01 < float(each) < 60 for each in seconds)
 
 
 RECORD = {

@@ -20,7 +20,7 @@ def test_sums_of_a_small_model_say_what_the_planner_says_at_other_lengths(arm, s
     setup = fit_data.TRAINED["lora"][1]
     phases, error = sums.sums_of(setup, config, arm, None)
     assert error < fit_data.MOST_ERROR
-    for lengths in ((64_000, 700, 6), (200, 3000, 64), (900, 100, 128)):
+    for lengths in ((64_000, 700, 6), (400, 3000, 64), (900, 100, 128)):
         peaks = extrapolate.phase_peaks(sums.setup_at(setup, arm, lengths), config)
         for peak in peaks:
             formulas = sums.all_terms()
@@ -38,7 +38,8 @@ def test_the_planner_of_this_tree_still_says_what_the_page_says(shared_fork):
     choices = fit_check.choices(data)
     on_several = [choice for choice in choices if choice["cards"] > 1 and choice["arm"] == "shared"]
     for choice in [*choices[:40:8], *on_several[:2]]:
-        assert fit_check.apart(fit_check.row_of(choice, data)) < fit_check.MOST_APART, choice
+        row = fit_check.row_of(choice, data)
+        assert row["goes_whole"] or fit_check.apart(row) < fit_check.MOST_APART, choice
 
 
 def test_at_200_random_choices_the_page_is_within_3_percent_of_the_planner():

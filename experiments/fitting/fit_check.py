@@ -27,7 +27,7 @@ TABLE = ROOT / "results" / "plans" / "fit_check.csv"
 MOST_APART = 0.03
 CHOICE = ("model", "trained", "arm", "prompt_tokens", "completion_tokens", "k", "cards", "reference")
 PHASES = ("load", "generate", "score", "train", "optimizer")
-COLUMNS = (*CHOICE, *(f"{phase}_{whose}_bytes" for phase in PHASES for whose in ("planned", "page")))
+COLUMNS = (*CHOICE, "goes_whole", *(f"{phase}_{whose}_bytes" for phase in PHASES for whose in ("planned", "page")))
 
 
 def choices(data: dict, number: int = 200) -> list[dict]:
@@ -87,9 +87,10 @@ def row_of(choice: dict, data: dict) -> dict:
     from rloo_memory.models import named_config
     from rloo_memory.plan.scale_up import extrapolate
 
+    setup = setup_of(choice)
     with quiet():
-        planned = extrapolate.phase_peaks(setup_of(choice), named_config(choice["model"]))
-    row, page = dict(choice), page_peaks(data, choice)
+        planned = extrapolate.phase_peaks(setup, named_config(choice["model"]))
+    row, page = choice | {"goes_whole": int(setup.as_run is not setup)}, page_peaks(data, choice)
     for peak in planned:
         row |= {f"{peak.phase}_planned_bytes": peak.total, f"{peak.phase}_page_bytes": page[peak.phase]}
     return row
@@ -105,9 +106,18 @@ def apart(row: dict) -> float:
 
 
 def compared(rows: list[dict]) -> dict:
-    """How far the page is from the planner at these choices, and how far below it, both relative."""
+    """How far the page is from the planner at these choices, and how far below it, both relative. The page does not
+    know of prompts so short that trainers take rows whole: those peaks by themselves."""
+    whole = [peak_over_planned(row) for row in rows if int(row["goes_whole"])]
+    rows = [row for row in rows if not int(row["goes_whole"])]
     below = max(1 - ratio for row in rows for ratio in page_over_planned(row))
-    return {"choices": len(rows), "apart": max(map(apart, rows)), "below": max(0, below)}
+    of_whole = {"whole_choices": len(whole), "whole_low": min(whole), "whole_high": max(whole)}
+    return {"choices": len(rows), "apart": max(map(apart, rows)), "below": max(0, below), **of_whole}
+
+
+def peak_over_planned(row: dict) -> float:
+    page, planned = (max(int(row[f"{phase}_{of}_bytes"]) for phase in PHASES) for of in ("page", "planned"))
+    return page / planned
 
 
 def run(args: argparse.Namespace) -> int:
@@ -117,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     write_csv(TABLE, COLUMNS, rows)
     data["compared"] = compared(rows)
     PAGE.write_text(json.dumps(data, separators=(",", ":")) + "\n")
-    worst = max(rows, key=apart)
+    worst = max((row for row in rows if not row["goes_whole"]), key=apart)
     said = f"{apart(worst):.3%} apart at most, at { {name: worst[name] for name in CHOICE} }"
     if apart(worst) > MOST_APART:
         raise ConfigError(f"{said}, more than {MOST_APART:.0%}: the page is stale; run make fit-data")

@@ -16,11 +16,11 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rloo_memory.errors import ConfigError, choose, exit_code
-from rloo_memory.plan import levers
+from rloo_memory.plan import levers, speed
 from rloo_memory.plan.accuracy.measured import measured_errors
 from rloo_memory.plan.accuracy.reserve import Room
 from rloo_memory.plan.images import PromptImages
@@ -34,8 +34,10 @@ from rloo_memory.plan.options import (
 )
 from rloo_memory.plan.peaks import Prediction
 from rloo_memory.plan.predict import largest_that_fits, predict_all
+from rloo_memory.plan.records import read_run
 from rloo_memory.plan.remarks import remarks
 from rloo_memory.plan.setups import ARM_NAMES, LARGEST, ROUNDED_AWAY, Setup
+from rloo_memory.plan.trl_settings import from_settings
 from rloo_memory.settings.profiles import load_profile
 from rloo_memory.sizes import GIB
 
@@ -76,6 +78,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_memory_options(parser, default=": says what fits")
     parser.add_argument("--arms", help=f"some of {', '.join(ARM_NAMES)}; default: those of today")
     parser.add_argument("--largest", choices=tuple(LARGEST), help="find the largest that fits the device memory")
+    parser.add_argument(
+        "--completion-mean", type=int, help="tokens of completions on average, where --completion is the longest"
+    )
     parser.add_argument("--json", type=Path, help="write the prediction to this file")
     return parser.parse_args(argv)
 
@@ -97,6 +102,20 @@ def chosen_arms(names: str | None, setup: Setup) -> list[str]:
     return arms
 
 
+def timed_predictions(predictions: list[Prediction], completion_mean: int | None, hf_config, say) -> list[Prediction]:
+    """Those whose work tells the time: where completions differ in length, passes do not compute the padding of whole
+    rows to the longest. Raises `ConfigError` for a mean that they cannot have."""
+    if completion_mean is None:
+        return predictions
+    setups = {
+        p.arm: replace(p.setup, max_completion_length=completion_mean, padded_to=p.setup.max_completion_length)
+        for p in predictions
+        if p.setup.needs_fork
+    }
+    packed = {p.arm: p for p in predict_all(setups, hf_config, say)} if setups else {}
+    return [packed.get(p.arm, p) for p in predictions]
+
+
 def run(args: argparse.Namespace) -> int:
     start = time.time()
     if args.largest and args.device_memory is None:
@@ -107,9 +126,13 @@ def run(args: argparse.Namespace) -> int:
     arms = chosen_arms(args.arms, question.setup)
     model, hf_config, setup = question.model, question.hf_config, question.setup
     room, calibration = question.room, question.calibration
-
+    longest = setup.max_completion_length
+    if args.completion_mean is not None and not 1 <= args.completion_mean <= longest:
+        raise ConfigError(f"--completion-mean {args.completion_mean}: between 1 and --completion, {longest}")
     say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
-    predictions = predict_all({arm: levers.planned(arm, setup) for arm in arms}, hf_config, say, calibration)
+    setups = {arm: levers.planned(arm, setup) for arm in arms}
+    predictions = predict_all(setups, hf_config, say, calibration)
+    timed = timed_predictions(predictions, args.completion_mean, hf_config, say)
     parameters = predictions[0].phases[0].kinds.get("parameters", 0)
     print(
         f"{model}: {setup.in_words}; prompt {setup.prompt_tokens}, completion {setup.max_completion_length}, "
@@ -128,6 +151,14 @@ def run(args: argparse.Namespace) -> int:
             print(f"The weights alone exceed {taken} by {(parameters - room.size) / GIB:.2f} GiB.")
         print(f"fits: within {taken}; just: by less than the error, or than the allocator's part")
     print(measured_errors().in_words(max(prediction.peak.total for prediction in predictions)))
+    for words in speed.in_words(timed):
+        print(words)
+    if calibration:
+        run = read_run(args.calibration)
+        of_run = {"the calibration's run": from_settings(run.prompt_tokens, run.settings, run.hf_config, **run.where)}
+        (measured,) = predict_all(of_run, run.hf_config, say)
+        for words in speed.seconds_in_words(timed, measured, calibration.seconds):
+            print(words)
     for words in remarks(setup, hf_config, calibration):
         print(words)
     for arm in [prediction.arm for prediction in predictions] if args.largest else ():

@@ -1,6 +1,7 @@
 """A predicted peak, and the peaks of a training."""
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 from rloo_memory.plan.setups import Setup
 from rloo_memory.sizes import GIB
@@ -30,11 +31,12 @@ class PredictedPeak:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The peak of each phase of one setup, in bytes."""
+    """The peak of each phase of one setup, in bytes, and the `rloo_memory.plan.simulation.work.Work` of an update."""
 
     arm: str
     setup: Setup
     phases: list[PredictedPeak]
+    work: dict[str, Counter] = field(default_factory=dict)
 
     @property
     def peak(self):

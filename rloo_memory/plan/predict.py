@@ -78,7 +78,8 @@ def predict_all(setups: dict[str, Setup], hf_config, say, calibration=None) -> l
             try:
                 results = [each.result() for each in reversed(futures[label])]
                 peaks = extrapolate.combine(setups[label], hf_config, tasks[label], results)
-                found[label] = prediction(label, setups[label], peaks, calibration)
+                work = extrapolate.work_of(setups[label], hf_config, tasks[label], results)
+                found[label] = replace(prediction(label, setups[label], peaks, calibration), work=work)
             except ConfigError as error:
                 refused[label], line = error, f"{line}: {error}"
             remain = (time.monotonic() - start) * (number - finished) / finished

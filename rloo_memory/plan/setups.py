@@ -38,6 +38,7 @@ class Setup:
     gradient_accumulation_steps: int = 1
     prefix_sharing: bool = False
     shares_generation: bool = False  # and nothing else, as `as_run` says
+    padded_to: int | None = None  # tokens of the longest completion, where these are shorter; None: they are as long
     tokens_per_forward: int | None = None
     dtype: str | None = None  # of the weights; None: bfloat16 under adapters, else float32, as `__post_init__` says
     bf16: bool = True  # autocast
@@ -104,7 +105,8 @@ class Setup:
         from rloo_memory.prefix_sharing.trainer import SAVES_TIME_FROM
 
         k, prompt, completion = self.num_generations, self.prompt_tokens, self.max_completion_length
-        saves_time = k * (prompt + completion) >= SAVES_TIME_FROM * (prompt - 1 + k * (completion + 1))
+        whole = k * (prompt + (self.padded_to or completion))
+        saves_time = whole >= SAVES_TIME_FROM * (prompt - 1 + k * (completion + 1))
         if not self.prefix_sharing or self.images or saves_time:
             return self
         return replace(self, prefix_sharing=False, shares_generation=True)
@@ -113,6 +115,11 @@ class Setup:
     def splits_groups(self) -> bool:
         """Whether the completions of a shared prompt are spread over several micro-batches."""
         return self.prefix_sharing and self.per_device_train_batch_size < self.num_generations
+
+    @property
+    def rows_to_score(self) -> int:
+        """Rows that are scored together."""
+        return self.num_generations if self.splits_groups else self.per_device_train_batch_size
 
     @property
     def rows_per_pass(self) -> int | None:

@@ -1,5 +1,5 @@
-"""Peaks that the simulation extends from few layers and few passes, beside those of a whole simulation: one line a
-setup and phase. Then the same of what waits on the host."""
+"""What the simulation extends from few layers and few passes, beside a whole simulation: one line a setup and phase
+with the peak and what waits on the host, and one with the operations, bytes and number of operations of its work."""
 
 from dataclasses import replace
 
@@ -55,16 +55,28 @@ setups = {
     "images-features-shared": (replace(base, images=((64, 96),)).arm("shared"), sees_early),
     # What is highest behind an event is another allocation with many passes than with few
     "passes-windows": (
-        replace(base, prompt_tokens=200, max_completion_length=3000, lora_rank=8).with_k(64).arm("shared"),
+        replace(base, prompt_tokens=400, max_completion_length=3000, lora_rank=8).with_k(64).arm("shared"),
         two_kinds,
     ),
     "stock-offloaded": (offloaded, deep),
     "passes-offloaded": (replace(offloaded, device="cpu").with_k(10).arm("shared"), deep),
 }
+
+
+def sums(work) -> tuple[float, float, float]:
+    flops, moved = (sum(times * each[i] for each, times in work.items()) for i in range(2))
+    return flops, moved, work.total()
+
+
 for name, (setup, config) in setups.items():
-    short = extrapolate.phase_peaks(setup, config)
-    whole = extrapolate.highest(simulate.Simulation(setup, config).run())
-    for peak in short:
+    tasks = extrapolate.simulations(setup, config)
+    results = [extrapolate.simulate(*task) for task in tasks]
+    simulation = simulate.Simulation(setup, config)
+    whole = extrapolate.highest(simulation.run())
+    for phase, short in extrapolate.work_of(setup, config, tasks, results).items():
+        both = [sums(work) for work in (short, simulation.work.counted[phase])]
+        print(name, f"{phase}-work", *(x for pair in zip(*both, strict=True) for x in pair))
+    for peak in extrapolate.combine(setup, config, tasks, results):
         stretches = [kinds for place, kinds in whole.items() if place[0] == peak.phase]
         exact, host = (max(map(count, stretches)) for count in (extrapolate.on_device, extrapolate.on_host))
         print(name, peak.phase, peak.total, exact, peak.host, host)

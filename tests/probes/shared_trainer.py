@@ -39,9 +39,11 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 if current_fork.RELEASED:
     from rloo_memory.prefix_sharing.common_start import CommonStart
+    from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
     from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
 else:
     from trl.prefix_sharing.common_start import CommonStart
+    from trl.prefix_sharing.shared_passes import SharedPrefixPasses
     from trl.prefix_sharing.token_budget import TokenBudgetPasses
 
 WORDS = "apple stone river cloud seven tiger green paper light money".split()
@@ -225,13 +227,19 @@ def build_trainer(trainer, folder, model, train_dataset, reward_funcs=reward, pr
 
 
 def train_counting(run):
-    """How often what prompts begin with went through a model by itself, and how often whole rows did."""
+    """How often what prompts begin with went through a model by itself, and how often rows were whole and shared."""
+
+    def watched(kind, name):
+        return mock.patch.object(kind, name, autospec=True, side_effect=getattr(kind, name))
+
     with (
-        mock.patch.object(CommonStart, "go_on", autospec=True, side_effect=CommonStart.go_on) as used,
-        mock.patch.object(TokenBudgetPasses, "forward", autospec=True, side_effect=TokenBudgetPasses.forward) as whole,
+        watched(CommonStart, "go_on") as used,
+        watched(TokenBudgetPasses, "forward") as whole,
+        watched(SharedPrefixPasses, "forward") as shared,
     ):
         run.train()
-    return {"starts": sum(call.args[2] is not None for call in used.call_args_list), "whole": whole.call_count}
+    starts = sum(call.args[2] is not None for call in used.call_args_list)
+    return {"starts": starts, "whole": whole.call_count, "shared": shared.call_count}
 
 
 def outcome(run, skipped=("time", "runtime", "per_second", "num_input_tokens"), after=-1):

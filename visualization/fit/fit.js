@@ -214,7 +214,9 @@ function showWhatIsAlwaysSo() {
   if (DATA.compared) {
     const [apart, below] = ["apart", "below"].map((name) => Math.max(0.01, 100 * DATA.compared[name]).toFixed(2));
     by("compared").textContent = `At ${DATA.compared.choices} random choices this page was at most ${apart} % from the ` +
-      `planner, and at most ${below} % below it, in any phase. `;
+      `planner, and at most ${below} % below it, in any phase. At ${DATA.compared.whole_choices} with prompts so short ` +
+      `that trainers take rows whole, its peak was ${DATA.compared.whole_low.toFixed(2)} to ` +
+      `${DATA.compared.whole_high.toFixed(2)} of the planner’s. `;
   }
   by("reserve").textContent = `${gib(DATA.reserve_bytes)} of a card are kept free for CUDA’s context and cuBLAS. The allocator is ` +
     `expected to waste ${DATA.fragments} of what comes and goes: of all but weights, gradients and optimizer state. Both ` +

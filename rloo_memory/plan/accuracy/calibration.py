@@ -11,10 +11,12 @@ from rloo_memory.plan.peaks import CORRECTION, PredictedPeak
 @dataclass(frozen=True)
 class Calibration:
     """`factors` are measured over predicted, by phase, of the run whose output folder is `folder`. On CUDA of bytes
-    that torch allocates, on a CPU of resident memory above its level before the model was loaded."""
+    that torch allocates, on a CPU of resident memory above its level before the model was loaded. `seconds` are those
+    of an update, by phase."""
 
     folder: str
     factors: dict[str, float]
+    seconds: dict[str, float]
 
     def corrected(self, peaks: list[PredictedPeak]) -> list[PredictedPeak]:
         return [self.corrected_peak(peak) for peak in peaks]
@@ -61,6 +63,10 @@ def load(folder: Path | str, device: str) -> Calibration:
     column, below = ("peak_allocated_bytes", 0) if device == "cuda" else ("peak_resident_bytes", run["start_bytes"])
     measured = rows[rows.index > updates[0]].groupby("phase")[column].max() - below
     predicted = run["predicted_peaks"]
+    later = rows[rows.index > updates[0]]
+    seconds = (later.end - later.start).groupby(later.phase).sum() / (len(updates) - 1)
     return Calibration(
-        str(folder), {phase: measured[phase] / predicted[phase] for phase in predicted if phase in measured}
+        str(folder),
+        {phase: measured[phase] / predicted[phase] for phase in predicted if phase in measured},
+        seconds.to_dict(),
     )

@@ -21,6 +21,7 @@ from rloo_memory.plan.simulation.building import decoder_layers
 from rloo_memory.plan.simulation.events import REFERENCE
 from rloo_memory.plan.simulation.replaced import head_tokens
 from rloo_memory.plan.simulation.simulate import PHASES, Simulation
+from rloo_memory.plan.simulation.work import along_line as along_line_of_work
 
 
 def phase_peaks(setup, hf_config) -> list[PredictedPeak]:
@@ -49,10 +50,19 @@ def layers_that_tell(setup, hf_config) -> int:
     return max(7 if setup.activation_offloading else 3, first + 2)
 
 
-def simulate(setup, hf_config, passes: bool) -> dict[tuple, dict[str, int]]:
-    """What `Simulation.run` gives. Raises `ConfigError` where prefix sharing refuses the model, or anything fails."""
+@dataclass(frozen=True)
+class Simulated:
+    """What `Simulation.run` gives, and the `Work` of its phases."""
+
+    stretches: dict[tuple, dict[str, int]]
+    work: dict[str, Counter]
+
+
+def simulate(setup, hf_config, passes: bool) -> Simulated:
+    """Raises `ConfigError` where prefix sharing refuses the model, or anything fails."""
     try:
-        return Simulation(setup, hf_config).run(passes)
+        simulation = Simulation(setup, hf_config)
+        return Simulated(simulation.run(passes), simulation.work.counted)
     except ConfigError:
         raise
     except Exception as error:  # most often a model whose code looks at values, or takes another mask than most
@@ -63,7 +73,7 @@ def simulate(setup, hf_config, passes: bool) -> dict[tuple, dict[str, int]]:
         ) from error
 
 
-def combine(setup, hf_config, tasks: list[tuple], results: list[dict[tuple, dict[str, int]]]) -> list[PredictedPeak]:
+def combine(setup, hf_config, tasks: list[tuple], results: list[Simulated]) -> list[PredictedPeak]:
     """The peaks of a setup from the results of its `simulations`, in the order of these `tasks`."""
     stretches = stretches_of(setup, hf_config, tasks, results)
     peaks, sharded = [], setup.fully_sharded or setup.zero_stage
@@ -79,22 +89,32 @@ def combine(setup, hf_config, tasks: list[tuple], results: list[dict[tuple, dict
     return peaks
 
 
-def stretches_of(setup, hf_config, tasks: list[tuple], results: list[dict]) -> dict[tuple, dict[str, int]]:
+def stretches_of(setup, hf_config, tasks: list[tuple], results: list[Simulated]) -> dict[tuple, dict[str, int]]:
     """The bytes by kind at the peak of each (phase, event, layer, role), with all layers and all passes, from the
     results of these `tasks`, the `simulations` of a setup."""
     few, more = passes_that_tell(setup)
-    if tasks[0][1] is not hf_config:
-        configs = tasks[0][1], tasks[1][1], hf_config
-        rounds = Rounds(*(config.get_text_config().num_hidden_layers for config in configs))
-        pairs = zip(results[::2], results[1::2], strict=True)
-        results = [rounds.all_layers(*pair) for pair in pairs]
-    stretches, *others = [highest(result) for result in results]
+    each = [result.stretches for result in results]
+    if rounds := Rounds.of_tasks(tasks, hf_config):
+        each = [rounds.all_layers(*pair) for pair in zip(each[::2], each[1::2], strict=True)]
+    stretches, *others = [highest(result) for result in each]
     if more:
         again, generation = others
         x = (setup.num_generations - few) / (more - few)
         both = {place: place[2] for place in map(of_event, again) if place in stretches}
         stretches = extended(stretches, again, both, x) | generation
     return stretches
+
+
+def work_of(setup, hf_config, tasks: list[tuple], results: list[Simulated]) -> dict[str, Counter]:
+    """The work of an update, its scoring and its training, with all layers and all passes, likewise."""
+    few, more = passes_that_tell(setup)
+    each = [result.work for result in results]
+    if rounds := Rounds.of_tasks(tasks, hf_config):
+        x = (rounds.layers - rounds.few) / (rounds.more - rounds.few)
+        each = [along_line_of_work(*pair, x) for pair in zip(each[::2], each[1::2], strict=True)]
+    if more:
+        return along_line_of_work(each[0], each[1], (setup.num_generations - few) / (more - few))
+    return each[0]
 
 
 def passes_that_tell(setup) -> tuple[int, int]:
@@ -151,6 +171,13 @@ class Rounds:
         if len(set(shapes)) > 1 and shapes_of_layers(with_layers(hf_config, few)) != shapes[:few]:
             return None
         return cls(few, few + length, count)
+
+    @classmethod
+    def of_tasks(cls, tasks: list[tuple], hf_config) -> "Rounds | None":
+        """Those that `simulations` chose for these tasks."""
+        if tasks[0][1] is hf_config:
+            return None
+        return cls(*(config.get_text_config().num_hidden_layers for config in (tasks[0][1], tasks[1][1], hf_config)))
 
     def all_layers(self, few: dict, more: dict) -> dict[tuple, dict[str, int]]:
         """What is alive between events, see `Simulation.run`, with all layers, from what it is with few and more."""

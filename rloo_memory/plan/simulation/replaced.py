@@ -17,7 +17,6 @@ from rloo_memory.plan.simulation.autocast import HALF, as_on_cuda
 
 PATCHED_ON_CUDA = {
     "_use_triton": lambda device: True,
-    "_addmm_fp32": lambda total, a, b: None,  # on CUDA a matrix product into `total`
     "triton": SimpleNamespace(cdiv=lambda a, b: -(-a // b)),
 }
 
@@ -28,17 +27,20 @@ class Attention(torch.autograd.Function):
     query's dtype first (ATen, `convert_boolean_attn_mask`)."""
 
     @staticmethod
-    def forward(ctx, query, key, value, mask):
+    def forward(ctx, query, key, value, mask, is_causal, work):
         if mask is not None and mask.dtype == torch.bool:
             mask = query.new_empty(mask.shape)
+        work.attention(query, key, value, mask, is_causal)
+        ctx.is_causal, ctx.work = is_causal, work
         output = query.new_empty(*query.shape[:-1], value.shape[-1])
         ctx.save_for_backward(query, key, value, mask, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
         return output
 
     @staticmethod
     def backward(ctx, grad):
-        query, key, value = ctx.saved_tensors[:3]
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+        query, key, value, mask = ctx.saved_tensors[:4]
+        ctx.work.attention(query, key, value, mask, ctx.is_causal, backward=True)
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None, None
 
 
 class SafeSoftmax(torch.autograd.Function):
@@ -69,7 +71,7 @@ def safe_softmax_in_steps():
         library._destroy()
 
 
-def attention(math, query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False, **kwargs):
+def attention(math, work, query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False, **kwargs):
     """In place of `torch.nn.functional.scaled_dot_product_attention`. On CUDA, only FlashAttention takes fewer
     heads of keys than of queries, in half precision. What is left is `math`, which holds all scores."""
     if torch.is_autocast_enabled("cpu"):  # attention is on autocast's list
@@ -77,7 +79,7 @@ def attention(math, query, key, value, attn_mask=None, is_causal=False, scale=No
         query, key, value = (x.to(dtype) for x in (query, key, value))
     if math is not None and enable_gqa and query.shape[1] != key.shape[1] and query.dtype not in HALF:
         return math(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=True)[0]
-    return Attention.apply(query, key, value, attn_mask)
+    return Attention.apply(query, key, value, attn_mask, is_causal, work)
 
 
 def dropout(input, p=0.5, training=True, inplace=False):
@@ -137,7 +139,7 @@ def pretending(device: str, shapes, counted):
 
     with contextlib.ExitStack() as stack:
         patch = lambda *args, **kwargs: stack.enter_context(mock.patch.object(*args, **kwargs))  # noqa: E731
-        patch(torch.nn.functional, "scaled_dot_product_attention", functools.partial(attention, math))
+        patch(torch.nn.functional, "scaled_dot_product_attention", functools.partial(attention, math, shapes.work))
         masks = {name: without_values(ALL_MASK_ATTENTION_FUNCTIONS[name]) for name in ("sdpa", "eager")}
         stack.enter_context(mock.patch.dict(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, masks))
         patch(ChunkedLogProbFunction, "backward", staticmethod(head_backward))
@@ -155,6 +157,7 @@ def pretending(device: str, shapes, counted):
                 patch(module, "kernels_take", prefix_attention.flash_attention_takes)
             patch(torch.nn.functional, "dropout", dropout)
             kernels = {"_forward_kernel": NoKernel(), "_backward_kernel": NoKernel()}
+            kernels["_addmm_fp32"] = shapes.work.product  # on CUDA a matrix product into what it is given
             for name, value in (PATCHED_ON_CUDA | kernels).items():
                 patch(chunked_logprob, name, value, create=True)
         yield

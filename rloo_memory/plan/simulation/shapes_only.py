@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from rloo_memory.plan.simulation.live_bytes import as_without_mode
+from rloo_memory.plan.simulation.work import Work
 
 MAP_NORESERVE = 0x4000  # Linux; Python names it from 3.13 on
 SPACE = 2**44  # bytes of address space, in which most tensors fit; no memory is reserved for it
@@ -41,17 +42,17 @@ class ShapesOnly(TorchDispatchMode):
     What an operation gives is worked out once, on the meta device, for arguments of the same shapes. Views are made by
     torch, and operations in place do nothing. An operation whose shapes depend on values is an error.
 
-    `memory`, a `LiveBytes`, counts what operations give: one mode for both, because two take a fifth more
-    time.
+    `memory`, a `LiveBytes`, counts what operations give, and `work` what they compute: one mode for all, because two
+    take a fifth more time.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:  # torch's: its wrapper takes a tenth of the time
         return False
 
-    def __init__(self, memory=None):
+    def __init__(self, memory=None, work: Work | None = None):
         super().__init__()
-        self.memory = memory
+        self.memory, self.work = memory, work
         self.creating = False
         self.known: dict[tuple, object] = {}  # what an operation gives; None for a view of an argument
 
@@ -83,9 +84,15 @@ class ShapesOnly(TorchDispatchMode):
             key.append(torch.get_default_dtype())
         if not (any(map(_has_no_values, tensors)) if tensors else self.creating) or func.is_view:
             return func(*args, **kwargs)
+        key = tuple(key)
+        result = self.written_or_new(func, args, kwargs, key)
+        if self.work is not None:
+            self.work.operation(key, func, args, tensors, result)
+        return result
+
+    def written_or_new(self, func, args: tuple, kwargs: dict, key: tuple):
         if func._schema.is_mutable:
             return _written(func, args, kwargs)
-        key = tuple(key)
         if key not in self.known:
             self.known[key] = _on_meta(func, args, kwargs)
         result = self.known[key]

@@ -34,6 +34,7 @@ from rloo_memory.plan.simulation.passes import open_prefix_of, passes_of
 from rloo_memory.plan.simulation.recurrent import operators_in_torch
 from rloo_memory.plan.simulation.replaced import pretending
 from rloo_memory.plan.simulation.shapes_only import ShapesOnly
+from rloo_memory.plan.simulation.work import Work
 
 PHASES = ("load", "generate", "score", "train", "optimizer")
 
@@ -58,8 +59,8 @@ class Simulation:
 
     def __init__(self, setup, hf_config):
         self.setup, self.config = setup, copy.deepcopy(hf_config)  # sharing is noted in a model's config
-        self.memory = LiveBytes()
-        self.shapes = ShapesOnly(self.memory)
+        self.memory, self.work = LiveBytes(), Work()
+        self.shapes = ShapesOnly(self.memory, self.work)
         self.scores = ""  # `REFERENCE` while it does
         self.images = RolloutImages(setup, hf_config, self.shapes, self.memory)
         self.open_prefix = open_prefix_of(setup)
@@ -108,9 +109,10 @@ class Simulation:
         self.memory.reset()
         self.current = (name, "start", None, 0)
         self.visits, self.allocations = Counter(), Counter()
+        self.work.phase = name if name in ("score", "train") else None
         yield
         self.stretches[self.current] = dict(self.memory.at_peak)  # counting goes on
-        self.current = None
+        self.current = self.work.phase = None
 
     def event(self, name: str, layer: int | None = None) -> None:
         """A new stretch begins."""
@@ -318,8 +320,8 @@ class Simulation:
         setup, rows = self.setup, self.setup.per_device_train_batch_size
         length = setup.prompt_tokens + setup.max_completion_length
         if setup.needs_fork:
-            if setup.splits_groups and not torch.is_grad_enabled():
-                rows = setup.num_generations
+            if not torch.is_grad_enabled():
+                rows = setup.rows_to_score
             input_ids, mask = self.groups_of(rows, length), torch.ones(rows, length, dtype=torch.long)
             passes = passes_of(setup, rows, self.open_prefix, self.images.number_of_each(rows))
             images = self.images.inputs(input_ids)
@@ -351,6 +353,7 @@ class Simulation:
 
     def score(self) -> None:
         """The policy, the reference, the reward model. An offloaded reference leaves when the policy trains."""
+        self.work.times = self.setup.rows_per_update / self.setup.rows_to_score / self.setup.num_iterations
         self.log_probs(self.model, self.backbone)
         self.event("reference")
         self.scores = REFERENCE
@@ -360,7 +363,7 @@ class Simulation:
             elif self.setup.beta:  # LoRA: the policy without its adapters
                 with self.model.disable_adapter():
                     self.log_probs(self.model, self.backbone)
-            self.scores = ""
+            self.scores, self.work.times = "", 1
             if self.setup.reward_model:
                 self.event("reward")
                 self.reward()
@@ -388,7 +391,9 @@ class Simulation:
             # Towers get theirs with the prompt's, behind the last micro-batch of its completions
             one_prompt = setup.splits_groups and setup.rows_per_update == setup.num_generations
             self.make_gradients(without=self.weights_of_towers() if one_prompt else frozenset())
+        groups = setup.rows_per_update / setup.num_generations
         if self.open_prefix is None:
+            self.work.times = setup.gradient_accumulation_steps
             self.log_probs(self.model, self.backbone).sum().backward()
             return
         # The first of the micro-batches of a prompt, one that is like all those between, and the last
@@ -396,5 +401,6 @@ class Simulation:
         for number in sorted({0, min(1, last), last}):
             self.open_prefix.micro_batch = number - 1  # as if those between had been
             self.open_prefix.enter(number, updates=number == last)
+            self.work.times = groups * (last - 1 if 0 < number < last else 1)
             self.log_probs(self.model, self.backbone).sum().backward()
             self.open_prefix.backward()

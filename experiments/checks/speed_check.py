@@ -1,0 +1,78 @@
+"""How many times faster sharing was beside what the planner predicts of it: results/plans/speed_check.csv.
+
+    python -m experiments.checks.speed_check [--machine NAME]
+
+The measured ones are of the bench's measurement `worth`.
+"""
+
+import argparse
+import sys
+from dataclasses import replace
+
+import pandas
+
+from experiments.bench.random_models import config_of
+from experiments.config import ROOT
+from rloo_memory.errors import exit_code
+from rloo_memory.plan.predict import predict_all
+from rloo_memory.plan.setups import Setup
+from rloo_memory.plan.simulation.work import Speed, seconds
+from rloo_memory.plan.speed import BANDWIDTH, balances
+
+TABLE = ROOT / "results" / "plans" / "speed_check.csv"
+
+
+def setups_of(prompt: int, completion: int, k: int) -> dict[str, Setup]:
+    """By the bench's names."""
+    whole = Setup(
+        prompt, completion, k, k, dtype="float32", bf16=False, beta=0, padded=False, device="cpu", optim="adamw_torch"
+    )
+    shared = replace(whole, prefix_sharing=True)
+    return {
+        "whole": whole,
+        "shared": shared,
+        "shared-2": replace(shared, tokens_per_forward=2 * (completion + 1)),
+        "shared-micro-2": replace(
+            shared, per_device_train_batch_size=2, steps_per_generation=k // 2, gradient_accumulation_steps=k // 2
+        ),
+    }
+
+
+def rows_of(measured: pandas.DataFrame) -> list[dict]:
+    rows = []
+    index = ["model", "prompt_tokens", "completion_tokens", "k"]
+    for cell, of_cell in measured.groupby(index):
+        model, *lengths = cell
+        predictions = predict_all(setups_of(*map(int, lengths)), config_of(model), lambda line: None)
+        work = {each.arm: each.work for each in predictions}
+        low, high = balances(predictions[0].setup)
+        medians = of_cell.set_index(["way", "metric"])["median"]
+        for way in work.keys() - {"whole"}:
+            for phase in ("score", "train"):
+                metric = f"{phase}_seconds"
+                if (way, metric) not in medians:
+                    continue
+                found = [
+                    seconds(work["whole"][phase], speed) / seconds(work[way][phase], speed)
+                    for speed in (Speed(balance * BANDWIDTH, BANDWIDTH) for balance in (low, high))
+                ]
+                rows.append(
+                    dict(zip(index, cell, strict=True))
+                    | {"way": way, "phase": phase, "measured": medians["whole", metric] / medians[way, metric]}
+                    | {"predicted_low": min(found), "predicted_high": max(found)}
+                )
+    return rows
+
+
+def run(args: argparse.Namespace) -> int:
+    bench = pandas.read_csv(ROOT / "results" / args.machine / "bench.csv")
+    table = pandas.DataFrame(rows_of(bench[bench.measurement == "worth"])).sort_values(["model", "phase"])
+    table.round(3).to_csv(TABLE, index=False)
+    print(table.round(2).to_string())
+    return 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machine", default="reference-cpu-2-cores", help="folder of results/ with the bench's CSV")
+    sys.exit(exit_code("speed_check", run, parser.parse_args()))

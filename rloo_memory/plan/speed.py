@@ -1,0 +1,87 @@
+"""How many times faster scoring and training get where prompts are shared, and seconds beside a measured run.
+
+A simulation tells what each operation computes and moves (`rloo_memory.plan.simulation.work`), and a device is fast at
+one or the other. The ratio of two ways hardly depends on which, so it is given without knowing the device. Seconds are
+not: they are those of a measured run on it, times the ratio to what that run computed.
+"""
+
+from rloo_memory.plan.peaks import Prediction
+from rloo_memory.plan.setups import Setup
+from rloo_memory.plan.simulation.work import Speed, operations, seconds
+
+PHASES = {"score": "scoring", "train": "training"}
+BANDWIDTH = 1e12  # bytes a second; a ratio depends on operations for each byte alone
+# Operations a second for each byte a second: in half precision of GPUs from V100 and A100 (140, 150) to L4 (400), in
+# float32, where matrix units are not used, of GPUs, and of CPUs
+BALANCES = {"half": (100, 400), "float32": (8, 80), "cpu": (4, 40)}
+# Of what an H100 reaches, and seconds that an operation takes to start from Python: the fewest and the most
+H100 = Speed(flops=5e14, bytes=2.5e12)
+STARTS = (4e-6, 20e-6)
+
+
+def balances(setup: Setup) -> tuple[int, int]:
+    if setup.device == "cpu":
+        return BALANCES["cpu"]
+    return BALANCES["half" if setup.autocast or setup.dtype != "float32" else "float32"]
+
+
+def in_words(predictions: list[Prediction]) -> list[str]:
+    """A line for each way that shares prompts, beside the whole rows that take least time, and what binds it else."""
+    whole = [p for p in predictions if p.arm.startswith("stock")]
+    lines = []
+    for shared in predictions if whole else ():
+        if shared.setup.prefix_sharing:
+            low, high = balances(shared.setup)
+            gains = [f"{word} {gain(shared, whole, phase)} times faster" for phase, word in PHASES.items()]
+            kind = "CPUs" if shared.setup.device == "cpu" else "GPUs"
+            lines.append(
+                f"{shared.arm}, beside TRL's faster way: {', '.join(gains)} (by what is computed and moved, on {kind} "
+                f"of {low} to {high} operations a byte)"
+            )
+            lines += bound_by_starts(shared, whole)
+    return lines
+
+
+def gain(shared: Prediction, whole: list[Prediction], phase: str) -> str:
+    """The smallest and the largest that a device makes of it."""
+    found = []
+    for balance in balances(shared.setup):
+        speed = Speed(balance * BANDWIDTH, BANDWIDTH)
+        least = min(seconds(each.work[phase], speed) for each in whole)
+        found.append(round(least / seconds(shared.work[phase], speed), 1))
+    low, high = sorted(found)
+    return f"{low}" if low == high else f"{low} to {high}"
+
+
+def bound_by_starts(shared: Prediction, whole: list[Prediction]) -> list[str]:
+    """A word where a fast GPU computes less long than Python takes to start the operations."""
+    if shared.setup.device == "cpu":
+        return []
+
+    def train(prediction: Prediction, start: float) -> float:
+        work = prediction.work["train"]
+        return max(seconds(work, H100), operations(work) * start)
+
+    if train(shared, STARTS[1]) == train(shared, 0):
+        return []
+    gains = [min(train(each, start) for each in whole) / train(shared, start) for start in STARTS]
+    return [
+        f"  An H100 waits until {operations(shared.work['train']):,.0f} operations an update are started: at "
+        f"{STARTS[0] * 1e6:.0f} to {STARTS[1] * 1e6:.0f} microseconds each, training is {gains[0]:.1f} to "
+        f"{gains[1]:.1f} times as fast. More completions a micro-batch start fewer."
+    ]
+
+
+def seconds_in_words(predictions: list[Prediction], run: Prediction, measured: dict[str, float]) -> list[str]:
+    """Seconds of each way, from those of a measured `run`."""
+    speed = Speed(sum(balances(run.setup)) / 2 * BANDWIDTH, BANDWIDTH)
+    lines = []
+    for each in predictions:
+        taken = [
+            f"{word} {measured[phase] * seconds(each.work[phase], speed) / seconds(run.work[phase], speed):.1f} s"
+            for phase, word in PHASES.items()
+            if measured.get(phase)
+        ]
+        if taken:
+            lines.append(f"{each.arm}: {', '.join(taken)} an update")
+    return lines

@@ -1,0 +1,61 @@
+"""How many times faster the planner says that sharing is."""
+
+import re
+
+import pandas
+import pytest
+
+from experiments.checks import speed_check
+from rloo_memory.models import named_config
+from rloo_memory.plan.predict import predict_all
+from rloo_memory.plan.setups import Setup
+from rloo_memory.plan.simulation.work import attention_flops
+
+pytestmark = pytest.mark.torch
+
+
+def test_what_is_predicted_was_measured():
+    """Within a tenth, but where a pass has so few tokens that starting its operations takes the time."""
+    table = pandas.read_csv(speed_check.TABLE)
+    assert len(table) == 72
+    few = (table.prompt_tokens == 200) & (table.completion_tokens == 100)
+    within = table.measured.between(0.9 * table.predicted_low, 1.1 * table.predicted_high)
+    assert within[~few].all(), table[~few & ~within]
+    assert (table.measured > 0.7 * table.predicted_low).all()
+
+
+def test_the_operations_of_an_update_are_those_that_a_model_needs():
+    """Two for each weight of a matrix and token; four times in training with checkpointing: forward, that again, and
+    twice in a backward. Scores of attention: half of all pairs of tokens."""
+    config = named_config("tiny-qwen3")
+    rows, length, completion = 4, 72, 8
+    setup = Setup(
+        length - completion, completion, rows, 2, gradient_accumulation_steps=2, steps_per_generation=2, beta=0.05,
+        dtype="float32", bf16=False, padded=False, device="cpu",
+    )  # fmt: skip
+    (prediction,) = predict_all({"stock": setup}, config, lambda line: None)
+    layers, hidden, heads, size = (
+        config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.head_dim
+    )  # fmt: skip
+    projections = hidden * size * (2 * heads + 2 * config.num_key_value_heads) + 3 * hidden * config.intermediate_size
+    scores = attention_flops((rows, heads, length, size), (rows, heads, length, size), size, is_causal=True)
+    matrices = 2 * rows * length * projections
+    head = 2 * rows * completion * hidden * config.vocab_size
+    flops = {phase: sum(f * n for (f, _), n in work.items()) for phase, work in prediction.work.items()}
+    assert flops["score"] == 2 * (layers * (matrices + scores) + head)  # the policy and the reference
+    # What is computed again stops in front of a layer's last matrix, and the LM head computes its logits once more
+    last = 2 * rows * length * hidden * config.intermediate_size
+    assert flops["train"] == layers * (4 * matrices - last + 2 * scores + scores * 5 // 2) + 4 * head
+
+
+def test_the_plan_says_how_many_times_faster(planned):
+    words = "--model Qwen/Qwen3-0.6B --lora 8 --prompt 200 --completion 1000 --k 8"
+    whole = planned(*words.split()).stdout
+    found = planned(*words.split(), "--completion-mean", "325").stdout
+    say = r"^shared, beside TRL's faster way: scoring ([\d.]+).*, training ([\d.]+).* on GPUs of 100 to 400 operations"
+    ((score, train),) = re.findall(say, whole, re.MULTILINE)
+    ((shorter_score, shorter_train),) = re.findall(say, found, re.MULTILINE)
+    assert 1 <= float(score) < 1.3 and 1 <= float(train) < 1.3
+    assert float(shorter_score) > 2.5 and float(shorter_train) > 2.5  # whole rows are padded to the longest
+    assert "An H100 waits until" in found and found.split("stock, train")[0] == whole.split("stock, train")[0]
+    assert planned(*words.split(), "--completion-mean", "1001").returncode == 2
