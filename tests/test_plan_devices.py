@@ -5,6 +5,7 @@ import json
 import pytest
 
 from rloo_memory.models import meta_model, named_config
+from rloo_memory.plan.accuracy.cards import cards
 from rloo_memory.settings import profiles
 
 pytestmark = pytest.mark.torch
@@ -58,3 +59,22 @@ def test_zero_takes_what_deepspeeds_own_estimators_say(spread, name, stage, of_a
     assert f"ZeRO-{stage}: by formulas" in said and "float32 shards" in said
     whole, gathered = 2 * weights(), kinds["generate"].get("parameters", 0)
     assert gathered == pytest.approx(whole if stage == 2 or "offload" in name else whole * 9 / 8, rel=0.01)
+
+
+def test_the_smallest_cards_hold_it_and_smaller_ones_do_not(planned):
+    options = ("--model", "Qwen/Qwen3-4B", "--lora", 8, "--prompt", 3000, "--completion", 256, "--k", 8)
+    options += ("--arms", "stock,shared")
+    found = [line.split("  ") for line in planned(*options, "--cards").stdout.splitlines()]
+    found = {words[0]: [float(x.split()[0]) for x in words[1:] if x] for words in found[-2:]}
+    assert all(len(sizes) == 4 and sizes == sorted(sizes, reverse=True) for sizes in found.values()), found
+    assert found["shared"][0] < found["stock"][0]
+    sizes = [card.seen or card.sold for card in cards()]
+    place = sizes.index(found["shared"][0])
+    assert place > 0
+    for size, fits in ((sizes[place], True), (sizes[place - 1], False)):
+        said = planned(*options, "--device-memory", f"{size}GiB").stdout
+        (verdict,) = [line.split("  ")[-1].strip() for line in said.splitlines() if line.startswith("shared ")]
+        assert (verdict == "yes") == fits, (size, verdict)
+    for option in (("--device", "cpu"), ("--accelerate", FOLDER / "fsdp2.yaml")):
+        refused = planned(*options, "--cards", *option)
+        assert refused.returncode == 2 and "--cards" in refused.stderr

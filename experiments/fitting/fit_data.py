@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import get_context
 
 from tqdm import tqdm
@@ -25,6 +25,7 @@ from rloo_memory.errors import ConfigError, exit_code
 from rloo_memory.plan.accuracy import reserve
 from rloo_memory.plan.options import quiet
 from rloo_memory.plan.setups import Setup
+from rloo_memory.plan.smallest import on_cards
 
 PARTS, PAGE = ROOT / ".build" / "fit", ROOT / "docs" / "fit.json"
 MOST_ERROR = 0.02  # of a phase's peak
@@ -43,11 +44,6 @@ TRAINED = {
 }
 ON_ONE_CARD = ("lora-4-bits",)  # quantized weights have no formula on several
 PAGE_ARMS = ("stock", "stock-accumulate", "shared")
-
-
-def on_cards(setup: Setup, number: int) -> Setup:
-    """With FSDP2 on several: weights are read in bfloat16, and shards of trained ones are float32, see `sharding`."""
-    return setup if number == 1 else replace(setup, num_devices=number, fully_sharded=True, dtype="bfloat16")
 
 
 @dataclass(frozen=True)

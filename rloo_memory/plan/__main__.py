@@ -20,7 +20,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from rloo_memory.errors import ConfigError, choose, exit_code
-from rloo_memory.plan import levers, speed
+from rloo_memory.plan import levers, smallest, speed
 from rloo_memory.plan.accuracy.measured import measured_errors
 from rloo_memory.plan.accuracy.reserve import Room
 from rloo_memory.plan.images import PromptImages
@@ -78,6 +78,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_memory_options(parser, default=": says what fits")
     parser.add_argument("--arms", help=f"some of {', '.join(ARM_NAMES)}; default: those of today")
     parser.add_argument("--largest", choices=tuple(LARGEST), help="find the largest that fits the device memory")
+    parser.add_argument("--cards", action="store_true", help="find the smallest that hold it, also 2 to 8 with FSDP2")
     parser.add_argument(
         "--completion-mean", type=int, help="tokens of completions on average, where --completion is the longest"
     )
@@ -126,6 +127,8 @@ def run(args: argparse.Namespace) -> int:
     arms = chosen_arms(args.arms, question.setup)
     model, hf_config, setup = question.model, question.hf_config, question.setup
     room, calibration = question.room, question.calibration
+    if args.cards:
+        smallest.check_cards(setup)
     longest = setup.max_completion_length
     if args.completion_mean is not None and not 1 <= args.completion_mean <= longest:
         raise ConfigError(f"--completion-mean {args.completion_mean}: between 1 and --completion, {longest}")
@@ -152,6 +155,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"fits: within {taken}; just: by less than the error, or than the allocator's part")
     print(measured_errors().in_words(max(prediction.peak.total for prediction in predictions)))
     for words in speed.in_words(timed):
+        print(words)
+    for words in smallest.in_words(predictions, hf_config, say) if args.cards else ():
         print(words)
     if calibration:
         run = read_run(args.calibration)

@@ -1,0 +1,63 @@
+"""The smallest cards that hold a training: one, or several that share its weights with FSDP2."""
+
+from dataclasses import replace
+
+from rloo_memory.errors import ConfigError
+from rloo_memory.plan.accuracy.cards import Card, cards
+from rloo_memory.plan.accuracy.reserve import FIXED, OUTSIDE, Room
+from rloo_memory.plan.peaks import Prediction
+from rloo_memory.plan.predict import predict_all
+from rloo_memory.plan.setups import Setup, check
+from rloo_memory.sizes import GIB
+
+NUMBERS = (1, 2, 4, 8)
+
+
+def check_cards(setup: Setup) -> None:
+    """Raises `ConfigError` for a training whose cards are chosen already."""
+    if setup.device == "cpu" or setup.is_distributed or setup.use_vllm:
+        raise ConfigError(
+            "--cards looks for GPUs of a training that generates with transformers: leave out --device cpu, "
+            "--accelerate and use_vllm"
+        )
+
+
+def on_cards(setup: Setup, number: int) -> Setup:
+    """Weights are read in bfloat16, and shards of trained ones are float32."""
+    return setup if number == 1 else replace(setup, num_devices=number, fully_sharded=True, dtype="bfloat16")
+
+
+def in_words(predictions: list[Prediction], hf_config, say) -> list[str]:
+    """A table: for each way and number of cards, the smallest that holds it with what its allocator wastes."""
+    setups = {f"{p.arm} on {n}": on_cards(p.setup, n) for p in predictions for n in NUMBERS[1:]}
+    setups = {label: setup for label, setup in setups.items() if is_right(setup, hf_config)}
+    found = {f"{p.arm} on 1": p for p in predictions}
+    found |= {p.arm: p for p in (predict_all(setups, hf_config, say) if setups else ())}
+    lines = [f"{'smallest card, GiB':18}{'1 card':>24}" + "".join(f"{f'{n} with FSDP2':>24}" for n in NUMBERS[1:])]
+    for p in predictions:
+        cells = [smallest(found.get(f"{p.arm} on {n}")) for n in NUMBERS]
+        lines.append(f"{p.arm:18}" + "".join(f"{cell:>24}" for cell in cells))
+    return lines
+
+
+def is_right(setup: Setup, hf_config) -> bool:
+    try:
+        check(setup, hf_config)
+    except ConfigError:
+        return False
+    return True
+
+
+def smallest(prediction: Prediction | None) -> str:
+    if prediction is None:
+        return "cannot"
+    card = next((card for card in cards() if room_of(card).holds(prediction.phases)), None)
+    return "none" if card is None else f"{size_of(card):g} ({card.names.split(',')[0]})"
+
+
+def size_of(card: Card) -> float:
+    return card.seen or card.sold
+
+
+def room_of(card: Card) -> Room:
+    return Room(round(size_of(card) * GIB) - OUTSIDE, FIXED)
