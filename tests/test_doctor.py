@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import yaml
@@ -98,7 +99,8 @@ def faked(monkeypatch, peak):
     """The doctor without simulations: `peak` gives the bytes of a setup."""
 
     def predict(label, setup, hf_config, calibration=None):
-        return Prediction(label, setup, [PredictedPeak("train", peak(setup), {"activations": peak(setup)}, 0)])
+        peaks = [PredictedPeak("train", peak(setup), {"activations": peak(setup)}, 0)]
+        return Prediction(label, setup, peaks, {"train": Counter({(3, 1) if setup.prefix_sharing else (9, 3): 1})})
 
     def predict_all(setups, hf_config, say, calibration=None):
         return [predict(label, setup, hf_config) for label, setup in setups.items()]

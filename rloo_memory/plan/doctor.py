@@ -17,6 +17,7 @@ from pathlib import Path
 
 from rloo_memory.errors import ConfigError, exit_code
 from rloo_memory.models import is_model
+from rloo_memory.plan import speed
 from rloo_memory.plan.accuracy.calibration import Calibration
 from rloo_memory.plan.accuracy.measured import measured_errors
 from rloo_memory.plan.accuracy.reserve import Room
@@ -199,6 +200,8 @@ def run(args: argparse.Namespace) -> int:
     for name, prediction in sorted(predictions.items(), key=lambda pair: pair[1].peak.total):
         saved = now.peak.total - prediction.peak.total
         effect = levers[name].effect(setup)
+        if name == SHARING.name:
+            effect += f"; training {speed.gain(prediction, [now], 'train')} times faster"
         if host := prediction.most_on_host.host:
             effect += f"; {host / GIB:.2f} GiB wait on the host"
         print(f"  {prediction.peak.total / GIB:8.2f}  {-saved / GIB:+8.2f}  {name:31} {effect}")

@@ -1,5 +1,4 @@
-"""What was measured and the planner says: how far its predictions were, and how many times as fast training was where
-prompts are shared.
+"""What was measured and the planner says: how far its predictions were.
 
 `measured.json` beside this file is made of the committed results by `experiments.checks.measured_ranges`.
 """
@@ -40,26 +39,7 @@ class MeasuredErrors:
         )
 
 
-@dataclass(frozen=True)
-class TimesFaster:
-    """How many times as fast the training pass was with shared prompts at a token ratio: the slowest and the fastest
-    of the models and of the ways to share."""
-
-    ratio: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.low:.1f} to {self.high:.1f} times as fast at {self.ratio:.1f}"
-
-
 @functools.cache
 def measured_errors() -> MeasuredErrors:
     """Of all machines that were measured."""
     return MeasuredErrors(**json.loads(FILE.read_text())["errors"])
-
-
-@functools.cache
-def times_faster() -> tuple[TimesFaster, ...]:
-    """By token ratio, the smallest first."""
-    return tuple(TimesFaster(**each) for each in json.loads(FILE.read_text())["times_faster"])
