@@ -47,6 +47,7 @@ evidence:
 	-.venv/bin/python -m experiments.checks.published_peaks
 	-.venv/bin/python -m experiments.checks.model_families --write docs/models.md
 	-$(if $(TRL),.venv/bin/python -m experiments.checks.upstream_tests $(TRL) $(WHERE))
+	-.venv/bin/python -m experiments.checks.speed_check $(WHERE)
 	.venv/bin/python -m experiments.checks.measured_ranges
 	.venv/bin/python -m experiments.checks.age
 

@@ -59,3 +59,6 @@ def test_the_plan_says_how_many_times_faster(planned):
     assert float(shorter_score) > 2.5 and float(shorter_train) > 2.5  # whole rows are padded to the longest
     assert "An H100 waits until" in found and found.split("stock, train")[0] == whole.split("stock, train")[0]
     assert planned(*words.split(), "--completion-mean", "1001").returncode == 2
+    assert "rows are scored and trained whole" not in whole
+    short = planned(*words.replace("200", "50").split(), "--arms", "stock,shared").stdout
+    assert "rows are scored and trained whole" in short

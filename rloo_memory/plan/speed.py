@@ -38,6 +38,8 @@ def in_words(predictions: list[Prediction]) -> list[str]:
                 f"{shared.arm}, beside TRL's faster way: {', '.join(gains)} (by what is computed and moved, on {kind} "
                 f"of {low} to {high} operations a byte)"
             )
+            if shared.setup.as_run is not shared.setup:
+                lines.append("  Its prompts are so short that rows are scored and trained whole.")
             lines += bound_by_starts(shared, whole)
     return lines
 

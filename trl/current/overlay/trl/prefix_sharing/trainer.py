@@ -282,6 +282,9 @@ class TrainerPasses:
         found = [len(groups) * group_size > len(input_ids), length == 0, is_worth_it]
         differ, is_without, is_worth_it = gather(torch.tensor([found], device=self.device)).any(0).tolist()
         mode = self.model.training
+        if self._goes_whole[mode] == is_worth_it:
+            way = "shared" if is_worth_it else "so short that rows go through the model whole"
+            logger.info(f"From this batch on, prompts are {way}.")
         self._prompts_differ[mode], self._goes_whole[mode] = differ, not is_worth_it
         self._common_length[mode] = 0 if is_without else length
 
