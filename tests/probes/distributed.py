@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 2 tests/probes/distributed.py FOLDER ARM RUNS
 
-With the arm "released" they share by `share_prompts`.
+With the arm "released", runs that share do so by `share_prompts`.
 RUNS is a JSON list of dictionaries: a `name` and arguments of `train`. What a run computed goes to FOLDER/NAME-ARM.pt.
 """
 
@@ -113,7 +113,6 @@ def train(
     dtype="float64",
     accumulate=1,
     rows=2 * COMPLETIONS,
-    updates=4,
     generate=False,
     evaluate=False,
     lora=False,
@@ -122,7 +121,7 @@ def train(
     resume=None,
     prompts=PROMPTS,
     options=None,
-    by_call=False,
+    by_call,
 ):
     """One training, with micro-batches of some `rows`: of two groups, of one, or of a part of one. Unless told to
     `generate`, completions are fixed, so that both arms train on the same ones. With `differ`, the prompts of a group
@@ -131,8 +130,8 @@ def train(
     With `save` it leaves a checkpoint after that update, with `resume` it goes on from that of an earlier run."""
     trainer_class, config_class = TRAINERS[trainer]
     options = dict(options or {})
-    if by_call:
-        sharing = {name: options.pop(name) for name in ("prefix_sharing", "tokens_per_forward") if name in options}
+    names = ("prefix_sharing", "tokens_per_forward") if by_call else ()
+    sharing = {name: options.pop(name) for name in names if name in options}
     dataset = []
     for start in range(0, len(prompts), accumulate):  # rank 0 takes the first half of what is generated at once
         steps = prompts[start : start + accumulate]
@@ -152,7 +151,7 @@ def train(
         learning_rate=0.03,
         lr_scheduler_type="constant",
         max_grad_norm=0.0,
-        max_steps=updates,
+        max_steps=2 if generate else 3,
         num_iterations=accumulate,
         gradient_accumulation_steps=accumulate * 2 * COMPLETIONS // rows,
         shuffle_dataset=False,
@@ -180,7 +179,7 @@ def train(
         callbacks=[recorder],
         peft_config=LoraConfig(r=4, lora_alpha=64, target_modules="all-linear") if lora else None,
     )
-    if by_call:
+    if sharing:
         share_prompts(instance, **sharing)
     completions = []
     generate_single_turn = instance._generate_single_turn
