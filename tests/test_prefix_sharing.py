@@ -36,7 +36,7 @@ def test_in_half_precision_the_error_is_no_larger_than_that_of_whole_sequences(p
     results = probe("shared_exactness", kind, "bfloat16", "float32+bfloat16")
     for precision, result in results.items():
         for of in ("tokens", "gradient"):
-            for setting in range(3):  # passes of 3, of 9 tokens, of 2 with checkpointing
+            for setting in range(2):  # passes of 9 tokens, of 16 with checkpointing
                 ratios = {name: errors[of][setting] / errors[f"stock_{of}"] for name, errors in result.items()}
                 assert len(ratios) == NUMBERS[kind][1]
                 assert is_no_larger(ratios, EXPERTS), (precision, of, setting, ratios)
@@ -94,7 +94,7 @@ def test_random_batches_score_and_decode_as_whole_sequences(probe):
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["rloo", "grpo"])
 def test_training_runs_are_the_same_in_every_setting(probe, trainer):
-    """Three updates with sampled completions, in float64: the same tokens, logs and parameters to rounding."""
+    """Two updates or three with sampled completions, in float64: the same tokens, logs and parameters to rounding."""
     result = probe("shared_trainer", trainer)
     assert len(result) >= 15
     for name, run in result.items():

@@ -10,7 +10,7 @@ from experiments.builds import build
 from experiments.config import ROOT
 
 RELEASES = ("1.14.2", "1.15.0", "1.16.0")
-# Of the whole runs in docs/prefix_sharing.md, which took the same programs
+# Of the whole runs in docs/prefix_sharing.md, which took the same programs with three updates each
 SAMPLE = ("rloo two of 4 a micro-batch, lora", "rloo qwen3.5", "grpo alike, two of 4", "grpo passes of 9")
 OF_IMAGES = ("grpo internvl, two of 4",)
 

@@ -65,8 +65,8 @@ def test_what_cannot_be_shared_is_refused_with_the_place_and_a_remedy(probe):
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["rloo", "grpo"])
 def test_training_runs_are_the_same_and_encode_each_prompts_images_once(probe, trainer):
-    """Three updates in float64 with sampled completions, four a prompt: the policy, its old log-probabilities, the
-    reference and generation. Stock encodes every image four times in each of them."""
+    """Two updates or three in float64 with sampled completions, four a prompt: the policy, its old log-probabilities,
+    the reference and generation. Stock encodes every image four times in each of them."""
     result = probe("shared_images_trainer", trainer)
     assert len(result) == {"rloo": 8, "grpo": 5}[trainer]
     for name, run in result.items():

@@ -48,8 +48,8 @@ else:
 
 WORDS = "apple stone river cloud seven tiger green paper light money".split()
 # Prompts of unequal length; two are equal, and one is a single token
-PROMPTS = [" ".join(WORDS[i % 10] for i in range(n, n + 3 * n)) for n in (5, 2, 7)] + ["e"]
-PROMPTS.insert(2, PROMPTS[0])
+PROMPTS = [" ".join(WORDS[i % 10] for i in range(n, n + 3 * n)) for n in (5, 2, 7)]
+PROMPTS[2:2] = ["e", PROMPTS[0]]
 COMMON = " ".join(WORDS * 13) + " "  # in front of all, where they begin alike
 SHORT = ["e", "a", "e", "r", "t"]  # a token or two: rows go whole
 TOKENIZER = models.build_tokenizer([" ".join(WORDS)] * 4, 300)
@@ -84,12 +84,11 @@ SCENARIOS = {
     "rloo experts": dict(experts=True, tokens=2 * 7),
     "rloo lora": dict(lora="config", tokens=2 * 7),
     "rloo lora, trained before": dict(lora="model"),
-    "rloo gemma4 class": dict(nested="gemma4", learning_rate=1e-3, evaluate=True),
+    "rloo gemma4 class": dict(nested="gemma4", learning_rate=1e-3),
     "rloo qwen3.5 class": dict(nested="qwen3.5", tokens=2 * 7),
     "rloo lfm2, no checkpointing": dict(states="lfm2", gradient_checkpointing=False, tokens=3 * 7),
     "rloo kimi-linear, one-token completions": dict(states="kimi-linear", experts=True, max_completion_length=1),
     "rloo bamba, lora": dict(states="bamba", lora="config", tokens=2 * 7),
-    "rloo granite-hybrid": dict(states="granite-hybrid", experts=True, tokens=2 * 7),
     "rloo one of 4 a micro-batch": dict(batch=1, gradient_accumulation_steps=4),
     "rloo two of 4 a micro-batch, two prompts an update": dict(batch=2, gradient_accumulation_steps=4),
     "rloo two of 4 a micro-batch, iterations": dict(PARTS, num_iterations=2, steps_per_generation=4),
@@ -125,7 +124,6 @@ SCENARIOS = {
                                                             batch=8, tokens=40, whole=True),
     "grpo lora beta": dict(trainer="grpo", lora="config", beta=0.05),
     "grpo experts": dict(trainer="grpo", experts=True),
-    "grpo qwen3.5 class": dict(trainer="grpo", nested="qwen3.5", beta=0.05),
     "grpo falcon-h1": dict(trainer="grpo", states="falcon-h1", beta=0.05, tokens=2 * 7),
     "grpo olmo-hybrid": dict(trainer="grpo", states="olmo-hybrid", num_iterations=2, gradient_accumulation_steps=2),
     "grpo qwen3-next, lora": dict(trainer="grpo", states="qwen3-next", experts=True, lora="config", tokens=3 * 7),
@@ -139,7 +137,7 @@ SCENARIOS = {
     "grpo off-policy mask": dict(trainer="grpo", off_policy_mask_threshold=0.5, num_iterations=2),
     # The others, and DAPO, the default, sum over the same log-probabilities
     **{f"grpo {loss}": dict(trainer="grpo", loss_type=loss, num_iterations=2, tokens=2 * 7)
-       for loss in ("bnpo", "cispo", "vespo")},
+       for loss in ("cispo", "vespo")},
     "grpo two of 4 a micro-batch, bnpo": dict(PARTS, trainer="grpo", loss_type="bnpo", num_iterations=2),
 }  # fmt: skip
 
@@ -203,8 +201,9 @@ def build_trainer(trainer, folder, model, train_dataset, reward_funcs=reward, pr
                   **options):  # fmt: skip
     make_config, make_trainer = (RLOOConfig, RLOOTrainer) if trainer == "rloo" else (GRPOConfig, GRPOTrainer)
     defaults = dict(
-        num_generations=4, max_steps=3, max_completion_length=6, learning_rate=1e-2, seed=1, use_cpu=True, bf16=False,
-        logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True,
+        num_generations=4, max_steps=3 if {"num_iterations", "steps_per_generation"} & options.keys() else 2,
+        max_completion_length=6, learning_rate=1e-2, seed=1, use_cpu=True, bf16=False, logging_steps=1,
+        save_strategy="no", report_to="none", disable_tqdm=True,
     )  # fmt: skip
     if eval_dataset is not None:
         defaults |= dict(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4)
