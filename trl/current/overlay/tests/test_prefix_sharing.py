@@ -177,6 +177,7 @@ class TestPrefixSharingTrainers(TrlTestCase):
             max_completion_length=8,  # reduce the completion length to reduce memory usage
             prefix_sharing=True,
             tokens_per_forward=18,  # two completions with a prompt token each
+            max_steps=5,
             report_to="none",
         )
         trainer = trainer_class(
@@ -206,6 +207,7 @@ class TestPrefixSharingTrainers(TrlTestCase):
             max_completion_length=8,  # reduce the completion length to reduce memory usage
             beta=0.1,  # the reference is the model with the adapter disabled
             prefix_sharing=True,
+            max_steps=5,
             report_to="none",
         )
         trainer = trainer_class(

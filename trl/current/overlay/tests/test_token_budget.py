@@ -95,6 +95,7 @@ class TestTokenBudget(TrlTestCase):
             num_generations=3,  # reduce the number of generations to reduce memory usage
             max_completion_length=8,  # reduce the completion length to reduce memory usage
             tokens_per_forward=16,
+            max_steps=5,
             report_to="none",
         )
         trainer = trainer_class(
