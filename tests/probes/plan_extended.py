@@ -48,7 +48,6 @@ setups = {
         extrapolate.with_layers(eight_layers, 2),
     ),
     "alternating-shared": (base.arm("shared"), alternating),
-    "states": (base, states),
     "states-shared": (base.arm("shared"), states),
     "states-in-every-layer": (base.arm("shared"), states_too),
     "images-shared": (replace(base, images=((112, 168), (56, 56))).with_k(12).arm("shared"), sees),
