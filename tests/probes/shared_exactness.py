@@ -161,7 +161,7 @@ def errors_of(name, dtype, autocast=None):
             truth = run(build(name, dtype).double(), name, seeds)
     enable_prefix_sharing(model)
     errors = {"tokens": [], "gradient": [], "loss": []}  # by setting
-    for checkpointing, settings in SETTINGS[1::2] if half else SETTINGS:
+    for checkpointing, settings in SETTINGS[3::2] if half else SETTINGS:
         if checkpointing:
             model.gradient_checkpointing_enable()
         with precision:
