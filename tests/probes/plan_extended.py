@@ -69,6 +69,7 @@ def sums(work) -> tuple[float, float, float]:
 
 for name, (setup, config) in setups.items():
     tasks = extrapolate.simulations(setup, config)
+    assert len(tasks) > 1, f"{name}: nothing is extended"
     results = [extrapolate.simulate(*task) for task in tasks]
     simulation = simulate.Simulation(setup, config)
     whole = extrapolate.highest(simulation.run())
