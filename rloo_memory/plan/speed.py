@@ -7,7 +7,7 @@ not: they are those of a measured run on it, times the ratio to what that run co
 
 from rloo_memory.plan.peaks import Prediction
 from rloo_memory.plan.setups import Setup
-from rloo_memory.plan.simulation.work import Speed, operations, seconds
+from rloo_memory.plan.simulation.work import Speed, seconds
 
 PHASES = {"score": "scoring", "train": "training"}
 BANDWIDTH = 1e12  # bytes a second; a ratio depends on operations for each byte alone
@@ -62,13 +62,13 @@ def bound_by_starts(shared: Prediction, whole: list[Prediction]) -> list[str]:
 
     def train(prediction: Prediction, start: float) -> float:
         work = prediction.work["train"]
-        return max(seconds(work, H100), operations(work) * start)
+        return max(seconds(work, H100), work.total() * start)
 
     if train(shared, STARTS[1]) == train(shared, 0):
         return []
     gains = [min(train(each, start) for each in whole) / train(shared, start) for start in STARTS]
     return [
-        f"  An H100 waits until {operations(shared.work['train']):,.0f} operations an update are started: at "
+        f"  An H100 waits until {shared.work['train'].total():,.0f} operations an update are started: at "
         f"{STARTS[0] * 1e6:.0f} to {STARTS[1] * 1e6:.0f} microseconds each, training is {gains[0]:.1f} to "
         f"{gains[1]:.1f} times as fast. More completions a micro-batch start fewer."
     ]

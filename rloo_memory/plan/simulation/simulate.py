@@ -391,13 +391,12 @@ class Simulation:
             # Towers get theirs with the prompt's, behind the last micro-batch of its completions
             one_prompt = setup.splits_groups and setup.rows_per_update == setup.num_generations
             self.make_gradients(without=self.weights_of_towers() if one_prompt else frozenset())
-        groups = setup.rows_per_update / setup.num_generations
         if self.open_prefix is None:
             self.work.times = setup.gradient_accumulation_steps
             self.log_probs(self.model, self.backbone).sum().backward()
             return
         # The first of the micro-batches of a prompt, one that is like all those between, and the last
-        last = self.open_prefix.num_micro_batches - 1
+        last, groups = self.open_prefix.num_micro_batches - 1, setup.rows_per_update / setup.num_generations
         for number in sorted({0, min(1, last), last}):
             self.open_prefix.micro_batch = number - 1  # as if those between had been
             self.open_prefix.enter(number, updates=number == last)

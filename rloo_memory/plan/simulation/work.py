@@ -83,7 +83,7 @@ def cost(func, args: tuple, tensors: list[torch.Tensor], result) -> tuple[int, i
     moved = nbytes(*tensors, *results)
     if func in ATTENTION:
         query, key, value = args[ATTENTION[func] : ATTENTION[func] + 3]
-        is_causal = any(x is True for x in args) or "is_causal" in func.__name__
+        is_causal = any(x is True for x in args)
         flops = attention_flops(query.shape, key.shape, value.shape[-1], is_causal)
         return (flops * 5 // 2 if ATTENTION[func] else flops), moved
     if func is ATEN._grouped_mm.default:
@@ -94,11 +94,6 @@ def cost(func, args: tuple, tensors: list[torch.Tensor], result) -> tuple[int, i
 
 def seconds(counted: Counter[tuple[int, int]], speed: Speed) -> float:
     return sum(times * max(flops / speed.flops, moved / speed.bytes) for (flops, moved), times in counted.items())
-
-
-def operations(counted: Counter[tuple[int, int]]) -> float:
-    """How many are started."""
-    return counted.total()
 
 
 def along_line(few: dict[str, Counter], more: dict[str, Counter], x: float) -> dict[str, Counter]:

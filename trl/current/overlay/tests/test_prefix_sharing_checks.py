@@ -13,6 +13,8 @@
 # limitations under the License.
 
 
+from dataclasses import replace
+
 import pytest
 import torch
 from datasets import load_dataset
@@ -22,6 +24,8 @@ from transformers.utils import is_peft_available
 from trl import GRPOConfig, RLOOConfig
 from trl.prefix_sharing.enabling import enable_prefix_sharing
 from trl.prefix_sharing.generation import generate_with_shared_prefix
+from trl.prefix_sharing.probe import PROBE_PREFIX_LENGTH, error_of_passes
+from trl.prefix_sharing.shared_passes import SharedPrefixPasses
 
 from .test_prefix_sharing import TRAINERS, load, make_inputs
 from .testing_utils import TrlTestCase, require_peft
@@ -49,6 +53,17 @@ class TestPrefixSharingChecks(TrlTestCase):
     def test_invalid_config(self, config_class, option, kwargs, match):
         with pytest.raises(ValueError, match=match):
             config_class(output_dir=self.tmp_dir, num_generations=4, per_device_train_batch_size=4, **option, **kwargs)
+
+    def test_no_number_is_no_agreement(self):
+        class NoNumbers(SharedPrefixPasses):
+            def forward(self, *args, **kwargs):
+                outputs = super().forward(*args, **kwargs)
+                return replace(outputs, last_hidden_state=outputs.last_hidden_state * torch.nan)
+
+        model = load(MODEL_ID)
+        enable_prefix_sharing(model)
+        assert error_of_passes(model, SharedPrefixPasses(PROBE_PREFIX_LENGTH)) == 0
+        assert error_of_passes(model, NoNumbers(PROBE_PREFIX_LENGTH)) != 0
 
     @pytest.mark.parametrize("config_class", [RLOOConfig, GRPOConfig])
     @pytest.mark.parametrize(
