@@ -8,6 +8,7 @@ The measured ones are of the bench's measurement `worth`.
 import argparse
 import sys
 from dataclasses import replace
+from itertools import product
 
 import pandas
 
@@ -16,8 +17,7 @@ from experiments.config import ROOT
 from rloo_memory.errors import exit_code
 from rloo_memory.plan.predict import predict_all
 from rloo_memory.plan.setups import Setup
-from rloo_memory.plan.simulation.work import Speed, seconds
-from rloo_memory.plan.speed import BANDWIDTH, balances
+from rloo_memory.plan.speed import PHASES, ratios
 
 TABLE = ROOT / "results" / "plans" / "speed_check.csv"
 
@@ -44,23 +44,18 @@ def rows_of(measured: pandas.DataFrame) -> list[dict]:
     for cell, of_cell in measured.groupby(index):
         model, *lengths = cell
         predictions = predict_all(setups_of(*map(int, lengths)), config_of(model), lambda line: None)
-        work = {each.arm: each.work for each in predictions}
-        low, high = balances(predictions[0].setup)
+        whole, *ways = predictions
         medians = of_cell.set_index(["way", "metric"])["median"]
-        for way in work.keys() - {"whole"}:
-            for phase in ("score", "train"):
-                metric = f"{phase}_seconds"
-                if (way, metric) not in medians:
-                    continue
-                found = [
-                    seconds(work["whole"][phase], speed) / seconds(work[way][phase], speed)
-                    for speed in (Speed(balance * BANDWIDTH, BANDWIDTH) for balance in (low, high))
-                ]
-                rows.append(
-                    dict(zip(index, cell, strict=True))
-                    | {"way": way, "phase": phase, "measured": medians["whole", metric] / medians[way, metric]}
-                    | {"predicted_low": min(found), "predicted_high": max(found)}
-                )
+        for way, phase in product(ways, PHASES):
+            metric = f"{phase}_seconds"
+            if (way.arm, metric) not in medians:
+                continue
+            low, high = ratios(way, [whole], phase)
+            rows.append(
+                dict(zip(index, cell, strict=True))
+                | {"way": way.arm, "phase": phase, "measured": medians["whole", metric] / medians[way.arm, metric]}
+                | {"predicted_low": low, "predicted_high": high}
+            )
     return rows
 
 

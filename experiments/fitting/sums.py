@@ -126,11 +126,11 @@ def sums_of(setup: Setup, hf_config, arm: str, window: int | None) -> tuple[dict
         lengths += MANY_OF_SHARED
         if window:  # rows that fit it have no masks, so other allocations
             lengths = [(prompt, max(completion, window + 1 - prompt), k) for prompt, completion, k in lengths]
-        shared = {each: setup_at(setup, arm, each) for each in lengths}
-        lengths = [each for each, there in shared.items() if there.as_run is there]  # others go whole
     simulated = {}
     for each in lengths:
         there = setup_at(setup, arm, each)
+        if there.as_run is not there:  # its rows go whole
+            continue
         tasks = extrapolate.simulations(there, hf_config)
         results = [extrapolate.simulate(*task) for task in tasks]
         simulated[each] = extrapolate.stretches_of(there, hf_config, tasks, results)

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from rloo_memory.errors import ConfigError
-from rloo_memory.plan.accuracy.cards import Card, cards
-from rloo_memory.plan.accuracy.reserve import FIXED, OUTSIDE, Room
+from rloo_memory.plan.accuracy.cards import cards
+from rloo_memory.plan.options import room_of
 from rloo_memory.plan.peaks import Prediction
 from rloo_memory.plan.predict import predict_all
 from rloo_memory.plan.setups import Setup, check
@@ -51,13 +51,8 @@ def is_right(setup: Setup, hf_config) -> bool:
 def smallest(prediction: Prediction | None) -> str:
     if prediction is None:
         return "cannot"
-    card = next((card for card in cards() if room_of(card).holds(prediction.phases)), None)
-    return "none" if card is None else f"{size_of(card):g} ({card.names.split(',')[0]})"
-
-
-def size_of(card: Card) -> float:
-    return card.seen or card.sold
-
-
-def room_of(card: Card) -> Room:
-    return Room(round(size_of(card) * GIB) - OUTSIDE, FIXED)
+    for card in cards():
+        size = card.seen or card.sold
+        if room_of(round(size * GIB), reserve=None).holds(prediction.phases):
+            return f"{size:g} ({card.names.split(',')[0]})"
+    return "none"

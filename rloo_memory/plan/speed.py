@@ -46,13 +46,18 @@ def in_words(predictions: list[Prediction]) -> list[str]:
 
 def gain(shared: Prediction, whole: list[Prediction], phase: str) -> str:
     """The smallest and the largest that a device makes of it."""
+    low, high = (round(ratio, 1) for ratio in ratios(shared, whole, phase))
+    return f"{low}" if low == high else f"{low} to {high}"
+
+
+def ratios(shared: Prediction, whole: list[Prediction], phase: str) -> list[float]:
+    """How many times faster it is on devices of either balance, the smaller first."""
     found = []
     for balance in balances(shared.setup):
         speed = Speed(balance * BANDWIDTH, BANDWIDTH)
         least = min(seconds(each.work[phase], speed) for each in whole)
-        found.append(round(least / seconds(shared.work[phase], speed), 1))
-    low, high = sorted(found)
-    return f"{low}" if low == high else f"{low} to {high}"
+        found.append(least / seconds(shared.work[phase], speed))
+    return sorted(found)
 
 
 def bound_by_starts(shared: Prediction, whole: list[Prediction]) -> list[str]:

@@ -61,9 +61,8 @@ def load(folder: Path | str, device: str) -> Calibration:
         if (seen or 0) < 0.9 * planned:
             raise ConfigError(f"calibration {folder} saw {what} of {seen} tokens, and {planned} were predicted for")
     column, below = ("peak_allocated_bytes", 0) if device == "cuda" else ("peak_resident_bytes", run["start_bytes"])
-    measured = rows[rows.index > updates[0]].groupby("phase")[column].max() - below
-    predicted = run["predicted_peaks"]
-    later = rows[rows.index > updates[0]]
+    later, predicted = rows[rows.index > updates[0]], run["predicted_peaks"]
+    measured = later.groupby("phase")[column].max() - below
     seconds = (later.end - later.start).groupby(later.phase).sum() / (len(updates) - 1)
     return Calibration(
         str(folder),
