@@ -10,11 +10,11 @@ help:
 	@echo "make test-vllm   real vLLM on a CPU, in the trainer and as a server, in an environment of its own (about 3 minutes,"
 	@echo "                 and 2 to 4 more to make the environment once)"
 	@echo "make test-cuda   CUDA's build of torch on an emulated device, in an environment of its own (4.7 GB; 10 minutes on two quiet cores)"
-	@echo "make bench       time and memory of today's trainer with and without prefix sharing (about an hour)"
+	@echo "make bench       time and memory of today's trainer with and without prefix sharing (half an hour)"
 	@echo "make plans       predict the memory of every profile (a few minutes)"
 	@echo "make fit-data    make docs/fit.html and what it answers from (some 70 minutes on 2 quiet cores; goes on where it was"
 	@echo "                 interrupted)"
-	@echo "make evidence    measure all that README.md and docs show, by this commit (some 5 hours on 2 quiet cores; goes on"
+	@echo "make evidence    measure all that README.md and docs show, by this commit (some 2 hours on 2 quiet cores; goes on"
 	@echo "                 where it was stopped); which figures are old: python -m experiments.checks.age"
 	@echo "make charts      draw the committed results again, update the tables of README.md and docs"
 
@@ -28,34 +28,17 @@ bench:
 	./setup_env.sh
 	./run_bench.sh
 
-# MACHINE=reference-cpu-2-cores: the folder that the pages show. TRL=DIR: a clone of TRL, whose own tests are run. An item
-# that fails does not keep the others from running
-WHERE = $(if $(MACHINE),--machine $(MACHINE))
-SUITE = .venv/bin/python -m experiments.suite $(WHERE)
+# MACHINE=reference-cpu-2-cores: the folder that the pages show. TRL=DIR: a clone of TRL, whose own tests are run
 evidence:
 	./setup_env.sh
-	-./run_baseline-rloo.sh --repeats 3 $(WHERE)
-	-./run_improve-rloo.sh --repeats 3 $(WHERE)
-	-$(SUITE) --arms classic-baseline,classic-string-exact --scale cpu --repeats 5
-	-$(SUITE) --arms classic-baseline,classic-string --scale short --k 2 --repeats 3
-	-$(SUITE) --arms classic-baseline,classic-lean --scale exact --k 2
-	-$(SUITE) --arms classic-baseline,classic-lean --scale learn --k 4
-	-./run_bench.sh $(WHERE)
-	-.venv/bin/python -m pip install --no-deps "prefix-grouper==$$(.venv/bin/python -c 'from experiments.bench import rivals; print(rivals.PREFIX_GROUPER)')"
-	-for name in worth lengths alike decoding rivals families sampler; do .venv/bin/python -m experiments.bench $$name $(WHERE); done
-	-.venv/bin/python -m experiments.checks.planner_check $(WHERE)
-	-.venv/bin/python -m experiments.checks.published_peaks
-	-.venv/bin/python -m experiments.checks.model_families --write docs/models.md
-	-$(if $(TRL),.venv/bin/python -m experiments.checks.upstream_tests $(TRL) $(WHERE))
-	-.venv/bin/python -m experiments.checks.speed_check $(WHERE)
-	.venv/bin/python -m experiments.checks.measured_ranges
-	.venv/bin/python -m experiments.checks.age
+	.venv/bin/python -m pip install -q --no-deps "prefix-grouper==$$(.venv/bin/python -c 'from experiments.bench import rivals; print(rivals.PREFIX_GROUPER)')"
+	.venv/bin/python -m experiments.evidence $(if $(MACHINE),--machine $(MACHINE)) $(if $(TRL),--trl $(TRL))
 
 test: lint
-	.venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+	.venv/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-all: lint
-	.venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	.venv/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 test-deepspeed:
 	./setup_env.sh

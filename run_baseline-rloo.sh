@@ -12,7 +12,7 @@ case " $* " in *" --help "* | *" -h "*) sed -n '2,$ { /^#/!q; s/^# \{0,1\}//p; }
 "$here/setup_env.sh" --quiet
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1 # a folder `experiments` where you stand is not ours
 python=$here/.venv/bin/python code=0
-SCRIPT_PID=$$ "$python" -m experiments.suite --arms classic-baseline,stock,stock-accumulate "$@" || code=$?
+SCRIPT_PID=$$ "$python" -m experiments.suite --arms classic-baseline,stock "$@" || code=$?
 case "$code" in 0 | 1 | 5) ;; *) exit "$code" ;; esac
 results=$("$python" -m experiments.suite --arms stock "$@" --print-folder)
 echo "results: $results"

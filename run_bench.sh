@@ -4,10 +4,10 @@
 # Today's trainer with and without prefix sharing, side by side, in alternating repeats at k = 8: first their seconds,
 # then their memory, because what makes resident memory mean "alive" takes time (docs/measuring.md). Then other k, and
 # 30 updates with a reward that can be learned. Three repeats, and five of the seconds of arms that share the prompt,
-# which are less than 10 % apart. About an hour on 2 cores; the same command goes on where it was stopped. Writes
+# which are less than 10 % apart. Half an hour on 2 cores; the same command goes on where it was stopped. Writes
 # results/MACHINE/: a folder a run, and runs.jsonl of all, charts, report.html. Exit codes: 1: some run failed, 5:
 # --minutes left some.
-# Options: --device cpu --minutes 30 (of each of nine suites) --results FOLDER --machine NAME ...
+# Options: --device cpu --minutes 30 (of each of eight suites) --results FOLDER --machine NAME ...
 # Paths are those where you stand. All options: .venv/bin/python -m experiments.suite --help
 set -euo pipefail
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
@@ -19,15 +19,14 @@ suite() { # after failed runs the next suite begins all the same; not after a ba
   SCRIPT_PID=$$ "$python" -m experiments.suite "$@" || worst=$?
   case "$worst" in 0 | 1 | 5) ;; *) exit "$worst" ;; esac
 }
-stock=stock,stock-accumulate,stock-compact,stock-compact-accumulate
 for scale in bench-time bench; do
-  suite --scale $scale --repeats 3 --arms $stock,shared,shared-accumulate --k 8 "$@"
+  suite --scale $scale --repeats 3 --arms stock-compact,stock-compact-accumulate,shared,shared-accumulate --k 8 "$@"
   suite --scale $scale --repeats 3 --arms shared --k 8 --completions-per-forward 8 "$@"
 done
 suite --scale bench-time --repeats 5 --arms shared,shared-accumulate --k 8 "$@"
 suite --scale bench-time --repeats 5 --arms shared --k 8 --completions-per-forward 8 "$@"
-suite --scale bench --repeats 3 --arms shared,shared-accumulate --k 2,4,16,32,64 "$@"
-suite --scale bench --repeats 3 --arms stock-compact --k 2,4,16 "$@"
+suite --scale bench --repeats 3 --arms shared-accumulate --k 2,16,64 "$@"
+suite --scale bench --repeats 3 --arms stock-compact --k 2,4 "$@"
 # A reward that can be learned, 30 updates, same seed: training is not harmed
 suite --arms stock,shared,shared-accumulate --scale learn --k 4 "$@"
 results=$("$python" -m experiments.suite --arms stock --k 4 "$@" --print-folder)

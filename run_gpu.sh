@@ -13,13 +13,13 @@ cells='bench cells-gpu --models' small=qwen3-0.6b large=qwen3-8b-lora
 seed='suite --scale seed --arms' arms=shared,classic-baseline,classic-string,classic-lean,stock,stock-accumulate
 near=stock,stock-cudnn,shared-2,shared-8192 far=stock,stock-accumulate,shared-2,shared-micro-2
 # Name, minutes that must be left, minutes after which it has failed (guesses for an H200), command. All but the first
-# three keep what they measured when they are ended
+# two keep what they measured when they are ended
 items_cuda="
 device             1   5 checks.device_facts
-kernels            1   8 checks.kernels
 exactness          4  20 checks.exactness
 cells-first        2  30 $cells $small/sampled --cells 3000x100x8
 cells-8b           3  30 $cells $large/sampled --cells 3000x100x8 --repeats 2
+tree               3  30 bench alike --models $small/2000 --cells 2200x200x8 --repeats 2
 published-k8       1  30 $seed $arms --k 8
 cells-long         3  40 $cells $small/given,$large/given --cells 1000x2000x8 --repeats 2
 cells-ragged       3  40 $cells $small/ragged,$large/ragged --cells 3000x100x8,1000x2000x8 --ways $near --repeats 2
@@ -33,7 +33,6 @@ published-repeats  1 120 $seed $arms,classic-string-exact --k 2,4,8 --repeats 3
 published-many     1  60 $seed classic-string,classic-string-exact,classic-lean,shared --k 16,32,64"
 items_cpu="
 device            1   2 checks.device_facts
-kernels           1   3 checks.kernels
 cells-small       1   5 bench cells-small --ways stock,shared-2
 published-k2      1   5 suite --scale test --arms shared,classic-lean --k 2
 sampler           1   5 bench sampler --models test --repeats 1

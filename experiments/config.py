@@ -30,8 +30,8 @@ CUT = dict(vocab_size=151_936 // 8, prompt_tokens=3000, completion_tokens=100, b
 # memory mean "alive" takes time, and not the same share for every arm.
 SCALES = {
     "seed": CUT | dict(vocab_size=151_936, budget_bytes=32 * GIB, steps=10, precision="bf16"),
-    "cpu": CUT,
-    "short": CUT | dict(prompt_tokens=512),
+    "cpu": CUT | dict(steps=1),
+    "short": CUT | dict(prompt_tokens=512, steps=1),
     "exact": CUT | dict(budget_bytes=8 * GIB, precision="float64"),
     "learn": SMALL | dict(
         prompt_tokens=48, steps=30, epochs=1, prompts=12, learning_rate=5e-2, temperature=1.0, reward="letters",

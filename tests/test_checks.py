@@ -1,29 +1,25 @@
-"""The checks of a device, on the CPU: errors against float64, and kernels. Nothing may fail for the first time on a
-GPU."""
+"""The check of a device's exactness, on the CPU. Nothing may fail for the first time on a GPU."""
 
 import pytest
 
 from experiments import measuring
-from experiments.checks import exactness, kernels
+from experiments.checks import exactness
 from experiments.measuring import EXIT_VERDICT
 from experiments.record import read_csv
 
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    """Runs a check in this process, as one commit; returns its exit code."""
+    """Runs the check in this process, as one commit; returns its exit code."""
     monkeypatch.setattr(measuring, "source_commit", lambda: "abc")
 
-    def run(module, *options):
-        return module.main(["--device", "cpu", "--results", str(tmp_path), "--machine", "x", *options])
-
-    return run
+    return lambda: exactness.main(["--device", "cpu", "--results", str(tmp_path), "--machine", "x"])
 
 
 @pytest.mark.slow
 @pytest.mark.torch
 def test_errors_and_attention_kernels_are_measured_on_the_device(command, tmp_path, shared_fork):
-    code = command(exactness)
+    code = command()
     rows = read_csv(tmp_path / "x" / "exactness.csv")
     stock, *shared = ([float(row[name]) for name in ("log_prob_error", "gradient_error")] for row in rows[:3])
     ratios = [mine / theirs for errors in shared for mine, theirs in zip(errors, stock, strict=True)]
@@ -45,28 +41,8 @@ def test_too_large_an_error_leaves_its_rows_and_says_which_bound(command, monkey
 
     monkeypatch.setattr(exactness, "use_fork", lambda arm: None)
     monkeypatch.setattr(exactness, "compare", compare)
-    assert command(exactness) == EXIT_VERDICT
+    assert command() == EXIT_VERDICT
     said = capsys.readouterr().err
     assert "log_prob_error of shared in float32 is nan, bound 1.000e-05" in said
     assert "log_prob_error of shared in bfloat16 is 1.200e-02, bound 1.100e-02" in said and "stock" not in said
     assert len(read_csv(tmp_path / "x" / "exactness.csv")) == 4
-
-
-@pytest.mark.torch
-def test_the_kernels_are_right_also_where_masked_attention_fails(command, tmp_path, monkeypatch, shared_fork):
-    import torch
-
-    assert command(kernels) == 0
-    rows = read_csv(tmp_path / "x" / "kernels.csv")
-    assert {row["tensor"] for row in rows} == {*kernels.TENSORS, "decoding", "log-sum-exp"}
-    assert all(row["verdict"] == "ok" and float(row["error"]) < 0.02 for row in rows)
-
-    def out_of_memory(*args, plain):
-        if not plain:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB")
-        return whole(*args, plain)
-
-    whole = kernels.whole
-    monkeypatch.setattr(kernels, "whole", out_of_memory)
-    assert command(kernels) == 0
-    assert "OutOfMemoryError" in read_csv(tmp_path / "x" / "kernels.csv")[0]["masked_verdict"]

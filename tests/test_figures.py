@@ -14,7 +14,7 @@ from visualization.charts.audit import POINTS_2025, fit
 from visualization.published_2025 import PUBLISHED, PUBLISHED_BUDGET
 from visualization.report.answers import differences
 from visualization.results import GIB, IN_SHORT, load
-from visualization.tables.of_bench import faster, limits_of, read_bench, seconds_of
+from visualization.tables.of_bench import faster, read_bench, seconds_of
 from visualization.tables.of_plans import read_peaks
 
 REFERENCE = ROOT / "results" / "reference-cpu-2-cores"
@@ -42,7 +42,7 @@ def sentences():
     span = f"{square.min(axis=None):.1f} to {square.max(axis=None):.1f} times faster"
     yield "README.md", f"training is {span} at 1,000 and 1,000 tokens"
     yield "docs/worth.md", f"training is {span} at P = C = 1,000"
-    most = math.ceil(10 * (100 * (1 / TRAIN - 1))[["shared", "shared-micro-2"]].max(axis=None)) / 10
+    most = math.ceil(10 * (100 * (1 / TRAIN - 1)).max(axis=None)) / 10
     yield "docs/worth.md", f"took at most {most} % longer** than whole rows at any of these lengths"
     took = seconds_of(read_bench(ROOT / "results" / "epyc-2-cores", "lengths"), "train")
     took = took[took.index.get_level_values("model").str.endswith("/spread")]
@@ -56,9 +56,6 @@ def sentences():
         "README.md",
         f"So do prompts that begin alike, here with 2,000 tokens: training is {times:.1f} times faster again",
     )
-    limits = limits_of(WORTH)
-    reached = math.floor(100 * (TRAIN["shared"] / limits)[limits > 1.5].min()) / 100
-    yield "docs/worth.md", f"Where the limit is above 1.5, training together reached at least {reached} of it"
     yield "README.md", f"saves {saved('classic-lean', 2)} at k = 2"
     theirs = {cell: found.above_gib for cell, found in PUBLISHED.items() if found.above_gib}
     published = 100 * (1 - theirs["classic-string", 2] / theirs["classic-baseline", 2])

@@ -62,11 +62,11 @@ def verdicts(names):
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_a_ninth_of_the_page_comes_out_again():
+def test_a_fifteenth_of_the_page_comes_out_again():
     """`make evidence` makes all of it."""
-    names = sorted(name for heading in HEADING.values() for name in SECTIONS[heading] if name[0].isupper())[::9]
+    names = sorted(name for heading in HEADING.values() for name in SECTIONS[heading] if name[0].isupper())[::15]
     found = verdicts(",".join(names))
-    assert len(found) > 20 and found.keys() == set(names)
+    assert len(found) > 12 and found.keys() == set(names)
     assert all(name in SECTIONS[HEADING[text.split(":")[0]]] for name, text in found.items()), found
 
 

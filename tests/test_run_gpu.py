@@ -37,14 +37,14 @@ def start(tmp_path):
 
 
 def test_items_go_on_after_one_that_fails_and_nothing_is_measured_twice(start, tmp_path):
-    (tmp_path / "experiments.checks.kernels").write_text("exit 1")
+    (tmp_path / "experiments.checks.exactness").write_text("exit 1")
     (tmp_path / "experiments.bench").write_text("exit 4")
-    said = start("device", "kernels", "cells-first").communicate(timeout=60)[0]
-    assert "kernels: failed, " in said and "cells-first: done, not as it should be" in said, said
-    again = start("device", "kernels", "cells-first")
+    said = start("device", "exactness", "cells-first").communicate(timeout=60)[0]
+    assert "exactness: failed, " in said and "cells-first: done, not as it should be" in said, said
+    again = start("device", "exactness", "cells-first")
     assert "device: there" in again.communicate(timeout=60)[0] and again.returncode == 1
     asked = [line.split()[1] for line in (tmp_path / "asked").read_text().splitlines()]
-    ran = ("checks.device_facts", "checks.kernels", "bench", "checks.kernels")
+    ran = ("checks.device_facts", "checks.exactness", "bench", "checks.exactness")
     assert asked == [f"experiments.{name}" for name in ran]
     assert "exactness: not begun, " in start("exactness", minutes="1").communicate(timeout=60)[0]
     assert start("nope").communicate(timeout=60)[0].startswith("run_gpu.sh: unknown item or option nope;")
@@ -52,13 +52,13 @@ def test_items_go_on_after_one_that_fails_and_nothing_is_measured_twice(start, t
 
 def test_what_is_killed_leaves_an_archive(start, tmp_path):
     does = f"touch {tmp_path}/begun; trap 'exit 143' TERM; sleep 60 & wait"
-    (tmp_path / "experiments.checks.kernels").write_text(does)
-    process = start("device", "kernels")
+    (tmp_path / "experiments.checks.exactness").write_text(does)
+    process = start("device", "exactness")
     until((tmp_path / "begun").exists)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 143
     with tarfile.open(tmp_path / "out.tar.gz") as packed:
-        assert {"box/on_gpu/device.done", "box/on_gpu/kernels.log"} <= set(packed.getnames())
+        assert {"box/on_gpu/device.done", "box/on_gpu/exactness.log"} <= set(packed.getnames())
 
 
 @pytest.mark.torch

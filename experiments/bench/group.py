@@ -84,7 +84,6 @@ class Group:
         torch.manual_seed(0)
         self.torch, self.model, self.image = torch, model.train(), image
         self.prompt, self.completion, self.k = sizes.prompt_tokens, sizes.completion_tokens, sizes.k
-        self.per_prompt = sizes.k  # rows that share a prompt
         if lengths:
             self.completion = max(lengths)
         add_fused_lm_head(model, outputs=("log_probs", "entropy"))
@@ -132,11 +131,11 @@ class Group:
             if way == "whole":
                 self.model.generate(**inputs, generation_config=config)
             else:
-                sharing = {"group_size": self.per_prompt, "num_images": self.num_images}
+                sharing = {"group_size": self.k, "num_images": self.num_images}
                 generate_with_shared_prefix(self.model, generation_config=config, **sharing, **inputs)
         self.model.train()
 
-    def log_probs(self, way: str, rows: slice = slice(None), open_prefix=None, common_start=None):
+    def log_probs(self, way: str, rows: slice = slice(None), open_prefix=None):
         """Of shape (rows, completion)."""
         from trl.prefix_sharing.shared_passes import SharedPrefixPasses
         from trl.prefix_sharing.token_budget import TokenBudgetPasses
@@ -154,7 +153,6 @@ class Group:
                 group_size=len(labels),
                 num_images=self.num_images and self.num_images[rows],
                 open_prefix=open_prefix,
-                common_start=common_start,
             )
         elif pass_rows:
             passes = TokenBudgetPasses(self.prompt, tokens_per_forward=pass_rows * labels.shape[1])
@@ -165,9 +163,9 @@ class Group:
         """Whether trainers share prompts of these lengths."""
         from trl.prefix_sharing.trainer import saves_time
 
-        groups = list(self.torch.arange(self.k).split(self.per_prompt))
         at_a_time = self.ways[way].micro_batch_rows or self.k
-        return self.image is not None or saves_time(groups, self.mask, self.completion, at_a_time)
+        rows = [self.torch.arange(self.k)]
+        return self.image is not None or saves_time(rows, self.mask, self.completion, at_a_time)
 
     def score(self, way: str) -> None:
         """All rows; whole ones of micro-batches as many at a time."""

@@ -34,7 +34,7 @@ class Lengths(Timed):
         super().__init__(Group(model, vocab_size, cell, lengths=lengths), ways, ("score", "train"), peaks=False)
         # Tokens of whole rows, padded to the longest, for each one where the prompt is computed once
         whole, shared = cell.k * (cell.prompt_tokens + max(lengths)), cell.prompt_tokens + sum(lengths)
-        self.facts = {"token_limit": round(whole / shared, 3)}
+        self.facts = {"token_ratio": round(whole / shared, 3)}
         self.facts |= {"shortest_tokens": min(lengths), "longest_tokens": max(lengths)}
 
     def sample(self, way: str) -> dict[str, float]:

@@ -6,12 +6,10 @@ from functools import partial
 from itertools import product
 
 from experiments.bench import random_models, sampling, trainings
-from experiments.bench.alike import ALIKE_WAYS, Alike
 from experiments.bench.group import PHASES, RAGGED_WAYS, WAYS, Group, Timed
 from experiments.bench.lengths import Lengths
 from experiments.bench.rivals import RIVALS, Rivals
 from experiments.bench.samples import Cell
-from experiments.bench.work import LIMITED, limit
 from experiments.measuring import Place
 
 
@@ -37,20 +35,14 @@ def start(cell: Cell, ways: tuple[str, ...], here: Place, group=Group, phases=PH
 
 
 class Worth(Timed):
-    """Seconds, and beside those of whole rows the limit of any exact method for scoring and training."""
+    """Seconds of a group; ways that differ in their passes alone generate alike, so only `shared` does."""
 
     def __init__(self, cell: Cell, ways: tuple[str, ...], here: Place):
         model, vocab_size, _ = random_models.build(cell)
         super().__init__(Group(model, vocab_size, cell), ways, PHASES, peaks=False)
-        config = random_models.config_of(cell.model)
-        self.limits = {f"{phase}_limit": round(limit(config, cell, phase), 3) for phase in LIMITED}
 
     def phases_of(self, way: str) -> tuple[str, ...]:
-        """Ways that differ in their passes alone generate alike, so only `shared` does."""
         return PHASES if WAYS[way].pass_rows is None else PHASES[1:]
-
-    def sample(self, way: str) -> dict[str, float]:
-        return super().sample(way) | (self.limits if way == "whole" else {})
 
 
 def cells(names: str, *sizes: tuple[int | None, ...]) -> tuple[Cell, ...]:
@@ -59,17 +51,18 @@ def cells(names: str, *sizes: tuple[int | None, ...]) -> tuple[Cell, ...]:
 
 
 DENSE = ("narrow", "wide", "tiny")
+WHOLE_OR_SHARED = ("whole", "shared", "shared-micro-2")
 MEASUREMENTS = {
     "worth": Measurement(
-        "seconds of each phase over prompts and completions of many lengths, beside the limit",
-        Worth, tuple(WAYS),
-        cells("narrow wide", *((p, c, 8) for p in (3000, 1000, 200) for c in (100, 1000))), DENSE,
+        "seconds of each phase over prompts and completions of many lengths",
+        Worth, WHOLE_OR_SHARED,
+        cells("narrow wide", (3000, 100, 8), (200, 100, 8), (200, 1000, 8)) + cells("narrow", (1000, 1000, 8)), DENSE,
     ),
     "decoding": Measurement(
         "seconds of generation: rows with a cache of their own, and one cache that holds the prompt once",
         partial(start, phases=("generate",)), ("whole", "shared"),
         cells("narrow wide", (20, 100, 8), (100, 100, 2), (100, 100, 8))
-        + cells("wide", (100, 64, 32), (100, 2048, 8), (2000, 256, 8), (2000, 256, 32), (8000, 64, 8)), DENSE,
+        + cells("wide", (100, 64, 32), (100, 1024, 8), (2000, 256, 8), (2000, 64, 32), (8000, 64, 8)), DENSE,
     ),
     "rivals": Measurement(
         "scoring and training of one group, whole rows beside other ways to share the prompt",
@@ -83,16 +76,16 @@ MEASUREMENTS = {
         ("wide/spread", "wide/even", "narrow/spread", "narrow/even", "tiny/spread", "tiny/even"),
     ),
     "alike": Measurement(
-        "an update of four prompts that begin alike: each computed once, and what they begin with once",
-        Alike, tuple(ALIKE_WAYS),
-        cells("narrow/2000", (2200, 100, 4)) + cells("narrow/300", (400, 100, 4)) + cells("narrow/128", (160, 100, 4)),
-        ("narrow/2000", "narrow/300", "narrow/128", "tiny/128"),
+        "trainings on four prompts that begin alike: each computed once, and what they begin with once",
+        trainings.Alike, trainings.ALIKE_WAYS,
+        tuple(Cell(f"qwen3-8-layers/{n}", n + own, 100, 4) for n, own in ((2000, 200), (300, 100), (128, 64))),
+        trainings.ALIKE_MODELS, device=None,
     ),
     "families": Measurement(
         "each phase on models with recurrent layers and on one that sees images",
-        partial(start, peaks=True), tuple(WAYS),
-        cells("gated-deltanet mamba-2", (3000, 100, 8)) + cells("images", (random_models.IMAGE_TOKENS + 200, 100, 8)),
-        ("gated-deltanet", "mamba-2", "images", "tiny"),
+        partial(start, peaks=True), WHOLE_OR_SHARED,
+        cells("gated-deltanet", (3000, 100, 8)) + cells("images", (random_models.IMAGE_TOKENS + 200, 100, 8)),
+        ("gated-deltanet", "images", "tiny"),
     ),
     "sampler": Measurement(
         "what sampling alone would have missed of a run's peak",

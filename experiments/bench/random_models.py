@@ -15,7 +15,6 @@ MODELS = {  # -> built-in shape, vocabulary, layers
     "bench": ("qwen3-8-layers", VOCABULARY, 8),  # that of the scale `bench`
     "wide": ("qwen3-0.6b", 10_852, 2),  # a fourteenth of the vocabulary
     "gated-deltanet": ("qwen3.5-8-layers", VOCABULARY, 8),
-    "mamba-2": ("bamba-8-layers", VOCABULARY, 8),
     "tiny": ("qwen3-8-layers", 512, 2),  # for a trial
 }
 

@@ -19,7 +19,7 @@ COLUMNS = (
     "measurement", "model", "prompt_tokens", "completion_tokens", "k", "way", "metric", "unit", "median", "low",
     "high", "repeats", "failure", *FACTS,
 )  # fmt: skip
-UNITS = {"seconds": "s", "ms": "ms", "bytes": "bytes", "limit": "x"}  # by the last word of a metric
+UNITS = {"seconds": "s", "ms": "ms", "bytes": "bytes"}  # by the last word of a metric
 
 
 @dataclass(frozen=True)

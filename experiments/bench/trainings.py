@@ -2,11 +2,13 @@
 
 Every way is the fork's own RLOO trainer on random weights that are made on the device; `stock` is that trainer with
 all of the fork switched off. A model's name ends with where completions come from: `sampled` ones are generated;
-`given` ones are drawn by us, so that long ones cost no time, and `ragged` ones differ in length as well.
+`given` ones are drawn by us, so that long ones cost no time, and `ragged` ones differ in length as well. A number
+there is that of the tokens with which several prompts begin, as behind a system prompt; these completions are sampled.
 """
 
 import contextlib
 import gc
+import os
 import tempfile
 from dataclasses import replace
 from itertools import count
@@ -17,8 +19,9 @@ from unittest import mock
 from experiments.bench.samples import Cell
 from experiments.checks.setup_trainer import build_trainer, text_dataset
 from experiments.measuring import Place
+from experiments.run_device import keep_freed_memory, only_live_memory
 from rloo_memory import data, models
-from rloo_memory.device import level
+from rloo_memory.device import level, settle, status_bytes
 from rloo_memory.phases import PhaseRecorder
 from rloo_memory.plan.setups import Setup
 
@@ -29,13 +32,18 @@ WAYS = (
     "stock", "stock-cudnn", "stock-accumulate", "shared-2", "shared-micro-2", "shared-4096", "shared-8192",
     "shared-all", "shared-2-mask", "stock-offload", "shared-2-offload",
 )  # fmt: skip
+# Of prompts that begin alike: whole rows, each prompt computed once, and what they begin with computed once, too
+ALIKE_WAYS = ("stock", "shared-all-each", "shared-all")
 SHAPES = {  # built-in shape, LoRA's rank
     "qwen3-0.6b": ("qwen3-0.6b", 0),
     "qwen3-8b-lora": ("qwen3-8b", 16),
+    "qwen3-8-layers": ("qwen3-8-layers", 0),
     "tiny-qwen3": ("tiny-qwen3", 0),
     "tiny-qwen3-lora": ("tiny-qwen3", 4),
 }
 MODELS = tuple(f"{shape}/{completions}" for shape in SHAPES for completions in ("sampled", "given", "ragged"))
+ALIKE_MODELS = tuple(f"{shape}/{common}" for shape in SHAPES for common in (2000, 300, 128))
+PROMPTS = 4  # of an update, where they begin alike; each is a micro-batch
 STEPS = 2  # that are measured of each training, after one that warms up
 
 
@@ -55,6 +63,8 @@ def setup_of(cell: Cell, way: str, device: str) -> Setup:
         padded=completions == "ragged",
         device=device,
     )
+    if completions.isdigit():
+        base = replace(base, gradient_accumulation_steps=PROMPTS, steps_per_generation=PROMPTS)
     if not way.startswith("shared"):
         return base.arm("stock-accumulate" if way == "stock-accumulate" else "stock")
     _, passes, *rows = way.split("-")
@@ -70,9 +80,12 @@ def setup_of(cell: Cell, way: str, device: str) -> Setup:
 class Trained:
     """Trainers on one model and prompt, one after the other: each is made anew and leaves nothing behind."""
 
+    steps = STEPS
+
     def __init__(self, cell: Cell, ways: tuple[str, ...], here: Place):
         documents, (shape, _) = data.load_documents("builtin"), SHAPES[cell.model.partition("/")[0]]
-        self.cell, self.device, self.is_sampled = cell, here.device, cell.model.endswith("/sampled")
+        self.cell, self.device = cell, here.device
+        self.is_sampled = not cell.model.endswith(("/given", "/ragged"))
         self.config = models.shape_config(shape, 151_936 if here.device == "cuda" else 2000)
         self.tokenizer = models.build_tokenizer(documents, self.config.vocab_size)
         self.config.pad_token_id, self.config.eos_token_id = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
@@ -87,7 +100,9 @@ class Trained:
         self.clear()  # here, as what an earlier one raised held its trainer
         setup, dataset = setup_of(self.cell, way, self.device), text_dataset(self.prompts)
         with tempfile.TemporaryDirectory() as out, made_on(self.device, self.config), switches(way):
-            trainer = build_trainer(setup, Path(out), self.tokenizer, dataset, self.cell.model, STEPS + 1)
+            trainer = build_trainer(setup, Path(out), self.tokenizer, dataset, self.cell.model, self.steps + 1)
+            if way.endswith("-each"):
+                trainer.model.base_model._prefix_sharing.shares_starts = False
             trainer.remove_callback(PrinterCallback)
             phases = PhaseRecorder(Path(out) / "phases.csv", self.device)
             phases.attach(trainer.model, torch_optimizer(trainer))
@@ -97,7 +112,7 @@ class Trained:
             trainer.train()
             phases.close()
         outside = max(before, self.outside_pool())  # CUDA loads a module when it is first called
-        steps = [self.of_step(phases.peaks, step, outside) for step in range(2, STEPS + 2)]
+        steps = [self.of_step(phases.peaks, step, outside) for step in range(2, self.steps + 2)]
         return {metric: median(step[metric] for step in steps) for metric in steps[0]}
 
     def in_place_of_generation(self, phases: PhaseRecorder):
@@ -140,6 +155,44 @@ class Trained:
             if f"{phase}_reserved_bytes" in values:
                 values[f"{phase}_device_bytes"] = values[f"{phase}_reserved_bytes"] + outside
         return values
+
+
+class Alike(Trained):
+    """Trainings on prompts that begin alike. On a CPU, each way trains once more before all times, for its peaks above
+    the level before: what makes resident memory mean "alive" takes time."""
+
+    steps = 1
+
+    def __init__(self, cell: Cell, ways: tuple[str, ...], here: Place):
+        super().__init__(cell, ways, here)
+        documents, common = data.load_documents("builtin"), int(cell.model.partition("/")[2])
+        system = data.build_prompts(documents, self.tokenizer, common)[-1][0]["content"]
+        own = data.build_prompts(documents, self.tokenizer, cell.prompt_tokens - common)[:PROMPTS]
+        self.prompts = [[{"role": "system", "content": system}, *prompt] for prompt in own]
+        self.tokens, self.peaks = self.tokens_of_forward(), {}
+        if self.device == "cpu":
+            # The first training loads what libraries keep
+            self.peaks = {way: self.peaks_of(way) for way in (ways[-1], *ways)}
+            keep_freed_memory()
+
+    def tokens_of_forward(self) -> dict[str, int]:
+        """By way: tokens that go through the model when an update's rows do once."""
+        ids = [data.render(self.tokenizer, prompt) for prompt in self.prompts]
+        common = len(os.path.commonprefix(ids))
+        prompts, completions = sum(map(len, ids)), PROMPTS * self.cell.k * self.cell.completion_tokens
+        counts = self.cell.k * prompts, prompts, prompts - (PROMPTS - 1) * common
+        return {way: count + completions for way, count in zip(ALIKE_WAYS, counts, strict=True)}
+
+    def peaks_of(self, way: str) -> dict[str, float]:
+        with only_live_memory():
+            self.clear()
+            settle()
+            before = status_bytes("VmRSS")
+            values = super().sample(way)
+        return {metric: value - before for metric, value in values.items() if metric.endswith("_bytes")}
+
+    def sample(self, way: str) -> dict[str, float]:
+        return super().sample(way) | self.peaks.get(way, {}) | {"forward_tokens": self.tokens[way]}
 
 
 def given(cell: Cell, tokenizer, number: int) -> list[list[int]]:

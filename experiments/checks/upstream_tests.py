@@ -1,4 +1,5 @@
-"""TRL's own RLOO and GRPO tests: untouched, with the fork's options off, and with prefix sharing forced on in each.
+"""TRL's own RLOO and GRPO tests: untouched, with the fork's options off, with prefix sharing forced on in each, and
+with `share_prompts` called before each training of untouched TRL.
 
     git clone https://github.com/huggingface/trl TRL
     python -m experiments.checks.upstream_tests TRL
@@ -6,7 +7,7 @@
 Models, tokenizers and prompts that the tests take from the Hugging Face Hub are made here, tiny and random, so nothing
 is downloaded. A test that fails untouched says nothing about the fork: it needs a GPU, a processor for images, or
 another release. Writes results/<machine>/upstream_tests.csv, a row a test. Exit code 4 if a test that passes untouched
-fails with the options off, or fails with sharing forced on in another way than by a refusal.
+fails with the options off, or fails with shared prompts in another way than by a refusal.
 """
 
 import json
@@ -22,13 +23,15 @@ from xml.etree import ElementTree
 from experiments.arms import ARMS
 from experiments.builds import build
 from experiments.checks.tiny_families import tiny_config
+from experiments.config import ROOT
 from experiments.measuring import EXIT_VERDICT, FACTS, Parser, Place, need, place
 from experiments.record import write_csv
 from rloo_memory.errors import ConfigError, exit_code
 from rloo_memory.models import build_tokenizer
 
 FILES = ("test_rloo_trainer.py", "test_grpo_trainer.py")
-COLUMNS = ("test", "untouched", "off", "forced", "reason", "tests_commit", *FACTS)
+SHARED = ("forced", "called")
+COLUMNS = ("test", "untouched", "off", *SHARED, "reason", "tests_commit", *FACTS)
 VOCAB = 300  # all bytes and some words
 ON_THE_HUB = re.compile(r'"trl-internal-testing/(tiny-(\w+?For\w+)[\w.-]*)"')
 PROMPTS = ["The sky is blue", "What is better than ugly?", "A sea of green", "Say one more word, and then", "Why"] * 4
@@ -57,6 +60,22 @@ def forced(own):
 
 for config in (GRPOConfig, RLOOConfig):
     config.__post_init__ = forced(config.__post_init__)
+"""
+CALLED = """
+from rloo_memory import share_prompts
+from trl import GRPOTrainer, RLOOTrainer
+
+
+def called(own):
+    def train(self, *args, **kwargs):
+        share_prompts(self)
+        return own(self, *args, **kwargs)
+
+    return train
+
+
+for trainer in (GRPOTrainer, RLOOTrainer):
+    trainer.train = called(trainer.train)
 """
 
 
@@ -98,7 +117,7 @@ def outcomes(folder: Path, tree: Path, *options: str) -> dict[str, tuple[str, st
     words = "-P -m pytest -q -p no:cacheprovider -p other_release -W ignore -n 2 --dist worksteal".split()
     tests = [f"tests/{file}" for file in FILES]
     command = [sys.executable, *words, f"--junitxml={report}", *options, *tests]
-    paths = os.pathsep.join(map(str, (tree, folder)))
+    paths = os.pathsep.join(map(str, (tree, folder, ROOT)))
     environment = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode not in (0, 1) or "error during collection" in done.stdout:  # else all passed, or some failed
@@ -124,21 +143,25 @@ def compared(clone: Path, here: Place) -> list[dict]:
         make_prompts(folder / "trl-internal-testing" / "zen")
         (folder / "other_release.py").write_text(OTHER_RELEASE)
         (folder / "forced_on.py").write_text(FORCED_ON)
+        (folder / "called.py").write_text(CALLED)
         released, fork = build(ARMS["stock"]), build(ARMS["shared"])
-        found = [outcomes(folder, *tree) for tree in ((released,), (fork,), (fork, "-p", "forced_on"))]
+        trees = ((released,), (fork,), (fork, "-p", "forced_on"), (released, "-p", "called"))
+        found = [outcomes(folder, *tree) for tree in trees]
     rows = []
     for test, (untouched, why) in found[0].items():
-        (off, _), (forced, why_not) = (each.get(test, ("missing", "")) for each in found[1:])
-        reason = why_not if untouched == "passed" and forced != "passed" else why
-        row = {"test": test, "untouched": untouched, "off": off, "forced": forced, "reason": reason[:200]}
-        rows.append(row | {"tests_commit": commit.stdout.strip()} | here.facts)
+        others = [each.get(test, ("missing", "")) for each in found[1:]]
+        reasons = [why_not for outcome, why_not in others if outcome != "passed"] if untouched == "passed" else [why]
+        row = {"test": test, "untouched": untouched}
+        row |= dict(zip(("off", *SHARED), (outcome for outcome, _ in others), strict=True))
+        row |= {"reason": " / ".join(dict.fromkeys(reasons))[:400], "tests_commit": commit.stdout.strip()}
+        rows.append(row | here.facts)
     return rows
 
 
 def is_wrong(row: dict) -> bool:
-    """Whether a test that passes untouched fails with the fork, and not by a refusal of prefix sharing."""
+    """Whether a test that passes untouched fails here, and not by a refusal of prefix sharing."""
     refused = row["reason"].startswith(("ValueError: ", "ImportError: ")) and "prefix_sharing" in row["reason"]
-    fails = row["forced"] != "passed" and not refused
+    fails = any(row[tree] != "passed" for tree in SHARED) and not refused
     return row["untouched"] == "passed" and (row["off"] != "passed" or fails)
 
 
@@ -157,10 +180,11 @@ def run(argv: list[str] | None) -> int:
     write_csv(path, COLUMNS, rows)
     passing = [row for row in rows if row["untouched"] == "passed"]
     wrong = [row for row in rows if is_wrong(row)]
-    off, forced = (sum(row[tree] == "passed" for row in passing) for tree in ("off", "forced"))
-    print(f"{len(rows)} tests, {len(passing)} pass untouched; {off} of these with options off, {forced} with sharing")
+    off, forced, called = (sum(row[tree] == "passed" for row in passing) for tree in ("off", *SHARED))
+    print(f"{len(rows)} tests, {len(passing)} pass untouched; of these {off} with options off, {forced} with sharing")
+    print(f"forced on, {called} with share_prompts")
     for row in wrong:
-        print(f"wrong: {row['test']}: off {row['off']}, forced {row['forced']}: {row['reason']}")
+        print(f"wrong: {row['test']}: off {row['off']}, {[row[tree] for tree in SHARED]}: {row['reason']}")
     print(path)
     return EXIT_VERDICT if wrong else 0
 

@@ -3,6 +3,7 @@
 python -m visualization.charts.worth results/<machine> OUT.png
 """
 
+from itertools import product
 from pathlib import Path
 
 import pandas as pd
@@ -13,7 +14,7 @@ from matplotlib.figure import Figure
 
 from visualization import style
 from visualization.results import NOTE
-from visualization.tables.of_bench import IN_SHORT, faster, in_words, limits_of, read_bench
+from visualization.tables.of_bench import IN_SHORT, faster, in_words, read_bench, token_ratio
 from visualization.tables.text import how_often, measured_on
 
 MODELS = {"narrow": "narrow (8 layers of width 256)", "wide": "wide (2 layers of Qwen3-0.6B's width)"}
@@ -21,15 +22,14 @@ _LIGHT = ListedColormap(colormaps["YlGn"](range(0, 160)))  # black text can be r
 
 
 def chart(folder: Path) -> Figure:
-    """One panel a model for the training pass, with what counting gives, and one for the whole step."""
+    """One panel a model for the training pass, and one for the whole step."""
     rows = read_bench(folder, "worth")
     models = [name for name in MODELS if name in set(rows.model)]
     small_print = [
         *([NOTE] if faster(rows, "step").isna().any(axis=None) else []),
         f"{measured_on(rows)} · float32 · {how_often(rows)}",
         "Against TRL's own whole rows with the LM head that scores only completions. A step is one generation, one "
-        "scoring and one training pass. By count: multiplications of whole rows over those that are needed when the "
-        "prompt is computed once. What waits for memory is not counted, and can make a measured figure higher.",
+        "scoring and one training pass. Token ratio: tokens of whole rows for each one with shared prompts.",
     ]
     figure = style.new_figure(
         10,
@@ -40,20 +40,22 @@ def chart(folder: Path) -> Figure:
     axes = figure.subplots(len(models), 2, squeeze=False)
     for line, model in zip(axes, models, strict=True):
         mine = rows[rows.model == model]
-        draw(line[0], faster(mine, "train"), limits_of(mine), f"Training pass, {MODELS[model]}")
-        draw(line[1], faster(mine, "step"), None, f"Whole step, {MODELS[model]}")
+        draw(line[0], faster(mine, "train"), mine.k.iloc[0], f"Training pass, {MODELS[model]}")
+        draw(line[1], faster(mine, "step"), mine.k.iloc[0], f"Whole step, {MODELS[model]}")
     return figure
 
 
-def draw(axes: Axes, table: pd.DataFrame, limits: pd.Series | None, title: str) -> None:
+def draw(axes: Axes, table: pd.DataFrame, k: int, title: str) -> None:
     """One square a cell: prompts upwards, completions to the right."""
     plane = table.max(axis=1).droplevel("model").unstack("completion_tokens")
     axes.imshow(plane, origin="lower", aspect="auto", cmap=_LIGHT, norm=LogNorm(0.7, 16))
-    for (_, prompt, completion), row in table.iterrows():
-        lines = [f"{in_words(row[way])} {name}" for way, name in IN_SHORT.items()]
-        lines += [] if limits is None else [f"{limits.loc[:, prompt, completion].item():.2f} x by count"]
-        at = (plane.columns.get_loc(completion), plane.index.get_loc(prompt))
-        axes.annotate("\n".join(lines), at, ha="center", va="center")
+    measured = {(prompt, completion): row for (_, prompt, completion), row in table.iterrows()}
+    for (y, prompt), (x, completion) in product(enumerate(plane.index), enumerate(plane.columns)):
+        lines, row = ["not measured"], measured.get((prompt, completion))
+        if row is not None:
+            lines = [f"{in_words(row[way])} {name}" for way, name in IN_SHORT.items()]
+            lines.append(f"token ratio {token_ratio(prompt, completion, k):.2f}")
+        axes.annotate("\n".join(lines), (x, y), ha="center", va="center")
     axes.grid(visible=False)
     axes.set_xticks(range(len(plane.columns)), [f"{x:,.0f}" for x in plane.columns])
     axes.set_yticks(range(len(plane.index)), [f"{x:,.0f}" for x in plane.index])

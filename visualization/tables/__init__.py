@@ -21,16 +21,10 @@ FOLDER_TABLES = {
     "families": of_bench.families, "worth": of_bench.worth,
     "decoding": of_bench.decoding, "sampler": of_bench.sampler, "plan": of_plans.check, "levers": of_plans.levers,
     "profiles": of_plans.profiles, "gpu-peaks": of_plans.gpu_peaks, "exactness": of_checks.exactness,
-    "kernels": of_checks.kernels, "upstream": of_checks.upstream, "emulated": of_checks.emulated,
-    "launches": of_checks.launches,
+    "upstream": of_checks.upstream, "emulated": of_checks.emulated, "launches": of_checks.launches,
 }  # fmt: skip
 # Of tables on the page of a folder
-FILES = {
-    "plan": "plan_check.csv",
-    "upstream": "upstream_tests.csv",
-    "exactness": "exactness.csv",
-    "kernels": "kernels.csv",
-}
+FILES = {"plan": "plan_check.csv", "upstream": "upstream_tests.csv", "exactness": "exactness.csv"}
 load_once = cache(load)
 
 

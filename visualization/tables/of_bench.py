@@ -22,11 +22,10 @@ BESIDE = {
     "shared-micro-2": ("whole-micro-2", "two a micro-batch"),
     "whole-2": ("whole", "whole rows by length"),
 }
-ALIKE = {"whole": "whole rows", "prompts": "each prompt once", "tree": "what they begin with once, too"}
-IN_SHORT = {"shared": "together", "shared-2": "two a pass", "shared-micro-2": "two a micro-batch"}
+ALIKE = {"stock": "whole rows", "shared-all-each": "each prompt once", "shared-all": "what they begin with once, too"}
+IN_SHORT = {"shared": "together", "shared-micro-2": "two a micro-batch"}
 FAMILIES = {
     "gated-deltanet": "Gated DeltaNet (Qwen3.5)",
-    "mamba-2": "Mamba-2 (Bamba)",
     "images": "One image of 1,024 tokens (Qwen2.5-VL)",
 }
 
@@ -74,7 +73,7 @@ def rivals(folder: Path) -> str:
     header = ["", "score, s", "train, s", "train peak above start, MiB", "gradient differs by"]
     parts = []
     for (_, prompt, completion, k), rows in read_bench(folder, "rivals").groupby(CELL, sort=False):
-        ratio = k * (prompt + completion) / (prompt + k * completion)
+        ratio = token_ratio(prompt, completion, k)
         ways, table = ways_of(rows), []
         for name, way in ways.items():
             shown = NAMES.get(name, f"`{name}`")
@@ -103,7 +102,7 @@ def lengths(folder: Path) -> str:
             continue
         shortest, longest = (f"{ways['whole'][f'{which}_tokens'][0]:,.0f}" for which in ("shortest", "longest"))
         completions = f"{mean:,}" if shortest == longest else f"{shortest} to {longest}, mean {mean:,}"
-        row = [model.partition("/")[0], f"{prompt:,}", completions, str(k), f"{ways['whole']['token_limit'][0]:.2f}"]
+        row = [model.partition("/")[0], f"{prompt:,}", completions, str(k), f"{ways['whole']['token_ratio'][0]:.2f}"]
         for way, (other, _) in BESIDE.items():
             failed = [name for name in (way, other) if not ways[name]]
             for metric in ("score_seconds", "train_seconds"):
@@ -116,25 +115,26 @@ def lengths(folder: Path) -> str:
 
 
 def alike(folder: Path) -> str:
-    """For each update: seconds and peak of each phase, and the difference of gradients."""
+    """For each training: tokens, seconds and peak of each phase."""
     rows = read_bench(folder, "alike")
     table = []
     for (model, prompt, completion, _), mine in rows.groupby(CELL, sort=False):
         ways, common = ways_of(mine), int(model.partition("/")[2])
         for name, way in ways.items():
-            title = f"{common:,} + {prompt - common:,}, completions {completion:,}" if name == "whole" else ""
+            title = f"{common:,} + {prompt - common:,}, completions {completion:,}" if name == "stock" else ""
             row = [title, ALIKE[name]]
             if not way:
                 table.append([*row, failure_of(mine, name), *[""] * (len(PHASES) + 2)])
                 continue
             row.append(f"{way['forward_tokens'][0]:,.0f}")
-            theirs = ways["prompts"] if name == "tree" else {}
-            row += [beside(way[f"{phase}_seconds"], theirs.get(f"{phase}_seconds"), 2) for phase in PHASES]
-            peaks = " / ".join(f"{way[f'{phase}_peak_bytes'][0] / MIB:,.0f}" for phase in PHASES)
-            table.append([*row, peaks, f"{way['gradient_difference'][2]:.0e}" if name != "whole" else ""])
-    header = ["prompts begin with + own", "", "tokens of a forward", *(f"{phase}, s" for phase in PHASES)]
-    header += [f"peaks above start ({', '.join(PHASES)}), MiB", "gradient differs by"]
-    about = f"float32 · four prompts, k = {rows.k.iloc[0]}, a prompt a micro-batch · {how_often(rows)}"
+            theirs = ways["shared-all-each"] if name == "shared-all" else {}
+            metrics = [f"{phase}_seconds" for phase in ("step", *PHASES)]
+            row += [beside(way[metric], theirs.get(metric), 2) for metric in metrics]
+            table.append([*row, " / ".join(f"{way[f'{phase}_resident_bytes'][0] / MIB:,.0f}" for phase in PHASES)])
+    header = ["prompts begin with + own", "", "tokens of a forward", "step, s", *(f"{phase}, s" for phase in PHASES)]
+    header += [f"peaks above start ({', '.join(PHASES)}), MiB"]
+    precision = "float32" if rows.device_kind.iloc[0] == "cpu" else "bfloat16"
+    about = f"{precision} · four prompts, k = {rows.k.iloc[0]}, a prompt a micro-batch · {how_often(rows)}"
     return f"*{measured_on(rows)} · {about}*\n\n{markdown(header, table)}\n"
 
 
@@ -176,23 +176,23 @@ def seconds_of(rows: pd.DataFrame, phase: str) -> pd.DataFrame:
     return took.assign(**dict.fromkeys(IN_SHORT, took["shared"])) if phase == "generate" else took
 
 
-def limits_of(rows: pd.DataFrame) -> pd.Series:
-    """The limit of training, by model, prompt and completion tokens."""
-    return rows[rows.metric == "train_limit"].set_index(CELL[:3])["median"]
+def token_ratio(prompt: int, completion: int, k: int) -> float:
+    """Of a group whose completions are equally long: tokens of whole rows for each with a shared prompt."""
+    return k * (prompt + completion) / (prompt + k * completion)
 
 
 def worth(folder: Path) -> str:
-    """For each model and length: the limit of training, and how many times faster training and whole step are."""
+    """For each model and length: the token ratio, and how many times faster training and whole step are."""
     rows = read_bench(folder, "worth")
-    found, limits = [faster(rows, phase) for phase in ("train", "step")], limits_of(rows)
+    found, k = [faster(rows, phase) for phase in ("train", "step")], rows.k.iloc[0]
     table = [
-        [cell[0], f"{cell[1]:,}", f"{cell[2]:,}", f"{limits[cell]:.2f} x"]
+        [cell[0], f"{cell[1]:,}", f"{cell[2]:,}", f"{token_ratio(*cell[1:], k):.2f}"]
         + [in_words(ratio) for ratios in found for ratio in ratios.loc[cell]]
         for cell in found[0].index
     ]
-    header = ["model", "prompt", "completion", "limit of training"]
+    header = ["model", "prompt", "completion", "token ratio"]
     header += [f"{what}, {way}" for what in ("training", "step") for way in IN_SHORT.values()]
-    return f"*{measured_on(rows)} · float32 · k = {rows.k.iloc[0]} · {how_often(rows)}*\n\n{markdown(header, table)}\n"
+    return f"*{measured_on(rows)} · float32 · k = {k} · {how_often(rows)}*\n\n{markdown(header, table)}\n"
 
 
 def decoding(folder: Path) -> str:

@@ -1,0 +1,84 @@
+"""All that README.md and docs show, measured by this commit on one quiet machine.
+
+    python -m experiments.evidence [--machine NAME] [--trl CLONE] [ITEM ...]
+
+An item that this commit has measured is not repeated, one that was stopped goes on, and one that fails keeps no other
+from running. Prints how long is left, as far as that is known from last time. Writes results/<machine>/evidence.csv, a
+row an item with its minutes, and says at the end which figures are older than the code. TRL's own tests need a clone
+of its repository. Exit code 1: some item failed.
+"""
+
+import os
+import subprocess
+import sys
+import time
+
+from experiments.checks import age
+from experiments.config import ROOT
+from experiments.measuring import EXIT_VERDICT, FACTS, Parser, is_committed, place
+from experiments.processes import stoppable
+from experiments.record import read_csv, write_csv
+from rloo_memory.errors import choose, exit_code
+
+COLUMNS = ("item", "minutes", "exit_code", *FACTS)
+ITEMS = {  # modules of experiments, or scripts
+    "baseline": "./run_baseline-rloo.sh --repeats 3",
+    "improved": "./run_improve-rloo.sh --repeats 3",
+    "short": "suite --arms classic-baseline,classic-string --scale short --k 2 --repeats 3",
+    "exact": "suite --arms classic-baseline,classic-lean --scale exact --k 2",
+    "learn": "suite --arms classic-baseline,classic-lean --scale learn --k 4",
+    "step": "./run_bench.sh",
+    **{name: f"bench {name}" for name in ("worth", "lengths", "alike", "decoding", "rivals", "families", "sampler")},
+    "planner": "checks.planner_check",
+    "speed": "checks.speed_check --machine {machine}",
+    "published": "checks.published_peaks",
+    "models": "checks.model_families --write docs/models.md",
+    "upstream": "checks.upstream_tests {trl}",
+    "ranges": "checks.measured_ranges",
+}
+PLACELESS = ("speed", "published", "models", "ranges")  # they take no folder for results
+
+
+def run(argv: list[str] | None) -> int:
+    parser = Parser("evidence", __doc__)
+    parser.add_argument("--trl", help="a clone of https://github.com/huggingface/trl; without one, `upstream` is left")
+    parser.add_argument("items", nargs="*", metavar="ITEM", help=f"these alone, of: {', '.join(ITEMS)}")
+    args = parser.parse_args(argv)
+    asked = [choose("item", name, ITEMS) for name in args.items] or list(ITEMS)
+    here = place(args, "peft")
+    path, commit = here.folder / "evidence.csv", here.facts["commit"]
+    table = {row["item"]: row for row in read_csv(path)} if path.exists() else {}
+
+    def is_done(name: str) -> bool:
+        row = table.get(name)
+        return row is not None and row["commit"] == commit and is_committed(commit) and row["exit_code"] in ("0", "4")
+
+    todo = [name for name in asked if not is_done(name) and (args.trl or name != "upstream")]
+    for number, name in enumerate(todo):
+        known = [float(table[each]["minutes"]) for each in todo[number:] if each in table]
+        print(f"{name}: {number + 1} of {len(todo)}, {sum(known):.0f} minutes left where it is known", flush=True)
+        words = ITEMS[name].format(trl=args.trl, machine=here.folder.name).split()
+        command = words if words[0].startswith("./") else [sys.executable, "-m", f"experiments.{words[0]}", *words[1:]]
+        if name not in PLACELESS:
+            command += ["--machine", here.folder.name, "--results", str(here.folder.parent)]
+        began, before = time.monotonic(), table.get(name)
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "SCRIPT_PID": str(os.getpid())}
+        code = subprocess.run(command, cwd=ROOT, env=environment).returncode
+        minutes = (time.monotonic() - began) / 60
+        if before is not None and before["commit"] == commit and not is_done(name):  # it was stopped then
+            minutes += float(before["minutes"])
+        table[name] = {"item": name, "minutes": f"{minutes:.1f}", "exit_code": str(code), **here.facts}
+        write_csv(path, COLUMNS, list(table.values()))
+    age.run([])
+    failed = [name for name in ITEMS if name in table and table[name]["exit_code"] not in ("0", str(EXIT_VERDICT))]
+    print(f"failed: {', '.join(failed)}" if failed else f"all is measured by {commit}")
+    return 1 if failed else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    with stoppable():
+        return exit_code("evidence", run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
