@@ -1,15 +1,16 @@
 """What the bench promises: one line for bad input, samples that no kill takes away, ways that alternate, a way that
 fails beside those that do not, and a table that a part of a measurement does not replace. Then what is measured of a
-trainer and what it leaves."""
+trainer and what it leaves, and that all of it goes on where it was stopped."""
 
 import gc
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from experiments import measuring
+from experiments import evidence, measuring
 from experiments.bench import __main__ as bench
 from experiments.bench import alternating, rivals, trainings
 from experiments.bench.measurements import MEASUREMENTS, Measurement
@@ -177,3 +178,20 @@ def test_every_phase_is_measured_and_nothing_of_a_trainer_stays(tmp_path, shared
         assert values["step_seconds"] == pytest.approx(sum(values[f"{phase}_seconds"] for phase in trainings.PHASES))
         assert "train_allocated_bytes" not in values, "a CPU has no such counter"
     assert alive[3] == alive[4], "nothing of a trainer that ran out of memory stays for the next one"
+
+
+def test_evidence_measures_what_is_left_and_keeps_its_minutes(tmp_path, monkeypatch, capsys):
+    codes, ran = iter([0, 1, 4]), []
+    monkeypatch.setattr(measuring, "source_commit", lambda: COMMIT)
+    monkeypatch.setattr(evidence, "ITEMS", {"short": "suite --k 2", "step": "./run_bench.sh", "upstream": "{trl}"})
+    monkeypatch.setattr(evidence.age, "run", lambda argv: None)
+    monkeypatch.setattr(
+        evidence.subprocess, "run", lambda command, **_: ran.append(command) or SimpleNamespace(returncode=next(codes))
+    )
+    place = ["--device", "cpu", "--results", str(tmp_path), "--machine", "x"]
+    assert evidence.main(place) == 1 and "failed: step" in capsys.readouterr().out
+    assert evidence.main(place) == 0 and f"all is measured by {COMMIT}" in capsys.readouterr().out
+    assert [command[-5] for command in ran] == ["2", "./run_bench.sh", "./run_bench.sh"]
+    rows = read_csv(tmp_path / "x" / "evidence.csv")
+    assert [(row["item"], row["exit_code"]) for row in rows] == [("short", "0"), ("step", "4")]
+    assert evidence.main([*place, "nothing"]) == 2 and "unknown item" in capsys.readouterr().err
