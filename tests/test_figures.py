@@ -31,8 +31,7 @@ def saved(arm, k):
 
 def sentences():
     """(page, sentence)."""
-    stock, one, micro = (BENCH.loc[arm] for arm in ("stock", *list(IN_SHORT)[1:]))
-    yield "README.md", f"as released, on this CPU: {stock.step:.1f} s, {stock.above_bytes / GIB:.2f} GiB"
+    one, micro = (BENCH.loc[arm] for arm in list(IN_SHORT)[1:])
     lengths, rival = "P = 3,000, C = 100, k = 8", "TRL with one completion at a time and logits of completions only"
     yield "docs/worth.md", f"at {lengths} a step is {one.step / BENCH.step['shared']:.1f} times faster than {rival}"
     share = BENCH.above_bytes["shared"] / one.above_bytes
@@ -44,14 +43,14 @@ def sentences():
     yield "docs/worth.md", f"training is {span} at P = C = 1,000"
     most = math.ceil(10 * (100 * (1 / TRAIN - 1)).max(axis=None)) / 10
     yield "docs/worth.md", f"took at most {most} % longer** than whole rows at any of these lengths"
-    took = seconds_of(read_bench(ROOT / "results" / "epyc-2-cores", "lengths"), "train")
+    took = seconds_of(read_bench(REFERENCE, "lengths"), "train")
     took = took[took.index.get_level_values("model").str.endswith("/spread")]
     found = [*took["whole"] / took["shared"], *took["whole-micro-2"] / took["shared-micro-2"]]
     span = f"{min(found):.1f} to {max(found):.1f} times faster"
     yield "README.md", f"with completions of 47 to 1,008 tokens behind prompts of 200, training is {span}"
     yield "docs/worth.md", f"With those lengths, training is {span} than whole rows"
-    took = seconds_of(read_bench(ROOT / "results" / "epyc-2-cores", "alike"), "train").xs("narrow/2000", level="model")
-    times = (took["prompts"] / took["tree"]).item()
+    took = seconds_of(read_bench(REFERENCE, "alike"), "train").xs("qwen3-8-layers/2000", level="model")
+    times = (took["shared-all-each"] / took["shared-all"]).item()
     yield (
         "README.md",
         f"So do prompts that begin alike, here with 2,000 tokens: training is {times:.1f} times faster again",

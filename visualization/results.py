@@ -28,6 +28,7 @@ ARMS = {
     "stock-compact-accumulate": "TRL 1.16, logits of completions only, one completion at a time",
     "shared": "TRL 1.16 with prefix sharing, two completions a pass",
     "shared-accumulate": "TRL 1.16 with prefix sharing, two completions a micro-batch",
+    "shared-call": "TRL 1.16 with share_prompts, two completions a pass",
 }
 # Those that a first reader needs, beginning with what TRL does on a GPU: logits of completions only
 IN_SHORT = {

@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from statistics import median
+from statistics import median, mode
 from unittest import mock
 
 from experiments.bench.samples import Cell
@@ -167,8 +167,11 @@ class Alike(Trained):
         super().__init__(cell, ways, here)
         documents, common = data.load_documents("builtin"), int(cell.model.partition("/")[2])
         system = data.build_prompts(documents, self.tokenizer, common)[-1][0]["content"]
-        own = data.build_prompts(documents, self.tokenizer, cell.prompt_tokens - common)[:PROMPTS]
-        self.prompts = [[{"role": "system", "content": system}, *prompt] for prompt in own]
+        own = data.build_prompts(documents, self.tokenizer, cell.prompt_tokens - common)
+        prompts = [[{"role": "system", "content": system}, *prompt] for prompt in own]
+        lengths = [len(data.render(self.tokenizer, prompt)) for prompt in prompts]
+        # Equally long: with padding, a CPU would compute whole rows by slower kernels
+        self.prompts = [p for p, length in zip(prompts, lengths, strict=True) if length == mode(lengths)][:PROMPTS]
         self.tokens, self.peaks = self.tokens_of_forward(), {}
         if self.device == "cpu":
             # The first training loads what libraries keep
