@@ -17,11 +17,12 @@ from statistics import median, mode
 from unittest import mock
 
 from experiments.bench.samples import Cell
+from experiments.checks.planner_check import CountedHighWater
 from experiments.checks.setup_trainer import build_trainer, text_dataset
 from experiments.measuring import Place
-from experiments.run_device import keep_freed_memory, only_live_memory
+from experiments.run_device import keep_freed_memory
 from rloo_memory import data, models
-from rloo_memory.device import level, settle, status_bytes
+from rloo_memory.device import level
 from rloo_memory.phases import PhaseRecorder
 from rloo_memory.plan.setups import Setup
 
@@ -91,8 +92,9 @@ class Trained:
         self.config.pad_token_id, self.config.eos_token_id = self.tokenizer.pad_token_id, self.tokenizer.eos_token_id
         self.prompts = data.build_prompts(documents, self.tokenizer, cell.prompt_tokens)[:1]
 
-    def sample(self, way: str) -> dict[str, float]:
-        """One training: medians of its steps but the first. Raises what a trainer or a kernel raises."""
+    def sample(self, way: str, memory=None) -> dict[str, float]:
+        """One training: medians of its steps but the first. `memory`, if given, counts its peaks (`LiveBytes`). Raises
+        what a trainer or a kernel raises."""
         from transformers import PrinterCallback
 
         from experiments.workload.trainers import torch_optimizer
@@ -109,8 +111,13 @@ class Trained:
             if not self.is_sampled:
                 trainer._generate_single_turn = self.in_place_of_generation(phases)
             before = self.outside_pool()
-            trainer.train()
-            phases.close()
+            with memory or contextlib.nullcontext():
+                if memory is not None:
+                    phases.high_water = CountedHighWater(memory)
+                    memory.watch(trainer.model)
+                    memory.watch(trainer.ref_model, "reference")
+                trainer.train()
+                phases.close()
         outside = max(before, self.outside_pool())  # CUDA loads a module when it is first called
         steps = [self.of_step(phases.peaks, step, outside) for step in range(2, self.steps + 2)]
         return {metric: median(step[metric] for step in steps) for metric in steps[0]}
@@ -158,8 +165,7 @@ class Trained:
 
 
 class Alike(Trained):
-    """Trainings on prompts that begin alike. On a CPU, each way trains once more before all times, for its peaks above
-    the level before: what makes resident memory mean "alive" takes time."""
+    """Trainings on prompts that begin alike. On a CPU, each way trains once more before, with its tensors counted."""
 
     steps = 1
 
@@ -174,9 +180,8 @@ class Alike(Trained):
         self.prompts = [p for p, length in zip(prompts, lengths, strict=True) if length == mode(lengths)][:PROMPTS]
         self.tokens, self.peaks = self.tokens_of_forward(), {}
         if self.device == "cpu":
-            # The first training loads what libraries keep
-            self.peaks = {way: self.peaks_of(way) for way in (ways[-1], *ways)}
             keep_freed_memory()
+            self.peaks = {way: self.peaks_of(way) for way in ways}
 
     def tokens_of_forward(self) -> dict[str, int]:
         """By way: tokens that go through the model when an update's rows do once."""
@@ -187,15 +192,13 @@ class Alike(Trained):
         return {way: count + completions for way, count in zip(ALIKE_WAYS, counts, strict=True)}
 
     def peaks_of(self, way: str) -> dict[str, float]:
-        with only_live_memory():
-            self.clear()
-            settle()
-            before = status_bytes("VmRSS")
-            values = super().sample(way)
-        return {metric: value - before for metric, value in values.items() if metric.endswith("_bytes")}
+        from rloo_memory.plan.simulation.live_bytes import LiveBytes
 
-    def sample(self, way: str) -> dict[str, float]:
-        return super().sample(way) | self.peaks.get(way, {}) | {"forward_tokens": self.tokens[way]}
+        values = super().sample(way, LiveBytes())
+        return {metric: value for metric, value in values.items() if metric.endswith("_bytes")}
+
+    def sample(self, way: str, memory=None) -> dict[str, float]:
+        return super().sample(way, memory) | self.peaks.get(way, {}) | {"forward_tokens": self.tokens[way]}
 
 
 def given(cell: Cell, tokenizer, number: int) -> list[list[int]]:

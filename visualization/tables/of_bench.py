@@ -130,9 +130,9 @@ def alike(folder: Path) -> str:
             theirs = ways["shared-all-each"] if name == "shared-all" else {}
             metrics = [f"{phase}_seconds" for phase in ("step", *PHASES)]
             row += [beside(way[metric], theirs.get(metric), 2) for metric in metrics]
-            table.append([*row, " / ".join(f"{way[f'{phase}_resident_bytes'][0] / MIB:,.0f}" for phase in PHASES)])
+            table.append([*row, " / ".join(f"{way[f'{phase}_allocated_bytes'][0] / MIB:,.0f}" for phase in PHASES)])
     header = ["prompts begin with + own", "", "tokens of a forward", "step, s", *(f"{phase}, s" for phase in PHASES)]
-    header += [f"peaks above start ({', '.join(PHASES)}), MiB"]
+    header += [f"peak of all tensors ({', '.join(PHASES)}), MiB"]
     precision = "float32" if rows.device_kind.iloc[0] == "cpu" else "bfloat16"
     about = f"{precision} · four prompts, k = {rows.k.iloc[0]}, a prompt a micro-batch · {how_often(rows)}"
     return f"*{measured_on(rows)} · {about}*\n\n{markdown(header, table)}\n"
