@@ -177,6 +177,7 @@ def test_every_phase_is_measured_and_nothing_of_a_trainer_stays(tmp_path, shared
         assert all(values[f"{phase}_resident_bytes"] > 2**20 for phase in trainings.PHASES)
         assert values["step_seconds"] == pytest.approx(sum(values[f"{phase}_seconds"] for phase in trainings.PHASES))
         assert "train_allocated_bytes" not in values, "a CPU has no such counter"
+    assert subject.config.use_cache, "gradient checkpointing switches it off, and the next one would generate without"
     assert alive[3] == alive[4], "nothing of a trainer that ran out of memory stays for the next one"
 
 

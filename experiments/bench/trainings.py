@@ -7,13 +7,14 @@ there is that of the tokens with which several prompts begin, as behind a system
 """
 
 import contextlib
+import copy
 import gc
 import os
 import tempfile
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from statistics import median, mode
+from statistics import median
 from unittest import mock
 
 from experiments.bench.samples import Cell
@@ -174,10 +175,7 @@ class Alike(Trained):
         documents, common = data.load_documents("builtin"), int(cell.model.partition("/")[2])
         system = data.build_prompts(documents, self.tokenizer, common)[-1][0]["content"]
         own = data.build_prompts(documents, self.tokenizer, cell.prompt_tokens - common)
-        prompts = [[{"role": "system", "content": system}, *prompt] for prompt in own]
-        lengths = [len(data.render(self.tokenizer, prompt)) for prompt in prompts]
-        # Equally long: with padding, a CPU would compute whole rows by slower kernels
-        self.prompts = [p for p, length in zip(prompts, lengths, strict=True) if length == mode(lengths)][:PROMPTS]
+        self.prompts = [[{"role": "system", "content": system}, *prompt] for prompt in own[:PROMPTS]]
         self.tokens, self.peaks = self.tokens_of_forward(), {}
         if self.device == "cpu":
             keep_freed_memory()
@@ -224,7 +222,8 @@ def made_on(device: str, hf_config):
     def make(path: str, dtype=torch.float32, **ignored):
         torch.manual_seed(0)
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
+            # A trainer changes its model's config: `use_cache`, with gradient checkpointing
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config), dtype=dtype)
         model.config._name_or_path = path
         return model.eval()
 
