@@ -64,7 +64,6 @@ lint:
 
 charts:
 	./visualize_results.sh results/reference-cpu-2-cores
-	.venv/bin/python -m visualization.charts.worth results/reference-cpu-2-cores results/reference-cpu-2-cores/charts/worth.png
 	.venv/bin/python -m visualization.charts.published_gpus results/published results/published/gpu_peaks.png
 	for page in $$(grep -l '^<!-- table:' README.md docs/*.md); do \
 	  .venv/bin/python -m visualization.tables $$page --write || exit 1; done

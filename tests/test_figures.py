@@ -29,6 +29,10 @@ def saved(arm, k):
     return f"{1 - CPU[arm, k] / CPU['classic-baseline', k]:.0%}".replace("%", " %")
 
 
+def spanned(ratios):
+    return " to ".join(dict.fromkeys(f"{end:.1f}" for end in (min(ratios), max(ratios)))) + " times faster"
+
+
 def sentences():
     """(page, sentence)."""
     one, micro = (BENCH.loc[arm] for arm in list(IN_SHORT)[1:])
@@ -38,7 +42,7 @@ def sentences():
     yield "docs/worth.md", f"It needs {share:.2f} of its memory, because of generation"
     assert micro.step < one.step, "the README's table says how much"
     square = TRAIN.xs((1000, 1000), level=("prompt_tokens", "completion_tokens"))
-    span = f"{square.min(axis=None):.1f} to {square.max(axis=None):.1f} times faster"
+    span = spanned(square.to_numpy().flatten())
     yield "README.md", f"training is {span} at 1,000 and 1,000 tokens"
     yield "docs/worth.md", f"training is {span} at P = C = 1,000"
     most = math.ceil(10 * (100 * (1 / TRAIN - 1)).max(axis=None)) / 10
@@ -46,7 +50,7 @@ def sentences():
     took = seconds_of(read_bench(REFERENCE, "lengths"), "train")
     took = took[took.index.get_level_values("model").str.endswith("/spread")]
     found = [*took["whole"] / took["shared"], *took["whole-micro-2"] / took["shared-micro-2"]]
-    span = f"{min(found):.1f} to {max(found):.1f} times faster"
+    span = spanned(found)
     yield "README.md", f"with completions of 47 to 1,008 tokens behind prompts of 200, training is {span}"
     yield "docs/worth.md", f"With those lengths, training is {span} than whole rows"
     took = seconds_of(read_bench(REFERENCE, "alike"), "train").xs("qwen3-8-layers/2000", level="model")

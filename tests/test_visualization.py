@@ -14,7 +14,6 @@ from visualization import combine_memory_data, create_charts, tables
 from visualization.charts.idea import idea
 from visualization.charts.peak_comparison import peak_comparison
 from visualization.charts.timelines import peak_preserving, timeline_peak_preserving, timeline_ultra_smooth
-from visualization.charts.worth import chart as worth_chart
 from visualization.report.__main__ import main as report
 from visualization.results import GIB, MARK, MIB, PHASE_COLUMNS, load
 from visualization.tables.__main__ import main as write_tables
@@ -143,7 +142,6 @@ def test_so_are_those_of_measurements_side_by_side(tmp_path):
     for name in ("rivals", "families", "worth", "decoding"):
         text = tables.render(name, tmp_path)
         assert MARK not in tables.render(name, REFERENCE) and text.count(MARK) > 2 and "nan" not in text, name
-    assert f"{MARK} together" in texts(worth_chart(tmp_path)) and "busy machine" in texts(worth_chart(tmp_path))
 
 
 @pytest.mark.parametrize("name, lost, said", [

@@ -79,7 +79,7 @@ MEASUREMENTS = {
         "trainings on four prompts that begin alike: each computed once, and what they begin with once",
         trainings.Alike, trainings.ALIKE_WAYS,
         tuple(Cell(f"qwen3-8-layers/{n}", n + own, 100, 4) for n, own in ((2000, 200), (300, 100), (128, 64))),
-        trainings.ALIKE_MODELS, device=None,
+        trainings.ALIKE_MODELS, repeats_near=3, device=None,  # the optimizer takes as long in each way
     ),
     "families": Measurement(
         "each phase on models with recurrent layers and on one that sees images",

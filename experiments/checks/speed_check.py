@@ -31,7 +31,6 @@ def setups_of(prompt: int, completion: int, k: int) -> dict[str, Setup]:
     return {
         "whole": whole,
         "shared": shared,
-        "shared-2": replace(shared, tokens_per_forward=2 * (completion + 1)),
         "shared-micro-2": replace(
             shared, per_device_train_batch_size=2, steps_per_generation=k // 2, gradient_accumulation_steps=k // 2
         ),
