@@ -43,7 +43,7 @@ def sentences():
     assert micro.step < one.step, "the README's table says how much"
     square = TRAIN.xs((1000, 1000), level=("prompt_tokens", "completion_tokens"))
     span = spanned(square.to_numpy().flatten())
-    yield "README.md", f"training is {span} at 1,000 and 1,000 tokens"
+    yield "README.md", f"Training is {span} with prompts and completions of 1,000"
     yield "docs/worth.md", f"training is {span} at P = C = 1,000"
     most = math.ceil(10 * (100 * (1 / TRAIN - 1)).max(axis=None)) / 10
     yield "docs/worth.md", f"took at most {most} % longer** than whole rows at any of these lengths"
@@ -55,10 +55,7 @@ def sentences():
     yield "docs/worth.md", f"With those lengths, training is {span} than whole rows"
     took = seconds_of(read_bench(REFERENCE, "alike"), "train").xs("qwen3-8-layers/2000", level="model")
     times = (took["shared-all-each"] / took["shared-all"]).item()
-    yield (
-        "README.md",
-        f"So do prompts that begin alike, here with 2,000 tokens: training is {times:.1f} times faster again",
-    )
+    yield "README.md", f"with one of 2,000 tokens, training is {times:.1f} times faster again"
     yield "README.md", f"saves {saved('classic-lean', 2)} at k = 2"
     theirs = {cell: found.above_gib for cell, found in PUBLISHED.items() if found.above_gib}
     published = 100 * (1 - theirs["classic-string", 2] / theirs["classic-baseline", 2])
