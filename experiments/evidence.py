@@ -21,6 +21,7 @@ from experiments.record import read_csv, write_csv
 from rloo_memory.errors import choose, exit_code
 
 COLUMNS = ("item", "minutes", "exit_code", *FACTS)
+MEASURED = ("0", str(EXIT_VERDICT))  # exit codes of what was measured to the end
 ITEMS = {  # modules of experiments, or scripts
     "baseline": "./run_baseline-rloo.sh --repeats 3",
     "improved": "./run_improve-rloo.sh --repeats 3",
@@ -47,30 +48,32 @@ def run(argv: list[str] | None) -> int:
     asked = [choose("item", name, ITEMS) for name in args.items] or list(ITEMS)
     here = place(args, "peft")
     path, commit = here.folder / "evidence.csv", here.facts["commit"]
-    table = {row["item"]: row for row in read_csv(path)} if path.exists() else {}
+    table = {row["item"]: row for row in read_csv(path)}
 
     def is_done(name: str) -> bool:
         row = table.get(name)
-        return row is not None and row["commit"] == commit and is_committed(commit) and row["exit_code"] in ("0", "4")
+        return row is not None and row["commit"] == commit and is_committed(commit) and row["exit_code"] in MEASURED
 
     todo = [name for name in asked if not is_done(name) and (args.trl or name != "upstream")]
     for number, name in enumerate(todo):
         known = [float(table[each]["minutes"]) for each in todo[number:] if each in table]
         print(f"{name}: {number + 1} of {len(todo)}, {sum(known):.0f} minutes left where it is known", flush=True)
         words = ITEMS[name].format(trl=args.trl, machine=here.folder.name).split()
-        command = words if words[0].startswith("./") else [sys.executable, "-m", f"experiments.{words[0]}", *words[1:]]
+        is_script = words[0].startswith("./")
+        command = words if is_script else [sys.executable, "-m", f"experiments.{words[0]}", *words[1:]]
         if name not in PLACELESS:
             command += ["--machine", here.folder.name, "--results", str(here.folder.parent)]
         began, before = time.monotonic(), table.get(name)
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "SCRIPT_PID": str(os.getpid())}
-        code = subprocess.run(command, cwd=ROOT, env=environment).returncode
+        # A program ends with us; a script's programs end with the script
+        ends_with = {} if is_script else {"SCRIPT_PID": str(os.getpid())}
+        code = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)} | ends_with).returncode
         minutes = (time.monotonic() - began) / 60
-        if before is not None and before["commit"] == commit and not is_done(name):  # it was stopped then
-            minutes += float(before["minutes"])
+        if before is not None and before["commit"] == commit and before["exit_code"] not in MEASURED:
+            minutes += float(before["minutes"])  # it was stopped then
         table[name] = {"item": name, "minutes": f"{minutes:.1f}", "exit_code": str(code), **here.facts}
         write_csv(path, COLUMNS, list(table.values()))
     age.run([])
-    failed = [name for name in ITEMS if name in table and table[name]["exit_code"] not in ("0", str(EXIT_VERDICT))]
+    failed = [name for name in ITEMS if name in table and table[name]["exit_code"] not in MEASURED]
     print(f"failed: {', '.join(failed)}" if failed else f"all is measured by {commit}")
     return 1 if failed else 0
 

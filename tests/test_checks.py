@@ -1,9 +1,10 @@
-"""The check of a device's exactness, on the CPU. Nothing may fail for the first time on a GPU."""
+"""The check of a device's exactness, on the CPU: nothing may fail for the first time on a GPU. And how TRL's own tests
+are judged."""
 
 import pytest
 
 from experiments import measuring
-from experiments.checks import exactness
+from experiments.checks import exactness, upstream_tests
 from experiments.measuring import EXIT_VERDICT
 from experiments.record import read_csv
 
@@ -46,3 +47,10 @@ def test_too_large_an_error_leaves_its_rows_and_says_which_bound(command, monkey
     assert "log_prob_error of shared in float32 is nan, bound 1.000e-05" in said
     assert "log_prob_error of shared in bfloat16 is 1.200e-02, bound 1.100e-02" in said and "stock" not in said
     assert len(read_csv(tmp_path / "x" / "exactness.csv")) == 4
+
+
+@pytest.mark.parametrize("called, wrong", [("ValueError: `prefix_sharing` refuses it", False), ("KeyError: x", True)])
+def test_each_of_upstreams_tests_that_fails_needs_a_refusal_of_its_own(called, wrong):
+    reasons = upstream_tests.BETWEEN.join(["ValueError: `prefix_sharing` does not support it", called])
+    row = {"untouched": "passed", "off": "passed", "forced": "failed", "called": "failed", "reason": reasons}
+    assert upstream_tests.is_wrong(row) == wrong

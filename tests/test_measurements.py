@@ -186,9 +186,13 @@ def test_evidence_measures_what_is_left_and_keeps_its_minutes(tmp_path, monkeypa
     monkeypatch.setattr(measuring, "source_commit", lambda: COMMIT)
     monkeypatch.setattr(evidence, "ITEMS", {"short": "suite --k 2", "step": "./run_bench.sh", "upstream": "{trl}"})
     monkeypatch.setattr(evidence.age, "run", lambda argv: None)
-    monkeypatch.setattr(
-        evidence.subprocess, "run", lambda command, **_: ran.append(command) or SimpleNamespace(returncode=next(codes))
-    )
+
+    def run(command, cwd, env):
+        assert ("SCRIPT_PID" in env) == (command[0] == sys.executable), "a script's programs would end at once"
+        ran.append(command)
+        return SimpleNamespace(returncode=next(codes))
+
+    monkeypatch.setattr(evidence.subprocess, "run", run)
     place = ["--device", "cpu", "--results", str(tmp_path), "--machine", "x"]
     assert evidence.main(place) == 1 and "failed: step" in capsys.readouterr().out
     assert evidence.main(place) == 0 and f"all is measured by {COMMIT}" in capsys.readouterr().out

@@ -29,17 +29,13 @@ class Measurement:
     device: str | None = "cpu"
 
 
-def start(cell: Cell, ways: tuple[str, ...], here: Place, group=Group, phases=PHASES, peaks=False) -> Timed:
+def start(cell: Cell, ways: tuple[str, ...], here: Place, group=Group, phases=PHASES, peaks=False, timed=Timed):
     model, vocab_size, image = random_models.build(cell)
-    return Timed(group(model, vocab_size, cell, image), ways, phases, peaks)
+    return timed(group(model, vocab_size, cell, image), ways, phases, peaks)
 
 
 class Worth(Timed):
     """Seconds of a group; ways that differ in their passes alone generate alike, so only `shared` does."""
-
-    def __init__(self, cell: Cell, ways: tuple[str, ...], here: Place):
-        model, vocab_size, _ = random_models.build(cell)
-        super().__init__(Group(model, vocab_size, cell), ways, PHASES, peaks=False)
 
     def phases_of(self, way: str) -> tuple[str, ...]:
         return PHASES if WAYS[way].pass_rows is None else PHASES[1:]
@@ -55,7 +51,7 @@ WHOLE_OR_SHARED = ("whole", "shared", "shared-micro-2")
 MEASUREMENTS = {
     "worth": Measurement(
         "seconds of each phase over prompts and completions of many lengths",
-        Worth, WHOLE_OR_SHARED,
+        partial(start, timed=Worth), WHOLE_OR_SHARED,
         cells("narrow wide", (3000, 100, 8), (200, 100, 8), (200, 1000, 8)) + cells("narrow", (1000, 1000, 8)), DENSE,
     ),
     "decoding": Measurement(

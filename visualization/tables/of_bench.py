@@ -5,7 +5,7 @@ from pathlib import Path
 import pandas as pd
 
 from visualization.results import MARK, MIB, apart, load, seconds, times
-from visualization.tables.text import how_often, markdown, measured_on
+from visualization.tables.text import how_often, markdown, measured_on, token_ratio
 
 CELL = ["model", "prompt_tokens", "completion_tokens", "k"]
 PHASES = ("generate", "score", "train")
@@ -174,11 +174,6 @@ def seconds_of(rows: pd.DataFrame, phase: str) -> pd.DataFrame:
     answers = mine.assign(answer=mine["median"].mask(apart(mine.low, mine.high)))
     took = answers.set_index([*CELL[:3], "way"]).answer.unstack("way")
     return took.assign(**dict.fromkeys(IN_SHORT, took["shared"])) if phase == "generate" else took
-
-
-def token_ratio(prompt: int, completion: int, k: int) -> float:
-    """Of a group whose completions are equally long: tokens of whole rows for each with a shared prompt."""
-    return k * (prompt + completion) / (prompt + k * completion)
 
 
 def worth(folder: Path) -> str:

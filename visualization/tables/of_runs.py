@@ -4,7 +4,7 @@ import pandas as pd
 
 from visualization.published_2025 import PUBLISHED, PUBLISHED_BUDGET, PUBLISHED_PROMPT
 from visualization.results import BASELINE, BENCH, GIB, IN_SHORT, LEAST, PHASES, Results, seconds, times
-from visualization.tables.text import markdown, signed, whole, with_range
+from visualization.tables.text import markdown, signed, token_ratio, whole, with_range
 
 REFERENCES = ("stock", "stock-compact")  # what a user of TRL has today: as released, with the LM head of a GPU
 
@@ -108,8 +108,7 @@ def phases(results: Results) -> str:
         less = beside and reference.above_bytes >= LEAST and cell.ok
         part = f" (1/{reference.above_bytes / cell.above_bytes:.1f})" if less else ""
         rows.append([*row, f"{cell.above_bytes / GIB:.2f}{part}" if cell.ok else cell.failure])
-    prompt, completion = cells.fed.median(), cells.completion_tokens.median()
-    ratio = k * (prompt + completion) / (prompt + k * completion)
+    ratio = token_ratio(cells.fed.median(), cells.completion_tokens.median(), k)
     header = ["arm", "generate", "score (old and reference)", "train", "whole step", "peak above start, GiB"]
     brackets = f"; in brackets, how many times faster than `{known[0]}`, and which part of its peak" if known else ""
     return f"At k = {k}{brackets}. The token ratio is {ratio:.2f}. Seconds:\n\n" + markdown(header, rows)

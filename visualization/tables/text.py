@@ -41,3 +41,8 @@ def measured_on(rows: pd.DataFrame) -> str:
 def how_often(rows: pd.DataFrame) -> str:
     counts = rows.repeats[rows.metric != ""].astype(int)
     return f"median of {span(counts)} alternating repeats" if counts.max() > 1 else "measured once"
+
+
+def token_ratio(prompt: float, completion: float, k: int) -> float:
+    """Of a group whose completions are equally long: tokens of whole rows for each with a shared prompt."""
+    return k * (prompt + completion) / (prompt + k * completion)
