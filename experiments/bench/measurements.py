@@ -52,7 +52,7 @@ MEASUREMENTS = {
     "worth": Measurement(
         "seconds of each phase over prompts and completions of many lengths",
         partial(start, timed=Worth), WHOLE_OR_SHARED,
-        cells("narrow wide", (3000, 100, 8), (200, 100, 8), (200, 1000, 8)) + cells("narrow", (1000, 1000, 8)), DENSE,
+        cells("narrow wide", (3000, 100, 8), (200, 100, 8)) + cells("narrow", (200, 1000, 8), (1000, 1000, 8)), DENSE,
     ),
     "decoding": Measurement(
         "seconds of generation: rows with a cache of their own, and one cache that holds the prompt once",
