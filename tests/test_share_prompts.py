@@ -54,6 +54,7 @@ def test_trainings_are_the_same_on_each_release(probe, released, version):
 
 def test_what_does_not_fit_is_said_and_nothing_is_left(probe, released):
     found = probe("share_prompts", "--released", released("1.16.0"))
+    assert found["updates of README's program"] == 1
     assert found["shared"] < 0.5 * found["whole"], "tokens with gradients, of the same training"
     assert found["left"] == [] and found["forward is TRL's"] and found["left by a refusal"] == []
     assert found["copy"] == [False, True], "a copy of the model is a model of its own"

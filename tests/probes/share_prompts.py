@@ -3,15 +3,19 @@
 import copy
 import json
 import logging
+import re
 import tempfile
+from pathlib import Path
 
 import current_fork  # noqa: F401
 import tiny
 import torch
+from datasets import Dataset
 
 import trl
 from rloo_memory import share_prompts
 
+README = Path(__file__).parents[2] / "README.md"
 PARTS = dict(per_device_train_batch_size=2, gradient_accumulation_steps=4, steps_per_generation=4, num_generations=8)
 
 
@@ -56,6 +60,21 @@ def error_of(function) -> str:
     return ""
 
 
+def trained_as_in_readme(folder) -> int:
+    """Updates of the program that README.md shows, with a small model, short completions and a prompt of words."""
+    small = {
+        '"Qwen/Qwen3-8B"': repr(folder),
+        "max_completion_length=512": f"max_completion_length=6, max_steps=1, bf16=False, output_dir={folder!r}",
+    }
+    program = re.search(r"```python\n(.*?)```", README.read_text(), re.S)[1]
+    for words, instead in small.items():
+        assert program.count(words) == 1, words
+        program = program.replace(words, instead)
+    names = {"dataset": Dataset.from_dict({"prompt": tiny.PROMPTS})}
+    exec(program, names)
+    return names["trainer"].state.global_step if names["trainer"].prompt_sharing else 0
+
+
 def tokens_seen(trainer) -> list[int]:
     """Tokens of each call of the first layer, with gradients."""
     seen = []
@@ -70,8 +89,9 @@ def tokens_seen(trainer) -> list[int]:
 
 with tempfile.TemporaryDirectory() as folder:
     tiny.build_model().save_pretrained(folder)
+    tiny.build_tokenizer().save_pretrained(folder)
     build = lambda **options: tiny.build_trainer("RLOO", folder, **options)  # noqa: E731
-    result = {"trl": trl.__version__}
+    result = {"trl": trl.__version__, "updates of README's program": trained_as_in_readme(folder)}
 
     trainer = build(**PARTS)
     forward = trainer.model.forward
