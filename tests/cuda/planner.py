@@ -27,6 +27,7 @@ CASES = (
 COLUMNS = (
     "case", "expandable_segments", "phase", "predicted_bytes", "allocated_bytes", "reserved_bytes",
     "comes_and_goes_bytes", "prompt_tokens", "completion_tokens", "torch_version", "transformers_version",
+    "commit",
 )  # fmt: skip
 SMALLER = TABLE.with_name("smaller_devices.csv")
 COMPLETION = 48  # tokens: each is a step of generation, whose operators are run one by one here
@@ -51,6 +52,7 @@ def in_a_process(case: str, expandable: bool, gib: float = 140) -> dict:
 def here(case: str) -> dict:
     """The highest phase of a case; bytes."""
     from experiments.checks import planner_check
+    from experiments.commit import source_commit
     from rloo_memory.plan import predict
     from rloo_memory.plan.accuracy import reserve
 
@@ -75,6 +77,7 @@ def here(case: str) -> dict:
         "completion_tokens": COMPLETION,
         "torch_version": version("torch"),
         "transformers_version": version("transformers"),
+        "commit": source_commit(),
     }
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pandas as pd
 
 from visualization.results import GIB
-from visualization.tables.text import markdown, measured_on, signed
+from visualization.tables.text import joined, markdown, measured_on, signed
 
 TREES = {  # column -> heading
     "untouched": "pass with TRL as released", "off": "options off", "forced": "prefix sharing forced on",
@@ -69,7 +69,8 @@ def emulated(folder: Path) -> str:
     first, (fixed, expandable) = rows.iloc[0], rows.groupby("expandable_segments").share.median()
     return (
         f"*Emulated, no GPU: torch {first.torch_version}, transformers {first.transformers_version}; prompts of "
-        f"{first.prompt_tokens:,} tokens, completions of {first.completion_tokens}; GiB of the highest phase*\n\n"
+        f"{first.prompt_tokens:,} tokens, completions of {first.completion_tokens}; GiB of the highest phase; "
+        f"commit {joined(rows.commit.str[:10])}*\n\n"
         f"{markdown(header, table)}\n\nMedian of the shares: {fixed:.2f}, with expandable segments {expandable:.2f}.\n"
     )
 
