@@ -27,20 +27,19 @@ def upstream(folder: Path) -> str:
     rows = pd.read_csv(folder / "upstream_tests.csv", keep_default_na=False)
     rows["trainer"] = rows.test.str.extract(r"test_(\w+)_trainer", expand=False).str.upper()
     passing = rows[rows.untouched == "passed"]
-    trees = [tree for tree in TREES if tree in rows]  # one is newer than some tables
     counts = [
-        [trainer, str(len(mine)), *(str((mine[mine.untouched == "passed"][tree] == "passed").sum()) for tree in trees)]
+        [trainer, str(len(mine)), *(str((mine[mine.untouched == "passed"][tree] == "passed").sum()) for tree in TREES)]
         for trainer, mine in rows.groupby("trainer", sort=False)
     ]
-    differ = passing[(passing[trees] != "passed").any(axis=1)]
+    differ = passing[(passing[list(TREES)] != "passed").any(axis=1)]
     reasons = differ.reason.str.split(r"[:.] ", regex=True).str[:2].str.join(": ")
     names = differ.trainer + ", `" + differ.test.str.rpartition(".")[2] + "`"
-    header = ["", "tests", *(TREES[tree] for tree in trees)]
+    header = ["", "tests", *TREES.values()]
     return (
         f"*{measured_on(rows)}*\n\nTRL's repository at {rows.tests_commit.iloc[0]}, with tiny models made on the "
         "spot. Tests that pass with TRL as released, and of these how many pass otherwise:\n\n"
         + f"{markdown(header, counts)}\n\n"
-        + markdown(["does not pass with shared prompts", "why"], zip(names, reasons, strict=True))
+        + markdown(["does not pass with shared prompts", "why"], zip(names, reasons, strict=True), texts=2)
         + "\n"
     )
 
