@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make reproduce   set up, run every arm at k = 2, 4, 8, draw charts and tables (14 to 25 minutes on 2 cores)"
+	@echo "make reproduce   set up, run every arm at k = 2, 4, 8, draw charts and tables (12 to 25 minutes on 2 cores)"
 	@echo "make test        set up, lint, run the tests but the slow ones"
 	@echo "make test-all    set up, lint, run the slow tests as well; three suites need more and have commands of their own:"
 	@echo "make test-deepspeed"
