@@ -27,11 +27,10 @@ def upstream(folder: Path) -> str:
     rows = pd.read_csv(folder / "upstream_tests.csv", keep_default_na=False)
     rows["trainer"] = rows.test.str.extract(r"test_(\w+)_trainer", expand=False).str.upper()
     passing = rows[rows.untouched == "passed"]
-    counts = [
-        [trainer, str(len(mine)), *(str((mine[mine.untouched == "passed"][tree] == "passed").sum()) for tree in TREES)]
-        for trainer, mine in rows.groupby("trainer", sort=False)
-    ]
-    differ = passing[(passing[list(TREES)] != "passed").any(axis=1)]
+    passed = passing[list(TREES)] == "passed"
+    tests, sums = rows.groupby("trainer", sort=False).size(), passed.groupby(passing.trainer).sum()
+    counts = [[trainer, *map(str, [tests[trainer], *sums.loc[trainer]])] for trainer in tests.index]
+    differ = passing[~passed.all(axis=1)]
     reasons = differ.reason.str.split(r"[:.] ", regex=True).str[:2].str.join(": ")
     names = differ.trainer + ", `" + differ.test.str.rpartition(".")[2] + "`"
     header = ["", "tests", *TREES.values()]
