@@ -26,6 +26,7 @@ class Arm:
         return 1 if self.accumulate else batch
 
 
+COMPACT = ("0002-compact-lm-head.patch",)
 ARMS = {
     arm.name: arm
     for arm in (
@@ -40,16 +41,9 @@ ARMS = {
         Arm("classic-lean", "classic", ("0003-lean-logits.patch",), "logits only where they are read"),
         Arm("stock", "current", (), "TRL 1.16.0 untouched, the whole batch in one pass"),
         Arm("stock-accumulate", "current", (), "TRL 1.16.0 untouched, one completion a pass", accumulate=True),
-        Arm("stock-compact", "current", None, "the same with the compact LM head alone: prefix sharing off"),
-        Arm("stock-compact-accumulate", "current", None, "the same, one completion a pass", accumulate=True),
-        Arm("shared", "current", None, "TRL 1.16.0 + prefix sharing, N completions a pass", shares_prefix=True),
-        Arm(
-            "shared-call",
-            "current",
-            ("0002-compact-lm-head.patch",),
-            "as shared, by share_prompts on a TRL with the compact LM head alone",
-            shares_prefix=True,
-        ),
-        Arm("shared-accumulate", "current", None, "the same, N a micro-batch", accumulate=True, shares_prefix=True),
+        Arm("stock-compact", "current", COMPACT, "the same with the compact LM head, as on a GPU"),
+        Arm("stock-compact-accumulate", "current", COMPACT, "the same, one completion a pass", accumulate=True),
+        Arm("shared", "current", (), "TRL 1.16.0 + prefix sharing, N completions a pass", shares_prefix=True),
+        Arm("shared-accumulate", "current", (), "the same, N a micro-batch", accumulate=True, shares_prefix=True),
     )
 }

@@ -9,7 +9,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,7 @@ METHODS = {
     "_generate_single_turn": ("prompt_ids", "images"),
     "_get_per_token_logps_and_entropies": ("model",),
 }
+CPU_TILE = 512  # words of the vocabulary
 SHUFFLE = "shuffle_sequence_dict"  # by which the module of a trainer shuffles the rows of a rollout
 
 
@@ -135,7 +136,7 @@ class PromptSharing:
         self.trainer = trainer
         self.settings = {"prefix_sharing": prefix_sharing, "tokens_per_forward": tokens_per_forward}
         self.args = copy.copy(trainer.args)
-        offloading = {"activation_offloading": getattr(trainer.args, "activation_offloading", False)}  # the fork's
+        offloading = {"activation_offloading": getattr(trainer.args, "activation_offloading", False)}  # the launcher's
         vars(self.args).update(self.settings, **offloading)
         self.replaced: list[tuple[object, str, object, object]] = []  # owner, name, what it is, what it was
         self.passes: TrainerPasses | None = None
@@ -153,6 +154,11 @@ class PromptSharing:
             self.args.gradient_checkpointing_kwargs = kwargs
         check_passes_config(self.args)
         models = [trainer.accelerator.unwrap_model(x) for x in (trainer.model, trainer.ref_model) if x is not None]
+        if not any(param.requires_grad for param in trainer.model.parameters()):
+            raise ValueError(
+                "No parameter of the model requires a gradient, so nothing would be trained. Load a PEFT model with "
+                "`PeftModel.from_pretrained(..., is_trainable=True)`, or pass a `peft_config`."
+            )
         takes_images = isinstance(trainer.processing_class, ProcessorMixin)
         self.passes = TrainerPasses(self.args, trainer.accelerator, *models, takes_images=takes_images)
         for name in METHODS:
@@ -160,6 +166,7 @@ class PromptSharing:
         for model in models:
             causal_lm = model.get_base_model() if is_peft_model(model) else model
             self.replace(causal_lm, "forward", functools.partial(self.forward, causal_lm))
+            self.replace(model, "gradient_checkpointing_enable", checkpointing_enable)
         for reward_func in trainer.reward_funcs:
             if self.args.tokens_per_forward is not None and isinstance(reward_func, nn.Module):
                 self.replace(reward_func, "forward", self.reward)
@@ -270,7 +277,8 @@ class PromptSharing:
             kwargs |= {name: x[rows] for name, x in tensors.items()}
             input_ids, attention_mask = input_ids[rows], attention_mask[rows]
         arguments = (model, input_ids, attention_mask, logits_to_keep)
-        whole = original(*arguments, batch_size=1, **kwargs)[0]
+        with small_tiles(input_ids):
+            whole = original(*arguments, batch_size=1, **kwargs)[0]
         shared = self.in_passes(original, *arguments, **kwargs)[0]
         is_token = attention_mask[:, -logits_to_keep:] != 0
         args, dtype = self.trainer.args, self.trainer.model.dtype
@@ -292,30 +300,52 @@ class PromptSharing:
         if self.scored is None or not self.scored.is_next(kwargs.get("input_ids")):
             return original(*args, **kwargs)
         passes = self.scored.passes_of_next(self.passes)
-        kwargs = {name: x for name, x in kwargs.items() if x is not None}
-        of_head = {
-            name: kwargs.pop(name) for name in ("fused_lm_head", "logits_to_keep", "use_cache") if name in kwargs
-        }
-        of_columns = {name: kwargs[name] for name in ("input_ids", "attention_mask", "labels") if name in kwargs}
-        kwargs.pop("labels", None)
-        experts = kwargs.pop(
-            "output_router_logits", getattr(model.config.get_text_config(), "output_router_logits", False)
-        )
-        if experts:
-            kwargs["output_router_logits"], of_head["output_router_logits"] = True, False
-        states = passes.forward(model.base_model, *args, **kwargs)
-        # From the last prompt token on, the LM head scores what a backbone gives that has run already
-        of_columns = {name: x[:, passes.prefix_length - 1 :] for name, x in of_columns.items()}
-        output = _Output(last_hidden_state=states.last_hidden_state)
-        with replaced(model.base_model, "forward", lambda *args, **kwargs: output):
-            outputs = original(**of_columns, **of_head)
-        if experts:
-            outputs.aux_loss = states.aux_loss
-        return outputs
+        return forward_in_passes(model, original, passes, *args, **kwargs)
 
     def reward(self, original, **inputs):
         """Of a reward model: its rows in passes of `tokens_per_forward` tokens."""
         return SequenceClassifierOutput(logits=self.passes.reward_logits(original, inputs))
+
+
+def forward_in_passes(model, original: Callable, passes, *args, **kwargs):
+    """What the forward `original` of `model` gives of completions, whose hidden states `passes` compute."""
+    kwargs = {name: x for name, x in kwargs.items() if x is not None}
+    of_head = {
+        name: kwargs.pop(name) for name in ("fused_lm_head", "logits_to_keep", "use_cache") if name in kwargs
+    }
+    of_columns = {name: kwargs[name] for name in ("input_ids", "attention_mask", "labels") if name in kwargs}
+    kwargs.pop("labels", None)
+    experts = kwargs.pop(
+        "output_router_logits", getattr(model.config.get_text_config(), "output_router_logits", False)
+    )
+    if experts:
+        kwargs["output_router_logits"], of_head["output_router_logits"] = True, False
+    states = passes.forward(model.base_model, *args, **kwargs)
+    # From the last prompt token on, the LM head scores what a backbone gives that has run already
+    of_columns = {name: x[:, passes.prefix_length - 1 :] for name, x in of_columns.items()}
+    output = _Output(last_hidden_state=states.last_hidden_state)
+    with replaced(model.base_model, "forward", lambda *args, **kwargs: output), small_tiles(output.last_hidden_state):
+        outputs = original(**of_columns, **of_head)
+    if experts:
+        outputs.aux_loss = states.aux_loss
+    return outputs
+
+def checkpointing_enable(original, gradient_checkpointing_kwargs: dict | None = None, **own):
+    """TRL gives a model its checkpointing back after a generation, with arguments that PyTorch has not."""
+    kwargs = dict(gradient_checkpointing_kwargs or {})
+    own |= {name: kwargs.pop(name) for name in ("every_n_layers", "offload") if name in kwargs}
+    if not torch.accelerator.is_available():  # no device to take activations from
+        own.pop("offload", None)
+    return original(gradient_checkpointing_kwargs=kwargs or None, **own)
+
+
+def small_tiles(states: torch.Tensor):
+    """Without Triton, folding a tile of logits takes several float32 temporaries of its size."""
+    from trl.trainer import utils  # 1.14 has no such LM head
+
+    if states.device.type != "cpu" or not hasattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE"):
+        return nullcontext()
+    return replaced(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", CPU_TILE)
 
 
 def module_of(trainer):
@@ -329,11 +359,6 @@ def check_trainer(trainer) -> None:
     name = type(trainer).__name__
     if hasattr(trainer, "prompt_sharing"):
         raise ValueError(f"{name} shares its prompts already: call `trainer.prompt_sharing.remove()` first.")
-    if getattr(trainer, "passes", None) is not None:
-        raise ValueError(
-            f"{name} shares its prompts by its own `prefix_sharing` or `tokens_per_forward`: leave those or "
-            "`share_prompts` out."
-        )
     for method, wanted in METHODS.items():
         has = inspect.signature(getattr(trainer, method)).parameters if hasattr(trainer, method) else None
         if has is None or not has.keys() >= set(wanted):

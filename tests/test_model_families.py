@@ -76,8 +76,8 @@ BREAK = """
 from unittest import mock
 
 model_families.load()
-from trl.prefix_sharing import cache as prefix_cache
-from trl.prefix_sharing import contexts
+from rloo_memory.prefix_sharing import cache as prefix_cache
+from rloo_memory.prefix_sharing import contexts
 
 append, allowed = prefix_cache._SharedPrefixLayer.append, contexts.ReadPrefix.allowed
 ignore_windows = lambda self, *args: allowed(self, lambda batch, head, q, k: k <= q)

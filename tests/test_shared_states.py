@@ -9,7 +9,7 @@ import pytest
 def test_a_layer_with_a_state_is_known_by_its_cache_whatever_a_release_calls_it(called, shared_fork):
     """transformers 5.24 calls it `cache` everywhere."""
     from torch import nn
-    from trl.prefix_sharing.states import find_mixers
+    from rloo_memory.prefix_sharing.states import find_mixers
 
     class Mixer(nn.Module):
         def __init__(self):

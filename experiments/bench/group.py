@@ -78,7 +78,7 @@ class Group:
 
     def __init__(self, model, vocab_size: int, sizes: Cell, image: Image | None = None, lengths: tuple[int, ...] = ()):
         import torch
-        from trl.prefix_sharing.enabling import enable_prefix_sharing
+        from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
         from trl.trainer.utils import add_fused_lm_head
 
         torch.manual_seed(0)
@@ -120,7 +120,7 @@ class Group:
     def generate(self, way: str, tokens: int | None = None) -> None:
         """Completions of full length, or of `tokens`, sampled."""
         from transformers import GenerationConfig
-        from trl.prefix_sharing.generation import generate_with_shared_prefix
+        from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
 
         tokens = tokens or self.completion
         length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
@@ -137,8 +137,8 @@ class Group:
 
     def log_probs(self, way: str, rows: slice = slice(None), open_prefix=None):
         """Of shape (rows, completion)."""
-        from trl.prefix_sharing.shared_passes import SharedPrefixPasses
-        from trl.prefix_sharing.token_budget import TokenBudgetPasses
+        from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
+        from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
 
         inputs, passes = self.inputs(rows), None
         labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
@@ -161,7 +161,7 @@ class Group:
 
     def saves_time(self, way: str) -> bool:
         """Whether trainers share prompts of these lengths."""
-        from trl.prefix_sharing.trainer import saves_time
+        from rloo_memory.prefix_sharing.trainer import saves_time
 
         at_a_time = self.ways[way].micro_batch_rows or self.k
         rows = [self.torch.arange(self.k)]
@@ -184,7 +184,7 @@ class Group:
 
     def update(self, way: str) -> None:
         """Each micro-batch has a backward, and the prompt has one."""
-        from trl.prefix_sharing.micro_batches import OpenPrefix
+        from rloo_memory.prefix_sharing.micro_batches import OpenPrefix
 
         size = self.ways.get(way, Way()).micro_batch_rows  # rivals have ways of their own
         if size is None:

@@ -235,8 +235,8 @@ def switches(way: str):
     """What a way to train switches on beside its settings: cuDNN's attention first, or attention with a mask where
     there are kernels without."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
-    from trl.prefix_sharing import cache as prefix_cache
-    from trl.prefix_sharing import contexts
+    from rloo_memory.prefix_sharing import cache as prefix_cache
+    from rloo_memory.prefix_sharing import contexts
 
     names = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
     with contextlib.ExitStack() as stack:

@@ -111,8 +111,8 @@ def compare(device: str, precision: str):
     """Yields one row a way. Errors are norms relative to the truth's, root mean squares over the batches."""
     import torch
     from transformers import AutoModelForCausalLM
-    from trl.prefix_sharing.enabling import enable_prefix_sharing
-    from trl.prefix_sharing.shared_passes import SharedPrefixPasses
+    from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
+    from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
     from trl.trainer.utils import add_fused_lm_head
 
     from rloo_memory.plan.scale_up.extrapolate import with_layers

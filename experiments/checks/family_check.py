@@ -57,7 +57,7 @@ def check(family: Family) -> Result:
 def compare(model) -> Result:
     """Prefix sharing on a model, and TRL's own pass."""
     import torch
-    from trl.prefix_sharing.enabling import enable_prefix_sharing
+    from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
     from trl.trainer.utils import add_fused_lm_head
 
     try:
@@ -131,7 +131,7 @@ def router_settings(model) -> dict:
 
 def ways(model, settings: dict) -> dict:
     """What `run` gives for all completions together, for one at a time, and for two with gradient checkpointing."""
-    from trl.prefix_sharing.shared_passes import SharedPrefixPasses
+    from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 
     def found(size):
         return run(model, passes=SharedPrefixPasses(PROMPT, size), **settings)
@@ -147,8 +147,8 @@ def ways(model, settings: dict) -> dict:
 def run_micro_batches(model):
     """What `run` gives, of one completion a micro-batch and without the router's loss."""
     import torch
-    from trl.prefix_sharing.micro_batches import OpenPrefix
-    from trl.prefix_sharing.shared_passes import SharedPrefixPasses
+    from rloo_memory.prefix_sharing.micro_batches import OpenPrefix
+    from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 
     model.zero_grad()
     open_prefix, tokens = OpenPrefix(num_micro_batches=len(LENGTHS) // 2), []
@@ -227,7 +227,7 @@ def generate(model, shared: bool = False, use_cache: bool = True):
     """Logits of the steps of greedy decoding behind both prompts, or why it fails."""
     import torch
     from transformers import GenerationConfig
-    from trl.prefix_sharing.generation import generate_with_shared_prefix
+    from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
 
     ids, mask = batch(model.device)
     config = GenerationConfig(

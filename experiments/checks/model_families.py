@@ -213,7 +213,7 @@ def load() -> None:
     use_fork(ARMS["shared"])
     import torch
     import transformers
-    import trl.prefix_sharing.generation
+    import rloo_memory.prefix_sharing.generation
     import trl.trainer.utils  # noqa: F401
 
     torch.set_num_threads(1)

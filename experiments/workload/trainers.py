@@ -86,10 +86,8 @@ def build_current(config: RunConfig, folder: Path, policy_path: str, reward_path
         sharing = dict(prefix_sharing=True)
         if arm.in_passes:
             rows, sharing = config.batch, sharing | dict(tokens_per_forward=rows * (config.completion_tokens + 1))
-    by_call = arm.patches is not None  # upstream's settings have no such fields
     arguments = RLOOConfig(
         **common_arguments(config, folder),
-        **({} if by_call else sharing),
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=config.batch // rows,
         num_generations=config.k,
@@ -111,7 +109,7 @@ def build_current(config: RunConfig, folder: Path, policy_path: str, reward_path
         processing_class=tokenizer,
         peft_config=lora if config.lora_rank else None,
     )
-    if sharing and by_call:
+    if sharing:
         share_prompts(trainer, **sharing)
     return trainer, trainer.model
 

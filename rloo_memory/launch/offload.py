@@ -1,4 +1,4 @@
-"""Models that wait on the host until they are called."""
+"""Models that wait on the host until they are called, and activations that wait there for the backward."""
 
 
 def keep_on_host(trainer, model) -> None:
@@ -30,3 +30,26 @@ def keep_on_host(trainer, model) -> None:
 
     model.register_forward_pre_hook(come)
     policy.register_forward_pre_hook(leave)
+
+
+def offload_activations(trainer) -> None:
+    """What is saved for the backward goes to the host, as TRL's SFT and DPO trainers have it."""
+    from trl.models import get_act_offloading_ctx_manager
+
+    context, training_step = get_act_offloading_ctx_manager(model=trainer.model), trainer.training_step
+
+    def offloading(*args, **kwargs):
+        with context:
+            output = training_step(*args, **kwargs)
+        for name in ("tracker", "storage_to_tensor_id", "_storage_key_by_tensor_id"):  # TRL keeps them until the next
+            getattr(context, name, {}).clear()
+        return output
+
+    trainer.training_step = offloading
+
+
+def keep_no_cache(reward_funcs: list) -> None:
+    """Each row goes through a reward model once, so keys and values would be kept for nothing."""
+    for reward_func in reward_funcs:
+        if hasattr(reward_func, "config"):
+            reward_func.config.get_text_config().use_cache = False

@@ -40,11 +40,11 @@ def defaults(algorithm: str) -> dict:
 
     need_trl()
     from rloo_memory.settings.arguments import LaunchArguments
-    from rloo_memory.settings.trl_parser import OF_THE_FORK, TRAINERS
+    from rloo_memory.settings.trl_parser import TRAINERS
     from trl import ModelConfig
 
     classes = (LaunchArguments, ModelConfig, TRAINERS.get(algorithm, TRAINERS["rloo"]))
-    return dict.fromkeys(OF_THE_FORK, False) | {field.name: field.default for cls in classes for field in fields(cls)}
+    return {field.name: field.default for cls in classes for field in fields(cls)}
 
 
 def from_settings(prompt_tokens: int, settings: dict, hf_config=None, **where) -> Setup:

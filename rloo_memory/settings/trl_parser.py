@@ -12,33 +12,42 @@ from trl.scripts.grpo import GRPOScriptArguments
 from trl.scripts.rloo import RLOOScriptArguments
 
 from rloo_memory.errors import ConfigError
+from rloo_memory.prefix_sharing.config import check_passes_config
 from rloo_memory.settings.arguments import LaunchArguments
-from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig, RLOOConfig, TrlParser
+import trl
+from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 
-# TRL as released has none of these. The launcher gives them to `share_prompts`
-if "prefix_sharing" not in RLOOConfig.__dataclass_fields__:
 
-    @dataclass
-    class Sharing:
-        prefix_sharing: bool = field(
-            default=False, metadata={"help": "Whether to compute each prompt once for all its completions."}
-        )
-        tokens_per_forward: int | None = field(
-            default=None, metadata={"help": "Number of tokens that go through the model together."}
-        )
+# TRL has none of these, the launcher has
+@dataclass
+class Sharing:
+    prefix_sharing: bool = field(
+        default=False, metadata={"help": "Whether to compute each prompt once for all its completions."}
+    )
+    tokens_per_forward: int | None = field(
+        default=None, metadata={"help": "Number of tokens that go through the model together."}
+    )
+    activation_offloading: bool = field(
+        default=False, metadata={"help": "Whether to keep what the backward needs on the host."}
+    )
 
-    @dataclass
-    class RLOOConfig(Sharing, RLOOConfig):
-        pass
+    def __post_init__(self):
+        super().__post_init__()
+        if self.prefix_sharing or self.tokens_per_forward is not None:
+            check_passes_config(self)
 
-    @dataclass
-    class GRPOConfig(Sharing, GRPOConfig):
-        pass
+
+@dataclass
+class RLOOConfig(Sharing, trl.RLOOConfig):
+    pass
+
+
+@dataclass
+class GRPOConfig(Sharing, trl.GRPOConfig):
+    pass
 
 
 TRAINERS = {"rloo": RLOOConfig, "grpo": GRPOConfig}
-# Settings that only this project's fork of TRL has
-OF_THE_FORK = ("activation_offloading",)
 
 
 class Parser(TrlParser):
@@ -57,8 +66,6 @@ class Parser(TrlParser):
     def unknown(self, word: str) -> str:
         """What to say of a word, such as --name=value, that no setting of this parser has for a name."""
         name = word.removeprefix("--").partition("=")[0].replace("-", "_")
-        if name in OF_THE_FORK:
-            return f"{name} is a setting of this project's fork of TRL, which is not installed; remove it"
         if name in of_all_settings().names:
             return f"{name} is no setting of this algorithm here; leave it out"
         near = difflib.get_close_matches(name, self.names, n=1)

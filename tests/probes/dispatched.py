@@ -38,8 +38,8 @@ def last_step(layers: int, lengths: tuple[int, ...], steps: int, shared: bool) -
     model = tiny.build_model(Qwen3Config(**config)).eval()
     generate = model.generate
     if shared:
-        from trl.prefix_sharing.enabling import enable_prefix_sharing
-        from trl.prefix_sharing.generation import generate_with_shared_prefix
+        from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
+        from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
 
         enable_prefix_sharing(model)
         generate = functools.partial(generate_with_shared_prefix, model)

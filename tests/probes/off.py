@@ -59,5 +59,5 @@ if __name__ == "__main__":
 
     assert trl.__file__.startswith(sys.argv[1]), trl.__file__
     results = {name: train(name) for name in ("RLOO", "GRPO")}
-    assert not [name for name in sys.modules if name.startswith("trl.prefix_sharing")]
+    assert not [name for name in sys.modules if name.startswith("rloo_memory.prefix_sharing")]
     print(json.dumps(results))

@@ -17,8 +17,8 @@ import current_fork  # noqa: F401
 import tiny
 import torch
 from cpu_offloading import get_act_offloading_ctx_manager
-from trl.prefix_sharing.enabling import enable_prefix_sharing
-from trl.prefix_sharing.shared_passes import SharedPrefixPasses
+from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
+from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 from trl.trainer.utils import add_fused_lm_head
 
 from rloo_memory.plan.simulation.live_bytes import LiveBytes

@@ -41,8 +41,8 @@ def disable_attention_dropout(folder):
 @promise
 def prefix_sharing_gradients(folder):
     """No gradient of keys and values is in float32 any longer when the backward enters the first prompt."""
-    from trl.prefix_sharing.enabling import enable_prefix_sharing
-    from trl.prefix_sharing.shared_passes import SharedPrefixPasses
+    from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
+    from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 
     model = tiny.build_model().bfloat16()
     enable_prefix_sharing(model)

@@ -9,8 +9,8 @@ from collections import Counter
 
 import torch
 from shared_exactness import VOCAB, build, error, passes_of, pure_float64  # puts the fork on the path
-from trl.prefix_sharing.enabling import enable_prefix_sharing
-from trl.prefix_sharing.micro_batches import OpenPrefix
+from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
+from rloo_memory.prefix_sharing.micro_batches import OpenPrefix
 
 PROMPT, COMPLETION, ROWS = 24, 4, 64
 

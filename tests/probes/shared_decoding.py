@@ -13,10 +13,10 @@ from unittest import mock
 import torch
 from shared_exactness import batch, build, error, measure_all, pure_float64  # puts the fork on the path
 from transformers import GenerationConfig
-from trl.prefix_sharing import cache as prefix_cache
-from trl.prefix_sharing.cache import attention_with_lse
-from trl.prefix_sharing.enabling import enable_prefix_sharing
-from trl.prefix_sharing.generation import generate_with_shared_prefix
+from rloo_memory.prefix_sharing import cache as prefix_cache
+from rloo_memory.prefix_sharing.cache import attention_with_lse
+from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
+from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
 
 ORDER = (0, 3, 1, 4, 5, 2)  # of rows, in which the prompts are mixed
 

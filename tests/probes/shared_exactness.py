@@ -25,9 +25,9 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
 )
-from trl.prefix_sharing.enabling import enable_prefix_sharing
-from trl.prefix_sharing.shared_passes import SharedPrefixPasses
-from trl.prefix_sharing.token_budget import TokenBudgetPasses
+from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
+from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
+from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
 from trl.trainer import utils
 
 from experiments.checks.float64 import pure_float64

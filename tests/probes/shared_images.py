@@ -18,10 +18,10 @@ from architectures import ARCHITECTURES, FIRST_SPECIAL
 from shared_exactness import build, error, gradient_of, passes_of, pure_float64, run_inputs
 from towers import Encoded, tower
 from transformers import GenerationConfig
-from trl.prefix_sharing import images as prefix_images
-from trl.prefix_sharing.enabling import enable_prefix_sharing
-from trl.prefix_sharing.generation import generate_with_shared_prefix
-from trl.prefix_sharing.images import MultimodalInputs
+from rloo_memory.prefix_sharing import images as prefix_images
+from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
+from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
+from rloo_memory.prefix_sharing.images import MultimodalInputs
 
 ROWS_PER_PROMPT = 3
 # Images of each prompt: height and width, in blocks of 8 x 8 pixels. The last two have the same text.

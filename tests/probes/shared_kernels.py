@@ -10,8 +10,8 @@ import json
 
 import torch
 from shared_exactness import SHAPE  # noqa: F401  builds the fork and puts it on the path
-from trl.prefix_sharing import attention as prefix_attention
-from trl.prefix_sharing.attention import Runs, attention_with_lse, shared_prefix_attention
+from rloo_memory.prefix_sharing import attention as prefix_attention
+from rloo_memory.prefix_sharing.attention import Runs, attention_with_lse, shared_prefix_attention
 
 CALLS = {"forward": 0, "backward": 0}
 SETTINGS = {  # heads, key heads, head size of values, prefix tokens, tokens of each completion

@@ -14,9 +14,9 @@ from accelerate.utils import DistributedType
 from architectures import SHAPE
 from peft import LilyConfig, PromptTuningConfig, get_peft_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-from trl.prefix_sharing import trainer as shared_trainer
-from trl.prefix_sharing.enabling import enable_prefix_sharing
-from trl.prefix_sharing.token_budget import check_whole_rows
+from rloo_memory.prefix_sharing import trainer as shared_trainer
+from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
+from rloo_memory.prefix_sharing.token_budget import check_whole_rows
 
 from trl import GRPOConfig, RLOOConfig
 

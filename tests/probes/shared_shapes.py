@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from shared_exactness import ARCHITECTURES, VOCAB, passes_of, pure_float64, weights_of_states
 from transformers import GenerationConfig
-from trl.prefix_sharing.enabling import enable_prefix_sharing
-from trl.prefix_sharing.generation import generate_with_shared_prefix
+from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
+from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
 
 # With a window of 1, the cache of transformers itself keeps all
 WINDOWS = {f"window {window}": ("mistral", dict(sliding_window=window)) for window in (None, 2, 5, 14)}

@@ -9,9 +9,9 @@ import shared_exactness
 import torch
 from architectures import ARCHITECTURES, MIXED, STATES
 from shared_exactness import build, build_random
-from trl.prefix_sharing.enabling import enable_prefix_sharing
-from trl.prefix_sharing.memory import SharedPrefix
-from trl.prefix_sharing.states import ReadStates
+from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
+from rloo_memory.prefix_sharing.memory import SharedPrefix
+from rloo_memory.prefix_sharing.states import ReadStates
 
 MAMBA1 = dict(mamba_d_state=8, mamba_dt_rank=4)
 HYBRID = dict(num_hidden_layers=4, layers_block_type=["linear_attention", "hybrid"] * 2, num_key_value_heads=4)

@@ -42,9 +42,9 @@ if current_fork.RELEASED:
     from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
     from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
 else:
-    from trl.prefix_sharing.common_start import CommonStart
-    from trl.prefix_sharing.shared_passes import SharedPrefixPasses
-    from trl.prefix_sharing.token_budget import TokenBudgetPasses
+    from rloo_memory.prefix_sharing.common_start import CommonStart
+    from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
+    from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
 
 WORDS = "apple stone river cloud seven tiger green paper light money".split()
 # Prompts of unequal length; two are equal, and one is a single token

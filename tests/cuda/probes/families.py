@@ -43,7 +43,7 @@ def truth_of(family, model):
 
 
 def errors_of(family, setting: str) -> dict:
-    from trl.prefix_sharing.enabling import enable_prefix_sharing
+    from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 
     model = made(family, torch.bfloat16 if setting == "bf16" else torch.float32)
     truth = truth_of(family, model)

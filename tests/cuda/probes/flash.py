@@ -21,7 +21,7 @@ def empty(batch, heads, tokens, size, dtype):
 
 
 def check(size, heads, key_heads, dtype, prompt, lengths) -> None:
-    from trl.prefix_sharing.attention import Runs, attention_with_lse, kernels_take, shared_prefix_attention
+    from rloo_memory.prefix_sharing.attention import Runs, attention_with_lse, kernels_take, shared_prefix_attention
 
     tokens = sum(lengths)
     query, key, value = (empty(1, n, tokens, size, dtype) for n in (heads, key_heads, key_heads))

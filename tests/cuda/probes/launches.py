@@ -40,8 +40,8 @@ def batch():
 
 def update(model, inputs, rows: int, sharing: bool) -> None:
     """Forward and backward of all completions, `rows` a micro-batch."""
-    from trl.prefix_sharing.micro_batches import OpenPrefix
-    from trl.prefix_sharing.shared_passes import SharedPrefixPasses
+    from rloo_memory.prefix_sharing.micro_batches import OpenPrefix
+    from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 
     open_prefix = OpenPrefix(num_micro_batches=K // rows) if sharing and rows < K else None
     for step in range(K // rows):
@@ -58,7 +58,7 @@ def update(model, inputs, rows: int, sharing: bool) -> None:
 
 def counted(layers: int) -> dict[str, tuple[int, int, list[str]]]:
     """{way: (launches, waits, copies from pageable memory that are meant not to wait)} of an update."""
-    from trl.prefix_sharing.enabling import enable_prefix_sharing
+    from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 
     model, inputs, found = model_of(layers), batch(), {}
     for sharing in (False, True):

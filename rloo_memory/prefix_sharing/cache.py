@@ -1,0 +1,319 @@
+"""
+The cache for generation with shared prompts: keys and values of a prompt are stored once for all its completions, and
+those of what all prompts begin with once for all prompts.
+
+Shape suffixes: B rows, S prefix tokens, N rows that share a prompt, R prompts that are stacked, D head size.
+"""
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+
+from .attention import attention_with_lse, is_plain, kernels_take
+from .contexts import as_base_mask, masked_attention
+from .memory import SharedPrefix
+from .states import fork_states
+
+
+# Room for new keys grows by an eighth of what there is, so that copying is cheap, and by no fewer steps than this
+MIN_NEW_STEPS = 64
+
+# Masks that are kept for the layers of a step, which share them
+_MAX_MASKS = 8
+
+
+class _SharedPrefixLayer(CacheLayerMixin):
+    """
+    Cache layer that holds a prefix once for all rows of its group, and what each row generated.
+
+    Attention to the two is computed apart and merged: with the prefix, all queries of a group (rows, and query heads
+    of a key head) are queries of one row; what a row generated it reads alone. With what prefixes begin with, all
+    queries are those of one row. Groups of equally many rows behind
+    prefixes of equal length are stacked, and attend to their prefixes in one call. Everything lies in the order in
+    which the calls need it: stack, group, key head, row.
+
+    Args:
+        prefixes (`list[tuple[torch.Tensor, torch.Tensor]]`):
+            Keys and values of the prefixes of each stack, of shape `(R, num_key_value_heads, S, D)`.
+        stacks (`list[torch.Tensor]`):
+            Rows of the groups of each stack, of shape `(R, N)`.
+        prefix_length (`int`):
+            Number of columns of the prefixes, padding included.
+        start (`tuple[torch.Tensor, torch.Tensor]`, *optional*):
+            Keys and values of what all prefixes continue, of shape `(1, num_key_value_heads, S, D)`.
+    """
+
+    is_sliding = False  # for its length, it drops no key
+
+    def __init__(
+        self,
+        prefixes: list[tuple[torch.Tensor, torch.Tensor]],
+        stacks: list[torch.Tensor],
+        prefix_length: int,
+        start: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ):
+        super().__init__()
+        self.prefix_length = prefix_length
+        self.stacks = stacks
+        self.num_heads = prefixes[0][0].shape[1]
+        # (R * num_key_value_heads, 1, S, D): each key head is a row of its own
+        self.prefixes = [tuple(x.flatten(0, 1).unsqueeze(1) for x in prefix) for prefix in prefixes]
+        self.start = None if start is None else tuple(x.transpose(0, 1) for x in start)
+        heads = torch.arange(self.num_heads, device=stacks[0].device)[:, None]
+        # Row and key head of each place, as an index of both
+        self.order = torch.cat([(rows[:, None] * self.num_heads + heads).flatten() for rows in stacks])
+        self.places = self.order.argsort()
+        self.sizes = [rows.numel() * self.num_heads for rows in stacks]
+        self.own = None  # keys and values of shape (B * num_key_value_heads, 1, >= number of kept steps, D)
+        self.num_steps = self.num_kept = 0
+        self.window = None  # number of tokens, itself included, that a token sees, once that is not all
+        self.is_merged = None  # whether attention to prefix and own keys is, see `SharedPrefixCache.attend`
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states, value_states):
+        pass  # the prefix is there from the start
+
+    def get_seq_length(self) -> int:
+        return self.prefix_length + self.num_steps
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        # Not kept: it may be the compressed form (multi-head latent attention) of the keys that a prefix consists of
+        return key_states, value_states
+
+    def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        if self.own is None:
+            # Autocast may have computed the prefix in other dtypes than those it attends in
+            self.prefixes = [(x.to(key.dtype), y.to(value.dtype)) for x, y in self.prefixes]
+            if self.start is not None:
+                self.start = self.start[0].to(key.dtype), self.start[1].to(value.dtype)
+            self.own = [x.new_empty(len(self.order), 1, 0, x.shape[-1]) for x in (key, value)]
+        if self.num_kept == self.own[0].shape[2]:
+            self.make_room()
+        for own, new in zip(self.own, (key, value), strict=True):
+            own.select(2, self.num_kept).index_copy_(0, self.places, new.reshape(len(own), 1, -1))
+        self.num_steps += 1
+        self.num_kept += 1
+
+    def make_room(self) -> None:
+        if self.window is not None:  # what it has left behind goes
+            self.num_kept = min(self.num_kept, self.window - 1)
+            self.own = [x[:, :, x.shape[2] - self.num_kept :] for x in self.own]
+            self.prefixes = [tuple(x.clone() for x in prefix) for prefix in self.read_prefixes()]
+        steps = max(MIN_NEW_STEPS, self.num_kept // 8)
+        for i, x in enumerate(self.own):
+            self.own[i] = torch.cat([x, x.new_empty(len(x), 1, steps, x.shape[3])], dim=2)
+
+    def behind_start(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Visible keys and values of the prefixes of each stack, behind a copy of what they continue."""
+        if self.start is None:
+            return self.read_prefixes()
+        return [
+            tuple(
+                torch.cat([y.repeat(len(x) // len(y), 1, 1, 1), x], dim=2)
+                for x, y in zip(prefix, self.start, strict=True)
+            )
+            for prefix in self.prefixes
+        ]
+
+    def see(self, window: int) -> None:
+        """From here on, a token sees so many, itself included."""
+        self.window = window
+        if self.start is not None:  # what rows see of prefixes of different lengths no longer begins alike
+            self.prefixes, self.start = self.behind_start(), None
+            self.prefixes = [tuple(x.clone() for x in prefix) for prefix in self.read_prefixes()]
+
+    def read_own(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Visible keys and values that rows generated, `(B * num_key_value_heads, 1, number of steps, D)` each."""
+        start = 0 if self.window is None else max(0, self.num_kept - self.window)
+        return tuple(x[:, :, start : self.num_kept] for x in self.own)
+
+    def read_prefixes(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Visible keys and values of the prefixes of each stack, `(R * num_key_value_heads, 1, at most S, D)` each."""
+        if self.window is None:
+            return self.prefixes
+        visible = max(0, self.window - self.num_steps)
+        return [tuple(x[:, :, max(0, x.shape[2] - visible) :] for x in prefix) for prefix in self.prefixes]
+
+    def attend(self, query: torch.Tensor, scale: float | None) -> torch.Tensor:
+        """
+        Attention of the last token of each row.
+
+        Args:
+            query (`torch.Tensor` of shape `(B, num_heads, 1, D)`):
+                Its queries.
+            scale (`float`, *optional*):
+                Factor of the scores.
+
+        Returns:
+            `torch.Tensor` of shape `(B, 1, num_heads, D)`: Output.
+        """
+        head_size = query.shape[-1]
+        queries = query.reshape(len(self.order), 1, -1, head_size).index_select(0, self.order)
+        output, lse = attention_with_lse(queries, *self.read_own(), is_causal=False, scale=scale)
+        if self.window is None or self.window > self.num_steps:
+            prefix_output, prefix_lse = self._attend_to_prefixes(queries, scale)
+            output = _merge(output, lse, prefix_output, prefix_lse)
+            if self.start is not None:
+                lse = lse.logaddexp(prefix_lse).index_select(0, self.places)
+        output = output.index_select(0, self.places)
+        if self.start is not None:
+            output = _merge(output, lse, *self._attend_to_start(query, scale))
+        return output.view(len(query), 1, -1, head_size)
+
+    def _attend_to_start(self, query: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+        queries = query.reshape(len(query), self.num_heads, -1, query.shape[-1]).transpose(0, 1)  # (heads, B, ...)
+        row_queries = queries.reshape(self.num_heads, 1, -1, query.shape[-1])
+        output, lse = attention_with_lse(row_queries, *self.start, is_causal=False, scale=scale)
+        output, lse = output.view(queries.shape).transpose(0, 1), lse.view(queries.shape[:-1]).transpose(0, 1)
+        return output.flatten(0, 1).unsqueeze(1), lse.flatten(0, 1).unsqueeze(1)
+
+    def _attend_to_prefixes(self, queries: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs, lses = [], []
+        for stack_queries, (key, value) in zip(queries.split(self.sizes), self.read_prefixes(), strict=True):
+            if key.shape[2] == 0:  # prompts of one token
+                outputs.append(torch.zeros_like(stack_queries))
+                lses.append(torch.full_like(stack_queries[..., 0], -torch.inf))
+                continue
+            # Rows, and query heads of a key head, are queries of one row
+            row_queries = stack_queries.view(len(key), 1, -1, key.shape[3])
+            output, lse = attention_with_lse(row_queries, key, value, is_causal=False, scale=scale)
+            outputs.append(output.reshape(stack_queries.shape))
+            lses.append(lse.reshape(stack_queries.shape[:-1]))
+        return (outputs[0], lses[0]) if len(outputs) == 1 else (torch.cat(outputs), torch.cat(lses))
+
+
+def _merge(output: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> torch.Tensor:
+    """Attention to two runs of keys from the output and the log-sum-exp of each."""
+    return output.lerp(other, (other_lse - lse).sigmoid().to(output.dtype).unsqueeze(-1))
+
+
+class _SharedPrefixAndStatesLayer(_SharedPrefixLayer, LinearAttentionAndFullAttentionLayer):
+    """Cache layer of a layer that attends and has a state, which is each row's own."""
+
+    def lazy_initialization(self, *args, **kwargs):
+        if kwargs:  # a state is there when it is first set
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+
+class SharedPrefixCache(Cache):
+    """
+    Cache for decoding several completions of a prompt, with the prompt's keys and values stored once. Made by
+    [`prefill`].
+
+    Args:
+        prefixes (`list[SharedPrefix]`):
+            Prefix of each group, which gives its keys and values up. If they have a parent, it is the same.
+        groups (`list[torch.Tensor]`):
+            Rows of each group.
+        prefix_length (`int`):
+            Number of columns of the prefixes, padding included.
+    """
+
+    def __init__(self, prefixes: list[SharedPrefix], groups: list[torch.Tensor], prefix_length: int):
+        self.groups = groups
+        self.prefix_length = prefix_length
+        self.offsets = torch.zeros(sum(map(len, groups)), 1, dtype=torch.long, device=groups[0].device)
+        for prefix, rows in zip(prefixes, groups, strict=True):
+            self.offsets[rows] = prefix.offset
+        stacks = {}
+        for group, (prefix, rows) in enumerate(zip(prefixes, groups, strict=True)):
+            stacks.setdefault((len(prefix.positions), len(rows)), []).append(group)
+        self._groups_of_stack = list(stacks.values())
+        self.stacks = [torch.stack([groups[group] for group in stack]) for stack in self._groups_of_stack]
+        self.row_order = torch.cat([rows.flatten() for rows in self.stacks]).argsort()
+        self.sources = prefixes[0].sources
+        self.start = prefixes[0].parent
+        layers = []
+        # The layers behind the last that leaves something have no use for a cache
+        for layer_idx in range(max(*self.sources, *prefixes[0].layers()) + 1):
+            source = self.sources.get(layer_idx, layer_idx)
+            layers.append(self._layer(layer_idx, prefixes) if source == layer_idx else layers[source])
+        super().__init__(layers=layers)
+        self._masks = {}
+
+    def _layer(self, layer_idx: int, prefixes: list[SharedPrefix]):
+        number_of_states = len({state_idx for _, _, state_idx in prefixes[0].states_of(layer_idx)})
+        if layer_idx in self.sources:
+            layer_class = _SharedPrefixAndStatesLayer if number_of_states else _SharedPrefixLayer
+            states = [prefix.take_attention(layer_idx) for prefix in prefixes]
+            stacked = [
+                tuple(torch.cat(x) for x in zip(*[states[group] for group in stack], strict=True))
+                for stack in self._groups_of_stack
+            ]
+            start = None if self.start is None else self.start.take_attention(layer_idx)
+            layer = layer_class(stacked, self.stacks, self.prefix_length, start)
+        else:
+            layer = LinearAttentionLayer(number_of_states)
+        if number_of_states:
+            fork_states(layer, layer_idx, prefixes, self.groups)
+        return layer
+
+    def attend(self, base, module, query, key, value, attention_mask, **kwargs):
+        layer = self.layers[module.layer_idx]
+        if base == "sdpa" and torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
+            # As autocast does for attention, here once for each key
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        if attention_mask is not None and attention_mask.shape[2] == 0:
+            if layer.window is None:
+                layer.see(attention_mask.shape[3])
+            attention_mask = None
+        if self.sources[module.layer_idx] == module.layer_idx:
+            layer.append(key, value)
+        if layer.is_merged is None:
+            layer.is_merged = base == "sdpa" and self._kernel_takes(layer, query, kwargs)
+        if layer.is_merged and attention_mask is None:
+            return layer.attend(query, kwargs.get("scaling")), None
+        return self._attend_behind_copies(base, module, query, layer, attention_mask, **kwargs), None
+
+    def _kernel_takes(self, layer: _SharedPrefixLayer, query: torch.Tensor, kwargs: dict) -> bool:
+        head_size = query.shape[-1]
+        alike = all(x.shape[-1] == head_size and x.dtype == query.dtype for x in layer.own)
+        return alike and is_plain(kwargs) and kernels_take(*layer.own)
+
+    def _attend_behind_copies(self, base, module, query, layer, attention_mask, **kwargs):
+        # Keys of prefix and rows are one run, for attention that cannot be merged. As long as the rows of a group
+        # generated less than their prefix is long, they attend together behind one copy of it, and a mask hides what
+        # the others generated. Later each row attends behind a copy of its own.
+        outputs = []
+        own_states = zip(*[x.split(layer.sizes) for x in layer.read_own()], strict=True)
+        for rows, prefix, own in zip(self.stacks, layer.behind_start(), own_states, strict=True):
+            num_groups, num_rows = rows.shape
+            prefix_size, num_steps = prefix[0].shape[2], own[0].shape[2]
+            together = attention_mask is None and num_rows * num_steps <= prefix_size
+            states = []
+            for x, y in zip(prefix, own, strict=True):
+                x = x.squeeze(1).unflatten(0, (num_groups, -1))  # (R, num_key_value_heads, S, D)
+                y = y.squeeze(1).unflatten(0, (*x.shape[:2], num_rows))  # (R, num_key_value_heads, N, steps, D)
+                if together:
+                    states.append(torch.cat([x, y.flatten(2, 3)], dim=2))
+                else:
+                    copies = x[:, None].expand(-1, num_rows, -1, -1, -1)
+                    states.append(torch.cat([copies, y.transpose(1, 2)], dim=3).flatten(0, 1))
+            rows = rows.flatten()
+            group_query, mask = query[rows], None  # (R * N, num_heads, 1, D)
+            if together:
+                group_query = group_query.view(num_groups, num_rows, *query.shape[1::2]).transpose(1, 2)
+                mask = as_base_mask(base, self._own_alone(num_rows, prefix_size, num_steps), query.dtype)
+            elif attention_mask is not None:
+                mask = attention_mask[rows, :, :, -prefix_size - num_steps :]
+            output, _ = masked_attention(base, module, group_query, *states, mask, **kwargs)
+            outputs.append(output.reshape(len(rows), 1, *output.shape[2:]))
+        return torch.cat(outputs)[self.row_order]
+
+    def _own_alone(self, num_rows: int, prefix_size: int, num_steps: int) -> torch.Tensor:
+        # All layers of a step share the mask, or some do where others slide
+        sizes = (num_rows, prefix_size, num_steps)
+        if sizes not in self._masks:
+            if len(self._masks) == _MAX_MASKS:
+                self._masks.clear()
+            is_own = torch.eye(num_rows, dtype=torch.bool, device=self.row_order.device)
+            is_own = is_own.repeat_interleave(num_steps, dim=1)
+            self._masks[sizes] = nn.functional.pad(is_own, (prefix_size, 0), value=True)[None, None]
+        return self._masks[sizes]

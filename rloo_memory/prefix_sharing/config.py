@@ -1,0 +1,114 @@
+"""What RLOO and GRPO cannot do where rows go through the model in passes."""
+
+import transformers
+from packaging.version import Version
+
+
+def check_passes_config(config) -> None:
+    """
+    Check the arguments of a config with `tokens_per_forward` or `prefix_sharing`.
+
+    Args:
+        config ([`RLOOConfig`] or [`GRPOConfig`]):
+            Arguments of the trainer.
+
+    Raises:
+        ImportError: If transformers is too old.
+        ValueError: If two arguments exclude each other.
+    """
+    if config.tokens_per_forward is not None and config.tokens_per_forward < 1:
+        raise ValueError(
+            f"tokens_per_forward ({config.tokens_per_forward}) must be at least 1, or `None` for no bound. The longest "
+            "row of prompt and completion is a good value to start from."
+        )
+
+    option = "tokens_per_forward" if config.tokens_per_forward is not None else "prefix_sharing"
+    minimum = "5.13.0" if config.prefix_sharing else "5.6.0"  # what caches have had since
+    if Version(transformers.__version__) < Version(minimum):
+        raise ImportError(
+            f"`{option}` requires transformers version {minimum} or higher, but {transformers.__version__} is "
+            "installed. Please upgrade transformers with `pip install --upgrade transformers`."
+        )
+    checkpointing_kwargs = config.gradient_checkpointing_kwargs
+    if (
+        config.gradient_checkpointing
+        and checkpointing_kwargs is not None
+        # By themselves, these two leave the kind to transformers, which takes the non-reentrant one
+        and (not checkpointing_kwargs or checkpointing_kwargs.keys() - {"every_n_layers", "offload"})
+        and checkpointing_kwargs.get("use_reentrant") is not False
+    ):
+        raise ValueError(
+            f"`{option}` needs non-reentrant gradient checkpointing, and `gradient_checkpointing_kwargs` "
+            f"({checkpointing_kwargs}) that do not say so get the reentrant one, which would cut the gradient "
+            "of what is computed once. Add `'use_reentrant': False`."
+        )
+    if config.neftune_noise_alpha is not None:
+        raise ValueError(
+            f"`{option}` does not support `neftune_noise_alpha`, whose noise depends on the tokens that go "
+            "through the model together. Disable one of them."
+        )
+    if config.torch_compile:
+        raise ValueError(f"`{option}` does not support `torch_compile=True`. Disable one of them.")
+    if config.use_liger_kernel:
+        raise ValueError(
+            f"`{option}` does not support `use_liger_kernel=True`, which replaces layers after the model has "
+            "been checked. Use the Hub kernels instead, with `model_init_kwargs={'use_kernels': True}`."
+        )
+    if config.pad_to_multiple_of is not None:
+        raise ValueError(
+            f"`{option}` puts rows together without the padding that `pad_to_multiple_of` "
+            f"({config.pad_to_multiple_of}) asks for. Remove one of them."
+        )
+
+    if not config.prefix_sharing:
+        return
+    # A prompt is shared by the completions of a micro-batch, or by several micro-batches of an update
+    batch_size = config.per_device_train_batch_size
+    if batch_size % config.num_generations != 0 and config.num_generations % batch_size != 0:
+        raise ValueError(
+            f"With `prefix_sharing=True`, per_device_train_batch_size ({batch_size}) must be a multiple or a "
+            f"divisor of num_generations ({config.num_generations})."
+        )
+    if batch_size * config.gradient_accumulation_steps % config.num_generations != 0:
+        raise ValueError(
+            f"With `prefix_sharing=True`, per_device_train_batch_size ({batch_size}) times "
+            f"gradient_accumulation_steps ({config.gradient_accumulation_steps}) must be a multiple of "
+            f"num_generations ({config.num_generations}), so that all completions of a prompt are in one update."
+        )
+    if batch_size * config.steps_per_generation % config.num_generations != 0:
+        raise ValueError(
+            f"With `prefix_sharing=True`, per_device_train_batch_size ({batch_size}) times "
+            f"steps_per_generation ({config.steps_per_generation}) must be a multiple of num_generations "
+            f"({config.num_generations}), so that all completions of a prompt are on one device."
+        )
+    if config.accelerator_config.split_batches and config.world_size > 1:
+        raise ValueError(
+            f"`prefix_sharing=True` does not support `split_batches=True` with {config.world_size} processes, "
+            "which would divide the completions of a prompt. Set it to `False`, and "
+            "`per_device_train_batch_size` to what one process gets."
+        )
+    if config.ddp_static_graph and batch_size < config.num_generations:
+        raise ValueError(
+            f"With `prefix_sharing=True` and per_device_train_batch_size ({batch_size}) below num_generations "
+            f"({config.num_generations}), gradients are accumulated, which DDP does not do with "
+            "`ddp_static_graph=True`. Disable it."
+        )
+    # With vLLM and continuous batching, the engine generates and only the scoring passes share the prompt
+    if not config.use_vllm and not config.use_transformers_continuous_batching:
+        options = {"cache_implementation": config.cache_implementation, **(config.generation_kwargs or {})}
+        defaults = {
+            "cache_implementation": (None,),
+            "use_cache": (None, True),
+            "num_beams": (None, 1),
+            "num_return_sequences": (None, 1),
+            "penalty_alpha": (None,),
+            "prompt_lookup_num_tokens": (None,),
+            "dola_layers": (None,),
+            "guidance_scale": (None, 1),
+        }
+        for option, supported in defaults.items():
+            if options.get(option) not in supported:
+                raise ValueError(
+                    f"`prefix_sharing=True` decodes greedily or by sampling, with its own cache, and does not "
+                    f"support `{option}={options[option]!r}`. Remove it, or generate with vLLM."
+                )

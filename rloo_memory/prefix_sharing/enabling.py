@@ -1,0 +1,237 @@
+"""Prefix sharing: which models can share a prompt, and what is done to them and undone."""
+
+import logging
+from collections.abc import Callable
+
+import torch
+import transformers
+from accelerate.utils import is_peft_model
+from packaging.version import Version
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PretrainedConfig, PreTrainedModel
+
+from .common_start import CommonStart
+from .contexts import BASE_IMPLEMENTATIONS, routed
+from .memory import SharedPrefix
+from .passes import rope_parameters
+from .probe import PROBE_COMMON_LENGTH, PROBE_PREFIX_LENGTH, WholeRowsError, error_of_passes
+from .shared_passes import SharedPrefixPasses
+from .states import SUPPORTED_LAYER_TYPES, find_mixers, ignores_state, layers_by_kind, share_states
+
+
+logger = logging.getLogger(__name__)
+
+# Since then, mixers ask a cache for their states, and all of Gemma's layers look up their embeddings alike
+_VERSION_OF_STATES = "5.22.0"
+
+# A layer's probability, and those that attention and blocks have in place of a layer
+_DROPOUTS = ("p", "attention_dropout", "attn_dropout", "residual_dropout", "embedding_dropout")
+
+
+class _Route:
+    """
+    The way from the attention of a model to the functions that know of a shared prefix.
+
+    Args:
+        configs (`list[PretrainedConfig]`):
+            Configs of the text part, see [`~prefix_sharing.contexts.routed`].
+    """
+
+    def __init__(self, configs: list[PretrainedConfig]):
+        self.configs = configs
+        self.shares_starts = False  # also between prompts, of what they begin with
+        self.forwards: list[_Forward] = []
+        self.handles: list[RemovableHandle] = []
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "_Route":
+        # Of a multimodal model, those of the text part: towers keep theirs. Copies of layers can have copies of them
+        text_config = model.config.get_text_config()
+        configs = [getattr(module, "config", None) for module in model.modules()]
+        configs = {id(x): x for x in configs if isinstance(x, PretrainedConfig)}.values()
+        return cls([x for x in configs if type(x) is type(text_config) or x.get_text_config() is text_config])
+
+    def install(self, backbone: nn.Module, mixers: list[nn.Module]) -> None:
+        """
+        Route each attention that is called with a shared prefix, also where the backward computes a layer again, behind
+        the backbone's back. Around its forward, because hooks do not run when Ctrl-C ends it.
+        """
+        self.handles = share_states(mixers)
+        for module in set(backbone.modules()).difference(mixers):
+            config = getattr(module, "config", None)
+            if getattr(module, "layer_idx", None) is not None and any(config is x for x in self.configs):
+                self.forwards.append(_Forward(module))
+
+    def remove(self) -> None:
+        for forward in self.forwards:
+            forward.remove()
+        for handle in self.handles:
+            handle.remove()
+
+
+class _Forward:
+    """Forward of an attention, which goes to the functions that know of a shared prefix if it is called with one."""
+
+    def __init__(self, module: nn.Module):
+        self.module, self.before = module, vars(module).get("forward")  # Accelerate's, where it puts one into a model
+        module.forward = self
+
+    def remove(self) -> None:
+        del self.module.forward
+        if self.before is not None:
+            self.module.forward = self.before
+
+    def __call__(self, *args, **kwargs):
+        if kwargs.get("shared_prefix") is None:
+            return self.own(*args, **kwargs)
+        return self.routed(*args, **kwargs)
+
+    def own(self, *args, **kwargs):
+        if self.before is not None:
+            return self.before(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    @torch.compiler.disable
+    def routed(self, *args, **kwargs):
+        with routed([self.module.config]):
+            return self.own(*args, **kwargs)
+
+
+def enable_prefix_sharing(model: PreTrainedModel) -> None:
+    """
+    Let `model` attend to a shared prefix: a call with one goes to a function that can, any other to the attention that
+    the model was loaded with. What was enabled before is checked again. [`disable_prefix_sharing`] undoes it.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Causal language model.
+
+    Raises:
+        ValueError: If the model or its attention implementation cannot share a prefix exactly.
+    """
+
+    def refuse(reason: str):
+        raise ValueError(
+            f"`prefix_sharing=True` does not support {type(model).__name__} ({model.config.model_type}): {reason}"
+        )
+
+    if is_peft_model(model):
+        if model.active_peft_config.is_prompt_learning:
+            refuse(
+                f"{model.active_peft_config.peft_type} puts learned tokens in front of each sequence. Set "
+                "`prefix_sharing=False`."
+            )
+        adapter = vars(model.active_peft_config)
+        if adapter.get("alora_invocation_tokens") is not None:
+            refuse("aLoRA looks for its tokens in whole sequences. Set `prefix_sharing=False`.")
+        # Dropout that has layers is asked for there: `disable_dropout` may have switched it off
+        parts_of_names = {part for name, _ in model.named_modules() for part in name.split(".")}
+        for name, p in adapter.items():
+            if "dropout" in name and isinstance(p, float) and p > 0 and name not in parts_of_names:
+                refuse(f"the completions of a prompt would share the adapter's dropout. Set its `{name}` ({p}) to 0.")
+        model = model.get_base_model()
+    disable_prefix_sharing(model)
+    text_config = model.config.get_text_config()
+    implementation = text_config._attn_implementation
+
+    if model.config.is_encoder_decoder or getattr(text_config, "cross_attention_layers", None):
+        refuse("only decoders without cross-attention can share a prompt. Set `prefix_sharing=False`.")
+    layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
+    mixers = find_mixers(model)
+    attending, with_state = layers_by_kind(text_config)
+    if layer_types - SUPPORTED_LAYER_TYPES or not attending or {mixer.layer_idx for mixer in mixers} != with_state:
+        with_state_types = sorted(layer_types - {"full_attention", "sliding_attention"})
+        refuse(f"it has layers of type {with_state_types}, whose state cannot be shared. Set `prefix_sharing=False`.")
+    # transformers does not say so of models with a state. The comparison below finds attention that does not.
+    if not (model._supports_attention_backend or mixers):
+        refuse("its attention does not go through `transformers.AttentionInterface`. Set `prefix_sharing=False`.")
+    if implementation not in BASE_IMPLEMENTATIONS:
+        refuse(
+            f"its attention implementation is {implementation!r}, which does not take the mask that a shared prefix "
+            "needs. Load the model with `attn_implementation='sdpa'`."
+        )
+    if any("dynamic" in x.get("rope_type", "") for x in rope_parameters(text_config)):
+        refuse(
+            "its rotary embedding (dynamic) depends on the length of the whole sequence, and on earlier ones, so the "
+            "prompt alone does not have the keys of the full sequence. Set `prefix_sharing=False`."
+        )
+    for name, module in model.named_modules():
+        # Attention that goes through the interface has a probability in place of a layer
+        for p in (getattr(module, attribute, None) for attribute in _DROPOUTS):
+            if isinstance(p, float) and p > 0:
+                refuse(
+                    f"the completions of a prompt would share its dropout (that of `{name}` is {p}). Set "
+                    "`disable_dropout=True`, or for adapters `lora_dropout=0.0`."
+                )
+    route = _Route.of(model)
+    route.install(model.base_model, mixers)
+    model.base_model._prefix_sharing = route
+    try:
+        _compare(model, mixers, refuse)
+        route.shares_starts = _shares_starts(model)
+    except BaseException:
+        disable_prefix_sharing(model)
+        raise
+
+
+def _compare(model: PreTrainedModel, mixers: list[nn.Module], refuse: Callable[[str], None]) -> None:
+    """Try a shared prefix on a few tokens."""
+    try:
+        error = error_of_passes(model, SharedPrefixPasses(PROBE_PREFIX_LENGTH), training=True)
+    except Exception as exception:
+        if isinstance(exception, WholeRowsError | torch.OutOfMemoryError) or "CUDA error" in str(exception):
+            raise  # the fault of the model, or of the device, and not of the shared prompt
+        text_config = model.config.get_text_config()
+        by_version = mixers or getattr(text_config, "hidden_size_per_layer_input", None)
+        if by_version and Version(transformers.__version__) < Version(_VERSION_OF_STATES):
+            refuse(
+                f"layers with a state, and Gemma 4, need transformers {_VERSION_OF_STATES} or higher, but "
+                f"{transformers.__version__} is installed. Upgrade it, or set `prefix_sharing=False`."
+            )
+        refuse(f"a shared prompt fails in it ({type(exception).__name__}: {exception}). Set `prefix_sharing=False`.")
+    if error != 0:  # not a number, too
+        refuse(
+            f"hidden states behind a shared prompt differ from those of whole sequences by {error:.1%} (in training, "
+            "where noise counts, too). Set `prefix_sharing=False`."
+        )
+    hidden_size = model.config.get_text_config().hidden_size
+    for mixer in {type(mixer): mixer for mixer in mixers}.values():
+        if ignores_state(mixer, SharedPrefix(torch.arange(2)), hidden_size):
+            refuse(f"{type(mixer).__name__} does not start from the state of a prompt. Set `prefix_sharing=False`.")
+
+
+def _shares_starts(model: PreTrainedModel) -> bool:
+    """
+    Whether prompts can go on behind what they begin with, wherever their padding ends: not where a model adds learned
+    vectors for the columns.
+    """
+    passes = SharedPrefixPasses(PROBE_PREFIX_LENGTH, common_start=CommonStart(PROBE_COMMON_LENGTH))
+    try:
+        return error_of_passes(model, passes, prompts_alike=False) == 0
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as exception:
+        logger.info(f"What prompts begin with is not shared between them: {type(exception).__name__}: {exception}")
+        return False
+
+
+def shares_starts(model: PreTrainedModel) -> bool:
+    """Whether a model that [`enable_prefix_sharing`] has prepared shares what different prompts begin with, too."""
+    model = model.get_base_model() if is_peft_model(model) else model
+    return model.base_model._prefix_sharing.shares_starts
+
+
+def disable_prefix_sharing(model: PreTrainedModel) -> None:
+    """
+    Take back what [`enable_prefix_sharing`] did, if it did.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Causal language model.
+    """
+    if is_peft_model(model):
+        model = model.get_base_model()
+    route = vars(model.base_model).pop("_prefix_sharing", None)
+    if route is not None:
+        route.remove()

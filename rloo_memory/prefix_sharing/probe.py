@@ -1,0 +1,166 @@
+"""Passes: whether a model computes the same in them as in whole rows, tried on a few tokens."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+
+# Two rows of nine tokens are the fewest that have all there is to get wrong: a prompt of more than one token that both
+# share, left padding before it, completions of more than one token, and right padding behind one of them
+PROBE_ROWS, PROBE_LENGTH, PROBE_PREFIX_LENGTH = 2, 9, 6
+
+# Of prompts that are not alike, of which one has padding: how many tokens both begin with
+PROBE_COMMON_LENGTH = 2
+_PROBE_STD = 1.0
+
+
+@contextmanager
+def _probing(model: PreTrainedModel, training: bool) -> Iterator[None]:
+    """
+    Put a model into training or evaluation mode, without traces of what happens then. In training mode, the trainable
+    parameters that start at zero, as those of adapters do, have values that show what depends on them.
+    """
+    mode, device = model.training, model.get_input_embeddings().weight.device
+    zeros = [param.data for param in model.parameters() if training and param.requires_grad and not param.any()]
+    model.train(training)
+    try:
+        with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
+            for param in zeros:
+                param.normal_(std=_PROBE_STD)
+            yield
+    finally:
+        for param in zeros:
+            param.zero_()
+        model.train(mode)
+
+
+class WholeRowsError(ValueError):
+    """A model fails whatever way its rows go through it."""
+
+
+_HALF_PRECISION = (torch.float16, torch.bfloat16)
+
+
+def _tensors_of_layers(backbone: nn.Module) -> Iterator[tuple[nn.Module, list[tuple[dict, str]]]]:
+    """
+    Modules, and the weights and buffers that are needed while they run: a layer with all that is in it, and what lies
+    outside of layers by itself. Embeddings are left out, which are large, and exact in any dtype.
+    """
+    layers = {layer for stack in backbone.modules() if isinstance(stack, nn.ModuleList) for layer in stack}
+    inside = {module for layer in layers for module in layer.modules() if module is not layer}
+    for module in set(backbone.modules()) - inside:
+        parts = module.modules() if module in layers else [module]
+        places = [
+            (tensors, name)
+            for part in parts
+            if not isinstance(part, nn.Embedding)
+            for tensors in (part._parameters, part._buffers)
+            for name, x in tensors.items()
+            if x is not None and x.dtype in _HALF_PRECISION
+        ]
+        yield module, places
+
+
+@contextmanager
+def _in_float32(model: PreTrainedModel) -> Iterator[None]:
+    """Have a model in half precision compute in float32, layer by layer: there is no room for a copy of the model."""
+    handles, before = [], {}
+
+    def enter(places, module, args):
+        for tensors, name in places:
+            x = tensors[name]
+            if x.dtype in _HALF_PRECISION:
+                before[id(x)] = (x, x.data)
+                x.data = x.data.float()
+
+    def leave(places, module, args, output):
+        for tensors, name in places:
+            x, data = before.pop(id(tensors[name]), (None, None))
+            if x is not None:
+                x.data = data
+
+    def widen(module, args, output):
+        return output.float()
+
+    try:
+        for module, places in _tensors_of_layers(model.base_model):
+            if isinstance(module, nn.Embedding):
+                handles.append(module.register_forward_hook(widen))
+            elif places:
+                handles.append(module.register_forward_pre_hook(functools.partial(enter, places)))
+                handles.append(module.register_forward_hook(functools.partial(leave, places)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for x, data in before.values():
+            x.data = data
+
+
+def error_of_passes(model: PreTrainedModel, passes, training: bool = False, prompts_alike: bool = True) -> float:
+    """
+    Relative error of hidden states computed in passes, with a `prefix_length` of `PROBE_PREFIX_LENGTH`, beside those of
+    whole rows: the median over the tokens of a row, of the worse row, whose prompts are the same, or, if not
+    `prompts_alike`, begin with `PROBE_COMMON_LENGTH` tokens alike and differ in their padding. 0 if rounding explains it, or if the weights are
+    on other processes. In training mode, noise that passes cannot have alike is an error. A model in half precision
+    computes in float32: what its own dtype rounds away hides errors that add up in training.
+    """
+    if any(param.is_meta or param.numel() == 0 or isinstance(param, DTensor) for param in model.parameters()):
+        return 0.0
+    dtypes = {param.dtype for param in model.parameters()}
+    # No backward follows. What it would need, float32 weights of all layers for one, is not kept.
+    with _probing(model, training), saved_tensors_hooks(lambda x: None, lambda x: x):
+        # Quantized weights compute in a dtype of their own
+        if dtypes <= {*_HALF_PRECISION, torch.float32}:
+            try:
+                with _in_float32(model):
+                    return _beyond_rounding(_compare(model, passes, prompts_alike), torch.float32)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # some kernels do not take float32
+                if not dtypes & set(_HALF_PRECISION):
+                    raise
+        # Layers with a state compute in float32 whatever the weights are
+        dtype = max(model.dtype, torch.float32, key=lambda dtype: torch.finfo(dtype).eps)
+        return _beyond_rounding(_compare(model, passes, prompts_alike), dtype)
+
+
+def _compare(model: PreTrainedModel, passes, prompts_alike: bool) -> float:
+    weight = model.get_input_embeddings().weight
+    input_ids = torch.arange(PROBE_ROWS * PROBE_LENGTH, device=weight.device) % weight.shape[0]
+    input_ids = input_ids.view(PROBE_ROWS, PROBE_LENGTH)
+    attention_mask = torch.ones_like(input_ids)
+    attention_mask[0, 0] = 0  # left padding of the prompt
+    if prompts_alike:
+        input_ids[1, :PROBE_PREFIX_LENGTH] = input_ids[0, :PROBE_PREFIX_LENGTH]
+        attention_mask[1, 0] = 0
+    else:
+        input_ids[1, :PROBE_COMMON_LENGTH] = input_ids[0, 1 : 1 + PROBE_COMMON_LENGTH]
+    attention_mask[1, -1] = 0  # right padding of a completion
+    # Gradients are on, because the passes of training look their tokens up in another way
+    try:
+        whole = model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as exception:
+        raise WholeRowsError(
+            f"A forward of {type(model).__name__} on a few tokens fails, with its rows whole "
+            f"({type(exception).__name__}: {exception})."
+        ) from exception
+    in_passes = passes.forward(model.base_model, input_ids, attention_mask).last_hidden_state
+    has_token = attention_mask[:, PROBE_PREFIX_LENGTH - 1 :].bool()
+    whole = whole[:, PROBE_PREFIX_LENGTH - 1 :][has_token].float()
+    errors = (in_passes[has_token].float() - whole).norm(dim=-1) / whole.norm(dim=-1)
+    errors = errors.where(whole.isfinite().all(-1), 0)  # what a model computes anyway is not the fault of passes
+    return torch.stack([row.median() for row in errors.split(has_token.sum(1).tolist())]).max().item()
+
+
+def _beyond_rounding(error: float, dtype: torch.dtype) -> float:
+    # Equal up to half of the digits
+    return error if not error <= torch.finfo(dtype).eps ** 0.5 else 0.0

@@ -1,0 +1,238 @@
+"""
+Prefix sharing for layers with a state: the completions of a prompt go on from the states that it leaves in convolutions
+and recurrences.
+
+A mixer (Gated DeltaNet, Mamba-2, Kimi delta attention, short convolution) asks its cache for the state to start from and
+hands the new one back. In a pass, an object that writes nothing in place takes the cache's place, at the mixer's own
+forward: gradient checkpointing runs that again, and keeps a cache from the layers around it.
+
+A mixer cannot tell packed completions apart, so they lie in rows around it, one row each. Rows are padded on the right,
+which no token of a causal mixer can see. Kernels that take `cu_seqlens` with an initial state for each sequence would
+save that padding, but the implementations in PyTorch know nothing else. The model's forward runs unchanged, with the
+kernels that it finds.
+
+Shape suffixes: N rows that share a prompt, L tokens of the longest row, T tokens of a packed pass, H hidden size, D
+channels of a convolution, K its width.
+"""
+
+import functools
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import LinearAttentionLayer
+
+
+if TYPE_CHECKING:
+    from .contexts import RecordPrefix
+    from .memory import SharedPrefix
+
+# What a layer of each type keeps of a sequence, as in transformers' caches
+_ATTENTION_TYPES = {"full_attention", "sliding_attention", "hybrid"}
+_STATE_TYPES = {"linear_attention", "conv", "hybrid"}
+SUPPORTED_LAYER_TYPES = _ATTENTION_TYPES | _STATE_TYPES | {"moe", "mlp"}
+
+# Names that mixers have for their cache
+_CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
+
+
+def layers_by_kind(config: PretrainedConfig) -> tuple[set[int], set[int]]:
+    """Indices of the layers that attend and of those that have a state. A layer can do both, or neither."""
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return tuple(
+        {layer_idx for layer_idx, layer_type in enumerate(layer_types) if layer_type in types}
+        for types in (_ATTENTION_TYPES, _STATE_TYPES)
+    )
+
+
+@dataclass(frozen=True)
+class RecordStates:
+    """
+    Takes the place of a mixer's cache in a prompt pass: the mixer starts from nothing, and its states are written to
+    `prefix`, if any of the tokens are the prompt's.
+    """
+
+    prefix: "SharedPrefix | RecordPrefix"
+    has_tokens: bool
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        size = conv_kernel_size or conv_states.shape[-1]
+        num_columns = conv_states.shape[-1] if self.has_tokens else 0
+        # A copy (1, D, K), because a slice would keep all of the prompt's columns
+        columns = nn.functional.pad(conv_states[..., :num_columns], (size - num_columns, 0))
+        self.prefix.write((layer_idx, "conv", state_idx), columns)
+        return conv_states
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs
+    ) -> torch.Tensor:
+        # What goes through when there is no prefix is not part of the prompt: its completions start from zero
+        size = recurrent_states.shape[-1]
+        kept = size if self.has_tokens else 0
+        state = nn.functional.pad(recurrent_states[..., :kept], (0, size - kept))
+        self.prefix.write((layer_idx, "recurrent", state_idx), state)
+        return recurrent_states
+
+    def to_rows(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states
+
+    def pack(self, output: torch.Tensor) -> torch.Tensor:
+        return output
+
+
+@dataclass(frozen=True)
+class ReadStates:
+    """
+    Takes the place of a mixer's cache in a pass behind a prefix: each row starts from the states of the prefix. Those at
+    the end of a single row, which is not padded, are written to `record`.
+    """
+
+    prefix: "SharedPrefix"
+    rows: torch.Tensor  # (T,), row that each token belongs to
+    columns: torch.Tensor  # (T,), its place there
+    shape: tuple[int, int]  # N, L
+    record: "RecordPrefix | None" = None
+
+    @classmethod
+    def of(
+        cls,
+        prefix: "SharedPrefix",
+        rows: torch.Tensor,
+        columns: torch.Tensor,
+        lengths: list[int],
+        record: "RecordPrefix | None" = None,
+    ) -> "ReadStates":
+        # With a single token and a state, mixers take a path for decoding that writes in place
+        return cls(prefix, rows, columns, (len(lengths), max(2, *lengths)), record)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
+        return self.prefix.read((layer_idx, "conv", state_idx), self.shape[0])
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        slot = (layer_idx, "recurrent", state_idx)  # a short convolution has none
+        return self.prefix.read(slot, self.shape[0]) if slot in self.prefix.slots else None
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs
+    ) -> torch.Tensor:
+        before = self.get_conv_state(layer_idx, state_idx)
+        columns = torch.cat([before, conv_states], dim=-1)
+        if self.record is not None:
+            self.record.write((layer_idx, "conv", state_idx), columns[..., -before.shape[-1] :].clone())
+        return columns
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs
+    ) -> torch.Tensor:
+        if self.record is not None:
+            self.record.write((layer_idx, "recurrent", state_idx), recurrent_states.clone())
+        return recurrent_states
+
+    def to_rows(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        rows = hidden_states.new_zeros(*self.shape, hidden_states.shape[-1])
+        return rows.index_put((self.rows, self.columns), hidden_states[0])
+
+    def pack(self, output: torch.Tensor) -> torch.Tensor:
+        return output[self.rows, self.columns][None]
+
+
+def find_mixers(model: PreTrainedModel) -> list[nn.Module]:
+    """Modules that take the states of transformers' cache: those with a convolution of their own and a cache."""
+    return [
+        module
+        for module in model.modules()
+        if any(isinstance(child, nn.Conv1d) for child in module.children()) and _cache_argument(module) is not None
+    ]
+
+
+def _cache_argument(module: nn.Module) -> str | None:
+    parameters = inspect.signature(module.forward).parameters
+    return next((name for name in _CACHE_ARGUMENTS if name in parameters), None)
+
+
+def _enter(cache_argument: str, mixer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    # Not for the kernels, to which mixers pass on what they do not know
+    context = kwargs.pop("shared_prefix", None)
+    if context is not None:
+        hidden_states = args[0] if args else kwargs.pop("hidden_states")
+        args = (context.states.to_rows(hidden_states), *args[1:])
+        kwargs[cache_argument] = context.states
+    return args, kwargs
+
+
+def _leave(cache_argument: str, mixer: nn.Module, args: tuple, kwargs: dict, output: torch.Tensor) -> torch.Tensor:
+    states = kwargs.get(cache_argument)
+    return states.pack(output) if isinstance(states, RecordStates | ReadStates) else output
+
+
+def share_states(mixers: list[nn.Module]) -> list[RemovableHandle]:
+    """Have mixers start from the states of a shared prefix where they are called with one, and leave them there."""
+    handles = []
+    for mixer in mixers:
+        name = _cache_argument(mixer)
+        enter, leave = functools.partial(_enter, name), functools.partial(_leave, name)
+        handles.append(mixer.register_forward_pre_hook(enter, with_kwargs=True))
+        handles.append(mixer.register_forward_hook(leave, with_kwargs=True))
+    return handles
+
+
+@torch.no_grad()
+def ignores_state(mixer: nn.Module, prefix: "SharedPrefix", hidden_size: int) -> bool:
+    """
+    Whether a mixer asks for a state and goes on without it, as PyTorch's scan of Mamba-1 does. A comparison with whole
+    sequences does not have to show that: a layer can forget so fast that half precision rounds the rest away. `prefix`
+    is one of two tokens, without states.
+    """
+    weight = next(child.weight for child in mixer.children() if isinstance(child, nn.Conv1d))  # never quantized
+    if any(param.is_meta or param.numel() == 0 for param in mixer.parameters()):  # the weights are not here
+        return False
+    # No random numbers, which training would miss
+    hidden_states = torch.linspace(-1, 1, 2 * hidden_size, dtype=weight.dtype, device=weight.device).view(1, 2, -1)
+    cache_argument = _cache_argument(mixer)
+    mixer(hidden_states, **{cache_argument: RecordStates(prefix, has_tokens=True)})
+    columns = torch.arange(2, device=weight.device)
+    read = ReadStates.of(prefix, torch.zeros_like(columns), columns, lengths=[2])
+    states = dict(prefix.slots)
+    for kind in {slot[1] for slot in states}:
+        outputs = []
+        for fill in (0.0, 1e4):
+            for slot, state in states.items():
+                prefix.slots[slot] = torch.full_like(state, fill) if slot[1] == kind else state
+            outputs.append(mixer(hidden_states, **{cache_argument: read}))
+        if torch.equal(*outputs):
+            return True
+    return False
+
+
+def fork_states(
+    layer: LinearAttentionLayer, layer_idx: int, prefixes: list["SharedPrefix"], groups: list[torch.Tensor]
+) -> None:
+    """Give each row of a cache layer, which has no states yet, a copy of those that the prompt of its group left."""
+    update = {"conv": layer.update_conv_state, "recurrent": layer.update_recurrent_state}
+    row_order = torch.cat(groups).argsort()
+    for slot in prefixes[0].states_of(layer_idx):
+        states = [prefix.read(slot, len(rows)) for prefix, rows in zip(prefixes, groups, strict=True)]
+        update[slot[1]](torch.cat(states)[row_order], state_idx=slot[2])

@@ -1,0 +1,154 @@
+"""
+Token budget: the rows of a batch go through a model in passes of at most some tokens, put together by length.
+
+Shape suffixes: B rows, P prompt columns, C completion columns.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from accelerate.utils import is_peft_model
+from torch import nn
+from transformers import PreTrainedModel
+
+from .passes import (
+    PassesOutput,
+    check_mask,
+    completion_states,
+    load_balancing_loss,
+    pass_inputs,
+    position_shift,
+    rope_parameters,
+    router_sums,
+    run_passes,
+    same_number_everywhere,
+    split_by_tokens,
+    to_device,
+)
+from .probe import PROBE_PREFIX_LENGTH, error_of_passes
+
+
+@dataclass(frozen=True)
+class TokenBudgetPasses:
+    """
+    Rows of similar length go through the model together, each with its prompt, padded behind it to the longest of them.
+    Each pass but the last is checkpointed as a whole, so the activations of one pass are alive at a time. With
+    `activation_offloading` and gradient checkpointing, the inputs of the layers of all passes wait on the CPU instead.
+
+    Args:
+        prefix_length (`int`):
+            Number of prompt columns, P.
+        tokens_per_forward (`int`, *optional*):
+            Tokens that go through the model together, padding included. A row that is longer goes by itself. If `None`,
+            all rows go together.
+        activation_offloading (`bool`, *optional*, defaults to `False`):
+            Whether saved activations are offloaded to the CPU.
+    """
+
+    prefix_length: int
+    tokens_per_forward: int | None = None
+    activation_offloading: bool = False
+
+    def forward(
+        self,
+        backbone: nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        output_router_logits: bool = False,
+    ) -> PassesOutput:
+        """Hidden states of completions, of rows of text. The arguments are those of [`SharedPrefixPasses`]' forward."""
+        device = input_ids.device
+        host_mask = attention_mask.cpu()
+        check_mask(host_mask)
+        passes = [(0, torch.tensor(rows)) for rows in self.divide(host_mask.sum(1).tolist())]
+        if self.tokens_per_forward is not None:
+            passes = same_number_everywhere(passes, device)
+        ids, masks, positions, tokens, places = [], [], [], [], []
+        for _, rows in passes:
+            # Positions are columns: the positions that a left-padded row has when it goes through the model by itself
+            columns = [host_mask[row].nonzero().squeeze(1) for row in rows]
+            position_ids = nn.utils.rnn.pad_sequence(columns, batch_first=True)
+            mask = nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in columns], batch_first=True)
+            # Row and token in the pass of what is read from it, and row and column where it goes
+            row, token = (mask.bool() & (position_ids >= self.prefix_length - 1)).nonzero(as_tuple=True)
+            column = position_ids[row, token] - self.prefix_length + 1
+            read_from, goes_to = to_device(torch.stack([row, token, rows[row], column]), device).split(2)
+            tokens.append(read_from)
+            places.append(goes_to)
+            positions.append(to_device(position_ids, device))
+            masks.append(to_device(mask, device))
+            ids.append(input_ids[to_device(rows, device)[:, None], positions[-1]])
+        inputs = pass_inputs(backbone, ids)
+        shift = position_shift(backbone.config, input_ids.shape[1], self.prefix_length)
+        kwargs = {"output_router_logits": True} if output_router_logits else {}
+
+        def forward_rows(model_inputs, mask, position_ids, tokens):
+            outputs = backbone(
+                **model_inputs,
+                # No token of a causal model sees the padding behind it, and a mask would take the slower kernels
+                attention_mask=torch.ones_like(mask),
+                position_ids=position_ids + shift,
+                use_cache=False,
+                **kwargs,
+            )
+            sums = router_sums(backbone, outputs.router_logits, mask) if output_router_logits else None
+            row, token = tokens
+            return outputs.last_hidden_state[row, token], sums  # the rest of a pass is not kept
+
+        arguments = list(zip(inputs, masks, positions, tokens, strict=True))
+        recompute = self.tokens_per_forward is not None
+        outputs = run_passes(backbone, forward_rows, arguments, recompute, self.activation_offloading)
+        all_rows, all_columns = zip(*places, strict=True)
+        shape = (len(input_ids), input_ids.shape[1] - self.prefix_length + 1)
+        last_hidden_state = completion_states([states for states, _ in outputs], all_rows, all_columns, shape)
+        aux_loss = load_balancing_loss([sums for _, sums in outputs]) if output_router_logits else None
+        return PassesOutput(last_hidden_state, aux_loss)
+
+    def divide(self, lengths: list[int]) -> list[list[int]]:
+        """Rows of each pass, from the number of tokens of each row."""
+        if self.tokens_per_forward is None:
+            return [list(range(len(lengths)))]
+        return split_by_tokens(lengths, self.tokens_per_forward, packed=False)
+
+    def count_tokens(self, lengths: list[int]) -> int:
+        """Tokens that go through the model, padding included, for rows of so many tokens each."""
+        return sum(len(rows) * max(lengths[row] for row in rows) for rows in self.divide(lengths))
+
+
+def check_whole_rows(model: PreTrainedModel) -> None:
+    """
+    Check that rows go through `model` in passes with the same result as together.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Causal language model.
+
+    Raises:
+        ValueError: If they do not.
+    """
+    if is_peft_model(model):
+        model = model.get_base_model()
+
+    def refuse(reason: str):
+        raise ValueError(
+            f"`tokens_per_forward` does not support {type(model).__name__} ({model.config.model_type}): {reason}. "
+            "Remove it and lower `per_device_train_batch_size` instead."
+        )
+
+    if any("dynamic" in x.get("rope_type", "") for x in rope_parameters(model.config)):
+        refuse("its rotary embedding (dynamic) depends on the longest row that goes with a row")
+    for tokens_per_forward in (1, None):  # by themselves, and padded to one length
+        error = error_of_passes(model, TokenBudgetPasses(PROBE_PREFIX_LENGTH, tokens_per_forward))
+        if error != 0:  # not a number, too
+            refuse(f"hidden states of rows in passes differ by {error:.1%} from those of the same rows together")
+
+
+def takes_whole_rows(model: PreTrainedModel) -> bool:
+    """Whether [`check_whole_rows`] finds nothing."""
+    try:
+        check_whole_rows(model)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:
+        return False
+    return True

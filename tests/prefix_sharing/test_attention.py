@@ -1,0 +1,305 @@
+
+from contextlib import contextmanager
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+
+from rloo_memory.prefix_sharing import contexts
+from rloo_memory.prefix_sharing.attention import Runs, attention_with_lse, shared_prefix_attention
+from rloo_memory.prefix_sharing.contexts import ReadPrefix
+from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
+from rloo_memory.prefix_sharing.memory import SharedPrefix
+from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
+from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
+
+from .test_passes import load, make_batch
+
+
+MODEL_ID = "tiny-Qwen2ForCausalLM-2.5"
+# Heads, key heads, head size, head size of values, prefix tokens, tokens of each completion
+SHAPES = {
+    "ragged": (4, 2, 8, 8, 7, [3, 1, 5]),
+    "single tokens": (4, 2, 16, 16, 40, [1, 1, 1]),
+    "one token": (4, 1, 8, 8, 1, [1]),
+    "no prefix": (4, 4, 8, 8, 0, [3, 4]),
+    "small values": (4, 2, 24, 16, 9, [4, 2]),
+    "longer than the blocks of a kernel": (2, 1, 64, 64, 600, [700, 33]),
+}
+
+
+def make_tensors(shape, dtype, device="cpu"):
+    num_heads, num_key_heads, size, value_size, num_prefix_tokens, lengths = SHAPES[shape]
+    generator = torch.Generator().manual_seed(0)
+    num_tokens = sum(lengths)
+    shapes = [
+        (num_heads, num_tokens, size),
+        (num_key_heads, num_tokens, size),
+        (num_key_heads, num_tokens, value_size),
+    ]
+    shapes += [(num_key_heads, num_prefix_tokens, size), (num_key_heads, num_prefix_tokens, value_size)]
+    # As models make them: the heads of a token next to each other
+    tensors = (torch.randn(n, h, d, generator=generator, dtype=torch.float64).transpose(0, 1) for h, n, d in shapes)
+    return [x[None].to(device, dtype).requires_grad_() for x in tensors]
+
+
+def whole_sequences(query, key, value, prefix_key, prefix_value, lengths, scale):
+    # Each completion behind a prefix of its own, with its own heads, in all the numbers that the mask leaves
+    outputs, start, prefix_length = [], 0, prefix_key.shape[2]
+    for length in lengths:
+        tokens = slice(start, start + length)
+        start += length
+        keys = torch.cat([prefix_key, key[:, :, tokens]], dim=2).repeat_interleave(query.shape[1] // key.shape[1], 1)
+        values = torch.cat([prefix_value, value[:, :, tokens]], dim=2)
+        values = values.repeat_interleave(query.shape[1] // key.shape[1], 1)
+        mask = torch.ones(length, prefix_length + length, dtype=torch.bool, device=key.device).tril(prefix_length)
+        scores = (query[:, :, tokens] @ keys.transpose(-1, -2) * scale).masked_fill(~mask, -torch.inf)
+        outputs.append(scores.softmax(-1) @ values)
+    return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def outputs_and_gradients(attention, tensors, runs, scale=0.3):
+    output = attention(*tensors, runs, scale)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return output, *torch.autograd.grad(output, tensors, weights.to(output))
+
+
+def errors(got, expected):
+    return [((x.double() - y).norm() / y.norm().clamp(min=1e-30)).item() for x, y in zip(got, expected, strict=True)]
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that run, what they are called with, and tensors that they make."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.results = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append((func.overloadpacket.__name__, args, kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and isinstance(result, torch.Tensor):
+            self.results.append(result)
+        return result
+
+    def named(self, word):
+        return [call for call in self.calls if word in call[0]]
+
+
+def attend(query, key, value, prefix_key, prefix_value, runs, scale, num_parts=1):
+    prefix = zip(prefix_key.tensor_split(num_parts, 2), prefix_value.tensor_split(num_parts, 2), strict=True)
+    return shared_prefix_attention(query, key, value, list(prefix), runs, scale)
+
+
+class TestSharedPrefixAttention:
+    @pytest.mark.parametrize("num_parts", [1, 3])
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_is_that_of_whole_sequences(self, shape, num_parts):
+        tensors, lengths = make_tensors(shape, torch.float64), SHAPES[shape][-1]
+        got = outputs_and_gradients(partial(attend, num_parts=num_parts), tensors, Runs.of(lengths, "cpu"))
+        expected = outputs_and_gradients(whole_sequences, tensors, lengths)
+        assert max(errors(got, expected)) < 1e-13
+
+    # Rounding of numbers with 24 and 8 bits, of two outputs and their mean. Whole sequences round the probabilities, too
+    @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_rounding(self, shape, dtype, tolerance):
+        self.check_rounding(shape, dtype, tolerance, "cpu")
+
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+    @pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 2e-3), (torch.bfloat16, 1e-2)])
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_rounding_on_cuda(self, shape, dtype, tolerance):
+        self.check_rounding(shape, dtype, tolerance, "cuda")
+
+    def check_rounding(self, shape, dtype, tolerance, device):
+        tensors, lengths = make_tensors(shape, dtype, device), SHAPES[shape][-1]
+        got = outputs_and_gradients(attend, tensors, Runs.of(lengths, device))
+        exact = [x.detach().double().requires_grad_() for x in tensors]
+        expected = outputs_and_gradients(whole_sequences, exact, lengths)
+        assert {x.dtype for x in got} == {dtype}
+        assert max(errors(got, expected)) < tolerance
+
+    def test_autocast(self):
+        # Where keys are normalized, they are in float32 and the values are not
+        query, key, value, *prefix = make_tensors("ragged", torch.float32)
+        tensors = [query, key, value.bfloat16(), prefix[0], prefix[1].bfloat16()]
+        with torch.autocast("cpu", torch.bfloat16):
+            output = attend(*tensors, Runs.of([3, 1, 5], "cpu"), 0.3)
+        expected = whole_sequences(query, key, value, *prefix, [3, 1, 5], 0.3)
+        assert output.dtype == torch.bfloat16
+        torch.testing.assert_close(output.float(), expected, rtol=2e-2, atol=2e-2)
+
+    def test_second_derivatives_are_refused(self):
+        tensors = make_tensors("ragged", torch.float64)
+        output = attend(*tensors, Runs.of([3, 1, 5], "cpu"), 0.3)
+        (grad,) = torch.autograd.grad(output.square().sum(), tensors[:1], create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward()
+
+    @pytest.mark.parametrize("is_causal, num_rows", [(True, 1), (False, 1), (False, 3)])
+    def test_attention_with_lse(self, is_causal, num_rows):
+        query, key, value = (torch.randn(num_rows, h, 5, 8, dtype=torch.float64) for h in (4, 2, 2))
+        output, lse = attention_with_lse(query, key, value, is_causal, scale=None)
+        expected = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=True)
+        scores = query @ key.repeat_interleave(2, 1).transpose(-1, -2) / 8**0.5
+        if is_causal:
+            scores = scores.masked_fill(~torch.ones(5, 5, dtype=torch.bool).tril(), -torch.inf)
+        torch.testing.assert_close(output, expected)
+        torch.testing.assert_close(lse, scores.logsumexp(-1))
+
+
+@contextmanager
+def layers_without_a_mask():
+    """Indices of the layers in which completions attend to a prompt without a mask while it is open."""
+    attending, layers = [], set()
+    attend, attend_without = ReadPrefix.attend, contexts.shared_prefix_attention
+
+    def enter(self, base, module, *args, **kwargs):
+        attending.append(module.layer_idx)
+        return attend(self, base, module, *args, **kwargs)
+
+    def without(*args):
+        layers.add(attending[-1])
+        return attend_without(*args)
+
+    with (
+        patch.object(ReadPrefix, "attend", enter),
+        patch.object(contexts, "shared_prefix_attention", without),
+    ):
+        yield layers
+
+
+class TestMasks:
+    def context(self, num_prefix_tokens, lengths, window=None):
+        rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        columns = torch.cat([torch.arange(length) for length in lengths])
+        prefix = SharedPrefix(torch.arange(3, 3 + num_prefix_tokens))  # behind padding
+        return ReadPrefix.of(prefix, columns + 3 + num_prefix_tokens, rows, columns, lengths, window)
+
+    @pytest.mark.parametrize("window", [None, 1, 4, 30])
+    @pytest.mark.parametrize("num_prefix_tokens", [0, 1, 9])
+    def test_mask(self, num_prefix_tokens, window):
+        mask_function = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+        context = self.context(num_prefix_tokens, [3, 1, 6, 1, 1], window)
+        allowed, start = context.allowed(mask_function, has_window=window is not None)[0, 0], 0
+        num_hidden = num_prefix_tokens - context.prefix_size(window is not None)
+        assert num_hidden == max(0, num_prefix_tokens - (window or 30) + 1)
+        for size in context.blocks:
+            for token in range(start, start + size):
+                position = context.positions[token]
+                seen = [mask_function(0, 0, position, x) for x in context.prefix.positions]
+                assert not any(seen[:num_hidden])
+                for other in range(start, start + size):
+                    of_same_row = context.rows[token] == context.rows[other]
+                    seen.append(of_same_row & mask_function(0, 0, position, context.positions[other]))
+                seen = [bool(x) for x in seen[num_hidden:]]
+                assert allowed[token, : len(seen)].tolist() == seen
+            start += size
+
+    def test_a_layer_with_more_than_a_scale_has_a_mask(self):
+        context = self.context(7, SHAPES["ragged"][-1])
+        query, key, value, *prefix = make_tensors("ragged", torch.float64)
+        context.prefix.write_attention(0, *prefix)
+        tensors = (nn.Module(), query, key, value, context.no_mask)
+        tensors[0].layer_idx = 0
+        with layers_without_a_mask() as layers:
+            expected, _ = context.attend("sdpa", *tensors, scaling=0.3, dropout=0.0, softcap=None)
+        assert layers == {0}
+        with layers_without_a_mask() as layers:
+            output, _ = context.attend(
+                "sdpa", *tensors, scaling=0.3, s_aux=torch.ones(4)
+            )  # which `sdpa` does not read
+        assert layers == set()
+        torch.testing.assert_close(output, expected)
+
+    def test_a_mask_is_the_largest_thing_that_it_is_made_of(self):
+        context = self.context(300, [20] * 8)
+        with Operators() as operators:
+            allowed = context.allowed(sliding_window_causal_mask_function(30))
+        sizes = [x.nbytes for x in operators.results]
+        assert sorted(sizes)[-1] == allowed.nbytes and sorted(sizes)[-2] < allowed.nbytes / 2
+
+    @pytest.mark.parametrize("gradient_checkpointing", [False, True])
+    def test_plain_causal_layers_attend_without_a_mask(self, gradient_checkpointing):
+        model = load(MODEL_ID).train()
+        enable_prefix_sharing(model)
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        input_ids, attention_mask, prompt_length = make_batch()
+        with Operators() as operators, layers_without_a_mask() as layers:
+            outputs = SharedPrefixPasses(prompt_length, 2).forward(model.model, input_ids, attention_mask)
+            outputs.last_hidden_state.sum().backward()
+        assert layers == set(range(model.config.num_hidden_layers))
+        attention = operators.named("scaled_dot_product")
+        assert {name for name, _, _ in attention} == {
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "_scaled_dot_product_flash_attention_for_cpu_backward",
+        }
+        assert all(kwargs.get("attn_mask") is None for _, _, kwargs in attention)
+
+    @pytest.mark.parametrize("in_passes", [False, True])
+    def test_gradients_of_the_prompt_are_added_in_float32_where_they_are_added(self, in_passes):
+        model = load(MODEL_ID).bfloat16().train()
+        enable_prefix_sharing(model)
+        input_ids, attention_mask, prompt_length = make_batch()
+        attention_mask[:] = 1
+        completion_length = input_ids.shape[1] - prompt_length
+        passes = SharedPrefixPasses(prompt_length, 2 * (completion_length + 1) if in_passes else None)
+        outputs = passes.forward(model.model, input_ids, attention_mask)
+        with Operators() as operators:
+            outputs.last_hidden_state.sum().backward()
+        config = model.config
+        head_size = config.hidden_size // config.num_attention_heads
+        shape = (1, config.num_key_value_heads, prompt_length - 1, head_size)
+        added = [x for x in operators.results if x.shape == shape and x.dtype == torch.float32]
+        num_passes = 2 if in_passes else 0
+        # A key and a value of each layer and prompt, copied by each pass, and added
+        assert len(added) == 2 * config.num_hidden_layers * 2 * max(0, 2 * num_passes - 1)
+
+    @pytest.mark.parametrize("window, without", [(6, {1}), (12, {1}), (18, {0, 1, 2})])
+    def test_layers_have_a_mask_where_their_window_is_shorter_than_a_row(self, window, without):
+        config = Gemma3TextConfig(
+            vocab_size=128,
+            hidden_size=16,
+            intermediate_size=32,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            sliding_window=window,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            num_hidden_layers=3,
+        )
+        model = Gemma3ForCausalLM(config)
+        enable_prefix_sharing(model)
+        input_ids, attention_mask, prompt_length = make_batch()
+        with layers_without_a_mask() as layers:
+            SharedPrefixPasses(prompt_length).forward(model.model, input_ids, attention_mask)
+        assert layers == without
+
+    def test_eager_attention_has_a_mask(self):
+        model = load(MODEL_ID)
+        model.set_attn_implementation("eager")
+        enable_prefix_sharing(model)
+        input_ids, attention_mask, prompt_length = make_batch()
+        with layers_without_a_mask() as layers:
+            SharedPrefixPasses(prompt_length).forward(model.model, input_ids, attention_mask)
+        assert layers == set()
+
+    def test_whole_rows_of_equal_length_have_no_mask(self):
+        model = load(MODEL_ID)
+        input_ids, attention_mask, prompt_length = make_batch()
+        attention_mask[:] = 1
+        attention_mask[3:, :5] = 0
+        attention_mask[:3, -5:] = 0
+        passes = TokenBudgetPasses(prefix_length=prompt_length, tokens_per_forward=3 * 13)
+        with Operators() as operators:
+            passes.forward(model.model, input_ids, attention_mask)
+        attention = operators.named("scaled_dot_product")
+        assert len(attention) == 2 * model.config.num_hidden_layers
+        assert all(kwargs.get("attn_mask") is None for _, _, kwargs in attention)

@@ -1,0 +1,144 @@
+
+import pytest
+import torch
+from datasets import load_dataset
+
+from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
+from rloo_memory.prefix_sharing.micro_batches import OpenPrefix
+from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
+
+from .test_passes import MODEL_IDS, TRAINERS, forward_whole_rows, load, make_inputs
+from .test_offloading import count_layer_forwards, offload_on_cpu
+
+
+MODEL_ID = "tiny-Qwen2ForCausalLM-2.5"
+
+
+def forward_micro_batches(model, inputs, prompt_length, in_one_backward=False, **kwargs):
+    # Two prompts with three completions each, one a micro-batch
+    open_prefix = OpenPrefix(num_micro_batches=3, in_one_backward=in_one_backward)
+    log_probs = []
+    for step in range(6):
+        open_prefix.enter(step, updates=step == 5)
+        rows = {name: x[step : step + 1] if torch.is_tensor(x) else x for name, x in inputs.items()}
+        passes = SharedPrefixPasses(prompt_length, group_size=1, open_prefix=open_prefix, **kwargs)
+        outputs = model(**rows, passes=passes)
+        outputs.log_probs.sum().backward()
+        open_prefix.backward()
+        log_probs.append(outputs.log_probs.detach())
+    return torch.cat(log_probs)
+
+
+def assert_same_gradients(model, expected_grads):
+    for name, grad in expected_grads.items():
+        torch.testing.assert_close(model.get_parameter(name).grad, grad, rtol=1e-4, atol=1e-5)
+
+
+class TestPrefixSharingMicroBatches:
+    @pytest.mark.parametrize("kwargs", [{}, {"in_one_backward": True}, {"tokens_per_forward": 3}])
+    @pytest.mark.parametrize("gradient_checkpointing", [False, True])
+    @pytest.mark.parametrize("model_id", MODEL_IDS)
+    def test_log_probs_and_gradients(self, model_id, gradient_checkpointing, kwargs):
+        model = load(model_id).train()
+        inputs, prompt_length = make_inputs()
+        expected, expected_grads = forward_whole_rows(model, inputs)
+
+        enable_prefix_sharing(model)
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        counts = count_layer_forwards(model)
+        log_probs = forward_micro_batches(model, inputs, prompt_length, **kwargs)
+
+        torch.testing.assert_close(log_probs, expected.log_probs[:, prompt_length - 1 :], rtol=1e-5, atol=1e-5)
+        assert_same_gradients(model, expected_grads)
+        # Two prompts and six completions, in the forward and again by layer
+        assert len(counts) == 8 * (1 + gradient_checkpointing)
+
+    @pytest.mark.parametrize("in_one_backward", [False, True])
+    def test_frozen_below(self, in_one_backward):
+        # No keys and values of the frozen layers have a gradient
+        model = load(MODEL_ID).train()
+        inputs, prompt_length = make_inputs()
+        model.requires_grad_(False)
+        model.get_decoder().layers[-1].requires_grad_(True)
+        expected, expected_grads = forward_whole_rows(model, inputs)
+
+        enable_prefix_sharing(model)
+        log_probs = forward_micro_batches(model, inputs, prompt_length, in_one_backward)
+        torch.testing.assert_close(log_probs, expected.log_probs[:, prompt_length - 1 :], rtol=1e-5, atol=1e-5)
+        assert all(".layers.1." in name for name in expected_grads)
+        assert_same_gradients(model, expected_grads)
+
+    @pytest.mark.parametrize("in_one_backward", [False, True])
+    def test_activation_offloading(self, in_one_backward):
+        model = load(MODEL_ID).train()
+        inputs, prompt_length = make_inputs()
+        _, expected_grads = forward_whole_rows(model, inputs)
+
+        enable_prefix_sharing(model)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        with offload_on_cpu(model):
+            forward_micro_batches(model, inputs, prompt_length, in_one_backward)
+        assert_same_gradients(model, expected_grads)
+
+    def test_wrong_micro_batch(self):
+        model = load(MODEL_ID).train()
+        enable_prefix_sharing(model)
+        inputs, prompt_length = make_inputs()
+        open_prefix = OpenPrefix(num_micro_batches=3)
+        passes = SharedPrefixPasses(prompt_length, open_prefix=open_prefix)
+        with pytest.raises(RuntimeError, match="does not follow its first one"):
+            open_prefix.enter(1, updates=False)
+        with pytest.raises(RuntimeError, match="would be updated after 1 of the 3"):
+            open_prefix.enter(0, updates=True)
+        open_prefix.enter(3, updates=False)
+        model(**{name: x[:1] if torch.is_tensor(x) else x for name, x in inputs.items()}, passes=passes)
+        open_prefix.enter(4, updates=False)
+        with pytest.raises(RuntimeError, match="has another prompt"):
+            model(**{name: x[3:4] if torch.is_tensor(x) else x for name, x in inputs.items()}, passes=passes)
+
+    @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
+    def test_train(self, config_class, trainer_class):
+        dataset = load_dataset("zen", "standard_prompt_only", split="train")
+        training_args = config_class(
+            output_dir=self.tmp_dir,
+            learning_rate=0.1,  # use higher lr because gradients are tiny and default lr can stall updates
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=3,
+            num_generations=3,  # reduce the number of generations to reduce memory usage
+            max_completion_length=8,  # reduce the completion length to reduce memory usage
+            prefix_sharing=True,
+            max_steps=1,
+            report_to="none",
+        )
+        trainer = trainer_class(
+            model=MODEL_ID,
+            reward_funcs="tiny-Qwen2ForSequenceClassification-2.5",
+            args=training_args,
+            train_dataset=dataset,
+        )
+        previous_trainable_params = {n: param.clone() for n, param in trainer.model.named_parameters()}
+        counts = count_layer_forwards(trainer.model)
+        trainer.train()
+        assert len(counts) == 2 * (1 + 3)
+        for n, param in previous_trainable_params.items():
+            new_param = trainer.model.get_parameter(n)
+            assert not torch.equal(param, new_param), f"Parameter {n} has not changed."
+
+    @pytest.mark.parametrize("config_class", [config_class for config_class, _ in TRAINERS])
+    @pytest.mark.parametrize(
+        "kwargs, match",
+        [
+            ({"gradient_accumulation_steps": 1, "steps_per_generation": 2}, "gradient_accumulation_steps"),
+            ({"gradient_accumulation_steps": 2, "steps_per_generation": 1}, "generation_batch_size|steps_per_gen"),
+        ],
+    )
+    def test_invalid_config(self, config_class, kwargs, match):
+        with pytest.raises(ValueError, match=match):
+            config_class(
+                output_dir=self.tmp_dir,
+                num_generations=4,
+                per_device_train_batch_size=2,
+                prefix_sharing=True,
+                **kwargs,
+            )

@@ -1,0 +1,34 @@
+
+import pytest
+import torch
+
+from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
+from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
+
+from .test_passes import load
+from .test_micro_batches import MODEL_ID
+
+
+class TestPrefixSharingProcesses:
+    def test_a_process_alone_waits_for_no_other(self, monkeypatch):
+        model = load(MODEL_ID)
+        ids = torch.randint(10, 100, (4, 12))
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+        monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: pytest.fail("waited"))
+        output = TokenBudgetPasses(4, tokens_per_forward=24).forward(model.base_model, ids, torch.ones_like(ids))
+        assert output.last_hidden_state.shape[:2] == (4, 9)
+
+    @pytest.mark.parametrize(
+        "message, error",
+        [("CUDA error: no kernel image is available", RuntimeError), ("other shapes", ValueError)],
+    )
+    def test_a_fault_of_the_device_is_not_the_models(self, message, error, monkeypatch):
+        def fails(*args, **kwargs):
+            raise RuntimeError(message)
+
+        monkeypatch.setattr("rloo_memory.prefix_sharing.enabling.error_of_passes", fails)
+        model = load(MODEL_ID)
+        with pytest.raises(error) as caught:
+            enable_prefix_sharing(model)
+        assert type(caught.value) is error

@@ -1,0 +1,47 @@
+
+import pytest
+import torch
+from datasets import load_dataset
+
+from .sharing_trainers import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+
+
+TRAINERS = [(RLOOConfig, RLOOTrainer), (GRPOConfig, GRPOTrainer)]
+
+
+class TestRewardModelPasses:
+    @pytest.mark.parametrize(
+        "kwargs, num_rows",
+        [
+            ({}, [6]),
+            ({"prefix_sharing": True}, [6]),
+            ({"prefix_sharing": True, "tokens_per_forward": 16}, [2, 2, 2]),
+            ({"tokens_per_forward": 1}, [1, 1, 1, 1, 1, 1]),
+        ],
+    )
+    @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
+    def test_rewards(self, config_class, trainer_class, kwargs, num_rows):
+        training_args = config_class(
+            output_dir=self.tmp_dir, per_device_train_batch_size=6, num_generations=3, report_to="none", **kwargs
+        )
+        trainer = trainer_class(
+            model="tiny-Qwen2ForCausalLM-2.5",
+            reward_funcs="tiny-Qwen2ForSequenceClassification-2.5",
+            args=training_args,
+            train_dataset=load_dataset("zen", "standard_prompt_only", split="train"),
+        )
+        prompts, completions = ["The sky"] * 6, [" is" * n for n in range(6)]
+        reward_model, tokenizer = trainer.reward_funcs[0], trainer.reward_processing_classes[0]
+        texts = [p + c for p, c in zip(prompts, completions, strict=True)]
+        inputs = tokenizer(text=texts, return_tensors="pt", padding=True, padding_side="right")
+        with torch.no_grad():
+            expected = reward_model(**inputs.to(reward_model.device)).logits
+        outputs = []
+        reward_model.register_forward_hook(lambda module, args, output: outputs.append(output))
+
+        rewards = trainer._calculate_rewards([{"prompt": p} for p in prompts], prompts, completions, [[1]] * 6)
+
+        torch.testing.assert_close(rewards, expected.float())
+        assert [len(output.logits) for output in outputs] == num_rows
+        assert all(output.past_key_values is None for output in outputs)

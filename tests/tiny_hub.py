@@ -1,0 +1,79 @@
+"""Tiny random models and data in a folder, under the names that tests of TRL take them from the Hugging Face Hub by."""
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    Cohere2Config,
+    Gemma3Config,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+SHAPE = dict(
+    vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, pad_token_id=0, eos_token_id=1, bos_token_id=2,
+)  # fmt: skip
+MODELS = {
+    "tiny-Cohere2ForCausalLM": Cohere2Config(**SHAPE, sliding_window=6),
+    "tiny-Gemma3ForConditionalGeneration": Gemma3Config(
+        text_config=dict(SHAPE, head_dim=4, sliding_window=6),
+        vision_config=dict(
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            image_size=16,
+            patch_size=4,
+        ),
+        image_token_index=297,
+        boi_token_index=298,
+        eoi_token_index=299,
+        mm_tokens_per_image=4,
+    ),
+    "tiny-Qwen2ForCausalLM-2.5": Qwen2Config(**SHAPE),
+    "tiny-Qwen3ForCausalLM": Qwen3Config(**SHAPE, head_dim=8),
+    "tiny-Qwen3MoeForCausalLM": Qwen3MoeConfig(
+        **SHAPE, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
+    "tiny-Qwen2ForSequenceClassification-2.5": Qwen2Config(**SHAPE, num_labels=1),
+}
+WORDS = "The sky is blue and the sea is green because of".split()
+PROMPTS = "---\nconfigs:\n- config_name: standard_prompt_only\n  data_files: standard_prompt_only/*.jsonl\n---\n"
+
+
+def build_tokenizer():
+    """Byte-level BPE, as Qwen has it: transformers makes that class of tokenizer for these models."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|pad|>", "<|end|>", "<|start|>"]
+    trainer = trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet, special_tokens=special)
+    tokenizer.train_from_iterator(["the sky is blue and the sea is green"] * 4, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|end|>", padding_side="left"
+    )
+
+
+def make(hub: Path) -> None:
+    """Run from there, `from_pretrained` and `load_dataset` find them."""
+    with torch.random.fork_rng():
+        for name, config in MODELS.items():
+            torch.manual_seed(0)
+            kinds = {"Sequence": AutoModelForSequenceClassification, "Conditional": AutoModelForImageTextToText}
+            kind = next((kind for word, kind in kinds.items() if word in name), AutoModelForCausalLM)
+            kind.from_config(config).save_pretrained(hub / name)
+            build_tokenizer().save_pretrained(hub / name)
+    data = hub / "zen" / "standard_prompt_only"
+    data.mkdir(parents=True)
+    rows = [{"prompt": " ".join(WORDS[row % 3 : row % 3 + 3 + row % 5])} for row in range(17)]
+    (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (hub / "zen" / "README.md").write_text(PROMPTS)
