@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# One environment in .venv with the exact versions of requirements.lock, with the fork of this clone as its `trl`, and with
-# the command rloo-memory. Does nothing when it is up to date; where the fork alone has changed, installs that anew.
+# One environment in .venv with the exact versions of requirements.lock, TRL as released among them, and with the command
+# rloo-memory of this clone. Does nothing when it is up to date.
 #
 #   ./setup_env.sh                       set up (CUDA build of torch with an NVIDIA GPU, else the small CPU build)
 #   ./setup_env.sh --use-system-torch    keep the torch that the system's Python already has
@@ -48,23 +48,19 @@ pip_failed() { # PART: one line with the remedy
   fail "pip failed on $1 ($(grep '^ERROR' "$log" | tail -n 1)), its output: $log; $remedy"
 }
 fork_tool() { quietly .venv/bin/python trl/fork.py "$@" || fail "$(tail -n 1 "$log")"; }
-install_fork() { # as .venv's `trl`, and this clone's rloo_memory, which stays in the clone
-  local install=(.venv/bin/python -m pip install --disable-pip-version-check --no-index --no-deps)
-  rm -rf .build/wheel
-  fork_tool wheel current .build/wheel
-  quietly "${install[@]}" .build/wheel/*.whl || pip_failed "the fork's wheel"
-  quietly "${install[@]}" --no-build-isolation -e . || pip_failed rloo-memory
-  echo "$fork" >.venv/.fork
-}
-
 # An existing environment stays what it was made as: scripts that call this one need not know
 lock=$(cksum <requirements.lock)
-fork=$(find trl pyproject.toml -type f ! -path '*/__pycache__/*' ! -path '*/.*' -print0 | LC_ALL=C sort -z | xargs -0 cat | cksum)
+project=$(cksum <pyproject.toml)
+install_project() { # rloo_memory, which stays in the clone
+  quietly .venv/bin/python -m pip install --disable-pip-version-check --no-index --no-deps --no-build-isolation -e . ||
+    pip_failed rloo-memory
+  echo "$project" >.venv/.project
+}
 if [ "$mode" != download ] && grep -qsx "$lock" "$stamp" && { [ "$system_torch" = no ] || grep -q system-torch "$stamp"; }; then
   said="environment: up to date (.venv)"
-  if [ "$(cat .venv/.fork 2>/dev/null)" != "$fork" ]; then
-    : >"$log" && install_fork
-    said+=", with this clone's fork installed anew"
+  if [ "$(cat .venv/.project 2>/dev/null)" != "$project" ]; then
+    : >"$log" && install_project
+    said+=", with this clone's commands installed anew"
   fi
   [ "$quiet" = yes ] || echo "$said"
   exit 0
@@ -141,8 +137,9 @@ echo "  3 of 3: the trainers compared here, built from TRL's releases: seconds"
 for patch in $(grep -v '^#' trl/classic/series); do # the arms' TRL, so that a run needs no network
   fork_tool build classic ".build/fork/${patch%.patch}" --patches "$patch"
 done
+fork_tool build current .build/fork/0002-compact-lm-head --patches 0002-compact-lm-head.patch
 for line in classic current; do fork_tool build "$line" ".build/fork/$line-untouched" --no-patches; done
-install_fork
+install_project
 printf '%s\n' "$lock" "$build" ${torch_home:+system-torch} >"$stamp"
 echo "environment: ready"
 [ "$build" = cpu ] || .venv/bin/python -m rloo_memory.cuda_check || true # says what keeps trainings from the GPU

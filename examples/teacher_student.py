@@ -14,8 +14,6 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, PrinterCallback
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from experiments.arms import ARMS
-from experiments.builds import use_fork
 from rloo_memory import models
 from rloo_memory.errors import ConfigError, exit_code
 
@@ -25,15 +23,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--algorithm", choices=("rloo", "grpo"), default="rloo")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--k", type=int, default=4, help="explanations a question")
-    parser.add_argument("--shared", action="store_true", help="prefix_sharing=True")
+    parser.add_argument("--shared", action="store_true", help="with share_prompts")
     return exit_code("teacher_student", run, parser.parse_args(argv))
 
 
 def run(args: argparse.Namespace) -> int:
     if args.steps < 1 or args.k < 2:
         raise ConfigError(f"--steps {args.steps} --k {args.k}: it takes at least 1 step and 2 explanations a question")
-    use_fork(ARMS["shared"])
     import trl
+    from rloo_memory import share_prompts
     from rloo_memory.hooks.teacher_student import PARTS, TeacherStudentReward, examples
 
     make_config, make_trainer = (getattr(trl, args.algorithm.upper() + kind) for kind in ("Config", "Trainer"))
@@ -52,7 +50,6 @@ def run(args: argparse.Namespace) -> int:
             per_device_train_batch_size=2 * args.k,
             max_completion_length=24,
             learning_rate=1e-2,
-            prefix_sharing=args.shared,
             beta=0.0,
             bf16=False,
             use_cpu=True,
@@ -64,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
         trainer = make_trainer(teacher, reward, options, train_dataset=data, processing_class=tokenizer)
         trainer.remove_callback(PrinterCallback)
         reward.attach(trainer)
+        if args.shared:
+            share_prompts(trainer)
         trainer.train()
     for log in trainer.state.log_history[:-1]:
         parts = "".join(f"   {part} {log[f'teacher_student/{part}']:7.3f}" for part in PARTS)

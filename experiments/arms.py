@@ -9,7 +9,7 @@ class Arm:
 
     name: str
     line: str
-    patches: tuple[str, ...] | None  # applied to the line: () is untouched upstream, None the whole series
+    patches: tuple[str, ...]  # applied to the line: () is untouched upstream
     shows: str
     accumulate: bool = False  # micro-batches of few completions, gradients accumulated over the batch
     shares_prefix: bool = False  # the prompt computed once, the completions in passes of some

@@ -1,7 +1,6 @@
 """Find, build and load an arm's TRL."""
 
 import functools
-import importlib.metadata
 import json
 import subprocess
 import sys
@@ -15,9 +14,7 @@ from rloo_memory.errors import ConfigError
 def build(arm: Arm) -> Path:
     """Build the arm's TRL, if it is not there, and return where. Arms of the same patches share a build. Raises
     `ConfigError` with the reason in one line."""
-    if arm.patches is None:
-        name, choice = f"{arm.line}-series", []
-    elif arm.patches:
+    if arm.patches:
         name, choice = "+".join(Path(patch).stem for patch in arm.patches), ["--patches", ",".join(arm.patches)]
     else:
         name, choice = f"{arm.line}-untouched", ["--no-patches"]
@@ -29,31 +26,16 @@ def build(arm: Arm) -> Path:
     return dest
 
 
-def installed() -> tuple[str, Path] | None:
-    """The fork that is installed, if one is: its fingerprint, and the file that `import trl` should give."""
-    try:
-        package = importlib.metadata.distribution("trl")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    facts = package.read_text("FORK.json")  # PyPI's has none
-    return (json.loads(facts)["fingerprint"], Path(package.locate_file("trl/__init__.py"))) if facts else None
-
-
 @functools.cache
 def use_fork(arm: Arm) -> list[str]:
-    """`build` the arm's TRL, put it first on the path unless it is what is installed, and check that it is what
-    `import trl` gives.
+    """`build` the arm's TRL, put it first on the path, and check that it is what `import trl` gives.
 
     Returns the names of the patches in it, as the build recorded them. Raises `ConfigError` with the reason in one
     line.
     """
     dest = build(arm)
-    facts, found = json.loads((dest / "FORK.json").read_text()), installed()
-    if found and found[0] == facts["fingerprint"]:
-        wanted = found[1]
-    else:
-        wanted = dest / "trl" / "__init__.py"
-        sys.path.insert(0, str(dest))
+    facts, wanted = json.loads((dest / "FORK.json").read_text()), dest / "trl" / "__init__.py"
+    sys.path.insert(0, str(dest))
     import trl
 
     if Path(trl.__file__).resolve() != wanted.resolve():

@@ -310,9 +310,7 @@ class PromptSharing:
 def forward_in_passes(model, original: Callable, passes, *args, **kwargs):
     """What the forward `original` of `model` gives of completions, whose hidden states `passes` compute."""
     kwargs = {name: x for name, x in kwargs.items() if x is not None}
-    of_head = {
-        name: kwargs.pop(name) for name in ("fused_lm_head", "logits_to_keep", "use_cache") if name in kwargs
-    }
+    of_head = {name: kwargs.pop(name) for name in ("fused_lm_head", "logits_to_keep", "use_cache") if name in kwargs}
     of_columns = {name: kwargs[name] for name in ("input_ids", "attention_mask", "labels") if name in kwargs}
     kwargs.pop("labels", None)
     experts = kwargs.pop(
@@ -329,6 +327,7 @@ def forward_in_passes(model, original: Callable, passes, *args, **kwargs):
     if experts:
         outputs.aux_loss = states.aux_loss
     return outputs
+
 
 def checkpointing_enable(original, gradient_checkpointing_kwargs: dict | None = None, **own):
     """TRL gives a model its checkpointing back after a generation, with arguments that PyTorch has not."""

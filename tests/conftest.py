@@ -46,15 +46,6 @@ def policy():
     return run_models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))[0]
 
 
-@pytest.fixture(scope="session")
-def shared_fork():
-    """The TRL that is imported is the fork with prefix sharing."""
-    from experiments.arms import ARMS
-    from experiments.builds import use_fork
-
-    use_fork(ARMS["shared"])
-
-
 @pytest.fixture
 def no_model_loads(monkeypatch):
     import transformers

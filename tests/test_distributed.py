@@ -4,7 +4,6 @@ The processes have different numbers of tokens, of distinct prompts and of promp
 sharded weights every pass is a collective, so one pass too few on one process is a deadlock."""
 
 import json
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,7 +33,7 @@ def alike(number):
 ALIKE = [[[alike(i), alike(i + 1)] for i in (4 * step, 4 * step + 2)] for step in range(4)]
 SHORT = [[["w5", "w7 w8"], ["w21", f"w3{step}"]] for step in range(4)]  # rows go through the model whole
 
-# Untouched runs, and what each is compared with: gradient checkpointing, settings of the fork, other sharding
+# Untouched runs, and what each is compared with: gradient checkpointing, settings of sharing, other sharding
 RUNS = {
     "ddp-rloo": (
         dict(trainer="rloo", evaluate=True),
@@ -70,10 +69,6 @@ RUNS = {
         [(True, SHARED, {})],
     ),
 }
-
-# Of these runs, those that `share_prompts` does, too
-BY_ONE_CALL = ("ddp-rloo0", "ddp-alike0", "fsdp-rloo1", "fsdp-grpo1", "fsdp-lora-split0")
-BY_ONE_CALL += ("fsdp-lora-generate0", "zero3-rloo1", "zero3-lora-split0", "zero3-generate0")
 
 # DeepSpeed computes in float32 at most
 ZERO3, HOST = {"zero3": {}, "dtype": "float32"}, {"device": "cpu"}
@@ -118,25 +113,21 @@ ZERO3_RUNS = {
 }
 
 
-def launch(arm, runs, folder):
-    """Runs the probe on two processes: on TRL as released, where `share_prompts` shares, or on the fork."""
-    trl = ROOT / ".build" / "fork" / ("shared" if arm == "shared" else "current-untouched")
-    choice = [] if arm == "shared" else ["--no-patches"]
-    build = [sys.executable, str(ROOT / "trl" / "fork.py"), "build", "current", str(trl), *choice]
-    subprocess.run(build, check=True, capture_output=True, timeout=120)
+def launch(runs, folder):
+    """Runs the probe on two processes."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     missing = runs
     for _ in range(2):
-        command = [*launcher, str(PROBE), str(folder), arm, json.dumps(missing)]
+        command = [*launcher, str(PROBE), str(folder), json.dumps(missing)]
         # About 5 s a run alone; other tests share the cores
-        _, output = two_processes.run(command, 120 + 40 * len(missing), PYTHONPATH=str(trl), DS_ACCELERATOR="cpu")
+        _, output = two_processes.run(command, 120 + 40 * len(missing), DS_ACCELERATOR="cpu")
         # Not the exit status: a file that is there is whole, however the processes ended
-        missing = [run for run in missing if not (folder / f"{run['name']}-{arm}.pt").exists()]
+        missing = [run for run in missing if not (folder / f"{run['name']}.pt").exists()]
         # Seen once in some fifty launches, with untouched TRL: a process aborts amid a run. What is missing runs again
         if not missing or "(SIGABRT)" not in output:
             break
     missing = [run["name"] for run in missing]
-    assert not missing, f"{arm}: {missing} did not end\n{output[:4000]}\n...\n{output[-4000:]}"
+    assert not missing, f"{missing} did not end\n{output[:4000]}\n...\n{output[-4000:]}"
 
 
 def check(runs, folder):
@@ -153,16 +144,13 @@ def check(runs, folder):
         for number, (checkpointing, settings, other) in enumerate(variants):
             options = {**arguments.get("options", {}), **settings, "gradient_checkpointing": checkpointing}
             shared.append({**arguments, "name": f"{name}{number}", "options": options, **other})
-            pairs.append(("shared", name, shared[-1]))
-    released = [arguments for arguments in shared if arguments["name"] in BY_ONE_CALL]
-    pairs += [("released", arguments["name"][:-1], arguments) for arguments in released]
-    launch("released", untouched + released, folder)
-    launch("shared", shared, folder)
+            pairs.append((name, shared[-1]))
+    launch(untouched + shared, folder)
 
-    for arm, name, arguments in pairs:
+    for name, arguments in pairs:
         variant = arguments["name"]
-        expected = torch.load(folder / f"{name}-released.pt")
-        result = torch.load(folder / f"{variant}-{arm}.pt")
+        expected = torch.load(folder / f"{name}.pt")
+        result = torch.load(folder / f"{variant}.pt")
         skipped = arguments.get("resume", 0)
         if not skipped:
             assert result["completions"] == expected["completions"], variant
@@ -192,8 +180,8 @@ def check(runs, folder):
                 assert error(gradients[key], gradient, gradient) < limit, (variant, step, key)
         for key, after in expected["after"].items():
             # Adapters are nothing but their updates: with the released LM head 1.2e-6 apart in float64
-            limit = bound / (5 if arm == "released" and "lora" in key else 10)
-            assert error(result["after"][key], after, after) < limit, (arm, variant, key)
+            limit = bound / (5 if "lora" in key else 10)
+            assert error(result["after"][key], after, after) < limit, (variant, key)
         for key in expected["gradients"][0]:
             before, after = expected["before"][key], expected["after"][key]
             assert error(before, after, after) > 1e-4, f"{key} was not trained"

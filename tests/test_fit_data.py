@@ -10,7 +10,7 @@ from experiments.record import read_csv
 
 @pytest.mark.torch
 @pytest.mark.parametrize("arm", ["stock", pytest.param("shared", marks=pytest.mark.slow)])
-def test_sums_of_a_small_model_say_what_the_planner_says_at_other_lengths(arm, shared_fork):
+def test_sums_of_a_small_model_say_what_the_planner_says_at_other_lengths(arm):
     """Where no weights hide an error; longer than all that was simulated, and many completions."""
     from experiments.fitting import sums
     from rloo_memory import models
@@ -33,7 +33,7 @@ def test_sums_of_a_small_model_say_what_the_planner_says_at_other_lengths(arm, s
 
 
 @pytest.mark.torch
-def test_the_planner_of_this_tree_still_says_what_the_page_says(shared_fork):
+def test_the_planner_of_this_tree_still_says_what_the_page_says():
     data = json.loads(fit_data.PAGE.read_text())
     choices = fit_check.choices(data)
     on_several = [choice for choice in choices if choice["cards"] > 1 and choice["arm"] == "shared"]

@@ -1,6 +1,5 @@
 """trl/fork.py in a copy of its folder, inside somebody's repository, where `git apply` would skip every path."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -67,26 +66,6 @@ def test_a_stale_build_is_replaced_and_what_is_no_build_is_left_alone(copy):
     assert "another_name" in (copy.dest / "trl/trainer/rloo_trainer.py").read_text()
     code, (said,) = copy.run("build", "first", copy.folder)
     assert code == 1 and said.endswith("is no build of this tool: name another place, or remove it")
-
-
-@pytest.mark.slow
-def test_the_wheel_holds_the_build_installs_and_takes_the_place_of_an_older_one(copy):
-    copy.run("build", "first", copy.dest)
-    (copy.folder / "dist").mkdir()
-    for name in ("trl-1.16.0+fork.0ld0000-py3-none-any.whl", "mine.txt"):
-        (copy.folder / "dist" / name).touch()
-    assert copy.run("wheel", "first", "dist")[0] == 0
-    record, site = json.loads((copy.dest / "FORK.json").read_text()), copy.folder / "site"
-    version = f"1.16.0+fork.{record['fingerprint'][:7]}"
-    wheel = f"trl-{version}-py3-none-any.whl"
-    assert sorted(os.listdir(copy.folder / "dist")) == ["mine.txt", wheel]
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", site]
-    subprocess.run([*pip, copy.folder / "dist" / wheel], check=True, capture_output=True)
-    assert files(site / "trl") == files(copy.dest / "trl")
-    assert json.loads((site / f"trl-{version}.dist-info/FORK.json").read_text()) == record
-    python = [sys.executable, "-c", "import trl; print(trl.__version__, trl.__file__)"]
-    said = subprocess.run(python, env=os.environ | {"PYTHONPATH": str(site)}, capture_output=True, text=True).stdout
-    assert said.split() == [version, str(site / "trl/__init__.py")]
 
 
 @pytest.mark.parametrize("words, environment, said", [

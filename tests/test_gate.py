@@ -30,7 +30,7 @@ def here(policy, tmp_path, monkeypatch):
 
 
 @pytest.mark.torch
-def test_what_python_asks_is_what_the_command_says(planner, tmp_path, shared_fork):
+def test_what_python_asks_is_what_the_command_says(planner, tmp_path):
     """For a model's config, with adapters from a LoraConfig."""
     from peft import LoraConfig
 

@@ -85,14 +85,12 @@ def test_the_record_has_the_settings_that_were_trained_with(policy, tmp_path):
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from rloo_memory.installed_trl import need_trl
     from rloo_memory.settings import profiles
 
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(policy), dtype=torch.bfloat16)
     adapters = LoraConfig(r=4, lora_alpha=12, lora_dropout=0.0, target_modules=["q_proj", "down_proj"])
     model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
-    need_trl()
-    from trl import GRPOConfig
+    from rloo_memory.settings.trl_parser import GRPOConfig
 
     arguments = GRPOConfig(
         str(tmp_path), num_generations=4, per_device_train_batch_size=4, prefix_sharing=True, tokens_per_forward=64,

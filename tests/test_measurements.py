@@ -153,7 +153,7 @@ def test_a_real_measurement_ends_in_its_table(tmp_path):
 
 
 @pytest.mark.torch
-def test_every_phase_is_measured_and_nothing_of_a_trainer_stays(tmp_path, shared_fork, monkeypatch):
+def test_every_phase_is_measured_and_nothing_of_a_trainer_stays(tmp_path, monkeypatch):
     import torch
     from transformers import PreTrainedModel
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -20,7 +19,6 @@ from experiments.builds import build
 from experiments.config import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-SHARED = "trl/current/overlay/trl/prefix_sharing"
 NOT_LOCKED = {"deepspeed", "images", "vllm"}  # groups for environments of their own
 
 
@@ -44,8 +42,7 @@ def test_the_lock_is_what_the_project_needs_at_versions_that_serve_and_nothing_m
 
 
 def test_what_the_package_imports_it_declares():
-    paths = [*(ROOT / "rloo_memory").rglob("*.py"), *(ROOT / SHARED).glob("*.py")]
-    text = "\n".join(path.read_text() for path in paths)
+    text = "\n".join(path.read_text() for path in (ROOT / "rloo_memory").rglob("*.py"))
     providers = importlib.metadata.packages_distributions()
     imported = {*re.findall(r"^ *(?:import|from) (\w+)", text, re.M)}
     assert imported.isdisjoint({"experiments", "visualization", "tests"}), "no package has them"
@@ -59,8 +56,8 @@ def test_what_the_package_imports_it_declares():
 def site(tmp_path_factory):
     """This clone's wheel, unpacked."""
     folder = tmp_path_factory.mktemp("installed")
-    for part in ("rloo_memory", SHARED):  # the first has a link to the second
-        shutil.copytree(ROOT / part, folder / "clone" / part, True, shutil.ignore_patterns("*.pyc"))
+    ignored = shutil.ignore_patterns("*.pyc")
+    shutil.copytree(ROOT / "rloo_memory", folder / "clone" / "rloo_memory", ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", folder / "clone")
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation", "./clone"]
     subprocess.run(pip, check=True, cwd=folder)
@@ -78,9 +75,7 @@ def run(site, folder, words, trl=""):
 def test_the_wheel_holds_the_product_and_its_data_and_nothing_else(site):
     files = {path.relative_to(site) for path in site.rglob("*") if path.is_file()}
     ours = {path.relative_to(ROOT) for path in (ROOT / "rloo_memory").rglob("*.*") if path.suffix != ".pyc"}
-    shared = [Path("rloo_memory", "prefix_sharing", path.name) for path in (ROOT / SHARED).glob("*.py")]
-    assert {path for path in files if not path.parts[0].endswith(".dist-info")} == {*ours, *shared}
-    assert all((site / path).read_bytes() == (ROOT / SHARED / path.name).read_bytes() for path in shared)
+    assert {path for path in files if not path.parts[0].endswith(".dist-info")} == ours
     (points,) = site.glob("*.dist-info/entry_points.txt")
     assert "rloo-memory = rloo_memory.__main__:main" in points.read_text()
 
@@ -98,11 +93,9 @@ def test_a_trl_that_is_too_old_is_told_in_one_line(site, tmp_path):
 @pytest.mark.slow
 def test_in_any_folder_beside_trl_as_released_it_plans_and_trains_with_shared_prompts(site, planned, tmp_path):
     trl, quick = build(ARMS["stock"]), "--max_steps 1 --max_completion_length 8 --prompt_tokens 48 --output_dir out"
-    expected = planned(*PLAN.split()[1:]).stdout  # by the fork
+    expected = planned(*PLAN.split()[1:]).stdout
     assert "\nshared " in expected and run(site, tmp_path, PLAN, trl).stdout == expected
     launch = run(site, tmp_path, f"{LAUNCH} {quick} --report_to none --predict_memory false", trl)
     assert launch.returncode == 0 and "with prefix sharing" in launch.stdout, launch.stderr
     record = json.loads((tmp_path / "out" / "memory.json").read_text())
     assert record["settings"]["prefix_sharing"] and record["versions"]["trl"] == "1.16.0"
-    refused = run(site, tmp_path, LAUNCH.replace("balanced", "constrained"), trl)
-    assert refused.returncode == 2 and "activation_offloading is a setting of this project's fork" in refused.stderr

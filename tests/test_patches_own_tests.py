@@ -1,6 +1,7 @@
 """The tests that patches of the current line bring."""
 
 import pytest
+import tiny_hub
 from fork_tool import LINES, ROOT, fork, obtain, package
 
 LINE = LINES["current"]
@@ -17,10 +18,8 @@ def test_a_patchs_own_tests_pass_at_its_place_and_behind_the_last(forked, name, 
     """As upstream would run them, on models and data of the same names that are made here."""
     obtain(LINE)
     tests = own_tests(name)
-    made = forked("upstream_fixtures", tmp_path, timeout=120)
-    assert made.returncode == 0, made.stderr[-3000:]
-    imported = {f"tests/test_prefix_sharing{end}.py" for end in ("", "_offloading", "_micro_batches")}
-    for path in {*imported, *tests}:
+    tiny_hub.make_for_upstream(tmp_path)
+    for path in tests:
         (tmp_path / path).write_bytes((ROOT / "trl/current/overlay" / path).read_bytes())
     place, last = tmp_path / "place", tmp_path / "last"
     fork.build(LINE, place, SERIES[: SERIES.index(name) + 1])

@@ -77,7 +77,7 @@ WORDS = """--use_cpu true --activation_offloading false --max-steps=3 --beta 1e-
 
 
 @pytest.mark.torch
-def test_trls_own_script_makes_the_same_of_every_profile_and_of_a_command_line(monkeypatch, shared_fork):
+def test_trls_own_script_makes_the_same_of_every_profile_and_of_a_command_line(monkeypatch):
     from trl.scripts.rloo import RLOOScriptArguments, make_parser
 
     monkeypatch.delenv("MODEL_PATH", raising=False)

@@ -42,12 +42,12 @@ def set_up(tmp_path):
     return run
 
 
-def test_what_is_up_to_date_stays_and_a_changed_fork_alone_is_installed_anew(set_up, tmp_path):
+def test_what_is_up_to_date_stays_and_changed_commands_alone_are_installed_anew(set_up, tmp_path):
     assert set_up() == (0, ["environment: up to date (.venv)"]) and set_up("--quiet") == (0, [])
     (tmp_path / "calls").unlink()
-    write(tmp_path, {"trl/classic/series": "2.patch"})
-    assert set_up() == (0, ["environment: up to date (.venv), with this clone's fork installed anew"])
-    assert (tmp_path / "calls").read_text().count("--no-index") == 2
+    write(tmp_path, {"pyproject.toml": "[project]"})
+    assert set_up() == (0, ["environment: up to date (.venv), with this clone's commands installed anew"])
+    assert (tmp_path / "calls").read_text().count("--no-index") == 1
 
 
 @pytest.mark.parametrize("words, environment, expected", [

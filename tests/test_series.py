@@ -12,12 +12,10 @@ SERIES = tuple(patch.name for patch in fork.read_patches(LINE))
 # What patches add to RLOOConfig and GRPOConfig
 OPTIONS = {
     "0005-activation-offloading.patch": {"activation_offloading"},
-    "0008-prefix-sharing.patch": {"prefix_sharing", "tokens_per_forward"},
 }
 # What tests/probes/series.py tries: all else is tried by the tests that patches bring
 PROMISES = {
     "0001-disable-attention-dropout.patch": ["disable-attention-dropout"],
-    "0008-prefix-sharing.patch": ["prefix-sharing-gradients"],
 }
 
 

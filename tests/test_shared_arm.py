@@ -1,20 +1,17 @@
-"""The arm `shared`: the fork's prefix sharing, measured and trained like `stock`."""
+"""The arm `shared`: `share_prompts` on TRL as released, measured and trained like `stock`."""
 
 import pytest
 
 from experiments import config as cfg
 from experiments.arms import ARMS
-from experiments.config import ROOT
 from experiments.record import read_csv
 from rloo_memory.plan.records import read_run
-
-SERIES = [row for row in (ROOT / "trl" / "current" / "series").read_text().splitlines() if row.endswith(".patch")]
 
 
 def test_a_run_records_its_patches_its_passes_and_its_phases(train):
     code, record, folder, _ = train("shared", 4)
     assert code == 0 and record["status"] == "ok", record["error"]
-    assert record["fork_patches"] == SERIES and record["trl_file"].endswith("site-packages/trl")
+    assert record["fork_patches"] == [] and record["trl_file"] == ".build/fork/current-untouched/trl"
     assert record["completions_per_forward"] == record["config"]["completions_per_forward"] == 2
     phases = [(row["phase"], int(row["step"])) for row in read_csv(folder / "phases.csv")]
     updates = ["train", "optimizer"] * 3 + ["train"]

@@ -6,9 +6,10 @@ import pytest
 
 @pytest.mark.torch
 @pytest.mark.parametrize("called", ["cache", "cache_params", "past_key_values"])
-def test_a_layer_with_a_state_is_known_by_its_cache_whatever_a_release_calls_it(called, shared_fork):
+def test_a_layer_with_a_state_is_known_by_its_cache_whatever_a_release_calls_it(called):
     """transformers 5.24 calls it `cache` everywhere."""
     from torch import nn
+
     from rloo_memory.prefix_sharing.states import find_mixers
 
     class Mixer(nn.Module):

@@ -1,13 +1,12 @@
-"""Build, pack, check and export the fork: pinned upstream wheels, and the patches and overlay files beside this file.
+"""Build, check and export the fork: pinned upstream wheels, and the patches and overlay files beside this file.
 
     python trl/fork.py build LINE DEST [--patches NAME[,NAME...] | --no-patches]
-    python trl/fork.py wheel LINE DIR [--patches NAME[,NAME...]]
     python trl/fork.py check
     python trl/fork.py export LINE DIR
 
 A line is a table of UPSTREAM.toml and a folder of the same name. `series` names its patches in order. `overlay/` holds
-whole new files at their upstream paths, each claimed by one patch. git patches, the package `wheel` packs, the rest is
-Python's own. Without a network, FORK_WHEELS=DIR says where upstream's wheels are.
+whole new files at their upstream paths, each claimed by one patch. git patches, the rest is Python's own. Without a
+network, FORK_WHEELS=DIR says where upstream's wheels are.
 """
 
 import argparse
@@ -167,30 +166,6 @@ def build(line: Line, dest: Path, patches: tuple[str, ...] | None) -> str:
     return f"{what}: built"
 
 
-def pack(line: Line, dest: Path, patches: tuple[str, ...] | None) -> str:
-    """Write a build as a wheel into `dest`, in place of older ones: pip refuses two versions of a package at once."""
-    with tempfile.TemporaryDirectory() as temp:
-        tree = Path(temp, "tree")
-        build(line, tree, patches)
-        version = f"{line.version}+fork.{json.loads((tree / 'FORK.json').read_text())['fingerprint'][:7]}"
-        info = (tree / f"trl-{line.version}.dist-info").rename(tree / f"trl-{version}.dist-info")
-        (tree / "FORK.json").rename(info / "FORK.json")
-        metadata = (info / "METADATA").read_text(encoding="utf-8")
-        stated = re.sub(r"^Version: .*", f"Version: {version}", metadata, count=1, flags=re.M)
-        (info / "METADATA").write_text(stated, encoding="utf-8")
-        command = [sys.executable, "-m", "wheel", "pack", str(tree), "--dest-dir", temp]
-        packing = subprocess.run(command, capture_output=True, text=True)
-        if packing.returncode:
-            remedy = f"{sys.executable} -m pip install wheel, or use .venv/bin/python"
-            raise ForkError(f"cannot pack: {remedy} ({packing.stderr.strip()})")
-        (wheel,) = Path(temp).glob("*.whl")
-        dest.mkdir(parents=True, exist_ok=True)
-        for older in dest.glob(f"trl-{line.version}+fork.*.whl"):
-            older.unlink()
-        shutil.move(wheel, dest)
-    return f"{dest / wheel.name}: trl {version}"
-
-
 def check() -> str:
     """Say how many patches apply. Raises ForkError with what a series leaves out, and with all that does not apply."""
     lines, problems = load_lines().values(), []
@@ -236,16 +211,15 @@ def export(line: Line, dest: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="build | wheel | check | export")
-    lines, functions = load_lines(), {"build": build, "wheel": pack, "check": check, "export": export}
+    commands = parser.add_subparsers(dest="command", required=True, metavar="build | check | export")
+    lines, functions = load_lines(), {"build": build, "check": check, "export": export}
     for command in functions:
         sub = commands.add_parser(command)
         if command != "check":
             sub.add_argument("line", choices=lines)
             sub.add_argument("dest", type=lambda text: Path(text).resolve())
-        if command in ("build", "wheel"):
-            sub.add_argument("--patches", type=lambda text: tuple(text.split(",")), metavar="NAME[,NAME...]")
         if command == "build":
+            sub.add_argument("--patches", type=lambda text: tuple(text.split(",")), metavar="NAME[,NAME...]")
             sub.add_argument("--no-patches", dest="patches", action="store_const", const=(), help="upstream alone")
     args = vars(parser.parse_args())
     if "line" in args:

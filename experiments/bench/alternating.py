@@ -35,7 +35,7 @@ def measured(*work) -> None:
 
 def measure(name: str, cell: Cell, ways: tuple[str, ...], repeats: tuple[int, int], here: Place) -> int:
     """Take the missing samples of a cell. What a way raises is its outcome."""
-    use_fork(ARMS["shared"])
+    use_fork(ARMS["stock-compact"])  # on a CPU, too, whole rows have logits of completions alone
     samples, subject = Samples(here.folder, name, here.facts), MEASUREMENTS[name].start(cell, ways, here)
     while missing := samples.missing(cell, ways, *repeats):
         repeat, way = missing[0]

@@ -78,8 +78,9 @@ class Group:
 
     def __init__(self, model, vocab_size: int, sizes: Cell, image: Image | None = None, lengths: tuple[int, ...] = ()):
         import torch
+
+        from experiments.fused_head import add_fused_lm_head
         from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
-        from trl.trainer.utils import add_fused_lm_head
 
         torch.manual_seed(0)
         self.torch, self.model, self.image = torch, model.train(), image
@@ -120,6 +121,7 @@ class Group:
     def generate(self, way: str, tokens: int | None = None) -> None:
         """Completions of full length, or of `tokens`, sampled."""
         from transformers import GenerationConfig
+
         from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
 
         tokens = tokens or self.completion

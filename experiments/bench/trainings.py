@@ -1,9 +1,9 @@
 """Real shapes on a device: seconds and peaks of each phase of a step, for every way to train.
 
-Every way is the fork's own RLOO trainer on random weights that are made on the device; `stock` is that trainer with
-all of the fork switched off. A model's name ends with where completions come from: `sampled` ones are generated;
-`given` ones are drawn by us, so that long ones cost no time, and `ragged` ones differ in length as well. A number
-there is that of the tokens with which several prompts begin, as behind a system prompt; these completions are sampled.
+Every way is TRL's RLOO trainer on random weights that are made on the device, with `share_prompts` or without. A
+model's name ends with where completions come from: `sampled` ones are generated; `given` ones are drawn by us, so that
+long ones cost no time, and `ragged` ones differ in length as well. A number there is that of the tokens with which
+several prompts begin, as behind a system prompt; these completions are sampled.
 """
 
 import contextlib
@@ -235,6 +235,7 @@ def switches(way: str):
     """What a way to train switches on beside its settings: cuDNN's attention first, or attention with a mask where
     there are kernels without."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
+
     from rloo_memory.prefix_sharing import cache as prefix_cache
     from rloo_memory.prefix_sharing import contexts
 

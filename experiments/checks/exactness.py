@@ -12,8 +12,6 @@ results/<machine>/exactness.csv either way.
 import re
 import sys
 
-from experiments.arms import ARMS
-from experiments.builds import use_fork
 from experiments.measuring import EXIT_VERDICT, FACTS, Parser, place
 from experiments.record import write_csv
 from rloo_memory.errors import exit_code
@@ -111,11 +109,11 @@ def compare(device: str, precision: str):
     """Yields one row a way. Errors are norms relative to the truth's, root mean squares over the batches."""
     import torch
     from transformers import AutoModelForCausalLM
+
+    from experiments.fused_head import add_fused_lm_head
+    from rloo_memory.plan.scale_up.extrapolate import with_layers
     from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
     from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
-    from trl.trainer.utils import add_fused_lm_head
-
-    from rloo_memory.plan.scale_up.extrapolate import with_layers
 
     shape, layers, vocab_size, *sizes = WORKLOADS[device, precision]
     dtype, hf_config = getattr(torch, precision), shape_config(shape, vocab_size)
@@ -163,7 +161,6 @@ def too_large(rows: list[dict[str, str]]) -> list[str]:
 
 def run(argv: list[str] | None) -> int:
     here = place(Parser("checks.exactness", __doc__).parse_args(argv))
-    use_fork(ARMS["shared"])
     rows = []
     for precision in ("bfloat16", "float32"):
         shape, layers, _, prompt, completion, k = WORKLOADS[here.device, precision]

@@ -57,8 +57,9 @@ def check(family: Family) -> Result:
 def compare(model) -> Result:
     """Prefix sharing on a model, and TRL's own pass."""
     import torch
+
+    from experiments.fused_head import add_fused_lm_head
     from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
-    from trl.trainer.utils import add_fused_lm_head
 
     try:
         model.set_experts_implementation("eager")  # the others do not know float64
@@ -147,6 +148,7 @@ def ways(model, settings: dict) -> dict:
 def run_micro_batches(model):
     """What `run` gives, of one completion a micro-batch and without the router's loss."""
     import torch
+
     from rloo_memory.prefix_sharing.micro_batches import OpenPrefix
     from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 
@@ -227,6 +229,7 @@ def generate(model, shared: bool = False, use_cache: bool = True):
     """Logits of the steps of greedy decoding behind both prompts, or why it fails."""
     import torch
     from transformers import GenerationConfig
+
     from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
 
     ids, mask = batch(model.device)

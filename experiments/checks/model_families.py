@@ -19,8 +19,6 @@ from importlib.metadata import version
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from experiments.arms import ARMS
-from experiments.builds import use_fork
 from experiments.checks import family_check
 from experiments.checks.family_check import (
     COMPLETION,
@@ -210,10 +208,8 @@ def counts(results: list[tuple[Family, Result]]) -> str:
 def load() -> None:
     """Import here what every family's process needs, once."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    use_fork(ARMS["shared"])
     import torch
     import transformers
-    import rloo_memory.prefix_sharing.generation
     import trl.trainer.utils  # noqa: F401
 
     torch.set_num_threads(1)

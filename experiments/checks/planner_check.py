@@ -18,8 +18,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from experiments.arms import ARMS
-from experiments.builds import use_fork
 from experiments.checks.setup_trainer import build_trainer, text_dataset
 from experiments.measuring import FACTS, Parser, is_committed, need, place, words
 from experiments.record import read_csv, write_csv
@@ -199,7 +197,6 @@ def run(argv: list[str] | None) -> int:
     rows = read_csv(path)
     taken_up = is_committed(here.facts["commit"]) and not args.fresh
     there = {row["case"] for row in rows if taken_up and row.items() >= here.facts.items()}
-    use_fork(ARMS["shared"])
     print(f"{'case, GiB predicted / measured':32}" + "".join(f"{phase:>22}" for phase in PHASES))
     for name in chosen:
         if name not in there:
@@ -223,7 +220,6 @@ def check(name: str, device: str) -> list[dict]:
 
 def check_here(name: str, device: str) -> list[dict]:
     """One case on a small model with random weights: a row a phase, bytes."""
-    use_fork(ARMS["shared"])
     import torch
     from transformers import AutoModelForSequenceClassification
 

@@ -1,13 +1,12 @@
-"""TRL's own RLOO and GRPO tests: untouched, with the fork's options off, with prefix sharing forced on in each, and
-with `share_prompts` called before each training of untouched TRL.
+"""TRL's own RLOO and GRPO tests on TRL as released: untouched, and with `share_prompts` called before each training.
 
     git clone https://github.com/huggingface/trl TRL
     python -m experiments.checks.upstream_tests TRL
 
 Models, tokenizers and prompts that the tests take from the Hugging Face Hub are made here, tiny and random, so nothing
-is downloaded. A test that fails untouched says nothing about the fork: it needs a GPU, a processor for images, or
+is downloaded. A test that fails untouched says nothing about sharing: it needs a GPU, a processor for images, or
 another release. Writes results/<machine>/upstream_tests.csv, a row a test. Exit code 4 if a test that passes untouched
-fails with the options off, or fails with shared prompts in another way than by a refusal.
+fails with shared prompts in another way than by a refusal.
 """
 
 import json
@@ -30,9 +29,7 @@ from rloo_memory.errors import ConfigError, exit_code
 from rloo_memory.models import build_tokenizer
 
 FILES = ("test_rloo_trainer.py", "test_grpo_trainer.py")
-SHARED = ("forced", "called")
-BETWEEN = " / "  # reasons, where both do not pass, each for its own
-COLUMNS = ("test", "untouched", "off", *SHARED, "reason", "tests_commit", *FACTS)
+COLUMNS = ("test", "untouched", "called", "reason", "tests_commit", *FACTS)
 VOCAB = 300  # all bytes and some words
 ON_THE_HUB = re.compile(r'"trl-internal-testing/(tiny-(\w+?For\w+)[\w.-]*)"')
 PROMPTS = ["The sky is blue", "What is better than ugly?", "A sea of green", "Say one more word, and then", "Why"] * 4
@@ -46,21 +43,6 @@ here = importlib.import_module("trl.import_utils")
 for name in re.findall(r"\\bis_\\w+_available\\b", Path("tests/testing_utils.py").read_text()):
     if not hasattr(here, name):
         setattr(here, name, lambda *args: False)
-"""
-FORCED_ON = """
-from trl import GRPOConfig, RLOOConfig
-
-
-def forced(own):
-    def __post_init__(self):
-        self.prefix_sharing = True
-        own(self)
-
-    return __post_init__
-
-
-for config in (GRPOConfig, RLOOConfig):
-    config.__post_init__ = forced(config.__post_init__)
 """
 CALLED = """
 from rloo_memory import share_prompts
@@ -143,33 +125,21 @@ def compared(clone: Path, here: Place) -> list[dict]:
         make_models(folder / "trl-internal-testing", tests)
         make_prompts(folder / "trl-internal-testing" / "zen")
         (folder / "other_release.py").write_text(OTHER_RELEASE)
-        (folder / "forced_on.py").write_text(FORCED_ON)
         (folder / "called.py").write_text(CALLED)
-        released, fork = build(ARMS["stock"]), build(ARMS["shared"])
-        trees = ((released,), (fork,), (fork, "-p", "forced_on"), (released, "-p", "called"))
-        found = [outcomes(folder, *tree) for tree in trees]
+        released = build(ARMS["stock"])
+        untouched, called = outcomes(folder, released), outcomes(folder, released, "-p", "called")
     rows = []
-    for test, (untouched, why) in found[0].items():
-        others = [each.get(test, ("missing", "")) for each in found[1:]]
-        reasons = [why_not for outcome, why_not in others if outcome != "passed"] if untouched == "passed" else [why]
-        row = {"test": test, "untouched": untouched}
-        row |= dict(zip(("off", *SHARED), (outcome for outcome, _ in others), strict=True))
-        row |= {
-            "reason": BETWEEN.join(dict.fromkeys(why[:200] for why in reasons)),
-            "tests_commit": commit.stdout.strip(),
-        }
-        rows.append(row | here.facts)
+    for test, (outcome, why) in untouched.items():
+        with_sharing, why_not = called.get(test, ("missing", ""))
+        row = {"test": test, "untouched": outcome, "called": with_sharing, "tests_commit": commit.stdout.strip()}
+        rows.append(row | {"reason": (why_not if outcome == "passed" else why)[:200], **here.facts})
     return rows
 
 
 def is_wrong(row: dict) -> bool:
     """Whether a test that passes untouched fails here, and not by a refusal of prefix sharing."""
-    refused = all(
-        why.startswith(("ValueError: ", "ImportError: ")) and "prefix_sharing" in why
-        for why in row["reason"].split(BETWEEN)
-    )
-    fails = any(row[tree] != "passed" for tree in SHARED) and not refused
-    return row["untouched"] == "passed" and (row["off"] != "passed" or fails)
+    refused = row["reason"].startswith(("ValueError: ", "ImportError: ")) and "prefix_sharing" in row["reason"]
+    return row["untouched"] == "passed" and row["called"] != "passed" and not refused
 
 
 def run(argv: list[str] | None) -> int:
@@ -187,11 +157,10 @@ def run(argv: list[str] | None) -> int:
     write_csv(path, COLUMNS, rows)
     passing = [row for row in rows if row["untouched"] == "passed"]
     wrong = [row for row in rows if is_wrong(row)]
-    off, forced, called = (sum(row[tree] == "passed" for row in passing) for tree in ("off", *SHARED))
-    print(f"{len(rows)} tests, {len(passing)} pass untouched; of these {off} with options off, {forced} with sharing")
-    print(f"forced on, {called} with share_prompts")
+    shared = sum(row["called"] == "passed" for row in passing)
+    print(f"{len(rows)} tests, {len(passing)} pass untouched; of these {shared} with share_prompts")
     for row in wrong:
-        print(f"wrong: {row['test']}: off {row['off']}, {[row[tree] for tree in SHARED]}: {row['reason']}")
+        print(f"wrong: {row['test']}: {row['called']}: {row['reason']}")
     print(path)
     return EXIT_VERDICT if wrong else 0
 

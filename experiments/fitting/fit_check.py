@@ -15,8 +15,6 @@ import random
 import sys
 from dataclasses import replace
 
-from experiments.arms import ARMS
-from experiments.builds import use_fork
 from experiments.config import ROOT
 from experiments.fitting.fit_data import MODELS, ON_ONE_CARD, PAGE, PAGE_ARMS, TRAINED, in_processes, main, on_cards
 from experiments.record import write_csv
@@ -122,7 +120,6 @@ def peak_over_planned(row: dict) -> float:
 
 def run(args: argparse.Namespace) -> int:
     data = json.loads(PAGE.read_text())
-    use_fork(ARMS["shared"])
     rows = list(in_processes(functools.partial(row_of, data=data), choices(data), args.processes))
     write_csv(TABLE, COLUMNS, rows)
     data["compared"] = compared(rows)

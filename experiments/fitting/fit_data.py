@@ -18,8 +18,6 @@ from multiprocessing import get_context
 
 from tqdm import tqdm
 
-from experiments.arms import ARMS
-from experiments.builds import use_fork
 from experiments.config import ROOT
 from rloo_memory.errors import ConfigError, exit_code
 from rloo_memory.plan.accuracy import reserve
@@ -191,7 +189,6 @@ def page_data() -> dict:
 
 
 def run(args: argparse.Namespace) -> int:
-    use_fork(ARMS["shared"])
     parts = [part for model in MODELS for part in parts_of(model)]
     missing = [part for part in parts if not part.path.exists()]
     print(f"{len(parts) - len(missing)} of {len(parts)} parts are there; remove {PARTS} to begin anew", flush=True)

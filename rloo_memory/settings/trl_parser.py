@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from trl.scripts.grpo import GRPOScriptArguments
 from trl.scripts.rloo import RLOOScriptArguments
 
+import trl
 from rloo_memory.errors import ConfigError
 from rloo_memory.prefix_sharing.config import check_passes_config
 from rloo_memory.settings.arguments import LaunchArguments
-import trl
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 
 

@@ -20,7 +20,6 @@ from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
 
 from .test_passes import load, make_batch
 
-
 MODEL_ID = "tiny-Qwen2ForCausalLM-2.5"
 # Heads, key heads, head size, head size of values, prefix tokens, tokens of each completion
 SHAPES = {

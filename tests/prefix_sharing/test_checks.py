@@ -4,18 +4,16 @@ from dataclasses import replace
 import pytest
 import torch
 from datasets import load_dataset
+from peft import LoHaConfig, LoraConfig, PveraConfig, get_peft_model
 from transformers import GenerationConfig
 
-from .sharing_trainers import GRPOConfig, RLOOConfig
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
 from rloo_memory.prefix_sharing.probe import PROBE_PREFIX_LENGTH, error_of_passes
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 
+from .sharing_trainers import GRPOConfig, RLOOConfig
 from .test_passes import TRAINERS, load, make_inputs
-
-
-from peft import LoHaConfig, LoraConfig, PveraConfig, get_peft_model
 
 MODEL_ID = "tiny-Qwen2ForCausalLM-2.5"
 

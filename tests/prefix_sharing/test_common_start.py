@@ -20,7 +20,6 @@ from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses, prompt_
 
 from .test_passes import TRAINERS
 
-
 SHAPE = {
     "vocab_size": 100,
     "hidden_size": 32,

@@ -7,21 +7,19 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from datasets import load_dataset
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3_5TextConfig, Qwen3Config
+from trl.trainer.utils import disable_dropout_in_model
 
-from .sharing_trainers import GRPOConfig, RLOOConfig
 from rloo_memory.prefix_sharing import contexts
 from rloo_memory.prefix_sharing.enabling import disable_prefix_sharing, enable_prefix_sharing
 from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
 from rloo_memory.prefix_sharing.trainer import TrainerPasses
-from trl.trainer.utils import disable_dropout_in_model
 
+from .sharing_trainers import GRPOConfig, RLOOConfig
 from .test_passes import TRAINERS, forward_whole_rows, load, make_inputs
-
-
-from peft import LoraConfig, get_peft_model
 
 MODEL_ID = "tiny-Qwen2ForCausalLM-2.5"
 NESTED_MODEL_ID = "tiny-Gemma3ForConditionalGeneration"

@@ -2,14 +2,13 @@ import pytest
 import torch
 from transformers import GenerationConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+from experiments.fused_head import add_fused_lm_head
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
 from rloo_memory.prefix_sharing.images import MultimodalInputs
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
-from .sharing_trainers import add_fused_lm_head
 
 from .test_attention import Operators
-
 
 IMAGE_TOKEN = 90
 NUM_IMAGES = [2, 2, 0, 0, 1, 1]

@@ -7,9 +7,8 @@ from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.micro_batches import OpenPrefix
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 
-from .test_passes import MODEL_IDS, TRAINERS, forward_whole_rows, load, make_inputs
 from .test_offloading import count_layer_forwards, offload_on_cpu
-
+from .test_passes import MODEL_IDS, TRAINERS, forward_whole_rows, load, make_inputs
 
 MODEL_ID = "tiny-Qwen2ForCausalLM-2.5"
 

@@ -4,14 +4,13 @@ from unittest.mock import patch
 import pytest
 import torch
 from datasets import load_dataset
-
 from trl.models import get_act_offloading_ctx_manager
+
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
 
 from .test_passes import TRAINERS, forward_whole_rows, load, make_inputs
-
 
 MODEL_ID = "tiny-Qwen2ForCausalLM-2.5"
 

@@ -1,19 +1,17 @@
 import pytest
 import torch
 from datasets import load_dataset
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 
-from .sharing_trainers import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from experiments.fused_head import add_fused_lm_head
 from rloo_memory.prefix_sharing import enabling
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 from rloo_memory.prefix_sharing.trainer import shuffle_groups
-from .sharing_trainers import add_fused_lm_head
 
-
-
-from peft import LoraConfig
+from .sharing_trainers import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 MODEL_IDS = [
     "tiny-Cohere2ForCausalLM",

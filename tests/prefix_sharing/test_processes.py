@@ -5,8 +5,8 @@ import torch
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
 
-from .test_passes import load
 from .test_micro_batches import MODEL_ID
+from .test_passes import load
 
 
 class TestPrefixSharingProcesses:

@@ -5,8 +5,6 @@ from datasets import load_dataset
 
 from .sharing_trainers import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-
-
 TRAINERS = [(RLOOConfig, RLOOTrainer), (GRPOConfig, GRPOTrainer)]
 
 

@@ -4,15 +4,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BambaConfig, GenerationConfig, JambaConfig, Qwen3NextConfig
 
+from experiments.fused_head import add_fused_lm_head
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
 from rloo_memory.prefix_sharing.memory import SharedPrefix
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 from rloo_memory.prefix_sharing.states import find_mixers, ignores_state
-from .sharing_trainers import add_fused_lm_head
 
 from .test_passes import make_batch, make_inputs
-
 
 SHAPE = {
     "vocab_size": 128,

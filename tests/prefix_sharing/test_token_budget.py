@@ -2,12 +2,11 @@ import pytest
 import torch
 from datasets import load_dataset
 
-from .sharing_trainers import GRPOConfig, RLOOConfig
 from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
 from rloo_memory.prefix_sharing.trainer import saves_time
 
+from .sharing_trainers import GRPOConfig, RLOOConfig
 from .test_passes import TRAINERS, forward_whole_rows, load, make_inputs
-
 
 MODEL_ID = "tiny-Qwen2ForCausalLM-2.5"
 

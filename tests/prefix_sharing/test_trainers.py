@@ -8,14 +8,14 @@ import transformers
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from .sharing_trainers import GRPOConfig, GRPOTrainer, RLOOConfig
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.images import count_tiles
 from rloo_memory.prefix_sharing.micro_batches import OpenPrefix
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 
-from .test_passes import TRAINERS, forward_whole_rows, load, make_inputs
+from .sharing_trainers import GRPOConfig, GRPOTrainer, RLOOConfig
 from .test_micro_batches import MODEL_ID, assert_same_gradients, forward_micro_batches
+from .test_passes import TRAINERS, forward_whole_rows, load, make_inputs
 
 
 def reward_by_row(completions, **kwargs):

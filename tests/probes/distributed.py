@@ -1,9 +1,8 @@
-"""Trainings on two processes, on CPU with gloo, with the TRL that is first on PYTHONPATH.
+"""Trainings on two processes, on CPU with gloo, with TRL as installed.
 
-    torchrun --nproc_per_node 2 tests/probes/distributed.py FOLDER ARM RUNS
+    torchrun --nproc_per_node 2 tests/probes/distributed.py FOLDER RUNS
 
-With the arm "released", runs that share do so by `share_prompts`.
-RUNS is a JSON list of dictionaries: a `name` and arguments of `train`. What a run computed goes to FOLDER/NAME-ARM.pt.
+RUNS is a JSON list of dictionaries: a `name` and arguments of `train`. What a run computed goes to FOLDER/NAME.pt.
 """
 
 import gc
@@ -121,7 +120,6 @@ def train(
     resume=None,
     prompts=PROMPTS,
     options=None,
-    by_call,
 ):
     """One training, with micro-batches of some `rows`: of two groups, of one, or of a part of one. Unless told to
     `generate`, completions are fixed, so that both arms train on the same ones. With `differ`, the prompts of a group
@@ -130,8 +128,7 @@ def train(
     With `save` it leaves a checkpoint after that update, with `resume` it goes on from that of an earlier run."""
     trainer_class, config_class = TRAINERS[trainer]
     options = dict(options or {})
-    names = ("prefix_sharing", "tokens_per_forward") if by_call else ()
-    sharing = {name: options.pop(name) for name in names if name in options}
+    sharing = {name: options.pop(name) for name in ("prefix_sharing", "tokens_per_forward") if name in options}
     dataset = []
     for start in range(0, len(prompts), accumulate):  # rank 0 takes the first half of what is generated at once
         steps = prompts[start : start + accumulate]
@@ -179,7 +176,7 @@ def train(
         callbacks=[recorder],
         peft_config=LoraConfig(r=4, lora_alpha=64, target_modules="all-linear") if lora else None,
     )
-    if sharing:
+    if any(sharing.values()):
         share_prompts(instance, **sharing)
     completions = []
     generate_single_turn = instance._generate_single_turn
@@ -220,7 +217,7 @@ def train(
 
 
 def main():
-    folder, arm, runs = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    folder, runs = Path(sys.argv[1]), json.loads(sys.argv[2])
     # A process that waits in vain for the other one gives up after this time, and torchrun ends both
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     torch.set_num_threads(1)
@@ -231,10 +228,10 @@ def main():
     dist.barrier()
     for run in runs:
         name = run.pop("name")
-        result = train(folder, tokenizer, by_call=arm == "released", **run)
+        result = train(folder, tokenizer, **run)
         if dist.get_rank() == 0:
             torch.save(result, folder / "result.part")
-            (folder / "result.part").rename(folder / f"{name}-{arm}.pt")  # a file of that name is whole
+            (folder / "result.part").rename(folder / f"{name}.pt")  # a file of that name is whole
     dist.barrier()
     leave(0)
 

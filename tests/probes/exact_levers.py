@@ -7,7 +7,6 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-import current_fork  # noqa: F401
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 from shared_exactness import ARCHITECTURES, batch, build, error, run  # builds the fork and puts it on the path
-from rloo_memory.prefix_sharing.passes import PassesOutput
 
 from experiments.bench.rivals import first_series
 from experiments.checks.float64 import pure_float64
+from rloo_memory.prefix_sharing.passes import PassesOutput
 
 first = first_series()
 

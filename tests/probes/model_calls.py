@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
-import current_fork  # noqa: F401
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl.kernels import ChunkedLogProbFunction

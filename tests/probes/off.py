@@ -1,4 +1,4 @@
-"""Three updates of each trainer without any of the fork's options, on a tree of TRL.
+"""Three updates of each trainer without any option of the patches, on a tree of TRL.
 
     off.py TREE
 
@@ -14,7 +14,6 @@ import tempfile
 
 import tiny
 import torch
-from transformers import cache_utils
 
 
 def train(name):
@@ -51,13 +50,8 @@ def train(name):
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
-    # As in transformers 5.2, which TRL takes and which is too old to share
-    for name in ("LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer"):
-        delattr(cache_utils, name)
     sys.path.insert(0, sys.argv[1])
     import trl
 
     assert trl.__file__.startswith(sys.argv[1]), trl.__file__
-    results = {name: train(name) for name in ("RLOO", "GRPO")}
-    assert not [name for name in sys.modules if name.startswith("rloo_memory.prefix_sharing")]
-    print(json.dumps(results))
+    print(json.dumps({name: train(name) for name in ("RLOO", "GRPO")}))

@@ -13,16 +13,15 @@ import contextlib
 import json
 from unittest import mock
 
-import current_fork  # noqa: F401
 import tiny
 import torch
 from cpu_offloading import get_act_offloading_ctx_manager
-from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
-from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
-from trl.trainer.utils import add_fused_lm_head
 
+from experiments.fused_head import add_fused_lm_head
 from rloo_memory.plan.simulation.live_bytes import LiveBytes
 from rloo_memory.plan.simulation.offloaded import offloaded
+from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
+from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 
 PROMPT, COMPLETION = 40, 30
 

@@ -6,7 +6,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import current_fork  # noqa: F401
 from datasets import Dataset
 
 from rloo_memory.hooks.memory_callback import MemoryCallback

@@ -6,11 +6,6 @@ python -m tests.probes.plan_masks ARM
 import resource
 import sys
 
-from experiments.arms import ARMS
-from experiments.builds import use_fork
-
-use_fork(ARMS["shared"])
-
 from rloo_memory import models  # noqa: E402
 from rloo_memory.plan.scale_up import extrapolate  # noqa: E402
 from rloo_memory.plan.setups import Setup  # noqa: E402

@@ -4,7 +4,6 @@ to the update, and what the planner says such an update depends on. JSON."""
 import json
 import tempfile
 
-import current_fork  # noqa: F401
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from trl.trainer import grpo_trainer

@@ -1,4 +1,4 @@
-"""`share_prompts` on a released TRL (--released DIR): what it refuses, says and leaves behind. JSON."""
+"""`share_prompts`: what it refuses, says and leaves behind. JSON."""
 
 import copy
 import json
@@ -7,7 +7,6 @@ import re
 import tempfile
 from pathlib import Path
 
-import current_fork  # noqa: F401
 import tiny
 import torch
 from datasets import Dataset

@@ -9,6 +9,7 @@ from collections import Counter
 
 import torch
 from shared_exactness import VOCAB, build, error, passes_of, pure_float64  # puts the fork on the path
+
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.micro_batches import OpenPrefix
 

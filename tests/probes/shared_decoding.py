@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 from shared_exactness import batch, build, error, measure_all, pure_float64  # puts the fork on the path
 from transformers import GenerationConfig
+
 from rloo_memory.prefix_sharing import cache as prefix_cache
 from rloo_memory.prefix_sharing.cache import attention_with_lse
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing

@@ -1,6 +1,6 @@
 """Per-token log-probabilities, entropies and gradients in passes against those of whole sequences in one.
 
-Both run in one process on one model: without `passes` the fork computes what upstream does (test_prefix_sharing
+Both run in one process on one model: without `passes` it computes what upstream does (test_prefix_sharing
 shows it bit for bit). For each architecture it prints the relative errors in each of the settings below: prompts
 shared or not, passes of some completions or tokens, checkpointing on or off. In bfloat16 the truth is the same rounded
 weights in float64, and stock's own error stands beside.
@@ -16,7 +16,6 @@ import functools
 import json
 import sys
 
-import current_fork  # noqa: F401
 import torch
 from architectures import ARCHITECTURES, EAGER, EXPERTS, FIRST_SPECIAL, KINDS, SHAPE, STATES, VOCAB
 from transformers import (
@@ -25,12 +24,12 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
 )
+
+from experiments.checks.float64 import pure_float64
+from experiments.fused_head import add_fused_lm_head
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
-from trl.trainer import utils
-
-from experiments.checks.float64 import pure_float64
 
 WHOLE = dict(prefix_sharing=False)
 # (gradient checkpointing, settings); rows have 10 to 18 tokens, completions with the last prompt token 1 to 8
@@ -62,7 +61,7 @@ def build_random(name, dtype, seed=0):
     if name in EXPERTS:
         model.set_experts_implementation("eager")  # the others do not know float64
     model.to(dtype).train()
-    utils.add_fused_lm_head(model, temperature=0.9, outputs=("log_probs", "entropy"))
+    add_fused_lm_head(model, temperature=0.9, outputs=("log_probs", "entropy"))
     return model
 
 

@@ -18,6 +18,7 @@ from architectures import ARCHITECTURES, FIRST_SPECIAL
 from shared_exactness import build, error, gradient_of, passes_of, pure_float64, run_inputs
 from towers import Encoded, tower
 from transformers import GenerationConfig
+
 from rloo_memory.prefix_sharing import images as prefix_images
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix

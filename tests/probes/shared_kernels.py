@@ -10,6 +10,7 @@ import json
 
 import torch
 from shared_exactness import SHAPE  # noqa: F401  builds the fork and puts it on the path
+
 from rloo_memory.prefix_sharing import attention as prefix_attention
 from rloo_memory.prefix_sharing.attention import Runs, attention_with_lse, shared_prefix_attention
 

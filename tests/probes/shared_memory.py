@@ -12,6 +12,7 @@ import tiny
 import torch
 from shared_exactness import SHAPE  # builds the fork and puts it on the path
 from transformers import AutoModelForCausalLM, GenerationConfig, MistralConfig
+
 from rloo_memory.prefix_sharing import cache as prefix_cache
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix

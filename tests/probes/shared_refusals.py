@@ -6,7 +6,6 @@ import logging
 import tempfile
 from types import SimpleNamespace
 
-import current_fork  # noqa: F401
 import tiny
 import torch
 from accelerate import Accelerator
@@ -14,11 +13,11 @@ from accelerate.utils import DistributedType
 from architectures import SHAPE
 from peft import LilyConfig, PromptTuningConfig, get_peft_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
 from rloo_memory.prefix_sharing import trainer as shared_trainer
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.token_budget import check_whole_rows
-
-from trl import GRPOConfig, RLOOConfig
+from rloo_memory.settings.trl_parser import GRPOConfig, RLOOConfig
 
 logging.disable(logging.WARNING)
 number, otherwise = 0, {}

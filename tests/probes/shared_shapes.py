@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from shared_exactness import ARCHITECTURES, VOCAB, passes_of, pure_float64, weights_of_states
 from transformers import GenerationConfig
+
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
 

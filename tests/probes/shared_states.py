@@ -9,6 +9,7 @@ import shared_exactness
 import torch
 from architectures import ARCHITECTURES, MIXED, STATES
 from shared_exactness import build, build_random
+
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.memory import SharedPrefix
 from rloo_memory.prefix_sharing.states import ReadStates

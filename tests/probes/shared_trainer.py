@@ -4,7 +4,7 @@ Everything computes in float64 (see experiments.checks.float64), so that both ru
 rounding alone. The rows of a generation batch are shuffled by whole groups in both, or they would train in another
 order. Prints for each scenario the largest difference of a logged value and the relative difference of the parameters.
 
-With --released DIR the trainers are those of the released TRL in DIR, and share by `share_prompts`.
+With --released DIR the trainers are those of the TRL in DIR.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import sys
 import tempfile
 from unittest import mock
 
-import current_fork
+import released  # noqa: F401
 import torch
 from architectures import ARCHITECTURES, STATES
 from cpu_offloading import get_act_offloading_ctx_manager
@@ -33,18 +33,14 @@ from transformers import (
 from trl.trainer import grpo_trainer, rloo_trainer
 
 from experiments.checks.float64 import pure_float64
-from rloo_memory import models, share_prompts
+from rloo_memory import models
+from rloo_memory.launch import additions
+from rloo_memory.prefix_sharing.common_start import CommonStart
+from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
+from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
 from rloo_memory.prefix_sharing.trainer import shuffle_groups
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-
-if current_fork.RELEASED:
-    from rloo_memory.prefix_sharing.common_start import CommonStart
-    from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
-    from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
-else:
-    from rloo_memory.prefix_sharing.common_start import CommonStart
-    from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
-    from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
+from rloo_memory.settings.trl_parser import GRPOConfig, RLOOConfig
+from trl import GRPOTrainer, RLOOTrainer
 
 WORDS = "apple stone river cloud seven tiger green paper light money".split()
 # Prompts of unequal length; two are equal, and one is a single token
@@ -197,8 +193,7 @@ def parsed(tokenizer, ids, *args, **kwargs) -> dict:
 
 
 def build_trainer(trainer, folder, model, train_dataset, reward_funcs=reward, processing_class=None,
-                  eval_dataset=None, peft_config=None, prefix_sharing=False, tokens_per_forward=None, tools=(),
-                  **options):  # fmt: skip
+                  eval_dataset=None, peft_config=None, tools=(), **options):  # fmt: skip
     make_config, make_trainer = (RLOOConfig, RLOOTrainer) if trainer == "rloo" else (GRPOConfig, GRPOTrainer)
     defaults = dict(
         num_generations=4, max_steps=3 if {"num_iterations", "steps_per_generation"} & options.keys() else 2,
@@ -207,9 +202,6 @@ def build_trainer(trainer, folder, model, train_dataset, reward_funcs=reward, pr
     )  # fmt: skip
     if eval_dataset is not None:
         defaults |= dict(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4)
-    sharing = {"prefix_sharing": prefix_sharing, "tokens_per_forward": tokens_per_forward}
-    if not current_fork.RELEASED:
-        options |= sharing
     made = make_trainer(
         model=model,
         reward_funcs=reward_funcs,
@@ -220,8 +212,7 @@ def build_trainer(trainer, folder, model, train_dataset, reward_funcs=reward, pr
         peft_config=peft_config,
         **({"tools": tools} if tools else {}),
     )
-    if current_fork.RELEASED and (prefix_sharing or tokens_per_forward):
-        share_prompts(made, **sharing)
+    additions.add(made)
     return made
 
 
@@ -328,17 +319,13 @@ def difference(stock_logs, logs):
     return worst
 
 
-OFFLOADING = "get_act_offloading_ctx_manager"  # which the trainers of a released TRL do not have
-
-
 def compare(**scenario):
     with (
         tempfile.TemporaryDirectory() as folder,
         pure_float64(),
         whole_groups(),
         mock.patch.object(grpo_trainer, "parse_response", parsed),
-        mock.patch.object(rloo_trainer, OFFLOADING, get_act_offloading_ctx_manager, create=True),
-        mock.patch.object(grpo_trainer, OFFLOADING, get_act_offloading_ctx_manager, create=True),
+        mock.patch("trl.models.get_act_offloading_ctx_manager", get_act_offloading_ctx_manager),
     ):
         stock_logs, stock, _ = train(folder, False, **scenario)
         logs, shared, forwards = train(folder, True, **scenario)
@@ -348,11 +335,9 @@ def compare(**scenario):
 
 
 def compare_all(scenarios, compare):
-    """By name, of the scenarios whose names begin as the command line says, on a released TRL of its own settings."""
+    """By name, of the scenarios whose names begin as the command line says."""
     result = {}
     for name in [name for name in scenarios if name.startswith(tuple(sys.argv[1:]) or "")]:
-        if current_fork.RELEASED and scenarios[name].get("activation_offloading"):
-            continue
         try:
             result[name] = compare(**scenarios[name])
         except Exception as error:

@@ -1,4 +1,4 @@
-"""A model, a tokenizer and trainings of a second, offline. Imports no TRL: that is chosen by who uses it."""
+"""A model, a tokenizer and trainings of a second, offline, on the TRL that is first on the path."""
 
 import torch
 from datasets import Dataset
@@ -45,24 +45,28 @@ def reward(completion_ids, **kwargs):
 
 
 def build_trainer(name, folder, reward_funcs=reward, peft_config=None, model=None, **options):
-    """A trainer of the TRL that is first on the path. `name` is RLOO or GRPO. The model lies in `folder` already,
-    unless it is given."""
+    """A trainer. `name` is RLOO or GRPO, `options` can be the launcher's, too. The model lies in `folder`, if none is
+    given."""
     import trl
+    from rloo_memory.launch import additions
+    from rloo_memory.settings import trl_parser
 
     defaults = dict(
         per_device_train_batch_size=4, num_generations=4, max_steps=4, max_completion_length=6, learning_rate=1e-2,
         lr_scheduler_type="constant", seed=1, beta=0.05, bf16=False, use_cpu=True, logging_steps=1,
         save_strategy="no", report_to="none", disable_tqdm=True,
     )  # fmt: skip
-    return getattr(trl, f"{name}Trainer")(
+    trainer = getattr(trl, f"{name}Trainer")(
         model=model or str(folder),
         reward_funcs=reward_funcs,
-        args=getattr(trl, f"{name}Config")(output_dir=str(folder), **{**defaults, **options}),
+        args=getattr(trl_parser, f"{name}Config")(output_dir=str(folder), **{**defaults, **options}),
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
         processing_class=build_tokenizer(),
         reward_processing_classes=build_tokenizer(),
         peft_config=peft_config,
     )
+    additions.add(trainer)
+    return trainer
 
 
 def build_batch():

@@ -24,11 +24,7 @@ if find_spec("vllm"):
 
 @pytest.fixture(scope="session")
 def trl():
-    """The fork, as `import trl` gives it in this process, with what it needs for vLLM on a CPU."""
-    from experiments.arms import ARMS
-    from experiments.builds import use_fork
-
-    use_fork(ARMS["shared"])
+    """TRL with what it needs for vLLM on a CPU."""
     vllm_on_cpu.colocated()
     vllm_on_cpu.to_server()
 

@@ -4,11 +4,8 @@ import sys
 
 import vllm_on_cpu
 
-from experiments.arms import ARMS
-from experiments.builds import use_fork
 from rloo_memory.launch.__main__ import main
 
-use_fork(ARMS["shared"])
 vllm_on_cpu.colocated()
 vllm_on_cpu.to_server()
 sys.exit(main())

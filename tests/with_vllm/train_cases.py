@@ -11,11 +11,8 @@ import torch
 import vllm_on_cpu
 from training import CASES, train
 
-from experiments.arms import ARMS
-from experiments.builds import use_fork
 from rloo_memory.errors import leave
 
-use_fork(ARMS["shared"])
 vllm_on_cpu.colocated()
 vllm_on_cpu.name_shared_memory()
 file, model, *names = sys.argv[1:]

@@ -172,9 +172,10 @@ def head_tokens() -> int:
 
 def head_log_probs(hidden: torch.Tensor, head: torch.nn.Linear, ids: torch.Tensor, temperature: float) -> torch.Tensor:
     """Log-probabilities as TRL's models give them, by its fused LM head; `hidden` has a row a token."""
-    from rloo_memory.sharing import CPU_TILE
     from trl.kernels import ChunkedLogProbFunction, chunked_logprob
     from trl.trainer import utils
+
+    from rloo_memory.sharing import CPU_TILE
 
     on_cuda = chunked_logprob._use_triton(hidden.device)  # replaced above
     width = utils._CHUNKED_LOGPROB_CHUNK_SIZE if on_cuda else CPU_TILE

@@ -14,15 +14,13 @@ from contextlib import nullcontext
 import emulate
 import torch
 
-from experiments.arms import ARMS
-from experiments.builds import use_fork
 from experiments.checks import family_check
 from experiments.checks.float64 import pure_float64
 from experiments.checks.tiny_families import build, families
 
 
 def made(family, dtype):
-    from trl.trainer.utils import add_fused_lm_head
+    from experiments.fused_head import add_fused_lm_head
 
     model = build(family).train()
     model.set_experts_implementation("eager")
@@ -68,7 +66,6 @@ def errors_of(family, setting: str) -> dict:
 
 
 def main(names: str, setting: str) -> None:
-    use_fork(ARMS["shared"])
     by_name = {name: family for family in families() for name in family.names}
     for name in names.split(","):
         print(json.dumps({"family": name, **errors_of(by_name[name], setting)}), flush=True)

@@ -6,9 +6,6 @@ from itertools import product
 
 import torch
 
-from experiments.arms import ARMS
-from experiments.builds import use_fork
-
 HEADS = ((8, 8), (8, 2), (6, 1))  # of queries, of keys and values
 LENGTHS = (  # of a prompt, of its completions, tokens
     (300, (33, 80)), (129, (1, 1, 1)), (129, (1,)), (0, (7, 5)), (1, (1,)), (1000, (5,) * 40),
@@ -39,7 +36,6 @@ def check(size, heads, key_heads, dtype, prompt, lengths) -> None:
 
 
 def main() -> None:
-    use_fork(ARMS["shared"])
     cases = list(product(range(8, 264, 8), HEADS, (torch.bfloat16, torch.float16), LENGTHS))
     failed = {}
     for size, heads, dtype, lengths in cases:

@@ -10,9 +10,6 @@ import json
 import emulate
 import torch
 
-from experiments.arms import ARMS
-from experiments.builds import use_fork
-
 PROMPT, COMPLETION, K, ROWS = 200, 20, 8, 2  # tokens, tokens, completions, completions a micro-batch
 DEPTHS = (2, 4)
 SHAPE = dict(
@@ -22,7 +19,8 @@ SHAPE = dict(
 
 def model_of(layers: int):
     from transformers import AutoModelForCausalLM, Qwen3Config
-    from trl.trainer.utils import add_fused_lm_head
+
+    from experiments.fused_head import add_fused_lm_head
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(Qwen3Config(num_hidden_layers=layers, **SHAPE), dtype=torch.bfloat16)
@@ -81,7 +79,6 @@ def counted(layers: int) -> dict[str, tuple[int, int, list[str]]]:
 
 
 def main() -> None:
-    use_fork(ARMS["shared"])
     few, many = map(counted, DEPTHS)
     rows = {}
     for way, (launches, waits, pageable) in many.items():

@@ -9,9 +9,6 @@ import tempfile
 import device
 import torch
 
-from experiments.arms import ARMS
-from experiments.builds import use_fork
-
 
 def trained(example, **settings) -> float:
     """MiB in use when a short training of the example's model has ended; model and trainer are gone then."""
@@ -34,7 +31,6 @@ def trained(example, **settings) -> float:
 
 
 def main() -> None:
-    use_fork(ARMS["shared"])
     spec = importlib.util.spec_from_file_location("example", device.ROOT / "examples" / "train_with_prefix_sharing.py")
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
