@@ -20,10 +20,10 @@ suite() { # after failed runs the next suite begins all the same; not after a ba
   case "$worst" in 0 | 1 | 5) ;; *) exit "$worst" ;; esac
 }
 for scale in bench-time bench; do
-  suite --scale $scale --repeats 3 --arms stock-compact,stock-compact-accumulate,shared,shared-accumulate,shared-call --k 8 "$@"
+  suite --scale $scale --repeats 3 --arms stock-compact,stock-compact-accumulate,shared,shared-accumulate --k 8 "$@"
   suite --scale $scale --repeats 3 --arms shared --k 8 --completions-per-forward 8 "$@"
 done
-suite --scale bench-time --repeats 5 --arms shared,shared-accumulate,shared-call --k 8 "$@"
+suite --scale bench-time --repeats 5 --arms shared,shared-accumulate --k 8 "$@"
 suite --scale bench-time --repeats 5 --arms shared --k 8 --completions-per-forward 8 "$@"
 suite --scale bench --repeats 3 --arms shared-accumulate --k 2,16,64 "$@"
 suite --scale bench --repeats 3 --arms stock-compact --k 2,4 "$@"

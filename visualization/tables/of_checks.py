@@ -7,10 +7,7 @@ import pandas as pd
 from visualization.results import GIB
 from visualization.tables.text import joined, markdown, measured_on, signed
 
-TREES = {  # column -> heading
-    "untouched": "pass with TRL as released", "off": "options off", "forced": "prefix sharing forced on",
-    "called": "`share_prompts` called",
-}  # fmt: skip
+TREES = {"untouched": "pass with TRL as released", "called": "`share_prompts` called"}  # column -> heading
 COUNTS = ("launches_a_layer", "launches_outside_layers", "waits")
 
 
