@@ -24,3 +24,9 @@ def source_commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("SOURCE_COMMIT", "unknown")
     return f"{commit}-dirty" if changed else commit
+
+
+def is_same_code(then: str, now: str) -> bool:
+    """Whether what the code of one commit measured need not be repeated by another's. Changed, uncommitted code is never
+    the same, not even as itself."""
+    return then == now != "unknown" and not now.endswith("-dirty")

@@ -14,8 +14,9 @@ import sys
 import time
 
 from experiments.checks import age
+from experiments.commit import is_same_code
 from experiments.config import ROOT
-from experiments.measuring import EXIT_VERDICT, FACTS, Parser, is_committed, place
+from experiments.measuring import EXIT_VERDICT, FACTS, Parser, place
 from experiments.processes import stoppable
 from experiments.record import read_csv, write_csv
 from rloo_memory.errors import choose, exit_code
@@ -52,7 +53,7 @@ def run(argv: list[str] | None) -> int:
 
     def is_done(name: str) -> bool:
         row = table.get(name)
-        return row is not None and row["commit"] == commit and is_committed(commit) and row["exit_code"] in MEASURED
+        return row is not None and is_same_code(row["commit"], commit) and row["exit_code"] in MEASURED
 
     todo = [name for name in asked if not is_done(name) and (args.trl or name != "upstream")]
     for number, name in enumerate(todo):

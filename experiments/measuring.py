@@ -70,8 +70,3 @@ def need(*packages: str) -> None:
             f"not installed for {sys.executable}: {', '.join(missing)}; run ./setup_env.sh (without a network: "
             "./setup_env.sh --offline DIR) and use .venv/bin/python"
         )
-
-
-def is_committed(commit: str) -> bool:
-    """Whether what this code measures may be taken up later. Changed, uncommitted code never is the same."""
-    return commit != "unknown" and not commit.endswith("-dirty")

@@ -17,9 +17,8 @@ from pathlib import Path
 
 from experiments import config as cfg
 from experiments.arms import ARMS
-from experiments.commit import source_commit
+from experiments.commit import is_same_code, source_commit
 from experiments.config import ROOT, RunConfig
-from experiments.measuring import is_committed
 from experiments.processes import end_with_script, stoppable
 from experiments.record import export, make_writable, new_record, write_record
 from experiments.run_device import pick_device
@@ -178,12 +177,8 @@ def settle_record(config: RunConfig, folder: Path, process: subprocess.Popen, la
 
 def is_same(record: dict, config: RunConfig, commit: str) -> bool:
     """Whether the finished run was this configuration on this very code. Changed, uncommitted code never is."""
-    return (
-        record["status"] in FINISHED
-        and record["config"] == config.as_dict()
-        and record["commit"] == commit
-        and is_committed(commit)
-    )
+    same_settings = record["config"] == config.as_dict()
+    return record["status"] in FINISHED and same_settings and is_same_code(record["commit"], commit)
 
 
 def figure(record: dict) -> str:

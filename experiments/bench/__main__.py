@@ -20,8 +20,9 @@ from dataclasses import replace
 from experiments.bench.alternating import NO_ANSWER, in_its_own_process
 from experiments.bench.measurements import MEASUREMENTS, Measurement
 from experiments.bench.samples import OUT_OF_MEMORY, Cell, Samples
+from experiments.commit import is_same_code
 from experiments.config import check_limit
-from experiments.measuring import EXIT_VERDICT, Parser, is_committed, place, words
+from experiments.measuring import EXIT_VERDICT, Parser, place, words
 from experiments.run_options import whole
 from rloo_memory.errors import EXIT_USAGE, ConfigError, choose, exit_code
 
@@ -49,10 +50,10 @@ def run(argv: list[str] | None) -> int:
         repeats = args.repeats, args.repeats
     args.device = on(measurement, name, args)
     here, failed = place(args, "peft"), False
-    samples = Samples(here.folder, name, here.facts)
+    samples, commit = Samples(here.folder, name, here.facts), here.facts["commit"]
     for number, cell in enumerate(cells, start=1):
         print(f"{number} of {len(cells)}: {cell}", flush=True)
-        if args.fresh or not is_committed(here.facts["commit"]):
+        if args.fresh or not is_same_code(commit, commit):
             samples.forget(cell)
         while samples.missing(cell, ways, *repeats):
             code = in_its_own_process(name, cell, ways, repeats, here)

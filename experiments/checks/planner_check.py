@@ -19,7 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from experiments.checks.setup_trainer import build_trainer, text_dataset
-from experiments.measuring import FACTS, Parser, is_committed, need, place, words
+from experiments.commit import is_same_code
+from experiments.measuring import FACTS, Parser, need, place, words
 from experiments.record import read_csv, write_csv
 from rloo_memory import data, models
 from rloo_memory.errors import exit_code
@@ -195,8 +196,8 @@ def run(argv: list[str] | None) -> int:
         need("bitsandbytes")
     path, order = here.folder / "plan_check.csv", [*known]
     rows = read_csv(path)
-    taken_up = is_committed(here.facts["commit"]) and not args.fresh
-    there = {row["case"] for row in rows if taken_up and row.items() >= here.facts.items()}
+    mine = [row for row in rows if row.items() >= here.facts.items() and not args.fresh]
+    there = {row["case"] for row in mine if is_same_code(row["commit"], here.facts["commit"])}
     print(f"{'case, GiB predicted / measured':32}" + "".join(f"{phase:>22}" for phase in PHASES))
     for name in chosen:
         if name not in there:

@@ -2,14 +2,14 @@
 
     python -m experiments.fitting.fit_data [--processes 2]
 
-A part is one arm of one model. Finished parts are kept in .build/fit, so the same command goes on where it was
-interrupted; remove the folder to begin anew. Nothing is written if a part is further from its simulations than
-`MOST_ERROR`.
+A part is one arm of one model. Finished parts are kept in .build/fit, so the same command of the same commit goes on
+where it was interrupted. Nothing is written if a part is further from its simulations than `MOST_ERROR`.
 """
 
 import argparse
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -18,6 +18,7 @@ from multiprocessing import get_context
 
 from tqdm import tqdm
 
+from experiments.commit import is_same_code, source_commit
 from experiments.config import ROOT
 from rloo_memory.errors import ConfigError, exit_code
 from rloo_memory.plan.accuracy import reserve
@@ -25,7 +26,7 @@ from rloo_memory.plan.options import quiet
 from rloo_memory.plan.setups import Setup
 from rloo_memory.plan.smallest import on_cards
 
-PARTS, PAGE = ROOT / ".build" / "fit", ROOT / "docs" / "fit.json"
+PARTS, PAGE = ROOT / ".build" / "fit" / source_commit(), ROOT / "docs" / "fit.json"
 MOST_ERROR = 0.02  # of a phase's peak
 # Names on the hub, in the page's order; each is a shape of `rloo_memory.shapes`
 MODELS = (
@@ -189,9 +190,11 @@ def page_data() -> dict:
 
 
 def run(args: argparse.Namespace) -> int:
+    if not is_same_code(PARTS.name, PARTS.name):
+        shutil.rmtree(PARTS, ignore_errors=True)
     parts = [part for model in MODELS for part in parts_of(model)]
     missing = [part for part in parts if not part.path.exists()]
-    print(f"{len(parts) - len(missing)} of {len(parts)} parts are there; remove {PARTS} to begin anew", flush=True)
+    print(f"{len(parts) - len(missing)} of {len(parts)} parts are there", flush=True)
     list(in_processes(make, missing, args.processes))
     far = [f"{part.path.name}: {error:.1%}" for part in parts if (error := part.read()["error"]) > MOST_ERROR]
     if far:
