@@ -1,4 +1,4 @@
-"""The fork's RLOO trainer for a setup of the planner: what is measured is what was predicted."""
+"""The launcher's RLOO trainer for a setup of the planner: what is measured is what was predicted."""
 
 from pathlib import Path
 
@@ -26,7 +26,9 @@ def build_trainer(setup: Setup, folder: Path, processor, dataset, model: str | N
     import torch
     from peft import LoraConfig
 
-    from trl import ModelConfig, RLOOConfig, RLOOTrainer, get_quantization_config
+    from rloo_memory.launch.additions import add_to
+    from rloo_memory.settings.trl_parser import RLOOConfig
+    from trl import ModelConfig, RLOOTrainer, get_quantization_config
 
     arguments = RLOOConfig(
         output_dir=str(folder / "out"),
@@ -47,7 +49,7 @@ def build_trainer(setup: Setup, folder: Path, processor, dataset, model: str | N
         dtype=setup.dtype,
     )
     lora = LoraConfig(r=setup.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    return RLOOTrainer(
+    trainer = RLOOTrainer(
         model=model or str(folder),
         reward_funcs=str(folder / "reward") if setup.reward_model else data.letter_reward,
         args=arguments,
@@ -56,3 +58,5 @@ def build_trainer(setup: Setup, folder: Path, processor, dataset, model: str | N
         peft_config=lora if setup.lora_rank else None,
         quantization_config=get_quantization_config(weights),
     )
+    add_to(trainer)
+    return trainer

@@ -29,8 +29,9 @@ from rloo_memory.launch import (
     rewards,
     vllm_server,
 )
+from rloo_memory.launch.additions import add_to
 from rloo_memory.launch.announce import print_end, print_start
-from rloo_memory.launch.offload import keep_no_cache, keep_on_host, offload_activations
+from rloo_memory.launch.offload import keep_on_host
 from rloo_memory.models import one_line
 
 
@@ -136,8 +137,7 @@ def train_in_folder(argv, launch, config, model, rows, reward_funcs: list, check
 
 
 def build_trainer(launch, config, model, found: policy.Policy, quantization, rows, reward_funcs: list):
-    """The trainer, with the models that wait on the host. Raises `ConfigError` for what TRL or the fork refuses."""
-    from rloo_memory.sharing import share_prompts
+    """The trainer, with the models that wait on the host. Raises `ConfigError` for what TRL or `add_to` refuses."""
     from trl import GRPOTrainer, RLOOTrainer, get_peft_config
 
     config.model_init_kwargs = {"dtype": model.dtype, **(config.model_init_kwargs or {})}
@@ -156,8 +156,7 @@ def build_trainer(launch, config, model, found: policy.Policy, quantization, row
             peft_config=None if adapter else get_peft_config(model),
             quantization_config=None if adapter else quantization,
         )
-        if config.prefix_sharing or config.tokens_per_forward:
-            share_prompts(trainer, config.tokens_per_forward, config.prefix_sharing)
+        add_to(trainer)
     except Exception as error:  # weights that are cut, a package that is not here, modules that no layer has
         if is_out_of_memory(error):
             raise
@@ -167,9 +166,6 @@ def build_trainer(launch, config, model, found: policy.Policy, quantization, row
         raise ConfigError(f"cannot train {found.path!r}: {said}") from error
     if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not trainer.is_fsdp_enabled:
         raise ConfigError("without a GPU accelerate would train with DDP in place of FSDP; use ddp.yaml")
-    if config.activation_offloading:
-        offload_activations(trainer)
-    keep_no_cache(trainer.reward_funcs)
     if launch.offload_reference:
         keep_on_host(trainer, trainer.ref_model)
     if launch.offload_reward:

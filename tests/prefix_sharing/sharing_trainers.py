@@ -2,22 +2,19 @@
 
 import functools
 
-import trl
-from rloo_memory.launch import offload
-from rloo_memory.settings.trl_parser import GRPOConfig, RLOOConfig
-from rloo_memory.sharing import forward_in_passes, share_prompts
 from trl.trainer import utils
+
+import trl
+from rloo_memory.launch.additions import add_to
+from rloo_memory.settings.trl_parser import GRPOConfig, RLOOConfig
+from rloo_memory.sharing import forward_in_passes
 
 
 def sharing(base):
     class Trainer(base):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            if self.args.prefix_sharing or self.args.tokens_per_forward is not None:
-                share_prompts(self, self.args.tokens_per_forward, self.args.prefix_sharing)
-            if self.args.activation_offloading:
-                offload.offload_activations(self)
-            offload.keep_no_cache(self.reward_funcs)
+            add_to(self)
 
         @property
         def passes(self):

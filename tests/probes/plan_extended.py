@@ -3,7 +3,6 @@ with the peak and what waits on the host, and one with the operations, bytes and
 
 from dataclasses import replace
 
-import current_fork  # noqa: F401
 from transformers import CONFIG_MAPPING
 
 from rloo_memory import models
