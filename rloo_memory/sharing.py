@@ -154,11 +154,7 @@ class PromptSharing:
             self.args.gradient_checkpointing_kwargs = kwargs
         check_passes_config(self.args)
         models = [trainer.accelerator.unwrap_model(x) for x in (trainer.model, trainer.ref_model) if x is not None]
-        if not any(param.requires_grad for param in trainer.model.parameters()):
-            raise ValueError(
-                "No parameter of the model requires a gradient, so nothing would be trained. Load a PEFT model with "
-                "`PeftModel.from_pretrained(..., is_trainable=True)`, or pass a `peft_config`."
-            )
+        check_trained(trainer.model)
         takes_images = isinstance(trainer.processing_class, ProcessorMixin)
         self.passes = TrainerPasses(self.args, trainer.accelerator, *models, takes_images=takes_images)
         for name in METHODS:
@@ -351,6 +347,15 @@ def module_of(trainer):
     """The module whose functions the trainer's `_prepare_inputs` calls, None where none shuffles."""
     modules = (sys.modules[cls.__module__] for cls in type(trainer).__mro__ if "_prepare_inputs" in vars(cls))
     return next((module for module in modules if hasattr(module, SHUFFLE)), None)
+
+
+def check_trained(model) -> None:
+    """Raise a `ValueError` for a model of which nothing is trained: gradients of inputs alone keep its loss alive."""
+    if not any(param.requires_grad for param in model.parameters()):
+        raise ValueError(
+            "No parameter of the model requires a gradient, so nothing would be trained. Load a PEFT model with "
+            "`PeftModel.from_pretrained(..., is_trainable=True)`, or pass a `peft_config`."
+        )
 
 
 def check_trainer(trainer) -> None:

@@ -1,4 +1,4 @@
-"""TRL's RLOO trainer for a setup of the planner: what is measured is what was predicted."""
+"""The launcher's RLOO trainer for a setup of the planner: what is measured is what was predicted."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def build_trainer(setup: Setup, folder: Path, processor, dataset, model: str | N
     import torch
     from peft import LoraConfig
 
-    from rloo_memory.launch import additions
+    from rloo_memory.launch.additions import add_to
     from rloo_memory.settings.trl_parser import RLOOConfig
     from trl import ModelConfig, RLOOTrainer, get_quantization_config
 
@@ -58,5 +58,5 @@ def build_trainer(setup: Setup, folder: Path, processor, dataset, model: str | N
         peft_config=lora if setup.lora_rank else None,
         quantization_config=get_quantization_config(weights),
     )
-    additions.add(trainer)
+    add_to(trainer)
     return trainer

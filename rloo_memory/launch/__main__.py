@@ -29,6 +29,7 @@ from rloo_memory.launch import (
     rewards,
     vllm_server,
 )
+from rloo_memory.launch.additions import add_to
 from rloo_memory.launch.announce import print_end, print_start
 from rloo_memory.launch.offload import keep_on_host
 from rloo_memory.models import one_line
@@ -136,8 +137,7 @@ def train_in_folder(argv, launch, config, model, rows, reward_funcs: list, check
 
 
 def build_trainer(launch, config, model, found: policy.Policy, quantization, rows, reward_funcs: list):
-    """The trainer, with the models that wait on the host. Raises `ConfigError` for what it or `share_prompts` refuses."""
-    from rloo_memory.launch import additions
+    """The trainer, with the models that wait on the host. Raises `ConfigError` for what TRL or `add_to` refuses."""
     from trl import GRPOTrainer, RLOOTrainer, get_peft_config
 
     config.model_init_kwargs = {"dtype": model.dtype, **(config.model_init_kwargs or {})}
@@ -156,7 +156,7 @@ def build_trainer(launch, config, model, found: policy.Policy, quantization, row
             peft_config=None if adapter else get_peft_config(model),
             quantization_config=None if adapter else quantization,
         )
-        additions.add(trainer)
+        add_to(trainer)
     except Exception as error:  # weights that are cut, a package that is not here, modules that no layer has
         if is_out_of_memory(error):
             raise

@@ -1,14 +1,28 @@
-"""What the launcher's own settings add to a trainer of TRL."""
+"""What a launched trainer has beside TRL's: shared prompts, offloaded activations, and what TRL loses or leaves on."""
 
-from rloo_memory.launch.offload import keep_no_cache, offload_activations
-from rloo_memory.sharing import share_prompts
+import functools
+
+from rloo_memory.launch.offload import offload_activations
+from rloo_memory.sharing import check_trained, checkpointing_enable, share_prompts
 
 
-def add(trainer) -> None:
-    """What a trainer's config asks for, one of `settings.trl_parser`. Raises what `share_prompts` does."""
-    config = trainer.args
-    if config.prefix_sharing or config.tokens_per_forward is not None:
-        share_prompts(trainer, config.tokens_per_forward, config.prefix_sharing)
-    if config.activation_offloading:
+def add_to(trainer) -> None:
+    """Do in a trainer as TRL makes it what the settings of `rloo_memory.settings.trl_parser` ask for beside TRL's.
+    Raises a `ValueError` where nothing would be trained, or prompts cannot be shared."""
+    args, model = trainer.args, trainer.model
+    check_trained(model)
+    if args.prefix_sharing or args.tokens_per_forward is not None:
+        share_prompts(trainer, args.tokens_per_forward, args.prefix_sharing)
+    else:
+        whole = model.gradient_checkpointing_enable
+        model.gradient_checkpointing_enable = functools.partial(checkpointing_enable, whole)
+    if args.activation_offloading:
         offload_activations(trainer)
     keep_no_cache(trainer.reward_funcs)
+
+
+def keep_no_cache(reward_funcs: list) -> None:
+    """Each row goes through a reward model once, so keys and values would be kept for nothing."""
+    for reward_func in reward_funcs:
+        if hasattr(reward_func, "config"):
+            reward_func.config.get_text_config().use_cache = False

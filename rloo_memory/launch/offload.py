@@ -46,10 +46,3 @@ def offload_activations(trainer) -> None:
         return output
 
     trainer.training_step = offloading
-
-
-def keep_no_cache(reward_funcs: list) -> None:
-    """Each row goes through a reward model once, so keys and values would be kept for nothing."""
-    for reward_func in reward_funcs:
-        if hasattr(reward_func, "config"):
-            reward_func.config.get_text_config().use_cache = False

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from rloo_memory.errors import ConfigError, choose
+from rloo_memory.installed_trl import lm_head_here, wrong_on_cpu
 from rloo_memory.plan.checkpoint import quantized
 from rloo_memory.plan.images import wrong_images
 from rloo_memory.sizes import GIB
@@ -60,7 +61,7 @@ class Setup:
     padded: bool = True  # completions differ in length, and TRL pads a rollout's rows to the longest: they need a mask
     padded_prompts: bool = False  # prompts of a batch differ in length
     images: tuple[tuple[int, int], ...] = ()  # of each prompt: width and height in pixels, as the model gets them
-    lm_head: str = "fused"  # one of `rloo_memory.plan.simulation.heads.HEADS`
+    lm_head: str | None = None  # one of `rloo_memory.plan.simulation.heads.HEADS`; None: that of the installed TRL
     use_vllm: bool = False  # it generates, not transformers
     vllm_mode: str = "colocate"  # on the trainer's device; "server": elsewhere
     vllm_gpu_memory_utilization: float = 0.3  # its share of the device
@@ -82,6 +83,8 @@ class Setup:
     def __post_init__(self):
         if self.dtype is None:  # in bfloat16 an update of 1e-6 is below half of a weight's last digit
             object.__setattr__(self, "dtype", "bfloat16" if self.lora_rank else "float32")
+        if self.lm_head is None:
+            object.__setattr__(self, "lm_head", lm_head_here())
 
     @property
     def generation_rows(self) -> int:
@@ -120,6 +123,12 @@ class Setup:
     def rows_to_score(self) -> int:
         """Rows that are scored together."""
         return self.num_generations if self.splits_groups else self.per_device_train_batch_size
+
+    @property
+    def positions_to_score(self) -> int:
+        """Of a whole row. On a CPU, TRL's fused LM head takes those of the prompt, too."""
+        every = self.device == "cpu" and self.lm_head == "fused"
+        return self.max_completion_length + (self.prompt_tokens - 1 if every else 0)
 
     @property
     def rows_per_pass(self) -> int | None:
@@ -329,6 +338,7 @@ def check(setup: Setup, hf_config, called: dict[str, str] | None = None) -> None
         f"to {MOST_TOKENS:,} tokens": setup.generation_rows * length > MOST_TOKENS,
     }  # fmt: skip
     wrong = [reason for reason, applies in reasons.items() if applies]
+    wrong += [wrong_on_cpu()] if setup.device == "cpu" and setup.lm_head == lm_head_here() and wrong_on_cpu() else []
     wrong += share_too_small(setup, hf_config)
     if setup.images:
         wrong += wrong_images(setup, hf_config, prompt_called)

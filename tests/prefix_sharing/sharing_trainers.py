@@ -1,7 +1,7 @@
 """TRL's trainers with prompts shared as the launcher does it: by settings of their configs."""
 
 import trl
-from rloo_memory.launch import additions
+from rloo_memory.launch.additions import add_to
 from rloo_memory.settings.trl_parser import GRPOConfig, RLOOConfig
 
 
@@ -9,7 +9,7 @@ def sharing(base):
     class Trainer(base):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            additions.add(self)
+            add_to(self)
 
         @property
         def passes(self):

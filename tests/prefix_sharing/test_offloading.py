@@ -16,7 +16,7 @@ MODEL_ID = "tiny-Qwen2ForCausalLM-2.5"
 
 
 def offload_on_cpu(model):
-    # Without an accelerator, the CPU stands for one: saved tensors are copied, and taken from where the copies are kept
+    # Without an accelerator, the CPU stands for one: what is saved is copied, and taken from where the copies are kept
     with patch.object(torch.accelerator, "current_accelerator", lambda: torch.device("cpu")):
         manager = get_act_offloading_ctx_manager(model, use_pin_memory=False, use_streams=False)
     manager.device_module = SimpleNamespace(**vars(torch.cpu), empty_cache=lambda: None)
@@ -85,7 +85,7 @@ class TestPrefixSharingOffloading:
                 report_to="none",
                 **kwargs,
             )
-            with patch(f"{trainer_class.__module__}.get_act_offloading_ctx_manager", offload_on_cpu):
+            with patch("trl.models.get_act_offloading_ctx_manager", offload_on_cpu):
                 trainer = trainer_class(
                     model=MODEL_ID,
                     reward_funcs="tiny-Qwen2ForSequenceClassification-2.5",

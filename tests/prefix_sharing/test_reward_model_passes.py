@@ -1,4 +1,3 @@
-
 import pytest
 import torch
 from datasets import load_dataset
@@ -36,10 +35,10 @@ class TestRewardModelPasses:
         with torch.no_grad():
             expected = reward_model(**inputs.to(reward_model.device)).logits
         outputs = []
-        reward_model.register_forward_hook(lambda module, args, output: outputs.append(output))
+        reward_model.model.register_forward_hook(lambda module, args, output: outputs.append(output))
 
         rewards = trainer._calculate_rewards([{"prompt": p} for p in prompts], prompts, completions, [[1]] * 6)
 
         torch.testing.assert_close(rewards, expected.float())
-        assert [len(output.logits) for output in outputs] == num_rows
+        assert [len(output.last_hidden_state) for output in outputs] == num_rows
         assert all(output.past_key_values is None for output in outputs)

@@ -15,6 +15,7 @@ from trl.kernels import ChunkedLogProbFunction
 from experiments.checks.setup_trainer import build_trainer, text_dataset
 from rloo_memory import data, models
 from rloo_memory.plan.setups import Setup
+from rloo_memory.plan.simulation.heads import FusedHead
 from rloo_memory.plan.simulation.simulate import Simulation
 
 PROMPT, COMPLETION = 64, 8
@@ -52,19 +53,21 @@ class Calls:
                 model.base_model.register_forward_pre_hook(functools.partial(self.before, name), with_kwargs=True)
 
     def before(self, name: str, module, args, kwargs) -> None:
+        if "forward" in vars(module):  # in place of it, the head is given what the passes computed
+            return
         given = kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args
         rows, columns = next(tensor for tensor in given if tensor is not None).shape[:2]
         # Rewards are read from text, whose tokens may be others
         self.add(name, (rows,) if name == "reward model" else (rows, columns))
 
-    def watch_head(self):
-        apply = ChunkedLogProbFunction.apply
+    def watch_head(self, function):
+        apply = function.apply
 
         def recorded(hidden, *args):
             self.add("head", tuple(hidden.shape))
             return apply(hidden, *args)
 
-        return mock.patch.object(ChunkedLogProbFunction, "apply", recorded)
+        return mock.patch.object(function, "apply", recorded)
 
 
 class WatchedSimulation(Simulation):
@@ -78,7 +81,7 @@ class WatchedSimulation(Simulation):
 def simulated(setup: Setup, hf_config) -> list:
     simulation = WatchedSimulation(setup, hf_config)
     simulation.calls = Calls()
-    with simulation.calls.watch_head():
+    with simulation.calls.watch_head(FusedHead):
         simulation.run()
     return list(simulation.calls.seen)
 
@@ -86,10 +89,12 @@ def simulated(setup: Setup, hf_config) -> list:
 def trained(setup: Setup, folder: Path, tokenizer, prompts) -> list:
     trainer = build_trainer(setup, folder, tokenizer, text_dataset(prompts))
     trainer.args.max_steps = 1
+    if setup.needs_fork:
+        trainer.prompt_sharing.compared = True  # the first batch is scored whole, too
     policy = trainer.model.get_base_model() if setup.lora_rank else trainer.model
     calls = Calls()
     calls.watch(policy, trainer.ref_model, trainer.reward_funcs[0] if setup.reward_model else None)
-    with calls.watch_head():
+    with calls.watch_head(ChunkedLogProbFunction):
         trainer.train()
     return list(calls.seen)
 

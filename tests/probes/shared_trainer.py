@@ -34,7 +34,7 @@ from trl.trainer import grpo_trainer, rloo_trainer
 
 from experiments.checks.float64 import pure_float64
 from rloo_memory import models
-from rloo_memory.launch import additions
+from rloo_memory.launch.additions import add_to
 from rloo_memory.prefix_sharing.common_start import CommonStart
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
@@ -212,7 +212,7 @@ def build_trainer(trainer, folder, model, train_dataset, reward_funcs=reward, pr
         peft_config=peft_config,
         **({"tools": tools} if tools else {}),
     )
-    additions.add(made)
+    add_to(made)
     return made
 
 

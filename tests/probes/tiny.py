@@ -48,7 +48,7 @@ def build_trainer(name, folder, reward_funcs=reward, peft_config=None, model=Non
     """A trainer. `name` is RLOO or GRPO, `options` can be the launcher's, too. The model lies in `folder`, if none is
     given."""
     import trl
-    from rloo_memory.launch import additions
+    from rloo_memory.launch.additions import add_to
     from rloo_memory.settings import trl_parser
 
     defaults = dict(
@@ -65,7 +65,7 @@ def build_trainer(name, folder, reward_funcs=reward, peft_config=None, model=Non
         reward_processing_classes=build_tokenizer(),
         peft_config=peft_config,
     )
-    additions.add(trainer)
+    add_to(trainer)
     return trainer
 
 

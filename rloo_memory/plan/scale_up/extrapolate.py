@@ -19,7 +19,7 @@ from rloo_memory.plan.peaks import PredictedPeak
 from rloo_memory.plan.scale_up.sharding import as_computed, spread, weights_by_place
 from rloo_memory.plan.simulation.building import decoder_layers
 from rloo_memory.plan.simulation.events import REFERENCE
-from rloo_memory.plan.simulation.replaced import head_tokens
+from rloo_memory.plan.simulation.heads import TOKENS
 from rloo_memory.plan.simulation.simulate import PHASES, Simulation
 from rloo_memory.plan.simulation.work import along_line as along_line_of_work
 
@@ -123,7 +123,7 @@ def passes_that_tell(setup) -> tuple[int, int]:
 
     The LM head works on tiles of some tokens, so all three must fill one tile, or none must."""
     setup = setup.as_run
-    tile, k, per_forward = head_tokens(), setup.num_generations, setup.rows_per_pass
+    tile, k, per_forward = TOKENS, setup.num_generations, setup.rows_per_pass
     rows = setup.per_device_train_batch_size
     mixed = not setup.prefix_sharing and rows > k
     if per_forward is None or mixed or rows % k:  # parts of groups do not grow along a line

@@ -1,24 +1,19 @@
 """What cannot run on tensors without values, and what stands in its place: kernels, and checks that read numbers.
 
 The attention kernel is replaced by one that saves what FlashAttention saves, bitsandbytes' linear layers by one that
-holds what theirs hold, Triton's kernels, which work in the buffers they are given, by nothing. The names that are
-patched here belong to torch, TRL and its fork, some of them private there.
+holds what theirs hold. The names that are patched here belong to torch, some of them private there, and to this
+project.
 """
 
 import contextlib
 import functools
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from rloo_memory.plan.simulation import heads
 from rloo_memory.plan.simulation.autocast import HALF, as_on_cuda
-
-PATCHED_ON_CUDA = {
-    "_use_triton": lambda device: True,
-    "triton": SimpleNamespace(cdiv=lambda a, b: -(-a // b)),
-}
 
 
 class Attention(torch.autograd.Function):
@@ -87,13 +82,6 @@ def dropout(input, p=0.5, training=True, inplace=False):
     return torch.native_dropout(input, p, True)[0] if training and p else input
 
 
-class NoKernel:
-    """Stands in for a Triton kernel: `kernel[grid](...)` does nothing."""
-
-    def __getitem__(self, grid):
-        return lambda *args, **kwargs: None
-
-
 class QuantizedLinear(torch.autograd.Function):
     """A linear layer whose weight is brought to the input's dtype for each product, as bitsandbytes does.
 
@@ -113,10 +101,8 @@ class QuantizedLinear(torch.autograd.Function):
 
 @contextlib.contextmanager
 def pretending(device: str, shapes, counted):
-    """Attention and its masks, and on a "cuda" device dropout and TRL's LM-head kernels, without computing. `shapes`
-    makes the tensors; `counted` wraps the backward of the LM head, which makes its sums itself."""
-    from trl.kernels import ChunkedLogProbFunction, chunked_logprob
-
+    """Attention and its masks, and on a "cuda" device dropout, without computing. `shapes` makes the tensors;
+    `counted` wraps the backward of the fused LM head, which makes its sums itself."""
     from rloo_memory.prefix_sharing import attention as prefix_attention
     from rloo_memory.prefix_sharing import cache as prefix_cache
     from rloo_memory.prefix_sharing import contexts, enabling
@@ -135,14 +121,14 @@ def pretending(device: str, shapes, counted):
         return torch.ones(1, 1, len(context.rows), columns, dtype=torch.bool)
 
     math = without_values(torch.ops.aten._scaled_dot_product_attention_math) if device == "cuda" else None
-    head_backward = without_values(counted(ChunkedLogProbFunction.backward))
+    head_backward = without_values(counted(heads.FusedHead.backward))
 
     with contextlib.ExitStack() as stack:
         patch = lambda *args, **kwargs: stack.enter_context(mock.patch.object(*args, **kwargs))  # noqa: E731
         patch(torch.nn.functional, "scaled_dot_product_attention", functools.partial(attention, math, shapes.work))
         masks = {name: without_values(ALL_MASK_ATTENTION_FUNCTIONS[name]) for name in ("sdpa", "eager")}
         stack.enter_context(mock.patch.dict(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, masks))
-        patch(ChunkedLogProbFunction, "backward", staticmethod(head_backward))
+        patch(heads.FusedHead, "backward", staticmethod(head_backward))
         patch(contexts.ReadPrefix, "allowed", without_values(allowed))
         for module in (contexts, prefix_cache):
             patch(module, "as_base_mask", without_values(module.as_base_mask))
@@ -156,28 +142,5 @@ def pretending(device: str, shapes, counted):
             for module in (contexts, prefix_cache):
                 patch(module, "kernels_take", prefix_attention.flash_attention_takes)
             patch(torch.nn.functional, "dropout", dropout)
-            kernels = {"_forward_kernel": NoKernel(), "_backward_kernel": NoKernel()}
-            kernels["_addmm_fp32"] = shapes.work.product  # on CUDA a matrix product into what it is given
-            for name, value in (PATCHED_ON_CUDA | kernels).items():
-                patch(chunked_logprob, name, value, create=True)
+            patch(heads, "add_product", shapes.work.product)
         yield
-
-
-def head_tokens() -> int:
-    """Tokens that TRL's fused LM head works on at a time."""
-    from trl.kernels import chunked_logprob
-
-    return chunked_logprob.TOKEN_CHUNK_SIZE
-
-
-def head_log_probs(hidden: torch.Tensor, head: torch.nn.Linear, ids: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Log-probabilities as TRL's models give them, by its fused LM head; `hidden` has a row a token."""
-    from trl.kernels import ChunkedLogProbFunction, chunked_logprob
-    from trl.trainer import utils
-
-    from rloo_memory.sharing import CPU_TILE
-
-    on_cuda = chunked_logprob._use_triton(hidden.device)  # replaced above
-    width = utils._CHUNKED_LOGPROB_CHUNK_SIZE if on_cuda else CPU_TILE
-    outputs = ("log_probs", "entropy")
-    return ChunkedLogProbFunction.apply(hidden, head.weight, head.bias, ids, temperature, width, None, 1.0, outputs)[0]

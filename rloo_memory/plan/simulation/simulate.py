@@ -1,11 +1,11 @@
 """One training step on tensors without values: nothing is computed, no memory is allocated, and every byte is counted.
 
-The model is built from its config. What runs is the model's own code and the fork's: its fused LM head, its passes of
-shared prompts or within a token budget, its generation with a shared cache. The trainer's steps around them are
-re-enacted here: which model is called, with which shapes, with or without gradients, in which order; a test compares
-that with real trainings. What the trainer repeats with the same shapes, the micro-batches of an update and the tokens
-of a completion, is done once; decoding with the cache at its largest. What cannot run so is in
-`rloo_memory.plan.simulation.replaced`.
+The model is built from its config. What runs is the model's own code and that of `rloo_memory.prefix_sharing`: its
+passes of shared prompts or within a token budget, its generation with a shared cache. The trainer's steps around them
+are re-enacted here: which model is called, with which shapes, with or without gradients, in which order; a test
+compares that with real trainings. So are TRL's LM heads, in `rloo_memory.plan.simulation.heads`. What the trainer
+repeats with the same shapes, the micro-batches of an update and the tokens of a completion, is done once; decoding
+with the cache at its largest. What cannot run so is in `rloo_memory.plan.simulation.replaced`.
 """
 
 import contextlib
@@ -156,7 +156,7 @@ class Simulation:
             config = self.config if setup.reward_model == "policy" else named_config(setup.reward_model)
             config = copy.deepcopy(config)
             config.num_labels, config.pad_token_id = 1, 0  # TRL sets the tokenizer's padding token
-            config.use_cache = not self.setup.needs_fork  # patch 0006 switches it off
+            config.use_cache = not self.setup.needs_fork  # the launcher switches it off, TRL does not
             self.reward_model = build(setup, self.shapes, config, AutoModelForSequenceClassification).eval()
             if quantized(config, setup.device):
                 quantize(self.reward_model, setup, self.shapes)
@@ -330,7 +330,7 @@ class Simulation:
         ids = self.rows_of(rows, length)
         images = self.images.of_whole_rows(backbone, ids)
         output = backbone(input_ids=ids, attention_mask=mask, use_cache=False, **images)
-        return output.last_hidden_state[:, -setup.max_completion_length - 1 :]
+        return output.last_hidden_state[:, -setup.positions_to_score - 1 :]
 
     def log_probs(self, model, backbone) -> torch.Tensor:
         """Log-probabilities of one micro-batch, one row a token."""
@@ -340,7 +340,7 @@ class Simulation:
             with self.shapes.new(), self.memory.of_kind("logits"):
                 head, ids = model.get_output_embeddings(), self.ids(len(hidden), hidden.shape[1] - 1)
                 compute = HEADS[self.setup.lm_head]
-                return compute(hidden, head, ids, self.setup.temperature, self.setup.autocast is not None)
+                return compute(hidden, head, ids, self.setup)
 
     @contextlib.contextmanager
     def on_device(self, model, kind: str, offloaded: bool):
