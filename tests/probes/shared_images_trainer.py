@@ -180,6 +180,8 @@ def train(
         tokens_per_forward=tokens_per_forward if shared else None,
         **{"learning_rate": 1e-3, "lr_scheduler_type": "constant", **options},
     )
+    if shared:
+        run.prompt_sharing.compared = True  # whole rows beside the first batch would be encoded, too
     models = [x for x in (run.model.get_base_model() if lora else run.model, run.ref_model) if x is not None]
     encoded = [Encoded(x) for x in models]
     forwards = shared_trainer.train_counting(run)
