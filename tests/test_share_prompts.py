@@ -1,13 +1,10 @@
 """`share_prompts` on TRL as released: whole trainings, what is refused, told and left behind."""
 
-import subprocess
-import sys
-
 import pytest
+from releases import release
 
 from experiments.arms import ARMS
 from experiments.builds import build
-from experiments.config import ROOT
 
 RELEASES = ("1.14.2", "1.15.0", "1.16.0")
 # Of the whole runs in docs/prefix_sharing.md, which took the same programs with three updates each
@@ -16,20 +13,10 @@ OF_IMAGES = ("grpo internvl, two of 4",)
 
 
 @pytest.fixture(scope="session")
-def released(tmp_path_factory):
+def released():
     """The folder of a released TRL, from PyPI where it is not the one that the fork is of."""
 
-    def folder(version):
-        if version == "1.16.0":
-            return build(ARMS["stock"])
-        there = ROOT / ".build" / "released" / version
-        if not there.exists():
-            command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", there, f"trl=={version}"]
-            if subprocess.run(command, capture_output=True).returncode:
-                pytest.skip(f"trl {version} cannot be obtained here")
-        return there
-
-    return folder
+    return lambda version: build(ARMS["stock"]) if version == "1.16.0" else release(version)
 
 
 def check(runs, number):

@@ -47,7 +47,7 @@ class Setup:
     gradient_checkpointing: bool = True
     activation_offloading: bool = False
     beta: float = 0.05
-    reference_dtype: str | None = None  # None: the policy's; beside an object that TRL before 1.16 gets, float32
+    reference_dtype: str | None = None  # None: the policy's
     offload_reference: bool = False  # on the host except while it scores
     reward_model: str | None = None  # as `models.named_config` takes it, or "policy": of the policy's shape
     offload_reward: bool = False

@@ -7,21 +7,19 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from datasets import load_dataset
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3_5TextConfig, Qwen3Config
+from trl.trainer.utils import disable_dropout_in_model
 
-from .sharing_trainers import GRPOConfig, RLOOConfig
 from rloo_memory.prefix_sharing import contexts
 from rloo_memory.prefix_sharing.enabling import disable_prefix_sharing, enable_prefix_sharing
 from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
 from rloo_memory.prefix_sharing.trainer import TrainerPasses
-from trl.trainer.utils import disable_dropout_in_model
 
+from .sharing_trainers import GRPOConfig, RLOOConfig
 from .test_passes import TRAINERS, forward_whole_rows, load, make_inputs
-
-
-from peft import LoraConfig, get_peft_model
 
 MODEL_ID = "tiny-Qwen2ForCausalLM-2.5"
 NESTED_MODEL_ID = "tiny-Gemma3ForConditionalGeneration"
@@ -249,13 +247,16 @@ class TestPrefixSharingFaithful:
             config_class(**BATCH, accelerator_config={"split_batches": True}, **kwargs)
 
     @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
-    @pytest.mark.parametrize("checkpointing_kwargs, runs", [({"every_n_layers": 2}, 2), ({"offload": True}, 4)])
-    def test_layers_to_checkpoint(self, config_class, trainer_class, checkpointing_kwargs, runs):
+    @pytest.mark.parametrize("prefix_sharing, passes", [(True, 2), (False, 1)])  # of the prompt, of its completions
+    @pytest.mark.parametrize("checkpointing_kwargs, runs", [({"every_n_layers": 2}, 1), ({"offload": True}, 2)])
+    def test_layers_to_checkpoint(
+        self, config_class, trainer_class, checkpointing_kwargs, runs, prefix_sharing, passes
+    ):
         trainer = self.make_trainer(
             config_class,
             trainer_class,
             load(MODEL_ID),
-            prefix_sharing=True,
+            prefix_sharing=prefix_sharing,
             gradient_checkpointing_kwargs=checkpointing_kwargs,
         )
         calls = []
@@ -266,7 +267,7 @@ class TestPrefixSharingFaithful:
 
         trainer.model.model.layers[1].mlp.register_forward_pre_hook(count)
         trainer.train()
-        assert len(calls) == runs  # of the second layer, for the prompt and for its completions
+        assert len(calls) == runs * passes  # of the second layer
 
     @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
     @pytest.mark.parametrize("kwargs", [{}, {"prefix_sharing": True}])

@@ -143,12 +143,13 @@ class OneKernel(torch.autograd.Function):
 
 
 def selected(logits, ids):
-    """Log-probabilities of `ids` by TRL's own function, and the entropies that it logs."""
+    """Log-probabilities of `ids` by TRL's own function, and in training the entropies that it logs."""
     from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
     log_probs = selective_log_softmax(logits, ids)
-    with torch.no_grad():
-        entropy_from_logits(logits)
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            entropy_from_logits(logits)
     return log_probs
 
 
