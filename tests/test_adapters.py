@@ -67,7 +67,7 @@ def test_an_adapter_whose_model_is_not_here_is_named_with_it(tmp_path):
 
 
 @pytest.mark.torch
-def test_weights_of_mxfp4_are_unpacked_to_be_trained(shared_fork):
+def test_weights_of_mxfp4_are_unpacked_to_be_trained():
     from transformers import AutoConfig
 
     packed = AutoConfig.for_model("qwen3", quantization_config={"quant_method": "mxfp4"})

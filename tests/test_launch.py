@@ -152,7 +152,7 @@ def test_datasets_of_every_kind_are_read(tmp_path, monkeypatch):
 
 
 @pytest.mark.torch
-def test_a_reward_has_several_names(here, shared_fork):
+def test_a_reward_has_several_names(here):
     names = ["my_rewards:good", "my_rewards.good", "my_rewards.py:good", f"{here}/my_rewards.py:good"]
     asked = LaunchArguments(
         reward_funcs=[*names, "letters", *rewards.OF_TRL], reward_model_name_or_path="hub:owner/one"
@@ -211,7 +211,7 @@ def test_it_works_where_the_user_stands_and_a_signal_ends_it_in_one_line(policy,
 
 
 @pytest.mark.torch
-def test_memory_that_runs_out_is_said_in_one_line_and_recorded(here, monkeypatch, capsys, shared_fork):
+def test_memory_that_runs_out_is_said_in_one_line_and_recorded(here, monkeypatch, capsys):
     """The first update fails: the doctor can still read what is known."""
     from trl import RLOOTrainer
 

@@ -28,7 +28,7 @@ def peaks_of(setup):
 
 
 @pytest.mark.torch
-def test_adamw_that_is_not_fused_takes_a_copy_of_all_trained_weights_on_cuda(shared_fork):
+def test_adamw_that_is_not_fused_takes_a_copy_of_all_trained_weights_on_cuda():
     setup = Setup(64, max_completion_length=32, num_generations=4, per_device_train_batch_size=4, beta=0.0)
     fused, each = (peaks_of(replace(setup, optim=optim)) for optim in ("adamw_torch_fused", "adamw_torch"))
     weights = fused["load"].kinds["parameters"]
@@ -38,7 +38,7 @@ def test_adamw_that_is_not_fused_takes_a_copy_of_all_trained_weights_on_cuda(sha
 
 @pytest.mark.torch
 @pytest.mark.parametrize("bits", [16, 4])
-def test_float16_is_planned_in_float16(shared_fork, bits):
+def test_float16_is_planned_in_float16(bits):
     """Under bfloat16, sums of both are float32; that is what it takes only where both are asked for."""
     lora = {"use_peft": True, "lora_r": 8, "beta": 0.0, "max_completion_length": 32, "load_in_4bit": bits == 4}
     asked = {"half": {"dtype": "bfloat16"}, "fp16": {"dtype": "float16", "fp16": True}, "both": {"dtype": "float16"}}

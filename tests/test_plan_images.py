@@ -14,7 +14,7 @@ OPTIONS = ("--completion", 16, "--k", 4, "--prompt", 200)
 @pytest.mark.torch
 @pytest.mark.parametrize("shape", ["qwen2.5-vl-8-layers", "qwen3-vl-8-layers", "gemma-3-8-layers"])
 @pytest.mark.parametrize("sizes", [((280, 224),), ((100, 90), (203, 57)), ((57, 200),)])
-def test_images_have_the_tokens_and_the_pixels_that_a_processor_gives_them(shape, sizes, shared_fork):
+def test_images_have_the_tokens_and_the_pixels_that_a_processor_gives_them(shape, sizes):
     from trl.data_utils import prepare_multimodal_messages
 
     from experiments.workload import pictures
