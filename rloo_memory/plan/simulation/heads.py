@@ -14,7 +14,7 @@ TOKENS, WORDS = 4096, 32768  # of a tile of TRL's fused head
 def fused(hidden, head, ids, setup):
     """TRL 1.15 and newer: tiles of logits, none kept. On a CPU, `share_prompts` makes them smaller."""
     in_torch = setup.device == "cpu"
-    words = CPU_TILE if in_torch and setup.needs_fork else WORDS
+    words = CPU_TILE if in_torch and setup.uses_passes else WORDS
     hidden = hidden[:, :-1].reshape(-1, hidden.shape[-1])
     return FusedHead.apply(hidden, head.weight, head.bias, ids.reshape(-1), words, in_torch)
 
