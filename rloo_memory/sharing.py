@@ -1,7 +1,7 @@
 """Prefix sharing for a trainer of the TRL that is installed, whichever that is: `share_prompts(trainer)`.
 
-It replaces methods of one trainer and the forwards of its models, each of which calls what it replaces, by way of the
-class that this project's fork of TRL calls from within its trainers, `prefix_sharing.trainer.TrainerPasses`.
+It replaces methods of one trainer and the forwards of its models, each of which calls what it replaces, by way of
+`prefix_sharing.trainer.TrainerPasses`.
 """
 
 import copy

@@ -38,11 +38,11 @@ def test_what_python_asks_is_what_the_command_says(planner, tmp_path):
 
     args = RLOOConfig(
         output_dir=str(tmp_path), use_cpu=True, bf16=True, num_generations=4, per_device_train_batch_size=4,
-        gradient_accumulation_steps=1, max_completion_length=16, prefix_sharing=True, tokens_per_forward=2 * 17,
-        optim="adamw_torch", beta=0.05, temperature=1.0,
+        gradient_accumulation_steps=1, max_completion_length=16, optim="adamw_torch", beta=0.05, temperature=1.0,
     )  # fmt: skip
+    settings = {"dtype": "bfloat16", "prefix_sharing": True, "tokens_per_forward": 2 * 17}
     lora = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0)
-    found = ask.predict(args, models.named_config("tiny-qwen3"), 64, peft_config=lora, settings={"dtype": "bfloat16"})
+    found = ask.predict(args, models.named_config("tiny-qwen3"), 64, peft_config=lora, settings=settings)
     words = "--prompt 64 --completion 16 --k 4 --tokens-per-forward 34 --lora 4 --optim adamw_torch --arms shared"
     assert plan.main(["--model", "tiny-qwen3", *words.split(), "--json", str(tmp_path / "plan.json")]) == 0
     (command,) = json.loads((tmp_path / "plan.json").read_text())["predictions"]

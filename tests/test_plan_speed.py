@@ -40,7 +40,7 @@ def test_the_operations_of_an_update_are_those_that_a_model_needs():
     projections = hidden * size * (2 * heads + 2 * config.num_key_value_heads) + 3 * hidden * config.intermediate_size
     scores = attention_flops((rows, heads, length, size), (rows, heads, length, size), size, is_causal=True)
     matrices = 2 * rows * length * projections
-    head = 2 * rows * completion * hidden * config.vocab_size
+    head = 2 * rows * (length - 1) * hidden * config.vocab_size  # on a CPU, TRL scores prompts as well
     flops = {phase: sum(f * n for (f, _), n in work.items()) for phase, work in prediction.work.items()}
     assert flops["score"] == 2 * (layers * (matrices + scores) + head)  # the policy and the reference
     # What is computed again stops in front of a layer's last matrix, and the LM head computes its logits once more

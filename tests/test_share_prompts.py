@@ -1,29 +1,10 @@
 """`share_prompts` on TRL as released: whole trainings, what is refused, told and left behind."""
 
-import subprocess
-import sys
-
 import pytest
-
-from experiments.config import ROOT
+from releases import release
 
 OTHERS = ("1.14.2", "1.15.0")  # releases, beside the one that is installed
 OF_IMAGES = ("grpo internvl, two of 4",)
-
-
-@pytest.fixture(scope="session")
-def released(tmp_path_factory):
-    """The folder of another release of TRL, from PyPI."""
-
-    def folder(version):
-        there = ROOT / ".build" / "released" / version
-        if not there.exists():
-            command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", there, f"trl=={version}"]
-            if subprocess.run(command, capture_output=True).returncode:
-                pytest.skip(f"trl {version} cannot be obtained here")
-        return there
-
-    return folder
 
 
 def check(runs, number):
@@ -40,10 +21,10 @@ def test_trainings_are_the_same(probe):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", OTHERS)
-def test_trainings_are_the_same_on_each_release(probe, released, version):
+def test_trainings_are_the_same_on_each_release(probe, version):
     runs = ("rloo two of 4 a micro-batch, lora", "rloo qwen3.5")  # test_prefix_sharing.py has all on the installed one
-    check(probe("shared_trainer", *runs, "--released", released(version)), len(runs))
-    check(probe("shared_images_trainer", *OF_IMAGES, "--released", released(version)), len(OF_IMAGES))
+    check(probe("shared_trainer", *runs, "--released", release(version)), len(runs))
+    check(probe("shared_images_trainer", *OF_IMAGES, "--released", release(version)), len(OF_IMAGES))
 
 
 def test_what_does_not_fit_is_said_and_nothing_is_left(probe):

@@ -157,7 +157,7 @@ def measure(setup: Setup, folder: Path, tokenizer, dataset) -> tuple[dict[str, i
     if setup.offload_reference:
         keep_on_host(trainer, trainer.ref_model)
     if setup.reward_model:
-        trainer.reward_funcs[0].config.use_cache = not setup.needs_fork  # as untouched TRL leaves it
+        trainer.reward_funcs[0].config.use_cache = not setup.uses_passes  # as untouched TRL leaves it
     memory = None if setup.device == "cuda" else LiveBytes()
     with tempfile.TemporaryDirectory() as out, memory or nullcontext():
         phases = PhaseRecorder(Path(out) / "phases.csv", setup.device)

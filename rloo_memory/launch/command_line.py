@@ -5,6 +5,7 @@ import os
 
 from rloo_memory.adapters import adapter_of
 from rloo_memory.errors import ConfigError
+from rloo_memory.installed_trl import wrong_on_cpu
 from rloo_memory.settings.profiles import find_profile, load_profile, read_yaml
 
 
@@ -82,8 +83,9 @@ def wrong_here(launch, config, model) -> list[str]:
             launch.offload_reward and not launch.reward_model_name_or_path,
         "offload_reference and offload_reward move whole models, and FSDP shards them: use fsdp2_offload.yaml instead":
             sharded and (launch.offload_reference or launch.offload_reward),
+        wrong_on_cpu(): config.use_cpu,
     }  # fmt: skip
-    return [problem for problem, applies in reasons.items() if applies]
+    return [problem for problem, applies in reasons.items() if problem and applies]
 
 
 def no_gpu() -> bool:

@@ -111,7 +111,7 @@ def timed_predictions(predictions: list[Prediction], completion_mean: int | None
     setups = {
         p.arm: replace(p.setup, max_completion_length=completion_mean, padded_to=p.setup.max_completion_length)
         for p in predictions
-        if p.setup.needs_fork
+        if p.setup.uses_passes
     }
     packed = {p.arm: p for p in predict_all(setups, hf_config, say)} if setups else {}
     return [packed.get(p.arm, p) for p in predictions]

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rloo_memory.errors import EXIT_USAGE, ConfigError, exit_code
-from rloo_memory.installed_trl import need_trl
+from rloo_memory.installed_trl import need_trl, trl_version
 from rloo_memory.plan.peaks import PredictedPeak, Prediction
 
 # What a process that starts under `accelerate launch` or torchrun would take for a place in their group
@@ -92,6 +92,8 @@ def predict(
     if hasattr(model, "dtype") and hasattr(model, "config"):  # `model_init_kwargs` are for the reference alone
         if asked["settings"].get("dtype") not in (None, "auto"):
             where.setdefault("reference_dtype", asked["settings"]["dtype"])
+        elif trl_version() < (1, 16):
+            where.setdefault("reference_dtype", "float32")
         asked["settings"]["dtype"] = str(model.dtype).removeprefix("torch.")
     result = in_its_own_process(asked)
     said = result.stderr.strip().splitlines()

@@ -5,8 +5,8 @@
 
 RUN_DIR holds what `rloo_memory.hooks.memory_callback.MemoryCallback` or `experiments.train` wrote. First each change
 alone, in order of effect. Then the changes that are needed, those that train the same before those that do not,
-without those that later ones made unnecessary. They go into a YAML file, for TRL's own parser and for
-`rloo-memory launch`: your settings (those of the run, of --profile or of the options), changed by nothing else.
+without those that later ones made unnecessary. They go into a YAML file for `rloo-memory launch`:
+your settings (those of the run, of --profile or of the options), changed by nothing else.
 """
 
 import argparse

@@ -107,7 +107,7 @@ class RolloutImages:
         self.pixel_values = before
 
     def number_of_each(self, rows: int) -> list[int] | None:
-        """Images of each of so many rows, as the fork asks for it."""
+        """Images of each of so many rows, as `prefix_sharing` asks for it."""
         return [len(self.of_prompt.lengths)] * rows if self else None
 
     def among(self, ids):

@@ -12,7 +12,7 @@ from rloo_memory.sizes import GIB
 # Arms with TRL's LM heads of other days, and which one (`rloo_memory.plan.simulation.heads`)
 OLDER = {"stock-1.9": "full_logits_in_place", "stock-1.13": "full_logits", "stock-1.14": "full_logits_in_a_kernel"}
 # The arms of `experiments.arms.ARMS` that the planner knows, and those that are the planner's alone: `OLDER`, and
-# `stock-tokens`, the fork's token budget without sharing
+# `stock-tokens`, a token budget without sharing
 ARM_NAMES = (*OLDER, "stock", "stock-accumulate", "stock-tokens", "shared")
 LARGEST = {"k": "num_generations", "prompt": "prompt_tokens", "completion": "max_completion_length"}
 # Bytes of state a trained weight, by `optim`; None runs torch's own AdamW. 8 bits: one byte for each of two moments
@@ -47,7 +47,7 @@ class Setup:
     gradient_checkpointing: bool = True
     activation_offloading: bool = False
     beta: float = 0.05
-    reference_dtype: str | None = None  # None: the policy's; beside an object that TRL before 1.16 gets, float32
+    reference_dtype: str | None = None  # None: the policy's
     offload_reference: bool = False  # on the host except while it scores
     reward_model: str | None = None  # as `models.named_config` takes it, or "policy": of the policy's shape
     offload_reward: bool = False
@@ -167,7 +167,7 @@ class Setup:
         return not self.lora_rank and self.dtype != "float32" and not self.keeps_float32
 
     @property
-    def needs_fork(self) -> bool:
+    def uses_passes(self) -> bool:
         return self.prefix_sharing or self.shares_generation or self.tokens_per_forward is not None
 
     @property

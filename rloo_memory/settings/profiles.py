@@ -1,4 +1,4 @@
-"""Training profiles: YAML files in `rloo_memory/settings/profiles` that TRL's own scripts and parser read."""
+"""Training profiles: YAML files in `rloo_memory/settings/profiles`, of TRL's settings and the launcher's."""
 
 import difflib
 from pathlib import Path
@@ -87,7 +87,7 @@ def zero_from(path: Path, deepspeed: dict) -> dict:
 
 
 def dump_profile(path: Path, settings: dict, comments: list[str]) -> None:
-    """Write a profile that `load_profile` and TRL's parser read. Raises `ConfigError` where it cannot be written."""
+    """Write a profile that `load_profile` reads. Raises `ConfigError` where it cannot be written."""
     text = "".join(f"# {line}\n" for line in comments) + yaml.safe_dump(settings, sort_keys=False)
     try:
         path.write_text(text)

@@ -247,13 +247,16 @@ class TestPrefixSharingFaithful:
             config_class(**BATCH, accelerator_config={"split_batches": True}, **kwargs)
 
     @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
-    @pytest.mark.parametrize("checkpointing_kwargs, runs", [({"every_n_layers": 2}, 2), ({"offload": True}, 4)])
-    def test_layers_to_checkpoint(self, config_class, trainer_class, checkpointing_kwargs, runs):
+    @pytest.mark.parametrize("prefix_sharing, passes", [(True, 2), (False, 1)])  # of the prompt, of its completions
+    @pytest.mark.parametrize("checkpointing_kwargs, runs", [({"every_n_layers": 2}, 1), ({"offload": True}, 2)])
+    def test_layers_to_checkpoint(
+        self, config_class, trainer_class, checkpointing_kwargs, runs, prefix_sharing, passes
+    ):
         trainer = self.make_trainer(
             config_class,
             trainer_class,
             load(MODEL_ID),
-            prefix_sharing=True,
+            prefix_sharing=prefix_sharing,
             gradient_checkpointing_kwargs=checkpointing_kwargs,
         )
         calls = []
@@ -264,7 +267,7 @@ class TestPrefixSharingFaithful:
 
         trainer.model.model.layers[1].mlp.register_forward_pre_hook(count)
         trainer.train()
-        assert len(calls) == runs  # of the second layer, for the prompt and for its completions
+        assert len(calls) == runs * passes  # of the second layer
 
     @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
     @pytest.mark.parametrize("kwargs", [{}, {"prefix_sharing": True}])

@@ -74,6 +74,12 @@ class TestPrefixSharingOffloading:
     @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
     def test_train(self, config_class, trainer_class, kwargs, passes, prompts):
         dataset = load_dataset("zen", "standard_prompt_only", split="train")
+        managers = []
+
+        def make(model):
+            managers.append(offload_on_cpu(model))
+            return managers[-1]
+
         for activation_offloading in (False, True):
             training_args = config_class(
                 output_dir=self.tmp_dir,
@@ -85,7 +91,7 @@ class TestPrefixSharingOffloading:
                 report_to="none",
                 **kwargs,
             )
-            with patch("trl.models.get_act_offloading_ctx_manager", offload_on_cpu):
+            with patch("trl.models.get_act_offloading_ctx_manager", make):
                 trainer = trainer_class(
                     model=MODEL_ID,
                     reward_funcs="tiny-Qwen2ForSequenceClassification-2.5",
@@ -96,3 +102,5 @@ class TestPrefixSharingOffloading:
             trainer.train()
             whole = 0 if activation_offloading else passes - 1
             assert len(counts) == 2 * (prompts + passes) + whole
+            assert len(managers) == activation_offloading
+            assert not any(manager.tracker or manager.storage_to_tensor_id for manager in managers)  # behind a step

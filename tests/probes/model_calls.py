@@ -89,7 +89,7 @@ def simulated(setup: Setup, hf_config) -> list:
 def trained(setup: Setup, folder: Path, tokenizer, prompts) -> list:
     trainer = build_trainer(setup, folder, tokenizer, text_dataset(prompts))
     trainer.args.max_steps = 1
-    if setup.needs_fork:
+    if setup.uses_passes:
         trainer.prompt_sharing.compared = True  # the first batch is scored whole, too
     policy = trainer.model.get_base_model() if setup.lora_rank else trainer.model
     calls = Calls()

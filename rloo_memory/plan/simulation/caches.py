@@ -19,13 +19,13 @@ def grow(cache: Cache, steps: int, event) -> None:
 
 
 def attending(cache: Cache) -> list[tuple[int, object]]:
-    """Index and layer of the fork's cache for those that attend: others keep a state alone."""
+    """Index and layer of `prefix_sharing`'s cache for those that attend: others keep a state alone."""
     return [(i, layer) for i, layer in enumerate(cache.layers) if hasattr(layer, "make_room")]
 
 
 def grow_shared(cache: Cache, prefix: int, steps: int, window_of, event) -> None:
-    """The fork's own, behind prefixes of `prefix` columns, to `steps` tokens less the one that comes. `window_of` says
-    how many tokens a layer sees, None for all."""
+    """That of `prefix_sharing`, behind prefixes of `prefix` columns, to `steps` tokens less the one that comes.
+    `window_of` says how many tokens a layer sees, None for all."""
     for i, layer in attending(cache):
         window = window_of(i)
         while layer.num_steps < steps - 1:

@@ -14,7 +14,7 @@ TOKENS, WORDS = 4096, 32768  # of a tile of TRL's fused head
 def fused(hidden, head, ids, setup):
     """TRL 1.15 and newer: tiles of logits, none kept. On a CPU, `share_prompts` makes them smaller."""
     in_torch = setup.device == "cpu"
-    words = CPU_TILE if in_torch and setup.needs_fork else WORDS
+    words = CPU_TILE if in_torch and setup.uses_passes else WORDS
     hidden = hidden[:, :-1].reshape(-1, hidden.shape[-1])
     return FusedHead.apply(hidden, head.weight, head.bias, ids.reshape(-1), words, in_torch)
 
@@ -143,12 +143,13 @@ class OneKernel(torch.autograd.Function):
 
 
 def selected(logits, ids):
-    """Log-probabilities of `ids` by TRL's own function, and the entropies that it logs."""
+    """Log-probabilities of `ids` by TRL's own function, and in training the entropies that it logs."""
     from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
     log_probs = selective_log_softmax(logits, ids)
-    with torch.no_grad():
-        entropy_from_logits(logits)
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            entropy_from_logits(logits)
     return log_probs
 
 

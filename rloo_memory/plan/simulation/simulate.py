@@ -156,7 +156,7 @@ class Simulation:
             config = self.config if setup.reward_model == "policy" else named_config(setup.reward_model)
             config = copy.deepcopy(config)
             config.num_labels, config.pad_token_id = 1, 0  # TRL sets the tokenizer's padding token
-            config.use_cache = not self.setup.needs_fork  # the launcher switches it off, TRL does not
+            config.use_cache = not self.setup.uses_passes  # the launcher switches it off, TRL does not
             self.reward_model = build(setup, self.shapes, config, AutoModelForSequenceClassification).eval()
             if quantized(config, setup.device):
                 quantize(self.reward_model, setup, self.shapes)
@@ -227,7 +227,7 @@ class Simulation:
         return self.images.among(torch.ones(rows, columns, dtype=torch.long))
 
     def groups_of(self, rows: int, columns: int) -> torch.Tensor:
-        """The same for the fork, which compares them: the rows of a group are alike, no others."""
+        """The same for `prefix_sharing`, which compares them: the rows of a group are alike, no others."""
         groups = torch.arange(rows).div(self.setup.num_generations, rounding_mode="floor")
         return self.images.among(groups[:, None].repeat(1, columns))
 
@@ -254,8 +254,8 @@ class Simulation:
         self.decode(self.ids(rows, 1), past_key_values=cache)
 
     def generate_shared(self) -> None:
-        """The same with the fork's own generation: each prompt once, then the last token with a cache that has room
-        for all that came before."""
+        """The same with shared prompts: each once, then the last token with a cache that has room for all that came
+        before."""
         from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
 
         setup = self.setup
@@ -273,7 +273,7 @@ class Simulation:
             )
 
     def last_shared_token(self, past_key_values, **kwargs) -> None:
-        """In place of transformers' `generate`, which the fork calls with its own cache."""
+        """In place of transformers' `generate`, which is called with a cache of shared prompts."""
         setup, cache = self.setup, past_key_values
         rows, prefix = setup.generation_rows, setup.prompt_tokens - 1
         steps = max(setup.max_completion_length - 2, 1)
@@ -300,8 +300,7 @@ class Simulation:
         return config.sliding_window if types[layer_idx] == "sliding_attention" else None
 
     def generating(self):
-        """PEFT's `generate`, and the fork's, call the model inside, past the forward that accelerate wraps in
-        autocast."""
+        """PEFT's `generate` calls the model inside, past the forward that accelerate wraps in autocast."""
         return contextlib.nullcontext() if self.setup.lora_rank else self.autocast()
 
     def decode(self, input_ids: torch.Tensor, **kwargs) -> None:
@@ -319,7 +318,7 @@ class Simulation:
         """Hidden states of what is scored and one behind it, of shape (rows, positions, hidden)."""
         setup, rows = self.setup, self.setup.per_device_train_batch_size
         length = setup.prompt_tokens + setup.max_completion_length
-        if setup.needs_fork:
+        if setup.uses_passes:
             if not torch.is_grad_enabled():
                 rows = setup.rows_to_score
             input_ids, mask = self.groups_of(rows, length), torch.ones(rows, length, dtype=torch.long)
