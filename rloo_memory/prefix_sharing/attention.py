@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 from .passes import to_device
 
 
-# Beside scale and dropout, what changes attention, or what `sdpa` refuses
-_OTHER_ARGUMENTS = ("softcap", "s_aux", "position_bias", "cache")
+# Beside scale, sink and dropout, what changes attention, or what `sdpa` refuses
+_OTHER_ARGUMENTS = ("softcap", "position_bias", "cache")
 
 # FlashAttention-2 has no kernel for larger heads
 _MAX_HEAD_SIZE_ON_CUDA = 256
@@ -160,6 +160,8 @@ class SharedPrefixAttention(torch.autograd.Function):
     Softmax over all keys is a weighted mean of the softmax over each part, and the weights come from the log-sum-exps.
     The backward of each kernel is exact when it is given the output and the log-sum-exp of all: with them, it finds the
     probabilities and their mean gradient as they are in the softmax over all keys.
+
+    A sink of a head takes its part of the softmax, too: it is a key of that score, and of value 0.
     """
 
     @staticmethod
@@ -170,6 +172,7 @@ class SharedPrefixAttention(torch.autograd.Function):
         value: torch.Tensor,
         runs: Runs,
         scale: float | None,
+        sink: torch.Tensor | None,
         *prefix: torch.Tensor,
     ) -> torch.Tensor:
         output, lse = _forward(query, key, value, runs, scale)
@@ -180,14 +183,17 @@ class SharedPrefixAttention(torch.autograd.Function):
             weight = torch.sigmoid(prefix_lse - lse)[..., None]
             output = torch.lerp(output.to(lse.dtype), prefix_output.to(lse.dtype), weight).to(query.dtype)
             lse = torch.logaddexp(lse, prefix_lse)
-        ctx.save_for_backward(output, lse, query, key, value, *prefix)
+        if sink is not None:
+            scores = sink.to(lse.dtype)[:, None]
+            output, lse = beside_sink(output, lse, scores), torch.logaddexp(lse, scores)
+        ctx.save_for_backward(output, lse, query, key, value, sink, *prefix)
         ctx.runs, ctx.scale = runs, scale
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        output, lse, query, key, value, *prefix = ctx.saved_tensors
+        output, lse, query, key, value, sink, *prefix = ctx.saved_tensors
         of_query, *grads = _backward(grad, query, key, value, output, lse, ctx.runs, ctx.scale)
         prefix_grads = []
         for prefix_key, prefix_value in _pairs(prefix):
@@ -197,7 +203,16 @@ class SharedPrefixAttention(torch.autograd.Function):
             more, *of_part = _backward(grad, query, prefix_key, prefix_value, output, lse, None, ctx.scale)
             of_query = of_query + more
             prefix_grads += of_part
-        return of_query, *grads, None, None, *prefix_grads
+        of_sink = None
+        if sink is not None:
+            probability = torch.exp(sink.to(lse.dtype)[:, None] - lse)
+            of_sink = -(probability * (grad.to(lse.dtype) * output).sum(-1)).sum((0, 2)).to(sink.dtype)
+        return of_query, *grads, None, None, of_sink, *prefix_grads
+
+
+def beside_sink(output: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
+    """Attention to keys and a sink, a key of score `sink` and value 0, from output and log-sum-exp without it."""
+    return output * torch.sigmoid(lse - sink)[..., None].to(output.dtype)
 
 
 def _pairs(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -260,11 +275,12 @@ def shared_prefix_attention(
     prefix: list[tuple[torch.Tensor, torch.Tensor]],
     runs: Runs,
     scale: float | None,
+    sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     [`SharedPrefixAttention`] in the dtype that `sdpa` computes in, of queries of a pass of shape `(1, H, T, D)` to its
     keys and values `(1, H / G, T, D)` and those of each part of the prefix `(1, H / G, S, D)`. The heads of values may
-    be smaller than those of keys. The output has shape `(1, T, H, D)`.
+    be smaller than those of keys. A sink has a score for each head, `(H,)`. The output has shape `(1, T, H, D)`.
     """
     dtype, head_size, value_size = _compute_dtype(value), key.shape[-1], value.shape[-1]
     padding = (0, head_size - value_size)
@@ -274,5 +290,5 @@ def shared_prefix_attention(
 
     parts = [x for part_key, part_value in prefix for x in (part_key, padded(part_value))]
     query, key, value, *parts = (x.to(dtype) for x in (query, key, padded(value), *parts))
-    output = SharedPrefixAttention.apply(query, key, value, runs, scale, *parts)
+    output = SharedPrefixAttention.apply(query, key, value, runs, scale, sink, *parts)
     return output[..., :value_size].transpose(1, 2).contiguous()

@@ -1,4 +1,3 @@
-
 from contextlib import contextmanager
 from functools import partial
 from unittest.mock import patch
@@ -9,17 +8,17 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+from transformers.models.gemma2 import modeling_gemma2 as gemma2
 
-from rloo_memory.prefix_sharing import contexts
+from rloo_memory.prefix_sharing import routing
 from rloo_memory.prefix_sharing.attention import Runs, attention_with_lse, shared_prefix_attention
-from rloo_memory.prefix_sharing.contexts import ReadPrefix
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.memory import SharedPrefix
+from rloo_memory.prefix_sharing.routing import Attention, ReadPrefix
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
 
 from .test_passes import load, make_batch
-
 
 MODEL_ID = "tiny-Qwen2ForCausalLM-2.5"
 # Heads, key heads, head size, head size of values, prefix tokens, tokens of each completion
@@ -158,11 +157,11 @@ class TestSharedPrefixAttention:
 def layers_without_a_mask():
     """Indices of the layers in which completions attend to a prompt without a mask while it is open."""
     attending, layers = [], set()
-    attend, attend_without = ReadPrefix.attend, contexts.shared_prefix_attention
+    attend, attend_without = ReadPrefix.attend, routing.shared_prefix_attention
 
-    def enter(self, base, module, *args, **kwargs):
+    def enter(self, own, module, *args, **kwargs):
         attending.append(module.layer_idx)
-        return attend(self, base, module, *args, **kwargs)
+        return attend(self, own, module, *args, **kwargs)
 
     def without(*args):
         layers.add(attending[-1])
@@ -170,7 +169,7 @@ def layers_without_a_mask():
 
     with (
         patch.object(ReadPrefix, "attend", enter),
-        patch.object(contexts, "shared_prefix_attention", without),
+        patch.object(routing, "shared_prefix_attention", without),
     ):
         yield layers
 
@@ -206,15 +205,16 @@ class TestMasks:
         context = self.context(7, SHAPES["ragged"][-1])
         query, key, value, *prefix = make_tensors("ragged", torch.float64)
         context.prefix.write_attention(0, *prefix)
-        tensors = (nn.Module(), query, key, value, context.no_mask)
-        tensors[0].layer_idx = 0
+        layer = nn.Module()
+        layer.layer_idx, layer.num_key_value_groups = 0, 2
+        own = Attention(gemma2.eager_attention_forward, gemma2.eager_attention_forward)
+        assert context.mask(causal_mask_function, None, allow_is_causal_skip=True, use_vmap=False) is None
+        tensors = (layer, query, key, value, None)
         with layers_without_a_mask() as layers:
-            expected, _ = context.attend("sdpa", *tensors, scaling=0.3, dropout=0.0, softcap=None)
+            expected, _ = context.attend(own, *tensors, scaling=0.3, dropout=0.0, softcap=None)
         assert layers == {0}
         with layers_without_a_mask() as layers:
-            output, _ = context.attend(
-                "sdpa", *tensors, scaling=0.3, s_aux=torch.ones(4)
-            )  # which `sdpa` does not read
+            output, _ = context.attend(own, *tensors, scaling=0.3, softcap=1e9)  # which changes nothing
         assert layers == set()
         torch.testing.assert_close(output, expected)
 
@@ -281,15 +281,6 @@ class TestMasks:
         with layers_without_a_mask() as layers:
             SharedPrefixPasses(prompt_length).forward(model.model, input_ids, attention_mask)
         assert layers == without
-
-    def test_eager_attention_has_a_mask(self):
-        model = load(MODEL_ID)
-        model.set_attn_implementation("eager")
-        enable_prefix_sharing(model)
-        input_ids, attention_mask, prompt_length = make_batch()
-        with layers_without_a_mask() as layers:
-            SharedPrefixPasses(prompt_length).forward(model.model, input_ids, attention_mask)
-        assert layers == set()
 
     def test_whole_rows_of_equal_length_have_no_mask(self):
         model = load(MODEL_ID)
