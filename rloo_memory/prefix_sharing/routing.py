@@ -214,9 +214,9 @@ class ReadPrefix:
             window = layer_window(module, self.windows, kwargs)
             if window is not None and self.prefix.size + max(self.runs.lengths) <= window:
                 window = None  # it holds all that is behind a token
-            if window is None and is_plain(kwargs) and kernels_take(key, value):
-                sink = kwargs.get("s_aux")
-                return shared_prefix_attention(query, key, value, prefix, self.runs, kwargs.get("scaling"), sink), None
+            if is_plain(kwargs) and kernels_take(key, value):
+                scale, sink = kwargs.get("scaling"), kwargs.get("s_aux")
+                return shared_prefix_attention(query, key, value, prefix, self.runs, scale, sink, window), None
             attention_mask = self._causal_mask(window)
         return self._attend_with_mask(own, module, query, key, value, prefix, attention_mask, **kwargs), None
 

@@ -47,7 +47,7 @@ def make_tensors(shape, dtype, device="cpu"):
     return [x[None].to(device, dtype).requires_grad_() for x in tensors]
 
 
-def whole_sequences(query, key, value, prefix_key, prefix_value, lengths, scale):
+def whole_sequences(query, key, value, prefix_key, prefix_value, lengths, scale, sink=None, window=None):
     # Each completion behind a prefix of its own, with its own heads, in all the numbers that the mask leaves
     outputs, start, prefix_length = [], 0, prefix_key.shape[2]
     for length in lengths:
@@ -57,8 +57,12 @@ def whole_sequences(query, key, value, prefix_key, prefix_value, lengths, scale)
         values = torch.cat([prefix_value, value[:, :, tokens]], dim=2)
         values = values.repeat_interleave(query.shape[1] // key.shape[1], 1)
         mask = torch.ones(length, prefix_length + length, dtype=torch.bool, device=key.device).tril(prefix_length)
+        if window is not None:
+            mask = mask.triu(prefix_length - window + 1)
         scores = (query[:, :, tokens] @ keys.transpose(-1, -2) * scale).masked_fill(~mask, -torch.inf)
-        outputs.append(scores.softmax(-1) @ values)
+        if sink is not None:
+            scores = torch.cat([scores, sink[None, :, None, None].expand(1, -1, length, 1)], dim=-1)
+        outputs.append(scores.softmax(-1)[..., : keys.shape[2]] @ values)
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
@@ -90,9 +94,9 @@ class Operators(TorchDispatchMode):
         return [call for call in self.calls if word in call[0]]
 
 
-def attend(query, key, value, prefix_key, prefix_value, runs, scale, num_parts=1):
+def attend(query, key, value, prefix_key, prefix_value, runs, scale, num_parts=1, **more):
     prefix = zip(prefix_key.tensor_split(num_parts, 2), prefix_value.tensor_split(num_parts, 2), strict=True)
-    return shared_prefix_attention(query, key, value, list(prefix), runs, scale)
+    return shared_prefix_attention(query, key, value, list(prefix), runs, scale, **more)
 
 
 class TestSharedPrefixAttention:
@@ -103,6 +107,22 @@ class TestSharedPrefixAttention:
         got = outputs_and_gradients(partial(attend, num_parts=num_parts), tensors, Runs.of(lengths, "cpu"))
         expected = outputs_and_gradients(whole_sequences, tensors, lengths)
         assert max(errors(got, expected)) < 1e-13
+
+    # Longer than everything, than a completion, than a prefix of 7 or 9 tokens, and than none of them
+    @pytest.mark.parametrize("window", [None, 1000, 64, 8, 3, 1])
+    @pytest.mark.parametrize("num_parts", [1, 3])
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_sinks_and_windows(self, shape, num_parts, window):
+        tensors, lengths = make_tensors(shape, torch.float64), SHAPES[shape][-1]
+        sink = torch.linspace(-1, 2, tensors[0].shape[1], dtype=torch.float64, requires_grad=True)
+        results = []
+        for function, of in (
+            (partial(attend, num_parts=num_parts), Runs.of(lengths, "cpu")),
+            (whole_sequences, lengths),
+        ):
+            output = function(*tensors, of, 0.3, sink=sink, window=window)
+            results.append((output, *torch.autograd.grad(output.sin().sum(), (*tensors, sink))))
+        assert max(errors(*results)) < 1e-13
 
     # Rounding of numbers with 24 and 8 bits, of two outputs and their mean. Whole sequences round the probabilities, too
     @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
@@ -262,8 +282,8 @@ class TestMasks:
         # A key and a value of each layer and prompt, copied by each pass, and added
         assert len(added) == 2 * config.num_hidden_layers * 2 * max(0, 2 * num_passes - 1)
 
-    @pytest.mark.parametrize("window, without", [(6, {1}), (12, {1}), (18, {0, 1, 2})])
-    def test_layers_have_a_mask_where_their_window_is_shorter_than_a_row(self, window, without):
+    @pytest.mark.parametrize("window", [6, 12, 18])
+    def test_layers_with_a_window_copy_no_prefix(self, window):
         config = Gemma3TextConfig(
             vocab_size=128,
             hidden_size=16,
@@ -280,7 +300,18 @@ class TestMasks:
         input_ids, attention_mask, prompt_length = make_batch()
         with layers_without_a_mask() as layers:
             SharedPrefixPasses(prompt_length).forward(model.model, input_ids, attention_mask)
-        assert layers == without
+        assert layers == {0, 1, 2}
+
+    def test_what_a_window_costs_does_not_grow_with_prefix_and_completion(self):
+        scores = []
+        for num_prefix_tokens, length in ((100, 200), (1000, 200), (100, 400)):
+            query, key, value = (torch.randn(1, 2, length, 8) for _ in range(3))
+            prefix = [torch.randn(1, 2, num_prefix_tokens, 8) for _ in range(2)]
+            with Operators() as operators:
+                shared_prefix_attention(query, key, value, [prefix], Runs.of([length], "cpu"), None, window=20)
+            calls = [args for _, args, _ in operators.named("flash")]
+            scores.append(sum(args[0].shape[2] * args[1].shape[2] for args in calls))
+        assert scores[0] == scores[1] < scores[2] < 2.2 * scores[0]
 
     def test_whole_rows_of_equal_length_have_no_mask(self):
         model = load(MODEL_ID)
