@@ -77,13 +77,13 @@ from unittest import mock
 
 model_families.load()
 from rloo_memory.prefix_sharing import cache as prefix_cache
-from rloo_memory.prefix_sharing import contexts
+from rloo_memory.prefix_sharing import routing
 
-append, allowed = prefix_cache._SharedPrefixLayer.append, contexts.ReadPrefix.allowed
-ignore_windows = lambda self, *args: allowed(self, lambda batch, head, q, k: k <= q)
+append = prefix_cache._SharedPrefixLayer.append
+ignore_windows = lambda *args: None
 lose_generated_values = lambda self, key, value: append(self, key, 0 * value)
 for owner, name, broken in (
-    (contexts.ReadPrefix, "allowed", ignore_windows),
+    (routing, "layer_window", ignore_windows),
     (prefix_cache._SharedPrefixLayer, "append", lose_generated_values),
 ):
     with mock.patch.object(owner, name, broken):

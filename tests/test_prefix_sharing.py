@@ -14,7 +14,7 @@ ILL_CONDITIONED = {"float32": ("gemma4-layer-embeddings",), "float64": ()}
 
 # By kind of model: how many are tried in float64, and how many in other precisions
 NUMBERS = {"attention": (34, 10), "states": (12, 6)}
-UNMERGED = {"gemma2-window-softcap", "gpt-oss-sinks", "deepseek-latents", "phi3-longrope", "kimi-linear"}
+UNMERGED = {"gemma2-window-softcap", "deepseek-latents", "phi3-longrope", "kimi-linear"}
 of_each_kind = pytest.mark.parametrize("kind", NUMBERS)
 
 
@@ -56,7 +56,7 @@ def test_every_architecture_decodes_with_no_more_error_than_whole_sequences(prob
 @of_each_kind
 def test_every_architecture_decodes_what_whole_sequences_do(probe, kind):
     """Logits in float64, far behind the prompts and past the windows. Attention is merged except where the model's own
-    has soft-capping or sinks, where keys and values have other sizes, and where prompts are not shared (longrope)."""
+    has soft-capping, where keys and values have other sizes, and where prompts are not shared (longrope)."""
     result = probe("shared_decoding", kind, "float64")["float64"]
     assert len(result) == NUMBERS[kind][0]
     assert {name: errors for name, errors in result.items() if errors["shared"] > 1e-10} == {}

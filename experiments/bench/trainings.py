@@ -237,12 +237,12 @@ def switches(way: str):
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     from rloo_memory.prefix_sharing import cache as prefix_cache
-    from rloo_memory.prefix_sharing import contexts
+    from rloo_memory.prefix_sharing import routing
 
     names = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
     with contextlib.ExitStack() as stack:
         if way == "stock-cudnn":
             stack.enter_context(sdpa_kernel([getattr(SDPBackend, name) for name in names], set_priority=True))
-        for module in (contexts, prefix_cache) if way.endswith("-mask") else ():
+        for module in (routing, prefix_cache) if way.endswith("-mask") else ():
             stack.enter_context(mock.patch.object(module, "kernels_take", lambda key, value: False))
         yield

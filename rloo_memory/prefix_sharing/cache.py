@@ -8,10 +8,11 @@ Shape suffixes: B rows, S prefix tokens, N rows that share a prompt, R prompts t
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+from transformers.masking_utils import sdpa_mask
 
-from .attention import attention_with_lse, is_plain, kernels_take
-from .contexts import as_base_mask, masked_attention
+from .attention import attention_with_lse, beside_sink, is_plain, kernels_take
 from .memory import SharedPrefix
+from .routing import Attention, layer_window
 from .states import fork_states
 
 
@@ -140,7 +141,7 @@ class _SharedPrefixLayer(CacheLayerMixin):
         visible = max(0, self.window - self.num_steps)
         return [tuple(x[:, :, max(0, x.shape[2] - visible) :] for x in prefix) for prefix in self.prefixes]
 
-    def attend(self, query: torch.Tensor, scale: float | None) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, scale: float | None, sink: torch.Tensor | None = None) -> torch.Tensor:
         """
         Attention of the last token of each row.
 
@@ -149,6 +150,8 @@ class _SharedPrefixLayer(CacheLayerMixin):
                 Its queries.
             scale (`float`, *optional*):
                 Factor of the scores.
+            sink (`torch.Tensor` of shape `(num_heads,)`, *optional*):
+                Score of each head's sink.
 
         Returns:
             `torch.Tensor` of shape `(B, 1, num_heads, D)`: Output.
@@ -159,11 +162,16 @@ class _SharedPrefixLayer(CacheLayerMixin):
         if self.window is None or self.window > self.num_steps:
             prefix_output, prefix_lse = self._attend_to_prefixes(queries, scale)
             output = _merge(output, lse, prefix_output, prefix_lse)
-            if self.start is not None:
-                lse = lse.logaddexp(prefix_lse).index_select(0, self.places)
+            if self.start is not None or sink is not None:
+                lse = lse.logaddexp(prefix_lse)
         output = output.index_select(0, self.places)
+        if self.start is not None or sink is not None:
+            lse = lse.index_select(0, self.places)
         if self.start is not None:
-            output = _merge(output, lse, *self._attend_to_start(query, scale))
+            start_output, start_lse = self._attend_to_start(query, scale)
+            output, lse = _merge(output, lse, start_output, start_lse), lse.logaddexp(start_lse)
+        if sink is not None:
+            output = beside_sink(output, lse, sink.view(self.num_heads, 1, -1).repeat(len(query), 1, 1))
         return output.view(len(query), 1, -1, head_size)
 
     def _attend_to_start(self, query: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,6 +244,7 @@ class SharedPrefixCache(Cache):
             layers.append(self._layer(layer_idx, prefixes) if source == layer_idx else layers[source])
         super().__init__(layers=layers)
         self._masks = {}
+        self._windows: set[int | None] = set()  # of the causal masks that the model asked for
 
     def _layer(self, layer_idx: int, prefixes: list[SharedPrefix]):
         number_of_states = len({state_idx for _, _, state_idx in prefixes[0].states_of(layer_idx)})
@@ -254,41 +263,48 @@ class SharedPrefixCache(Cache):
             fork_states(layer, layer_idx, prefixes, self.groups)
         return layer
 
-    def attend(self, base, module, query, key, value, attention_mask, **kwargs):
+    def mask(self, local_size, allow_is_causal_skip, **kwargs) -> torch.Tensor | None:
+        """Mask of layers as a model asks for it. None where a token sees all that is behind it, or a window."""
+        if not allow_is_causal_skip:
+            return sdpa_mask(local_size=local_size, allow_is_causal_skip=False, **kwargs)
+        self._windows.add(local_size)
+        return None
+
+    def attend(self, own: Attention, module, query, key, value, attention_mask, **kwargs):
         layer = self.layers[module.layer_idx]
-        if base == "sdpa" and torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
+        if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
             # As autocast does for attention, here once for each key
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        if attention_mask is not None and attention_mask.shape[2] == 0:
-            if layer.window is None:
-                layer.see(attention_mask.shape[3])
-            attention_mask = None
+        if attention_mask is None and layer.window is None:
+            window = layer_window(module, self._windows, kwargs)
+            if window is not None and window <= layer.get_seq_length():
+                layer.see(window)
         if self.sources[module.layer_idx] == module.layer_idx:
             layer.append(key, value)
         if layer.is_merged is None:
-            layer.is_merged = base == "sdpa" and self._kernel_takes(layer, query, kwargs)
+            layer.is_merged = self._kernel_takes(layer, query, kwargs)
         if layer.is_merged and attention_mask is None:
-            return layer.attend(query, kwargs.get("scaling")), None
-        return self._attend_behind_copies(base, module, query, layer, attention_mask, **kwargs), None
+            return layer.attend(query, kwargs.get("scaling"), kwargs.get("s_aux")), None
+        return self._attend_behind_copies(own, module, query, layer, attention_mask, **kwargs), None
 
     def _kernel_takes(self, layer: _SharedPrefixLayer, query: torch.Tensor, kwargs: dict) -> bool:
         head_size = query.shape[-1]
         alike = all(x.shape[-1] == head_size and x.dtype == query.dtype for x in layer.own)
         return alike and is_plain(kwargs) and kernels_take(*layer.own)
 
-    def _attend_behind_copies(self, base, module, query, layer, attention_mask, **kwargs):
+    def _attend_behind_copies(self, own: Attention, module, query, layer, attention_mask, **kwargs):
         # Keys of prefix and rows are one run, for attention that cannot be merged. As long as the rows of a group
         # generated less than their prefix is long, they attend together behind one copy of it, and a mask hides what
         # the others generated. Later each row attends behind a copy of its own.
         outputs = []
         own_states = zip(*[x.split(layer.sizes) for x in layer.read_own()], strict=True)
-        for rows, prefix, own in zip(self.stacks, layer.behind_start(), own_states, strict=True):
+        for rows, prefix, of_rows in zip(self.stacks, layer.behind_start(), own_states, strict=True):
             num_groups, num_rows = rows.shape
-            prefix_size, num_steps = prefix[0].shape[2], own[0].shape[2]
+            prefix_size, num_steps = prefix[0].shape[2], of_rows[0].shape[2]
             together = attention_mask is None and num_rows * num_steps <= prefix_size
             states = []
-            for x, y in zip(prefix, own, strict=True):
+            for x, y in zip(prefix, of_rows, strict=True):
                 x = x.squeeze(1).unflatten(0, (num_groups, -1))  # (R, num_key_value_heads, S, D)
                 y = y.squeeze(1).unflatten(0, (*x.shape[:2], num_rows))  # (R, num_key_value_heads, N, steps, D)
                 if together:
@@ -297,13 +313,13 @@ class SharedPrefixCache(Cache):
                     copies = x[:, None].expand(-1, num_rows, -1, -1, -1)
                     states.append(torch.cat([copies, y.transpose(1, 2)], dim=3).flatten(0, 1))
             rows = rows.flatten()
-            group_query, mask = query[rows], None  # (R * N, num_heads, 1, D)
+            group_query, allowed = query[rows], None  # (R * N, num_heads, 1, D)
             if together:
                 group_query = group_query.view(num_groups, num_rows, *query.shape[1::2]).transpose(1, 2)
-                mask = as_base_mask(base, self._own_alone(num_rows, prefix_size, num_steps), query.dtype)
+                allowed = self._own_alone(num_rows, prefix_size, num_steps)
             elif attention_mask is not None:
-                mask = attention_mask[rows, :, :, -prefix_size - num_steps :]
-            output, _ = masked_attention(base, module, group_query, *states, mask, **kwargs)
+                allowed = attention_mask[rows, :, :, -prefix_size - num_steps :]
+            output = own.masked(module, group_query, *states, allowed, **kwargs)
             outputs.append(output.reshape(len(rows), 1, *output.shape[2:]))
         return torch.cat(outputs)[self.row_order]
 

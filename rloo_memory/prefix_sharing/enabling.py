@@ -12,10 +12,10 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 
 from .common_start import CommonStart
-from .contexts import BASE_IMPLEMENTATIONS, routed
 from .memory import SharedPrefix
 from .passes import rope_parameters
 from .probe import PROBE_COMMON_LENGTH, PROBE_PREFIX_LENGTH, WholeRowsError, error_of_passes
+from .routing import is_softmax_attention, mark, unmark
 from .shared_passes import SharedPrefixPasses
 from .states import SUPPORTED_LAYER_TYPES, find_mixers, ignores_state, layers_by_kind, share_states
 
@@ -31,17 +31,16 @@ _DROPOUTS = ("p", "attention_dropout", "attn_dropout", "residual_dropout", "embe
 
 class _Route:
     """
-    The way from the attention of a model to the functions that know of a shared prefix.
+    What of a model attends to a shared prefix.
 
     Args:
         configs (`list[PretrainedConfig]`):
-            Configs of the text part, see [`~prefix_sharing.contexts.routed`].
+            Configs of the text part, see [`~prefix_sharing.routing.running`].
     """
 
     def __init__(self, configs: list[PretrainedConfig]):
         self.configs = configs
         self.shares_starts = False  # also between prompts, of what they begin with
-        self.forwards: list[_Forward] = []
         self.handles: list[RemovableHandle] = []
 
     @classmethod
@@ -53,49 +52,17 @@ class _Route:
         return cls([x for x in configs if type(x) is type(text_config) or x.get_text_config() is text_config])
 
     def install(self, backbone: nn.Module, mixers: list[nn.Module]) -> None:
-        """
-        Route each attention that is called with a shared prefix, also where the backward computes a layer again, behind
-        the backbone's back. Around its forward, because hooks do not run when Ctrl-C ends it.
-        """
         self.handles = share_states(mixers)
         for module in set(backbone.modules()).difference(mixers):
             config = getattr(module, "config", None)
             if getattr(module, "layer_idx", None) is not None and any(config is x for x in self.configs):
-                self.forwards.append(_Forward(module))
+                mark(module)
 
-    def remove(self) -> None:
-        for forward in self.forwards:
-            forward.remove()
+    def remove(self, backbone: nn.Module) -> None:
         for handle in self.handles:
             handle.remove()
-
-
-class _Forward:
-    """Forward of an attention, which goes to the functions that know of a shared prefix if it is called with one."""
-
-    def __init__(self, module: nn.Module):
-        self.module, self.before = module, vars(module).get("forward")  # Accelerate's, where it puts one into a model
-        module.forward = self
-
-    def remove(self) -> None:
-        del self.module.forward
-        if self.before is not None:
-            self.module.forward = self.before
-
-    def __call__(self, *args, **kwargs):
-        if kwargs.get("shared_prefix") is None:
-            return self.own(*args, **kwargs)
-        return self.routed(*args, **kwargs)
-
-    def own(self, *args, **kwargs):
-        if self.before is not None:
-            return self.before(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
-
-    @torch.compiler.disable
-    def routed(self, *args, **kwargs):
-        with routed([self.module.config]):
-            return self.own(*args, **kwargs)
+        for module in backbone.modules():
+            unmark(module)
 
 
 def enable_prefix_sharing(model: PreTrainedModel) -> None:
@@ -146,10 +113,10 @@ def enable_prefix_sharing(model: PreTrainedModel) -> None:
     # transformers does not say so of models with a state. The comparison below finds attention that does not.
     if not (model._supports_attention_backend or mixers):
         refuse("its attention does not go through `transformers.AttentionInterface`. Set `prefix_sharing=False`.")
-    if implementation not in BASE_IMPLEMENTATIONS:
+    if not is_softmax_attention(implementation):
         refuse(
-            f"its attention implementation is {implementation!r}, which does not take the mask that a shared prefix "
-            "needs. Load the model with `attn_implementation='sdpa'`."
+            f"its attention implementation is {implementation!r}, which is not transformers' own, and need not be a "
+            "softmax of scores. Load the model with `attn_implementation='sdpa'`."
         )
     if any("dynamic" in x.get("rope_type", "") for x in rope_parameters(text_config)):
         refuse(
@@ -234,4 +201,4 @@ def disable_prefix_sharing(model: PreTrainedModel) -> None:
         model = model.get_base_model()
     route = vars(model.base_model).pop("_prefix_sharing", None)
     if route is not None:
-        route.remove()
+        route.remove(model.base_model)

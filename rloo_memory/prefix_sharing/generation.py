@@ -14,7 +14,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from .cache import SharedPrefixCache
 from .common_start import common_length, first_tokens
-from .contexts import running
+from .routing import running
 from .fsdp2 import FSDPModule, base_model_forward
 from .images import MultimodalInputs
 from .passes import exceeds_longrope, has_several_processes

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -103,13 +103,28 @@ def _in_float32(model: PreTrainedModel) -> Iterator[None]:
             x.data = data
 
 
+@contextmanager
+def _in_eager(model: PreTrainedModel) -> Iterator[None]:
+    """Have the attention of the modeling file stand in for kernels that take no float32."""
+    configs = model.base_model._prefix_sharing.configs
+    before = [config._attn_implementation for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation_internal = "eager"
+        yield
+    finally:
+        for config, own in zip(configs, before, strict=True):
+            config._attn_implementation_internal = own
+
+
 def error_of_passes(model: PreTrainedModel, passes, training: bool = False, prompts_alike: bool = True) -> float:
     """
     Relative error of hidden states computed in passes, with a `prefix_length` of `PROBE_PREFIX_LENGTH`, beside those of
     whole rows: the median over the tokens of a row, of the worse row, whose prompts are the same, or, if not
     `prompts_alike`, begin with `PROBE_COMMON_LENGTH` tokens alike and differ in their padding. 0 if rounding explains it, or if the weights are
     on other processes. In training mode, noise that passes cannot have alike is an error. A model in half precision
-    computes in float32: what its own dtype rounds away hides errors that add up in training.
+    computes in float32: what its own dtype rounds away hides errors that add up in training. If its attention is that of
+    other kernels than PyTorch's, eager attention computes in their place, and then they do in the model's dtype.
     """
     if any(param.is_meta or param.numel() == 0 or isinstance(param, DTensor) for param in model.parameters()):
         return 0.0
@@ -119,8 +134,11 @@ def error_of_passes(model: PreTrainedModel, passes, training: bool = False, prom
         # Quantized weights compute in a dtype of their own
         if dtypes <= {*_HALF_PRECISION, torch.float32}:
             try:
-                with _in_float32(model):
-                    return _beyond_rounding(_compare(model, passes, prompts_alike), torch.float32)
+                takes_float32 = model.config.get_text_config()._attn_implementation in ("sdpa", "eager")
+                with _in_float32(model), nullcontext() if takes_float32 else _in_eager(model):
+                    error = _beyond_rounding(_compare(model, passes, prompts_alike), torch.float32)
+                if takes_float32 or error != 0:
+                    return error
             except torch.OutOfMemoryError:
                 raise
             except Exception:  # some kernels do not take float32

@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from .common_start import CommonStart, first_columns, first_tokens
-from .contexts import ReadPrefix, RecordPrefix, running
+from .routing import ReadPrefix, RecordPrefix, running
 from .fsdp2 import unshard_in_backward
 from .images import MultimodalInputs, rope_position_ids
 from .memory import SharedPrefix

@@ -28,7 +28,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 
 if TYPE_CHECKING:
-    from .contexts import RecordPrefix
+    from .routing import RecordPrefix
     from .memory import SharedPrefix
 
 # What a layer of each type keeps of a sequence, as in transformers' caches

@@ -1,4 +1,3 @@
-
 from contextlib import contextmanager
 from functools import partial
 from unittest.mock import patch
@@ -9,12 +8,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+from transformers.models.gemma2 import modeling_gemma2 as gemma2
 
-from rloo_memory.prefix_sharing import contexts
+from rloo_memory.prefix_sharing import routing
 from rloo_memory.prefix_sharing.attention import Runs, attention_with_lse, shared_prefix_attention
-from rloo_memory.prefix_sharing.contexts import ReadPrefix
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.memory import SharedPrefix
+from rloo_memory.prefix_sharing.routing import Attention, ReadPrefix
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
 
@@ -47,7 +47,7 @@ def make_tensors(shape, dtype, device="cpu"):
     return [x[None].to(device, dtype).requires_grad_() for x in tensors]
 
 
-def whole_sequences(query, key, value, prefix_key, prefix_value, lengths, scale):
+def whole_sequences(query, key, value, prefix_key, prefix_value, lengths, scale, sink=None, window=None):
     # Each completion behind a prefix of its own, with its own heads, in all the numbers that the mask leaves
     outputs, start, prefix_length = [], 0, prefix_key.shape[2]
     for length in lengths:
@@ -57,8 +57,12 @@ def whole_sequences(query, key, value, prefix_key, prefix_value, lengths, scale)
         values = torch.cat([prefix_value, value[:, :, tokens]], dim=2)
         values = values.repeat_interleave(query.shape[1] // key.shape[1], 1)
         mask = torch.ones(length, prefix_length + length, dtype=torch.bool, device=key.device).tril(prefix_length)
+        if window is not None:
+            mask = mask.triu(prefix_length - window + 1)
         scores = (query[:, :, tokens] @ keys.transpose(-1, -2) * scale).masked_fill(~mask, -torch.inf)
-        outputs.append(scores.softmax(-1) @ values)
+        if sink is not None:
+            scores = torch.cat([scores, sink[None, :, None, None].expand(1, -1, length, 1)], dim=-1)
+        outputs.append(scores.softmax(-1)[..., : keys.shape[2]] @ values)
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
@@ -90,9 +94,9 @@ class Operators(TorchDispatchMode):
         return [call for call in self.calls if word in call[0]]
 
 
-def attend(query, key, value, prefix_key, prefix_value, runs, scale, num_parts=1):
+def attend(query, key, value, prefix_key, prefix_value, runs, scale, num_parts=1, **more):
     prefix = zip(prefix_key.tensor_split(num_parts, 2), prefix_value.tensor_split(num_parts, 2), strict=True)
-    return shared_prefix_attention(query, key, value, list(prefix), runs, scale)
+    return shared_prefix_attention(query, key, value, list(prefix), runs, scale, **more)
 
 
 class TestSharedPrefixAttention:
@@ -103,6 +107,22 @@ class TestSharedPrefixAttention:
         got = outputs_and_gradients(partial(attend, num_parts=num_parts), tensors, Runs.of(lengths, "cpu"))
         expected = outputs_and_gradients(whole_sequences, tensors, lengths)
         assert max(errors(got, expected)) < 1e-13
+
+    # Longer than everything, than a completion, than a prefix of 7 or 9 tokens, and than none of them
+    @pytest.mark.parametrize("window", [None, 1000, 64, 8, 3, 1])
+    @pytest.mark.parametrize("num_parts", [1, 3])
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_sinks_and_windows(self, shape, num_parts, window):
+        tensors, lengths = make_tensors(shape, torch.float64), SHAPES[shape][-1]
+        sink = torch.linspace(-1, 2, tensors[0].shape[1], dtype=torch.float64, requires_grad=True)
+        results = []
+        for function, of in (
+            (partial(attend, num_parts=num_parts), Runs.of(lengths, "cpu")),
+            (whole_sequences, lengths),
+        ):
+            output = function(*tensors, of, 0.3, sink=sink, window=window)
+            results.append((output, *torch.autograd.grad(output.sin().sum(), (*tensors, sink))))
+        assert max(errors(*results)) < 1e-13
 
     # Rounding of numbers with 24 and 8 bits, of two outputs and their mean. Whole sequences round the probabilities, too
     @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
@@ -157,11 +177,11 @@ class TestSharedPrefixAttention:
 def layers_without_a_mask():
     """Indices of the layers in which completions attend to a prompt without a mask while it is open."""
     attending, layers = [], set()
-    attend, attend_without = ReadPrefix.attend, contexts.shared_prefix_attention
+    attend, attend_without = ReadPrefix.attend, routing.shared_prefix_attention
 
-    def enter(self, base, module, *args, **kwargs):
+    def enter(self, own, module, *args, **kwargs):
         attending.append(module.layer_idx)
-        return attend(self, base, module, *args, **kwargs)
+        return attend(self, own, module, *args, **kwargs)
 
     def without(*args):
         layers.add(attending[-1])
@@ -169,7 +189,7 @@ def layers_without_a_mask():
 
     with (
         patch.object(ReadPrefix, "attend", enter),
-        patch.object(contexts, "shared_prefix_attention", without),
+        patch.object(routing, "shared_prefix_attention", without),
     ):
         yield layers
 
@@ -205,15 +225,16 @@ class TestMasks:
         context = self.context(7, SHAPES["ragged"][-1])
         query, key, value, *prefix = make_tensors("ragged", torch.float64)
         context.prefix.write_attention(0, *prefix)
-        tensors = (nn.Module(), query, key, value, context.no_mask)
-        tensors[0].layer_idx = 0
+        layer = nn.Module()
+        layer.layer_idx, layer.num_key_value_groups = 0, 2
+        own = Attention(gemma2.eager_attention_forward, gemma2.eager_attention_forward)
+        assert context.mask(causal_mask_function, None, allow_is_causal_skip=True, use_vmap=False) is None
+        tensors = (layer, query, key, value, None)
         with layers_without_a_mask() as layers:
-            expected, _ = context.attend("sdpa", *tensors, scaling=0.3, dropout=0.0, softcap=None)
+            expected, _ = context.attend(own, *tensors, scaling=0.3, dropout=0.0, softcap=None)
         assert layers == {0}
         with layers_without_a_mask() as layers:
-            output, _ = context.attend(
-                "sdpa", *tensors, scaling=0.3, s_aux=torch.ones(4)
-            )  # which `sdpa` does not read
+            output, _ = context.attend(own, *tensors, scaling=0.3, softcap=1e9)  # which changes nothing
         assert layers == set()
         torch.testing.assert_close(output, expected)
 
@@ -261,8 +282,8 @@ class TestMasks:
         # A key and a value of each layer and prompt, copied by each pass, and added
         assert len(added) == 2 * config.num_hidden_layers * 2 * max(0, 2 * num_passes - 1)
 
-    @pytest.mark.parametrize("window, without", [(6, {1}), (12, {1}), (18, {0, 1, 2})])
-    def test_layers_have_a_mask_where_their_window_is_shorter_than_a_row(self, window, without):
+    @pytest.mark.parametrize("window", [6, 12, 18])
+    def test_layers_with_a_window_copy_no_prefix(self, window):
         config = Gemma3TextConfig(
             vocab_size=128,
             hidden_size=16,
@@ -279,16 +300,18 @@ class TestMasks:
         input_ids, attention_mask, prompt_length = make_batch()
         with layers_without_a_mask() as layers:
             SharedPrefixPasses(prompt_length).forward(model.model, input_ids, attention_mask)
-        assert layers == without
+        assert layers == {0, 1, 2}
 
-    def test_eager_attention_has_a_mask(self):
-        model = load(MODEL_ID)
-        model.set_attn_implementation("eager")
-        enable_prefix_sharing(model)
-        input_ids, attention_mask, prompt_length = make_batch()
-        with layers_without_a_mask() as layers:
-            SharedPrefixPasses(prompt_length).forward(model.model, input_ids, attention_mask)
-        assert layers == set()
+    def test_what_a_window_costs_does_not_grow_with_prefix_and_completion(self):
+        scores = []
+        for num_prefix_tokens, length in ((100, 200), (1000, 200), (100, 400)):
+            query, key, value = (torch.randn(1, 2, length, 8) for _ in range(3))
+            prefix = [torch.randn(1, 2, num_prefix_tokens, 8) for _ in range(2)]
+            with Operators() as operators:
+                shared_prefix_attention(query, key, value, [prefix], Runs.of([length], "cpu"), None, window=20)
+            calls = [args for _, args, _ in operators.named("flash")]
+            scores.append(sum(args[0].shape[2] * args[1].shape[2] for args in calls))
+        assert scores[0] == scores[1] < scores[2] < 2.2 * scores[0]
 
     def test_whole_rows_of_equal_length_have_no_mask(self):
         model = load(MODEL_ID)

@@ -19,7 +19,7 @@ def test_an_engine_that_gets_no_weights(off, qwen3, trl):
 
 
 def test_completions_one_position_too_far(off, qwen3, trl, monkeypatch):
-    from rloo_memory.prefix_sharing.contexts import ReadPrefix
+    from rloo_memory.prefix_sharing.routing import ReadPrefix
 
     of = ReadPrefix.of.__func__
     further = classmethod(lambda cls, prefix, positions, *rest: of(cls, prefix, positions + 1, *rest))

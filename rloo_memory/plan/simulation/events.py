@@ -72,6 +72,6 @@ def in_one_call(module, args, kwargs):
 
 def whose(kwargs: dict) -> str:
     """What a layer's keyword arguments say about what goes through it."""
-    from rloo_memory.prefix_sharing.contexts import RecordPrefix
+    from rloo_memory.prefix_sharing.routing import RecordPrefix
 
     return "prompt's " if isinstance(kwargs.get("shared_prefix"), RecordPrefix) else ""

@@ -105,7 +105,7 @@ def pretending(device: str, shapes, counted):
     `counted` wraps the backward of the fused LM head, which makes its sums itself."""
     from rloo_memory.prefix_sharing import attention as prefix_attention
     from rloo_memory.prefix_sharing import cache as prefix_cache
-    from rloo_memory.prefix_sharing import contexts, enabling
+    from rloo_memory.prefix_sharing import enabling, routing
     from rloo_memory.prefix_sharing.images import MultimodalInputs
 
     # The values of masks do not matter, and take time and, of 20,000 tokens, gigabytes
@@ -129,9 +129,8 @@ def pretending(device: str, shapes, counted):
         masks = {name: without_values(ALL_MASK_ATTENTION_FUNCTIONS[name]) for name in ("sdpa", "eager")}
         stack.enter_context(mock.patch.dict(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, masks))
         patch(heads.FusedHead, "backward", staticmethod(head_backward))
-        patch(contexts.ReadPrefix, "allowed", without_values(allowed))
-        for module in (contexts, prefix_cache):
-            patch(module, "as_base_mask", without_values(module.as_base_mask))
+        patch(routing.ReadPrefix, "allowed", without_values(allowed))
+        patch(routing, "_added", without_values(routing._added))
         # They compare real numbers
         patch(enabling, "error_of_passes", lambda *args, **kwargs: 0.0)
         patch(enabling, "ignores_state", lambda mixer, prefix, hidden_size: False)
@@ -139,7 +138,7 @@ def pretending(device: str, shapes, counted):
         if device == "cuda":
             stack.enter_context(as_on_cuda())
             stack.enter_context(safe_softmax_in_steps())
-            for module in (contexts, prefix_cache):
+            for module in (routing, prefix_cache):
                 patch(module, "kernels_take", prefix_attention.flash_attention_takes)
             patch(torch.nn.functional, "dropout", dropout)
             patch(heads, "add_product", shapes.work.product)
