@@ -37,20 +37,17 @@ from rloo_memory import models, share_prompts
 from rloo_memory.prefix_sharing.trainer import shuffle_groups
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-if current_fork.RELEASED:
-    from rloo_memory.prefix_sharing.common_start import CommonStart
-    from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
-    from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
-else:
-    from rloo_memory.prefix_sharing.common_start import CommonStart
-    from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
-    from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
+from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
+from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
+from rloo_memory.prefix_sharing import tree
+from rloo_memory.prefix_sharing.tree import Tree
 
 WORDS = "apple stone river cloud seven tiger green paper light money".split()
 # Prompts of unequal length; two are equal, and one is a single token
 PROMPTS = [" ".join(WORDS[i % 10] for i in range(n, n + 3 * n)) for n in (5, 2, 7)]
 PROMPTS[2:2] = ["e", PROMPTS[0]]
 COMMON = " ".join(WORDS * 13) + " "  # in front of all, where they begin alike
+tree.MIN_SAVED_TOKENS = 100
 SHORT = ["e", "a", "e", "r", "t"]  # a token or two: rows go whole
 TOKENIZER = models.build_tokenizer([" ".join(WORDS)] * 4, 300)
 SHAPE = dict(
@@ -232,12 +229,13 @@ def train_counting(run):
         return mock.patch.object(kind, name, autospec=True, side_effect=getattr(kind, name))
 
     with (
-        watched(CommonStart, "go_on") as used,
+        watched(Tree, "keep") as used,
         watched(TokenBudgetPasses, "forward") as whole,
         watched(SharedPrefixPasses, "forward") as shared,
     ):
         run.train()
-    starts = sum(call.args[2] is not None for call in used.call_args_list)
+    kept = (call.args for call in used.call_args_list)
+    starts = sum(branch not in owner.branch_of.values() for owner, branch, *_ in kept)
     return {"starts": starts, "whole": whole.call_count, "shared": shared.call_count}
 
 

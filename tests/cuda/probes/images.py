@@ -21,7 +21,7 @@ from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing  # noqa: E
 WAYS = {
     "together": {},
     "two a pass": dict(completions_per_forward=2),
-    "some tokens a pass": dict(tokens_per_forward=9, group_size=ROWS_PER_PROMPT),
+    "some tokens a pass": dict(tokens_per_forward=9),
 }
 
 
