@@ -137,7 +137,7 @@ class Group:
                 generate_with_shared_prefix(self.model, generation_config=config, **sharing, **inputs)
         self.model.train()
 
-    def log_probs(self, way: str, rows: slice = slice(None), open_prefix=None):
+    def log_probs(self, way: str, rows: slice = slice(None), tree=None):
         """Of shape (rows, completion)."""
         from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
         from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
@@ -152,9 +152,9 @@ class Group:
             passes = SharedPrefixPasses(
                 self.prompt,
                 tokens_per_forward=pass_rows and pass_rows * (self.completion + 1),
-                group_size=len(labels),
                 num_images=self.num_images and self.num_images[rows],
-                open_prefix=open_prefix,
+                tree=tree,
+                first_row=rows.start or 0,
             )
         elif pass_rows:
             passes = TokenBudgetPasses(self.prompt, tokens_per_forward=pass_rows * labels.shape[1])
@@ -166,8 +166,18 @@ class Group:
         from rloo_memory.prefix_sharing.trainer import saves_time
 
         at_a_time = self.ways[way].micro_batch_rows or self.k
-        rows = [self.torch.arange(self.k)]
-        return self.image is not None or saves_time(rows, self.mask, self.completion, at_a_time)
+        return self.image is not None or saves_time(self.tree(at_a_time), self.mask.sum(1), at_a_time)
+
+    def tree(self, rows_per_backward: int):
+        """Of the prompt of all rows."""
+        from rloo_memory.prefix_sharing.images import MultimodalInputs
+        from rloo_memory.prefix_sharing.shared_passes import prompts_of
+        from rloo_memory.prefix_sharing.tree import Tree
+
+        inputs = self.inputs(columns=self.prompt)
+        ids, mask = inputs.pop("input_ids"), inputs.pop("attention_mask")
+        multimodal = MultimodalInputs.of(inputs, self.k, self.num_images)
+        return Tree.of(prompts_of(self.model.base_model, ids, mask, multimodal), rows_per_backward=rows_per_backward)
 
     def score(self, way: str) -> None:
         """All rows; whole ones of micro-batches as many at a time."""
@@ -186,18 +196,15 @@ class Group:
 
     def update(self, way: str) -> None:
         """Each micro-batch has a backward, and the prompt has one."""
-        from rloo_memory.prefix_sharing.micro_batches import OpenPrefix
-
         size = self.ways.get(way, Way()).micro_batch_rows  # rivals have ways of their own
         if size is None:
             (self.log_probs(way) * self.weights).sum().backward()
         else:
-            open_prefix = OpenPrefix(self.k // size)
-            for step in range(self.k // size):
-                open_prefix.enter(step, updates=(step + 1) * size == self.k)
-                rows = slice(step * size, (step + 1) * size)
-                (self.log_probs(way, rows, open_prefix) * self.weights[rows]).sum().backward()
-                open_prefix.backward()
+            tree = self.tree(size)
+            for first in range(0, self.k, size):
+                rows = slice(first, first + size)
+                (self.log_probs(way, rows, tree) * self.weights[rows]).sum().backward()
+                tree.leave(first + size)
 
     def gradient(self):
         return self.torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None])

@@ -128,8 +128,8 @@ def compare(device: str, precision: str):
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     enable_prefix_sharing(model)
     autocast = torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16)
-    together = SharedPrefixPasses(prefix_length=sizes[0], group_size=sizes[2])
-    two = SharedPrefixPasses(prefix_length=sizes[0], tokens_per_forward=2 * (sizes[1] + 1), group_size=sizes[2])
+    together = SharedPrefixPasses(prefix_length=sizes[0])
+    two = SharedPrefixPasses(prefix_length=sizes[0], tokens_per_forward=2 * (sizes[1] + 1))
     ways = {"stock": {}, "shared": {"passes": together}, "shared, two a pass": {"passes": two}}
     squares, attention = {way: [0.0, 0.0] for way in ways}, {}
     for seed in range(BATCHES):

@@ -149,17 +149,15 @@ def run_micro_batches(model):
     """What `run` gives, of one completion a micro-batch and without the router's loss."""
     import torch
 
-    from rloo_memory.prefix_sharing.micro_batches import OpenPrefix
     from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
+    from rloo_memory.prefix_sharing.tree import Prompts, Tree
 
     model.zero_grad()
-    open_prefix, tokens = OpenPrefix(num_micro_batches=len(LENGTHS) // 2), []
-    for step in range(len(LENGTHS)):
-        open_prefix.enter(step, updates=step == len(LENGTHS) - 1)
-        passes = SharedPrefixPasses(PROMPT, group_size=1, open_prefix=open_prefix)
-        own, loss = scored(model, slice(step, step + 1), passes=passes)
+    tree, tokens = Tree.of(Prompts.of(*(x[:, :PROMPT] for x in batch())), rows_per_backward=1), []
+    for row in range(len(LENGTHS)):
+        own, loss = scored(model, slice(row, row + 1), passes=SharedPrefixPasses(PROMPT, tree=tree, first_row=row))
         loss.backward()
-        open_prefix.backward()
+        tree.leave(row + 1)
         tokens.append(own)
     return torch.cat(tokens, dim=1), gradient_of(model)
 

@@ -1,9 +1,11 @@
 """
 The cache for generation with shared prompts: keys and values of a prompt are stored once for all its completions, and
-those of what all prompts begin with once for all prompts.
+those of what prompts begin with once for these prompts.
 
-Shape suffixes: B rows, S prefix tokens, N rows that share a prompt, R prompts that are stacked, D head size.
+Shape suffixes: B rows, S tokens of a node, N rows that share a prompt, R prompts that are stacked, D head size.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionAndF
 from transformers.masking_utils import sdpa_mask
 
 from .attention import attention_with_lse, beside_sink, is_plain, kernels_take
-from .memory import SharedPrefix
+from .nodes import Node, Path
 from .routing import Attention, layer_window
 from .states import fork_states
 
@@ -23,25 +25,37 @@ MIN_NEW_STEPS = 64
 _MAX_MASKS = 8
 
 
+@dataclass
+class _Common:
+    """Keys and values of what the prompts of some groups begin with, of shape `(num_key_value_heads, 1, S, D)`."""
+
+    groups: list[int]
+    rows: torch.Tensor | None  # None: all
+    places: torch.Tensor | None  # of these rows and their key heads
+    states: tuple[torch.Tensor, torch.Tensor]
+
+
 class _SharedPrefixLayer(CacheLayerMixin):
     """
     Cache layer that holds a prefix once for all rows of its group, and what each row generated.
 
     Attention to the two is computed apart and merged: with the prefix, all queries of a group (rows, and query heads
-    of a key head) are queries of one row; what a row generated it reads alone. With what prefixes begin with, all
-    queries are those of one row. Groups of equally many rows behind
-    prefixes of equal length are stacked, and attend to their prefixes in one call. Everything lies in the order in
-    which the calls need it: stack, group, key head, row.
+    of a key head) are queries of one row; what a row generated it reads alone. With what prefixes begin with, so are all
+    queries of their rows. Groups of equally many rows behind prefixes of equal length are stacked, and attend to their
+    prefixes in one call. Everything lies in the order in which the calls need it: stack, group, key head, row.
 
     Args:
         prefixes (`list[tuple[torch.Tensor, torch.Tensor]]`):
             Keys and values of the prefixes of each stack, of shape `(R, num_key_value_heads, S, D)`.
         stacks (`list[torch.Tensor]`):
             Rows of the groups of each stack, of shape `(R, N)`.
+        groups_of_stack (`list[list[int]]`):
+            The groups of each stack.
         prefix_length (`int`):
             Number of columns of the prefixes, padding included.
-        start (`tuple[torch.Tensor, torch.Tensor]`, *optional*):
-            Keys and values of what all prefixes continue, of shape `(1, num_key_value_heads, S, D)`.
+        commons (`list[tuple[list[int], torch.Tensor | None, tuple[torch.Tensor, torch.Tensor]]]`):
+            Groups and rows, `None` if all, of what prefixes continue, and its keys and values, of shape
+            `(1, num_key_value_heads, S, D)`. Parents come before children.
     """
 
     is_sliding = False  # for its length, it drops no key
@@ -50,17 +64,26 @@ class _SharedPrefixLayer(CacheLayerMixin):
         self,
         prefixes: list[tuple[torch.Tensor, torch.Tensor]],
         stacks: list[torch.Tensor],
+        groups_of_stack: list[list[int]],
         prefix_length: int,
-        start: tuple[torch.Tensor, torch.Tensor] | None = None,
+        commons: list[tuple[list[int], torch.Tensor | None, tuple[torch.Tensor, torch.Tensor]]],
     ):
         super().__init__()
         self.prefix_length = prefix_length
-        self.stacks = stacks
+        self.stacks, self.groups_of_stack = stacks, groups_of_stack
         self.num_heads = prefixes[0][0].shape[1]
         # (R * num_key_value_heads, 1, S, D): each key head is a row of its own
         self.prefixes = [tuple(x.flatten(0, 1).unsqueeze(1) for x in prefix) for prefix in prefixes]
-        self.start = None if start is None else tuple(x.transpose(0, 1) for x in start)
         heads = torch.arange(self.num_heads, device=stacks[0].device)[:, None]
+        self.commons = [
+            _Common(
+                groups,
+                rows,
+                None if rows is None else (rows * self.num_heads + heads).T.flatten(),
+                tuple(x.transpose(0, 1) for x in states),
+            )
+            for groups, rows, states in commons
+        ]
         # Row and key head of each place, as an index of both
         self.order = torch.cat([(rows[:, None] * self.num_heads + heads).flatten() for rows in stacks])
         self.places = self.order.argsort()
@@ -91,8 +114,8 @@ class _SharedPrefixLayer(CacheLayerMixin):
         if self.own is None:
             # Autocast may have computed the prefix in other dtypes than those it attends in
             self.prefixes = [(x.to(key.dtype), y.to(value.dtype)) for x, y in self.prefixes]
-            if self.start is not None:
-                self.start = self.start[0].to(key.dtype), self.start[1].to(value.dtype)
+            for common in self.commons:
+                common.states = common.states[0].to(key.dtype), common.states[1].to(value.dtype)
             self.own = [x.new_empty(len(self.order), 1, 0, x.shape[-1]) for x in (key, value)]
         if self.num_kept == self.own[0].shape[2]:
             self.make_room()
@@ -110,23 +133,27 @@ class _SharedPrefixLayer(CacheLayerMixin):
         for i, x in enumerate(self.own):
             self.own[i] = torch.cat([x, x.new_empty(len(x), 1, steps, x.shape[3])], dim=2)
 
-    def behind_start(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def behind_commons(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Visible keys and values of the prefixes of each stack, behind a copy of what they continue."""
-        if self.start is None:
+        if not self.commons:
             return self.read_prefixes()
+
+        def whole(i: int, group: int, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([*(common.states[i] for common in self.commons if group in common.groups), x], dim=2)
+
         return [
             tuple(
-                torch.cat([y.repeat(len(x) // len(y), 1, 1, 1), x], dim=2)
-                for x, y in zip(prefix, self.start, strict=True)
+                torch.cat([whole(i, *each) for each in zip(groups, x.split(self.num_heads), strict=True)])
+                for i, x in enumerate(prefix)
             )
-            for prefix in self.prefixes
+            for groups, prefix in zip(self.groups_of_stack, self.prefixes, strict=True)
         ]
 
     def see(self, window: int) -> None:
         """From here on, a token sees so many, itself included."""
         self.window = window
-        if self.start is not None:  # what rows see of prefixes of different lengths no longer begins alike
-            self.prefixes, self.start = self.behind_start(), None
+        if self.commons:  # what rows see of prefixes of different lengths no longer begins alike
+            self.prefixes, self.commons = self.behind_commons(), []
             self.prefixes = [tuple(x.clone() for x in prefix) for prefix in self.read_prefixes()]
 
     def read_own(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,22 +189,30 @@ class _SharedPrefixLayer(CacheLayerMixin):
         if self.window is None or self.window > self.num_steps:
             prefix_output, prefix_lse = self._attend_to_prefixes(queries, scale)
             output = _merge(output, lse, prefix_output, prefix_lse)
-            if self.start is not None or sink is not None:
+            if self.commons or sink is not None:
                 lse = lse.logaddexp(prefix_lse)
         output = output.index_select(0, self.places)
-        if self.start is not None or sink is not None:
+        if self.commons or sink is not None:
             lse = lse.index_select(0, self.places)
-        if self.start is not None:
-            start_output, start_lse = self._attend_to_start(query, scale)
-            output, lse = _merge(output, lse, start_output, start_lse), lse.logaddexp(start_lse)
+        for common in self.commons:
+            of_rows = (output, lse)
+            if common.rows is not None:
+                of_rows = (x.index_select(0, common.places) for x in of_rows)
+            merged = _merge_with_lse(*of_rows, *self._attend_to_common(query, common, scale))
+            if common.rows is not None:
+                merged = (x.index_copy(0, common.places, y) for x, y in zip((output, lse), merged, strict=True))
+            output, lse = merged
         if sink is not None:
             output = beside_sink(output, lse, sink.view(self.num_heads, 1, -1).repeat(len(query), 1, 1))
         return output.view(len(query), 1, -1, head_size)
 
-    def _attend_to_start(self, query: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-        queries = query.reshape(len(query), self.num_heads, -1, query.shape[-1]).transpose(0, 1)  # (heads, B, ...)
+    def _attend_to_common(
+        self, query: torch.Tensor, common: _Common, scale: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        query = query if common.rows is None else query.index_select(0, common.rows)
+        queries = query.reshape(len(query), self.num_heads, -1, query.shape[-1]).transpose(0, 1)  # (heads, rows, ...)
         row_queries = queries.reshape(self.num_heads, 1, -1, query.shape[-1])
-        output, lse = attention_with_lse(row_queries, *self.start, is_causal=False, scale=scale)
+        output, lse = attention_with_lse(row_queries, *common.states, is_causal=False, scale=scale)
         output, lse = output.view(queries.shape).transpose(0, 1), lse.view(queries.shape[:-1]).transpose(0, 1)
         return output.flatten(0, 1).unsqueeze(1), lse.flatten(0, 1).unsqueeze(1)
 
@@ -201,6 +236,12 @@ def _merge(output: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_l
     return output.lerp(other, (other_lse - lse).sigmoid().to(output.dtype).unsqueeze(-1))
 
 
+def _merge_with_lse(
+    output: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _merge(output, lse, other, other_lse), lse.logaddexp(other_lse)
+
+
 class _SharedPrefixAndStatesLayer(_SharedPrefixLayer, LinearAttentionAndFullAttentionLayer):
     """Cache layer of a layer that attends and has a state, which is each row's own."""
 
@@ -215,15 +256,15 @@ class SharedPrefixCache(Cache):
     [`prefill`].
 
     Args:
-        prefixes (`list[SharedPrefix]`):
-            Prefix of each group, which gives its keys and values up. If they have a parent, it is the same.
+        prefixes (`list[Path]`):
+            Prefix of each group, whose nodes give their keys and values up.
         groups (`list[torch.Tensor]`):
             Rows of each group.
         prefix_length (`int`):
             Number of columns of the prefixes, padding included.
     """
 
-    def __init__(self, prefixes: list[SharedPrefix], groups: list[torch.Tensor], prefix_length: int):
+    def __init__(self, prefixes: list[Path], groups: list[torch.Tensor], prefix_length: int):
         self.groups = groups
         self.prefix_length = prefix_length
         self.offsets = torch.zeros(sum(map(len, groups)), 1, dtype=torch.long, device=groups[0].device)
@@ -231,32 +272,39 @@ class SharedPrefixCache(Cache):
             self.offsets[rows] = prefix.offset
         stacks = {}
         for group, (prefix, rows) in enumerate(zip(prefixes, groups, strict=True)):
-            stacks.setdefault((len(prefix.positions), len(rows)), []).append(group)
+            lengths = tuple(len(node.positions) for node in prefix.nodes)
+            stacks.setdefault((lengths, len(rows)), []).append(group)
         self._groups_of_stack = list(stacks.values())
         self.stacks = [torch.stack([groups[group] for group in stack]) for stack in self._groups_of_stack]
         self.row_order = torch.cat([rows.flatten() for rows in self.stacks]).argsort()
         self.sources = prefixes[0].sources
-        self.start = prefixes[0].parent
+        self._groups_of_common: dict[Node, list[int]] = {}  # parents before children
+        for group, prefix in enumerate(prefixes):
+            for node in prefix.nodes[:-1]:
+                self._groups_of_common.setdefault(node, []).append(group)
         layers = []
         # The layers behind the last that leaves something have no use for a cache
-        for layer_idx in range(max(*self.sources, *prefixes[0].layers()) + 1):
+        for layer_idx in range(max(*self.sources, *prefixes[0].nodes[-1].layers()) + 1):
             source = self.sources.get(layer_idx, layer_idx)
             layers.append(self._layer(layer_idx, prefixes) if source == layer_idx else layers[source])
         super().__init__(layers=layers)
         self._masks = {}
         self._windows: set[int | None] = set()  # of the causal masks that the model asked for
 
-    def _layer(self, layer_idx: int, prefixes: list[SharedPrefix]):
-        number_of_states = len({state_idx for _, _, state_idx in prefixes[0].states_of(layer_idx)})
+    def _layer(self, layer_idx: int, prefixes: list[Path]):
+        number_of_states = len({state_idx for _, _, state_idx in prefixes[0].nodes[-1].states_of(layer_idx)})
         if layer_idx in self.sources:
             layer_class = _SharedPrefixAndStatesLayer if number_of_states else _SharedPrefixLayer
-            states = [prefix.take_attention(layer_idx) for prefix in prefixes]
+            states = [prefix.nodes[-1].take_attention(layer_idx) for prefix in prefixes]
             stacked = [
                 tuple(torch.cat(x) for x in zip(*[states[group] for group in stack], strict=True))
                 for stack in self._groups_of_stack
             ]
-            start = None if self.start is None else self.start.take_attention(layer_idx)
-            layer = layer_class(stacked, self.stacks, self.prefix_length, start)
+            commons = []
+            for node, groups in self._groups_of_common.items():
+                rows = None if len(groups) == len(prefixes) else torch.cat([self.groups[group] for group in groups])
+                commons.append((groups, rows, node.take_attention(layer_idx)))
+            layer = layer_class(stacked, self.stacks, self._groups_of_stack, self.prefix_length, commons)
         else:
             layer = LinearAttentionLayer(number_of_states)
         if number_of_states:
@@ -299,7 +347,7 @@ class SharedPrefixCache(Cache):
         # the others generated. Later each row attends behind a copy of its own.
         outputs = []
         own_states = zip(*[x.split(layer.sizes) for x in layer.read_own()], strict=True)
-        for rows, prefix, of_rows in zip(self.stacks, layer.behind_start(), own_states, strict=True):
+        for rows, prefix, of_rows in zip(self.stacks, layer.behind_commons(), own_states, strict=True):
             num_groups, num_rows = rows.shape
             prefix_size, num_steps = prefix[0].shape[2], of_rows[0].shape[2]
             together = attention_mask is None and num_rows * num_steps <= prefix_size

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 import transformers
@@ -11,13 +12,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 
-from .common_start import CommonStart
-from .memory import SharedPrefix
-from .passes import rope_parameters
+from .nodes import Node
+from .passes import PassesOutput, rope_parameters
 from .probe import PROBE_COMMON_LENGTH, PROBE_PREFIX_LENGTH, WholeRowsError, error_of_passes
 from .routing import is_softmax_attention, mark, unmark
 from .shared_passes import SharedPrefixPasses
 from .states import SUPPORTED_LAYER_TYPES, find_mixers, ignores_state, layers_by_kind, share_states
+from .tree import Prompts, Tree
 
 
 logger = logging.getLogger(__name__)
@@ -164,7 +165,7 @@ def _compare(model: PreTrainedModel, mixers: list[nn.Module], refuse: Callable[[
         )
     hidden_size = model.config.get_text_config().hidden_size
     for mixer in {type(mixer): mixer for mixer in mixers}.values():
-        if ignores_state(mixer, SharedPrefix(torch.arange(2)), hidden_size):
+        if ignores_state(mixer, Node(torch.arange(2)), hidden_size):
             refuse(f"{type(mixer).__name__} does not start from the state of a prompt. Set `prefix_sharing=False`.")
 
 
@@ -173,9 +174,14 @@ def _shares_starts(model: PreTrainedModel) -> bool:
     Whether prompts can go on behind what they begin with, wherever their padding ends: not where a model adds learned
     vectors for the columns.
     """
-    passes = SharedPrefixPasses(PROBE_PREFIX_LENGTH, common_start=CommonStart(PROBE_COMMON_LENGTH))
+
+    def forward(backbone: nn.Module, *rows: torch.Tensor) -> PassesOutput:
+        prompts = Prompts.of(*(x[:, :PROBE_PREFIX_LENGTH].cpu() for x in rows))
+        tree = Tree.of_groups(prompts, group_size=1, common_length=PROBE_COMMON_LENGTH)
+        return SharedPrefixPasses(PROBE_PREFIX_LENGTH, tree=tree).forward(backbone, *rows)
+
     try:
-        return error_of_passes(model, passes, prompts_alike=False) == 0
+        return error_of_passes(model, SimpleNamespace(forward=forward), prompts_alike=False) == 0
     except torch.OutOfMemoryError:
         raise
     except Exception as exception:

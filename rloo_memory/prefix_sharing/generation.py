@@ -13,12 +13,13 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from .cache import SharedPrefixCache
-from .common_start import common_length, first_tokens
-from .routing import running
 from .fsdp2 import FSDPModule, base_model_forward
 from .images import MultimodalInputs
-from .passes import exceeds_longrope, has_several_processes
-from .shared_passes import at_least_one, group_rows, prompt_pass
+from .nodes import Path
+from .passes import exceeds_longrope, has_several_processes, on_any_process
+from .routing import running
+from .shared_passes import at_least_one, prompt_pass, prompts_of
+from .tree import Branch, Tree, common_length
 
 
 # Options of generation with several forwards a token, or another cache, and their values without that. What older
@@ -42,54 +43,48 @@ def prefill(
     multimodal: MultimodalInputs,
 ) -> SharedPrefixCache:
     """
-    Compute each distinct prompt once, without its last token: `forward` is that of the whole model, `positions` of shape
-    `(B, P)` are those that `generate` continues. The cache has the only reference to the keys and values.
+    Compute what prompts begin with and each distinct prompt once, without its last token: `forward` is that of the whole
+    model, `positions` of shape `(B, P)` are those that `generate` continues. The cache has the only reference to the keys
+    and values.
     """
-    groups = group_rows(input_ids, attention_mask, group_size, multimodal)
-    sharded = is_deepspeed_zero3_enabled() or any(isinstance(module, FSDPModule) for module in backbone.modules())
-    if sharded and group_size is not None and has_several_processes():
-        # Processes that gather weights together have equally many prompts, also where those of a group differ on one
-        differ = torch.tensor(int(len(groups) * group_size > len(input_ids)), device=input_ids.device)
-        torch.distributed.all_reduce(differ, torch.distributed.ReduceOp.MAX)
-        if differ:
-            groups = group_rows(input_ids, attention_mask, 1, multimodal)
-    length = _common_length(backbone, input_ids, attention_mask, positions, groups, multimodal, sharded)
-    prefixes, start = [], None
-    if length > 0:
-        columns = attention_mask[0].nonzero().squeeze(1)[:length]
-        inputs = {"input_ids": input_ids[0, columns][None], **multimodal.of_tokens(0, columns)}
-        start, _ = prompt_pass(forward, inputs, positions[0, columns], backbone, logits_to_keep=1)
-    for rows in groups:
-        columns = attention_mask[rows[0], :-1].nonzero().squeeze(1)[length:]
-        inputs = {"input_ids": at_least_one(input_ids[rows[0], columns])[None]}
-        inputs |= multimodal.of_prefix(rows[0], at_least_one(columns))
-        of_prompt = positions[rows[0], columns]
-        prefixes.append(prompt_pass(forward, inputs, of_prompt, backbone, parent=start, logits_to_keep=1)[0])
-    return SharedPrefixCache(prefixes, groups, attention_mask.shape[1] - 1)
+    tree = _tree_of(backbone, input_ids, attention_mask, positions, group_size, multimodal)
+    starts = (input_ids.shape[1] - tree.prompts.lengths).tolist()
+    paths: dict[Branch, Path] = {}
+    for branch in tree.branches:
+        row, parent = branch.rows[0], paths.get(branch.parent)
+        columns = torch.arange(starts[row] + branch.start, starts[row] + branch.end, device=input_ids.device)
+        inputs = {"input_ids": at_least_one(input_ids[row, columns])[None]}
+        inputs |= multimodal.of_tokens(row, at_least_one(columns))
+        if tree.branch_of[row] is branch:
+            inputs |= multimodal.images[row]
+        node, _ = prompt_pass(forward, inputs, positions[row, columns], backbone, parent, logits_to_keep=1)
+        paths[branch] = Path.of(*(() if parent is None else parent.nodes), node)
+    ends = [branch for branch in tree.branches if tree.branch_of[branch.rows[0]] is branch]
+    groups = [torch.tensor(branch.rows, device=input_ids.device) for branch in ends]
+    return SharedPrefixCache([paths[branch] for branch in ends], groups, attention_mask.shape[1] - 1)
 
 
-def _common_length(
+def _tree_of(
     backbone: nn.Module,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
     positions: torch.Tensor,
-    groups: list[torch.Tensor],
+    group_size: int | None,
     multimodal: MultimodalInputs,
-    sharded: bool,
-) -> int:
-    """Number of tokens that all prompts begin with, which go through the model once, 0 if they do not."""
-    length = 0
-    if backbone._prefix_sharing.shares_starts and len(groups) > 1 and multimodal.take_common_start(backbone):
-        length = common_length(input_ids, attention_mask, getattr(backbone.config, "image_token_id", None))
-    if length > 0:
-        starts = first_tokens(positions, attention_mask, 1)
-        if (starts != starts[0]).any():  # columns are positions in some models
-            length = 0
-    if sharded and has_several_processes():  # they gather weights together
-        least = torch.tensor(length, device=input_ids.device)
-        torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
-        length = length if least > 0 else 0
-    return length
+) -> Tree:
+    """The tree of prompts, with a branch for each distinct one."""
+    starts = positions.gather(1, (attention_mask != 0).int().argmax(1, keepdim=True))
+    begin_alike = not (starts != starts[0]).any()  # columns are positions in some models
+    prompts = prompts_of(backbone, input_ids.cpu(), attention_mask.cpu(), multimodal, begin_alike)
+    sharded = is_deepspeed_zero3_enabled() or any(isinstance(module, FSDPModule) for module in backbone.modules())
+    if not (sharded and has_several_processes()):
+        return Tree.of(prompts, every_prompt=True)
+    # Processes that gather weights together have equally many branches, also where the prompts of a group differ on one
+    size = group_size or 1
+    differ = any((keys != keys[0]).any() for keys in prompts.keys.split(size))
+    length = common_length(prompts, size)
+    differ, is_without = on_any_process([differ, length == 0], input_ids.device)
+    return Tree.of_groups(prompts, 1 if differ else size, 0 if is_without else length)
 
 
 def generate_with_shared_prefix(

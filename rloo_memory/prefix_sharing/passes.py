@@ -21,6 +21,15 @@ def has_several_processes() -> bool:
     return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
+def on_any_process(found: list[bool], device: torch.device) -> list[bool]:
+    """Of each, whether it is so on any process."""
+    if not has_several_processes():
+        return found
+    found = torch.tensor(found, dtype=torch.int, device=device)
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+    return found.bool().tolist()
+
+
 def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy of a tensor of the host. On CUDA the host does not wait for it, for which it has to lie in pinned memory."""
     return x.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else x.to(device)
@@ -186,10 +195,10 @@ def exceeds_longrope(config: PretrainedConfig, length: int) -> bool:
     return any(length > x["original_max_position_embeddings"] for x in longropes)
 
 
-def position_shift(config: PretrainedConfig, length: int, prefix_length: int) -> int:
+def position_shift(config: PretrainedConfig, length: int) -> int:
     """
     What is added to the positions of every pass, so that even the shortest is taken for as long as rows of `length`
     tokens are: `longrope` chooses its frequencies by the largest position. Only differences of positions matter
     otherwise.
     """
-    return length - prefix_length + 1 if exceeds_longrope(config, length) else 0
+    return length if exceeds_longrope(config, length) else 0

@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from .attention import Runs, is_plain, kernels_take, shared_prefix_attention
-from .memory import SharedPrefix
+from .nodes import Node, Path
 from .states import ReadStates, RecordStates
 
 
@@ -93,7 +93,7 @@ class RecordPrefix:
     So it lets go of the prefix when the pass ends: else neither is ever freed if no backward follows.
     """
 
-    def __init__(self, prefix: SharedPrefix):
+    def __init__(self, prefix: Node):
         self.prefix = prefix
         self.has_tokens = len(prefix.positions) > 0
 
@@ -117,7 +117,7 @@ class RecordPrefix:
         return own.attend(module, query, key, value, attention_mask, **kwargs)
 
 
-def _size_in_window(prefix: SharedPrefix, window: int | None) -> int:
+def _size_in_window(prefix: Path, window: int | None) -> int:
     """Number of prefix tokens that the first token behind it sees."""
     return prefix.size if window is None else min(prefix.size, window - 1)
 
@@ -134,7 +134,7 @@ class ReadPrefix:
     prefix only.
     """
 
-    prefix: SharedPrefix
+    prefix: Path
     positions: torch.Tensor  # (T,)
     rows: torch.Tensor  # (T,), completion that each token belongs to
     window: int | None  # of layers that have one, in tokens, the attending one included
@@ -148,7 +148,7 @@ class ReadPrefix:
     @classmethod
     def of(
         cls,
-        prefix: SharedPrefix,
+        prefix: Path,
         positions: torch.Tensor,
         rows: torch.Tensor,
         columns: torch.Tensor,

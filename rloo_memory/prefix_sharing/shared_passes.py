@@ -2,32 +2,31 @@
 Prefix sharing: the completions of a prompt attend to keys and values that are computed once for all of them.
 
 The shared prefix is the prompt without its last token, and every completion is preceded by that last token. So the
-prompt pass only has to leave keys and values behind, and the first completion token is scored like any other. What all
-prompts begin with goes through the model before them, and they continue it.
+prompt pass only has to leave keys and values behind, and the first completion token is scored like any other. What
+prompts begin with goes through the model before them, and they continue it: they are branches of a tree.
 
-Shape suffixes: B rows, P prompt columns, C completion columns, S prefix tokens, T tokens of a packed pass, N rows that
-share a prompt, H hidden size, D head size, L tokens that all prompts begin with.
+Shape suffixes: B rows, P prompt columns, C completion columns, S prefix tokens, T tokens of a packed pass, H hidden size,
+D head size.
 """
 
 import functools
+from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from .common_start import CommonStart, first_columns, first_tokens
-from .routing import ReadPrefix, RecordPrefix, running
 from .fsdp2 import unshard_in_backward
 from .images import MultimodalInputs, rope_position_ids
-from .memory import SharedPrefix
-from .micro_batches import OpenPrefix
+from .nodes import Node, Path
 from .passes import (
     PassesOutput,
     check_mask,
     completion_states,
+    has_several_processes,
     load_balancing_loss,
     pass_inputs,
     position_shift,
@@ -37,38 +36,13 @@ from .passes import (
     split_by_tokens,
     to_device,
 )
-
-
-def group_rows(
-    prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, group_size: int | None, multimodal: MultimodalInputs
-) -> list[torch.Tensor]:
-    """
-    Indices of the rows that share a prompt and its images, one tensor a prompt, in the order in which the prompts
-    appear. Rows share only within a block of `group_size` rows, so that two equal prompts stay two groups, as on the
-    other processes.
-
-    Raises:
-        ValueError: If a prompt has no token.
-    """
-    empty = (prompt_mask.sum(1) == 0).nonzero().flatten().tolist()
-    if empty:
-        raise ValueError(
-            f"The prompt of row {empty[0]} of the batch is empty, and a completion needs a token to follow. Remove "
-            "empty prompts from the dataset."
-        )
-    masked_ids = prompt_ids.masked_fill(prompt_mask == 0, -1)
-    blocks = torch.arange(len(prompt_ids), device=prompt_ids.device) // (group_size or len(prompt_ids))
-    _, group_of_row = torch.unique(torch.cat([blocks[:, None], masked_ids], dim=1), dim=0, return_inverse=True)
-    with_text = {}
-    for row, text in enumerate(group_of_row.tolist()):
-        with_text.setdefault(text, []).append(row)
-    groups = [rows for rows_with_text in with_text.values() for rows in multimodal.with_same_images(rows_with_text)]
-    return [torch.tensor(rows, device=prompt_ids.device) for rows in sorted(groups)]
+from .routing import ReadPrefix, RecordPrefix, running
+from .tree import Branch, Prompts, Tree
 
 
 def at_least_one(ids: torch.Tensor) -> torch.Tensor:
-    # A prompt of one token has no prefix, but it takes a pass all the same, with any token. Processes that shard the
-    # weights gather them together in every pass, so the number of passes must not depend on the data.
+    # A branch of no token takes a pass all the same, with any token. Processes that shard the weights gather them
+    # together in every pass, so the number of passes must not depend on the data.
     return ids if len(ids) > 0 else ids.new_zeros(1)
 
 
@@ -77,27 +51,40 @@ def _window(backbone: nn.Module) -> int | None:
     return getattr(backbone.config.get_text_config(), "sliding_window", None)
 
 
+def prompts_of(
+    backbone: nn.Module,
+    prompt_ids: torch.Tensor,
+    prompt_mask: torch.Tensor,
+    multimodal: MultimodalInputs,
+    begin_alike: bool = True,
+) -> Prompts:
+    """
+    Left-padded prompts of shape `(B, P)`, on the host, as `backbone` can share them: only equal ones, if those that
+    differ do not `begin_alike` for it.
+    """
+    route = getattr(backbone, "_prefix_sharing", None)  # None: taken back
+    begin_alike = begin_alike and route is not None and route.shares_starts and multimodal.take_common_start(backbone)
+    image_token_id = getattr(backbone.config, "image_token_id", None)
+    return Prompts.of(prompt_ids, prompt_mask, multimodal, begin_alike, image_token_id)
+
+
 def prompt_pass(
     forward: Callable,
     inputs: dict[str, torch.Tensor],
     positions: torch.Tensor,
     backbone: nn.Module,
-    read_once: bool = False,
-    parent: SharedPrefix | None = None,
+    parent: Path | None = None,
     **kwargs,
 ):
-    """
-    Run a prompt without its last token through a model, or what of it continues `parent`. Returns the prefix that it
-    leaves, and the output.
-    """
+    """Run the tokens of a branch through a model, which continue `parent`. Returns the node that they leave, and the output."""
     position_ids = rope_position_ids(backbone, inputs)
-    prefix = SharedPrefix(positions, read_once=read_once, parent=parent)
+    node = Node(positions)
     if position_ids is None:
         position_ids = at_least_one(positions)[None]
     else:
-        position_ids = position_ids + (0 if parent is None else parent.size)
-        prefix.offset = int(position_ids.max() - positions[-1])
-    context = record = RecordPrefix(prefix)
+        position_ids = position_ids + (0 if parent is None else positions[0])
+        node.offset = int(position_ids.max() - positions[-1])
+    context = record = RecordPrefix(node)
     masks = nullcontext()
     if parent is not None:
         places = torch.arange(len(positions), device=positions.device)
@@ -110,52 +97,70 @@ def prompt_pass(
             outputs = forward(**inputs, position_ids=position_ids, use_cache=False, shared_prefix=context, **kwargs)
     finally:
         record.close()
-    return prefix, outputs
-
-
-def _look_up(
-    backbone: nn.Module,
-    ids_of_prompts: list[torch.Tensor],
-    ids_of_passes: list[torch.Tensor],
-    have_images: list[bool],
-    together: bool,
-    keep_saved: AbstractContextManager,
-) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
-    """Tokens of each prompt and of each pass as the model takes them, from one lookup, or from one for each kind."""
-    # The model itself looks for the places of images among the tokens
-    text_ids = [ids for ids, has_images in zip(ids_of_prompts, have_images, strict=True) if not has_images]
-    if together:
-        inputs = iter(pass_inputs(backbone, text_ids + ids_of_passes))
-    else:
-        with keep_saved:
-            of_text = pass_inputs(backbone, text_ids) if text_ids else []
-        inputs = iter(of_text + pass_inputs(backbone, ids_of_passes))
-    prompts = [
-        {"input_ids": ids} if has_images else next(inputs)
-        for ids, has_images in zip(ids_of_prompts, have_images, strict=True)
-    ]
-    return prompts, list(inputs)
+    return node, outputs
 
 
 def _run_prompt(
-    backbone: nn.Module, inputs: dict[str, torch.Tensor], positions: torch.Tensor, **kwargs
-) -> SharedPrefix:
-    """The prefix that a prompt leaves, complete, with what its router chose where that is asked for."""
-    prefix, outputs = prompt_pass(backbone, inputs, positions, backbone, **kwargs)
-    if missing := prefix.missing_layers(backbone.config.get_text_config()):
+    backbone: nn.Module, inputs: dict[str, torch.Tensor], positions: torch.Tensor, parent: Path | None, **kwargs
+) -> Node:
+    """The node that a branch leaves, complete, with what its router chose where that is asked for."""
+    node, outputs = prompt_pass(backbone, inputs, positions, backbone, parent, **kwargs)
+    if missing := node.missing_layers(backbone.config.get_text_config()):
         raise ValueError(
             f"Layers {missing} of {type(backbone).__name__} did not pass their keys and values to "
             "`transformers.AttentionInterface`, or their states to the cache that they were called with, so its prompts "
             "cannot be shared. Set `prefix_sharing=False`."
         )
-    unshard_in_backward(backbone, prefix.layers())
+    unshard_in_backward(backbone, node.layers())
     if "output_router_logits" in kwargs and len(positions) > 0:
-        prefix.write_router(router_sums(backbone, outputs.router_logits))
-    return prefix
+        node.write_router(router_sums(backbone, outputs.router_logits))
+    return node
 
 
-def _run_completions(backbone: nn.Module, context: ReadPrefix, inputs: dict[str, torch.Tensor], **kwargs) -> tuple:
-    """Hidden states of a pass of completions, of shape `(T, H)`, and what its router chose where that is asked for."""
+@dataclass(frozen=True)
+class _Tokens:
+    """Tokens of a branch, or of the rows of a pass, one after another."""
+
+    lengths: list[int]  # of each row
+    row: torch.Tensor  # (T,), of the batch
+    column: torch.Tensor
+    position: torch.Tensor
+    of_pass: torch.Tensor  # row of the pass
+    place: torch.Tensor  # in that row
+    scored: torch.Tensor | None = None  # which of them are, None: all
+
+    @classmethod
+    def of(cls, rows: list[int], starts: list[int], ends: list[int], shifts: list[int]) -> "_Tokens":
+        """Those of each row from one column to another, at positions that are a shift ahead of columns."""
+        lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+        repeats = torch.tensor(lengths)
+        row, start, shift = (torch.tensor(x).repeat_interleave(repeats) for x in (rows, starts, shifts))
+        of_pass = torch.arange(len(rows)).repeat_interleave(repeats)
+        place = torch.cat([torch.arange(length) for length in lengths])
+        return cls(lengths, row, start + place, start + place + shift, of_pass, place)
+
+    @staticmethod
+    def to(device: torch.device, tokens: "list[_Tokens]") -> "list[_Tokens]":
+        """All of them on a device, in one copy."""
+        stacked = [torch.stack([x.row, x.column, x.position, x.of_pass, x.place]) for x in tokens]
+        split = to_device(torch.cat(stacked, dim=1), device).split([x.shape[1] for x in stacked], dim=1)
+        return [_Tokens(x.lengths, *y, x.scored) for x, y in zip(tokens, split, strict=True)]
+
+    def places(self, prefix_length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row and column, behind the prefix, of those that are scored."""
+        row, column = (
+            (self.row, self.column) if self.scored is None else (self.row[self.scored], self.column[self.scored])
+        )
+        return row, column - prefix_length + 1
+
+
+def _run_pass(
+    backbone: nn.Module, context: ReadPrefix, inputs: dict[str, torch.Tensor], scored: torch.Tensor | None, **kwargs
+) -> tuple:
+    """
+    Hidden states of a pass, of shape `(T, H)`, or of those tokens that are `scored`, and what its router chose where that
+    is asked for.
+    """
     with running(context, backbone._prefix_sharing.configs):
         outputs = backbone(
             **inputs,
@@ -167,15 +172,152 @@ def _run_completions(backbone: nn.Module, context: ReadPrefix, inputs: dict[str,
             **kwargs,
         )
     sums = router_sums(backbone, outputs.router_logits) if "output_router_logits" in kwargs else None
-    return outputs.last_hidden_state[0], sums
+    states = outputs.last_hidden_state[0]
+    return states if scored is None else states[scored], sums
+
+
+class _Forward:
+    """Rows on their way through a backbone: those of a tree from the row `first` on, with this mask on the host."""
+
+    def __init__(
+        self,
+        settings: "SharedPrefixPasses",
+        backbone: nn.Module,
+        input_ids: torch.Tensor,
+        host_mask: torch.Tensor,
+        multimodal: MultimodalInputs,
+        tree: Tree,
+        first: int,
+    ):
+        self.settings, self.backbone, self.input_ids, self.multimodal = settings, backbone, input_ids, multimodal
+        self.tree, self.rows = tree, range(first, first + len(input_ids))
+        # Columns of the first token of each row, and behind the last
+        self.starts = (settings.prefix_length - tree.prompts.lengths[self.rows.start : self.rows.stop]).tolist()
+        self.ends = (settings.prefix_length + host_mask[:, settings.prefix_length :].sum(1)).tolist()
+        self.shift = position_shift(backbone.config, input_ids.shape[1])
+        self.nodes = dict(tree.nodes)
+        self.num_readers: Counter[Branch] = Counter()  # passes
+
+    def run(self, **kwargs) -> PassesOutput:
+        """What rows begin with, parents first; then their completions in passes; then all states in their places."""
+        branches, passes = list(self.tree.new_branches(self.rows)), self._divide()
+        tokens = [self._tokens_of(branch) for branch in branches] + [self._tokens_behind(*each) for each in passes]
+        tokens = _Tokens.to(self.input_ids.device, tokens)
+        of_branches, of_passes = tokens[: len(branches)], tokens[len(branches) :]
+        inputs = self._look_up(branches, tokens)
+        readers = [branch.parent for branch in branches if branch.parent is not None] + [
+            branch for branch, _ in passes
+        ]
+        self.num_readers.update(branch for reader in readers for branch in reader.path)
+        for branch, x, x_inputs in zip(branches, of_branches, inputs, strict=False):
+            self._run_branch(branch, x, x_inputs, **kwargs)
+        window = _window(self.backbone)
+        contexts = [
+            ReadPrefix.of(self._path(branch, self.rows.start), x.position, x.of_pass, x.place, x.lengths, window)
+            for (branch, _), x in zip(passes, of_passes, strict=True)
+        ]
+        outputs = run_passes(
+            self.backbone,
+            functools.partial(_run_pass, self.backbone, **kwargs),
+            list(zip(contexts, inputs[len(branches) :], [x.scored for x in of_passes], strict=True)),
+            recompute=self.settings.tokens_per_forward is not None,
+            activation_offloading=self.settings.activation_offloading,
+        )
+        if not torch.is_grad_enabled():
+            self.tree.leave(self.rows.stop)  # in training, behind the backward
+        rows, columns = zip(*(x.places(self.settings.prefix_length) for x in of_passes), strict=True)
+        shape = (len(self.starts), self.input_ids.shape[1] - self.settings.prefix_length + 1)
+        states = completion_states([x for x, _ in outputs], rows, columns, shape)
+        return PassesOutput(states, self._aux_loss([sums for _, sums in outputs]) if kwargs else None)
+
+    def _divide(self) -> list[tuple[Branch, torch.Tensor]]:
+        """Rows of the batch that go through the model together, and the branch that they continue."""
+        settings, passes, rows_of = self.settings, [], {}
+        for row, of_tree in enumerate(self.rows):
+            rows_of.setdefault(self.tree.branch_of[of_tree], []).append(row)
+        for branch, rows in rows_of.items():
+            if settings.tokens_per_forward is None:
+                chunks = torch.tensor(rows).split(settings.completions_per_forward or len(rows))
+            else:
+                lengths = self._tokens_behind(branch, torch.tensor(rows)).lengths
+                chunks = split_by_tokens(lengths, settings.tokens_per_forward, packed=True)
+                chunks = [torch.tensor([rows[i] for i in chunk]) for chunk in chunks]
+            passes.extend((branch, chunk) for chunk in chunks)
+        return passes if settings.tokens_per_forward is None else same_number_everywhere(passes, self.input_ids.device)
+
+    def _first_row(self, branch: Branch) -> int:
+        return next(row - self.rows.start for row in branch.rows if row in self.rows)
+
+    def _shift_of(self, branch: Branch, row: int) -> int:
+        """What positions in a row are ahead of columns: columns are those of the first row of all that begin alike."""
+        return self.tree.first_column(branch) - self.starts[row] + self.shift
+
+    def _tokens_of(self, branch: Branch) -> "_Tokens":
+        row = self._first_row(branch)
+        start = self.starts[row]
+        return _Tokens.of([row], [start + branch.start], [start + branch.end], [self._shift_of(branch, row)])
+
+    def _tokens_behind(self, branch: Branch, rows: torch.Tensor) -> "_Tokens":
+        """Of what prompts have behind a branch, their last tokens at least, and of their completions."""
+        rows = rows.tolist()
+        starts, ends = [self.starts[row] + branch.end for row in rows], [self.ends[row] for row in rows]
+        tokens = _Tokens.of(rows, starts, ends, [self._shift_of(branch, row) for row in rows])
+        is_scored = tokens.column >= self.settings.prefix_length - 1
+        if is_scored.all():
+            return tokens
+        return replace(tokens, scored=to_device(is_scored.nonzero().squeeze(1), self.input_ids.device))
+
+    def _is_apart(self, branch: Branch) -> bool:
+        """Whether the tokens of a branch are not looked up with those of others: not in the same backward."""
+        return self.tree.outlives(branch) and torch.is_grad_enabled()
+
+    def _images_of(self, branch: Branch) -> dict[str, torch.Tensor]:
+        is_last = self.tree.branch_of[branch.rows[0]] is branch
+        return self.multimodal.images[self._first_row(branch)] if is_last else {}
+
+    def _look_up(self, branches: list[Branch], tokens: "list[_Tokens]") -> list[dict[str, torch.Tensor]]:
+        """Tokens of branches and of passes as the model takes them. It looks for the places of images itself."""
+        ids = [at_least_one(self.input_ids[x.row, x.column])[None] for x in tokens]
+        by_itself = {i for i, x in enumerate(branches) if self._is_apart(x) or self._images_of(x)}
+        together = iter(pass_inputs(self.backbone, [x for i, x in enumerate(ids) if i not in by_itself]))
+        return [{"input_ids": x} if i in by_itself else next(together) for i, x in enumerate(ids)]
+
+    def _run_branch(self, branch: Branch, tokens: "_Tokens", inputs: dict[str, torch.Tensor], **kwargs) -> None:
+        # What later rows read must outlive the backward of these, and an offloading that ends with it
+        keeping = nullcontext()
+        if self._is_apart(branch) and self.settings.activation_offloading:
+            keeping = saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved)
+        images = self._images_of(branch)
+        of_tokens = self.multimodal.of_tokens(self._first_row(branch), at_least_one(tokens.column))
+        parent = None if branch.parent is None else self._path(branch.parent, branch.rows[-1])
+        with keeping:
+            if self._is_apart(branch) and not images:
+                (inputs,) = pass_inputs(self.backbone, [inputs["input_ids"]])
+            inputs = {**inputs, **images, **of_tokens}
+            self.nodes[branch] = _run_prompt(self.backbone, inputs, tokens.position, parent, **kwargs)
+        self.tree.keep(branch, self.nodes[branch], self.rows.stop)
+
+    def _path(self, branch: Branch, row: int) -> Path:
+        """What a pass continues whose backward waits for this row of the tree."""
+        gradients = [self.tree.gradient(x, row, is_alone=self.num_readers[x] == 1) for x in branch.path]
+        return Path(tuple(self.nodes[x] for x in branch.path), tuple(gradients))
+
+    def _aux_loss(self, sums: list[tuple[torch.Tensor, torch.Tensor, int]]) -> torch.Tensor:
+        """With what the routers chose in passes. A prompt counts once for each of its rows."""
+        times = Counter(branch for row in self.rows for branch in self.tree.branch_of[row].path)
+        for branch, number in times.items():
+            router = self.nodes[branch].read_router(self.tree.gradient(branch, self.rows.start, is_alone=False))
+            if router is not None:
+                sums.append([number * x for x in router])
+        return load_balancing_loss(sums)
 
 
 @dataclass(frozen=True)
 class SharedPrefixPasses:
     """
-    Each distinct prompt goes through the model once, then its completions in passes, packed without padding.
+    What prompts begin with goes through the model once, then the completions in passes, packed without padding.
 
-    The backward adds up the gradient of the prompt's keys and values before it goes through the prompt, once. With
+    The backward adds up the gradient of the keys and values of a node before it goes through it, once. With
     `tokens_per_forward`, each pass but the last is checkpointed as a whole, so the activations of one pass are alive at
     a time. Without, the passes keep what the same completions keep in whole rows. So they do on the CPU with
     `activation_offloading` and gradient checkpointing.
@@ -184,35 +326,33 @@ class SharedPrefixPasses:
         prefix_length (`int`):
             Number of prompt columns, P.
         tokens_per_forward (`int`, *optional*):
-            Tokens of completions of a prompt that go through the model together, with the last prompt token in front of
-            each completion. A completion that is longer goes by itself. If `None`, their number is not bounded.
+            Tokens of completions that go through the model together, with what its prompt has of its own in front of
+            each, the last prompt token at least. A completion that is longer goes by itself. If `None`, their number is
+            not bounded.
         completions_per_forward (`int`, *optional*):
-            Completions of a prompt that go through the model together without `tokens_per_forward`. If `None`, all.
-        group_size (`int`, *optional*):
-            Number of consecutive rows with the same prompt. It fixes the number of prompts, which must be the same on
-            all processes if they shard the weights. If `None`, all rows with the same prompt share it.
+            Completions that go through the model together without `tokens_per_forward`. If `None`, all that continue
+            the same node.
         num_images (`list[int]`, *optional*):
             Number of images of each row, if there are any.
         num_tiles (`list[int]`, *optional*):
             Number of tiles of each row, for models whose pixel values are indexed by tile.
         activation_offloading (`bool`, *optional*, defaults to `False`):
             Whether saved activations are offloaded to the CPU.
-        open_prefix (`OpenPrefix`, *optional*):
-            Prefix of the prompt of all rows, if its completions are spread over several micro-batches. Ignored without
-            gradients and outside of a micro-batch.
-        common_start (`CommonStart`, *optional*):
-            What all prompts begin with. Ignored where they do not.
+        tree ([`Tree`], *optional*):
+            Of these rows and of others, which go through the model before or after them. Where it is `None`, or these
+            are not its rows, they share among themselves.
+        first_row (`int`, *optional*, defaults to `0`):
+            Which row of the tree the first one is.
     """
 
     prefix_length: int
     tokens_per_forward: int | None = None
     completions_per_forward: int | None = None
-    group_size: int | None = None
     num_images: list[int] | None = None
     num_tiles: list[int] | None = None
     activation_offloading: bool = False
-    open_prefix: OpenPrefix | None = None
-    common_start: CommonStart | None = None
+    tree: Tree | None = None
+    first_row: int = 0
 
     def forward(
         self,
@@ -246,136 +386,19 @@ class SharedPrefixPasses:
         multimodal = MultimodalInputs.of(multimodal_inputs, len(input_ids), self.num_images, self.num_tiles)
         multimodal.check(backbone, host_ids, host_mask, self.prefix_length)
         check_mask(host_mask)
-        prompt_ids, prompt_mask = host_ids[:, : self.prefix_length], host_mask[:, : self.prefix_length]
-        groups = group_rows(prompt_ids, prompt_mask, self.group_size, multimodal)
-        open_prefix = self.open_prefix if torch.is_grad_enabled() else None
-        if open_prefix is not None and not open_prefix.is_entered:  # rows that are no part of a training step
-            open_prefix = None
-        if open_prefix is not None:
-            open_prefix.check_prompt(prompt_ids.masked_fill(prompt_mask == 0, -1), len(groups))
-
-        # What later rows read must outlive the backward of these, and an offloading that ends with it
-        keeping = nullcontext()
-        if self.activation_offloading:
-            keeping = saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved)
-        shift = position_shift(backbone.config, input_ids.shape[1], self.prefix_length)
+        prompt_ids, prompt_mask = (x[:, : self.prefix_length] for x in (host_ids, host_mask))
+        prompt_ids, prompt_mask = (x[:, : self.prefix_length] for x in (host_ids, host_mask))
+        tree, first = self._tree_of(prompts_of(backbone, prompt_ids, prompt_mask, multimodal))
         kwargs = {"output_router_logits": True} if output_router_logits else {}
-        start = None
-        may_share = self.common_start is not None and shift == 0 and multimodal.take_common_start(backbone)
-        if may_share and self.common_start.is_shared_by(prompt_ids, prompt_mask, len(groups)):
-            start = self._run_start(backbone, input_ids, prompt_ids, prompt_mask, multimodal, keeping, **kwargs)
+        try:
+            return _Forward(self, backbone, input_ids, host_mask, multimodal, tree, first).run(**kwargs)
+        except BaseException:
+            tree.close()
+            raise
 
-        # A prompt that went through the model with an earlier micro-batch does not go again
-        new_groups = [] if open_prefix is not None and open_prefix.has_prefix else groups
-        has_token = host_mask[:, self.prefix_length - 1 :] != 0  # (B, C + 1)
-        has_token[:, 0] = True  # the last prompt token
-        passes = self.divide(groups, has_token, input_ids.device)
-        # Columns are positions: those that a left-padded row has when it goes through the model by itself. Behind what
-        # rows of any padding begin with, they count from there.
-        start_size = 0 if start is None else start.size
-        shifts = torch.full((len(host_ids),), shift) if start is None else -first_columns(prompt_mask)
-        tokens = [self._prompt_tokens(prompt_mask[rows[0]], rows[0], start_size, shifts) for rows in new_groups]
-        tokens += [self._completion_tokens(has_token[rows], rows, shifts) for _, rows in passes]
-        tokens = to_device(torch.cat(tokens, dim=1), input_ids.device).split([x.shape[1] for x in tokens], dim=1)
-        of_prompts, of_passes = tokens[: len(new_groups)], tokens[len(new_groups) :]
-
-        keep_saved = nullcontext() if open_prefix is None else keeping
-        ids = [input_ids[row, column][None] for row, column, *_ in tokens]
-        have_images = [bool(multimodal.images[rows[0]]) for rows in new_groups]
-        ids_of_prompts, ids_of_passes = ids[: len(new_groups)], ids[len(new_groups) :]
-        prompts, completions = _look_up(
-            backbone, ids_of_prompts, ids_of_passes, have_images, open_prefix is None, keep_saved
-        )
-        prefixes = []
-        for group, (rows, prompt, tokens) in enumerate(zip(new_groups, prompts, of_prompts, strict=True)):
-            _, columns, positions, _, _ = tokens
-            prompt |= multimodal.of_prefix(int(rows[0]), columns)
-            positions = positions[: int(prompt_mask[rows[0], :-1].sum()) - start_size]
-            read_once = open_prefix is None and sum(group == group_of_pass for group_of_pass, _ in passes) == 1
-            with keep_saved, nullcontext() if start is None else self.common_start.read_by_prompts(start):
-                prefix = _run_prompt(backbone, prompt, positions, read_once=read_once, parent=start, **kwargs)
-            prefixes.append(prefix)
-        if open_prefix is not None:
-            prefixes = [open_prefix.go_on(*prefixes)]
-        else:
-            for prefix in prefixes:
-                prefix.lead_on()
-
-        window = _window(backbone)
-        contexts = [
-            ReadPrefix.of(prefixes[group], positions, completion, place, has_token[rows].sum(1).tolist(), window)
-            for (group, rows), (_, _, positions, completion, place) in zip(passes, of_passes, strict=True)
-        ]
-        outputs = run_passes(
-            backbone,
-            functools.partial(_run_completions, backbone, **kwargs),
-            list(zip(contexts, completions, strict=True)),
-            recompute=self.tokens_per_forward is not None,
-            activation_offloading=self.activation_offloading,
-        )
-        rows, columns = [x[0] for x in of_passes], [x[1] - self.prefix_length + 1 for x in of_passes]
-        last_hidden_state = completion_states([x for x, _ in outputs], rows, columns, has_token.shape)
-        aux_loss = None
-        if output_router_logits:
-            # A prompt counts once for each of its rows
-            sums = [
-                [len(rows) * x for x in router]
-                for rows, of_group in zip(groups, prefixes, strict=True)
-                for prefix in of_group.path
-                if (router := prefix.read_router()) is not None
-            ]
-            aux_loss = load_balancing_loss(sums + [pass_sums for _, pass_sums in outputs])
-        return PassesOutput(last_hidden_state, aux_loss)
-
-    def _run_start(
-        self,
-        backbone: nn.Module,
-        input_ids: torch.Tensor,
-        prompt_ids: torch.Tensor,
-        prompt_mask: torch.Tensor,
-        multimodal: MultimodalInputs,
-        keeping: AbstractContextManager,
-        **kwargs,
-    ) -> SharedPrefix:
-        """What the prompts begin with, which goes through the model unless it did with earlier rows."""
-        start, prefix = self.common_start, None
-        ids = first_tokens(prompt_ids[:1], prompt_mask[:1], start.length)
-        if not start.has_prefix:
-            positions = to_device(torch.arange(start.length), input_ids.device)
-            with keeping if start.is_open else nullcontext():
-                (inputs,) = pass_inputs(backbone, [to_device(ids, input_ids.device)])
-                inputs |= multimodal.of_tokens(0, positions + int(first_columns(prompt_mask[:1])))
-                prefix = _run_prompt(backbone, inputs, positions, **kwargs)
-        return start.go_on(ids[0], prefix)
-
-    # Of each token of a prompt or pass: its row and column in the batch, its position, its completion in the pass and its
-    # place there
-
-    def _prompt_tokens(
-        self, prompt_mask: torch.Tensor, row: torch.Tensor, start_size: int, shifts: torch.Tensor
-    ) -> torch.Tensor:
-        columns = at_least_one(prompt_mask[:-1].nonzero().squeeze(1)[start_size:])
-        return torch.stack([row.expand_as(columns), columns, columns + shifts[row], columns, columns])
-
-    def _completion_tokens(self, has_token: torch.Tensor, rows: torch.Tensor, shifts: torch.Tensor) -> torch.Tensor:
-        completion, column = has_token.nonzero(as_tuple=True)
-        place = has_token.cumsum(1)[completion, column] - 1
-        column = column + self.prefix_length - 1
-        return torch.stack([rows[completion], column, column + shifts[rows][completion], completion, place])
-
-    def divide(
-        self, groups: list[torch.Tensor], has_token: torch.Tensor, device: torch.device
-    ) -> list[tuple[int, torch.Tensor]]:
-        """
-        Group and rows of each pass of completions, on the host. `has_token` of shape `(B, C + 1)` begins with the last
-        prompt token.
-        """
-        passes = []
-        for group, rows in enumerate(groups):
-            if self.tokens_per_forward is None:
-                chunks = rows.split(self.completions_per_forward or len(rows))
-            else:
-                lengths = has_token[rows].sum(1).tolist()
-                chunks = [rows[chunk] for chunk in split_by_tokens(lengths, self.tokens_per_forward, packed=True)]
-            passes.extend((group, chunk) for chunk in chunks)
-        return passes if self.tokens_per_forward is None else same_number_everywhere(passes, device)
+    def _tree_of(self, prompts: Prompts) -> tuple[Tree, int]:
+        """The tree of these prompts, and which of its rows the first one is."""
+        if self.tree is not None and self.tree.has(prompts, self.first_row):
+            return self.tree, self.first_row
+        # Processes that shard the weights must call the model equally often, and do not know each other's rows here
+        return (Tree.of_groups(prompts, group_size=1) if has_several_processes() else Tree.of(prompts)), 0

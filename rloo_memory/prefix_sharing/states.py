@@ -28,8 +28,8 @@ from transformers.cache_utils import LinearAttentionLayer
 
 
 if TYPE_CHECKING:
+    from .nodes import Node, Path
     from .routing import RecordPrefix
-    from .memory import SharedPrefix
 
 # What a layer of each type keeps of a sequence, as in transformers' caches
 _ATTENTION_TYPES = {"full_attention", "sliding_attention", "hybrid"}
@@ -56,7 +56,7 @@ class RecordStates:
     `prefix`, if any of the tokens are the prompt's.
     """
 
-    prefix: "SharedPrefix | RecordPrefix"
+    prefix: "Node | RecordPrefix"
     has_tokens: bool
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
@@ -107,7 +107,7 @@ class ReadStates:
     the end of a single row, which is not padded, are written to `record`.
     """
 
-    prefix: "SharedPrefix"
+    prefix: "Path"
     rows: torch.Tensor  # (T,), row that each token belongs to
     columns: torch.Tensor  # (T,), its place there
     shape: tuple[int, int]  # N, L
@@ -116,7 +116,7 @@ class ReadStates:
     @classmethod
     def of(
         cls,
-        prefix: "SharedPrefix",
+        prefix: "Path",
         rows: torch.Tensor,
         columns: torch.Tensor,
         lengths: list[int],
@@ -200,7 +200,7 @@ def share_states(mixers: list[nn.Module]) -> list[RemovableHandle]:
 
 
 @torch.no_grad()
-def ignores_state(mixer: nn.Module, prefix: "SharedPrefix", hidden_size: int) -> bool:
+def ignores_state(mixer: nn.Module, prefix: "Node", hidden_size: int) -> bool:
     """
     Whether a mixer asks for a state and goes on without it, as PyTorch's scan of Mamba-1 does. A comparison with whole
     sequences does not have to show that: a layer can forget so fast that half precision rounds the rest away. `prefix`
@@ -228,11 +228,11 @@ def ignores_state(mixer: nn.Module, prefix: "SharedPrefix", hidden_size: int) ->
 
 
 def fork_states(
-    layer: LinearAttentionLayer, layer_idx: int, prefixes: list["SharedPrefix"], groups: list[torch.Tensor]
+    layer: LinearAttentionLayer, layer_idx: int, prefixes: list["Path"], groups: list[torch.Tensor]
 ) -> None:
     """Give each row of a cache layer, which has no states yet, a copy of those that the prompt of its group left."""
     update = {"conv": layer.update_conv_state, "recurrent": layer.update_recurrent_state}
     row_order = torch.cat(groups).argsort()
-    for slot in prefixes[0].states_of(layer_idx):
+    for slot in prefixes[0].nodes[-1].states_of(layer_idx):
         states = [prefix.read(slot, len(rows)) for prefix, rows in zip(prefixes, groups, strict=True)]
         update[slot[1]](torch.cat(states)[row_order], state_idx=slot[2])

@@ -79,7 +79,7 @@ class TokenBudgetPasses:
             masks.append(to_device(mask, device))
             ids.append(input_ids[to_device(rows, device)[:, None], positions[-1]])
         inputs = pass_inputs(backbone, ids)
-        shift = position_shift(backbone.config, input_ids.shape[1], self.prefix_length)
+        shift = position_shift(backbone.config, input_ids.shape[1])
         kwargs = {"output_router_logits": True} if output_router_logits else {}
 
         def forward_rows(model_inputs, mask, position_ids, tokens):

@@ -4,23 +4,23 @@ import importlib.metadata
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from accelerate.utils import DistributedType, gather, is_peft_model
+from accelerate.utils import DistributedType, is_peft_model
 from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedModel
 
-from .common_start import CommonStart, common_length
 from .enabling import disable_prefix_sharing, enable_prefix_sharing, shares_starts
 from .generation import generate_with_shared_prefix
 from .images import MultimodalInputs, count_tiles
-from .micro_batches import OpenPrefix
-from .shared_passes import SharedPrefixPasses, group_rows
+from .passes import on_any_process
+from .shared_passes import SharedPrefixPasses, prompts_of
 from .token_budget import TokenBudgetPasses, check_whole_rows, takes_whole_rows
+from .tree import Prompts, Tree, common_length
 
 
 logger = get_logger(__name__)
@@ -28,6 +28,8 @@ logger = get_logger(__name__)
 # Tokens of whole rows, padding included, for each token with shared prompts, from which on sharing takes less time.
 # Attention to a prompt and to a completion apart takes longer than to both at once.
 SAVES_TIME_FROM = 1.1
+
+_ROWS = "rows of the rollout"
 
 
 def shuffle_groups(batch: dict[str, Sequence | None], group_size: int) -> dict[str, Sequence | None]:
@@ -46,45 +48,38 @@ def shuffle_groups(batch: dict[str, Sequence | None], group_size: int) -> dict[s
 
 
 def saves_time(
-    groups: list[torch.Tensor],
-    attention_mask: torch.Tensor,
-    logits_to_keep: int,
+    tree: Tree,
+    lengths: torch.Tensor,
     rows_per_micro_batch: int,
     tokens_per_forward: int | None = None,
-    common_length: int = 0,
 ) -> bool:
     """
     Whether rows take less time with shared prompts than whole, as far as the number of tokens tells.
 
     Args:
-        groups (`list[torch.Tensor]`):
-            Rows that share a prompt.
-        attention_mask (`torch.Tensor` of shape `(B, P + C)`):
-            1 for tokens, 0 for padding, on the host.
-        logits_to_keep (`int`):
-            Number of completion columns, C.
+        tree ([`Tree`]):
+            Of their prompts.
+        lengths (`torch.Tensor` of shape `(B,)`):
+            Number of tokens of each row, on the host.
         rows_per_micro_batch (`int`):
             Number of rows that are padded to one length.
         tokens_per_forward (`int`, *optional*):
             Tokens that go through the model together.
-        common_length (`int`, *optional*, defaults to `0`):
-            Number of tokens that all prompts begin with.
     """
-    lengths = attention_mask.sum(1)
-    prefixes = attention_mask[:, :-logits_to_keep].sum(1) - 1
-    whole = TokenBudgetPasses(attention_mask.size(1) - logits_to_keep, tokens_per_forward)
+    whole = TokenBudgetPasses(tree.prompts.ids.shape[1], tokens_per_forward)
     of_whole_rows = sum(whole.count_tokens(rows.tolist()) for rows in lengths.split(rows_per_micro_batch))
-    saved = sum((len(rows) - 1) * int(prefixes[rows[0]]) for rows in groups) + (len(groups) - 1) * common_length
-    return of_whole_rows >= SAVES_TIME_FROM * (int(lengths.sum()) - saved)
+    of_completions = int((lengths - tree.prompts.lengths).sum())
+    return of_whole_rows >= SAVES_TIME_FROM * (tree.num_tokens + of_completions)
 
 
 @dataclass(frozen=True)
-class _Update:
-    """What a micro-batch knows of the update that it is a part of."""
+class _Batch:
+    """What is known of the rows of a rollout, or of a batch of an evaluation."""
 
-    is_last: bool  # of its micro-batches
-    prompts_go_on: bool  # whether prompts that go through the model with it have their backward with the last
-    num_prompts: int
+    prompts: Prompts
+    group_size: int  # of what processes have equally many branches for
+    common_length: int  # what all prompts begin with, there
+    goes_whole: bool = False  # its prompts are so short that its rows go through the model whole
 
 
 class TrainerPasses:
@@ -119,16 +114,11 @@ class TrainerPasses:
         self.model = model
         self.device = accelerator.device
         self.num_processes = accelerator.num_processes
-        # Whether prompts of a group of the last batch differ on any process, in training and in evaluation
-        self._prompts_differ = {True: False, False: False}
-        # Number of tokens that the prompts of the last batch begin with, likewise
-        self._common_length = {True: 0, False: 0}
-        # Whether its prompts are so short that its rows go through the model whole
-        self._goes_whole = {True: False, False: False}
-        self._open_prefix = None
-        # What prompts begin with, of an update and of a batch that is scored
-        self._trained_start = self._scored_start = None
-        self._update: _Update | None = None  # in a training step
+        self._batches: dict[bool, _Batch] = {}  # the last one of training, and of evaluation
+        self._scored: Tree | None = None  # of all rows of the last one
+        self._trained: Tree | None = None  # of those of an update
+        self._first_trained = 0  # of the rollout's rows
+        self._rows: range | None = None  # of the rollout, from this micro-batch to the end of its update
         self._place = 0  # of the micro-batch in its update
         self._has_passes = True  # whether the loss of the last training step came from passes
         option = "prefix_sharing=True" if args.prefix_sharing else f"tokens_per_forward={args.tokens_per_forward}"
@@ -158,11 +148,15 @@ class TrainerPasses:
         self._may_go_whole = args.prefix_sharing and not takes_images and all(map(takes_whole_rows, self._models))
         self._in_one_backward = accelerator.distributed_type != DistributedType.NO
         # The completions of a prompt can be spread over several micro-batches
-        if args.prefix_sharing and args.per_device_train_batch_size < args.num_generations:
-            self._open_prefix = OpenPrefix(
-                num_micro_batches=args.num_generations // args.per_device_train_batch_size,
-                in_one_backward=self._in_one_backward,
-            )
+        self._splits_groups = args.prefix_sharing and args.per_device_train_batch_size < args.num_generations
+
+    @property
+    def _batch(self) -> _Batch | None:
+        return self._batches.get(self.model.training)
+
+    @property
+    def _goes_whole(self) -> bool:
+        return self._batch is not None and self._batch.goes_whole
 
     def rows_per_prompt(self, num_rows: int) -> int:
         """Number of consecutive rows that are sure to have the same prompt, the same on every process."""
@@ -171,9 +165,9 @@ class TrainerPasses:
         return math.gcd(num_rows, self.args.num_generations if self.model.training else in_evaluation)
 
     def rows_to_score(self, batch_size: int) -> int:
-        """Number of rows that are scored together: a prompt's, with one run of the prompt, if they would be fewer."""
-        is_shared = self.model.training and not self._goes_whole[True]
-        return self.args.num_generations if self._open_prefix is not None and is_shared else batch_size
+        """Number of rows that are scored together: a prompt's, if they would be fewer."""
+        is_shared = self.model.training and not self._goes_whole
+        return self.args.num_generations if self._splits_groups and is_shared else batch_size
 
     def of_rows(
         self,
@@ -200,43 +194,41 @@ class TrainerPasses:
         """
         self._has_passes |= torch.is_grad_enabled()
         bounds = (input_ids.size(1) - logits_to_keep, self.args.tokens_per_forward)
-        if not self.args.prefix_sharing or self._goes_whole[self.model.training]:
+        if not self.args.prefix_sharing or self._goes_whole:
             return TokenBudgetPasses(*bounds, activation_offloading=self.args.activation_offloading)
-        # Where prompts of a group differ, micro-batches share for themselves. Processes that shard the weights must
-        # call the model equally often, so that several have a prompt for each row.
-        group_size, open_prefix = self.rows_per_prompt(rows.stop - rows.start), self._open_prefix
-        if self._prompts_differ[self.model.training]:
-            group_size, open_prefix = group_size if self.num_processes == 1 else 1, None
+        tree, first = self._tree_to_train() if torch.is_grad_enabled() else self._tree_to_score(rows.start)
         return SharedPrefixPasses(
             *bounds,
-            completions_per_forward=None if self._open_prefix is None else self.args.per_device_train_batch_size,
-            group_size=group_size,
+            completions_per_forward=self.args.per_device_train_batch_size if self._splits_groups else None,
             num_images=None if num_images is None else num_images[rows],
             num_tiles=None if num_tiles is None else num_tiles[rows],
             activation_offloading=self.args.activation_offloading,
-            open_prefix=open_prefix,
-            common_start=self._common_start(rows, len(input_ids)),
+            tree=tree,
+            first_row=first + rows.start,
         )
 
-    def _common_start(self, rows: slice, num_rows: int) -> CommonStart | None:
-        """What the prompts of these rows begin with: those of an update in training, those of a batch in scoring."""
-        length = self._common_length[self.model.training]
-        if torch.is_grad_enabled():
-            if self._update is None:  # rows that are no part of a training step
-                return None
-            if self._place == 0 and self._trained_start is None and length > 0 and self._update.num_prompts > 1:
-                self._trained_start = CommonStart(length, self._in_one_backward)
-            if self._trained_start is not None:
-                self._trained_start.open(self._update.is_last, self._update.prompts_go_on)
-            return self._trained_start
-        if rows.start == 0:
-            self._scored_start = CommonStart(length) if length > 0 else None
-            if self._scored_start is not None and rows.stop < num_rows:
-                self._scored_start.open()
-        start = self._scored_start
-        if rows.stop >= num_rows:
-            self._scored_start = None
-        return start
+    def _tree_to_train(self) -> tuple[Tree | None, int]:
+        """The tree of an update, and which of its rows is the first one of the micro-batch."""
+        if self._rows is None or self._batch is None:  # rows that are no part of a training step
+            return None, 0
+        if self._trained is None:
+            prompts = self._batch.prompts[self._rows.start : self._rows.stop]
+            self._trained = self._tree(self._batch, prompts, self.args.per_device_train_batch_size)
+            self._first_trained = self._rows.start
+        return self._trained, self._rows.start - self._first_trained
+
+    def _tree_to_score(self, first: int) -> tuple[Tree | None, int]:
+        """The tree of a batch. Each model that scores it begins with its first row."""
+        if first == 0 and self._scored is not None:
+            self._scored.close()
+        return self._scored, 0
+
+    def _tree(self, batch: _Batch, prompts: Prompts, rows_per_backward: int | None = None) -> Tree:
+        if self.num_processes == 1:
+            return Tree.of(prompts, rows_per_backward=rows_per_backward, in_one_backward=self._in_one_backward)
+        length = batch.common_length if len(prompts) > batch.group_size else 0
+        kwargs = {"rows_per_backward": rows_per_backward, "in_one_backward": self._in_one_backward}
+        return Tree.of_groups(prompts, batch.group_size, length, **kwargs)
 
     def compare_rows(
         self,
@@ -248,31 +240,31 @@ class TrainerPasses:
         num_tiles: list[int] | None,
     ) -> None:
         """
-        Find out what the rows of a batch of shape `(B, P + C)`, with their images, have in common: whether prompts of a
-        group differ on any process, as environments, rollout functions and subclasses can give them; how many tokens all
-        prompts of this process begin with, if those of every process do with enough; and whether it saves time to share
-        prompts on any process.
+        Find out what the prompts of a batch of shape `(B, P + C)`, with their images, have in common, and whether it
+        saves time to share them on any process. Processes that shard the weights must call the model equally often, so
+        that several share what each group of prompts begins with, and what all prompts do if it is enough on each.
         """
         if not self.args.prefix_sharing:
             return
-        group_size = self.rows_per_prompt(len(input_ids))
         multimodal = MultimodalInputs.of(inputs, len(input_ids), num_images, num_tiles)
         input_ids, attention_mask = input_ids.cpu(), attention_mask.cpu()
-        prompt_ids, prompt_mask = input_ids[:, :-logits_to_keep], attention_mask[:, :-logits_to_keep]
-        groups = group_rows(prompt_ids, prompt_mask, group_size, multimodal)
-        length = 0
-        if len(groups) > 1 and all(shares_starts(model) for model in self._models):
-            length = common_length(prompt_ids, prompt_mask, getattr(self.model.config, "image_token_id", None))
+        prompt_ids, prompt_mask = (x[:, :-logits_to_keep] for x in (input_ids, attention_mask))
+        begin_alike = all(shares_starts(model) for model in self._models)
+        backbone = (self.model.get_base_model() if is_peft_model(self.model) else self.model).base_model
+        prompts = prompts_of(backbone, prompt_ids, prompt_mask, multimodal, begin_alike)
+        group_size = self.rows_per_prompt(len(prompts))
+        length = common_length(prompts, group_size)
+        found = [prompts.differ_whole(group_size), length == 0]
+        differ, is_without = on_any_process(found, self.device)
+        batch = _Batch(prompts, 1 if differ else group_size, 0 if is_without else length)
+        self._scored = self._tree(batch, prompts)
         bounds = (self.args.per_device_train_batch_size, self.args.tokens_per_forward)
-        is_worth_it = not self._may_go_whole or saves_time(groups, attention_mask, logits_to_keep, *bounds, length)
-        found = [len(groups) * group_size > len(input_ids), length == 0, is_worth_it]
-        differ, is_without, is_worth_it = gather(torch.tensor([found], device=self.device)).any(0).tolist()
-        mode = self.model.training
-        if self._goes_whole[mode] == is_worth_it:
+        is_worth_it = not self._may_go_whole or saves_time(self._scored, attention_mask.sum(1), *bounds)
+        (is_worth_it,) = on_any_process([is_worth_it], self.device)
+        if self._goes_whole == is_worth_it:
             way = "shared" if is_worth_it else "so short that rows go through the model whole"
             logger.info(f"From this batch on, prompts are {way}.")
-        self._prompts_differ[mode], self._goes_whole[mode] = differ, not is_worth_it
-        self._common_length[mode] = 0 if is_without else length
+        self._batches[self.model.training] = replace(batch, goes_whole=not is_worth_it)
 
     def generate_of(
         self, model: PreTrainedModel, processing_class, images: list[list | None] | None
@@ -295,8 +287,13 @@ class TrainerPasses:
         return generate
 
     def shuffle(self, batch: dict[str, Sequence | None]) -> dict[str, Sequence | None]:
-        """Shuffle a batch. With `prefix_sharing`, the completions of a prompt stay together."""
-        return shuffle_groups(batch, self.args.num_generations if self.args.prefix_sharing else 1)
+        """Shuffle a rollout. With `prefix_sharing`, the completions of a prompt stay together."""
+        rollout = self._batches.pop(True, None)
+        if rollout is None:
+            return shuffle_groups(batch, self.args.num_generations if self.args.prefix_sharing else 1)
+        batch = shuffle_groups({**batch, _ROWS: torch.arange(len(rollout.prompts))}, self.args.num_generations)
+        self._batches[True] = replace(rollout, prompts=rollout.prompts[batch.pop(_ROWS)])
+        return batch
 
     def reward_logits(self, reward_model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Logits of a reward model, of at most `tokens_per_forward` tokens of rows at a time."""
@@ -315,19 +312,14 @@ class TrainerPasses:
         Forward and backward of a micro-batch of an [`RLOOTrainer`] or a [`GRPOTrainer`]. The trainer's steps tell its
         place among those of its prompt and of its update.
         """
-        updates = trainer.accelerator.sync_gradients
+        updates, steps = trainer.accelerator.sync_gradients, self.args.steps_per_generation
         had_passes, self._has_passes = self._has_passes, False
+        size, step = self.args.per_device_train_batch_size, trainer._step % steps
+        left = trainer.current_gradient_accumulation_steps - self._place
+        self._rows = range(step * size, min(step + left, steps) * size)
         try:
-            if self._open_prefix is not None:
-                self._open_prefix.enter(trainer._step, updates)
-            self._enter_update(updates, trainer.current_gradient_accumulation_steps)
             yield
-            if self._open_prefix is not None:
-                self._open_prefix.backward()
-            if updates and self._trained_start is not None:
-                self._trained_start.backward()
-                self._trained_start = None
-            self._update, self._place = None, 0 if updates else self._place + 1
+            self._leave(self._rows.start + size, updates)
         except BaseException:
             self._forget()
             raise
@@ -338,20 +330,26 @@ class TrainerPasses:
                 "call that of `super()`."
             )
 
-    def _enter_update(self, is_last: bool, num_micro_batches: int) -> None:
-        per_prompt = 1 if self._open_prefix is None else self._open_prefix.num_micro_batches
-        num_rows = num_micro_batches * self.args.per_device_train_batch_size
-        self._update = _Update(
-            is_last,
-            prompts_go_on=self._place + per_prompt >= num_micro_batches,
-            num_prompts=num_rows if self._prompts_differ[True] else num_rows // self.args.num_generations,
-        )
+    def _leave(self, stop: int, updates: bool) -> None:
+        """Behind the backward of a micro-batch. `stop` is the first row of the next one."""
+        tree, self._rows = self._trained, None
+        if tree is not None:
+            tree.leave(stop - self._first_trained)
+            if updates and tree.nodes and self._in_one_backward:
+                raise RuntimeError(
+                    f"The weights would be updated behind {self._place + 1} micro-batches, of which the prompts of later "
+                    "ones are a part. After an interruption, create the trainer again and resume from a checkpoint."
+                )
+            if updates or stop - self._first_trained >= len(tree.prompts):
+                tree.leave(len(tree.prompts))
+                self._trained = None
+        self._place = 0 if updates else self._place + 1
 
     def _forget(self) -> None:
         """Forget what is kept for the next micro-batch."""
-        if self._open_prefix is not None:
-            self._open_prefix.close()
-        self._trained_start = self._scored_start = self._update = None
+        for tree in filter(None, (self._trained, self._scored)):
+            tree.close()
+        self._trained = self._rows = None
         self._place = 0
 
     def remove(self) -> None:
@@ -362,6 +360,5 @@ class TrainerPasses:
     def close(self, step: int) -> bool:
         """Forget what is kept for the next micro-batch. Returns whether some of a prompt's are missing."""
         self._forget()
-        if self._open_prefix is None:
-            return False
-        return step % self._open_prefix.num_micro_batches != 0
+        per_prompt = self.args.num_generations // self.args.per_device_train_batch_size
+        return self._splits_groups and step % per_prompt != 0

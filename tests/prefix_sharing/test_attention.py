@@ -13,7 +13,7 @@ from transformers.models.gemma2 import modeling_gemma2 as gemma2
 from rloo_memory.prefix_sharing import routing
 from rloo_memory.prefix_sharing.attention import Runs, attention_with_lse, shared_prefix_attention
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
-from rloo_memory.prefix_sharing.memory import SharedPrefix
+from rloo_memory.prefix_sharing.nodes import Node, Path
 from rloo_memory.prefix_sharing.routing import Attention, ReadPrefix
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
@@ -198,7 +198,7 @@ class TestMasks:
     def context(self, num_prefix_tokens, lengths, window=None):
         rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
         columns = torch.cat([torch.arange(length) for length in lengths])
-        prefix = SharedPrefix(torch.arange(3, 3 + num_prefix_tokens))  # behind padding
+        prefix = Path.of(Node(torch.arange(3, 3 + num_prefix_tokens)))  # behind padding
         return ReadPrefix.of(prefix, columns + 3 + num_prefix_tokens, rows, columns, lengths, window)
 
     @pytest.mark.parametrize("window", [None, 1, 4, 30])
@@ -212,7 +212,7 @@ class TestMasks:
         for size in context.blocks:
             for token in range(start, start + size):
                 position = context.positions[token]
-                seen = [mask_function(0, 0, position, x) for x in context.prefix.positions]
+                seen = [mask_function(0, 0, position, x) for x in context.prefix.path_positions]
                 assert not any(seen[:num_hidden])
                 for other in range(start, start + size):
                     of_same_row = context.rows[token] == context.rows[other]
@@ -224,7 +224,7 @@ class TestMasks:
     def test_a_layer_with_more_than_a_scale_has_a_mask(self):
         context = self.context(7, SHAPES["ragged"][-1])
         query, key, value, *prefix = make_tensors("ragged", torch.float64)
-        context.prefix.write_attention(0, *prefix)
+        context.prefix.nodes[-1].write_attention(0, *prefix)
         layer = nn.Module()
         layer.layer_idx, layer.num_key_value_groups = 0, 2
         own = Attention(gemma2.eager_attention_forward, gemma2.eager_attention_forward)

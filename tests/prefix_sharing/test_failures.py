@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from rloo_memory.prefix_sharing import enabling
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
-from rloo_memory.prefix_sharing.memory import SharedPrefix
+from rloo_memory.prefix_sharing.nodes import Node
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 
 from . import test_images as images
@@ -33,7 +33,7 @@ def make(name):
         labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
         labels[:, :prompt_length] = -100
         inputs |= {"labels": labels, "fused_lm_head": True}
-        options |= {"group_size": 2, "num_images": images.NUM_IMAGES}
+        options |= {"num_images": images.NUM_IMAGES}
     elif name == "states":
         model = build(CONFIGS["mamba2"])
     else:
@@ -74,8 +74,8 @@ def step(model, inputs, passes):
 
 @pytest.fixture
 def alive(monkeypatch):
-    """How many prefixes are still there."""
-    references, init = [], SharedPrefix.__init__
+    """How many nodes are still there."""
+    references, init = [], Node.__init__
 
     def remember(self, *args, **kwargs):
         references.append(weakref.ref(self))
@@ -87,7 +87,7 @@ def alive(monkeypatch):
         gc.collect()
         return sum(reference() is not None for reference in references)
 
-    monkeypatch.setattr(SharedPrefix, "__init__", remember)
+    monkeypatch.setattr(Node, "__init__", remember)
     return find
 
 

@@ -107,7 +107,7 @@ class TestPrefixSharingImages:
         enable_prefix_sharing(model)
         inputs, prompt_length = make_batch()
         inputs["input_ids"][3, prompt_length + column] = IMAGE_TOKEN
-        passes = SharedPrefixPasses(prompt_length, group_size=2, num_images=NUM_IMAGES)
+        passes = SharedPrefixPasses(prompt_length, num_images=NUM_IMAGES)
         with pytest.raises(ValueError, match=match):
             model(**inputs, labels=inputs["input_ids"], fused_lm_head=True, passes=passes)
 

@@ -4,8 +4,8 @@ import torch
 from datasets import load_dataset
 
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
-from rloo_memory.prefix_sharing.micro_batches import OpenPrefix
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
+from rloo_memory.prefix_sharing.tree import Prompts, Tree
 
 from .test_offloading import count_layer_forwards, offload_on_cpu
 from .test_passes import MODEL_IDS, TRAINERS, forward_whole_rows, load, make_inputs
@@ -15,16 +15,16 @@ MODEL_ID = "tiny-Qwen2ForCausalLM-2.5"
 
 def forward_micro_batches(model, inputs, prompt_length, in_one_backward=False, **kwargs):
     # Two prompts with three completions each, one a micro-batch
-    open_prefix = OpenPrefix(num_micro_batches=3, in_one_backward=in_one_backward)
+    prompts = Prompts.of(inputs["input_ids"][:, :prompt_length], inputs["attention_mask"][:, :prompt_length])
+    tree = Tree.of(prompts, rows_per_backward=1, in_one_backward=in_one_backward)
     log_probs = []
-    for step in range(6):
-        open_prefix.enter(step, updates=step == 5)
-        rows = {name: x[step : step + 1] if torch.is_tensor(x) else x for name, x in inputs.items()}
-        passes = SharedPrefixPasses(prompt_length, group_size=1, open_prefix=open_prefix, **kwargs)
-        outputs = model(**rows, passes=passes)
+    for row in range(6):
+        rows = {name: x[row : row + 1] if torch.is_tensor(x) else x for name, x in inputs.items()}
+        outputs = model(**rows, passes=SharedPrefixPasses(prompt_length, tree=tree, first_row=row, **kwargs))
         outputs.log_probs.sum().backward()
-        open_prefix.backward()
+        tree.leave(row + 1)
         log_probs.append(outputs.log_probs.detach())
+    assert not tree.nodes
     return torch.cat(log_probs)
 
 
@@ -79,22 +79,6 @@ class TestPrefixSharingMicroBatches:
         with offload_on_cpu(model):
             forward_micro_batches(model, inputs, prompt_length, in_one_backward)
         assert_same_gradients(model, expected_grads)
-
-    def test_wrong_micro_batch(self):
-        model = load(MODEL_ID).train()
-        enable_prefix_sharing(model)
-        inputs, prompt_length = make_inputs()
-        open_prefix = OpenPrefix(num_micro_batches=3)
-        passes = SharedPrefixPasses(prompt_length, open_prefix=open_prefix)
-        with pytest.raises(RuntimeError, match="does not follow its first one"):
-            open_prefix.enter(1, updates=False)
-        with pytest.raises(RuntimeError, match="would be updated after 1 of the 3"):
-            open_prefix.enter(0, updates=True)
-        open_prefix.enter(3, updates=False)
-        model(**{name: x[:1] if torch.is_tensor(x) else x for name, x in inputs.items()}, passes=passes)
-        open_prefix.enter(4, updates=False)
-        with pytest.raises(RuntimeError, match="has another prompt"):
-            model(**{name: x[3:4] if torch.is_tensor(x) else x for name, x in inputs.items()}, passes=passes)
 
     @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
     def test_train(self, config_class, trainer_class):

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, BambaConfig, JambaConfig, Qwen3Ne
 
 from experiments.fused_head import add_fused_lm_head
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
-from rloo_memory.prefix_sharing.memory import SharedPrefix
+from rloo_memory.prefix_sharing.nodes import Node
 from rloo_memory.prefix_sharing.states import find_mixers, ignores_state
 
 
@@ -50,9 +50,8 @@ class TestPrefixSharingStates:
 
     def test_gradients_of_a_state_are_summed_in_float32(self):
         state = torch.ones(1, 2, 3, dtype=torch.bfloat16, requires_grad=True)
-        prefix = SharedPrefix(torch.arange(2))
+        prefix = Node(torch.arange(2))
         prefix.write((0, "conv", 0), state)
-        prefix.lead_on()
         sum(prefix.read((0, "conv", 0), num_rows=2).sum().float() for _ in range(512)).backward()
         # A sum in bfloat16 ends at 512, where 2 is less than its last digit
         torch.testing.assert_close(state.grad, torch.full_like(state, 1024))
@@ -72,4 +71,4 @@ class TestPrefixSharingStates:
         config = JambaConfig(**SHAPE, num_experts=1, mamba_d_state=8, mamba_dt_rank=4)
         # PyTorch's scan of Mamba-1 always starts from zero
         mixers = [find_mixers(build(config))[0], *[find_mixers(build(config))[0] for config in CONFIGS.values()]]
-        assert [ignores_state(mixer, SharedPrefix(torch.arange(2)), 32) for mixer in mixers] == [True, False, False]
+        assert [ignores_state(mixer, Node(torch.arange(2)), 32) for mixer in mixers] == [True, False, False]

@@ -3,6 +3,7 @@ import torch
 
 from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
 from rloo_memory.prefix_sharing.trainer import saves_time
+from rloo_memory.prefix_sharing.tree import Prompts, Tree
 
 from .test_passes import load, make_inputs
 
@@ -39,14 +40,8 @@ class TestTokenBudget:
         ],
     )
     def test_when_sharing_saves_time(self, prompt_length, lengths, rows_per_micro_batch, tokens_per_forward, expected):
-        mask = torch.ones(len(lengths), prompt_length + max(lengths), dtype=torch.long)
-        for row, length in enumerate(lengths):
-            mask[row, prompt_length + length :] = 0
-        rows = [torch.arange(len(lengths))]
-        bounds = (max(lengths), rows_per_micro_batch, tokens_per_forward)
-        assert saves_time(rows, mask, *bounds) == expected
-        # Two such prompts, apart and with a token that both begin with
-        rows.append(rows[0] + len(lengths))
-        mask = mask.repeat(2, 1)
-        assert saves_time(rows, mask, *bounds) == expected
-        assert saves_time(rows, mask, *bounds, common_length=40)
+        one = torch.arange(prompt_length).repeat(len(lengths), 1)
+        for ids in (one, torch.cat([one, one + 50])):  # also of two prompts
+            tree = Tree.of(Prompts.of(ids, torch.ones_like(ids)))
+            all_lengths = prompt_length + torch.tensor(lengths).repeat(len(ids) // len(lengths))
+            assert saves_time(tree, all_lengths, rows_per_micro_batch, tokens_per_forward) == expected

@@ -11,20 +11,20 @@ import torch
 from shared_exactness import VOCAB, build, error, passes_of, pure_float64  # puts the fork on the path
 
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
-from rloo_memory.prefix_sharing.micro_batches import OpenPrefix
+from rloo_memory.prefix_sharing.tree import Prompts, Tree
 
 PROMPT, COMPLETION, ROWS = 24, 4, 64
 
 
-def gradient(seed, model, rows=ROWS, mixed=False, open_prefix=None, **shared):
+def gradient(seed, model, rows=ROWS, mixed=False, spread=False, **shared):
     torch.manual_seed(seed)
     ids = torch.randint(3, VOCAB, (ROWS, PROMPT + COMPLETION))
     ids[:, :PROMPT] = ids[0, :PROMPT]
     model.zero_grad()
+    tree = Tree.of(Prompts.of(ids[:, :PROMPT], torch.ones_like(ids[:, :PROMPT])), rows_per_backward=rows)
     for step, chunk in enumerate(ids.split(rows)):
-        if open_prefix is not None:
-            open_prefix.enter(step, updates=step == ROWS - 1)
-            shared["passes"] = passes_of(PROMPT, open_prefix=open_prefix)
+        if spread:
+            shared["passes"] = passes_of(PROMPT, tree=tree, first_row=step * rows)
         labels = chunk.clone()
         labels[:, :PROMPT] = -100
         with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
@@ -32,8 +32,7 @@ def gradient(seed, model, rows=ROWS, mixed=False, open_prefix=None, **shared):
                 input_ids=chunk, attention_mask=torch.ones_like(chunk), labels=labels, fused_lm_head=True, **shared
             )
         out.log_probs.sum().backward()  # every completion pulls the same way, so that the sum grows
-        if open_prefix is not None:
-            open_prefix.backward()
+        tree.leave((step + 1) * rows)
     projections = [x for layer in model.model.layers for x in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
     return torch.cat([module.weight.grad.flatten().double() for module in projections])
 
@@ -48,12 +47,12 @@ def errors_of(seed):
     errors = {"mixed stock": error(run(model, mixed=True), truth)}
     enable_prefix_sharing(model)
     errors["mixed shared"] = error(run(model, mixed=True, **one_a_pass), truth)
-    errors["mixed micro-batches"] = error(run(model, rows=1, mixed=True, open_prefix=OpenPrefix(ROWS)), truth)
+    errors["mixed micro-batches"] = error(run(model, rows=1, mixed=True, spread=True), truth)
     model = make(torch.bfloat16)
     errors["accumulate"] = error(run(model, rows=1), rounded_truth)
     enable_prefix_sharing(model)
     errors["shared"] = error(run(model, **one_a_pass), rounded_truth)
-    errors["micro-batches"] = error(run(model, rows=1, open_prefix=OpenPrefix(ROWS)), rounded_truth)
+    errors["micro-batches"] = error(run(model, rows=1, spread=True), rounded_truth)
     return errors
 
 

@@ -176,10 +176,10 @@ def run(model, inputs, prompt, **shared):
 SETTINGS = (
     # (gradient checkpointing, tower trained, settings)
     (False, True, dict()),
-    (False, True, dict(tokens_per_forward=1, group_size=ROWS_PER_PROMPT)),
+    (False, True, dict(tokens_per_forward=1)),
     (False, False, dict(completions_per_forward=2)),
-    (True, True, dict(completions_per_forward=2, group_size=ROWS_PER_PROMPT)),
-    (True, True, dict(tokens_per_forward=9, group_size=ROWS_PER_PROMPT)),
+    (True, True, dict(completions_per_forward=2)),
+    (True, True, dict(tokens_per_forward=9)),
 )
 
 

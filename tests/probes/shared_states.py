@@ -11,7 +11,7 @@ from architectures import ARCHITECTURES, MIXED, STATES
 from shared_exactness import build, build_random
 
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
-from rloo_memory.prefix_sharing.memory import SharedPrefix
+from rloo_memory.prefix_sharing.nodes import Node
 from rloo_memory.prefix_sharing.states import ReadStates
 
 MAMBA1 = dict(mamba_d_state=8, mamba_dt_rank=4)
@@ -42,13 +42,13 @@ def refusal(model):
 
 
 def zero(name):
-    read = SharedPrefix.read
-    return lambda self, slot, rows=1: read(self, slot, rows) * (0 if slot[1] == name else 1)
+    read = Node.read
+    return lambda self, slot, *args: read(self, slot, *args) * (0 if slot[1] == name else 1)
 
 
 BROKEN = {
-    "no recurrent state": (SharedPrefix, "read", zero("recurrent")),
-    "no columns": (SharedPrefix, "read", zero("conv")),
+    "no recurrent state": (Node, "read", zero("recurrent")),
+    "no columns": (Node, "read", zero("conv")),
     "columns one off": (ReadStates, "update_conv_state", lambda self, x, layer, state=0, **kwargs: torch.cat(
         [self.get_conv_state(layer, state).roll(1, -1), x], -1)),
 }  # fmt: skip

@@ -35,10 +35,11 @@ from trl.trainer import grpo_trainer, rloo_trainer
 from experiments.checks.float64 import pure_float64
 from rloo_memory import models
 from rloo_memory.launch.additions import add_to
-from rloo_memory.prefix_sharing.common_start import CommonStart
+from rloo_memory.prefix_sharing import tree
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
 from rloo_memory.prefix_sharing.trainer import shuffle_groups
+from rloo_memory.prefix_sharing.tree import Tree
 from rloo_memory.settings.trl_parser import GRPOConfig, RLOOConfig
 from trl import GRPOTrainer, RLOOTrainer
 
@@ -47,6 +48,7 @@ WORDS = "apple stone river cloud seven tiger green paper light money".split()
 PROMPTS = [" ".join(WORDS[i % 10] for i in range(n, n + 3 * n)) for n in (5, 2, 7)]
 PROMPTS[2:2] = ["e", PROMPTS[0]]
 COMMON = " ".join(WORDS * 13) + " "  # in front of all, where they begin alike
+tree.MIN_SAVED_TOKENS = 100
 SHORT = ["e", "a", "e", "r", "t"]  # a token or two: rows go whole
 TOKENIZER = models.build_tokenizer([" ".join(WORDS)] * 4, 300)
 SHAPE = dict(
@@ -223,12 +225,13 @@ def train_counting(run):
         return mock.patch.object(kind, name, autospec=True, side_effect=getattr(kind, name))
 
     with (
-        watched(CommonStart, "go_on") as used,
+        watched(Tree, "keep") as used,
         watched(TokenBudgetPasses, "forward") as whole,
         watched(SharedPrefixPasses, "forward") as shared,
     ):
         run.train()
-    starts = sum(call.args[2] is not None for call in used.call_args_list)
+    kept = (call.args for call in used.call_args_list)
+    starts = sum(branch not in owner.branch_of.values() for owner, branch, *_ in kept)
     return {"starts": starts, "whole": whole.call_count, "shared": shared.call_count}
 
 

@@ -3,19 +3,18 @@
 from rloo_memory.errors import ConfigError
 
 
-def open_prefix_of(setup):
-    """An `OpenPrefix` if the completions of a prompt are spread over micro-batches, else None."""
-    from rloo_memory.prefix_sharing.micro_batches import OpenPrefix
+def tree_of(setup, prompt_ids):
+    """The `Tree` of a prompt whose completions are spread over micro-batches; `prompt_ids` are those of all of them."""
+    from rloo_memory.prefix_sharing.tree import Prompts, Tree
 
-    if not setup.splits_groups:
-        return None
-    number = setup.num_generations // setup.per_device_train_batch_size
-    return OpenPrefix(number, in_one_backward=setup.is_distributed)
+    prompts = Prompts.of(prompt_ids, prompt_ids.new_ones(prompt_ids.shape))
+    rows = setup.per_device_train_batch_size
+    return Tree.of(prompts, rows_per_backward=rows, in_one_backward=setup.is_distributed)
 
 
-def passes_of(setup, rows: int, open_prefix, num_images: list[int] | None):
-    """Of `rows` rows with so many images each, in which the groups follow one another; `open_prefix` is that of the
-    training. Raises `ConfigError` for whole rows with images within a token budget, as the trainers do."""
+def passes_of(setup, num_images: list[int] | None, tree=None, first_row: int = 0):
+    """Of rows with so many images each, in which the groups follow one another, and that are those of `tree` from
+    `first_row` on. Raises `ConfigError` for whole rows with images within a token budget, as the trainers do."""
     from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
     from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
 
@@ -28,9 +27,9 @@ def passes_of(setup, rows: int, open_prefix, num_images: list[int] | None):
         return SharedPrefixPasses(
             **bounds,
             completions_per_forward=setup.rows_per_pass,
-            group_size=min(rows, setup.num_generations),
             num_images=num_images,
-            open_prefix=open_prefix,
+            tree=tree,
+            first_row=first_row,
         )
     if num_images:
         raise ConfigError(

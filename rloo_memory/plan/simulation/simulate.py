@@ -30,7 +30,7 @@ from rloo_memory.plan.simulation.events import REFERENCE, TOWER, mark
 from rloo_memory.plan.simulation.heads import HEADS
 from rloo_memory.plan.simulation.live_bytes import LiveBytes
 from rloo_memory.plan.simulation.offloaded import offloaded
-from rloo_memory.plan.simulation.passes import open_prefix_of, passes_of
+from rloo_memory.plan.simulation.passes import passes_of, tree_of
 from rloo_memory.plan.simulation.recurrent import operators_in_torch
 from rloo_memory.plan.simulation.replaced import pretending
 from rloo_memory.plan.simulation.shapes_only import ShapesOnly
@@ -63,7 +63,7 @@ class Simulation:
         self.shapes = ShapesOnly(self.memory, self.work)
         self.scores = ""  # `REFERENCE` while it does
         self.images = RolloutImages(setup, hf_config, self.shapes, self.memory)
-        self.open_prefix = open_prefix_of(setup)
+        self.spread: dict = {}  # tree and first row of a micro-batch whose prompt has others
         self.shares_prompts = setup.prefix_sharing or setup.shares_generation
         self.memory.added = self.allocation
         # (phase, event, layer, how often it came before in this phase) -> bytes by kind at the peak until the next one
@@ -322,7 +322,7 @@ class Simulation:
             if not torch.is_grad_enabled():
                 rows = setup.rows_to_score
             input_ids, mask = self.groups_of(rows, length), torch.ones(rows, length, dtype=torch.long)
-            passes = passes_of(setup, rows, self.open_prefix, self.images.number_of_each(rows))
+            passes = passes_of(setup, self.images.number_of_each(rows), **self.spread)
             images = self.images.inputs(input_ids)
             return passes.forward(backbone, input_ids, mask, **images).last_hidden_state
         mask = self.causal_mask(rows, length) if setup.padded else None
@@ -390,15 +390,17 @@ class Simulation:
             # Towers get theirs with the prompt's, behind the last micro-batch of its completions
             one_prompt = setup.splits_groups and setup.rows_per_update == setup.num_generations
             self.make_gradients(without=self.weights_of_towers() if one_prompt else frozenset())
-        if self.open_prefix is None:
+        if not setup.splits_groups:
             self.work.times = setup.gradient_accumulation_steps
             self.log_probs(self.model, self.backbone).sum().backward()
             return
         # The first of the micro-batches of a prompt, one that is like all those between, and the last
-        last, groups = self.open_prefix.num_micro_batches - 1, setup.rows_per_update / setup.num_generations
+        rows, groups = setup.per_device_train_batch_size, setup.rows_per_update / setup.num_generations
+        last = setup.num_generations // rows - 1
+        tree = tree_of(setup, self.groups_of(setup.num_generations, setup.prompt_tokens))
         for number in sorted({0, min(1, last), last}):
-            self.open_prefix.micro_batch = number - 1  # as if those between had been
-            self.open_prefix.enter(number, updates=number == last)
+            self.spread = {"tree": tree, "first_row": number * rows}
             self.work.times = groups * (last - 1 if 0 < number < last else 1)
             self.log_probs(self.model, self.backbone).sum().backward()
-            self.open_prefix.backward()
+            tree.leave((number + 1) * rows)
+        self.spread = {}

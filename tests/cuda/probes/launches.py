@@ -38,20 +38,16 @@ def batch():
 
 def update(model, inputs, rows: int, sharing: bool) -> None:
     """Forward and backward of all completions, `rows` a micro-batch."""
-    from rloo_memory.prefix_sharing.micro_batches import OpenPrefix
     from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
+    from rloo_memory.prefix_sharing.tree import Prompts, Tree
 
-    open_prefix = OpenPrefix(num_micro_batches=K // rows) if sharing and rows < K else None
-    for step in range(K // rows):
-        settings = {}
-        if open_prefix:
-            open_prefix.enter(step, updates=step == K // rows - 1)
-        if sharing:
-            settings["passes"] = SharedPrefixPasses(PROMPT, group_size=rows, open_prefix=open_prefix)
-        part = {name: x[step * rows : (step + 1) * rows] for name, x in inputs.items()}
+    prompt_ids, mask = (inputs[name][:, :PROMPT].cpu() for name in ("input_ids", "attention_mask"))
+    tree = Tree.of(Prompts.of(prompt_ids, mask), rows_per_backward=rows)
+    for first in range(0, K, rows):
+        settings = {"passes": SharedPrefixPasses(PROMPT, tree=tree, first_row=first)} if sharing else {}
+        part = {name: x[first : first + rows] for name, x in inputs.items()}
         model(**part, fused_lm_head=True, **settings).log_probs.sum().backward()
-        if open_prefix:
-            open_prefix.backward()
+        tree.leave(first + rows)
 
 
 def counted(layers: int) -> dict[str, tuple[int, int, list[str]]]:
