@@ -147,7 +147,6 @@ def test_what_is_shown_is_what_is_computed_with_its_error(opened):
 @pytest.mark.torch
 def test_its_settings_are_what_planner_and_launcher_take(opened, tmp_path, monkeypatch):
     from rloo_memory.plan import __main__ as plan
-    from rloo_memory.plan.levers import planned
     from rloo_memory.plan.options import setup_from
     from rloo_memory.settings.profiles import load_profile
 
@@ -171,7 +170,7 @@ def test_its_settings_are_what_planner_and_launcher_take(opened, tmp_path, monke
         if trained != "lora-4-bits":
             setup = replace(setup, nested_scales=True)
         for arm in PAGE_ARMS:
-            assert planned(arm, setup) == planned(arm, mine)
+            assert setup.arm(arm) == mine.arm(arm)
 
 
 # -- what is asked of it ----------------------------------------------------------------------------------------------

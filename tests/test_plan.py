@@ -95,7 +95,7 @@ def test_any_k_makes_batches_that_a_trainer_accepts_with_as_many_prompts(k, rows
     batches = dict(per_device_train_batch_size=rows, steps_per_generation=steps)
     setup = Setup(100, num_generations=k, gradient_accumulation_steps=accumulation, **batches)
     changed = setup.with_k(new)
-    for accepted in (changed, changed.arm("shared"), changed.arm("stock-accumulate")):
+    for accepted in (changed, changed.arm("shared"), changed.with_shared_groups(), changed.arm("stock-accumulate")):
         check(accepted, named_config("tiny-qwen3"))
     assert changed.generation_rows // new == setup.generation_rows // k, "as many prompts"
     assert rows % k == 0 or changed.per_device_train_batch_size <= rows

@@ -76,7 +76,7 @@ def setup_of(cell: Cell, way: str, device: str) -> Setup:
         return replace(base.with_rows(int(rows[0])), prefix_sharing=True)
     number = int(passes)  # of completions, or of tokens
     setup = base.with_passes(number) if number <= cell.k else replace(base, tokens_per_forward=number)
-    return setup.arm("shared")
+    return setup.with_shared_groups()
 
 
 class Trained:

@@ -63,12 +63,13 @@ def cases(device: str) -> dict[str, Setup]:
     half = replace(base, dtype="bfloat16", bf16=True)
     two_rows = 2 * (prompt + completion)  # tokens
     on_gpu = {  # what goes to the host leaves nothing on a CPU
-        "shared-k8-offload-reference": replace(half, offload_reference=True).arm("shared"),
+        "shared-k8-offload-reference": replace(half, offload_reference=True).with_shared_groups(),
         "stock-k8-offload-activations": replace(half, activation_offloading=True),
-        "shared-k8-offload-activations": replace(half, activation_offloading=True).arm("shared"),
+        "shared-k8-offload-activations": replace(half, activation_offloading=True).with_shared_groups(),
     }
     image = replace(base, images=(IMAGE,))
     image_lora = replace(image, dtype="bfloat16", bf16=True, lora_rank=16)
+    long_completions = replace(base, prompt_tokens=completion + 8, max_completion_length=prompt)
     few = replace(base, max_completion_length=8)  # in PyTorch, a state takes many small operations a token
     return (on_gpu if device == "cuda" else {}) | {
         "stock-k4": base.with_k(4),
@@ -82,45 +83,45 @@ def cases(device: str) -> dict[str, Setup]:
         "stock-k8-lora-4bit": replace(base, lora_rank=16, weight_bits=4),
         "stock-k8-adam8": replace(base, optim="adamw_bnb_8bit"),
         "stock-k8-beta0": replace(base, beta=0.0),
-        "shared-k8-lora32": replace(base, lora_rank=16).arm("shared"),
+        "shared-k8-lora32": replace(base, lora_rank=16).with_shared_groups(),
         "accumulate-k8": base.arm("stock-accumulate"),
-        "shared-k8": base.arm("shared"),
-        "shared-k8-together": base.with_passes(8).arm("shared"),
-        "shared-k8-bf16": half.arm("shared"),
-        "shared-k8-plain": replace(base, gradient_checkpointing=False).arm("shared"),
-        "shared-k8-lora": replace(half, lora_rank=16).arm("shared"),
-        "shared-k8-long": replace(base, prompt_tokens=completion + 8, max_completion_length=prompt).arm("shared"),
-        "shared-k32": base.with_k(32).arm("shared"),
-        "shared-k8-tied": base.arm("shared"),  # one matrix for embedding and head
+        "shared-k8": base.with_shared_groups(),
+        "shared-k8-together": base.with_passes(8).with_shared_groups(),
+        "shared-k8-bf16": half.with_shared_groups(),
+        "shared-k8-plain": replace(base, gradient_checkpointing=False).with_shared_groups(),
+        "shared-k8-lora": replace(half, lora_rank=16).with_shared_groups(),
+        "shared-k8-long": long_completions.with_shared_groups(),
+        "shared-k32": base.with_k(32).with_shared_groups(),
+        "shared-k8-tied": base.with_shared_groups(),  # one matrix for embedding and head
         "shared-parts": replace(base.with_rows(2), prefix_sharing=True),
         "shared-parts-lora": replace(half.with_rows(1), prefix_sharing=True, lora_rank=16),
-        "shared-two-prompts": replace(base, per_device_train_batch_size=16).arm("shared"),
+        "shared-two-prompts": replace(base, per_device_train_batch_size=16).with_shared_groups(),
         "tokens-k8": replace(base, tokens_per_forward=two_rows).arm("stock-tokens"),
         "tokens-k8-lora": replace(half, lora_rank=16, tokens_per_forward=two_rows).arm("stock-tokens"),
-        "shared-k8-tokens": replace(base, tokens_per_forward=4 * completion).arm("shared"),
+        "shared-k8-tokens": replace(base, tokens_per_forward=4 * completion).with_shared_groups(),
         "stock-k8-reward": replace(half, reward_model="policy"),
-        "shared-k8-reward": replace(base, reward_model="policy").arm("shared"),
-        "shared-generate-each": replace(base, gradient_accumulation_steps=2).arm("shared"),
+        "shared-k8-reward": replace(base, reward_model="policy").with_shared_groups(),
+        "shared-generate-each": replace(base, gradient_accumulation_steps=2).with_shared_groups(),
         "stock-k8-deltanet": few,
-        "shared-k8-deltanet": few.arm("shared"),
+        "shared-k8-deltanet": few.with_shared_groups(),
         "shared-parts-deltanet": replace(few.with_rows(2), prefix_sharing=True),
-        "shared-k8-lora-deltanet": replace(few, dtype="bfloat16", bf16=True, lora_rank=16).arm("shared"),
+        "shared-k8-lora-deltanet": replace(few, dtype="bfloat16", bf16=True, lora_rank=16).with_shared_groups(),
         "stock-k8-mamba2": few,
-        "shared-k8-mamba2": few.arm("shared"),
+        "shared-k8-mamba2": few.with_shared_groups(),
         "stock-k8-conv": few,
-        "shared-k8-conv": few.arm("shared"),
+        "shared-k8-conv": few.with_shared_groups(),
         "stock-k8-qwen2vl": image,
         "stock-k8-plain-qwen2vl": replace(image, images=((560, 560),), gradient_checkpointing=False),
         "stock-k8-lora-qwen2vl": image_lora,
         "accumulate-k8-qwen2vl": image.arm("stock-accumulate"),
-        "shared-k8-qwen2vl": image.arm("shared"),
-        "shared-k8-lora-qwen2vl": image_lora.arm("shared"),
+        "shared-k8-qwen2vl": image.with_shared_groups(),
+        "shared-k8-lora-qwen2vl": image_lora.with_shared_groups(),
         "shared-parts-qwen2vl": replace(image.with_rows(2), prefix_sharing=True),
-        "shared-k8-two-qwen2vl": replace(image, images=(IMAGE, (112, 168))).arm("shared"),
+        "shared-k8-two-qwen2vl": replace(image, images=(IMAGE, (112, 168))).with_shared_groups(),
         "stock-k8-qwen3vl": image,
-        "shared-k8-qwen3vl": image.arm("shared"),
+        "shared-k8-qwen3vl": image.with_shared_groups(),
         "stock-k8-gemma3": image,
-        "shared-k8-gemma3": image.arm("shared"),
+        "shared-k8-gemma3": image.with_shared_groups(),
     }
 
 

@@ -15,7 +15,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from rloo_memory.plan.levers import planned
 from rloo_memory.plan.scale_up import extrapolate
 from rloo_memory.plan.scale_up.sharding import SHARDED
 from rloo_memory.plan.setups import Setup
@@ -115,7 +114,7 @@ def setup_at(setup: Setup, arm: str, lengths: tuple[int, int, int]) -> Setup:
     """As the planner plans an arm of a prompt with its k completions."""
     prompt, completion, k = lengths
     rows = dict(prompt_tokens=prompt, max_completion_length=completion, num_generations=k)
-    return planned(arm, replace(setup, **rows, per_device_train_batch_size=k))
+    return replace(setup, **rows, per_device_train_batch_size=k).arm(arm)
 
 
 def sums_of(setup: Setup, hf_config, arm: str, window: int | None) -> tuple[dict[str, list[dict]], float]:

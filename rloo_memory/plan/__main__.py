@@ -20,7 +20,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from rloo_memory.errors import ConfigError, choose, exit_code
-from rloo_memory.plan import levers, smallest, speed
+from rloo_memory.plan import smallest, speed
 from rloo_memory.plan.accuracy.measured import measured_errors
 from rloo_memory.plan.accuracy.reserve import Room
 from rloo_memory.plan.images import PromptImages
@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
     if args.completion_mean is not None and not 1 <= args.completion_mean <= longest:
         raise ConfigError(f"--completion-mean {args.completion_mean}: between 1 and --completion, {longest}")
     say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
-    setups = {arm: levers.planned(arm, setup) for arm in arms}
+    setups = {arm: setup.arm(arm) for arm in arms}
     predictions = predict_all(setups, hf_config, say, calibration)
     timed = timed_predictions(predictions, args.completion_mean, hf_config, say)
     parameters = predictions[0].phases[0].kinds.get("parameters", 0)

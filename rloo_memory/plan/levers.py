@@ -38,38 +38,11 @@ def cost_of_offloading(setup: Setup) -> str:
 
 
 def share_prompt(setup: Setup) -> Setup:
-    return setup if setup.prefix_sharing or drops_out(setup) else shared(setup)
+    return setup if drops_out(setup) else setup.arm("shared")
 
 
 def share_without_dropout(setup: Setup) -> Setup:
-    return setup if setup.prefix_sharing or not drops_out(setup) else shared(replace(setup, lora_dropout=0.0))
-
-
-def shared(setup: Setup) -> Setup:
-    """In the same micro-batches where these can be parts of a group, else in micro-batches of two. Whole groups in
-    passes of two where parts would hold the gradients of a whole training, or train differently."""
-    k = setup.num_generations
-    if not can_split_groups(setup):
-        if setup.is_distributed or setup.scaled_by_batch or setup.tokens_per_forward:
-            return setup.arm("shared")
-        setup = setup.with_rows(k).with_rows(2 if k % 2 == 0 else 1)
-    return replace(setup, prefix_sharing=True)
-
-
-def planned(arm: str, setup: Setup) -> Setup:
-    """One of the planner's arms of a setup. Prompts are shared in micro-batches, as `shared` has it, unless the setup
-    says how they are to be. Where they are, the arms that take a group at once do."""
-    if arm == "shared":
-        return setup.arm(arm) if setup.prefix_sharing or setup.tokens_per_forward else shared(setup)
-    at_once = setup.splits_groups and arm not in ("stock-accumulate", "stock-tokens")
-    return (setup.with_rows(setup.num_generations) if at_once else setup).arm(arm)
-
-
-def can_split_groups(setup: Setup) -> bool:
-    k, batch = setup.num_generations, setup.per_device_train_batch_size
-    return (
-        batch < k and not any(rows % k for rows in (setup.rows_per_update, setup.generation_rows)) and k % batch == 0
-    )
+    return replace(setup, lora_dropout=0.0).arm("shared") if drops_out(setup) else setup
 
 
 def drops_out(setup: Setup) -> bool:

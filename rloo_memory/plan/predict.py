@@ -18,7 +18,6 @@ from rloo_memory.errors import ConfigError
 from rloo_memory.installed_trl import need_trl
 from rloo_memory.plan.engine import with_engine
 from rloo_memory.plan.images import PromptImages
-from rloo_memory.plan.levers import planned
 from rloo_memory.plan.peaks import PredictedPeak, Prediction
 from rloo_memory.plan.setups import LARGEST, MOST_TOKENS, Setup, check
 from rloo_memory.sizes import GIB
@@ -110,7 +109,7 @@ def largest_that_fits(arm: str, setup: Setup, hf_config, what: str, room, say=pr
     def peak(value: int) -> int:
         if value not in known:
             trial = setup.with_k(value) if what == "k" else replace(setup, **{name: value})
-            known[value] = room.needed(predict(arm, planned(arm, trial), hf_config, calibration).phases)
+            known[value] = room.needed(predict(arm, trial.arm(arm), hf_config, calibration).phases)
             say(f"  {what} {value}: {known[value] / GIB:.2f} GiB")
         return known[value]
 

@@ -187,21 +187,41 @@ class Setup:
 
     def arm(self, name: str) -> "Setup":
         """The same work done by one of `ARM_NAMES`: the micro-batch in one pass, of this TRL or an older one, row by
-        row, in passes within the token budget, or shared. Raises `ConfigError` for another name."""
+        row, in passes within the token budget, or shared. One whose groups are split takes them at once, where
+        prompts are not shared. Raises `ConfigError` for another name."""
         choose("arm", name, ARM_NAMES)
-        plain = replace(self, prefix_sharing=False, tokens_per_forward=None)
-        if name == "stock":
-            return plain
-        if name in OLDER:
-            return replace(plain, lm_head=OLDER[name])
+        if name == "shared":
+            return self.shared()
+        if name == "stock-tokens":
+            return replace(self, prefix_sharing=False)
+        at_once = self.with_rows(self.num_generations) if self.splits_groups else self
+        plain = replace(at_once, prefix_sharing=False, tokens_per_forward=None)
         if name == "stock-accumulate":
             return plain.with_rows(1)
-        if name == "stock-tokens":
-            return replace(plain, tokens_per_forward=self.tokens_per_forward)
+        return replace(plain, lm_head=OLDER.get(name, plain.lm_head))
+
+    def shared(self) -> "Setup":
+        """In the same micro-batches where these can be parts of a group, else in micro-batches of two. Whole groups in
+        passes where parts would hold the gradients of a whole training, or train differently."""
+        k = self.num_generations
         if self.prefix_sharing:
             return self
-        whole_groups = replace(self.with_rows(self.num_generations), prefix_sharing=True)
-        return whole_groups if self.tokens_per_forward else whole_groups.with_passes(2)
+        if self.can_split_groups:
+            return replace(self, prefix_sharing=True)
+        if self.is_distributed or self.scaled_by_batch or self.tokens_per_forward:
+            return self.with_shared_groups()
+        return replace(self.with_rows(k).with_rows(2 if k % 2 == 0 else 1), prefix_sharing=True)
+
+    def with_shared_groups(self) -> "Setup":
+        """Each prompt's completions in one micro-batch, in passes within the token budget, or of two."""
+        groups = replace(self.with_rows(self.num_generations), prefix_sharing=True)
+        return groups if self.tokens_per_forward else groups.with_passes(2)
+
+    @property
+    def can_split_groups(self) -> bool:
+        k, batch = self.num_generations, self.per_device_train_batch_size
+        whole = not any(rows % k for rows in (self.rows_per_update, self.generation_rows))
+        return batch < k and whole and k % batch == 0
 
     @property
     def has_whole_groups(self) -> bool:

@@ -29,9 +29,9 @@ CASES = {
     "stock-accumulate": rewarded.arm("stock-accumulate"),
     "stock-tokens": tokens.arm("stock-tokens"),
     "stock-lora": replace(base, lora_rank=4),
-    "shared-two-prompts": replace(base, gradient_accumulation_steps=2, steps_per_generation=2).arm("shared"),
-    "shared-one": rewarded.with_passes(1).arm("shared"),
-    "shared-lora": replace(base, lora_rank=4).arm("shared"),
+    "shared-two-prompts": replace(base, gradient_accumulation_steps=2, steps_per_generation=2).with_shared_groups(),
+    "shared-one": rewarded.with_passes(1).with_shared_groups(),
+    "shared-lora": replace(base, lora_rank=4).with_shared_groups(),
     "shared-parts": replace(rewarded.with_rows(1), prefix_sharing=True),
     "shared-parts-lora": replace(base.with_rows(2), prefix_sharing=True, lora_rank=4),
 }

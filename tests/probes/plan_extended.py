@@ -39,25 +39,25 @@ base = Setup(prompt_tokens=96, max_completion_length=16, num_generations=4, per_
 many_passes = replace(base, device="cpu", max_completion_length=64).with_k(16)
 offloaded = replace(base, lora_rank=8, activation_offloading=True, max_completion_length=64)
 setups = {
-    "shared-lora": (replace(base, lora_rank=8).arm("shared"), eight_layers),
-    "passes": (many_passes.arm("shared"), extrapolate.with_layers(eight_layers, 2)),
+    "shared-lora": (replace(base, lora_rank=8).with_shared_groups(), eight_layers),
+    "passes": (many_passes.with_shared_groups(), extrapolate.with_layers(eight_layers, 2)),
     # 10 completions leave more for the last tile of the LM head than 8 and 40
     "passes-rest": (
-        replace(many_passes, max_completion_length=768).with_k(40).arm("shared"),
+        replace(many_passes, max_completion_length=768).with_k(40).with_shared_groups(),
         extrapolate.with_layers(eight_layers, 2),
     ),
-    "alternating-shared": (base.arm("shared"), alternating),
-    "states-shared": (base.arm("shared"), states),
-    "states-in-every-layer": (base.arm("shared"), states_too),
-    "images-shared": (replace(base, images=((112, 168), (56, 56))).with_k(12).arm("shared"), sees),
-    "images-features-shared": (replace(base, images=((64, 96),)).arm("shared"), sees_early),
+    "alternating-shared": (base.with_shared_groups(), alternating),
+    "states-shared": (base.with_shared_groups(), states),
+    "states-in-every-layer": (base.with_shared_groups(), states_too),
+    "images-shared": (replace(base, images=((112, 168), (56, 56))).with_k(12).with_shared_groups(), sees),
+    "images-features-shared": (replace(base, images=((64, 96),)).with_shared_groups(), sees_early),
     # What is highest behind an event is another allocation with many passes than with few
     "passes-windows": (
-        replace(base, prompt_tokens=400, max_completion_length=3000, lora_rank=8).with_k(64).arm("shared"),
+        replace(base, prompt_tokens=400, max_completion_length=3000, lora_rank=8).with_k(64).with_shared_groups(),
         two_kinds,
     ),
     "stock-offloaded": (offloaded, deep),
-    "passes-offloaded": (replace(offloaded, device="cpu").with_k(10).arm("shared"), deep),
+    "passes-offloaded": (replace(offloaded, device="cpu").with_k(10).with_shared_groups(), deep),
 }
 
 

@@ -6,9 +6,9 @@ python -m tests.probes.plan_masks ARM
 import resource
 import sys
 
-from rloo_memory import models  # noqa: E402
-from rloo_memory.plan.scale_up import extrapolate  # noqa: E402
-from rloo_memory.plan.setups import Setup  # noqa: E402
+from rloo_memory import models
+from rloo_memory.plan.scale_up import extrapolate
+from rloo_memory.plan.setups import Setup
 
 config = extrapolate.with_layers(models.named_config("openai/gpt-oss-20b"), 2)
 rows = dict(prompt_tokens=60_000, max_completion_length=5000, num_generations=4, per_device_train_batch_size=4)
