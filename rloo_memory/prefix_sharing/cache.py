@@ -40,9 +40,9 @@ class _SharedPrefixLayer(CacheLayerMixin):
     Cache layer that holds a prefix once for all rows of its group, and what each row generated.
 
     Attention to the two is computed apart and merged: with the prefix, all queries of a group (rows, and query heads
-    of a key head) are queries of one row; what a row generated it reads alone. With what prefixes begin with, so are all
-    queries of their rows. Groups of equally many rows behind prefixes of equal length are stacked, and attend to their
-    prefixes in one call. Everything lies in the order in which the calls need it: stack, group, key head, row.
+    of a key head) are queries of one row; what a row generated it reads alone. With what prefixes begin with, so are
+    all queries of their rows. Groups of equally many rows behind prefixes of equal length are stacked, and attend to
+    their prefixes in one call. Everything lies in the order in which the calls need it: stack, group, key head, row.
 
     Args:
         prefixes (`list[tuple[torch.Tensor, torch.Tensor]]`):

@@ -43,9 +43,9 @@ def prefill(
     multimodal: MultimodalInputs,
 ) -> SharedPrefixCache:
     """
-    Compute what prompts begin with and each distinct prompt once, without its last token: `forward` is that of the whole
-    model, `positions` of shape `(B, P)` are those that `generate` continues. The cache has the only reference to the keys
-    and values.
+    Compute what prompts begin with and each distinct prompt once, without its last token: `forward` is that of the
+    whole model, `positions` of shape `(B, P)` are those that `generate` continues. The cache has the only reference to
+    the keys and values.
     """
     tree = _tree_of(backbone, input_ids, attention_mask, positions, group_size, multimodal)
     starts = (input_ids.shape[1] - tree.prompts.lengths).tolist()
@@ -79,7 +79,7 @@ def _tree_of(
     sharded = is_deepspeed_zero3_enabled() or any(isinstance(module, FSDPModule) for module in backbone.modules())
     if not (sharded and has_several_processes()):
         return Tree.of(prompts, every_prompt=True)
-    # Processes that gather weights together have equally many branches, also where the prompts of a group differ on one
+    # Processes that gather weights together have equally many branches, also where prompts of a group differ on one
     size = group_size or 1
     differ = any((keys != keys[0]).any() for keys in prompts.keys.split(size))
     length = common_length(prompts, size)

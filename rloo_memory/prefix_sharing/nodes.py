@@ -1,6 +1,6 @@
 """
-Prefix sharing: what a run of tokens leaves for those that continue it, by slot, and where the gradients of what is read
-add up.
+Prefix sharing: what a run of tokens leaves for those that continue it, by slot, and where the gradients of reads add
+up.
 
 A prompt leaves it for its completions, and what prompts begin with for the prompts: nodes of a tree. A slot is
 `(layer, kind)` or, for a state of a layer, `(layer, kind, number of the state)`.
@@ -33,7 +33,7 @@ def _without_storage(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Anchor(torch.autograd.Function):
-    """Identity without storage. The gradients of all reads add up in it, in float32 at least, before they reach `x`."""
+    """Identity without storage. The gradients of reads add up in it, in float32 at least, before they reach `x`."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor) -> torch.Tensor:
@@ -60,8 +60,8 @@ class _Read(torch.autograd.Function):
 
 class Node:
     """
-    What some tokens leave: keys and values of layers, states of convolutions and recurrences, and how likely they chose
-    each expert.
+    What some tokens leave: keys and values of layers, states of convolutions and recurrences, and how likely each
+    expert is chosen.
 
     Args:
         positions (`torch.Tensor` of shape `(S,)`):
@@ -171,8 +171,8 @@ class Node:
 @dataclass(frozen=True)
 class Path:
     """
-    What a pass continues: nodes from the root of a tree on, and where the gradient of what it reads of each goes. Layers
-    attend to all of them, and start from the states of the last.
+    What a pass continues: nodes from the root of a tree on, and where the gradient of what it reads of each goes.
+    Layers attend to all of them, and start from the states of the last.
     """
 
     nodes: tuple[Node, ...]

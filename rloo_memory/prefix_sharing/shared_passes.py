@@ -5,8 +5,7 @@ The shared prefix is the prompt without its last token, and every completion is 
 prompt pass only has to leave keys and values behind, and the first completion token is scored like any other. What
 prompts begin with goes through the model before them, and they continue it: they are branches of a tree.
 
-Shape suffixes: B rows, P prompt columns, C completion columns, S prefix tokens, T tokens of a packed pass, H hidden size,
-D head size.
+Shape suffixes: B rows, P prompt columns, C completion columns, T tokens of a packed pass, H hidden size.
 """
 
 import functools
@@ -76,7 +75,7 @@ def prompt_pass(
     parent: Path | None = None,
     **kwargs,
 ):
-    """Run the tokens of a branch through a model, which continue `parent`. Returns the node that they leave, and the output."""
+    """The node that the tokens of a branch leave in a model, which continue `parent`, and the model's output."""
     position_ids = rope_position_ids(backbone, inputs)
     node = Node(positions)
     if position_ids is None:
@@ -98,23 +97,6 @@ def prompt_pass(
     finally:
         record.close()
     return node, outputs
-
-
-def _run_prompt(
-    backbone: nn.Module, inputs: dict[str, torch.Tensor], positions: torch.Tensor, parent: Path | None, **kwargs
-) -> Node:
-    """The node that a branch leaves, complete, with what its router chose where that is asked for."""
-    node, outputs = prompt_pass(backbone, inputs, positions, backbone, parent, **kwargs)
-    if missing := node.missing_layers(backbone.config.get_text_config()):
-        raise ValueError(
-            f"Layers {missing} of {type(backbone).__name__} did not pass their keys and values to "
-            "`transformers.AttentionInterface`, or their states to the cache that they were called with, so its prompts "
-            "cannot be shared. Set `prefix_sharing=False`."
-        )
-    unshard_in_backward(backbone, node.layers())
-    if "output_router_logits" in kwargs and len(positions) > 0:
-        node.write_router(router_sums(backbone, outputs.router_logits))
-    return node
 
 
 @dataclass(frozen=True)
@@ -146,21 +128,16 @@ class _Tokens:
         split = to_device(torch.cat(stacked, dim=1), device).split([x.shape[1] for x in stacked], dim=1)
         return [_Tokens(x.lengths, *y, x.scored) for x, y in zip(tokens, split, strict=True)]
 
-    def places(self, prefix_length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row and column, behind the prefix, of those that are scored."""
-        row, column = (
-            (self.row, self.column) if self.scored is None else (self.row[self.scored], self.column[self.scored])
-        )
-        return row, column - prefix_length + 1
+    @property
+    def places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row and column of those that are scored."""
+        return (self.row, self.column) if self.scored is None else (self.row[self.scored], self.column[self.scored])
 
 
 def _run_pass(
     backbone: nn.Module, context: ReadPrefix, inputs: dict[str, torch.Tensor], scored: torch.Tensor | None, **kwargs
 ) -> tuple:
-    """
-    Hidden states of a pass, of shape `(T, H)`, or of those tokens that are `scored`, and what its router chose where that
-    is asked for.
-    """
+    """Hidden states of those tokens of a pass that are `scored`, of shape `(T, H)`, and what its router chose."""
     with running(context, backbone._prefix_sharing.configs):
         outputs = backbone(
             **inputs,
@@ -203,30 +180,28 @@ class _Forward:
         branches, passes = list(self.tree.new_branches(self.rows)), self._divide()
         tokens = [self._tokens_of(branch) for branch in branches] + [self._tokens_behind(*each) for each in passes]
         tokens = _Tokens.to(self.input_ids.device, tokens)
-        of_branches, of_passes = tokens[: len(branches)], tokens[len(branches) :]
         inputs = self._look_up(branches, tokens)
-        readers = [branch.parent for branch in branches if branch.parent is not None] + [
-            branch for branch, _ in passes
-        ]
+        readers = [branch.parent for branch in branches if branch.parent] + [branch for branch, _ in passes]
         self.num_readers.update(branch for reader in readers for branch in reader.path)
-        for branch, x, x_inputs in zip(branches, of_branches, inputs, strict=False):
-            self._run_branch(branch, x, x_inputs, **kwargs)
-        window = _window(self.backbone)
+        for each in zip(branches, tokens, inputs, strict=False):
+            self._run_branch(*each, **kwargs)
+        tokens, window = tokens[len(branches) :], _window(self.backbone)
         contexts = [
             ReadPrefix.of(self._path(branch, self.rows.start), x.position, x.of_pass, x.place, x.lengths, window)
-            for (branch, _), x in zip(passes, of_passes, strict=True)
+            for (branch, _), x in zip(passes, tokens, strict=True)
         ]
         outputs = run_passes(
             self.backbone,
             functools.partial(_run_pass, self.backbone, **kwargs),
-            list(zip(contexts, inputs[len(branches) :], [x.scored for x in of_passes], strict=True)),
+            list(zip(contexts, inputs[len(branches) :], [x.scored for x in tokens], strict=True)),
             recompute=self.settings.tokens_per_forward is not None,
             activation_offloading=self.settings.activation_offloading,
         )
         if not torch.is_grad_enabled():
             self.tree.leave(self.rows.stop)  # in training, behind the backward
-        rows, columns = zip(*(x.places(self.settings.prefix_length) for x in of_passes), strict=True)
-        shape = (len(self.starts), self.input_ids.shape[1] - self.settings.prefix_length + 1)
+        rows, columns = zip(*(x.places for x in tokens), strict=True)
+        columns = [x - self.settings.prefix_length + 1 for x in columns]
+        shape = (len(self.rows), self.input_ids.shape[1] - self.settings.prefix_length + 1)
         states = completion_states([x for x, _ in outputs], rows, columns, shape)
         return PassesOutput(states, self._aux_loss([sums for _, sums in outputs]) if kwargs else None)
 
@@ -252,12 +227,12 @@ class _Forward:
         """What positions in a row are ahead of columns: columns are those of the first row of all that begin alike."""
         return self.tree.first_column(branch) - self.starts[row] + self.shift
 
-    def _tokens_of(self, branch: Branch) -> "_Tokens":
+    def _tokens_of(self, branch: Branch) -> _Tokens:
         row = self._first_row(branch)
         start = self.starts[row]
         return _Tokens.of([row], [start + branch.start], [start + branch.end], [self._shift_of(branch, row)])
 
-    def _tokens_behind(self, branch: Branch, rows: torch.Tensor) -> "_Tokens":
+    def _tokens_behind(self, branch: Branch, rows: torch.Tensor) -> _Tokens:
         """Of what prompts have behind a branch, their last tokens at least, and of their completions."""
         rows = rows.tolist()
         starts, ends = [self.starts[row] + branch.end for row in rows], [self.ends[row] for row in rows]
@@ -267,35 +242,39 @@ class _Forward:
             return tokens
         return replace(tokens, scored=to_device(is_scored.nonzero().squeeze(1), self.input_ids.device))
 
-    def _is_apart(self, branch: Branch) -> bool:
-        """Whether the tokens of a branch are not looked up with those of others: not in the same backward."""
-        return self.tree.outlives(branch) and torch.is_grad_enabled()
-
     def _images_of(self, branch: Branch) -> dict[str, torch.Tensor]:
-        is_last = self.tree.branch_of[branch.rows[0]] is branch
-        return self.multimodal.images[self._first_row(branch)] if is_last else {}
+        row = self._first_row(branch)
+        return self.multimodal.images[row] if self.tree.branch_of[self.rows[row]] is branch else {}
 
-    def _look_up(self, branches: list[Branch], tokens: "list[_Tokens]") -> list[dict[str, torch.Tensor]]:
-        """Tokens of branches and of passes as the model takes them. It looks for the places of images itself."""
+    def _look_up(self, branches: list[Branch], tokens: list[_Tokens]) -> list[dict[str, torch.Tensor]]:
+        """Tokens as the model takes them, but ids of those that have another backward, or images among them."""
         ids = [at_least_one(self.input_ids[x.row, x.column])[None] for x in tokens]
-        by_itself = {i for i, x in enumerate(branches) if self._is_apart(x) or self._images_of(x)}
-        together = iter(pass_inputs(self.backbone, [x for i, x in enumerate(ids) if i not in by_itself]))
-        return [{"input_ids": x} if i in by_itself else next(together) for i, x in enumerate(ids)]
+        apart = {i for i, branch in enumerate(branches) if self.tree.outlives(branch) or self._images_of(branch)}
+        together = iter(pass_inputs(self.backbone, [x for i, x in enumerate(ids) if i not in apart]))
+        return [{"input_ids": x} if i in apart else next(together) for i, x in enumerate(ids)]
 
-    def _run_branch(self, branch: Branch, tokens: "_Tokens", inputs: dict[str, torch.Tensor], **kwargs) -> None:
-        # What later rows read must outlive the backward of these, and an offloading that ends with it
-        keeping = nullcontext()
-        if self._is_apart(branch) and self.settings.activation_offloading:
-            keeping = saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved)
-        images = self._images_of(branch)
-        of_tokens = self.multimodal.of_tokens(self._first_row(branch), at_least_one(tokens.column))
+    def _run_branch(self, branch: Branch, tokens: _Tokens, inputs: dict[str, torch.Tensor], **kwargs) -> None:
+        images, outlives = self._images_of(branch), self.tree.outlives(branch)
         parent = None if branch.parent is None else self._path(branch.parent, branch.rows[-1])
-        with keeping:
-            if self._is_apart(branch) and not images:
+        # What later rows read must outlive the backward of these, and an offloading that ends with it
+        keeping = saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved)
+        with keeping if outlives and self.settings.activation_offloading else nullcontext():
+            if outlives and not images:
                 (inputs,) = pass_inputs(self.backbone, [inputs["input_ids"]])
+            of_tokens = self.multimodal.of_tokens(self._first_row(branch), at_least_one(tokens.column))
             inputs = {**inputs, **images, **of_tokens}
-            self.nodes[branch] = _run_prompt(self.backbone, inputs, tokens.position, parent, **kwargs)
-        self.tree.keep(branch, self.nodes[branch], self.rows.stop)
+            node, outputs = prompt_pass(self.backbone, inputs, tokens.position, self.backbone, parent, **kwargs)
+        if missing := node.missing_layers(self.backbone.config.get_text_config()):
+            raise ValueError(
+                f"Layers {missing} of {type(self.backbone).__name__} did not pass their keys and values to "
+                "`transformers.AttentionInterface`, or their states to the cache that they were called with, so its "
+                "prompts cannot be shared. Set `prefix_sharing=False`."
+            )
+        unshard_in_backward(self.backbone, node.layers())
+        if kwargs and len(tokens.position) > 0:
+            node.write_router(router_sums(self.backbone, outputs.router_logits))
+        self.nodes[branch] = node
+        self.tree.keep(branch, node, self.rows.stop)
 
     def _path(self, branch: Branch, row: int) -> Path:
         """What a pass continues whose backward waits for this row of the tree."""
@@ -318,8 +297,8 @@ class SharedPrefixPasses:
     What prompts begin with goes through the model once, then the completions in passes, packed without padding.
 
     The backward adds up the gradient of the keys and values of a node before it goes through it, once. With
-    `tokens_per_forward`, each pass but the last is checkpointed as a whole, so the activations of one pass are alive at
-    a time. Without, the passes keep what the same completions keep in whole rows. So they do on the CPU with
+    `tokens_per_forward`, each pass but the last is checkpointed as a whole, so that activations of one pass are alive
+    at a time. Without, the passes keep what the same completions keep in whole rows. So they do on the CPU with
     `activation_offloading` and gradient checkpointing.
 
     Args:
@@ -327,8 +306,7 @@ class SharedPrefixPasses:
             Number of prompt columns, P.
         tokens_per_forward (`int`, *optional*):
             Tokens of completions that go through the model together, with what its prompt has of its own in front of
-            each, the last prompt token at least. A completion that is longer goes by itself. If `None`, their number is
-            not bounded.
+            each, the last token at least. A completion that is longer goes by itself. If `None`, there is no bound.
         completions_per_forward (`int`, *optional*):
             Completions that go through the model together without `tokens_per_forward`. If `None`, all that continue
             the same node.

@@ -48,10 +48,7 @@ def shuffle_groups(batch: dict[str, Sequence | None], group_size: int) -> dict[s
 
 
 def saves_time(
-    tree: Tree,
-    lengths: torch.Tensor,
-    rows_per_micro_batch: int,
-    tokens_per_forward: int | None = None,
+    tree: Tree, lengths: torch.Tensor, rows_per_micro_batch: int, tokens_per_forward: int | None = None
 ) -> bool:
     """
     Whether rows take less time with shared prompts than whole, as far as the number of tokens tells.
@@ -117,7 +114,6 @@ class TrainerPasses:
         self._batches: dict[bool, _Batch] = {}  # the last one of training, and of evaluation
         self._scored: Tree | None = None  # of all rows of the last one
         self._trained: Tree | None = None  # of those of an update
-        self._first_trained = 0  # of the rollout's rows
         self._rows: range | None = None  # of the rollout, from this micro-batch to the end of its update
         self._place = 0  # of the micro-batch in its update
         self._has_passes = True  # whether the loss of the last training step came from passes
@@ -196,7 +192,12 @@ class TrainerPasses:
         bounds = (input_ids.size(1) - logits_to_keep, self.args.tokens_per_forward)
         if not self.args.prefix_sharing or self._goes_whole:
             return TokenBudgetPasses(*bounds, activation_offloading=self.args.activation_offloading)
-        tree, first = self._tree_to_train() if torch.is_grad_enabled() else self._tree_to_score(rows.start)
+        tree, first = self._scored, rows.start
+        if torch.is_grad_enabled():
+            tree = self._tree_to_train()
+            first += self._first_row(tree)
+        elif first == 0 and tree is not None:
+            tree.close()  # each model that scores begins with the first row
         return SharedPrefixPasses(
             *bounds,
             completions_per_forward=self.args.per_device_train_batch_size if self._splits_groups else None,
@@ -204,31 +205,28 @@ class TrainerPasses:
             num_tiles=None if num_tiles is None else num_tiles[rows],
             activation_offloading=self.args.activation_offloading,
             tree=tree,
-            first_row=first + rows.start,
+            first_row=first,
         )
 
-    def _tree_to_train(self) -> tuple[Tree | None, int]:
-        """The tree of an update, and which of its rows is the first one of the micro-batch."""
-        if self._rows is None or self._batch is None:  # rows that are no part of a training step
-            return None, 0
+    def _tree_to_train(self) -> Tree | None:
+        """That of the update, None for rows that are no part of a training step."""
+        if self._rows is None or self._batch is None:
+            return None
         if self._trained is None:
             prompts = self._batch.prompts[self._rows.start : self._rows.stop]
             self._trained = self._tree(self._batch, prompts, self.args.per_device_train_batch_size)
-            self._first_trained = self._rows.start
-        return self._trained, self._rows.start - self._first_trained
+        return self._trained
 
-    def _tree_to_score(self, first: int) -> tuple[Tree | None, int]:
-        """The tree of a batch. Each model that scores it begins with its first row."""
-        if first == 0 and self._scored is not None:
-            self._scored.close()
-        return self._scored, 0
+    def _first_row(self, tree: Tree | None) -> int:
+        """Which row of an update's tree is the first one of the micro-batch."""
+        return 0 if tree is None else len(tree.prompts) - len(self._rows)
 
     def _tree(self, batch: _Batch, prompts: Prompts, rows_per_backward: int | None = None) -> Tree:
+        backward = {"rows_per_backward": rows_per_backward, "in_one_backward": self._in_one_backward}
         if self.num_processes == 1:
-            return Tree.of(prompts, rows_per_backward=rows_per_backward, in_one_backward=self._in_one_backward)
+            return Tree.of(prompts, **backward)
         length = batch.common_length if len(prompts) > batch.group_size else 0
-        kwargs = {"rows_per_backward": rows_per_backward, "in_one_backward": self._in_one_backward}
-        return Tree.of_groups(prompts, batch.group_size, length, **kwargs)
+        return Tree.of_groups(prompts, batch.group_size, length, **backward)
 
     def compare_rows(
         self,
@@ -269,7 +267,7 @@ class TrainerPasses:
     def generate_of(
         self, model: PreTrainedModel, processing_class, images: list[list | None] | None
     ) -> Callable[..., torch.Tensor]:
-        """`generate` of a model for a batch with these images of each row. With `prefix_sharing`, it shares prompts."""
+        """`generate` of a model for a batch with these images of each row, which shares prompts."""
         if not self.args.prefix_sharing:
             return model.generate
         num_images = [len(x) if x else 0 for x in images] if images is not None else None
@@ -288,11 +286,11 @@ class TrainerPasses:
 
     def shuffle(self, batch: dict[str, Sequence | None]) -> dict[str, Sequence | None]:
         """Shuffle a rollout. With `prefix_sharing`, the completions of a prompt stay together."""
-        rollout = self._batches.pop(True, None)
-        if rollout is None:
-            return shuffle_groups(batch, self.args.num_generations if self.args.prefix_sharing else 1)
-        batch = shuffle_groups({**batch, _ROWS: torch.arange(len(rollout.prompts))}, self.args.num_generations)
-        self._batches[True] = replace(rollout, prompts=rollout.prompts[batch.pop(_ROWS)])
+        rows = torch.arange(len(next(x for x in batch.values() if x is not None)))
+        batch = shuffle_groups({**batch, _ROWS: rows}, self.args.num_generations if self.args.prefix_sharing else 1)
+        order, rollout = batch.pop(_ROWS), self._batches.get(True)
+        if rollout is not None and len(rollout.prompts) == len(order):  # else a subclass has rows of its own
+            self._batches[True] = replace(rollout, prompts=rollout.prompts[order])
         return batch
 
     def reward_logits(self, reward_model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -319,7 +317,7 @@ class TrainerPasses:
         self._rows = range(step * size, min(step + left, steps) * size)
         try:
             yield
-            self._leave(self._rows.start + size, updates)
+            self._leave(updates)
         except BaseException:
             self._forget()
             raise
@@ -330,20 +328,21 @@ class TrainerPasses:
                 "call that of `super()`."
             )
 
-    def _leave(self, stop: int, updates: bool) -> None:
-        """Behind the backward of a micro-batch. `stop` is the first row of the next one."""
-        tree, self._rows = self._trained, None
+    def _leave(self, updates: bool) -> None:
+        """Behind the backward of a micro-batch."""
+        tree = self._trained
         if tree is not None:
-            tree.leave(stop - self._first_trained)
+            stop = self._first_row(tree) + self.args.per_device_train_batch_size
+            tree.leave(stop)
             if updates and tree.nodes and self._in_one_backward:
                 raise RuntimeError(
-                    f"The weights would be updated behind {self._place + 1} micro-batches, of which the prompts of later "
-                    "ones are a part. After an interruption, create the trainer again and resume from a checkpoint."
+                    f"The weights would be updated behind {self._place + 1} micro-batches, and prompts of theirs have "
+                    "others. After an interruption, create the trainer again and resume from a checkpoint."
                 )
-            if updates or stop - self._first_trained >= len(tree.prompts):
+            if updates or stop >= len(tree.prompts):
                 tree.leave(len(tree.prompts))
                 self._trained = None
-        self._place = 0 if updates else self._place + 1
+        self._rows, self._place = None, 0 if updates else self._place + 1
 
     def _forget(self) -> None:
         """Forget what is kept for the next micro-batch."""

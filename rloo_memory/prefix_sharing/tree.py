@@ -1,13 +1,13 @@
 """
-Prefix sharing: the prompts of an update, or of a batch that is scored or generated, as a tree. What at least two prompts
-begin with goes through the model once: a system prompt, a task, earlier turns of a rollout, the prompt of a group.
+Prefix sharing: the prompts of an update, or of a batch that is scored or generated, as a tree. What at least two begin
+with goes through the model once: a system prompt, a task, earlier turns of a rollout, the prompt of a group.
 
 A branch of the tree is a run of tokens; a node is what it left in the model. One that later micro-batches read, too,
 has its backward when the last of them has. There is one rule for gradients: a read goes through a node if both have
 their backward together; else it ends there and adds up.
 
-Where processes reduce gradients, they do so in the last backward of an update, which has to have all of them: then the
-backward of a node is part of that of the last micro-batch that reads it. That takes more memory, because autograd holds
+Where processes reduce gradients, they do so in the last backward of an update, which has to have all of them: there
+the backward of a node is part of that of the last micro-batch that reads it. That takes more memory: autograd holds
 what a weight gets from the reads until it has what the weight gets from the node.
 
 Shape suffixes: B rows, P prompt columns.
@@ -22,9 +22,9 @@ from .images import MultimodalInputs
 from .nodes import Gradient, Node
 
 
-# Tokens that a node has to save: its length, for each that continues it but one. On a CPU, a node took as long as 600 of
-# an update's tokens, of a scoring's as well, and as 800 of a generation's (docs/worth.md, "Prompts that begin alike": 384
-# saved tokens made an update slower, 900 faster)
+# Tokens that a node has to save: its length, for each that continues it but one. On a CPU, a node took as long as 600
+# tokens of an update or a scoring, and as 800 of a generation (between the shapes of "Prompts that begin alike" in
+# docs/worth.md: with 384 saved tokens they took 0.83 times as fast, with 900 from 1.03 to 1.18)
 MIN_SAVED_TOKENS = 768
 
 # What prompts have behind a node, beside their last token, which goes with the completions: with a single token and a
@@ -43,8 +43,8 @@ class Prompts:
         lengths (`torch.Tensor` of shape `(B,)`):
             Number of tokens.
         keys (`torch.Tensor` of shape `(B, P)`):
-            What says whether prompts are alike, up to the last token: tokens, and from the first image on, or from
-            the first token where prompts that differ share nothing, a number of their own for all prompts that are the same.
+            What says whether prompts are alike, up to the last token: tokens, and, from the first image on, a number
+            that only equal prompts have; from the first token on where prompts that differ share nothing.
         is_whole (`torch.Tensor` of shape `(B,)`):
             Whether all of a prompt goes through the model ahead of its completions.
     """
@@ -72,8 +72,8 @@ class Prompts:
         lengths, place = (prompt_mask != 0).sum(1), torch.arange(prompt_ids.shape[1])
         if (empty := (lengths == 0).nonzero().flatten()).numel():
             raise ValueError(
-                f"The prompt of row {empty[0]} of the batch is empty, and a completion needs a token to follow. Remove "
-                "empty prompts from the dataset."
+                f"The prompt of row {empty[0]} of the batch is empty, and a completion needs a token to follow. "
+                "Remove empty prompts from the dataset."
             )
         column = len(place) - lengths[:, None] + place
         ids = prompt_ids.gather(1, column.clamp(max=len(place) - 1)).masked_fill(column >= len(place), -1)
@@ -265,7 +265,7 @@ def common_length(prompts: Prompts, group_size: int) -> int:
 
 
 def _heads(prompts: Prompts) -> list[_Head]:
-    """What lies at the root, with what is worth a branch behind it. In order, prompts have most in common with the next."""
+    """What lies at the root, and behind it. Prompts that are sorted have most in common with the next."""
     keys, number = torch.unique(prompts.keys, dim=0, return_inverse=True)
     rows_of = [[] for _ in keys]
     for row, i in enumerate(number.tolist()):

@@ -119,7 +119,8 @@ def loss_of(states, aux_loss, attention_mask):
 
 
 def whole_rows(model, input_ids, attention_mask, experts):
-    outputs = model.base_model(input_ids=input_ids, attention_mask=attention_mask, output_router_logits=experts or None)
+    options = {"output_router_logits": True} if experts else {}
+    outputs = model.base_model(input_ids=input_ids, attention_mask=attention_mask, **options)
     aux_loss = None
     if experts:
         aux_loss = load_balancing_loss_func(outputs.router_logits, 4, 2, attention_mask)
@@ -211,7 +212,8 @@ class TestTree:
             if gradient_checkpointing:
                 model.gradient_checkpointing_enable({"use_reentrant": False})
             counts = count_tokens(model)
-            whole = build(prompts_of(input_ids, attention_mask), rows_per_backward=rows, in_one_backward=in_one_backward)
+            backward = {"rows_per_backward": rows, "in_one_backward": in_one_backward}
+            whole = build(prompts_of(input_ids, attention_mask), **backward)
             for chunk in chunks:
                 passes = SharedPrefixPasses(PROMPT_LENGTH, tree=whole, first_row=chunk.start)
                 ids, mask = input_ids[chunk], attention_mask[chunk]
@@ -221,7 +223,7 @@ class TestTree:
         assert not whole.nodes
         gradients = take_gradients(model)
         assert gradients.keys() == expected.keys()
-        # Beside all of them: what nearly cancels (decays of the delta rule) is 4e-9 apart in rows with and without padding
+        # Beside all: what nearly cancels (decays of the delta rule) is 4e-9 apart in rows with and without padding
         scale = torch.cat([x.flatten() for x in expected.values()]).norm()
         errors = {name: float((gradients[name] - x).norm() / scale) for name, x in expected.items()}
         assert {name: error for name, error in errors.items() if not error <= 1e-12} == {}
@@ -344,10 +346,13 @@ class TestTree:
                 report_to="none",
                 model_init_kwargs={"dtype": "float32"},
             )
-            reward = {"reward_funcs": lambda completion_ids, **kwargs: [ids[0] / 9 for ids in completion_ids]}
-            dataset = Dataset.from_dict({"prompt": list(tasks)})
             trainer = GRPOTrainer(
-                TEXT_MODEL_ID, **reward, args=args, train_dataset=dataset, processing_class=tokenizer, rollout_func=rollout
+                TEXT_MODEL_ID,
+                reward_funcs=lambda completion_ids, **kwargs: [ids[0] / 9 for ids in completion_ids],
+                args=args,
+                train_dataset=Dataset.from_dict({"prompt": list(tasks)}),
+                processing_class=tokenizer,
+                rollout_func=rollout,
             )
             if shared:
                 share_prompts(trainer)

@@ -24,6 +24,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 from rloo_memory import share_prompts
 from rloo_memory.errors import leave
+from rloo_memory.prefix_sharing import tree
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 try:
@@ -34,6 +35,7 @@ except ImportError:  # deepspeed is not here, and no run asks for it
 gc.freeze()  # each training collects garbage, as in tests/zygote.py
 TRAINERS = {"rloo": (RLOOTrainer, RLOOConfig), "grpo": (GRPOTrainer, GRPOConfig)}
 COMPLETION_TOKENS, COMPLETIONS = 6, 3
+tree.MIN_SAVED_TOKENS = 100  # of prompts that begin alike
 # Two prompts a micro-batch and process. The processes never have as many tokens, and
 PROMPTS = (
     # a prompt without a prefix to share,

@@ -43,7 +43,7 @@ def refusal(model):
 
 def zero(name):
     read = Node.read
-    return lambda self, slot, *args: read(self, slot, *args) * (0 if slot[1] == name else 1)
+    return lambda self, slot, *args, **kwargs: read(self, slot, *args, **kwargs) * (0 if slot[1] == name else 1)
 
 
 BROKEN = {
