@@ -1,6 +1,6 @@
 """
-Attention to a shared prefix without a mask: one kernel for each part of the prefix, one for what is behind it, and their
-outputs merged by the log-sum-exp of the scores.
+Attention to a shared prefix without a mask: one kernel for each part of the prefix, one for what is behind it, and
+their outputs merged by the log-sum-exp of the scores. A sink is a part, too.
 
 Shape suffixes: B rows, S prefix tokens, T tokens of a packed pass, Q queries, K keys, H heads, G query heads that read
 the same key head, D head size.
@@ -69,8 +69,8 @@ class Seen:
         window (`int`, *optional*):
             Number of tokens that a query sees, itself included.
         distance (`int`, *optional*):
-            If the keys are those of a part of a prefix that lies before each run, the number of tokens between the two.
-            Else they are those of the runs, and each attends causally to itself.
+            If the keys are those of a part of a prefix that lies before each run, the number of tokens between the
+            two. Else they are those of the runs, and each attends causally to itself.
     """
 
     runs: Runs
@@ -134,8 +134,8 @@ def _repeat(x: torch.Tensor, num_groups: int) -> torch.Tensor:
     return x.unsqueeze(1).expand(-1, num_groups, -1, -1, -1).flatten(0, 1)
 
 
-# The kernels below take a query of shape (B, H, Q, D) and keys of fewer heads. The log-sum-exp has shape (B, H, Q). All
-# queries see all keys, unless `seen`, for a single row, says otherwise. It is -inf where a query sees none.
+# The kernels below take a query of shape (B, H, Q, D) and keys of fewer heads. All queries see all keys, unless
+# `seen`, for a single row, says otherwise. The log-sum-exp has shape (B, H, Q), and is -inf where a query sees none.
 
 
 def forward_on_cpu(query, key, value, seen: Seen | None, scale: float | None):
@@ -305,8 +305,8 @@ class SharedPrefixAttention(torch.autograd.Function):
     Attention of a packed pass: each query attends to all parts of the prefix, and causally to its own run.
 
     Softmax over all keys is a weighted mean of the softmax over each part, and the weights come from the log-sum-exps.
-    The backward of each kernel is exact when it is given the output and the log-sum-exp of all: with them, it finds the
-    probabilities and their mean gradient as they are in the softmax over all keys.
+    The backward of each kernel is exact when it is given the output and the log-sum-exp of all: with them, it finds
+    the probabilities and their mean gradient as they are in the softmax over all keys.
 
     A sink of a head takes its part of the softmax, too: it is a key of that score, and of value 0.
     """

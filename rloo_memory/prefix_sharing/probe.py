@@ -119,12 +119,13 @@ def _in_eager(model: PreTrainedModel) -> Iterator[None]:
 
 def error_of_passes(model: PreTrainedModel, passes, training: bool = False, prompts_alike: bool = True) -> float:
     """
-    Relative error of hidden states computed in passes, with a `prefix_length` of `PROBE_PREFIX_LENGTH`, beside those of
-    whole rows: the median over the tokens of a row, of the worse row, whose prompts are the same, or, if not
-    `prompts_alike`, begin with `PROBE_COMMON_LENGTH` tokens alike and differ in their padding. 0 if rounding explains it, or if the weights are
-    on other processes. In training mode, noise that passes cannot have alike is an error. A model in half precision
-    computes in float32: what its own dtype rounds away hides errors that add up in training. If its attention is that of
-    other kernels than PyTorch's, eager attention computes in their place, and then they do in the model's dtype.
+    Relative error of hidden states computed in passes, with a `prefix_length` of `PROBE_PREFIX_LENGTH`, beside those
+    of whole rows: the median over the tokens of a row, of the worse row, whose prompts are the same, or, if not
+    `prompts_alike`, begin with `PROBE_COMMON_LENGTH` tokens alike and differ in their padding. 0 if rounding explains
+    it, or if the weights are on other processes. In training mode, noise that passes cannot have alike is an error. A
+    model in half precision computes in float32: what its own dtype rounds away hides errors that add up in training.
+    If its attention is that of other kernels than PyTorch's, eager attention computes in their place, and then they do
+    in the model's dtype.
     """
     if any(param.is_meta or param.numel() == 0 or isinstance(param, DTensor) for param in model.parameters()):
         return 0.0

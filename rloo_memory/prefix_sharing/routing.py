@@ -89,8 +89,8 @@ class RecordPrefix:
     """
     Attention context of the prompt pass: attend as usual, and keep the keys and values.
 
-    Gradient checkpointing keeps it, inside the graph that the keys and values hold, and calls layers with it once more.
-    So it lets go of the prefix when the pass ends: else neither is ever freed if no backward follows.
+    Gradient checkpointing keeps it, inside the graph that the keys and values hold, and calls layers with it once
+    more. So it lets go of the prefix when the pass ends: else neither is ever freed if no backward follows.
     """
 
     def __init__(self, prefix: Node):
@@ -125,9 +125,10 @@ def _size_in_window(prefix: Path, window: int | None) -> int:
 @dataclass(frozen=True)
 class ReadPrefix:
     """
-    Attention context of a pass behind a prefix. Completions are packed in one row after one another: each attends to the
-    prefix and to itself. Without a mask if the layer's is a plain causal one, see [`SharedPrefixAttention`]. A prompt
-    behind what other prompts begin with, too, is a row of its own, and leaves its keys and values as `record` says.
+    Attention context of a pass behind a prefix. Completions are packed in one row after one another: each attends to
+    the prefix and to itself. Without a mask if the layer's is a causal one, with a window or without, see
+    [`SharedPrefixAttention`]. A prompt behind what other prompts begin with, too, is a row of its own, and leaves its
+    keys and values as `record` says.
 
     With a mask, neighboring completions attend together, behind one copy of the prefix, as long as they are short
     beside it. A completion that is long beside the prefix attends by itself. Layers with a window read the end of the
@@ -190,7 +191,7 @@ class ReadPrefix:
         return allowed[None, None]
 
     def mask(self, mask_function, local_size, allow_is_causal_skip, use_vmap, **kwargs) -> torch.Tensor | None:
-        """Mask of layers as a model asks for it. None where only the future is hidden from a token, or a window ends."""
+        """Mask of layers as a model asks for it. None where a token sees all that is behind it, or a window."""
         if use_vmap:
             raise RuntimeError("The model uses a custom attention mask, which `prefix_sharing=True` does not support.")
         has_window = local_size is not None and local_size == self.window
@@ -200,9 +201,7 @@ class ReadPrefix:
         return self.allowed(mask_function, has_window)
 
     def attend(self, own: Attention, module, query, key, value, attention_mask, **kwargs):
-        sizes = {self.prefix_size(has_window) for has_window in (False, self.window is not None)}
-        shapes = [(len(self.rows), size + max(self.blocks)) for size in sizes]
-        if not self.windows if attention_mask is None else attention_mask.shape[2:] not in shapes:
+        if not self._may_have_made(attention_mask):
             raise RuntimeError(
                 f"{type(module).__name__} did not receive the mask of the shared prefix, so its attention cannot be "
                 "trusted. Set `prefix_sharing=False`."
@@ -219,6 +218,12 @@ class ReadPrefix:
                 return shared_prefix_attention(query, key, value, prefix, self.runs, scale, sink, window), None
             attention_mask = self._causal_mask(window)
         return self._attend_with_mask(own, module, query, key, value, prefix, attention_mask, **kwargs), None
+
+    def _may_have_made(self, mask: torch.Tensor | None) -> bool:
+        if mask is None:
+            return len(self.windows) > 0
+        sizes = {self.prefix_size(has_window) for has_window in (False, self.window is not None)}
+        return mask.shape[2:] in [(len(self.rows), size + max(self.blocks)) for size in sizes]
 
     def _causal_mask(self, window: int | None) -> torch.Tensor:
         if window not in self.masks:  # which layers share
@@ -241,18 +246,16 @@ class ReadPrefix:
             block_key = torch.cat([prefix_key, block_key.where(finite, 0)], dim=2)
             block_value = torch.cat([prefix_value, block_value.where(finite, 0)], dim=2)
             output = own.masked(module, block_query, block_key, block_value, seen, **kwargs)
-            sees_no_number = (
-                (seen[..., prefix_size:] & ~finite.mT).any(-1)[..., None].transpose(1, 2)
-            )  # (1, block, 1, 1)
-            outputs.append(output.masked_fill(sees_no_number, torch.nan))
+            sees_no_number = (seen[..., prefix_size:] & ~finite.mT).any(-1)  # (1, 1, block)
+            outputs.append(output.masked_fill(sees_no_number[..., None].transpose(1, 2), torch.nan))
         return torch.cat(outputs, dim=1)
 
 
 @dataclass(frozen=True)
 class _Running:
     """
-    What a model is running: a pass of completions, whose masks it builds, or the cache that `generate` decodes with. The
-    attention of a pass gets its context as a keyword argument instead, which gradient checkpointing replays.
+    What a model is running: a pass of completions, whose masks it builds, or the cache that `generate` decodes with.
+    The attention of a pass gets its context as a keyword argument instead, which gradient checkpointing replays.
     """
 
     context: object

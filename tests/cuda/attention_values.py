@@ -11,31 +11,36 @@ from emulate import host, put
 aten = torch.ops.aten
 
 
-def scores_of(query, key, scale, causal, bias):
-    """(B, H, Q, K) in float64; the causal mask stands at the lower right ("bottom") or at the upper left (True)."""
+def scores_of(query, key, scale, causal, bias, window=(-1, -1)):
+    """(B, H, Q, K) in float64; the causal mask stands at the lower right ("bottom") or at the upper left (True). A
+    window, of keys on the left and on the right of a query, stands at the lower right; -1 is without an end."""
     scores = query.double() @ key.double().transpose(-1, -2)
     scores *= query.shape[-1] ** -0.5 if scale is None else scale
     queries, keys = scores.shape[-2:]
     if causal and queries:
         seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries if causal == "bottom" else 0)
         scores = scores.masked_fill(~seen, -math.inf)
+    back = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
+    for size, distance in zip(window, (back, -back), strict=True):
+        if size >= 0:
+            scores = scores.masked_fill(distance > size, -math.inf)
     return scores if bias is None else scores + bias.double()
 
 
-def attend(query, key, value, scale, causal, bias=None):
+def attend(query, key, value, scale, causal, bias=None, window=(-1, -1)):
     """(output, log-sum-exp) of (B, H, Q, D) over (B, Hk, K, D)."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = scores_of(query, key, scale, causal, bias)
+    scores = scores_of(query, key, scale, causal, bias, window)
     lse = scores.logsumexp(-1)
     return (scores - lse[..., None]).exp().nan_to_num(0.0) @ value.double(), lse
 
 
-def attend_backward(grad, query, key, value, out, lse, scale, causal, bias=None):
+def attend_backward(grad, query, key, value, out, lse, scale, causal, bias=None, window=(-1, -1)):
     """Gradients of query, key, value and bias."""
     groups = query.shape[1] // key.shape[1]
     keys, values = key.repeat_interleave(groups, 1).double(), value.repeat_interleave(groups, 1).double()
-    scores = scores_of(query, keys, scale, causal, bias)
+    scores = scores_of(query, keys, scale, causal, bias, window)
     weights = (scores - lse.double()[..., None]).exp().nan_to_num(0.0)
     grad = grad.double()
     of_scores = weights * (grad @ values.transpose(-1, -2) - (grad * out.double()).sum(-1, keepdim=True))
@@ -56,15 +61,19 @@ def runs(bounds_q, bounds_k):
     ]
 
 
+def window_of(arguments):
+    sizes = (arguments.get(f"window_size_{side}") for side in ("left", "right"))
+    return tuple(-1 if size is None else size for size in sizes)
+
+
 def flash_forward(
     real, query, key, value, bounds_q, bounds_k, max_q, max_k, dropout, causal, debug, *, scale=None, **kw
 ):
     """(B, T, H, D), or packed (T, H, D) with the bounds of sequences."""
     q, k, v = host(query), host(key), host(value)
-    assert all(kw.get(f"window_size_{side}") in (None, -1) for side in ("left", "right"))
-    causal = "bottom" if causal else False
+    causal, window = "bottom" if causal else False, window_of(kw)
     if bounds_q is None:
-        out, lse = attend(*(x.transpose(1, 2) for x in (q, k, v)), scale, causal)
+        out, lse = attend(*(x.transpose(1, 2) for x in (q, k, v)), scale, causal, window=window)
         put(real[0], out.transpose(1, 2))
         put(real[1], lse)
         return
@@ -72,7 +81,8 @@ def flash_forward(
     assert pieces[-1][0].stop == q.shape[0] and pieces[-1][1].stop == k.shape[0], (pieces[-1], q.shape, k.shape)
     for mine, theirs in pieces:
         assert max_q >= mine.stop - mine.start and max_k >= theirs.stop - theirs.start
-        out, lse = attend(*(x.transpose(0, 1)[None] for x in (q[mine], k[theirs], v[theirs])), scale, causal)
+        pieces = (x.transpose(0, 1)[None] for x in (q[mine], k[theirs], v[theirs]))
+        out, lse = attend(*pieces, scale, causal, window=window)
         host(real[0])[mine] = out[0].transpose(0, 1).to(real[0].dtype)
         host(real[1])[:, mine] = lse[0].float()
 
@@ -81,15 +91,15 @@ def flash_backward(
     real, grad, query, key, value, out, lse, bounds_q, bounds_k, max_q, max_k, dropout, causal, *_, scale=None, **kw
 ):
     g, q, k, v, o, lse = map(host, (grad, query, key, value, out, lse))
-    causal = "bottom" if causal else False
+    causal, window = "bottom" if causal else False, window_of(kw)
     if bounds_q is None:
-        found = attend_backward(*(x.transpose(1, 2) for x in (g, q, k, v, o)), lse, scale, causal)
+        found = attend_backward(*(x.transpose(1, 2) for x in (g, q, k, v, o)), lse, scale, causal, window=window)
         for into, value in zip(real, found[:3], strict=False):
             put(into, value.transpose(1, 2))
         return
     for mine, theirs in runs(bounds_q, bounds_k):
         pieces = (x.transpose(0, 1)[None] for x in (g[mine], q[mine], k[theirs], v[theirs], o[mine]))
-        found = attend_backward(*pieces, lse[:, mine][None], scale, causal)
+        found = attend_backward(*pieces, lse[:, mine][None], scale, causal, window=window)
         for into, where, value in zip(real, (mine, theirs, theirs), found[:3], strict=False):
             host(into)[where] = value[0].transpose(0, 1).to(into.dtype)
 

@@ -7,8 +7,9 @@ from itertools import product
 import torch
 
 HEADS = ((8, 8), (8, 2), (6, 1))  # of queries, of keys and values
-LENGTHS = (  # of a prompt, of its completions, tokens
-    (300, (33, 80)), (129, (1, 1, 1)), (129, (1,)), (0, (7, 5)), (1, (1,)), (1000, (5,) * 40),
+LENGTHS = (  # of a prompt, of its completions, of a window, tokens
+    (300, (33, 80), None), (129, (1, 1, 1), None), (129, (1,), None), (0, (7, 5), None), (1, (1,), None),
+    (1000, (5,) * 40, None), (300, (33, 80), 64), (20, (1, 80), 33),
 )  # fmt: skip
 
 
@@ -17,14 +18,15 @@ def empty(batch, heads, tokens, size, dtype):
     return torch.empty(batch, tokens, heads, size, device="cuda", dtype=dtype).transpose(1, 2).requires_grad_()
 
 
-def check(size, heads, key_heads, dtype, prompt, lengths) -> None:
+def check(size, heads, key_heads, dtype, prompt, lengths, window) -> None:
     from rloo_memory.prefix_sharing.attention import Runs, attention_with_lse, kernels_take, shared_prefix_attention
 
     tokens = sum(lengths)
     query, key, value = (empty(1, n, tokens, size, dtype) for n in (heads, key_heads, key_heads))
     of_prompt = [empty(1, key_heads, prompt, size, dtype) for _ in range(2)]
     assert kernels_take(key, value)
-    out = shared_prefix_attention(query, key, value, [of_prompt], Runs.of(list(lengths), query.device), None)
+    runs = Runs.of(list(lengths), query.device)
+    out = shared_prefix_attention(query, key, value, [of_prompt], runs, None, window=window)
     assert out.shape == (1, tokens, heads, size)
     given = (query, key, value, *of_prompt)
     for grad, x in zip(torch.autograd.grad(out, given, torch.empty_like(out)), given, strict=True):
