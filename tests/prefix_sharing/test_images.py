@@ -2,6 +2,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+from rloo_memory.prefix_sharing import tree
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
 from rloo_memory.prefix_sharing.images import MultimodalInputs
@@ -46,11 +47,11 @@ def make_model():
     return model
 
 
-def make_batch():
+def make_batch(start=()):
     """Three prompts with two completions each: two images of different sizes, none, and one image."""
     torch.manual_seed(1)
     first, second, third = ([IMAGE_TOKEN] * n for n in (2, 4, 4))  # an image token stands for 2 x 2 patches
-    prompts = [[5, 6, *first, 7, *second, 8, 9], [5, 6, 8, 9], [5, *third, 8, 9]]
+    prompts = [[*start, *rest] for rest in ([5, 6, *first, 7, *second, 8, 9], [5, 6, 8, 9], [5, *third, 8, 9])]
     prompt_length, completion_length = max(map(len, prompts)), 5
     input_ids = torch.randint(10, 80, (6, prompt_length + completion_length))
     attention_mask = torch.ones_like(input_ids)
@@ -80,9 +81,11 @@ def count_patches(model):
 class TestPrefixSharingImages:
     @pytest.mark.parametrize("gradient_checkpointing", [False, True])
     @pytest.mark.parametrize("tokens_per_forward", [1, None])
-    def test_log_probs_and_gradients(self, tokens_per_forward, gradient_checkpointing):
+    @pytest.mark.parametrize("start", [(), range(20, 40)])
+    def test_log_probs_and_gradients(self, start, tokens_per_forward, gradient_checkpointing, monkeypatch):
+        monkeypatch.setattr(tree, "MIN_SAVED_TOKENS", 20)
         model = make_model()
-        inputs, prompt_length = make_batch()
+        inputs, prompt_length = make_batch(start)
         labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
         labels[:, :prompt_length] = -100
         counts = count_patches(model)
@@ -97,9 +100,14 @@ class TestPrefixSharingImages:
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         passes = SharedPrefixPasses(prompt_length, tokens_per_forward, num_images=NUM_IMAGES)
+        sizes = []
+        model.get_decoder().register_forward_hook(
+            lambda module, args, output: sizes.append(output.last_hidden_state.shape[1])
+        )
         outputs = model(**inputs, labels=labels, fused_lm_head=True, passes=passes)
         outputs.log_probs.sum().backward()
 
+        assert sizes[0] == (21 if start else prompt_length - 1)  # text of all
         assert sum(counts) == num_patches / 2  # each image went through the vision tower once
         torch.testing.assert_close(outputs.log_probs, expected.log_probs[:, prompt_length - 1 :], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(outputs.entropy, expected.entropy[:, prompt_length - 1 :], rtol=1e-5, atol=1e-5)
