@@ -34,6 +34,14 @@ class _Common:
     places: torch.Tensor | None  # of these rows and their key heads
     states: tuple[torch.Tensor, torch.Tensor]
 
+    @classmethod
+    def of(cls, groups: list[int], rows: torch.Tensor | None, states: tuple[torch.Tensor, torch.Tensor]) -> "_Common":
+        """With keys and values of shape `(1, num_key_value_heads, S, D)`."""
+        places, num_heads = None, states[0].shape[1]
+        if rows is not None:
+            places = (rows[:, None] * num_heads + torch.arange(num_heads, device=rows.device)).flatten()
+        return cls(groups, rows, places, tuple(x.transpose(0, 1) for x in states))
+
 
 class _SharedPrefixLayer(CacheLayerMixin):
     """
@@ -53,9 +61,8 @@ class _SharedPrefixLayer(CacheLayerMixin):
             The groups of each stack.
         prefix_length (`int`):
             Number of columns of the prefixes, padding included.
-        commons (`list[tuple[list[int], torch.Tensor | None, tuple[torch.Tensor, torch.Tensor]]]`):
-            Groups and rows, `None` if all, of what prefixes continue, and its keys and values, of shape
-            `(1, num_key_value_heads, S, D)`. Parents come before children.
+        commons (`list[_Common]`):
+            What prefixes continue, parents before children.
     """
 
     is_sliding = False  # for its length, it drops no key
@@ -66,7 +73,7 @@ class _SharedPrefixLayer(CacheLayerMixin):
         stacks: list[torch.Tensor],
         groups_of_stack: list[list[int]],
         prefix_length: int,
-        commons: list[tuple[list[int], torch.Tensor | None, tuple[torch.Tensor, torch.Tensor]]],
+        commons: list[_Common],
     ):
         super().__init__()
         self.prefix_length = prefix_length
@@ -75,15 +82,7 @@ class _SharedPrefixLayer(CacheLayerMixin):
         # (R * num_key_value_heads, 1, S, D): each key head is a row of its own
         self.prefixes = [tuple(x.flatten(0, 1).unsqueeze(1) for x in prefix) for prefix in prefixes]
         heads = torch.arange(self.num_heads, device=stacks[0].device)[:, None]
-        self.commons = [
-            _Common(
-                groups,
-                rows,
-                None if rows is None else (rows * self.num_heads + heads).T.flatten(),
-                tuple(x.transpose(0, 1) for x in states),
-            )
-            for groups, rows, states in commons
-        ]
+        self.commons = commons
         # Row and key head of each place, as an index of both
         self.order = torch.cat([(rows[:, None] * self.num_heads + heads).flatten() for rows in stacks])
         self.places = self.order.argsort()
@@ -303,7 +302,7 @@ class SharedPrefixCache(Cache):
             commons = []
             for node, groups in self._groups_of_common.items():
                 rows = None if len(groups) == len(prefixes) else torch.cat([self.groups[group] for group in groups])
-                commons.append((groups, rows, node.take_attention(layer_idx)))
+                commons.append(_Common.of(groups, rows, node.take_attention(layer_idx)))
             layer = layer_class(stacked, self.stacks, self._groups_of_stack, self.prefix_length, commons)
         else:
             layer = LinearAttentionLayer(number_of_states)

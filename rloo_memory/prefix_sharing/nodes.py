@@ -60,19 +60,13 @@ class _Read(torch.autograd.Function):
 
 class Node:
     """
-    What some tokens leave: keys and values of layers, states of convolutions and recurrences, and how likely each
-    expert is chosen.
-
-    Args:
-        positions (`torch.Tensor` of shape `(S,)`):
-            Position of each of its tokens.
-        offset (`int`, *optional*, defaults to `0`):
-            What the rotary positions behind it are ahead of `positions`, which may be those of columns.
+    What tokens at positions of shape `(S,)` leave: keys and values of layers, states of convolutions and recurrences,
+    and how likely each expert is chosen.
     """
 
-    def __init__(self, positions: torch.Tensor, offset: int = 0):
+    def __init__(self, positions: torch.Tensor):
         self.positions = positions
-        self.offset = offset
+        self.offset = 0  # what rotary positions behind it are ahead of positions, which may be those of columns
         self.slots: dict[tuple, torch.Tensor] = {}
         # Layer whose keys and values each layer attends to: itself, or an earlier one (Gemma 3n, Gemma 4)
         self.sources: dict[int, int] = {}

@@ -154,20 +154,11 @@ def _run_pass(
 
 
 class _Forward:
-    """Rows on their way through a backbone: those of a tree from the row `first` on, with this mask on the host."""
+    """Rows on their way through a backbone: some of those of a tree, with this mask on the host."""
 
-    def __init__(
-        self,
-        settings: "SharedPrefixPasses",
-        backbone: nn.Module,
-        input_ids: torch.Tensor,
-        host_mask: torch.Tensor,
-        multimodal: MultimodalInputs,
-        tree: Tree,
-        first: int,
-    ):
+    def __init__(self, settings: "SharedPrefixPasses", backbone, input_ids, host_mask, multimodal, tree: Tree, rows):
         self.settings, self.backbone, self.input_ids, self.multimodal = settings, backbone, input_ids, multimodal
-        self.tree, self.rows = tree, range(first, first + len(input_ids))
+        self.tree, self.rows = tree, rows
         # Columns of the first token of each row, and behind the last
         self.starts = (settings.prefix_length - tree.prompts.lengths[self.rows.start : self.rows.stop]).tolist()
         self.ends = (settings.prefix_length + host_mask[:, settings.prefix_length :].sum(1)).tolist()
@@ -177,7 +168,7 @@ class _Forward:
 
     def run(self, **kwargs) -> PassesOutput:
         """What rows begin with, parents first; then their completions in passes; then all states in their places."""
-        branches, passes = list(self.tree.new_branches(self.rows)), self._divide()
+        branches, passes = self.tree.new_branches(self.rows), self._divide()
         tokens = [self._tokens_of(branch) for branch in branches] + [self._tokens_behind(*each) for each in passes]
         tokens = _Tokens.to(self.input_ids.device, tokens)
         inputs = self._look_up(branches, tokens)
@@ -200,7 +191,7 @@ class _Forward:
         if not torch.is_grad_enabled():
             self.tree.leave(self.rows.stop)  # in training, behind the backward
         rows, columns = zip(*(x.places for x in tokens), strict=True)
-        columns = [x - self.settings.prefix_length + 1 for x in columns]
+        columns = [x - (self.settings.prefix_length - 1) for x in columns]
         shape = (len(self.rows), self.input_ids.shape[1] - self.settings.prefix_length + 1)
         states = completion_states([x for x, _ in outputs], rows, columns, shape)
         return PassesOutput(states, self._aux_loss([sums for _, sums in outputs]) if kwargs else None)
@@ -317,8 +308,7 @@ class SharedPrefixPasses:
         activation_offloading (`bool`, *optional*, defaults to `False`):
             Whether saved activations are offloaded to the CPU.
         tree ([`Tree`], *optional*):
-            Of these rows and of others, which go through the model before or after them. Where it is `None`, or these
-            are not its rows, they share among themselves.
+            Of these and other rows. Where it is `None`, or these are not its rows, they share among themselves.
         first_row (`int`, *optional*, defaults to `0`):
             Which row of the tree the first one is.
     """
@@ -351,12 +341,9 @@ class SharedPrefixPasses:
             attention_mask (`torch.Tensor` of shape `(B, P + C)`):
                 1 for tokens, 0 for padding.
             output_router_logits (`bool`, *optional*, defaults to `False`):
-                Whether to compute the load-balancing loss of a Mixture-of-Experts model.
+                Whether to compute the load-balancing loss of a Mixture-of-Experts model, too.
             **multimodal_inputs (`torch.Tensor`):
                 Images of the prompts, and what the model takes for each token beside its id.
-
-        Returns:
-            [`PassesOutput`]: Hidden states, and the load-balancing loss.
         """
         # Passes are put together on the host, from one copy of the batch: whatever is read from a device waits for
         # all that it still has to compute
@@ -369,7 +356,8 @@ class SharedPrefixPasses:
         tree, first = self._tree_of(prompts_of(backbone, prompt_ids, prompt_mask, multimodal))
         kwargs = {"output_router_logits": True} if output_router_logits else {}
         try:
-            return _Forward(self, backbone, input_ids, host_mask, multimodal, tree, first).run(**kwargs)
+            rows = range(first, first + len(input_ids))
+            return _Forward(self, backbone, input_ids, host_mask, multimodal, tree, rows).run(**kwargs)
         except BaseException:
             tree.close()
             raise

@@ -174,19 +174,8 @@ class TrainerPasses:
         num_tiles: list[int] | None,
     ) -> SharedPrefixPasses | TokenBudgetPasses:
         """
-        Passes of some rows of a batch, whose rows follow one another.
-
-        Args:
-            rows (`slice`):
-                Start and end of the rows.
-            input_ids (`torch.Tensor` of shape `(B, P + C)`):
-                Tokens of the batch.
-            logits_to_keep (`int`):
-                Number of completion columns, C.
-            num_images (`list[int]`, *optional*):
-                Number of images of each row of the batch.
-            num_tiles (`list[int]`, *optional*):
-                Number of tiles of each row of the batch.
+        Passes of consecutive rows of a batch of shape `(B, P + C)`, with `logits_to_keep` completion columns. Of each
+        row of the batch, `num_images` and `num_tiles` say how many images and tiles it has.
         """
         self._has_passes |= torch.is_grad_enabled()
         bounds = (input_ids.size(1) - logits_to_keep, self.args.tokens_per_forward)

@@ -13,8 +13,8 @@ what a weight gets from the reads until it has what the weight gets from the nod
 Shape suffixes: B rows, P prompt columns.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -34,25 +34,14 @@ MIN_OWN_TOKENS = 2
 
 @dataclass(frozen=True)
 class Prompts:
-    """
-    The prompts of some rows, on the host. The last token of each goes with its completion.
+    """The prompts of some rows, on the host. The last token of each goes with its completion."""
 
-    Args:
-        ids (`torch.Tensor` of shape `(B, P)`):
-            Tokens, from the first on, -1 behind the last.
-        lengths (`torch.Tensor` of shape `(B,)`):
-            Number of tokens.
-        keys (`torch.Tensor` of shape `(B, P)`):
-            What says whether prompts are alike, up to the last token: tokens, and, from the first image on, a number
-            that only equal prompts have; from the first token on where prompts that differ share nothing.
-        is_whole (`torch.Tensor` of shape `(B,)`):
-            Whether all of a prompt goes through the model ahead of its completions.
-    """
-
-    ids: torch.Tensor
-    lengths: torch.Tensor
+    ids: torch.Tensor  # (B, P), from the first token on, -1 behind the last
+    lengths: torch.Tensor  # (B,)
+    # (B, P), what says whether prompts are alike, up to the last token: tokens, and, from the first image on, a number
+    # that only equal prompts have; from the first token on where prompts that differ share nothing
     keys: torch.Tensor
-    is_whole: torch.Tensor
+    is_whole: torch.Tensor  # (B,), whether all of a prompt goes through the model ahead of its completions
 
     @classmethod
     def of(
@@ -63,12 +52,7 @@ class Prompts:
         shares_starts: bool = True,
         image_token_id: int | None = None,
     ) -> "Prompts":
-        """
-        Of left-padded prompts of shape `(B, P)`, on the host.
-
-        Raises:
-            ValueError: If a prompt has no token.
-        """
+        """Of left-padded prompts of shape `(B, P)`, on the host. Raises a `ValueError` if one has no token."""
         lengths, place = (prompt_mask != 0).sum(1), torch.arange(prompt_ids.shape[1])
         if (empty := (lengths == 0).nonzero().flatten()).numel():
             raise ValueError(
@@ -130,25 +114,21 @@ class Branch:
         return (*(() if self.parent is None else self.parent.path), self)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class _Head:
     """What begins where others do: all of a prompt, or what prompts have in common, with what lies behind it."""
 
     rows: list[int]
     end: int
     shortest: int  # of its prompts
-    behind: "list[_Head]" = field(default_factory=list)
+    behind: "Sequence[_Head]" = ()
 
 
 class Tree:
     """
-    The branches of prompts, and the nodes that rows read which are still to come.
+    The branches of all prompts, parents before children, and the nodes that rows read which are still to come.
 
     Args:
-        prompts ([`Prompts`]):
-            Of all rows.
-        branches (`list[Branch]`):
-            Parents before children. Each row is in one, and in its parents.
         rows_per_backward (`int`, *optional*):
             Number of consecutive rows that have their backward together. If `None`, all.
         in_one_backward (`bool`, *optional*, defaults to `False`):
@@ -217,10 +197,10 @@ class Tree:
         """Column of the first token of the first row of its path, from where positions are counted for all rows."""
         return self.prompts.ids.shape[1] - int(self.prompts.lengths[branch.path[0].rows[0]])
 
-    def new_branches(self, rows: Iterable[int]) -> Iterator[Branch]:
+    def new_branches(self, rows: range) -> list[Branch]:
         """Branches of some rows which have not gone through the model with earlier ones, parents before children."""
         wanted = {branch for row in rows for branch in self.branch_of[row].path}
-        return (branch for branch in self.branches if branch in wanted and branch not in self.nodes)
+        return [branch for branch in self.branches if branch in wanted and branch not in self.nodes]
 
     def _backward_of(self, row: int) -> int:
         return row // self.rows_per_backward

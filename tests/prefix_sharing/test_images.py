@@ -3,6 +3,7 @@ import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from experiments.fused_head import add_fused_lm_head
+from rloo_memory.prefix_sharing import tree
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.images import MultimodalInputs
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
@@ -44,11 +45,11 @@ def make_model():
     return model
 
 
-def make_batch():
+def make_batch(start=()):
     """Three prompts with two completions each: two images of different sizes, none, and one image."""
     torch.manual_seed(1)
     first, second, third = ([IMAGE_TOKEN] * n for n in (2, 4, 4))  # an image token stands for 2 x 2 patches
-    prompts = [[5, 6, *first, 7, *second, 8, 9], [5, 6, 8, 9], [5, *third, 8, 9]]
+    prompts = [[*start, *rest] for rest in ([5, 6, *first, 7, *second, 8, 9], [5, 6, 8, 9], [5, *third, 8, 9])]
     prompt_length, completion_length = max(map(len, prompts)), 5
     input_ids = torch.randint(10, 80, (6, prompt_length + completion_length))
     attention_mask = torch.ones_like(input_ids)
@@ -69,7 +70,44 @@ def make_batch():
     return inputs, prompt_length
 
 
+def count_patches(model):
+    counts = []
+    model.base_model.visual.register_forward_pre_hook(lambda module, args: counts.append(len(args[0])))
+    return counts
+
+
 class TestPrefixSharingImages:
+    @pytest.mark.parametrize("tokens_per_forward", [1, None])
+    def test_images_behind_what_prompts_begin_with(self, tokens_per_forward, monkeypatch):
+        monkeypatch.setattr(tree, "MIN_SAVED_TOKENS", 20)
+        model = make_model()
+        inputs, prompt_length = make_batch(range(20, 40))
+        labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+        labels[:, :prompt_length] = -100
+        counts = count_patches(model)
+        expected = model(**inputs, labels=labels, fused_lm_head=True)
+        expected.log_probs.sum().backward()
+        expected_grads = {name: param.grad.clone() for name, param in model.named_parameters()}
+        model.zero_grad()
+        num_patches = sum(counts)
+        counts.clear()
+
+        enable_prefix_sharing(model)
+        passes = SharedPrefixPasses(prompt_length, tokens_per_forward, num_images=NUM_IMAGES)
+        sizes = []
+        model.get_decoder().register_forward_hook(
+            lambda module, args, output: sizes.append(output.last_hidden_state.shape[1])
+        )
+        outputs = model(**inputs, labels=labels, fused_lm_head=True, passes=passes)
+        outputs.log_probs.sum().backward()
+
+        assert sizes[0] == (21 if start else prompt_length - 1)  # text of all
+        assert sum(counts) == num_patches / 2  # each image went through the vision tower once
+        torch.testing.assert_close(outputs.log_probs, expected.log_probs[:, prompt_length - 1 :], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(outputs.entropy, expected.entropy[:, prompt_length - 1 :], rtol=1e-5, atol=1e-5)
+        for name, grad in expected_grads.items():
+            torch.testing.assert_close(model.get_parameter(name).grad, grad, rtol=1e-4, atol=1e-5)
+
 
     def test_equal_text_with_other_images_is_not_shared(self):
         images = {"pixel_values": torch.rand(2, 3, 4, 4).repeat_interleave(2, dim=0)}

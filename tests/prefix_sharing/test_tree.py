@@ -10,12 +10,12 @@ from transformers import (
     GenerationConfig,
     GPT2Config,
     Lfm2Config,
+    Phi3Config,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
 )
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
-from trl import GRPOConfig, GRPOTrainer
 
 from experiments.checks.float64 import pure_float64
 from rloo_memory import share_prompts
@@ -25,9 +25,9 @@ from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
 from rloo_memory.prefix_sharing.images import MultimodalInputs
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 from rloo_memory.prefix_sharing.tree import MIN_SAVED_TOKENS, Prompts, Tree, common_length
+from trl import GRPOConfig, GRPOTrainer
 
 from .sharing_trainers import TRAINERS, RLOOConfig
-
 
 SHAPE = {
     "vocab_size": 100,
@@ -60,6 +60,18 @@ CONFIGS = {
     ),
     "experts": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=8, router_aux_loss_coef=0.01),
 }
+# Other frequencies for rows of more than 40 tokens, which some nodes and completions are shorter than
+LONGROPE = Phi3Config(
+    **SHAPE,
+    pad_token_id=0,
+    original_max_position_embeddings=40,
+    rope_parameters={
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [1.5, 2.0, 3.0, 4.0],
+    },
+)
 WITH_EXPERTS = ("delta rule", "experts")
 # Prompts by what they are put together of: a system prompt, two tasks, of one of them two hints, and one that is no
 # other's. A word is a run of tokens of its own, of so many
@@ -86,7 +98,8 @@ def small_nodes(monkeypatch):
 
 def make(name, dtype=torch.float64):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="sdpa").to(dtype)
+    config = LONGROPE if name == "longrope" else CONFIGS[name]
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype)
     if name in WITH_EXPERTS:
         model.set_experts_implementation("eager")  # the others do not know float64
     return model
@@ -190,11 +203,18 @@ class TestTree:
         assert {branch.start for branch in apart.branches} == {0} and len(apart.branches) == 5
 
     @pytest.mark.parametrize(
-        "rows, in_one_backward, gradient_checkpointing",
-        [(12, False, True), (1, False, False), (1, True, True), (4, True, False)],
+        "builder, rows, in_one_backward, gradient_checkpointing",
+        [
+            ("any depth", 12, False, True),
+            ("any depth", 1, False, False),
+            ("any depth", 1, True, True),
+            ("any depth", 4, True, False),
+            ("groups of four", 12, False, False),
+            ("groups behind what is common", 1, True, False),
+            ("groups behind what is common", 4, False, True),
+        ],
     )
-    @pytest.mark.parametrize("builder", BUILDERS)
-    @pytest.mark.parametrize("name", CONFIGS)
+    @pytest.mark.parametrize("name", [*CONFIGS, "longrope"])
     def test_gradients(self, name, builder, rows, in_one_backward, gradient_checkpointing):
         build, num_tokens = BUILDERS[builder]
         input_ids, attention_mask = make_batch()
@@ -219,9 +239,12 @@ class TestTree:
                 ids, mask = input_ids[chunk], attention_mask[chunk]
                 output = passes.forward(model.base_model, ids, mask, output_router_logits=experts)
                 loss_of(output.last_hidden_state, output.aux_loss, mask).backward()
+                in_loss = take_gradients(model) if in_one_backward and chunk is chunks[-1] else {}
                 whole.leave(chunk.stop)
         assert not whole.nodes
-        gradients = take_gradients(model)
+        behind = take_gradients(model)
+        assert not (in_loss and behind)  # the last backward has all gradients
+        gradients = in_loss or behind
         assert gradients.keys() == expected.keys()
         # Beside all: what nearly cancels (decays of the delta rule) is 4e-9 apart in rows with and without padding
         scale = torch.cat([x.flatten() for x in expected.values()]).norm()
