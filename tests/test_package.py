@@ -87,7 +87,7 @@ LAUNCH = "launch balanced --model_name_or_path random:tiny-qwen3"
 def test_a_trl_that_is_too_old_is_told_in_one_line(site, tmp_path):
     for words in (PLAN, LAUNCH):
         result = run(site, tmp_path, words, trl=build(ARMS["classic-baseline"]))
-        assert result.returncode == 2 and "is older than 1.16: pip install" in result.stderr.splitlines()[-1]
+        assert result.returncode == 2 and "is older than 1.14: pip install" in result.stderr.splitlines()[-1]
 
 
 @pytest.mark.slow
