@@ -175,7 +175,7 @@ class Group:
         from rloo_memory.prefix_sharing.tree import Tree
 
         inputs = self.inputs(columns=self.prompt)
-        ids, mask = inputs.pop("input_ids"), inputs.pop("attention_mask")
+        ids, mask = (inputs.pop(name).cpu() for name in ("input_ids", "attention_mask"))
         multimodal = MultimodalInputs.of(inputs, self.k, self.num_images)
         return Tree.of(prompts_of(self.model.base_model, ids, mask, multimodal), rows_per_backward=rows_per_backward)
 

@@ -359,7 +359,8 @@ class SharedPrefixPasses:
             rows = range(first, first + len(input_ids))
             return _Forward(self, backbone, input_ids, host_mask, multimodal, tree, rows).run(**kwargs)
         except BaseException:
-            tree.close()
+            if not torch.is_grad_enabled():  # in training, who fails may try again, with what other rows left
+                tree.close()
             raise
 
     def _tree_of(self, prompts: Prompts) -> tuple[Tree, int]:
