@@ -19,7 +19,8 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-from .attention import Runs, is_plain, kernels_take, shared_prefix_attention
+from .attention import is_plain, kernels_take, shared_prefix_attention
+from .kernels import Runs
 from .nodes import Node, Path
 from .states import ReadStates, RecordStates
 

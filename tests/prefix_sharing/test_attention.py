@@ -11,8 +11,9 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 from transformers.models.gemma2 import modeling_gemma2 as gemma2
 
 from rloo_memory.prefix_sharing import routing
-from rloo_memory.prefix_sharing.attention import Runs, attention_with_lse, shared_prefix_attention
+from rloo_memory.prefix_sharing.attention import attention_with_lse, shared_prefix_attention
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
+from rloo_memory.prefix_sharing.kernels import Runs
 from rloo_memory.prefix_sharing.nodes import Node, Path
 from rloo_memory.prefix_sharing.routing import Attention, ReadPrefix
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses

@@ -11,8 +11,9 @@ import json
 import torch
 from shared_exactness import SHAPE  # noqa: F401  builds the fork and puts it on the path
 
-from rloo_memory.prefix_sharing import attention as prefix_attention
-from rloo_memory.prefix_sharing.attention import Runs, attention_with_lse, shared_prefix_attention
+from rloo_memory.prefix_sharing import kernels as prefix_kernels
+from rloo_memory.prefix_sharing.attention import attention_with_lse, shared_prefix_attention
+from rloo_memory.prefix_sharing.kernels import Runs
 
 CALLS = {"forward": 0, "backward": 0}
 SETTINGS = {  # heads, key heads, head size of values, prefix tokens, tokens of each completion
@@ -124,7 +125,7 @@ def errors_of(num_heads, num_key_heads, value_size, num_prefix_tokens, lengths, 
     weights = torch.randn(1, tokens, num_heads, value_size)
     results = []
     for kernels in (ON_CPU, ON_CUDA):
-        prefix_attention.forward_on_cpu, prefix_attention.backward_on_cpu = kernels
+        prefix_kernels.forward_on_cpu, prefix_kernels.backward_on_cpu = kernels
         output = shared_prefix_attention(*tensors[:3], [tensors[3:]], Runs.of(lengths, "cpu"), 0.3, window=window)
         results.append((output, *torch.autograd.grad(output, tensors, weights)))
     return [error(x, y) for x, y in zip(*reversed(results), strict=True)]
@@ -135,7 +136,7 @@ def errors_of_rows(is_causal, num_rows):
     tensors = [torch.randn(num_rows, heads, 5, 16) for heads in (4, 2, 2)]
     results = []
     for kernels in (ON_CPU, ON_CUDA):
-        prefix_attention.forward_on_cpu, prefix_attention.backward_on_cpu = kernels
+        prefix_kernels.forward_on_cpu, prefix_kernels.backward_on_cpu = kernels
         results.append(attention_with_lse(*tensors, is_causal, None))
     return [error(x, y) for x, y in zip(*reversed(results), strict=True)]
 
@@ -145,8 +146,8 @@ if __name__ == "__main__":
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", forward, "CPU")
     library.impl("_flash_attention_backward", backward, "CPU")
-    ON_CPU = prefix_attention.forward_on_cpu, prefix_attention.backward_on_cpu
-    ON_CUDA = prefix_attention.forward_on_cuda, prefix_attention.backward_on_cuda
+    ON_CPU = prefix_kernels.forward_on_cpu, prefix_kernels.backward_on_cpu
+    ON_CUDA = prefix_kernels.forward_on_cuda, prefix_kernels.backward_on_cuda
     errors = {name: errors_of(*shape) for name, shape in (SETTINGS | WINDOWS).items()}
     errors["rows"] = errors_of_rows(is_causal=False, num_rows=3)
     errors["one causal row"] = errors_of_rows(is_causal=True, num_rows=1)

@@ -105,7 +105,7 @@ def pretending(device: str, shapes, counted):
     `counted` wraps the backward of the fused LM head, which makes its sums itself."""
     from rloo_memory.prefix_sharing import attention as prefix_attention
     from rloo_memory.prefix_sharing import cache as prefix_cache
-    from rloo_memory.prefix_sharing import enabling, routing
+    from rloo_memory.prefix_sharing import enabling, kernels, routing
     from rloo_memory.prefix_sharing.images import MultimodalInputs
 
     # The values of masks do not matter, and take time and, of 20,000 tokens, gigabytes
@@ -132,8 +132,8 @@ def pretending(device: str, shapes, counted):
         patch(routing.ReadPrefix, "allowed", without_values(allowed))
         patch(routing, "_added", without_values(routing._added))
         # On CUDA the kernel knows of windows
-        mask = without_values(prefix_attention.Seen.mask) if device != "cuda" else lambda *args: None
-        patch(prefix_attention.Seen, "mask", mask)
+        mask = without_values(kernels.Seen.mask) if device != "cuda" else lambda *args: None
+        patch(kernels.Seen, "mask", mask)
         # They compare real numbers
         patch(enabling, "error_of_passes", lambda *args, **kwargs: 0.0)
         patch(enabling, "ignores_state", lambda mixer, prefix, hidden_size: False)

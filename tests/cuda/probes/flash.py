@@ -19,7 +19,8 @@ def empty(batch, heads, tokens, size, dtype):
 
 
 def check(size, heads, key_heads, dtype, prompt, lengths, window) -> None:
-    from rloo_memory.prefix_sharing.attention import Runs, attention_with_lse, kernels_take, shared_prefix_attention
+    from rloo_memory.prefix_sharing.attention import attention_with_lse, kernels_take, shared_prefix_attention
+    from rloo_memory.prefix_sharing.kernels import Runs
 
     tokens = sum(lengths)
     query, key, value = (empty(1, n, tokens, size, dtype) for n in (heads, key_heads, key_heads))
