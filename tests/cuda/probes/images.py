@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "probes"))
 from shared_exactness import error, passes_of, pure_float64  # noqa: E402
-from shared_images import ROWS_PER_PROMPT, batch, build_with_images, run  # noqa: E402
+from shared_images import batch, build_with_images, run  # noqa: E402
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing  # noqa: E402
 
 WAYS = {
