@@ -4,7 +4,7 @@ from rloo_memory.errors import ConfigError
 
 
 def tree_of(setup, prompt_ids):
-    """The `Tree` of a prompt whose completions are spread over micro-batches; `prompt_ids` are those of all of them."""
+    """The `Tree` of a prompt whose completions are spread over micro-batches; `prompt_ids` has a row for each."""
     from rloo_memory.prefix_sharing.tree import Prompts, Tree
 
     prompts = Prompts.of(prompt_ids, prompt_ids.new_ones(prompt_ids.shape))
