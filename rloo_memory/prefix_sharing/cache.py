@@ -188,17 +188,20 @@ class _SharedPrefixLayer(CacheLayerMixin):
             if self.commons:
                 lse = lse.logaddexp(prefix_lse).index_select(0, self.places)
         output = output.index_select(0, self.places)
-        for i, common in enumerate(self.commons):
-            of_rows, lse_of_rows = output, lse
-            if common.rows is not None:
-                of_rows, lse_of_rows = (x.index_select(0, common.places) for x in (output, lse))
-            other, other_lse = self._attend_to_common(query, common, scale)
-            merged, is_last = _merge(of_rows, lse_of_rows, other, other_lse), i == len(self.commons) - 1
-            output = merged if common.rows is None else output.index_copy(0, common.places, merged)
-            if not is_last:
-                merged = lse_of_rows.logaddexp(other_lse)
-                lse = merged if common.rows is None else lse.index_copy(0, common.places, merged)
+        for common in self.commons:
+            output, lse = self._with_common(query, output, lse, common, scale)
         return output.view(len(query), 1, -1, head_size)
+
+    def _with_common(
+        self, query: torch.Tensor, output: torch.Tensor, lse: torch.Tensor, common: _Common, scale: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and log-sum-exp, of shape `(B * num_key_value_heads, 1, ...)`, with attention to one part more."""
+        other, other_lse = self._attend_to_common(query, common, scale)
+        if common.rows is None:
+            return _merge(output, lse, other, other_lse), lse.logaddexp(other_lse)
+        before, lse_before = (x.index_select(0, common.places) for x in (output, lse))
+        merged = _merge(before, lse_before, other, other_lse), lse_before.logaddexp(other_lse)
+        return tuple(x.index_copy(0, common.places, y) for x, y in zip((output, lse), merged, strict=True))
 
     def _attend_to_common(
         self, query: torch.Tensor, common: _Common, scale: float | None
