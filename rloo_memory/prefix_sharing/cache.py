@@ -194,16 +194,21 @@ class _SharedPrefixLayer(CacheLayerMixin):
         if self.commons or sink is not None:
             lse = lse.index_select(0, self.places)
         for common in self.commons:
-            of_rows = (output, lse)
-            if common.rows is not None:
-                of_rows = (x.index_select(0, common.places) for x in of_rows)
-            merged = _merge_with_lse(*of_rows, *self._attend_to_common(query, common, scale))
-            if common.rows is not None:
-                merged = (x.index_copy(0, common.places, y) for x, y in zip((output, lse), merged, strict=True))
-            output, lse = merged
+            output, lse = self._with_common(query, output, lse, common, scale)
         if sink is not None:
             output = beside_sink(output, lse, sink.view(self.num_heads, 1, -1).repeat(len(query), 1, 1))
         return output.view(len(query), 1, -1, head_size)
+
+    def _with_common(
+        self, query: torch.Tensor, output: torch.Tensor, lse: torch.Tensor, common: _Common, scale: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and log-sum-exp, of shape `(B * num_key_value_heads, 1, ...)`, with attention to one part more."""
+        other, other_lse = self._attend_to_common(query, common, scale)
+        if common.rows is None:
+            return _merge(output, lse, other, other_lse), lse.logaddexp(other_lse)
+        before, lse_before = (x.index_select(0, common.places) for x in (output, lse))
+        merged = _merge(before, lse_before, other, other_lse), lse_before.logaddexp(other_lse)
+        return tuple(x.index_copy(0, common.places, y) for x, y in zip((output, lse), merged, strict=True))
 
     def _attend_to_common(
         self, query: torch.Tensor, common: _Common, scale: float | None
@@ -233,12 +238,6 @@ class _SharedPrefixLayer(CacheLayerMixin):
 def _merge(output: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> torch.Tensor:
     """Attention to two runs of keys from the output and the log-sum-exp of each."""
     return output.lerp(other, (other_lse - lse).sigmoid().to(output.dtype).unsqueeze(-1))
-
-
-def _merge_with_lse(
-    output: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _merge(output, lse, other, other_lse), lse.logaddexp(other_lse)
 
 
 class _SharedPrefixAndStatesLayer(_SharedPrefixLayer, LinearAttentionAndFullAttentionLayer):

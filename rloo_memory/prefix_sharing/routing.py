@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+from transformers.masking_utils import causal_mask_function, eager_mask, sliding_window_causal_mask_function
 
 from .attention import is_plain, kernels_take, shared_prefix_attention
 from .kernels import Runs
@@ -88,7 +88,8 @@ def layer_window(module: nn.Module, windows: set[int | None], arguments: dict) -
 
 class RecordPrefix:
     """
-    Attention context of the prompt pass: attend as usual, and keep the keys and values.
+    Attention context of the prompt pass: attend as usual, and keep the keys and values. Where a model spells attention
+    out (`eager`), which holds the scores of all pairs of tokens, a kernel attends if it can.
 
     Gradient checkpointing keeps it, inside the graph that the keys and values hold, and calls layers with it once
     more. So it lets go of the prefix when the pass ends: else neither is ever freed if no backward follows.
@@ -97,6 +98,8 @@ class RecordPrefix:
     def __init__(self, prefix: Node):
         self.prefix = prefix
         self.has_tokens = len(prefix.positions) > 0
+        self.windows: set[int | None] = set()  # of the causal masks that an `eager` model asked for
+        self.masks: dict[int | None, torch.Tensor] = {}  # those that layers needed, by window
 
     @property
     def states(self) -> RecordStates:
@@ -113,9 +116,31 @@ class RecordPrefix:
         if self.prefix is not None:
             self.prefix.write_attention(layer_idx, key, value)
 
+    def mask(self, mask_function, local_size, allow_is_causal_skip, **kwargs) -> torch.Tensor | None:
+        """Mask of layers as an `eager` model asks for it. None where only the future is hidden, or a window ends."""
+        if mask_function is causal_mask_function or (local_size is not None and allow_is_causal_skip):
+            self.windows.add(local_size)
+            return None
+        kwargs |= {"local_size": local_size, "allow_is_causal_skip": allow_is_causal_skip}
+        return eager_mask(mask_function=mask_function, **kwargs)
+
     def attend(self, own: "Attention", module, query, key, value, attention_mask, **kwargs):
         self.write_attention(module.layer_idx, key, value)
-        return own.attend(module, query, key, value, attention_mask, **kwargs)
+        if attention_mask is not None or not self.windows:
+            return own.attend(module, query, key, value, attention_mask, **kwargs)
+        window = layer_window(module, self.windows, kwargs)
+        if is_plain(kwargs) and kernels_take(key, value):
+            runs, sink = Runs.of([key.shape[2]], key.device), kwargs.get("s_aux")
+            return shared_prefix_attention(query, key, value, [], runs, kwargs.get("scaling"), sink, window), None
+        return own.attend(module, query, key, value, self._causal_mask(window, query), **kwargs)
+
+    def _causal_mask(self, window: int | None, query: torch.Tensor) -> torch.Tensor:
+        if window not in self.masks:
+            place = torch.arange(query.shape[2], device=query.device)
+            back = place[:, None] - place
+            seen = back >= 0 if window is None else (back >= 0) & (back < window)
+            self.masks[window] = _added(seen[None, None], query.dtype)
+        return self.masks[window]
 
 
 def _size_in_window(prefix: Path, window: int | None) -> int:
@@ -318,7 +343,9 @@ def _attend(own: Attention, module: nn.Module, shared_prefix, *args, **kwargs):
     context = _context_with(module.config) if shared_prefix is None else shared_prefix
     if context is None:
         return own.attend(module, *args, **kwargs)
-    if shared_prefix is None and isinstance(context, ReadPrefix):
+    if shared_prefix is None and isinstance(context, RecordPrefix) and not context.windows:
+        return own.attend(module, *args, **kwargs)
+    if shared_prefix is None and isinstance(context, ReadPrefix | RecordPrefix):
         raise RuntimeError(
             f"{type(module).__name__} was called in a pass of its model without the prefix of the pass. Set "
             "`prefix_sharing=False`."
@@ -330,7 +357,7 @@ def _attend(own: Attention, module: nn.Module, shared_prefix, *args, **kwargs):
 
 def _mask(own: Callable, *, config: PretrainedConfig | None = None, **kwargs):
     context = _context_with(config)
-    if context is None:
+    if context is None or (isinstance(context, RecordPrefix) and own is not eager_mask):
         return own(config=config, **kwargs)
     return context.mask(**{"local_size": None, "use_vmap": False, "allow_is_causal_skip": True, **kwargs})
 

@@ -84,15 +84,13 @@ def prompt_pass(
         position_ids = position_ids + (0 if parent is None else positions[0])
         node.offset = int(position_ids.max() - positions[-1])
     context = record = RecordPrefix(node)
-    masks = nullcontext()
     if parent is not None:
         places = torch.arange(len(positions), device=positions.device)
         row = torch.zeros_like(places)
         context = ReadPrefix.of(parent, positions, row, places, [len(places)], _window(backbone), record)
-        masks = running(context, backbone._prefix_sharing.configs)
         inputs = {**inputs, "attention_mask": torch.ones_like(places)[None]}
     try:
-        with masks:
+        with running(context, backbone._prefix_sharing.configs):
             outputs = forward(**inputs, position_ids=position_ids, use_cache=False, shared_prefix=context, **kwargs)
     finally:
         record.close()
