@@ -89,8 +89,9 @@ def prompt_pass(
         row = torch.zeros_like(places)
         context = ReadPrefix.of(parent, positions, row, places, [len(places)], _window(backbone), record)
         inputs = {**inputs, "attention_mask": torch.ones_like(places)[None]}
+    route = getattr(backbone, "_prefix_sharing", None)  # None: taken back, and found out by what layers leave
     try:
-        with running(context, backbone._prefix_sharing.configs):
+        with running(context, [] if route is None else route.configs):
             outputs = forward(**inputs, position_ids=position_ids, use_cache=False, shared_prefix=context, **kwargs)
     finally:
         record.close()
