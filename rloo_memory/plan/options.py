@@ -17,8 +17,8 @@ from rloo_memory.plan.accuracy.calibration import Calibration, load
 from rloo_memory.plan.accuracy.cards import size_as_sold
 from rloo_memory.plan.accuracy.reserve import FIXED, LIBRARIES, OUTSIDE, Room
 from rloo_memory.plan.records import Run
-from rloo_memory.plan.setups import AT_LEAST_1, OPTIONS, Setup, check, wrong_numbers
-from rloo_memory.plan.trl_settings import SAME_NAME, WEIGHT_BITS, changes, from_settings, with_changes
+from rloo_memory.plan.setups import AT_LEAST_1, OPTIONS, SAME_NAME, Setup, check, wrong_numbers
+from rloo_memory.plan.trl_settings import WEIGHT_BITS, changes, from_settings, with_changes
 from rloo_memory.settings.profiles import devices_from
 from rloo_memory.sizes import GIB, parse_bytes, size_hint
 

@@ -305,7 +305,8 @@ class Setup:
         )
 
 
-# By the name of the field: its range, and its option
+# Fields that settings have under the same name; and by the name of the field, its range and its option
+SAME_NAME = tuple(declared.name for declared in fields(Setup) if declared.metadata.get("of_trl"))
 RANGES = {declared.name: limits for declared in fields(Setup) if (limits := declared.metadata.get("within"))}
 OPTIONS = {
     declared.name: declared.metadata["option"] or f"--{declared.name.replace('_', '-')}"

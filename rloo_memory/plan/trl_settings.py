@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 
 from rloo_memory.models import is_model
 from rloo_memory.plan.checkpoint import quantized
-from rloo_memory.plan.setups import Setup
+from rloo_memory.plan.setups import SAME_NAME, Setup
 
 # Fields of `Setup` that are called differently in settings, or stand for several
 WEIGHT_BITS = {
@@ -17,8 +17,6 @@ WEIGHT_BITS = {
     8: {"load_in_8bit": True, "load_in_4bit": None},
     16: {"load_in_8bit": None, "load_in_4bit": None},
 }
-# Fields of `Setup` under the same name in the settings
-SAME_NAME = tuple(declared.name for declared in fields(Setup) if declared.metadata.get("of_trl"))
 
 
 @functools.cache
