@@ -10,6 +10,7 @@ import yaml
 
 from experiments.config import ROOT
 from experiments.record import read_csv
+from rloo_memory.errors import ConfigError
 from rloo_memory.models import named_config
 from rloo_memory.plan.setups import Setup, check
 
@@ -68,6 +69,18 @@ def test_bad_input_is_one_line_with_value_and_remedy(arguments, parts, planned, 
     result = planned("--prompt", "100", *arguments)
     assert result.returncode == 2 and result.stderr.startswith("plan: ") and result.stderr.count("\n") == 1, result
     assert all(part in result.stderr for part in parts), result.stderr
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name, value", [
+    ("temperature", 0.0), ("vllm_gpu_memory_utilization", 0.0), ("num_generations", 5000), ("lora_dropout", 1.0),
+])  # fmt: skip
+def test_a_number_has_one_range_for_planner_and_launcher(name, value):
+    from rloo_memory.settings.trl_parser import out_of_range
+
+    with pytest.raises(ConfigError) as caught:
+        check(Setup(100, **{name: value}), named_config("tiny-qwen3"))
+    assert str(caught.value) == out_of_range(name, value)
 
 
 @pytest.mark.torch

@@ -40,7 +40,7 @@ def quiet():
 
 
 def add_setup_options(parser: argparse.ArgumentParser) -> None:
-    """Options that `setup_from` reads: what stands for several fields of `Setup`, and those of one."""
+    """Options that `setup_from` reads: those that stand for several fields of `Setup`, and those of one."""
     parser.add_argument("--model", help="a built-in shape (Qwen/Qwen3-8B), a local folder, or hub:owner/name")
     parser.add_argument(
         "--profile", help="a name in rloo_memory/settings/profiles or a YAML file; options override it"
@@ -181,14 +181,14 @@ def setup_from(
     if prompt is None:
         raise ConfigError("no prompt length: --prompt N, the tokens of the longest prompt")
     wrong = wrong_numbers(options | {"prompt_tokens": prompt}, called)
-    if wrong := [*wrong, *filter(None, [AT_LEAST_1.wrong("--prompts", args.prompts)])]:
+    if problem := AT_LEAST_1.wrong("--prompts", args.prompts):
+        wrong.append(problem)
+    if wrong:
         raise ConfigError("; ".join(wrong))
     if args.accelerate:
         where |= devices_from(args.accelerate)
     if args.images:
         where["images"] = tuple(map(read_image, args.images))
-    if args.reward_model and args.reward_model != "policy":
-        model_config(args.reward_model)
 
     before = from_settings(prompt, base, **where)
     settings = with_changes(base, batches(args, before, profile is not None))
@@ -206,6 +206,8 @@ def setup_from(
         settings |= {"bf16": False, "fp16": True} if half else {}
     if args.reward_model:
         where["reward_model"] = args.reward_model
+        if args.reward_model != "policy":
+            model_config(args.reward_model)
         if is_model(args.reward_model):  # a shape or the policy's is planned with, and nothing to load
             settings["reward_model_name_or_path"] = args.reward_model
     if args.weight_bits not in (None, before.weight_bits):

@@ -6,7 +6,7 @@ To be imported where `rloo_memory.installed_trl.need_trl` has found it: this imp
 import difflib
 import functools
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from trl.scripts.grpo import GRPOScriptArguments
 from trl.scripts.rloo import RLOOScriptArguments
@@ -16,22 +16,16 @@ from rloo_memory.errors import ConfigError
 from rloo_memory.plan import setups
 from rloo_memory.plan.setups import ABOVE_0, AT_LEAST_1, NOT_NEGATIVE, SHARE, Range
 from rloo_memory.prefix_sharing.config import check_passes_config
-from rloo_memory.settings.arguments import LaunchArguments
+from rloo_memory.settings.arguments import LaunchArguments, setting
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 
 
 # TRL has none of these, the launcher has
 @dataclass
 class Sharing:
-    prefix_sharing: bool = field(
-        default=False, metadata={"help": "Whether to compute each prompt once for all its completions."}
-    )
-    tokens_per_forward: int | None = field(
-        default=None, metadata={"help": "Number of tokens that go through the model together."}
-    )
-    activation_offloading: bool = field(
-        default=False, metadata={"help": "Whether to keep what the backward needs on the host."}
-    )
+    prefix_sharing: bool = setting(False, "Whether to compute each prompt once for all its completions.")
+    tokens_per_forward: int | None = setting(None, "Number of tokens that go through the model together.")
+    activation_offloading: bool = setting(False, "Whether to keep what the backward needs on the host.")
 
     def __post_init__(self):
         super().__post_init__()
