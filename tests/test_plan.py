@@ -10,6 +10,7 @@ import yaml
 
 from experiments.config import ROOT
 from experiments.record import read_csv
+from rloo_memory.errors import ConfigError
 from rloo_memory.models import named_config
 from rloo_memory.plan.setups import Setup, check
 
@@ -44,7 +45,8 @@ BAD_INPUT = [
     (["--model", "./nofolder"], ["no folder ./nofolder", "config.json"]),
     (["--model", "BROKEN"], ["BROKEN"]),
     (["--model", "qwen3-8b", "--profile", "own.yaml"], ["own.yaml: beta is nan: it must be 0 or more"]),
-    (["--model", "qwen3-8b", "--k", "1000000"], ["--k 1000000", "134,217,728 tokens"]),
+    (["--model", "qwen3-8b", "--k", "1000000"], ["--k is 1000000", "at most 4096"]),
+    (["--model", "qwen3-8b", "--k", "4096", "--completion", "40000"], ["--k 4096", "134,217,728 tokens"]),
     (["--model", "qwen3-8b", "--completion", "60000"], ["--prompt 100", "--completion 60000", "60100", "40960"]),
     (["--model", "qwen3-8b", "--bits", "4"], ["4-bit", "--lora"]),
     (["--model", "qwen3-8b", "--dtype", "float16"], ["GradScaler refuses their gradients; dtype must be float32"]),
@@ -67,6 +69,18 @@ def test_bad_input_is_one_line_with_value_and_remedy(arguments, parts, planned, 
     result = planned("--prompt", "100", *arguments)
     assert result.returncode == 2 and result.stderr.startswith("plan: ") and result.stderr.count("\n") == 1, result
     assert all(part in result.stderr for part in parts), result.stderr
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name, value", [
+    ("temperature", 0.0), ("vllm_gpu_memory_utilization", 0.0), ("num_generations", 5000), ("lora_dropout", 1.0),
+])  # fmt: skip
+def test_a_number_has_one_range_for_planner_and_launcher(name, value):
+    from rloo_memory.settings.trl_parser import out_of_range
+
+    with pytest.raises(ConfigError) as caught:
+        check(Setup(100, **{name: value}), named_config("tiny-qwen3"))
+    assert str(caught.value) == out_of_range(name, value)
 
 
 @pytest.mark.torch

@@ -73,12 +73,13 @@ class Rivals(Group):
     def head_log_probs(self, hidden):
         """Log-probabilities of all completions, from the hidden states that predict their tokens."""
         from trl.kernels import ChunkedLogProbFunction
-        from trl.trainer.utils import _CHUNKED_LOGPROB_SMALL_CHUNK_SIZE
+
+        from rloo_memory.sharing import CPU_TILE
 
         labels, weight = self.ids[:, self.prompt :], self.model.lm_head.weight
         settings = None, 1.0, ("log_probs", "entropy")  # no soft cap, no scale
-        size, rows = _CHUNKED_LOGPROB_SMALL_CHUNK_SIZE, hidden.reshape(-1, hidden.shape[-1])
-        log_probs, *_ = ChunkedLogProbFunction.apply(rows, weight, None, labels.reshape(-1), 1.0, size, *settings)
+        rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+        log_probs, *_ = ChunkedLogProbFunction.apply(rows, weight, None, targets, 1.0, CPU_TILE, *settings)
         return log_probs.view(labels.shape)
 
 

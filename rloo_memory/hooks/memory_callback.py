@@ -15,29 +15,19 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from rloo_memory import host_allocator
 from rloo_memory.device import device_name, machine_name, status_bytes
 from rloo_memory.phases import PhaseRecorder
+from rloo_memory.plan.setups import SAME_NAME
 from rloo_memory.storage import write_json
 
 MB = 2**20
-# Arguments of the trainer that decide its memory, as `rloo_memory.plan.setups.Setup` names them
-RECORDED = (
-    "max_completion_length", "num_generations", "per_device_train_batch_size", "steps_per_generation",
-    "gradient_accumulation_steps", "prefix_sharing", "tokens_per_forward", "bf16", "gradient_checkpointing",
-    "activation_offloading", "beta", "optim", "temperature", "use_vllm",
-)  # fmt: skip
-# With `use_vllm` also these: without it, a profile that has them is refused
-OF_VLLM = (
-    "vllm_mode", "vllm_gpu_memory_utilization", "vllm_enable_sleep_mode", "vllm_max_model_length",
-    "vllm_server_base_url",
-)  # fmt: skip
-# and those that say what it learns: with the first ones, a profile that trains the same
+# What makes a profile that trains the same, with the settings that decide memory (`SAME_NAME`)
 TRAINED_WITH = (
     "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "max_steps",
-    "num_train_epochs", "num_iterations", "seed", "top_p", "top_k", "loss_type", "scale_rewards", "epsilon",
-    "epsilon_high", "normalize_advantages", "mask_truncated_completions", "fp16", "sync_ref_model",
+    "num_train_epochs", "seed", "top_p", "top_k", "loss_type", "scale_rewards", "epsilon",
+    "epsilon_high", "normalize_advantages", "mask_truncated_completions", "sync_ref_model",
     "use_transformers_continuous_batching", "importance_sampling_level", "delta", "off_policy_mask_threshold",
     "use_bias_correction_kl", "reward_weights", "reward_clip_range", "router_aux_loss_coef", "top_entropy_quantile",
     "entropy_coef", "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta",
-    "entropy_target",
+    "entropy_target", "vllm_max_model_length", "vllm_server_base_url",
 )  # fmt: skip
 
 
@@ -46,16 +36,17 @@ def size_of(weight) -> int:
     return getattr(weight, "ds_numel", weight.numel())
 
 
-def values_of(args) -> dict:
-    """The arguments that decide memory. What the trainer does not have is left out."""
-    names = RECORDED + (OF_VLLM if getattr(args, "use_vllm", False) else ())
-    return {name: getattr(args, name) for name in names if hasattr(args, name)}
+def values_of(args, names=SAME_NAME) -> dict:
+    """The arguments that decide memory. What the trainer does not have is left out, and what is of vLLM without it: a
+    profile that has these is refused then."""
+    left_out = () if getattr(args, "use_vllm", False) else "vllm_"
+    return {name: getattr(args, name) for name in names if hasattr(args, name) and not name.startswith(left_out)}
 
 
 def trained_settings(args, model) -> dict:
     """The trainer's settings under the names of TRL's parser, as a profile would have them, adapters and quantization
     as they are in the model. What the trainer does not have is left out."""
-    values = values_of(args) | {name: getattr(args, name) for name in TRAINED_WITH if hasattr(args, name)}
+    values = values_of(args, SAME_NAME + TRAINED_WITH)
     settings = {name: getattr(value, "value", value) for name, value in values.items()}  # of an enum, its text
     settings["algorithm"] = {"RLOOConfig": "rloo", "GRPOConfig": "grpo"}.get(type(args).__name__)
     settings["dtype"] = str(model.dtype).removeprefix("torch.")

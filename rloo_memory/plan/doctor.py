@@ -159,7 +159,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.run} is a run with a model of its own: leave out --model {args.model}")
     if args.run:
         old = read_run(args.run)
-        if old.prompt_tokens is None and args.prompt is None:
+        if old.prompt_tokens is None and args.prompt_tokens is None:
             raise ConfigError(
                 f"{args.run}/memory.json has no prompt length, as where vLLM or continuous batching generates: add "
                 "--prompt N"

@@ -113,26 +113,6 @@ def cost_of_bfloat16(setup: Setup) -> str:
     return "at learning rates such as 1e-6 most updates round to nothing (1.9 % of weights moved, in float32 99.9 %)"
 
 
-def offload_reference(setup: Setup) -> Setup:
-    return setup if setup.lora_rank or not setup.beta else replace(setup, offload_reference=True)
-
-
-def offload_reward(setup: Setup) -> Setup:
-    return setup if setup.reward_model is None else replace(setup, offload_reward=True)
-
-
-def let_vllm_sleep(setup: Setup) -> Setup:
-    return replace(setup, vllm_enable_sleep_mode=True) if setup.vllm_bytes else setup
-
-
-def no_reference(setup: Setup) -> Setup:
-    return setup if setup.lora_rank else replace(setup, beta=0.0, offload_reference=False)
-
-
-def eight_bit_optimizer(setup: Setup) -> Setup:
-    return setup if "8bit" in setup.optim else replace(setup, optim="adamw_bnb_8bit")
-
-
 def half_the_completion(setup: Setup) -> Setup:
     half = setup.max_completion_length // 2
     return setup if half < 16 else replace(setup, max_completion_length=half)
@@ -165,22 +145,31 @@ LEVERS = (
         lambda s: s.prefix_sharing and not s.splits_groups or not s.scaled_by_batch and not drops_out(s),
     ),
     Lever(
-        "offload_reference", "the reference's weights cross the bus once a rollout", offload_reference, TRANSFERS,
-        always,
+        "offload_reference", "the reference's weights cross the bus once a rollout",
+        lambda s: s if s.lora_rank or not s.beta else replace(s, offload_reference=True), TRANSFERS, always,
     ),
-    Lever("offload_reward", "the reward model's, likewise", offload_reward, TRANSFERS, always),
+    Lever(
+        "offload_reward", "the reward model's, likewise",
+        lambda s: s if s.reward_model is None else replace(s, offload_reward=True), TRANSFERS, always,
+    ),
     Lever(
         "activation_offloading", cost_of_offloading, lambda s: replace(s, activation_offloading=True), TRANSFERS,
         always,
     ),
     Lever(
-        "vllm_enable_sleep_mode", "vLLM's weights are loaded again each rollout", let_vllm_sleep,
-        "the same numbers, loaded again", always,
+        "vllm_enable_sleep_mode", "vLLM's weights are loaded again each rollout",
+        lambda s: replace(s, vllm_enable_sleep_mode=True) if s.vllm_bytes else s, "the same numbers, loaded again",
+        always,
     ),
     Lever("prefix_sharing, lora_dropout: 0", "adapters train without dropout", share_without_dropout),
-    Lever("optim: adamw_bnb_8bit", "moments rounded to 8 bits", eight_bit_optimizer),
+    Lever(
+        "optim: adamw_bnb_8bit", "moments rounded to 8 bits",
+        lambda s: s if "8bit" in s.optim else replace(s, optim="adamw_bnb_8bit"),
+    ),
     Lever("optim: paged_adamw_8bit", "the same, and transfers", lambda s: replace(s, optim="paged_adamw_8bit")),
-    Lever("beta: 0", "no KL term", no_reference),
+    Lever(
+        "beta: 0", "no KL term", lambda s: s if s.lora_rank else replace(s, beta=0.0, offload_reference=False),
+    ),
     Lever("LoRA, rank 16", "adapters are trained, not the weights", lora),
     Lever("dtype: bfloat16", cost_of_bfloat16, in_bfloat16),
     Lever("LoRA on 8-bit weights", "the same, and rounded weights", quantize(8)),

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from rloo_memory.adapters import adapter_of
@@ -17,22 +17,12 @@ from rloo_memory.plan.accuracy.calibration import Calibration, load
 from rloo_memory.plan.accuracy.cards import size_as_sold
 from rloo_memory.plan.accuracy.reserve import FIXED, LIBRARIES, OUTSIDE, Room
 from rloo_memory.plan.records import Run
-from rloo_memory.plan.setups import OPTIMIZERS, Setup, check, wrong_numbers
-from rloo_memory.plan.trl_settings import COMMAND_LINE, WEIGHT_BITS, changes, from_settings, with_changes
+from rloo_memory.plan.setups import AT_LEAST_1, OPTIONS, SAME_NAME, Setup, check, wrong_numbers
+from rloo_memory.plan.trl_settings import WEIGHT_BITS, changes, from_settings, with_changes
 from rloo_memory.settings.profiles import devices_from
 from rloo_memory.sizes import GIB, parse_bytes, size_hint
 
 LEAST_DEVICE = 2**28  # bytes: less is a forgotten unit
-# Options whose value is a setting, by the setting's name, which is also the field's of `Setup`
-VALUES = {
-    "max_completion_length": "completion", "tokens_per_forward": "tokens_per_forward", "optim": "optim",
-    "beta": "beta", "dtype": "dtype",
-}  # fmt: skip
-# What the user wrote for a field of `Setup`
-CALLED = {
-    "prompt_tokens": "--prompt", "num_generations": "--k", "lora_rank": "--lora",
-    **{name: f"--{option.replace('_', '-')}" for name, option in VALUES.items()},
-}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -50,38 +40,22 @@ def quiet():
 
 
 def add_setup_options(parser: argparse.ArgumentParser) -> None:
-    """Options that `setup_from` reads."""
+    """Options that `setup_from` reads: those that stand for several fields of `Setup`, and those of one."""
     parser.add_argument("--model", help="a built-in shape (Qwen/Qwen3-8B), a local folder, or hub:owner/name")
     parser.add_argument(
         "--profile", help="a name in rloo_memory/settings/profiles or a YAML file; options override it"
     )
-    parser.add_argument("--prompt", type=int, help="tokens of the longest prompt; default: max_prompt_tokens")
-    parser.add_argument(
-        "--image",
-        action="append",
-        metavar="WIDTHxHEIGHT",
-        help="pixels of an image of each prompt, as the processor scales it; once for each image. --prompt counts its "
-        "tokens, too",
-    )
-    parser.add_argument("--completion", type=int, help="max_completion_length")
-    parser.add_argument("--k", type=int, help="num_generations: completions a prompt")
     parser.add_argument("--prompts", type=int, help="prompts a generation batch; default 1, or as the profile says")
-    parser.add_argument("--tokens-per-forward", type=int, help="tokens that go together, with or without sharing")
-    parser.add_argument("--lora", type=int, metavar="RANK", help="train LoRA adapters; 0 trains every weight")
-    parser.add_argument("--bits", type=int, choices=(4, 8, 16), help="bits of a frozen weight")
-    parser.add_argument("--optim", help=", ".join(OPTIMIZERS))
-    parser.add_argument("--beta", type=float, help="0 needs no reference model")
-    parser.add_argument("--dtype", help="of the weights; default float32, with --lora bfloat16")
-    parser.add_argument("--no-gradient-checkpointing", action="store_true")
-    parser.add_argument("--activation-offloading", action="store_true")
     parser.add_argument("--accelerate", type=Path, help="accelerate's config: processes, DDP or FSDP2, offloading")
-    parser.add_argument("--offload-reference", action="store_true", help="on the host except while it scores")
-    parser.add_argument("--reward-model", help="one that scores, named as --model is; default: a function")
-    parser.add_argument("--offload-reward", action="store_true", help="the reward model, likewise")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default cuda, or the run's")
     parser.add_argument(
         "--calibration", type=Path, metavar="RUN_DIR", help="correct by what this run of the launcher measured"
     )
+    for declared in fields(Setup):
+        if declared.name in OPTIONS:
+            kind = {int: int, int | None: int, float: float}.get(declared.type, str)
+            how = dict(action="store_const", const=not declared.default) if declared.type is bool else dict(type=kind)
+            how |= dict(dest=declared.name, help=declared.metadata["about"], **declared.metadata["keywords"])
+            parser.add_argument(OPTIONS[declared.name], **how)
 
 
 def add_memory_options(parser: argparse.ArgumentParser, default: str = "") -> None:
@@ -197,54 +171,48 @@ def setup_from(
     args: argparse.Namespace, profile: dict | None, hf_config=None, **where
 ) -> tuple[dict, Setup, dict[str, str]]:
     """(settings, what they ask for, what the user wrote for a field of `Setup`): those of the profile or, with None,
-    those of `COMMAND_LINE`, under the options. `where` are fields of `Setup` that are no settings. Raises
+    the usual ones of `Setup`, under the options. `where` are fields of `Setup` that are no settings. Raises
     `ConfigError`."""
-    base = dict(COMMAND_LINE if profile is None else profile)
-    prompt = base.get("max_prompt_tokens") if args.prompt is None else args.prompt
+    usual = {declared.name: declared.default for declared in fields(Setup) if declared.metadata.get("written")}
+    base = dict(usual if profile is None else profile)
+    options = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
+    called = {"prompt_tokens": "max_prompt_tokens"} | {name: OPTIONS[name] for name in options}
+    prompt = options.get("prompt_tokens", base.get("max_prompt_tokens"))
     if prompt is None:
         raise ConfigError("no prompt length: --prompt N, the tokens of the longest prompt")
-    given = {name: getattr(args, option) for name, option in VALUES.items() if getattr(args, option) is not None}
-    numbers = given | {"prompt_tokens": prompt, "num_generations": args.k, "lora_rank": args.lora}
-    called = {name: CALLED[name] for name, value in numbers.items() if value is not None and name in CALLED}
-    if args.prompt is None:
-        called["prompt_tokens"] = "max_prompt_tokens"
-    wrong = wrong_numbers(numbers, called)
-    if args.prompts is not None and args.prompts < 1:
-        wrong.append(f"--prompts is {args.prompts}; it must be at least 1")
+    wrong = wrong_numbers(options | {"prompt_tokens": prompt}, called)
+    if problem := AT_LEAST_1.wrong("--prompts", args.prompts):
+        wrong.append(problem)
     if wrong:
         raise ConfigError("; ".join(wrong))
     if args.accelerate:
         where |= devices_from(args.accelerate)
-    if args.image:
-        where["images"] = tuple(map(read_image, args.image))
-    if args.reward_model and args.reward_model != "policy":
-        model_config(args.reward_model)
+    if args.images:
+        where["images"] = tuple(map(read_image, args.images))
 
     before = from_settings(prompt, base, **where)
-    settings = with_changes(base, batches(args, before, profile is not None)) | given
+    settings = with_changes(base, batches(args, before, profile is not None))
+    settings |= {name: value for name, value in options.items() if name in SAME_NAME}
     if args.model:  # the first line of a file of settings, whatever the order of the profile
         settings = {"model_name_or_path": args.model} | settings | {"model_name_or_path": args.model}
-    for name in ("activation_offloading", "offload_reference", "offload_reward"):
-        if getattr(args, name):
-            settings[name] = True
-    if args.no_gradient_checkpointing:
-        settings["gradient_checkpointing"] = False
-    if args.lora:
+    if args.lora_rank:
         first = {} if base.get("use_peft") else {"lora_target_modules": "all-linear", "lora_dropout": 0.0}
-        settings |= {"use_peft": True, "lora_r": args.lora, **first}
-    elif args.lora == 0:
+        settings |= {"use_peft": True, "lora_r": args.lora_rank, **first}
+    elif args.lora_rank == 0:
         settings["use_peft"] = False
     if profile is None:
-        settings.setdefault("dtype", "bfloat16" if args.lora else "float32")
+        settings.setdefault("dtype", "bfloat16" if args.lora_rank else "float32")
         half = settings["dtype"] == "float16"  # of a GPU without bfloat16
         settings |= {"bf16": False, "fp16": True} if half else {}
     if args.reward_model:
         where["reward_model"] = args.reward_model
+        if args.reward_model != "policy":
+            model_config(args.reward_model)
         if is_model(args.reward_model):  # a shape or the policy's is planned with, and nothing to load
             settings["reward_model_name_or_path"] = args.reward_model
-    if args.bits not in (None, before.weight_bits):
-        settings = with_changes(settings, WEIGHT_BITS[args.bits])
-    settings |= settings_of_adapter(settings.get("model_name_or_path"), base, args.lora)
+    if args.weight_bits not in (None, before.weight_bits):
+        settings = with_changes(settings, WEIGHT_BITS[args.weight_bits])
+    settings |= settings_of_adapter(settings.get("model_name_or_path"), base, args.lora_rank)
     return settings, from_settings(prompt, settings, hf_config, **where), called
 
 
@@ -265,11 +233,11 @@ def settings_of_adapter(model: str | None, settings: dict, rank: int | None = No
 
 def batches(args: argparse.Namespace, before: Setup, of_profile: bool) -> dict:
     """The settings that --k and --prompts decide: completions a prompt, and rows. --k keeps a profile's prompts."""
-    if args.k is None and args.prompts is None:
+    if args.num_generations is None and args.prompts is None:
         return {}
     if args.prompts is None and of_profile and before.generation_rows % before.num_generations == 0:
-        return changes(before, before.with_k(args.k))
-    k = args.k or before.num_generations
+        return changes(before, before.with_k(args.num_generations))
+    k = args.num_generations or before.num_generations
     return {
         "num_generations": k,
         "per_device_train_batch_size": k * (args.prompts or 1),

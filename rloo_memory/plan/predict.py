@@ -19,7 +19,7 @@ from rloo_memory.installed_trl import need_trl
 from rloo_memory.plan.engine import with_engine
 from rloo_memory.plan.images import PromptImages
 from rloo_memory.plan.peaks import PredictedPeak, Prediction
-from rloo_memory.plan.setups import LARGEST, MOST_TOKENS, Setup, check
+from rloo_memory.plan.setups import LARGEST, MOST_K, MOST_TOKENS, Setup, check
 from rloo_memory.sizes import GIB
 
 
@@ -98,7 +98,7 @@ def largest_that_fits(arm: str, setup: Setup, hf_config, what: str, room, say=pr
     prompts = setup.generation_rows // setup.num_generations
     length = setup.prompt_tokens + setup.max_completion_length
     most = {
-        "k": max(2, min(4096, MOST_TOKENS // (prompts * length))),
+        "k": max(2, min(MOST_K, MOST_TOKENS // (prompts * length))),
         "prompt": positions - setup.max_completion_length,
         "completion": positions - setup.prompt_tokens,
     }[what]

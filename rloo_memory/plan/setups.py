@@ -1,7 +1,8 @@
 """What decides a training's memory, under TRL's own names, and which of it cannot work."""
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields, replace
 
 from rloo_memory.errors import ConfigError, choose
 from rloo_memory.installed_trl import lm_head_here, wrong_on_cpu
@@ -22,61 +23,107 @@ OPTIMIZERS = {
     "adamw_torch": None, "adamw_torch_fused": None, "adamw_8bit": _8_BIT, "adamw_bnb_8bit": _8_BIT,
     "paged_adamw_8bit": _8_BIT, "paged_adamw_32bit": 8.0, "adafactor": 0.0, "sgd": 0.0,
 }  # fmt: skip
-
-
 ROUNDED_AWAY = "most updates of TRL's learning rate, 1e-6, round to nothing; float32 keeps them"
+MOST_TOKENS = 2**27  # of a rollout: their ids are real numbers, also where all else has no values
+MOST_K = 4096  # completions of a prompt
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a setting may be, as a test and in words."""
+
+    inside: Callable[[float], bool]
+    words: str
+    whole: bool = True
+
+    def wrong(self, called: str, value) -> str | None:
+        """What is wrong with the value of a setting that the user calls so. None, which leaves it out, is fine."""
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int if self.whole else int | float):
+            return f"{called} is {value!r}: it must be a {'whole ' if self.whole else ''}number"
+        if value > 2**40:
+            return f"{called} is {str(value)[:20]}: no training has as much"
+        return None if self.inside(value) else f"{called} is {value}: it must be {self.words}"
+
+
+AT_LEAST_1 = Range(lambda x: x >= 1, "at least 1")
+GROUP = Range(lambda x: 2 <= x <= MOST_K, f"at least 2, as the others are the baseline, and at most {MOST_K}")
+RANK = Range(lambda x: x >= 0, "0, which trains every weight, or more")
+NOT_NEGATIVE = Range(lambda x: x >= 0, "0 or more", whole=False)
+ABOVE_0 = Range(lambda x: x > 0, "above 0", whole=False)
+SHARE = Range(lambda x: 0 < x <= 1, "above 0, at most 1", whole=False)
+DROPOUT = Range(lambda x: 0 <= x < 1, "from 0 to below 1", whole=False)
+
+
+def setting(default, about=None, within: Range | None = None, option=None, *, of_trl=True, written=False, **keywords):
+    """A field of `Setup`; TRL or the launcher has a setting of that name if `of_trl`. One with words `about` it is an
+    option, called as the field or `option`, with argparse's `keywords`; one of a bool asks for the opposite.
+    `written`: a command line's settings have it even if nobody asks, as TRL's default is or was another."""
+    of_option = dict(about=about, option=option, keywords=keywords)
+    return field(default=default, metadata=dict(within=within, of_trl=of_trl, written=written, **of_option))
 
 
 @dataclass(frozen=True)
 class Setup:
     """What decides the memory of a training, under TRL's own names where it has one. Lengths are tokens."""
 
-    prompt_tokens: int
-    max_completion_length: int = 512
-    num_generations: int = 8
-    per_device_train_batch_size: int = 8
-    steps_per_generation: int = 1
-    gradient_accumulation_steps: int = 1
-    prefix_sharing: bool = False
+    prompt_tokens: int = setting(
+        MISSING, "tokens of the longest prompt; default: max_prompt_tokens", AT_LEAST_1, "--prompt", of_trl=False
+    )
+    max_completion_length: int = setting(512, "tokens of the longest", AT_LEAST_1, "--completion", written=True)
+    num_generations: int = setting(8, "completions a prompt", GROUP, "--k", written=True)
+    per_device_train_batch_size: int = setting(8, within=AT_LEAST_1, written=True)
+    steps_per_generation: int = setting(1, within=AT_LEAST_1, written=True)
+    gradient_accumulation_steps: int = setting(1, within=AT_LEAST_1, written=True)
+    prefix_sharing: bool = setting(False)
     shares_generation: bool = False  # and nothing else, as `as_run` says
     padded_to: int | None = None  # tokens of the longest completion, where these are shorter; None: they are as long
-    tokens_per_forward: int | None = None
-    dtype: str | None = None  # of the weights; None: bfloat16 under adapters, else float32, as `__post_init__` says
-    bf16: bool = True  # autocast
-    fp16: bool = False  # autocast in float16; what its GradScaler holds is a few numbers
-    gradient_checkpointing: bool = True
-    activation_offloading: bool = False
-    beta: float = 0.05
+    tokens_per_forward: int | None = setting(None, "tokens that go together, with or without sharing", AT_LEAST_1)
+    dtype: str | None = setting(None, "of the weights; default float32, with --lora bfloat16")  # as `__post_init__`
+    bf16: bool = setting(True, written=True)  # autocast
+    fp16: bool = setting(False)  # autocast in float16; what its GradScaler holds is a few numbers
+    gradient_checkpointing: bool = setting(
+        True, "each layer keeps its activations", option="--no-gradient-checkpointing", written=True
+    )
+    activation_offloading: bool = setting(False, "what the backward needs waits on the host")
+    beta: float = setting(0.05, "0 needs no reference model", NOT_NEGATIVE, written=True)
     reference_dtype: str | None = None  # None: the policy's
-    offload_reference: bool = False  # on the host except while it scores
-    reward_model: str | None = None  # as `models.named_config` takes it, or "policy": of the policy's shape
-    offload_reward: bool = False
-    lora_rank: int = 0  # 0 trains every weight
+    offload_reference: bool = setting(False, "on the host except while it scores")
+    # As `models.named_config` takes it, or "policy": of the policy's shape
+    reward_model: str | None = setting(None, "one that scores, named as --model is; default: a function", of_trl=False)
+    offload_reward: bool = setting(False, "the reward model, likewise")
+    lora_rank: int = setting(0, "train LoRA adapters; 0 trains every weight", RANK, "--lora", of_trl=False)
     lora_target_modules: str | tuple[str, ...] | None = "all-linear"  # None: those that PEFT has for the model
-    lora_dropout: float = 0.0
-    weight_bits: int = 16  # 4 or 8: quantized by bitsandbytes
+    lora_dropout: float = setting(0.0, within=DROPOUT)
+    # 4 or 8: quantized by bitsandbytes
+    weight_bits: int = setting(16, "bits of a frozen weight", option="--bits", of_trl=False, choices=(4, 8, 16))
     nested_scales: bool = True  # of 4-bit weights: their scales are quantized, too
-    optim: str = "adamw_torch_fused"
-    temperature: float = 1.0
+    optim: str = setting("adamw_torch_fused", ", ".join(OPTIMIZERS), written=True)
+    temperature: float = setting(1.0, within=ABOVE_0, written=True)  # which divides the logits
     padded: bool = True  # completions differ in length, and TRL pads a rollout's rows to the longest: they need a mask
     padded_prompts: bool = False  # prompts of a batch differ in length
-    images: tuple[tuple[int, int], ...] = ()  # of each prompt: width and height in pixels, as the model gets them
+    images: tuple[tuple[int, int], ...] = setting(  # width and height, as the model gets them
+        (), "pixels of an image of each prompt, as the processor scales it; once for each image. --prompt counts its "
+        "tokens, too", option="--image", of_trl=False, action="append", metavar="WIDTHxHEIGHT",
+    )  # fmt: skip
     lm_head: str | None = None  # one of `rloo_memory.plan.simulation.heads.HEADS`; None: that of the installed TRL
-    use_vllm: bool = False  # it generates, not transformers
-    vllm_mode: str = "colocate"  # on the trainer's device; "server": elsewhere
-    vllm_gpu_memory_utilization: float = 0.3  # its share of the device
-    vllm_tensor_parallel_size: int = 1  # devices that share its weights
-    vllm_enable_sleep_mode: bool = False  # it has its share only while it generates
-    device: str = "cuda"  # "cpu" has no Triton
+    use_vllm: bool = setting(False)  # it generates, not transformers
+    vllm_mode: str = setting("colocate")  # on the trainer's device; "server": elsewhere
+    vllm_gpu_memory_utilization: float = setting(0.3, within=SHARE)  # its share of the device
+    vllm_tensor_parallel_size: int = setting(1, within=AT_LEAST_1)  # devices that share its weights
+    vllm_enable_sleep_mode: bool = setting(False)  # it has its share only while it generates
+    # "cpu" has no Triton
+    device: str = setting("cuda", "default cuda, or the run's", of_trl=False, choices=("cuda", "cpu"))
     device_memory: int = 0  # bytes of the device, of which vLLM takes a share; 0: not known
     num_devices: int = 1
     fully_sharded: bool = False  # FSDP2 with reshard_after_forward; otherwise DDP, or DeepSpeed
     zero_stage: int = 0  # DeepSpeed's ZeRO: 2 or 3
     offload_parameters: bool = False  # shards of weights on the host: all of FSDP2's, the 16-bit ones of ZeRO-3
     offload_optimizer: bool = False  # ZeRO's float32 weights, moments and gradients, likewise
-    ds3_gather_for_generation: bool = True  # ZeRO-3: whole weights on each device while it generates
+    ds3_gather_for_generation: bool = setting(True)  # ZeRO-3: whole weights on each device while it generates
     # What does not decide memory, but whether a change trains the same
-    num_iterations: int = 1
+    num_iterations: int = setting(1, within=AT_LEAST_1)
     scaled_by_rollout: bool = False  # the loss, by what was generated together: GRPO, normalize_advantages
     scaled_by_batch: bool = False  # the loss, by what shares a micro-batch: `trl_settings.by_batch`
 
@@ -258,38 +305,21 @@ class Setup:
         )
 
 
-MOST_TOKENS = 2**27  # of a rollout: their ids are real numbers, also where all else has no values
-# Fields of `Setup` that are numbers, with the least that works
-LEAST = {
-    "prompt_tokens": 1, "max_completion_length": 1, "num_generations": 2, "per_device_train_batch_size": 1,
-    "steps_per_generation": 1, "gradient_accumulation_steps": 1, "tokens_per_forward": 1, "lora_rank": 0,
-    "beta": 0, "temperature": 0, "lora_dropout": 0, "num_iterations": 1, "vllm_gpu_memory_utilization": 0,
-    "vllm_tensor_parallel_size": 1,
-}  # fmt: skip
-WHY_LEAST = {
-    "num_generations": ": leave-one-out needs 2 completions a prompt",
-    "lora_rank": ", which trains every weight",
-    "beta": ", which needs no reference",
+# Fields that settings have under the same name; and by the name of the field, its range and its option
+SAME_NAME = tuple(declared.name for declared in fields(Setup) if declared.metadata.get("of_trl"))
+RANGES = {declared.name: limits for declared in fields(Setup) if (limits := declared.metadata.get("within"))}
+OPTIONS = {
+    declared.name: declared.metadata["option"] or f"--{declared.name.replace('_', '-')}"
+    for declared in fields(Setup)
+    if declared.metadata.get("about")
 }
 
 
 def wrong_numbers(values: dict[str, object], called: dict[str, str]) -> list[str]:
-    """A line for each of `values`, fields of `Setup`, that is no number or below the least that works. None is fine.
-    `called` is what the user wrote for a field, else its own name."""
-    lines = []
-    for name, least in LEAST.items():
-        value, own, whole = values.get(name), called.get(name, name), Setup.__annotations__[name] is not float
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-            lines.append(f"{own} is {value!r}; it must be a {'whole ' if whole else ''}number")
-        elif isinstance(value, float) and not math.isfinite(value):
-            lines.append(f"{own} is {value}; it must be a finite number")
-        elif value < least:
-            lines.append(f"{own} is {value}; it must be at least {least}{WHY_LEAST.get(name, '')}")
-        elif value > 2**40:
-            lines.append(f"{own} is {str(value)[:20]}...; no training has as much")
-    return lines
+    """A line for each of `values`, fields of `Setup`, that is no number or out of its range. `called` is what the user
+    wrote for a field, else its own name."""
+    lines = [limits.wrong(called.get(name, name), values.get(name)) for name, limits in RANGES.items()]
+    return [line for line in lines if line]
 
 
 def share_too_small(setup: Setup, hf_config) -> list[str]:
@@ -346,10 +376,7 @@ def check(setup: Setup, hf_config, called: dict[str, str] | None = None) -> None
         "fp16 needs a GPU; on a CPU set fp16: false, bf16: true": setup.fp16 and setup.device == "cpu",
         "fp16 does not train float16 weights: torch's GradScaler refuses their gradients; dtype must be float32":
             setup.fp16 and setup.dtype == "float16" and not setup.lora_rank and not setup.keeps_float32,
-        f"vllm_gpu_memory_utilization is {setup.vllm_gpu_memory_utilization}; it must be at most 1":
-            setup.vllm_gpu_memory_utilization > 1,
         f"ZeRO stage {setup.zero_stage} has no formula; 2 and 3 have one": setup.zero_stage not in (0, 2, 3),
-        f"lora_dropout is {setup.lora_dropout}; it must be below 1": setup.lora_dropout >= 1,
         f"lora_dropout is {setup.lora_dropout}: completions that share a prompt would share its dropout; set 0.0":
             setup.prefix_sharing and setup.lora_rank and setup.lora_dropout,
         f"{prompt_called} {setup.prompt_tokens} + {called['max_completion_length']} {setup.max_completion_length} = "

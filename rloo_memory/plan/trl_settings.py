@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 
 from rloo_memory.models import is_model
 from rloo_memory.plan.checkpoint import quantized
-from rloo_memory.plan.setups import Setup
+from rloo_memory.plan.setups import SAME_NAME, Setup
 
 # Fields of `Setup` that are called differently in settings, or stand for several
 WEIGHT_BITS = {
@@ -17,20 +17,6 @@ WEIGHT_BITS = {
     8: {"load_in_8bit": True, "load_in_4bit": None},
     16: {"load_in_8bit": None, "load_in_4bit": None},
 }
-# Fields of `Setup` under the same name in the settings
-SAME_NAME = (
-    "max_completion_length", "num_generations", "per_device_train_batch_size", "steps_per_generation",
-    "gradient_accumulation_steps", "prefix_sharing", "tokens_per_forward", "dtype", "bf16", "fp16",
-    "gradient_checkpointing", "activation_offloading", "beta", "offload_reference", "offload_reward", "optim",
-    "temperature", "lora_dropout", "num_iterations", "use_vllm", "vllm_mode", "vllm_gpu_memory_utilization",
-    "vllm_enable_sleep_mode", "vllm_tensor_parallel_size", "ds3_gather_for_generation",
-)  # fmt: skip
-# What the planner takes where neither a profile nor an option says: one prompt. Written out: TRL's defaults are others
-COMMAND_LINE = {
-    "bf16": True, "beta": 0.05, "num_generations": 8, "per_device_train_batch_size": 8,
-    "steps_per_generation": 1, "gradient_accumulation_steps": 1, "max_completion_length": 512, "temperature": 1.0,
-    "gradient_checkpointing": True, "optim": "adamw_torch_fused",
-}  # fmt: skip
 
 
 @functools.cache

@@ -6,30 +6,26 @@ To be imported where `rloo_memory.installed_trl.need_trl` has found it: this imp
 import difflib
 import functools
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from trl.scripts.grpo import GRPOScriptArguments
 from trl.scripts.rloo import RLOOScriptArguments
 
 import trl
 from rloo_memory.errors import ConfigError
+from rloo_memory.plan import setups
+from rloo_memory.plan.setups import ABOVE_0, AT_LEAST_1, NOT_NEGATIVE, SHARE, Range
 from rloo_memory.prefix_sharing.config import check_passes_config
-from rloo_memory.settings.arguments import LaunchArguments
+from rloo_memory.settings.arguments import LaunchArguments, setting
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 
 
 # TRL has none of these, the launcher has
 @dataclass
 class Sharing:
-    prefix_sharing: bool = field(
-        default=False, metadata={"help": "Whether to compute each prompt once for all its completions."}
-    )
-    tokens_per_forward: int | None = field(
-        default=None, metadata={"help": "Number of tokens that go through the model together."}
-    )
-    activation_offloading: bool = field(
-        default=False, metadata={"help": "Whether to keep what the backward needs on the host."}
-    )
+    prefix_sharing: bool = setting(False, "Whether to compute each prompt once for all its completions.")
+    tokens_per_forward: int | None = setting(None, "Number of tokens that go through the model together.")
+    activation_offloading: bool = setting(False, "Whether to keep what the backward needs on the host.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -116,27 +112,18 @@ def out_of_range(name: str, value) -> str | None:
     """What is wrong with a number, by `RANGES`, or with a word, by `CHOICES`."""
     if value is not None and value not in CHOICES.get(name, (value,)):
         return f"{name} is {value!r}: choose one of {', '.join(CHOICES[name])}"
-    for names, inside, words in RANGES:
-        if name in names and isinstance(value, int | float) and not inside(value):
-            return f"{name} is {value}: it must be {words}"
-    return None
+    return RANGES[name].wrong(name, value) if name in RANGES else None
 
 
-AT_LEAST_1 = (
-    "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations", "lora_r",
-    "max_completion_length", "tokens_per_forward", "prompt_tokens", "max_prompt_tokens",
-)  # fmt: skip
-# (settings, test, the same in words), where what TRL does with another number is nonsense or a late error
-RANGES = (
-    (AT_LEAST_1, lambda x: x >= 1, "at least 1"),
-    (("num_generations",), lambda x: 2 <= x <= 4096, "at least 2, as the others are the baseline, and at most 4096"),
-    (("max_steps",), lambda x: x == -1 or x >= 1, "at least 1, or -1 for num_train_epochs"),
-    (("learning_rate", "beta"), lambda x: x >= 0, "0 or more"),
-    (("temperature", "num_train_epochs", "repetition_penalty"), lambda x: x > 0, "above 0"),
-    (("top_p", "vllm_gpu_memory_utilization"), lambda x: 0 < x <= 1, "above 0, at most 1"),
-    (("min_p",), lambda x: 0 <= x <= 1, "from 0 to 1"),
-    (("lora_dropout",), lambda x: 0 <= x < 1, "from 0 to below 1"),
-)
+# Where what TRL does with another number is nonsense or a late error
+RANGES = setups.RANGES | {
+    "max_steps": Range(lambda x: x == -1 or x >= 1, "at least 1, or -1 for num_train_epochs"),
+    "min_p": Range(lambda x: 0 <= x <= 1, "from 0 to 1", whole=False),
+    "learning_rate": NOT_NEGATIVE,
+    "top_p": SHARE,
+    **dict.fromkeys(("num_train_epochs", "repetition_penalty"), ABOVE_0),
+    **dict.fromkeys(("lora_r", "max_prompt_tokens"), AT_LEAST_1),
+}
 # setting -> what it may be; TRL looks at loss_type only in the first update
 CHOICES = {
     "algorithm": tuple(TRAINERS),
