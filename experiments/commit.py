@@ -27,6 +27,6 @@ def source_commit() -> str:
 
 
 def is_same_code(then: str, now: str) -> bool:
-    """Whether what one commit's code measured is what another's would. Changed, uncommitted code is never the same, not
-    even as itself."""
+    """Whether what one commit's code measured is what another's would. Changed, uncommitted code is never the same,
+    not even as itself."""
     return then == now != "unknown" and not now.endswith("-dirty")

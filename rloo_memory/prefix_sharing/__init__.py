@@ -1,1 +1,1 @@
-"""Prefix sharing: each prompt goes through a model once for all its completions. It imports nothing of the rest of TRL."""
+"""Prefix sharing: each prompt goes through a model once for all its completions. It imports nothing of TRL."""

@@ -69,7 +69,9 @@ class SharedPrefixAttention(torch.autograd.Function):
             if seen_of_part is not None and seen_of_part.reach == 0 or prefix_key.shape[2] == 0:
                 prefix_grads += [torch.zeros_like(prefix_key), torch.zeros_like(prefix_value)]
                 continue
-            more, *of_part = kernels.backward(grad, query, prefix_key, prefix_value, output, lse, seen_of_part, ctx.scale)
+            more, *of_part = kernels.backward(
+                grad, query, prefix_key, prefix_value, output, lse, seen_of_part, ctx.scale
+            )
             of_query = of_query + more
             prefix_grads += of_part
         of_sink = None

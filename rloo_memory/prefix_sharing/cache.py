@@ -17,7 +17,6 @@ from .nodes import Node, Path
 from .routing import Attention, layer_window
 from .states import fork_states
 
-
 # Room for new keys grows by an eighth of what there is, so that copying is cheap, and by no fewer steps than this
 MIN_NEW_STEPS = 64
 

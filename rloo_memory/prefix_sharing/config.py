@@ -18,8 +18,8 @@ def check_passes_config(config) -> None:
     """
     if config.tokens_per_forward is not None and config.tokens_per_forward < 1:
         raise ValueError(
-            f"tokens_per_forward ({config.tokens_per_forward}) must be at least 1, or `None` for no bound. The longest "
-            "row of prompt and completion is a good value to start from."
+            f"tokens_per_forward ({config.tokens_per_forward}) must be at least 1, or `None` for no bound. The "
+            "longest row of prompt and completion is a good value to start from."
         )
 
     option = "tokens_per_forward" if config.tokens_per_forward is not None else "prefix_sharing"

@@ -20,7 +20,6 @@ from .shared_passes import SharedPrefixPasses
 from .states import SUPPORTED_LAYER_TYPES, find_mixers, ignores_state, layers_by_kind, share_states
 from .tree import Prompts, Tree
 
-
 logger = logging.getLogger(__name__)
 
 # Since then, mixers ask a cache for their states, and all of Gemma's layers look up their embeddings alike

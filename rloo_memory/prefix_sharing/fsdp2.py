@@ -8,7 +8,6 @@ from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedModel
 
-
 if Version(torch.__version__) >= Version("2.6.0"):
     from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 else:  # the FSDP2 API was public only from torch 2.6
@@ -18,7 +17,8 @@ else:  # the FSDP2 API was public only from torch 2.6
 def unshard_in_backward(backbone: nn.Module, layers: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
     """
     Have FSDP2 gather the weights of the last layer for the backward of a prompt pass. FSDP2 gathers those of a layer
-    when the gradient of its output arrives, and the output of the last layer is not used, only what it left in `layers`.
+    when the gradient of its output arrives, and the output of the last layer is not used, only what it left in
+    `layers`.
     """
     last_idx = max(layers)
     units = [unit for unit in backbone.modules() if isinstance(unit, FSDPModule)]

@@ -21,7 +21,6 @@ from .routing import running
 from .shared_passes import at_least_one, prompt_pass, prompts_of
 from .tree import Branch, Tree, common_length
 
-
 # Options of generation with several forwards a token, or another cache, and their values without that. What older
 # checkpoints call "hybrid" is the default cache
 _SUPPORTED_OPTIONS = {

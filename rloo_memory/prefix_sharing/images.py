@@ -12,7 +12,6 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from .fsdp2 import FSDPModule
 
-
 OF_IMAGES = (
     "pixel_values", "pixel_attention_mask", "image_grid_thw", "image_position_ids", "image_sizes", "spatial_shapes"
 )  # fmt: skip
@@ -43,8 +42,8 @@ class MultimodalInputs:
         num_tiles: list[int] | None = None,
     ) -> "MultimodalInputs":
         """
-        Divide the inputs of a batch of `num_rows` rows, from the number of images of each, and of tiles for models whose
-        pixel values are indexed by tile.
+        Divide the inputs of a batch of `num_rows` rows, from the number of images of each, and of tiles for models
+        whose pixel values are indexed by tile.
 
         Raises:
             ValueError: If it is not known which row an input belongs to.

@@ -16,7 +16,6 @@ from transformers import PretrainedConfig
 
 from .states import layers_by_kind
 
-
 KEY, VALUE, ROUTER = "key", "value", "router"
 
 

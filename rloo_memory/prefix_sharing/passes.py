@@ -31,7 +31,7 @@ def on_any_process(found: list[bool], device: torch.device) -> list[bool]:
 
 
 def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of a tensor of the host. On CUDA the host does not wait for it, for which it has to lie in pinned memory."""
+    """A copy of a tensor of the host. On CUDA the host does not wait for it, so it has to lie in pinned memory."""
     return x.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else x.to(device)
 
 
@@ -130,9 +130,9 @@ def check_mask(attention_mask: torch.Tensor) -> None:
     if rows:
         raise ValueError(
             f"The attention mask of row {rows[0]} of the batch is 0 between tokens (at column "
-            f"{starts[rows[0]].nonzero()[1].item() - 1}), and rows that go through the model in passes must have their "
-            "padding around them. To train on some tokens of a completion only, leave its attention mask at 1 and mask "
-            "the loss, or set `prefix_sharing=False` and `tokens_per_forward=None`."
+            f"{starts[rows[0]].nonzero()[1].item() - 1}), and rows that go through the model in passes must have "
+            "their padding around them. To train on some tokens of a completion only, leave its attention mask at 1 "
+            "and mask the loss, or set `prefix_sharing=False` and `tokens_per_forward=None`."
         )
 
 

@@ -10,7 +10,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-
 # Two rows of nine tokens are the fewest that have all there is to get wrong: a prompt of more than one token that both
 # share, left padding before it, completions of more than one token, and right padding behind one of them
 PROBE_ROWS, PROBE_LENGTH, PROBE_PREFIX_LENGTH = 2, 9, 6

@@ -24,7 +24,6 @@ from .kernels import Runs
 from .nodes import Node, Path
 from .states import ReadStates, RecordStates
 
-
 # Softmax attention of transformers, whatever names it is registered by: those of kernels of the hub, too
 _SOFTMAX_ATTENTION = (sdpa_attention_forward, flash_attention_forward, flex_attention_forward)
 

@@ -1,13 +1,13 @@
 """
-Prefix sharing for layers with a state: the completions of a prompt go on from the states that it leaves in convolutions
-and recurrences.
+Prefix sharing for layers with a state: the completions of a prompt go on from the states that it leaves in
+convolutions and recurrences.
 
-A mixer (Gated DeltaNet, Mamba-2, Kimi delta attention, short convolution) asks its cache for the state to start from and
-hands the new one back. In a pass, an object that writes nothing in place takes the cache's place, at the mixer's own
+A mixer (Gated DeltaNet, Mamba-2, Kimi delta attention, short convolution) asks its cache for the state to start from
+and hands the new one back. In a pass, an object that writes nothing in place takes the cache's place, at the mixer's own
 forward: gradient checkpointing runs that again, and keeps a cache from the layers around it.
 
-A mixer cannot tell packed completions apart, so they lie in rows around it, one row each. Rows are padded on the right,
-which no token of a causal mixer can see. Kernels that take `cu_seqlens` with an initial state for each sequence would
+A mixer cannot tell packed completions apart, so they lie in rows around it, one row each. Rows are padded on the
+right, which no token of a causal mixer can see. Kernels that take `cu_seqlens` with an initial state for each sequence would
 save that padding, but the implementations in PyTorch know nothing else. The model's forward runs unchanged, with the
 kernels that it finds.
 
@@ -25,7 +25,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
-
 
 if TYPE_CHECKING:
     from .nodes import Node, Path
@@ -103,8 +102,8 @@ class RecordStates:
 @dataclass(frozen=True)
 class ReadStates:
     """
-    Takes the place of a mixer's cache in a pass behind a prefix: each row starts from the states of the prefix. Those at
-    the end of a single row, which is not padded, are written to `record`.
+    Takes the place of a mixer's cache in a pass behind a prefix: each row starts from the states of the prefix. Those
+    at the end of a single row, which is not padded, are written to `record`.
     """
 
     prefix: "Path"

@@ -31,7 +31,7 @@ from .probe import PROBE_PREFIX_LENGTH, error_of_passes
 @dataclass(frozen=True)
 class TokenBudgetPasses:
     """
-    Rows of similar length go through the model together, each with its prompt, padded behind it to the longest of them.
+    Rows of similar length go through the model together, each with its prompt, padded behind it to the longest one.
     Each pass but the last is checkpointed as a whole, so the activations of one pass are alive at a time. With
     `activation_offloading` and gradient checkpointing, the inputs of the layers of all passes wait on the CPU instead.
 
@@ -39,8 +39,8 @@ class TokenBudgetPasses:
         prefix_length (`int`):
             Number of prompt columns, P.
         tokens_per_forward (`int`, *optional*):
-            Tokens that go through the model together, padding included. A row that is longer goes by itself. If `None`,
-            all rows go together.
+            Tokens that go through the model together, padding included. A row that is longer goes by itself. If
+            `None`, all rows go together.
         activation_offloading (`bool`, *optional*, defaults to `False`):
             Whether saved activations are offloaded to the CPU.
     """
@@ -56,7 +56,7 @@ class TokenBudgetPasses:
         attention_mask: torch.Tensor,
         output_router_logits: bool = False,
     ) -> PassesOutput:
-        """Hidden states of completions, of rows of text. The arguments are those of [`SharedPrefixPasses`]' forward."""
+        """Hidden states of completions, of rows of text. The arguments are those of [`SharedPrefixPasses.forward`]."""
         device = input_ids.device
         host_mask = attention_mask.cpu()
         check_mask(host_mask)

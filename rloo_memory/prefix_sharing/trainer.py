@@ -22,7 +22,6 @@ from .shared_passes import SharedPrefixPasses, prompts_of
 from .token_budget import TokenBudgetPasses, check_whole_rows, takes_whole_rows
 from .tree import Prompts, Tree, common_length
 
-
 logger = get_logger(__name__)
 
 # Tokens of whole rows, padding included, for each token with shared prompts, from which on sharing takes less time.

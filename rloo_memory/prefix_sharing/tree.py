@@ -21,7 +21,6 @@ import torch
 from .images import MultimodalInputs
 from .nodes import Gradient, Node
 
-
 # Tokens that a node has to save: its length, for each that continues it but one. On a CPU, a node took as long as 600
 # tokens of an update or a scoring, and as 800 of a generation (between the shapes of "Prompts that begin alike" in
 # docs/worth.md: with 384 saved tokens they took 0.83 times as fast, with 900 from 1.03 to 1.18)

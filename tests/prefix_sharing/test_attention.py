@@ -125,7 +125,7 @@ class TestSharedPrefixAttention:
             results.append((output, *torch.autograd.grad(output.sin().sum(), (*tensors, sink))))
         assert max(errors(*results)) < 1e-13
 
-    # Rounding of numbers with 24 and 8 bits, of two outputs and their mean. Whole sequences round the probabilities, too
+    # Rounding of numbers with 24 and 8 bits, of two outputs and their mean. Whole sequences round probabilities, too
     @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
     @pytest.mark.parametrize("shape", SHAPES)
     def test_rounding(self, shape, dtype, tolerance):

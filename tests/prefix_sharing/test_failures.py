@@ -19,6 +19,8 @@ from . import test_images as images
 from .test_passes import TRAINERS, load, make_inputs
 from .test_states import CONFIGS, build
 
+pytestmark = pytest.mark.slow
+
 MODEL_ID = "tiny-Qwen3ForCausalLM"
 WITH_WINDOWS = "tiny-Cohere2ForCausalLM"
 

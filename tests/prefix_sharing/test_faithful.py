@@ -21,6 +21,8 @@ from rloo_memory.prefix_sharing.trainer import TrainerPasses
 from .sharing_trainers import GRPOConfig, RLOOConfig
 from .test_passes import TRAINERS, forward_whole_rows, load, make_inputs
 
+pytestmark = pytest.mark.slow
+
 MODEL_ID = "tiny-Qwen2ForCausalLM-2.5"
 NESTED_MODEL_ID = "tiny-Gemma3ForConditionalGeneration"
 BATCH = {"num_generations": 4, "per_device_train_batch_size": 4}

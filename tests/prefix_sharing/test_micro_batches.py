@@ -1,4 +1,3 @@
-
 import pytest
 import torch
 from datasets import load_dataset

@@ -12,6 +12,8 @@ from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
 
 from .test_passes import TRAINERS, forward_whole_rows, load, make_inputs
 
+pytestmark = pytest.mark.slow
+
 MODEL_ID = "tiny-Qwen2ForCausalLM-2.5"
 
 

@@ -57,7 +57,6 @@ def forward_whole_rows(model, inputs):
 
 
 class TestPrefixSharing:
-
     def test_trained_embedding_is_looked_up_once(self):
         # The gradient of a lookup has the size of the vocabulary, so passes must not look tokens up one by one
         model = load("tiny-Qwen2ForCausalLM-2.5").train()

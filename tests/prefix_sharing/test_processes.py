@@ -1,4 +1,3 @@
-
 import pytest
 import torch
 
@@ -7,6 +6,8 @@ from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
 
 from .test_micro_batches import MODEL_ID
 from .test_passes import load
+
+pytestmark = pytest.mark.slow
 
 
 class TestPrefixSharingProcesses:

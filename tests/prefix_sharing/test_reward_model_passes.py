@@ -4,6 +4,8 @@ from datasets import load_dataset
 
 from .sharing_trainers import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
+pytestmark = pytest.mark.slow
+
 TRAINERS = [(RLOOConfig, RLOOTrainer), (GRPOConfig, GRPOTrainer)]
 
 

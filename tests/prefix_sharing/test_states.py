@@ -9,7 +9,6 @@ from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.nodes import Node
 from rloo_memory.prefix_sharing.states import find_mixers, ignores_state
 
-
 SHAPE = {
     "vocab_size": 128,
     "hidden_size": 32,
@@ -47,7 +46,6 @@ def build(config):
 
 
 class TestPrefixSharingStates:
-
     def test_gradients_of_a_state_are_summed_in_float32(self):
         state = torch.ones(1, 2, 3, dtype=torch.bfloat16, requires_grad=True)
         prefix = Node(torch.arange(2))

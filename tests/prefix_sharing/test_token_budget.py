@@ -11,7 +11,6 @@ MODEL_ID = "tiny-Qwen2ForCausalLM-2.5"
 
 
 class TestTokenBudget:
-
     @pytest.mark.parametrize("tokens_per_forward", [None, 40])
     def test_no_mask_is_needed(self, tokens_per_forward):
         # Rows are padded behind their tokens, which do not see it

@@ -1,4 +1,3 @@
-
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +12,8 @@ from rloo_memory.prefix_sharing.images import count_tiles
 from .sharing_trainers import GRPOConfig, GRPOTrainer, RLOOConfig
 from .test_micro_batches import MODEL_ID, assert_same_gradients, forward_micro_batches
 from .test_passes import TRAINERS, forward_whole_rows, load, make_inputs
+
+pytestmark = pytest.mark.slow
 
 
 def reward_by_row(completions, **kwargs):

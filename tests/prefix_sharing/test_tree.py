@@ -205,13 +205,13 @@ class TestTree:
     @pytest.mark.parametrize(
         "builder, rows, in_one_backward, gradient_checkpointing",
         [
-            ("any depth", 12, False, True),
+            pytest.param("any depth", 12, False, True, marks=pytest.mark.slow),
             ("any depth", 1, False, False),
-            ("any depth", 1, True, True),
-            ("any depth", 4, True, False),
+            pytest.param("any depth", 1, True, True, marks=pytest.mark.slow),
+            pytest.param("any depth", 4, True, False, marks=pytest.mark.slow),
             ("groups of four", 12, False, False),
             ("groups behind what is common", 1, True, False),
-            ("groups behind what is common", 4, False, True),
+            pytest.param("groups behind what is common", 4, False, True, marks=pytest.mark.slow),
         ],
     )
     @pytest.mark.parametrize("name", [*CONFIGS, "longrope"])
