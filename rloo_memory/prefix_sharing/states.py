@@ -3,13 +3,13 @@ Prefix sharing for layers with a state: the completions of a prompt go on from t
 convolutions and recurrences.
 
 A mixer (Gated DeltaNet, Mamba-2, Kimi delta attention, short convolution) asks its cache for the state to start from
-and hands the new one back. In a pass, an object that writes nothing in place takes the cache's place, at the mixer's own
-forward: gradient checkpointing runs that again, and keeps a cache from the layers around it.
+and hands the new one back. In a pass, an object that writes nothing in place takes the cache's place, at the mixer's
+own forward: gradient checkpointing runs that again, and keeps a cache from the layers around it.
 
 A mixer cannot tell packed completions apart, so they lie in rows around it, one row each. Rows are padded on the
-right, which no token of a causal mixer can see. Kernels that take `cu_seqlens` with an initial state for each sequence would
-save that padding, but the implementations in PyTorch know nothing else. The model's forward runs unchanged, with the
-kernels that it finds.
+right, which no token of a causal mixer can see. Kernels that take `cu_seqlens` with an initial state for each sequence
+would save that padding, but the implementations in PyTorch know nothing else. The model's forward runs unchanged, with
+the kernels that it finds.
 
 Shape suffixes: N rows that share a prompt, L tokens of the longest row, T tokens of a packed pass, H hidden size, D
 channels of a convolution, K its width.
