@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Arm:
-    """One trainer to compare. `line` is a line of the fork (`trl/UPSTREAM.toml`)."""
+    """One trainer to compare. `line` is a line of patches (`trl/UPSTREAM.toml`)."""
 
     name: str
     line: str

@@ -1,4 +1,4 @@
-"""Prefix sharing on the current line. The probes run in their own process with the fork's TRL first on the path."""
+"""Prefix sharing on every architecture, against whole rows. The probes run in their own processes."""
 
 import pytest
 from rounding import is_no_larger

@@ -61,7 +61,7 @@ COMPACT = "0002-compact-lm-head.patch"  # the one patch that has no option
 COMPACT_TOLERANCE = 1e-5
 
 
-def test_switched_off_the_fork_trains_upstreams_bits_and_with_the_compact_lm_head_upstreams_numbers(places, probe):
+def test_switched_off_the_patches_train_upstreams_bits_and_with_the_compact_lm_head_upstreams_numbers(places, probe):
     """Rows with padding on both sides, on the CPU. Where Triton is (CUDA), the compact head is what upstream does."""
     without = places[0].parent / "without"
     fork.build(LINE, without, tuple(name for name in SERIES if name != COMPACT))

@@ -1,4 +1,4 @@
-"""Prefix sharing for prompts with images. The probes run in their own processes, with the fork's TRL."""
+"""Prefix sharing for prompts with images. The probes run in their own processes."""
 
 import pytest
 from rounding import is_no_larger

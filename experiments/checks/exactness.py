@@ -67,7 +67,7 @@ class Batch:
         return torch.stack(rows), gradient(model)
 
     def forward(self, model, autocast, **settings):
-        """Log-probabilities with the fork's fused LM head."""
+        """Log-probabilities with TRL's fused LM head."""
         with autocast:
             output = model(
                 input_ids=self.ids, attention_mask=self.mask, labels=self.labels, fused_lm_head=True, **settings

@@ -3,7 +3,7 @@
     python -m experiments.checks.planner_check [--device cuda] [--cases shared-k8,...]
 
 On CUDA the measure is torch's own peak of allocated bytes, on a CPU `LiveBytes`, which counts the same there. Two
-updates are trained with the fork and the peaks of the second one compared, when the optimizer has its state. Each case
+updates are trained and the peaks of the second one compared, when the optimizer has its state. Each case
 is a process of its own: what one leaves on the device would count in the next. Writes one row a case and phase to
 results/<machine>/plan_check.csv, case by case; cases that this commit has measured there are not repeated.
 """

@@ -59,7 +59,7 @@ OF_WINDOWS = {
         "k*min(room(C),W+max(64,W/8))",
         "k*min(roomBefore(C),W+max(64,W/8))",
         "P*P",
-        "k*P*(k*C>P)",  # without merging (attention sinks), a copy of the prompt for each completion, see the fork
+        "k*P*(k*C>P)",  # without merging (soft-capping), a copy of the prompt for each completion
         # The prompt whole until the cache grows behind its window; then what the window still reaches
         "P*(roomBefore(C)<=max(0,W-P))",
         "max(0,W-roomBefore(C))*(roomBefore(C)>max(0,W-P))",

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 
 import torch
-from shared_exactness import ARCHITECTURES, batch, build, error, run  # builds the fork and puts it on the path
+from shared_exactness import ARCHITECTURES, batch, build, error, run
 
 from experiments.bench.rivals import first_series
 from experiments.checks.float64 import pure_float64

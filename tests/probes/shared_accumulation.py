@@ -8,7 +8,7 @@ import json
 from collections import Counter
 
 import torch
-from shared_exactness import VOCAB, build, error, passes_of, pure_float64  # puts the fork on the path
+from shared_exactness import VOCAB, build, error, passes_of, pure_float64
 
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.tree import Prompts, Tree

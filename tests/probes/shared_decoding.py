@@ -11,7 +11,7 @@ import sys
 from unittest import mock
 
 import torch
-from shared_exactness import batch, build, error, measure_all, pure_float64  # puts the fork on the path
+from shared_exactness import batch, build, error, measure_all, pure_float64
 from transformers import GenerationConfig
 
 from rloo_memory.prefix_sharing import cache as prefix_cache

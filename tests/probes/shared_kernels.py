@@ -9,7 +9,6 @@ each of the two ran.
 import json
 
 import torch
-from shared_exactness import SHAPE  # noqa: F401  builds the fork and puts it on the path
 
 from rloo_memory.prefix_sharing import kernels as prefix_kernels
 from rloo_memory.prefix_sharing.attention import attention_with_lse, shared_prefix_attention

@@ -10,7 +10,7 @@ from unittest import mock
 
 import tiny
 import torch
-from shared_exactness import SHAPE  # builds the fork and puts it on the path
+from shared_exactness import SHAPE
 from transformers import AutoModelForCausalLM, GenerationConfig, MistralConfig
 
 from rloo_memory.prefix_sharing import cache as prefix_cache

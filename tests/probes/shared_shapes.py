@@ -7,7 +7,7 @@ import functools
 import json
 from unittest import mock
 
-import shared_exactness  # builds the fork and puts it on the path
+import shared_exactness
 import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st

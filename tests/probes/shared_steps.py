@@ -4,7 +4,6 @@ bytes that are copied to make room. Prompts of equal and of different lengths.""
 import json
 
 from dispatched import PROMPT, ROWS, last_step, operations_of_a_layer
-from shared_exactness import SHAPE  # noqa: F401  builds the fork and puts it on the path
 
 LENGTHS = {"one": (PROMPT,), "four": (PROMPT,) * 4, "four of other lengths": (20, 17, 12, 5)}
 LAYERS, BYTES_OF_A_TOKEN = 2, 2 * 2 * 8 * 4  # keys and values, key heads, head size, float32

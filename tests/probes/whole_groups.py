@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from shared_trainer import PROMPTS, SHAPE, build_trainer, save_policy  # puts the fork on the path
+from shared_trainer import PROMPTS, SHAPE, build_trainer, save_policy
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, Qwen3Config

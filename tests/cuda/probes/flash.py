@@ -1,4 +1,4 @@
-"""The fork's calls of flash attention at every head size, forward, backward and in decoding: the checks on the host,
+"""The calls of flash attention at every head size, forward, backward and in decoding: the checks on the host,
 shapes and dtypes. Prints JSON: the number of cases, and what failed of which."""
 
 import json

@@ -1,6 +1,6 @@
 """Kernel launches and waits of an update's passes, forward and backward, by way to divide eight completions.
 
-Prints JSON: {way: {"launches_a_layer", "launches_outside_layers", "waits", "pageable"}}, the last one where the fork
+Prints JSON: {way: {"launches_a_layer", "launches_outside_layers", "waits", "pageable"}}, the last one where sharing
 copies from pageable memory and means not to wait. A layer's launches are the difference of models of two depths.
 Micro-batches are of two completions; the LM head's kernels are compiled and do not run.
 """
