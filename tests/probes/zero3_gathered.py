@@ -13,7 +13,6 @@ with socket.socket() as free:
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 os.environ["DS_ACCELERATOR"] = "cpu"
 
-import shared_exactness  # noqa: E402, F401
 import tiny  # noqa: E402
 import with_deepspeed  # noqa: E402
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload  # noqa: E402
