@@ -28,14 +28,14 @@ class Result:
     generation: str = ""  # "same", or what differs
 
 
-def check(family: Family) -> Result:
-    """Try prefix sharing on a family."""
+def check(family: Family, attention: str | None = None) -> Result:
+    """Try prefix sharing on a family, with the named implementation of attention."""
     import torch
 
     try:
         if kind := other_kind(family):
             return Result(OTHER, kind)
-        model = build(family).train()
+        model = build(family, attention).train()
     except Exception as error:
         package = re.search(r"requires the (\w+) library|No module named '(\w+)'", str(error))
         return Result(

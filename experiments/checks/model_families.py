@@ -95,14 +95,14 @@ to later tokens it is a trial: the last token of a sequence changes the hidden s
 """
 
 
-def check_all(tried: list[Family], workers: int):
+def check_all(tried: list[Family], workers: int, attention: str | None = None):
     """Yields each family with its result, as they come. Each has a process of its own, and a limit on its time."""
     fork, waiting, running = multiprocessing.get_context("fork"), list(tried), {}
     while waiting or running:
         while waiting and len(running) < workers:
             answer, sent = fork.Pipe(duplex=False)
             family = waiting.pop(0)
-            process = fork.Process(target=check_here, args=(family, sent))
+            process = fork.Process(target=check_here, args=(family, attention, sent))
             process.start()
             sent.close()
             running[answer] = family, process, time.monotonic() + SECONDS
@@ -120,12 +120,16 @@ def check_all(tried: list[Family], workers: int):
                 process.kill()
 
 
-def check_here(family: Family, sent) -> None:
+def check_here(family: Family, attention: str | None, sent) -> None:
     """In a forked process, whose output nobody reads."""
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
     os.dup2(silence, 2)
-    sent.send(family_check.check(family))
+    if attention is not None:
+        from experiments.checks import flash_stand_in
+
+        flash_stand_in.install(flash_stand_in.ForGood)
+    sent.send(family_check.check(family, attention))
 
 
 def is_bad(result: Result) -> bool:
@@ -220,22 +224,28 @@ def run(argv: list[str] | None) -> int:
     parser = Parser(prog="python -m experiments.checks.model_families", description=__doc__.split("\n")[0])
     parser.add_argument("--write", type=Path, metavar="FILE", help="the page, such as docs/models.md")
     parser.add_argument("--only", metavar="NAME,...", help="names of families or classes")
+    parser.add_argument("--attention", help="a flash kernel of the hub, or flex_attention; PyTorch stands in for it")
     args = parser.parse_args(argv)
-    if args.write and args.only:
-        raise ConfigError("--write makes the page of all families; leave out --only")
+    if args.write and (args.only or args.attention):
+        raise ConfigError("--write makes the page of all families as they come; leave out --only and --attention")
     need("torch", "transformers", "accelerate", "datasets")
     tried = families()
     if args.only:
         names = {name for family in tried for name in (*family.names, family.class_name)}
         wanted = {choose("family", name, sorted(names)) for name in args.only.split(",")}
         tried = [family for family in tried if not wanted.isdisjoint({*family.names, family.class_name})]
+    if args.attention:
+        from experiments.checks import flash_stand_in
+
+        choose("implementation", args.attention, [*flash_stand_in.KERNELS, "flex_attention"])
     load()
     results = []
-    for family, result in check_all(tried, workers=min(len(os.sched_getaffinity(0)), 8)):
+    for family, result in check_all(tried, min(len(os.sched_getaffinity(0)), 8), args.attention):
         results.append((family, result))
         print(" | ".join(filter(None, cells(family, result))), flush=True)
     if args.write:
         args.write.write_text(page(results))
+    print(counts(results))
     bad = sorted(family.class_name for family, result in results if is_bad(result))
     if bad:
         print(f"model_families: not exact: {', '.join(bad)}", file=sys.stderr)

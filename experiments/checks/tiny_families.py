@@ -227,14 +227,16 @@ def tiny_layers(values: dict, changed: dict) -> dict:
     return {**changed, **shortened, **dict.fromkeys(depths, count)}
 
 
-def build(family: Family):
-    """The model in float32, with weights large enough that attention matters."""
+def build(family: Family, attention: str | None = None):
+    """The model in float32, with weights large enough that attention matters, and that implementation of it."""
     import torch
     import transformers
     from transformers import CONFIG_MAPPING
 
     torch.manual_seed(0)
-    model = getattr(transformers, family.class_name)._from_config(tiny_config(CONFIG_MAPPING[family.config_type]))
+    named = {} if attention is None else {"attn_implementation": attention}
+    config = tiny_config(CONFIG_MAPPING[family.config_type])
+    model = getattr(transformers, family.class_name)._from_config(config, **named)
     for parameter in model.parameters():
         if parameter.numel() > 1 and parameter.min() == parameter.max():  # zeros and ones leave parts out
             parameter.data.add_(torch.randn_like(parameter), alpha=0.1)

@@ -8,12 +8,12 @@ from datasets import Dataset
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from experiments.checks import flash_stand_in
 from experiments.checks.float64 import pure_float64
 from rloo_memory.prefix_sharing import routing
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
 
-from . import flash_stand_in
 from .sharing_trainers import TRAINERS
 
 TOKENIZER = "tiny-Qwen2ForCausalLM-2.5"

@@ -18,12 +18,6 @@ def test_sharing_trains_the_same(name, qwen3, trl):
     assert not faults(off, on)
 
 
-@pytest.mark.parametrize("name", ["rloo, parts of groups", "grpo, LoRA", "grpo, token budget"])
-def test_share_prompts_trains_the_same(name, qwen3, trl):
-    off, on = (train(CASES[name], sharing, qwen3) for sharing in (False, "by call"))
-    assert not faults(off, on)
-
-
 @pytest.mark.parametrize("name", ["rloo", "grpo, parts of groups"])
 def test_sharing_trains_the_same_on_a_hybrid(name, falcon_h1, trl):
     """Attention and a Mamba-2 state in each layer."""

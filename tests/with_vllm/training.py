@@ -1,7 +1,6 @@
 """Trains a tiny model with vLLM's completions, with prefix sharing or without, and keeps what is compared."""
 
 import copy
-import importlib
 import os
 import tempfile
 from collections.abc import Callable
@@ -138,7 +137,7 @@ def rows(case: Case):
     return Dataset.from_dict({"prompt": prompts})
 
 
-def trainer_of(case: Case, sharing: bool | str, model: Path, more: dict):
+def trainer_of(case: Case, sharing: bool, model: Path, more: dict):
     from peft import LoraConfig
     from transformers import AutoProcessor, AutoTokenizer, set_seed
 
@@ -151,8 +150,6 @@ def trainer_of(case: Case, sharing: bool | str, model: Path, more: dict):
         from fsdp_on_cpu import allow_fsdp_on_cpu
 
         allow_fsdp_on_cpu()
-    if sharing is True:
-        settings |= {"prefix_sharing": True, **case.shared}
     Config, Trainer = {
         "rloo": (trl.RLOOConfig, trl.RLOOTrainer), "grpo": (trl.GRPOConfig, trl.GRPOTrainer)
     }[case.algorithm]  # fmt: skip
@@ -171,22 +168,21 @@ def trainer_of(case: Case, sharing: bool | str, model: Path, more: dict):
         peft_config=lora if case.lora else None,
         **({"tools": [depth_of_lake]} if case.tools else {}),
     )
-    if sharing == "by call":
+    if sharing:
         share_prompts(trainer, **case.shared)
     return trainer
 
 
 def train(
-    case: Case, sharing: bool | str, model: Path, change: Callable[[object], None] = lambda trainer: None, **more
+    case: Case, sharing: bool, model: Path, change: Callable[[object], None] = lambda trainer: None, **more
 ) -> Trained:
-    """Trains in this process; `sharing` "by call" is by `share_prompts`. `change` may spoil the trainer first; `more`
-    are settings."""
+    """Trains in this process. `change` may spoil the trainer first; `more` are settings."""
     trainer = trainer_of(case, sharing, model, more)
     tokens, apart, passes = [], [], []
     watch_rollouts(trainer, tokens, apart)
     change(trainer)
     before = parameters(trainer)
-    with counted_passes(passes, "rloo_memory" if sharing == "by call" else "trl"):
+    with counted_passes(passes):
         trainer.train()
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         vllm_on_cpu.forget_processes()
@@ -235,8 +231,10 @@ def watch_rollouts(trainer, tokens: list, apart: list) -> None:
 class counted_passes:
     """Notes each forward in which prompts are shared."""
 
-    def __init__(self, passes: list, package: str):
-        self.of = importlib.import_module(f"{package}.prefix_sharing.shared_passes").SharedPrefixPasses
+    def __init__(self, passes: list):
+        from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
+
+        self.of = SharedPrefixPasses
         self.forward, self.passes = self.of.forward, passes
 
     def __enter__(self):

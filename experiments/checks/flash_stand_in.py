@@ -3,6 +3,7 @@ Stands in for the kernels of flash-attn 2 and 3 and for that of flex_attention, 
 runs (unpadding, bounds of sequences, windows, soft-capping, sinks, block masks), the kernels alone are PyTorch's.
 """
 
+import operator
 from collections import Counter
 
 import torch
@@ -98,15 +99,21 @@ class FlashStandIn:
         return scores.softmax(-1).nan_to_num() @ value
 
 
-def install(monkeypatch, strict: bool = False) -> FlashStandIn:
-    """Have models be loaded with these kernels until the test ends."""
+class ForGood:
+    """Sets what pytest's `monkeypatch` would put back, in a process that ends with what it tries."""
+
+    setattr, setitem = staticmethod(setattr), staticmethod(operator.setitem)
+
+
+def install(patch, strict: bool = False) -> FlashStandIn:
+    """Have models be loaded with these kernels. `patch` is pytest's `monkeypatch`, or [`ForGood`]."""
     stand_in = FlashStandIn(strict)
-    monkeypatch.setattr(modeling_flash_attention_utils, "_lazy_imports", stand_in.load)
-    monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", None)
-    monkeypatch.setattr(flex_attention, "compile_friendly_flex_attention", stand_in.flex)
+    patch.setattr(modeling_flash_attention_utils, "_lazy_imports", stand_in.load)
+    patch.setattr(modeling_flash_attention_utils, "_loaded_implementation", None)
+    patch.setattr(flex_attention, "compile_friendly_flex_attention", stand_in.flex)
     compiled = {"_compile": False}  # which takes half a minute
-    monkeypatch.setattr(masking_utils, "create_block_mask", lambda **kwargs: create_block_mask(**kwargs | compiled))
+    patch.setattr(masking_utils, "create_block_mask", lambda **kwargs: create_block_mask(**kwargs | compiled))
     for name in KERNELS:
-        monkeypatch.setitem(AttentionInterface._global_mapping, name, flash_attention_forward)
-        monkeypatch.setitem(AttentionMaskInterface._global_mapping, name, flash_attention_mask)
+        patch.setitem(AttentionInterface._global_mapping, name, flash_attention_forward)
+        patch.setitem(AttentionMaskInterface._global_mapping, name, flash_attention_mask)
     return stand_in
