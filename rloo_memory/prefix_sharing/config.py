@@ -60,8 +60,12 @@ def check_passes_config(config) -> None:
             f"({config.pad_to_multiple_of}) asks for. Remove one of them."
         )
 
-    if not config.prefix_sharing:
-        return
+    if config.prefix_sharing:
+        _check_groups(config)
+        _check_generation(config)
+
+
+def _check_groups(config) -> None:
     # A prompt is shared by the completions of a micro-batch, or by several micro-batches of an update
     batch_size = config.per_device_train_batch_size
     if batch_size % config.num_generations != 0 and config.num_generations % batch_size != 0:
@@ -93,6 +97,9 @@ def check_passes_config(config) -> None:
             f"({config.num_generations}), gradients are accumulated, which DDP does not do with "
             "`ddp_static_graph=True`. Disable it."
         )
+
+
+def _check_generation(config) -> None:
     # With vLLM and continuous batching, the engine generates and only the scoring passes share the prompt
     if not config.use_vllm and not config.use_transformers_continuous_batching:
         options = {"cache_implementation": config.cache_implementation, **(config.generation_kwargs or {})}

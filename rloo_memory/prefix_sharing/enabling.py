@@ -1,5 +1,6 @@
 """Prefix sharing: which models can share a prompt, and what is done to them and undone."""
 
+import functools
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -77,35 +78,53 @@ def enable_prefix_sharing(model: PreTrainedModel) -> None:
     Raises:
         ValueError: If the model or its attention implementation cannot share a prefix exactly.
     """
-
-    def refuse(reason: str):
-        raise ValueError(
-            f"`prefix_sharing=True` does not support {type(model).__name__} ({model.config.model_type}): {reason}"
-        )
-
     if is_peft_model(model):
-        if model.active_peft_config.is_prompt_learning:
-            refuse(
-                f"{model.active_peft_config.peft_type} puts learned tokens in front of each sequence. Set "
-                "`prefix_sharing=False`."
-            )
-        adapter = vars(model.active_peft_config)
-        if adapter.get("alora_invocation_tokens") is not None:
-            refuse("aLoRA looks for its tokens in whole sequences. Set `prefix_sharing=False`.")
-        # Dropout that has layers is asked for there: `disable_dropout` may have switched it off
-        parts_of_names = {part for name, _ in model.named_modules() for part in name.split(".")}
-        for name, p in adapter.items():
-            if "dropout" in name and isinstance(p, float) and p > 0 and name not in parts_of_names:
-                refuse(f"the completions of a prompt would share the adapter's dropout. Set its `{name}` ({p}) to 0.")
+        _check_adapter(model, functools.partial(_refuse, model))
         model = model.get_base_model()
     disable_prefix_sharing(model)
+    mixers, refuse = find_mixers(model), functools.partial(_refuse, model)
+    _check_layers(model, mixers, refuse)
+    _check_dropout(model, refuse)
+    route = _Route.of(model)
+    route.install(model.base_model, mixers)
+    model.base_model._prefix_sharing = route
+    try:
+        _compare(model, mixers, refuse)
+        route.shares_starts = _shares_starts(model)
+    except BaseException:
+        disable_prefix_sharing(model)
+        raise
+
+
+def _refuse(model: PreTrainedModel, reason: str):
+    raise ValueError(
+        f"`prefix_sharing=True` does not support {type(model).__name__} ({model.config.model_type}): {reason}"
+    )
+
+
+def _check_adapter(model, refuse: Callable[[str], None]) -> None:
+    if model.active_peft_config.is_prompt_learning:
+        refuse(
+            f"{model.active_peft_config.peft_type} puts learned tokens in front of each sequence. Set "
+            "`prefix_sharing=False`."
+        )
+    adapter = vars(model.active_peft_config)
+    if adapter.get("alora_invocation_tokens") is not None:
+        refuse("aLoRA looks for its tokens in whole sequences. Set `prefix_sharing=False`.")
+    # Dropout that has layers is asked for there: `disable_dropout` may have switched it off
+    parts_of_names = {part for name, _ in model.named_modules() for part in name.split(".")}
+    for name, p in adapter.items():
+        if "dropout" in name and isinstance(p, float) and p > 0 and name not in parts_of_names:
+            refuse(f"the completions of a prompt would share the adapter's dropout. Set its `{name}` ({p}) to 0.")
+
+
+def _check_layers(model: PreTrainedModel, mixers: list[nn.Module], refuse: Callable[[str], None]) -> None:
     text_config = model.config.get_text_config()
     implementation = text_config._attn_implementation
 
     if model.config.is_encoder_decoder or getattr(text_config, "cross_attention_layers", None):
         refuse("only decoders without cross-attention can share a prompt. Set `prefix_sharing=False`.")
     layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
-    mixers = find_mixers(model)
     attending, with_state = layers_by_kind(text_config)
     if layer_types - SUPPORTED_LAYER_TYPES or not attending or {mixer.layer_idx for mixer in mixers} != with_state:
         with_state_types = sorted(layer_types - {"full_attention", "sliding_attention"})
@@ -123,6 +142,9 @@ def enable_prefix_sharing(model: PreTrainedModel) -> None:
             "its rotary embedding (dynamic) depends on the length of the whole sequence, and on earlier ones, so the "
             "prompt alone does not have the keys of the full sequence. Set `prefix_sharing=False`."
         )
+
+
+def _check_dropout(model: PreTrainedModel, refuse: Callable[[str], None]) -> None:
     for name, module in model.named_modules():
         # Attention that goes through the interface has a probability in place of a layer
         for p in (getattr(module, attribute, None) for attribute in _DROPOUTS):
@@ -131,15 +153,6 @@ def enable_prefix_sharing(model: PreTrainedModel) -> None:
                     f"the completions of a prompt would share its dropout (that of `{name}` is {p}). Set "
                     "`disable_dropout=True`, or for adapters `lora_dropout=0.0`."
                 )
-    route = _Route.of(model)
-    route.install(model.base_model, mixers)
-    model.base_model._prefix_sharing = route
-    try:
-        _compare(model, mixers, refuse)
-        route.shares_starts = _shares_starts(model)
-    except BaseException:
-        disable_prefix_sharing(model)
-        raise
 
 
 def _compare(model: PreTrainedModel, mixers: list[nn.Module], refuse: Callable[[str], None]) -> None:

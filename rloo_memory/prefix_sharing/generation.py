@@ -86,6 +86,16 @@ def _tree_of(
     return Tree.of_groups(prompts, 1 if differ else size, 0 if is_without else length)
 
 
+def _check_options(of_model: GenerationConfig, generation_config: GenerationConfig) -> None:
+    for option, supported in _SUPPORTED_OPTIONS.items():  # what the generation config leaves open, the model's decides
+        value = getattr(of_model, option)
+        if getattr(generation_config, option) is None and value not in supported:
+            raise ValueError(
+                f"`prefix_sharing=True` decodes greedily or by sampling, with its own cache, and does not support "
+                f"`{option}={value!r}` in the model's generation config. Remove it there, or generate with vLLM."
+            )
+
+
 def generate_with_shared_prefix(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
@@ -120,13 +130,7 @@ def generate_with_shared_prefix(
     Returns:
         `torch.Tensor` of shape `(B, P + C)`: Prompts followed by what was generated.
     """
-    for option, supported in _SUPPORTED_OPTIONS.items():  # what the generation config leaves open, the model's decides
-        value = getattr(model.generation_config, option)
-        if getattr(generation_config, option) is None and value not in supported:
-            raise ValueError(
-                f"`prefix_sharing=True` decodes greedily or by sampling, with its own cache, and does not support "
-                f"`{option}={value!r}` in the model's generation config. Remove it there, or generate with vLLM."
-            )
+    _check_options(model.generation_config, generation_config)
     length = generation_config.max_length
     if generation_config.max_new_tokens is not None:
         length = input_ids.shape[1] + generation_config.max_new_tokens
