@@ -322,7 +322,7 @@ class SharedPrefixCache(Cache):
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         if attention_mask is None and layer.window is None:
-            window = layer_window(module, self._windows, kwargs)
+            window = layer_window(own, module, self._windows, kwargs)
             if window is not None and window <= layer.get_seq_length():
                 layer.see(window)
         if self.sources[module.layer_idx] == module.layer_idx:

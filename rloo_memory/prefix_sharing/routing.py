@@ -68,11 +68,14 @@ def _added(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(~allowed, torch.finfo(dtype).min)
 
 
-def layer_window(module: nn.Module, windows: set[int | None], arguments: dict) -> int | None:
+def layer_window(own: Attention, module: nn.Module, windows: set[int | None], arguments: dict) -> int | None:
     """
-    Number of tokens that a layer sees, the attending one included, or None if it sees all that is behind it. `windows`
-    are those of the causal masks that its model asked for, `arguments` those of its attention.
+    Number of tokens that a layer sees, the attending one included, or None if it sees all that is behind it. Flash
+    kernels go by the `arguments` of a layer's attention, all others by its mask: `windows` are those of the causal
+    masks that the model asked for. A few models tell the two differently, so it depends on the implementation.
     """
+    if own.attend is flash_attention_forward:
+        return arguments.get("sliding_window")
     if len(windows) == 1:
         return next(iter(windows))
     config = module.config
@@ -127,7 +130,7 @@ class RecordPrefix:
         self.write_attention(module.layer_idx, key, value)
         if attention_mask is not None or not self.windows:
             return own.attend(module, query, key, value, attention_mask, **kwargs)
-        window = layer_window(module, self.windows, kwargs)
+        window = layer_window(own, module, self.windows, kwargs)
         if is_plain(kwargs) and kernels_take(key, value):
             runs, sink = Runs.of([key.shape[2]], key.device), kwargs.get("s_aux")
             return shared_prefix_attention(query, key, value, [], runs, kwargs.get("scaling"), sink, window), None
@@ -235,7 +238,7 @@ class ReadPrefix:
             self.record.write_attention(module.layer_idx, key, value)
         prefix = self.prefix.read_attention(module.layer_idx)
         if attention_mask is None:
-            window = layer_window(module, self.windows, kwargs)
+            window = layer_window(own, module, self.windows, kwargs)
             if window is not None and self.prefix.size + max(self.runs.lengths) <= window:
                 window = None  # it holds all that is behind a token
             if is_plain(kwargs) and kernels_take(key, value):

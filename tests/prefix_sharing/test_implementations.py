@@ -29,6 +29,19 @@ MODELS = {
     "mistral": ({"sliding_window": 8}, set()),
     "gemma2": ({"sliding_window": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0}, {"sdpa"}),
     "gemma3_text": ({"sliding_window": 8}, set()),
+    # Its masks have the window, which it does not tell its attention: flash kernels attend to all
+    "qwen2_moe": (
+        {
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+        set(),
+    ),
     "qwen3_moe": ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}, set()),
     "gpt_oss": ({"sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2}, WITHOUT_SINKS),
 }
@@ -42,6 +55,7 @@ FLASH2, FLASH3, FLASH3_WITH_SINKS = flash_stand_in.KERNELS
 SAMPLE = [
     ("llama", FLASH2, "RLOO", 8), ("llama", "eager", "GRPO", 2), ("mistral", FLASH3, "GRPO", 2),
     ("gemma2", FLASH2, "RLOO", 2), ("gemma3_text", "flex_attention", "GRPO", 8), ("qwen3_moe", FLASH2, "RLOO", 2),
+    ("qwen2_moe", FLASH2, "RLOO", 8), ("qwen2_moe", "sdpa", "GRPO", 2),
     ("gpt_oss", FLASH3_WITH_SINKS, "RLOO", 2), ("gpt_oss", "eager", "GRPO", 8),
 ]  # fmt: skip
 
@@ -161,7 +175,8 @@ class TestImplementations:
         assert set(shared_layers) == {"eager", implementation}  # when it is switched on, eager attention stands in
         assert error(shared, exact) < 1.5 * error(whole, exact)
 
-    @pytest.mark.parametrize("case", [case[:2] for case in SAMPLE], ids=str)
+    # Flash kernels and `generate`'s own cache see the window of "qwen2_moe" differently
+    @pytest.mark.parametrize("case", [case[:2] for case in SAMPLE if case[:2] != ("qwen2_moe", FLASH2)], ids=str)
     def test_generate(self, case, monkeypatch):
         model_type, implementation = case
         flash_stand_in.install(monkeypatch)
