@@ -3,6 +3,7 @@
 import pytest
 from comparison import faults
 from training import CASES, train
+from transformers import TrainerCallback
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +25,12 @@ def test_completions_one_position_too_far(off, qwen3, trl, monkeypatch):
     of = ReadPrefix.of.__func__
     further = classmethod(lambda cls, prefix, positions, *rest: of(cls, prefix, positions + 1, *rest))
 
-    def spoil(trainer):  # which has compared one pass with whole rows already
-        monkeypatch.setattr(ReadPrefix, "of", further)
+    class AfterTheFirstStep(TrainerCallback):  # before it, `share_prompts` compares with whole rows itself
+        def on_step_end(self, *args, **kwargs):
+            monkeypatch.setattr(ReadPrefix, "of", further)
+
+    def spoil(trainer):
+        trainer.add_callback(AfterTheFirstStep)
 
     found = faults(off, train(CASES["grpo"], True, qwen3, spoil))
     assert any(fault.startswith("parameters") for fault in found)
