@@ -274,7 +274,7 @@ class PromptSharing:
             input_ids, attention_mask = input_ids[rows], attention_mask[rows]
         arguments = (model, input_ids, attention_mask, logits_to_keep)
         with small_tiles(input_ids):
-            whole = original(*arguments, batch_size=1, **kwargs)[0]
+            whole = original(*arguments, batch_size=rows_with_an_image(kwargs.get("num_images")), **kwargs)[0]
         shared = self.in_passes(original, *arguments, **kwargs)[0]
         is_token = attention_mask[:, -logits_to_keep:] != 0
         args, dtype = self.trainer.args, self.trainer.model.dtype
@@ -301,6 +301,14 @@ class PromptSharing:
     def reward(self, original, **inputs):
         """Of a reward model: its rows in passes of `tokens_per_forward` tokens."""
         return SequenceClassifierOutput(logits=self.passes.reward_logits(original, inputs))
+
+
+def rows_with_an_image(num_images: list[int] | None) -> int:
+    """The fewest rows in which a batch goes through a model that takes none of them without an image."""
+    if not num_images or not any(num_images):
+        return 1
+    sizes, starts = range(1, len(num_images) + 1), range(len(num_images))
+    return next(size for size in sizes if all(any(num_images[start : start + size]) for start in starts[::size]))
 
 
 def forward_in_passes(model, original: Callable, passes, *args, **kwargs):

@@ -44,7 +44,7 @@ TERMS = {
     ("stock-accumulate", "train"): ("P", "C", "(P+C)**2", "min(C,4096)"),
     ("shared", "generate"): ("k", "P", "k*P", "k*C", "k*room(C)", "k*roomBefore(C)"),
     ("shared", "score"): ("P", "C", "k*P", "k*C", "min(k*C,4096)"),
-    ("shared", "train"): ("P", "C", "min(2*C,4096)"),
+    ("shared", "train"): ("P", "C", "k*P", "k*C", "min(2*C,4096)"),  # ids and masks of all rows
     ("shared", "optimizer"): ("P", "C"),  # ids of the last micro-batch
     (PASSES, "train"): ("P", "C", "k*P", "k*C", "min(k*C,4096)"),
 }
