@@ -247,13 +247,14 @@ class PromptSharing:
             self.compared = True
         return self.in_passes(original, *arguments, batch_size=batch_size, **kwargs)
 
-    def in_passes(self, original, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs):
+    def in_passes(
+        self, original, model, input_ids, attention_mask, logits_to_keep, batch_size=None, first_row=0, **kwargs
+    ):
         if batch_size is not None:
             batch_size = self.passes.rows_to_score(batch_size)
             kwargs["batch_size"] = batch_size
-        num_rows = len(input_ids)
-        chunk = batch_size or num_rows
-        chunks = [slice(start, min(start + chunk, num_rows)) for start in range(0, num_rows, chunk)]
+        chunk, stop = batch_size or len(input_ids), first_row + len(input_ids)
+        chunks = [slice(start, min(start + chunk, stop)) for start in range(first_row, stop, chunk)]
         images = kwargs.get("num_images"), kwargs.get("num_tiles")
         self.scored = Scored(chunks, input_ids, logits_to_keep, *images)
         try:
@@ -265,17 +266,20 @@ class PromptSharing:
     def compare_with_whole_rows(self, original, model, input_ids, attention_mask, logits_to_keep, **kwargs) -> None:
         """Raise a `RuntimeError` where these rows have other log-probabilities than TRL gives them by themselves."""
         kwargs |= {"compute_entropy": False, "compute_aux_loss": False}
+        first_row = 0
         if not any(kwargs.get(name) is not None for name in OF_IMAGES):  # two rows are enough, if any has a token
-            first = int((attention_mask[:, -logits_to_keep:] != 0).any(1).int().argmax()) // 2 * 2
-            first = min(first, max(0, len(input_ids) - 2))  # equally many on each process
-            rows = slice(first, first + 2)
+            first = int((attention_mask[:, -logits_to_keep:] != 0).any(1).int().argmax())
+            # Of one prompt if they can be, and two: each process must call the model equally often
+            size = self.passes.rows_per_prompt(len(input_ids))
+            first_row = min(first, first // size * size + max(0, size - 2), max(0, len(input_ids) - 2))
+            rows = slice(first_row, first_row + 2)
             tensors = {name: x for name, x in kwargs.items() if isinstance(x, torch.Tensor)}
             kwargs |= {name: x[rows] for name, x in tensors.items()}
             input_ids, attention_mask = input_ids[rows], attention_mask[rows]
         arguments = (model, input_ids, attention_mask, logits_to_keep)
         with small_tiles(input_ids):
             whole = original(*arguments, batch_size=rows_with_an_image(kwargs.get("num_images")), **kwargs)[0]
-        shared = self.in_passes(original, *arguments, **kwargs)[0]
+        shared = self.in_passes(original, *arguments, first_row=first_row, **kwargs)[0]
         is_token = attention_mask[:, -logits_to_keep:] != 0
         args, dtype = self.trainer.args, self.trainer.model.dtype
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else dtype

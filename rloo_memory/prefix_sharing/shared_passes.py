@@ -351,7 +351,6 @@ class SharedPrefixPasses:
         multimodal.check(backbone, host_ids, host_mask, self.prefix_length)
         check_mask(host_mask)
         prompt_ids, prompt_mask = (x[:, : self.prefix_length] for x in (host_ids, host_mask))
-        prompt_ids, prompt_mask = (x[:, : self.prefix_length] for x in (host_ids, host_mask))
         tree, first = self._tree_of(prompts_of(backbone, prompt_ids, prompt_mask, multimodal))
         kwargs = {"output_router_logits": True} if output_router_logits else {}
         try:
