@@ -96,6 +96,17 @@ def _check_options(of_model: GenerationConfig, generation_config: GenerationConf
             )
 
 
+def _positions_to_continue(
+    model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor
+) -> torch.Tensor:
+    """Positions without padding, as `generate` continues them. Some models do not take them and count columns."""
+    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
+    inputs = model.prepare_inputs_for_generation(input_ids, attention_mask=attention_mask, position_ids=positions)
+    if inputs.get("position_ids") is not None:
+        return positions
+    return torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+
+
 def generate_with_shared_prefix(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
@@ -147,11 +158,7 @@ def generate_with_shared_prefix(
     base_model = model.get_base_model() if is_peft_model(model) else model
     multimodal = MultimodalInputs.of(multimodal_inputs, len(input_ids), num_images, num_tiles)
     multimodal.check(base_model.base_model, input_ids, attention_mask, prefix_length=input_ids.shape[1])
-    # Positions without padding, as `generate` continues them. Some models do not take them and count columns.
-    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
-    inputs = base_model.prepare_inputs_for_generation(input_ids, attention_mask=attention_mask, position_ids=positions)
-    if inputs.get("position_ids") is None:
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    positions = _positions_to_continue(base_model, input_ids, attention_mask)
     cache = prefill(forward, base_model.base_model, input_ids, attention_mask, positions, group_size, multimodal)
     with running(cache, base_model.base_model._prefix_sharing.configs):
         return model.generate(

@@ -135,10 +135,6 @@ class MultimodalInputs:
         """Inputs of the tokens of a row in these columns."""
         return {name: x[row, columns][None] for name, x in self.tokens.items()}
 
-    def of_prefix(self, row: int, columns: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Inputs of the prefix of a row, whose tokens are in these columns."""
-        return {**self.images[row], **self.of_tokens(row, columns)}
-
 
 def _entries_per_row(
     inputs: dict[str, torch.Tensor], num_rows: int, num_images: list[int], num_tiles: list[int] | None
