@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from accelerate.utils import is_peft_model
@@ -20,22 +20,26 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, SequenceClass
 
 from rloo_memory.prefix_sharing.config import check_passes_config
 from rloo_memory.prefix_sharing.images import OF_IMAGES
+from rloo_memory.prefix_sharing.passes import GoesWhole
+from rloo_memory.prefix_sharing.probe import without_dropout
 from rloo_memory.prefix_sharing.trainer import TrainerPasses
 
-# What is replaced, and parameters that its signature must name
+# What is replaced, and parameters that TRL's own definition of it must name
 METHODS = {
     "train": (),
     "training_step": (),
     "_prepare_inputs": (),
     "_generate_and_score_completions": (),
     "_generate_single_turn": ("prompt_ids", "images"),
-    "_get_per_token_logps_and_entropies": ("model",),
+    "_get_per_token_logps_and_entropies": ("model", "input_ids", "attention_mask", "logits_to_keep"),
 }
 CPU_TILE = 512  # words of the vocabulary
 SHUFFLE = "shuffle_sequence_dict"  # by which the module of a trainer shuffles the rows of a rollout
 
 
-def share_prompts(trainer, tokens_per_forward: int | None = None, prefix_sharing: bool = True) -> "PromptSharing":
+def share_prompts(
+    trainer, tokens_per_forward: int | None = None, prefix_sharing: bool = True, shares_dropout: bool = False
+) -> "PromptSharing":
     """
     Have a trainer compute each prompt once for all its completions, from its next training on. Gradients are the same
     up to rounding. Some rows of the first batch are scored whole, too, and compared.
@@ -48,6 +52,9 @@ def share_prompts(trainer, tokens_per_forward: int | None = None, prefix_sharing
             bounded but by `per_device_train_batch_size`.
         prefix_sharing (`bool`, *optional*, defaults to `True`):
             `False` leaves rows whole. They go through the model in passes of `tokens_per_forward` tokens.
+        shares_dropout (`bool`, *optional*, defaults to `False`):
+            Whether the completions of a prompt may share the dropout of its tokens (`lora_dropout`). Gradients then
+            have the mean that they have with dropout of each row's own, and another variance.
 
     Returns:
         `PromptSharing`: its `remove()` undoes it.
@@ -56,7 +63,7 @@ def share_prompts(trainer, tokens_per_forward: int | None = None, prefix_sharing
         ImportError: If transformers is too old.
         ValueError: If the trainer, its settings or its models cannot share prompts exactly; it is left as it was.
     """
-    sharing = PromptSharing(trainer, tokens_per_forward, prefix_sharing)
+    sharing = PromptSharing(trainer, tokens_per_forward, prefix_sharing, shares_dropout)
     try:
         sharing.install()
     except BaseException:
@@ -93,24 +100,47 @@ class _Output(BaseModelOutputWithPast):
         return None
 
 
+@dataclass(frozen=True)
+class Call:
+    """What a method is called with, by the names that TRL has for it. An override may have others, or none."""
+
+    names: list[str]
+    num_positional: int
+    given: dict[str, object]
+
+    @classmethod
+    def of(cls, names: list[str], args: tuple, kwargs: dict) -> "Call":
+        return cls(names, len(args), {**dict(zip(names[: len(args)], args, strict=True)), **kwargs})
+
+    def but(self, **changes) -> "Call":
+        return replace(self, given={**self.given, **changes})
+
+    def to(self, method: Callable):
+        """Call a method as this call was made, by position what was given by position."""
+        positional = self.names[: self.num_positional]
+        named = {name: x for name, x in self.given.items() if name not in positional}
+        return method(*(self.given[name] for name in positional), **named)
+
+
 @dataclass
 class Scored:
-    """The rows of a batch whose log-probabilities are asked for, in the chunks in which TRL calls the model."""
+    """Rows of a batch whose log-probabilities are asked for, from one on, with which models are called in parts."""
 
-    chunks: list[slice]
-    input_ids: torch.Tensor
-    logits_to_keep: int
-    num_images: list[int] | None
-    num_tiles: list[int] | None
+    call: Call
+    first_row: int = 0
+    place: int = 0  # behind the rows with which a model was called
 
-    def is_next(self, input_ids: torch.Tensor | None) -> bool:
-        """Whether a model is called with the next chunk, and not with something of a subclass's own."""
-        shape = self.chunks and (self.chunks[0].stop - self.chunks[0].start, self.input_ids.size(1))
-        return input_ids is not None and input_ids.shape == shape
-
-    def passes_of_next(self, passes: TrainerPasses):
-        rows = self.chunks.pop(0)
-        return passes.of_rows(rows, self.input_ids, self.logits_to_keep, self.num_images, self.num_tiles)
+    def next_rows(self, input_ids: torch.Tensor | None) -> slice | None:
+        """The rows with which a model is called, None for something of a subclass's own."""
+        all_ids = self.call.given["input_ids"]
+        if input_ids is None or input_ids.shape[1:] != all_ids.shape[1:]:
+            return None
+        start = self.place % len(all_ids)  # a subclass may score them all again
+        rows = all_ids[start : start + len(input_ids)]
+        if rows.data_ptr() != input_ids.data_ptr() and not torch.equal(rows, input_ids):
+            return None
+        self.place = start + len(input_ids)
+        return slice(self.first_row + start, self.first_row + self.place)
 
 
 class Replaced:
@@ -131,15 +161,16 @@ class Replaced:
 class PromptSharing:
     """What [`share_prompts`] has replaced. `remove()` puts it back."""
 
-    def __init__(self, trainer, tokens_per_forward: int | None, prefix_sharing: bool):
+    def __init__(self, trainer, tokens_per_forward: int | None, prefix_sharing: bool, shares_dropout: bool):
         check_trainer(trainer)
         self.trainer = trainer
         self.settings = {"prefix_sharing": prefix_sharing, "tokens_per_forward": tokens_per_forward}
         self.args = copy.copy(trainer.args)
         offloading = {"activation_offloading": getattr(trainer.args, "activation_offloading", False)}  # the launcher's
-        vars(self.args).update(self.settings, **offloading)
+        vars(self.args).update(self.settings, shares_dropout=shares_dropout, **offloading)
         self.replaced: list[tuple[object, str, object, object]] = []  # owner, name, what it is, what it was
         self.passes: TrainerPasses | None = None
+        self.names = {name: parameters_of(trainer, name) for name in METHODS}
         self.scored: Scored | None = None
         self.compared = False  # shared with whole rows
         self.rollout_compared = False  # the prompts of a group with one another
@@ -153,6 +184,10 @@ class PromptSharing:
             self.put(trainer.args, "gradient_checkpointing_kwargs", kwargs)
             self.args.gradient_checkpointing_kwargs = kwargs
         check_passes_config(self.args)
+        if trainer.args.use_liger_kernel:  # as `train` does, but before the model is tried
+            from transformers.integrations.liger import apply_liger_kernel
+
+            apply_liger_kernel(trainer.model, trainer.args.liger_kernel_config)
         models = [trainer.accelerator.unwrap_model(x) for x in (trainer.model, trainer.ref_model) if x is not None]
         check_trained(trainer.model)
         takes_images = isinstance(trainer.processing_class, ProcessorMixin)
@@ -189,6 +224,7 @@ class PromptSharing:
     # -- what is called in place of a trainer's methods ---------------------------------------------------------------
 
     def train(self, original, *args, **kwargs):
+        self.trainer.accelerator.print(f"share_prompts: {self.passes.what_is_shared()}")
         try:
             return original(*args, **kwargs)
         finally:
@@ -197,8 +233,13 @@ class PromptSharing:
                 self.trainer._step, self.trainer._buffered_inputs = 0, None
 
     def training_step(self, original, *args, **kwargs):
-        with self.passes.micro_batch(self.trainer):
-            return original(*args, **kwargs)
+        trainer = self.trainer
+        with self.passes.micro_batch(trainer):
+            loss = original(*args, **kwargs)
+        if trainer._step % trainer.current_gradient_accumulation_steps == 0:
+            for name, value in self.passes.metrics().items():
+                trainer._metrics["train"][name].append(value)
+        return loss
 
     def prepare_inputs(self, original, *args, **kwargs):
         # The completions of a prompt must stay in the same batch
@@ -208,83 +249,77 @@ class PromptSharing:
     def generate_and_score_completions(self, original, *args, **kwargs):
         self.rollout_compared = False
         rows = original(*args, **kwargs)
-        input_ids = torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1)
-        attention_mask = torch.cat([rows["prompt_mask"], rows["completion_mask"]], dim=1)
-        self.compare_rows(input_ids, attention_mask, rows["completion_ids"].size(1), rows)  # where nothing was scored
+        # Where nothing was scored, or a subclass has put them in another order since
+        if not self.rollout_compared or self.passes.has_other_prompts(rows["prompt_ids"], rows["prompt_mask"]):
+            self.passes.compare_rows(
+                {
+                    **rows,
+                    "input_ids": torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1),
+                    "attention_mask": torch.cat([rows["prompt_mask"], rows["completion_mask"]], dim=1),
+                    "logits_to_keep": rows["completion_ids"].size(1),
+                }
+            )
         return rows
 
-    def compare_rows(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int, inputs: dict
-    ) -> None:
+    def compare_rows(self, call: Call) -> None:
         """Once a rollout, before its rows are scored: old and reference log-probabilities are of the same rows."""
-        if self.rollout_compared:
-            return
-        self.rollout_compared = True
-        images = {name: inputs[name] for name in OF_IMAGES if inputs.get(name) is not None}
-        of_images = images, inputs.get("num_images"), inputs.get("num_tiles")
-        self.passes.compare_rows(input_ids, attention_mask, logits_to_keep, *of_images)
+        if not self.rollout_compared:
+            self.rollout_compared = True
+            self.passes.compare_rows(call.given)
 
-    def generate_single_turn(self, original, prompt_ids, images, *args, **kwargs):
+    def generate_single_turn(self, original, *args, **kwargs):
         model = self.trainer.accelerator.unwrap_model(self.trainer.model_wrapped)
+        images = Call.of(self.names["_generate_single_turn"], args, kwargs).given.get("images")
         whole = model.generate
         shared = self.passes.generate_of(model, self.trainer.processing_class, images)
 
-        def generate(**inputs):
+        def generate(*args, **kwargs):
             with replaced(model, "generate", whole):
-                return shared(**inputs)
+                return shared(*args, **kwargs)
 
         with replaced(model, "generate", generate):
-            return original(prompt_ids, images, *args, **kwargs)
+            return original(*args, **kwargs)
 
-    def get_per_token_logps_and_entropies(
-        self, original, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
-    ):
+    def get_per_token_logps_and_entropies(self, original, *args, **kwargs):
+        call = Call.of(self.names["_get_per_token_logps_and_entropies"], args, kwargs)
         if not torch.is_grad_enabled():
-            self.compare_rows(input_ids, attention_mask, logits_to_keep, kwargs)
-        arguments = (model, input_ids, attention_mask, logits_to_keep)
+            self.compare_rows(call)
         if not self.compared:
-            self.compare_with_whole_rows(original, *arguments, **kwargs)
+            self.compare_with_whole_rows(original, call)
             self.compared = True
-        return self.in_passes(original, *arguments, batch_size=batch_size, **kwargs)
-
-    def in_passes(
-        self, original, model, input_ids, attention_mask, logits_to_keep, batch_size=None, first_row=0, **kwargs
-    ):
+        batch_size = call.given.get("batch_size")
         if batch_size is not None:
-            batch_size = self.passes.rows_to_score(batch_size)
-            kwargs["batch_size"] = batch_size
-        chunk, stop = batch_size or len(input_ids), first_row + len(input_ids)
-        chunks = [slice(start, min(start + chunk, stop)) for start in range(first_row, stop, chunk)]
-        images = kwargs.get("num_images"), kwargs.get("num_tiles")
-        self.scored = Scored(chunks, input_ids, logits_to_keep, *images)
+            call = call.but(batch_size=self.passes.rows_to_score(batch_size))
+        return self.in_passes(original, call)
+
+    def in_passes(self, original, call: Call, first_row: int = 0):
+        self.scored = Scored(call, first_row)
         try:
-            return original(model, input_ids, attention_mask, logits_to_keep, **kwargs)
+            return call.to(original)
         finally:
             self.scored = None
 
     @torch.no_grad()
-    def compare_with_whole_rows(self, original, model, input_ids, attention_mask, logits_to_keep, **kwargs) -> None:
+    def compare_with_whole_rows(self, original, call: Call) -> None:
         """Raise a `RuntimeError` where these rows have other log-probabilities than TRL gives them by themselves."""
-        kwargs |= {"compute_entropy": False, "compute_aux_loss": False}
-        first_row = 0
-        if not any(kwargs.get(name) is not None for name in OF_IMAGES):  # two rows are enough, if any has a token
-            first = int((attention_mask[:, -logits_to_keep:] != 0).any(1).int().argmax())
+        call = call.but(**{name: False for name in ("compute_entropy", "compute_aux_loss") if name in call.given})
+        is_token, first_row = call.given["attention_mask"][:, -call.given["logits_to_keep"] :] != 0, 0
+        if not any(call.given.get(name) is not None for name in OF_IMAGES):  # two rows are enough, if any has a token
+            first, num_rows = int(is_token.any(1).int().argmax()), len(is_token)
             # Of one prompt if they can be, and two: each process must call the model equally often
-            size = self.passes.rows_per_prompt(len(input_ids))
-            first_row = min(first, first // size * size + max(0, size - 2), max(0, len(input_ids) - 2))
+            size = self.passes.rows_per_prompt(num_rows)
+            first_row = min(first, first // size * size + max(0, size - 2), max(0, num_rows - 2))
             rows = slice(first_row, first_row + 2)
-            tensors = {name: x for name, x in kwargs.items() if isinstance(x, torch.Tensor)}
-            kwargs |= {name: x[rows] for name, x in tensors.items()}
-            input_ids, attention_mask = input_ids[rows], attention_mask[rows]
-        arguments = (model, input_ids, attention_mask, logits_to_keep)
-        with small_tiles(input_ids):
-            whole = original(*arguments, batch_size=rows_with_an_image(kwargs.get("num_images")), **kwargs)[0]
-        shared = self.in_passes(original, *arguments, first_row=first_row, **kwargs)[0]
-        is_token = attention_mask[:, -logits_to_keep:] != 0
-        args, dtype = self.trainer.args, self.trainer.model.dtype
-        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else dtype
+            call = call.but(**{name: x[rows] for name, x in call.given.items() if isinstance(x, torch.Tensor)})
+            is_token = is_token[rows]
+        with without_dropout(call.given["model"]):
+            shared = self.in_passes(original, call.but(batch_size=None), first_row)[0]
+            with small_tiles(call.given["input_ids"]):
+                whole = call.but(batch_size=rows_with_an_image(call.given.get("num_images"))).to(original)[0]
         if not is_token.any():
             return
+        args, dtype = self.trainer.args, self.trainer.model.dtype
+        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else dtype
         apart = (whole - shared)[is_token].abs().mean().item()
         eps = max(torch.finfo(dtype).eps, 1e-12)  # rotary embeddings compute in float32, whatever the weights are
         most = eps**0.5 * max(1.0, whole[is_token].abs().mean().item())  # half of the digits
@@ -297,10 +332,15 @@ class PromptSharing:
     # -- what is called in place of models' forwards ------------------------------------------------------------------
 
     def forward(self, model, original, *args, **kwargs):
-        if self.scored is None or not self.scored.is_next(kwargs.get("input_ids")):
+        rows = None if self.scored is None else self.scored.next_rows(kwargs.get("input_ids"))
+        if rows is None:
             return original(*args, **kwargs)
-        passes = self.scored.passes_of_next(self.passes)
-        return forward_in_passes(model, original, passes, *args, **kwargs)
+        try:
+            passes = self.passes.of_rows(rows, self.scored.call.given)
+            return forward_in_passes(model, original, passes, *args, **kwargs)
+        except GoesWhole as reason:
+            self.passes.go_whole(kwargs["input_ids"], reason)
+        return original(*args, **kwargs)
 
     def reward(self, original, **inputs):
         """Of a reward model: its rows in passes of `tokens_per_forward` tokens."""
@@ -370,15 +410,21 @@ def check_trained(model) -> None:
         )
 
 
+def parameters_of(trainer, method: str) -> list[str] | None:
+    """Those of a trainer's method where it is first defined, in TRL: overrides hand them on by whatever name."""
+    definitions = [vars(cls)[method] for cls in type(trainer).__mro__ if method in vars(cls)]
+    return list(inspect.signature(definitions[-1]).parameters)[1:] if definitions else None
+
+
 def check_trainer(trainer) -> None:
     """Raise a `ValueError` where a trainer has not got what is replaced."""
     name = type(trainer).__name__
     if hasattr(trainer, "prompt_sharing"):
         raise ValueError(f"{name} shares its prompts already: call `trainer.prompt_sharing.remove()` first.")
     for method, wanted in METHODS.items():
-        has = inspect.signature(getattr(trainer, method)).parameters if hasattr(trainer, method) else None
-        if has is None or not has.keys() >= set(wanted):
-            missing = f"`{method}`" if has is None else f"{sorted(set(wanted) - has.keys())} of `{method}`"
+        has = parameters_of(trainer, method)
+        if has is None or not set(has) >= set(wanted):
+            missing = f"`{method}`" if has is None else f"{sorted(set(wanted) - set(has))} of `{method}`"
             raise ValueError(
                 f"`share_prompts` takes an RLOOTrainer or a GRPOTrainer of TRL 1.14 or newer, and {name} has no "
                 f"{missing}. Train without it."

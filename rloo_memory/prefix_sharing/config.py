@@ -1,5 +1,7 @@
 """What RLOO and GRPO cannot do where rows go through the model in passes."""
 
+import importlib.metadata
+
 import transformers
 from packaging.version import Version
 
@@ -48,11 +50,15 @@ def check_passes_config(config) -> None:
             "through the model together. Disable one of them."
         )
     if config.torch_compile:
-        raise ValueError(f"`{option}` does not support `torch_compile=True`. Disable one of them.")
-    if config.use_liger_kernel:
         raise ValueError(
-            f"`{option}` does not support `use_liger_kernel=True`, which replaces layers after the model has "
-            "been checked. Use the Hub kernels instead, with `model_init_kwargs={'use_kernels': True}`."
+            f"`{option}` does not support `torch_compile=True`, which compiles the whole model. Remove it, and "
+            "compile the layers before prompts are shared: `for layer in model.model.layers: layer.compile()`."
+        )
+    trl = importlib.metadata.version("trl")
+    if config.use_liger_kernel and Version(trl) < Version("1.15"):
+        raise ValueError(
+            f"`{option}` takes Liger's layers, but with `use_liger_kernel=True` TRL {trl} computes the loss past the "
+            "model's log-probabilities. Upgrade TRL to 1.15 or newer."
         )
     if config.pad_to_multiple_of is not None:
         raise ValueError(
@@ -62,7 +68,6 @@ def check_passes_config(config) -> None:
 
     if config.prefix_sharing:
         _check_groups(config)
-        _check_generation(config)
 
 
 def _check_groups(config) -> None:
@@ -97,25 +102,3 @@ def _check_groups(config) -> None:
             f"({config.num_generations}), gradients are accumulated, which DDP does not do with "
             "`ddp_static_graph=True`. Disable it."
         )
-
-
-def _check_generation(config) -> None:
-    # With vLLM and continuous batching, the engine generates and only the scoring passes share the prompt
-    if not config.use_vllm and not config.use_transformers_continuous_batching:
-        options = {"cache_implementation": config.cache_implementation, **(config.generation_kwargs or {})}
-        defaults = {
-            "cache_implementation": (None,),
-            "use_cache": (None, True),
-            "num_beams": (None, 1),
-            "num_return_sequences": (None, 1),
-            "penalty_alpha": (None,),
-            "prompt_lookup_num_tokens": (None,),
-            "dola_layers": (None,),
-            "guidance_scale": (None, 1),
-        }
-        for option, supported in defaults.items():
-            if options.get(option) not in supported:
-                raise ValueError(
-                    f"`prefix_sharing=True` decodes greedily or by sampling, with its own cache, and does not "
-                    f"support `{option}={options[option]!r}`. Remove it, or generate with vLLM."
-                )

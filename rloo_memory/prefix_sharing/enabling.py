@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 
+from .hooks import hooks_of
 from .nodes import Node
 from .passes import PassesOutput, rope_parameters
 from .probe import PROBE_COMMON_LENGTH, PROBE_PREFIX_LENGTH, WholeRowsError, error_of_passes
@@ -42,6 +43,7 @@ class _Route:
     def __init__(self, configs: list[PretrainedConfig]):
         self.configs = configs
         self.shares_starts = False  # also between prompts, of what they begin with
+        self.hooks = frozenset()  # the user's, with which the model was tried
         self.handles: list[RemovableHandle] = []
 
     @classmethod
@@ -53,6 +55,7 @@ class _Route:
         return cls([x for x in configs if type(x) is type(text_config) or x.get_text_config() is text_config])
 
     def install(self, backbone: nn.Module, mixers: list[nn.Module]) -> None:
+        self.hooks = hooks_of(backbone)
         self.handles = share_states(mixers)
         for module in set(backbone.modules()).difference(mixers):
             config = getattr(module, "config", None)
@@ -66,7 +69,7 @@ class _Route:
             unmark(module)
 
 
-def enable_prefix_sharing(model: PreTrainedModel) -> None:
+def enable_prefix_sharing(model: PreTrainedModel, shares_dropout: bool = False) -> None:
     """
     Let `model` attend to a shared prefix: a call with one goes to a function that can, any other to the attention that
     the model was loaded with. What was enabled before is checked again. [`disable_prefix_sharing`] undoes it.
@@ -74,6 +77,8 @@ def enable_prefix_sharing(model: PreTrainedModel) -> None:
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             Causal language model.
+        shares_dropout (`bool`, *optional*, defaults to `False`):
+            Whether the completions of a prompt may share the dropout of its tokens.
 
     Raises:
         ValueError: If the model or its attention implementation cannot share a prefix exactly.
@@ -84,7 +89,7 @@ def enable_prefix_sharing(model: PreTrainedModel) -> None:
     disable_prefix_sharing(model)
     mixers, refuse = find_mixers(model), functools.partial(_refuse, model)
     _check_layers(model, mixers, refuse)
-    _check_dropout(model, refuse)
+    _check_dropout(model, shares_dropout, refuse)
     route = _Route.of(model)
     route.install(model.base_model, mixers)
     model.base_model._prefix_sharing = route
@@ -144,14 +149,19 @@ def _check_layers(model: PreTrainedModel, mixers: list[nn.Module], refuse: Calla
         )
 
 
-def _check_dropout(model: PreTrainedModel, refuse: Callable[[str], None]) -> None:
+def _check_dropout(model: PreTrainedModel, shares_dropout: bool, refuse: Callable[[str], None]) -> None:
     for name, module in model.named_modules():
         # Attention that goes through the interface has a probability in place of a layer
-        for p in (getattr(module, attribute, None) for attribute in _DROPOUTS):
-            if isinstance(p, float) and p > 0:
+        for attribute, p in ((attribute, getattr(module, attribute, None)) for attribute in _DROPOUTS):
+            if not isinstance(p, float) or p == 0:
+                continue
+            shared = f"The completions of a prompt would share its dropout (that of `{name}` is {p})."
+            if not isinstance(module, nn.Dropout):
+                refuse(f"load it with `{attribute}=0.0`, which `disable_dropout=True` does not do. {shared}")
+            elif not shares_dropout:
                 refuse(
-                    f"the completions of a prompt would share its dropout (that of `{name}` is {p}). Set "
-                    "`disable_dropout=True`, or for adapters `lora_dropout=0.0`."
+                    f"set `disable_dropout=True`, or for adapters `lora_dropout=0.0`. {shared} To have them do so, "
+                    "which is exact in the mean only, pass `shares_dropout=True` to `share_prompts`."
                 )
 
 

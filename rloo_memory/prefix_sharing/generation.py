@@ -4,12 +4,14 @@ Generation with shared prompts: each goes through the model once for all its com
 Shape suffixes: B rows, P prompt columns, C completion columns.
 """
 
+import copy
+import inspect
 from collections.abc import Callable
 
 import torch
 from accelerate.utils import is_peft_model
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from .cache import SharedPrefixCache
@@ -21,15 +23,19 @@ from .routing import running
 from .shared_passes import at_least_one, prompt_pass, prompts_of
 from .tree import Branch, Tree, common_length
 
-# Options of generation with several forwards a token, or another cache, and their values without that. What older
-# checkpoints call "hybrid" is the default cache
-_SUPPORTED_OPTIONS = {
+# Options of decoding one completion a row, with a cache, and their values for that. What older checkpoints call
+# "hybrid" is the default cache
+_OPTIONS = {
     "num_beams": (None, 1),
+    "num_return_sequences": (None, 1),
     "guidance_scale": (None, 1),
-    "cache_implementation": (None, "hybrid"),
+    "cache_implementation": (None, "dynamic", "hybrid"),
     "penalty_alpha": (None,),
     "dola_layers": (None,),
+    "prompt_lookup_num_tokens": (None,),
 }
+_OTHER_WAYS = ("assistant_model", "custom_generate", "negative_prompt_ids", "past_key_values", "position_ids")
+_ARGUMENTS = inspect.signature(GenerationMixin.generate).parameters.keys() | vars(GenerationConfig()).keys()
 
 
 def prefill(
@@ -86,14 +92,28 @@ def _tree_of(
     return Tree.of_groups(prompts, 1 if differ else size, 0 if is_without else length)
 
 
-def _check_options(of_model: GenerationConfig, generation_config: GenerationConfig) -> None:
-    for option, supported in _SUPPORTED_OPTIONS.items():  # what the generation config leaves open, the model's decides
-        value = getattr(of_model, option)
-        if getattr(generation_config, option) is None and value not in supported:
-            raise ValueError(
-                f"`prefix_sharing=True` decodes greedily or by sampling, with its own cache, and does not support "
-                f"`{option}={value!r}` in the model's generation config. Remove it there, or generate with vLLM."
+def _option(model: PreTrainedModel, inputs: dict, name: str):
+    """What is asked for; what a call leaves open, its generation config decides, and then the model's."""
+    configs = [inputs.get("generation_config"), model.generation_config]
+    values = [inputs.get(name), *(getattr(config, name, None) for config in configs)]
+    return next((value for value in values if value is not None), None)
+
+
+def not_shared_because(model: PreTrainedModel, inputs: dict) -> str | None:
+    """Why `generate` does not share prompts where it is called with these arguments. None: it does."""
+    for name, plain in _OPTIONS.items():
+        if (value := _option(model, inputs, name)) not in plain:
+            return (
+                f"with `{name}={value!r}`, it does not decode one completion a row. Remove it, or generate with vLLM."
             )
+    if given := [name for name in _OTHER_WAYS if inputs.get(name) is not None]:
+        return f"with `{given[0]}`, it does not begin with the prompts. Remove it."
+    if missing := [name for name in ("input_ids", "attention_mask") if inputs.get(name) is None]:
+        return f"it was called without `{missing[0]}`. Pass it."
+    new, length = (_option(model, inputs, name) for name in ("max_new_tokens", "max_length"))
+    if exceeds_longrope(model.config, length if new is None else inputs["input_ids"].shape[1] + new):
+        return "with so many tokens, its rotary embedding gets other frequencies on the way."
+    return None
 
 
 def _positions_to_continue(
@@ -111,11 +131,11 @@ def generate_with_shared_prefix(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
-    generation_config: GenerationConfig,
+    generation_config: GenerationConfig | None = None,
     group_size: int | None = None,
     num_images: list[int] | None = None,
     num_tiles: list[int] | None = None,
-    **multimodal_inputs: torch.Tensor,
+    **inputs,
 ) -> torch.Tensor:
     """
     [`~transformers.GenerationMixin.generate`], computing and storing each distinct prompt once.
@@ -127,39 +147,37 @@ def generate_with_shared_prefix(
             Left-padded prompts.
         attention_mask (`torch.Tensor` of shape `(B, P)`):
             1 for tokens, 0 for padding.
-        generation_config ([`~transformers.GenerationConfig`]):
-            Greedy decoding or sampling.
+        generation_config ([`~transformers.GenerationConfig`], *optional*):
+            Greedy decoding or sampling, see [`not_shared_because`].
         group_size (`int`, *optional*):
             Number of consecutive rows with the same prompt, see [`SharedPrefixPasses`].
         num_images (`list[int]`, *optional*):
             Number of images of each row, if there are any.
         num_tiles (`list[int]`, *optional*):
             Number of tiles of each row, for models whose pixel values are indexed by tile.
-        **multimodal_inputs (`torch.Tensor`):
-            Images of the prompts, and what the model takes for each token beside its id.
+        **inputs:
+            Images of the prompts, what the model takes for each token beside its id, and arguments of `generate`.
 
     Returns:
         `torch.Tensor` of shape `(B, P + C)`: Prompts followed by what was generated.
+
+    Raises:
+        GoesWhole: If images cannot be shared.
     """
-    _check_options(model.generation_config, generation_config)
-    length = generation_config.max_length
-    if generation_config.max_new_tokens is not None:
-        length = input_ids.shape[1] + generation_config.max_new_tokens
-    # Where frequencies change on the way, `generate` computes all keys and values again
-    if exceeds_longrope(model.config, length):
-        return model.generate(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            generation_config=generation_config,
-            **multimodal_inputs,
-        )
     # As `generate` of a PEFT model does, past the forward of the PEFT model, which Accelerate wraps in autocast
     forward = base_model_forward(model) if is_peft_model(model) else model
     base_model = model.get_base_model() if is_peft_model(model) else model
-    multimodal = MultimodalInputs.of(multimodal_inputs, len(input_ids), num_images, num_tiles)
+    options = {name: inputs.pop(name) for name in _ARGUMENTS & inputs.keys()}
+    multimodal = MultimodalInputs.of(inputs, len(input_ids), num_images, num_tiles)
     multimodal.check(base_model.base_model, input_ids, attention_mask, prefix_length=input_ids.shape[1])
     positions = _positions_to_continue(base_model, input_ids, attention_mask)
     cache = prefill(forward, base_model.base_model, input_ids, attention_mask, positions, group_size, multimodal)
+    # Whatever was asked for: without the cache there is no prefix
+    if generation_config is None:
+        options["use_cache"] = True
+    else:
+        generation_config = copy.copy(generation_config)
+        generation_config.use_cache = True
     with running(cache, base_model.base_model._prefix_sharing.configs):
         return model.generate(
             input_ids=input_ids,
@@ -167,5 +185,5 @@ def generate_with_shared_prefix(
             position_ids=positions + cache.offsets,
             generation_config=generation_config,
             past_key_values=cache,
-            use_cache=True,  # whatever the generation config says: without the cache there is no prefix
+            **options,
         )

@@ -11,6 +11,7 @@ from torch import nn
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from .fsdp2 import FSDPModule
+from .passes import GoesWhole
 
 OF_IMAGES = (
     "pixel_values", "pixel_attention_mask", "image_grid_thw", "image_position_ids", "image_sizes", "spatial_shapes"
@@ -46,10 +47,10 @@ class MultimodalInputs:
         whose pixel values are indexed by tile.
 
         Raises:
-            ValueError: If it is not known which row an input belongs to.
+            GoesWhole: If it is not known which row an input belongs to.
         """
         if unknown := sorted(inputs.keys() - {*OF_IMAGES, *_OF_TOKENS}):
-            raise ValueError(
+            raise GoesWhole(
                 f"`prefix_sharing=True` does not know which prompt each part of {unknown} belongs to. Remove these "
                 "inputs, or set `prefix_sharing=False`."
             )
@@ -62,7 +63,7 @@ class MultimodalInputs:
             raise ValueError(f"`num_images` must say how many images each row has, to divide {sorted(inputs)}.")
         for name, sizes in _entries_per_row(inputs, num_rows, num_images, num_tiles).items():
             if sum(sizes) != len(inputs[name]):
-                raise ValueError(
+                raise GoesWhole(
                     f"`{name}` has {len(inputs[name])} entries, which cannot be divided among {num_rows} rows."
                 )
             for row, x in enumerate(inputs[name].split(sizes)):
@@ -73,12 +74,12 @@ class MultimodalInputs:
     def check(
         self, backbone: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, prefix_length: int
     ) -> None:
-        """Raise a `ValueError` if an image is elsewhere than in the part of a prompt that is shared."""
+        """Raise a [`GoesWhole`] if an image is elsewhere than in the part of a prompt that is shared."""
         if not any(self.images):
             return
         image_token_id = getattr(backbone.config, "image_token_id", None)
         if image_token_id is None:
-            raise ValueError(
+            raise GoesWhole(
                 f"`prefix_sharing=True` does not support images with {backbone.config.model_type}, whose config does "
                 "not name the token that stands for an image. Set `prefix_sharing=False`."
             )
@@ -91,13 +92,13 @@ class MultimodalInputs:
             )
         is_image = (input_ids == image_token_id) & (attention_mask != 0)
         for row in is_image[:, prefix_length - 1].nonzero().flatten().tolist():
-            raise ValueError(
+            raise GoesWhole(
                 f"The prompt of row {row} of the batch ends with an image, and `prefix_sharing=True` needs a token "
                 "of text that the completions follow. Put text behind the image, as chat templates do, or set "
                 "`prefix_sharing=False`."
             )
         for row in is_image[:, prefix_length:].any(1).nonzero().flatten().tolist():
-            raise ValueError(
+            raise GoesWhole(
                 f"The completion of row {row} of the batch has an image token, and `prefix_sharing=True` supports "
                 "images in prompts only. If a tool returned the image, let it return text, or set "
                 "`prefix_sharing=False`. If the model generated the token, suppress it with "

@@ -129,6 +129,11 @@ class Node:
             self._joins[slot].register_hook(add_what_ended_here)
         return self._joins[slot]
 
+    @property
+    def ends(self) -> list[torch.Tensor]:
+        """Leaves in which the gradients of reads add up that end here."""
+        return list(self._ends.values())
+
     def backward(self) -> None:
         """Backward from the gradients that ended here, if no read has taken them on through it."""
         slots = [slot for slot, leaf in self._ends.items() if leaf.grad is not None]

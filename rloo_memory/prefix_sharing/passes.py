@@ -16,6 +16,30 @@ from transformers import PretrainedConfig
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 
+class GoesWhole(ValueError):
+    """Rows cannot go through the model in passes. They can as they are, as long as no other process waits for it."""
+
+
+@dataclass
+class TokenCount:
+    """
+    Tokens of rows, padding included.
+
+    Args:
+        in_passes (`int`):
+            Tokens that went through the model.
+        in_whole_rows (`int`):
+            Tokens that the same rows have, in the batches in which TRL calls the model.
+    """
+
+    in_passes: int = 0
+    in_whole_rows: int = 0
+
+    def add(self, in_passes: int, in_whole_rows: int) -> None:
+        self.in_passes += in_passes
+        self.in_whole_rows += in_whole_rows
+
+
 def has_several_processes() -> bool:
     """Whether other processes train beside this one. vLLM in the trainer's process initializes a group of one."""
     return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
@@ -122,13 +146,13 @@ def check_mask(attention_mask: torch.Tensor) -> None:
             1 for tokens, 0 for padding, on the host.
 
     Raises:
-        ValueError: If the tokens of a row do not follow one another. Only these go through the model, but a token
+        GoesWhole: If the tokens of a row do not follow one another. Only these go through the model, but a token
             behind a masked one is scored from what the model makes of the masked one.
     """
     starts = nn.functional.pad(attention_mask, (1, 0)).diff(dim=1) > 0
     rows = (starts.sum(1) > 1).nonzero().flatten().tolist()
     if rows:
-        raise ValueError(
+        raise GoesWhole(
             f"The attention mask of row {rows[0]} of the batch is 0 between tokens (at column "
             f"{starts[rows[0]].nonzero()[1].item() - 1}), and rows that go through the model in passes must have "
             "their padding around them. To train on some tokens of a completion only, leave its attention mask at 1 "

@@ -25,18 +25,41 @@ def _probing(model: PreTrainedModel, training: bool) -> Iterator[None]:
     Put a model into training or evaluation mode, without traces of what happens then. In training mode, the trainable
     parameters that start at zero, as those of adapters do, have values that show what depends on them.
     """
-    mode, device = model.training, model.get_input_embeddings().weight.device
+    device = model.get_input_embeddings().weight.device
+    modes = {module: module.training for module in model.modules()}
     zeros = [param.data for param in model.parameters() if training and param.requires_grad and not param.any()]
     model.train(training)
     try:
-        with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
+        with (
+            without_dropout(model),
+            torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type),
+        ):
             for param in zeros:
                 param.normal_(std=_PROBE_STD)
             yield
     finally:
         for param in zeros:
             param.zero_()
-        model.train(mode)
+        for module, was_training in modes.items():
+            module.training = was_training
+
+
+def dropouts(model: nn.Module) -> list[nn.Module]:
+    """Its dropout layers that drop something in training."""
+    return [module for module in model.modules() if isinstance(module, nn.Dropout) and module.p > 0]
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """What is compared with whole rows must not draw other noise."""
+    active = [module for module in dropouts(model) if module.training]
+    for module in active:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in active:
+            module.train()
 
 
 class WholeRowsError(ValueError):

@@ -19,10 +19,12 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from .fsdp2 import unshard_in_backward
+from .hooks import watched
 from .images import MultimodalInputs, rope_position_ids
-from .nodes import Node, Path
+from .nodes import Gradient, Node, Path
 from .passes import (
     PassesOutput,
+    TokenCount,
     check_mask,
     completion_states,
     has_several_processes,
@@ -152,6 +154,29 @@ def _run_pass(
     return states if scored is None else states[scored], sums
 
 
+def _watch_backward(states: torch.Tensor, prefixes: list[Path]) -> None:
+    """Have a backward from `states` fail that does not reach the prompts whose own backward is still to come."""
+    nodes = {
+        node
+        for prefix in prefixes
+        for node, at in zip(prefix.nodes, prefix.gradients, strict=True)
+        if at is Gradient.ENDS
+    }
+    leaf = next((leaf for node in nodes for leaf in node.ends), None)
+    if leaf is None or not states.requires_grad:
+        return
+
+    def check(grad: torch.Tensor) -> None:
+        if not torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node):
+            raise RuntimeError(
+                "Gradients were asked for in the middle of an update (`torch.autograd.grad`, or a backward with "
+                "`inputs`), where they lack the part of prompts that later micro-batches continue. Set "
+                "`per_device_train_batch_size` to a multiple of `num_generations`, or train without `share_prompts`."
+            )
+
+    states.register_hook(check)
+
+
 class _Forward:
     """Rows on their way through a backbone: some of those of a tree, with this mask on the host."""
 
@@ -170,6 +195,8 @@ class _Forward:
         branches, passes = self.tree.new_branches(self.rows), self._divide()
         tokens = [self._tokens_of(branch) for branch in branches] + [self._tokens_behind(*each) for each in passes]
         tokens = _Tokens.to(self.input_ids.device, tokens)
+        if self.settings.count is not None:
+            self.settings.count.add(sum(max(1, sum(x.lengths)) for x in tokens), self.input_ids.numel())
         inputs = self._look_up(branches, tokens)
         readers = [branch.parent for branch in branches if branch.parent] + [branch for branch, _ in passes]
         self.num_readers.update(branch for reader in readers for branch in reader.path)
@@ -193,6 +220,7 @@ class _Forward:
         columns = [x - (self.settings.prefix_length - 1) for x in columns]
         shape = (len(self.rows), self.input_ids.shape[1] - self.settings.prefix_length + 1)
         states = completion_states([x for x, _ in outputs], rows, columns, shape)
+        _watch_backward(states, [context.prefix for context in contexts])
         return PassesOutput(states, self._aux_loss([sums for _, sums in outputs]) if kwargs else None)
 
     def _divide(self) -> list[tuple[Branch, torch.Tensor]]:
@@ -310,6 +338,8 @@ class SharedPrefixPasses:
             Of these and other rows. Where it is `None`, or these are not its rows, they share among themselves.
         first_row (`int`, *optional*, defaults to `0`):
             Which row of the tree the first one is.
+        count ([`TokenCount`], *optional*):
+            What counts the tokens.
     """
 
     prefix_length: int
@@ -320,6 +350,7 @@ class SharedPrefixPasses:
     activation_offloading: bool = False
     tree: Tree | None = None
     first_row: int = 0
+    count: TokenCount | None = None
 
     def forward(
         self,
@@ -355,7 +386,9 @@ class SharedPrefixPasses:
         kwargs = {"output_router_logits": True} if output_router_logits else {}
         try:
             rows = range(first, first + len(input_ids))
-            return _Forward(self, backbone, input_ids, host_mask, multimodal, tree, rows).run(**kwargs)
+            route = getattr(backbone, "_prefix_sharing", None)  # None: taken back, and found out by what layers leave
+            with watched(backbone, frozenset() if route is None else route.hooks):
+                return _Forward(self, backbone, input_ids, host_mask, multimodal, tree, rows).run(**kwargs)
         except BaseException:
             if not torch.is_grad_enabled():  # in training, who fails may try again, with what other rows left
                 tree.close()

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from .passes import (
     PassesOutput,
+    TokenCount,
     check_mask,
     completion_states,
     load_balancing_loss,
@@ -43,11 +44,14 @@ class TokenBudgetPasses:
             `None`, all rows go together.
         activation_offloading (`bool`, *optional*, defaults to `False`):
             Whether saved activations are offloaded to the CPU.
+        count ([`TokenCount`], *optional*):
+            What counts the tokens.
     """
 
     prefix_length: int
     tokens_per_forward: int | None = None
     activation_offloading: bool = False
+    count: TokenCount | None = None
 
     def forward(
         self,
@@ -78,6 +82,8 @@ class TokenBudgetPasses:
             positions.append(to_device(position_ids, device))
             masks.append(to_device(mask, device))
             ids.append(input_ids[to_device(rows, device)[:, None], positions[-1]])
+        if self.count is not None:
+            self.count.add(sum(x.numel() for x in ids), input_ids.numel())
         inputs = pass_inputs(backbone, ids)
         shift = position_shift(backbone.config, input_ids.shape[1])
         kwargs = {"output_router_logits": True} if output_router_logits else {}

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,9 +16,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .enabling import disable_prefix_sharing, enable_prefix_sharing, shares_starts
-from .generation import generate_with_shared_prefix
-from .images import MultimodalInputs, count_tiles
-from .passes import on_any_process
+from .generation import generate_with_shared_prefix, not_shared_because
+from .hooks import has_parameter_hooks
+from .images import OF_IMAGES, MultimodalInputs, count_tiles
+from .passes import GoesWhole, TokenCount, has_several_processes, on_any_process
+from .probe import dropouts
 from .shared_passes import SharedPrefixPasses, prompts_of
 from .token_budget import TokenBudgetPasses, check_whole_rows, takes_whole_rows
 from .tree import Prompts, Tree, common_length
@@ -110,12 +113,14 @@ class TrainerPasses:
         self.model = model
         self.device = accelerator.device
         self.num_processes = accelerator.num_processes
-        self._batches: dict[bool, _Batch] = {}  # the last one of training, and of evaluation
+        self._batches: dict[bool, _Batch | None] = {}  # the last one of training, and of evaluation
         self._scored: Tree | None = None  # of all rows of the last one
         self._trained: Tree | None = None  # of those of an update
         self._rows: range | None = None  # of the rollout, from this micro-batch to the end of its update
         self._place = 0  # of the micro-batch in its update
         self._has_passes = True  # whether the loss of the last training step came from passes
+        self.count = TokenCount()  # of what was scored and trained since it was last read
+        self._said: set[str] = set()
         option = "prefix_sharing=True" if args.prefix_sharing else f"tokens_per_forward={args.tokens_per_forward}"
         if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
             raise ValueError(
@@ -139,7 +144,10 @@ class TrainerPasses:
             )
         self._models = [model] if ref_model is None else [model, ref_model]
         for each in self._models:
-            enable_prefix_sharing(each) if args.prefix_sharing else check_whole_rows(each)
+            if args.prefix_sharing:
+                enable_prefix_sharing(each, args.shares_dropout)
+            else:
+                check_whole_rows(each)
         self._may_go_whole = args.prefix_sharing and not takes_images and all(map(takes_whole_rows, self._models))
         self._in_one_backward = accelerator.distributed_type != DistributedType.NO
         # The completions of a prompt can be spread over several micro-batches
@@ -164,22 +172,17 @@ class TrainerPasses:
         is_shared = self.model.training and not self._goes_whole
         return self.args.num_generations if self._splits_groups and is_shared else batch_size
 
-    def of_rows(
-        self,
-        rows: slice,
-        input_ids: torch.Tensor,
-        logits_to_keep: int,
-        num_images: list[int] | None,
-        num_tiles: list[int] | None,
-    ) -> SharedPrefixPasses | TokenBudgetPasses:
+    def of_rows(self, rows: slice, given: dict) -> SharedPrefixPasses | TokenBudgetPasses:
         """
-        Passes of consecutive rows of a batch of shape `(B, P + C)`, with `logits_to_keep` completion columns. Of each
-        row of the batch, `num_images` and `num_tiles` say how many images and tiles it has.
+        Passes of consecutive rows of a batch. `given` is what TRL scores it with: `input_ids` of shape `(B, P + C)`
+        with `logits_to_keep` completion columns, and, of images, `num_images` and `num_tiles` of each row.
         """
         self._has_passes |= torch.is_grad_enabled()
-        bounds = (input_ids.size(1) - logits_to_keep, self.args.tokens_per_forward)
+        bounds = (given["input_ids"].size(1) - given["logits_to_keep"], self.args.tokens_per_forward)
+        num_images, num_tiles = given.get("num_images"), given.get("num_tiles")
+        common = {"activation_offloading": self.args.activation_offloading, "count": self.count}
         if not self.args.prefix_sharing or self._goes_whole:
-            return TokenBudgetPasses(*bounds, activation_offloading=self.args.activation_offloading)
+            return TokenBudgetPasses(*bounds, **common)
         tree, first = self._scored, rows.start
         if torch.is_grad_enabled():
             tree = self._tree_to_train()
@@ -191,19 +194,42 @@ class TrainerPasses:
             completions_per_forward=self.args.per_device_train_batch_size if self._splits_groups else None,
             num_images=None if num_images is None else num_images[rows],
             num_tiles=None if num_tiles is None else num_tiles[rows],
-            activation_offloading=self.args.activation_offloading,
             tree=tree,
             first_row=first,
+            **common,
         )
+
+    def go_whole(self, rows: torch.Tensor, reason: GoesWhole) -> None:
+        """Rows of token ids go through the model as they are, if no other process waits for them in passes."""
+        if has_several_processes():
+            raise reason
+        self.count.add(rows.numel(), rows.numel())
+        self._say(f"Rows go through the model whole: {reason}")
+
+    def _say(self, text: str) -> None:
+        """Once."""
+        kind = re.sub(r"\d+", "", text)  # of whatever row
+        if kind not in self._said:
+            self._said.add(kind)
+            logger.warning(text)
 
     def _tree_to_train(self) -> Tree | None:
         """That of the update, None for rows that are no part of a training step."""
         if self._rows is None or self._batch is None:
             return None
         if self._trained is None:
+            if self._rows_go_on_later() and has_parameter_hooks(self.model):
+                self._say(
+                    "A hook takes the gradient of a parameter behind each micro-batch, so prompts are shared within "
+                    "micro-batches only. Set `per_device_train_batch_size` to a multiple of `num_generations`."
+                )
+                return None
             prompts = self._batch.prompts[self._rows.start : self._rows.stop]
             self._trained = self._tree(self._batch, prompts, self.args.per_device_train_batch_size)
         return self._trained
+
+    def _rows_go_on_later(self) -> bool:
+        return len(self._rows) > self.args.per_device_train_batch_size
 
     def _first_row(self, tree: Tree | None) -> int:
         """Which row of an update's tree is the first one of the micro-batch."""
@@ -216,25 +242,28 @@ class TrainerPasses:
         length = batch.common_length if len(prompts) > batch.group_size else 0
         return Tree.of_groups(prompts, batch.group_size, length, **backward)
 
-    def compare_rows(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        logits_to_keep: int,
-        inputs: dict[str, torch.Tensor],
-        num_images: list[int] | None,
-        num_tiles: list[int] | None,
-    ) -> None:
+    def compare_rows(self, given: dict) -> None:
         """
-        Find out what the prompts of a batch of shape `(B, P + C)`, with their images, have in common, and whether it
-        saves time to share them on any process. Processes that shard the weights must call the model equally often, so
-        that several share what each group of prompts begins with, and what all prompts do if it is enough on each.
+        Find out what the prompts of a batch, see [`~TrainerPasses.of_rows`], have in common with their images, and
+        whether it saves time to share them on any process. Processes that shard the weights must call the model
+        equally often, so that several share what each group of prompts begins with, and what all prompts do if it is
+        enough on each.
         """
         if not self.args.prefix_sharing:
             return
-        multimodal = MultimodalInputs.of(inputs, len(input_ids), num_images, num_tiles)
-        input_ids, attention_mask = input_ids.cpu(), attention_mask.cpu()
-        prompt_ids, prompt_mask = (x[:, :-logits_to_keep] for x in (input_ids, attention_mask))
+        try:
+            batch = self._compare(given)
+        except GoesWhole as reason:
+            self.go_whole(given["input_ids"][:0], reason)
+            self._scored = batch = None
+        self._batches[self.model.training] = batch
+
+    def _compare(self, given: dict) -> _Batch:
+        images = {name: given[name] for name in OF_IMAGES if given.get(name) is not None}
+        num_rows = len(given["input_ids"])
+        multimodal = MultimodalInputs.of(images, num_rows, given.get("num_images"), given.get("num_tiles"))
+        input_ids, attention_mask = given["input_ids"].cpu(), given["attention_mask"].cpu()
+        prompt_ids, prompt_mask = (x[:, : -given["logits_to_keep"]] for x in (input_ids, attention_mask))
         begin_alike = all(shares_starts(model) for model in self._models)
         backbone = (self.model.get_base_model() if is_peft_model(self.model) else self.model).base_model
         prompts = prompts_of(backbone, prompt_ids, prompt_mask, multimodal, begin_alike)
@@ -247,10 +276,49 @@ class TrainerPasses:
         bounds = (self.args.per_device_train_batch_size, self.args.tokens_per_forward)
         is_worth_it = not self._may_go_whole or saves_time(self._scored, attention_mask.sum(1), *bounds)
         (is_worth_it,) = on_any_process([is_worth_it], self.device)
-        if self._goes_whole == is_worth_it:
-            way = "shared" if is_worth_it else "so short that rows go through the model whole"
-            logger.info(f"From this batch on, prompts are {way}.")
-        self._batches[self.model.training] = replace(batch, goes_whole=not is_worth_it)
+        if not is_worth_it:
+            alike = self._scored.num_tokens < int(prompts.lengths.sum())
+            why = "prompts have too little in common" if alike else "no two prompts of a batch begin alike"
+            self._say(f"Rows go through the model whole, because sharing would save no time: {why}.")
+        return replace(batch, goes_whole=not is_worth_it)
+
+    def what_is_shared(self) -> str:
+        """In a line, and what is not, and why."""
+        args, budget = self.args, self.args.tokens_per_forward
+        passes = "" if budget is None else f", in passes of at most {budget} tokens"
+        if not args.prefix_sharing:
+            noise = ", whose dropout draws other noise than rows together do" if dropouts(self.model) else ""
+            return f"rows go through the model whole{passes}{noise}."
+        engine = (
+            "vLLM" if args.use_vllm else "continuous batching" if args.use_transformers_continuous_batching else None
+        )
+        where = "generated, scored and trained" if engine is None else f"scored and trained ({engine} generates)"
+        starts = "what different prompts begin with, too"
+        if not all(shares_starts(model) for model in self._models):
+            starts = "but not what different prompts begin with, whose positions this model counts from the padding"
+        elif self.num_processes > 1:
+            starts = "and what all prompts of a batch begin with"
+        return (
+            f"each prompt is computed once for its {args.num_generations} completions where they are {where}{passes}, "
+            f"{starts}."
+            + (" They share the dropout of its tokens." if args.shares_dropout and dropouts(self.model) else "")
+        )
+
+    def metrics(self) -> dict[str, int | float]:
+        """
+        Of what was scored and trained since the last call: tokens that went through the model, padding included, those
+        of the same rows by themselves, and how many times as many these are.
+        """
+        count, self.count = self.count, TokenCount()
+        return {
+            "prefix_sharing/num_tokens": count.in_passes,
+            "prefix_sharing/num_tokens_whole_rows": count.in_whole_rows,
+            "prefix_sharing/token_ratio": count.in_whole_rows / max(1, count.in_passes),
+        }
+
+    def has_other_prompts(self, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor) -> bool:
+        """Whether rows of a rollout with these left-padded prompts are not those that were compared, in that order."""
+        return self._batch is not None and not self._batch.prompts.are(Prompts.of(prompt_ids.cpu(), prompt_mask.cpu()))
 
     def generate_of(
         self, model: PreTrainedModel, processing_class, images: list[list | None] | None
@@ -260,15 +328,27 @@ class TrainerPasses:
             return model.generate
         num_images = [len(x) if x else 0 for x in images] if images is not None else None
 
-        def generate(input_ids: torch.Tensor, **inputs) -> torch.Tensor:
-            return generate_with_shared_prefix(
-                model,
-                input_ids,
-                group_size=self.rows_per_prompt(len(input_ids)),
-                num_images=num_images,
-                num_tiles=count_tiles(processing_class, images, num_images, inputs),
-                **inputs,
-            )
+        def generate(*args, **kwargs) -> torch.Tensor:
+            names = ("input_ids", "generation_config", "logits_processor", "stopping_criteria")
+            inputs = {**dict(zip(names, args, strict=False)), **kwargs}
+            if "inputs" in inputs:
+                inputs["input_ids"] = inputs.pop("inputs")
+            reason = not_shared_because(model, inputs)
+            if reason is None:
+                of_images = {name: x for name, x in inputs.items() if name in OF_IMAGES}
+                counts = {
+                    "group_size": self.rows_per_prompt(len(inputs["input_ids"])),
+                    "num_images": num_images,
+                    "num_tiles": count_tiles(processing_class, images, num_images, of_images),
+                }
+                try:
+                    return generate_with_shared_prefix(model, **inputs, **counts)
+                except GoesWhole as exception:
+                    reason = exception
+            if has_several_processes() and isinstance(reason, GoesWhole):
+                raise reason
+            self._say(f"`generate` computes each row's prompt: {reason}")
+            return model.generate(*args, **kwargs)
 
         return generate
 

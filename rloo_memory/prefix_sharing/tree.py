@@ -20,6 +20,7 @@ import torch
 
 from .images import MultimodalInputs
 from .nodes import Gradient, Node
+from .passes import GoesWhole
 
 # Tokens that a node has to save: its length, for each that continues it but one. On a CPU, a node took as long as 600
 # tokens of an update or a scoring, and as 800 of a generation (between the shapes of "Prompts that begin alike" in
@@ -51,10 +52,10 @@ class Prompts:
         shares_starts: bool = True,
         image_token_id: int | None = None,
     ) -> "Prompts":
-        """Of left-padded prompts of shape `(B, P)`, on the host. Raises a `ValueError` if one has no token."""
+        """Of left-padded prompts of shape `(B, P)`, on the host. Raises a [`GoesWhole`] if one has no token."""
         lengths, place = (prompt_mask != 0).sum(1), torch.arange(prompt_ids.shape[1])
         if (empty := (lengths == 0).nonzero().flatten()).numel():
-            raise ValueError(
+            raise GoesWhole(
                 f"The prompt of row {empty[0]} of the batch is empty, and a completion needs a token to follow. "
                 "Remove empty prompts from the dataset."
             )

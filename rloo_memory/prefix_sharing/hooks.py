@@ -1,0 +1,89 @@
+"""
+Hooks of the user's own on a model whose rows go through it in passes. One that only looks on may see what it likes.
+One that changes what a layer computes was written for a row an example, and a pass has other rows: it is found where
+it does so.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from .passes import GoesWhole
+
+# Theirs do what they do for each token, or gather weights and record gradients
+_LIBRARIES = {"torch", "transformers", "accelerate", "peft", "trl", "deepspeed", "bitsandbytes", "rloo_memory"}
+_DICTS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def _is_own(hook: Callable) -> bool:
+    """Whether a hook is of none of the libraries that put hooks of theirs on models."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    module = getattr(hook, "__module__", None) or type(hook).__module__
+    return module.partition(".")[0] not in _LIBRARIES
+
+
+def _own_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, dict[int, Callable], int]]:
+    """Module, hooks of one kind, and which of these are the user's."""
+    for module in model.modules():
+        for hooks in (getattr(module, name) for name in _DICTS):
+            yield from ((module, hooks, number) for number in list(hooks) if _is_own(hooks[number]))
+
+
+def hooks_of(model: nn.Module) -> frozenset[int]:
+    """Numbers of the user's hooks, each of which no other hook has."""
+    return frozenset(number for _, _, number in _own_hooks(model))
+
+
+def has_parameter_hooks(model: nn.Module) -> bool:
+    """Whether a hook of the user's own gets the gradient of a parameter, or runs once it has it."""
+    hooks = (
+        (param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)) for param in model.parameters()
+    )
+    return any(_is_own(hook) for pair in hooks for kind in pair if kind for hook in kind.values())
+
+
+def _tensors(values) -> list[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        return [values]
+    values = values.values() if isinstance(values, dict) else values if isinstance(values, list | tuple) else ()
+    return [x for value in values for x in _tensors(value)]
+
+
+def _versions(values) -> list[int]:
+    return [x._version for x in _tensors(values) if not x.is_inference()]
+
+
+class _Watched:
+    """A hook that must not change what it is given."""
+
+    def __init__(self, hook: Callable):
+        self.hook = hook
+
+    def __call__(self, module: nn.Module, *given):
+        before = _versions(given)
+        returned = self.hook(module, *given)
+        if returned is not None or _versions(given) != before:
+            name = getattr(self.hook, "__qualname__", type(self.hook).__name__)
+            raise GoesWhole(
+                f"The hook `{name}` changes what {type(module).__name__} computes, and has been there for less long "
+                "than prompts are shared, so it may expect a row for each completion. Register it before: then it is "
+                "tried on a few tokens."
+            )
+
+
+@contextmanager
+def watched(model: nn.Module, known: frozenset[int]) -> Iterator[None]:
+    """Raise a [`GoesWhole`] where a hook of the user's, none of these that are `known`, changes something."""
+    replaced = [(hooks, number, hooks[number]) for _, hooks, number in _own_hooks(model) if number not in known]
+    for hooks, number, hook in replaced:
+        hooks[number] = _Watched(hook)
+    try:
+        yield
+    finally:
+        for hooks, number, hook in replaced:
+            if number in hooks:
+                hooks[number] = hook

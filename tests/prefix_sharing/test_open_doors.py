@@ -1,0 +1,271 @@
+"""Trainers and models as people have them: what is shared trains as untouched TRL does, and what is not says why."""
+
+import logging
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+    TopKLogitsWarper,
+)
+from trl.trainer import grpo_trainer
+
+import trl
+from rloo_memory import share_prompts
+from rloo_memory.prefix_sharing.trainer import shuffle_groups
+
+K, WORDS = 4, 120
+PAD, BOS, EOS = "<pad>", "<s>", "</s>"
+PROMPTS = [" ".join(f"w{3 + 7 * i % 90}" for i in range(n)) for n in (31, 22)]
+
+
+class Fixed(trl.GRPOTrainer):
+    """Completions that do not depend on rounding."""
+
+    def _generate_single_turn(self, prompt_ids, images, *args, **kwargs):
+        random = torch.Generator().manual_seed(self.state.global_step)
+        lengths = [(3, 9, 1, 6)[row % 4] for row in range(len(prompt_ids))]
+        return [torch.randint(4, WORDS, (length,), generator=random).tolist() for length in lengths], None
+
+
+def scored_rows(inputs):
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    return ids, torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1), inputs["completion_ids"].size(1)
+
+
+class HandsOn(trl.GRPOTrainer):
+    """Overrides that count or time calls."""
+
+    def _generate_single_turn(self, *args, **kwargs):
+        ids, logps = super()._generate_single_turn(*args, **kwargs)
+        return [x[:5] for x in ids], logps
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+
+class OtherNames(Fixed):
+    def _get_per_token_logps_and_entropies(self, policy, ids, mask, n, batch_size=None, **kwargs):
+        return super()._get_per_token_logps_and_entropies(policy, ids, mask, n, batch_size=1, **kwargs)
+
+
+class ByPosition(Fixed):
+    def _compute_loss(self, model, inputs):
+        logps, _, _ = self._get_per_token_logps_and_entropies(model, *scored_rows(inputs), None, True)
+        loss = -((logps * inputs["completion_mask"]).sum(1) * inputs["advantages"]).mean()
+        return loss / self.current_gradient_accumulation_steps
+
+
+class ScoredTwice(Fixed):
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        logps, *rest = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        return (logps + super()._get_per_token_logps_and_entropies(*args, **kwargs)[0]) / 2, *rest
+
+
+class OwnGenerate(trl.GRPOTrainer):
+    options = {"logits_processor": LogitsProcessorList([TopKLogitsWarper(5)])}
+
+    def _generate_single_turn(self, prompt_ids, images, *args, **kwargs):
+        rows = self.processing_class.pad({"input_ids": prompt_ids}, padding_side="left", return_tensors="pt")
+        model = self.accelerator.unwrap_model(self.model_wrapped)
+        with torch.no_grad():
+            ids = model.generate(**rows, max_new_tokens=5, do_sample=False, **self.options)
+        return [row[rows["input_ids"].size(1) :].tolist() for row in ids], None
+
+
+class Beams(OwnGenerate):
+    options = {"num_beams": 2}
+
+
+class Sorted(Fixed):
+    def _generate_and_score_completions(self, inputs):
+        rollout = super()._generate_and_score_completions(inputs)
+        rows = rollout["completion_mask"].sum(1).sort(stable=True).indices
+        return {name: x[rows] if isinstance(x, torch.Tensor) and x.ndim else x for name, x in rollout.items()}
+
+
+class GapsInMasks(Fixed):
+    def _generate_and_score_completions(self, inputs):
+        rollout = super()._generate_and_score_completions(inputs)
+        rollout["completion_mask"][1::4, 2] = 0
+        return rollout
+
+
+class RowHook(Fixed):
+    """Adds a vector of its own to each row."""
+
+    def _compute_loss(self, model, inputs):
+        vectors = inputs["advantages"][:, None, None] * 0.1
+
+        def add(module, args, x):
+            return x + vectors
+
+        handle = self.accelerator.unwrap_model(model).model.layers[1].register_forward_hook(add)
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            handle.remove()
+
+
+class Clamped(Fixed):
+    """A parameter's gradient is clamped behind each micro-batch."""
+
+    def _compute_loss(self, model, inputs):
+        if not hasattr(self, "clamped"):
+            self.clamped = model.model.layers[0].mlp.up_proj.weight.register_hook(lambda x: x.clamp(-1e-4, 1e-4))
+        return super()._compute_loss(model, inputs)
+
+
+class ScaledLoss(Fixed):
+    """Divides a loss by the norm of its gradient."""
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        grads = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True, allow_unused=True)
+        return loss / (torch.cat([x.flatten() for x in grads if x is not None]).norm() + 1e-3) / 4
+
+
+def build_tokenizer():
+    words = {word: i for i, word in enumerate([PAD, BOS, EOS, *(f"w{i}" for i in range(3, WORDS))])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, padding_side="left")
+
+
+@pytest.fixture
+def policy(tmp_path):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "policy")
+    return str(tmp_path / "policy")
+
+
+@pytest.fixture
+def train(policy, tmp_path, monkeypatch):
+    """Trains the policy. Returns its weights, tokens of its first layer, and what was logged."""
+    monkeypatch.setattr(grpo_trainer, "shuffle_sequence_dict", lambda batch: shuffle_groups(batch, K))
+
+    def run(trainer_class, batch_size, share=None, prepare=lambda trainer: None, **options):
+        peft_config = options.pop("peft_config", None)
+        args = trl.GRPOConfig(
+            output_dir=str(tmp_path), per_device_train_batch_size=batch_size, num_generations=K,
+            gradient_accumulation_steps=8 // batch_size, max_completion_length=16, max_steps=2, learning_rate=1e-2,
+            report_to="none", use_cpu=True, bf16=False, save_strategy="no", disable_tqdm=True, optim="sgd",
+            max_grad_norm=0.0, shuffle_dataset=False, logging_steps=1, model_init_kwargs={"dtype": torch.float64},
+            **{"beta": 0.04, **options},
+        )  # fmt: skip
+        torch.manual_seed(0)
+        trainer = trainer_class(
+            model=policy,
+            reward_funcs=lambda completion_ids, **_: [sum(ids) * 7919 % 13 / 13 for ids in completion_ids],
+            args=args,
+            train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+            processing_class=build_tokenizer(),
+            peft_config=peft_config,
+        )
+        prepare(trainer)
+        if share is not None:
+            share_prompts(trainer, **share)
+        tokens = []
+
+        def count(module, args):
+            tokens.append(args[0][..., 0].numel())
+
+        layers = [module for name, module in trainer.model.named_modules() if name.endswith("layers.0.mlp")]
+        layers[0].register_forward_pre_hook(count)
+        trainer.train()
+        weights = torch.cat([param.detach().flatten() for param in trainer.model.parameters()])
+        return weights, sum(tokens), trainer.state.log_history
+
+    return run
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Warnings of the package."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("rloo_memory.prefix_sharing.trainer")
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+
+
+# Trainer, rows of a micro-batch, what is said where something goes whole
+PATTERNS = [
+    *(
+        (cls, rows, None)
+        for rows in (8, 2)
+        for cls in (HandsOn, OtherNames, ByPosition, ScoredTwice, OwnGenerate, Sorted)
+    ),
+    (Beams, 8, "with `num_beams=2`, it does not decode one completion a row"),
+    (GapsInMasks, 8, "The attention mask of row 1 of the batch is 0 between tokens"),
+    *((RowHook, rows, "The hook `RowHook._compute_loss.<locals>.add` changes what") for rows in (8, 2)),
+    (Clamped, 8, None),
+    (Clamped, 2, "prompts are shared within micro-batches only"),
+    (ScaledLoss, 8, None),
+]
+
+
+@pytest.mark.parametrize("trainer_class, rows, said", PATTERNS)
+def test_subclasses_train_as_without(trainer_class, rows, said, train, told):
+    expected, whole_tokens, _ = train(trainer_class, rows)
+    weights, tokens, _ = train(trainer_class, rows, share={})
+    # Norms and rotary embeddings compute in float32
+    assert (weights - expected).norm() <= 1e-9 * expected.norm()
+    if said is None:
+        assert not told and tokens < 0.5 * whole_tokens
+    else:
+        assert len(told) == 1 and said in told[0]
+
+
+def test_a_gradient_that_lacks_a_prompts_part_is_not_given(train):
+    with pytest.raises(
+        RuntimeError, match="in the middle of an update.*Set `per_device_train_batch_size` to a multiple"
+    ):
+        train(ScaledLoss, 2, share={})
+
+
+def test_the_log_counts_the_tokens_of_the_model(train, capsys):
+    _, tokens, logs = train(Fixed, 2, share={}, beta=0.0, gradient_checkpointing=False)
+    assert "each prompt is computed once for its 4 completions where they are generated" in capsys.readouterr().out
+    logged = [log for log in logs if "loss" in log]
+    assert len(logged) == 2 and all(log["prefix_sharing/token_ratio"] > 2 for log in logged)
+    compared = 2 * (31 + 9) + (30 + 2 * 10)  # two whole rows of the first batch, and the same in passes
+    assert tokens - compared <= sum(log["prefix_sharing/num_tokens"] for log in logged) <= tokens
+
+
+@pytest.mark.slow
+def test_layers_that_are_compiled_train_as_without(train):
+    def compiled(trainer):
+        for layer in trainer.model.model.layers:
+            layer.compile(backend="eager")
+
+    expected, *_ = train(Fixed, 2)
+    weights, *_ = train(Fixed, 2, share={}, prepare=compiled)
+    assert (weights - expected).norm() <= 1e-9 * expected.norm()
+    with pytest.raises(ValueError, match="for layer in model.model.layers: layer.compile"):
+        train(Fixed, 2, share={}, torch_compile=True)
+
+
+LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.3)
+
+
+def test_dropout_is_refused_with_what_helps_and_shared_where_it_may_be(train):
+    with pytest.raises(ValueError, match=r"\): set `disable_dropout=True`"):
+        train(Fixed, 8, share={}, peft_config=LORA)
+    expected, whole_tokens, _ = train(Fixed, 8, peft_config=LORA, disable_dropout=True)
+    weights, tokens, _ = train(Fixed, 8, share={}, peft_config=LORA, disable_dropout=True)
+    assert (weights - expected).norm() <= 1e-9 * expected.norm() and tokens < 0.5 * whole_tokens
+    other, tokens, _ = train(Fixed, 8, share={"shares_dropout": True}, peft_config=LORA)
+    assert tokens < 0.5 * whole_tokens and (other - expected).norm() > 1e-6 * expected.norm()
