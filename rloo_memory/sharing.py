@@ -16,10 +16,11 @@ import torch
 from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import ProcessorMixin
-from transformers.modeling_outputs import BaseModelOutputWithPast, SequenceClassifierOutput
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from rloo_memory.prefix_sharing.config import check_passes_config
 from rloo_memory.prefix_sharing.images import OF_IMAGES
+from rloo_memory.prefix_sharing.lm_head import backbone_gives
 from rloo_memory.prefix_sharing.passes import GoesWhole
 from rloo_memory.prefix_sharing.probe import without_dropout
 from rloo_memory.prefix_sharing.trainer import TrainerPasses
@@ -89,15 +90,6 @@ def put_back(owner, name: str, before) -> None:
         delattr(owner, name)
     else:
         setattr(owner, name, before)
-
-
-class _Output(BaseModelOutputWithPast):
-    """Hidden states, of shape `(B, C + 1, H)`. What a model reads beside them, of images or sound, is None."""
-
-    def __getattr__(self, name: str):
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return None
 
 
 @dataclass(frozen=True)
@@ -369,8 +361,7 @@ def forward_in_passes(model, original: Callable, passes, *args, **kwargs):
     states = passes.forward(model.base_model, *args, **kwargs)
     # From the last prompt token on, the LM head scores what a backbone gives that has run already
     of_columns = {name: x[:, passes.prefix_length - 1 :] for name, x in of_columns.items()}
-    output = _Output(last_hidden_state=states.last_hidden_state)
-    with replaced(model.base_model, "forward", lambda *args, **kwargs: output), small_tiles(output.last_hidden_state):
+    with backbone_gives(model, states.last_hidden_state), small_tiles(states.last_hidden_state):
         outputs = original(**of_columns, **of_head)
     if experts:
         outputs.aux_loss = states.aux_loss

@@ -18,7 +18,7 @@ from .cache import SharedPrefixCache
 from .fsdp2 import FSDPModule, base_model_forward
 from .images import MultimodalInputs
 from .nodes import Path
-from .passes import exceeds_longrope, has_several_processes, on_any_process
+from .passes import GoesWhole, exceeds_longrope, has_several_processes, on_any_process
 from .routing import running
 from .shared_passes import at_least_one, prompt_pass, prompts_of
 from .tree import Branch, Tree, common_length
@@ -99,21 +99,17 @@ def _option(model: PreTrainedModel, inputs: dict, name: str):
     return next((value for value in values if value is not None), None)
 
 
-def not_shared_because(model: PreTrainedModel, inputs: dict) -> str | None:
-    """Why `generate` does not share prompts where it is called with these arguments. None: it does."""
+def _check(model: PreTrainedModel, inputs: dict) -> None:
+    """Raise a [`GoesWhole`] where `generate` does not share prompts if it is called with these arguments."""
     for name, plain in _OPTIONS.items():
         if (value := _option(model, inputs, name)) not in plain:
-            return (
+            raise GoesWhole(
                 f"with `{name}={value!r}`, it does not decode one completion a row. Remove it, or generate with vLLM."
             )
     if given := [name for name in _OTHER_WAYS if inputs.get(name) is not None]:
-        return f"with `{given[0]}`, it does not begin with the prompts. Remove it."
+        raise GoesWhole(f"with `{given[0]}`, it does not begin with the prompts. Remove it.")
     if missing := [name for name in ("input_ids", "attention_mask") if inputs.get(name) is None]:
-        return f"it was called without `{missing[0]}`. Pass it."
-    new, length = (_option(model, inputs, name) for name in ("max_new_tokens", "max_length"))
-    if exceeds_longrope(model.config, length if new is None else inputs["input_ids"].shape[1] + new):
-        return "with so many tokens, its rotary embedding gets other frequencies on the way."
-    return None
+        raise GoesWhole(f"it was called without `{missing[0]}`. Pass it.")
 
 
 def _positions_to_continue(
@@ -129,8 +125,8 @@ def _positions_to_continue(
 
 def generate_with_shared_prefix(
     model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
+    input_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
     generation_config: GenerationConfig | None = None,
     group_size: int | None = None,
     num_images: list[int] | None = None,
@@ -148,7 +144,7 @@ def generate_with_shared_prefix(
         attention_mask (`torch.Tensor` of shape `(B, P)`):
             1 for tokens, 0 for padding.
         generation_config ([`~transformers.GenerationConfig`], *optional*):
-            Greedy decoding or sampling, see [`not_shared_because`].
+            Greedy decoding or sampling, one completion a row.
         group_size (`int`, *optional*):
             Number of consecutive rows with the same prompt, see [`SharedPrefixPasses`].
         num_images (`list[int]`, *optional*):
@@ -162,8 +158,19 @@ def generate_with_shared_prefix(
         `torch.Tensor` of shape `(B, P + C)`: Prompts followed by what was generated.
 
     Raises:
-        GoesWhole: If images cannot be shared.
+        GoesWhole: If rows are decoded in another way, or images cannot be shared.
     """
+    asked = {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "generation_config": generation_config,
+        **inputs,
+    }
+    _check(model, asked)
+    new, length = (_option(model, asked, name) for name in ("max_new_tokens", "max_length"))
+    # Where frequencies change on the way, `generate` computes all keys and values again
+    if exceeds_longrope(model.config, length if new is None else input_ids.shape[1] + new):
+        return model.generate(**asked)
     # As `generate` of a PEFT model does, past the forward of the PEFT model, which Accelerate wraps in autocast
     forward = base_model_forward(model) if is_peft_model(model) else model
     base_model = model.get_base_model() if is_peft_model(model) else model

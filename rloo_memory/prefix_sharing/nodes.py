@@ -100,6 +100,8 @@ class Node:
         # The gradients of several rows add up even in a read that is alone
         if not x.requires_grad or (gradient is Gradient.ALONE and slot[1] in (KEY, VALUE)):
             return x.expand(shape)
+        if gradient is Gradient.ENDS and x.numel() == 0:
+            return x.detach().expand(shape)
         anchor = self._end(slot) if gradient is Gradient.ENDS else self._join(slot)
         return _Read.apply(x.detach().expand(shape), anchor.expand(shape))
 
@@ -131,8 +133,8 @@ class Node:
 
     @property
     def ends(self) -> list[torch.Tensor]:
-        """Leaves in which the gradients of reads add up that end here."""
-        return list(self._ends.values())
+        """Leaves in which the gradients of keys add up whose reads end here: each pass behind it reads them."""
+        return [leaf for slot, leaf in self._ends.items() if slot[1] == KEY]
 
     def backward(self) -> None:
         """Backward from the gradients that ended here, if no read has taken them on through it."""

@@ -169,9 +169,10 @@ def _watch_backward(states: torch.Tensor, prefixes: list[Path]) -> None:
     def check(grad: torch.Tensor) -> None:
         if not torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node):
             raise RuntimeError(
-                "Gradients were asked for in the middle of an update (`torch.autograd.grad`, or a backward with "
-                "`inputs`), where they lack the part of prompts that later micro-batches continue. Set "
-                "`per_device_train_batch_size` to a multiple of `num_generations`, or train without `share_prompts`."
+                "Gradients were asked for (`torch.autograd.grad`, or a backward with `inputs`) in the middle of an "
+                "update, where they lack the part of prompts whose backward is still to come. In a trainer, set "
+                "`per_device_train_batch_size` to a multiple of `num_generations`; in a loop, ask for them behind "
+                "`shared_prompts`."
             )
 
     states.register_hook(check)

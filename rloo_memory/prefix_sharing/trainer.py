@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .enabling import disable_prefix_sharing, enable_prefix_sharing, shares_starts
-from .generation import generate_with_shared_prefix, not_shared_because
+from .generation import generate_with_shared_prefix
 from .hooks import has_parameter_hooks
 from .images import OF_IMAGES, MultimodalInputs, count_tiles
 from .passes import GoesWhole, TokenCount, has_several_processes, on_any_process
@@ -333,21 +333,18 @@ class TrainerPasses:
             inputs = {**dict(zip(names, args, strict=False)), **kwargs}
             if "inputs" in inputs:
                 inputs["input_ids"] = inputs.pop("inputs")
-            reason = not_shared_because(model, inputs)
-            if reason is None:
-                of_images = {name: x for name, x in inputs.items() if name in OF_IMAGES}
-                counts = {
-                    "group_size": self.rows_per_prompt(len(inputs["input_ids"])),
-                    "num_images": num_images,
-                    "num_tiles": count_tiles(processing_class, images, num_images, of_images),
-                }
-                try:
-                    return generate_with_shared_prefix(model, **inputs, **counts)
-                except GoesWhole as exception:
-                    reason = exception
-            if has_several_processes() and isinstance(reason, GoesWhole):
-                raise reason
-            self._say(f"`generate` computes each row's prompt: {reason}")
+            of_images = {name: x for name, x in inputs.items() if name in OF_IMAGES}
+            counts = {
+                "group_size": self.rows_per_prompt(len(inputs.get("input_ids", ()))),
+                "num_images": num_images,
+                "num_tiles": count_tiles(processing_class, images, num_images, of_images),
+            }
+            try:
+                return generate_with_shared_prefix(model, **inputs, **counts)
+            except GoesWhole as reason:
+                if images is not None and has_several_processes():
+                    raise
+                self._say(f"`generate` computes the prompt of each row: {reason}")
             return model.generate(*args, **kwargs)
 
         return generate

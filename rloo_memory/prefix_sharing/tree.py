@@ -133,6 +133,8 @@ class Tree:
             Number of consecutive rows that have their backward together. If `None`, all.
         in_one_backward (`bool`, *optional*, defaults to `False`):
             Whether the backward of a node is part of that of the last rows that read it.
+        positions_from_zero (`bool`, *optional*, defaults to `False`):
+            Whether positions are those of each row by itself, and not those of columns of the batch.
     """
 
     def __init__(
@@ -141,8 +143,10 @@ class Tree:
         branches: list[Branch],
         rows_per_backward: int | None = None,
         in_one_backward: bool = False,
+        positions_from_zero: bool = False,
     ):
         self.prompts = prompts
+        self.positions_from_zero = positions_from_zero
         self.branches = branches
         self.rows_per_backward = rows_per_backward or len(prompts)
         self.in_one_backward = in_one_backward
@@ -195,6 +199,8 @@ class Tree:
 
     def first_column(self, branch: Branch) -> int:
         """Column of the first token of the first row of its path, from where positions are counted for all rows."""
+        if self.positions_from_zero:
+            return 0
         return self.prompts.ids.shape[1] - int(self.prompts.lengths[branch.path[0].rows[0]])
 
     def new_branches(self, rows: range) -> list[Branch]:
@@ -224,11 +230,53 @@ class Tree:
         if branch.rows[-1] >= stop:
             self.nodes[branch] = node
 
+    def backward(self) -> None:
+        """All rows are done: the nodes have their backward, children before parents, and go."""
+        for branch in reversed(self.branches):
+            if branch in self.nodes:
+                self.nodes.pop(branch).backward()
+
     def leave(self, stop: int) -> None:
         """Rows up to `stop` are done: the nodes that no others read have their backward, if it is theirs, and go."""
         for branch in reversed(self.branches):
             if branch in self.nodes and branch.rows[-1] < stop:
                 self.nodes.pop(branch).backward()
+
+
+class Part(Tree):
+    """
+    Some rows of prompts whose rows come in parts: each part has a backward of its own, and the prompts have theirs
+    behind all of them. The nodes stay in the tree of the prompts.
+
+    Args:
+        tree ([`Tree`]):
+            Of the prompts, with a branch for each.
+        rows (`list[int]`):
+            Which prompt each row has.
+    """
+
+    def __init__(self, tree: Tree, rows: list[int]):
+        branches: dict[Branch, Branch] = {}
+        for branch in tree.branches:
+            mine = set(branch.rows)
+            places = [place for place, row in enumerate(rows) if row in mine]
+            if places:
+                branches[branch] = Branch(places, branch.start, branch.end, branches.get(branch.parent))
+        super().__init__(tree.prompts[torch.tensor(rows)], list(branches.values()), positions_from_zero=True)
+        self.tree, self.of_tree = tree, {mine: branch for branch, mine in branches.items()}
+        self.nodes = {mine: tree.nodes[branch] for branch, mine in branches.items() if branch in tree.nodes}
+
+    def outlives(self, branch: Branch) -> bool:
+        return True
+
+    def gradient(self, branch: Branch, row: int, is_alone: bool) -> Gradient:
+        return Gradient.ENDS
+
+    def keep(self, branch: Branch, node: Node, stop: int) -> None:
+        self.nodes[branch] = self.tree.nodes[self.of_tree[branch]] = node
+
+    def leave(self, stop: int) -> None:
+        """The nodes stay."""
 
 
 def length_alike(prompts: Prompts) -> int:

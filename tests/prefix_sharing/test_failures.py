@@ -178,6 +178,7 @@ class TestPrefixSharingFailures:
         model.get_input_embeddings().register_forward_hook(
             lambda module, args, output: output.masked_fill(args[0][..., None] == 299, torch.nan)
         )
+        enable_prefix_sharing(model)  # with the hook
         with torch.no_grad():
             expected = model(**inputs).log_probs[:, passes.prefix_length - 1 :]
             log_probs = model(**inputs, passes=SharedPrefixPasses(passes.prefix_length)).log_probs

@@ -1,11 +1,12 @@
 """Trainers and models as people have them: what is shared trains as untouched TRL does, and what is not says why."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -17,7 +18,7 @@ from transformers import (
 from trl.trainer import grpo_trainer
 
 import trl
-from rloo_memory import share_prompts
+from rloo_memory import log_probs, share_prompts
 from rloo_memory.prefix_sharing.trainer import shuffle_groups
 
 K, WORDS = 4, 120
@@ -269,3 +270,36 @@ def test_dropout_is_refused_with_what_helps_and_shared_where_it_may_be(train):
     assert (weights - expected).norm() <= 1e-9 * expected.norm() and tokens < 0.5 * whole_tokens
     other, tokens, _ = train(Fixed, 8, share={"shares_dropout": True}, peft_config=LORA)
     assert tokens < 0.5 * whole_tokens and (other - expected).norm() > 1e-6 * expected.norm()
+
+
+def test_gradients_with_shared_dropout_have_the_mean_of_each_rows_own(policy):
+    """400 draws each. Without dropout the gradient is another one, which this test tells apart."""
+    model = get_peft_model(LlamaForCausalLM.from_pretrained(policy), replace(LORA, init_lora_weights=False)).train()
+    random = torch.Generator().manual_seed(0)
+    prompt, *completions = (torch.randint(3, WORDS, (n,), generator=random) for n in (8, 5, 3, 6, 4))
+    signs = torch.tensor([1.0, -0.5, 0.7, -1.2])
+
+    def gradients(score, draws):
+        found = []
+        for _ in range(draws):
+            model.zero_grad()
+            (score() * signs[:, None]).sum().backward()
+            found.append(torch.cat([param.grad.flatten() for param in model.parameters() if param.requires_grad]))
+        return torch.stack(found)
+
+    def shared():
+        return log_probs(model, prompt, completions, shares_dropout=True)
+
+    def whole():
+        return torch.cat([log_probs(model, prompt, [x], shares_dropout=True).sum(1) for x in completions])[:, None]
+
+    def apart(one, other):
+        """Squared difference of two means, in that which noise alone has on average."""
+        return (
+            (one.mean(0) - other.mean(0)).square().sum() / sum(x.var(0).sum() / len(x) for x in (one, other))
+        ).item()
+
+    torch.manual_seed(0)
+    of_rows, of_shared = gradients(whole, 400), gradients(shared, 400)
+    model.eval()
+    assert apart(of_shared, of_rows) < 2 < 10 < apart(of_rows, gradients(whole, 2))

@@ -1,0 +1,54 @@
+"""The LM head of a model, behind hidden states that its backbone has computed already."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from accelerate.utils import is_peft_model
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+
+class _Output(BaseModelOutputWithPast):
+    """Hidden states, of shape `(B, T, H)`. What a model reads beside them, of images or sound, is None."""
+
+    def __getattr__(self, name: str):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return None
+
+
+@contextmanager
+def backbone_gives(model: nn.Module, states: torch.Tensor) -> Iterator[None]:
+    """Have the backbone of a causal language model give these states, whatever it is called with."""
+    backbone = model.base_model
+    before = vars(backbone).get("forward")
+    backbone.forward = lambda *args, **kwargs: _Output(last_hidden_state=states)
+    try:
+        yield
+    finally:
+        if before is None:
+            del backbone.forward
+        else:
+            backbone.forward = before
+
+
+def logits_of(model: nn.Module, states: torch.Tensor) -> torch.Tensor:
+    """
+    Logits as the model's own forward makes them of hidden states, with what it has of caps, scales and multipliers.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Causal language model.
+        states (`torch.Tensor` of shape `(..., H)`):
+            Last hidden states.
+
+    Returns:
+        `torch.Tensor` of shape `(..., V)`: Logits.
+    """
+    model = model.get_base_model() if is_peft_model(model) else model
+    flat = states.reshape(1, -1, states.shape[-1])
+    ids = torch.zeros(flat.shape[:2], dtype=torch.long, device=flat.device)
+    with backbone_gives(model, flat):
+        logits = model(input_ids=ids, use_cache=False).logits
+    return logits.reshape(*states.shape[:-1], -1)

@@ -1,0 +1,177 @@
+"""Log-probabilities for one's own loop, their gradients, and the programs of docs/own_loops.md."""
+
+import re
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, LlamaConfig
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+
+from experiments.checks.float64 import pure_float64
+from experiments.config import ROOT
+from rloo_memory import log_probs, logits_of, shared_prompts
+from rloo_memory.prefix_sharing import tree
+
+SHAPE = dict(
+    vocab_size=120, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+CONFIGS = {
+    "llama": LlamaConfig(**SHAPE),
+    "windows and caps": Gemma2Config(**SHAPE, head_dim=8, sliding_window=8, final_logit_softcapping=5.0),
+    "scaled logits": GraniteConfig(**SHAPE, logits_scaling=3.0),
+    "hybrid": Qwen3_5TextConfig(
+        **SHAPE, head_dim=8, layer_types=["linear_attention", "full_attention"] * 2, linear_key_head_dim=8,
+        linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
+    ),
+}  # fmt: skip
+RANDOM = torch.Generator().manual_seed(0)
+
+
+def ids(number):
+    return torch.randint(4, 120, (number,), generator=RANDOM)
+
+
+BEGIN = ids(30)
+PROMPTS = [torch.cat([BEGIN, ids(12)]), torch.cat([BEGIN, ids(7)]), ids(1)]
+ROWS = [0, 0, 1, 0, 2, 1, 2]
+COMPLETIONS = [ids(number) for number in (5, 3, 9, 1, 4, 2, 6)]
+WEIGHTS = torch.randn(len(ROWS), 9, generator=RANDOM, dtype=torch.float64)
+
+
+@pytest.fixture(params=[*CONFIGS, "lora", "checkpointing"])
+def model(request):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS.get(request.param, CONFIGS["llama"]), dtype=torch.float64)
+    for param in model.parameters():  # no logits that are all alike
+        param.data.mul_(3 if param.dim() > 1 else 1)
+    if request.param == "lora":
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).double()
+    if request.param == "checkpointing":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def whole_rows(model):
+    values = torch.zeros_like(WEIGHTS)
+    for row, (prompt, completion) in enumerate(zip(ROWS, COMPLETIONS, strict=True)):
+        states = model(input_ids=torch.cat([PROMPTS[prompt], completion])[None], use_cache=False)
+        logits = states.logits[0, len(PROMPTS[prompt]) - 1 : -1] / 0.7
+        values[row, : len(completion)] = logits.log_softmax(-1).gather(1, completion[:, None])[:, 0]
+    return values
+
+
+def gradient(model):
+    grads = [param.grad.flatten() for param in model.parameters() if param.grad is not None]
+    model.zero_grad()
+    return torch.cat(grads)
+
+
+def assert_same(got, expected):
+    assert (got - expected).norm() <= 1e-12 * expected.norm()
+
+
+@pytest.mark.parametrize("saved", [5, 10**6])  # with what two prompts begin with, and without
+@pytest.mark.parametrize("tokens_per_forward", [None, 6])
+def test_log_probs_and_gradients_are_those_of_whole_rows(model, saved, tokens_per_forward, monkeypatch):
+    monkeypatch.setattr(tree, "MIN_SAVED_TOKENS", saved)
+    with pure_float64():
+        expected = whole_rows(model)
+        (expected * WEIGHTS).sum().backward()
+        expected_gradient = gradient(model)
+        values = log_probs(model, [PROMPTS[row] for row in ROWS], COMPLETIONS, tokens_per_forward, temperature=0.7)
+        (values * WEIGHTS).sum().backward()
+        assert_same(values, expected)
+        assert_same(gradient(model), expected_gradient)
+        with shared_prompts(model, PROMPTS, temperature=0.7) as shared:
+            with torch.no_grad():
+                assert_same(shared.log_probs(COMPLETIONS[:2]), expected[:2, :5])
+            for part in ([0, 2], [4, 1, 3], [5], [6]):
+                values = shared.log_probs([COMPLETIONS[i] for i in part], [ROWS[i] for i in part])
+                assert_same(values, expected[part][:, : values.shape[1]])
+                (values * WEIGHTS[part][:, : values.shape[1]]).sum().backward()
+        assert_same(gradient(model), expected_gradient)
+
+
+def test_logits_of_states_are_the_models(model):
+    with pure_float64(), torch.no_grad():
+        output = model(input_ids=PROMPTS[:1][0][None], output_hidden_states=True, use_cache=False)
+        assert torch.equal(logits_of(model, output.hidden_states[-1]), output.logits)
+
+
+def llama():
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(CONFIGS["llama"])
+
+
+def test_what_is_held_for_a_backward_does_not_grow_with_the_completions():
+    """Eight completions of 40 tokens behind a prompt of 400: bytes that autograd keeps, each storage once."""
+    model, prompt, completions, held = llama(), ids(400), [ids(40) for _ in range(8)], {}
+
+    def kept(function):
+        storages = {}
+
+        def keep(x):
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage()
+            return x
+
+        with saved_tensors_hooks(keep, lambda x: x):
+            result = function()
+        own = {param.untyped_storage().data_ptr() for param in model.parameters()}
+        return result, sum(x.nbytes() for address, x in storages.items() if address not in own)
+
+    rows = torch.stack([torch.cat([prompt, completion]) for completion in completions])
+    _, held["whole"] = kept(lambda: model(input_ids=rows, use_cache=False).logits.log_softmax(-1))
+    _, held["shared"] = kept(lambda: log_probs(model, prompt, completions))
+    _, held["bounded"] = kept(lambda: log_probs(model, prompt, completions, tokens_per_forward=40))
+    with shared_prompts(model, prompt) as shared:
+        parts = []
+        for completion in completions:
+            value, size = kept(lambda: shared.log_probs([completion]))  # noqa: B023
+            value.sum().backward()
+            parts.append(size)
+    held["parts"] = parts[0]
+    print({name: round(size / 2**20, 1) for name, size in held.items()})
+    assert held["shared"] < held["whole"] / 4 and held["bounded"] < held["whole"] / 6
+    assert held["parts"] < held["whole"] / 6 and max(parts[1:]) < held["parts"] / 4
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (([PROMPTS[0]], COMPLETIONS), r"`prompts` has 1 texts, and there are 7 completions"),
+        ((PROMPTS[0], [[]]), r"`completions\[0\]` must be token ids, of shape \(at least 1,\), and has \(0,\)"),
+        ((PROMPTS[0], [[5, 120]]), "A token id is 120, and the model has embeddings of 120 tokens"),
+        ((PROMPTS[0], [[5]], 0), r"tokens_per_forward \(0\) must be at least 1"),
+    ],
+)
+def test_arguments_are_refused_by_their_names(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        log_probs(llama(), *arguments)
+
+
+def test_models_that_cannot_share_and_gradients_that_are_not_whole_are_refused():
+    model = get_peft_model(llama(), LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1))
+    with pytest.raises(ValueError, match="lora_dropout"):
+        log_probs(model.train(), PROMPTS[0], COMPLETIONS)
+    assert log_probs(model.train(), PROMPTS[0], COMPLETIONS, shares_dropout=True).isfinite().all()
+    model = llama()
+    with shared_prompts(model, PROMPTS[0]) as shared:
+        with pytest.raises(ValueError, match="`rows` must be 1 numbers from 0 to 0"):
+            shared.log_probs([[5]], rows=[1])
+        with pytest.raises(RuntimeError, match="ask for them behind `shared_prompts`"):
+            torch.autograd.grad(shared.log_probs([[5, 6]]).sum(), list(model.parameters()), allow_unused=True)
+
+
+PAGE = ROOT / "docs" / "own_loops.md"
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_the_programs_of_the_page_run(number, hub, capsys):
+    program = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)[number]
+    assert program.count('"Qwen/Qwen3-0.6B"') == 1
+    program = program.replace('"Qwen/Qwen3-0.6B"', repr(str(hub / "tiny-Qwen3ForCausalLM")))
+    exec(program.replace("max_new_tokens=256", "max_new_tokens=8"), {})
+    assert capsys.readouterr().out
