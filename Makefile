@@ -56,7 +56,7 @@ test-cuda:
 	  || { echo "make test-cuda: gcc and g++ compile the emulated device: apt-get install g++" >&2; exit 1; }
 	./setup_env.sh
 	tests/venv.sh cuda -c requirements.lock
-	.venv-cuda/bin/python -m pytest -q tests/cuda
+	.venv-cuda/bin/python -m pytest -q tests/cuda tests/test_liger.py
 
 lint:
 	./setup_env.sh
