@@ -18,6 +18,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rloo_memory.adapters import lora_settings
 from rloo_memory.errors import EXIT_USAGE, ConfigError, exit_code
 from rloo_memory.installed_trl import need_trl, trl_version
 from rloo_memory.plan.peaks import PredictedPeak, Prediction
@@ -81,8 +82,9 @@ def predict(
     Raises:
         ConfigError: for settings that no trainer accepts, and for what cannot be predicted, with the reason.
     """
+    of_adapters = lora_settings(peft_config) if peft_config else {}
     asked = {
-        "settings": {**settings_of(config), **lora_settings(peft_config), **plain(settings or {})},
+        "settings": {**settings_of(config), **of_adapters, **plain(settings or {})},
         "model": model_in_text(model),
         "prompt_tokens": prompt_tokens,
         "limit": limit,
@@ -140,18 +142,6 @@ def plain(settings: dict) -> dict:
     return found
 
 
-def lora_settings(peft_config) -> dict:
-    if peft_config is None:
-        return {}
-    modules = peft_config.target_modules
-    return {
-        "use_peft": True,
-        "lora_r": peft_config.r,
-        "lora_dropout": peft_config.lora_dropout,
-        "lora_target_modules": sorted(modules) if isinstance(modules, set) else modules,
-    }
-
-
 def model_in_text(model) -> str | dict:
     """A name, a folder's absolute path, or a config as a dictionary."""
     if isinstance(model, str | Path):
@@ -206,8 +196,7 @@ def first_remedy(now: Prediction, hf_config, limit: int, calibration) -> Remedy 
 
     trials = {lever.name: trial for lever in LEVERS if (trial := applied(lever, now.setup, hf_config))}
     try:
-        predictions = predict_all(trials, hf_config, lambda line: None, calibration) if trials else []
-        found = {p.arm: p for p in predictions}
+        found = {p.arm: p for p in predict_all(trials, hf_config, lambda line: None, calibration)}
     except ConfigError:  # not one of them can be predicted
         return None
     for lever in sorted(LEVERS, key=lambda lever: not lever.exact(now.setup)):
