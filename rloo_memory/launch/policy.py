@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from rloo_memory import data, models
 from rloo_memory.adapters import adapter_of
 from rloo_memory.errors import ConfigError
 from rloo_memory.models import is_model, model_source, one_line
@@ -104,8 +105,6 @@ def random_model(shape: str) -> str:
     import torch
     import transformers
     from transformers import AutoModelForCausalLM
-
-    from rloo_memory import data, models
 
     hf_config = models.named_config(shape)
     documents = data.load_documents("builtin")

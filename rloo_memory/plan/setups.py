@@ -6,6 +6,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 
 from rloo_memory.errors import ConfigError, choose
 from rloo_memory.installed_trl import lm_head_here, wrong_on_cpu
+from rloo_memory.models import meta_model
 from rloo_memory.plan.checkpoint import quantized
 from rloo_memory.plan.images import wrong_images
 from rloo_memory.sizes import GIB
@@ -324,8 +325,6 @@ def wrong_numbers(values: dict[str, object], called: dict[str, str]) -> list[str
 
 def share_too_small(setup: Setup, hf_config) -> str | None:
     """What to say where vLLM's share of a device is below its weights, in 16 bits or quantized."""
-    from rloo_memory.models import meta_model
-
     numbers = sum(p.numel() for p in meta_model(hf_config).parameters()) if setup.vllm_bytes else 0
     needed = numbers * setup.weight_bits / 8 / setup.vllm_tensor_parallel_size
     if setup.vllm_bytes >= needed:
