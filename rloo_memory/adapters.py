@@ -15,12 +15,10 @@ class Adapter:
     base: str
     settings: dict
 
-    def put_into(self, model) -> None:
-        """Describe it in a `trl.ModelConfig`. Dropout is no weight: it stays as it was asked for."""
-        kept = ("lora_dropout",) if model.use_peft else ()
-        for name, value in self.settings.items():
-            if name not in kept:
-                setattr(model, name, value)
+    def settings_over(self, asked: dict) -> dict:
+        """Its settings in place of those that are asked for. Dropout is no weight: it stays as these have it."""
+        dropout = asked.get("lora_dropout") if asked.get("use_peft") else None
+        return self.settings | ({} if dropout is None else {"lora_dropout": dropout})
 
     def missing(self) -> ConfigError:
         """What to raise where the model is not found."""
@@ -29,6 +27,18 @@ class Adapter:
             f"{self.folder!r} is an adapter of the model {self.base!r}, which is not a folder here; write its folder, "
             f"or hub:owner/name, which downloads it, as base_model_name_or_path into {file}"
         )
+
+
+def lora_settings(config) -> dict:
+    """What a `peft.LoraConfig` says, under TRL's names."""
+    targets = config.target_modules
+    return {
+        "use_peft": True,
+        "lora_r": config.r,
+        "lora_alpha": config.lora_alpha,
+        "lora_dropout": config.lora_dropout,
+        "lora_target_modules": sorted(targets) if isinstance(targets, set | list) else targets,
+    }
 
 
 def adapter_of(model: str | None) -> Adapter | None:

@@ -95,12 +95,16 @@ def no_bf16(remedy: str) -> str:
     )
 
 
+def problems_here(bf16: bool, remedy: str) -> list[str]:
+    """Why TRL 1.16 cannot train on the current GPU, in `bf16` or at all. `remedy` says what to set in place of
+    bfloat16."""
+    return list(filter(None, (no_kernels(), no_compiler(), no_bf16(remedy) if bf16 else "")))
+
+
 def check(bf16: bool, remedy: str) -> None:
-    """Raise `ConfigError` where TRL 1.16 cannot train on the current GPU, in `bf16` or at all. `remedy` says what to
-    set in place of bfloat16."""
-    problems = [no_kernels(), no_compiler(), no_bf16(remedy) if bf16 else ""]
-    if said := "; ".join(filter(None, problems)):
-        raise ConfigError(said)
+    """Raise `ConfigError` where there are `problems_here`."""
+    if problems := problems_here(bf16, remedy):
+        raise ConfigError("; ".join(problems))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -109,18 +113,16 @@ def main(argv: list[str] | None = None) -> int:
     import torch
 
     if torch.cuda.is_available():
-        problems = [no_kernels(), no_compiler(), no_bf16("train with --bf16 false --fp16 true")]
+        problems = problems_here(bf16=True, remedy="train with --bf16 false --fp16 true")
         nothing = f"gpu: {torch.cuda.get_device_name()}: nothing keeps trainings from it"
     else:
-        problems, nothing = (
-            [unused_gpu()],
-            "gpu: none here, or all hidden by CUDA_VISIBLE_DEVICES; trainings take the CPU",
-        )
-    for problem in filter(None, problems):
+        problems = list(filter(None, [unused_gpu()]))
+        nothing = "gpu: none here, or all hidden by CUDA_VISIBLE_DEVICES; trainings take the CPU"
+    for problem in problems:
         print(f"gpu: {problem}", file=sys.stderr)
-    if not any(problems):
+    if not problems:
         print(nothing)
-    return 1 if any(problems) else 0
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

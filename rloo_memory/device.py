@@ -36,13 +36,13 @@ def show_one_gpu() -> str:
     )
 
 
-def device_name(kind: str, device=None) -> str:
-    """Of a "cuda" device, the current one if none is named, or of the processor."""
+def device_name(kind: str) -> str:
+    """Of the current "cuda" device, or of the processor."""
     if kind != "cuda":
         return cpu_name()
     import torch
 
-    return torch.cuda.get_device_name(device)
+    return torch.cuda.get_device_name()
 
 
 def level(device_kind: str) -> int:

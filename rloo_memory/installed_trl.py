@@ -19,6 +19,11 @@ def trl_version() -> tuple[int, ...]:
     return release
 
 
+def versions_here() -> str:
+    """Of the packages that predictions depend on."""
+    return ", ".join(f"{name} {version(name)}" for name in ("trl", "torch", "transformers"))
+
+
 def need_trl() -> Path:
     """The folder from which `import trl` takes one that planner and launcher know. Raises `ConfigError` where it
     would take something else."""

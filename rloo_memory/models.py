@@ -5,7 +5,7 @@ import difflib
 from pathlib import Path
 
 from rloo_memory.adapters import adapter_of
-from rloo_memory.errors import ConfigError
+from rloo_memory.errors import ConfigError, choose
 from rloo_memory.shapes import SHAPES
 
 SPECIAL_TOKENS = ["[PAD]", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -20,9 +20,7 @@ def shape_config(shape: str, vocab_size: int | None = None):
     """The transformers configuration of a built-in shape. Raises `ConfigError` for an unknown one."""
     from transformers import CONFIG_MAPPING
 
-    if shape not in SHAPES:
-        raise ConfigError(f"unknown shape {shape!r}; choose one of: {', '.join(SHAPES)}")
-    fields = dict(SHAPES[shape])
+    fields = dict(SHAPES[choose("shape", shape, SHAPES)])
     if vocab_size is not None:
         fields["vocab_size"] = vocab_size
     return CONFIG_MAPPING[fields.pop("model_type")](**fields)

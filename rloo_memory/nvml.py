@@ -24,12 +24,9 @@ def nvml_devices() -> list[Device]:
         # A GPU that this container may not open is not counted by CUDA either.
         with contextlib.suppress(pynvml.NVMLError_NoPermission):
             gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
-            devices += [_described(handle) for handle in (gpu, *_mig_handles(gpu))]
+            for handle in (gpu, *_mig_handles(gpu)):
+                devices.append(Device(pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle), handle))
     return devices
-
-
-def _described(handle: object) -> Device:
-    return Device(pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle), handle)
 
 
 def _mig_handles(gpu: object) -> list[object]:

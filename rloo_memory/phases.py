@@ -6,17 +6,13 @@ the sampler's file shows the course in between.
 """
 
 import csv
+import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
-from rloo_memory.device import status_bytes
-
-PHASE_COLUMNS = (
-    "phase", "step", "start", "end", "peak_allocated_bytes", "peak_reserved_bytes", "peak_resident_bytes",
-    "device_used_bytes",
-)  # fmt: skip
+from rloo_memory.device import level, status_bytes
 
 
 @dataclass(frozen=True)
@@ -31,6 +27,9 @@ class PhasePeak:
     peak_reserved_bytes: int | None
     peak_resident_bytes: int | None
     device_used_bytes: int | None
+
+
+PHASE_COLUMNS = tuple(column.name for column in fields(PhasePeak))
 
 
 class HighWater:
@@ -66,8 +65,7 @@ class HighWater:
             import torch
 
             allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-            free, total = torch.cuda.mem_get_info()
-            used = total - free
+            used = level("cuda")
         return allocated, reserved, status_bytes("VmHWM") if self.can_reset else None, used
 
 
@@ -192,4 +190,4 @@ class PhaseRecorder:
     def step_seconds(self, end: float) -> list[float]:
         """Seconds from each rollout's start to the next one's, the last to `end`."""
         times = [*self.rollout_starts, end]
-        return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+        return [later - earlier for earlier, later in itertools.pairwise(times)]

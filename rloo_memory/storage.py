@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and where a user's own lie."""
+"""Files and folders that are whole or not there."""
 
 import contextlib
 import json
@@ -40,8 +40,3 @@ def new_folder(path: Path) -> Iterator[Path]:
                 raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-
-
-def user_folder(variable: str, usual: str) -> Path:
-    """A folder of this project's: in the one that the environment's `variable` names, else in `usual` at home."""
-    return Path(os.environ.get(variable) or Path.home() / usual, "rloo-memory")

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from experiments.commit import is_same_code, source_commit
 from experiments.config import ROOT
 from rloo_memory.errors import ConfigError, exit_code
+from rloo_memory.installed_trl import versions_here
 from rloo_memory.plan.accuracy import reserve
 from rloo_memory.plan.options import quiet
 from rloo_memory.plan.setups import Setup
@@ -156,16 +157,12 @@ def sums_in_file(model: str, several: bool, terms: tuple[str, ...]) -> dict:
 def page_data() -> dict:
     """What the file holds: bytes by kind and by number of a term of stretches, by model, what is trained, arm and
     phase. Those of "several" cards before they are divided; "widened": times as large as simulated a shard is."""
-    import torch
-    import transformers
-
-    import trl
     from experiments.fitting import sums
     from rloo_memory.plan.scale_up.sharding import SHARDED, widened
 
     terms = sums.all_terms()
     return {
-        "versions": f"trl {trl.__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
+        "versions": versions_here(),
         "terms": terms,
         "first_room": sums.FIRST_ROOM,
         "together": sums.TOGETHER,

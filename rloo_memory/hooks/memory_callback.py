@@ -13,6 +13,7 @@ import transformers
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from rloo_memory import host_allocator
+from rloo_memory.adapters import lora_settings
 from rloo_memory.device import device_name, machine_name, status_bytes
 from rloo_memory.phases import PhaseRecorder
 from rloo_memory.plan.setups import SAME_NAME
@@ -53,14 +54,9 @@ def trained_settings(args, model) -> dict:
     if getattr(args, "use_cpu", False):
         settings["use_cpu"] = True
     for adapter in list(getattr(model, "peft_config", {}).values())[:1]:
-        targets = adapter.target_modules
-        settings |= {
-            "use_peft": True,
-            "lora_r": adapter.r,
-            "lora_alpha": adapter.lora_alpha,
-            "lora_dropout": 0.0 if getattr(args, "disable_dropout", False) else adapter.lora_dropout,
-            "lora_target_modules": sorted(targets) if isinstance(targets, set | list) else targets,
-        }
+        settings |= lora_settings(adapter)
+        if getattr(args, "disable_dropout", False):
+            settings["lora_dropout"] = 0.0
     quantization = getattr(model.config, "quantization_config", None)
     if getattr(model, "is_loaded_in_4bit", False):
         settings |= {

@@ -117,8 +117,10 @@ def train_in_folder(argv, launch, config, model, rows, reward_funcs: list, check
         options = config.chat_template_kwargs or {}
         lengths = dataset.measure(rows, found.tokenizer, options, launch.max_prompt_tokens, images)
     source = named if named.startswith("hub:") or adapter_of(named) else found.path
-    profile, _ = command_line.split(argv)
-    predicted = gate.predicted_peaks(profile, launch, config, model, source, lengths)
+    predicted = {}
+    if launch.predict_memory:
+        asked = (command_line.split(argv)[0], launch, config, model, source, lengths)
+        predicted = output.decided_once(config, lambda: gate.peaks_that_fit(*asked))
     settle()
     start = level(config.device.type)
     trainer = build_trainer(launch, config, model, found, quantization, rows, reward_funcs)

@@ -57,7 +57,7 @@ def parse(argv: list[str]):
     except (ValueError, TypeError, ImportError, OSError) as error:
         raise ConfigError(f"{profile}: {' '.join(str(error).split())}") from error
     if adapter := adapter_of(model.model_name_or_path):
-        adapter.put_into(model)
+        vars(model).update(adapter.settings_over(vars(model)))
     problems = [parser.unknown(word) for word in (*unknown, *rest) if word.startswith("--")]
     if rest and not problems:
         problems = [f"{', '.join(map(repr, rest))}: no setting; write --name value"]

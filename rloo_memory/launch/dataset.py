@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from rloo_memory import data
 from rloo_memory.errors import ConfigError
 from rloo_memory.launch import prompt_images
 from rloo_memory.models import one_line
@@ -152,8 +153,6 @@ def joined(files: list[str]):
 def builtin_prompts(tokenizer, tokens: int):
     """A training set of prompts of that many tokens from Python's documentation. Raises `ConfigError`."""
     from datasets import Dataset
-
-    from rloo_memory import data
 
     return Dataset.from_dict({"prompt": data.build_prompts(data.load_documents("builtin"), tokenizer, tokens)})
 

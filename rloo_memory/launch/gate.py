@@ -5,7 +5,6 @@ import os
 from rloo_memory.device import available_bytes
 from rloo_memory.errors import ConfigError
 from rloo_memory.launch.dataset import Lengths
-from rloo_memory.launch.output import decided_once
 from rloo_memory.plan import ask
 from rloo_memory.plan.accuracy.calibration import load
 from rloo_memory.plan.accuracy.measured import measured_errors
@@ -16,19 +15,13 @@ from rloo_memory.settings.arguments import LaunchArguments
 from rloo_memory.sizes import GIB
 
 
-def predicted_peaks(profile: str, launch: LaunchArguments, config, model, source: str, lengths: Lengths) -> dict:
-    """The peak of each phase, bytes; nothing where it cannot be predicted, which is said. Raises `ConfigError` with
-    the first remedy where the training does not fit and nobody said `anyway`."""
-    if not launch.predict_memory:
-        return {}
-    return decided_once(config, lambda: peaks_that_fit(profile, launch, config, model, source, lengths))
-
-
 def say(line: str) -> None:
     print(f"memory  {line}", flush=True)
 
 
 def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source: str, lengths: Lengths) -> dict:
+    """The peak of each phase, bytes; nothing where it cannot be predicted, which is said. Raises `ConfigError` with
+    the first remedy where the training does not fit and nobody said `anyway`."""
     say("predicting the peak of each phase (--predict_memory false leaves it out)")
     settings = ask.settings_of(model) | ask.settings_of(launch) | ask.settings_of(config)
     calibration, room = launch.calibration, room_here(config)

@@ -1,14 +1,16 @@
 """The model that a launched training is given, and its tokenizer or processor."""
 
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from rloo_memory import data, models
 from rloo_memory.adapters import adapter_of
 from rloo_memory.errors import ConfigError
 from rloo_memory.models import is_model, model_source, one_line
 from rloo_memory.plan.checkpoint import settings_in
-from rloo_memory.storage import new_folder, user_folder
+from rloo_memory.storage import new_folder
 
 
 @dataclass(frozen=True)
@@ -97,21 +99,19 @@ def processor_of(name: str, path: str, hf_config, trusted: dict):
     return processor
 
 
-def random_model(shape: str, cache: Path | None = None) -> str:
+def random_model(shape: str) -> str:
     """The folder of a model with random weights in bfloat16 and its tokenizer; written where it is not there yet,
     under a name that says everything that decides what is in it. Raises `ConfigError`."""
     import torch
     import transformers
     from transformers import AutoModelForCausalLM
 
-    from rloo_memory import data, models
-
     hf_config = models.named_config(shape)
     documents = data.load_documents("builtin")
     versions = (torch.__version__, transformers.__version__, hf_config.to_json_string())
     digest = hashlib.sha256("\0".join((*versions, *documents)).encode()).hexdigest()[:12]
-    cache = cache or user_folder("XDG_CACHE_HOME", ".cache") / "models"
-    folder = cache / f"random-{Path(shape).name.lower()}-{digest}"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "rloo-memory" / "models" / f"random-{Path(shape).name.lower()}-{digest}"
     if folder.exists():
         return str(folder)
     tokenizer = models.build_tokenizer(documents, hf_config.vocab_size)

@@ -6,6 +6,7 @@ import inspect
 import sys
 from pathlib import Path
 
+from rloo_memory.data import letter_reward
 from rloo_memory.errors import ConfigError
 from rloo_memory.models import is_model, model_source, one_line
 from rloo_memory.settings.arguments import LaunchArguments
@@ -40,8 +41,6 @@ def rewards_of(launch: LaunchArguments, columns: list[str]) -> list:
 def function_of(name: str, columns: list[str]):
     """The function of that name, which can be called as TRL will. Raises `ConfigError`."""
     if name == "letters":
-        from rloo_memory.data import letter_reward
-
         return letter_reward
     if name in OF_TRL:
         from trl import rewards

@@ -20,18 +20,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from rloo_memory.errors import ConfigError, choose, exit_code
+from rloo_memory.installed_trl import versions_here
 from rloo_memory.plan import smallest, speed
 from rloo_memory.plan.accuracy.measured import measured_errors
 from rloo_memory.plan.accuracy.reserve import Room
 from rloo_memory.plan.images import PromptImages
-from rloo_memory.plan.options import (
-    add_memory_options,
-    add_setup_options,
-    asked,
-    check_writable,
-    quiet,
-    reserve_in_words,
-)
+from rloo_memory.plan.options import asked, check_writable, parser_of, quiet, reserve_in_words
 from rloo_memory.plan.peaks import Prediction
 from rloo_memory.plan.predict import largest_that_fits, predict_all
 from rloo_memory.plan.records import read_run
@@ -71,11 +65,7 @@ def fits(prediction: Prediction, room: Room | None) -> str:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="rloo-memory plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_setup_options(parser)
-    add_memory_options(parser, default=": says what fits")
+    parser = parser_of("plan", __doc__, device_memory=": says what fits")
     parser.add_argument("--arms", help=f"some of {', '.join(ARM_NAMES)}; default: those of today")
     parser.add_argument("--largest", choices=tuple(LARGEST), help="find the largest that fits the device memory")
     parser.add_argument("--cards", action="store_true", help="find the smallest that hold it, also 2 to 8 with FSDP2")
@@ -113,7 +103,7 @@ def timed_predictions(predictions: list[Prediction], completion_mean: int | None
         for p in predictions
         if p.setup.uses_passes
     }
-    packed = {p.arm: p for p in predict_all(setups, hf_config, say)} if setups else {}
+    packed = {p.arm: p for p in predict_all(setups, hf_config, say)}
     return [packed.get(p.arm, p) for p in predictions]
 
 
@@ -180,14 +170,9 @@ def run(args: argparse.Namespace) -> int:
 
 def result_of(model: str, room: Room | None, predictions: list[Prediction]) -> dict:
     """What --json writes. Sizes in bytes; `device_memory_bytes` is less the reserve."""
-    import torch
-    import transformers
-
-    import trl
-
     return {
         "model": model,
-        "versions": f"trl {trl.__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
+        "versions": versions_here(),
         "device_memory_bytes": room and room.size,
         "measured_over_predicted": [measured_errors().low, measured_errors().high],
         "predictions": [

@@ -18,9 +18,18 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rloo_memory.adapters import lora_settings
 from rloo_memory.errors import EXIT_USAGE, ConfigError, exit_code
 from rloo_memory.installed_trl import need_trl, trl_version
+from rloo_memory.plan.accuracy.calibration import load
+from rloo_memory.plan.levers import LEVERS, applied
+from rloo_memory.plan.options import model_config, quiet, settings_of_adapter
 from rloo_memory.plan.peaks import PredictedPeak, Prediction
+from rloo_memory.plan.predict import predict_all
+from rloo_memory.plan.records import config_from
+from rloo_memory.plan.remarks import remarks
+from rloo_memory.plan.simulation.recurrent import note
+from rloo_memory.plan.trl_settings import changes, defaults, from_settings
 
 # What a process that starts under `accelerate launch` or torchrun would take for a place in their group
 GROUP = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -81,8 +90,9 @@ def predict(
     Raises:
         ConfigError: for settings that no trainer accepts, and for what cannot be predicted, with the reason.
     """
+    of_adapters = lora_settings(peft_config) if peft_config else {}
     asked = {
-        "settings": {**settings_of(config), **lora_settings(peft_config), **plain(settings or {})},
+        "settings": {**settings_of(config), **of_adapters, **plain(settings or {})},
         "model": model_in_text(model),
         "prompt_tokens": prompt_tokens,
         "limit": limit,
@@ -140,18 +150,6 @@ def plain(settings: dict) -> dict:
     return found
 
 
-def lora_settings(peft_config) -> dict:
-    if peft_config is None:
-        return {}
-    modules = peft_config.target_modules
-    return {
-        "use_peft": True,
-        "lora_r": peft_config.r,
-        "lora_dropout": peft_config.lora_dropout,
-        "lora_target_modules": sorted(modules) if isinstance(modules, set) else modules,
-    }
-
-
 def model_in_text(model) -> str | dict:
     """A name, a folder's absolute path, or a config as a dictionary."""
     if isinstance(model, str | Path):
@@ -164,21 +162,11 @@ def model_in_text(model) -> str | dict:
 
 def main() -> int:
     """The other process: what is asked comes as JSON, and so does the answer."""
-    from rloo_memory.plan.options import quiet
-
     with quiet():
         return exit_code("plan", answer, json.load(sys.stdin))
 
 
 def answer(asked: dict) -> int:
-    from rloo_memory.plan.accuracy.calibration import load
-    from rloo_memory.plan.options import model_config, settings_of_adapter
-    from rloo_memory.plan.predict import predict_all
-    from rloo_memory.plan.records import config_from
-    from rloo_memory.plan.remarks import remarks
-    from rloo_memory.plan.simulation.recurrent import note
-    from rloo_memory.plan.trl_settings import defaults, from_settings
-
     hf_config = config_from(asked["model"]) if isinstance(asked["model"], dict) else model_config(asked["model"])
     settings = asked["settings"]
     if unknown := settings.keys() - defaults(settings.get("algorithm") or "rloo"):
@@ -192,22 +180,16 @@ def answer(asked: dict) -> int:
     (now,) = predict_all({"as it is": setup}, hf_config, lambda line: None, calibration)
     exceeds = asked["limit"] is not None and now.peak.total > asked["limit"]
     remedy = first_remedy(now, hf_config, asked["limit"], calibration) if exceeds else None
-    phases = [asdict(peak) for peak in now.phases]
-    words = {"note": note(hf_config, setup.device), "remarks": remarks(setup, hf_config, calibration)}
-    print(json.dumps({"phases": phases, "remedy": remedy and asdict(remedy), **words}))
+    remarked = tuple(remarks(setup, hf_config, calibration))
+    print(json.dumps(asdict(Expected(tuple(now.phases), remedy, note(hf_config, setup.device), remarked))))
     return 0
 
 
 def first_remedy(now: Prediction, hf_config, limit: int, calibration) -> Remedy | None:
     """Of the doctor's changes that make it fit alone, the first in its order: those that train the same come first."""
-    from rloo_memory.plan.levers import LEVERS, applied
-    from rloo_memory.plan.predict import predict_all
-    from rloo_memory.plan.trl_settings import changes
-
     trials = {lever.name: trial for lever in LEVERS if (trial := applied(lever, now.setup, hf_config))}
     try:
-        predictions = predict_all(trials, hf_config, lambda line: None, calibration) if trials else []
-        found = {p.arm: p for p in predictions}
+        found = {p.arm: p for p in predict_all(trials, hf_config, lambda line: None, calibration)}
     except ConfigError:  # not one of them can be predicted
         return None
     for lever in sorted(LEVERS, key=lambda lever: not lever.exact(now.setup)):

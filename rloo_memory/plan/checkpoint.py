@@ -17,6 +17,7 @@ import re
 from dataclasses import dataclass
 
 from rloo_memory.errors import ConfigError
+from rloo_memory.models import meta_model
 from rloo_memory.sizes import GIB
 
 KNOWN = "bitsandbytes, gptq, awq, fp8 and mxfp4"
@@ -89,8 +90,6 @@ def of_experts(setup, hf_config) -> str | None:
     """What is said of experts whose weights are no linear layers, with 4 or 8 bits; None where there are none."""
     if setup.weight_bits == 16 or quantized(hf_config, setup.device):
         return None
-    from rloo_memory.models import meta_model
-
     experts = sum(weight.numel() for weight in meta_model(hf_config).parameters() if weight.ndim == 3)
     size = experts * (4 if setup.dtype == "float32" else 2) / GIB
     why = "bitsandbytes quantizes linear layers only, and the experts of a layer are one tensor"

@@ -22,14 +22,7 @@ from rloo_memory.plan.accuracy.calibration import Calibration
 from rloo_memory.plan.accuracy.measured import measured_errors
 from rloo_memory.plan.accuracy.reserve import Room
 from rloo_memory.plan.levers import FASTER_FROM, LEVERS, SHARING, Lever, applied, in_turn, settings_by_lever
-from rloo_memory.plan.options import (
-    add_memory_options,
-    add_setup_options,
-    asked,
-    check_writable,
-    quiet,
-    reserve_in_words,
-)
+from rloo_memory.plan.options import asked, check_writable, parser_of, quiet, reserve_in_words
 from rloo_memory.plan.peaks import Prediction
 from rloo_memory.plan.predict import predict, predict_all
 from rloo_memory.plan.records import Run, read_run
@@ -130,14 +123,8 @@ def gib(prediction: Prediction) -> str:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="rloo-memory doctor",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("doctor", __doc__, device_memory="; default: the device of the run")
     parser.add_argument("run", nargs="?", type=Path, help="folder of a run, instead of the options that describe one")
-    add_setup_options(parser)
-    add_memory_options(parser, default="; default: the device of the run")
     parser.add_argument("--output", type=Path, default=Path("fits.yaml"), help="where the settings that fit go")
     return parser.parse_args(argv)
 
@@ -178,9 +165,7 @@ def run(args: argparse.Namespace) -> int:
     room, calibration = question.room, question.calibration
 
     say = lambda line: print(line, flush=True)  # noqa: E731
-    if not (found := predict_all({"as it is": setup}, hf_config, say, calibration)):
-        raise ConfigError("the setup as it is cannot be planned, see above")
-    now, predictions = found[0], {}
+    (now,), predictions = predict_all({"as it is": setup}, hf_config, say, calibration), {}
     if not room.holds(now.phases):
         trials = {lever.name: trial for lever in LEVERS if (trial := applied(lever, setup, hf_config))}
         say(f"predicting {len(trials)} changes")

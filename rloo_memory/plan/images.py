@@ -58,23 +58,22 @@ class PromptImages:
         return columns
 
 
-def wrong_images(setup, hf_config, prompt_called: str) -> list[str]:
-    """A line for each thing that is wrong with the images of a setup. `prompt_called` is what the user wrote for the
-    tokens of a prompt."""
+def wrong_images(setup, hf_config, prompt_called: str) -> str | None:
+    """What is wrong with the images of a setup. `prompt_called` is what the user wrote for the tokens of a prompt."""
     for size in setup.images:
         if not all(LEAST <= side <= MOST for side in size):
-            return [f"an image of {size[0]}x{size[1]} pixels: sides are {LEAST} to {MOST:,}"]
+            return f"an image of {size[0]}x{size[1]} pixels: sides are {LEAST} to {MOST:,}"
     try:
         needed = PromptImages.of(setup.images, hf_config).tokens + 1
     except ConfigError as error:
-        return [str(error)]
-    if setup.prompt_tokens < needed:
-        return [
-            f"{prompt_called} {setup.prompt_tokens} counts the tokens of images, too: with "
-            f"{'its image' if len(setup.images) == 1 else f'its {len(setup.images)} images'} a prompt has at least "
-            f"{needed}"
-        ]
-    return []
+        return str(error)
+    if setup.prompt_tokens >= needed:
+        return None
+    images = "its image" if len(setup.images) == 1 else f"its {len(setup.images)} images"
+    return (
+        f"{prompt_called} {setup.prompt_tokens} counts the tokens of images, too: with {images} a prompt has at least "
+        f"{needed}"
+    )
 
 
 class RolloutImages:

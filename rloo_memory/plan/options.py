@@ -39,8 +39,12 @@ def quiet():
         logging.disable(before)
 
 
-def add_setup_options(parser: argparse.ArgumentParser) -> None:
-    """Options that `setup_from` reads: those that stand for several fields of `Setup`, and those of one."""
+def parser_of(command: str, description: str, device_memory: str) -> argparse.ArgumentParser:
+    """With the options that `asked` reads: those that stand for several fields of `Setup`, those of one, and those of
+    the device. `device_memory` says what it is without the option of that name."""
+    parser = argparse.ArgumentParser(
+        prog=f"rloo-memory {command}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", help="a built-in shape (Qwen/Qwen3-8B), a local folder, or hub:owner/name")
     parser.add_argument(
         "--profile", help="a name in rloo_memory/settings/profiles or a YAML file; options override it"
@@ -56,16 +60,13 @@ def add_setup_options(parser: argparse.ArgumentParser) -> None:
             how = dict(action="store_const", const=not declared.default) if declared.type is bool else dict(type=kind)
             how |= dict(dest=declared.name, help=declared.metadata["about"], **declared.metadata["keywords"])
             parser.add_argument(OPTIONS[declared.name], **how)
-
-
-def add_memory_options(parser: argparse.ArgumentParser, default: str = "") -> None:
-    """Options that `room_of` reads."""
-    parser.add_argument("--device-memory", help=f"that PyTorch sees, such as 23.5GiB of an RTX 4090{default}")
+    parser.add_argument("--device-memory", help=f"that PyTorch sees, such as 23.5GiB of an RTX 4090{device_memory}")
     parser.add_argument(
         "--reserve",
         help="of it for CUDA's context, cuBLAS and what the allocator cannot use; default: "
         f"{OUTSIDE / GIB:.2f} GiB and {FIXED} of what comes and goes (measured by others on GPUs)",
     )
+    return parser
 
 
 def room_of(device_memory: str | int | None, reserve: str | None, device: str = "cuda") -> Room | None:
@@ -227,8 +228,7 @@ def settings_of_adapter(model: str | None, settings: dict, rank: int | None = No
             f"--lora {rank}: {model} is an adapter of rank {adapter.settings['lora_r']}, which is trained further; "
             "leave out --lora"
         )
-    dropout = settings.get("lora_dropout") if settings.get("use_peft") else None
-    return adapter.settings | ({} if dropout is None else {"lora_dropout": dropout})
+    return adapter.settings_over(settings)
 
 
 def batches(args: argparse.Namespace, before: Setup, of_profile: bool) -> dict:

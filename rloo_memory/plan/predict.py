@@ -50,8 +50,10 @@ def predict_all(setups: dict[str, Setup], hf_config, say, calibration=None) -> l
             refused[label] = error
             say(f"  {label}: {error}")
     setups = {label: setup for label, setup in setups.items() if label not in refused}
-    if not setups:
+    if refused and not setups:
         raise next(iter(refused.values()))
+    if not setups:
+        return []
     need_trl()
     import trl.trainer.rloo_trainer  # noqa: F401  once, not in each process
 

@@ -6,6 +6,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 
 from rloo_memory.errors import ConfigError, choose
 from rloo_memory.installed_trl import lm_head_here, wrong_on_cpu
+from rloo_memory.models import meta_model
 from rloo_memory.plan.checkpoint import quantized
 from rloo_memory.plan.images import wrong_images
 from rloo_memory.sizes import GIB
@@ -322,20 +323,18 @@ def wrong_numbers(values: dict[str, object], called: dict[str, str]) -> list[str
     return [line for line in lines if line]
 
 
-def share_too_small(setup: Setup, hf_config) -> list[str]:
-    """A line where vLLM's share of a device is below its weights, in 16 bits or those that they are quantized to."""
-    from rloo_memory.models import meta_model
-
+def share_too_small(setup: Setup, hf_config) -> str | None:
+    """What to say where vLLM's share of a device is below its weights, in 16 bits or quantized."""
     numbers = sum(p.numel() for p in meta_model(hf_config).parameters()) if setup.vllm_bytes else 0
     needed = numbers * setup.weight_bits / 8 / setup.vllm_tensor_parallel_size
     if setup.vllm_bytes >= needed:
-        return []
+        return None
     share = math.ceil(100 * needed / setup.device_memory) / 100
     remedy = f"set at least {share:.2f}" if share <= 1 else "let a server generate: vllm_mode server"
     taken = (
         f"vllm_gpu_memory_utilization {setup.vllm_gpu_memory_utilization:g} is {setup.vllm_bytes / GIB:.2f} GiB here"
     )
-    return [f"{taken}, and vLLM's weights alone are {needed / GIB:.2f}; {remedy}"]
+    return f"{taken}, and vLLM's weights alone are {needed / GIB:.2f}; {remedy}"
 
 
 def check(setup: Setup, hf_config, called: dict[str, str] | None = None) -> None:
@@ -384,10 +383,11 @@ def check(setup: Setup, hf_config, called: dict[str, str] | None = None) -> None
         f"{setup.generation_rows} completions ({k_called} {k}) of {length} tokens in a rollout: the planner takes up "
         f"to {MOST_TOKENS:,} tokens": setup.generation_rows * length > MOST_TOKENS,
     }  # fmt: skip
-    wrong = [reason for reason, applies in reasons.items() if applies]
-    wrong += [wrong_on_cpu()] if setup.device == "cpu" and setup.lm_head == lm_head_here() and wrong_on_cpu() else []
-    wrong += share_too_small(setup, hf_config)
-    if setup.images:
-        wrong += wrong_images(setup, hf_config, prompt_called)
-    if wrong:
-        raise ConfigError("; ".join(wrong))
+    wrong = [
+        *(reason for reason, applies in reasons.items() if applies),
+        wrong_on_cpu() if setup.device == "cpu" and setup.lm_head == lm_head_here() else None,
+        share_too_small(setup, hf_config),
+        wrong_images(setup, hf_config, prompt_called) if setup.images else None,
+    ]
+    if said := "; ".join(filter(None, wrong)):
+        raise ConfigError(said)

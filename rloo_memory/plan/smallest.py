@@ -32,7 +32,7 @@ def in_words(predictions: list[Prediction], hf_config, say) -> list[str]:
     setups = {f"{p.arm} on {n}": on_cards(p.setup, n) for p in predictions for n in NUMBERS[1:]}
     setups = {label: setup for label, setup in setups.items() if is_right(setup, hf_config)}
     found = {f"{p.arm} on 1": p for p in predictions}
-    found |= {p.arm: p for p in (predict_all(setups, hf_config, say) if setups else ())}
+    found |= {p.arm: p for p in predict_all(setups, hf_config, say)}
     lines = [f"{'smallest card, GiB':18}{'1 card':>24}" + "".join(f"{f'{n} with FSDP2':>24}" for n in NUMBERS[1:])]
     for p in predictions:
         cells = [smallest(found.get(f"{p.arm} on {n}")) for n in NUMBERS]

@@ -21,7 +21,7 @@ from rloo_memory.plan.simulation.building import decoder_layers
 from rloo_memory.plan.simulation.events import REFERENCE
 from rloo_memory.plan.simulation.heads import TOKENS
 from rloo_memory.plan.simulation.simulate import PHASES, Simulation
-from rloo_memory.plan.simulation.work import along_line as along_line_of_work
+from rloo_memory.plan.simulation.work import along_line
 
 
 def phase_peaks(setup, hf_config) -> list[PredictedPeak]:
@@ -111,10 +111,14 @@ def work_of(setup, hf_config, tasks: list[tuple], results: list[Simulated]) -> d
     each = [result.work for result in results]
     if rounds := Rounds.of_tasks(tasks, hf_config):
         x = (rounds.layers - rounds.few) / (rounds.more - rounds.few)
-        each = [along_line_of_work(*pair, x) for pair in zip(each[::2], each[1::2], strict=True)]
+        each = [work_along_line(*pair, x) for pair in zip(each[::2], each[1::2], strict=True)]
     if more:
-        return along_line_of_work(each[0], each[1], (setup.num_generations - few) / (more - few))
+        return work_along_line(each[0], each[1], (setup.num_generations - few) / (more - few))
     return each[0]
+
+
+def work_along_line(few: dict[str, Counter], more: dict[str, Counter], x: float) -> dict[str, Counter]:
+    return {phase: Counter(along_line(few[phase], more[phase], x)) for phase in few.keys() & more.keys()}
 
 
 def passes_that_tell(setup) -> tuple[int, int]:
@@ -203,7 +207,8 @@ def extended(few: dict, more: dict, stands_for: dict[tuple, int | None], x: floa
         names = of_few[phase, event, source, visit], of_more[phase, event, layer, visit]
         for one, other in same_allocations(*names):
             kinds = few[phase, one, source, visit], more[phase, other, layer, visit]
-            stretches[phase, one, layer, visit] = along_line(*kinds, x)
+            sizes = along_line(*kinds, x)
+            stretches[phase, one, layer, visit] = {kind: round(size) for kind, size in sizes.items()}
     return stretches
 
 
@@ -232,13 +237,6 @@ def same_allocations(few: list[str], more: list[str]) -> list[tuple[str, str]]:
         return list(zip(few, more, strict=True))
     front, back = shorter - after, shorter - before
     return [*zip(few[:front], more[:front], strict=True), *zip(few[-back:], more[-back:], strict=True)]
-
-
-def along_line(first: dict[str, int], second: dict[str, int], x: float) -> dict[str, int]:
-    """Sizes by kind at `x` of the straight line through `first` at 0 and `second` at 1."""
-    return {
-        kind: round(first.get(kind, 0) + (second.get(kind, 0) - first.get(kind, 0)) * x) for kind in first | second
-    }
 
 
 # Visits that are not like the others: in generation the prompt's, and the last time that a cache grows; in a backward

@@ -37,8 +37,7 @@ def giving_float32(operation, *args, **kwargs):
 @contextlib.contextmanager
 def as_on_cuda():
     """Within it, `torch.autocast("cpu")` has CUDA's lists."""
-    library = torch.library.Library("aten", "IMPL")
-    try:
+    with torch.library._scoped_library("aten", "IMPL") as library:
         for name in (*IN_FLOAT32, *GIVE_FLOAT32, *LEFT):
             packet, _, overload = name.partition(".")
             operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
@@ -46,5 +45,3 @@ def as_on_cuda():
             with warnings.catch_warnings(action="ignore"):  # that it takes the place of torch's
                 library.impl(name, functools.partial(runs, operation), "AutocastCPU")
         yield
-    finally:
-        library._destroy()

@@ -10,11 +10,12 @@ never while a dispatch mode is active: `as_without_mode` undoes that.
 
 import weakref
 from collections import Counter
-from contextlib import contextmanager
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from rloo_memory.sharing import replaced
 
 # What autograd does in place in a tensor that only it holds, but not while a dispatch mode is active
 _ATEN = torch.ops.aten
@@ -106,13 +107,9 @@ class LiveBytes(TorchDispatchMode):
         self.remove(tensor.untyped_storage()._cdata)
         self.add(tensor, kind)
 
-    @contextmanager
     def of_kind(self, kind: str):
-        before, self.kind = self.kind, kind
-        try:
-            yield
-        finally:
-            self.kind = before
+        """Within it, new storages are of that kind."""
+        return replaced(self, "kind", kind)
 
     def watch(self, model: torch.nn.Module, kind: str = "parameters") -> None:
         """Count the parameters and buffers as `kind`, and the gradients of weights that are trained."""

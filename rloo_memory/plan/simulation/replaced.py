@@ -58,12 +58,9 @@ class SafeSoftmax(torch.autograd.Function):
 @contextlib.contextmanager
 def safe_softmax_in_steps():
     """Within it, `_safe_softmax` is `SafeSoftmax`."""
-    library = torch.library.Library("aten", "IMPL")
-    try:
+    with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_safe_softmax", lambda x, dim, dtype=None: SafeSoftmax.apply(x, dim, dtype), "AutogradCPU")
         yield
-    finally:
-        library._destroy()
 
 
 def attention(math, work, query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False, **kwargs):

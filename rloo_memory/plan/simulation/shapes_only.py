@@ -6,7 +6,6 @@ autocast and `LiveBytes` treat them as real ones. Their storages all begin at on
 """
 
 import mmap
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -15,14 +14,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from rloo_memory.plan.simulation.live_bytes import as_without_mode
 from rloo_memory.plan.simulation.work import Work
+from rloo_memory.sharing import replaced
 
 MAP_NORESERVE = 0x4000  # Linux; Python names it from 3.13 on
 SPACE = 2**44  # bytes of address space, in which most tensors fit; no memory is reserved for it
 SPACE_MAP = mmap.mmap(-1, SPACE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
 INDEX = torch.ops.aten.index.Tensor
-GROUPED_MM = (
-    torch.ops.aten._grouped_mm.default
-)  # of experts: on the meta device in bfloat16 only, elsewhere in any dtype
+# Of experts: on the meta device in bfloat16 only, elsewhere in any dtype
+GROUPED_MM = torch.ops.aten._grouped_mm.default
 ADDRESS = torch.frombuffer(SPACE_MAP, dtype=torch.uint8, count=1).data_ptr()
 
 
@@ -56,13 +55,8 @@ class ShapesOnly(TorchDispatchMode):
         self.creating = False
         self.known: dict[tuple, object] = {}  # what an operation gives; None for a view of an argument
 
-    @contextmanager
     def new(self):
-        before, self.creating = self.creating, True
-        try:
-            yield
-        finally:
-            self.creating = before
+        return replaced(self, "creating", True)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         func = as_without_mode(func, args)

@@ -96,11 +96,6 @@ def seconds(counted: Counter[tuple[int, int]], speed: Speed) -> float:
     return sum(times * max(flops / speed.flops, moved / speed.bytes) for (flops, moved), times in counted.items())
 
 
-def along_line(few: dict[str, Counter], more: dict[str, Counter], x: float) -> dict[str, Counter]:
-    """What is counted at `x` of the straight lines from `few` at 0 to `more` at 1."""
-    return {
-        phase: Counter(
-            {each: few[phase][each] + (more[phase][each] - few[phase][each]) * x for each in few[phase] | more[phase]}
-        )
-        for phase in few.keys() & more.keys()
-    }
+def along_line(few: dict, more: dict, x: float) -> dict:
+    """Numbers by name at `x` of the straight lines from `few` at 0 to `more` at 1. What one does not have is 0."""
+    return {name: few.get(name, 0) + (more.get(name, 0) - few.get(name, 0)) * x for name in few | more}
