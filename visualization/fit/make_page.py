@@ -7,10 +7,11 @@ The data are sums that `python -m experiments.fitting.fit_data` fits to the plan
 of cards (rloo_memory/plan/accuracy); how far it was from published figures of GPUs (results/published/predicted.csv).
 """
 
-import csv
 import json
 from pathlib import Path
 from string import Template
+
+from visualization.tables.of_plans import allocated, read_peaks
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -19,10 +20,8 @@ DOCS, ACCURACY, PUBLISHED = ROOT / "docs", ROOT / "rloo_memory" / "plan" / "accu
 
 def beside_gpus() -> dict[str, float]:
     """How many allocated peaks of one GPU the planner is held to, and how far the furthest is from it."""
-    with (PUBLISHED / "predicted.csv").open(newline="", encoding="utf-8") as file:
-        held = [row for row in csv.DictReader(file) if row["metric"] == "allocated" and row["holds"]]
-    rows = [row for row in held if "num_devices" not in row["where"]]
-    return {"peaks": len(rows), "apart": max(abs(float(row["ratio"]) - 1) for row in rows)}
+    ratios, _ = allocated(read_peaks(PUBLISHED))
+    return {"peaks": len(ratios), "apart": (ratios - 1).abs().max()}
 
 
 def page(data: dict, measured: dict) -> str:

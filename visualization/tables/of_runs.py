@@ -49,30 +49,21 @@ def peak(results: Results) -> str:
     return intro + markdown(["arm", *table.columns], rows)
 
 
-def levels_by_phase(results: Results) -> tuple[pd.DataFrame, str]:
-    """Rows (arm, k), columns phase: the median over finished runs of its highest level in GiB, and what that is. On
-    CUDA torch's allocated peak: what the device has in use does not fall between phases."""
+def phase_peaks(results: Results) -> str:
+    """Where the peak is: a row an arm and k, the median over finished runs of each phase's highest level, the highest
+    phase in bold. On CUDA torch's allocated peak: what the device has in use does not fall between phases."""
     done = results.own[results.own.status == "ok"]
     resident = results.measure == "peak_resident_bytes"
     rows = results.phases[results.phases.step > 0].merge(done[["run_id", "arm", "k", "start_bytes"]], on="run_id")
     rows["level"] = rows.bytes - rows.start_bytes if resident else rows.peak_allocated_bytes.astype(float)
     highest = rows.groupby(["arm", "k", "run_id", "phase"])["level"].max() / GIB
     table = highest.groupby(["arm", "k", "phase"]).median().unstack().reindex(columns=PHASES)
-    return table, "process resident memory above the start level" if resident else "torch's allocated peak"
-
-
-def phase_peaks(results: Results) -> str:
-    """Where the peak is: a row an arm and k, the highest phase in bold."""
-    table, what = levels_by_phase(results)
-    if table.empty:
-        return ""
     rows = []
-    for arm, k in [cell for cell in results.cells.index if cell in table.index]:
-        row = table.loc[arm, k]
-        levels = ["" if pd.isna(level) else f"{level:.2f}" for level in row]
-        levels = [f"**{text}**" if level == row.max() else text for text, level in zip(levels, row, strict=True)]
-        rows.append([f"`{arm}`", str(k), *levels])
-    return f"Peak of each phase, GiB ({what}):\n\n" + markdown(["arm", "k", *PHASES], rows)
+    for (arm, k), row in table.reindex(results.cells.index).dropna(how="all").iterrows():
+        levels = row.map("{:.2f}".format, na_action="ignore").fillna("")
+        rows.append([f"`{arm}`", str(k), *levels.mask(row == row.max(), "**" + levels + "**")])
+    what = "process resident memory above the start level" if resident else "torch's allocated peak"
+    return f"Peak of each phase, GiB ({what}):\n\n" + markdown(["arm", "k", *PHASES], rows) if rows else ""
 
 
 def audit(results: Results) -> str:
@@ -91,10 +82,8 @@ def audit(results: Results) -> str:
 def phases(results: Results) -> str:
     """Rows arm: seconds of each phase and of the step, how many times faster than the first of `REFERENCES`, and the
     peak; at the largest k that most arms were run at."""
-    cells = results.cells
-    counts = cells.k.value_counts()
-    k = counts[counts == counts.max()].index.max()
-    cells = cells[cells.k == k].set_index("arm", drop=False)
+    k = results.cells.k.mode().max()
+    cells = results.cells.xs(k, level="k")
     known = [arm for arm in REFERENCES if arm in cells.index and cells.ok[arm]]
     reference = cells.loc[known[0]] if known else None
     rows = []
@@ -120,22 +109,17 @@ def published(results: Results) -> str:
     The factor is the published card's 32 GiB over the run's budget, as vocabulary and budget shrink together. Empty
     for a scale with other prompts than the published 3,000 tokens.
     """
-    rows, factor = [], 0.0
-    for (arm, k), theirs in PUBLISHED.items():
-        cell = results.cells.loc[arm, k] if (arm, k) in results.cells.index else None
-        if cell is None or pd.isna(cell.budget_bytes) or cell.asked != PUBLISHED_PROMPT:
-            continue
+    both = PUBLISHED.merge(results.cells.reset_index(drop=True), on=["arm", "k"])
+    both = both[(both.asked == PUBLISHED_PROMPT) & both.budget_bytes.notna()]
+    if both.empty:
+        return ""
+    rows = []
+    for cell in both.itertuples():
         factor = PUBLISHED_BUDGET / cell.budget_bytes
         ours = f"{cell.above_bytes * factor / GIB:.2f}{failed_too(cell)}" if cell.ok else cell.failure
-        peak_, above = theirs.peak_gib, theirs.above_gib
-        figures = [
-            f"{peak_:.2f}" if peak_ else "out of memory",
-            f"{theirs.start_gib:.2f}",
-            f"{above:.2f}" if above else "",
-        ]
-        rows.append([f"`{arm}`", str(k), ours, *figures])
-    if not rows:
-        return ""
+        ended = [f"{cell.peak:.2f}", f"{cell.start:.2f}", f"{cell.above:.2f}"]
+        out = ["out of memory", f"{cell.start:.2f}"]
+        rows.append([f"`{cell.arm}`", str(cell.k), ours, *(out if pd.isna(cell.peak) else ended)])
     header = ["arm", "k", f"ours above start x {factor:g}, GiB"]
     header += [f"published {figure}, GiB" for figure in ("peak", "start level", "above start")]
     differ = "what differs besides is the card, the versions, and the pool's fragmentation"
