@@ -18,16 +18,12 @@ ROOT = HERE.parent.parent
 DOCS, ACCURACY, PUBLISHED = ROOT / "docs", ROOT / "rloo_memory" / "plan" / "accuracy", ROOT / "results" / "published"
 
 
-def beside_gpus() -> dict[str, float]:
-    """How many allocated peaks of one GPU the planner is held to, and how far the furthest is from it."""
-    ratios, _ = allocated(read_peaks(PUBLISHED))
-    return {"peaks": len(ratios), "apart": (ratios - 1).abs().max()}
-
-
-def page(data: dict, measured: dict) -> str:
+def page(data: dict) -> str:
     """The page as HTML."""
-    cards = json.loads((ACCURACY / "cards.json").read_text())["cards"]
-    data = data | {"measured_over_predicted": measured, "published": beside_gpus(), "cards": cards}
+    measured, cards = (json.loads((ACCURACY / name).read_text()) for name in ("measured.json", "cards.json"))
+    near, _ = allocated(read_peaks(PUBLISHED))  # measured over predicted on one GPU
+    published = {"peaks": len(near), "apart": (near - 1).abs().max()}
+    data = data | {"measured_over_predicted": measured["errors"], "published": published, "cards": cards["cards"]}
     text = json.dumps(data, separators=(",", ":"))
     return Template((HERE / "fit.html").read_text()).substitute(
         style=(HERE / "fit.css").read_text(),
@@ -39,8 +35,7 @@ def page(data: dict, measured: dict) -> str:
 def main() -> None:
     source, out = DOCS / "fit.json", DOCS / "fit.html"
     data = json.loads(source.read_text())
-    measured = json.loads((ACCURACY / "measured.json").read_text())["errors"]
-    out.write_text(page(data, measured))
+    out.write_text(page(data))
     print(f"{out}: {len(data['models'])} models, {out.stat().st_size / 1e6:.1f} MB")
 
 

@@ -16,12 +16,12 @@ def summary(results: Results) -> str:
     cells, first, rows = results.cells.droplevel("k"), next(iter(IN_SHORT)), []
     for arm, name in IN_SHORT.items():
         if arm not in cells.index or not cells.ok[arm]:
-            rows.append([name, cells.failure[arm] if arm in cells.index else "not run", "", ""])
+            rows.append([name, cells.failure[arm] if arm in cells.index else "not run"])
             continue
         cell = cells.loc[arm]
         ratio = times(clocked(cell), clocked(cells.loc[first])) if first in cells.index else float("nan")
         took, faster = seconds(*clocked(cell), 1), "" if pd.isna(ratio) else f"{ratio:.1f}"
-        rows.append([name + failed_too(cell), took, faster, f"{cell.above_bytes / GIB:.2f}"])
+        rows.append([or_failure(cell, name), took, faster, f"{cell.above_bytes / GIB:.2f}"])
     return markdown(["", "whole step, seconds", "times faster", "peak above start, GiB"], rows)
 
 
@@ -30,12 +30,10 @@ def peak_texts(results: Results) -> pd.DataFrame:
     cells = results.cells
 
     def show(cell: pd.Series) -> str:
-        if not cell.ok:
-            return cell.failure
         text = with_range(*(cell[f"above_bytes{end}"] / GIB for end in ("", "_low", "_high")))
         base = cells.above_bytes.get((BASELINE, cell.k), float("nan"))
         change = f", {signed(cell.above_bytes / base - 1)}" if cell.arm != BASELINE and base >= LEAST else ""
-        return text + change + failed_too(cell)
+        return or_failure(cell, text + change)
 
     table = cells.apply(show, axis=1).unstack(fill_value="not run").reindex(results.arms)
     return table.rename(columns=lambda k: f"k = {k}")
@@ -70,10 +68,9 @@ def audit(results: Results) -> str:
     """A row an arm and k: prompt tokens asked for and really fed, peak above start, and GiB per 1,000 tokens."""
     rows = []
     for cell in results.cells.itertuples():
-        above = f"{cell.above_bytes / GIB:.2f}{failed_too(cell)}" if cell.ok else cell.failure
-        rate = cell.above_bytes / GIB / cell.tokens * 1000
-        rate = "" if pd.isna(rate) else f"{rate:.3f}"
-        rows.append([f"`{cell.arm}`", str(cell.k), whole(cell.asked), whole(cell.fed), above, rate])
+        above, rate = cell.above_bytes / GIB, cell.above_bytes / GIB / cell.tokens * 1000
+        figures = [or_failure(cell, f"{above:.2f}"), "" if pd.isna(rate) else f"{rate:.3f}"]
+        rows.append([f"`{cell.arm}`", str(cell.k), whole(cell.asked), whole(cell.fed), *figures])
     header = ["arm", "k", "prompt tokens requested", "prompt tokens fed (mean)"]
     header += ["peak above start, GiB", "GiB per 1,000 tokens in the batch"]
     return "Tokens asked for, tokens really fed, and the memory they took:\n\n" + markdown(header, rows)
@@ -116,7 +113,7 @@ def published(results: Results) -> str:
     rows = []
     for cell in both.itertuples():
         factor = PUBLISHED_BUDGET / cell.budget_bytes
-        ours = f"{cell.above_bytes * factor / GIB:.2f}{failed_too(cell)}" if cell.ok else cell.failure
+        ours = or_failure(cell, f"{cell.above_bytes * factor / GIB:.2f}")
         ended = [f"{cell.peak:.2f}", f"{cell.start:.2f}", f"{cell.above:.2f}"]
         out = ["out of memory", f"{cell.start:.2f}"]
         rows.append([f"`{cell.arm}`", str(cell.k), ours, *(out if pd.isna(cell.peak) else ended)])
@@ -140,6 +137,6 @@ def clocked(cell: pd.Series, phase: str = "step") -> tuple[float, float, float]:
     return cell[phase], cell[f"{phase}_low"], cell[f"{phase}_high"]
 
 
-def failed_too(cell) -> str:
-    """Names the repeats of a cell that failed beside the others."""
-    return f" ({cell.failure})" if cell.failure else ""
+def or_failure(cell, text: str) -> str:
+    """What a cell's runs that finished say, and beside it how many failed; alone where none finished."""
+    return f"{text} ({cell.failure})" if cell.ok and cell.failure else text if cell.ok else cell.failure
