@@ -17,6 +17,7 @@ pytestmark = pytest.mark.torch
 @pytest.mark.slow
 def test_the_memory_callback_works_with_a_trainer_without_rewards(policy, tmp_path):
     from datasets import Dataset
+
     from trl import SFTConfig, SFTTrainer
 
     arguments = SFTConfig(
