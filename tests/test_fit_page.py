@@ -65,7 +65,7 @@ def address(**changes) -> str:
 
 def test_it_is_one_file_that_loads_nothing_and_is_made_of_the_committed_data():
     html = FILE.read_text()
-    assert html == make_page.page(DATA, MEASURED), "run python -m visualization.fit.make_page"
+    assert html == make_page.page(DATA), "run python -m visualization.fit.make_page"
     html = html[: html.index('id="data"')] + html[html.index("</script>", html.index('id="data"')) :]
     assert not re.search(r"\ssrc=|@import|url\(|fetch\(|XMLHttpRequest|sendBeacon|https?://", html)
     assert re.findall(r'<(?:a|link)\b[^>]*href="([^"]+)"', html) == ["data:,"], "only its icon: nothing is beside it"

@@ -1,6 +1,8 @@
 """The teacher-student reward beside the same from full logits, in float64, and trainings with it."""
 
 import copy
+import inspect
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -174,14 +176,20 @@ def test_a_teacher_that_cannot_be_asked_is_refused(fact, tokenizer):
     make(build(), tokenizer).attach(SimpleNamespace(**trainer | fact))
 
 
-def test_both_trainers_train_with_it_and_sharing_changes_nothing(probe):
-    runs = probe("teacher_student")
-    brought = runs.pop("harness")  # by importing the reward: nothing of what measures
-    assert brought == ["rloo_memory", "rloo_memory.hooks", "rloo_memory.hooks.teacher_student"]
+def test_the_example_trains_with_both_trainers_and_sharing_changes_nothing(capsys):
+    from examples import teacher_student
+    from rloo_memory.hooks import teacher_student as reward
+
+    assert "rloo_memory" not in inspect.getsource(reward), "it needs nothing else of this repository"
+    runs = {}
+    for name, arguments in (("stock", ()), ("rloo", ("--shared",)), ("grpo", ("--algorithm", "grpo", "--shared"))):
+        assert teacher_student.main(["--steps", "2", *arguments]) == 0
+        rows = capsys.readouterr().out.splitlines()
+        runs[name] = [[float(x) for x in re.findall(r"-?\d+\.?\d*", row)] for row in rows]
     assert runs["rloo"] == [pytest.approx(step, abs=2e-3) for step in runs["stock"]]
     for steps in runs.values():
         assert [step[0] for step in steps] == [1, 2]
-        for _, reward, mean, low, mean_kl, max_kl in steps:
-            assert reward == pytest.approx(mean + 0.01 * low - 3 * (mean_kl + 0.01 * max_kl), abs=5e-3)
+        for _, total, mean, low, mean_kl, max_kl in steps:
+            assert total == pytest.approx(mean + 0.01 * low - 3 * (mean_kl + 0.01 * max_kl), abs=5e-3)
             assert max_kl > mean_kl > 0.01
     assert runs["grpo"][0] == pytest.approx(runs["rloo"][0], abs=2e-3)  # before the first update

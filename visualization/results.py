@@ -249,7 +249,6 @@ def joined(values: Iterable[str | None]) -> str:
     return ", ".join(sorted({value for value in values if value and value == value}))
 
 
-def span(counts: Iterable[float]) -> str:
-    """The least and the most of them, or the one that all are."""
-    least, most = min(counts), max(counts)
-    return f"{least:.0f}" if least == most else f"{least:.0f} to {most:.0f}"
+def span(values: Iterable[float], digits: int = 0) -> str:
+    """The least and the most of them, or the one that all are said as."""
+    return " to ".join(dict.fromkeys(f"{end:.{digits}f}" for end in (min(values), max(values))))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import matplotlib
+import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -77,6 +78,11 @@ def footer(results: Results, note: str = "", arms: Sequence[str] = ()) -> list[s
     they seem."""
     lines = [results.describe(), note, in_words([*arms, *results.arms]), *results.footnotes()]
     return [line for line in lines if line]
+
+
+def without_peak(cells: pd.DataFrame) -> str:
+    """The cells where no run finished, and why."""
+    return ", ".join(f"{cell.arm} k={cell.k} ({cell.failure})" for cell in cells[cells.ok == 0].itertuples())
 
 
 def new_figure(

@@ -13,10 +13,7 @@ from visualization.results import GIB, MEASURES, Results, in_order
 ON_ONE_LINE = ("classic-baseline", "classic-string", "classic-string-exact")
 THOUSANDS = {"classic-baseline": 3.1, "classic-string": 1.124}  # tokens a sequence: 3,000 or 1,024 fed + 100 new
 COLUMNS = ["arm", "k", "thousands", "above"]  # thousands of tokens in the batch, GiB above the start level
-POINTS_2025 = pd.DataFrame(
-    [(arm, k, k * THOUSANDS[arm], cell.above_gib) for (arm, k), cell in PUBLISHED.items() if cell.above_gib],
-    columns=COLUMNS,
-)
+POINTS_2025 = PUBLISHED.assign(thousands=PUBLISHED.k * PUBLISHED.arm.map(THOUSANDS))[COLUMNS].dropna()
 
 
 def fit(points: pd.DataFrame) -> tuple[float, float, float]:
@@ -32,8 +29,8 @@ def audit(results: Results) -> Figure | None:
     points = table.assign(thousands=table.tokens / 1000, above=table.above_bytes / GIB)[COLUMNS].dropna()
     if not points.arm.isin(ON_ONE_LINE).any():
         return None
-    failed = [f"{cell.arm} k={cell.k} ({cell.failure})" for cell in table[table.ok == 0].itertuples()]
-    note = f"no peak, so no point: {', '.join(failed)}" if failed else ""
+    failed = style.without_peak(table)
+    note = f"no peak, so no point: {failed}" if failed else ""
     arms = in_order([*points.arm, *POINTS_2025.arm])
     markers = dict(zip(sorted({*points.k, *POINTS_2025.k}), style.K_MARKERS, strict=False))
     dot = {"linestyle": "", "marker": "o", "markersize": 8}

@@ -25,11 +25,8 @@ def idea(results: Results) -> Figure | None:
     k, prompt, completion = int(cells.k.iloc[0]), int(cells.fed.iloc[0]), int(cells.completion_tokens.iloc[0])
     tokens = (k * (prompt + completion), prompt + k * completion)
     took = [seconds(*row, 1) for row in cells[["step", "step_low", "step_high"]].to_numpy()]
-    small_print = [
-        "Medians. " + results.describe(),
-        *results.timed_apart(),
-        *([NOTE] if MARK in "".join(took) else []),
-    ]
+    small_print = ["Medians. " + results.describe(), *results.timed_apart()]
+    small_print += [NOTE] if MARK in "".join(took) else []
     handles = [
         Patch(color=PROMPT, label=f"prompt: {prompt:,} tokens"),
         Patch(color=COMPLETION, label=f"completion: {completion:,} tokens, {k} of them"),
@@ -40,13 +37,10 @@ def idea(results: Results) -> Figure | None:
     for column, (arm, name) in enumerate(arms.items()):
         cell = cells.loc[arm]
         draw_tokens(panels[0][column], name, prompt, completion, [(k - 1) / 2] if column else range(k), k)
+        peak = f"{cell.above_bytes / GIB:.2f} GiB at the peak, above the start"
         costs = [
             (tokens[column], max(tokens), f"{tokens[column]:,} tokens through the model"),
-            (
-                cell.above_bytes,
-                cells.above_bytes.max(),
-                f"{cell.above_bytes / GIB:.2f} GiB at the peak, above the start",
-            ),
+            (cell.above_bytes, cells.above_bytes.max(), peak),
             (cell.step, cells.step.max(), f"{took[column]} seconds a step"),
         ]
         draw_costs(panels[1][column], cell, costs)

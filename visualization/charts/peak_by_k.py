@@ -19,8 +19,7 @@ def peak_by_k(results: Results) -> Figure | None:
     missing = table[table.ok == 0].reset_index(drop=True)
     note = "median over repeats"
     if len(missing):
-        note += "; no peak, and a cross at the budget where out of memory: "
-        note += ", ".join(f"{cell.arm} k={cell.k} ({cell.failure})" for cell in missing.itertuples())
+        note += f"; no peak, and a cross at the budget where out of memory: {style.without_peak(table)}"
     looks = {arm: {**style.line(arm), "marker": style.marker(arm)} for arm in results.arms}
     handles = [Line2D([], [], label=arm, **look) for arm, look in looks.items()]
     title = "Peak memory as the number of completions grows"

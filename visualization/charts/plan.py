@@ -6,6 +6,7 @@ python -m visualization.charts.plan PLAN.json OUT.png
 import json
 from pathlib import Path
 
+import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -30,31 +31,32 @@ KINDS = {
 def chart(path: Path) -> Figure:
     """Stacked bars of what `rloo-memory plan --json` wrote: one group an arm, one bar a phase."""
     result = json.loads(path.read_text())
-    predictions = result["predictions"]
-    setup = predictions[0]["setup"]
-    figure = Figure(figsize=(9, 5.2), layout="constrained")
-    figure.get_layout_engine().set(rect=(0, 0.06, 1, 0.94))
+    setup = result["predictions"][0]["setup"]
+    phases = [(plan["arm"], phase) for plan in result["predictions"] for phase in plan["phases"]]
+    arms = pd.Series([arm for arm, _ in phases])
+    sizes = pd.DataFrame([phase["kinds"] for _, phase in phases]).div(GIB).fillna(0)
+    sizes = sizes.T.groupby(lambda kind: kind if kind in KINDS else "other").sum().T
+    kinds = [kind for kind in KINDS if sizes.get(kind, pd.Series()).any()]
+    looks = {kind: {"facecolor": KINDS[kind][0], "hatch": KINDS[kind][1], "edgecolor": "white"} for kind in kinds}
+    shown = " and ".join(f"{width}x{height}" for width, height in setup.get("images", ()))  # older plans have none
+    title = (
+        f"{result['model']}: prompt {setup['prompt_tokens']:,}{f' with {shown}' if shown else ''}, "
+        f"completion {setup['max_completion_length']:,}, k = {setup['num_generations']}"
+    )
+    handles = [Patch(**look, label=kind) for kind, look in looks.items()]
+    figure = style.new_figure(9, 4.3, title, ["Predicted, not measured. " + result["versions"]], handles, columns=7)
     axes = figure.add_subplot()
-    x, ticks, labels, present = 0, [], [], set()
-    for prediction in predictions:
-        first = x
-        for phase in prediction["phases"]:
-            bottom = 0.0
-            for kind, (colour, hatch) in KINDS.items():
-                sizes = phase["kinds"].items()
-                size = sum(s for name, s in sizes if (name if name in KINDS else "other") == kind) / GIB
-                if size:
-                    axes.bar(x, size, 0.8, bottom, color=colour, hatch=hatch, edgecolor="white", linewidth=0.4)
-                    present.add(kind)
-                bottom += size
-            axes.text(x, bottom, f"{bottom:.1f}", ha="center", va="bottom", fontsize=8)
-            ticks.append(x)
-            labels.append(phase["phase"])
-            x += 1
+    x = arms.index + 0.6 * (arms != arms.shift()).cumsum()  # a gap between arms
+    tops = sizes[kinds].cumsum(axis=1)
+    for kind, look in looks.items():
+        held = sizes[kind] != 0
+        axes.bar(x[held], sizes[kind][held], 0.8, (tops - sizes)[kind][held], linewidth=0.4, **look)
+    for place, top in zip(x, tops[kinds[-1]], strict=True):
+        axes.text(place, top, f"{top:.1f}", ha="center", va="bottom", fontsize=8)
+    for arm, places in x.groupby(arms):
         look = {"ha": "center", "fontsize": 10, "fontweight": "bold"}
-        axes.text((first + x - 1) / 2, -0.2, prediction["arm"], transform=axes.get_xaxis_transform(), **look)
-        x += 0.6
-    axes.set_xticks(ticks, labels, rotation=30, ha="right", fontsize=8)
+        axes.text(places.mean(), -0.2, arm, transform=axes.get_xaxis_transform(), **look)
+    axes.set_xticks(x, [phase["phase"] for _, phase in phases], rotation=30, ha="right", fontsize=8)
     axes.grid(axis="x", visible=False)
     if result["device_memory_bytes"]:
         limit = result["device_memory_bytes"] / GIB
@@ -64,17 +66,6 @@ def chart(path: Path) -> Figure:
         style.write_at(axes, words, (0.995, limit), 0, 3, xycoords=("axes fraction", "data"), **look)
     axes.set_ylabel("predicted peak allocated (GiB)")
     axes.margins(y=0.12)
-    looks = [(kind, *look) for kind, look in KINDS.items() if kind in present]
-    handles = [Patch(facecolor=colour, hatch=hatch, edgecolor="white", label=kind) for kind, colour, hatch in looks]
-    axes.legend(handles=handles, fontsize=8, ncols=7, loc="upper center", bbox_to_anchor=(0.5, 1.09))
-    sizes = " and ".join(f"{width}x{height}" for width, height in setup.get("images", ()))  # older plans have none
-    figure.suptitle(
-        f"{result['model']}: prompt {setup['prompt_tokens']:,}{f' with {sizes}' if sizes else ''}, "
-        f"completion {setup['max_completion_length']:,}, k = {setup['num_generations']}",
-        fontsize=12,
-        fontweight="bold",
-    )
-    figure.text(0.012, 0.012, "Predicted, not measured. " + result["versions"], fontsize=7.5, color="#404040")
     return figure
 
 

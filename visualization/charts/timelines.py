@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -12,13 +11,12 @@ from matplotlib.patches import Patch
 from visualization import style
 from visualization.results import GIB, MEASURES, Results, by_trainer, in_order
 
-MAX_POINTS = 1200  # a panel is about 1,400 pixels wide
 Curve = Callable[[Results, pd.Series], pd.DataFrame]
 
 
-def peak_preserving(results: Results, run: pd.Series, most: int = MAX_POINTS) -> pd.DataFrame:
-    """`t` and `bytes` to draw, at most `most`, whose maximum is the recorded peak exactly: each phase's high-water
-    mark, which samples can miss, is put at its highest sample. Bins of points keep their lowest and highest one."""
+def peak_preserving(results: Results, run: pd.Series) -> pd.DataFrame:
+    """`t` and `bytes` to draw, whose maximum is the recorded peak exactly: each phase's high-water mark, which samples
+    can miss, is put at its highest sample."""
     curve = sampled(results, run)
     marks = steps_of(results, run).dropna(subset="bytes")[["start", "end", "bytes", "phase"]]
     for row, mark in marks.iterrows():
@@ -27,19 +25,14 @@ def peak_preserving(results: Results, run: pd.Series, most: int = MAX_POINTS) ->
     if len(marks) and run.peak_bytes > marks.bytes.max():  # between phases, or the device's pool and its context
         here = marks[marks.phase == run.peak_phase] if run.peak_phase in set(marks.phase) else marks
         marks.loc[here.bytes.idxmax(), "bytes"] = run.peak_bytes
-    curve = pd.concat([curve, marks[["t", "bytes"]]] if len(marks) else [curve]).sort_values("t", ignore_index=True)
-    if len(curve) <= most:
-        return curve
-    bins = np.arange(len(curve)) * (most // 2) // len(curve)
-    groups = curve.bytes.groupby(bins)
-    return curve.loc[sorted({*groups.idxmin(), *groups.idxmax()})]
+    return pd.concat([curve, marks[["t", "bytes"]]] if len(marks) else [curve]).sort_values("t", ignore_index=True)
 
 
 def smoothed(results: Results, run: pd.Series) -> pd.DataFrame:
     """A centred rolling mean over a twentieth of the samples."""
     curve = sampled(results, run)
     mean = curve.bytes.rolling(max(5, len(curve) // 20), center=True, min_periods=1).mean()
-    return curve.assign(bytes=mean)[:: max(1, -(-len(curve) // MAX_POINTS))]
+    return curve.assign(bytes=mean)
 
 
 def sampled(results: Results, run: pd.Series) -> pd.DataFrame:

@@ -7,28 +7,23 @@ The data are sums that `python -m experiments.fitting.fit_data` fits to the plan
 of cards (rloo_memory/plan/accuracy); how far it was from published figures of GPUs (results/published/predicted.csv).
 """
 
-import csv
 import json
 from pathlib import Path
 from string import Template
+
+from visualization.tables.of_plans import allocated, read_peaks
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 DOCS, ACCURACY, PUBLISHED = ROOT / "docs", ROOT / "rloo_memory" / "plan" / "accuracy", ROOT / "results" / "published"
 
 
-def beside_gpus() -> dict[str, float]:
-    """How many allocated peaks of one GPU the planner is held to, and how far the furthest is from it."""
-    with (PUBLISHED / "predicted.csv").open(newline="", encoding="utf-8") as file:
-        held = [row for row in csv.DictReader(file) if row["metric"] == "allocated" and row["holds"]]
-    rows = [row for row in held if "num_devices" not in row["where"]]
-    return {"peaks": len(rows), "apart": max(abs(float(row["ratio"]) - 1) for row in rows)}
-
-
-def page(data: dict, measured: dict) -> str:
+def page(data: dict) -> str:
     """The page as HTML."""
-    cards = json.loads((ACCURACY / "cards.json").read_text())["cards"]
-    data = data | {"measured_over_predicted": measured, "published": beside_gpus(), "cards": cards}
+    measured, cards = (json.loads((ACCURACY / name).read_text()) for name in ("measured.json", "cards.json"))
+    near, _ = allocated(read_peaks(PUBLISHED))  # measured over predicted on one GPU
+    published = {"peaks": len(near), "apart": (near - 1).abs().max()}
+    data = data | {"measured_over_predicted": measured["errors"], "published": published, "cards": cards["cards"]}
     text = json.dumps(data, separators=(",", ":"))
     return Template((HERE / "fit.html").read_text()).substitute(
         style=(HERE / "fit.css").read_text(),
@@ -40,8 +35,7 @@ def page(data: dict, measured: dict) -> str:
 def main() -> None:
     source, out = DOCS / "fit.json", DOCS / "fit.html"
     data = json.loads(source.read_text())
-    measured = json.loads((ACCURACY / "measured.json").read_text())["errors"]
-    out.write_text(page(data, measured))
+    out.write_text(page(data))
     print(f"{out}: {len(data['models'])} models, {out.stat().st_size / 1e6:.1f} MB")
 
 

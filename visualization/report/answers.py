@@ -24,8 +24,7 @@ def beside_rival(cells: pd.DataFrame, ours: str) -> list[str]:
     rivals = done[done.arm.isin(RIVALS[ours]) & done.k.isin(done.k[done.arm == ours])]
     if rivals.empty:
         return []
-    counts = rivals.k.value_counts()
-    k = counts[counts == counts.max()].index.max()
+    k = rivals.k.mode().max()
     mine, rival = done.loc[ours, k], done.loc[rivals[rivals.k == k].above_bytes.idxmin()]
     names = [f"{cell.arm} ({ARMS[cell.arm]})" for cell in (mine, rival)]
     peaks = [f"{cell.above_bytes / GIB:.2f} GiB" for cell in (mine, rival)]

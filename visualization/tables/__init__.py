@@ -16,12 +16,14 @@ RUN_TABLES = {
     "summary": of_runs.summary, "peak": of_runs.peak, "phase-peaks": of_runs.phase_peaks, "audit": of_runs.audit,
     "published": of_runs.published, "phases": of_runs.phases,
 }  # fmt: skip
-FOLDER_TABLES = {
-    "rivals": of_bench.rivals, "lengths": of_bench.lengths, "alike": of_bench.alike,
-    "families": of_bench.families, "worth": of_bench.worth,
-    "decoding": of_bench.decoding, "sampler": of_bench.sampler, "plan": of_plans.check, "levers": of_plans.levers,
-    "profiles": of_plans.profiles, "gpu-peaks": of_plans.gpu_peaks, "exactness": of_checks.exactness,
-    "upstream": of_checks.upstream, "emulated": of_checks.emulated, "launches": of_checks.launches,
+BENCH_TABLES = {
+    "rivals": of_bench.rivals, "lengths": of_bench.lengths, "alike": of_bench.alike, "families": of_bench.families,
+    "worth": of_bench.worth, "decoding": of_bench.decoding, "sampler": of_bench.sampler,
+}  # fmt: skip
+FOLDER_TABLES = BENCH_TABLES | {
+    "plan": of_plans.check, "levers": of_plans.levers, "profiles": of_plans.profiles, "gpu-peaks": of_plans.gpu_peaks,
+    "exactness": of_checks.exactness, "upstream": of_checks.upstream, "emulated": of_checks.emulated,
+    "launches": of_checks.launches,
 }  # fmt: skip
 # Of tables on the page of a folder
 FILES = {"plan": "plan_check.csv", "upstream": "upstream_tests.csv", "exactness": "exactness.csv"}
@@ -60,8 +62,8 @@ def of_results(name: str, results: Results, scale: str | None = None) -> str:
 def page(results: Results) -> str:
     """All tables of results/<machine>, those first that everybody has."""
     folder = results.folder
-    names = [*RUN_TABLES, *(name for name in ("rivals", "lengths", "alike", "families", "worth", "decoding", "sampler")
-                            if name in of_bench.measured(folder))]  # fmt: skip
+    measured = of_bench.measured(folder)
+    names = [*RUN_TABLES, *(name for name in BENCH_TABLES if name in measured)]
     names += [name for name, file in FILES.items() if (folder / file).exists()]
     texts = {name: of_results(name, results) if name in RUN_TABLES else render(name, folder) for name in names}
     return "\n".join(f"## {name}\n\n{text}" for name, text in texts.items() if text)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from visualization.results import MARK, MIB, apart, load, seconds, times
+from visualization.results import MARK, MIB, apart, load, seconds, span, times
 from visualization.tables.text import how_often, markdown, measured_on, token_ratio
 
 CELL = ["model", "prompt_tokens", "completion_tokens", "k"]
@@ -78,14 +78,14 @@ def rivals(folder: Path) -> str:
         for name, way in ways.items():
             shown = NAMES.get(name, f"`{name}`")
             if not way:
-                table.append([shown, failure_of(rows, name), "", "", ""])
+                table.append([shown, failure_of(rows, name)])
                 continue
             theirs = ways["whole"] if name != "whole" else {}
             row = [beside(way[metric], theirs.get(metric), 2) for metric in ("score_seconds", "train_seconds")]
             differs = f"{way['gradient_difference'][2]:.0e}" if theirs else ""
             table.append([shown, *row, f"{way['train_peak_bytes'][0] / MIB:.0f}", differs])
         about = f"Prompt {prompt:,}, completions {completion:,}, k = {k}: token ratio {ratio:.2f}, {how_often(rows)}:"
-        parts.append(f"*{measured_on(rows)} · qwen3-8-layers*\n\n{about}\n\n{markdown(header, table)}\n")
+        parts.append(f"{measured_on(rows, 'qwen3-8-layers')}\n\n{about}\n\n{markdown(header, table)}\n")
     return "\n".join(parts)
 
 
@@ -97,8 +97,7 @@ def lengths(folder: Path) -> str:
     for (model, prompt, mean, k), mine in rows.groupby(CELL, sort=False):
         ways = ways_of(mine)
         if not ways["whole"]:  # which has the lengths, too
-            row = [model.partition("/")[0], f"{prompt:,}", f"mean {mean:,}", str(k), failure_of(mine, "whole")]
-            table.append([*row, *[""] * (2 * len(BESIDE))])
+            table.append([model.partition("/")[0], f"{prompt:,}", f"mean {mean:,}", str(k), failure_of(mine, "whole")])
             continue
         shortest, longest = (f"{ways['whole'][f'{which}_tokens'][0]:,.0f}" for which in ("shortest", "longest"))
         completions = f"{mean:,}" if shortest == longest else f"{shortest} to {longest}, mean {mean:,}"
@@ -111,7 +110,7 @@ def lengths(folder: Path) -> str:
         table.append(row)
     header = ["model", "prompt", "completions", "k", "token ratio"]
     header += [f"{phase}, {words}" for _, words in BESIDE.values() for phase in ("score", "train")]
-    return f"*{measured_on(rows)} · float32 · {how_often(rows)}*\n\n{markdown(header, table)}\n"
+    return f"{measured_on(rows, 'float32', how_often(rows))}\n\n{markdown(header, table)}\n"
 
 
 def alike(folder: Path) -> str:
@@ -124,7 +123,7 @@ def alike(folder: Path) -> str:
             title = f"{common:,} + {prompt - common:,}, completions {completion:,}" if name == "stock" else ""
             row = [title, ALIKE[name]]
             if not way:
-                table.append([*row, failure_of(mine, name), *[""] * (len(PHASES) + 2)])
+                table.append([*row, failure_of(mine, name)])
                 continue
             row.append(f"{way['forward_tokens'][0]:,.0f}")
             theirs = ways["shared-all-each"] if name == "shared-all" else {}
@@ -134,8 +133,8 @@ def alike(folder: Path) -> str:
     header = ["prompts begin with + own", "", "tokens of a forward", "step, s", *(f"{phase}, s" for phase in PHASES)]
     header += [f"peak of all tensors ({', '.join(PHASES)}), MiB"]
     precision = "float32" if rows.device_kind.iloc[0] == "cpu" else "bfloat16"
-    about = f"{precision} · four prompts, k = {rows.k.iloc[0]}, a prompt a micro-batch · {how_often(rows)}"
-    return f"*{measured_on(rows)} · {about}*\n\n{markdown(header, table)}\n"
+    about = f"four prompts, k = {rows.k.iloc[0]}, a prompt a micro-batch"
+    return f"{measured_on(rows, precision, about, how_often(rows))}\n\n{markdown(header, table)}\n"
 
 
 def families(folder: Path) -> str:
@@ -149,7 +148,7 @@ def families(folder: Path) -> str:
             theirs = ways["whole"] if name != "whole" else {}
             row = ["" if name != "whole" else title, NAMES.get(name, name)]
             if not way:
-                table.append([*row, failure_of(mine, name), *[""] * (len(PHASES) + 1)])
+                table.append([*row, failure_of(mine, name)])
                 continue
             for phase in PHASES:
                 took = beside(way[f"{phase}_seconds"], theirs.get(f"{phase}_seconds"), 1, " s")
@@ -157,8 +156,8 @@ def families(folder: Path) -> str:
             images = f"{way['images_encoded'][0]:.0f}" if "images_encoded" in way else ""
             table.append([*row, images, f"{way['gradient_difference'][2]:.0e}" if theirs else ""])
     header = ["", "", *PHASES, "images encoded", "gradient differs by"]
-    about = f"float32, 8 layers of width 256 · {how_often(rows)} · peak resident above the start of the phase"
-    return f"*{measured_on(rows)} · {about}*\n\n{markdown(header, table)}\n"
+    about = ("float32, 8 layers of width 256", how_often(rows), "peak resident above the start of the phase")
+    return f"{measured_on(rows, *about)}\n\n{markdown(header, table)}\n"
 
 
 def faster(rows: pd.DataFrame, phase: str) -> pd.DataFrame:
@@ -187,7 +186,7 @@ def worth(folder: Path) -> str:
     ]
     header = ["model", "prompt", "completion", "token ratio"]
     header += [f"{what}, {way}" for what in ("training", "step") for way in IN_SHORT.values()]
-    return f"*{measured_on(rows)} · float32 · k = {k} · {how_often(rows)}*\n\n{markdown(header, table)}\n"
+    return f"{measured_on(rows, 'float32', f'k = {k}', how_often(rows))}\n\n{markdown(header, table)}\n"
 
 
 def decoding(folder: Path) -> str:
@@ -200,7 +199,7 @@ def decoding(folder: Path) -> str:
         took.append(in_words(times(ways["shared"], ways["whole"])) if all(ways.values()) else "")
         table.append([model, *(f"{size:,}" for size in sizes), *took])
     header = ["model", "prompt", "completion", "k", "a cache a row, s", "prompt shared, s", "times faster"]
-    return f"*{measured_on(rows)} · float32 · {how_often(rows)}*\n\n{markdown(header, table)}\n"
+    return f"{measured_on(rows, 'float32', how_often(rows))}\n\n{markdown(header, table)}\n"
 
 
 def sampler(folder: Path) -> str:
@@ -208,21 +207,14 @@ def sampler(folder: Path) -> str:
     rows = read_bench(folder, "sampler")
     table = []
     for asked, way in ways_of(rows).items():
-        units = [("achieved_interval_ms", 1), ("longest_gap_ms", 1), ("missed_bytes", MIB)]
-        ends = [[f"{end / unit:.1f}" for end in way[metric][1:]] for metric, unit in units]
-        table.append(
-            [asked, *(" to ".join(dict.fromkeys(both)) for both in ends), f"{way['peak_bytes'][0] / MIB:.0f}"]
-        )
+        units = {"achieved_interval_ms": 1, "longest_gap_ms": 1, "missed_bytes": MIB}
+        spans = [span([end / unit for end in way[metric][1:]], 1) for metric, unit in units.items()]
+        table.append([asked, *spans, f"{way['peak_bytes'][0] / MIB:.0f}"])
     header = ["asked for", "achieved, ms", "longest gap, ms", "missed of the peak, MiB", "peak, MiB"]
     intro = f"`shared`, scale {rows.model.iloc[0]}, k = {rows.k.iloc[0]}; lowest to highest of all repeats:"
-    return f"*{measured_on(rows)}*\n\n{intro}\n\n{markdown(header, table)}\n\n{missed_in_runs(folder)}\n"
-
-
-def missed_in_runs(folder: Path) -> str:
-    """What samples of the trainers compared here missed, in a sentence."""
-    runs = load(folder).runs
-    most = runs.groupby("arm").peak_missed_bytes.max().dropna().sort_values(ascending=False) / MIB
+    most = load(folder).runs.groupby("arm").peak_missed_bytes.max().dropna().sort_values(ascending=False) / MIB
     words = ", ".join(f"`{arm}` {missed:.0f}" for arm, missed in most.items() if missed >= 1)
-    return (
+    missed = (
         f"The most that samples every 50 ms missed in runs of this machine, MiB: {words}; of the others less than 1."
     )
+    return f"{measured_on(rows)}\n\n{intro}\n\n{markdown(header, table)}\n\n{missed}\n"

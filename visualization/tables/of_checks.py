@@ -16,7 +16,7 @@ def exactness(folder: Path) -> str:
     rows = pd.read_csv(folder / "exactness.csv", dtype=str, keep_default_na=False)
     shown = rows.drop(columns=["device_kind", "device_name", "torch_version", "transformers_version", "commit"])
     table = markdown([name.replace("_", " ") for name in shown], shown.to_numpy(), texts=len(shown.columns))
-    return f"*{measured_on(rows)}*\n\nRelative errors against float64:\n\n{table}\n"
+    return f"{measured_on(rows)}\n\nRelative errors against float64:\n\n{table}\n"
 
 
 def upstream(folder: Path) -> str:
@@ -32,7 +32,7 @@ def upstream(folder: Path) -> str:
     names = differ.trainer + ", `" + differ.test.str.rpartition(".")[2] + "`"
     header = ["", "tests", *TREES.values()]
     return (
-        f"*{measured_on(rows)}*\n\nTRL's repository at {rows.tests_commit.iloc[0]}, with tiny models made on the "
+        f"{measured_on(rows)}\n\nTRL's repository at {rows.tests_commit.iloc[0]}, with tiny models made on the "
         "spot. Tests that pass with TRL as released, and of these how many pass otherwise:\n\n"
         + f"{markdown(header, counts)}\n\n"
         + markdown(["does not pass with shared prompts", "why"], zip(names, reasons, strict=True), texts=2)
@@ -40,25 +40,17 @@ def upstream(folder: Path) -> str:
     )
 
 
-def emulated_shares(folder: Path) -> pd.DataFrame:
-    """planner.csv in results/emulated-cuda, with the share of what comes and goes that is reserved beyond what is
-    allocated."""
-    rows = pd.read_csv(folder / "planner.csv")
-    return rows.assign(share=(rows.reserved_bytes - rows.allocated_bytes) / rows.comes_and_goes_bytes)
-
-
 def emulated(folder: Path) -> str:
-    """torch's own allocator beside the planner."""
-    rows, table = emulated_shares(folder), []
+    """torch's own allocator beside the planner, and the share of what comes and goes that it reserves beyond what is
+    allocated."""
+    rows, table = pd.read_csv(folder / "planner.csv"), []
+    rows["share"] = (rows.reserved_bytes - rows.allocated_bytes) / rows.comes_and_goes_bytes
     for case, mine in rows.sort_values("expandable_segments", kind="stable").groupby("case", sort=False):
         cells = [f"`{case}`", f"{mine.predicted_bytes.iloc[0] / GIB:.2f}"]
         for row in mine.itertuples():
             error = signed(row.predicted_bytes / row.allocated_bytes - 1).replace(" %", "%")
-            cells += [
-                f"{row.allocated_bytes / GIB:.2f} ({error})",
-                f"{row.reserved_bytes / GIB:.2f}",
-                f"{row.share:.2f}",
-            ]
+            cells += [f"{row.allocated_bytes / GIB:.2f} ({error})", f"{row.reserved_bytes / GIB:.2f}"]
+            cells.append(f"{row.share:.2f}")
         table.append(cells)
     header = ["case", "predicted", "allocated", "reserved", "share", "expandable: allocated", "reserved", "share"]
     first, (fixed, expandable) = rows.iloc[0], rows.groupby("expandable_segments").share.median()

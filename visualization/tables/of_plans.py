@@ -88,13 +88,18 @@ def read_peaks(folder: Path) -> pd.DataFrame:
     return pd.read_csv(folder / "predicted.csv", keep_default_na=False)
 
 
-def within(rows: pd.DataFrame) -> str:
-    """How far the allocated peaks that are held are from what is predicted."""
+def allocated(rows: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
+    """Of the allocated peaks that are held, measured over predicted: those without FSDP, those under it."""
     held = rows[(rows.metric == "allocated") & (rows.not_held == "")]
     sharded = held["where"].str.contains("fully_sharded")
-    near, ratios = held[~sharded].ratio, held[sharded].ratio
-    words = f"{len(near)} allocated peaks are {near.min():.3f} to {near.max():.3f} of the prediction, median "
-    return f"{words}{near.median():.3f}; under FSDP {', '.join(f'{ratio:.3f}' for ratio in ratios)}"
+    return held.ratio[~sharded], held.ratio[sharded]
+
+
+def within(rows: pd.DataFrame) -> str:
+    """How far the allocated peaks that are held are from what is predicted."""
+    near, under_fsdp = allocated(rows)
+    words = f"{len(near)} allocated peaks are {span(near, 3)} of the prediction, median {near.median():.3f}"
+    return f"{words}; under FSDP {', '.join(map('{:.3f}'.format, under_fsdp))}"
 
 
 def gpu_peaks(folder: Path) -> str:
@@ -102,11 +107,8 @@ def gpu_peaks(folder: Path) -> str:
     rows = read_peaks(folder)
     held, others, table = rows[rows.not_held == ""], rows[rows.not_held != ""], []
     for (card, trained, arm, metric), mine in held.groupby(["card", "trained", "arm", "metric"], sort=False):
-        spans = [
-            " to ".join(dict.fromkeys(f"{end:.{digits}f}" for end in (column.min(), column.max())))
-            for column, digits in ((mine.measured_gib, 1), (mine.ratio, 3))
-        ]
         models = ", ".join(mine.model.str.rpartition("/")[2].unique())
+        spans = [span(mine.measured_gib, 1), span(mine.ratio, 3)]
         table.append([card, models, trained, f"`{arm}`", WORDS.get(metric, metric), *spans])
     header = ["card", "model", "trained", "arm", "what was measured", "GiB", "of the predicted"]
     not_held = f"{len(others)} figures are not held; each row of `results/published/gpu_peaks.csv` says why."

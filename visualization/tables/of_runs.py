@@ -16,12 +16,12 @@ def summary(results: Results) -> str:
     cells, first, rows = results.cells.droplevel("k"), next(iter(IN_SHORT)), []
     for arm, name in IN_SHORT.items():
         if arm not in cells.index or not cells.ok[arm]:
-            rows.append([name, cells.failure[arm] if arm in cells.index else "not run", "", ""])
+            rows.append([name, cells.failure[arm] if arm in cells.index else "not run"])
             continue
         cell = cells.loc[arm]
         ratio = times(clocked(cell), clocked(cells.loc[first])) if first in cells.index else float("nan")
         took, faster = seconds(*clocked(cell), 1), "" if pd.isna(ratio) else f"{ratio:.1f}"
-        rows.append([name + failed_too(cell), took, faster, f"{cell.above_bytes / GIB:.2f}"])
+        rows.append([or_failure(cell, name), took, faster, f"{cell.above_bytes / GIB:.2f}"])
     return markdown(["", "whole step, seconds", "times faster", "peak above start, GiB"], rows)
 
 
@@ -30,12 +30,10 @@ def peak_texts(results: Results) -> pd.DataFrame:
     cells = results.cells
 
     def show(cell: pd.Series) -> str:
-        if not cell.ok:
-            return cell.failure
         text = with_range(*(cell[f"above_bytes{end}"] / GIB for end in ("", "_low", "_high")))
         base = cells.above_bytes.get((BASELINE, cell.k), float("nan"))
         change = f", {signed(cell.above_bytes / base - 1)}" if cell.arm != BASELINE and base >= LEAST else ""
-        return text + change + failed_too(cell)
+        return or_failure(cell, text + change)
 
     table = cells.apply(show, axis=1).unstack(fill_value="not run").reindex(results.arms)
     return table.rename(columns=lambda k: f"k = {k}")
@@ -49,40 +47,30 @@ def peak(results: Results) -> str:
     return intro + markdown(["arm", *table.columns], rows)
 
 
-def levels_by_phase(results: Results) -> tuple[pd.DataFrame, str]:
-    """Rows (arm, k), columns phase: the median over finished runs of its highest level in GiB, and what that is. On
-    CUDA torch's allocated peak: what the device has in use does not fall between phases."""
+def phase_peaks(results: Results) -> str:
+    """Where the peak is: a row an arm and k, the median over finished runs of each phase's highest level, the highest
+    phase in bold. On CUDA torch's allocated peak: what the device has in use does not fall between phases."""
     done = results.own[results.own.status == "ok"]
     resident = results.measure == "peak_resident_bytes"
     rows = results.phases[results.phases.step > 0].merge(done[["run_id", "arm", "k", "start_bytes"]], on="run_id")
     rows["level"] = rows.bytes - rows.start_bytes if resident else rows.peak_allocated_bytes.astype(float)
     highest = rows.groupby(["arm", "k", "run_id", "phase"])["level"].max() / GIB
     table = highest.groupby(["arm", "k", "phase"]).median().unstack().reindex(columns=PHASES)
-    return table, "process resident memory above the start level" if resident else "torch's allocated peak"
-
-
-def phase_peaks(results: Results) -> str:
-    """Where the peak is: a row an arm and k, the highest phase in bold."""
-    table, what = levels_by_phase(results)
-    if table.empty:
-        return ""
     rows = []
-    for arm, k in [cell for cell in results.cells.index if cell in table.index]:
-        row = table.loc[arm, k]
-        levels = ["" if pd.isna(level) else f"{level:.2f}" for level in row]
-        levels = [f"**{text}**" if level == row.max() else text for text, level in zip(levels, row, strict=True)]
-        rows.append([f"`{arm}`", str(k), *levels])
-    return f"Peak of each phase, GiB ({what}):\n\n" + markdown(["arm", "k", *PHASES], rows)
+    for (arm, k), row in table.reindex(results.cells.index).dropna(how="all").iterrows():
+        levels = row.map("{:.2f}".format, na_action="ignore").fillna("")
+        rows.append([f"`{arm}`", str(k), *levels.mask(row == row.max(), "**" + levels + "**")])
+    what = "process resident memory above the start level" if resident else "torch's allocated peak"
+    return f"Peak of each phase, GiB ({what}):\n\n" + markdown(["arm", "k", *PHASES], rows) if rows else ""
 
 
 def audit(results: Results) -> str:
     """A row an arm and k: prompt tokens asked for and really fed, peak above start, and GiB per 1,000 tokens."""
     rows = []
     for cell in results.cells.itertuples():
-        above = f"{cell.above_bytes / GIB:.2f}{failed_too(cell)}" if cell.ok else cell.failure
-        rate = cell.above_bytes / GIB / cell.tokens * 1000
-        rate = "" if pd.isna(rate) else f"{rate:.3f}"
-        rows.append([f"`{cell.arm}`", str(cell.k), whole(cell.asked), whole(cell.fed), above, rate])
+        above, rate = cell.above_bytes / GIB, cell.above_bytes / GIB / cell.tokens * 1000
+        figures = [or_failure(cell, f"{above:.2f}"), "" if pd.isna(rate) else f"{rate:.3f}"]
+        rows.append([f"`{cell.arm}`", str(cell.k), whole(cell.asked), whole(cell.fed), *figures])
     header = ["arm", "k", "prompt tokens requested", "prompt tokens fed (mean)"]
     header += ["peak above start, GiB", "GiB per 1,000 tokens in the batch"]
     return "Tokens asked for, tokens really fed, and the memory they took:\n\n" + markdown(header, rows)
@@ -91,10 +79,8 @@ def audit(results: Results) -> str:
 def phases(results: Results) -> str:
     """Rows arm: seconds of each phase and of the step, how many times faster than the first of `REFERENCES`, and the
     peak; at the largest k that most arms were run at."""
-    cells = results.cells
-    counts = cells.k.value_counts()
-    k = counts[counts == counts.max()].index.max()
-    cells = cells[cells.k == k].set_index("arm", drop=False)
+    k = results.cells.k.mode().max()
+    cells = results.cells.xs(k, level="k")
     known = [arm for arm in REFERENCES if arm in cells.index and cells.ok[arm]]
     reference = cells.loc[known[0]] if known else None
     rows = []
@@ -120,22 +106,17 @@ def published(results: Results) -> str:
     The factor is the published card's 32 GiB over the run's budget, as vocabulary and budget shrink together. Empty
     for a scale with other prompts than the published 3,000 tokens.
     """
-    rows, factor = [], 0.0
-    for (arm, k), theirs in PUBLISHED.items():
-        cell = results.cells.loc[arm, k] if (arm, k) in results.cells.index else None
-        if cell is None or pd.isna(cell.budget_bytes) or cell.asked != PUBLISHED_PROMPT:
-            continue
-        factor = PUBLISHED_BUDGET / cell.budget_bytes
-        ours = f"{cell.above_bytes * factor / GIB:.2f}{failed_too(cell)}" if cell.ok else cell.failure
-        peak_, above = theirs.peak_gib, theirs.above_gib
-        figures = [
-            f"{peak_:.2f}" if peak_ else "out of memory",
-            f"{theirs.start_gib:.2f}",
-            f"{above:.2f}" if above else "",
-        ]
-        rows.append([f"`{arm}`", str(k), ours, *figures])
-    if not rows:
+    both = PUBLISHED.merge(results.cells.reset_index(drop=True), on=["arm", "k"])
+    both = both[(both.asked == PUBLISHED_PROMPT) & both.budget_bytes.notna()]
+    if both.empty:
         return ""
+    rows = []
+    for cell in both.itertuples():
+        factor = PUBLISHED_BUDGET / cell.budget_bytes
+        ours = or_failure(cell, f"{cell.above_bytes * factor / GIB:.2f}")
+        ended = [f"{cell.peak:.2f}", f"{cell.start:.2f}", f"{cell.above:.2f}"]
+        out = ["out of memory", f"{cell.start:.2f}"]
+        rows.append([f"`{cell.arm}`", str(cell.k), ours, *(out if pd.isna(cell.peak) else ended)])
     header = ["arm", "k", f"ours above start x {factor:g}, GiB"]
     header += [f"published {figure}, GiB" for figure in ("peak", "start level", "above start")]
     differ = "what differs besides is the card, the versions, and the pool's fragmentation"
@@ -156,6 +137,6 @@ def clocked(cell: pd.Series, phase: str = "step") -> tuple[float, float, float]:
     return cell[phase], cell[f"{phase}_low"], cell[f"{phase}_high"]
 
 
-def failed_too(cell) -> str:
-    """Names the repeats of a cell that failed beside the others."""
-    return f" ({cell.failure})" if cell.failure else ""
+def or_failure(cell, text: str) -> str:
+    """What a cell's runs that finished say, and beside it how many failed; alone where none finished."""
+    return f"{text} ({cell.failure})" if cell.ok and cell.failure else text if cell.ok else cell.failure

@@ -10,10 +10,12 @@ NOISY = 0.02  # a spread above this fraction of the median is shown
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
-    """A table whose first `texts` columns are text, the others numbers. Not padded, as `to_markdown` would: the lines
-    of a page change only where their figures do."""
+    """A table whose first `texts` columns are text, the others numbers. A row shorter than the header, as of what
+    failed, ends in empty cells. Not padded, as `to_markdown` would: the lines of a page change only where their
+    figures do."""
     lines = [header, ["---"] * texts + ["---:"] * (len(header) - texts), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    whole_lines = ([*line, *[""] * (len(header) - len(line))] for line in lines)
+    return "\n".join("| " + " | ".join(line) + " |" for line in whole_lines)
 
 
 def with_range(median: float, low: float, high: float) -> str:
@@ -31,11 +33,12 @@ def whole(value: float) -> str:
     return "" if pd.isna(value) else f"{value:,.0f}"
 
 
-def measured_on(rows: pd.DataFrame) -> str:
-    """What rows of one machine were measured on, with every commit."""
+def measured_on(rows: pd.DataFrame, *about: str) -> str:
+    """The line above a table: what rows of one machine were measured on, with every commit, and what else there is."""
     row = rows.iloc[0]
-    versions = f"torch {row.torch_version} · transformers {row.transformers_version}"
-    return f"{DEVICE_WORDS[row.device_kind]}: {row.device_name} · {versions} · commit {joined(rows.commit.str[:10])}"
+    device = f"{DEVICE_WORDS[row.device_kind]}: {row.device_name}"
+    versions = [f"torch {row.torch_version}", f"transformers {row.transformers_version}"]
+    return f"*{' · '.join([device, *versions, f'commit {joined(rows.commit.str[:10])}', *about])}*"
 
 
 def how_often(rows: pd.DataFrame) -> str:
