@@ -95,13 +95,14 @@ class RunConfig:
         return asdict(self)
 
 
-def resolve(arm: str, k: int, scale: str, device: str, repeat: int = 0, **overrides) -> RunConfig:
-    """Fill in a run's configuration from its scale; `overrides` that are None are left to the scale.
+def resolve(arm: str, k: int, scale: str | None, device: str, repeat: int = 0, **overrides) -> RunConfig:
+    """Fill in a run's configuration from its scale, None: the device's own. `overrides` that are None are left to it.
 
     Raises `ConfigError` for a value outside its limits, an unknown name, a combination that cannot run, and a local
     file that is not there. Loads nothing.
     """
     choose("arm", arm, ARMS)
+    scale = scale or ("seed" if device == "cuda" else "cpu")
     given = {name: value for name, value in overrides.items() if value is not None}
     values = USUAL | SCALES[scale] | dict(arm=arm, k=k, scale=scale, device=device, repeat=repeat)
     values |= dict(seed=42 + repeat, threads=os.cpu_count() or 1, batch=k * values.pop("prompts")) | given
@@ -154,15 +155,3 @@ def check_limit(name: str, value: float, low: float, high: float) -> None:
             f"{option} {shown(value)} must be at least {low} and at most {high}; use {option} "
             f"{high if value > high else low}, or a value in between"
         )
-
-
-def default_scale(device_kind: str) -> str:
-    return "seed" if device_kind == "cuda" else "cpu"
-
-
-def machine_folder(results: Path | None, machine: str) -> Path:
-    """`results`/`machine`, absolute; with None, the clone's own. Raises `ConfigError` where `machine` is more than the
-    name of a folder."""
-    if machine in ("", ".", "..") or "/" in machine:
-        raise ConfigError(f"--machine {shown(machine)} is not one plain folder name; write it like nvidia-h200")
-    return (results or ROOT / "results").absolute() / machine

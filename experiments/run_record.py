@@ -50,16 +50,12 @@ class RunRecord:
     python_version: str | None = None
     fork_patches: list[str] = field(default_factory=list)
     model: str | None = None
-    model_parameters: int | None = None
     prompt_tokens_requested: int | None = None
     prompt_tokens_fed_min: int | None = None
     prompt_tokens_fed_mean: float | None = None
     prompt_tokens_fed_max: int | None = None
     completion_tokens: int | None = None
     batch: int | None = None
-    completions_per_forward: int | None = None
-    steps: int | None = None
-    seed: int | None = None
     budget_bytes: int | None = None
     start_bytes: int | None = None
     peak_device_used_bytes: int | None = None
@@ -71,7 +67,6 @@ class RunRecord:
     step_seconds: list[float] = field(default_factory=list)
     step_seconds_median: float | None = None
     trace: list[dict] = field(default_factory=list)
-    final_loss: float | None = None
     sampler: dict | None = None
 
 

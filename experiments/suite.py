@@ -21,10 +21,10 @@ from experiments.commit import is_same_code, source_commit
 from experiments.config import ROOT, RunConfig
 from experiments.processes import end_with_script, stoppable
 from experiments.record import export, make_writable, new_record, write_record
-from experiments.run_device import pick_device
+from experiments.run_device import machine_folder, pick_device
 from experiments.run_options import Parser, add_minutes, add_place, add_settings, as_words, settings, whole
 from experiments.run_record import FINISHED, RunRecord, main_peak, read_record
-from rloo_memory.device import machine_name, tells_of_memory
+from rloo_memory.device import tells_of_memory
 from rloo_memory.errors import EXIT_TIME, EXIT_USAGE, ConfigError, Stopped, exit_code
 from rloo_memory.sizes import GIB
 
@@ -69,15 +69,13 @@ def make_plan(args: argparse.Namespace) -> tuple[list[RunConfig], Path]:
     arms = list(dict.fromkeys(args.arms.split(",")))
     kind, device_name, _ = pick_device(args.device)
     given = {name: getattr(args, name) for name in settings(LISTED)}
-    given["scale"] = given["scale"] or cfg.default_scale(kind)
     plan = [
         cfg.resolve(arm, k, device=kind, repeat=repeat, **given)
         for repeat in range(args.repeats)
         for k in ks
         for arm in arms
     ]
-    name = machine_name(kind, device_name) if args.machine is None else args.machine
-    return plan, cfg.machine_folder(args.results, name)
+    return plan, machine_folder(args, kind, device_name)
 
 
 def run_plan(plan: list[RunConfig], machine: Path, fresh: bool, timeout: float, minutes: float) -> int:

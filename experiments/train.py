@@ -30,7 +30,7 @@ from experiments.record import export, fill_peaks, new_record, outcome, write_re
 from experiments.run_options import Parser, add_place, add_settings, settings
 from experiments.run_record import RunRecord
 from rloo_memory import cuda_check
-from rloo_memory.device import is_out_of_memory, level, machine_name, settle
+from rloo_memory.device import is_out_of_memory, level, settle
 from rloo_memory.errors import ConfigError, Stopped, exit_code
 from rloo_memory.folder_lock import owned
 from rloo_memory.phases import PhaseRecorder
@@ -62,11 +62,8 @@ def run(argv: list[str] | None) -> int:
     os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
     kind, device_name, device_bytes = run_device.pick_device(args.device)
     given = {name: getattr(args, name) for name in settings()}
-    given |= dict(scale=args.scale or cfg.default_scale(kind), repeat=args.repeat or 0)
-    config = cfg.resolve(device=kind, **given)
-    machine = cfg.machine_folder(
-        args.results, machine_name(kind, device_name) if args.machine is None else args.machine
-    )
+    config = cfg.resolve(device=kind, **given | dict(repeat=args.repeat or 0))
+    machine = run_device.machine_folder(args, kind, device_name)
     folder = machine / config.run_id
     with owned(folder):
         documents = prepare(config)
@@ -196,13 +193,11 @@ def set_up(folder: Path, config: RunConfig, documents: list[str], record: RunRec
     prompts = data.build_prompts(documents, tokenizer, config.prompt_tokens)
     run_device.enforce_budget(config)
     training = trainers.Training(config, folder, (policy_path, reward_path), tokenizer, prompts, phases)
-    record.model_parameters = sum(p.numel() for p in training.policy.parameters())
     if config.device == "cpu":
         run_device.read_weights(training.trainer)  # so that the start level has them in every arm, as on CUDA
     settle()
     record.start_bytes = level(config.device)
-    if config.device == "cuda":
-        phases.outside_pool_bytes = record.start_bytes - torch.cuda.memory_reserved()
+    phases.outside_pool_bytes = run_device.outside_pool(config.device)
     return training
 
 
@@ -210,16 +205,12 @@ def fill_training(record: RunRecord, training, phases: PhaseRecorder, ended: flo
     """What was fed, how long each step took, and what the trainer logged, as far as it came."""
     record.step_seconds = [round(seconds, 4) for seconds in phases.step_seconds(ended)]
     record.step_seconds_median = statistics.median(record.step_seconds) if record.step_seconds else None
-    record.trace = training.trace()
-    record.final_loss = record.trace[-1]["loss"] if record.trace else None
+    record.trace = training.logs.trace()
     if fed := phases.prompt_tokens:
         record.prompt_tokens_fed_min, record.prompt_tokens_fed_max = min(fed), max(fed)
         record.prompt_tokens_fed_mean = statistics.fmean(fed)
-    if record.device_kind == "cuda":  # which loads a module when it is first called, outside torch's pool
-        import torch
-
-        outside = level("cuda") - torch.cuda.memory_reserved()
-        phases.outside_pool_bytes = max(phases.outside_pool_bytes, outside)
+    # CUDA loads a module when it is first called
+    phases.outside_pool_bytes = max(phases.outside_pool_bytes, run_device.outside_pool(record.device_kind))
 
 
 def now() -> str:

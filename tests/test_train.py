@@ -31,7 +31,7 @@ def test_a_finished_run_records_what_was_asked_and_what_was_fed(train):
     assert record["device_kind"] == "cpu" and record["peak_device_used_bytes"] is None
     assert record["trl_version"] == "0.21.0" and ".build/fork/0003-lean-logits" in record["trl_file"]
     assert record["prompt_tokens_requested"] == 64 and 62 <= record["prompt_tokens_fed_mean"] <= 64
-    assert len(record["trace"]) == len(record["step_seconds"]) == record["steps"]
+    assert len(record["trace"]) == len(record["step_seconds"]) == record["config"]["steps"]
     assert record["start_bytes"] < record["peak_resident_bytes"]
     assert record["sampler"]["samples"] == len(read_csv(folder / "memory.csv")) > 3
     assert {path.name for path in folder.iterdir()} == {"run.json", "log.txt", "memory.csv", "phases.csv"}
