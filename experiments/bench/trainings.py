@@ -18,12 +18,10 @@ from statistics import median
 from unittest import mock
 
 from experiments.bench.samples import Cell
-from experiments.checks.planner_check import CountedHighWater
-from experiments.checks.setup_trainer import build_trainer, text_dataset
+from experiments.checks.setup_trainer import build_trainer, text_dataset, train
 from experiments.measuring import Place
-from experiments.run_device import keep_freed_memory
+from experiments.run_device import keep_freed_memory, outside_pool
 from rloo_memory import data, models
-from rloo_memory.device import level
 from rloo_memory.phases import PhaseRecorder
 from rloo_memory.plan.setups import Setup
 
@@ -96,11 +94,12 @@ class Trained:
     def sample(self, way: str, memory=None) -> dict[str, float]:
         """One training: medians of its steps but the first. `memory`, if given, counts its peaks (`LiveBytes`). Raises
         what a trainer or a kernel raises."""
+        import torch
         from transformers import PrinterCallback
 
-        from experiments.workload.trainers import torch_optimizer
-
-        self.clear()  # here, as what an earlier one raised held its trainer
+        gc.collect()  # the last trainer; here, as what an earlier one raised held it
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
         setup, dataset = setup_of(self.cell, way, self.device), text_dataset(self.prompts)
         with tempfile.TemporaryDirectory() as out, made_on(self.device, self.config), switches(way):
             trainer = build_trainer(setup, Path(out), self.tokenizer, dataset, self.cell.model, self.steps + 1)
@@ -108,18 +107,11 @@ class Trained:
                 trainer.model.base_model._prefix_sharing.shares_starts = False
             trainer.remove_callback(PrinterCallback)
             phases = PhaseRecorder(Path(out) / "phases.csv", self.device)
-            phases.attach(trainer.model, torch_optimizer(trainer))
             if not self.is_sampled:
                 trainer._generate_single_turn = self.in_place_of_generation(phases)
-            before = self.outside_pool()
-            with memory or contextlib.nullcontext():
-                if memory is not None:
-                    phases.high_water = CountedHighWater(memory)
-                    memory.watch(trainer.model)
-                    memory.watch(trainer.ref_model, "reference")
-                trainer.train()
-                phases.close()
-        outside = max(before, self.outside_pool())  # CUDA loads a module when it is first called
+            before = outside_pool(self.device)
+            train(trainer, phases, memory)
+        outside = max(before, outside_pool(self.device))  # CUDA loads a module when it is first called
         steps = [self.of_step(phases.peaks, step, outside) for step in range(2, self.steps + 2)]
         return {metric: median(step[metric] for step in steps) for metric in steps[0]}
 
@@ -132,20 +124,6 @@ class Trained:
             return given(self.cell, self.tokenizer, next(numbers))
 
         return generate
-
-    def outside_pool(self) -> int:
-        """Bytes that the device holds besides torch's pool; 0 on a CPU."""
-        import torch
-
-        return level(self.device) - torch.cuda.memory_reserved() if self.device == "cuda" else 0
-
-    def clear(self) -> None:
-        """Let go of the last trainer."""
-        import torch
-
-        gc.collect()
-        if self.device == "cuda":
-            torch.cuda.empty_cache()
 
     def of_step(self, peaks: list, step: int, outside: int) -> dict[str, float]:
         """Seconds and peaks of each phase in one step. What follows the optimizer (logs) belongs to none."""

@@ -19,6 +19,13 @@ from rloo_memory.hooks.memory_callback import MemoryCallback, own_file
 from rloo_memory.storage import write_json
 from trl import RLOOConfig, RLOOTrainer
 
+QUIET = dict(logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True)
+
+
+def lora_of(rank: int) -> LoraConfig | None:
+    """On all linear layers; none where every weight is trained."""
+    return LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM") if rank else None
+
 
 def common_arguments(config: RunConfig, folder: Path) -> dict:
     """Arguments that mean the same in both lines. The trainers write nothing: the run's record is what counts."""
@@ -33,10 +40,7 @@ def common_arguments(config: RunConfig, folder: Path) -> dict:
         seed=config.seed,
         bf16=mixed,
         use_cpu=config.device == "cpu",
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
+        **QUIET,
     )
 
 
@@ -100,14 +104,13 @@ def build_current(config: RunConfig, folder: Path, policy_path: str, reward_path
         generation_kwargs={"min_new_tokens": config.completion_tokens},  # as the classic trainer: no early end
         model_init_kwargs={"dtype": getattr(torch, weights(config))},  # as a word TRL does not take float64
     )
-    lora = LoraConfig(r=config.lora_rank or 1, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = RLOOTrainer(
         model=policy_path,
         reward_funcs=letter_reward if config.reward == "letters" else reward_path,
         args=arguments,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=tokenizer,
-        peft_config=lora if config.lora_rank else None,
+        peft_config=lora_of(config.lora_rank),
     )
     if sharing:
         share_prompts(trainer, **sharing)
@@ -129,12 +132,9 @@ class Training:
         """`models` are the folders of the policy and the reward model."""
         self.config, self.phases, self.logs = config, phases, LogCollector(phases)
         build = build_classic if ARMS[config.arm].line == "classic" else build_current
-        self.trainer, self.policy = build(config, folder, *models, tokenizer, prompts)
+        self.trainer, policy = build(config, folder, *models, tokenizer, prompts)
         self.trainer.add_callback(self.logs)
-        phases.attach(self.policy, torch_optimizer(self.trainer))
-
-    def trace(self) -> list[dict]:
-        return self.logs.trace()
+        phases.attach(policy, torch_optimizer(self.trainer))
 
     def write_memory(self, out_of_memory: bool) -> None:
         """memory.json, from which the doctor reads a run of today's trainer."""
