@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 USUAL = dict(
     shape="tiny-qwen3", model=None, documents="builtin", steps=2, epochs=3, learning_rate=3e-6, temperature=0.7,
-    precision="float32", reward="model", lora_rank=0, freed_memory="returned", interval=0.05, prompts=1,
+    precision="float32", reward="model", freed_memory="returned", interval=0.05, prompts=1,
 )  # fmt: skip
 BENCH = dict(
     shape="qwen3-8-layers", vocab_size=32_000, prompt_tokens=3000, completion_tokens=100, budget_bytes=12 * GIB,
@@ -40,7 +40,6 @@ SCALES = {
     "test": SMALL,
     "bench": BENCH,
     "bench-time": BENCH | dict(freed_memory="kept"),
-    "test-lora": SMALL | dict(steps=1, epochs=1, precision="bfloat16", reward="letters", lora_rank=4),
 }  # fmt: skip
 
 
@@ -72,11 +71,8 @@ class RunConfig:
     epochs: int = option("over each rollout", low=1, high=10**4)
     learning_rate: float = option("of Adam", low=0, high=100)
     temperature: float = option("of sampling", low=0.01, high=100)
-    precision: str = option(
-        "bf16 is mixed, bfloat16 the weights as well", choices=("float64", "float32", "bf16", "bfloat16")
-    )
+    precision: str = option("bf16 is mixed", choices=("float64", "float32", "bf16"))
     reward: str = option("a model, or the letters e", choices=("model", "letters"))
-    lora_rank: int = option("0 trains every weight", low=0, high=2**16)
     freed_memory: str = option("on the CPU: to the system, or as malloc likes", choices=("returned", "kept"))
     device: str = option("cpu or cuda")
     interval: float = option("of the memory sampler, in seconds", low=0.01, high=1)
@@ -133,11 +129,6 @@ def check(config: RunConfig) -> None:
         fitting = max(fewer for fewer in range(1, min(rows, k + 1)) if k % fewer == 0 or not arm.accumulate)
         why = f"micro-batches of {arm.name} must divide k={k}" if rows <= k else f"it is above k={k}"
         raise ConfigError(f"--completions-per-forward {rows}: {why}; use {fitting}")
-    if config.lora_rank and arm.line == "classic":
-        current = ", ".join(name for name, other in ARMS.items() if other.line == "current")
-        raise ConfigError(
-            f"scale {config.scale} trains LoRA adapters, and {config.arm} (TRL 0.21) does not here; use {current}"
-        )
     for name, source, file in (("--model", config.model, "config.json"), ("--documents", config.documents, "")):
         if source not in (None, "builtin") and not source.startswith("hub:") and not Path(source, file).exists():
             raise ConfigError(f"{name} {shown(source)} does not exist; give a local path or hub:owner/name")

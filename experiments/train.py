@@ -103,7 +103,7 @@ def prepare(config: RunConfig) -> list[str]:
 
         if config.device == "cuda":
             if ARMS[config.arm].line == "current":
-                cuda_check.check(config.precision in ("bf16", "bfloat16"), "--precision float32")
+                cuda_check.check(config.precision == "bf16", "--precision float32")
             elif why := cuda_check.no_kernels():
                 raise ConfigError(why)
         run_models.check_fits(config, run_models.model_config(config))

@@ -117,7 +117,6 @@ BAD = {
     "batch not divisible by k": (["--arm", "classic-lean", "--k", "4", "--batch", "6"], "--batch 8"),
     "prompt longer than the positions": ([*STOCK, "--prompt-tokens", "40000"], "32668"),
     "a budget without its unit": ([*STOCK, "--budget", "24"], "did you mean 24GiB?"),
-    "LoRA with the old trainer": (["--arm", "classic-lean", "--k", "2", "--scale", "test-lora"], "use stock"),
     "no part of k": ([*OF_FOUR, "3", "--arm", "shared-accumulate"], "-accumulate must divide k=4; use 2"),
     "another arm": ([*OF_FOUR, "2", "--arm", "stock"], "2: stock always takes 4; leave the option out or use --arm"),
     "unwritable results": ([*STOCK, "--results", "/proc/nowhere"], "choose another --results"),

@@ -30,7 +30,7 @@ PHASES = ("generate", "score", "train", "optimizer")
 # completions of a micro-batch
 WAYS = (
     "stock", "stock-cudnn", "stock-accumulate", "shared-2", "shared-micro-2", "shared-4096", "shared-8192",
-    "shared-all", "shared-2-mask", "stock-offload", "shared-2-offload",
+    "shared-all", "stock-offload", "shared-2-offload",
 )  # fmt: skip
 # Of prompts that begin alike: whole rows, each prompt computed once, and what they begin with computed once, too
 ALIKE_WAYS = ("stock", "shared-all-each", "shared-all")
@@ -101,7 +101,7 @@ class Trained:
         if self.device == "cuda":
             torch.cuda.empty_cache()
         setup, dataset = setup_of(self.cell, way, self.device), text_dataset(self.prompts)
-        with tempfile.TemporaryDirectory() as out, made_on(self.device, self.config), switches(way):
+        with tempfile.TemporaryDirectory() as out, made_on(self.device, self.config), kernels_of(way):
             trainer = build_trainer(setup, Path(out), self.tokenizer, dataset, self.cell.model, self.steps + 1)
             if way.endswith("-each"):
                 trainer.model.base_model._prefix_sharing.shares_starts = False
@@ -208,19 +208,11 @@ def made_on(device: str, hf_config):
     return mock.patch.object(rloo_trainer, "create_model_from_path", make)
 
 
-@contextlib.contextmanager
-def switches(way: str):
-    """What a way to train switches on beside its settings: cuDNN's attention first, or attention with a mask where
-    there are kernels without."""
+def kernels_of(way: str):
+    """In here, a way to train has the attention kernels that it asks for: `stock-cudnn` has cuDNN's first."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    from rloo_memory.prefix_sharing import cache as prefix_cache
-    from rloo_memory.prefix_sharing import routing
-
+    if way != "stock-cudnn":
+        return contextlib.nullcontext()
     names = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
-    with contextlib.ExitStack() as stack:
-        if way == "stock-cudnn":
-            stack.enter_context(sdpa_kernel([getattr(SDPBackend, name) for name in names], set_priority=True))
-        for module in (routing, prefix_cache) if way.endswith("-mask") else ():
-            stack.enter_context(mock.patch.object(module, "kernels_take", lambda key, value: False))
-        yield
+    return sdpa_kernel([getattr(SDPBackend, name) for name in names], set_priority=True)

@@ -26,8 +26,9 @@ def build_trainer(setup: Setup, folder: Path, processor, dataset, model: str | N
     `model` if that is given. The folder takes the trainer's output; without a reward model, letters are counted.
     `processor` is a tokenizer where prompts are text."""
     import torch
+    from peft import LoraConfig
 
-    from experiments.workload.trainers import QUIET, lora_of
+    from experiments.workload.trainers import QUIET
     from rloo_memory.launch.additions import add_to
     from rloo_memory.settings.trl_parser import RLOOConfig
     from trl import ModelConfig, RLOOTrainer, get_quantization_config
@@ -47,13 +48,14 @@ def build_trainer(setup: Setup, folder: Path, processor, dataset, model: str | N
         use_bnb_nested_quant=True,
         dtype=setup.dtype,
     )
+    lora = LoraConfig(r=setup.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = RLOOTrainer(
         model=model or str(folder / "policy"),
         reward_funcs=str(folder / "reward") if setup.reward_model else data.letter_reward,
         args=arguments,
         processing_class=processor,
         train_dataset=dataset,
-        peft_config=lora_of(setup.lora_rank),
+        peft_config=lora if setup.lora_rank else None,
         quantization_config=get_quantization_config(weights),
     )
     add_to(trainer)

@@ -18,7 +18,7 @@ def model_config(config: RunConfig):
 
 def check_fits(config: RunConfig, hf_config) -> None:
     """Raise `ConfigError` when the models, gradients and Adam's two moments alone exceed the budget, or the sequence
-    exceeds the model's positions. Counts on the meta device: no memory is used. LoRA's own weights are left out."""
+    exceeds the model's positions. Counts on the meta device: no memory is used."""
     length = config.prompt_tokens + config.completion_tokens
     positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)  # recurrent models have none
     if positions is not None and length > positions:
@@ -31,9 +31,8 @@ def check_fits(config: RunConfig, hf_config) -> None:
     except Exception as error:  # no causal model, or fields that do not go together: whatever building one raises
         wrong = models.typed_line(error)
         raise ConfigError(f"cannot build model {config.model or config.shape!r}: {wrong}; mend its config") from error
-    copies = 1 if config.lora_rank else 5  # policy; reference, gradient, two moments
-    copies += config.reward == "model"
-    needed = parameters * copies * {"bfloat16": 2, "float64": 8}.get(config.precision, 4)
+    copies = 5 + (config.reward == "model")  # policy, reference, gradient, two moments
+    needed = parameters * copies * (8 if config.precision == "float64" else 4)
     if needed > config.budget_bytes:
         raise ConfigError(
             f"budget {config.budget_bytes / 2**20:.0f} MiB is below the {needed / 2**20:.0f} MiB that the models, "
@@ -57,17 +56,16 @@ def prepare(config: RunConfig, documents: list[str], cache: Path = ROOT / ".buil
         return source, source, tokenizer
     tokenizer = models.build_tokenizer(documents, config.vocab_size)
     text = hashlib.sha256("\0".join(documents).encode()).hexdigest()[:8]
-    # Large models are stored once, as small as they are trained, and without a reward model that nothing asks for
-    dtype, reward = "bfloat16" if config.precision == "bfloat16" else "float32", config.reward == "model"
-    kind = ("-bfloat16" if dtype == "bfloat16" else "") + ("" if reward else "-policy")
+    reward = config.reward == "model"
+    kind = "" if reward else "-policy"
     folder = cache / f"{config.shape}-v{config.vocab_size}-s{config.seed}-{text}{kind}"
     if not folder.exists():
         with new_folder(folder) as new:
-            save_models(new, model_config(config), tokenizer, reward, dtype, config.seed)
+            save_models(new, model_config(config), tokenizer, reward, config.seed)
     return str(folder / "policy"), str(folder / "reward"), tokenizer
 
 
-def save_models(folder: Path, hf_config, tokenizer, reward: bool, dtype: str = "float32", seed: int = 0) -> None:
+def save_models(folder: Path, hf_config, tokenizer, reward: bool, seed: int = 0) -> None:
     """A model with random weights in `folder`/policy and, with `reward`, one that gives a number in `folder`/reward,
     each with the tokenizer. The config gets its ids."""
     import torch
@@ -75,10 +73,9 @@ def save_models(folder: Path, hf_config, tokenizer, reward: bool, dtype: str = "
 
     hf_config.pad_token_id, hf_config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
     torch.manual_seed(seed)
-    models.auto_class(hf_config).from_config(hf_config, dtype=getattr(torch, dtype)).save_pretrained(folder / "policy")
+    models.auto_class(hf_config).from_config(hf_config).save_pretrained(folder / "policy")
     tokenizer.save_pretrained(folder / "policy")
     if reward:
         hf_config.num_labels = 1
-        model = AutoModelForSequenceClassification.from_config(hf_config, dtype=getattr(torch, dtype))
-        model.save_pretrained(folder / "reward")
+        AutoModelForSequenceClassification.from_config(hf_config).save_pretrained(folder / "reward")
         tokenizer.save_pretrained(folder / "reward")

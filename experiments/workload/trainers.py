@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 from experiments.arms import ARMS
@@ -22,14 +21,9 @@ from trl import RLOOConfig, RLOOTrainer
 QUIET = dict(logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True)
 
 
-def lora_of(rank: int) -> LoraConfig | None:
-    """On all linear layers; none where every weight is trained."""
-    return LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM") if rank else None
-
-
 def common_arguments(config: RunConfig, folder: Path) -> dict:
     """Arguments that mean the same in both lines. The trainers write nothing: the run's record is what counts."""
-    mixed = config.precision in ("bf16", "bfloat16")
+    mixed = config.precision == "bf16"
     if mixed:
         # TRL 0.21 makes its own Accelerator and relies on this variable, which transformers 4 set and 5 does not
         os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
@@ -46,7 +40,7 @@ def common_arguments(config: RunConfig, folder: Path) -> dict:
 
 def weights(config: RunConfig) -> str:
     """The weights' dtype. With mixed precision they stay in float32."""
-    return config.precision if config.precision in ("float64", "bfloat16") else "float32"
+    return "float64" if config.precision == "float64" else "float32"
 
 
 def build_classic(config: RunConfig, folder: Path, policy_path: str, reward_path: str, tokenizer, prompts):
@@ -110,7 +104,6 @@ def build_current(config: RunConfig, folder: Path, policy_path: str, reward_path
         args=arguments,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=tokenizer,
-        peft_config=lora_of(config.lora_rank),
     )
     if sharing:
         share_prompts(trainer, **sharing)
