@@ -54,7 +54,7 @@ def run(argv: list[str] | None) -> int:
     args = parser.parse_args(argv)
     if args.arm is None or args.k is None:
         raise ConfigError("--arm and --k are needed, such as --arm classic-lean --k 4; see --help")
-    if not (args.model or "").startswith("hub:") and not (args.documents or "").startswith("hub:"):
+    if not (args.model or "").startswith("hub:"):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded unless it was asked for
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # its own allocator sets a GiB aside, unused
@@ -66,7 +66,7 @@ def run(argv: list[str] | None) -> int:
     machine = run_device.machine_folder(args, kind, device_name)
     folder = machine / config.run_id
     with owned(folder):
-        documents = prepare(config)
+        prepare(config)
         record = new_record(
             config,
             source_commit(),
@@ -87,7 +87,7 @@ def run(argv: list[str] | None) -> int:
             flush=True,
         )
         with (folder / "log.txt").open("w") as log, output_to(log) as terminal:
-            measure(folder, config, documents, record, terminal)
+            measure(folder, config, record, terminal)
         record.finished_at = now()
         write_record(record, folder)
         export(machine)
@@ -95,11 +95,10 @@ def run(argv: list[str] | None) -> int:
     return record.exit_code
 
 
-def prepare(config: RunConfig) -> list[str]:
-    """The documents. Raises `ConfigError` for what cannot work on this device, or with this model."""
+def prepare(config: RunConfig) -> None:
+    """Raises `ConfigError` for what cannot work on this device, or with this model."""
     with open(os.devnull, "w") as nowhere, output_to(nowhere):
         from experiments.workload import run_models
-        from rloo_memory import data
 
         if config.device == "cuda":
             if ARMS[config.arm].line == "current":
@@ -107,7 +106,6 @@ def prepare(config: RunConfig) -> list[str]:
             elif why := cuda_check.no_kernels():
                 raise ConfigError(why)
         run_models.check_fits(config, run_models.model_config(config))
-        return data.load_documents(config.documents)
 
 
 @contextlib.contextmanager
@@ -129,7 +127,7 @@ def output_to(file) -> Iterator:
             os.close(copy)
 
 
-def measure(folder: Path, config: RunConfig, documents: list[str], record: RunRecord, terminal) -> None:
+def measure(folder: Path, config: RunConfig, record: RunRecord, terminal) -> None:
     """Train under the sampler and the phase marks, and fill the record. Every failure is recorded, none is raised."""
     steps = tqdm(total=config.steps, desc=f"  {config.run_id}", unit="step", file=terminal, disable=None, leave=False)
 
@@ -143,7 +141,7 @@ def measure(folder: Path, config: RunConfig, documents: list[str], record: RunRe
         device = run_device.cuda_uuid() if config.device == "cuda" else "none"
         sampler, training = start_monitor(folder / "memory.csv", config.interval, device), None
         try:
-            training = set_up(folder, config, documents, record, phases)
+            training = set_up(folder, config, record, phases)
             training.trainer.train()
         finally:
             ended = phases.now()
@@ -174,7 +172,7 @@ def measure(folder: Path, config: RunConfig, documents: list[str], record: RunRe
         steps.close()
 
 
-def set_up(folder: Path, config: RunConfig, documents: list[str], record: RunRecord, phases: PhaseRecorder):
+def set_up(folder: Path, config: RunConfig, record: RunRecord, phases: PhaseRecorder):
     """The arm's own trainer, ready to train within the budget: a `trainers.Training`."""
     record.fork_patches = use_fork(ARMS[config.arm])
     import torch
@@ -189,6 +187,7 @@ def set_up(folder: Path, config: RunConfig, documents: list[str], record: RunRec
         run_device.keep_only_live_memory()
     record.trl_version, record.trl_file = trl.__version__, os.path.relpath(Path(trl.__file__).parent, ROOT)
     record.torch_version, record.transformers_version = torch.__version__, transformers.__version__
+    documents = data.load_documents()
     policy_path, reward_path, tokenizer = run_models.prepare(config, documents)
     prompts = data.build_prompts(documents, tokenizer, config.prompt_tokens)
     run_device.enforce_budget(config)

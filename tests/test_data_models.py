@@ -12,7 +12,7 @@ from rloo_memory.errors import ConfigError
 
 @pytest.fixture(scope="module")
 def documents():
-    return data.load_documents("builtin")
+    return data.load_documents()
 
 
 @pytest.fixture(scope="module")
@@ -32,20 +32,6 @@ def test_prompts_have_the_stated_number_of_tokens_template_included(documents, t
 def test_a_document_without_room_is_refused(tokenizer):
     with pytest.raises(ConfigError, match="--prompt-tokens 16 leaves no room"):
         data.build_prompts(["A short text."], tokenizer, 16)
-
-
-def test_documents_come_from_files_folders_and_tables_with_text(tmp_path):
-    (tmp_path / "a.txt").write_text("first")
-    (tmp_path / "b.txt").write_bytes("Größe".encode())
-    (tmp_path / "c.jsonl").write_text("\n".join(json.dumps({"report": text, "id": 1}) for text in ("x", "y")))
-    assert data.load_documents(str(tmp_path / "a.txt")) == ["first"]
-    assert data.load_documents(str(tmp_path)) == ["first", "Größe"]
-    assert data.load_documents(str(tmp_path / "c.jsonl")) == ["x", "y"]
-
-    for name, content, says in (("none.txt", " ", "no text"), ("d.jsonl", '{"d": 1}', "no text column")):
-        (tmp_path / name).write_text(content)
-        with pytest.raises(ConfigError, match=f"{name}.*{says}"):
-            data.load_documents(str(tmp_path / name))
 
 
 def test_the_published_workload_has_the_published_number_of_parameters():

@@ -136,12 +136,12 @@ def test_a_setting_that_cannot_work_gets_one_clear_line(case, tmp_path, capsys):
     assert not list(tmp_path.rglob("run.json"))
 
 
-def test_the_options_that_a_suite_hands_over_are_the_run_that_it_planned(tmp_path):
+def test_the_options_that_a_suite_hands_over_are_the_run_that_it_planned():
     parser = Parser()
     add_settings(parser)
     for config in (
         cfg.resolve("shared", 4, "learn", "cpu", repeat=3, budget_bytes=2**30, completions_per_forward=4),
-        cfg.resolve("stock", 2, "seed", "cuda", documents=str(tmp_path)),
+        cfg.resolve("stock", 2, "seed", "cuda"),
     ):
         words = [word for word in as_words(config) if not word.startswith("--device")]
         assert cfg.resolve(device=config.device, **vars(parser.parse_args(words))) == config

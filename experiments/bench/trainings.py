@@ -83,7 +83,7 @@ class Trained:
     steps = STEPS
 
     def __init__(self, cell: Cell, ways: tuple[str, ...], here: Place):
-        documents, (shape, _) = data.load_documents("builtin"), SHAPES[cell.model.partition("/")[0]]
+        documents, (shape, _) = data.load_documents(), SHAPES[cell.model.partition("/")[0]]
         self.cell, self.device = cell, here.device
         self.is_sampled = not cell.model.endswith(("/given", "/ragged"))
         self.config = models.shape_config(shape, 151_936 if here.device == "cuda" else 2000)
@@ -150,7 +150,7 @@ class Alike(Trained):
 
     def __init__(self, cell: Cell, ways: tuple[str, ...], here: Place):
         super().__init__(cell, ways, here)
-        documents, common = data.load_documents("builtin"), int(cell.model.partition("/")[2])
+        documents, common = data.load_documents(), int(cell.model.partition("/")[2])
         system = data.build_prompts(documents, self.tokenizer, common)[-1][0]["content"]
         own = data.build_prompts(documents, self.tokenizer, cell.prompt_tokens - common)
         self.prompts = [[{"role": "system", "content": system}, *prompt] for prompt in own[:PROMPTS]]

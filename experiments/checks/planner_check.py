@@ -195,7 +195,7 @@ def check_here(name: str, device: str) -> list[dict]:
     from experiments.workload.run_models import save_models
 
     setup, vocab_size = cases(device)[name], WORKLOADS[device][1]
-    documents = data.load_documents("builtin")
+    documents = data.load_documents()
     tokenizer = models.build_tokenizer(documents, vocab_size)
     hf_config = models.shape_config(shape_of(name, device), None if setup.images else vocab_size)
     if setup.images:

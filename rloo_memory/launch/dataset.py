@@ -155,7 +155,7 @@ def builtin_prompts(tokenizer, tokens: int):
 
     from rloo_memory import data
 
-    return Dataset.from_dict({"prompt": data.build_prompts(data.load_documents("builtin"), tokenizer, tokens)})
+    return Dataset.from_dict({"prompt": data.build_prompts(data.load_documents(), tokenizer, tokens)})
 
 
 def with_chats_read(rows):

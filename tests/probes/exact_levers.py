@@ -56,7 +56,7 @@ def trained(setup: Setup, folder: Path, tokenizer, prompts, updates: int = 1) ->
     return torch.cat([parameter.detach().flatten().double() for parameter in trainer.model.parameters()])
 
 
-documents = data.load_documents("builtin")
+documents = data.load_documents()
 tokenizer = models.build_tokenizer(documents, 512)
 prompts = data.build_prompts(documents, tokenizer, PROMPT)
 with tempfile.TemporaryDirectory() as name:

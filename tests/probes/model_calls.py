@@ -99,7 +99,7 @@ def trained(setup: Setup, folder: Path, tokenizer, prompts) -> list:
     return list(calls.seen)
 
 
-documents = data.load_documents("builtin")
+documents = data.load_documents()
 tokenizer = models.build_tokenizer(documents, 512)
 prompts = data.build_prompts(documents, tokenizer, PROMPT)
 result = {}
