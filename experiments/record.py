@@ -15,7 +15,7 @@ from pathlib import Path
 from experiments.config import RunConfig
 from experiments.run_options import Parser
 from experiments.run_record import RUNS, RunRecord, main_peak, read_rows, write_runs
-from rloo_memory.errors import ConfigError, exit_code
+from rloo_memory.errors import ConfigError, program
 from rloo_memory.sizes import GIB
 from rloo_memory.storage import replace_text, write_json
 
@@ -129,11 +129,8 @@ def export(machine: Path) -> int:
     return sum(run.record is not None for run in runs)
 
 
-def main(argv: list[str] | None = None) -> int:
-    return exit_code("record", run, argv)
-
-
-def run(argv: list[str] | None) -> int:
+@program("record")
+def main(argv: list[str] | None) -> int:
     parser = Parser(prog="python -m experiments.record", description="Write runs.jsonl from the run folders.")
     parser.add_argument("machine", type=Path, nargs="+", help="a folder of run folders: results/<machine>")
     for machine in parser.parse_args(argv).machine:

@@ -25,19 +25,16 @@ from experiments.run_device import machine_folder, pick_device
 from experiments.run_options import Parser, add_minutes, add_place, add_settings, as_words, settings, whole
 from experiments.run_record import FINISHED, RunRecord, main_peak, read_record
 from rloo_memory.device import tells_of_memory
-from rloo_memory.errors import EXIT_TIME, EXIT_USAGE, ConfigError, Stopped, exit_code
+from rloo_memory.errors import EXIT_TIME, EXIT_USAGE, ConfigError, Stopped, program
 from rloo_memory.sizes import GIB
 
 PATIENCE = 30.0  # seconds that a run which is told to stop has to write its record
 LISTED = ("arm", "k", "repeat", "seed")  # settings that each run of a plan has of its own
 
 
-def main(argv: list[str] | None = None) -> int:
-    with stoppable():
-        return exit_code("suite", run, argv)
-
-
-def run(argv: list[str] | None) -> int:
+@stoppable()
+@program("suite")
+def main(argv: list[str] | None) -> int:
     end_with_script()
     parser = Parser(prog="python -m experiments.suite", description=__doc__.split("\n")[0])
     parser.add_argument("--arms", required=True, help=f"comma-separated, of: {', '.join(ARMS)}")

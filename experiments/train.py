@@ -31,7 +31,7 @@ from experiments.run_options import Parser, add_place, add_settings, settings
 from experiments.run_record import RunRecord
 from rloo_memory import cuda_check
 from rloo_memory.device import is_out_of_memory, level, settle
-from rloo_memory.errors import ConfigError, Stopped, exit_code
+from rloo_memory.errors import ConfigError, Stopped, program
 from rloo_memory.folder_lock import owned
 from rloo_memory.phases import PhaseRecorder
 from rloo_memory.sizes import GIB
@@ -39,12 +39,9 @@ from rloo_memory.sizes import GIB
 EXIT_OK, EXIT_ERROR, EXIT_OOM = 0, 1, 3
 
 
-def main(argv: list[str] | None = None) -> int:
-    with stoppable():
-        return exit_code("train", run, argv)
-
-
-def run(argv: list[str] | None) -> int:
+@stoppable()
+@program("train")
+def main(argv: list[str] | None) -> int:
     """The whole run: ask, check, own the folder, measure, record. Raises `ConfigError` before it has begun."""
     started_at = now()
     end_with_script()

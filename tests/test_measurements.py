@@ -184,7 +184,7 @@ def test_evidence_measures_what_is_left_and_keeps_its_minutes(tmp_path, monkeypa
     codes, ran = iter([0, 1, 4]), []
     monkeypatch.setattr(measuring, "source_commit", lambda: COMMIT)
     monkeypatch.setattr(evidence, "ITEMS", {"short": "suite --k 2", "step": "./run_bench.sh", "upstream": "{trl}"})
-    monkeypatch.setattr(evidence.age, "run", lambda argv: None)
+    monkeypatch.setattr(evidence.age, "main", lambda argv: None)
 
     def run(command, cwd, env):
         assert ("SCRIPT_PID" in env) == (command[0] == sys.executable), "a script's programs would end at once"

@@ -22,7 +22,7 @@ from experiments.commit import is_same_code
 from experiments.measuring import FACTS, Parser, need, place, words
 from experiments.record import read_csv, write_csv
 from rloo_memory import data, models
-from rloo_memory.errors import exit_code
+from rloo_memory.errors import program
 from rloo_memory.phases import PhaseRecorder
 from rloo_memory.plan.predict import predict
 from rloo_memory.plan.setups import Setup
@@ -151,7 +151,8 @@ def measure(setup: Setup, folder: Path, processor, dataset) -> tuple[dict[str, i
     return peaks, max(reserved, default=None)
 
 
-def run(argv: list[str] | None) -> int:
+@program("planner_check")
+def main(argv: list[str] | None) -> int:
     parser = Parser("checks.planner_check", __doc__)
     parser.add_argument("--cases", help="some of the cases, by name; default: all")
     parser.add_fresh()
@@ -233,10 +234,6 @@ def with_images(setup: Setup, hf_config, tokenizer):
     dataset = pictures.dataset_of(setup.images, SENTENCES)
     ids, _ = encode(dataset[0]["prompt"], dataset[0]["images"], processor, {})
     return processor, dataset, replace(setup, prompt_tokens=len(ids))
-
-
-def main(argv: list[str] | None = None) -> int:
-    return exit_code("planner_check", run, argv)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from experiments.config import ROOT
 from experiments.measuring import EXIT_VERDICT
 from experiments.record import read_csv, write_csv
 from experiments.run_options import Parser
-from rloo_memory.errors import exit_code
+from rloo_memory.errors import program
 from rloo_memory.plan.accuracy.reserve import CONTEXT
 from rloo_memory.plan.options import model_config, quiet
 from rloo_memory.plan.peaks import Prediction
@@ -85,7 +85,8 @@ def compared(row: dict[str, str], known: dict) -> dict:
     return row | dict(zip(ADDED[:-1], values, strict=True))
 
 
-def run(argv: list[str] | None) -> int:
+@program("published")
+def main(argv: list[str] | None) -> int:
     Parser(prog="python -m experiments.checks.published_peaks", description=__doc__.split("\n")[0]).parse_args(argv)
     rows, done, known, commit = read_csv(FOLDER / "gpu_peaks.csv"), [], {}, {"commit": source_commit()}
     with quiet():
@@ -97,10 +98,6 @@ def run(argv: list[str] | None) -> int:
     held = Counter(row["holds"] for row in done)
     print(f"{len(done)} rows, {held['yes']} hold, {held['no']} do not")
     return EXIT_VERDICT if held["no"] else 0
-
-
-def main(argv: list[str] | None = None) -> int:
-    return exit_code("published", run, argv)
 
 
 if __name__ == "__main__":
