@@ -21,7 +21,6 @@ if [ $# -eq 0 ]; then
   fi
 fi
 for machine in "$@"; do
-  "$python" -m experiments.record "$machine" >/dev/null || worst=$?
   "$python" -m visualization.report "$machine" || worst=$?
 done
 exit "$worst"
