@@ -53,7 +53,7 @@ def place(args: argparse.Namespace, *also_needed: str) -> Place:
     """Raises `ConfigError` for a missing package or device, and for a folder that is none or cannot be written."""
     end_with_script()
     need("torch", "transformers", "accelerate", "datasets", *also_needed)
-    device, device_name, _ = pick_device(args.device)
+    device, device_name = pick_device(args.device)
     folder = machine_folder(args, device, device_name)
     make_writable(folder)
     values = (device, device_name, version("torch"), version("transformers"), source_commit())

@@ -18,16 +18,15 @@ from rloo_memory.device import cpu_name, level, machine_name, status_bytes
 from rloo_memory.errors import ConfigError, choose, shown
 
 
-def pick_device(wanted: str) -> tuple[str, str, int]:
-    """("cpu" or "cuda", name, total bytes). Raises `ConfigError` for a device that is not there.
+def pick_device(wanted: str) -> tuple[str, str]:
+    """("cpu" or "cuda", name). Raises `ConfigError` for a device that is not there.
 
     Of several GPUs only the chosen one stays visible: with more, the trainers would spread over all of them.
     """
-    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     kind, _, index = wanted.partition(":")
     choose("device", kind, ("auto", "cpu", "cuda"))
     if kind == "cpu":
-        return "cpu", cpu_name(), host_bytes
+        return "cpu", cpu_name()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible not in ("", "-1"):
         entries = visible.split(",") if visible else None
@@ -41,8 +40,7 @@ def pick_device(wanted: str) -> tuple[str, str, int]:
         warnings.simplefilter("always")
         usable = torch.cuda.is_available()
     if usable:
-        properties = torch.cuda.get_device_properties(0)
-        return "cuda", properties.name, properties.total_memory
+        return "cuda", torch.cuda.get_device_properties(0).name
     if visible is None:
         del os.environ["CUDA_VISIBLE_DEVICES"]
     if kind == "cuda":
@@ -54,7 +52,7 @@ def pick_device(wanted: str) -> tuple[str, str, int]:
 
     if why := unused_gpu():
         print(f"device  the CPU: {why}", file=sys.stderr)
-    return "cpu", cpu_name(), host_bytes
+    return "cpu", cpu_name()
 
 
 def machine_folder(args: Namespace, kind: str, name: str) -> Path:

@@ -42,12 +42,10 @@ class RunRecord:
     finished_at: str | None = None
     device_kind: str | None = None
     device_name: str | None = None
-    device_total_bytes: int | None = None
     trl_version: str | None = None
     trl_file: str | None = None
     torch_version: str | None = None
     transformers_version: str | None = None
-    python_version: str | None = None
     fork_patches: list[str] = field(default_factory=list)
     model: str | None = None
     prompt_tokens_requested: int | None = None

@@ -64,7 +64,7 @@ def make_plan(args: argparse.Namespace) -> tuple[list[RunConfig], Path]:
     except argparse.ArgumentTypeError as error:
         raise ConfigError(f"--k: {error}, several like 2,4,8") from None
     arms = list(dict.fromkeys(args.arms.split(",")))
-    kind, device_name, _ = pick_device(args.device)
+    kind, device_name = pick_device(args.device)
     given = {name: getattr(args, name) for name in settings(LISTED)}
     plan = [
         cfg.resolve(arm, k, device=kind, repeat=repeat, **given)

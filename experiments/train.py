@@ -57,7 +57,7 @@ def main(argv: list[str] | None) -> int:
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # its own allocator sets a GiB aside, unused
     # All arms alike: cuDNN's attention plans each length anew, so each decoded token
     os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
-    kind, device_name, device_bytes = run_device.pick_device(args.device)
+    kind, device_name = run_device.pick_device(args.device)
     given = {name: getattr(args, name) for name in settings()}
     config = cfg.resolve(device=kind, **given | dict(repeat=args.repeat or 0))
     machine = run_device.machine_folder(args, kind, device_name)
@@ -69,10 +69,8 @@ def main(argv: list[str] | None) -> int:
             source_commit(),
             pid=os.getpid(),
             started_at=started_at,
-            python_version=sys.version.split()[0],
             device_kind=kind,
             device_name=device_name,
-            device_total_bytes=device_bytes,
         )
         for stale in folder.iterdir():
             if not stale.name.startswith("."):

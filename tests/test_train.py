@@ -180,9 +180,9 @@ def test_only_the_chosen_gpu_stays_visible(monkeypatch, visible, wanted, left):
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    properties = SimpleNamespace(name="NVIDIA Test", total_memory=7)
+    properties = SimpleNamespace(name="NVIDIA Test")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    assert run_device.pick_device(wanted) == ("cuda", "NVIDIA Test", 7)
+    assert run_device.pick_device(wanted) == ("cuda", "NVIDIA Test")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == left
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(ConfigError, match="cuda:9"):
