@@ -134,10 +134,10 @@ def measure(folder: Path, config: RunConfig, record: RunRecord, terminal) -> Non
     try:
         phases = PhaseRecorder(folder / "phases.csv", config.device, watch=progress)
         device = run_device.cuda_uuid() if config.device == "cuda" else "none"
-        sampler, training = start_monitor(folder / "memory.csv", config.interval, device), None
+        sampler, logs = start_monitor(folder / "memory.csv", config.interval, device), None
         try:
-            training = set_up(folder, config, record, phases)
-            training.trainer.train()
+            trainer, logs = set_up(folder, config, record, phases)
+            trainer.train()
         finally:
             ended = phases.now()
             ignore_signals()
@@ -146,9 +146,8 @@ def measure(folder: Path, config: RunConfig, record: RunRecord, terminal) -> Non
             lasted = sampler.poll() is None
             sampler.kill()
             sampler.wait()
-            if training:
-                fill_training(record, training, phases, ended)
-                training.write_memory(is_out_of_memory(sys.exception()))
+            if logs:
+                fill_training(record, logs, phases, ended)
             fill_peaks(record, phases, folder, lasted)
         if not lasted and record.peak_phase is None:
             raise RuntimeError("the sampler was lost, and without it this kernel cannot tell the peak; run again")
@@ -168,7 +167,7 @@ def measure(folder: Path, config: RunConfig, record: RunRecord, terminal) -> Non
 
 
 def set_up(folder: Path, config: RunConfig, record: RunRecord, phases: PhaseRecorder):
-    """The arm's own trainer, ready to train within the budget: a `trainers.Training`."""
+    """The arm's own trainer, ready to train within the budget, and what collects its logs."""
     record.fork_patches = use_fork(ARMS[config.arm])
     import torch
     import transformers
@@ -186,20 +185,20 @@ def set_up(folder: Path, config: RunConfig, record: RunRecord, phases: PhaseReco
     policy_path, reward_path, tokenizer = run_models.prepare(config, documents)
     prompts = data.build_prompts(documents, tokenizer, config.prompt_tokens)
     run_device.enforce_budget(config)
-    training = trainers.Training(config, folder, (policy_path, reward_path), tokenizer, prompts, phases)
+    trainer, logs = trainers.build(config, folder, (policy_path, reward_path), tokenizer, prompts, phases)
     if config.device == "cpu":
-        run_device.read_weights(training.trainer)  # so that the start level has them in every arm, as on CUDA
+        run_device.read_weights(trainer)  # so that the start level has them in every arm, as on CUDA
     settle()
     record.start_bytes = level(config.device)
     phases.outside_pool_bytes = run_device.outside_pool(config.device)
-    return training
+    return trainer, logs
 
 
-def fill_training(record: RunRecord, training, phases: PhaseRecorder, ended: float) -> None:
+def fill_training(record: RunRecord, logs, phases: PhaseRecorder, ended: float) -> None:
     """What was fed, how long each step took, and what the trainer logged, as far as it came."""
     record.step_seconds = [round(seconds, 4) for seconds in phases.step_seconds(ended)]
     record.step_seconds_median = statistics.median(record.step_seconds) if record.step_seconds else None
-    record.trace = training.logs.trace()
+    record.trace = logs.trace()
     if fed := phases.prompt_tokens:
         record.prompt_tokens_fed_min, record.prompt_tokens_fed_max = min(fed), max(fed)
         record.prompt_tokens_fed_mean = statistics.fmean(fed)

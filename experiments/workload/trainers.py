@@ -1,6 +1,5 @@
 """The two trainers, set up alike: TRL 0.21's `rloo_k` trainer and TRL 1.x's, each from whatever TRL was imported."""
 
-import json
 import math
 import os
 import statistics
@@ -14,8 +13,6 @@ from experiments.arms import ARMS
 from experiments.config import RunConfig
 from rloo_memory import share_prompts
 from rloo_memory.data import letter_reward, render
-from rloo_memory.hooks.memory_callback import MemoryCallback, own_file
-from rloo_memory.storage import write_json
 from trl import RLOOConfig, RLOOTrainer
 
 QUIET = dict(logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True)
@@ -118,37 +115,15 @@ def torch_optimizer(trainer):
     return getattr(optimizer, "optimizer", optimizer)
 
 
-class Training:
-    """The arm's trainer, from now on under the marks of `phases`."""
-
-    def __init__(self, config: RunConfig, folder: Path, models: tuple[str, str], tokenizer, prompts, phases):
-        """`models` are the folders of the policy and the reward model."""
-        self.config, self.phases, self.logs = config, phases, LogCollector(phases)
-        build = build_classic if ARMS[config.arm].line == "classic" else build_current
-        self.trainer, policy = build(config, folder, *models, tokenizer, prompts)
-        self.trainer.add_callback(self.logs)
-        phases.attach(policy, torch_optimizer(self.trainer))
-
-    def write_memory(self, out_of_memory: bool) -> None:
-        """memory.json, from which the doctor reads a run of today's trainer."""
-        if ARMS[self.config.arm].line == "current":
-            RunMemory(self.trainer, self.phases, self.config).write(out_of_memory)
-
-
-class RunMemory(MemoryCallback):
-    """Its record alone: the phases are those of the run, as two recorders would reset each other's peaks."""
-
-    def __init__(self, trainer, phases, config: RunConfig):
-        super().__init__(trainer)
-        self.phases, self.budget_bytes = phases, config.budget_bytes
-        self.completion_tokens = config.completion_tokens  # no completion ends early
-
-    def write(self, out_of_memory: bool) -> None:
-        self.peaks = self._peaks_of_step()
-        self.out_of_memory = self.phases.phase if out_of_memory else None
-        self._record()
-        path = own_file(self.trainer.args, "memory.json")
-        write_json(path, json.loads(path.read_text()) | {"device_bytes": self.budget_bytes})
+def build(config: RunConfig, folder: Path, models: tuple[str, str], tokenizer, prompts, phases):
+    """The arm's trainer, from now on under the marks of `phases`, and what collects its logs. `models` are the folders
+    of the policy and the reward model."""
+    of_line = build_classic if ARMS[config.arm].line == "classic" else build_current
+    trainer, policy = of_line(config, folder, *models, tokenizer, prompts)
+    logs = LogCollector(phases)
+    trainer.add_callback(logs)
+    phases.attach(policy, torch_optimizer(trainer))
+    return trainer, logs
 
 
 class LogCollector(TrainerCallback):
