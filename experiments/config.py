@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 USUAL = dict(
-    shape="tiny-qwen3", model=None, steps=2, epochs=3, learning_rate=3e-6, temperature=0.7,
+    shape="tiny-qwen3", steps=2, epochs=3, learning_rate=3e-6, temperature=0.7,
     precision="float32", reward="model", freed_memory="returned", interval=0.05, prompts=1,
 )  # fmt: skip
 BENCH = dict(
@@ -61,7 +61,6 @@ class RunConfig:
     repeat: int = option("number of the repeat, 0 by default", low=0, high=9999)
     seed: int = option("default: 42 + repeat", low=0, high=2**32 - 1)  # as NumPy takes them
     shape: str = option("of the model that is built here, with random weights")
-    model: str | None = option("local folder or hub:owner/name; default: built here")
     vocab_size: int = option("of the model that is built here", low=260, high=2**24)  # 256 bytes, 4 special tokens
     prompt_tokens: int = option("of each prompt, chat template included", low=16, high=2**24)
     completion_tokens: int = option("of each completion", low=1, high=2**24)
@@ -93,8 +92,8 @@ class RunConfig:
 def resolve(arm: str, k: int, scale: str | None, device: str, repeat: int = 0, **overrides) -> RunConfig:
     """Fill in a run's configuration from its scale, None: the device's own. `overrides` that are None are left to it.
 
-    Raises `ConfigError` for a value outside its limits, an unknown name, a combination that cannot run, and a local
-    file that is not there. Loads nothing.
+    Raises `ConfigError` for a value outside its limits, an unknown name, and a combination that cannot run. Loads
+    nothing.
     """
     choose("arm", arm, ARMS)
     scale = scale or ("seed" if device == "cuda" else "cpu")
@@ -128,9 +127,6 @@ def check(config: RunConfig) -> None:
         fitting = max(fewer for fewer in range(1, min(rows, k + 1)) if k % fewer == 0 or not arm.accumulate)
         why = f"micro-batches of {arm.name} must divide k={k}" if rows <= k else f"it is above k={k}"
         raise ConfigError(f"--completions-per-forward {rows}: {why}; use {fitting}")
-    model = config.model
-    if model is not None and not model.startswith("hub:") and not Path(model, "config.json").exists():
-        raise ConfigError(f"--model {shown(model)} does not exist; give a local path or hub:owner/name")
 
 
 def option_name(field_name: str) -> str:

@@ -51,8 +51,7 @@ def main(argv: list[str] | None) -> int:
     args = parser.parse_args(argv)
     if args.arm is None or args.k is None:
         raise ConfigError("--arm and --k are needed, such as --arm classic-lean --k 4; see --help")
-    if not (args.model or "").startswith("hub:"):
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded unless it was asked for
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # its own allocator sets a GiB aside, unused
     # All arms alike: cuDNN's attention plans each length anew, so each decoded token
@@ -100,7 +99,7 @@ def prepare(config: RunConfig) -> None:
                 cuda_check.check(config.precision == "bf16", "--precision float32")
             elif why := cuda_check.no_kernels():
                 raise ConfigError(why)
-        run_models.check_fits(config, run_models.model_config(config))
+        run_models.check_fits(config)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ def write_record(machine, config, **fields):
 
 
 @pytest.mark.parametrize("options, remedy", [
-    ("--k two", "2,4,8"), ("--repeats 0", "at least 1"), ("--model /no/such", "'/no/such' does not exist"),
+    ("--k two", "2,4,8"), ("--repeats 0", "at least 1"), ("--batch 3", "not divisible by k=2"),
 ])  # fmt: skip
 def test_a_bad_plan_is_refused_before_its_first_run(options, remedy, tmp_path, capsys):
     assert suite.main(["--arms", "stock", *options.split(), "--device", "cpu", "--results", str(tmp_path)]) == 2

@@ -1,4 +1,4 @@
-"""The models of a run: built on the spot with random weights, or named."""
+"""The models of a run, built on the spot with random weights."""
 
 import hashlib
 from pathlib import Path
@@ -9,28 +9,18 @@ from rloo_memory.errors import ConfigError
 from rloo_memory.storage import new_folder
 
 
-def model_config(config: RunConfig):
-    """The policy's transformers configuration. Raises `ConfigError` when the model is not there."""
-    if config.model is not None:
-        return models.load_config(config.model)
-    return models.shape_config(config.shape, config.vocab_size)
-
-
-def check_fits(config: RunConfig, hf_config) -> None:
+def check_fits(config: RunConfig) -> None:
     """Raise `ConfigError` when the models, gradients and Adam's two moments alone exceed the budget, or the sequence
     exceeds the model's positions. Counts on the meta device: no memory is used."""
+    hf_config = models.shape_config(config.shape, config.vocab_size)
     length = config.prompt_tokens + config.completion_tokens
-    positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)  # recurrent models have none
-    if positions is not None and length > positions:
+    positions = hf_config.get_text_config().max_position_embeddings
+    if length > positions:
         raise ConfigError(
             f"prompt {config.prompt_tokens} + completion {config.completion_tokens} = {length} tokens exceed the "
             f"model's {positions} positions; lower --prompt-tokens to {positions - config.completion_tokens} or less"
         )
-    try:
-        parameters = sum(p.numel() for p in models.meta_model(hf_config).parameters())
-    except Exception as error:  # no causal model, or fields that do not go together: whatever building one raises
-        wrong = models.typed_line(error)
-        raise ConfigError(f"cannot build model {config.model or config.shape!r}: {wrong}; mend its config") from error
+    parameters = sum(p.numel() for p in models.meta_model(hf_config).parameters())
     copies = 5 + (config.reward == "model")  # policy, reference, gradient, two moments
     needed = parameters * copies * (8 if config.precision == "float64" else 4)
     if needed > config.budget_bytes:
@@ -46,14 +36,6 @@ def prepare(config: RunConfig, documents: list[str], cache: Path = ROOT / ".buil
 
     Built models are stored below `cache`, because TRL 1.x loads the reference model from where the policy came from.
     """
-    if config.model is not None:
-        from transformers import AutoTokenizer
-
-        source = models.model_source(config.model)
-        tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left")
-        if tokenizer.pad_token is None:
-            tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-        return source, source, tokenizer
     tokenizer = models.build_tokenizer(documents, config.vocab_size)
     text = hashlib.sha256("\0".join(documents).encode()).hexdigest()[:8]
     reward = config.reward == "model"
@@ -61,7 +43,7 @@ def prepare(config: RunConfig, documents: list[str], cache: Path = ROOT / ".buil
     folder = cache / f"{config.shape}-v{config.vocab_size}-s{config.seed}-{text}{kind}"
     if not folder.exists():
         with new_folder(folder) as new:
-            save_models(new, model_config(config), tokenizer, reward, config.seed)
+            save_models(new, models.shape_config(config.shape, config.vocab_size), tokenizer, reward, config.seed)
     return str(folder / "policy"), str(folder / "reward"), tokenizer
 
 
