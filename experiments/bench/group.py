@@ -204,9 +204,9 @@ class Group:
 
 
 class Timed:
-    """The phases of a group, timed way by way. With `peaks` also the resident bytes of each
-    phase above the level before it, measured once and before any time, and the relative difference of all parameters'
-    gradients from those of whole rows. A way that fails before its first sample fails in each."""
+    """The phases of a group, timed way by way. With `peaks` also the resident bytes of each phase above the level
+    before it, measured once and before any time, and the relative difference of all parameters' gradients from those
+    of whole rows. A way that fails before its first sample fails in each."""
 
     def __init__(self, group: Group, ways: tuple[str, ...], phases: tuple[str, ...], peaks: bool):
         self.group, self.phases, self.peaks, self.failed = group, phases, {}, {}
