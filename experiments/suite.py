@@ -8,6 +8,7 @@ Exit codes: 0 every run finished or was already there (out of memory is a finish
 
 import argparse
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -22,7 +23,7 @@ from experiments.config import ROOT, RunConfig
 from experiments.processes import end_with_script, stoppable
 from experiments.record import export, make_writable, new_record, write_record
 from experiments.run_device import machine_folder, pick_device
-from experiments.run_options import Parser, add_minutes, add_place, add_settings, as_words, settings, whole
+from experiments.run_options import Parser, add_place, add_settings, as_words, settings, whole
 from experiments.run_record import FINISHED, RunRecord, main_peak, read_record
 from rloo_memory.device import tells_of_memory
 from rloo_memory.errors import EXIT_TIME, EXIT_USAGE, ConfigError, Stopped, program
@@ -43,7 +44,9 @@ def main(argv: list[str] | None) -> int:
     add_place(parser)
     parser.add_argument("--fresh", action="store_true", help="repeat runs that are already finished")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds after which one run is stopped")
-    add_minutes(parser)
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="begin nothing after that; the same command goes on later"
+    )
     parser.add_argument("--print-folder", action="store_true", help="print where the runs would go, and run nothing")
     add_settings(parser, leave_out=LISTED)
     args = parser.parse_args(argv)
