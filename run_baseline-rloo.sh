@@ -8,13 +8,9 @@
 # Paths are those where you stand. All options: .venv/bin/python -m experiments.suite --help
 set -euo pipefail
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
-case " $* " in *" --help "* | *" -h "*) sed -n '2,$ { /^#/!q; s/^# \{0,1\}//p; }' "${BASH_SOURCE[0]}" && exit ;; esac
-"$here/setup_env.sh" --quiet
-export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1 # a folder `experiments` where you stand is not ours
-python=$here/.venv/bin/python code=0
-SCRIPT_PID=$$ "$python" -m experiments.suite --arms classic-baseline,stock "$@" || code=$?
-case "$code" in 0 | 1 | 5) ;; *) exit "$code" ;; esac
+. "$here/experiments/start.sh"
+suite --arms classic-baseline,stock "$@"
 results=$("$python" -m experiments.suite --arms stock "$@" --print-folder)
 echo "results: $results"
 printf 'next:%s\n' "$(printf ' %q' "$here/run_improve-rloo.sh" "$@")"
-exit "$code"
+exit "$worst"

@@ -9,14 +9,7 @@
 # Paths are those where you stand. All options: .venv/bin/python -m experiments.suite --help
 set -euo pipefail
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
-case " $* " in *" --help "* | *" -h "*) sed -n '2,$ { /^#/!q; s/^# \{0,1\}//p; }' "${BASH_SOURCE[0]}" && exit ;; esac
-"$here/setup_env.sh" --quiet
-export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1 # a folder `experiments` where you stand is not ours
-python=$here/.venv/bin/python worst=0
-suite() { # after failed runs the next suite begins all the same; not after a bad option (2) or a signal (128 + n)
-  SCRIPT_PID=$$ "$python" -m experiments.suite "$@" || worst=$?
-  case "$worst" in 0 | 1 | 5) ;; *) exit "$worst" ;; esac
-}
+. "$here/experiments/start.sh"
 suite --arms classic-string,classic-string-exact,classic-lean,shared "$@"
 if [ $# -eq 0 ]; then
   # Prompts below the 1,024-token cut, where the published change has nothing to cut

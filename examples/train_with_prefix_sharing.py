@@ -32,14 +32,13 @@ def reward(completions: list[str], answer: list[str], **kwargs) -> list[float]:
 
 def small_model():
     """A Qwen3 of 4 layers with random weights, and a tokenizer that has one token a byte."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+    from transformers import AutoModelForCausalLM, Qwen3Config
 
-    tokens = ["<pad>", "<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    bytewise = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
-    bytewise.pre_tokenizer, bytewise.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    config = Qwen3Config(vocab_size=len(tokens), pad_token_id=0, eos_token_id=1, **SHAPE)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise, pad_token="<pad>", eos_token="<end>")
+    from rloo_memory.models import build_tokenizer
+
+    tokenizer = build_tokenizer([CONTEXT], vocab_size=260)  # 256 bytes, 4 special tokens
+    ids = dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
+    config = Qwen3Config(vocab_size=len(tokenizer), **ids, **SHAPE)
     return AutoModelForCausalLM.from_config(config), tokenizer
 
 

@@ -10,7 +10,7 @@ class Arm:
     name: str
     line: str
     patches: tuple[str, ...]  # applied to the line: () is untouched upstream
-    shows: str
+    shows: str  # what it is, as charts and tables say it
     accumulate: bool = False  # micro-batches of few completions, gradients accumulated over the batch
     shares_prefix: bool = False  # the prompt computed once, the completions in passes of some
 
@@ -30,20 +30,19 @@ COMPACT = ("0002-compact-lm-head.patch",)
 ARMS = {
     arm.name: arm
     for arm in (
-        Arm("classic-baseline", "classic", (), "TRL 0.21.0 untouched: the published baseline"),
-        Arm("classic-string", "classic", ("0001-string-level-repeat.patch",), "the change exactly as published"),
-        Arm(
-            "classic-string-exact",
-            "classic",
-            ("0002-string-level-repeat-exact.patch",),
-            "the same idea with nothing cut: what it saves by itself",
-        ),
-        Arm("classic-lean", "classic", ("0003-lean-logits.patch",), "logits only where they are read"),
-        Arm("stock", "current", (), "TRL 1.16.0 untouched, the whole batch in one pass"),
-        Arm("stock-accumulate", "current", (), "TRL 1.16.0 untouched, one completion a pass", accumulate=True),
-        Arm("stock-compact", "current", COMPACT, "the same with the compact LM head, as on a GPU"),
-        Arm("stock-compact-accumulate", "current", COMPACT, "the same, one completion a pass", accumulate=True),
-        Arm("shared", "current", (), "TRL 1.16.0 + prefix sharing, N completions a pass", shares_prefix=True),
-        Arm("shared-accumulate", "current", (), "the same, N a micro-batch", accumulate=True, shares_prefix=True),
+        Arm("classic-baseline", "classic", (), "TRL 0.21 as it is"),
+        Arm("classic-string", "classic", ("0001-string-level-repeat.patch",),
+            "the change published in 2025, prompts cut to 1,024 tokens"),
+        Arm("classic-string-exact", "classic", ("0002-string-level-repeat-exact.patch",),
+            "the same change, nothing cut"),
+        Arm("classic-lean", "classic", ("0003-lean-logits.patch",), "TRL 0.21, logits only where they are read"),
+        Arm("stock", "current", (), "TRL 1.16 as it is"),
+        Arm("stock-accumulate", "current", (), "TRL 1.16, one completion at a time", accumulate=True),
+        Arm("stock-compact", "current", COMPACT, "TRL 1.16, logits of completions only"),
+        Arm("stock-compact-accumulate", "current", COMPACT,
+            "TRL 1.16, logits of completions only, one completion at a time", accumulate=True),
+        Arm("shared", "current", (), "TRL 1.16 with prefix sharing, two completions a pass", shares_prefix=True),
+        Arm("shared-accumulate", "current", (), "TRL 1.16 with prefix sharing, two completions a micro-batch",
+            accumulate=True, shares_prefix=True),
     )
-}
+}  # fmt: skip

@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 USUAL = dict(
-    shape="tiny-qwen3", model=None, documents="builtin", steps=2, epochs=3, learning_rate=3e-6, temperature=0.7,
-    precision="float32", reward="model", lora_rank=0, freed_memory="returned", interval=0.05, prompts=1,
+    shape="tiny-qwen3", steps=2, epochs=3, learning_rate=3e-6, temperature=0.7,
+    precision="float32", reward="model", freed_memory="returned", interval=0.05, prompts=1,
 )  # fmt: skip
 BENCH = dict(
     shape="qwen3-8-layers", vocab_size=32_000, prompt_tokens=3000, completion_tokens=100, budget_bytes=12 * GIB,
@@ -40,7 +40,6 @@ SCALES = {
     "test": SMALL,
     "bench": BENCH,
     "bench-time": BENCH | dict(freed_memory="kept"),
-    "test-lora": SMALL | dict(steps=1, epochs=1, precision="bfloat16", reward="letters", lora_rank=4),
 }  # fmt: skip
 
 
@@ -62,8 +61,6 @@ class RunConfig:
     repeat: int = option("number of the repeat, 0 by default", low=0, high=9999)
     seed: int = option("default: 42 + repeat", low=0, high=2**32 - 1)  # as NumPy takes them
     shape: str = option("of the model that is built here, with random weights")
-    model: str | None = option("local folder or hub:owner/name; default: built here")
-    documents: str = option("builtin, a file, a folder of .txt, or hub:owner/dataset[:split]")
     vocab_size: int = option("of the model that is built here", low=260, high=2**24)  # 256 bytes, 4 special tokens
     prompt_tokens: int = option("of each prompt, chat template included", low=16, high=2**24)
     completion_tokens: int = option("of each completion", low=1, high=2**24)
@@ -72,11 +69,8 @@ class RunConfig:
     epochs: int = option("over each rollout", low=1, high=10**4)
     learning_rate: float = option("of Adam", low=0, high=100)
     temperature: float = option("of sampling", low=0.01, high=100)
-    precision: str = option(
-        "bf16 is mixed, bfloat16 the weights as well", choices=("float64", "float32", "bf16", "bfloat16")
-    )
+    precision: str = option("bf16 is mixed", choices=("float64", "float32", "bf16"))
     reward: str = option("a model, or the letters e", choices=("model", "letters"))
-    lora_rank: int = option("0 trains every weight", low=0, high=2**16)
     freed_memory: str = option("on the CPU: to the system, or as malloc likes", choices=("returned", "kept"))
     device: str = option("cpu or cuda")
     interval: float = option("of the memory sampler, in seconds", low=0.01, high=1)
@@ -95,13 +89,14 @@ class RunConfig:
         return asdict(self)
 
 
-def resolve(arm: str, k: int, scale: str, device: str, repeat: int = 0, **overrides) -> RunConfig:
-    """Fill in a run's configuration from its scale; `overrides` that are None are left to the scale.
+def resolve(arm: str, k: int, scale: str | None, device: str, repeat: int = 0, **overrides) -> RunConfig:
+    """Fill in a run's configuration from its scale, None: the device's own. `overrides` that are None are left to it.
 
-    Raises `ConfigError` for a value outside its limits, an unknown name, a combination that cannot run, and a local
-    file that is not there. Loads nothing.
+    Raises `ConfigError` for a value outside its limits, an unknown name, and a combination that cannot run. Loads
+    nothing.
     """
     choose("arm", arm, ARMS)
+    scale = scale or ("seed" if device == "cuda" else "cpu")
     given = {name: value for name, value in overrides.items() if value is not None}
     values = USUAL | SCALES[scale] | dict(arm=arm, k=k, scale=scale, device=device, repeat=repeat)
     values |= dict(seed=42 + repeat, threads=os.cpu_count() or 1, batch=k * values.pop("prompts")) | given
@@ -132,14 +127,6 @@ def check(config: RunConfig) -> None:
         fitting = max(fewer for fewer in range(1, min(rows, k + 1)) if k % fewer == 0 or not arm.accumulate)
         why = f"micro-batches of {arm.name} must divide k={k}" if rows <= k else f"it is above k={k}"
         raise ConfigError(f"--completions-per-forward {rows}: {why}; use {fitting}")
-    if config.lora_rank and arm.line == "classic":
-        current = ", ".join(name for name, other in ARMS.items() if other.line == "current")
-        raise ConfigError(
-            f"scale {config.scale} trains LoRA adapters, and {config.arm} (TRL 0.21) does not here; use {current}"
-        )
-    for name, source, file in (("--model", config.model, "config.json"), ("--documents", config.documents, "")):
-        if source not in (None, "builtin") and not source.startswith("hub:") and not Path(source, file).exists():
-            raise ConfigError(f"{name} {shown(source)} does not exist; give a local path or hub:owner/name")
 
 
 def option_name(field_name: str) -> str:
@@ -154,15 +141,3 @@ def check_limit(name: str, value: float, low: float, high: float) -> None:
             f"{option} {shown(value)} must be at least {low} and at most {high}; use {option} "
             f"{high if value > high else low}, or a value in between"
         )
-
-
-def default_scale(device_kind: str) -> str:
-    return "seed" if device_kind == "cuda" else "cpu"
-
-
-def machine_folder(results: Path | None, machine: str) -> Path:
-    """`results`/`machine`, absolute; with None, the clone's own. Raises `ConfigError` where `machine` is more than the
-    name of a folder."""
-    if machine in ("", ".", "..") or "/" in machine:
-        raise ConfigError(f"--machine {shown(machine)} is not one plain folder name; write it like nvidia-h200")
-    return (results or ROOT / "results").absolute() / machine

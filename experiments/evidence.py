@@ -19,7 +19,7 @@ from experiments.config import ROOT
 from experiments.measuring import EXIT_VERDICT, FACTS, Parser, place
 from experiments.processes import stoppable
 from experiments.record import read_csv, write_csv
-from rloo_memory.errors import choose, exit_code
+from rloo_memory.errors import choose, program
 
 COLUMNS = ("item", "minutes", "exit_code", *FACTS)
 MEASURED = ("0", str(EXIT_VERDICT))  # exit codes of what was measured to the end
@@ -41,7 +41,9 @@ ITEMS = {  # modules of experiments, or scripts
 PLACELESS = ("speed", "published", "models", "ranges")  # they take no folder for results
 
 
-def run(argv: list[str] | None) -> int:
+@stoppable()
+@program("evidence")
+def main(argv: list[str] | None) -> int:
     parser = Parser("evidence", __doc__)
     parser.add_argument("--trl", help="a clone of https://github.com/huggingface/trl; without one, `upstream` is left")
     parser.add_argument("items", nargs="*", metavar="ITEM", help=f"these alone, of: {', '.join(ITEMS)}")
@@ -73,15 +75,10 @@ def run(argv: list[str] | None) -> int:
             minutes += float(before["minutes"])  # it was stopped then
         table[name] = {"item": name, "minutes": f"{minutes:.1f}", "exit_code": str(code), **here.facts}
         write_csv(path, COLUMNS, list(table.values()))
-    age.run([])
+    age.main([])
     failed = [name for name in ITEMS if name in table and table[name]["exit_code"] not in MEASURED]
     print(f"failed: {', '.join(failed)}" if failed else f"all is measured by {commit}")
     return 1 if failed else 0
-
-
-def main(argv: list[str] | None = None) -> int:
-    with stoppable():
-        return exit_code("evidence", run, argv)
 
 
 if __name__ == "__main__":

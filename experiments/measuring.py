@@ -10,11 +10,9 @@ from pathlib import Path
 
 from experiments import run_options
 from experiments.commit import source_commit
-from experiments.config import machine_folder
 from experiments.processes import end_with_script
 from experiments.record import make_writable
-from experiments.run_device import pick_device
-from rloo_memory.device import machine_name
+from experiments.run_device import machine_folder, pick_device
 from rloo_memory.errors import ConfigError, choose
 
 EXIT_VERDICT = 4  # measured to the end, and what was measured is not as it should be
@@ -55,9 +53,8 @@ def place(args: argparse.Namespace, *also_needed: str) -> Place:
     """Raises `ConfigError` for a missing package or device, and for a folder that is none or cannot be written."""
     end_with_script()
     need("torch", "transformers", "accelerate", "datasets", *also_needed)
-    device, device_name, _ = pick_device(args.device)
-    name = machine_name(device, device_name) if args.machine is None else args.machine
-    folder = machine_folder(args.results, name)
+    device, device_name = pick_device(args.device)
+    folder = machine_folder(args, device, device_name)
     make_writable(folder)
     values = (device, device_name, version("torch"), version("transformers"), source_commit())
     return Place(device, folder, dict(zip(FACTS, values, strict=True)))

@@ -24,7 +24,7 @@ import pynvml
 
 from experiments.run_options import Parser
 from experiments.run_record import SAMPLE_COLUMNS
-from rloo_memory.errors import ConfigError, exit_code
+from rloo_memory.errors import ConfigError, program
 from rloo_memory.nvml import Device, by_uuid, nvml_devices, visible_devices
 
 PROCESS_PERIOD = 0.5
@@ -100,11 +100,8 @@ def start_monitor(output: Path, interval: float, device: str) -> subprocess.Pope
     return process
 
 
-def main(argv: list[str] | None = None) -> int:
-    return exit_code("memory_monitor", run, argv)
-
-
-def run(argv: list[str] | None) -> int:
+@program("memory_monitor")
+def main(argv: list[str] | None) -> int:
     parser = Parser(prog="python -m experiments.memory_monitor", description=__doc__.split("\n")[0])
     parser.add_argument("--pid", type=int, required=True, help="the process to watch")
     parser.add_argument("--output", type=Path, required=True, help="the CSV file to write, in a folder that exists")

@@ -1,9 +1,4 @@
-"""Makes a run's record, run.json, and has runs.jsonl of all runs written.
-
-    python -m experiments.record results/<machine>
-
-writes runs.jsonl from the run folders as they are now. Runs that have no folder here stay in it as they are.
-"""
+"""Makes a run's record, run.json, and has runs.jsonl of all runs written."""
 
 import csv
 import io
@@ -13,21 +8,17 @@ import sys
 from pathlib import Path
 
 from experiments.config import RunConfig
-from experiments.run_options import Parser
-from experiments.run_record import RUNS, RunRecord, main_peak, read_rows, write_runs
-from rloo_memory.errors import ConfigError, exit_code
+from experiments.run_record import RunRecord, main_peak, read_rows, write_runs
+from rloo_memory.errors import ConfigError
 from rloo_memory.sizes import GIB
 from rloo_memory.storage import replace_text, write_json
 
 
 def new_record(config: RunConfig, commit: str, **known) -> RunRecord:
     """A record of this run, with the fields that are `known`."""
-    names = (
-        "run_id", "arm", "scale", "k", "repeat", "completion_tokens", "batch", "completions_per_forward", "steps",
-        "seed", "budget_bytes",
-    )  # fmt: skip
+    names = ("run_id", "arm", "scale", "k", "repeat", "completion_tokens", "batch", "budget_bytes")
     same = {name: getattr(config, name) for name in names}
-    model = config.model or f"{config.shape}, vocabulary {config.vocab_size}, random weights"
+    model = f"{config.shape}, vocabulary {config.vocab_size}, random weights"
     told = dict(config=config.as_dict(), commit=commit, model=model, prompt_tokens_requested=config.prompt_tokens)
     return RunRecord(**same | told | known)
 
@@ -123,28 +114,11 @@ def make_writable(folder: Path) -> None:
 
 
 def export(machine: Path) -> int:
-    """`write_runs`, and a line on stderr for each run that is left out. Returns how many are in the file."""
+    """Write runs.jsonl from the run folders as they are now, with a line on stderr for each run that is left out. Runs
+    that have no folder here stay in it as they are. Returns how many are in the file."""
     runs = write_runs(machine)
     for run in runs:
         if run.damage:
             where = run.folder / "run.json"
             print(f"{where} {run.damage}; it is left out: delete that folder and run it again", file=sys.stderr)
     return sum(run.record is not None for run in runs)
-
-
-def main(argv: list[str] | None = None) -> int:
-    return exit_code("record", run, argv)
-
-
-def run(argv: list[str] | None) -> int:
-    parser = Parser(prog="python -m experiments.record", description="Write runs.jsonl from the run folders.")
-    parser.add_argument("machine", type=Path, nargs="+", help="a folder of run folders: results/<machine>")
-    for machine in parser.parse_args(argv).machine:
-        if not (machine / RUNS).exists() and not any(machine.glob("*/run.json")):
-            raise ConfigError(f"{machine} holds no runs; name a folder that experiments.suite wrote")
-        print(f"{machine / RUNS}: {export(machine)} run(s)")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,6 @@
 """Pick a device, hold a run to its memory budget there, and measure what it uses. Sizes in bytes.
 
-    python -m experiments.run_device [--device auto]
-
-prints the name of this machine's folder below results/. Starts fast: torch is imported only where it is asked.
+Starts fast: torch is imported only where it is asked.
 """
 
 import ctypes
@@ -10,25 +8,25 @@ import os
 import resource
 import sys
 import warnings
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from experiments.config import RunConfig
-from experiments.run_options import Parser
-from rloo_memory.device import cpu_name, machine_name, status_bytes
-from rloo_memory.errors import ConfigError, choose, exit_code
+from experiments.config import ROOT, RunConfig
+from rloo_memory.device import cpu_name, level, machine_name, status_bytes
+from rloo_memory.errors import ConfigError, choose, shown
 
 
-def pick_device(wanted: str) -> tuple[str, str, int]:
-    """("cpu" or "cuda", name, total bytes). Raises `ConfigError` for a device that is not there.
+def pick_device(wanted: str) -> tuple[str, str]:
+    """("cpu" or "cuda", name). Raises `ConfigError` for a device that is not there.
 
     Of several GPUs only the chosen one stays visible: with more, the trainers would spread over all of them.
     """
-    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     kind, _, index = wanted.partition(":")
     choose("device", kind, ("auto", "cpu", "cuda"))
     if kind == "cpu":
-        return "cpu", cpu_name(), host_bytes
+        return "cpu", cpu_name()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible not in ("", "-1"):
         entries = visible.split(",") if visible else None
@@ -42,8 +40,7 @@ def pick_device(wanted: str) -> tuple[str, str, int]:
         warnings.simplefilter("always")
         usable = torch.cuda.is_available()
     if usable:
-        properties = torch.cuda.get_device_properties(0)
-        return "cuda", properties.name, properties.total_memory
+        return "cuda", torch.cuda.get_device_properties(0).name
     if visible is None:
         del os.environ["CUDA_VISIBLE_DEVICES"]
     if kind == "cuda":
@@ -55,7 +52,16 @@ def pick_device(wanted: str) -> tuple[str, str, int]:
 
     if why := unused_gpu():
         print(f"device  the CPU: {why}", file=sys.stderr)
-    return "cpu", cpu_name(), host_bytes
+    return "cpu", cpu_name()
+
+
+def machine_folder(args: Namespace, kind: str, name: str) -> Path:
+    """results/<machine> by --results and --machine, absolute; by default this clone's, named as the device. Raises
+    `ConfigError` where --machine is more than the name of a folder."""
+    machine = machine_name(kind, name) if args.machine is None else args.machine
+    if machine in ("", ".", "..") or "/" in machine:
+        raise ConfigError(f"--machine {shown(machine)} is not one plain folder name; write it like nvidia-h200")
+    return (args.results or ROOT / "results").absolute() / machine
 
 
 def cuda_uuid() -> str:
@@ -67,6 +73,15 @@ def cuda_uuid() -> str:
     import torch
 
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+def outside_pool(device_kind: str) -> int:
+    """Bytes that the device holds besides torch's pool; 0 on a CPU."""
+    if device_kind != "cuda":
+        return 0
+    import torch
+
+    return level("cuda") - torch.cuda.memory_reserved()
 
 
 def enforce_budget(config: RunConfig) -> None:
@@ -134,19 +149,3 @@ def mallopt(mmap_threshold: int, trim_threshold: int | None = None) -> None:
     function(-3, mmap_threshold)  # M_MMAP_THRESHOLD in malloc.h
     if trim_threshold is not None:
         function(-1, trim_threshold)  # M_TRIM_THRESHOLD
-
-
-def main(argv: list[str] | None = None) -> int:
-    return exit_code("device", print_machine, argv)
-
-
-def print_machine(argv: list[str] | None) -> int:
-    parser = Parser(prog="python -m experiments.run_device", description="Print this machine's folder below results/.")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N")
-    kind, name, _ = pick_device(parser.parse_args(argv).device)
-    print(machine_name(kind, name))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

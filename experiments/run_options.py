@@ -1,7 +1,6 @@
 """The command lines of train, suite and their like."""
 
 import argparse
-import math
 from dataclasses import fields
 from pathlib import Path
 
@@ -41,12 +40,6 @@ def add_place(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto (the default), cpu, cuda, cuda:N")
     parser.add_argument("--results", type=Path, help="holds one folder a machine; default: results of this clone")
     parser.add_argument("--machine", help="folder name below --results; default: from the device's name")
-
-
-def add_minutes(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="begin nothing after that; the same command goes on later"
-    )
 
 
 def settings(leave_out: tuple[str, ...] = ()) -> list[str]:

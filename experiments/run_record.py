@@ -42,24 +42,18 @@ class RunRecord:
     finished_at: str | None = None
     device_kind: str | None = None
     device_name: str | None = None
-    device_total_bytes: int | None = None
     trl_version: str | None = None
     trl_file: str | None = None
     torch_version: str | None = None
     transformers_version: str | None = None
-    python_version: str | None = None
     fork_patches: list[str] = field(default_factory=list)
     model: str | None = None
-    model_parameters: int | None = None
     prompt_tokens_requested: int | None = None
     prompt_tokens_fed_min: int | None = None
     prompt_tokens_fed_mean: float | None = None
     prompt_tokens_fed_max: int | None = None
     completion_tokens: int | None = None
     batch: int | None = None
-    completions_per_forward: int | None = None
-    steps: int | None = None
-    seed: int | None = None
     budget_bytes: int | None = None
     start_bytes: int | None = None
     peak_device_used_bytes: int | None = None
@@ -71,7 +65,6 @@ class RunRecord:
     step_seconds: list[float] = field(default_factory=list)
     step_seconds_median: float | None = None
     trace: list[dict] = field(default_factory=list)
-    final_loss: float | None = None
     sampler: dict | None = None
 
 

@@ -8,6 +8,7 @@ Exit codes: 0 every run finished or was already there (out of memory is a finish
 
 import argparse
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -21,23 +22,20 @@ from experiments.commit import is_same_code, source_commit
 from experiments.config import ROOT, RunConfig
 from experiments.processes import end_with_script, stoppable
 from experiments.record import export, make_writable, new_record, write_record
-from experiments.run_device import pick_device
-from experiments.run_options import Parser, add_minutes, add_place, add_settings, as_words, settings, whole
+from experiments.run_device import machine_folder, pick_device
+from experiments.run_options import Parser, add_place, add_settings, as_words, settings, whole
 from experiments.run_record import FINISHED, RunRecord, main_peak, read_record
-from rloo_memory.device import machine_name, tells_of_memory
-from rloo_memory.errors import EXIT_TIME, EXIT_USAGE, ConfigError, Stopped, exit_code
+from rloo_memory.device import tells_of_memory
+from rloo_memory.errors import EXIT_TIME, EXIT_USAGE, ConfigError, Stopped, program
 from rloo_memory.sizes import GIB
 
 PATIENCE = 30.0  # seconds that a run which is told to stop has to write its record
 LISTED = ("arm", "k", "repeat", "seed")  # settings that each run of a plan has of its own
 
 
-def main(argv: list[str] | None = None) -> int:
-    with stoppable():
-        return exit_code("suite", run, argv)
-
-
-def run(argv: list[str] | None) -> int:
+@stoppable()
+@program("suite")
+def main(argv: list[str] | None) -> int:
     end_with_script()
     parser = Parser(prog="python -m experiments.suite", description=__doc__.split("\n")[0])
     parser.add_argument("--arms", required=True, help=f"comma-separated, of: {', '.join(ARMS)}")
@@ -46,7 +44,9 @@ def run(argv: list[str] | None) -> int:
     add_place(parser)
     parser.add_argument("--fresh", action="store_true", help="repeat runs that are already finished")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds after which one run is stopped")
-    add_minutes(parser)
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="begin nothing after that; the same command goes on later"
+    )
     parser.add_argument("--print-folder", action="store_true", help="print where the runs would go, and run nothing")
     add_settings(parser, leave_out=LISTED)
     args = parser.parse_args(argv)
@@ -67,17 +67,15 @@ def make_plan(args: argparse.Namespace) -> tuple[list[RunConfig], Path]:
     except argparse.ArgumentTypeError as error:
         raise ConfigError(f"--k: {error}, several like 2,4,8") from None
     arms = list(dict.fromkeys(args.arms.split(",")))
-    kind, device_name, _ = pick_device(args.device)
+    kind, device_name = pick_device(args.device)
     given = {name: getattr(args, name) for name in settings(LISTED)}
-    given["scale"] = given["scale"] or cfg.default_scale(kind)
     plan = [
         cfg.resolve(arm, k, device=kind, repeat=repeat, **given)
         for repeat in range(args.repeats)
         for k in ks
         for arm in arms
     ]
-    name = machine_name(kind, device_name) if args.machine is None else args.machine
-    return plan, cfg.machine_folder(args.results, name)
+    return plan, machine_folder(args, kind, device_name)
 
 
 def run_plan(plan: list[RunConfig], machine: Path, fresh: bool, timeout: float, minutes: float) -> int:

@@ -30,8 +30,8 @@ from experiments.record import export, fill_peaks, new_record, outcome, write_re
 from experiments.run_options import Parser, add_place, add_settings, settings
 from experiments.run_record import RunRecord
 from rloo_memory import cuda_check
-from rloo_memory.device import is_out_of_memory, level, machine_name, settle
-from rloo_memory.errors import ConfigError, Stopped, exit_code
+from rloo_memory.device import is_out_of_memory, level, settle
+from rloo_memory.errors import ConfigError, Stopped, program
 from rloo_memory.folder_lock import owned
 from rloo_memory.phases import PhaseRecorder
 from rloo_memory.sizes import GIB
@@ -39,12 +39,9 @@ from rloo_memory.sizes import GIB
 EXIT_OK, EXIT_ERROR, EXIT_OOM = 0, 1, 3
 
 
-def main(argv: list[str] | None = None) -> int:
-    with stoppable():
-        return exit_code("train", run, argv)
-
-
-def run(argv: list[str] | None) -> int:
+@stoppable()
+@program("train")
+def main(argv: list[str] | None) -> int:
     """The whole run: ask, check, own the folder, measure, record. Raises `ConfigError` before it has begun."""
     started_at = now()
     end_with_script()
@@ -54,31 +51,25 @@ def run(argv: list[str] | None) -> int:
     args = parser.parse_args(argv)
     if args.arm is None or args.k is None:
         raise ConfigError("--arm and --k are needed, such as --arm classic-lean --k 4; see --help")
-    if not (args.model or "").startswith("hub:") and not (args.documents or "").startswith("hub:"):
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded unless it was asked for
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # its own allocator sets a GiB aside, unused
     # All arms alike: cuDNN's attention plans each length anew, so each decoded token
     os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
-    kind, device_name, device_bytes = run_device.pick_device(args.device)
+    kind, device_name = run_device.pick_device(args.device)
     given = {name: getattr(args, name) for name in settings()}
-    given |= dict(scale=args.scale or cfg.default_scale(kind), repeat=args.repeat or 0)
-    config = cfg.resolve(device=kind, **given)
-    machine = cfg.machine_folder(
-        args.results, machine_name(kind, device_name) if args.machine is None else args.machine
-    )
+    config = cfg.resolve(device=kind, **given | dict(repeat=args.repeat or 0))
+    machine = run_device.machine_folder(args, kind, device_name)
     folder = machine / config.run_id
     with owned(folder):
-        documents = prepare(config)
+        prepare(config)
         record = new_record(
             config,
             source_commit(),
             pid=os.getpid(),
             started_at=started_at,
-            python_version=sys.version.split()[0],
             device_kind=kind,
             device_name=device_name,
-            device_total_bytes=device_bytes,
         )
         for stale in folder.iterdir():
             if not stale.name.startswith("."):
@@ -90,7 +81,7 @@ def run(argv: list[str] | None) -> int:
             flush=True,
         )
         with (folder / "log.txt").open("w") as log, output_to(log) as terminal:
-            measure(folder, config, documents, record, terminal)
+            measure(folder, config, record, terminal)
         record.finished_at = now()
         write_record(record, folder)
         export(machine)
@@ -98,19 +89,17 @@ def run(argv: list[str] | None) -> int:
     return record.exit_code
 
 
-def prepare(config: RunConfig) -> list[str]:
-    """The documents. Raises `ConfigError` for what cannot work on this device, or with this model."""
+def prepare(config: RunConfig) -> None:
+    """Raises `ConfigError` for what cannot work on this device, or with this model."""
     with open(os.devnull, "w") as nowhere, output_to(nowhere):
         from experiments.workload import run_models
-        from rloo_memory import data
 
         if config.device == "cuda":
             if ARMS[config.arm].line == "current":
-                cuda_check.check(config.precision in ("bf16", "bfloat16"), "--precision float32")
+                cuda_check.check(config.precision == "bf16", "--precision float32")
             elif why := cuda_check.no_kernels():
                 raise ConfigError(why)
-        run_models.check_fits(config, run_models.model_config(config))
-        return data.load_documents(config.documents)
+        run_models.check_fits(config)
 
 
 @contextlib.contextmanager
@@ -132,7 +121,7 @@ def output_to(file) -> Iterator:
             os.close(copy)
 
 
-def measure(folder: Path, config: RunConfig, documents: list[str], record: RunRecord, terminal) -> None:
+def measure(folder: Path, config: RunConfig, record: RunRecord, terminal) -> None:
     """Train under the sampler and the phase marks, and fill the record. Every failure is recorded, none is raised."""
     steps = tqdm(total=config.steps, desc=f"  {config.run_id}", unit="step", file=terminal, disable=None, leave=False)
 
@@ -144,10 +133,10 @@ def measure(folder: Path, config: RunConfig, documents: list[str], record: RunRe
     try:
         phases = PhaseRecorder(folder / "phases.csv", config.device, watch=progress)
         device = run_device.cuda_uuid() if config.device == "cuda" else "none"
-        sampler, training = start_monitor(folder / "memory.csv", config.interval, device), None
+        sampler, logs = start_monitor(folder / "memory.csv", config.interval, device), None
         try:
-            training = set_up(folder, config, documents, record, phases)
-            training.trainer.train()
+            trainer, logs = set_up(folder, config, record, phases)
+            trainer.train()
         finally:
             ended = phases.now()
             ignore_signals()
@@ -156,9 +145,8 @@ def measure(folder: Path, config: RunConfig, documents: list[str], record: RunRe
             lasted = sampler.poll() is None
             sampler.kill()
             sampler.wait()
-            if training:
-                fill_training(record, training, phases, ended)
-                training.write_memory(is_out_of_memory(sys.exception()))
+            if logs:
+                fill_training(record, logs, phases, ended)
             fill_peaks(record, phases, folder, lasted)
         if not lasted and record.peak_phase is None:
             raise RuntimeError("the sampler was lost, and without it this kernel cannot tell the peak; run again")
@@ -177,8 +165,8 @@ def measure(folder: Path, config: RunConfig, documents: list[str], record: RunRe
         steps.close()
 
 
-def set_up(folder: Path, config: RunConfig, documents: list[str], record: RunRecord, phases: PhaseRecorder):
-    """The arm's own trainer, ready to train within the budget: a `trainers.Training`."""
+def set_up(folder: Path, config: RunConfig, record: RunRecord, phases: PhaseRecorder):
+    """The arm's own trainer, ready to train within the budget, and what collects its logs."""
     record.fork_patches = use_fork(ARMS[config.arm])
     import torch
     import transformers
@@ -192,34 +180,29 @@ def set_up(folder: Path, config: RunConfig, documents: list[str], record: RunRec
         run_device.keep_only_live_memory()
     record.trl_version, record.trl_file = trl.__version__, os.path.relpath(Path(trl.__file__).parent, ROOT)
     record.torch_version, record.transformers_version = torch.__version__, transformers.__version__
+    documents = data.load_documents()
     policy_path, reward_path, tokenizer = run_models.prepare(config, documents)
     prompts = data.build_prompts(documents, tokenizer, config.prompt_tokens)
     run_device.enforce_budget(config)
-    training = trainers.Training(config, folder, (policy_path, reward_path), tokenizer, prompts, phases)
-    record.model_parameters = sum(p.numel() for p in training.policy.parameters())
+    trainer, logs = trainers.build(config, folder, (policy_path, reward_path), tokenizer, prompts, phases)
     if config.device == "cpu":
-        run_device.read_weights(training.trainer)  # so that the start level has them in every arm, as on CUDA
+        run_device.read_weights(trainer)  # so that the start level has them in every arm, as on CUDA
     settle()
     record.start_bytes = level(config.device)
-    if config.device == "cuda":
-        phases.outside_pool_bytes = record.start_bytes - torch.cuda.memory_reserved()
-    return training
+    phases.outside_pool_bytes = run_device.outside_pool(config.device)
+    return trainer, logs
 
 
-def fill_training(record: RunRecord, training, phases: PhaseRecorder, ended: float) -> None:
+def fill_training(record: RunRecord, logs, phases: PhaseRecorder, ended: float) -> None:
     """What was fed, how long each step took, and what the trainer logged, as far as it came."""
     record.step_seconds = [round(seconds, 4) for seconds in phases.step_seconds(ended)]
     record.step_seconds_median = statistics.median(record.step_seconds) if record.step_seconds else None
-    record.trace = training.trace()
-    record.final_loss = record.trace[-1]["loss"] if record.trace else None
+    record.trace = logs.trace()
     if fed := phases.prompt_tokens:
         record.prompt_tokens_fed_min, record.prompt_tokens_fed_max = min(fed), max(fed)
         record.prompt_tokens_fed_mean = statistics.fmean(fed)
-    if record.device_kind == "cuda":  # which loads a module when it is first called, outside torch's pool
-        import torch
-
-        outside = level("cuda") - torch.cuda.memory_reserved()
-        phases.outside_pool_bytes = max(phases.outside_pool_bytes, outside)
+    # CUDA loads a module when it is first called
+    phases.outside_pool_bytes = max(phases.outside_pool_bytes, run_device.outside_pool(record.device_kind))
 
 
 def now() -> str:

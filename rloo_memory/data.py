@@ -1,59 +1,16 @@
 """Prompts from real documents: text -> chat messages that render to a stated number of tokens."""
 
-from pathlib import Path
-
 from rloo_memory.errors import ConfigError
 
 INSTRUCTION = "Summarize the following document:\n\n"
-TEXT_COLUMNS = ("text", "report", "document", "input", "content", "article")
 MAX_PROMPTS = 40  # the published experiment trained on 40 documents
 
 
-LOADERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+def load_documents() -> list[str]:
+    """Python's own language reference, 465,000 characters."""
+    from pydoc_data.topics import topics
 
-
-def load_documents(source: str) -> list[str]:
-    """Documents from `source`: `builtin` (Python's own language reference, 465,000 characters), a .txt, .jsonl, .csv
-    or .parquet file, a folder of .txt files, or `hub:owner/dataset[:split]` (downloads; needs network).
-
-    Raises `ConfigError` when there is nothing to read.
-    """
-    if source == "builtin":
-        from pydoc_data.topics import topics
-
-        return ["\n\n".join(topics[name] for name in sorted(topics))]
-    path = Path(source)
-    try:
-        if source.startswith("hub:") or path.suffix in LOADERS:
-            documents = from_table(source)
-        else:  # UTF-8 in every locale: another encoding would be other tokens
-            files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
-            documents = [file.read_text(encoding="utf-8", errors="replace") for file in files]
-    except ConfigError:
-        raise
-    except Exception as error:  # the hub's client and a malformed file raise whatever they come to
-        raise ConfigError(f"cannot read documents from {source!r}: {str(error).splitlines()[0]}") from error
-    documents = [document for document in documents if document.strip()]
-    if not documents:
-        raise ConfigError(f"document source {source!r} holds no text; give at least one non-empty document")
-    return documents
-
-
-def from_table(source: str) -> list[str]:
-    from datasets import load_dataset
-
-    if source.startswith("hub:"):
-        name, _, split = source.removeprefix("hub:").partition(":")
-        dataset = load_dataset(name, split=split or "train")
-    else:
-        dataset = load_dataset(LOADERS[Path(source).suffix], data_files=source, split="train")
-    for name in TEXT_COLUMNS:
-        if name in dataset.column_names:
-            return [str(text) for text in dataset[name][:MAX_PROMPTS]]
-    raise ConfigError(
-        f"{source!r} has no text column; it has {', '.join(dataset.column_names)}, one of "
-        f"{', '.join(TEXT_COLUMNS)} is needed"
-    )
+    return ["\n\n".join(topics[name] for name in sorted(topics))]
 
 
 def build_prompts(documents: list[str], tokenizer, prompt_tokens: int) -> list[list[dict]]:

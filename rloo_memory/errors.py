@@ -2,6 +2,7 @@
 
 import atexit
 import difflib
+import functools
 import os
 import signal
 import sys
@@ -36,6 +37,20 @@ def exit_code(program: str, run, args) -> int:
     except KeyboardInterrupt as stop:
         print(f"{program}: stopped by {Stopped.number(stop).name}", file=sys.stderr)
         return 128 + Stopped.number(stop)
+
+
+def program(name: str):
+    """Decorates a program's `main`, which gets its words, or None for those of the command line, and returns the exit
+    code: with the answers of `exit_code`."""
+
+    def decorated(main):
+        @functools.wraps(main)
+        def answered(argv: list[str] | None = None) -> int:
+            return exit_code(name, main, argv)
+
+        return answered
+
+    return decorated
 
 
 def leave(code: int) -> NoReturn:

@@ -43,7 +43,7 @@ def policy():
     from experiments.workload import run_models
     from rloo_memory import data
 
-    return run_models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))[0]
+    return run_models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents())[0]
 
 
 @pytest.fixture

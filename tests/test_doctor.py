@@ -26,7 +26,7 @@ from rloo_memory.plan.setups import Setup
 def test_what_the_doctor_writes_trains_and_what_was_recorded_corrects_the_plan(planned, capsys, tmp_path):
     """A model that does not fit, the YAML that does, a training with it, and what is read from that training's folder:
     the settings, and how many times what was predicted it took."""
-    policy, reward, _ = run_models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents("builtin"))
+    policy, reward, _ = run_models.prepare(resolve("stock", 2, "test", "cpu"), data.load_documents())
     fits, out = tmp_path / "fits.yaml", tmp_path / "out"
     words = (
         f"--model {policy} --prompt 512 --completion 16 --k 4 --device cpu --dtype float32 "

@@ -69,7 +69,7 @@ class Clock:
         seconds = self.SECONDS.get(way, 10 + len(self.taken))
         if isinstance(seconds, BaseException):
             raise seconds
-        return {"train_seconds": seconds, "train_cpu_seconds": 10, "peak_bytes": 2**20}
+        return {"train_seconds": seconds, "peak_bytes": 2**20}
 
 
 @pytest.fixture
@@ -99,11 +99,10 @@ def test_ways_alternate_and_a_way_that_fails_is_a_row_beside_the_others(measure,
     assert taken == ["whole", "bad"] * 4
     rows = table(tmp_path, prompt_tokens="3000")
     assert [(row["way"], row["metric"], row["unit"]) for row in rows] == [
-        ("whole", "train_seconds", "s"), ("whole", "train_cpu_seconds", "s"), ("whole", "peak_bytes", "bytes"),
-        ("bad", "", ""),
+        ("whole", "train_seconds", "s"), ("whole", "peak_bytes", "bytes"), ("bad", "", ""),
     ]  # fmt: skip
     assert [rows[0][name] for name in ("median", "low", "high", "repeats")] == ["12", "11", "13", "2"]
-    assert rows[3]["failure"] == "out of memory: MemoryError: no room at all" and rows[3]["median"] == ""
+    assert rows[2]["failure"] == "out of memory: MemoryError: no room at all" and rows[2]["median"] == ""
     assert {row["commit"] for row in rows} == {COMMIT}
     clock("whole", "broken")
     code, err = measure("clock", *ONE, "--fresh")
@@ -185,7 +184,7 @@ def test_evidence_measures_what_is_left_and_keeps_its_minutes(tmp_path, monkeypa
     codes, ran = iter([0, 1, 4]), []
     monkeypatch.setattr(measuring, "source_commit", lambda: COMMIT)
     monkeypatch.setattr(evidence, "ITEMS", {"short": "suite --k 2", "step": "./run_bench.sh", "upstream": "{trl}"})
-    monkeypatch.setattr(evidence.age, "run", lambda argv: None)
+    monkeypatch.setattr(evidence.age, "main", lambda argv: None)
 
     def run(command, cwd, env):
         assert ("SCRIPT_PID" in env) == (command[0] == sys.executable), "a script's programs would end at once"

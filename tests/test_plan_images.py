@@ -20,7 +20,7 @@ def test_images_have_the_tokens_and_the_pixels_that_a_processor_gives_them(shape
     from experiments.workload import pictures
     from rloo_memory import data
 
-    tokenizer = models.build_tokenizer(data.load_documents("builtin"), 600)
+    tokenizer = models.build_tokenizer(data.load_documents(), 600)
     hf_config = pictures.with_token_ids(models.shape_config(shape), pictures.with_image_tokens(tokenizer))
     row = pictures.dataset_of(sizes, 1, rows=1)[0]
     chat = prepare_multimodal_messages(copy.deepcopy(row["prompt"]), images=row["images"])

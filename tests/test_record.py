@@ -10,6 +10,7 @@ import pytest
 from experiments import config as cfg
 from experiments import record
 from experiments.run_record import PHASE_COLUMNS, RUNS, RunRecord, read_record, stored_runs
+from rloo_memory.errors import ConfigError
 from rloo_memory.phases import PhasePeak
 from tests.test_suite import write_record
 from visualization.results import load
@@ -25,7 +26,7 @@ def test_the_file_of_runs_has_what_the_run_folders_have_and_keeps_those_without(
     here = tmp_path / "here"
     first, second = write_run(here), write_run(here, "shared", "learn", trace=[{"step": 1, "reward": 0.5}])
     (first / "phases.csv").write_text(",".join(PHASE_COLUMNS) + "\ngenerate,1,10,12.5,,,7,\ntrain,1,12.5,")
-    assert record.main([str(here)]) == 0
+    record.export(here)
     assert [json.loads(line)["record"]["run_id"] for line in (here / RUNS).read_text().splitlines()] == [
         "shared_learn_k2_r0", "stock_test_k2_r0",
     ]  # fmt: skip
@@ -33,13 +34,12 @@ def test_the_file_of_runs_has_what_the_run_folders_have_and_keeps_those_without(
     assert [row["end"] for row in before[1].phases] == [12.5] and before[1].phases[0]["peak_allocated_bytes"] is None
     shutil.rmtree(second)
     shutil.rmtree(first)
-    assert record.main([str(here)]) == 0
+    record.export(here)
     assert stored_runs(here) == [replace(run, folder=None) for run in before]
     write_run(here, start_bytes=7)
-    assert record.main([str(here)]) == 0
+    record.export(here)
     assert [run.record["start_bytes"] for run in stored_runs(here)] == [GIB, 7]
     assert not capsys.readouterr().err
-    assert record.main([str(tmp_path / "nothing was run here")]) == 2
 
 
 @pytest.mark.parametrize("text", ["", '{"run_id": ', '{"status": "ok"}', None])
@@ -58,13 +58,14 @@ def test_what_is_finished_stays_until_something_finished_replaces_it(text, tmp_p
 
 
 @pytest.mark.parametrize("line", ["<<<<<<< HEAD", '{"other": "tool"}', '{"record": {"arm": "ü"}}'])
-def test_a_line_that_is_no_run_is_named_by_whoever_reads_it(line, tmp_path, capsys):
+def test_a_line_that_is_no_run_is_named_by_whoever_reads_it(line, tmp_path):
     write_run(tmp_path)
     record.export(tmp_path)
     whole = (tmp_path / RUNS).read_bytes()
     (tmp_path / RUNS).write_bytes(whole + line.encode("latin-1"))
     said = f"{tmp_path / RUNS}: line 2 is no run ("
-    assert record.main([str(tmp_path)]) == 2 and said in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        record.export(tmp_path)
     with pytest.raises(SystemExit, match=re.escape(said)):
         load(tmp_path)
     assert (tmp_path / RUNS).read_bytes().startswith(whole)

@@ -73,6 +73,7 @@ def test_a_set_up_that_fails_says_why_in_one_line_and_the_old_environment_is_the
 def test_a_run_is_where_the_caller_stands_and_its_help_needs_nothing_installed(script, tmp_path):
     python = f'#!/bin/bash\necho "$PWD: $@" >> {tmp_path}/calls; [ "${{@: -1}}" != --print-folder ] || echo my/box\n'
     write(tmp_path, {"clone/setup_env.sh": "", "clone/.venv/bin/python": python, "elsewhere/x": ""})
+    write(tmp_path, {"clone/experiments/start.sh": (ROOT / "experiments" / "start.sh").read_text()})
     for words, said in (["--help"], "Usage: ./" + script), (["--results", "mine"], "results: my/box\nnext: "):
         shutil.copy(ROOT / script, tmp_path / "clone")
         command = [tmp_path / "clone" / script, *words]

@@ -10,6 +10,7 @@ from experiments import record as experiments_record
 from experiments import suite
 from experiments.config import ROOT
 from experiments.run_record import read_record
+from rloo_memory.device import machine_name
 from rloo_memory.errors import EXIT_TIME
 
 OPTIONS = "--scale test --device cpu --machine here --threads 1".split()
@@ -26,7 +27,7 @@ def write_record(machine, config, **fields):
 
 
 @pytest.mark.parametrize("options, remedy", [
-    ("--k two", "2,4,8"), ("--repeats 0", "at least 1"), ("--model /no/such", "'/no/such' does not exist"),
+    ("--k two", "2,4,8"), ("--repeats 0", "at least 1"), ("--batch 3", "not divisible by k=2"),
 ])  # fmt: skip
 def test_a_bad_plan_is_refused_before_its_first_run(options, remedy, tmp_path, capsys):
     assert suite.main(["--arms", "stock", *options.split(), "--device", "cpu", "--results", str(tmp_path)]) == 2
@@ -132,5 +133,5 @@ def test_where_runs_would_go_is_printed_and_nothing_is_made(tmp_path, capsys):
     """The scripts ask for it, to draw that folder (test_scripts)."""
     words = ["--arms", "stock", "--print-folder", "--device", "cpu"]
     assert suite.main([*words, "--results", str(tmp_path), "--machine", "box"]) == suite.main(words) == 0
-    own = ROOT / "results" / suite.machine_name("cpu", suite.pick_device("cpu")[1])
+    own = ROOT / "results" / machine_name("cpu", suite.pick_device("cpu")[1])
     assert capsys.readouterr().out == f"{tmp_path / 'box'}\n{own}\n" and not list(tmp_path.iterdir())

@@ -31,7 +31,7 @@ def test_a_finished_run_records_what_was_asked_and_what_was_fed(train):
     assert record["device_kind"] == "cpu" and record["peak_device_used_bytes"] is None
     assert record["trl_version"] == "0.21.0" and ".build/fork/0003-lean-logits" in record["trl_file"]
     assert record["prompt_tokens_requested"] == 64 and 62 <= record["prompt_tokens_fed_mean"] <= 64
-    assert len(record["trace"]) == len(record["step_seconds"]) == record["steps"]
+    assert len(record["trace"]) == len(record["step_seconds"]) == record["config"]["steps"]
     assert record["start_bytes"] < record["peak_resident_bytes"]
     assert record["sampler"]["samples"] == len(read_csv(folder / "memory.csv")) > 3
     assert {path.name for path in folder.iterdir()} == {"run.json", "log.txt", "memory.csv", "phases.csv"}
@@ -117,7 +117,6 @@ BAD = {
     "batch not divisible by k": (["--arm", "classic-lean", "--k", "4", "--batch", "6"], "--batch 8"),
     "prompt longer than the positions": ([*STOCK, "--prompt-tokens", "40000"], "32668"),
     "a budget without its unit": ([*STOCK, "--budget", "24"], "did you mean 24GiB?"),
-    "LoRA with the old trainer": (["--arm", "classic-lean", "--k", "2", "--scale", "test-lora"], "use stock"),
     "no part of k": ([*OF_FOUR, "3", "--arm", "shared-accumulate"], "-accumulate must divide k=4; use 2"),
     "another arm": ([*OF_FOUR, "2", "--arm", "stock"], "2: stock always takes 4; leave the option out or use --arm"),
     "unwritable results": ([*STOCK, "--results", "/proc/nowhere"], "choose another --results"),
@@ -137,12 +136,12 @@ def test_a_setting_that_cannot_work_gets_one_clear_line(case, tmp_path, capsys):
     assert not list(tmp_path.rglob("run.json"))
 
 
-def test_the_options_that_a_suite_hands_over_are_the_run_that_it_planned(tmp_path):
+def test_the_options_that_a_suite_hands_over_are_the_run_that_it_planned():
     parser = Parser()
     add_settings(parser)
     for config in (
         cfg.resolve("shared", 4, "learn", "cpu", repeat=3, budget_bytes=2**30, completions_per_forward=4),
-        cfg.resolve("stock", 2, "seed", "cuda", documents=str(tmp_path)),
+        cfg.resolve("stock", 2, "seed", "cuda"),
     ):
         words = [word for word in as_words(config) if not word.startswith("--device")]
         assert cfg.resolve(device=config.device, **vars(parser.parse_args(words))) == config
@@ -181,9 +180,9 @@ def test_only_the_chosen_gpu_stays_visible(monkeypatch, visible, wanted, left):
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    properties = SimpleNamespace(name="NVIDIA Test", total_memory=7)
+    properties = SimpleNamespace(name="NVIDIA Test")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    assert run_device.pick_device(wanted) == ("cuda", "NVIDIA Test", 7)
+    assert run_device.pick_device(wanted) == ("cuda", "NVIDIA Test")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == left
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(ConfigError, match="cuda:9"):

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from experiments import arms
 from experiments.run_record import APART, PHASE_COLUMNS, stored_runs
 
 GIB, MIB = 2**30, 2**20
@@ -17,19 +18,8 @@ BENCH = "bench"  # the scale of a model large enough that a step's time is the m
 TIMES = "-time"  # ends the name of a scale whose runs are there for their seconds: `bench-time` for `bench`
 PHASES = ("generate", "score", "train", "optimizer")
 # What each arm is, in the order of every table
-ARMS = {
-    "classic-baseline": "TRL 0.21 as it is",
-    "classic-string": "the change published in 2025, prompts cut to 1,024 tokens",
-    "classic-string-exact": "the same change, nothing cut",
-    "classic-lean": "TRL 0.21, logits only where they are read",
-    "stock": "TRL 1.16 as it is",
-    "stock-accumulate": "TRL 1.16, one completion at a time",
-    "stock-compact": "TRL 1.16, logits of completions only",
-    "stock-compact-accumulate": "TRL 1.16, logits of completions only, one completion at a time",
-    "shared": "TRL 1.16 with prefix sharing, two completions a pass",
-    "shared-accumulate": "TRL 1.16 with prefix sharing, two completions a micro-batch",
-    "shared-call": "TRL 1.16 with share_prompts, two completions a pass",
-}
+ARMS = {name: arm.shows for name, arm in arms.ARMS.items()}
+ARMS["shared-call"] = "TRL 1.16 with share_prompts, two completions a pass"  # of earlier results
 # Those that a first reader needs, beginning with what TRL does on a GPU: logits of completions only
 IN_SHORT = {
     "stock-compact": "TRL, all completions together",

@@ -24,14 +24,11 @@ from experiments.commit import is_same_code
 from experiments.config import check_limit
 from experiments.measuring import EXIT_VERDICT, Parser, place, words
 from experiments.run_options import whole
-from rloo_memory.errors import EXIT_USAGE, ConfigError, choose, exit_code
+from rloo_memory.errors import EXIT_USAGE, ConfigError, choose, program
 
 
-def main(argv: list[str] | None = None) -> int:
-    return exit_code("bench", run, argv)
-
-
-def run(argv: list[str] | None) -> int:
+@program("bench")
+def main(argv: list[str] | None) -> int:
     names = "".join(f"    {name:14} {measurement.about}\n" for name, measurement in MEASUREMENTS.items())
     parser = Parser("bench", __doc__ + names)
     parser.add_argument("measurement", help="its name")

@@ -29,23 +29,18 @@ WAYS = {
     "shared": Way(),
     "shared-2": Way(pass_rows=2),
     "shared-micro-2": Way(pass_rows=2, micro_batch_rows=2),
-}
-# Where lengths differ: whole rows as TRL has them in micro-batches, and put together by length in passes
-RAGGED_WAYS = {
-    "whole": WAYS["whole"],
+    # Where lengths differ: whole rows put together by length in passes, and as TRL has them in micro-batches
     "whole-2": Way(shared=False, pass_rows=2),
     "whole-micro-2": Way(shared=False, micro_batch_rows=2),
-    "shared": WAYS["shared"],
-    "shared-micro-2": WAYS["shared-micro-2"],
 }
 
 
-def timed(work: Callable[[], None]) -> tuple[float, float]:
-    """Wall and CPU seconds of `work()`. Call `keep_freed_memory` before, and let the largest way warm up."""
+def timed(work: Callable[[], None]) -> float:
+    """Seconds of `work()`. Call `keep_freed_memory` before, and let the largest way warm up."""
     gc.collect()
-    start, cpu_start = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
     work()
-    return round(time.perf_counter() - start, 4), round(time.process_time() - cpu_start, 4)
+    return round(time.perf_counter() - start, 4)
 
 
 def peak_of(work: Callable[[], None], high_water: HighWater) -> int:
@@ -73,8 +68,6 @@ class Image:
 class Group:
     """The model, in float32 with the compact LM head, and random tokens from 10 to its vocabulary. Completions have
     `lengths`, or all that of the cell."""
-
-    ways = WAYS | RAGGED_WAYS
 
     def __init__(self, model, vocab_size: int, sizes: Cell, image: Image | None = None, lengths: tuple[int, ...] = ()):
         import torch
@@ -145,10 +138,10 @@ class Group:
         inputs, passes = self.inputs(rows), None
         labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
         labels[:, : self.prompt] = -100
-        pass_rows = self.ways[way].pass_rows
-        if self.ways[way].shared and not self.saves_time(way):
+        pass_rows = WAYS[way].pass_rows
+        if WAYS[way].shared and not self.saves_time(way):
             passes = TokenBudgetPasses(self.prompt)
-        elif self.ways[way].shared:
+        elif WAYS[way].shared:
             passes = SharedPrefixPasses(
                 self.prompt,
                 tokens_per_forward=pass_rows and pass_rows * (self.completion + 1),
@@ -165,7 +158,7 @@ class Group:
         """Whether trainers share prompts of these lengths."""
         from rloo_memory.prefix_sharing.trainer import saves_time
 
-        at_a_time = self.ways[way].micro_batch_rows or self.k
+        at_a_time = WAYS[way].micro_batch_rows or self.k
         return self.image is not None or saves_time(self.tree(at_a_time), self.mask.sum(1), at_a_time)
 
     def tree(self, rows_per_backward: int):
@@ -181,7 +174,7 @@ class Group:
 
     def score(self, way: str) -> None:
         """All rows; whole ones of micro-batches as many at a time."""
-        at_a_time = self.ways.get(way, Way())
+        at_a_time = WAYS.get(way, Way())
         size = self.k if at_a_time.shared else at_a_time.micro_batch_rows or self.k
         with self.torch.no_grad():
             for start in range(0, self.k, size):
@@ -196,7 +189,7 @@ class Group:
 
     def update(self, way: str) -> None:
         """Each micro-batch has a backward, and the prompt has one."""
-        size = self.ways.get(way, Way()).micro_batch_rows  # rivals have ways of their own
+        size = WAYS.get(way, Way()).micro_batch_rows  # rivals have ways of their own
         if size is None:
             (self.log_probs(way) * self.weights).sum().backward()
         else:
@@ -211,9 +204,9 @@ class Group:
 
 
 class Timed:
-    """The phases of a group, timed way by way: wall and CPU seconds. With `peaks` also the resident bytes of each
-    phase above the level before it, measured once and before any time, and the relative difference of all parameters'
-    gradients from those of whole rows. A way that fails before its first sample fails in each."""
+    """The phases of a group, timed way by way. With `peaks` also the resident bytes of each phase above the level
+    before it, measured once and before any time, and the relative difference of all parameters' gradients from those
+    of whole rows. A way that fails before its first sample fails in each."""
 
     def __init__(self, group: Group, ways: tuple[str, ...], phases: tuple[str, ...], peaks: bool):
         self.group, self.phases, self.peaks, self.failed = group, phases, {}, {}
@@ -248,8 +241,7 @@ class Timed:
             raise self.failed[way]
         self.group.encoded, values = 0, {}
         for phase in self.phases_of(way):
-            wall, cpu = timed(partial(getattr(self.group, phase), way))
-            values |= {f"{phase}_seconds": wall, f"{phase}_cpu_seconds": cpu}
+            values[f"{phase}_seconds"] = timed(partial(getattr(self.group, phase), way))
         if self.group.image is not None:
             values["images_encoded"] = self.group.encoded
         values |= self.peaks.get(way, {})

@@ -6,7 +6,7 @@ from functools import partial
 from itertools import product
 
 from experiments.bench import random_models, sampling, trainings
-from experiments.bench.group import PHASES, RAGGED_WAYS, WAYS, Group, Timed
+from experiments.bench.group import PHASES, WAYS, Group, Timed
 from experiments.bench.lengths import Lengths
 from experiments.bench.rivals import RIVALS, Rivals
 from experiments.bench.samples import Cell
@@ -67,7 +67,7 @@ MEASUREMENTS = {
     ),
     "lengths": Measurement(
         "scoring and training of one group whose completions differ in length, and of one whose do not",
-        Lengths, tuple(RAGGED_WAYS),
+        Lengths, ("whole", "whole-2", "whole-micro-2", "shared", "shared-micro-2"),
         cells("narrow/spread narrow/even wide/spread", (200, 325, 8)),
         ("wide/spread", "wide/even", "narrow/spread", "narrow/even", "tiny/spread", "tiny/even"),
     ),

@@ -7,8 +7,7 @@ from rloo_memory.models import shape_config
 
 IMAGE = Image(side=64, token=3)
 IMAGE_TOKENS = IMAGE.side**2 // 4
-HIDDEN, VOCABULARY = 256, 32_000  # of the model that sees images
-
+VOCABULARY = 32_000
 
 MODELS = {  # -> built-in shape, vocabulary, layers
     "narrow": ("qwen3-8-layers", 32_768, 8),
@@ -44,17 +43,11 @@ def build_with_images():
     """Qwen2.5-VL's architecture. As in its 3B, the tower has about three quarters of the text model's multiplications
     on a prompt with one image."""
     from transformers import AutoModelForImageTextToText
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    vision = dict(
-        depth=2, fullatt_block_indexes=[1], hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, out_hidden_size=HIDDEN,
-        num_heads=4,
-    )  # fmt: skip
-    text = dict(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, num_hidden_layers=8,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=8192,
-        rope_parameters=dict(rope_type="default", rope_theta=1e6, mrope_section=[8, 12, 12]),
-    )  # fmt: skip
+    config = shape_config("qwen2.5-vl-8-layers")
+    config.text_config.vocab_size, width = VOCABULARY, config.text_config.hidden_size
+    vision = dict(depth=2, fullatt_block_indexes=[1], hidden_size=width, intermediate_size=3 * width)
+    config.vision_config.update(vision)
     special = dict(image_token_id=IMAGE.token, video_token_id=4, vision_start_token_id=5, vision_end_token_id=6)
-    config = CONFIG_MAPPING["qwen2_5_vl"](text_config=text, vision_config=vision, **special)
+    config.update(special)
     return AutoModelForImageTextToText.from_config(config)

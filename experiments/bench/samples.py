@@ -107,11 +107,11 @@ def counts(rows) -> dict[str, int]:
 
 
 def near(taken: dict[tuple[str, int], dict], ways: tuple[str, ...]) -> tuple[str, ...]:
-    """The ways of which some wall-clock seconds have a median within `NEAR` times another way's."""
+    """The ways of which some seconds have a median within `NEAR` times another way's."""
     seconds = defaultdict(lambda: defaultdict(list))
     for (way, _), sample in taken.items():
         for metric, value in sample["values"].items():
-            if way in ways and metric.endswith("_seconds") and not metric.endswith("_cpu_seconds"):
+            if way in ways and metric.endswith("_seconds"):
                 seconds[metric][way].append(value)
     found = set()
     for of_metric in seconds.values():

@@ -18,12 +18,10 @@ from statistics import median
 from unittest import mock
 
 from experiments.bench.samples import Cell
-from experiments.checks.planner_check import CountedHighWater
-from experiments.checks.setup_trainer import build_trainer, text_dataset
+from experiments.checks.setup_trainer import build_trainer, text_dataset, train
 from experiments.measuring import Place
-from experiments.run_device import keep_freed_memory
+from experiments.run_device import keep_freed_memory, outside_pool
 from rloo_memory import data, models
-from rloo_memory.device import level
 from rloo_memory.phases import PhaseRecorder
 from rloo_memory.plan.setups import Setup
 
@@ -32,7 +30,7 @@ PHASES = ("generate", "score", "train", "optimizer")
 # completions of a micro-batch
 WAYS = (
     "stock", "stock-cudnn", "stock-accumulate", "shared-2", "shared-micro-2", "shared-4096", "shared-8192",
-    "shared-all", "shared-2-mask", "stock-offload", "shared-2-offload",
+    "shared-all", "stock-offload", "shared-2-offload",
 )  # fmt: skip
 # Of prompts that begin alike: whole rows, each prompt computed once, and what they begin with computed once, too
 ALIKE_WAYS = ("stock", "shared-all-each", "shared-all")
@@ -85,7 +83,7 @@ class Trained:
     steps = STEPS
 
     def __init__(self, cell: Cell, ways: tuple[str, ...], here: Place):
-        documents, (shape, _) = data.load_documents("builtin"), SHAPES[cell.model.partition("/")[0]]
+        documents, (shape, _) = data.load_documents(), SHAPES[cell.model.partition("/")[0]]
         self.cell, self.device = cell, here.device
         self.is_sampled = not cell.model.endswith(("/given", "/ragged"))
         self.config = models.shape_config(shape, 151_936 if here.device == "cuda" else 2000)
@@ -96,30 +94,24 @@ class Trained:
     def sample(self, way: str, memory=None) -> dict[str, float]:
         """One training: medians of its steps but the first. `memory`, if given, counts its peaks (`LiveBytes`). Raises
         what a trainer or a kernel raises."""
+        import torch
         from transformers import PrinterCallback
 
-        from experiments.workload.trainers import torch_optimizer
-
-        self.clear()  # here, as what an earlier one raised held its trainer
+        gc.collect()  # the last trainer; here, as what an earlier one raised held it
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
         setup, dataset = setup_of(self.cell, way, self.device), text_dataset(self.prompts)
-        with tempfile.TemporaryDirectory() as out, made_on(self.device, self.config), switches(way):
+        with tempfile.TemporaryDirectory() as out, made_on(self.device, self.config), kernels_of(way):
             trainer = build_trainer(setup, Path(out), self.tokenizer, dataset, self.cell.model, self.steps + 1)
             if way.endswith("-each"):
                 trainer.model.base_model._prefix_sharing.shares_starts = False
             trainer.remove_callback(PrinterCallback)
             phases = PhaseRecorder(Path(out) / "phases.csv", self.device)
-            phases.attach(trainer.model, torch_optimizer(trainer))
             if not self.is_sampled:
                 trainer._generate_single_turn = self.in_place_of_generation(phases)
-            before = self.outside_pool()
-            with memory or contextlib.nullcontext():
-                if memory is not None:
-                    phases.high_water = CountedHighWater(memory)
-                    memory.watch(trainer.model)
-                    memory.watch(trainer.ref_model, "reference")
-                trainer.train()
-                phases.close()
-        outside = max(before, self.outside_pool())  # CUDA loads a module when it is first called
+            before = outside_pool(self.device)
+            train(trainer, phases, memory)
+        outside = max(before, outside_pool(self.device))  # CUDA loads a module when it is first called
         steps = [self.of_step(phases.peaks, step, outside) for step in range(2, self.steps + 2)]
         return {metric: median(step[metric] for step in steps) for metric in steps[0]}
 
@@ -132,20 +124,6 @@ class Trained:
             return given(self.cell, self.tokenizer, next(numbers))
 
         return generate
-
-    def outside_pool(self) -> int:
-        """Bytes that the device holds besides torch's pool; 0 on a CPU."""
-        import torch
-
-        return level(self.device) - torch.cuda.memory_reserved() if self.device == "cuda" else 0
-
-    def clear(self) -> None:
-        """Let go of the last trainer."""
-        import torch
-
-        gc.collect()
-        if self.device == "cuda":
-            torch.cuda.empty_cache()
 
     def of_step(self, peaks: list, step: int, outside: int) -> dict[str, float]:
         """Seconds and peaks of each phase in one step. What follows the optimizer (logs) belongs to none."""
@@ -172,7 +150,7 @@ class Alike(Trained):
 
     def __init__(self, cell: Cell, ways: tuple[str, ...], here: Place):
         super().__init__(cell, ways, here)
-        documents, common = data.load_documents("builtin"), int(cell.model.partition("/")[2])
+        documents, common = data.load_documents(), int(cell.model.partition("/")[2])
         system = data.build_prompts(documents, self.tokenizer, common)[-1][0]["content"]
         own = data.build_prompts(documents, self.tokenizer, cell.prompt_tokens - common)
         self.prompts = [[{"role": "system", "content": system}, *prompt] for prompt in own[:PROMPTS]]
@@ -230,19 +208,11 @@ def made_on(device: str, hf_config):
     return mock.patch.object(rloo_trainer, "create_model_from_path", make)
 
 
-@contextlib.contextmanager
-def switches(way: str):
-    """What a way to train switches on beside its settings: cuDNN's attention first, or attention with a mask where
-    there are kernels without."""
+def kernels_of(way: str):
+    """In here, a way to train has the attention kernels that it asks for: `stock-cudnn` has cuDNN's first."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    from rloo_memory.prefix_sharing import cache as prefix_cache
-    from rloo_memory.prefix_sharing import routing
-
+    if way != "stock-cudnn":
+        return contextlib.nullcontext()
     names = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
-    with contextlib.ExitStack() as stack:
-        if way == "stock-cudnn":
-            stack.enter_context(sdpa_kernel([getattr(SDPBackend, name) for name in names], set_priority=True))
-        for module in (routing, prefix_cache) if way.endswith("-mask") else ():
-            stack.enter_context(mock.patch.object(module, "kernels_take", lambda key, value: False))
-        yield
+    return sdpa_kernel([getattr(SDPBackend, name) for name in names], set_priority=True)

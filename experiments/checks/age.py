@@ -17,7 +17,7 @@ from experiments.config import ROOT
 from experiments.record import read_csv
 from experiments.run_options import Parser
 from experiments.run_record import kept_runs
-from rloo_memory.errors import ConfigError, exit_code
+from rloo_memory.errors import ConfigError, program
 
 
 def tables(results: Path) -> Counter[tuple[str, str]]:
@@ -50,7 +50,8 @@ def is_commit(text: str) -> bool:
     return re.fullmatch("[0-9a-f]{7,40}", text) is not None
 
 
-def run(argv: list[str] | None) -> int:
+@program("age")
+def main(argv: list[str] | None) -> int:
     parser = Parser(prog="python -m experiments.checks.age", description=__doc__.split("\n")[0])
     parser.parse_args(argv)
     found = tables(ROOT / "results")
@@ -64,10 +65,6 @@ def run(argv: list[str] | None) -> int:
         print(f"{since[commit]:4} changes since  {days[commit]}  {commit}  {table} ({rows} rows)")
     print(f"measured by {', '.join(sorted(commits))}; changes are later commits that touch {', '.join(SOURCES)}")
     return 0
-
-
-def main(argv: list[str] | None = None) -> int:
-    return exit_code("age", run, argv)
 
 
 if __name__ == "__main__":

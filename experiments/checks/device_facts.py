@@ -13,12 +13,13 @@ import sys
 from importlib.metadata import distributions
 
 from experiments.measuring import Parser, place
-from rloo_memory.errors import exit_code
+from rloo_memory.errors import program
 from rloo_memory.models import typed_line
 from rloo_memory.storage import write_json
 
 
-def run(argv: list[str] | None) -> int:
+@program("device_facts")
+def main(argv: list[str] | None) -> int:
     here = place(Parser("checks.device_facts", __doc__).parse_args(argv))
     facts = {**here.facts, "platform": platform.platform(), "python": sys.version.split()[0], "cores": os.cpu_count()}
     facts["packages"] = {package.name: package.version for package in distributions()}
@@ -69,10 +70,6 @@ def nvml(device: str) -> dict:
 def driver(device: str) -> str:
     said = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True)
     return said.stdout.splitlines()[0].partition(" (UUID")[0]
-
-
-def main(argv: list[str] | None = None) -> int:
-    return exit_code("device_facts", run, argv)
 
 
 if __name__ == "__main__":

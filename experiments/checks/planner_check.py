@@ -13,18 +13,17 @@ import multiprocessing
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from experiments.checks.setup_trainer import build_trainer, text_dataset
+from experiments.checks.setup_trainer import build_trainer, text_dataset, train
 from experiments.commit import is_same_code
 from experiments.measuring import FACTS, Parser, need, place, words
 from experiments.record import read_csv, write_csv
 from rloo_memory import data, models
-from rloo_memory.errors import exit_code
-from rloo_memory.phases import HighWater, PhaseRecorder
+from rloo_memory.errors import program
+from rloo_memory.phases import PhaseRecorder
 from rloo_memory.plan.predict import predict
 from rloo_memory.plan.setups import Setup
 from rloo_memory.sizes import GIB
@@ -130,48 +129,19 @@ def is_quantized(setup: Setup) -> bool:
     return setup.weight_bits < 16 or "bnb" in setup.optim
 
 
-class CountedHighWater:
-    """Stands in for `HighWater` where torch has no counter: the peak of `LiveBytes`."""
-
-    def __init__(self, memory):
-        self.memory = memory
-
-    def wait(self) -> None:
-        """The CPU has done what it was given."""
-
-    def reset(self) -> bool:
-        self.memory.reset()
-        return True
-
-    def read(self):
-        return self.memory.peak, None, None, None
-
-
-def measure(setup: Setup, folder: Path, tokenizer, dataset) -> tuple[dict[str, int], int | None]:
+def measure(setup: Setup, folder: Path, processor, dataset) -> tuple[dict[str, int], int | None]:
     """Peak allocated bytes of each phase in the second update, from its last rollout on, and what torch has reserved
     at most by its end (CUDA)."""
-    from experiments.workload.trainers import torch_optimizer
     from rloo_memory.launch.offload import keep_on_host
     from rloo_memory.plan.simulation.live_bytes import LiveBytes
 
-    trainer = build_trainer(setup, folder, tokenizer, dataset)
+    trainer = build_trainer(setup, folder, processor, dataset)
     if setup.offload_reference:
         keep_on_host(trainer, trainer.ref_model)
     if setup.reward_model:
         trainer.reward_funcs[0].config.use_cache = not setup.uses_passes  # as untouched TRL leaves it
-    memory = None if setup.device == "cuda" else LiveBytes()
-    with tempfile.TemporaryDirectory() as out, memory or nullcontext():
-        phases = PhaseRecorder(Path(out) / "phases.csv", setup.device)
-        phases.high_water = HighWater("cuda") if memory is None else CountedHighWater(memory)
-        if memory is not None:
-            memory.watch(trainer.model)
-            if trainer.ref_model is not None:
-                memory.watch(trainer.ref_model, "reference")
-            if setup.reward_model:
-                memory.watch(trainer.reward_funcs[0], "reward model")
-        phases.attach(trainer.model, torch_optimizer(trainer))
-        trainer.train()
-        phases.close()
+    phases = PhaseRecorder(folder / "phases.csv", setup.device)
+    train(trainer, phases, None if setup.device == "cuda" else LiveBytes())
     peaks = dict.fromkeys(PHASES, 0)
     last = max(peak.step for peak in phases.peaks)  # rollouts, of which there may be several an update
     for peak in phases.peaks:
@@ -181,7 +151,8 @@ def measure(setup: Setup, folder: Path, tokenizer, dataset) -> tuple[dict[str, i
     return peaks, max(reserved, default=None)
 
 
-def run(argv: list[str] | None) -> int:
+@program("planner_check")
+def main(argv: list[str] | None) -> int:
     parser = Parser("checks.planner_check", __doc__)
     parser.add_argument("--cases", help="some of the cases, by name; default: all")
     parser.add_fresh()
@@ -222,28 +193,21 @@ def check(name: str, device: str) -> list[dict]:
 
 def check_here(name: str, device: str) -> list[dict]:
     """One case on a small model with random weights: a row a phase, bytes."""
-    import torch
-    from transformers import AutoModelForSequenceClassification
+    from experiments.workload.run_models import save_models
 
     setup, vocab_size = cases(device)[name], WORKLOADS[device][1]
-    documents = data.load_documents("builtin")
+    documents = data.load_documents()
     tokenizer = models.build_tokenizer(documents, vocab_size)
     hf_config = models.shape_config(shape_of(name, device), None if setup.images else vocab_size)
-    hf_config.pad_token_id, hf_config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
     if setup.images:
-        tokenizer, dataset, setup = with_images(setup, hf_config, tokenizer)
+        processor, dataset, setup = with_images(setup, hf_config, tokenizer)
     else:
-        dataset = text_dataset(data.build_prompts(documents, tokenizer, setup.prompt_tokens))
+        processor, dataset = tokenizer, text_dataset(data.build_prompts(documents, tokenizer, setup.prompt_tokens))
     hf_config.tie_word_embeddings |= name.endswith("tied")
     with tempfile.TemporaryDirectory() as folder:
-        torch.manual_seed(0)
-        models.auto_class(hf_config).from_config(hf_config).save_pretrained(folder)
-        if setup.reward_model:
-            hf_config.num_labels = 1
-            AutoModelForSequenceClassification.from_config(hf_config).save_pretrained(Path(folder, "reward"))
-            tokenizer.save_pretrained(Path(folder, "reward"))
+        save_models(Path(folder), hf_config, tokenizer, reward=setup.reward_model is not None)
         predicted = {peak.phase: peak.total for peak in predict(name, setup, hf_config).phases}
-        measured, reserved = measure(setup, Path(folder), tokenizer, dataset)
+        measured, reserved = measure(setup, Path(folder), processor, dataset)
     about = {"case": name, "shape": shape_of(name, device), "vocab_size": vocab_size, "reserved_bytes": reserved}
     about |= {"prompt_tokens": setup.prompt_tokens, "completion_tokens": setup.max_completion_length}
     return [
@@ -270,10 +234,6 @@ def with_images(setup: Setup, hf_config, tokenizer):
     dataset = pictures.dataset_of(setup.images, SENTENCES)
     ids, _ = encode(dataset[0]["prompt"], dataset[0]["images"], processor, {})
     return processor, dataset, replace(setup, prompt_tokens=len(ids))
-
-
-def main(argv: list[str] | None = None) -> int:
-    return exit_code("planner_check", run, argv)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,13 @@ import json
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 from experiments.commit import source_commit
 from experiments.config import ROOT
 from experiments.measuring import EXIT_VERDICT
 from experiments.record import read_csv, write_csv
 from experiments.run_options import Parser
-from rloo_memory.errors import exit_code
+from rloo_memory.errors import program
 from rloo_memory.plan.accuracy.reserve import CONTEXT
 from rloo_memory.plan.options import model_config, quiet
 from rloo_memory.plan.peaks import Prediction
@@ -86,24 +85,19 @@ def compared(row: dict[str, str], known: dict) -> dict:
     return row | dict(zip(ADDED[:-1], values, strict=True))
 
 
-def run(argv: list[str] | None) -> int:
-    parser = Parser(prog="python -m experiments.checks.published_peaks", description=__doc__.split("\n")[0])
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="holds gpu_peaks.csv")
-    folder = parser.parse_args(argv).folder
-    rows, done, known, commit = read_csv(folder / "gpu_peaks.csv"), [], {}, {"commit": source_commit()}
+@program("published")
+def main(argv: list[str] | None) -> int:
+    Parser(prog="python -m experiments.checks.published_peaks", description=__doc__.split("\n")[0]).parse_args(argv)
+    rows, done, known, commit = read_csv(FOLDER / "gpu_peaks.csv"), [], {}, {"commit": source_commit()}
     with quiet():
         for row in rows:
             done.append(last := compared(row, known) | commit)
             about = f"{row['card']}: {row['model']}, {row['metric']}"
             print(f"{last['ratio']}  {last['holds'] or '-':3}  {about}", flush=True)
-    write_csv(folder / "predicted.csv", (*rows[0], *ADDED), done)
+    write_csv(FOLDER / "predicted.csv", (*rows[0], *ADDED), done)
     held = Counter(row["holds"] for row in done)
     print(f"{len(done)} rows, {held['yes']} hold, {held['no']} do not")
     return EXIT_VERDICT if held["no"] else 0
-
-
-def main(argv: list[str] | None = None) -> int:
-    return exit_code("published", run, argv)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """The launcher's RLOO trainer for a setup of the planner: what is measured is what was predicted."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 from rloo_memory import data
+from rloo_memory.phases import PhaseRecorder
 from rloo_memory.plan.setups import Setup
 
 SAME = (  # in a setup as in TRL's arguments
@@ -20,12 +22,13 @@ def text_dataset(prompts: list):
 
 
 def build_trainer(setup: Setup, folder: Path, processor, dataset, model: str | None = None, steps: int = 2):
-    """The trainer that makes `steps` updates on the model in `folder`, or on `model` if that is given. The folder
-    takes the trainer's output and holds the reward model; without one, letters are counted. `processor` is a tokenizer
-    where prompts are text."""
+    """The trainer that makes `steps` updates on the models that `run_models.save_models` left in `folder`, or on
+    `model` if that is given. The folder takes the trainer's output; without a reward model, letters are counted.
+    `processor` is a tokenizer where prompts are text."""
     import torch
     from peft import LoraConfig
 
+    from experiments.workload.trainers import QUIET
     from rloo_memory.launch.additions import add_to
     from rloo_memory.settings.trl_parser import RLOOConfig
     from trl import ModelConfig, RLOOTrainer, get_quantization_config
@@ -33,14 +36,11 @@ def build_trainer(setup: Setup, folder: Path, processor, dataset, model: str | N
     arguments = RLOOConfig(
         output_dir=str(folder / "out"),
         use_cpu=setup.device == "cpu",
-        report_to="none",
-        save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
         max_steps=steps,
         generation_kwargs={"min_new_tokens": setup.max_completion_length},
         model_init_kwargs={"dtype": getattr(torch, setup.dtype)},
         **{name: getattr(setup, name) for name in SAME},
+        **QUIET,
     )
     weights = ModelConfig(
         load_in_4bit=setup.weight_bits == 4,
@@ -50,7 +50,7 @@ def build_trainer(setup: Setup, folder: Path, processor, dataset, model: str | N
     )
     lora = LoraConfig(r=setup.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = RLOOTrainer(
-        model=model or str(folder),
+        model=model or str(folder / "policy"),
         reward_funcs=str(folder / "reward") if setup.reward_model else data.letter_reward,
         args=arguments,
         processing_class=processor,
@@ -60,3 +60,39 @@ def build_trainer(setup: Setup, folder: Path, processor, dataset, model: str | N
     )
     add_to(trainer)
     return trainer
+
+
+class CountedHighWater:
+    """Stands in for `HighWater` where torch has no counter: the peak of `LiveBytes`."""
+
+    def __init__(self, memory):
+        self.memory = memory
+
+    def wait(self) -> None:
+        """The CPU has done what it was given."""
+
+    def reset(self) -> bool:
+        self.memory.reset()
+        return True
+
+    def read(self):
+        return self.memory.peak, None, None, None
+
+
+def train(trainer, phases: PhaseRecorder, memory=None) -> None:
+    """Train under the marks of `phases`. `memory` (`LiveBytes`), if given, counts their peaks."""
+    from torch.nn import Module
+
+    from experiments.workload.trainers import torch_optimizer
+
+    phases.attach(trainer.model, torch_optimizer(trainer))
+    if memory is not None:
+        phases.high_water = CountedHighWater(memory)
+    with memory or nullcontext():
+        if memory is not None:
+            memory.watch(trainer.model)
+            for kind, model in (("reference", trainer.ref_model), ("reward model", trainer.reward_funcs[0])):
+                if isinstance(model, Module):
+                    memory.watch(model, kind)
+        trainer.train()
+        phases.close()

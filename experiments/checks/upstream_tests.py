@@ -25,7 +25,7 @@ from experiments.checks.tiny_families import tiny_config
 from experiments.config import ROOT
 from experiments.measuring import EXIT_VERDICT, FACTS, Parser, Place, need, place
 from experiments.record import write_csv
-from rloo_memory.errors import ConfigError, exit_code
+from rloo_memory.errors import ConfigError, program
 from rloo_memory.models import build_tokenizer
 
 FILES = ("test_rloo_trainer.py", "test_grpo_trainer.py")
@@ -142,7 +142,8 @@ def is_wrong(row: dict) -> bool:
     return row["untouched"] == "passed" and row["called"] != "passed" and not refused
 
 
-def run(argv: list[str] | None) -> int:
+@program("upstream_tests")
+def main(argv: list[str] | None) -> int:
     parser = Parser("checks.upstream_tests", __doc__)
     parser.add_argument("clone", type=Path, help="a clone of TRL's repository")
     args = parser.parse_args(argv)
@@ -163,10 +164,6 @@ def run(argv: list[str] | None) -> int:
         print(f"wrong: {row['test']}: {row['called']}: {row['reason']}")
     print(path)
     return EXIT_VERDICT if wrong else 0
-
-
-def main(argv: list[str] | None = None) -> int:
-    return exit_code("upstream_tests", run, argv)
 
 
 if __name__ == "__main__":

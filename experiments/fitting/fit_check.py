@@ -10,7 +10,6 @@ apart goes to docs/fit.json.
 import argparse
 import functools
 import json
-import math
 import random
 import sys
 from dataclasses import replace
@@ -29,22 +28,20 @@ COLUMNS = (*CHOICE, "goes_whole", *(f"{phase}_{whose}_bytes" for phase in PHASES
 
 
 def choices(data: dict, number: int = 200) -> list[dict]:
-    """Of all that the page offers; each order of magnitude of a length is as likely."""
+    """Of all that the page offers."""
+    from experiments.fitting.sums import drawn
+
     rng = random.Random(7)
-    least, most = data["least"], data["most"]
     positions = {model["name"]: model["positions"] for model in data["models"]}
-
-    def of(name: str) -> int:
-        return round(math.exp(rng.uniform(math.log(least[name]), math.log(most[name]))))
-
     found = []
     while len(found) < number:
         model, trained = rng.choice(MODELS), rng.choice(list(data["trained"]))
-        lengths = {"prompt_tokens": of("prompt"), "completion_tokens": of("completion"), "k": of("k") // 2 * 2}
+        prompt, completion, k = drawn(rng)
+        lengths = {"prompt_tokens": prompt, "completion_tokens": completion, "k": k // 2 * 2}
         cards = 1 if trained in ON_ONE_CARD else rng.choice((1, 1, 2, 4, 8))
         reference = rng.choice((0, 1))
         what = {"model": model, "trained": trained, "arm": rng.choice(PAGE_ARMS)}
-        if lengths["prompt_tokens"] + lengths["completion_tokens"] <= positions[model]:
+        if prompt + completion <= positions[model]:
             found.append(what | lengths | {"cards": cards, "reference": reference})
     return found
 

@@ -100,14 +100,10 @@ def values(formulas: tuple[str, ...], window: int | None, lengths) -> np.ndarray
     return np.array([[float(eval(each, {"__builtins__": {}}, of)) for each in compiled] for of in names])
 
 
-def some_lengths(number: int) -> list[tuple[int, int, int]]:
-    """All over the page, each order of magnitude as likely."""
-    rng = random.Random(2)
-
-    def of(name: str) -> int:
-        return round(math.exp(rng.uniform(math.log(LEAST[name]), math.log(MOST[name]))))
-
-    return [(of("prompt"), of("completion"), of("k")) for _ in range(number)]
+def drawn(rng: random.Random) -> tuple[int, int, int]:
+    """(prompt, completion, k), all over the page, each order of magnitude as likely."""
+    ends = [(math.log(LEAST[name]), math.log(MOST[name])) for name in LEAST]
+    return tuple(round(math.exp(rng.uniform(*each))) for each in ends)
 
 
 def setup_at(setup: Setup, arm: str, lengths: tuple[int, int, int]) -> Setup:
@@ -202,7 +198,8 @@ def least_squares(table: np.ndarray, columns: np.ndarray) -> np.ndarray:
 def highest_somewhere(found: np.ndarray, formulas, window, sharded: np.ndarray) -> list[int]:
     """The fewest of the stretches in `found`, of shape (formulas, stretches, kinds), whose highest is near that of
     all, everywhere on the page: on one device, and on so many that what is sharded takes nothing."""
-    table = values(formulas, window, some_lengths(1000))
+    rng = random.Random(2)
+    table = values(formulas, window, [drawn(rng) for _ in range(1000)])
     sums = np.concatenate([table @ found.sum(axis=2), table @ found[:, :, ~sharded].sum(axis=2)])
     near = sums >= (1 - NEAR) * sums.max(axis=1, keepdims=True, initial=0)
     chosen: list[int] = []

@@ -1,6 +1,5 @@
 """The two trainers, set up alike: TRL 0.21's `rloo_k` trainer and TRL 1.x's, each from whatever TRL was imported."""
 
-import json
 import math
 import os
 import statistics
@@ -8,21 +7,20 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 from experiments.arms import ARMS
 from experiments.config import RunConfig
 from rloo_memory import share_prompts
 from rloo_memory.data import letter_reward, render
-from rloo_memory.hooks.memory_callback import MemoryCallback, own_file
-from rloo_memory.storage import write_json
 from trl import RLOOConfig, RLOOTrainer
+
+QUIET = dict(logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True)
 
 
 def common_arguments(config: RunConfig, folder: Path) -> dict:
     """Arguments that mean the same in both lines. The trainers write nothing: the run's record is what counts."""
-    mixed = config.precision in ("bf16", "bfloat16")
+    mixed = config.precision == "bf16"
     if mixed:
         # TRL 0.21 makes its own Accelerator and relies on this variable, which transformers 4 set and 5 does not
         os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
@@ -33,16 +31,13 @@ def common_arguments(config: RunConfig, folder: Path) -> dict:
         seed=config.seed,
         bf16=mixed,
         use_cpu=config.device == "cpu",
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
+        **QUIET,
     )
 
 
 def weights(config: RunConfig) -> str:
     """The weights' dtype. With mixed precision they stay in float32."""
-    return config.precision if config.precision in ("float64", "bfloat16") else "float32"
+    return "float64" if config.precision == "float64" else "float32"
 
 
 def build_classic(config: RunConfig, folder: Path, policy_path: str, reward_path: str, tokenizer, prompts):
@@ -100,14 +95,12 @@ def build_current(config: RunConfig, folder: Path, policy_path: str, reward_path
         generation_kwargs={"min_new_tokens": config.completion_tokens},  # as the classic trainer: no early end
         model_init_kwargs={"dtype": getattr(torch, weights(config))},  # as a word TRL does not take float64
     )
-    lora = LoraConfig(r=config.lora_rank or 1, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = RLOOTrainer(
         model=policy_path,
         reward_funcs=letter_reward if config.reward == "letters" else reward_path,
         args=arguments,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=tokenizer,
-        peft_config=lora if config.lora_rank else None,
     )
     if sharing:
         share_prompts(trainer, **sharing)
@@ -122,40 +115,15 @@ def torch_optimizer(trainer):
     return getattr(optimizer, "optimizer", optimizer)
 
 
-class Training:
-    """The arm's trainer, from now on under the marks of `phases`."""
-
-    def __init__(self, config: RunConfig, folder: Path, models: tuple[str, str], tokenizer, prompts, phases):
-        """`models` are the folders of the policy and the reward model."""
-        self.config, self.phases, self.logs = config, phases, LogCollector(phases)
-        build = build_classic if ARMS[config.arm].line == "classic" else build_current
-        self.trainer, self.policy = build(config, folder, *models, tokenizer, prompts)
-        self.trainer.add_callback(self.logs)
-        phases.attach(self.policy, torch_optimizer(self.trainer))
-
-    def trace(self) -> list[dict]:
-        return self.logs.trace()
-
-    def write_memory(self, out_of_memory: bool) -> None:
-        """memory.json, from which the doctor reads a run of today's trainer."""
-        if ARMS[self.config.arm].line == "current":
-            RunMemory(self.trainer, self.phases, self.config).write(out_of_memory)
-
-
-class RunMemory(MemoryCallback):
-    """Its record alone: the phases are those of the run, as two recorders would reset each other's peaks."""
-
-    def __init__(self, trainer, phases, config: RunConfig):
-        super().__init__(trainer)
-        self.phases, self.budget_bytes = phases, config.budget_bytes
-        self.completion_tokens = config.completion_tokens  # no completion ends early
-
-    def write(self, out_of_memory: bool) -> None:
-        self.peaks = self._peaks_of_step()
-        self.out_of_memory = self.phases.phase if out_of_memory else None
-        self._record()
-        path = own_file(self.trainer.args, "memory.json")
-        write_json(path, json.loads(path.read_text()) | {"device_bytes": self.budget_bytes})
+def build(config: RunConfig, folder: Path, models: tuple[str, str], tokenizer, prompts, phases):
+    """The arm's trainer, from now on under the marks of `phases`, and what collects its logs. `models` are the folders
+    of the policy and the reward model."""
+    of_line = build_classic if ARMS[config.arm].line == "classic" else build_current
+    trainer, policy = of_line(config, folder, *models, tokenizer, prompts)
+    logs = LogCollector(phases)
+    trainer.add_callback(logs)
+    phases.attach(policy, torch_optimizer(trainer))
+    return trainer, logs
 
 
 class LogCollector(TrainerCallback):

@@ -154,7 +154,7 @@ def builtin_prompts(tokenizer, tokens: int):
     """A training set of prompts of that many tokens from Python's documentation. Raises `ConfigError`."""
     from datasets import Dataset
 
-    return Dataset.from_dict({"prompt": data.build_prompts(data.load_documents("builtin"), tokenizer, tokens)})
+    return Dataset.from_dict({"prompt": data.build_prompts(data.load_documents(), tokenizer, tokens)})
 
 
 def with_chats_read(rows):

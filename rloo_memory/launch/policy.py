@@ -107,7 +107,7 @@ def random_model(shape: str) -> str:
     from transformers import AutoModelForCausalLM
 
     hf_config = models.named_config(shape)
-    documents = data.load_documents("builtin")
+    documents = data.load_documents()
     versions = (torch.__version__, transformers.__version__, hf_config.to_json_string())
     digest = hashlib.sha256("\0".join((*versions, *documents)).encode()).hexdigest()[:12]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

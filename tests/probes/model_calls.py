@@ -9,10 +9,10 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl.kernels import ChunkedLogProbFunction
 
 from experiments.checks.setup_trainer import build_trainer, text_dataset
+from experiments.workload.run_models import save_models
 from rloo_memory import data, models
 from rloo_memory.plan.setups import Setup
 from rloo_memory.plan.simulation.heads import FusedHead
@@ -99,19 +99,13 @@ def trained(setup: Setup, folder: Path, tokenizer, prompts) -> list:
     return list(calls.seen)
 
 
-documents = data.load_documents("builtin")
+documents = data.load_documents()
 tokenizer = models.build_tokenizer(documents, 512)
 prompts = data.build_prompts(documents, tokenizer, PROMPT)
 result = {}
 with tempfile.TemporaryDirectory() as name:
     folder = Path(name)
-    hf_config = models.shape_config("tiny-qwen3", 512)
-    hf_config.pad_token_id, hf_config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(hf_config).save_pretrained(folder)
-    hf_config.num_labels = 1
-    AutoModelForSequenceClassification.from_config(hf_config).save_pretrained(folder / "reward")
-    tokenizer.save_pretrained(folder / "reward")
+    save_models(folder, models.shape_config("tiny-qwen3", 512), tokenizer, reward=True)
     hf_config = models.shape_config("tiny-qwen3", 512)
     for name, setup in CASES.items():
         result[name] = [trained(setup, folder, tokenizer, prompts), simulated(setup, hf_config)]

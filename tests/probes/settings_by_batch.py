@@ -60,7 +60,7 @@ def update(batch: int, config, options: dict) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]) - before
 
 
-tokenizer = models.build_tokenizer(data.load_documents("builtin"), 512)
+tokenizer = models.build_tokenizer(data.load_documents(), 512)
 result = []
 with tempfile.TemporaryDirectory() as folder:
     for config, options in CASES:

@@ -12,7 +12,7 @@ def save_text(folder: Path, kind: str = "qwen3", **more) -> Path:
 
     from rloo_memory import data, models
 
-    tokenizer = models.build_tokenizer([data.load_documents("builtin")[0][:20_000]], VOCABULARY)
+    tokenizer = models.build_tokenizer([data.load_documents()[0][:20_000]], VOCABULARY)
     shape = dict(
         vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=64, max_position_embeddings=2048, initializer_range=0.1,

@@ -130,7 +130,7 @@ def rows(case: Case):
         from tiny_gemma3 import SIDE  # nothing to scale, which TRL and vLLM do in ways of their own
 
         return pictures.dataset_of(((SIDE, SIDE),), sentences=2, rows=8)
-    text = data.load_documents("builtin")[0]
+    text = data.load_documents()[0]
     prompts = [text[1000 * i : 1000 * i + 150 + 37 * i] for i in range(8)]
     if case.tools:
         prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]

@@ -1,4 +1,5 @@
-"""Everything there is to see of one machine: combined CSV files, charts, tables.md, report.html, one screen of text.
+"""Everything there is to see of one machine: runs.jsonl of its run folders, combined CSV files, charts, tables.md,
+report.html, one screen of text.
 
 python -m visualization.report RESULTS_MACHINE_DIR
 """
@@ -8,6 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments.record import export
 from visualization import combine_memory_data, create_charts, tables
 from visualization.report.answers import answers
 from visualization.report.page import report
@@ -37,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m visualization.report", description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path, help="results/<machine>")
     results = load(parser.parse_args(argv).results)
+    export(results.folder)
     combine_memory_data.write(results)
     charts = results.folder / "charts"
     drawn = create_charts.draw_all(results, charts)
