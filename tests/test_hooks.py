@@ -11,12 +11,20 @@ import torch
 from experiments.record import read_csv
 from rloo_memory.hooks.memory_callback import MemoryCallback, trained_settings
 
-pytestmark = pytest.mark.torch
-
 
 @pytest.mark.slow
-def test_the_memory_callback_works_with_a_trainer_without_rewards(policy, probe):
-    record = probe("other_trainer", policy)
+def test_the_memory_callback_works_with_a_trainer_without_rewards(policy, tmp_path):
+    from datasets import Dataset
+
+    from trl import SFTConfig, SFTTrainer
+
+    arguments = SFTConfig(
+        str(tmp_path), max_steps=2, use_cpu=True, bf16=False, report_to="none", save_strategy="no", disable_tqdm=True
+    )
+    trainer = SFTTrainer(policy, args=arguments, train_dataset=Dataset.from_dict({"text": ["a b c d e"] * 16}))
+    trainer.add_callback(MemoryCallback(trainer))
+    trainer.train()
+    record = json.loads((tmp_path / "memory.json").read_text())
     assert set(record["peaks"]) == {"train", "optimizer"} and min(record["peaks"].values()) > 100 * 2**20
     assert record["reward_model"] is None and record["arguments"]["offload_reference"] is False
 

@@ -1,15 +1,12 @@
 """The teacher-student reward beside the same from full logits, in float64, and trainings with it."""
 
 import copy
+import inspect
+import re
 from types import SimpleNamespace
 
 import pytest
 
-pytestmark = [
-    pytest.mark.torch,
-    # PEFT asks transformers by the old name
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
-]
 QUESTIONS = ["What is 2 + 3?", "Which day follows Monday? Name {one}.", "What does len('abc') give?"]
 SOLUTIONS = ["5", "Tuesday, of course", "3"]
 EXPLANATIONS = ["Count on from 2: 3, 4, 5.", "The days have an order.", "Three letters: a, b, c. That is all."]
@@ -174,10 +171,16 @@ def test_a_teacher_that_cannot_be_asked_is_refused(fact, tokenizer):
     make(build(), tokenizer).attach(SimpleNamespace(**trainer | fact))
 
 
-def test_both_trainers_train_with_it_and_sharing_changes_nothing(probe):
-    runs = probe("teacher_student")
-    brought = runs.pop("harness")  # by importing the reward: nothing of what measures
-    assert brought == ["rloo_memory", "rloo_memory.hooks", "rloo_memory.hooks.teacher_student"]
+def test_both_trainers_train_with_it_and_sharing_changes_nothing(capsys):
+    """The example's own words: step, reward and parts of every update."""
+    from examples import teacher_student as example
+
+    def numbers(*arguments):
+        assert example.main(["--steps", "2", *arguments]) == 0
+        rows = [row for row in capsys.readouterr().out.splitlines() if row.startswith("step ")]
+        return [[float(x) for x in re.findall(r"-?\d+\.?\d*", row)] for row in rows]
+
+    runs = {"stock": numbers()} | {name: numbers("--algorithm", name, "--shared") for name in ("rloo", "grpo")}
     assert runs["rloo"] == [pytest.approx(step, abs=2e-3) for step in runs["stock"]]
     for steps in runs.values():
         assert [step[0] for step in steps] == [1, 2]
@@ -185,3 +188,10 @@ def test_both_trainers_train_with_it_and_sharing_changes_nothing(probe):
             assert reward == pytest.approx(mean + 0.01 * low - 3 * (mean_kl + 0.01 * max_kl), abs=5e-3)
             assert max_kl > mean_kl > 0.01
     assert runs["grpo"][0] == pytest.approx(runs["rloo"][0], abs=2e-3)  # before the first update
+
+
+def test_the_reward_imports_nothing_else_of_this_repository():
+    from rloo_memory.hooks import teacher_student
+
+    source = inspect.getsource(teacher_student)
+    assert not re.search(r"^\s*(from|import) (rloo_memory|experiments|\.)", source, re.MULTILINE)
