@@ -29,7 +29,6 @@ def here(policy, tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.torch
 def test_what_python_asks_is_what_the_command_says(planner, tmp_path):
     """For a model's config, with adapters from a LoraConfig."""
     from peft import LoraConfig
@@ -53,15 +52,6 @@ def test_what_python_asks_is_what_the_command_says(planner, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.torch
-def test_the_planners_process_answers():
-    settings = {"num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 8}
-    expected = ask.predict(settings, "tiny-qwen3", 32, device="cpu")
-    assert [phase.phase for phase in expected.phases] == ["load", "generate", "score", "train", "optimizer"]
-
-
-@pytest.mark.slow
-@pytest.mark.torch
 def test_a_training_that_does_not_fit_is_refused_with_settings_that_do(
     here, policy, planner, monkeypatch, capsys, refused
 ):
@@ -91,7 +81,6 @@ def test_a_training_that_does_not_fit_is_refused_with_settings_that_do(
 
 
 @pytest.mark.slow
-@pytest.mark.torch
 def test_what_cannot_be_predicted_is_said_and_trained(here, planner, capsys):
     assert launch.main([*TRAIN, "--optim", "rmsprop"]) == 0
     assert "memory  not predicted: optim 'rmsprop' " in capsys.readouterr().out

@@ -24,20 +24,13 @@ from rloo_memory.plan import __main__ as plan
 from rloo_memory.plan import doctor
 from rloo_memory.plan.ask import predict
 from rloo_memory.settings import profiles
+from tests.small_profile import small_profile
 
 MODEL = "--model tiny-qwen3 --prompt 200 --completion 32 --k 4"
-PROFILE = """num_generations: 4
-per_device_train_batch_size: 2
-gradient_accumulation_steps: 2
-gradient_checkpointing_kwargs: {every_n_layers: 2}
-prompt_tokens: 200
-max_completion_length: 8
-max_steps: 2
-bf16: false
-report_to: none
-save_strategy: "no"
-disable_tqdm: true
-"""
+PROFILE = small_profile(
+    4, 8, prompt_tokens=200, max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+    gradient_checkpointing_kwargs={"every_n_layers": 2},
+)  # fmt: skip
 
 
 def said(main, words: str) -> str:
@@ -56,9 +49,9 @@ def planned(device: str, arms: str) -> dict | str:
     return {each["arm"]: [phase["total"] for phase in each["phases"]] for each in predictions}
 
 
-def reference_beside(model) -> int:
+def reference_beside(model, **settings) -> int:
     """Bytes of the reference that TRL loads beside an object, for each of its weights."""
-    args = dict(max_completion_length=8, num_generations=2, per_device_train_batch_size=2)
+    args = dict(max_completion_length=8, num_generations=2, per_device_train_batch_size=2, **settings)
     kinds = predict(args, model, 16).phases[0].kinds
     return round(kinds["reference"] / sum(parameter.numel() for parameter in model.parameters()))
 
@@ -76,6 +69,7 @@ with tempfile.TemporaryDirectory() as folder:
     os.chdir(folder)
     Path("profile.yaml").write_text(PROFILE)
     config = models.named_config("tiny-qwen3")
+    policy = models.auto_class(config).from_config(config, dtype=torch.bfloat16)
     result = {
         "cuda": planned("cuda", "stock,stock-1.14,shared"),
         "cpu": planned("cpu", "stock,shared"),
@@ -83,7 +77,7 @@ with tempfile.TemporaryDirectory() as folder:
         "parsed": {
             algorithm: [parsed(name, algorithm) for name in profiles.names()] for algorithm in ("rloo", "grpo")
         },
-        "reference": reference_beside(models.auto_class(config).from_config(config, dtype=torch.bfloat16)),
+        "reference": [reference_beside(policy), reference_beside(policy, model_init_kwargs={"dtype": "float32"})],
         "trained": [
             said(launch.main, f"profile.yaml --prefix_sharing {on} --predict_memory {on}") for on in ("true", "false")
         ],
