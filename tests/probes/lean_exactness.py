@@ -1,13 +1,11 @@
 """Log-probabilities and gradients of the lean trainer's functions against the untouched ones and a float64 truth.
 
-    lean_exactness.py FAMILY[,FAMILY...] DTYPE[,DTYPE...]
-
 Both run in one process: without `logits_to_keep` the lean line's `forward` is upstream's, and `batch_generation` is
 untouched. Prints the largest absolute errors, scaled by the largest absolute value of the truth.
 """
 
+import itertools
 import json
-import sys
 
 from experiments.arms import ARMS
 from experiments.builds import use_fork
@@ -77,9 +75,5 @@ def compare(family, dtype):
     return result
 
 
-families, dtypes = (argument.split(",") for argument in sys.argv[1:])
-print(
-    json.dumps(
-        {f"{family} {dtype}": compare(family, getattr(torch, dtype)) for family in families for dtype in dtypes}
-    )
-)
+cases = itertools.product(("qwen3", "llama", "mistral", "gpt_neox"), ("float64", "float32", "bfloat16"))
+print(json.dumps({f"{family} {dtype}": compare(family, getattr(torch, dtype)) for family, dtype in cases}))
