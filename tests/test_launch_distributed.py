@@ -10,7 +10,7 @@ import two_processes
 from small_profile import small_profile
 
 ROOT = Path(__file__).resolve().parent.parent
-pytestmark = [pytest.mark.slow, pytest.mark.torch]
+pytestmark = pytest.mark.slow
 PROGRAM = ("-m", "rloo_memory.launch")
 FSDP_PROGRAM = (str(ROOT / "tests" / "probes" / "fsdp_on_cpu.py"),)  # the launcher where accelerate can shard on CPU
 # Two rollouts with two updates each: after the first update of a rollout the loss is not zero

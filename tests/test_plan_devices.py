@@ -8,7 +8,6 @@ from rloo_memory.models import meta_model, named_config
 from rloo_memory.plan.accuracy.cards import cards
 from rloo_memory.settings import profiles
 
-pytestmark = pytest.mark.torch
 OPTIONS = ("--model", "qwen3-8-layers", "--prompt", 64, "--completion", 16, "--k", 4, "--beta", 0, "--arms", "stock")
 FOLDER = profiles.FOLDER.parent / "accelerate"
 

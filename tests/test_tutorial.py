@@ -46,7 +46,6 @@ def test_what_the_training_script_cannot_do_is_said_at_once(tmp_path):
     assert result.returncode == 2 and "--k 1" in result.stderr and "at least 2 completions" in result.stderr
 
 
-@pytest.mark.torch
 @pytest.mark.parametrize("trainer", [pytest.param("rloo", marks=pytest.mark.slow), "grpo"])
 def test_a_batch_of_2_with_accumulation_trains_alike_shared_and_in_whole_groups(probe, trainer):
     """As docs/launch.md says it. The bound is float32's, in which norms, softmax and LM head compute."""
