@@ -7,6 +7,7 @@ NEEDS_TRITON = "TRL 1.15 needs Triton for its LM head, so it trains on no CPU: p
 
 
 @pytest.mark.slow
+@pytest.mark.torch
 def test_planner_doctor_and_launcher_run_on_each_release(probe, policy):
     newest = probe("release", "-", policy)
     with_kernel, oldest = (probe("release", release(version), policy) for version in ("1.15.0", "1.14.2"))
@@ -15,8 +16,7 @@ def test_planner_doctor_and_launcher_run_on_each_release(probe, policy):
         assert found["cuda"]["stock-1.14"] == newest["cuda"]["stock-1.14"]
     assert with_kernel["cuda"] == newest["cuda"], "one LM head on a GPU"
     assert oldest["cuda"]["stock"] == oldest["cuda"]["stock-1.14"] > newest["cuda"]["stock"]
-    references = [found["reference"] for found in (newest, with_kernel, oldest)]
-    assert references == [[2, 4], [4, 4], [4, 4]], "bytes beside an object in bfloat16, and beside one with a dtype"
+    assert [found["reference"] for found in (newest, with_kernel, oldest)] == [2, 4, 4], "bytes beside an object"
     for found in (newest, oldest):
         assert found["parsed"].keys() == {"rloo", "grpo"}
         assert all(set(kinds) == {f"{name.upper()}Config"} for name, kinds in found["parsed"].items()), found["parsed"]
