@@ -49,9 +49,9 @@ def planned(device: str, arms: str) -> dict | str:
     return {each["arm"]: [phase["total"] for phase in each["phases"]] for each in predictions}
 
 
-def reference_beside(model, **settings) -> int:
+def reference_beside(model) -> int:
     """Bytes of the reference that TRL loads beside an object, for each of its weights."""
-    args = dict(max_completion_length=8, num_generations=2, per_device_train_batch_size=2, **settings)
+    args = dict(max_completion_length=8, num_generations=2, per_device_train_batch_size=2)
     kinds = predict(args, model, 16).phases[0].kinds
     return round(kinds["reference"] / sum(parameter.numel() for parameter in model.parameters()))
 
@@ -69,7 +69,6 @@ with tempfile.TemporaryDirectory() as folder:
     os.chdir(folder)
     Path("profile.yaml").write_text(PROFILE)
     config = models.named_config("tiny-qwen3")
-    policy = models.auto_class(config).from_config(config, dtype=torch.bfloat16)
     result = {
         "cuda": planned("cuda", "stock,stock-1.14,shared"),
         "cpu": planned("cpu", "stock,shared"),
@@ -77,7 +76,7 @@ with tempfile.TemporaryDirectory() as folder:
         "parsed": {
             algorithm: [parsed(name, algorithm) for name in profiles.names()] for algorithm in ("rloo", "grpo")
         },
-        "reference": [reference_beside(policy), reference_beside(policy, model_init_kwargs={"dtype": "float32"})],
+        "reference": reference_beside(models.auto_class(config).from_config(config, dtype=torch.bfloat16)),
         "trained": [
             said(launch.main, f"profile.yaml --prefix_sharing {on} --predict_memory {on}") for on in ("true", "false")
         ],
