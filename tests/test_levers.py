@@ -31,17 +31,6 @@ def test_sharing_is_the_same_only_if_an_update_has_whole_groups():
     assert "trains differently" in SHARING.effect(part) and "token ratio" in SHARING.effect(part)
 
 
-@pytest.mark.parametrize("rows, k, left", [(4, 6, 3), (2, 6, 3), (6, 12, 6)])
-def test_half_of_k_leaves_parts_of_groups_that_can_be_shared(rows, k, left):
-    """The micro-batch still divides k."""
-    steps = 2 * k // rows
-    setup = Setup(
-        100, num_generations=k, per_device_train_batch_size=rows, steps_per_generation=steps,
-        gradient_accumulation_steps=steps, prefix_sharing=True,
-    ).with_k(left)  # fmt: skip
-    assert setup.num_generations == left and left % setup.per_device_train_batch_size == 0
-
-
 @pytest.mark.parametrize("own, experts", [({"loss_type": "bnpo"}, 0.0), ({}, 0.001)])  # the model's own coefficient
 def test_other_micro_batches_train_differently_where_an_update_depends_on_them(own, experts):
     config = SimpleNamespace(output_router_logits=False, router_aux_loss_coef=experts)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,7 @@ def test_adapters_are_planned_as_the_settings_have_them(planned, tmp_path):
 
 @pytest.mark.parametrize("k, rows, steps, accumulation, new", [
     (8, 8, 1, 1, 12), (8, 2, 4, 4, 6), (6, 12, 2, 1, 4), (4, 1, 8, 2, 10), (2, 24, 1, 3, 40), (12, 5, 12, 7, 9),
+    (6, 4, 3, 3, 3), (12, 6, 4, 4, 6),
 ])  # fmt: skip
 def test_any_k_makes_batches_that_a_trainer_accepts_with_as_many_prompts(k, rows, steps, accumulation, new):
     batches = dict(per_device_train_batch_size=rows, steps_per_generation=steps)
@@ -134,6 +136,8 @@ def test_any_k_makes_batches_that_a_trainer_accepts_with_as_many_prompts(k, rows
         check(accepted, named_config("tiny-qwen3"))
     assert changed.generation_rows // new == setup.generation_rows // k, "as many prompts"
     assert rows % k == 0 or changed.per_device_train_batch_size <= rows
+    parts = replace(setup, prefix_sharing=True).with_k(new)
+    assert rows % k == 0 or new % parts.per_device_train_batch_size == 0, "a micro-batch that can be shared"
 
 
 def test_the_simulation_calls_the_models_as_a_real_training_does(probe):
