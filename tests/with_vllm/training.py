@@ -151,9 +151,7 @@ def trainer_of(case: Case, sharing: bool, model: Path, more: dict):
         from fsdp_on_cpu import allow_fsdp_on_cpu
 
         allow_fsdp_on_cpu()
-    Config, Trainer = {
-        "rloo": (trl.RLOOConfig, trl.RLOOTrainer), "grpo": (trl.GRPOConfig, trl.GRPOTrainer)
-    }[case.algorithm]  # fmt: skip
+    Config, Trainer = (getattr(trl, case.algorithm.upper() + kind) for kind in ("Config", "Trainer"))
     processor = (AutoProcessor if case.images else AutoTokenizer).from_pretrained(model, padding_side="left")
     dataset = rows(case)
     if case.tools:
