@@ -171,27 +171,20 @@ def test_a_teacher_that_cannot_be_asked_is_refused(fact, tokenizer):
     make(build(), tokenizer).attach(SimpleNamespace(**trainer | fact))
 
 
-def test_both_trainers_train_with_it_and_sharing_changes_nothing(capsys):
-    """The example's own words: step, reward and parts of every update."""
-    from examples import teacher_student as example
+def test_the_example_trains_with_both_trainers_and_sharing_changes_nothing(capsys):
+    from examples import teacher_student
+    from rloo_memory.hooks import teacher_student as reward
 
-    def numbers(*arguments):
-        assert example.main(["--steps", "2", *arguments]) == 0
-        rows = [row for row in capsys.readouterr().out.splitlines() if row.startswith("step ")]
-        return [[float(x) for x in re.findall(r"-?\d+\.?\d*", row)] for row in rows]
-
-    runs = {"stock": numbers()} | {name: numbers("--algorithm", name, "--shared") for name in ("rloo", "grpo")}
+    assert "rloo_memory" not in inspect.getsource(reward), "it needs nothing else of this repository"
+    runs = {}
+    for name, arguments in (("stock", ()), ("rloo", ("--shared",)), ("grpo", ("--algorithm", "grpo", "--shared"))):
+        assert teacher_student.main(["--steps", "2", *arguments]) == 0
+        rows = capsys.readouterr().out.splitlines()
+        runs[name] = [[float(x) for x in re.findall(r"-?\d+\.?\d*", row)] for row in rows]
     assert runs["rloo"] == [pytest.approx(step, abs=2e-3) for step in runs["stock"]]
     for steps in runs.values():
         assert [step[0] for step in steps] == [1, 2]
-        for _, reward, mean, low, mean_kl, max_kl in steps:
-            assert reward == pytest.approx(mean + 0.01 * low - 3 * (mean_kl + 0.01 * max_kl), abs=5e-3)
+        for _, total, mean, low, mean_kl, max_kl in steps:
+            assert total == pytest.approx(mean + 0.01 * low - 3 * (mean_kl + 0.01 * max_kl), abs=5e-3)
             assert max_kl > mean_kl > 0.01
     assert runs["grpo"][0] == pytest.approx(runs["rloo"][0], abs=2e-3)  # before the first update
-
-
-def test_the_reward_imports_nothing_else_of_this_repository():
-    from rloo_memory.hooks import teacher_student
-
-    source = inspect.getsource(teacher_student)
-    assert not re.search(r"^\s*(from|import) (rloo_memory|experiments|\.)", source, re.MULTILINE)
