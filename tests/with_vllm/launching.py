@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.small_profile import small_profile
+from small_profile import small_profile
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILE = small_profile(
