@@ -1,9 +1,12 @@
+import contextlib
 import functools
+import io
 import json
 import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +24,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 LONGEST = (  # their files go first: one that begins last, and alone, is waited for
-    "test_patches_own_tests", "test_fit_data", "test_prefix_sharing", "test_model_families", "test_plan",
+    "test_patches_own_tests", "test_fit_page", "test_prefix_sharing", "test_model_families", "test_plan_extended",
     "test_series", "test_distributed",
     "test_shared_states", "test_tutorial", "test_train", "test_plan_engine", "test_doctor", "test_profiles",
     "test_package", "test_launch_distributed", "test_shared_images", "test_classic", "test_gate", "test_shared_arm",
@@ -82,71 +85,61 @@ def planned(capsys):
 
 
 @pytest.fixture(scope="session")
-def run_script():
-    """Runs a script in its own process, where torch and transformers are imported already; returns its exit code."""
+def forked(tmp_path_factory):
+    """Runs tests/probes/NAME.py, or a module by its name with dots, in its own process, where torch and transformers
+    are imported already; returns its exit code and what it said."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(zygote.PRELOADED)
 
-    def run(argv, stdout, stderr, timeout):
-        process = context.Process(target=zygote.run, args=(argv, str(stdout), str(stderr)))
+    def run(name, *arguments, timeout=600):
+        program = name if "." in name else str(ROOT / "tests" / "probes" / f"{name}.py")
+        folder = tmp_path_factory.mktemp("process")
+        streams = [folder / "stdout", folder / "stderr"]
+        for path in streams:
+            path.touch()
+        argv = [program, *map(str, arguments)]
+        process = context.Process(target=zygote.run, args=(argv, *map(str, streams)))
         process.start()
         process.join(timeout)
         if process.is_alive():
             process.kill()
             pytest.fail(f"{argv} did not end in {timeout} s")
-        return process.exitcode
+        stdout, stderr = (path.read_text() for path in streams)
+        return SimpleNamespace(returncode=process.exitcode, stdout=stdout, stderr=stderr)
 
     return run
 
 
 @pytest.fixture(scope="session")
-def train(run_script, tmp_path_factory):
+def train(forked, tmp_path_factory):
     """Runs `python -m experiments.train` at the smallest scale; returns (exit code, record, run folder, stderr). Tests
     that ask for the same run share it: they only read."""
 
     @functools.cache
-    def run(arm="classic-baseline", k=2, *options, scale="test"):
+    def run(arm="classic-baseline", k=2, *options):
         results = tmp_path_factory.mktemp("results")
-        words = (
-            f"--arm {arm} --k {k} --scale {scale} --device cpu --results {results} --machine here --threads 1".split()
-        )
-        argv = [str(ROOT / "tests" / "probes" / "one_run.py"), *words, *options]
-        code = run_script(argv, os.devnull, results / "stderr", timeout=300)
-        repeat = options[options.index("--repeat") + 1] if "--repeat" in options else "0"
-        folder = results / "here" / f"{arm}_{scale}_k{k}_r{repeat}"
+        words = f"--arm {arm} --k {k} --scale test --device cpu --results {results} --machine here --threads 1".split()
+        result = forked("experiments.train", *words, *options, timeout=300)
+        folder = results / "here" / f"{arm}_test_k{k}_r0"
         record = json.loads((folder / "run.json").read_text()) if (folder / "run.json").exists() else None
-        return code, record, folder, (results / "stderr").read_text()
+        return result.returncode, record, folder, result.stderr
 
     return run
 
 
 @pytest.fixture
-def forked(run_script, tmp_path):
-    """Runs tests/probes/NAME.py in its own process; returns its exit code and what it said."""
-
-    def run(name, *arguments, timeout=600):
-        argv = [str(ROOT / "tests" / "probes" / f"{name}.py"), *map(str, arguments)]
-        stdout, stderr = (tmp_path / f"probe.{stream}" for stream in ("out", "err"))
-        for path in (stdout, stderr):
-            path.write_text("")
-        code = run_script(argv, stdout, stderr, timeout)
-        return SimpleNamespace(returncode=code, stdout=stdout.read_text(), stderr=stderr.read_text())
-
-    return run
-
-
-@pytest.fixture
-def planner(monkeypatch, forked, tmp_path):
-    """The planner's process is a fork; what it was asked is kept."""
+def planner(monkeypatch):
+    """The planner answers in this process; what it was asked is kept."""
     from rloo_memory.plan import ask
 
     asked = []
 
     def run(question):
         asked.append(question)
-        (tmp_path / "question.json").write_text(json.dumps(question))
-        result = forked("plan_ask", tmp_path / "question.json")
-        return subprocess.CompletedProcess([], result.returncode, result.stdout, result.stderr)
+        monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(question)))
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+            code = ask.main()
+        return subprocess.CompletedProcess([], code, out.getvalue(), err.getvalue())
 
     monkeypatch.setattr(ask, "in_its_own_process", run)
     return asked

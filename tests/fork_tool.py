@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-TOOL = ROOT / "trl" / "fork.py"
 
-spec = importlib.util.spec_from_file_location("fork", TOOL)
+spec = importlib.util.spec_from_file_location("fork", ROOT / "trl" / "fork.py")
 fork = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(fork)
 LINES = fork.load_lines()
@@ -22,7 +21,7 @@ def obtain(line):
         pytest.skip(f"the upstream wheel cannot be obtained here: {error}")
 
 
-def package(tree):
-    """Every file of the package `trl` in a tree: path -> bytes."""
-    files = (path for path in (tree / "trl").rglob("*.*") if path.suffix != ".pyc")
-    return {str(path.relative_to(tree / "trl")): path.read_bytes() for path in files}
+def files(folder):
+    """path -> bytes"""
+    found = ((path.relative_to(folder).as_posix(), path) for path in folder.rglob("*") if path.is_file())
+    return {name: path.read_bytes() for name, path in found if "__pycache__" not in name}

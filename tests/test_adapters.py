@@ -30,7 +30,6 @@ def adapter(policy, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.torch
 def test_a_training_goes_on_from_an_adapter_with_its_own_rank(adapter, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     before = load_file(f"{adapter}/adapter_model.safetensors")
@@ -44,7 +43,6 @@ def test_a_training_goes_on_from_an_adapter_with_its_own_rank(adapter, tmp_path,
     assert adapter_of(rate).settings == adapter_of(adapter).settings
 
 
-@pytest.mark.torch
 def test_the_planner_takes_an_adapters_model_and_rank(adapter, tmp_path, planned):
     own = {"use_peft": True, "lora_r": 3, "lora_alpha": 7, "lora_dropout": 0.0,
            "lora_target_modules": ["q_proj", "v_proj"]}  # fmt: skip
@@ -66,7 +64,6 @@ def test_an_adapter_whose_model_is_not_here_is_named_with_it(tmp_path):
             function(str(tmp_path))
 
 
-@pytest.mark.torch
 def test_weights_of_mxfp4_are_unpacked_to_be_trained():
     from transformers import AutoConfig
 

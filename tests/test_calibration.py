@@ -7,7 +7,6 @@ import pytest
 
 from rloo_memory.plan.accuracy.calibration import load
 
-pytestmark = pytest.mark.torch
 START, PREDICTED = 500, {"generate": 100, "train": 200, "optimizer": 150}
 RECORD = {
     "device_kind": "cpu", "start_bytes": START, "predicted_peaks": PREDICTED, "predicted_prompt_tokens": 1000,

@@ -18,7 +18,6 @@ def command(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.torch
 def test_errors_and_attention_kernels_are_measured_on_the_device(command, tmp_path):
     code = command()
     rows = read_csv(tmp_path / "x" / "exactness.csv")

@@ -1,7 +1,5 @@
 """What keeps a training from a GPU, as far as it can be seen without one. On an emulated device: tests/cuda."""
 
-import pytest
-
 from rloo_memory import cuda_check, nvml
 
 
@@ -16,7 +14,6 @@ def test_what_triton_compiles_with_is_named_where_it_is_missing(monkeypatch, tmp
     assert not cuda_check.no_compiler()
 
 
-@pytest.mark.torch
 def test_a_gpu_beside_a_build_for_cpus_is_named(monkeypatch):
     import torch
 

@@ -13,7 +13,7 @@ import two_processes
 
 ROOT = Path(__file__).resolve().parent.parent
 PROBE = ROOT / "tests" / "probes" / "distributed.py"
-pytestmark = [pytest.mark.slow, pytest.mark.torch]
+pytestmark = pytest.mark.slow
 RESHARD, KEEP = {"reshard_after_forward": True}, {"fsdp": {"reshard_after_forward": False}}
 PARTS = {"fsdp": {"transformer_layer_cls_to_wrap": ["Qwen3Attention", "Qwen3MLP"]}}  # shards within a layer
 # Every third token ends a completion, so the processes generate for different numbers of steps
@@ -131,12 +131,10 @@ def launch(runs, folder):
 
 
 def check(runs, folder):
-    """Trains untouched and shared. 1e-5 is the bound of float64 weights: norms and log-probabilities are float32 there
-    as well. With float32 weights the rounding of one update is in all that follow: 1e-4 from the second on."""
+    """Trains untouched and shared: the same completions and logs, and weights that moved to the same place. 1e-5 is
+    the bound of float64 weights: norms and log-probabilities are float32 there as well (seen: 1e-6). With float32
+    weights the rounding of one update is in all that follow: 1e-4 (seen: 1.5e-5)."""
     import torch
-
-    def error(tensor, expected, scale):
-        return ((tensor - expected).norm() / scale.norm()).item()
 
     untouched, shared, pairs = [], [], []
     for name, (arguments, variants) in runs.items():
@@ -149,42 +147,25 @@ def check(runs, folder):
 
     for name, arguments in pairs:
         variant = arguments["name"]
-        expected = torch.load(folder / f"{name}.pt")
-        result = torch.load(folder / f"{variant}.pt")
-        skipped = arguments.get("resume", 0)
-        if not skipped:
+        expected, result = (torch.load(folder / f"{run}.pt") for run in (name, variant))
+        if "resume" not in arguments:
             assert result["completions"] == expected["completions"], variant
         if "generate" in arguments:
             steps = [[max(map(len, rows)) for rows in calls] for calls in expected["completions"]]
             assert steps[0] != steps[1], "both processes generate for as long: the test would be empty"
             continue
         bound = 1e-4 if arguments.get("dtype") == "float32" else 1e-5
-        assert len(result["logs"]) == len(expected["logs"]) - skipped
-        assert len(expected["logs"]) > 2
-        for logs, expected_logs in zip(result["logs"], expected["logs"][skipped:], strict=True):
+        assert len(expected["logs"]) == 3 + arguments.get("evaluate", False)
+        for logs, expected_logs in zip(result["logs"], expected["logs"], strict=True):
             # A mean of means depends on which completions share a micro-batch, and sharing shuffles them by prompt
             kept = ("loss",) if {"accumulate", "rows"} & arguments.keys() else expected_logs
             for key in kept:
                 assert logs[key] == pytest.approx(expected_logs[key], rel=bound, abs=bound / 10), (variant, key)
-        assert len(result["gradients"]) == len(expected["gradients"]) - skipped
-        assert len(expected["gradients"]) == 3
-        for step, (gradients, expected_gradients) in enumerate(
-            zip(result["gradients"], expected["gradients"][skipped:], strict=True)
-        ):
-            assert gradients.keys() == expected_gradients.keys()
-            for key, gradient in expected_gradients.items():
-                if "lora_A" in key and step + skipped == 0:  # behind a B of zeros
-                    assert not gradient.any() and not gradients[key].any(), (variant, key)
-                    continue
-                limit = bound if step + skipped else 1e-5
-                assert error(gradients[key], gradient, gradient) < limit, (variant, step, key)
+        assert result["after"].keys() == expected["after"].keys()
         for key, after in expected["after"].items():
-            # Adapters are nothing but their updates: with the released LM head 1.2e-6 apart in float64
-            limit = bound / (5 if "lora" in key else 10)
-            assert error(result["after"][key], after, after) < limit, (variant, key)
-        for key in expected["gradients"][0]:
-            before, after = expected["before"][key], expected["after"][key]
-            assert error(before, after, after) > 1e-4, f"{key} was not trained"
+            moved = (after - expected["before"][key]).norm()
+            assert moved > 1e-4 * after.norm(), f"{key} was not trained"
+            assert (result["after"][key] - after).norm() < bound * moved, (variant, key)
 
 
 def test_two_processes_train_with_prefix_sharing_as_without(tmp_path):

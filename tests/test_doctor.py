@@ -22,7 +22,6 @@ from rloo_memory.plan.setups import Setup
 
 
 @pytest.mark.slow
-@pytest.mark.torch
 def test_what_the_doctor_writes_trains_and_what_was_recorded_corrects_the_plan(planned, capsys, tmp_path):
     """A model that does not fit, the YAML that does, a training with it, and what is read from that training's folder:
     the settings, and how many times what was predicted it took."""
@@ -135,7 +134,6 @@ def written(path):
 BUDGETS = [70, 50, 30, 22, 14, 9, 6, 4.5, 3]
 
 
-@pytest.mark.torch
 @pytest.mark.parametrize("source", ["options", "run", "profile"])
 def test_the_settings_are_the_users_own_with_the_levers_changes_and_the_comments_name_them(
     source, tmp_path, monkeypatch, capsys
@@ -178,7 +176,6 @@ def test_the_settings_are_the_users_own_with_the_levers_changes_and_the_comments
     assert len(levers_seen) >= (3 if source == "run" else 6), levers_seen  # the run has LoRA already
 
 
-@pytest.mark.torch
 @pytest.mark.parametrize(
     "arguments, parts",
     [

@@ -1,14 +1,10 @@
-"""trl/first: the first pull request. Its tests in test_fork.py are those of every series."""
+"""trl/first: the first pull request. What is tried of every series: test_fork.py, test_patches_own_tests.py."""
 
-import pytest
-import tiny_hub
-from fork_tool import LINES, ROOT, fork, obtain
+from fork_tool import LINES, fork
 
 LINE = LINES["first"]
-MODULE = ROOT / "trl/first/overlay/trl/models/group_packing.py"
 
 
-@pytest.mark.torch
 def test_an_architecture_is_refused_in_one_line_or_exact(probe):
     result = probe("first_series")
     errors = {name: error for name, error in result.items() if not isinstance(error, str)}
@@ -20,20 +16,6 @@ def test_an_architecture_is_refused_in_one_line_or_exact(probe):
         assert result[name].startswith("`prefix_sharing=True` does not support "), (name, result[name])
         assert "\n" not in result[name]
     assert {"qwen2-window", "gpt-oss-sinks"} <= result.keys() - errors.keys()
-
-
-@pytest.mark.slow
-@pytest.mark.torch
-def test_its_own_tests_pass(forked, tmp_path):
-    obtain(LINE)
-    tree, folder = tmp_path / "tree", tmp_path / "tests"
-    fork.build(LINE, tree, None)
-    folder.mkdir()
-    tiny_hub.make_for_upstream(folder)
-    name = "tests/test_group_packing.py"
-    (folder / name).write_bytes((LINE.folder / "overlay" / name).read_bytes())
-    run = forked("upstream_tests", folder, tree, name, timeout=600)
-    assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-4000:] + run.stderr[-2000:]
 
 
 def test_it_stays_short():

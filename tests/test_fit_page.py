@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from experiments.config import ROOT
-from experiments.fitting import fit_check
+from experiments.fitting import fit_check, fit_data
 from experiments.fitting.fit_data import PAGE_ARMS, TRAINED, on_cards
 from experiments.record import read_csv
 from rloo_memory.sizes import GIB
@@ -88,6 +88,22 @@ def test_at_the_recorded_choices_the_browser_says_what_was_compared_with_the_pla
             assert size == pytest.approx(int(row[f"{phase}_page_bytes"]), rel=1e-6), (row, phase)
 
 
+def test_the_planner_of_this_tree_still_says_what_the_page_says():
+    choices = fit_check.choices(DATA)
+    on_several = [choice for choice in choices if choice["cards"] > 1 and choice["arm"] == "shared"]
+    for choice in [*choices[:40:8], *on_several[:2]]:
+        row = fit_check.row_of(choice, DATA)
+        assert row["goes_whole"] or fit_check.apart(row) < fit_check.MOST_APART, choice
+
+
+def test_at_200_random_choices_the_page_is_within_3_percent_of_the_planner():
+    rows = read_csv(fit_check.TABLE)
+    drawn = [tuple(str(choice[name]) for name in fit_check.CHOICE) for choice in fit_check.choices(DATA)]
+    assert [tuple(row[name] for name in fit_check.CHOICE) for row in rows] == drawn
+    assert {row["model"] for row in rows} == MODELS.keys() == set(fit_data.MODELS)
+    assert fit_check.compared(rows) == DATA["compared"] and DATA["compared"]["apart"] < fit_check.MOST_APART
+
+
 def choice_of(row: dict) -> dict:
     columns = {"prompt": "prompt_tokens", "completion": "completion_tokens", "k": "k", "cards": "cards"}
     lengths = {name: int(row[column]) for name, column in columns.items()}
@@ -144,7 +160,6 @@ def test_what_is_shown_is_what_is_computed_with_its_error(opened):
         assert sum(kinds) == pytest.approx(total, abs=0.05), "the kinds of a phase add up"
 
 
-@pytest.mark.torch
 def test_its_settings_are_what_planner_and_launcher_take(opened, tmp_path, monkeypatch):
     from rloo_memory.plan import __main__ as plan
     from rloo_memory.plan.options import setup_from

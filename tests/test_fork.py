@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from fork_tool import LINES, ROOT, fork, obtain
+from fork_tool import LINES, ROOT, files, fork, obtain
 
 LEAN = "0003-lean-logits.patch"
 
@@ -36,11 +36,6 @@ class Copy:
 @pytest.fixture
 def copy(tmp_path):
     return Copy(tmp_path)
-
-
-def files(folder):
-    found = ((path.relative_to(folder).as_posix(), path) for path in folder.rglob("*") if path.is_file())
-    return {name: path.read_bytes() for name, path in found if "__pycache__" not in name}
 
 
 @pytest.mark.parametrize("words, lean, new", [

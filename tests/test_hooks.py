@@ -11,8 +11,6 @@ import torch
 from experiments.record import read_csv
 from rloo_memory.hooks.memory_callback import MemoryCallback, trained_settings
 
-pytestmark = pytest.mark.torch
-
 
 @pytest.mark.slow
 def test_the_memory_callback_works_with_a_trainer_without_rewards(policy, tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rloo_memory.errors import ConfigError
+from rloo_memory.host_allocator import LIBRARIES
 from rloo_memory.launch import __main__ as launch
 from rloo_memory.launch import dataset, help, rewards
 from rloo_memory.models import load_config
@@ -43,6 +44,8 @@ REFUSED = {
     "constrained --use_cpu": ["activation_offloading", "no GPU", "--activation_offloading false"],
     "balanced --offload_reference true": ["offload_reference", "no reference (beta is 0"],
     "balanced --output_dir taken": ["cannot write to taken"],
+    "balanced --host_allocator jemalloc": ["LD_PRELOAD=libjemalloc.so.2"],
+    "balanced --host_allocator tcmaloc": ["'tcmaloc'", "tcmalloc"],
     "balanced --dataset_name rows.jsonl": ["no reward; --reward_funcs module:function"],
     "balanced --dataset_name owner/name --reward_funcs letters": ["is not here", "or hub:owner/name"],
     "balanced --dataset_name other.jsonl --reward_funcs letters": ["no column 'prompt'; it has text, answer"],
@@ -73,8 +76,8 @@ def here(policy, tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.torch
-def test_bad_input_is_one_line_with_its_name_before_a_model_loads(here, no_model_loads, refused):
+def test_bad_input_is_one_line_with_its_name_before_a_model_loads(here, no_model_loads, refused, monkeypatch):
+    monkeypatch.setattr(os, "execve", lambda *command: pytest.fail("a program that calls the launcher is replaced"))
     config = {"model_type": "other", "auto_map": {"AutoConfig": "configuration_other.Other"}}
     for folder in ("other", "mixed"):
         Path(folder).mkdir()
@@ -114,7 +117,6 @@ AFTER_LOADING = {
 
 
 @pytest.mark.slow
-@pytest.mark.torch
 def test_what_only_loading_shows_is_one_line_too(here, capsys):
     for words, said in AFTER_LOADING.items():
         if not words:
@@ -151,7 +153,6 @@ def test_datasets_of_every_kind_are_read(tmp_path, monkeypatch):
         assert dataset.load(LaunchArguments(dataset_name=name))["prompt"][:] == chats
 
 
-@pytest.mark.torch
 def test_a_reward_has_several_names(here):
     names = ["my_rewards:good", "my_rewards.good", "my_rewards.py:good", f"{here}/my_rewards.py:good"]
     asked = LaunchArguments(
@@ -179,7 +180,23 @@ def test_the_help_needs_nothing_installed_and_lists_everything(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.torch
+def test_another_malloc_is_put_in_place_and_one_that_is_not_loaded_is_refused(tmp_path):
+    """With a dataset that does not exist, so that nothing is trained: the allocator comes first."""
+    words = ["balanced", "--dataset_name", "no_such.csv", "--host_allocator", "jemalloc"]
+    command, environment = [sys.executable, "-m", "rloo_memory.launch", *words], {"LD_LIBRARY_PATH": str(tmp_path)}
+
+    def launched():
+        return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+
+    (library := tmp_path / LIBRARIES["jemalloc"]).write_text("not a library")
+    result = launched()
+    assert result.returncode == 2 and "launch: host_allocator 'jemalloc' is not loaded" in result.stderr
+    subprocess.run(["cc", "-shared", "-x", "c", "-", "-o", library], input="int stand_in;", text=True, check=True)
+    result = launched()
+    assert result.stdout == f"host allocator: {library}\n" and "'no_such.csv': it is not here" in result.stderr
+
+
+@pytest.mark.slow
 def test_it_works_where_the_user_stands_and_a_signal_ends_it_in_one_line(policy, tmp_path):
     """In a folder that has an `rloo_memory` and a `trl` of its own."""
     for package in ("rloo_memory", "trl"):
@@ -210,7 +227,6 @@ def test_it_works_where_the_user_stands_and_a_signal_ends_it_in_one_line(policy,
     assert f"my_rewards:good ({tmp_path}/my_rewards.py), letters" in output
 
 
-@pytest.mark.torch
 def test_memory_that_runs_out_is_said_in_one_line_and_recorded(here, monkeypatch, capsys):
     """The first update fails: the doctor can still read what is known."""
     from trl import RLOOTrainer

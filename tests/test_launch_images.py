@@ -27,7 +27,6 @@ def score(completions, images=None, image=None, **kwargs):
     assert len(images or image) == len(completions)
     return [float(len(completion[0]["content"])) for completion in completions]
 """
-pytestmark = pytest.mark.torch
 
 
 @pytest.fixture(scope="module")

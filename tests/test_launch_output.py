@@ -19,7 +19,6 @@ PROFILE = small_profile(
     prefix_sharing=True, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2,
 )  # fmt: skip
 GO_ON = ["profile.yaml", "--resume_from_checkpoint"]
-pytestmark = pytest.mark.torch
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from rloo_memory.settings import profiles
 
 
 @pytest.mark.slow
-@pytest.mark.torch
 def test_levers_that_are_said_to_train_the_same_do(probe):
     """Weights after one update on given completions, in float32. Activations are offloaded, and vLLM sleeps, on a GPU
     only."""
@@ -32,18 +31,6 @@ def test_sharing_is_the_same_only_if_an_update_has_whole_groups():
     assert "trains differently" in SHARING.effect(part) and "token ratio" in SHARING.effect(part)
 
 
-@pytest.mark.parametrize("rows, k, left", [(4, 6, 3), (2, 6, 3), (6, 12, 6)])
-def test_half_of_k_leaves_parts_of_groups_that_can_be_shared(rows, k, left):
-    """The micro-batch still divides k."""
-    steps = 2 * k // rows
-    setup = Setup(
-        100, num_generations=k, per_device_train_batch_size=rows, steps_per_generation=steps,
-        gradient_accumulation_steps=steps, prefix_sharing=True,
-    ).with_k(left)  # fmt: skip
-    assert setup.num_generations == left and left % setup.per_device_train_batch_size == 0
-
-
-@pytest.mark.torch
 @pytest.mark.parametrize("own, experts", [({"loss_type": "bnpo"}, 0.0), ({}, 0.001)])  # the model's own coefficient
 def test_other_micro_batches_train_differently_where_an_update_depends_on_them(own, experts):
     config = SimpleNamespace(output_router_logits=False, router_aux_loss_coef=experts)
@@ -56,7 +43,6 @@ def test_other_micro_batches_train_differently_where_an_update_depends_on_them(o
 
 
 @pytest.mark.slow
-@pytest.mark.torch
 def test_an_update_depends_on_its_micro_batches_for_the_settings_that_are_said_to(probe):
     """Of every loss and the terms beside it, in untouched code: an update of 8 together against 8 of one each."""
     result = probe("settings_by_batch")
@@ -73,7 +59,6 @@ OWN = {
 }  # fmt: skip
 
 
-@pytest.mark.torch
 @pytest.mark.parametrize("profile", ["own", *profiles.names()])
 def test_settings_come_back_from_a_setup_as_they_were(profile):
     own = OWN if profile == "own" else profiles.load_profile(profile)

@@ -136,7 +136,6 @@ def test_a_part_of_a_measurement_does_not_replace_a_whole_one(measure, clock, tm
 
 
 @pytest.mark.slow
-@pytest.mark.torch
 def test_a_real_measurement_ends_in_its_table(tmp_path):
     """Each way computes the same gradients; a package that is missing is its way's outcome."""
     command = [sys.executable, "-m", "experiments.bench", "rivals", "--models", "tiny", "--cells", "24x5x4"]
@@ -151,7 +150,6 @@ def test_a_real_measurement_ends_in_its_table(tmp_path):
     assert found.keys() >= {"whole", "one-row", "shared", "shared-2"} and max(found.values()) < 1e-5
 
 
-@pytest.mark.torch
 def test_every_phase_is_measured_and_nothing_of_a_trainer_stays(tmp_path, monkeypatch):
     import torch
     from transformers import PreTrainedModel

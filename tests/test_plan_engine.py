@@ -27,7 +27,6 @@ def peaks_of(setup):
     return {peak.phase: peak for peak in phase_peaks(setup, small())}
 
 
-@pytest.mark.torch
 def test_adamw_that_is_not_fused_takes_a_copy_of_all_trained_weights_on_cuda():
     setup = Setup(64, max_completion_length=32, num_generations=4, per_device_train_batch_size=4, beta=0.0)
     fused, each = (peaks_of(replace(setup, optim=optim)) for optim in ("adamw_torch_fused", "adamw_torch"))
@@ -36,7 +35,6 @@ def test_adamw_that_is_not_fused_takes_a_copy_of_all_trained_weights_on_cuda():
     assert each["train"].total == fused["train"].total
 
 
-@pytest.mark.torch
 @pytest.mark.parametrize("bits", [16, 4])
 def test_float16_is_planned_in_float16(bits):
     """Under bfloat16, sums of both are float32; that is what it takes only where both are asked for."""
@@ -49,24 +47,6 @@ def test_float16_is_planned_in_float16(bits):
     assert remarks(setups["both"], small()) and not remarks(setups["half"], small())
     with pytest.raises(ConfigError, match="fp16 and bf16 are both on"):
         check(replace(setups["fp16"], bf16=True), small())
-
-
-@pytest.mark.slow
-@pytest.mark.torch
-def test_the_reference_is_planned_in_the_dtype_that_it_is_loaded_in(planner):
-    """TRL before 1.16 loads it in float32 beside an object, 1.16 as `model_init_kwargs` say, or as the policy."""
-    from transformers import AutoModelForCausalLM
-
-    from rloo_memory.plan.ask import predict
-
-    policy = AutoModelForCausalLM.from_config(named_config("tiny-qwen3"), dtype="bfloat16")
-    size = sum(parameter.numel() for parameter in policy.parameters())
-    args = dict(max_completion_length=8, num_generations=2, per_device_train_batch_size=2)
-    older, kwargs = {"reference_dtype": "float32"}, {"model_init_kwargs": {"dtype": "float32"}}
-    for settings, where, bytes_each in (({}, {}, 2), ({}, older, 4), (kwargs, {}, 4)):
-        found = predict(args | settings, policy, 16, **where).phases[0].kinds
-        assert found["reference"] == pytest.approx(bytes_each * size, rel=0.01), (settings, where)
-        assert found["parameters"] == pytest.approx(2 * size, rel=0.01)
 
 
 def rows(name: str) -> list[dict[str, str]]:
@@ -86,7 +66,6 @@ def test_published_peaks_are_within_the_bounds_of_the_predictions():
 
 
 @pytest.mark.slow
-@pytest.mark.torch
 def test_the_published_peaks_are_predicted_as_the_table_says():
     """One training of each kind: 4 bits with full logits, a hybrid, all weights, FSDP2, after a step."""
     chosen = [row for row in rows("predicted.csv") if row["holds"] == "yes" and row["metric"] != "reserved"]

@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 
-pytestmark = pytest.mark.torch
 TOKENS = {"less than a tile": 300, "three tiles": 9000}
 
 

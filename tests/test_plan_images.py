@@ -11,7 +11,6 @@ from rloo_memory.plan.images import PromptImages
 OPTIONS = ("--completion", 16, "--k", 4, "--prompt", 200)
 
 
-@pytest.mark.torch
 @pytest.mark.parametrize("shape", ["qwen2.5-vl-8-layers", "qwen3-vl-8-layers", "gemma-3-8-layers"])
 @pytest.mark.parametrize("sizes", [((280, 224),), ((100, 90), (203, 57)), ((57, 200),)])
 def test_images_have_the_tokens_and_the_pixels_that_a_processor_gives_them(shape, sizes):
@@ -35,7 +34,6 @@ def test_images_have_the_tokens_and_the_pixels_that_a_processor_gives_them(shape
 
 
 @pytest.mark.slow
-@pytest.mark.torch
 def test_an_image_takes_a_tower_and_its_pixels_once_a_prompt_where_prompts_are_shared(planned, tmp_path):
     kinds = {}
     for name, image in {"text": (), "image": ("--image", "280x224")}.items():
@@ -76,7 +74,6 @@ def test_images_that_cannot_be_planned_are_one_line(planned, arguments, parts):
     assert result.returncode == 2 and all(part in line for part in parts), line
 
 
-@pytest.mark.torch
 def test_a_token_budget_takes_images_where_prompts_are_shared_and_nowhere_else(planned):
     options = ("--model", "qwen2.5-vl-8-layers", *OPTIONS, "--image", "56x56", "--tokens-per-forward", 40)
     result = planned(*options, "--arms", "stock-tokens,shared")

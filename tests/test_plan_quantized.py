@@ -20,7 +20,6 @@ def asked(**settings):
     return quantized(config)
 
 
-@pytest.mark.torch
 def test_the_bytes_of_a_weight_are_those_of_its_tensors():
     from transformers.integrations.finegrained_fp8 import FP8Linear
 
@@ -44,7 +43,6 @@ def test_kinds_without_a_formula_are_named_and_what_is_unpacked_has_its_16_bits(
     assert asked(load_in_8bit=True) == Quantized("bitsandbytes", 8)
 
 
-@pytest.mark.torch
 def test_a_checkpoint_is_planned_with_the_bytes_that_it_has(planned, tmp_path):
     from transformers import Qwen3Config
 

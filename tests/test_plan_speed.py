@@ -3,15 +3,12 @@
 import re
 
 import pandas
-import pytest
 
 from experiments.checks import speed_check
 from rloo_memory.models import named_config
 from rloo_memory.plan.predict import predict_all
 from rloo_memory.plan.setups import Setup
 from rloo_memory.plan.simulation.work import attention_flops
-
-pytestmark = pytest.mark.torch
 
 
 def test_what_is_predicted_was_measured():

@@ -34,7 +34,6 @@ PROFILES = {
 }
 
 
-@pytest.mark.torch
 def test_mistakes_in_a_profile_are_named(tmp_path):
     for number, (text, part) in enumerate(PROFILES.items()):
         path = tmp_path / f"{number}.yaml"
@@ -44,7 +43,6 @@ def test_mistakes_in_a_profile_are_named(tmp_path):
     assert "gone.yaml' is not here" in refusal(profiles.load_profile, str(tmp_path / "gone.yaml"))
 
 
-@pytest.mark.torch
 def test_what_yaml_reads_as_text_is_the_number_that_it_says(tmp_path):
     path = tmp_path / "profile.yaml"
     path.write_text("learning_rate: 1e-6\nper_device_train_batch_size: &k 8\nnum_generations: *k\nrun_name: 5\n")
@@ -76,7 +74,6 @@ WORDS = """--use_cpu true --max-steps=3 --beta 1e-2 --no_gradient_checkpointing
 --generation_kwargs {"do_sample":true}""".split()
 
 
-@pytest.mark.torch
 def test_trls_own_script_makes_the_same_of_every_profile_and_of_a_command_line(tmp_path, monkeypatch):
     """But for the three settings that TRL has not."""
     from trl.scripts.rloo import RLOOScriptArguments, make_parser
@@ -105,7 +102,6 @@ QUICK = """--max_steps=1 --max_completion_length=6 --prompt_tokens=48 --learning
 
 
 @pytest.mark.slow
-@pytest.mark.torch
 @pytest.mark.parametrize("name", profiles.names())
 def test_every_profile_trains_a_tiny_model_on_a_cpu(policy, tmp_path, monkeypatch, capsys, name):
     monkeypatch.setenv("MODEL_PATH", policy)
@@ -129,7 +125,6 @@ REWARD = "def by_place(completions, **kwargs): return [float(place) for place in
 
 
 @pytest.mark.slow
-@pytest.mark.torch
 def test_a_file_trains_the_same_model_with_trls_own_command(policy, tmp_path, monkeypatch):
     monkeypatch.delenv("MODEL_PATH", raising=False)
     (tmp_path / "file.yaml").write_text(f"model_name_or_path: {policy}\n{FILE}")

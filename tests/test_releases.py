@@ -7,7 +7,6 @@ NEEDS_TRITON = "TRL 1.15 needs Triton for its LM head, so it trains on no CPU: p
 
 
 @pytest.mark.slow
-@pytest.mark.torch
 def test_planner_doctor_and_launcher_run_on_each_release(probe, policy):
     newest = probe("release", "-", policy)
     with_kernel, oldest = (probe("release", release(version), policy) for version in ("1.15.0", "1.14.2"))

@@ -61,7 +61,6 @@ def test_what_is_killed_leaves_an_archive(start, tmp_path):
         assert {"box/on_gpu/device.done", "box/on_gpu/exactness.log"} <= set(packed.getnames())
 
 
-@pytest.mark.torch
 def test_every_item_is_a_command_that_its_program_takes(tmp_path, capsys):
     """All that can be wrong with it here is that there is no such device."""
     listed = subprocess.run([ROOT / "run_gpu.sh", "--list"], capture_output=True, text=True, check=True).stdout

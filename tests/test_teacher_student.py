@@ -7,11 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-pytestmark = [
-    pytest.mark.torch,
-    # PEFT asks transformers by the old name
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
-]
 QUESTIONS = ["What is 2 + 3?", "Which day follows Monday? Name {one}.", "What does len('abc') give?"]
 SOLUTIONS = ["5", "Tuesday, of course", "3"]
 EXPLANATIONS = ["Count on from 2: 3, 4, 5.", "The days have an order.", "Three letters: a, b, c. That is all."]

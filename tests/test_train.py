@@ -1,7 +1,6 @@
 """One run: its record, its exit code, what may happen to it, and its one-line answer to what cannot work."""
 
 import os
-import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -70,19 +69,7 @@ def start(tmp_path):
         process.communicate()
 
 
-@pytest.mark.torch
-def test_a_killed_run_of_a_suite_keeps_its_samples_and_is_never_called_finished(start):
-    process, folder = start("suite", 3000)
-    os.kill(read_record(folder)["pid"], signal.SIGKILL)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 1 and "FAILED: ended by SIGKILL" in out and not err
-    assert len(read_csv(folder / "memory.csv")) > 3
-    (run,) = stored_runs(folder.parent)
-    assert run.record["status"] == "error" and "SIGKILL" in run.record["error"] and run.phases
-
-
 @pytest.mark.slow
-@pytest.mark.torch
 def test_a_run_ends_with_the_suite_that_was_killed_keeps_its_samples_and_nobody_takes_its_folder_before(start, capsys):
     process, folder = start("suite", 3000)
     assert train_module.main(["--arm", "classic-lean", *OPTIONS, "--results", str(folder.parents[1])]) == 2
@@ -98,7 +85,6 @@ def test_a_run_ends_with_the_suite_that_was_killed_keeps_its_samples_and_nobody_
 
 
 @pytest.mark.slow
-@pytest.mark.torch
 def test_a_lost_sampler_is_said_and_the_peak_is_the_kernels(start):
     process, folder = start("train", 10)
     psutil.Process(process.pid).children()[0].kill()

@@ -30,7 +30,6 @@ def own():
     return peaks()
 
 
-@pytest.mark.torch
 def test_a_cache_that_vllm_has_is_not_the_trainers(own):
     server = peaks(use_vllm=True, vllm_mode="server", device_memory=24 * GIB)
     assert max(own, key=lambda name: own[name].total) == "generate"
@@ -39,7 +38,6 @@ def test_a_cache_that_vllm_has_is_not_the_trainers(own):
     assert {name: server[name] for name in others} == {name: own[name] for name in others}
 
 
-@pytest.mark.torch
 @pytest.mark.parametrize("sleeps, phases", [
     (False, {"load", "generate", "score", "train", "optimizer"}), (True, {"load", "generate"}),
 ])  # fmt: skip
@@ -54,7 +52,6 @@ def test_a_colocated_engine_has_its_share_of_the_device(own, sleeps, phases):
     assert Room(0, 0.5).needed([found["generate"]]) == Room(0, 0.5).needed([server["generate"]]) + 6 * GIB
 
 
-@pytest.mark.torch
 def test_a_share_below_the_weights_is_refused_with_the_least_one():
     config = named_config("qwen3-8b")
     setup = Setup(64, lora_rank=16, use_vllm=True, vllm_gpu_memory_utilization=0.05, device_memory=79 * GIB)
@@ -67,7 +64,6 @@ def test_a_share_below_the_weights_is_refused_with_the_least_one():
         check(replace(setup, device_memory=12 * GIB), config)
 
 
-@pytest.mark.torch
 def test_the_planner_and_the_doctor_say_so(planned, capsys, tmp_path):
     from rloo_memory.plan import doctor
 

@@ -1,5 +1,5 @@
-"""Runs a script in a process that `multiprocessing` forks from one with torch, transformers and peft: they take longer
-to import than most scripts to run. No TRL: which one, is the script's choice."""
+"""Runs a script, or a module by name, in a process that `multiprocessing` forks from one with torch, transformers and
+peft: they take longer to import than most scripts to run. No TRL: which one, is the script's choice."""
 
 import gc
 import os
@@ -18,5 +18,6 @@ def run(argv: list[str], stdout: str, stderr: str) -> None:
     os.chdir(ROOT)
     os.environ["PYTHONPATH"] = ROOT
     sys.argv = argv
-    sys.path.insert(0, os.path.dirname(argv[0]))
-    runpy.run_path(argv[0], run_name="__main__")
+    sys.path.insert(0, os.path.dirname(argv[0]) or ROOT)
+    run = runpy.run_path if argv[0].endswith(".py") else runpy.run_module
+    run(argv[0], run_name="__main__")

@@ -9,7 +9,6 @@ import gc
 import json
 import os
 import sys
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,9 +17,9 @@ import torch.distributed as dist
 from datasets import Dataset
 from fsdp_on_cpu import allow_fsdp_on_cpu
 from peft import LoraConfig
-from tiny import VOCABULARY, build_tokenizer
+from tiny import VOCABULARY, build_config, build_tokenizer
 from torch.distributed.tensor import DTensor
-from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from transformers import Qwen3ForCausalLM
 
 from rloo_memory import share_prompts
 from rloo_memory.errors import leave
@@ -52,19 +51,7 @@ LOGGED = ("loss", "kl", "entropy", "reward", "clip_ratio/region_mean")
 
 def build_model(folder):
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        pad_token_id=0,
-        eos_token_id=1,
-        tie_word_embeddings=False,
-    )
-    model = Qwen3ForCausalLM(config).double()
+    model = Qwen3ForCausalLM(build_config(tie_word_embeddings=False)).double()
     for parameter in model.parameters():  # larger than usual: no gradient is near zero, no two tokens are near a tie
         torch.nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.2)
     model.save_pretrained(folder)
@@ -84,24 +71,15 @@ def reward(completion_ids, **kwargs):
     return [(sum(ids) + 5 * row) % 13 / 13 for row, ids in enumerate(completion_ids)]
 
 
-def full(tensor):
-    if hasattr(tensor, "ds_id"):
-        return with_deepspeed.full(tensor)
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+def trained_parameters(model):
+    """Whole, where they are sharded."""
 
+    def whole(parameter):
+        if hasattr(parameter, "ds_id"):
+            return with_deepspeed.full(parameter)
+        return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
 
-class Recorder(TrainerCallback):
-    def __init__(self):
-        self.gradients, self.logs = [], []
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        gradients = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-        if gradients:  # of ZeRO-3 they are recorded earlier
-            self.gradients.append(gradients)
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if "loss" in logs:
-            self.logs.append({name: float(logs[name]) for name in LOGGED if name in logs})
+    return {name: whole(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def train(
@@ -167,7 +145,6 @@ def train(
         **({} if zero3 is None else {"deepspeed": with_deepspeed.config(**zero3)}),
         **{"gradient_checkpointing": False, "bf16": False, **options},
     )
-    recorder = Recorder()
     instance = trainer_class(
         model=str(folder / "model"),
         reward_funcs=reward,
@@ -175,7 +152,6 @@ def train(
         processing_class=tokenizer,
         train_dataset=Dataset.from_dict({"prompt": dataset}),
         eval_dataset=Dataset.from_dict({"prompt": dataset[:3]}) if evaluate else None,
-        callbacks=[recorder],
         peft_config=LoraConfig(r=4, lora_alpha=64, target_modules="all-linear") if lora else None,
     )
     if any(sharing.values()):
@@ -200,22 +176,17 @@ def train(
             return [[*ids, 30 + row % 2] for row, ids in enumerate(prompt_ids)], *others
 
         instance._tokenize_prompts = tokenize_differently
-    before = {name: full(p) for name, p in instance.model.named_parameters()}
-    checkpoint = str(folder / "out" / f"checkpoint-{resume}") if resume else None
-    with nullcontext() if zero3 is None else with_deepspeed.recording(instance, recorder.gradients):
-        instance.train(resume_from_checkpoint=checkpoint)
+    before = trained_parameters(instance.model)
+    instance.train(resume_from_checkpoint=str(folder / "out" / f"checkpoint-{resume}") if resume else None)
     if evaluate:
-        metrics = instance.evaluate()
-        recorder.logs.append({name: metrics[f"eval_{name}"] for name in LOGGED if f"eval_{name}" in metrics})
+        instance.evaluate()
+    logs = [
+        {name: log[name] for name in log if name.removeprefix("eval_") in LOGGED} for log in instance.state.log_history
+    ]
     both = [None, None]
     dist.all_gather_object(both, completions)
-    return {
-        "logs": recorder.logs,
-        "gradients": recorder.gradients,
-        "before": before,
-        "after": {name: full(p) for name, p in instance.model.named_parameters()},
-        "completions": both,
-    }
+    after = trained_parameters(instance.model)
+    return {"logs": [log for log in logs if log], "before": before, "after": after, "completions": both}
 
 
 def main():

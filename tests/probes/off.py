@@ -3,7 +3,7 @@
     off.py TREE
 
 Completions end at different lengths, so rows are padded on both sides. Prints for each trainer what was logged, the
-lengths, and the parameters (float32, base64).
+lengths, the parameters (float32, base64), and whether attention has dropout without and with `disable_dropout`.
 """
 
 import base64
@@ -16,26 +16,24 @@ import tiny
 import torch
 
 
-def train(name):
+def train(name, folder):
     lengths = []
 
     def reward(completion_ids, **kwargs):
         lengths.append([len(ids) for ids in completion_ids])
         return tiny.reward(completion_ids)
 
-    with tempfile.TemporaryDirectory() as folder:
-        tiny.build_model().save_pretrained(folder)
-        trainer = tiny.build_trainer(
-            name,
-            folder,
-            reward,
-            max_steps=3,
-            num_iterations=2,
-            gradient_accumulation_steps=2,
-            per_device_train_batch_size=16,
-            max_completion_length=24,
-        )
-        trainer.train()
+    trainer = tiny.build_trainer(
+        name,
+        folder,
+        reward,
+        max_steps=3,
+        num_iterations=2,
+        gradient_accumulation_steps=2,
+        per_device_train_batch_size=16,
+        max_completion_length=24,
+    )
+    trainer.train()
     logs = [
         {key: value for key, value in log.items() if "time" not in key and "per_second" not in key}
         for log in trainer.state.log_history
@@ -45,7 +43,17 @@ def train(name):
         "logs": logs,
         "lengths": lengths,
         "parameters": base64.b64encode(parameters.numpy().tobytes()).decode(),
+        "dropout": [has_dropout(name, folder, disable) for disable in (False, True)],
     }
+
+
+def has_dropout(name, folder, disable):
+    """In a model whose attention has a probability in place of a layer."""
+    dropout = {"model_init_kwargs": {"attention_dropout": 0.1}, "disable_dropout": disable}
+    model = tiny.build_trainer(name, folder, **dropout).model.train()
+    ids, mask, _ = tiny.build_batch()
+    first, second = (model(input_ids=ids, attention_mask=mask).logits for _ in range(2))
+    return not torch.equal(first, second)
 
 
 if __name__ == "__main__":
@@ -54,4 +62,6 @@ if __name__ == "__main__":
     import trl
 
     assert trl.__file__.startswith(sys.argv[1]), trl.__file__
-    print(json.dumps({name: train(name) for name in ("RLOO", "GRPO")}))
+    with tempfile.TemporaryDirectory() as folder:
+        tiny.build_model().save_pretrained(folder)
+        print(json.dumps({name: train(name, folder) for name in ("RLOO", "GRPO")}))

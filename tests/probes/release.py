@@ -24,20 +24,13 @@ from rloo_memory.plan import __main__ as plan
 from rloo_memory.plan import doctor
 from rloo_memory.plan.ask import predict
 from rloo_memory.settings import profiles
+from tests.small_profile import small_profile
 
 MODEL = "--model tiny-qwen3 --prompt 200 --completion 32 --k 4"
-PROFILE = """num_generations: 4
-per_device_train_batch_size: 2
-gradient_accumulation_steps: 2
-gradient_checkpointing_kwargs: {every_n_layers: 2}
-prompt_tokens: 200
-max_completion_length: 8
-max_steps: 2
-bf16: false
-report_to: none
-save_strategy: "no"
-disable_tqdm: true
-"""
+PROFILE = small_profile(
+    4, 8, prompt_tokens=200, max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+    gradient_checkpointing_kwargs={"every_n_layers": 2},
+)  # fmt: skip
 
 
 def said(main, words: str) -> str:

@@ -1,4 +1,4 @@
-"""Runs upstream's tests of ours on one tree of TRL, in a folder that upstream_fixtures.py has filled.
+"""Runs upstream's tests of ours on one tree of TRL, in a folder that tests/tiny_hub.py has filled.
 
 upstream_tests.py FOLDER TREE TEST ...
 """

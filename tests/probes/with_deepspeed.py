@@ -1,9 +1,6 @@
 """DeepSpeed ZeRO-3 as the probes train with it, and what of it they look at."""
 
-from contextlib import contextmanager
-
 import deepspeed
-from deepspeed.utils import safe_get_full_grad
 
 
 def config(**settings):
@@ -21,21 +18,3 @@ def config(**settings):
 def full(parameter):
     with deepspeed.zero.GatheredParameters([parameter]):
         return parameter.detach().clone()
-
-
-@contextmanager
-def recording(trainer, gradients):
-    """Before each step of the optimizer, append the gradients by name."""
-    step = deepspeed.DeepSpeedEngine.step
-
-    def record_and_step(engine, *args, **kwargs):
-        if engine.is_gradient_accumulation_boundary():
-            trained = [(name, p) for name, p in trainer.model.named_parameters() if p.requires_grad]
-            gradients.append({name: safe_get_full_grad(p).clone() for name, p in trained})
-        return step(engine, *args, **kwargs)
-
-    deepspeed.DeepSpeedEngine.step = record_and_step
-    try:
-        yield
-    finally:
-        deepspeed.DeepSpeedEngine.step = step

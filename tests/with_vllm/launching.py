@@ -6,26 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from small_profile import small_profile
+
 ROOT = Path(__file__).resolve().parents[2]
-PROFILE = """
-algorithm: grpo
-dtype: float32
-bf16: false
-use_vllm: true
-vllm_max_model_length: 512
-prefix_sharing: true
-num_generations: 4
-per_device_train_batch_size: 2
-gradient_accumulation_steps: 2
-max_completion_length: 8
-max_steps: 2
-save_steps: 2
-prompt_tokens: 48
-logging_steps: 1
-learning_rate: 1.0e-3
-report_to: none
-disable_tqdm: true
-"""
+PROFILE = small_profile(
+    4, 8, algorithm="grpo", use_vllm=True, vllm_max_model_length=512, prefix_sharing=True,
+    per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2, save_strategy="steps", save_steps=2,
+    prompt_tokens=48, logging_steps=1, learning_rate=1e-3,
+)  # fmt: skip
 
 
 def start(model: Path, folder: Path, *settings: str) -> subprocess.Popen:

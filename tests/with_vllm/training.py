@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import vllm_on_cpu
 
@@ -150,9 +151,7 @@ def trainer_of(case: Case, sharing: bool, model: Path, more: dict):
         from fsdp_on_cpu import allow_fsdp_on_cpu
 
         allow_fsdp_on_cpu()
-    Config, Trainer = {
-        "rloo": (trl.RLOOConfig, trl.RLOOTrainer), "grpo": (trl.GRPOConfig, trl.GRPOTrainer)
-    }[case.algorithm]  # fmt: skip
+    Config, Trainer = (getattr(trl, case.algorithm.upper() + kind) for kind in ("Config", "Trainer"))
     processor = (AutoProcessor if case.images else AutoTokenizer).from_pretrained(model, padding_side="left")
     dataset = rows(case)
     if case.tools:
@@ -178,17 +177,17 @@ def train(
 ) -> Trained:
     """Trains in this process. `change` may spoil the trainer first; `more` are settings."""
     trainer = trainer_of(case, sharing, model, more)
-    tokens, apart, passes = [], [], []
+    tokens, apart = [], []
     watch_rollouts(trainer, tokens, apart)
     change(trainer)
     before = parameters(trainer)
-    with counted_passes(passes):
+    with counted_passes() as passes:
         trainer.train()
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         vllm_on_cpu.forget_processes()
     evaluations = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
     kind = trainer.accelerator.distributed_type.value
-    return Trained(tokens, apart, before, parameters(trainer), len(passes), evaluations, kind)
+    return Trained(tokens, apart, before, parameters(trainer), passes.call_count, evaluations, kind)
 
 
 def parameters(trainer) -> dict:
@@ -228,21 +227,8 @@ def watch_rollouts(trainer, tokens: list, apart: list) -> None:
     engine.generate, trainer._generate_and_score_completions = generate, watched
 
 
-class counted_passes:
-    """Notes each forward in which prompts are shared."""
+def counted_passes():
+    """A mock that notes each forward in which prompts are shared."""
+    from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 
-    def __init__(self, passes: list):
-        from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
-
-        self.of = SharedPrefixPasses
-        self.forward, self.passes = self.of.forward, passes
-
-    def __enter__(self):
-        def forward(*args, **kwargs):
-            self.passes.append(1)
-            return self.forward(*args, **kwargs)
-
-        self.of.forward = forward
-
-    def __exit__(self, *exception):
-        self.of.forward = self.forward
+    return mock.patch.object(SharedPrefixPasses, "forward", autospec=True, side_effect=SharedPrefixPasses.forward)
