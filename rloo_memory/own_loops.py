@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
+from rloo_memory.prefix_sharing.enabling import CannotShare, enable_prefix_sharing
 from rloo_memory.prefix_sharing.fsdp2 import FSDPModule
 from rloo_memory.prefix_sharing.images import MultimodalInputs
 from rloo_memory.prefix_sharing.lm_head import logits_of
@@ -143,7 +143,10 @@ def prepare(model: PreTrainedModel, shares_dropout: bool) -> None:
     causal_lm = model.get_base_model() if is_peft_model(model) else model
     drops = model.training and not shares_dropout and dropouts(model)
     if drops or "_prefix_sharing" not in vars(causal_lm.base_model):
-        enable_prefix_sharing(model, shares_dropout)
+        try:
+            enable_prefix_sharing(model, shares_dropout)
+        except CannotShare as refusal:
+            raise ValueError(refusal.reason) from None
 
 
 def is_one(ids) -> bool:

@@ -101,26 +101,30 @@ def enable_prefix_sharing(model: PreTrainedModel, shares_dropout: bool = False) 
         raise
 
 
-def _refuse(model: PreTrainedModel, reason: str):
-    raise ValueError(
-        f"`prefix_sharing=True` does not support {type(model).__name__} ({model.config.model_type}): {reason}"
-    )
+class CannotShare(ValueError):
+    """A model cannot share prompts exactly, for a `reason` that is a sentence, and what else can be done."""
+
+    def __init__(self, model: PreTrainedModel, reason: str, remedy: str):
+        name = f"{type(model).__name__} ({model.config.model_type})"
+        self.reason = f"{name} cannot share prompts: {reason}"
+        super().__init__(f"`prefix_sharing=True` does not support {name}: {reason}{remedy}")
+
+
+def _refuse(model: PreTrainedModel, reason: str, remedy: str = " Set `prefix_sharing=False`."):
+    raise CannotShare(model, reason, remedy)
 
 
 def _check_adapter(model, refuse: Callable[[str], None]) -> None:
     if model.active_peft_config.is_prompt_learning:
-        refuse(
-            f"{model.active_peft_config.peft_type} puts learned tokens in front of each sequence. Set "
-            "`prefix_sharing=False`."
-        )
+        refuse(f"{model.active_peft_config.peft_type} puts learned tokens in front of each sequence.")
     adapter = vars(model.active_peft_config)
     if adapter.get("alora_invocation_tokens") is not None:
-        refuse("aLoRA looks for its tokens in whole sequences. Set `prefix_sharing=False`.")
+        refuse("aLoRA looks for its tokens in whole sequences.")
     # Dropout that has layers is asked for there: `disable_dropout` may have switched it off
     parts_of_names = {part for name, _ in model.named_modules() for part in name.split(".")}
     for name, p in adapter.items():
         if "dropout" in name and isinstance(p, float) and p > 0 and name not in parts_of_names:
-            refuse(f"the completions of a prompt would share the adapter's dropout. Set its `{name}` ({p}) to 0.")
+            refuse(f"the completions of a prompt would share the adapter's dropout. Set its `{name}` ({p}) to 0.", "")
 
 
 def _check_layers(model: PreTrainedModel, mixers: list[nn.Module], refuse: Callable[[str], None]) -> None:
@@ -128,24 +132,25 @@ def _check_layers(model: PreTrainedModel, mixers: list[nn.Module], refuse: Calla
     implementation = text_config._attn_implementation
 
     if model.config.is_encoder_decoder or getattr(text_config, "cross_attention_layers", None):
-        refuse("only decoders without cross-attention can share a prompt. Set `prefix_sharing=False`.")
+        refuse("only decoders without cross-attention can share a prompt.")
     layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
     attending, with_state = layers_by_kind(text_config)
     if layer_types - SUPPORTED_LAYER_TYPES or not attending or {mixer.layer_idx for mixer in mixers} != with_state:
         with_state_types = sorted(layer_types - {"full_attention", "sliding_attention"})
-        refuse(f"it has layers of type {with_state_types}, whose state cannot be shared. Set `prefix_sharing=False`.")
+        refuse(f"it has layers of type {with_state_types}, whose state cannot be shared.")
     # transformers does not say so of models with a state. The comparison below finds attention that does not.
     if not (model._supports_attention_backend or mixers):
-        refuse("its attention does not go through `transformers.AttentionInterface`. Set `prefix_sharing=False`.")
+        refuse("its attention does not go through `transformers.AttentionInterface`.")
     if not is_softmax_attention(implementation):
         refuse(
             f"its attention implementation is {implementation!r}, which is not transformers' own, and need not be a "
-            "softmax of scores. Load the model with `attn_implementation='sdpa'`."
+            "softmax of scores. Load the model with `attn_implementation='sdpa'`.",
+            remedy="",
         )
     if any("dynamic" in x.get("rope_type", "") for x in rope_parameters(text_config)):
         refuse(
             "its rotary embedding (dynamic) depends on the length of the whole sequence, and on earlier ones, so the "
-            "prompt alone does not have the keys of the full sequence. Set `prefix_sharing=False`."
+            "prompt alone does not have the keys of the full sequence."
         )
 
 
@@ -157,11 +162,12 @@ def _check_dropout(model: PreTrainedModel, shares_dropout: bool, refuse: Callabl
                 continue
             shared = f"The completions of a prompt would share its dropout (that of `{name}` is {p})."
             if not isinstance(module, nn.Dropout):
-                refuse(f"load it with `{attribute}=0.0`, which `disable_dropout=True` does not do. {shared}")
+                refuse(f"load it with `{attribute}=0.0`, which `disable_dropout=True` does not do. {shared}", "")
             elif not shares_dropout:
                 refuse(
                     f"set `disable_dropout=True`, or for adapters `lora_dropout=0.0`. {shared} To have them do so, "
-                    "which is exact in the mean only, pass `shares_dropout=True` to `share_prompts`."
+                    "which is exact in the mean only, pass `shares_dropout=True`.",
+                    remedy="",
                 )
 
 
@@ -177,18 +183,18 @@ def _compare(model: PreTrainedModel, mixers: list[nn.Module], refuse: Callable[[
         if by_version and Version(transformers.__version__) < Version(_VERSION_OF_STATES):
             refuse(
                 f"layers with a state, and Gemma 4, need transformers {_VERSION_OF_STATES} or higher, but "
-                f"{transformers.__version__} is installed. Upgrade it, or set `prefix_sharing=False`."
+                f"{transformers.__version__} is installed. Upgrade it."
             )
-        refuse(f"a shared prompt fails in it ({type(exception).__name__}: {exception}). Set `prefix_sharing=False`.")
+        refuse(f"a shared prompt fails in it ({type(exception).__name__}: {exception}).")
     if error != 0:  # not a number, too
         refuse(
             f"hidden states behind a shared prompt differ from those of whole sequences by {error:.1%} (in training, "
-            "where noise counts, too). Set `prefix_sharing=False`."
+            "where noise counts, too)."
         )
     hidden_size = model.config.get_text_config().hidden_size
     for mixer in {type(mixer): mixer for mixer in mixers}.values():
         if ignores_state(mixer, Node(torch.arange(2)), hidden_size):
-            refuse(f"{type(mixer).__name__} does not start from the state of a prompt. Set `prefix_sharing=False`.")
+            refuse(f"{type(mixer).__name__} does not start from the state of a prompt.")
 
 
 def _shares_starts(model: PreTrainedModel) -> bool:
