@@ -10,6 +10,8 @@ import transformers
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
+from experiments.checks.family_check import prepared
+from experiments.checks.tiny_families import build, family
 from rloo_memory.prefix_sharing import enabling
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.nodes import Node
@@ -17,7 +19,6 @@ from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 
 from . import test_images as images
 from .test_passes import TRAINERS, load, make_inputs
-from .test_states import CONFIGS, build
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +38,7 @@ def make(name):
         inputs |= {"labels": labels, "fused_lm_head": True}
         options |= {"num_images": images.NUM_IMAGES}
     elif name == "states":
-        model = build(CONFIGS["mamba2"])
+        model = prepared(build(family("bamba")), torch.float32)
     else:
         model = load(WITH_WINDOWS if name == "windows" else MODEL_ID)
     enable_prefix_sharing(model.train())
@@ -238,7 +239,7 @@ class TestPrefixSharingFailures:
         monkeypatch.setattr(enabling, "error_of_passes", fail)
         monkeypatch.setattr(transformers, "__version__", "5.20.0")
         with pytest.raises(ValueError, match="need transformers 5.22.0 or higher, but 5.20.0 is installed"):
-            enable_prefix_sharing(build(CONFIGS["mamba2"]))
+            enable_prefix_sharing(build(family("bamba")))
 
     @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
     def test_trainer_with_a_forward_of_its_own(self, config_class, trainer_class, caplog):

@@ -6,7 +6,7 @@ from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 from rloo_memory.prefix_sharing.tree import Prompts, Tree
 
-from .test_offloading import count_layer_forwards, offload_on_cpu
+from .test_offloading import count_layer_forwards, get_act_offloading_ctx_manager
 from .test_passes import MODEL_IDS, TRAINERS, forward_whole_rows, load, make_inputs
 
 MODEL_ID = "tiny-Qwen2ForCausalLM-2.5"
@@ -75,7 +75,7 @@ class TestPrefixSharingMicroBatches:
 
         enable_prefix_sharing(model)
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        with offload_on_cpu(model):
+        with get_act_offloading_ctx_manager(model):
             forward_micro_batches(model, inputs, prompt_length, in_one_backward)
         assert_same_gradients(model, expected_grads)
 
