@@ -12,8 +12,8 @@ from rloo_memory.prefix_sharing.nodes import Node
 from rloo_memory.prefix_sharing.states import ReadStates, find_mixers, ignores_state
 
 REFUSED = {
-    **dict.fromkeys(("jamba", "zamba", "zamba2", "zaya"), "Layers "),
-    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "minimax"), "linear_attention"),
+    **dict.fromkeys(("zamba", "zamba2", "zaya"), "Layers "),
+    **dict.fromkeys(("jamba", "mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "minimax"), "linear_attention"),
     **dict.fromkeys(("rwkv", "xlstm"), "AttentionInterface"),
 }
 
