@@ -10,10 +10,10 @@ LONGROPE = {"original_max_position_embeddings": 72, "rope_parameters": {
     "long_factor": [1.5, 2.0, 3.0, 4.0],
 }}  # fmt: skip
 # Queries are scaled by their position
-SCALED = {"text_config": {"rope_parameters": {
+SCALED = {"rope_parameters": {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "original_max_position_embeddings": 8, "beta_fast": 32.0,
     "beta_slow": 1.0, "llama_4_scaling_beta": 0.5,
-}}}  # fmt: skip
+}}  # fmt: skip
 ATTENTION = {
     **{name: {} for name in (
         "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3_text", "phi3", "olmo2",
@@ -22,7 +22,7 @@ ATTENTION = {
         "qwen3_5", "internvl", "llava", "smolvlm", "glm4v",
     )},
     "phi3 longrope": LONGROPE,
-    "mistral3": SCALED,
+    "ministral3": SCALED,
 }  # fmt: skip
 STATES = (
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "bamba", "granitemoehybrid",

@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 
+import image_rows
 import pytest
 import torch
 import transformers
@@ -17,7 +18,6 @@ from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.nodes import Node
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 
-from . import test_images as images
 from .test_passes import TRAINERS, load, make_inputs
 
 pytestmark = pytest.mark.slow
@@ -31,12 +31,12 @@ def make(name):
     options = {"tokens_per_forward": 1}
     inputs, prompt_length = make_inputs()
     if name == "images":
-        model = images.make_model()
-        inputs, prompt_length = images.make_batch()
+        model = image_rows.build_with_images("qwen2_5_vl", torch.float32)
+        inputs, prompt_length, counts = image_rows.batch("qwen2_5_vl", model.config.image_token_id)
         labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
         labels[:, :prompt_length] = -100
         inputs |= {"labels": labels, "fused_lm_head": True}
-        options |= {"num_images": images.NUM_IMAGES}
+        options |= counts
     elif name == "states":
         model = prepared(build(family("bamba")), torch.float32)
     else:
@@ -107,7 +107,7 @@ class TestPrefixSharingFailures:
         counter = FailAtCall(last_projection(model), 0, error)
         with torch.no_grad():
             model(**inputs, passes=passes)
-        num_calls, num_prompts = -counter.number, 3 if name == "images" else 2
+        num_calls, num_prompts = -counter.number, 4 if name == "images" else 2
         counter.handle.remove()
         expected, expected_grads = step(model, inputs, passes)
 
