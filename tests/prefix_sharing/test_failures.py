@@ -236,10 +236,11 @@ class TestPrefixSharingFailures:
         def fail(*args, **kwargs):
             raise AttributeError("'RecordStates' object has no attribute 'has_previous_state'")
 
+        model = build(family("bamba"))
         monkeypatch.setattr(enabling, "error_of_passes", fail)
         monkeypatch.setattr(transformers, "__version__", "5.20.0")
         with pytest.raises(ValueError, match="need transformers 5.22.0 or higher, but 5.20.0 is installed"):
-            enable_prefix_sharing(build(family("bamba")))
+            enable_prefix_sharing(model)
 
     @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
     def test_trainer_with_a_forward_of_its_own(self, config_class, trainer_class, caplog):
