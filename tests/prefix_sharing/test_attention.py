@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 from transformers.models.gemma2 import modeling_gemma2 as gemma2
 
 from experiments.checks import flash_kernels
+from experiments.checks.tiny_families import build, family
 from rloo_memory.prefix_sharing import kernels, routing
 from rloo_memory.prefix_sharing.attention import attention_with_lse, shared_prefix_attention
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
@@ -345,23 +345,12 @@ class TestMasks:
 
     @pytest.mark.parametrize("window", [6, 12, 18])
     def test_layers_with_a_window_copy_no_prefix(self, window):
-        config = Gemma3TextConfig(
-            vocab_size=128,
-            hidden_size=16,
-            intermediate_size=32,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            sliding_window=window,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-            num_hidden_layers=3,
-        )
-        model = Gemma3ForCausalLM(config)
+        model = build(family("gemma3_text", sliding_window=window))
         enable_prefix_sharing(model)
         input_ids, attention_mask, prompt_length = make_batch()
         with layers_without_a_mask() as layers:
             SharedPrefixPasses(prompt_length).forward(model.model, input_ids, attention_mask)
-        assert layers == {0, 1, 2}
+        assert layers == set(range(model.config.num_hidden_layers))
 
     def test_what_a_window_costs_does_not_grow_with_prefix_and_completion(self):
         scores = []
