@@ -129,7 +129,8 @@ def compare(model) -> Result:
     except Exception as error:
         return Result(REFUSED, refusal(error))
     try:
-        errors = [error_of(found, truth) for found in ways(model, settings).values()]
+        results = {**ways(model, settings), **ways_of_whole_rows(model, settings)}
+        errors = [error_of(found, truth) for found in results.values()]
         # In micro-batches the router's loss is another one, with TRL's own as well: they are compared without it
         errors.append(error_of(run_micro_batches(model), run(model)))
     except Exception as error:
@@ -184,25 +185,26 @@ def router_settings(model) -> dict:
 
 
 def ways(model, settings: dict, inputs: dict | None = None) -> dict:
-    """What `run` gives for all completions together, for one at a time, and for two with gradient checkpointing; for
-    whole rows, two at a time; and for a pass that is TRL's own."""
+    """What `run` gives for all completions together, for one at a time, and for two with gradient checkpointing."""
     from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
-    from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
 
-    def found(passes):
-        return run(model, inputs, passes=passes, **settings)
+    def found(**bounds):
+        return run(model, inputs, passes=SharedPrefixPasses(PROMPT, **bounds), **settings)
 
-    results = {
-        "together": found(SharedPrefixPasses(PROMPT)),
-        "one at a time": found(SharedPrefixPasses(PROMPT, tokens_per_forward=1)),
-        "whole rows, two at a time": found(TokenBudgetPasses(PROMPT, 2 * (PROMPT + COMPLETION))),
-        "not shared": found(None),
-    }
+    results = {"together": found(), "one at a time": found(tokens_per_forward=1)}
     if model.supports_gradient_checkpointing:
         model.gradient_checkpointing_enable()
-        results["two, checkpointed"] = found(SharedPrefixPasses(PROMPT, completions_per_forward=2))
+        results["two, checkpointed"] = found(completions_per_forward=2)
         model.gradient_checkpointing_disable()
     return results
+
+
+def ways_of_whole_rows(model, settings: dict) -> dict:
+    """What `run` gives for rows that go two at a time, and for a pass that is TRL's own."""
+    from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
+
+    two = TokenBudgetPasses(PROMPT, 2 * (PROMPT + COMPLETION))
+    return {"two at a time": run(model, passes=two, **settings), "not shared": run(model, **settings)}
 
 
 def run_micro_batches(model, inputs: dict | None = None):
