@@ -67,7 +67,8 @@ def test_rounding_errors_are_no_larger_than_those_of_whole_rows(kind, precision)
             for way, of_batches in found["errors"].items()
         }
         whole = medians.pop("whole rows")
-        ratios.setdefault("decoded", {})[name] = found["decoded"]["shared"] / found["decoded"]["whole rows"]
+        if name not in EXPERTS:  # of a single batch
+            ratios.setdefault("decoded", {})[name] = found["decoded"]["shared"] / found["decoded"]["whole rows"]
         for way, errors in medians.items() if precision != "mixed float16" else ():
             for of, mine, theirs in zip(("tokens", "gradient"), errors, whole, strict=True):
                 ratios.setdefault(f"{way}: {of}", {})[name] = mine / theirs

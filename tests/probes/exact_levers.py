@@ -7,11 +7,10 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import tiny
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from experiments.checks.setup_trainer import build_trainer, text_dataset
-from rloo_memory import data, models
 from rloo_memory.launch.offload import keep_on_host
 from rloo_memory.plan.levers import LEVERS, applied
 from rloo_memory.plan.setups import Setup
@@ -55,20 +54,9 @@ def trained(setup: Setup, folder: Path, tokenizer, prompts, updates: int = 1) ->
     return torch.cat([parameter.detach().flatten().double() for parameter in trainer.model.parameters()])
 
 
-documents = data.load_documents("builtin")
-tokenizer = models.build_tokenizer(documents, 512)
-prompts = data.build_prompts(documents, tokenizer, PROMPT)
 with tempfile.TemporaryDirectory() as name:
     folder = Path(name)
-    hf_config = models.shape_config("tiny-qwen3", 512)
-    hf_config.pad_token_id, hf_config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(hf_config)
-    model.save_pretrained(folder)
-    before = torch.cat([parameter.detach().flatten().double() for parameter in model.parameters()])
-    hf_config.num_labels = 1
-    AutoModelForSequenceClassification.from_config(hf_config).save_pretrained(folder / "reward")
-    tokenizer.save_pretrained(folder / "reward")
+    before, hf_config, tokenizer, prompts = tiny.save_shape(folder, PROMPT)
     plain = trained(START, folder, tokenizer, prompts)
     update = (plain - before).abs().max()
     result = {"update": update.item()}

@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import tiny
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl.kernels import ChunkedLogProbFunction
 
 from experiments.checks.setup_trainer import build_trainer, text_dataset
-from rloo_memory import data, models
+from rloo_memory import models
 from rloo_memory.plan.setups import Setup
 from rloo_memory.plan.simulation.heads import FusedHead
 from rloo_memory.plan.simulation.simulate import Simulation
@@ -99,19 +99,10 @@ def trained(setup: Setup, folder: Path, tokenizer, prompts) -> list:
     return list(calls.seen)
 
 
-documents = data.load_documents("builtin")
-tokenizer = models.build_tokenizer(documents, 512)
-prompts = data.build_prompts(documents, tokenizer, PROMPT)
 result = {}
 with tempfile.TemporaryDirectory() as name:
     folder = Path(name)
-    hf_config = models.shape_config("tiny-qwen3", 512)
-    hf_config.pad_token_id, hf_config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(hf_config).save_pretrained(folder)
-    hf_config.num_labels = 1
-    AutoModelForSequenceClassification.from_config(hf_config).save_pretrained(folder / "reward")
-    tokenizer.save_pretrained(folder / "reward")
+    _, _, tokenizer, prompts = tiny.save_shape(folder, PROMPT)
     hf_config = models.shape_config("tiny-qwen3", 512)
     for name, setup in CASES.items():
         result[name] = [trained(setup, folder, tokenizer, prompts), simulated(setup, hf_config)]

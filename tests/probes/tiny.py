@@ -40,6 +40,25 @@ def build_reward_model():
     return AutoModelForSequenceClassification.from_config(build_config(num_labels=1)).eval()
 
 
+def save_shape(folder, prompt_tokens, vocabulary=512):
+    """The planner's smallest shape with random weights, and a reward model of that shape in a folder `reward`.
+    (weights, config, tokenizer, prompts)"""
+    from rloo_memory import data, models
+
+    documents = data.load_documents("builtin")
+    tokenizer = models.build_tokenizer(documents, vocabulary)
+    config = models.shape_config("tiny-qwen3", vocabulary)
+    config.pad_token_id, config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    config.num_labels = 1
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder / "reward")
+    tokenizer.save_pretrained(folder / "reward")
+    weights = torch.cat([parameter.detach().flatten().double() for parameter in model.parameters()])
+    return weights, config, tokenizer, data.build_prompts(documents, tokenizer, prompt_tokens)
+
+
 def reward(completion_ids, **kwargs):
     return [len(set(ids)) / 10 for ids in completion_ids]
 
