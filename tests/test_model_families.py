@@ -32,7 +32,6 @@ sys.exit(model_families.main({list(arguments)!r}))
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
-@pytest.mark.torch
 def test_each_name_of_both_mappings_is_on_the_page():
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -62,7 +61,6 @@ def verdicts(names):
 
 
 @pytest.mark.slow
-@pytest.mark.torch
 def test_a_fifteenth_of_the_page_comes_out_again():
     """`make evidence` makes all of it."""
     names = sorted(name for heading in HEADING.values() for name in SECTIONS[heading] if name[0].isupper())[::15]
@@ -93,7 +91,6 @@ for owner, name, broken in (
 
 
 @pytest.mark.slow
-@pytest.mark.torch
 def test_what_is_not_exact_is_said_and_fails_the_command():
     result = survey("--only", "MistralForCausalLM", before=BREAK)
     assert result.returncode == 0, result.stderr
@@ -102,7 +99,6 @@ def test_what_is_not_exact_is_said_and_fails_the_command():
     assert result.stderr.count("not exact: MistralForCausalLM") == 2
 
 
-@pytest.mark.torch
 def test_an_unknown_family_is_named(capsys):
     assert model_families.main(["--only", "lama"]) == 2 and "llama" in capsys.readouterr().err
     assert model_families.main(["--only", "llama", "--write", "x.md"]) == 2

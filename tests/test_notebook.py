@@ -10,7 +10,6 @@ from experiments.config import ROOT
 
 
 @pytest.mark.slow
-@pytest.mark.torch
 def test_the_notebook_trains_and_shares(tmp_path):
     cells = json.loads((ROOT / "examples" / "share_prompts.ipynb").read_text())["cells"]
     programs = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]

@@ -17,7 +17,6 @@ def test_a_run_records_its_patches_its_passes_and_its_phases(train):
     assert phases == [("load", 0)] + [(phase, step) for step in (1, 2) for phase in ["generate", "score", *updates]]
 
 
-@pytest.mark.torch
 def test_a_run_in_micro_batches_takes_two_completions_at_a_time(policy, tmp_path):
     from transformers import AutoTokenizer
 

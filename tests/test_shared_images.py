@@ -1,65 +1,167 @@
-"""Prefix sharing for prompts with images. The probes run in their own processes."""
+"""Prefix sharing for prompts with images."""
+
+import functools
+from unittest import mock
 
 import pytest
+import torch
+from image_rows import FAMILIES, ROWS_PER_PROMPT, Encoded, batch, build_with_images, run, tower
 from rounding import is_no_larger
+from transformers import GenerationConfig
 
+from experiments.checks.family_check import error, forced_token, in_float64
+from experiments.checks.float64 import pure_float64
 from experiments.checks.model_families import WITH_IMAGES
+from rloo_memory.prefix_sharing import images as prefix_images
+from rloo_memory.prefix_sharing import tree
+from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
+from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
+from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 
-FAMILIES = {
-    "gemma3", "gemma4", "gemma4-blocks", "mistral3", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5", "glm4v",
-    "internvl", "llava", "smolvlm",
-}  # fmt: skip
-ROWS_PER_PROMPT = 3
 TOLERANCE = 1e-10  # relative, in float64, which has 1e-16 a step
+of_each_family = pytest.mark.parametrize("family", FAMILIES)
+SETTINGS = (
+    # (gradient checkpointing, tower trained, settings)
+    (False, True, {}),
+    (False, True, {"tokens_per_forward": 1}),
+    (False, False, {"completions_per_forward": 2}),
+    (True, True, {"completions_per_forward": 2}),
+    (True, True, {"tokens_per_forward": 9}),
+)
 
 
 def test_the_page_of_model_families_names_those_tried_with_images():
-    tried = {name.replace("_", "").replace(".", "") for name in WITH_IMAGES}
-    assert tried == {name.replace("-", "").replace(".", "") for name in FAMILIES - {"gemma4-blocks"}}
+    assert set(WITH_IMAGES) == FAMILIES.keys() - {"gemma4-blocks"}
 
 
-def test_scores_and_gradients_are_those_of_whole_rows_and_each_image_is_encoded_once(probe):
-    """Of all parameters, and of the vision tower alone, trained and frozen, with and without checkpointing."""
-    result = probe("shared_images", "scores")
-    assert result.keys() == FAMILIES
-    for family, errors in result.items():
-        assert errors["tower_gradient_norm"] > 1, f"{family}: no image matters, the test would be empty"
-        assert max(*errors["tokens"], *errors["gradient"], *errors["tower_gradient"]) <= TOLERANCE, (family, errors)
-        assert errors["encoded"] == pytest.approx([1 / ROWS_PER_PROMPT] * len(errors["encoded"])), (family, errors)
+@pytest.mark.parametrize("alike", [False, True])
+@of_each_family
+def test_scores_and_gradients_are_those_of_whole_rows_and_each_image_is_encoded_once(family, alike, monkeypatch):
+    """Of all parameters, and of the vision tower alone, trained and frozen, with and without checkpointing. The text
+    that all prompts begin with can go through the model before them."""
+    monkeypatch.setattr(tree, "MIN_SAVED_TOKENS", 20)
+    with in_float64():
+        model = build_with_images(family, torch.float64)
+        inputs, prompt, counts = batch(family, model.config.image_token_id, start=20 if alike else 0)
+        encoded, lengths = Encoded(model), []
+        truth = {trained: run_trained(model, inputs, prompt, trained) for trained in (False, True)}
+        assert truth[True][2].norm() > 1, "no image matters: the test would be empty"
+        whole = encoded.since() / 2
+        enable_prefix_sharing(model)
+        model.base_model.get_decoder().register_forward_hook(
+            lambda module, args, output: lengths.append(output.last_hidden_state.shape[1])
+        )
+        for checkpointing, trained, settings in SETTINGS:
+            if checkpointing:
+                model.gradient_checkpointing_enable()
+            passes = SharedPrefixPasses(prompt, **settings, **counts)
+            got = run_trained(model, inputs, prompt, trained, passes=passes)
+            model.gradient_checkpointing_disable()
+            assert encoded.since() == pytest.approx(whole / ROWS_PER_PROMPT)
+            for mine, theirs in zip(got, truth[trained], strict=True):
+                assert (error(mine, theirs) if theirs.norm() > 0 else mine.norm()) <= TOLERANCE
+    # But where tokens of an image see those behind them
+    assert (lengths[0] == 21) == (alike and family not in ("gemma3", "gemma4-blocks"))
+
+
+def run_trained(model, inputs, prompt, trained, **shared):
+    tower(model).requires_grad_(trained)
+    return run(model, inputs, prompt, **shared)
+
+
+def decode(model, inputs, prompt, generate):
+    """Logits of five steps, of shape (steps, rows, vocabulary). What is written differs between rows."""
+    config = GenerationConfig(
+        max_new_tokens=5, min_new_tokens=5, do_sample=False, pad_token_id=0, eos_token_id=1, disable_compile=True,
+        return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    of_tokens = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+    inputs = {name: x[:, :prompt] if name in of_tokens else x for name, x in inputs.items()}
+    with torch.no_grad():
+        return torch.stack(generate(model, **inputs, generation_config=config).logits)
 
 
 @pytest.mark.slow
-def test_decoding_gives_the_logits_of_whole_rows_and_each_image_is_encoded_once(probe):
-    result = probe("shared_images", "decodes")
-    assert result.keys() == FAMILIES
-    for family, errors in result.items():
-        assert max(errors["logits"]) <= TOLERANCE, (family, errors)
-        assert errors["encoded"] == pytest.approx([1 / ROWS_PER_PROMPT] * len(errors["encoded"])), (family, errors)
+@of_each_family
+def test_decoding_gives_the_logits_of_whole_rows_and_each_image_is_encoded_once(family):
+    with in_float64():
+        model = build_with_images(family, torch.float64).eval()
+        inputs, prompt, counts = batch(family, model.config.image_token_id)
+        encoded = Encoded(model)
+        whole_generate = functools.partial(type(model).generate, prefix_allowed_tokens_fn=forced_token)
+        truth = decode(model, inputs, prompt, whole_generate)
+        whole = encoded.since()
+        enable_prefix_sharing(model)
+        model.generate = functools.partial(whole_generate, model)
+        for options in (counts, dict(group_size=ROWS_PER_PROMPT, **counts)):
+            logits = decode(model, inputs, prompt, functools.partial(generate_with_shared_prefix, **options))
+            assert error(logits, truth) <= TOLERANCE
+            assert encoded.since() == pytest.approx(whole / ROWS_PER_PROMPT)
 
 
 @pytest.mark.slow
-def test_in_half_precision_the_error_is_no_larger_than_that_of_whole_rows(probe):
-    """bfloat16 weights against the same rounded weights in float64."""
-    families = ("gemma3", "gemma4-blocks", "qwen2.5-vl", "qwen3.5", "internvl", "smolvlm")
-    result = probe("shared_images", "half-precision", *families)
-    for kind in ("tokens", "gradient", "tower_gradient"):
-        assert is_no_larger({family: ratios[kind] for family, ratios in result.items()}), (kind, result)
+def test_in_half_precision_the_error_is_no_larger_than_that_of_whole_rows():
+    """bfloat16 weights against the same rounded weights in float64: root mean squares over some batches, as the
+    rounding errors of one are a small sample."""
+    ratios = {"tokens": {}, "gradient": {}, "tower gradient": {}}
+    for family in ("gemma3", "gemma4-blocks", "qwen2_5_vl", "qwen3_5", "internvl", "smolvlm"):
+        model = build_with_images(family, torch.bfloat16)
+        exact = build_with_images(family, torch.bfloat16).double()
+        errors = {False: [], True: []}
+        for shared, seeds in errors.items():
+            if shared:
+                enable_prefix_sharing(model)
+            for seed in range(5):
+                inputs, prompt, counts = batch(family, model.config.image_token_id, seed)
+                with pure_float64():
+                    truth = run(exact, inputs, prompt)
+                passes = SharedPrefixPasses(prompt, completions_per_forward=2, **counts) if shared else None
+                got = run(model, inputs, prompt, passes=passes)
+                seeds.append([error(*pair) for pair in zip(got, truth, strict=True)])
+        whole, shared = (torch.tensor(values).square().mean(0).sqrt() for values in errors.values())
+        for found, ratio in zip(ratios.values(), (shared / whole).tolist(), strict=True):
+            found[family] = ratio
+    assert all(map(is_no_larger, ratios.values())), ratios
 
 
-def test_what_cannot_be_shared_is_refused_with_the_place_and_a_remedy(probe):
-    """Images in completions and inputs that nobody knows: the patch's own tests."""
-    result = probe("shared_images", "refusals")
-    expected = {
-        "no counts": ["num_images"],
-        "positions": ["position_ids"],
-        "generation behind an image": ["prompt of row 1", "ends with an image", "text behind the image"],
-        "more images than counted": ["`pixel_values` has 5 entries", "4 rows"],
-        "sharded, a prompt without an image": ["prompt of row 3", "FSDP", "prefix_sharing=False"],
-    }
-    assert result.pop("fine") is None
-    assert result.keys() == expected.keys()
-    for name, words in expected.items():
-        assert all(word in (result[name] or "") for word in words), (name, result[name])
+class TestRefusals:
+    @pytest.fixture
+    def model(self):
+        model = build_with_images("qwen2_5_vl", torch.float32)
+        enable_prefix_sharing(model)
+        return model
+
+    def score(self, model, change=lambda inputs, prompt: None, **settings):
+        inputs, prompt, counts = batch("qwen2_5_vl", model.config.image_token_id)
+        change(inputs, prompt)
+        run(model, inputs, prompt, passes=SharedPrefixPasses(prompt, **{**counts, **settings}))
+
+    def test_images_without_their_number(self, model):
+        with pytest.raises(ValueError, match="num_images"):
+            self.score(model, num_images=None)
+
+    def test_positions(self, model):
+        with pytest.raises(ValueError, match="position_ids"):
+            self.score(model, lambda inputs, prompt: inputs.update(position_ids=inputs["input_ids"]))
+
+    @pytest.mark.parametrize("column, words", [(0, "in prompts only"), (-1, "ends with an image")])
+    def test_an_image_behind_the_prefix(self, model, column, words):
+        def add_image(inputs, prompt):
+            inputs["input_ids"][3, prompt + column] = model.config.image_token_id
+
+        with pytest.raises(ValueError, match=words):
+            self.score(model, add_image)
+
+    def test_a_prompt_without_an_image_where_layers_are_sharded(self, model):
+        with mock.patch.object(prefix_images, "FSDPModule", torch.nn.Linear):
+            with pytest.raises(ValueError, match="prompt of row 3.*FSDP.*prefix_sharing=False"):
+                self.score(model)
+
+    def test_generation_behind_an_image(self, model):
+        inputs, prompt, counts = batch("qwen2_5_vl", model.config.image_token_id)
+        inputs["input_ids"][1, prompt - 1] = model.config.image_token_id
+        with pytest.raises(ValueError, match="prompt of row 1.*ends with an image.*text behind the image"):
+            decode(model, inputs, prompt, functools.partial(generate_with_shared_prefix, **counts))
 
 
 @pytest.mark.slow
@@ -69,13 +171,13 @@ def test_training_runs_are_the_same_and_encode_each_prompts_images_once(probe, t
     the reference and generation. Stock encodes every image four times in each of them."""
     result = probe("shared_images_trainer", trainer)
     assert len(result) == {"rloo": 8, "grpo": 5}[trainer]
-    for name, run in result.items():
-        assert "error" not in run, (name, run)
-        assert run["logs"] <= 1e-9 and run["parameters"] <= 1e-9, (name, run)
-        assert run["encoded"] == (pytest.approx(1 / 4) if "text alone" not in name else None), (name, run)
-        assert max(run["grad_norms"]) > 1e-3, (name, run)
+    for name, training in result.items():
+        assert "error" not in training, (name, training)
+        assert training["logs"] <= 1e-9 and training["parameters"] <= 1e-9, (name, training)
+        assert training["encoded"] == (pytest.approx(1 / 4) if "text alone" not in name else None), (name, training)
+        assert max(training["grad_norms"]) > 1e-3, (name, training)
     # Behind what all prompts begin with, but where tokens of an image see those behind them
-    assert {name for name, run in result.items() if run["starts"]} == {
+    assert {name for name, training in result.items() if training["starts"]} == {
         "rloo": {"rloo qwen3-vl, some without", "rloo qwen3-vl, one of 4 a micro-batch"},
         "grpo": {"grpo internvl, two of 4 a micro-batch"},
     }[trainer]

@@ -4,14 +4,16 @@ Whole rows are TRL's own pass of the same model, before prefix sharing is enable
 """
 
 import re
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from experiments.checks.float64 import pure_float64
-from experiments.checks.tiny_families import FIRST_TOKEN, LAST_TOKEN, Family, build
+from experiments.checks.tiny_families import FIRST_TOKEN, LAST_TOKEN, WINDOW, Family, build
 
 PROMPT, COMPLETION = 70, 7  # linear attention computes in chunks of 64 tokens
 LEFT_PADDING, LENGTHS = 5, (7, 3, 1, 5, 0, 2)
-NEW_TOKENS = 4
+NEW_TOKENS = WINDOW + 2
+ORDER = (0, 3, 1, 4, 5, 2)  # of rows that decode, in which the prompts are mixed
 TOLERANCE = 1e-10  # relative, and 1e5 times what float64 rounds off
 
 SHARED, REFUSED, WRONG, FAILS, UNTRIED, OTHER = "shared", "refused", "WRONG", "FAILS", "not tried", "other"
@@ -30,8 +32,6 @@ class Result:
 
 def check(family: Family, attention: str | None = None) -> Result:
     """Try prefix sharing on a family, with the named implementation of attention."""
-    import torch
-
     try:
         if kind := other_kind(family):
             return Result(OTHER, kind)
@@ -46,24 +46,77 @@ def check(family: Family, attention: str | None = None) -> Result:
             return Result(OTHER, "attention to later tokens")
     except Exception as error:
         return Result(UNTRIED, f"TRL without sharing fails: {said(error)}")
+    with in_float64():
+        return compare(model)
+
+
+@contextmanager
+def in_float64():
+    """What is made in here is in float64, too."""
+    import torch
+
     torch.set_default_dtype(torch.float64)
     try:
         with pure_float64():
-            return compare(model)
+            yield
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def prepared(model, dtype):
+    """The model as it is compared, before prefix sharing is enabled."""
+    from experiments.fused_head import add_fused_lm_head
+
+    model.train().set_experts_implementation("eager")  # the others do not know float64
+    add_fused_lm_head(model.to(dtype), temperature=0.9, outputs=("log_probs", "entropy"))
+    return model
+
+
+def errors_beside_float64(family: Family, dtype, autocast=None, device: str = "cpu", seeds=(7,)) -> dict:
+    """Errors of whole rows and of the ways to share, of tokens and gradient in each batch, and of decoded logits,
+    beside those of the same weights in float64 on the host."""
+    import torch
+
+    from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
+
+    model = prepared(build(family), dtype)
+    with in_float64():
+        exact = prepared(build(family), torch.float64)
+        exact.load_state_dict({name: x.double() for name, x in model.state_dict().items()}, strict=False)
+        truths, decoded = [run(exact, batch(seed)) for seed in seeds], generate(exact, forced=True)
+    precision = nullcontext() if autocast is None else torch.autocast(device, autocast)
+    errors, logits = {}, {}
+    model.to(device)
+    for shared in (False, True):
+        if shared:
+            enable_prefix_sharing(model)
+        for seed, truth in zip(seeds, truths, strict=True):
+            with precision:
+                found = {"whole rows": run(model, batch(seed))}
+                if shared:
+                    found = {**ways(model, {}, batch(seed)), "micro-batches": run_micro_batches(model, batch(seed))}
+            for way, got in found.items():
+                errors.setdefault(way, []).append(error_of(got, truth))
+        with precision:
+            logits["shared" if shared else "whole rows"] = generate(model, shared, forced=True)
+    for found in (decoded, *logits.values()):
+        if isinstance(found, str):
+            raise RuntimeError(found)
+    return {
+        "errors": errors,
+        "decoded": {way: error(found, decoded) for way, found in logits.items()},
+        "decoded beside whole rows": error(logits["shared"], logits["whole rows"]),
+    }
 
 
 def compare(model) -> Result:
     """Prefix sharing on a model, and TRL's own pass."""
     import torch
 
-    from experiments.fused_head import add_fused_lm_head
     from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 
     try:
-        model.set_experts_implementation("eager")  # the others do not know float64
-        add_fused_lm_head(model.double(), temperature=0.9, outputs=("log_probs", "entropy"))
+        prepared(model, torch.float64)
         settings = router_settings(model)
         truth, again = run(model, **settings), run(model, **settings)
     except Exception as error:
@@ -76,7 +129,8 @@ def compare(model) -> Result:
     except Exception as error:
         return Result(REFUSED, refusal(error))
     try:
-        errors = [error_of(found, truth) for found in ways(model, settings).values()]
+        results = {**ways(model, settings), **ways_of_whole_rows(model, settings)}
+        errors = [error_of(found, truth) for found in results.values()]
         # In micro-batches the router's loss is another one, with TRL's own as well: they are compared without it
         errors.append(error_of(run_micro_batches(model), run(model)))
     except Exception as error:
@@ -130,22 +184,30 @@ def router_settings(model) -> dict:
     return settings
 
 
-def ways(model, settings: dict) -> dict:
+def ways(model, settings: dict, inputs: dict | None = None) -> dict:
     """What `run` gives for all completions together, for one at a time, and for two with gradient checkpointing."""
     from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 
-    def found(size):
-        return run(model, passes=SharedPrefixPasses(PROMPT, size), **settings)
+    def found(**bounds):
+        return run(model, inputs, passes=SharedPrefixPasses(PROMPT, **bounds), **settings)
 
-    results = {"together": found(None), "one at a time": found(1)}
+    results = {"together": found(), "one at a time": found(tokens_per_forward=1)}
     if model.supports_gradient_checkpointing:
         model.gradient_checkpointing_enable()
-        results["two, checkpointed"] = found(2)
+        results["two, checkpointed"] = found(completions_per_forward=2)
         model.gradient_checkpointing_disable()
     return results
 
 
-def run_micro_batches(model):
+def ways_of_whole_rows(model, settings: dict) -> dict:
+    """What `run` gives for rows that go two at a time, and for a pass that is TRL's own."""
+    from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
+
+    two = TokenBudgetPasses(PROMPT, 2 * (PROMPT + COMPLETION))
+    return {"two at a time": run(model, passes=two, **settings), "not shared": run(model, **settings)}
+
+
+def run_micro_batches(model, inputs: dict | None = None):
     """What `run` gives, of one completion a micro-batch and without the router's loss."""
     import torch
 
@@ -153,34 +215,37 @@ def run_micro_batches(model):
     from rloo_memory.prefix_sharing.tree import Prompts, Tree
 
     model.zero_grad()
-    tree, tokens = Tree.of(Prompts.of(*(x[:, :PROMPT] for x in batch())), rows_per_backward=1), []
+    inputs = batch() if inputs is None else inputs
+    prompts = Prompts.of(*(inputs[name][:, :PROMPT] for name in ("input_ids", "attention_mask")))
+    tree, tokens = Tree.of(prompts, rows_per_backward=1), []
     for row in range(len(LENGTHS)):
-        own, loss = scored(model, slice(row, row + 1), passes=SharedPrefixPasses(PROMPT, tree=tree, first_row=row))
+        passes = SharedPrefixPasses(PROMPT, tree=tree, first_row=row)
+        own, loss = scored(model, inputs, PROMPT, slice(row, row + 1), passes=passes)
         loss.backward()
         tree.leave(row + 1)
         tokens.append(own)
     return torch.cat(tokens, dim=1), gradient_of(model)
 
 
-def batch(device="cpu"):
+def batch(seed: int = 7) -> dict:
     """Two prompts, one behind padding, with three completions each, one of which has no token."""
     import torch
 
-    torch.manual_seed(7)
+    torch.manual_seed(seed)
     ids = torch.randint(FIRST_TOKEN, LAST_TOKEN + 1, (6, PROMPT + COMPLETION))
     ids[:3, :PROMPT], ids[3:, :PROMPT] = ids[0, :PROMPT], ids[3, :PROMPT]
     mask = torch.ones_like(ids)
     mask[3:, :LEFT_PADDING] = 0
     for row, length in enumerate(LENGTHS):
         mask[row, PROMPT + length :] = 0
-    return ids.to(device), mask.to(device)
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 def sees_later_tokens(model) -> bool:
     """Whether the last token of a sequence changes the hidden states before it."""
     import torch
 
-    ids = batch()[0][:1]
+    ids = batch()["input_ids"][:1]
     other = ids.clone()
     other[0, -1] = FIRST_TOKEN if ids[0, -1] != FIRST_TOKEN else LAST_TOKEN
     with torch.no_grad():
@@ -188,26 +253,28 @@ def sees_later_tokens(model) -> bool:
     return bool((states[0] - states[1]).norm() > 1e-3 * states[0].norm())
 
 
-def run(model, **settings):
-    """(log-probabilities and entropies, gradient of all parameters) of a pass of the batch."""
+def run(model, inputs: dict | None = None, prompt: int = PROMPT, **settings):
+    """(log-probabilities and entropies, gradient of all parameters) of a pass of the batch, or of other inputs that
+    have so many columns of prompts."""
     model.zero_grad()
-    tokens, loss = scored(model, slice(None), **settings)
+    tokens, loss = scored(model, batch() if inputs is None else inputs, prompt, **settings)
     loss.backward()
     return tokens, gradient_of(model)
 
 
-def scored(model, rows: slice, **settings):
-    """(log-probabilities and entropies, their weighted sum with the router's loss) of some rows of the batch."""
+def scored(model, inputs: dict, prompt: int, rows: slice = slice(None), **settings):
+    """(log-probabilities and entropies, their weighted sum with the router's loss) of some rows of the inputs."""
     import torch
 
-    ids, mask = batch(model.device)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
     labels = ids.masked_fill(mask == 0, -100)
-    labels[:, :PROMPT] = -100
-    weights = torch.linspace(-1, 1, len(ids) * COMPLETION).view(1, -1, COMPLETION)
+    labels[:, :prompt] = -100
+    columns = ids.shape[1] - prompt
+    weights = torch.linspace(-1, 1, len(ids) * columns).view(1, -1, columns)
     weights = (weights * torch.tensor([1.0, 0.1]).view(2, 1, 1)).to(model.device)
-    inputs = {"input_ids": ids[rows], "attention_mask": mask[rows], "labels": labels[rows]}
+    inputs = {name: x[rows].to(model.device) for name, x in {**inputs, "labels": labels}.items()}
     out = model(**inputs, fused_lm_head=True, **settings)
-    tokens = torch.stack([out.log_probs[:, -COMPLETION:], out.entropy[:, -COMPLETION:]])
+    tokens = torch.stack([out.log_probs[:, -columns:], out.entropy[:, -columns:]])
     return tokens.detach(), (tokens * weights[:, rows]).sum() + (0 if out.aux_loss is None else out.aux_loss)
 
 
@@ -217,34 +284,53 @@ def gradient_of(model):
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
 
 
-def error_of(got, truth) -> tuple[float, float]:
+def error(got, truth) -> float:
+    """Relative."""
+    got, truth = got.double().cpu(), truth.double().cpu()
+    return ((got - truth).norm() / truth.norm()).item()
+
+
+def error_of(got, truth) -> list[float]:
     """Relative errors of the tokens and of the gradient."""
-    pairs = [(x.double().cpu(), y.double().cpu()) for x, y in zip(got, truth, strict=True)]
-    return tuple(((x - y).norm() / y.norm()).item() for x, y in pairs)
+    return [error(x, y) for x, y in zip(got, truth, strict=True)]
 
 
-def generate(model, shared: bool = False, use_cache: bool = True):
-    """Logits of the steps of greedy decoding behind both prompts, or why it fails."""
+def generate(model, shared: bool = False, use_cache: bool = True, forced: bool = False):
+    """Logits of the steps of decoding behind both prompts, or why it fails: greedily, or of tokens that are `forced`,
+    and differ between rows."""
     import torch
     from transformers import GenerationConfig
 
     from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
 
-    ids, mask = batch(model.device)
     config = GenerationConfig(
         max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, eos_token_id=1,
         disable_compile=True, use_cache=use_cache, output_logits=True, return_dict_in_generate=True,
     )  # fmt: skip
-    inputs = {"input_ids": ids[:, :PROMPT], "attention_mask": mask[:, :PROMPT], "generation_config": config}
+    inputs = {name: x[list(ORDER), :PROMPT].to(model.device) for name, x in batch().items()}
+    whole = model.generate
+    if forced:
+
+        def model_generate(*args, **kwargs):
+            return whole(*args, prefix_allowed_tokens_fn=forced_token, **kwargs)
+
+        model.generate = model_generate
     model.eval()
     try:
         with torch.no_grad():
-            output = generate_with_shared_prefix(model, **inputs) if shared else model.generate(**inputs)
-    except Exception as error:
-        return said(error)
+            function = (lambda **kwargs: generate_with_shared_prefix(model, **kwargs)) if shared else model.generate
+            output = function(**inputs, generation_config=config)
+    except Exception as problem:
+        return said(problem)
     finally:
         model.train()
+        if forced:
+            del model.generate
     return torch.stack(output.logits)
+
+
+def forced_token(row: int, tokens) -> list[int]:
+    return [FIRST_TOKEN + (5 * row + len(tokens)) % 50]
 
 
 def compare_generation(model, cached) -> str:

@@ -13,6 +13,8 @@ from transformers.integrations import flex_attention
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
+from experiments.checks.flash_kernels import attend
+
 KERNELS = ("kernels-community/flash-attn2", "kernels-community/flash-attn3", "kernels-community/vllm-flash-attn3")
 
 
@@ -34,21 +36,9 @@ class FlashStandIn:
         if self.strict and query.dtype not in (torch.float16, torch.bfloat16):
             raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
         self.calls.update({"window": window != (-1, -1), "softcap": bool(softcap), "s_aux": s_aux is not None})
-        wide = torch.promote_types(query.dtype, torch.float32)
-        key, value = (x.to(wide).repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
-        scores = torch.einsum("qhd,khd->hqk", query.to(wide), key)
-        scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        back = torch.arange(len(query))[:, None] + len(key) - len(query) - torch.arange(len(key))
-        left, right = window
-        hidden = (back < 0) & causal
-        hidden |= (back > left) & (left >= 0)
-        hidden |= (-back > right) & (right >= 0)
-        scores = scores.masked_fill(hidden, -torch.inf)
-        if s_aux is not None:
-            scores = torch.cat([scores, s_aux.to(wide)[:, None, None].expand(-1, len(query), 1)], dim=-1)
-        return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(key)], value).to(query.dtype)
+        about = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "sink": s_aux}
+        output, _ = attend(*(x.transpose(0, 1)[None] for x in (query, key, value)), **about)
+        return output[0].transpose(0, 1).to(query.dtype)
 
     def varlen(
         self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,

@@ -24,6 +24,7 @@ from experiments.checks.family_check import (
     COMPLETION,
     FAILS,
     LEFT_PADDING,
+    NEW_TOKENS,
     OTHER,
     PROMPT,
     REFUSED,
@@ -59,13 +60,13 @@ rotary embedding is refused, whatever its class.
 Each class was tried as a tiny random model: two to six layers, one of each kind that its config has, width 32, windows
 of {window} tokens. Two prompts of {prompts} tokens have three completions each of up to {completion} tokens. They
 go through TRL's own pass as whole rows, and through prefix sharing: all completions of a prompt together, one at a
-time, two at a time with gradient checkpointing, and one a micro-batch.
+time, two at a time with gradient checkpointing, and one a micro-batch; and as whole rows, two at a time.
 
 ## Shared
 
 Log-probabilities, entropies and the gradient of all parameters are those of whole rows in float64. The relative error
 is below {tolerance}; the largest is below {worst}. The experts' load-balancing loss is included where TRL has it. The
-logits of four greedy steps are those of `generate` without sharing.
+logits of {steps} greedy steps are those of `generate` without sharing.
 
 {shared}
 
@@ -164,6 +165,7 @@ def page(results: list[tuple[Family, Result]]) -> str:
         window=WINDOW,
         prompts=f"{PROMPT} and {PROMPT - LEFT_PADDING}",
         completion=COMPLETION,
+        steps=NEW_TOKENS,
         tolerance=f"{TOLERANCE:.0e}",
         worst=bound(max(error for _, result in shared for error in (result.tokens, result.gradient))),
         shared=listed([family.class_name for family, _ in shared]),

@@ -5,7 +5,7 @@ nested in it, and `MORE` holds what single families need besides. Nothing here k
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 VOCAB = 128
 FIRST_TOKEN, LAST_TOKEN = 3, 95  # what a prompt may hold: between padding, end, begin and all other special tokens
@@ -158,28 +158,44 @@ class Family:
     names: tuple[str, ...]
     class_name: str
     config_type: str  # model type of the config
+    more: dict = field(default_factory=dict, hash=False)  # of the config, in place of what is here
+
+
+def mappings() -> tuple[dict[str, str], dict[str, str]]:
+    """Class names by model type: causal classes, and those that take images."""
+    from transformers.models.auto import modeling_auto
+
+    return (
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
+
+
+def config_type_of(name: str, class_name: str) -> str:
+    """A class that is made of the text part of a nested config gets that part."""
+    import transformers
+
+    config_class = transformers.CONFIG_MAPPING[name]
+    own = getattr(transformers, class_name).config_class
+    return own.model_type if own in config_class.sub_configs.values() else config_class.model_type
 
 
 def families() -> list[Family]:
     """All of both mappings. Names that lead to the same class and config are one family."""
-    import transformers
-    from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    )
-
     found: dict[tuple[str, str], list[str]] = {}
-    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES):
+    for mapping in mappings():
         for name, class_name in mapping.items():
-            config_class = CONFIG_MAPPING[name]
-            own = getattr(transformers, class_name).config_class
-            # A class that is made of the text part of a nested config gets that part
-            config_type = own.model_type if own in config_class.sub_configs.values() else config_class.model_type
-            names = found.setdefault((class_name, config_type), [])
+            names = found.setdefault((class_name, config_type_of(name, class_name)), [])
             if name not in names:
                 names.append(name)
     return [Family(tuple(names), *key) for key, names in found.items()]
+
+
+def family(name: str, **more) -> Family:
+    """The family of that model type, with images if there is one, and with some fields of its config."""
+    causal, with_images = mappings()
+    class_name = with_images.get(name) or causal[name]
+    return Family((name,), class_name, config_type_of(name, class_name), more)
 
 
 def tiny_config(config_class, **more):
@@ -235,10 +251,14 @@ def build(family: Family, attention: str | None = None):
 
     torch.manual_seed(0)
     named = {} if attention is None else {"attn_implementation": attention}
-    config = tiny_config(CONFIG_MAPPING[family.config_type])
+    config = tiny_config(CONFIG_MAPPING[family.config_type], **family.more)
     model = getattr(transformers, family.class_name)._from_config(config, **named)
-    for parameter in model.parameters():
-        if parameter.numel() > 1 and parameter.min() == parameter.max():  # zeros and ones leave parts out
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):  # the decay of a state: at initialization, hardly anything of a prompt is left
+            parameter.data.fill_(-2)
+        elif name.endswith("conv1d.weight"):
+            parameter.data.mul_(32)
+        elif parameter.numel() > 1 and parameter.min() == parameter.max():  # zeros and ones leave parts out
             parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
         elif parameter.dim() > 1:
             parameter.data.mul_(4)

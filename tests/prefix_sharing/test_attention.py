@@ -1,3 +1,4 @@
+from collections import Counter
 from contextlib import contextmanager
 from functools import partial
 from unittest.mock import patch
@@ -6,11 +7,12 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 from transformers.models.gemma2 import modeling_gemma2 as gemma2
 
-from rloo_memory.prefix_sharing import routing
+from experiments.checks import flash_kernels
+from experiments.checks.tiny_families import build, family
+from rloo_memory.prefix_sharing import kernels, routing
 from rloo_memory.prefix_sharing.attention import attention_with_lse, shared_prefix_attention
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.kernels import Runs
@@ -78,14 +80,15 @@ def errors(got, expected):
 
 
 class Operators(TorchDispatchMode):
-    """Names of the operators that run, what they are called with, and tensors that they make."""
+    """Names of the operators that run, what they are called with, and tensors that they make, views left out."""
 
     def __init__(self):
         super().__init__()
-        self.calls, self.results = [], []
+        self.calls, self.results, self.num_without_views = [], [], 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.calls.append((func.overloadpacket.__name__, args, kwargs or {}))
+        self.num_without_views += not func.is_view
         result = func(*args, **(kwargs or {}))
         if not func.is_view and isinstance(result, torch.Tensor):
             self.results.append(result)
@@ -100,20 +103,77 @@ def attend(query, key, value, prefix_key, prefix_value, runs, scale, num_parts=1
     return shared_prefix_attention(query, key, value, list(prefix), runs, scale, **more)
 
 
+def check_call(query, key, value, starts_q, starts_k, max_q, max_k):
+    """What FlashAttention-2 refuses otherwise, or takes for something else."""
+    assert query.dim() == key.dim() == (4 if starts_q is None else 3)
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256 and query.shape[-1] % 8 == 0
+    assert all(x.stride(-1) == 1 for x in (query, key, value))
+    for starts, most, tokens in ((starts_q, max_q, query), (starts_k, max_k, key)):
+        if starts is None:
+            assert tokens.shape[1] == most > 0
+        else:
+            assert starts.dtype == torch.int32 and starts.is_contiguous() and starts[-1] == len(tokens)
+            assert starts.diff().max() <= most and starts.diff().min() > 0
+
+
+def window_of(sizes):
+    return tuple(sizes.get(f"window_size_{side}", -1) for side in ("left", "right"))
+
+
+def flash_forward(query, key, value, *call, scale=None, **sizes):
+    bounds_q, bounds_k, max_q, max_k, dropout, causal, debug = call
+    check_call(query, key, value, *call[:4])
+    assert dropout == 0 and not debug
+    about = {"scale": scale, "causal": causal, "window": window_of(sizes)}
+    out, lse = flash_kernels.flash_forward(query, key, value, *call[:4], **about)
+    groups = query.shape[-2] // key.shape[-2]
+    if max_q == 1 and groups > 1 and bounds_q is not None:  # in the order in which the kernel has it (PyTorch 2.13)
+        lse = lse.unflatten(0, (-1, groups)).transpose(1, 2).reshape(lse.shape)
+    return out.contiguous(), lse.contiguous(), *[query.new_empty(0)] * 3
+
+
+def flash_backward(grad, query, key, value, out, lse, *call, scale=None, **sizes):
+    check_call(query, key, value, *call[:4])
+    assert lse.is_contiguous() and call[4] == 0
+    about = {"scale": scale, "causal": call[5], "window": window_of(sizes)}
+    return flash_kernels.flash_backward(grad, query, key, value, out, lse, *call[:4], **about)
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def calls(request, monkeypatch):
+    """Runs a test with the kernels of a CPU, and with those of CUDA in PyTorch, whose calls are counted."""
+    counts = Counter()
+    if request.param == "cuda":
+        for kind, function in (("forward", flash_forward), ("backward", flash_backward)):
+
+            def counted(*args, kind=kind, function=function, **kwargs):
+                counts[kind] += 1
+                return function(*args, **kwargs)
+
+            monkeypatch.setattr(torch.ops.aten, f"_flash_attention_{kind}", counted)
+            monkeypatch.setattr(kernels, f"{kind}_on_cpu", getattr(kernels, f"{kind}_on_cuda"))
+        yield counts
+        assert counts["forward"] > 0, "the test would be one of the kernels of a CPU"
+    else:
+        yield counts
+
+
 class TestSharedPrefixAttention:
     @pytest.mark.parametrize("num_parts", [1, 3])
     @pytest.mark.parametrize("shape", SHAPES)
-    def test_is_that_of_whole_sequences(self, shape, num_parts):
+    def test_is_that_of_whole_sequences(self, shape, num_parts, calls):
         tensors, lengths = make_tensors(shape, torch.float64), SHAPES[shape][-1]
         got = outputs_and_gradients(partial(attend, num_parts=num_parts), tensors, Runs.of(lengths, "cpu"))
         expected = outputs_and_gradients(whole_sequences, tensors, lengths)
         assert max(errors(got, expected)) < 1e-13
+        if calls:  # for what is behind a prefix, and for each part that is not empty
+            assert set(calls.values()) == {1 + min(num_parts, tensors[-1].shape[2])}
 
     # Longer than everything, than a completion, than a prefix of 7 or 9 tokens, and than none of them
     @pytest.mark.parametrize("window", [None, 1000, 64, 8, 3, 1])
     @pytest.mark.parametrize("num_parts", [1, 3])
     @pytest.mark.parametrize("shape", SHAPES)
-    def test_sinks_and_windows(self, shape, num_parts, window):
+    def test_sinks_and_windows(self, shape, num_parts, window, calls):
         tensors, lengths = make_tensors(shape, torch.float64), SHAPES[shape][-1]
         sink = torch.linspace(-1, 2, tensors[0].shape[1], dtype=torch.float64, requires_grad=True)
         results = []
@@ -163,7 +223,7 @@ class TestSharedPrefixAttention:
             grad.sum().backward()
 
     @pytest.mark.parametrize("is_causal, num_rows", [(True, 1), (False, 1), (False, 3)])
-    def test_attention_with_lse(self, is_causal, num_rows):
+    def test_attention_with_lse(self, is_causal, num_rows, calls):
         query, key, value = (torch.randn(num_rows, h, 5, 8, dtype=torch.float64) for h in (4, 2, 2))
         output, lse = attention_with_lse(query, key, value, is_causal, scale=None)
         expected = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=True)
@@ -285,23 +345,12 @@ class TestMasks:
 
     @pytest.mark.parametrize("window", [6, 12, 18])
     def test_layers_with_a_window_copy_no_prefix(self, window):
-        config = Gemma3TextConfig(
-            vocab_size=128,
-            hidden_size=16,
-            intermediate_size=32,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            sliding_window=window,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-            num_hidden_layers=3,
-        )
-        model = Gemma3ForCausalLM(config)
+        model = build(family("gemma3_text", sliding_window=window))
         enable_prefix_sharing(model)
         input_ids, attention_mask, prompt_length = make_batch()
         with layers_without_a_mask() as layers:
             SharedPrefixPasses(prompt_length).forward(model.model, input_ids, attention_mask)
-        assert layers == {0, 1, 2}
+        assert layers == set(range(model.config.num_hidden_layers))
 
     def test_what_a_window_costs_does_not_grow_with_prefix_and_completion(self):
         scores = []

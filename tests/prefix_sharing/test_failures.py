@@ -4,20 +4,21 @@ import copy
 import gc
 import weakref
 
+import image_rows
 import pytest
 import torch
 import transformers
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
+from experiments.checks.family_check import prepared
+from experiments.checks.tiny_families import build, family
 from rloo_memory.prefix_sharing import enabling
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.nodes import Node
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 
-from . import test_images as images
 from .test_passes import TRAINERS, load, make_inputs
-from .test_states import CONFIGS, build
 
 pytestmark = pytest.mark.slow
 
@@ -30,14 +31,14 @@ def make(name):
     options = {"tokens_per_forward": 1}
     inputs, prompt_length = make_inputs()
     if name == "images":
-        model = images.make_model()
-        inputs, prompt_length = images.make_batch()
+        model = image_rows.build_with_images("qwen2_5_vl", torch.float32)
+        inputs, prompt_length, counts = image_rows.batch("qwen2_5_vl", model.config.image_token_id)
         labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
         labels[:, :prompt_length] = -100
         inputs |= {"labels": labels, "fused_lm_head": True}
-        options |= {"num_images": images.NUM_IMAGES}
+        options |= counts
     elif name == "states":
-        model = build(CONFIGS["mamba2"])
+        model = prepared(build(family("bamba")), torch.float32)
     else:
         model = load(WITH_WINDOWS if name == "windows" else MODEL_ID)
     enable_prefix_sharing(model.train())
@@ -106,7 +107,7 @@ class TestPrefixSharingFailures:
         counter = FailAtCall(last_projection(model), 0, error)
         with torch.no_grad():
             model(**inputs, passes=passes)
-        num_calls, num_prompts = -counter.number, 3 if name == "images" else 2
+        num_calls, num_prompts = -counter.number, 4 if name == "images" else 2
         counter.handle.remove()
         expected, expected_grads = step(model, inputs, passes)
 
@@ -236,10 +237,11 @@ class TestPrefixSharingFailures:
         def fail(*args, **kwargs):
             raise AttributeError("'RecordStates' object has no attribute 'has_previous_state'")
 
+        model = build(family("bamba"))
         monkeypatch.setattr(enabling, "error_of_passes", fail)
         monkeypatch.setattr(transformers, "__version__", "5.20.0")
         with pytest.raises(ValueError, match="need transformers 5.22.0 or higher, but 5.20.0 is installed"):
-            enable_prefix_sharing(build(CONFIGS["mamba2"]))
+            enable_prefix_sharing(model)
 
     @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
     def test_trainer_with_a_forward_of_its_own(self, config_class, trainer_class, caplog):

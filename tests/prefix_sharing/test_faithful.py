@@ -8,9 +8,10 @@ import torch
 from accelerate.utils import DistributedType
 from datasets import load_dataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3_5TextConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
 from trl.trainer.utils import disable_dropout_in_model
 
+from experiments.checks.tiny_families import build, family
 from rloo_memory.prefix_sharing import routing
 from rloo_memory.prefix_sharing.enabling import disable_prefix_sharing, enable_prefix_sharing
 from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
@@ -35,26 +36,6 @@ def implementations(model):
 
 def num_hooks(model):
     return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
-
-
-def make_hybrid(folder):
-    config = Qwen3_5TextConfig(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        pad_token_id=0,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 class TestPrefixSharingFaithful:
@@ -131,32 +112,15 @@ class TestPrefixSharingFaithful:
 
     @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
     def test_second_trainer(self, config_class, trainer_class):
-        model = make_hybrid(self.tmp_dir)
+        build(family("qwen3_5_text", vocab_size=300)).save_pretrained(self.tmp_dir)
+        model = AutoModelForCausalLM.from_pretrained(self.tmp_dir, dtype=torch.float32)
         for _ in range(2):
             trainer = self.make_trainer(config_class, trainer_class, model, beta=0.05, prefix_sharing=True)
             trainer.train()
             assert implementations(model) == implementations(trainer.ref_model)
 
     def test_logits_to_keep(self):
-        transformers = pytest.importorskip("transformers.models.gemma4")
-        config = transformers.Gemma4TextConfig(
-            vocab_size=100,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            global_head_dim=8,
-            num_kv_shared_layers=2,
-            layer_types=["sliding_attention", "full_attention"] * 2,
-            sliding_window=8,
-            hidden_size_per_layer_input=8,
-            vocab_size_per_layer_input=100,
-            pad_token_id=0,
-        )
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        model = build(family("gemma4_text")).eval()
         input_ids = torch.arange(10, 22)[None]
         expected = model(input_ids=input_ids, logits_to_keep=3).logits
         enable_prefix_sharing(model)

@@ -1,11 +1,15 @@
-from types import SimpleNamespace
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
 import torch
+from cpu_offloading import get_act_offloading_ctx_manager
 from datasets import load_dataset
-from trl.models import get_act_offloading_ctx_manager
 
+from experiments.checks.family_check import prepared
+from experiments.checks.tiny_families import build, family
+from rloo_memory.plan.simulation.live_bytes import LiveBytes
+from rloo_memory.plan.simulation.offloaded import offloaded
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
@@ -17,14 +21,6 @@ pytestmark = pytest.mark.slow
 MODEL_ID = "tiny-Qwen2ForCausalLM-2.5"
 
 
-def offload_on_cpu(model):
-    # Without an accelerator, the CPU stands for one: what is saved is copied, and taken from where the copies are kept
-    with patch.object(torch.accelerator, "current_accelerator", lambda: torch.device("cpu")):
-        manager = get_act_offloading_ctx_manager(model, use_pin_memory=False, use_streams=False)
-    manager.device_module = SimpleNamespace(**vars(torch.cpu), empty_cache=lambda: None)
-    return manager
-
-
 def count_layer_forwards(model):
     # A norm and not the layer, whose hooks do not run when it is computed again
     counts = []
@@ -33,7 +29,55 @@ def count_layer_forwards(model):
     return counts
 
 
+def offloading(way, model, memory):
+    if way == "planner":
+        return offloaded(model, memory)
+    if not way.startswith("TRL"):
+        return nullcontext()
+    manager = get_act_offloading_ctx_manager(model, use_streams="streams" in way)
+    pack = manager.pack_hook
+
+    def counted(tensor):
+        with memory.of_kind("host"):
+            return pack(tensor)
+
+    manager.pack_hook = counted
+    return manager
+
+
+def bytes_before_the_backward(way, num_layers, num_rows):
+    """On the device and on the host, when all passes of the completions of a prompt went through the model."""
+    prompt, completion = 40, 30
+    model = build(family("qwen3", num_hidden_layers=num_layers, layer_types=["full_attention"] * num_layers))
+    enable_prefix_sharing(prepared(model, torch.float32))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = torch.arange(3, 3 + prompt + completion).repeat(num_rows, 1)
+    labels = ids.index_fill(1, torch.arange(prompt), -100)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels, "fused_lm_head": True}
+    passes = SharedPrefixPasses(prompt, 2 * (completion + 1), activation_offloading=way != "again")
+    memory = LiveBytes()
+    memory.watch(model)
+    before = memory.total
+    with memory, offloading(way, model, memory):
+        outputs = model(**inputs, passes=passes)
+        assert outputs.log_probs.requires_grad
+        return memory.total - before, memory.live["host"]
+
+
 class TestPrefixSharingOffloading:
+    def test_what_waits_for_the_backward_does_not_grow_with_the_passes_on_the_device(self):
+        """Per completion, the inputs of layers are on the device where passes are kept, neither computed again nor
+        offloaded, and on the host if TRL's own code offloads them, or the planner by its rules: to the byte."""
+        of_a_layer = 32 * 4 * (30 + 1)  # a completion's hidden states, with the prompt's last token
+        alive = {}
+        for way in ("again", "kept", "TRL", "TRL, streams", "planner"):
+            alive[way] = [bytes_before_the_backward(way, layers, k) for layers in (3, 6) for k in (4, 12)]
+            for place, ways_that_keep in enumerate(({"kept"}, {"TRL", "TRL, streams", "planner"})):
+                few, more, few_in_six, more_in_six = (found[place] for found in alive[way])
+                grows = (more_in_six - few_in_six - (more - few)) / 8
+                assert grows == (3 * of_a_layer if way in ways_that_keep else 0), (way, place, alive)
+        assert alive["planner"] == alive["TRL, streams"]
+
     # Two prompts, and two passes or more for each. Number of times that a layer runs: prompts and passes in the
     # forward, each again by layer, and all passes but the last as a whole
     @pytest.mark.parametrize("gradient_checkpointing", [False, True])
@@ -57,7 +101,7 @@ class TestPrefixSharingOffloading:
         for activation_offloading in (False, True):
             model.zero_grad()
             counts.clear()
-            with offload_on_cpu(model):
+            with get_act_offloading_ctx_manager(model):
                 outputs = model(**inputs, passes=make_passes(prompt_length, activation_offloading))
                 outputs.log_probs.sum().backward()
 
@@ -79,7 +123,7 @@ class TestPrefixSharingOffloading:
         managers = []
 
         def make(model):
-            managers.append(offload_on_cpu(model))
+            managers.append(get_act_offloading_ctx_manager(model))
             return managers[-1]
 
         for activation_offloading in (False, True):

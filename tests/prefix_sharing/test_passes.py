@@ -11,13 +11,6 @@ from rloo_memory.prefix_sharing.trainer import shuffle_groups
 
 from .sharing_trainers import TRAINERS  # noqa: F401
 
-MODEL_IDS = [
-    "tiny-Cohere2ForCausalLM",
-    "tiny-Qwen2ForCausalLM-2.5",
-    "tiny-Qwen3ForCausalLM",
-    "tiny-Qwen3MoeForCausalLM",
-]
-
 
 def load(model_id):
     auto_class = AutoModelForImageTextToText if "Conditional" in model_id else AutoModelForCausalLM

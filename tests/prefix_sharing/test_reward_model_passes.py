@@ -2,11 +2,9 @@ import pytest
 import torch
 from datasets import load_dataset
 
-from .sharing_trainers import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from .sharing_trainers import TRAINERS
 
 pytestmark = pytest.mark.slow
-
-TRAINERS = [(RLOOConfig, RLOOTrainer), (GRPOConfig, GRPOTrainer)]
 
 
 class TestRewardModelPasses:

@@ -1,48 +1,49 @@
-import copy
+"""Models with recurrent or convolutional states: what is refused, and that their hand-over is checked."""
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BambaConfig, JambaConfig, Qwen3NextConfig
+from kinds import STATES
+from torch import nn
 
-from experiments.fused_head import add_fused_lm_head
+from experiments.checks.family_check import prepared
+from experiments.checks.tiny_families import build, family
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.nodes import Node
-from rloo_memory.prefix_sharing.states import find_mixers, ignores_state
+from rloo_memory.prefix_sharing.states import ReadStates, find_mixers, ignores_state
 
-SHAPE = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-}
-CONFIGS = {
-    "gated_delta_net": Qwen3NextConfig(
-        **SHAPE,
-        head_dim=8,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        mlp_only_layers=[0, 1, 2],
-    ),
-    "mamba2": BambaConfig(
-        **SHAPE, attn_layer_indices=[1], mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_chunk_size=8
-    ),
+REFUSED = {
+    **dict.fromkeys(("zamba", "zamba2", "zaya"), "Layers "),
+    **dict.fromkeys(("jamba", "mamba", "mamba2", "falcon_mamba", "recurrent_gemma", "minimax"), "linear_attention"),
+    **dict.fromkeys(("rwkv", "xlstm"), "AttentionInterface"),
 }
 
 
-def build(config):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    for param in model.parameters():  # larger than at initialization, so that states matter
-        param.data.mul_(4 if param.dim() > 1 else 1)
-    add_fused_lm_head(model)
-    return model
+def without(state):
+    """What a node hands over, with zeros in place of that state."""
+    read = Node.read
+    return lambda self, slot, *args, **kwargs: read(self, slot, *args, **kwargs) * (0 if slot[1] == state else 1)
+
+
+def one_off(self, x, layer, state=0, **kwargs):
+    return torch.cat([self.get_conv_state(layer, state).roll(1, -1), x], -1)
+
+
+BROKEN = {
+    "no recurrent state": (Node, "read", without("recurrent")),
+    "no columns": (Node, "read", without("conv")),
+    "columns one off": (ReadStates, "update_conv_state", one_off),
+}
+
+
+def refusal(model):
+    """Why it is refused, if it is, and as it was behind that."""
+    implementation = model.config._attn_implementation
+    try:
+        enable_prefix_sharing(model)
+    except ValueError as reason:
+        assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+        assert model.config._attn_implementation == implementation
+        return str(reason)
 
 
 class TestPrefixSharingStates:
@@ -54,19 +55,47 @@ class TestPrefixSharingStates:
         # A sum in bfloat16 ends at 512, where 2 is less than its last digit
         torch.testing.assert_close(state.grad, torch.full_like(state, 1024))
 
-    def test_state_that_does_not_arrive(self):
-        # The layers of Jamba do not pass on what would tell a mixer where its state is
-        config = JambaConfig(
-            **SHAPE, attn_layer_period=3, attn_layer_offset=1, num_experts=1, mamba_d_state=8, mamba_dt_rank=4
-        )
-        model = build(config)
-        with pytest.raises(ValueError, match=r"Layers \[0, 2\]"):
-            enable_prefix_sharing(model)
-        assert model.config._attn_implementation == "sdpa"
-        assert not any(module._forward_pre_hooks for module in model.modules())
+    @pytest.mark.parametrize("name", REFUSED)
+    def test_what_cannot_be_shared_is_refused(self, name):
+        message = refusal(build(family(name)))
+        assert message and "`prefix_sharing=False`" in message and REFUSED[name] in message
+
+    def test_layers_whose_state_does_not_arrive_are_named(self):
+        # Those of Jamba do not pass on what would tell a mixer where its state is
+        model = build(family("jamba", num_hidden_layers=3, attn_layer_period=3, attn_layer_offset=1, num_experts=1))
+        assert "Layers [0, 2]" in refusal(model)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("what", BROKEN)
+    @pytest.mark.parametrize("name", STATES)
+    def test_a_wrong_hand_over_is_noticed(self, name, what, dtype, monkeypatch):
+        """With half-precision weights, if a state is dropped."""
+        is_short_convolution = name.startswith("lfm")
+        if is_short_convolution and what == "columns one off" and dtype == torch.bfloat16:
+            return  # smaller than what is tolerated
+        owner, attribute, value = BROKEN[what]
+        monkeypatch.setattr(owner, attribute, value)
+        message = refusal(prepared(build(family(name)), dtype))
+        has_none_such = is_short_convolution and what == "no recurrent state"
+        assert (message is None) == has_none_such, message
 
     def test_state_that_is_not_taken(self):
-        config = JambaConfig(**SHAPE, num_experts=1, mamba_d_state=8, mamba_dt_rank=4)
         # PyTorch's scan of Mamba-1 always starts from zero
-        mixers = [find_mixers(build(config))[0], *[find_mixers(build(config))[0] for config in CONFIGS.values()]]
+        mixers = [find_mixers(build(family(name)))[0] for name in ("jamba", "qwen3_next", "bamba")]
         assert [ignores_state(mixer, Node(torch.arange(2)), 32) for mixer in mixers] == [True, False, False]
+
+    @pytest.mark.parametrize("called", ["cache", "cache_params", "past_key_values"])
+    def test_a_layer_with_a_state_is_known_by_its_cache_whatever_a_release_calls_it(self, called):
+        """transformers 5.24 calls it `cache` everywhere."""
+
+        class Mixer(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.conv1d = nn.Conv1d(1, 1, 1)
+
+        scope = {}
+        exec(f"def forward(self, hidden_states, {called}=None): ...", scope)
+        Mixer.forward = scope["forward"]
+        model = nn.Sequential(Mixer(), nn.Linear(1, 1))
+        assert find_mixers(model) == [model[0]]

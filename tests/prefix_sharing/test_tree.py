@@ -1,23 +1,14 @@
 """Prompts that begin alike, in any way: as a tree, whose nodes go through the model once."""
 
+import kinds
 import pytest
 import torch
 from datasets import Dataset
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Gemma3TextConfig,
-    GenerationConfig,
-    GPT2Config,
-    Lfm2Config,
-    Phi3Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    Qwen3NextConfig,
-)
+from transformers import AutoTokenizer, GenerationConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from experiments.checks.float64 import pure_float64
+from experiments.checks.tiny_families import build, family
 from rloo_memory import share_prompts
 from rloo_memory.prefix_sharing import tree
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing, shares_starts
@@ -29,49 +20,15 @@ from trl import GRPOConfig, GRPOTrainer
 
 from .sharing_trainers import TRAINERS, RLOOConfig
 
-SHAPE = {
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-EXPERTS = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
-CONFIGS = {
-    "attention": Qwen3Config(**SHAPE, head_dim=8),
-    "windows": Gemma3TextConfig(
-        **SHAPE,
-        head_dim=8,
-        sliding_window=12,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-    ),
-    "convolutions": Lfm2Config(**SHAPE, layer_types=["conv", "full_attention", "conv"]),
-    "delta rule": Qwen3NextConfig(
-        **SHAPE,
-        **EXPERTS,
-        head_dim=8,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        shared_expert_intermediate_size=24,
-    ),
-    "experts": Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=8, router_aux_loss_coef=0.01),
+MODELS = {
+    "attention": family("qwen3"),
+    "windows": family("gemma3_text"),
+    "convolutions": family("lfm2"),
+    "delta rule": family("qwen3_next"),
+    "experts": family("qwen3_moe"),
 }
 # Other frequencies for rows of more than 40 tokens, which some nodes and completions are shorter than
-LONGROPE = Phi3Config(
-    **SHAPE,
-    pad_token_id=0,
-    original_max_position_embeddings=40,
-    rope_parameters={
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "short_factor": [1.0, 1.1, 1.2, 1.3],
-        "long_factor": [1.5, 2.0, 3.0, 4.0],
-    },
-)
+LONGROPE = family("phi3", **kinds.LONGROPE | {"original_max_position_embeddings": 40})
 WITH_EXPERTS = ("delta rule", "experts")
 # Prompts by what they are put together of: a system prompt, two tasks, of one of them two hints, and one that is no
 # other's. A word is a run of tokens of its own, of so many
@@ -97,11 +54,8 @@ def small_nodes(monkeypatch):
 
 
 def make(name, dtype=torch.float64):
-    torch.manual_seed(0)
-    config = LONGROPE if name == "longrope" else CONFIGS[name]
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype)
-    if name in WITH_EXPERTS:
-        model.set_experts_implementation("eager")  # the others do not know float64
+    model = build(LONGROPE if name == "longrope" else MODELS[name]).to(dtype)
+    model.set_experts_implementation("eager")  # the others do not know float64
     return model
 
 
@@ -214,7 +168,7 @@ class TestTree:
             pytest.param("groups behind what is common", 4, False, True, marks=pytest.mark.slow),
         ],
     )
-    @pytest.mark.parametrize("name", [*CONFIGS, "longrope"])
+    @pytest.mark.parametrize("name", [*MODELS, "longrope"])
     def test_gradients(self, name, builder, rows, in_one_backward, gradient_checkpointing):
         build, num_tokens = BUILDERS[builder]
         input_ids, attention_mask = make_batch()
@@ -252,7 +206,7 @@ class TestTree:
         assert {name: error for name, error in errors.items() if not error <= 1e-12} == {}
         assert sum(counts) == num_tokens + int(attention_mask[:, PROMPT_LENGTH:].sum())
 
-    @pytest.mark.parametrize("name", CONFIGS)
+    @pytest.mark.parametrize("name", MODELS)
     def test_scoring_in_chunks(self, name):
         model = make(name, torch.float32).eval()
         input_ids, attention_mask = make_batch()
@@ -286,7 +240,7 @@ class TestTree:
             whole.close()
 
     @pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
-    @pytest.mark.parametrize("name", CONFIGS)
+    @pytest.mark.parametrize("name", MODELS)
     def test_generate(self, name, attn_implementation):
         model = make(name, torch.float32).eval()
         model.set_attn_implementation(attn_implementation)
@@ -300,8 +254,7 @@ class TestTree:
 
     def test_positions_that_are_learned(self):
         # Rows of other padding have other positions
-        config = GPT2Config(vocab_size=100, n_embd=32, n_layer=2, n_head=4, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        model = build(family("gpt2"))
         enable_prefix_sharing(model)
         assert not shares_starts(model)
 

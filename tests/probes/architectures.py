@@ -1,4 +1,4 @@
-"""Small models of many architectures, with random weights: the config class of each, and what differs from `SHAPE`."""
+"""Configs of the models that trainings are tried with: the class of each, and what differs from `SHAPE`."""
 
 from transformers import CONFIG_MAPPING
 
@@ -11,7 +11,6 @@ SHAPE = dict(
 )  # fmt: skip
 # The window of 6 is shorter than the prompts, so that completions reach past its start
 WINDOW = dict(sliding_window=6)
-MOE = dict(num_experts_per_tok=2)
 LAYER_EMBEDDINGS = dict(
     vocab_size_per_layer_input=97, hidden_size_per_layer_input=8, num_hidden_layers=5, num_kv_shared_layers=2,
     layer_types=[f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")], **WINDOW,
@@ -44,44 +43,12 @@ def nested(text_type, vision, **extra):
 
 
 ARCHITECTURES = {
-    "llama": ("llama", {}),
-    "mistral-window": ("mistral", WINDOW),
-    "qwen2-window": ("qwen2", dict(use_sliding_window=True, max_window_layers=1, **WINDOW)),
-    "qwen3": ("qwen3", {}),
-    "qwen3-moe": ("qwen3_moe", dict(num_experts=4, moe_intermediate_size=24, **MOE)),
-    "mixtral": ("mixtral", dict(num_local_experts=4, **MOE)),
-    "gemma2-window-softcap": ("gemma2", WINDOW),
-    "gemma3-window": ("gemma3_text", WINDOW),
-    "phi3": ("phi3", {}),
-    # Rows are longer than what the short factors are for, prompts and some completions behind them are not
-    "phi3-longrope": ("phi3", dict(original_max_position_embeddings=12, rope_parameters=dict(
-        rope_type="longrope", rope_theta=1e4, short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[1.5, 2.0, 3.0, 4.0]))),
-    "olmo2": ("olmo2", {}),
-    "olmo3-window": ("olmo3", WINDOW),
-    "gpt-neox": ("gpt_neox", {}),
-    "gpt2-learned-positions": ("gpt2", dict(n_embd=32, n_layer=3, n_head=4, n_positions=256, attn_pdrop=0.0,
-                                            resid_pdrop=0.0, embd_pdrop=0.0)),
-    "granite": ("granite", {}),
-    "cohere": ("cohere", {}),
-    "cohere2-window": ("cohere2", WINDOW),
-    "gpt-oss-sinks": ("gpt_oss", dict(num_local_experts=4, **MOE, **WINDOW)),
-    # Latent attention caches other states than it attends to
-    "deepseek-latents": ("deepseek_v3", dict(num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16, v_head_dim=12,
-                                             qk_rope_head_dim=8, qk_nope_head_dim=8, first_k_dense_replace=3)),
-    "smollm3": ("smollm3", {}),
-    "starcoder2": ("starcoder2", dict(embedding_dropout=0.0, residual_dropout=0.0)),
-    # An embedding for each layer, and layers that attend to an earlier layer's keys and values
-    "gemma4-layer-embeddings": ("gemma4_text", LAYER_EMBEDDINGS),
-    "gemma3n-layer-embeddings": ("gemma3n_text", dict(LAYER_EMBEDDINGS, altup_num_inputs=2, laurel_rank=4,
-                                                      activation_sparsity_pattern=[0.0] * 5)),
     # Multimodal classes, whose text model is nested
     "gemma3-nested": ("gemma3", nested("gemma3_text", SIGLIP, mm_tokens_per_image=4, **WINDOW)),
     "gemma4-nested": ("gemma4", nested("gemma4_text", VISION, audio_config=None, video_token_id=95, audio_token_id=96,
                                        **LAYER_EMBEDDINGS)),
     "mistral3-nested": ("mistral3", nested("ministral3", dict(PIXTRAL, model_type="pixtral"),
                                            rope_parameters=SCALED)),
-    "qwen2-vl-nested": ("qwen2_vl", nested("qwen2_vl_text", dict(depth=1, embed_dim=16, hidden_size=32, num_heads=2,
-                                                                 patch_size=4), rope_parameters=AXES)),
     "qwen2.5-vl-nested": ("qwen2_5_vl", nested("qwen2_5_vl_text", dict(QWEN_VISION, window_size=16),
                                                rope_parameters=AXES)),
     "qwen3-vl-nested": ("qwen3_vl", nested("qwen3_vl_text", dict(QWEN_VISION, num_position_embeddings=16,
@@ -93,19 +60,8 @@ ARCHITECTURES = {
                                                          patch_size=[4, 4]))),
     "llava-nested": ("llava", nested("llama", dict(PIXTRAL, model_type="clip_vision_model"))),
     "smolvlm-nested": ("smolvlm", nested("llama", PIXTRAL, scale_factor=2)),
-    "glm4v-nested": ("glm4v", nested("glm4v_text", dict(QWEN_VISION, image_size=16), rope_parameters=AXES)),
 }  # fmt: skip
-EAGER = ("gemma2-window-softcap", "gpt-oss-sinks")  # soft-capping and sinks are not in PyTorch's attention
-# Of those with states, TRL knows the number of experts of two
-EXPERTS = ("qwen3-moe", "mixtral", "gpt-oss-sinks", "qwen3-next", "qwen3.5-moe")
-# One of each kind of attention: rounding sees arithmetic, not classes
-ROUNDED = (
-    "llama", "qwen3", "qwen2-window", "gemma2-window-softcap", "gpt-neox", "mixtral", "gpt-oss-sinks",
-    "deepseek-latents", "gemma4-layer-embeddings", "qwen3-vl-nested",
-)  # fmt: skip
-# Recurrent or convolutional states. A decoding step of Nemotron-H does not raise the time step to `time_step_min`, as
-# a longer sequence does (transformers 5.23), and with sharing, a prompt's last token is a decoding step. The minimum
-# is low, so that both decode alike
+# Recurrent or convolutional states
 CONV = dict(layer_types=["conv", "full_attention", "conv"])
 # Chunks of 8 tokens: the prompts end within one
 MAMBA2 = dict(mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=2, mamba_chunk_size=8)
@@ -113,25 +69,11 @@ ROUTED = dict(num_experts_per_tok=2, moe_intermediate_size=24, experts_implement
 LATENTS = dict(kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12, num_key_value_heads=4)
 STATES = {
     "qwen3-next": ("qwen3_next", dict(DELTA, num_experts=4, shared_expert_intermediate_size=24, **ROUTED)),
-    "qwen3.5": ("qwen3_5_text", DELTA),
     "qwen3.5-moe": ("qwen3_5_moe_text", dict(DELTA, num_experts=4, shared_expert_intermediate_size=24, **ROUTED)),
     "olmo-hybrid": ("olmo_hybrid", DELTA),
     "kimi-linear": ("kimi_linear", dict(layer_types=MIXED, linear_head_dim=8, linear_num_heads=4, num_local_experts=4,
                                         **LATENTS, **ROUTED)),
     "bamba": ("bamba", dict(MAMBA2, attn_layer_indices=[1])),
-    "granite-hybrid": ("granitemoehybrid", dict(MAMBA2, layer_types=MIXED, num_local_experts=4,
-                                                shared_intermediate_size=24, **ROUTED)),
-    "nemotron-h": ("nemotron_h", dict(layers_block_type=[MIXED[0], "moe", *MIXED[1:], "mlp"],
-                                      mamba_num_heads=4, mamba_head_dim=16, n_groups=2, ssm_state_size=8, chunk_size=8,
-                                      n_routed_experts=4, moe_shared_expert_intermediate_size=24, time_step_min=1e-12,
-                                      **ROUTED)),
     "falcon-h1": ("falcon_h1", dict(MAMBA2, mamba_d_ssm=64)),  # every layer attends and has a state
     "lfm2": ("lfm2", dict(CONV, block_auto_adjust_ff_dim=False)),
-    "lfm2-moe": ("lfm2_moe", dict(CONV, num_experts=4, num_dense_layers=1, **ROUTED)),
-    "lfm3": ("lfm3", dict(CONV, conv_L_cache=4)),
 }  # fmt: skip
-# One or two of a kind of mixer, without experts: rounding sends a token to another expert now and then, with sharing
-# or without, and one such token of a batch is more than all else
-ROUNDED_STATES = ("qwen3.5", "olmo-hybrid", "bamba", "falcon-h1", "lfm2", "lfm3")
-# Kind -> all of it, and what of it is tried in more than float64
-KINDS = {"attention": (ARCHITECTURES, ROUNDED), "states": (STATES, ROUNDED_STATES)}

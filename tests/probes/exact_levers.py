@@ -7,12 +7,10 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import tiny
 import torch
-from transformers import AutoModelForCausalLM
 
 from experiments.checks.setup_trainer import build_trainer, text_dataset
-from experiments.workload.run_models import save_models
-from rloo_memory import data, models
 from rloo_memory.launch.offload import keep_on_host
 from rloo_memory.plan.levers import LEVERS, applied
 from rloo_memory.plan.setups import Setup
@@ -56,15 +54,9 @@ def trained(setup: Setup, folder: Path, tokenizer, prompts, updates: int = 1) ->
     return torch.cat([parameter.detach().flatten().double() for parameter in trainer.model.parameters()])
 
 
-documents = data.load_documents()
-tokenizer = models.build_tokenizer(documents, 512)
-prompts = data.build_prompts(documents, tokenizer, PROMPT)
 with tempfile.TemporaryDirectory() as name:
     folder = Path(name)
-    hf_config = models.shape_config("tiny-qwen3", 512)
-    save_models(folder, hf_config, tokenizer, reward=True)
-    model = AutoModelForCausalLM.from_pretrained(folder / "policy")
-    before = torch.cat([parameter.detach().flatten().double() for parameter in model.parameters()])
+    before, hf_config, tokenizer, prompts = tiny.save_shape(folder, PROMPT)
     plain = trained(START, folder, tokenizer, prompts)
     update = (plain - before).abs().max()
     result = {"update": update.item()}

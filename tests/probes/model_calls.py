@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import tiny
 import torch
 from trl.kernels import ChunkedLogProbFunction
 
 from experiments.checks.setup_trainer import build_trainer, text_dataset
-from experiments.workload.run_models import save_models
-from rloo_memory import data, models
+from rloo_memory import models
 from rloo_memory.plan.setups import Setup
 from rloo_memory.plan.simulation.heads import FusedHead
 from rloo_memory.plan.simulation.simulate import Simulation
@@ -99,13 +99,10 @@ def trained(setup: Setup, folder: Path, tokenizer, prompts) -> list:
     return list(calls.seen)
 
 
-documents = data.load_documents()
-tokenizer = models.build_tokenizer(documents, 512)
-prompts = data.build_prompts(documents, tokenizer, PROMPT)
 result = {}
 with tempfile.TemporaryDirectory() as name:
     folder = Path(name)
-    save_models(folder, models.shape_config("tiny-qwen3", 512), tokenizer, reward=True)
+    _, _, tokenizer, prompts = tiny.save_shape(folder, PROMPT)
     hf_config = models.shape_config("tiny-qwen3", 512)
     for name, setup in CASES.items():
         result[name] = [trained(setup, folder, tokenizer, prompts), simulated(setup, hf_config)]

@@ -20,9 +20,9 @@ import shared_trainer
 import torch
 from architectures import ARCHITECTURES
 from datasets import Dataset
+from image_rows import Encoded, tower
 from peft import LoraConfig
 from shared_trainer import SHAPE, TOKENIZER
-from towers import Encoded, tower
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, ProcessorMixin
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil

@@ -40,6 +40,21 @@ def build_reward_model():
     return AutoModelForSequenceClassification.from_config(build_config(num_labels=1)).eval()
 
 
+def save_shape(folder, prompt_tokens, vocabulary=512):
+    """The planner's smallest shape with random weights in a folder `policy`, and a reward model of it in `reward`.
+    (weights, config, tokenizer, prompts)"""
+    from experiments.workload.run_models import save_models
+    from rloo_memory import data, models
+
+    documents = data.load_documents()
+    tokenizer = models.build_tokenizer(documents, vocabulary)
+    config = models.shape_config("tiny-qwen3", vocabulary)
+    save_models(folder, config, tokenizer, reward=True)
+    model = AutoModelForCausalLM.from_pretrained(folder / "policy")
+    weights = torch.cat([parameter.detach().flatten().double() for parameter in model.parameters()])
+    return weights, config, tokenizer, data.build_prompts(documents, tokenizer, prompt_tokens)
+
+
 def reward(completion_ids, **kwargs):
     return [len(set(ids)) / 10 for ids in completion_ids]
 

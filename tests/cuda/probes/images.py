@@ -13,11 +13,13 @@ from pathlib import Path
 import emulate
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "probes"))
-from shared_exactness import error, passes_of, pure_float64  # noqa: E402
-from shared_images import batch, build_with_images, run  # noqa: E402
+from experiments.checks.family_check import error
+from experiments.checks.float64 import pure_float64
+from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
+from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 
-from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from image_rows import batch, build_with_images, run  # noqa: E402
 
 WAYS = {
     "together": {},
@@ -41,7 +43,7 @@ def errors_of(family: str) -> dict:
 
     whole = errors()
     enable_prefix_sharing(model)
-    ways = {way: errors(passes=passes_of(prompt, **settings, **counts)) for way, settings in WAYS.items()}
+    ways = {way: errors(passes=SharedPrefixPasses(prompt, **settings, **counts)) for way, settings in WAYS.items()}
     return {"whole": whole, "ways": ways, "unsupported": emulate.current.unsupported}
 
 

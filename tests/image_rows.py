@@ -1,0 +1,188 @@
+"""Tiny models that take images, prompts with images, and what went through the vision towers.
+
+Token ids and pixels are made by hand, so no processor is needed. One batch has what there is to get wrong: a prompt
+with two images, one without any, and two prompts of equal text with different images; left padding, completions of
+different length, one of them empty.
+"""
+
+import copy
+
+import torch
+
+from experiments.checks import family_check
+from experiments.checks.family_check import gradient_of, prepared
+from experiments.checks.tiny_families import FIRST_TOKEN, LAST_TOKEN, build, family
+
+ROWS_PER_PROMPT = 3
+# Images of each prompt: height and width, in blocks of 8 x 8 pixels. The last two have the same text.
+PROMPTS = ([(2, 2), (2, 4)], [], [(2, 2)], [(2, 2)])
+LENGTHS = (7, 3, 1, 5, 0, 2, 4, 4, 6, 1, 2, 7)  # of the completions
+COLUMNS = max(LENGTHS)
+PATCHES = {"image_size": 16, "patch_size": 4}
+GEMMA4_VISION = {"patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 16}
+# What makes a tiny model take such images
+CONFIGS = {
+    "gemma3": {"mm_tokens_per_image": 4, "vision_config": PATCHES},
+    "gemma4": {"vision_config": GEMMA4_VISION},
+    # In the large ones, the tokens of an image see each other
+    "gemma4-blocks": {"vision_config": GEMMA4_VISION, "text_config": {"use_bidirectional_attention": "vision"}},
+    "mistral3": {"vision_config": PATCHES},
+    "qwen2_vl": {"vision_config": {"patch_size": 4}},
+    "qwen2_5_vl": {"vision_config": {"patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1]}},
+    "qwen3_vl": {"vision_config": {"patch_size": 4, "deepstack_visual_indexes": [0]}},
+    "qwen3_5": {"vision_config": {"patch_size": 4}},
+    "glm4v": {"vision_config": PATCHES},
+    "internvl": {"image_seq_length": 4, "vision_config": {"image_size": [16, 16], "patch_size": [4, 4]}},
+    "llava": {"vision_config": PATCHES},
+    "smolvlm": {"scale_factor": 2, "vision_config": PATCHES},
+}
+
+
+def tower(model):
+    decoder = model.base_model.get_decoder()
+    return next(x for x in model.base_model.children() if hasattr(x, "config") and x is not decoder)
+
+
+class Encoded:
+    """Counts the pixels that go into the vision tower."""
+
+    def __init__(self, model):
+        self.pixels = 0
+        tower(model).register_forward_pre_hook(self.count, with_kwargs=True)
+
+    def count(self, module, args, kwargs):
+        self.pixels += (args[0] if args else kwargs["pixel_values"]).numel()
+
+    def since(self):
+        pixels, self.pixels = self.pixels, 0
+        return pixels
+
+
+def add_pixels(images):
+    """Random pixels of each image: (channels, height, width)."""
+    return [torch.rand(3, 8 * height, 8 * width) - 0.5 for height, width in images]
+
+
+def flat(images, height=16, width=16):
+    return torch.stack([x[:, :height, :width] for x in images])
+
+
+def patches(image, size):
+    """(number of patches, channels * size * size), row after row."""
+    return torch.nn.functional.unfold(image[None], size, stride=size)[0].T
+
+
+def qwen(images):
+    """Patches of two equal frames, four neighbors after one another, and the grid of each image."""
+    rows, grids = [], []
+    for x in images:
+        height, width = x.shape[1] // 4, x.shape[2] // 4
+        x = x.view(3, 1, height // 2, 2, 4, width // 2, 2, 4).expand(-1, 2, -1, -1, -1, -1, -1, -1)
+        rows.append(x.permute(2, 5, 3, 6, 0, 1, 4, 7).reshape(height * width, 3 * 2 * 4 * 4))
+        grids.append([1, height, width])
+    return dict(pixel_values=torch.cat(rows), image_grid_thw=torch.tensor(grids))
+
+
+def sized(images):
+    height, width = (max(x.shape[i] for x in images) for i in (1, 2))
+    pixels = [torch.nn.functional.pad(x, (0, width - x.shape[2], 0, height - x.shape[1])) for x in images]
+    return dict(pixel_values=torch.stack(pixels), image_sizes=torch.tensor([x.shape[1:] for x in images]))
+
+
+def positioned(images):
+    """Flattened patches, padded to the image with the most, and the place of each (Gemma 4)."""
+    rows, places = [], []
+    for x in images:
+        height, width = x.shape[1] // 4, x.shape[2] // 4
+        rows.append(patches(x, 4) + 0.5)
+        places.append(
+            torch.stack(torch.meshgrid(torch.arange(width), torch.arange(height), indexing="xy"), -1).view(-1, 2)
+        )
+    return dict(
+        pixel_values=torch.nn.utils.rnn.pad_sequence(rows, batch_first=True),
+        image_position_ids=torch.nn.utils.rnn.pad_sequence(places, batch_first=True, padding_value=-1),
+    )
+
+
+def per_sample(images_of_row):
+    """A row for each sample, padded with empty images, and which pixels are there (Idefics, SmolVLM)."""
+    most = max(len(images) for images in images_of_row)
+    pixels = torch.zeros(len(images_of_row), most, 3, 16, 16)
+    mask = torch.zeros(len(images_of_row), most, 16, 16, dtype=torch.bool)
+    for row, images in enumerate(images_of_row):
+        for i, x in enumerate(images):
+            pixels[row, i], mask[row, i] = x[:, :16, :16], True
+    return dict(pixel_values=pixels, pixel_attention_mask=mask)
+
+
+def blocks(image):
+    """Number of 8 x 8 blocks."""
+    return image.shape[1] * image.shape[2] // 64
+
+
+def fixed(number):
+    return lambda image: number
+
+
+def tiles(image):
+    """InternVL cuts an image in tiles of 16 x 16."""
+    return image.shape[2] // 16
+
+
+# (layout of the pixels, number of tokens of an image, field of the token types)
+FAMILIES = {
+    "gemma3": (lambda images: dict(pixel_values=flat(images)), fixed(4), "token_type_ids"),
+    "gemma4": (positioned, blocks, "mm_token_type_ids"),
+    "gemma4-blocks": (positioned, blocks, "mm_token_type_ids"),
+    "mistral3": (sized, blocks, None),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"), (qwen, blocks, "mm_token_type_ids")),
+    "internvl": (lambda images: dict(pixel_values=torch.cat([torch.stack(x.split(16, 2)) for x in images])),
+                 lambda image: 4 * tiles(image), None),
+    "llava": (lambda images: dict(pixel_values=flat(images)), fixed(16), None),
+    "smolvlm": (None, fixed(4), None),
+}  # fmt: skip
+
+
+def batch(family, image_token, seed=7, start=0):
+    """Inputs of the model, number of prompt columns, images and tiles of each row. All prompts begin with two tokens
+    of text, and some more at the `start`."""
+    layout, tokens_of, types = FAMILIES[family]
+    torch.manual_seed(seed)
+    text = torch.randint(FIRST_TOKEN, LAST_TOKEN, (6 + start,)).tolist()
+    begin, text = text[: 2 + start], text[2 + start :]
+    prompts, images_of_prompt = [], []
+    for images in PROMPTS:
+        images_of_prompt.append(add_pixels(images))
+        ids = begin
+        for image in images_of_prompt[-1]:
+            ids = ids + [image_token] * tokens_of(image) + text[:2]
+        prompts.append(ids + text[2:])
+    prompt_columns = max(map(len, prompts))
+    num_rows = len(PROMPTS) * ROWS_PER_PROMPT
+    ids = torch.randint(FIRST_TOKEN, LAST_TOKEN, (num_rows, prompt_columns + COLUMNS))
+    mask = torch.ones_like(ids)
+    for row, length in enumerate(LENGTHS):
+        prompt = prompts[row // ROWS_PER_PROMPT]
+        padding = prompt_columns - len(prompt)
+        ids[row, :padding], mask[row, :padding] = 0, 0
+        ids[row, padding:prompt_columns] = torch.tensor(prompt)
+        mask[row, prompt_columns + length :] = 0
+    images_of_row = [images_of_prompt[row // ROWS_PER_PROMPT] for row in range(num_rows)]
+    flat_images = [image for images in images_of_row for image in images]
+    inputs = per_sample(images_of_row) if layout is None else layout(flat_images)
+    if types:
+        inputs[types] = ((ids == image_token) & (mask == 1)).long()
+    counts = dict(num_images=[len(images) for images in images_of_row])
+    if family == "internvl":
+        counts["num_tiles"] = [sum(map(tiles, images)) for images in images_of_row]
+    inputs = {name: x.to(torch.get_default_dtype()) if x.is_floating_point() else x for name, x in inputs.items()}
+    return dict(input_ids=ids, attention_mask=mask, **inputs), prompt_columns, counts
+
+
+def build_with_images(name, dtype):
+    return prepared(build(family(name.removesuffix("-blocks"), **copy.deepcopy(CONFIGS[name]))), dtype)
+
+
+def run(model, inputs, prompt, **shared):
+    """(log-probabilities and entropies, gradient of all parameters, gradient of the tower)"""
+    return *family_check.run(model, inputs, prompt, **shared), gradient_of(tower(model))
