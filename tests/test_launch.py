@@ -223,7 +223,7 @@ def test_it_works_where_the_user_stands_and_a_signal_ends_it_in_one_line(policy,
     record = json.loads((tmp_path / "out" / "memory.json").read_text())
     assert record["settings"]["reward_funcs"][0] == "my_rewards:good"
     start = [line.split()[0] for line in output.splitlines() if not line.startswith("{")]
-    assert start == ["host", "model", "data", "reward", "passes", "device", "output"]
+    assert start == ["host", "model", "data", "reward", "passes", "device", "output", "share_prompts:"]
     assert f"my_rewards:good ({tmp_path}/my_rewards.py), letters" in output
 
 

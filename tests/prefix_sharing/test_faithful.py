@@ -189,9 +189,7 @@ class TestPrefixSharingFaithful:
 
     @pytest.mark.parametrize("config_class", [RLOOConfig, GRPOConfig])
     @pytest.mark.parametrize("option", [{"prefix_sharing": True}, {"tokens_per_forward": 64}])
-    @pytest.mark.parametrize(
-        "kwargs", [{"torch_compile": True}, {"use_liger_kernel": True}, {"pad_to_multiple_of": 8}]
-    )
+    @pytest.mark.parametrize("kwargs", [{"torch_compile": True}, {"pad_to_multiple_of": 8}])
     def test_options_of_both(self, config_class, option, kwargs):
         with pytest.raises(ValueError, match=f"`{next(iter(option))}.*{next(iter(kwargs))}"):
             config_class(output_dir=self.tmp_dir, use_cpu=True, bf16=False, **BATCH, **option, **kwargs)

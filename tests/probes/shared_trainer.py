@@ -235,7 +235,7 @@ def train_counting(run):
     return {"starts": starts, "whole": whole.call_count, "shared": shared.call_count}
 
 
-def outcome(run, skipped=("time", "runtime", "per_second", "num_input_tokens"), after=-1):
+def outcome(run, skipped=("time", "runtime", "per_second", "num_input_tokens", "prefix_sharing/"), after=-1):
     """What was logged after a step, without what is skipped, and the parameters."""
     logs = [log for log in run.state.log_history if log["step"] > after]
     logs = [{name: x for name, x in log.items() if not any(s in name for s in skipped)} for log in logs]

@@ -3,7 +3,7 @@
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 VOCABULARY, ENDS = 100, (3, 40)  # every token id from the first to the second ends a completion
 # Of 1 to 12 words
@@ -33,11 +33,6 @@ def build_model(config=None):
         parameter.data.mul_(4 if parameter.dim() > 1 else 1)
     model.generation_config.eos_token_id = list(range(*ENDS))
     return model
-
-
-def build_reward_model():
-    torch.manual_seed(1)
-    return AutoModelForSequenceClassification.from_config(build_config(num_labels=1)).eval()
 
 
 def save_shape(folder, prompt_tokens, vocabulary=512):
