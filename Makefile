@@ -55,7 +55,7 @@ test-cuda:
 	@command -v gcc >/dev/null && command -v g++ >/dev/null \
 	  || { echo "make test-cuda: gcc and g++ compile the emulated device: apt-get install g++" >&2; exit 1; }
 	./setup_env.sh
-	tests/venv.sh cuda -c requirements.lock
+	tests/venv.sh cuda -c requirements.lock liger-kernel==0.8.5
 	.venv-cuda/bin/python -m pytest -q tests/cuda tests/test_liger.py
 
 lint:

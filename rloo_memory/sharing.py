@@ -10,7 +10,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
 
 import torch
 from accelerate.utils import is_peft_model
@@ -18,6 +17,7 @@ from torch import nn
 from transformers import ProcessorMixin
 from transformers.modeling_outputs import SequenceClassifierOutput
 
+from rloo_memory.calls import Call, Scored
 from rloo_memory.prefix_sharing.config import check_passes_config
 from rloo_memory.prefix_sharing.images import OF_IMAGES
 from rloo_memory.prefix_sharing.lm_head import backbone_gives
@@ -25,7 +25,7 @@ from rloo_memory.prefix_sharing.passes import GoesWhole
 from rloo_memory.prefix_sharing.probe import without_dropout
 from rloo_memory.prefix_sharing.trainer import TrainerPasses
 
-# What is replaced, and parameters that TRL's own definition of it must name
+# What is replaced, and what TRL calls it with, in this order
 METHODS = {
     "train": (),
     "training_step": (),
@@ -90,49 +90,6 @@ def put_back(owner, name: str, before) -> None:
         delattr(owner, name)
     else:
         setattr(owner, name, before)
-
-
-@dataclass(frozen=True)
-class Call:
-    """What a method is called with, by the names that TRL has for it. An override may have others, or none."""
-
-    names: list[str]
-    num_positional: int
-    given: dict[str, object]
-
-    @classmethod
-    def of(cls, names: list[str], args: tuple, kwargs: dict) -> "Call":
-        return cls(names, len(args), {**dict(zip(names[: len(args)], args, strict=True)), **kwargs})
-
-    def but(self, **changes) -> "Call":
-        return replace(self, given={**self.given, **changes})
-
-    def to(self, method: Callable):
-        """Call a method as this call was made, by position what was given by position."""
-        positional = self.names[: self.num_positional]
-        named = {name: x for name, x in self.given.items() if name not in positional}
-        return method(*(self.given[name] for name in positional), **named)
-
-
-@dataclass
-class Scored:
-    """Rows of a batch whose log-probabilities are asked for, from one on, with which models are called in parts."""
-
-    call: Call
-    first_row: int = 0
-    place: int = 0  # behind the rows with which a model was called
-
-    def next_rows(self, input_ids: torch.Tensor | None) -> slice | None:
-        """The rows with which a model is called, None for something of a subclass's own."""
-        all_ids = self.call.given["input_ids"]
-        if input_ids is None or input_ids.shape[1:] != all_ids.shape[1:]:
-            return None
-        start = self.place % len(all_ids)  # a subclass may score them all again
-        rows = all_ids[start : start + len(input_ids)]
-        if rows.data_ptr() != input_ids.data_ptr() and not torch.equal(rows, input_ids):
-            return None
-        self.place = start + len(input_ids)
-        return slice(self.first_row + start, self.first_row + self.place)
 
 
 class Replaced:
@@ -404,7 +361,13 @@ def check_trained(model) -> None:
 def parameters_of(trainer, method: str) -> list[str] | None:
     """Those of a trainer's method where it is first defined, in TRL: overrides hand them on by whatever name."""
     definitions = [vars(cls)[method] for cls in type(trainer).__mro__ if method in vars(cls)]
-    return list(inspect.signature(definitions[-1]).parameters)[1:] if definitions else None
+    if not definitions:
+        return None
+    parameters = list(inspect.signature(definitions[-1]).parameters.values())[1:]
+    names = [x.name for x in parameters if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
+    if all(x.kind is not x.VAR_POSITIONAL for x in parameters):
+        return names
+    return [*METHODS[method], *(name for name in names if name not in METHODS[method])]  # TRL 1.14 hands them on
 
 
 def check_trainer(trainer) -> None:

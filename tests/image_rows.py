@@ -19,7 +19,11 @@ PROMPTS = ([(2, 2), (2, 4)], [], [(2, 2)], [(2, 2)])
 LENGTHS = (7, 3, 1, 5, 0, 2, 4, 4, 6, 1, 2, 7)  # of the completions
 COLUMNS = max(LENGTHS)
 PATCHES = {"image_size": 16, "patch_size": 4}
-GEMMA4_VISION = {"patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 16}
+# Gemma 4 has no tower unless it is asked for, so one is not made small with the rest
+GEMMA4_VISION = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 8, "patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 16,
+}  # fmt: skip
 # What makes a tiny model take such images
 CONFIGS = {
     "gemma3": {"mm_tokens_per_image": 4, "vision_config": PATCHES},

@@ -59,7 +59,7 @@ def test_rounding_errors_are_no_larger_than_those_of_whole_rows(kind, precision)
     """Beside float64. Those of one batch are a small sample, and steps, where a token goes to another expert, a
     smaller one. In mixed precision with float16 a training scales its loss, so there gradients say nothing."""
     ratios = {}
-    for name in ROUNDED[kind]:
+    for name in ROUNDED[kind][: 3 if precision == "mixed float16" else None]:
         seeds = range(7, 16 if name in EXPERTS else 11)
         found = errors_beside_float64(family(name), *PRECISIONS[precision], seeds=seeds)
         medians = {

@@ -156,7 +156,7 @@ class Group:
 
     def saves_time(self, way: str) -> bool:
         """Whether trainers share prompts of these lengths."""
-        from rloo_memory.prefix_sharing.trainer import saves_time
+        from rloo_memory.prefix_sharing.token_budget import saves_time
 
         at_a_time = WAYS[way].micro_batch_rows or self.k
         return self.image is not None or saves_time(self.tree(at_a_time), self.mask.sum(1), at_a_time)

@@ -152,8 +152,8 @@ class Setup:
     @property
     def as_run(self) -> "Setup":
         """Where prompts are so short that sharing them saves no time, rows are scored and trained whole, as
-        `prefix_sharing.trainer.saves_time` decides by the same numbers of tokens."""
-        from rloo_memory.prefix_sharing.trainer import SAVES_TIME_FROM
+        `prefix_sharing.token_budget.saves_time` decides by the same numbers of tokens."""
+        from rloo_memory.prefix_sharing.token_budget import SAVES_TIME_FROM
 
         k, prompt, completion = self.num_generations, self.prompt_tokens, self.max_completion_length
         whole = k * (prompt + (self.padded_to or completion))

@@ -215,3 +215,27 @@ class Path:
             tuple(node.read((layer_idx, kind), gradient=gradient) for kind in (KEY, VALUE))
             for node, gradient in zip(self.nodes, self.gradients, strict=True)
         ]
+
+
+def watch_backward(states: torch.Tensor, prefixes: list[Path]) -> None:
+    """Have a backward from `states` fail that does not reach the prompts whose own backward is still to come."""
+    nodes = {
+        node
+        for prefix in prefixes
+        for node, at in zip(prefix.nodes, prefix.gradients, strict=True)
+        if at is Gradient.ENDS
+    }
+    leaf = next((leaf for node in nodes for leaf in node.ends), None)
+    if leaf is None or not states.requires_grad:
+        return
+
+    def check(grad: torch.Tensor) -> None:
+        if not torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node):
+            raise RuntimeError(
+                "Gradients were asked for (`torch.autograd.grad`, or a backward with `inputs`) in the middle of an "
+                "update, where they lack the part of prompts whose backward is still to come. In a trainer, set "
+                "`per_device_train_batch_size` to a multiple of `num_generations`; in a loop, ask for them behind "
+                "`shared_prompts`."
+            )
+
+    states.register_hook(check)

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from .fsdp2 import unshard_in_backward
 from .hooks import watched
 from .images import MultimodalInputs, rope_position_ids
-from .nodes import Gradient, Node, Path
+from .nodes import Node, Path, watch_backward
 from .passes import (
     PassesOutput,
     TokenCount,
@@ -154,30 +154,6 @@ def _run_pass(
     return states if scored is None else states[scored], sums
 
 
-def _watch_backward(states: torch.Tensor, prefixes: list[Path]) -> None:
-    """Have a backward from `states` fail that does not reach the prompts whose own backward is still to come."""
-    nodes = {
-        node
-        for prefix in prefixes
-        for node, at in zip(prefix.nodes, prefix.gradients, strict=True)
-        if at is Gradient.ENDS
-    }
-    leaf = next((leaf for node in nodes for leaf in node.ends), None)
-    if leaf is None or not states.requires_grad:
-        return
-
-    def check(grad: torch.Tensor) -> None:
-        if not torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node):
-            raise RuntimeError(
-                "Gradients were asked for (`torch.autograd.grad`, or a backward with `inputs`) in the middle of an "
-                "update, where they lack the part of prompts whose backward is still to come. In a trainer, set "
-                "`per_device_train_batch_size` to a multiple of `num_generations`; in a loop, ask for them behind "
-                "`shared_prompts`."
-            )
-
-    states.register_hook(check)
-
-
 class _Forward:
     """Rows on their way through a backbone: some of those of a tree, with this mask on the host."""
 
@@ -221,7 +197,7 @@ class _Forward:
         columns = [x - (self.settings.prefix_length - 1) for x in columns]
         shape = (len(self.rows), self.input_ids.shape[1] - self.settings.prefix_length + 1)
         states = completion_states([x for x, _ in outputs], rows, columns, shape)
-        _watch_backward(states, [context.prefix for context in contexts])
+        watch_backward(states, [context.prefix for context in contexts])
         return PassesOutput(states, self._aux_loss([sums for _, sums in outputs]) if kwargs else None)
 
     def _divide(self) -> list[tuple[Branch, torch.Tensor]]:

@@ -27,6 +27,11 @@ from .passes import (
     to_device,
 )
 from .probe import PROBE_PREFIX_LENGTH, error_of_passes
+from .tree import Tree
+
+# Tokens of whole rows, padding included, for each token with shared prompts, from which on sharing takes less time.
+# Attention to a prompt and to a completion apart takes longer than to both at once.
+SAVES_TIME_FROM = 1.1
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,28 @@ class TokenBudgetPasses:
     def count_tokens(self, lengths: list[int]) -> int:
         """Tokens that go through the model, padding included, for rows of so many tokens each."""
         return sum(len(rows) * max(lengths[row] for row in rows) for rows in self.divide(lengths))
+
+
+def saves_time(
+    tree: Tree, lengths: torch.Tensor, rows_per_micro_batch: int, tokens_per_forward: int | None = None
+) -> bool:
+    """
+    Whether rows take less time with shared prompts than whole, as far as the number of tokens tells.
+
+    Args:
+        tree ([`Tree`]):
+            Of their prompts.
+        lengths (`torch.Tensor` of shape `(B,)`):
+            Number of tokens of each row, on the host.
+        rows_per_micro_batch (`int`):
+            Number of rows that are padded to one length.
+        tokens_per_forward (`int`, *optional*):
+            Tokens that go through the model together.
+    """
+    whole = TokenBudgetPasses(tree.prompts.ids.shape[1], tokens_per_forward)
+    of_whole_rows = sum(whole.count_tokens(rows.tolist()) for rows in lengths.split(rows_per_micro_batch))
+    of_completions = int((lengths - tree.prompts.lengths).sum())
+    return of_whole_rows >= SAVES_TIME_FROM * (tree.num_tokens + of_completions)
 
 
 def check_whole_rows(model: PreTrainedModel) -> None:

@@ -22,14 +22,10 @@ from .images import OF_IMAGES, MultimodalInputs, count_tiles
 from .passes import GoesWhole, TokenCount, has_several_processes, on_any_process
 from .probe import dropouts
 from .shared_passes import SharedPrefixPasses, prompts_of
-from .token_budget import TokenBudgetPasses, check_whole_rows, takes_whole_rows
+from .token_budget import TokenBudgetPasses, check_whole_rows, saves_time, takes_whole_rows
 from .tree import Prompts, Tree, common_length
 
 logger = get_logger(__name__)
-
-# Tokens of whole rows, padding included, for each token with shared prompts, from which on sharing takes less time.
-# Attention to a prompt and to a completion apart takes longer than to both at once.
-SAVES_TIME_FROM = 1.1
 
 _ROWS = "rows of the rollout"
 
@@ -47,28 +43,6 @@ def shuffle_groups(batch: dict[str, Sequence | None], group_size: int) -> dict[s
         return x[order] if isinstance(x, torch.Tensor) else [x[i] for i in order]
 
     return {name: permute(x) for name, x in batch.items()}
-
-
-def saves_time(
-    tree: Tree, lengths: torch.Tensor, rows_per_micro_batch: int, tokens_per_forward: int | None = None
-) -> bool:
-    """
-    Whether rows take less time with shared prompts than whole, as far as the number of tokens tells.
-
-    Args:
-        tree ([`Tree`]):
-            Of their prompts.
-        lengths (`torch.Tensor` of shape `(B,)`):
-            Number of tokens of each row, on the host.
-        rows_per_micro_batch (`int`):
-            Number of rows that are padded to one length.
-        tokens_per_forward (`int`, *optional*):
-            Tokens that go through the model together.
-    """
-    whole = TokenBudgetPasses(tree.prompts.ids.shape[1], tokens_per_forward)
-    of_whole_rows = sum(whole.count_tokens(rows.tolist()) for rows in lengths.split(rows_per_micro_batch))
-    of_completions = int((lengths - tree.prompts.lengths).sum())
-    return of_whole_rows >= SAVES_TIME_FROM * (tree.num_tokens + of_completions)
 
 
 @dataclass(frozen=True)
@@ -218,7 +192,7 @@ class TrainerPasses:
         if self._rows is None or self._batch is None:
             return None
         if self._trained is None:
-            if self._rows_go_on_later() and has_parameter_hooks(self.model):
+            if len(self._rows) > self.args.per_device_train_batch_size and has_parameter_hooks(self.model):
                 self._say(
                     "A hook takes the gradient of a parameter behind each micro-batch, so prompts are shared within "
                     "micro-batches only. Set `per_device_train_batch_size` to a multiple of `num_generations`."
@@ -227,9 +201,6 @@ class TrainerPasses:
             prompts = self._batch.prompts[self._rows.start : self._rows.stop]
             self._trained = self._tree(self._batch, prompts, self.args.per_device_train_batch_size)
         return self._trained
-
-    def _rows_go_on_later(self) -> bool:
-        return len(self._rows) > self.args.per_device_train_batch_size
 
     def _first_row(self, tree: Tree | None) -> int:
         """Which row of an update's tree is the first one of the micro-batch."""

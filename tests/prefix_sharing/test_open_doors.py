@@ -232,7 +232,7 @@ def test_subclasses_train_as_without(trainer_class, rows, said, train, told):
 
 def test_a_gradient_that_lacks_a_prompts_part_is_not_given(train):
     with pytest.raises(
-        RuntimeError, match="in the middle of an update.*Set `per_device_train_batch_size` to a multiple"
+        RuntimeError, match="in the middle of an update.* set `per_device_train_batch_size` to a multiple"
     ):
         train(ScaledLoss, 2, share={})
 
@@ -272,8 +272,9 @@ def test_dropout_is_refused_with_what_helps_and_shared_where_it_may_be(train):
     assert tokens < 0.5 * whole_tokens and (other - expected).norm() > 1e-6 * expected.norm()
 
 
+@pytest.mark.slow
 def test_gradients_with_shared_dropout_have_the_mean_of_each_rows_own(policy):
-    """400 draws each. Without dropout the gradient is another one, which this test tells apart."""
+    """60 draws each. Without dropout the gradient is another one, which this test tells apart."""
     model = get_peft_model(LlamaForCausalLM.from_pretrained(policy), replace(LORA, init_lora_weights=False)).train()
     random = torch.Generator().manual_seed(0)
     prompt, *completions = (torch.randint(3, WORDS, (n,), generator=random) for n in (8, 5, 3, 6, 4))
@@ -300,6 +301,6 @@ def test_gradients_with_shared_dropout_have_the_mean_of_each_rows_own(policy):
         ).item()
 
     torch.manual_seed(0)
-    of_rows, of_shared = gradients(whole, 400), gradients(shared, 400)
+    of_rows, of_shared = gradients(whole, 60), gradients(shared, 60)
     model.eval()
-    assert apart(of_shared, of_rows) < 2 < 10 < apart(of_rows, gradients(whole, 2))
+    assert apart(of_shared, of_rows) < 2 < 5 < apart(of_rows, gradients(whole, 2))

@@ -138,6 +138,25 @@ def test_what_is_held_for_a_backward_does_not_grow_with_the_completions():
     assert held["parts"] < held["whole"] / 6 and max(parts[1:]) < held["parts"] / 4
 
 
+def test_examples_questions_and_answers_go_through_the_model_once():
+    """Eight questions with four answers each, behind examples of 800 tokens: 27,728 tokens become 1,572."""
+    model, examples, prompts, answers, expected, tokens = llama().eval(), ids(800), [], [], [], []
+    for length in (60, 45, 70, 52, 66, 48, 58, 61):
+        prompts += [torch.cat([examples, ids(length)])] * 4
+        answers += [ids(6 + 2 * i) for i in range(4)]
+    with torch.no_grad():
+        for prompt, answer in zip(prompts, answers, strict=True):
+            logits = model(input_ids=torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1]
+            expected.append(logits.log_softmax(-1).gather(1, answer[:, None]).sum())
+        log_probs(model, prompts[0], answers[:1])  # which tries the model
+        model.model.layers[0].mlp.register_forward_pre_hook(
+            lambda module, args: tokens.append(args[0][..., 0].numel())
+        )
+        scores = log_probs(model, prompts, answers).sum(1)
+    assert sum(map(len, prompts + answers)) == 27_728 and sum(tokens) == 1_572
+    torch.testing.assert_close(scores, torch.stack(expected), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [

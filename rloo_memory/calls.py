@@ -1,0 +1,49 @@
+"""Calls of a trainer's methods, and of its models within them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a method is called with, by the names that TRL has for it. An override may have others, or none."""
+
+    names: list[str]
+    num_positional: int
+    given: dict[str, object]
+
+    @classmethod
+    def of(cls, names: list[str], args: tuple, kwargs: dict) -> "Call":
+        return cls(names, len(args), {**dict(zip(names[: len(args)], args, strict=True)), **kwargs})
+
+    def but(self, **changes) -> "Call":
+        return replace(self, given={**self.given, **changes})
+
+    def to(self, method: Callable):
+        """Call a method as this call was made, by position what was given by position."""
+        positional = self.names[: self.num_positional]
+        named = {name: x for name, x in self.given.items() if name not in positional}
+        return method(*(self.given[name] for name in positional), **named)
+
+
+@dataclass
+class Scored:
+    """Rows of a batch whose log-probabilities are asked for, from one on, with which models are called in parts."""
+
+    call: Call
+    first_row: int = 0
+    place: int = 0  # behind the rows with which a model was called
+
+    def next_rows(self, input_ids: torch.Tensor | None) -> slice | None:
+        """The rows with which a model is called, None for something of a subclass's own."""
+        all_ids = self.call.given["input_ids"]
+        if input_ids is None or input_ids.shape[1:] != all_ids.shape[1:]:
+            return None
+        start = self.place % len(all_ids)  # a subclass may score them all again
+        rows = all_ids[start : start + len(input_ids)]
+        if rows.data_ptr() != input_ids.data_ptr() and not torch.equal(rows, input_ids):
+            return None
+        self.place = start + len(input_ids)
+        return slice(self.first_row + start, self.first_row + self.place)
