@@ -89,5 +89,13 @@ if __name__ == "__main__":
         sys.exit(train(args))
     words = [word for word in sys.argv[1:] if word not in ("--compare", "--prefix-sharing", "--no-prefix-sharing")]
     for sharing in ("--no-prefix-sharing", "--prefix-sharing"):
-        command = [sys.executable, "-W", "ignore", __file__, *words, sharing]
-        print(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1])
+        print(f"{sharing}: loading", flush=True)
+        command, steps = [sys.executable, "-u", "-W", "ignore", __file__, *words, sharing], 0
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            for line in process.stdout:
+                if line.startswith("{'loss'"):
+                    steps += 1
+                    print(f"  step {steps} of {args.steps}", flush=True)
+        if process.returncode != 0:
+            sys.exit(process.returncode)
+        print(line, end="", flush=True)
