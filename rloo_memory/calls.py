@@ -1,6 +1,10 @@
-"""Calls of a trainer's methods, and of its models within them."""
+"""Methods of a trainer and forwards of its models: what is put in their place, and what they are called with."""
 
-from collections.abc import Callable
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -47,3 +51,59 @@ class Scored:
             return None
         self.place = start + len(input_ids)
         return slice(self.first_row + start, self.first_row + self.place)
+
+
+@contextmanager
+def replaced(owner, name: str, value) -> Iterator[None]:
+    """`owner.name` is `value`, and then what it was."""
+    before = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        put_back(owner, name, before)
+
+
+def put_back(owner, name: str, before) -> None:
+    """`owner.name` is what it was before; None: it had none of its own."""
+    if before is None:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, before)
+
+
+class Replaced:
+    """
+    Calls `hook` with a `PromptSharing` and what it stands for, while that shares prompts. A copy of a model, in memory
+    or on disk, has what it stands for. A model may live longer than a trainer, and keeps none alive.
+    """
+
+    def __init__(self, sharing, original: Callable, hook: Callable, before):
+        functools.update_wrapper(self, original)
+        self.sharing, self.original, self.hook, self.before = weakref.ref(sharing), original, hook, before
+
+    @property
+    def is_over(self) -> bool:
+        sharing = self.sharing()
+        return sharing is None or sharing.passes is None
+
+    def __call__(self, *args, **kwargs):
+        return (
+            self.original(*args, **kwargs)
+            if self.is_over
+            else self.hook(self.sharing(), self.original, *args, **kwargs)
+        )
+
+    def __getattr__(self, name: str):
+        """What `torch.export` asks a function for."""
+        return getattr(self.__dict__["original"], name)
+
+    def __deepcopy__(self, memo):
+        return copy.deepcopy(self.original, memo)
+
+    def __reduce__(self):
+        return unchanged, (self.original,)
+
+
+def unchanged(x):
+    return x

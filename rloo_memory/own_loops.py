@@ -142,7 +142,7 @@ def prepare(model: PreTrainedModel, shares_dropout: bool) -> None:
         )
     causal_lm = model.get_base_model() if is_peft_model(model) else model
     drops = model.training and not shares_dropout and dropouts(model)
-    if drops or "_prefix_sharing" not in vars(causal_lm.base_model):
+    if drops or vars(causal_lm.base_model).get("_prefix_sharing") is None:
         try:
             enable_prefix_sharing(model, shares_dropout)
         except CannotShare as refusal:

@@ -8,8 +8,8 @@ import copy
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from accelerate.utils import is_peft_model
@@ -17,7 +17,7 @@ from torch import nn
 from transformers import ProcessorMixin
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from rloo_memory.calls import Call, Scored
+from rloo_memory.calls import Call, Replaced, Scored, put_back, replaced
 from rloo_memory.prefix_sharing.config import check_passes_config
 from rloo_memory.prefix_sharing.images import OF_IMAGES
 from rloo_memory.prefix_sharing.lm_head import backbone_gives
@@ -73,45 +73,15 @@ def share_prompts(
     return sharing
 
 
-@contextmanager
-def replaced(owner, name: str, value) -> Iterator[None]:
-    """`owner.name` is `value`, and then what it was."""
-    before = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        put_back(owner, name, before)
-
-
-def put_back(owner, name: str, before) -> None:
-    """`owner.name` is what it was before; None: it had none of its own."""
-    if before is None:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, before)
-
-
-class Replaced:
-    """Calls `hook` with what it stands for, while prompts are shared. A copy of a model has what it stands for."""
-
-    def __init__(self, sharing: "PromptSharing", original: Callable, hook: Callable):
-        functools.update_wrapper(self, original)
-        self.sharing, self.original, self.hook = sharing, original, hook
-
-    def __call__(self, *args, **kwargs):
-        shares = self.sharing.passes is not None
-        return self.hook(self.original, *args, **kwargs) if shares else self.original(*args, **kwargs)
-
-    def __deepcopy__(self, memo):
-        return copy.deepcopy(self.original, memo)
-
-
 class PromptSharing:
     """What [`share_prompts`] has replaced. `remove()` puts it back."""
 
     def __init__(self, trainer, tokens_per_forward: int | None, prefix_sharing: bool, shares_dropout: bool):
         check_trainer(trainer)
+        if tokens_per_forward is None and not prefix_sharing:
+            raise ValueError(
+                "`prefix_sharing=False` without `tokens_per_forward` would change nothing. Set one of them."
+            )
         self.trainer = trainer
         self.settings = {"prefix_sharing": prefix_sharing, "tokens_per_forward": tokens_per_forward}
         self.args = copy.copy(trainer.args)
@@ -142,19 +112,19 @@ class PromptSharing:
         takes_images = isinstance(trainer.processing_class, ProcessorMixin)
         self.passes = TrainerPasses(self.args, trainer.accelerator, *models, takes_images=takes_images)
         for name in METHODS:
-            self.replace(trainer, name, getattr(self, name.removeprefix("_")))
+            self.replace(trainer, name, getattr(PromptSharing, name.removeprefix("_")))
         for model in models:
             causal_lm = model.get_base_model() if is_peft_model(model) else model
-            self.replace(causal_lm, "forward", functools.partial(self.forward, causal_lm))
-            self.replace(model, "gradient_checkpointing_enable", checkpointing_enable)
+            self.replace(causal_lm, "forward", functools.partial(PromptSharing.forward, model=causal_lm))
+            self.replace(model, "gradient_checkpointing_enable", PromptSharing.checkpointing_enable)
         for reward_func in trainer.reward_funcs:
             if self.args.tokens_per_forward is not None and isinstance(reward_func, nn.Module):
-                self.replace(reward_func, "forward", self.reward)
+                self.replace(reward_func, "forward", PromptSharing.reward)
         trainer.prompt_sharing = self
 
     def replace(self, owner, name: str, hook: Callable) -> None:
-        """Have `hook`, which is given the original and its arguments, be called for `owner.name`."""
-        self.put(owner, name, Replaced(self, getattr(owner, name), hook))
+        """Have `hook`, which is given this, the original and its arguments, be called for `owner.name`."""
+        self.put(owner, name, Replaced(self, getattr(owner, name), hook, vars(owner).get(name)))
 
     def put(self, owner, name: str, value) -> None:
         self.replaced.append((owner, name, value, vars(owner).get(name)))
@@ -164,6 +134,8 @@ class PromptSharing:
         """Undo it. The next training computes whole rows."""
         for owner, name, value, before in reversed(self.replaced):
             if vars(owner).get(name) is value:  # else something replaced it in turn, and still calls it
+                while isinstance(before, Replaced) and before.is_over:
+                    before = before.before
                 put_back(owner, name, before)
         if self.passes is not None:
             self.passes.remove()
@@ -267,6 +239,12 @@ class PromptSharing:
                 whole = call.but(batch_size=rows_with_an_image(call.given.get("num_images"))).to(original)[0]
         if not is_token.any():
             return
+        if not whole[is_token].isfinite().all():
+            self.passes.warn(
+                "TRL's own log-probabilities of the first batch are not all finite, so nothing could be compared. "
+                f"Look at the weights, at the dtype ({self.trainer.model.dtype}) and at the attention implementation."
+            )
+            return
         args, dtype = self.trainer.args, self.trainer.model.dtype
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else dtype
         apart = (whole - shared)[is_token].abs().mean().item()
@@ -280,7 +258,7 @@ class PromptSharing:
 
     # -- what is called in place of models' forwards ------------------------------------------------------------------
 
-    def forward(self, model, original, *args, **kwargs):
+    def forward(self, original, *args, model, **kwargs):
         rows = None if self.scored is None else self.scored.next_rows(kwargs.get("input_ids"))
         if rows is None:
             return original(*args, **kwargs)
@@ -290,6 +268,9 @@ class PromptSharing:
         except GoesWhole as reason:
             self.passes.go_whole(kwargs["input_ids"], reason)
         return original(*args, **kwargs)
+
+    def checkpointing_enable(self, original, *args, **kwargs):
+        return checkpointing_enable(original, *args, **kwargs)
 
     def reward(self, original, **inputs):
         """Of a reward model: its rows in passes of `tokens_per_forward` tokens."""

@@ -24,7 +24,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 LONGEST = (  # their files go first: one that begins last, and alone, is waited for
-    "test_patches_own_tests", "test_fit_page", "test_prefix_sharing", "test_model_families", "test_plan_extended",
+    "test_patches_own_tests", "test_fit_page", "test_prefix_sharing", "test_rounding", "test_model_families",
+    "test_plan_extended",
     "test_series", "test_distributed",
     "test_tutorial", "test_train", "test_plan_engine", "test_doctor", "test_profiles",
     "test_package", "test_launch_distributed", "test_shared_images", "test_classic", "test_gate", "test_shared_arm",

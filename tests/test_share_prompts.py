@@ -38,7 +38,7 @@ def test_what_does_not_fit_is_said_and_nothing_is_left(probe):
         "batch": "per_device_train_batch_size (3) must be a multiple or a divisor of num_generations (8)",
         "model": "load it with `attention_dropout=0.0`, which `disable_dropout=True` does not do.",
         "no trainer": "Accelerator has no `train`",
-        "budget": "tokens_per_forward (0) must be at least 1",
+        "budget": "tokens_per_forward (0) must be a whole number of at least 1",
         "misplaced": "from those of whole rows, more than 0.0013. Misplaced does not fit `share_prompts`",
         "misplaced, behind rows without a token": "from those of whole rows, more than 0.0012",
     }.items():

@@ -34,7 +34,7 @@ def test_the_page_of_model_families_names_those_tried_with_images():
     assert set(WITH_IMAGES) == FAMILIES.keys() - {"gemma4-blocks"}
 
 
-@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("alike", [pytest.param(False, marks=pytest.mark.slow), True])
 @of_each_family
 def test_scores_and_gradients_are_those_of_whole_rows_and_each_image_is_encoded_once(family, alike, monkeypatch):
     """Of all parameters, and of the vision tower alone, trained and frozen, with and without checkpointing. The text

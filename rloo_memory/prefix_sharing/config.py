@@ -18,9 +18,10 @@ def check_passes_config(config) -> None:
         ImportError: If transformers is too old.
         ValueError: If two arguments exclude each other.
     """
-    if config.tokens_per_forward is not None and config.tokens_per_forward < 1:
+    tokens = config.tokens_per_forward
+    if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
         raise ValueError(
-            f"tokens_per_forward ({config.tokens_per_forward}) must be at least 1, or `None` for no bound. The "
+            f"tokens_per_forward ({tokens}) must be a whole number of at least 1, or `None` for no bound. The "
             "longest row of prompt and completion is a good value to start from."
         )
 

@@ -4,6 +4,7 @@ import functools
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
+from weakref import WeakSet
 
 import torch
 import transformers
@@ -45,6 +46,10 @@ class _Route:
         self.shares_starts = False  # also between prompts, of what they begin with
         self.hooks = frozenset()  # the user's, with which the model was tried
         self.handles: list[RemovableHandle] = []
+        self.holders: WeakSet = WeakSet()  # trainers' passes, each of which needs it until it is removed
+
+    def __reduce__(self):
+        return type(None), ()  # a copy of a model, on disk or in another process, shares nothing
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "_Route":
@@ -69,7 +74,7 @@ class _Route:
             unmark(module)
 
 
-def enable_prefix_sharing(model: PreTrainedModel, shares_dropout: bool = False) -> None:
+def enable_prefix_sharing(model: PreTrainedModel, shares_dropout: bool = False, holder=None) -> None:
     """
     Let `model` attend to a shared prefix: a call with one goes to a function that can, any other to the attention that
     the model was loaded with. What was enabled before is checked again. [`disable_prefix_sharing`] undoes it.
@@ -79,6 +84,8 @@ def enable_prefix_sharing(model: PreTrainedModel, shares_dropout: bool = False) 
             Causal language model.
         shares_dropout (`bool`, *optional*, defaults to `False`):
             Whether the completions of a prompt may share the dropout of its tokens.
+        holder (*optional*):
+            Who needs it. It is undone when each holder has disabled it.
 
     Raises:
         ValueError: If the model or its attention implementation cannot share a prefix exactly.
@@ -86,19 +93,26 @@ def enable_prefix_sharing(model: PreTrainedModel, shares_dropout: bool = False) 
     if is_peft_model(model):
         _check_adapter(model, functools.partial(_refuse, model))
         model = model.get_base_model()
+    before = vars(model.base_model).get("_prefix_sharing")
     disable_prefix_sharing(model)
     mixers, refuse = find_mixers(model), functools.partial(_refuse, model)
-    _check_layers(model, mixers, refuse)
-    _check_dropout(model, shares_dropout, refuse)
-    route = _Route.of(model)
-    route.install(model.base_model, mixers)
-    model.base_model._prefix_sharing = route
     try:
+        _check_layers(model, mixers, refuse)
+        _check_dropout(model, shares_dropout, refuse)
+        route = _Route.of(model)
+        route.install(model.base_model, mixers)
+        model.base_model._prefix_sharing = route
         _compare(model, mixers, refuse)
         route.shares_starts = _shares_starts(model)
     except BaseException:
         disable_prefix_sharing(model)
+        if before is not None and before.holders:
+            before.install(model.base_model, mixers)
+            model.base_model._prefix_sharing = before
         raise
+    route.holders.update([] if before is None else before.holders)
+    if holder is not None:
+        route.holders.add(holder)
 
 
 class CannotShare(ValueError):
@@ -223,16 +237,23 @@ def shares_starts(model: PreTrainedModel) -> bool:
     return model.base_model._prefix_sharing.shares_starts
 
 
-def disable_prefix_sharing(model: PreTrainedModel) -> None:
+def disable_prefix_sharing(model: PreTrainedModel, holder=None) -> None:
     """
     Take back what [`enable_prefix_sharing`] did, if it did.
 
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             Causal language model.
+        holder (*optional*):
+            Who no longer needs it, while others may.
     """
     if is_peft_model(model):
         model = model.get_base_model()
-    route = vars(model.base_model).pop("_prefix_sharing", None)
-    if route is not None:
+    route = vars(model.base_model).get("_prefix_sharing")
+    if route is None:
+        return
+    if holder is not None:
+        route.holders.discard(holder)
+    if holder is None or not route.holders:
+        del model.base_model._prefix_sharing
         route.remove(model.base_model)

@@ -119,7 +119,7 @@ class TrainerPasses:
         self._models = [model] if ref_model is None else [model, ref_model]
         for each in self._models:
             if args.prefix_sharing:
-                enable_prefix_sharing(each, args.shares_dropout)
+                enable_prefix_sharing(each, args.shares_dropout, holder=self)
             else:
                 check_whole_rows(each)
         self._may_go_whole = args.prefix_sharing and not takes_images and all(map(takes_whole_rows, self._models))
@@ -178,9 +178,9 @@ class TrainerPasses:
         if has_several_processes():
             raise reason
         self.count.add(rows.numel(), rows.numel())
-        self._say(f"Rows go through the model whole: {reason}")
+        self.warn(f"Rows go through the model whole: {reason}")
 
-    def _say(self, text: str) -> None:
+    def warn(self, text: str) -> None:
         """Once."""
         kind = re.sub(r"\d+", "", text)  # of whatever row
         if kind not in self._said:
@@ -193,7 +193,7 @@ class TrainerPasses:
             return None
         if self._trained is None:
             if len(self._rows) > self.args.per_device_train_batch_size and has_parameter_hooks(self.model):
-                self._say(
+                self.warn(
                     "A hook takes the gradient of a parameter behind each micro-batch, so prompts are shared within "
                     "micro-batches only. Set `per_device_train_batch_size` to a multiple of `num_generations`."
                 )
@@ -250,7 +250,7 @@ class TrainerPasses:
         if not is_worth_it:
             alike = self._scored.num_tokens < int(prompts.lengths.sum())
             why = "prompts have too little in common" if alike else "no two prompts of a batch begin alike"
-            self._say(f"Rows go through the model whole, because sharing would save no time: {why}.")
+            self.warn(f"Rows go through the model whole, because sharing would save no time: {why}.")
         return replace(batch, goes_whole=not is_worth_it)
 
     def what_is_shared(self) -> str:
@@ -315,7 +315,7 @@ class TrainerPasses:
             except GoesWhole as reason:
                 if images is not None and has_several_processes():
                     raise
-                self._say(f"`generate` computes the prompt of each row: {reason}")
+                self.warn(f"`generate` computes the prompt of each row: {reason}")
             return model.generate(*args, **kwargs)
 
         return generate
@@ -390,7 +390,7 @@ class TrainerPasses:
     def remove(self) -> None:
         """Take back what was done to the models."""
         for model in self._models:
-            disable_prefix_sharing(model)
+            disable_prefix_sharing(model, holder=self)
 
     def close(self, step: int) -> bool:
         """Forget what is kept for the next micro-batch. Returns whether some of a prompt's are missing."""

@@ -7,7 +7,6 @@ import weakref
 import image_rows
 import pytest
 import torch
-import transformers
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
@@ -239,7 +238,7 @@ class TestPrefixSharingFailures:
 
         model = build(family("bamba"))
         monkeypatch.setattr(enabling, "error_of_passes", fail)
-        monkeypatch.setattr(transformers, "__version__", "5.20.0")
+        monkeypatch.setattr(enabling.transformers, "__version__", "5.20.0")
         with pytest.raises(ValueError, match="need transformers 5.22.0 or higher, but 5.20.0 is installed"):
             enable_prefix_sharing(model)
 

@@ -1,6 +1,9 @@
 """Trainers and models as people have them: what is shared trains as untouched TRL does, and what is not says why."""
 
+import gc
+import io
 import logging
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -151,32 +154,46 @@ def policy(tmp_path):
 
 
 @pytest.fixture
-def train(policy, tmp_path, monkeypatch):
-    """Trains the policy. Returns its weights, tokens of its first layer, and what was logged."""
+def build(policy, tmp_path, monkeypatch):
+    """A trainer whose rollouts keep the completions of a prompt together, as sharing does."""
     monkeypatch.setattr(grpo_trainer, "shuffle_sequence_dict", lambda batch: shuffle_groups(batch, K))
 
-    def run(trainer_class, batch_size, share=None, prepare=lambda trainer: None, **options):
-        peft_config = options.pop("peft_config", None)
+    def make(trainer_class, batch_size, model=policy, peft_config=None, **options):
+        if model is policy:
+            options = {"model_init_kwargs": {"dtype": torch.float64}, **options}
         args = trl.GRPOConfig(
             output_dir=str(tmp_path), per_device_train_batch_size=batch_size, num_generations=K,
             gradient_accumulation_steps=8 // batch_size, max_completion_length=16, max_steps=2, learning_rate=1e-2,
             report_to="none", use_cpu=True, bf16=False, save_strategy="no", disable_tqdm=True, optim="sgd",
-            max_grad_norm=0.0, shuffle_dataset=False, logging_steps=1, model_init_kwargs={"dtype": torch.float64},
+            max_grad_norm=0.0, shuffle_dataset=False, logging_steps=1,
             **{"beta": 0.04, **options},
         )  # fmt: skip
         torch.manual_seed(0)
-        trainer = trainer_class(
-            model=policy,
+        return trainer_class(
+            model=model,
             reward_funcs=lambda completion_ids, **_: [sum(ids) * 7919 % 13 / 13 for ids in completion_ids],
             args=args,
             train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
             processing_class=build_tokenizer(),
             peft_config=peft_config,
         )
+
+    return make
+
+
+def weights_of(trainer):
+    return torch.cat([param.detach().flatten() for param in trainer.model.parameters()])
+
+
+@pytest.fixture
+def train(build):
+    """Trains the policy. Returns its weights, tokens of its first layer, and what was logged."""
+
+    def run(trainer_class, batch_size, share=None, prepare=lambda trainer: None, **options):
+        trainer, tokens = build(trainer_class, batch_size, **options), []
         prepare(trainer)
         if share is not None:
             share_prompts(trainer, **share)
-        tokens = []
 
         def count(module, args):
             tokens.append(args[0][..., 0].numel())
@@ -184,8 +201,7 @@ def train(policy, tmp_path, monkeypatch):
         layers = [module for name, module in trainer.model.named_modules() if name.endswith("layers.0.mlp")]
         layers[0].register_forward_pre_hook(count)
         trainer.train()
-        weights = torch.cat([param.detach().flatten() for param in trainer.model.parameters()])
-        return weights, sum(tokens), trainer.state.log_history
+        return weights_of(trainer), sum(tokens), trainer.state.log_history
 
     return run
 
@@ -304,3 +320,72 @@ def test_gradients_with_shared_dropout_have_the_mean_of_each_rows_own(policy):
     of_rows, of_shared = gradients(whole, 60), gradients(shared, 60)
     model.eval()
     assert apart(of_shared, of_rows) < 2 < 5 < apart(of_rows, gradients(whole, 2))
+
+
+def test_several_trainers_share_one_model_in_any_order(build, policy):
+    """As a cell of a notebook that runs twice. A trainer that is given up is not kept alive."""
+    weights = {}
+    for shared in (False, True):
+        model = LlamaForCausalLM.from_pretrained(policy).double()
+        first, second = (build(Fixed, 8, model=model, beta=0.0) for _ in range(2))
+        for trainer in (first, second) if shared else ():
+            share_prompts(trainer)
+        first.train()
+        if shared:
+            first.prompt_sharing.remove()
+        second.train()
+        weights[shared] = weights_of(second)
+        if shared:
+            forward, gone = type(model).forward, weakref.ref(first)
+            del first, trainer
+            gc.collect()
+            assert gone() is None
+            second.prompt_sharing.remove()
+            assert vars(model).get("forward") is None or model.forward.__func__ is not forward
+            assert not hasattr(model.base_model, "_prefix_sharing")
+    assert (weights[True] - weights[False]).norm() <= 1e-9 * weights[False].norm()
+
+
+def test_a_refusal_leaves_another_trainers_model_as_it_was(build, policy):
+    model = LlamaForCausalLM.from_pretrained(policy)
+    first, second = (build(Fixed, 8, model=model, beta=0.0) for _ in range(2))
+    share_prompts(first)
+    model.model.layers[0].self_attn.attention_dropout = 0.1
+    with pytest.raises(ValueError, match="attention_dropout"):
+        share_prompts(second)
+    model.model.layers[0].self_attn.attention_dropout = 0.0
+    first.train()
+
+
+def test_a_shared_model_is_saved_exported_and_copied(build):
+    trainer = build(Fixed, 8, gradient_checkpointing=False)
+    share_prompts(trainer)
+    trainer.train()
+    file, inputs = io.BytesIO(), {"input_ids": torch.tensor([[5, 6, 7, 8]]), "use_cache": False}
+    torch.save(trainer.model, file)
+    file.seek(0)
+    copies = torch.load(file, weights_only=False), torch.export.export(trainer.model.eval(), (), inputs).module()
+    expected = trainer.model(**inputs).logits
+    assert all(torch.allclose(model(**inputs).logits, expected) for model in copies)
+
+
+def test_numbers_that_are_not_finite_are_trls_own(build, told):
+    trainer = build(Fixed, 8, beta=0.0)
+    trainer.model.model.layers[1].mlp.down_proj.weight.data.fill_(torch.nan)
+    share_prompts(trainer)
+    trainer.train()
+    assert len(told) == 1 and "TRL's own log-probabilities of the first batch are not all finite" in told[0]
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"tokens_per_forward": float("nan")}, r"tokens_per_forward \(nan\) must be a whole number"),
+        ({"tokens_per_forward": 1.5}, r"tokens_per_forward \(1.5\) must be a whole number"),
+        ({"tokens_per_forward": True}, r"tokens_per_forward \(True\) must be a whole number"),
+        ({"prefix_sharing": False}, "would change nothing"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(settings, said, build):
+    with pytest.raises(ValueError, match=said):
+        share_prompts(build(Fixed, 8), **settings)

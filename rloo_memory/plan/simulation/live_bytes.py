@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rloo_memory.sharing import replaced
+from rloo_memory.calls import replaced
 
 # What autograd does in place in a tensor that only it holds, but not while a dispatch mode is active
 _ATEN = torch.ops.aten

@@ -12,9 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from rloo_memory.calls import replaced
 from rloo_memory.plan.simulation.live_bytes import as_without_mode
 from rloo_memory.plan.simulation.work import Work
-from rloo_memory.sharing import replaced
 
 MAP_NORESERVE = 0x4000  # Linux; Python names it from 3.13 on
 SPACE = 2**44  # bytes of address space, in which most tensors fit; no memory is reserved for it
