@@ -94,9 +94,10 @@ class Replaced:
             else self.hook(self.sharing(), self.original, *args, **kwargs)
         )
 
-    def __getattr__(self, name: str):
-        """What `torch.export` asks a function for."""
-        return getattr(self.__dict__["original"], name)
+    @property
+    def __code__(self):
+        """For `torch.export`. Not `__func__`, which accelerate would call in its place."""
+        return self.original.__code__
 
     def __deepcopy__(self, memo):
         return copy.deepcopy(self.original, memo)

@@ -16,13 +16,12 @@ from rloo_memory.prefix_sharing.tree import Prompts, Tree
 # classes. Where it sends a token to another expert, one such token is more than all else
 ROUNDED = {
     "attention": (
-        "llama", "qwen3", "qwen2", "gemma2", "gpt_neox", "mixtral", "gpt_oss", "deepseek_v3", "gemma4_text",
-        "qwen3_vl",
+        "llama", "qwen2", "gemma2", "gpt_neox", "gpt_oss", "deepseek_v3", "gemma4_text",
     ),
-    "states": ("qwen3_5_text", "olmo_hybrid", "bamba", "falcon_h1", "lfm2", "lfm3"),
+    "states": ("qwen3_5_text", "bamba", "falcon_h1", "lfm2"),
 }  # fmt: skip
-FEW = {"attention": ("llama", "gemma2", "deepseek_v3", "gpt_oss"), "states": ("qwen3_5_text", "bamba", "lfm2")}
-EXPERTS = ("mixtral", "gpt_oss")
+FEW = {"attention": ("llama", "gemma2", "deepseek_v3"), "states": ("qwen3_5_text", "bamba", "lfm2")}
+EXPERTS = ("gpt_oss",)
 PRECISIONS = {
     "float32": (torch.float32, None),
     "bfloat16": (torch.bfloat16, None),

@@ -48,7 +48,7 @@ MODELS = {
 IMPLEMENTATIONS = ("sdpa", "eager", "flex_attention", *flash_stand_in.KERNELS)
 CASES = [
     (model, implementation, trainer, rows)
-    for model, implementation, trainer, rows in product(MODELS, IMPLEMENTATIONS, ("RLOO", "GRPO"), (8, 2))
+    for model, implementation, (trainer, rows) in product(MODELS, IMPLEMENTATIONS, (("RLOO", 8), ("GRPO", 2)))
     if implementation not in MODELS[model][1]
 ]
 FLASH2, FLASH3, FLASH3_WITH_SINKS = flash_stand_in.KERNELS
@@ -146,7 +146,6 @@ class TestImplementations:
         assert stand_in.calls[implementation] > 0 or implementation in ("sdpa", "eager")
         assert error(shared, whole) < 1e-12
 
-    @pytest.mark.sample
     @pytest.mark.sample
     @pytest.mark.parametrize("case", SAMPLE[1::2], ids=str)
     def test_train(self, case, monkeypatch, shared_layers):

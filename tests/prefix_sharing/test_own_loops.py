@@ -73,8 +73,8 @@ def assert_same(got, expected):
     assert (got - expected).norm() <= 1e-12 * expected.norm()
 
 
-@pytest.mark.parametrize("saved", [5, 10**6])  # with what two prompts begin with, and without
-@pytest.mark.parametrize("tokens_per_forward", [None, 6])
+# With what two prompts begin with, and without
+@pytest.mark.parametrize("saved, tokens_per_forward", [(5, None), (5, 6), (10**6, None)])
 def test_log_probs_and_gradients_are_those_of_whole_rows(model, saved, tokens_per_forward, monkeypatch):
     monkeypatch.setattr(tree, "MIN_SAVED_TOKENS", saved)
     with pure_float64():
