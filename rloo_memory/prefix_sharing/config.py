@@ -32,19 +32,7 @@ def check_passes_config(config) -> None:
             f"`{option}` requires transformers version {minimum} or higher, but {transformers.__version__} is "
             "installed. Please upgrade transformers with `pip install --upgrade transformers`."
         )
-    checkpointing_kwargs = config.gradient_checkpointing_kwargs
-    if (
-        config.gradient_checkpointing
-        and checkpointing_kwargs is not None
-        # By themselves, these two leave the kind to transformers, which takes the non-reentrant one
-        and (not checkpointing_kwargs or checkpointing_kwargs.keys() - {"every_n_layers", "offload"})
-        and checkpointing_kwargs.get("use_reentrant") is not False
-    ):
-        raise ValueError(
-            f"`{option}` needs non-reentrant gradient checkpointing, and `gradient_checkpointing_kwargs` "
-            f"({checkpointing_kwargs}) that do not say so get the reentrant one, which would cut the gradient "
-            "of what is computed once. Add `'use_reentrant': False`."
-        )
+    _check_checkpointing(config, option)
     if config.neftune_noise_alpha is not None:
         raise ValueError(
             f"`{option}` does not support `neftune_noise_alpha`, whose noise depends on the tokens that go "
@@ -69,6 +57,22 @@ def check_passes_config(config) -> None:
 
     if config.prefix_sharing:
         _check_groups(config)
+
+
+def _check_checkpointing(config, option: str) -> None:
+    checkpointing_kwargs = config.gradient_checkpointing_kwargs
+    if (
+        config.gradient_checkpointing
+        and checkpointing_kwargs is not None
+        # By themselves, these two leave the kind to transformers, which takes the non-reentrant one
+        and (not checkpointing_kwargs or checkpointing_kwargs.keys() - {"every_n_layers", "offload"})
+        and checkpointing_kwargs.get("use_reentrant") is not False
+    ):
+        raise ValueError(
+            f"`{option}` needs non-reentrant gradient checkpointing, and `gradient_checkpointing_kwargs` "
+            f"({checkpointing_kwargs}) that do not say so get the reentrant one, which would cut the gradient "
+            "of what is computed once. Add `'use_reentrant': False`."
+        )
 
 
 def _check_groups(config) -> None:

@@ -112,6 +112,21 @@ def _check(model: PreTrainedModel, inputs: dict) -> None:
         raise GoesWhole(f"it was called without `{missing[0]}`. Pass it.")
 
 
+def _with_cache(generation_config: GenerationConfig | None, options: dict) -> tuple[GenerationConfig | None, dict]:
+    """Whatever was asked for: without the cache there is no prefix."""
+    if generation_config is None:
+        return None, {**options, "use_cache": True}
+    generation_config = copy.copy(generation_config)
+    generation_config.use_cache = True
+    return generation_config, options
+
+
+def _changes_frequencies(model: PreTrainedModel, inputs: dict) -> bool:
+    """Whether `generate` computes all keys and values again on the way, with other frequencies (`longrope`)."""
+    new, length = (_option(model, inputs, name) for name in ("max_new_tokens", "max_length"))
+    return exceeds_longrope(model.config, length if new is None else inputs["input_ids"].shape[1] + new)
+
+
 def _positions_to_continue(
     model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor
 ) -> torch.Tensor:
@@ -139,18 +154,14 @@ def generate_with_shared_prefix(
     Args:
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             Model prepared by [`enable_prefix_sharing`].
-        input_ids (`torch.Tensor` of shape `(B, P)`):
-            Left-padded prompts.
-        attention_mask (`torch.Tensor` of shape `(B, P)`):
-            1 for tokens, 0 for padding.
+        input_ids, attention_mask (`torch.Tensor` of shape `(B, P)`):
+            Left-padded prompts, and 1 for tokens, 0 for padding.
         generation_config ([`~transformers.GenerationConfig`], *optional*):
             Greedy decoding or sampling, one completion a row.
         group_size (`int`, *optional*):
             Number of consecutive rows with the same prompt, see [`SharedPrefixPasses`].
-        num_images (`list[int]`, *optional*):
-            Number of images of each row, if there are any.
-        num_tiles (`list[int]`, *optional*):
-            Number of tiles of each row, for models whose pixel values are indexed by tile.
+        num_images, num_tiles (`list[int]`, *optional*):
+            Number of images of each row, and of tiles, for models whose pixel values are indexed by tile.
         **inputs:
             Images of the prompts, what the model takes for each token beside its id, and arguments of `generate`.
 
@@ -167,9 +178,7 @@ def generate_with_shared_prefix(
         **inputs,
     }
     _check(model, asked)
-    new, length = (_option(model, asked, name) for name in ("max_new_tokens", "max_length"))
-    # Where frequencies change on the way, `generate` computes all keys and values again
-    if exceeds_longrope(model.config, length if new is None else input_ids.shape[1] + new):
+    if _changes_frequencies(model, asked):
         return model.generate(**asked)
     # As `generate` of a PEFT model does, past the forward of the PEFT model, which Accelerate wraps in autocast
     forward = base_model_forward(model) if is_peft_model(model) else model
@@ -179,12 +188,7 @@ def generate_with_shared_prefix(
     multimodal.check(base_model.base_model, input_ids, attention_mask, prefix_length=input_ids.shape[1])
     positions = _positions_to_continue(base_model, input_ids, attention_mask)
     cache = prefill(forward, base_model.base_model, input_ids, attention_mask, positions, group_size, multimodal)
-    # Whatever was asked for: without the cache there is no prefix
-    if generation_config is None:
-        options["use_cache"] = True
-    else:
-        generation_config = copy.copy(generation_config)
-        generation_config.use_cache = True
+    generation_config, options = _with_cache(generation_config, options)
     with running(cache, base_model.base_model._prefix_sharing.configs):
         return model.generate(
             input_ids=input_ids,
