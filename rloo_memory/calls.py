@@ -88,11 +88,9 @@ class Replaced:
         return sharing is None or sharing.passes is None
 
     def __call__(self, *args, **kwargs):
-        return (
-            self.original(*args, **kwargs)
-            if self.is_over
-            else self.hook(self.sharing(), self.original, *args, **kwargs)
-        )
+        if self.is_over:
+            return self.original(*args, **kwargs)
+        return self.hook(self.sharing(), self.original, *args, **kwargs)
 
     @property
     def __code__(self):

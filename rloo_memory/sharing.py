@@ -266,7 +266,9 @@ class PromptSharing:
             passes = self.passes.of_rows(rows, self.scored.call.given)
             return forward_in_passes(model, original, passes, *args, **kwargs)
         except GoesWhole as reason:
-            self.passes.go_whole(kwargs["input_ids"], reason)
+            self.passes.go_whole(reason)
+        num_tokens = kwargs["input_ids"].numel()
+        self.passes.count.add(num_tokens, num_tokens)
         return original(*args, **kwargs)
 
     def checkpointing_enable(self, original, *args, **kwargs):

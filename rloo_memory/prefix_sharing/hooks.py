@@ -26,16 +26,16 @@ def _is_own(hook: Callable) -> bool:
     return module.partition(".")[0] not in _LIBRARIES
 
 
-def _own_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, dict[int, Callable], int]]:
-    """Module, hooks of one kind, and which of these are the user's."""
+def _own_hooks(model: nn.Module) -> Iterator[tuple[dict[int, Callable], int]]:
+    """Hooks of one kind on a module, and the number of one of them that is the user's."""
     for module in model.modules():
         for hooks in (getattr(module, name) for name in _DICTS):
-            yield from ((module, hooks, number) for number in list(hooks) if _is_own(hooks[number]))
+            yield from ((hooks, number) for number in list(hooks) if _is_own(hooks[number]))
 
 
 def hooks_of(model: nn.Module) -> frozenset[int]:
     """Numbers of the user's hooks, each of which no other hook has."""
-    return frozenset(number for _, _, number in _own_hooks(model))
+    return frozenset(number for _, number in _own_hooks(model))
 
 
 def has_parameter_hooks(model: nn.Module) -> bool:
@@ -78,7 +78,7 @@ class _Watched:
 @contextmanager
 def watched(model: nn.Module, known: frozenset[int]) -> Iterator[None]:
     """Raise a [`GoesWhole`] where a hook of the user's, none of these that are `known`, changes something."""
-    replaced = [(hooks, number, hooks[number]) for _, hooks, number in _own_hooks(model) if number not in known]
+    replaced = [(hooks, number, hooks[number]) for hooks, number in _own_hooks(model) if number not in known]
     for hooks, number, hook in replaced:
         hooks[number] = _Watched(hook)
     try:

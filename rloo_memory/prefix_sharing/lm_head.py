@@ -1,12 +1,13 @@
 """The LM head of a model, behind hidden states that its backbone has computed already."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 from accelerate.utils import is_peft_model
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from rloo_memory.calls import replaced
 
 
 class _Output(BaseModelOutputWithPast):
@@ -18,19 +19,9 @@ class _Output(BaseModelOutputWithPast):
         return None
 
 
-@contextmanager
-def backbone_gives(model: nn.Module, states: torch.Tensor) -> Iterator[None]:
+def backbone_gives(model: nn.Module, states: torch.Tensor) -> AbstractContextManager:
     """Have the backbone of a causal language model give these states, whatever it is called with."""
-    backbone = model.base_model
-    before = vars(backbone).get("forward")
-    backbone.forward = lambda *args, **kwargs: _Output(last_hidden_state=states)
-    try:
-        yield
-    finally:
-        if before is None:
-            del backbone.forward
-        else:
-            backbone.forward = before
+    return replaced(model.base_model, "forward", lambda *args, **kwargs: _Output(last_hidden_state=states))
 
 
 def logits_of(model: nn.Module, states: torch.Tensor) -> torch.Tensor:

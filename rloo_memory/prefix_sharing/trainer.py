@@ -173,11 +173,10 @@ class TrainerPasses:
             **common,
         )
 
-    def go_whole(self, rows: torch.Tensor, reason: GoesWhole) -> None:
-        """Rows of token ids go through the model as they are, if no other process waits for them in passes."""
+    def go_whole(self, reason: GoesWhole) -> None:
+        """Rows go through the model as they are, if no other process waits for them in passes."""
         if has_several_processes():
             raise reason
-        self.count.add(rows.numel(), rows.numel())
         self.warn(f"Rows go through the model whole: {reason}")
 
     def warn(self, text: str) -> None:
@@ -225,7 +224,7 @@ class TrainerPasses:
         try:
             batch = self._compare(given)
         except GoesWhole as reason:
-            self.go_whole(given["input_ids"][:0], reason)
+            self.go_whole(reason)
             self._scored = batch = None
         self._batches[self.model.training] = batch
 
