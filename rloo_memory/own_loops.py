@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from accelerate.utils import is_peft_model
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from rloo_memory.prefix_sharing.config import check_tokens_per_forward
 from rloo_memory.prefix_sharing.enabling import CannotShare, enable_prefix_sharing
 from rloo_memory.prefix_sharing.fsdp2 import FSDPModule
 from rloo_memory.prefix_sharing.images import MultimodalInputs
-from rloo_memory.prefix_sharing.lm_head import logits_of
+from rloo_memory.prefix_sharing.lm_head import causal_lm_of, logits_of
 from rloo_memory.prefix_sharing.probe import dropouts
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses, prompts_of
 from rloo_memory.prefix_sharing.tree import Part, Prompts, Tree
@@ -64,8 +64,7 @@ def log_probs(
     Raises:
         ValueError: If the model cannot share prompts exactly, or an argument is not as it must be.
     """
-    if tokens_per_forward is not None and tokens_per_forward < 1:
-        raise ValueError(f"tokens_per_forward ({tokens_per_forward}) must be at least 1, or `None` for no bound.")
+    check_tokens_per_forward(tokens_per_forward)
     prepare(model, shares_dropout)
     rows = _Rows.of(model, ids_of(prompts, "prompts", len(completions)), ids_of(completions, "completions"))
     tree = Tree.of(rows.prompts, positions_from_zero=True)
@@ -140,7 +139,7 @@ def prepare(model: PreTrainedModel, shares_dropout: bool) -> None:
             f"{type(model).__name__} needs as many calls on every process, and here they depend on its prompts. With "
             "DDP, pass `model.module` and reduce gradients behind the backward; with FSDP, use `share_prompts`."
         )
-    causal_lm = model.get_base_model() if is_peft_model(model) else model
+    causal_lm = causal_lm_of(model)
     drops = model.training and not shares_dropout and dropouts(model)
     if drops or vars(causal_lm.base_model).get("_prefix_sharing") is None:
         try:
@@ -192,7 +191,7 @@ class _Rows:
 
     @property
     def causal_lm(self) -> PreTrainedModel:
-        return self.model.get_base_model() if is_peft_model(self.model) else self.model
+        return causal_lm_of(self.model)
 
     @property
     def prompts(self) -> Prompts:

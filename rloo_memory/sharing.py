@@ -20,7 +20,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from rloo_memory.calls import Call, Replaced, Scored, put_back, replaced
 from rloo_memory.prefix_sharing.config import check_passes_config
 from rloo_memory.prefix_sharing.images import OF_IMAGES
-from rloo_memory.prefix_sharing.lm_head import backbone_gives
+from rloo_memory.prefix_sharing.lm_head import backbone_gives, causal_lm_of
 from rloo_memory.prefix_sharing.passes import GoesWhole
 from rloo_memory.prefix_sharing.probe import without_dropout
 from rloo_memory.prefix_sharing.trainer import TrainerPasses
@@ -114,7 +114,7 @@ class PromptSharing:
         for name in METHODS:
             self.replace(trainer, name, getattr(PromptSharing, name.removeprefix("_")))
         for model in models:
-            causal_lm = model.get_base_model() if is_peft_model(model) else model
+            causal_lm = causal_lm_of(model)
             self.replace(causal_lm, "forward", functools.partial(PromptSharing.forward, model=causal_lm))
             self.replace(model, "gradient_checkpointing_enable", PromptSharing.checkpointing_enable)
         for reward_func in trainer.reward_funcs:

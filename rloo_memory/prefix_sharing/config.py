@@ -6,6 +6,14 @@ import transformers
 from packaging.version import Version
 
 
+def check_tokens_per_forward(tokens) -> None:
+    if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
+        raise ValueError(
+            f"tokens_per_forward ({tokens}) must be a whole number of at least 1, or `None` for no bound. The "
+            "longest row of prompt and completion is a good value to start from."
+        )
+
+
 def check_passes_config(config) -> None:
     """
     Check the arguments of a config with `tokens_per_forward` or `prefix_sharing`.
@@ -18,13 +26,7 @@ def check_passes_config(config) -> None:
         ImportError: If transformers is too old.
         ValueError: If two arguments exclude each other.
     """
-    tokens = config.tokens_per_forward
-    if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
-        raise ValueError(
-            f"tokens_per_forward ({tokens}) must be a whole number of at least 1, or `None` for no bound. The "
-            "longest row of prompt and completion is a good value to start from."
-        )
-
+    check_tokens_per_forward(config.tokens_per_forward)
     option = "tokens_per_forward" if config.tokens_per_forward is not None else "prefix_sharing"
     minimum = "5.13.0" if config.prefix_sharing else "5.6.0"  # what caches have had since
     if Version(transformers.__version__) < Version(minimum):

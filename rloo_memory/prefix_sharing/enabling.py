@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 
 from .hooks import hooks_of
+from .lm_head import causal_lm_of
 from .nodes import Node
 from .passes import PassesOutput, rope_parameters
 from .probe import PROBE_COMMON_LENGTH, PROBE_PREFIX_LENGTH, WholeRowsError, error_of_passes
@@ -233,8 +234,7 @@ def _shares_starts(model: PreTrainedModel) -> bool:
 
 def shares_starts(model: PreTrainedModel) -> bool:
     """Whether a model that [`enable_prefix_sharing`] has prepared shares what different prompts begin with, too."""
-    model = model.get_base_model() if is_peft_model(model) else model
-    return model.base_model._prefix_sharing.shares_starts
+    return causal_lm_of(model).base_model._prefix_sharing.shares_starts
 
 
 def disable_prefix_sharing(model: PreTrainedModel, holder=None) -> None:
@@ -247,8 +247,7 @@ def disable_prefix_sharing(model: PreTrainedModel, holder=None) -> None:
         holder (*optional*):
             Who no longer needs it, while others may.
     """
-    if is_peft_model(model):
-        model = model.get_base_model()
+    model = causal_lm_of(model)
     route = vars(model.base_model).get("_prefix_sharing")
     if route is None:
         return

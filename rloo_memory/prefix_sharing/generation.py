@@ -17,6 +17,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from .cache import SharedPrefixCache
 from .fsdp2 import FSDPModule, base_model_forward
 from .images import MultimodalInputs
+from .lm_head import causal_lm_of
 from .nodes import Path
 from .passes import GoesWhole, exceeds_longrope, has_several_processes, on_any_process
 from .routing import running
@@ -182,7 +183,7 @@ def generate_with_shared_prefix(
         return model.generate(**asked)
     # As `generate` of a PEFT model does, past the forward of the PEFT model, which Accelerate wraps in autocast
     forward = base_model_forward(model) if is_peft_model(model) else model
-    base_model = model.get_base_model() if is_peft_model(model) else model
+    base_model = causal_lm_of(model)
     options = {name: inputs.pop(name) for name in _ARGUMENTS & inputs.keys()}
     multimodal = MultimodalInputs.of(inputs, len(input_ids), num_images, num_tiles)
     multimodal.check(base_model.base_model, input_ids, attention_mask, prefix_length=input_ids.shape[1])

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 import torch
 from accelerate.utils import is_peft_model
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from rloo_memory.calls import replaced
@@ -24,6 +25,11 @@ def backbone_gives(model: nn.Module, states: torch.Tensor) -> AbstractContextMan
     return replaced(model.base_model, "forward", lambda *args, **kwargs: _Output(last_hidden_state=states))
 
 
+def causal_lm_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The causal language model, of a PEFT model the one inside."""
+    return model.get_base_model() if is_peft_model(model) else model
+
+
 def logits_of(model: nn.Module, states: torch.Tensor) -> torch.Tensor:
     """
     Logits as the model's own forward makes them of hidden states, with what it has of caps, scales and multipliers.
@@ -37,7 +43,7 @@ def logits_of(model: nn.Module, states: torch.Tensor) -> torch.Tensor:
     Returns:
         `torch.Tensor` of shape `(..., V)`: Logits.
     """
-    model = model.get_base_model() if is_peft_model(model) else model
+    model = causal_lm_of(model)
     flat = states.reshape(1, -1, states.shape[-1])
     ids = torch.zeros(flat.shape[:2], dtype=torch.long, device=flat.device)
     with backbone_gives(model, flat):

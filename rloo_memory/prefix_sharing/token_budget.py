@@ -7,10 +7,10 @@ Shape suffixes: B rows, P prompt columns, C completion columns.
 from dataclasses import dataclass
 
 import torch
-from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
+from .lm_head import causal_lm_of
 from .passes import (
     PassesOutput,
     TokenCount,
@@ -159,8 +159,7 @@ def check_whole_rows(model: PreTrainedModel) -> None:
     Raises:
         ValueError: If they do not.
     """
-    if is_peft_model(model):
-        model = model.get_base_model()
+    model = causal_lm_of(model)
 
     def refuse(reason: str):
         raise ValueError(

@@ -19,6 +19,7 @@ from .enabling import disable_prefix_sharing, enable_prefix_sharing, shares_star
 from .generation import generate_with_shared_prefix
 from .hooks import has_parameter_hooks
 from .images import OF_IMAGES, MultimodalInputs, count_tiles
+from .lm_head import causal_lm_of
 from .passes import GoesWhole, TokenCount, has_several_processes, on_any_process
 from .probe import dropouts
 from .shared_passes import SharedPrefixPasses, prompts_of
@@ -235,7 +236,7 @@ class TrainerPasses:
         input_ids, attention_mask = given["input_ids"].cpu(), given["attention_mask"].cpu()
         prompt_ids, prompt_mask = (x[:, : -given["logits_to_keep"]] for x in (input_ids, attention_mask))
         begin_alike = all(shares_starts(model) for model in self._models)
-        backbone = (self.model.get_base_model() if is_peft_model(self.model) else self.model).base_model
+        backbone = causal_lm_of(self.model).base_model
         prompts = prompts_of(backbone, prompt_ids, prompt_mask, multimodal, begin_alike)
         group_size = self.rows_per_prompt(len(prompts))
         length = common_length(prompts, group_size)

@@ -163,7 +163,7 @@ def test_examples_questions_and_answers_go_through_the_model_once():
         (([PROMPTS[0]], COMPLETIONS), r"`prompts` has 1 texts, and there are 7 completions"),
         ((PROMPTS[0], [[]]), r"`completions\[0\]` must be token ids, of shape \(at least 1,\), and has \(0,\)"),
         ((PROMPTS[0], [[5, 120]]), "A token id is 120, and the model has embeddings of 120 tokens"),
-        ((PROMPTS[0], [[5]], 0), r"tokens_per_forward \(0\) must be at least 1"),
+        ((PROMPTS[0], [[5]], 0), r"tokens_per_forward \(0\) must be a whole number of at least 1"),
     ],
 )
 def test_arguments_are_refused_by_their_names(arguments, said):
