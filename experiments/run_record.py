@@ -63,7 +63,6 @@ class RunRecord:
     peak_resident_bytes: int | None = None
     peak_phase: str | None = None
     step_seconds: list[float] = field(default_factory=list)
-    step_seconds_median: float | None = None
     trace: list[dict] = field(default_factory=list)
     sampler: dict | None = None
 

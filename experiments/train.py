@@ -196,7 +196,6 @@ def set_up(folder: Path, config: RunConfig, record: RunRecord, phases: PhaseReco
 def fill_training(record: RunRecord, logs, phases: PhaseRecorder, ended: float) -> None:
     """What was fed, how long each step took, and what the trainer logged, as far as it came."""
     record.step_seconds = [round(seconds, 4) for seconds in phases.step_seconds(ended)]
-    record.step_seconds_median = statistics.median(record.step_seconds) if record.step_seconds else None
     record.trace = logs.trace()
     if fed := phases.prompt_tokens:
         record.prompt_tokens_fed_min, record.prompt_tokens_fed_max = min(fed), max(fed)

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import pandas as pd
@@ -19,7 +20,6 @@ TIMES = "-time"  # ends the name of a scale whose runs are there for their secon
 PHASES = ("generate", "score", "train", "optimizer")
 # What each arm is, in the order of every table
 ARMS = {name: arm.shows for name, arm in arms.ARMS.items()}
-ARMS["shared-call"] = "TRL 1.16 with share_prompts, two completions a pass"  # of earlier results
 # Those that a first reader needs, beginning with what TRL does on a GPU: logits of completions only
 IN_SHORT = {
     "stock-compact": "TRL, all completions together",
@@ -27,7 +27,7 @@ IN_SHORT = {
     "shared-accumulate": "prefix sharing, two completions at a time",
 }
 # Who is fair to compare with: on a GPU, TRL has logits of completions only
-RIVALS = {"classic-lean": ["classic-baseline"], "shared": ["stock-compact-accumulate", "stock-compact"]}
+RIVALS = {"classic-lean": ["classic-baseline"], "shared-accumulate": ["stock-compact-accumulate", "stock-compact"]}
 BASELINE = "classic-baseline"  # what percentages of peaks refer to
 DEVICE_WORDS = {"cuda": "GPU", "cpu": "CPU"}
 MEASURES = {
@@ -75,7 +75,7 @@ class Results:
             row = {"scale": scale, "arm": arm, "k": k, "runs": len(mine), "ok": len(done), "timed": len(timed)}
             row |= {status: (mine.status == status).sum() for status in FAILURES}
             figures = {name: done[name] for name in ("peak_bytes", "above_bytes")}
-            figures |= {name: clocked[f"{name}_seconds"] for name in ("step", "generate", "score", "train")}
+            figures |= {name: clocked[f"{name}_seconds"] for name in ("first", "step", "generate", "score", "train")}
             for name, of in figures.items():
                 row |= {name: of.median(), f"{name}_low": of.min(), f"{name}_high": of.max()}
             first = mine.bfill().iloc[0]  # what all repeats were asked to do
@@ -115,7 +115,9 @@ class Results:
         named |= {"commit": runs.commit.str[:10], "scale": self.own.scale}
         parts = [f"{name} {joined(values)}" for name, values in named.items() if joined(values)]
         device = DEVICE_WORDS.get(joined(runs.device_kind), "device")
-        repeats = f"{span(self.cells.runs)} repeat{'s' if self.cells.runs.max() > 1 else ''} per cell"
+        timed = self.cells.timed[self.cells.timed > 0]
+        repeats = f"{span(self.cells.runs)} run{'s' if self.cells.runs.max() > 1 else ''} per cell"
+        repeats += f" for memory, {span(timed)} for seconds" if len(timed) else ""
         return " · ".join([f"{device}: {joined(runs.device_name)}", *parts, repeats])
 
     def footnotes(self) -> list[str]:
@@ -124,11 +126,6 @@ class Results:
         lost = self.own[self.own.sampler_lost & (self.own.status == "ok")].run_id
         lines = [f"killed before it could report: {', '.join(killed)}"] if len(killed) else []
         return lines + ([f"samples end before the run does: {', '.join(lost)}"] if len(lost) else [])
-
-    def timed_apart(self) -> list[str]:
-        """The line for where seconds are shown that were measured in runs of their own."""
-        timed = self.cells.timed[self.cells.timed > 0]
-        return [f"Seconds are medians of {span(timed)} runs, separate from those for memory"] if len(timed) else []
 
     def scales(self) -> list[str]:
         """All, first what everybody runs, `learn` last."""
@@ -163,7 +160,7 @@ def load(folder: Path) -> Results:
 
 
 def row_of(record: dict, phases: pd.DataFrame) -> dict:
-    """The record's figures, and the seconds of each phase of a step."""
+    """The record's figures, and the seconds of each phase of a step: of those behind the first, if there are any."""
     row = {name: value for name, value in record.items() if not isinstance(value, list | dict)}
     if unusual := re.search(r"_c(\d+)_r\d+$", record["run_id"]):  # not the arm's usual number: never the same cell
         row["arm"] += f"-c{unusual[1]}"
@@ -172,15 +169,17 @@ def row_of(record: dict, phases: pd.DataFrame) -> dict:
     row |= {"measure": measure, "asked": record["prompt_tokens_requested"], "fed": record["prompt_tokens_fed_mean"]}
     row["peak_bytes"] = record[measure] if row["status"] == "ok" else None
     row["above_bytes"] = row["peak_bytes"] and row["peak_bytes"] - (record["start_bytes"] or 0)
-    row["step_seconds"] = record["step_seconds_median"]
+    first, *later = record["step_seconds"] or [None]
+    row |= {"first_seconds": first, "step_seconds": median(later) if later else first}
     steps = phases[phases.step > 0]
     row["begin"] = steps.start.min()
-    for phase, mine in steps.groupby("phase"):
+    for phase, mine in steps[steps.step > min(1, steps.step.max() - 1)].groupby("phase"):
         row[f"{phase}_seconds"] = (mine.end - mine.start).sum() / mine.step.nunique()
     sampler = record["sampler"]
     row["sampler_lost"] = not sampler or sampler.get("lost_after_s") is not None
     row |= {name: (sampler or {}).get(name) for name in ("achieved_interval_s", "peak_missed_bytes")}
-    numbers = ["asked", "fed", "completion_tokens", "batch", *(f"{name}_seconds" for name in ("step", *PHASES))]
+    numbers = ["asked", "fed", "completion_tokens", "batch"]
+    numbers += [f"{name}_seconds" for name in ("first", "step", *PHASES)]
     numbers += [f"{name}_bytes" for name in ("budget", "start", "peak", "above")]
     return row | {name: float("nan") if row.get(name) is None else float(row[name]) for name in numbers}
 

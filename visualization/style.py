@@ -32,7 +32,6 @@ _LOOKS = {
     "stock-compact-accumulate": ("#AA4466", "--", (0, (3, 1.5)), "<"),
     "shared": ("#000000", "||", "-", "*"),
     "shared-accumulate": ("#117733", "\\\\", (0, (8, 2)), "p"),
-    "shared-call": ("#44AA99", "++", (0, (1, 1)), "X"),
 }
 _OTHERS = (
     ("#7F7F7F", "oo", "-", "X"),

@@ -47,7 +47,7 @@ WITH_IMAGES = (
 )  # fmt: skip
 PAGE = """# Model families
 
-Of all models that transformers maps to causal or image-text classes,
+Of all classes that transformers maps to causal or image-text models,
 {counts}.
 Made on {made} by
 
@@ -198,8 +198,8 @@ def listed(names: list[str]) -> str:
 
 
 def counts(results: list[tuple[Family, Result]]) -> str:
-    """How many models have which verdict; what must not be is named only where it is."""
-    found = Counter(result.verdict for _, result in results)
+    """How many classes have which verdict; what must not be is named only where it is."""
+    found = Counter(verdict for _, verdict in {(family.class_name, result.verdict) for family, result in results})
     said = {
         SHARED: "share prompts exactly",
         REFUSED: "are refused",

@@ -1,21 +1,21 @@
-"""What the figures say, in a few sentences: how much memory, how much time, and is it exact."""
+"""What the figures say, in a few sentences: how much less memory, how much faster, does it train the same."""
 
 import pandas as pd
 
-from visualization.results import ARMS, BASELINE, GIB, LEARN, RIVALS, Results, apart, by_trainer
+from visualization.results import BASELINE, GIB, LEARN, RIVALS, Results, apart, by_trainer, what_it_is
 
 LOGGED = ("reward", "loss", "kl")
 
 
 def answers(results: Results) -> list[str]:
-    found = []
-    for scale in reversed(results.charted()):  # the model large enough for seconds first
+    """The model that is large enough for seconds first."""
+    told, out = [], []
+    for scale in reversed(results.charted()):
         cells = results.of(scale).cells
-        told = [*published_change(cells), *(line for ours in RIVALS for line in beside_rival(cells, ours))]
-        out = [f"{cell.arm} at k = {cell.k}" for cell in cells.itertuples() if cell.oom]
-        told += [f"Out of memory: {', '.join(out)}."] if out else []
-        found += [f"Scale {scale}. {line}" for line in told]
-    return found + agreement(results)
+        told += [line for ours in RIVALS for line in beside_rival(cells, ours)] + published_change(cells)
+        out += [f"{cell.arm} at k = {cell.k}" for cell in cells.itertuples() if cell.oom]
+    told += [f"Out of memory: {', '.join(out)}."] if out else []
+    return told + agreement(results)
 
 
 def beside_rival(cells: pd.DataFrame, ours: str) -> list[str]:
@@ -26,14 +26,11 @@ def beside_rival(cells: pd.DataFrame, ours: str) -> list[str]:
         return []
     k = rivals.k.mode().max()
     mine, rival = done.loc[ours, k], done.loc[rivals[rivals.k == k].above_bytes.idxmin()]
-    names = [f"{cell.arm} ({ARMS[cell.arm]})" for cell in (mine, rival)]
-    peaks = [f"{cell.above_bytes / GIB:.2f} GiB" for cell in (mine, rival)]
-    said = (
-        f"At k = {k}, {names[0]} peaks {peaks[0]} above the start level; the strongest rival, {names[1]}, {peaks[1]}."
-    )
-    if any(pd.isna(cell.step) or apart(cell.step_low, cell.step_high) for cell in (mine, rival)):
-        return [said]
-    return [f"{said} A step takes {mine.step:.1f} s and {rival.step:.1f} s."]
+    part, peaks = mine.above_bytes / rival.above_bytes, [f"{cell.above_bytes / GIB:.2f}" for cell in (mine, rival)]
+    said = f"{what_it_is(ours)}, needs {part:.0%} of the memory of its strongest rival ({what_it_is(rival.arm)})"
+    if not any(pd.isna(cell.step) or apart(cell.step_low, cell.step_high) for cell in (mine, rival)):
+        said += f", and a step takes {mine.step:.1f} s in place of {rival.step:.1f} s"
+    return [f"At k = {k}, {said}. The peaks are {peaks[0]} and {peaks[1]} GiB above the start level."]
 
 
 def published_change(cells: pd.DataFrame) -> list[str]:
@@ -49,18 +46,21 @@ def published_change(cells: pd.DataFrame) -> list[str]:
 
 def agreement(results: Results) -> list[str]:
     """How far the updates of arms that were fed the same are from those of their trainer's first arm at most."""
-    lines = []
+    found: dict[str, list[pd.DataFrame]] = {}
     for scale in dict.fromkeys([*results.charted(), LEARN]):
         mine = results.of(scale)
         fed = mine.own.groupby("arm").fed.mean()
         for first, *others in by_trainer(arm for arm in mine.arms if pd.notna(fed[arm])):
             arms = [arm for arm in others if abs(fed[arm] - fed[first]) < 0.5]
-            found = differences(results, scale, arms, first)
-            if len(found):
-                most, whom = found[list(LOGGED)].max(), f"{', '.join(arms)} beside {first}"
-                words = f"rewards differ by at most {most.reward:.2g} and losses by at most {most.loss:.2g}"
-                lines.append(f"Scale {scale}. Over {len(found)} updates of {whom}, {words}.")
-    return lines
+            trainer = "TRL 0.21" if first.startswith("classic") else "TRL 1.16"
+            found.setdefault(trainer, []).append(differences(results, scale, arms, first))
+    joined = {trainer: pd.concat(frames) for trainer, frames in found.items()}
+    return [
+        f"It trains the same: over {len(far)} updates, arms of {trainer} that were fed the same differ by at most "
+        f"{far.reward.max():.2g} in rewards and {far.loss.max():.2g} in losses."
+        for trainer, far in joined.items()
+        if len(far)
+    ]
 
 
 def differences(results: Results, scale: str, arms: list[str], first: str) -> pd.DataFrame:

@@ -29,12 +29,13 @@ def report(results: Results, charts: Sequence[Path]) -> str:
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
     scale = results.charted()[0]
     short = tables.of_results("summary", results, BENCH) if BENCH in results.scales() else ""
+    pictures = sorted((path for path in charts if path.suffix == ".svg"), key=lambda path: path.stem != "idea")
     return environment.get_template("report.html").render(
         name=results.folder.resolve().name,
         about=results.of(scale).describe(),
         answers=answers(results),
         short=in_html(short + "\n" + tables.of_results("peak", results, scale)),
-        pictures=[(CHARTS[path.stem], embedded(path)) for path in charts if path.suffix == ".svg"],
+        pictures=[(CHARTS[path.stem], embedded(path)) for path in pictures],
         tables=in_html(tables.page(results)),
         runs=every_run(results),
         failures=failures(results),

@@ -50,8 +50,7 @@ def of_results(name: str, results: Results, scale: str | None = None) -> str:
         mine = results.of(each)
         mine = mine.only(IN_SHORT, 8) if name == "summary" else mine
         if len(mine.runs) and (text := RUN_TABLES[name](mine)):
-            notes = [*(mine.timed_apart() if name in ("summary", "phases") else []), *mine.footnotes()]
-            notes += [NOTE] if MARK in text else []
+            notes = [*mine.footnotes(), *([NOTE] if MARK in text else [])]
             parts.append(
                 f"*{mine.describe()} · {MEASURES[mine.measure]}*\n\n{text}\n"
                 + "".join(f"\n{note}.\n" for note in notes)

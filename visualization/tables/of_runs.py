@@ -10,7 +10,8 @@ REFERENCES = ("stock", "stock-compact")  # what a user of TRL has today: as rele
 
 
 def summary(results: Results) -> str:
-    """Seconds of a step, times faster than the first way, and peak above start, of the scale `bench`."""
+    """Seconds of a step, the first one beside it, times faster than the first way, and peak above start, of the scale
+    `bench`."""
     if BENCH not in set(results.own.scale):
         return ""
     cells, first, rows = results.cells.droplevel("k"), next(iter(IN_SHORT)), []
@@ -20,9 +21,9 @@ def summary(results: Results) -> str:
             continue
         cell = cells.loc[arm]
         ratio = times(clocked(cell), clocked(cells.loc[first])) if first in cells.index else float("nan")
-        took, faster = seconds(*clocked(cell), 1), "" if pd.isna(ratio) else f"{ratio:.1f}"
-        rows.append([or_failure(cell, name), took, faster, f"{cell.above_bytes / GIB:.2f}"])
-    return markdown(["", "whole step, seconds", "times faster", "peak above start, GiB"], rows)
+        took, faster = [seconds(*clocked(cell, step), 1) for step in ("step", "first")], f"{ratio:.1f}"
+        rows.append([or_failure(cell, name), *took, "" if pd.isna(ratio) else faster, f"{cell.above_bytes / GIB:.2f}"])
+    return markdown(["", "step, seconds", "the first one", "times faster", "peak above start, GiB"], rows)
 
 
 def peak_texts(results: Results) -> pd.DataFrame:
@@ -97,7 +98,8 @@ def phases(results: Results) -> str:
     ratio = token_ratio(cells.fed.median(), cells.completion_tokens.median(), k)
     header = ["arm", "generate", "score (old and reference)", "train", "whole step", "peak above start, GiB"]
     brackets = f"; in brackets, how many times faster than `{known[0]}`, and which part of its peak" if known else ""
-    return f"At k = {k}{brackets}. The token ratio is {ratio:.2f}. Seconds:\n\n" + markdown(header, rows)
+    which = " of the second step" if cells.timed.any() else ""
+    return f"At k = {k}{brackets}. The token ratio is {ratio:.2f}. Seconds{which}:\n\n" + markdown(header, rows)
 
 
 def published(results: Results) -> str:
