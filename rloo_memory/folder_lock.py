@@ -15,9 +15,9 @@ def owned(folder: Path, patience: float = 5.0, remedy: str = "another --results"
 
     Raises `ConfigError` where another process still has it after `patience` seconds (a run whose suite was killed
     needs a moment to end), or why the folder cannot be had, with the `remedy`: what the caller's user can write
-    instead. It is removed if it is empty afterwards.
+    instead. If it was made here, it is removed where it is empty afterwards.
     """
-    lock = FileLock(folder / ".lock")
+    lock, made = FileLock(folder / ".lock"), not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=patience)
@@ -33,4 +33,5 @@ def owned(folder: Path, patience: float = 5.0, remedy: str = "another --results"
         (folder / ".lock").unlink(missing_ok=True)  # who waits for it makes another
         lock.release()
         with contextlib.suppress(OSError):
-            folder.rmdir()
+            if made:
+                folder.rmdir()

@@ -1,5 +1,7 @@
 """What the launcher takes, refuses and says."""
 
+import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -7,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,7 +46,8 @@ REFUSED = {
     "balanced --calibration gone": ["launch: calibration gone: [Errno 2] No such file or directory: "],
     "constrained --use_cpu": ["activation_offloading", "no GPU", "--activation_offloading false"],
     "balanced --offload_reference true": ["offload_reference", "no reference (beta is 0"],
-    "balanced --output_dir taken": ["cannot write to taken"],
+    "balanced --output_dir taken": ["cannot write to taken", "choose --output_dir taken-2"],
+    "balanced --output_dir=": ["output_dir is empty"],
     "balanced --host_allocator jemalloc": ["LD_PRELOAD=libjemalloc.so.2"],
     "balanced --host_allocator tcmaloc": ["'tcmaloc'", "tcmalloc"],
     "balanced --dataset_name rows.jsonl": ["no reward; --reward_funcs module:function"],
@@ -51,6 +55,9 @@ REFUSED = {
     "balanced --dataset_name other.jsonl --reward_funcs letters": ["no column 'prompt'; it has text, answer"],
     "balanced --dataset_name half.csv --reward_funcs letters": ["'half.csv': row 2: the prompt is no chat"],
     "balanced --dataset_name empty.jsonl --reward_funcs letters": ["'empty.jsonl': row 2", "the prompt is empty"],
+    "balanced --dataset_name kinds.jsonl --reward_funcs letters": ["'kinds.jsonl': row 1 is text and row 2 is a chat"],
+    "balanced --dataset_name none.jsonl --reward_funcs letters": ["'none.jsonl': row 2: the prompt is None; write"],
+    "balanced --dataset_name roles.jsonl --reward_funcs letters": ["row 1: the prompt is [{'content': 'a'}]; write"],
     "balanced --dataset_name latin.jsonl --reward_funcs letters": ["'latin.jsonl': it is not UTF-8", "save it as UTF"],
     "balanced --dataset_name latin.csv --reward_funcs letters": ["'latin.csv': it is not UTF-8", "save it as UTF-8"],
     "balanced --dataset_name mixed --reward_funcs letters": ["'mixed': b.jsonl: ", "answer", "string", "int64"],
@@ -87,6 +94,9 @@ def test_bad_input_is_one_line_with_its_name_before_a_model_loads(here, no_model
         "other.jsonl": '{"text": "a", "answer": "b"}',
         "half.csv": 'prompt\n"[{""role"": ""user"", ""content"": ""a""}]"\nSay a.\n',
         "empty.jsonl": '{"prompt": "a"}\n{"prompt": ""}',
+        "kinds.jsonl": '{"prompt": "a"}\n{"prompt": [{"role": "user", "content": "a"}]}',
+        "none.jsonl": '{"prompt": [{"role": "user", "content": "a"}]}\n{"prompt": null}',
+        "roles.jsonl": '{"prompt": [{"content": "a"}]}',
         "mixed/a.jsonl": '{"prompt": "a", "answer": "b"}',
         "mixed/b.jsonl": '{"prompt": "a", "answer": 1}',
         "broken.yaml": "bata: 1\n",
@@ -111,7 +121,7 @@ AFTER_LOADING = {
     "--adam_beta1 2": "Invalid beta parameter",
     "--reward_funcs my_rewards:few": "the reward 'my_rewards:few' returned [1.0]; TRL expects a list of 8 finite",
     "--reward_funcs my_rewards:nothing": "the reward 'my_rewards:nothing' returned [nan, ",
-    "--reward_funcs my_rewards:leaves": "a reward ended the program",
+    "--reward_funcs my_rewards:leaves": "the reward 'my_rewards:leaves' ended the program",
     "": "cannot train 'model': Error while deserializing header",  # of weights that are cut
 }
 
@@ -246,6 +256,37 @@ def test_memory_that_runs_out_is_said_in_one_line_and_recorded(here, monkeypatch
     assert record["prompt_tokens"] == 48 and record["out_of_memory"] == "train"
 
 
-def test_a_reward_may_return_what_can_be_read_once():
-    checked = rewards.with_its_rewards_checked("lengths", lambda completions: map(len, completions))
-    assert checked(completions=["a", "bc"]) == [1, 2]
+@pytest.mark.parametrize("later", [False, True])
+def test_what_a_reward_returns_is_checked_also_where_it_is_awaited(later):
+    def rewarded(returned):
+        async def awaited(completions):
+            return returned(completions)
+
+        call = rewards.with_its_rewards_checked("some", awaited if later else returned)
+        return asyncio.run(call(completions=["a", "bc"])) if later else call(completions=["a", "bc"])
+
+    assert rewarded(lambda completions: map(len, completions)) == [1, 2]  # which can be read once
+    for wrong in (None, [1.0], [1.0, float("nan")], [1.0, 10**400], ["a", "b"]):
+        with pytest.raises(ConfigError, match="TRL expects a list of 2 finite numbers"):
+            rewarded(lambda completions, wrong=wrong: wrong)
+    with pytest.raises(ConfigError, match="'some' ended the program"):
+        rewarded(lambda completions: sys.exit())
+
+
+def test_a_training_without_any_reward_ends_in_its_first_rollout():
+    """Later one may be without. A reward model has a number for each completion."""
+    import torch
+
+    nothing, some, returned = torch.full((2, 1), torch.nan), torch.tensor([[1.0], [torch.nan]]), []
+    trainer = SimpleNamespace(reward_func_names=["score"], reward_funcs=[rewards.imported])
+    trainer._calculate_rewards = lambda *inputs: returned.pop()
+    rewards.check_first_rewards(trainer)
+    for function, rollouts, line in (
+        (rewards.imported, [nothing], "score returned None for all 2"),
+        (torch.nn.Identity(), [some], r"reward model score returned \[1.0, nan\]"),
+        (rewards.imported, [some, nothing], None),
+    ):
+        trainer.reward_funcs[0], returned[:] = function, rollouts[::-1]
+        with pytest.raises(ConfigError, match=line) if line else contextlib.nullcontext():
+            for rollout in rollouts:
+                assert trainer._calculate_rewards() is rollout

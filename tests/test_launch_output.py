@@ -9,9 +9,10 @@ import pytest
 import two_processes
 from small_profile import small_profile
 
+from rloo_memory.errors import ConfigError
 from rloo_memory.folder_lock import owned
 from rloo_memory.launch import __main__ as launch
-from rloo_memory.launch import announce
+from rloo_memory.launch import announce, checkpoints, output
 
 # With prefix sharing, two completions of a group of four at a time
 PROFILE = small_profile(
@@ -49,12 +50,65 @@ def test_the_output_of_another_training_is_not_replaced(here, no_model_loads, re
     Path("copy").mkdir()
     shutil.copy(here / "trainer_output" / "model.safetensors", here / "copy")
     refused([*GO_ON, "trainer_output/checkpoint-1", "--output_dir=copy"], "'copy' holds", "model.safetensors")
-    refused([*GO_ON, "trainer_output/checkpoint-9"], "no whole checkpoint", "holds checkpoint-2, checkpoint-1")
+    refused([*GO_ON, "trainer_output/checkpoint-9"], "no such folder", "holds checkpoint-2, checkpoint-1")
     with owned(Path("trainer_output")):
         refused([*GO_ON, "true"], "trainer_output is being written by", "--output_dir trainer_output-2")
     assert launch.main([*GO_ON, "true"]) == 0
     assert "finished: trainer_output/checkpoint-2 has reached max_steps 2" in capsys.readouterr().out
     assert {path: path.read_bytes() for path in files} == before
+
+
+SETTINGS = dict(max_steps=3, save_only_model=False, deepspeed_plugin=None, fsdp=None, process_index=0, world_size=1)
+
+
+def begins(**settings) -> str | None:
+    """The checkpoint that a training with these settings goes on from."""
+    with output.taken(SimpleNamespace(**{**SETTINGS, "output_dir": "trainer_output", **settings})) as (checkpoint, _):
+        return checkpoint
+
+
+def test_the_newest_whole_checkpoint_is_taken_and_copies_are_none(here, capsys):
+    first, last = (Path("trainer_output", f"checkpoint-{number}") for number in (1, 2))
+    for name in ("checkpoint-1-backup", "checkpoint-", "checkpoint-9"):
+        shutil.copytree(first, first.with_name(name))
+    first.rename("elsewhere")
+    first.symlink_to(Path("elsewhere").absolute())
+    assert begins(resume_from_checkpoint="true") == str(last)
+    assert "not from trainer_output/checkpoint-9: it is a checkpoint-1 under another name" in capsys.readouterr().out
+    for name in ("trainer_state.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        whole = (last / name).read_bytes()
+        for damaged in (whole[: len(whole) // 2], b"", None):
+            (last / name).unlink() if damaged is None else (last / name).write_bytes(damaged)
+            assert begins(resume_from_checkpoint="true") == str(first)
+            said = capsys.readouterr().out.splitlines()[1]
+            assert said.startswith(f"begins  not from {last}: ") and name.partition(".")[0] in said, said
+        with pytest.raises(ConfigError, match=f"{last}': .*{name.partition('.')[0]}"):
+            begins(resume_from_checkpoint=str(last))
+        if name == "optimizer.pt":
+            assert begins(resume_from_checkpoint="true", save_only_model=True) == str(last)
+            assert f"new moments and a new schedule: save_only_model, and {last}" in capsys.readouterr().out
+        (last / name).write_bytes(whole)
+
+
+def test_a_shard_that_is_cut_or_gone_is_named(tmp_path):
+    import torch
+
+    torch.distributed.checkpoint.save({"a": torch.ones(9)}, checkpoint_id=tmp_path, no_dist=True)
+    assert not checkpoints.damage(tmp_path / ".metadata")
+    (tmp_path / "__0_0.distcp").write_bytes(b"")
+    assert checkpoints.damage(tmp_path / ".metadata") == "names __0_0.distcp, which is not whole"
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "one.safetensors"}}')
+    assert "names one.safetensors" in checkpoints.damage(tmp_path / "model.safetensors.index.json")
+
+
+def test_results_may_go_where_the_user_stands(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in (".", "./", str(tmp_path), "..", "new/"):
+        assert begins(output_dir=folder, resume_from_checkpoint=None) is None
+    assert tmp_path.exists() and not Path("new").exists()  # it is as it was
+    assert output.free_name(Path(".")) == f"{tmp_path}-2"
+    Path("file").touch()
+    assert output.free_name(Path("file/below")) == "below-2"
 
 
 @pytest.mark.slow

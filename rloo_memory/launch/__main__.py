@@ -18,6 +18,7 @@ from rloo_memory.adapters import adapter_of
 from rloo_memory.device import is_out_of_memory, level, settle, show_one_gpu
 from rloo_memory.errors import ConfigError, Stopped, exit_code, leave
 from rloo_memory.launch import (
+    checkpoints,
     command_line,
     dataset,
     gate,
@@ -172,6 +173,7 @@ def build_trainer(launch, config, model, found: policy.Policy, quantization, row
         keep_on_host(trainer, trainer.ref_model)
     if launch.offload_reward:
         keep_on_host(trainer, trainer.reward_funcs[0])
+    rewards.check_first_rewards(trainer)
     return trainer
 
 
@@ -183,8 +185,6 @@ def train(trainer, memory, checkpoint: str | None) -> None:
     trainer.add_callback(memory)
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
-    except SystemExit as error:  # it would look like a training that came to its end
-        raise ConfigError(f"a reward ended the program (SystemExit: {error}); let it return") from error
     except Exception as error:
         if is_out_of_memory(error):
             raise MemoryError(
@@ -205,7 +205,7 @@ def train(trainer, memory, checkpoint: str | None) -> None:
 
 
 def gone(config, update: int) -> str:
-    there = output.checkpoints(Path(config.output_dir))
+    there = checkpoints.of_folder(Path(config.output_dir))
     resume = f"and go on from {there[0].name} with --resume_from_checkpoint true" if there else "and train again"
     return f"the vLLM server at {vllm_server.url_of(config)} stopped answering in update {update}; start it {resume}"
 

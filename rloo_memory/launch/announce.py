@@ -62,7 +62,7 @@ def passes(config) -> str:
 def print_end(trainer, memory, seconds: float) -> None:
     """How long it took, what became of the reward, the peak, and what was written where."""
     folder, state = trainer.args.output_dir, trainer.state
-    rewards = [log["reward"] for log in state.log_history if "reward" in log]
+    rewards = [log["reward"] for log in state.log_history if log.get("reward") is not None]
     reward = f", reward {rewards[0]:.4g} at first, {rewards[-1]:.4g} at last" if rewards else ""
     print(f"trained {state.global_step} updates in {seconds:.1f} s{reward}")
     if memory.highest:

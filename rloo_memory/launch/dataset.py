@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rloo_memory import data
-from rloo_memory.errors import ConfigError
+from rloo_memory.errors import ConfigError, shown
 from rloo_memory.launch import prompt_images
 from rloo_memory.models import one_line
 from rloo_memory.settings.arguments import LaunchArguments
@@ -48,7 +48,7 @@ def load(launch: LaunchArguments):
         return None
     with naming_the_dataset(launch.dataset_name):
         rows = read(launch.dataset_name, launch.dataset_config, launch.dataset_train_split)
-        return prompt_images.as_trained(with_chats_read(rows))
+        return prompt_images.as_trained(of_one_kind(with_chats_read(rows)))
 
 
 def read(source: str, config: str | None, split: str):
@@ -172,6 +172,28 @@ def with_chats_read(rows):
         except (ValueError, SyntaxError) as error:
             raise ConfigError(f"row {row}: the prompt is no chat, as others are; write it as JSON: {CHAT}") from error
     return rows.add_column("the chats", chats).remove_columns("prompt").rename_column("the chats", "prompt")
+
+
+def of_one_kind(rows):
+    """The rows. Raises `ConfigError` where one is neither text nor a chat, or both are among them: TRL treats a batch
+    as its first prompt."""
+    first = None
+    for row, prompt in enumerate(rows["prompt"], 1):
+        kind = "text" if isinstance(prompt, str) else "a chat" if is_chat(prompt) else None
+        if kind is None:
+            raise ConfigError(f"row {row}: the prompt is {shown(prompt)}; write text, or a chat: {CHAT}")
+        if kind != (first := first or kind):
+            raise ConfigError(f"row 1 is {first} and row {row} is {kind}; write all prompts as chats, or all as text")
+    return rows
+
+
+def is_chat(prompt) -> bool:
+    """Whether TRL takes it for one, and a template for one that says something."""
+    return (
+        isinstance(prompt, list)
+        and prompt != []
+        and all(isinstance(message, dict) and message.get("role") for message in prompt)
+    )
 
 
 def chat_in(text: str) -> list[dict]:

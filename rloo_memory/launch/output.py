@@ -2,13 +2,14 @@
 
 import contextlib
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rloo_memory.errors import EXIT_USAGE, ConfigError, leave
 from rloo_memory.folder_lock import owned
+from rloo_memory.launch import checkpoints
 
-STATE = "trainer_state.json"  # what the trainer writes last into a checkpoint
 MODEL_FILES = ("model*.safetensors", "adapter_model*", "pytorch_model*")
 
 
@@ -51,26 +52,46 @@ def end_together() -> None:
 
 
 def decide(config, lock: contextlib.ExitStack) -> tuple[str | None, str]:
+    if not config.output_dir:
+        raise ConfigError("output_dir is empty: name a folder, or . for this one")
     folder, asked = Path(config.output_dir), str(config.resume_from_checkpoint or False)
     lock.enter_context(owned(folder, patience=1, remedy=f"--output_dir {free_name(folder)}"))
     if asked.lower() == "false":
         refuse_other_output(folder)
         return None, ""
-    there = checkpoints(folder)
-    checkpoint = next(iter(there), None) if asked.lower() == "true" else Path(asked)
-    if checkpoint is None or not (checkpoint / STATE).exists():
-        raise ConfigError(
-            f"resume_from_checkpoint is {asked!r}, and there is no whole checkpoint; {folder} holds "
-            f"{', '.join(path.name for path in there) or 'none'}"
-        )
-    if checkpoint.resolve().parent != folder.resolve():
+    if asked.lower() == "true":
+        checkpoint = newest_whole(folder, config)
+    elif problem := checkpoints.wrong_with(checkpoint := Path(asked), config):
+        there = ", ".join(path.name for path in checkpoints.of_folder(folder)) or "none"
+        raise ConfigError(f"resume_from_checkpoint {asked!r}: {problem}; name another: {folder} holds {there}")
+    if not (checkpoint / "optimizer.pt").exists() and config.save_only_model:
+        print(f"begins  with new moments and a new schedule: save_only_model, and {checkpoint} has no optimizer.pt")
+    if checkpoint.parent.resolve() != folder.resolve():  # it may be a link to another disk
         refuse_other_output(folder)
     return str(checkpoint), finished(checkpoint, config)
 
 
+def newest_whole(folder: Path, config) -> Path:
+    """The checkpoint that `resume_from_checkpoint: true` means; which newer ones it passes over is said. Raises
+    `ConfigError` where none is whole."""
+    passed = []
+    for checkpoint in checkpoints.of_folder(folder):
+        problem = checkpoints.wrong_with(checkpoint, config)
+        if not problem and checkpoint.name != (name := f"checkpoint-{checkpoints.state_of(checkpoint).global_step}"):
+            problem = f"it is a {name} under another name"
+        if not problem:
+            print("".join(f"begins  not from {line}\n" for line in passed), end="")
+            return checkpoint
+        passed.append(f"{checkpoint}: {problem}")
+    raise ConfigError(
+        f"resume_from_checkpoint is true, and {folder} has no whole checkpoint ({'; '.join(passed) or 'none'}); train "
+        f"from the start, without it and with --output_dir {free_name(folder)}"
+    )
+
+
 def refuse_other_output(folder: Path) -> None:
     """Raise `ConfigError` where a checkpoint or a model would be replaced or mixed with others."""
-    there = [path.name for path in checkpoints(folder)]
+    there = [path.name for path in checkpoints.of_folder(folder) if (path / checkpoints.STATE).exists()]
     go_on = "go on with that one, --resume_from_checkpoint true, " if there else ""
     there += [path.name for pattern in MODEL_FILES for path in folder.glob(pattern)]
     if there:
@@ -81,21 +102,15 @@ def refuse_other_output(folder: Path) -> None:
 
 
 def free_name(folder: Path) -> str:
-    names = (folder.with_name(f"{folder.resolve().name}-{number}") for number in itertools.count(2))
-    return str(next(path for path in names if not path.exists()))
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """The folders checkpoint-N that are whole, the newest first."""
-    found = [path.parent for path in folder.glob(f"checkpoint-[0-9]*/{STATE}")]
-    return sorted(found, key=lambda path: int(path.name.partition("-")[2]), reverse=True)
+    """Of a folder that is not there yet, beside this one if that can be."""
+    beside = folder if os.access(f"{folder.parent}/.", os.W_OK) else Path(folder.name)
+    named = beside if beside.name.strip(".") else beside.resolve()
+    return next(name for number in itertools.count(2) if not os.path.exists(name := f"{named}-{number}"))
 
 
 def finished(checkpoint: Path, config) -> str:
     """Why nothing is left to train, in a line; nothing if something is."""
-    from transformers import TrainerState
-
-    state = TrainerState.load_from_json(str(checkpoint / STATE))
+    state = checkpoints.state_of(checkpoint)
     setting, reached = ("max_steps", state.global_step) if config.max_steps > 0 else ("num_train_epochs", state.epoch)
     limit = getattr(config, setting)
     if reached < limit:

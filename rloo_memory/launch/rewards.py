@@ -1,9 +1,11 @@
 """The rewards that a launched training is given: functions of the user's, of TRL's, and a reward model."""
 
+import contextlib
 import functools
 import importlib
 import inspect
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from rloo_memory.data import letter_reward
@@ -56,9 +58,7 @@ def function_of(name: str, columns: list[str]):
             f"reward {name!r} cannot be called as TRL calls it: {error}; it gets {', '.join(given)}, each by name: "
             "def score(completions, **kwargs) -> list[float]"
         ) from error
-    from trl.trainer.utils import is_async_callable
-
-    return found if is_async_callable(found) else with_its_rewards_checked(name, found)
+    return with_its_rewards_checked(name, found)
 
 
 def imported(name: str):
@@ -90,27 +90,76 @@ def place_of(name: str) -> tuple[Path, str, str]:
 
 
 def with_its_rewards_checked(name: str, function):
-    """The reward function, which raises `ConfigError` for what it returns unless that is a finite number or None for
-    each completion. TRL would leave out what is NaN as it does None, and train on nothing."""
-    import torch
+    """The reward function, asynchronous if it is, which raises `ConfigError` for what it returns unless that is a
+    finite number or None for each completion. TRL would leave out what is NaN as it does None, and train on
+    nothing."""
+    from trl.trainer.utils import is_async_callable
 
     @functools.wraps(function)
     def call(**given):
-        rewards, count = function(**given), len(given["completions"])
-        try:
-            rewards = list(rewards)  # an iterator can be read once
-            numbers = torch.tensor([0.0 if reward is None else reward for reward in rewards], dtype=torch.float32)
-            wrong = numbers.shape != (count,) or not numbers.isfinite().all()
-        except (TypeError, ValueError):  # what is no list, and what is no number
-            wrong = True
-        if wrong:
+        with letting_it_return(name):
+            return checked(name, function(**given), len(given["completions"]))
+
+    @functools.wraps(function)
+    async def call_later(**given):
+        with letting_it_return(name):
+            return checked(name, await function(**given), len(given["completions"]))
+
+    return call_later if is_async_callable(function) else call
+
+
+@contextlib.contextmanager
+def letting_it_return(name: str) -> Iterator[None]:
+    try:
+        yield
+    except SystemExit as error:  # it would look like a training that came to its end, or end TRL's event loop
+        raise ConfigError(f"the reward {name!r} ended the program (SystemExit: {error}); let it return") from error
+
+
+def checked(name: str, rewards, count: int) -> list:
+    """What a function returned, as a list, which it is if it can be read once only."""
+    import torch
+
+    try:
+        rewards = list(rewards)
+        numbers = torch.tensor([0.0 if reward is None else reward for reward in rewards], dtype=torch.float32)
+        wrong = numbers.shape != (count,) or not numbers.isfinite().all()
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # what is no list, no number, or beyond all floats
+        wrong = True
+    if wrong:
+        raise ConfigError(
+            f"the reward {name!r} returned {one_line(repr(rewards))}; TRL expects a list of {count} finite numbers, "
+            "one a completion, or None to leave one out"
+        )
+    return rewards
+
+
+def check_first_rewards(trainer) -> None:
+    """Have the trainer raise `ConfigError` where no completion has had a reward yet, of no function, or a reward model
+    returns what is not finite. TRL trains on nothing there."""
+    import torch
+
+    of_rollout, has_had_one = trainer._calculate_rewards, False
+
+    @functools.wraps(of_rollout)
+    def calculate(*args, **kwargs):
+        nonlocal has_had_one
+        rewards = of_rollout(*args, **kwargs)  # a column a function, of all processes
+        for name, function, column in zip(trainer.reward_func_names, trainer.reward_funcs, rewards.T, strict=True):
+            if isinstance(function, torch.nn.Module) and not column.isfinite().all():
+                raise ConfigError(
+                    f"the reward model {name} returned {one_line(column.tolist())}, which are not finite"
+                )
+        has_had_one = has_had_one or not rewards.isnan().all()
+        if not has_had_one:
+            names = ", ".join(trainer.reward_func_names)
             raise ConfigError(
-                f"the reward {name!r} returned {one_line(repr(rewards))}; TRL expects a list of {count} finite "
-                "numbers, one a completion, or None to leave one out"
+                f"no completion of the first rollout has a reward, which trains nothing: {names} returned None for "
+                f"all {len(rewards)}; return a number where there is one"
             )
         return rewards
 
-    return call
+    trainer._calculate_rewards = calculate
 
 
 def in_words(launch: LaunchArguments, rewards: list) -> str:
