@@ -14,7 +14,7 @@ from experiments.config import resolve
 from experiments.record import read_csv
 from experiments.workload import run_models
 from rloo_memory import data
-from rloo_memory.plan import doctor, records
+from rloo_memory.plan import doctor, records, speed
 from rloo_memory.plan.accuracy.calibration import load
 from rloo_memory.plan.peaks import PredictedPeak, Prediction
 from rloo_memory.plan.records import read_run
@@ -97,14 +97,14 @@ def folder_with(tmp_path, **changed):
 def faked(monkeypatch, peak):
     """The doctor without simulations: `peak` gives the bytes of a setup."""
 
-    def predict(label, setup, hf_config, calibration=None):
+    def predict(label, setup):
         peaks = [PredictedPeak("train", peak(setup), {"activations": peak(setup)}, 0)]
-        return Prediction(label, setup, peaks, {"train": Counter({(3, 1) if setup.prefix_sharing else (9, 3): 1})})
+        work = Counter({(3, 1) if setup.prefix_sharing else (9, 3): 1})
+        return Prediction(label, setup, peaks, {"score": work, "train": work})
 
     def predict_all(setups, hf_config, say, calibration=None):
-        return [predict(label, setup, hf_config) for label, setup in setups.items()]
+        return [predict(*labelled) for labelled in setups.items()]
 
-    monkeypatch.setattr(doctor, "predict", predict)
     monkeypatch.setattr(doctor, "predict_all", predict_all)
 
 
@@ -157,7 +157,7 @@ def test_the_settings_are_the_users_own_with_the_levers_changes_and_the_comments
     levers_seen, before = set(), None
     for budget in BUDGETS:
         # The first file has nothing but what was given; sharing is in all others for its speed, also where all fits
-        monkeypatch.setattr(doctor, "is_faster", lambda setup, faster=before is not None: faster)
+        monkeypatch.setattr(speed, "is_faster", lambda *both, faster=before is not None: faster)
         output = tmp_path / f"{budget}.yaml"
         code = doctor.main([*start, "--device-memory", f"{budget}GiB", "--reserve", "0", "--output", str(output)])
         shown = capsys.readouterr().out
