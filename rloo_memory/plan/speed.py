@@ -17,7 +17,7 @@ BALANCES = {"half": (100, 400), "float32": (8, 80), "cpu": (4, 40)}
 # Of what an H100 reaches, and seconds that an operation takes to start from Python: the fewest and the most
 H100 = Speed(flops=5e14, bytes=2.5e12)
 STARTS = (4e-6, 20e-6)
-# A ratio is a limit, and published ones are lower by up to so much: verl issue 4368, Unsloth pull request 6871
+# A ratio is a limit, and published ones are lower by up to so much: pull requests 4368 of verl, 6871 of Unsloth
 LOWER = 1.4
 LIMIT = "a limit: published speed-ups (verl 4368, Unsloth 6871) are 1.3 to 1.4 times lower"
 
