@@ -73,7 +73,7 @@ def test_an_image_takes_a_tower_and_its_pixels_once_a_prompt_where_prompts_are_s
 def test_images_that_cannot_be_planned_are_one_line(planned, arguments, parts, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("GEMMA4").mkdir()
-    Path("GEMMA4", "config.json").write_text('{"model_type": "gemma4"}')
+    Path("GEMMA4", "config.json").write_text('{"model_type": "gemma4", "vision_config": null}')
     result = planned("--model", *arguments, *OPTIONS)
     (line,) = result.stderr.splitlines()
     assert result.returncode == 2 and all(part in line for part in parts), line

@@ -4,12 +4,13 @@ import re
 
 import pandas
 import pytest
+import torch
 
 from experiments.checks import speed_check
 from rloo_memory.models import named_config
 from rloo_memory.plan.predict import predict_all
 from rloo_memory.plan.setups import Setup
-from rloo_memory.plan.simulation.work import attention_flops
+from rloo_memory.plan.simulation.work import attention_flops, cost
 from rloo_memory.plan.speed import times
 
 
@@ -53,6 +54,12 @@ def test_the_operations_of_an_update_are_those_that_a_model_needs():
 ])  # fmt: skip
 def test_nothing_slower_is_called_faster(found, words):
     assert times(found) == words
+
+
+def test_to_name_what_is_there_moves_nothing():
+    """As PEFT does with the weights of all experts in each forward."""
+    weights = torch.empty(8, 4, 4)
+    assert cost(torch.ops.aten.set_.source_Tensor, (), [weights, weights], weights) == (0, 0)
 
 
 def test_the_plan_says_how_many_times_faster(planned):
