@@ -95,8 +95,7 @@ def folder_with(tmp_path, **changed):
 
 
 def faked(monkeypatch, peak, shared=(3, 1)):
-    """The doctor without simulations: `peak` gives a setup's bytes, `shared` the work with shared prompts, beside (9, 3)
-    without."""
+    """The doctor without simulations: `peak` gives a setup's bytes; `shared` is its work with shared prompts."""
 
     def predict(label, setup):
         peaks = [PredictedPeak("train", peak(setup), {"activations": peak(setup)}, 0)]
