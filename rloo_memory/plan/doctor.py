@@ -58,7 +58,7 @@ class Search:
         and trains the same is taken where all fits, too."""
         current, used = start, []
         if shared := self.with_sharing(start):
-            self.say(f"  {SHARING.name}: {gib(shared)}, training {speed.gain(shared, [start], 'train')}")
+            self.say(f"  {SHARING.name}: {gib(shared)}, training {self.speed_of(shared, start)}")
             if self.speeds_up(start):
                 current, used = shared, [SHARING]
         exact_first = sorted(LEVERS, key=lambda lever: not lever.exact(start.setup))
@@ -97,7 +97,10 @@ class Search:
         """What a change does to a training, in words, and of sharing how fast it is then."""
         words = lever.effect(start.setup)
         shared = self.with_sharing(start) if lever is SHARING else None
-        return f"{words}; training {speed.gain(shared, [start], 'train')} ({speed.LIMIT})" if shared else words
+        return f"{words}; training {self.speed_of(shared, start)}" if shared else words
+
+    def speed_of(self, shared: Prediction, start: Prediction) -> str:
+        return f"{speed.gain(shared, [start], 'train')} ({speed.LIMIT})"
 
     def without_unneeded(
         self, start: Prediction, used: list[Lever], last: Prediction
