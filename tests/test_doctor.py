@@ -14,7 +14,7 @@ from experiments.config import resolve
 from experiments.record import read_csv
 from experiments.workload import run_models
 from rloo_memory import data
-from rloo_memory.plan import doctor, records
+from rloo_memory.plan import doctor, records, speed
 from rloo_memory.plan.accuracy.calibration import load
 from rloo_memory.plan.peaks import PredictedPeak, Prediction
 from rloo_memory.plan.records import read_run
@@ -94,17 +94,17 @@ def folder_with(tmp_path, **changed):
     return tmp_path
 
 
-def faked(monkeypatch, peak):
-    """The doctor without simulations: `peak` gives the bytes of a setup."""
+def faked(monkeypatch, peak, shared=(3, 1)):
+    """The doctor without simulations: `peak` gives a setup's bytes; `shared` is its work with shared prompts."""
 
-    def predict(label, setup, hf_config, calibration=None):
+    def predict(label, setup):
         peaks = [PredictedPeak("train", peak(setup), {"activations": peak(setup)}, 0)]
-        return Prediction(label, setup, peaks, {"train": Counter({(3, 1) if setup.prefix_sharing else (9, 3): 1})})
+        work = Counter({shared if setup.prefix_sharing else (9, 3): 1})
+        return Prediction(label, setup, peaks, {"score": work, "train": work})
 
     def predict_all(setups, hf_config, say, calibration=None):
-        return [predict(label, setup, hf_config) for label, setup in setups.items()]
+        return [predict(*labelled) for labelled in setups.items()]
 
-    monkeypatch.setattr(doctor, "predict", predict)
     monkeypatch.setattr(doctor, "predict_all", predict_all)
 
 
@@ -157,7 +157,7 @@ def test_the_settings_are_the_users_own_with_the_levers_changes_and_the_comments
     levers_seen, before = set(), None
     for budget in BUDGETS:
         # The first file has nothing but what was given; sharing is in all others for its speed, also where all fits
-        monkeypatch.setattr(doctor, "is_faster", lambda setup, faster=before is not None: faster)
+        monkeypatch.setattr(speed, "is_faster", lambda *both, faster=before is not None: faster)
         output = tmp_path / f"{budget}.yaml"
         code = doctor.main([*start, "--device-memory", f"{budget}GiB", "--reserve", "0", "--output", str(output)])
         shown = capsys.readouterr().out
@@ -174,6 +174,18 @@ def test_the_settings_are_the_users_own_with_the_levers_changes_and_the_comments
         levers_seen |= set(re.findall("^# (.*?): trains", output.read_text(), re.MULTILINE))
         assert ("Trains the same" in shown) == ("trains differently" not in output.read_text() and bool(named))
     assert len(levers_seen) >= (3 if source == "run" else 6), levers_seen  # the run has LoRA already
+
+
+@pytest.mark.parametrize("work, says", [((3, 1), "is 3.0 times faster"), ((18, 6), "takes 2.0 times as long")])
+def test_sharing_is_written_for_its_speed_where_it_is_predicted_to_be_faster(
+    work, says, monkeypatch, capsys, tmp_path
+):
+    faked(monkeypatch, made_up_peak, work)
+    words = f"--model qwen3-0.6b --prompt 2000 --device-memory 400GiB --output {tmp_path / 'fits.yaml'}"
+    assert doctor.main(words.split()) == 0
+    said = capsys.readouterr().out
+    assert f"training {says}" in said and ("takes less time" in said) == ("faster" in says)
+    assert written(tmp_path / "fits.yaml")[0].get("prefix_sharing", False) == ("faster" in says)
 
 
 @pytest.mark.parametrize(

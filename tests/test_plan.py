@@ -72,7 +72,7 @@ BAD_INPUT = [
     (["--model", "qwen3-8b", "--profile", "own.yaml"], ["own.yaml: beta is nan: it must be 0 or more"]),
     (["--model", "qwen3-8b", "--k", "1000000"], ["--k is 1000000", "at most 4096"]),
     (["--model", "qwen3-8b", "--k", "4096", "--completion", "40000"], ["--k 4096", "134,217,728 tokens"]),
-    (["--model", "qwen3-8b", "--completion", "60000"], ["--prompt 100", "--completion 60000", "60100", "40960"]),
+    (["--model", "LEARNED", "--completion", "2000"], ["--prompt 100", "--completion 2000", "2100", "1024"]),
     (["--model", "qwen3-8b", "--bits", "4"], ["4-bit", "--lora"]),
     (["--model", "qwen3-8b", "--dtype", "float16"], ["GradScaler refuses their gradients; dtype must be float32"]),
     (["--model", "qwen3-8b", "--device-memory", "24GiB", "--reserve", "30GiB"], ["--reserve 30GiB", "100MiB"]),
@@ -89,6 +89,8 @@ def test_bad_input_is_one_line_with_value_and_remedy(arguments, parts, planned, 
     monkeypatch.chdir(tmp_path)
     Path("BROKEN").mkdir()
     Path("BROKEN", "config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": -1}')
+    Path("LEARNED").mkdir()
+    Path("LEARNED", "config.json").write_text('{"model_type": "gpt2"}')
     Path("own.yaml").write_text("beta: .nan")
     result = planned("--prompt", "100", *arguments)
     assert result.returncode == 2 and result.stderr.startswith("plan: ") and result.stderr.count("\n") == 1, result

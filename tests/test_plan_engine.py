@@ -45,8 +45,18 @@ def test_float16_is_planned_in_float16(bits):
     assert held["fp16"] == pytest.approx(held["half"], rel=0.005), held
     assert held["both"] > (1.25 if bits == 4 else 1.01) * held["fp16"], held
     assert remarks(setups["both"], small()) and not remarks(setups["half"], small())
+    saved_in_half = small()
+    saved_in_half.dtype = "float16"
+    (said,) = remarks(setups["half"], saved_in_half)
+    assert "float16 weights in the checkpoint" in said and "if you train with fp16: true, plan that" in said
     with pytest.raises(ConfigError, match="fp16 and bf16 are both on"):
         check(replace(setups["fp16"], bf16=True), small())
+
+
+def test_more_tokens_than_the_config_has_positions_are_planned_and_said():
+    setup = Setup(30_000, max_completion_length=5000)
+    check(setup, small())
+    assert "35000 tokens are more than the 32768 positions" in remarks(setup, small())[0]
 
 
 def rows(name: str) -> list[dict[str, str]]:

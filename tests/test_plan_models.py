@@ -77,12 +77,17 @@ def test_kernels_that_are_installed_stay_out_of_a_prediction(planned, monkeypatc
     assert planned(*options).stdout == expected != ""
 
 
-def test_a_model_whose_prompts_cannot_be_shared_is_planned_without(planned, tmp_path):
-    reason = "does not go through `transformers.AttentionInterface`"
-    result = plan_of_tiny(planned, "stablelm", tmp_path)
+@pytest.mark.parametrize("model_type, reason, fields", [
+    ("stablelm", "does not go through `transformers.AttentionInterface`", {}),
+    ("mamba2", "whose state cannot be shared", dict(  # which has no attention, and no positions
+        num_heads=8, head_dim=16, state_size=16, n_groups=1, max_position_embeddings=None, num_attention_heads=None,
+    )),
+])  # fmt: skip
+def test_a_model_whose_prompts_cannot_be_shared_is_planned_without(planned, tmp_path, model_type, reason, fields):
+    result = plan_of_tiny(planned, model_type, tmp_path, **fields)
     assert result.returncode == 0 and reason in result.stderr, result.stderr[-3000:]
     assert planned_arms(result) == ["stock", "stock-accumulate"]
-    alone = plan_of_tiny(planned, "stablelm", tmp_path, "--arms", "shared")
+    alone = plan_of_tiny(planned, model_type, tmp_path, "--arms", "shared", **fields)
     assert alone.returncode == 2 and reason in alone.stderr.splitlines()[-1]
 
 

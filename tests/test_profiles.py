@@ -1,6 +1,7 @@
 """What profiles and accelerate's files may say, and what is said of one that may not; every profile trains."""
 
 import dataclasses
+import functools
 import json
 import re
 import subprocess
@@ -50,6 +51,9 @@ def test_what_yaml_reads_as_text_is_the_number_that_it_says(tmp_path):
     assert profiles.load_profile(str(path)) == expected
 
 
+FSDP2 = "distributed_type: FSDP\nnum_processes: 4\nfsdp_config: {fsdp_version: 2}\n"
+
+
 def test_an_accelerate_file_is_planned_with_its_devices_or_refused_by_name(tmp_path):
     path = tmp_path / "devices.yaml"
     for text, said in (
@@ -57,9 +61,21 @@ def test_an_accelerate_file_is_planned_with_its_devices_or_refused_by_name(tmp_p
         ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 1}\n", "fsdp_version: 2"),
         ("distributed_type: TPU\n", "no formula for distributed_type 'TPU'"),
         ("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 1}\n", "zero_stage 2 or 3"),
+        ("distributed_type: MULTI_GPU\nparallelism_config: {parallelism_config_tp_size: 4}\n", "tp_size: 4"),
+        (FSDP2 + "parallelism_config: {parallelism_config_cp_size: 2}\n", "cp_size: 2"),
+        (FSDP2 + "parallelism_config: {parallelism_config_dp_shard_size: 2}\n", "dp_shard_size: 2"),
+        (FSDP2.replace("_version", "_auto_wrap_policy: NO_WRAP, fsdp_version"), "NO_WRAP"),
+        (FSDP2.replace("_version", "_activation_checkpointing: true, fsdp_version"), "set gradient_checkpointing"),
+        ("dynamo_config: {dynamo_backend: INDUCTOR}\n", "INDUCTOR"),
     ):
         path.write_text(text)
         assert str(path) in (line := refusal(profiles.devices_from, path)) and said in line, line
+    path.write_text(f"{FSDP2}parallelism_config: {{parallelism_config_dp_shard_size: 4}}\nmixed_precision: fp8\n")
+    assert profiles.devices_from(path)["num_devices"] == 4, "the settings' bf16 goes before the file's fp8"
+    assert "fp8" in refusal(functools.partial(profiles.devices_from, autocast=False), path)
+    path.write_text("mixed_precision: bf16\nuse_cpu: true\ndynamo_config: {dynamo_backend: NO}\n")
+    of_file = {"bf16": True, "device": "cpu"}
+    assert of_file.items() <= profiles.devices_from(path, autocast=False).items()
     path.write_text("distributed_type: NO\n")  # which YAML reads as false
     assert profiles.devices_from(path)["num_devices"] == 1
     for name in ("ddp", "fsdp2", "fsdp2_offload", "zero3", "zero3_offload"):

@@ -21,10 +21,10 @@ from rloo_memory.plan import speed
 from rloo_memory.plan.accuracy.calibration import Calibration
 from rloo_memory.plan.accuracy.measured import measured_errors
 from rloo_memory.plan.accuracy.reserve import Room
-from rloo_memory.plan.levers import FASTER_FROM, LEVERS, SHARING, Lever, applied, in_turn, settings_by_lever
+from rloo_memory.plan.levers import LEVERS, SHARING, Lever, applied, in_turn, settings_by_lever
 from rloo_memory.plan.options import asked, check_writable, parser_of, quiet, reserve_in_words
 from rloo_memory.plan.peaks import Prediction
-from rloo_memory.plan.predict import predict, predict_all
+from rloo_memory.plan.predict import predict_all
 from rloo_memory.plan.records import Run, read_run
 from rloo_memory.plan.remarks import remarks
 from rloo_memory.plan.setups import Setup, check
@@ -47,7 +47,7 @@ class Search:
     def predict(self, label: str, setup: Setup) -> Prediction:
         """Raises `ConfigError` for a setup that the model does not support."""
         if setup not in self.known:
-            self.known[setup] = predict(label, setup, self.hf_config, self.calibration)
+            (self.known[setup],) = predict_all({label: setup}, self.hf_config, lambda line: None, self.calibration)
         return self.known[setup]
 
     def fits(self, prediction: Prediction) -> bool:
@@ -57,8 +57,10 @@ class Search:
         """The levers that are needed, and what is predicted with them, fitting or not. Sharing that makes it faster
         and trains the same is taken where all fits, too."""
         current, used = start, []
-        if is_faster(start.setup) and SHARING.exact(start.setup):
-            current, used = self.with_sharing(start)
+        if shared := self.with_sharing(start):
+            self.say(f"  {SHARING.name}: {gib(shared)}, training {self.speed_of(shared, start)}")
+            if self.speeds_up(start):
+                current, used = shared, [SHARING]
         exact_first = sorted(LEVERS, key=lambda lever: not lever.exact(start.setup))
         for lever in exact_first * 2:  # what was of no use before another change can be of use after it
             # Halving can be done again; the others change nothing the second time
@@ -76,18 +78,29 @@ class Search:
                 current, used = prediction, [*used, lever]
         return (used, current) if not self.fits(current) else self.without_unneeded(start, used, current)
 
-    def with_sharing(self, start: Prediction) -> tuple[Prediction, list[Lever]]:
-        """As `start`, but with prompts shared, unless it is so already, cannot be, or no longer fits then."""
+    def with_sharing(self, start: Prediction) -> Prediction | None:
+        """As `start`, but with prompts shared; None where they are already or cannot be, or where it then no longer
+        fits."""
+        trial = applied(SHARING, start.setup, self.hf_config)
         try:
-            trial = applied(SHARING, start.setup, self.hf_config)
-            prediction = self.predict(SHARING.name, trial) if trial else start
-        except ConfigError as error:
-            self.say(f"  {SHARING.name}: {error}")
-            return start, []
-        if prediction is start or self.fits(start) and not self.fits(prediction):
-            return start, []
-        self.say(f"  {SHARING.name}: {gib(prediction)}, and faster")
-        return prediction, [SHARING]
+            shared = trial and self.predict(SHARING.name, trial)
+        except ConfigError:
+            return None
+        return None if shared and self.fits(start) and not self.fits(shared) else shared
+
+    def speeds_up(self, start: Prediction) -> bool:
+        """Whether sharing is predicted to make it faster, and it trains the same."""
+        shared = self.with_sharing(start)
+        return shared is not None and SHARING.exact(start.setup) and speed.is_faster(shared, [start])
+
+    def effect(self, lever: Lever, start: Prediction) -> str:
+        """What a change does to a training, in words, and of sharing how fast it is then."""
+        words = lever.effect(start.setup)
+        shared = self.with_sharing(start) if lever is SHARING else None
+        return f"{words}; training {self.speed_of(shared, start)}" if shared else words
+
+    def speed_of(self, shared: Prediction, start: Prediction) -> str:
+        return f"{speed.gain(shared, [start], 'train')} ({speed.LIMIT})"
 
     def without_unneeded(
         self, start: Prediction, used: list[Lever], last: Prediction
@@ -101,7 +114,7 @@ class Search:
             if setup == last.setup:  # a later one replaced it
                 used = rest
                 continue
-            if lever is SHARING and is_faster(start.setup):
+            if lever is SHARING and self.speeds_up(start):
                 continue
             try:
                 check(setup, self.hf_config)
@@ -112,10 +125,6 @@ class Search:
                 self.say(f"  without {lever.name}: {gib(prediction)}, fits: left out")
                 used, last = rest, prediction
         return used, last
-
-
-def is_faster(setup: Setup) -> bool:
-    return setup.token_ratio >= FASTER_FROM
 
 
 def gib(prediction: Prediction) -> str:
@@ -170,6 +179,7 @@ def run(args: argparse.Namespace) -> int:
         trials = {lever.name: trial for lever in LEVERS if (trial := applied(lever, setup, hf_config))}
         say(f"predicting {len(trials)} changes")
         predictions = {p.arm: p for p in predict_all(trials, hf_config, say, calibration)}
+    search = Search(hf_config, room, say, {p.setup: p for p in (now, *predictions.values())}, calibration)
     explain(now, old.peaks if old else {}, room, reserve_in_words(args.reserve, setup.device))
     for words in remarks(setup, hf_config, calibration):
         print(words)
@@ -184,15 +194,12 @@ def run(args: argparse.Namespace) -> int:
     levers = {lever.name: lever for lever in LEVERS}
     for name, prediction in sorted(predictions.items(), key=lambda pair: pair[1].peak.total):
         saved = now.peak.total - prediction.peak.total
-        effect = levers[name].effect(setup)
-        if name == SHARING.name:
-            effect += f"; training {speed.gain(prediction, [now], 'train')} times faster"
+        effect = search.effect(levers[name], now)
         if host := prediction.most_on_host.host:
             effect += f"; {host / GIB:.2f} GiB wait on the host"
         print(f"  {prediction.peak.total / GIB:8.2f}  {-saved / GIB:+8.2f}  {name:31} {effect}")
 
     print(f"\nuntil it fits in {room.size / GIB:.2f} GiB:")
-    search = Search(hf_config, room, say, {p.setup: p for p in (now, *predictions.values())}, calibration)
     used, last = search.needed(now)
     if search.fits(now):
         print(f"  nothing is needed{'; prefix_sharing takes less time' if used else ''}")
@@ -204,7 +211,7 @@ def run(args: argparse.Namespace) -> int:
             "devices are left. No settings are written."
         )
         return 1
-    write_settings(args.output, settings, old, used, now, last, room)
+    write_settings(args.output, settings, old, used, now, last, search)
     conclude(args, settings, setup, used, last, room)
     return 0
 
@@ -214,16 +221,16 @@ def needs_learning_rate(settings: dict, last: Prediction) -> bool:
 
 
 def write_settings(
-    path: Path, settings: dict, old: Run | None, used: list[Lever], now: Prediction, last: Prediction, room: Room
+    path: Path, settings: dict, old: Run | None, used: list[Lever], now: Prediction, last: Prediction, search: Search
 ) -> None:
     """The user's settings with the changes of the levers, and the longest prompt that this is for."""
     setup = now.setup
     lines = [
-        f"Peak {gib(last)} predicted, {last.peak.phase} phase; limit {room.size / GIB:.2f} GiB.",
+        f"Peak {gib(last)} predicted, {last.peak.phase} phase; limit {search.room.size / GIB:.2f} GiB.",
         f"max_prompt_tokens: {setup.prompt_tokens}: what was planned for; the launcher refuses longer prompts.",
     ]
     for lever, decided in settings_by_lever(used, setup).items():
-        lines.append(f"{lever.name}: {lever.effect(setup)}")
+        lines.append(f"{lever.name}: {search.effect(lever, now)}")
         new = {name: value for name, value in decided.items() if settings.get(name) != value}
         lines += [f"  {name} is removed" if value is None else f"  {name}: {value}" for name, value in new.items()]
     if needs_learning_rate(settings, last):

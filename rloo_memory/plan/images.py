@@ -25,9 +25,12 @@ class PromptImages:
     def of(cls, sizes: tuple[tuple[int, int], ...], hf_config) -> "PromptImages":
         """`sizes` are widths and heights in pixels, as the processor has scaled them. Raises `ConfigError` for models
         whose images the planner does not know."""
-        kind, vision = hf_config.model_type, getattr(hf_config, "vision_config", None)
-        if vision is None:
+        kind = hf_config.model_type
+        if hf_config.get_text_config() is hf_config:
             raise ConfigError(f"a model of type {kind} takes no images; name a multimodal one")
+        vision = getattr(hf_config, "vision_config", None)
+        if vision is None and kind in GRIDS + ONE_SIZE:
+            raise ConfigError(f"the config of this model of type {kind} has no vision_config; name one that has")
         if kind in ONE_SIZE:
             side = vision.image_size
             lengths = (hf_config.mm_tokens_per_image,) * len(sizes)

@@ -8,8 +8,6 @@ from rloo_memory.errors import ConfigError
 from rloo_memory.plan.setups import Setup, check
 from rloo_memory.plan.trl_settings import changes
 
-FASTER_FROM = 2.0  # token ratio
-
 
 @dataclass(frozen=True)
 class Lever:
@@ -29,7 +27,7 @@ class Lever:
 
 
 def cost_of_sharing(setup: Setup) -> str:
-    return f"token ratio {setup.token_ratio:.1f}, the limit of what it saves"
+    return f"token ratio {setup.token_ratio:.1f}"
 
 
 def cost_of_offloading(setup: Setup) -> str:

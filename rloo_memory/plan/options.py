@@ -23,6 +23,8 @@ from rloo_memory.settings.profiles import devices_from
 from rloo_memory.sizes import GIB, parse_bytes, size_hint
 
 LEAST_DEVICE = 2**28  # bytes: less is a forgotten unit
+# Settings of a training that no formula knows
+UNPLANNED = ("deepspeed", "fsdp", "parallelism_config", "torch_compile", "tp_plan")
 
 
 @contextlib.contextmanager
@@ -112,7 +114,7 @@ def model_config(model: str):
     if model.startswith(("./", "../", "/", "~")) and not Path(model).exists():
         raise ConfigError(f"no folder {model}: name one with a config.json, a built-in shape, or hub:owner/name")
     hf_config = named_config(model)
-    for name in ("num_hidden_layers", "max_position_embeddings", "vocab_size", "hidden_size", "num_attention_heads"):
+    for name in ("num_hidden_layers", "vocab_size", "hidden_size"):
         value = getattr(hf_config.get_text_config(), name, None)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             has = "no" if value is None else f"{str(value)[:40]!r} as"
@@ -157,8 +159,10 @@ def asked(args: argparse.Namespace, profile: dict | None, run: Run | None = None
     if run is None and model is None:
         raise ConfigError("no model: name one with --model, or a profile that has model_name_or_path")
     hf_config = run.hf_config if run else model_config(model)
-    device = args.device or where.get("device", "cuda")
+    on_cpu = "cpu" if (base or {}).get("use_cpu") else "cuda"
+    device = args.device or where.get("device", on_cpu)
     settings, setup, called = setup_from(args, base, hf_config, **where | {"device": device})
+    device = setup.device  # accelerate's file may say another
     room = room_of(memory, args.reserve, device)
     setup = replace(setup, device_memory=room.device if room else 0)
     check(setup, hf_config, called)
@@ -184,10 +188,13 @@ def setup_from(
     wrong = wrong_numbers(options | {"prompt_tokens": prompt}, called)
     if problem := AT_LEAST_1.wrong("--prompts", args.prompts):
         wrong.append(problem)
+    loaded = base.get("model_init_kwargs")
+    if found := [name for name in UNPLANNED if base.get(name) or isinstance(loaded, dict) and loaded.get(name)]:
+        wrong.append(f"no formula for {', '.join(found)}: leave it out; devices are read from --accelerate FILE")
     if wrong:
         raise ConfigError("; ".join(wrong))
     if args.accelerate:
-        where |= devices_from(args.accelerate)
+        where |= devices_from(args.accelerate, autocast=base.get("bf16") is not False or bool(base.get("fp16")))
     if args.images:
         where["images"] = tuple(map(read_image, args.images))
 

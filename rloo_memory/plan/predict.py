@@ -19,7 +19,7 @@ from rloo_memory.installed_trl import need_trl
 from rloo_memory.plan.engine import with_engine
 from rloo_memory.plan.images import PromptImages
 from rloo_memory.plan.peaks import PredictedPeak, Prediction
-from rloo_memory.plan.setups import LARGEST, MOST_K, MOST_TOKENS, Setup, check
+from rloo_memory.plan.setups import LARGEST, MOST_K, MOST_TOKENS, Setup, check, positions_of
 from rloo_memory.sizes import GIB
 
 
@@ -96,9 +96,9 @@ def largest_that_fits(arm: str, setup: Setup, hf_config, what: str, room, say=pr
     meet the limit."""
     shortest = PromptImages.of(setup.images, hf_config).tokens + 1 if setup.images else 16
     name, least = LARGEST[what], {"k": 2, "prompt": shortest, "completion": 16}[what]
-    positions = hf_config.get_text_config().max_position_embeddings
     prompts = setup.generation_rows // setup.num_generations
     length = setup.prompt_tokens + setup.max_completion_length
+    positions = max(length, positions_of(hf_config) or MOST_TOKENS // setup.generation_rows)
     most = {
         "k": max(2, min(MOST_K, MOST_TOKENS // (prompts * length))),
         "prompt": positions - setup.max_completion_length,

@@ -1,7 +1,7 @@
 """What a prediction says beside its numbers."""
 
 from rloo_memory.plan import checkpoint, engine
-from rloo_memory.plan.setups import Setup
+from rloo_memory.plan.setups import Setup, positions_of
 from rloo_memory.plan.simulation import recurrent
 
 
@@ -12,21 +12,35 @@ def remarks(setup: Setup, hf_config, calibration=None) -> list[str]:
         recurrent.note(hf_config, setup.device),
         checkpoint.in_words(hf_config, setup.device),
         checkpoint.of_experts(setup, hf_config),
-        of_half_precision(setup),
+        of_length(setup, hf_config),
+        of_half_precision(setup, hf_config),
         f"ZeRO-{setup.zero_stage}: by formulas that were compared with no training" if setup.zero_stage else None,
         engine.in_words(setup),
     )
     return [words for words in said if words]
 
 
-def of_half_precision(setup: Setup) -> str | None:
-    """Of float16 where it costs memory, or does not train."""
+def of_length(setup: Setup, hf_config) -> str | None:
+    """Of more tokens than the model is made for, as with YaRN."""
+    length, positions = setup.prompt_tokens + setup.max_completion_length, positions_of(hf_config)
+    if positions is None or length <= positions:
+        return None
+    return f"{length} tokens are more than the {positions} positions of the model's config: see to its rope_parameters"
+
+
+def of_half_precision(setup: Setup, hf_config) -> str | None:
+    """Of float16 where it costs memory, does not train, or is not what is planned."""
     if setup.fp16 and setup.weight_bits < 16:
         return (
             "fp16 on quantized weights: TRL makes adapters bfloat16, and GradScaler refuses their gradients (pytorch "
             "issue 127176); with bf16: false and fp16: false it trains"
         )
-    mixed = setup.dtype == "float16" and setup.autocast == "bfloat16" and not setup.keeps_float32
-    return (
-        "float16 weights with bf16: sums of both are float32; fp16: true keeps them half as large" if mixed else None
-    )
+    words, own = {"float16": "fp16", "bfloat16": "bf16"}, str(hf_config.get_text_config().dtype).removeprefix("torch.")
+    for weights, whose in ((setup.dtype, "weights"), (own, "weights in the checkpoint")):
+        if {weights, setup.autocast} == set(words):
+            sums = "" if setup.keeps_float32 or weights != setup.dtype else ", and sums of both are float32"
+            return (
+                f"{weights} {whose}, and planned is {words[setup.autocast]}: true{sums}; if you train with "
+                f"{words[weights]}: true, plan that"
+            )
+    return None

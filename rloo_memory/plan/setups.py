@@ -144,8 +144,8 @@ class Setup:
 
     @property
     def token_ratio(self) -> float:
-        """Tokens of whole rows to tokens with each prompt once: k (P + C) / (P + k C). What sharing can save, and less
-        than it can where completions are shorter than the longest, to which whole rows are padded."""
+        """Tokens of whole rows to tokens with each prompt once: k (P + C) / (P + k C). More where completions are
+        shorter than the longest, to which whole rows are padded."""
         k, prompt, completion = self.num_generations, self.prompt_tokens, self.max_completion_length
         return k * (prompt + completion) / (prompt + k * completion)
 
@@ -323,6 +323,24 @@ def wrong_numbers(values: dict[str, object], called: dict[str, str]) -> list[str
     return [line for line in lines if line]
 
 
+def positions_of(hf_config) -> int | None:
+    """Of the lengths that a model is made for; None where nothing ends them."""
+    found = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def too_long(setup: Setup, hf_config, called: dict[str, str]) -> str | None:
+    """What to say of more tokens than the embedding of positions has; rotary ones go on behind those of the config."""
+    prompt, completion, positions = setup.prompt_tokens, setup.max_completion_length, positions_of(hf_config)
+    if positions is None or prompt + completion <= positions:
+        return None
+    embeddings = [module for module in meta_model(hf_config).modules() if type(module).__name__.endswith("Embedding")]
+    if not any(0 <= getattr(module, "num_embeddings", 0) - positions <= 2 for module in embeddings):  # OPT has 2 more
+        return None
+    asked = f"{called['prompt_tokens']} {prompt} + {called['max_completion_length']} {completion}"
+    return f"{asked} = {prompt + completion} tokens exceed the model's {positions} positions, which are learned"
+
+
 def share_too_small(setup: Setup, hf_config) -> str | None:
     """What to say where vLLM's share of a device is below its weights, in 16 bits or quantized."""
     numbers = sum(p.numel() for p in meta_model(hf_config).parameters()) if setup.vllm_bytes else 0
@@ -346,7 +364,6 @@ def check(setup: Setup, hf_config, called: dict[str, str] | None = None) -> None
     k, batch, update = setup.num_generations, setup.per_device_train_batch_size, setup.rows_per_update
     k_called, prompt_called = called["num_generations"], called["prompt_tokens"]
     length = setup.prompt_tokens + setup.max_completion_length
-    positions = hf_config.get_text_config().max_position_embeddings
     already = quantized(hf_config, setup.device)
     parts = setup.prefix_sharing and not setup.has_whole_groups
     no_reference = "LoRA needs no second model" if setup.lora_rank else "beta 0 needs no reference"
@@ -378,14 +395,13 @@ def check(setup: Setup, hf_config, called: dict[str, str] | None = None) -> None
         f"ZeRO stage {setup.zero_stage} has no formula; 2 and 3 have one": setup.zero_stage not in (0, 2, 3),
         f"lora_dropout is {setup.lora_dropout}: completions that share a prompt would share its dropout; set 0.0":
             setup.prefix_sharing and setup.lora_rank and setup.lora_dropout,
-        f"{prompt_called} {setup.prompt_tokens} + {called['max_completion_length']} {setup.max_completion_length} = "
-        f"{length} tokens exceed the model's {positions} positions": length > positions,
         f"{setup.generation_rows} completions ({k_called} {k}) of {length} tokens in a rollout: the planner takes up "
         f"to {MOST_TOKENS:,} tokens": setup.generation_rows * length > MOST_TOKENS,
     }  # fmt: skip
     wrong = [
         *(reason for reason, applies in reasons.items() if applies),
         wrong_on_cpu() if setup.device == "cpu" and setup.lm_head == lm_head_here() else None,
+        too_long(setup, hf_config, called),
         share_too_small(setup, hf_config),
         wrong_images(setup, hf_config, prompt_called) if setup.images else None,
     ]

@@ -55,14 +55,15 @@ def find_profile(name: str) -> Path:
     raise ConfigError(f"unknown profile {name!r}{hint}: choose one of {', '.join(names())}, or a YAML file")
 
 
-def devices_from(path: Path) -> dict:
-    """Fields of `Setup` from an accelerate config, a file or the name of one in `settings/accelerate`. Raises
-    `ConfigError` for what the planner has no formula for."""
+def devices_from(path: Path, autocast: bool = True) -> dict:
+    """Fields of `Setup` from an accelerate config, a file or the name of one in `settings/accelerate`. Without
+    `autocast`, where the settings ask for no mixed precision, the file decides. Raises `ConfigError` for what the
+    planner has no formula for."""
     if not path.exists() and (FOLDER.with_name("accelerate") / path.name).exists():
         path = FOLDER.with_name("accelerate") / path.name
     config = read_yaml(path)
     kind, processes = config.get("distributed_type") or "NO", config.get("num_processes", 1)  # YAML reads NO as false
-    fsdp = config.get("fsdp_config") or {}
+    fsdp, precision = config.get("fsdp_config") or {}, str(config.get("mixed_precision") or "no").lower()
     if kind not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED"):
         raise ConfigError(f"{path}: no formula for distributed_type {kind!r}; MULTI_GPU, FSDP and DEEPSPEED are known")
     if not isinstance(processes, int) or processes < 1:
@@ -70,9 +71,37 @@ def devices_from(path: Path) -> dict:
     known = fsdp.get("fsdp_version", 1) == 2 and fsdp.get("fsdp_reshard_after_forward", True) is True
     if kind == "FSDP" and not known:
         raise ConfigError(f"{path}: the formula is for fsdp_version: 2 with fsdp_reshard_after_forward: true")
+    if other := without_formula(config, processes, kind == "FSDP", autocast or precision != "fp8"):
+        raise ConfigError(f"{path}: no formula for {other}")
     devices, offload = 1 if kind == "NO" else processes, fsdp.get("fsdp_offload_params") is True
     found = {"num_devices": devices, "fully_sharded": kind == "FSDP", "offload_parameters": offload}
+    if kind == "MULTI_CPU" or config.get("use_cpu") is True:
+        found["device"] = "cpu"
+    if not autocast and precision in ("bf16", "fp16"):
+        found[precision] = True
     return found | (zero_from(path, config.get("deepspeed_config") or {}) if kind == "DEEPSPEED" else {})
+
+
+def without_formula(config: dict, processes: int, fully_sharded: bool, known_precision: bool) -> str | None:
+    """What else of an accelerate config changes memory, with what to do in its place."""
+    for name, size in (config.get("parallelism_config") or {}).items():
+        all_shard = name.endswith("dp_shard_size") and fully_sharded and size == processes
+        if name.endswith("_size") and size not in (None, 1) and not all_shard:
+            instead = "DDP, FSDP2 over all processes, and DeepSpeed are known: leave parallelism_config out"
+            return f"{name}: {size}, of processes that do not each train rows of their own; {instead}"
+    fsdp, dynamo = config.get("fsdp_config") or {}, config.get("dynamo_config") or {}
+    backend = str(dynamo.get("dynamo_backend") or dynamo.get("backend") or "no")  # YAML reads NO as false
+    wrap = str(fsdp.get("fsdp_auto_wrap_policy") or "TRANSFORMER_BASED_WRAP")
+    reasons = {
+        f"dynamo_backend {backend}: compiled layers keep other tensors; leave dynamo_config out":
+            backend.lower() not in ("no", "false"),
+        f"fsdp_auto_wrap_policy {wrap}; TRANSFORMER_BASED_WRAP gathers layer by layer":
+            fully_sharded and wrap.upper() != "TRANSFORMER_BASED_WRAP",
+        "fsdp_activation_checkpointing; set gradient_checkpointing in its place":
+            fully_sharded and fsdp.get("fsdp_activation_checkpointing") is True,
+        "mixed_precision fp8; set bf16: true": not known_precision,
+    }  # fmt: skip
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def zero_from(path: Path, deepspeed: dict) -> dict:
