@@ -43,7 +43,7 @@ test-all: lint
 test-deepspeed:
 	./setup_env.sh
 	DS_BUILD_OPS=0 tests/venv.sh deepspeed
-	.venv-deepspeed/bin/python -m pytest -q tests/test_distributed.py tests/test_launch_distributed.py -k zero3
+	TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv-deepspeed/extensions .venv-deepspeed/bin/python -m pytest -q tests/test_distributed.py tests/test_launch_distributed.py -k zero3
 
 # What it covers: docs/vllm.md
 test-vllm:

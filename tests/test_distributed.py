@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import two_processes
+from fork_tool import LINES, fork, obtain
 
 ROOT = Path(__file__).resolve().parent.parent
 PROBE = ROOT / "tests" / "probes" / "distributed.py"
@@ -70,6 +71,16 @@ RUNS = {
     ),
 }
 
+# The option of trl/first, which has trainers of its own
+NATIVE_RUNS = {
+    f"native-{name}": (dict(native=True, **arguments), [(True, SHARED, {})])
+    for name, arguments in {
+        "ddp": dict(trainer="rloo", evaluate=True),
+        "fsdp": dict(trainer="rloo", fsdp=RESHARD),
+        "fsdp-lora": dict(trainer="grpo", accumulate=2, fsdp=RESHARD, lora=True),
+    }.items()
+}
+
 # DeepSpeed computes in float32 at most
 ZERO3, HOST = {"zero3": {}, "dtype": "float32"}, {"device": "cpu"}
 SHARDED = {"ds3_gather_for_generation": False}  # the processes generate together, as long as the last of them needs
@@ -111,16 +122,20 @@ ZERO3_RUNS = {
         [(True, SHARED, {})],
     ),
 }
+NATIVE_ZERO3_RUNS = {
+    "native-zero3": (dict(trainer="grpo", native=True, **ZERO3), [(True, SHARED, {})]),
+    "native-zero3-lora": (dict(trainer="rloo", native=True, lora=True, **ZERO3), [(True, SHARED, {})]),
+}
 
 
-def launch(runs, folder):
+def launch(runs, folder, **environment):
     """Runs the probe on two processes."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     missing = runs
     for _ in range(2):
         command = [*launcher, str(PROBE), str(folder), json.dumps(missing)]
         # About 5 s a run alone; other tests share the cores
-        _, output = two_processes.run(command, 120 + 40 * len(missing), DS_ACCELERATOR="cpu")
+        _, output = two_processes.run(command, 120 + 40 * len(missing), DS_ACCELERATOR="cpu", **environment)
         # Not the exit status: a file that is there is whole, however the processes ended
         missing = [run for run in missing if not (folder / f"{run['name']}.pt").exists()]
         # Seen once in some fifty launches, with untouched TRL: a process aborts amid a run. What is missing runs again
@@ -130,7 +145,7 @@ def launch(runs, folder):
     assert not missing, f"{missing} did not end\n{output[:4000]}\n...\n{output[-4000:]}"
 
 
-def check(runs, folder):
+def check(runs, folder, **environment):
     """Trains untouched and shared: the same completions and logs, and weights that moved to the same place. 1e-5 is
     the bound of float64 weights: norms and log-probabilities are float32 there as well (seen: 1e-6). With float32
     weights the rounding of one update is in all that follow: 1e-4 (seen: 1.5e-5)."""
@@ -143,7 +158,7 @@ def check(runs, folder):
             options = {**arguments.get("options", {}), **settings, "gradient_checkpointing": checkpointing}
             shared.append({**arguments, "name": f"{name}{number}", "options": options, **other})
             pairs.append((name, shared[-1]))
-    launch(untouched + shared, folder)
+    launch(untouched + shared, folder, **environment)
 
     for name, arguments in pairs:
         variant = arguments["name"]
@@ -168,13 +183,28 @@ def check(runs, folder):
             assert (result["after"][key] - after).norm() < bound * moved, (variant, key)
 
 
+def check_native(runs, folder):
+    obtain(LINES["first"])
+    fork.build(LINES["first"], folder / "fork", None)
+    check(runs, folder, PYTHONPATH=str(folder / "fork"))
+
+
 def test_two_processes_train_with_prefix_sharing_as_without(tmp_path):
     check(RUNS, tmp_path)
+
+
+def test_two_processes_train_with_the_first_series_as_without(tmp_path):
+    check_native(NATIVE_RUNS, tmp_path)
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not here: make test-deepspeed")
 def test_two_processes_train_with_zero3_and_prefix_sharing_as_without(tmp_path):
     check(ZERO3_RUNS, tmp_path)
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not here: make test-deepspeed")
+def test_two_processes_train_with_zero3_and_the_first_series_as_without(tmp_path):
+    check_native(NATIVE_ZERO3_RUNS, tmp_path)
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not here: make test-deepspeed")

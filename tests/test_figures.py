@@ -14,7 +14,7 @@ from experiments.run_record import stored_runs
 from visualization.charts.audit import POINTS_2025, fit
 from visualization.published_2025 import PUBLISHED, PUBLISHED_BUDGET
 from visualization.report.answers import differences
-from visualization.results import GIB, IN_SHORT, load
+from visualization.results import GIB, IN_SHORT, MIB, load
 from visualization.tables.of_bench import faster, read_bench, seconds_of
 from visualization.tables.of_plans import allocated, read_peaks
 
@@ -77,6 +77,13 @@ def sentences():
     held, _ = allocated(read_peaks(ROOT / "results" / "published"))
     off = math.ceil(1000 * max(abs(held - 1))) / 10
     yield "README.md", f"The planner is within {off:.1f} % of {len(held)} allocated peaks of single GPUs"
+    series, rivals = "trl/first/0001-prefix-sharing.patch", read_bench(REFERENCE, "rivals")
+    took = seconds_of(rivals, "train")
+    long, short = (took.xs(prompt, level="prompt_tokens").iloc[0] for prompt in (3000, 16))
+    peaks = rivals[rivals.metric == "train_peak_bytes"].set_index(["prompt_tokens", "way"])["median"][3000] / MIB
+    yield series, f"train {long.whole / long['one-row']:.2f} times as fast as whole rows"
+    yield series, f"their peak is {peaks['one-row']:.0f} MiB above the start in place of {peaks.whole:.0f}"
+    yield series, f"{short['one-row'] / short.whole:.2f} times as long in training with prompts of 16 tokens"
     upstream = pd.read_csv(REFERENCE / "upstream_tests.csv").query("untouched == 'passed'")
     passed, refused = ((upstream.called == outcome).sum() for outcome in ("passed", "failed"))
     sharing = f"{passed} pass with `share_prompts`, and {refused} are refused"

@@ -41,7 +41,8 @@ class Packed:
     prefix_length: int = PROMPT
 
     def forward(self, backbone, input_ids, attention_mask, output_router_logits=False):
-        output = first_series().shared_forward(backbone, input_ids, attention_mask, self.prefix_length)
+        sizes = {"prefix_length": self.prefix_length, "use_cache": False}
+        output = first_series().shared_forward(backbone, input_ids, attention_mask, **sizes)
         return PassesOutput(output.last_hidden_state)
 
 

@@ -1,6 +1,7 @@
 """trl/fork.py in a copy of its folder, inside somebody's repository, where `git apply` would skip every path."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -98,6 +99,8 @@ def test_mails_give_with_git_am_what_is_built_and_no_file_of_upstream_is_stored(
     choice = ["--patches", LEAN] if name == "classic" else []
     copy.run("build", name, copy.dest, *choice)
     assert copy.run("export", name, "mails")[0] == 0
+    written = "".join(path.read_text() for path in (copy.folder / "mails").rglob("*.patch"))
+    assert not re.search("filler|placeholder|your.?name|you@|todo", written, re.I)
     upstream, repository = copy.folder / "upstream", copy.folder / "repository"
     fork.unpack(LINES[name], [], upstream)
     shutil.copytree(upstream / "trl", repository / "trl")

@@ -34,7 +34,7 @@ class Rivals(Group):
     def one_row_log_probs(self):
         """As the series `first` does."""
         mask = self.torch.ones_like(self.ids)
-        outputs = first_series().shared_forward(self.model.model, self.ids, mask, self.prompt)
+        outputs = first_series().shared_forward(self.model.model, self.ids, mask, self.prompt, use_cache=False)
         return self.head_log_probs(outputs.last_hidden_state[:, :-1])
 
     def grouped_log_probs(self):

@@ -1,4 +1,4 @@
-"""Trainings on two processes, on CPU with gloo, with TRL as installed.
+"""Trainings on two processes, on CPU with gloo, with the TRL that is imported.
 
     torchrun --nproc_per_node 2 tests/probes/distributed.py FOLDER RUNS
 
@@ -100,15 +100,18 @@ def train(
     resume=None,
     prompts=PROMPTS,
     options=None,
+    native=False,
 ):
     """One training, with micro-batches of some `rows`: of two groups, of one, or of a part of one. Unless told to
     `generate`, completions are fixed, so that both arms train on the same ones. With `differ`, the prompts of a group
     do, on one of the processes.
 
-    With `save` it leaves a checkpoint after that update, with `resume` it goes on from that of an earlier run."""
+    With `save` it leaves a checkpoint after that update, with `resume` it goes on from that of an earlier run. With
+    `native` the trainers have a `prefix_sharing` of their own, that of trl/first."""
     trainer_class, config_class = TRAINERS[trainer]
     options = dict(options or {})
-    sharing = {name: options.pop(name) for name in ("prefix_sharing", "tokens_per_forward") if name in options}
+    names = () if native else ("prefix_sharing", "tokens_per_forward")
+    sharing = {name: options.pop(name) for name in names if name in options}
     dataset = []
     for start in range(0, len(prompts), accumulate):  # rank 0 takes the first half of what is generated at once
         steps = prompts[start : start + accumulate]

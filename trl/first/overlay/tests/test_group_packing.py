@@ -17,7 +17,7 @@ from itertools import pairwise
 import pytest
 import torch
 from datasets import load_dataset
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config
 from transformers.utils import is_peft_available
 
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
@@ -149,10 +149,8 @@ class TestGroupPacking(TrlTestCase):
     def test_unsupported_attention(self):
         with pytest.raises(ValueError, match="'eager'"):
             check_prefix_sharing(make_model(LlamaConfig, attn_implementation="eager"))
-        with pytest.raises(ValueError, match="sliding window 4"):
-            check_prefix_sharing(
-                make_model(Qwen2Config, use_sliding_window=True, sliding_window=4, max_window_layers=0)
-            )
+        with pytest.raises(ValueError, match="sliding window 4096"):
+            check_prefix_sharing(make_model(MistralConfig))
 
     def test_dropout(self):
         with pytest.raises(ValueError, match="attention_dropout"):
@@ -167,17 +165,18 @@ class TestGroupPacking(TrlTestCase):
         with pytest.raises(ValueError, match="learned tokens"):
             check_prefix_sharing(get_peft_model(make_model(LlamaConfig), prompt_tuning))
 
-    def test_empty_prompt(self):
+    @pytest.mark.parametrize("row, columns", [(5, slice(PROMPT_LENGTH)), (4, PROMPT_LENGTH + 2)])
+    def test_empty_prompt_and_mask_with_a_hole(self, row, columns):
         model, inputs = make_model(LlamaConfig), make_inputs()
-        inputs["attention_mask"][5, :PROMPT_LENGTH] = 0
-        with pytest.raises(ValueError, match="row 5"):
+        inputs["attention_mask"][row, columns] = 0
+        with pytest.raises(ValueError, match=f"row {row}"):
             model(**inputs, prefix_length=PROMPT_LENGTH)
 
-    def test_mask_with_a_hole(self):
-        model, inputs = make_model(LlamaConfig), make_inputs()
-        inputs["attention_mask"][4, PROMPT_LENGTH + 2] = 0
-        with pytest.raises(ValueError, match="row 4"):
-            model(**inputs, prefix_length=PROMPT_LENGTH)
+    @pytest.mark.parametrize("kwarg", ["fused_lm_head", "shift_labels", "output_router_logits", "position_ids"])
+    def test_unsupported_arguments(self, kwarg):
+        inputs = make_inputs() | {kwarg: kwarg != "fused_lm_head"}
+        with pytest.raises(ValueError, match=kwarg):
+            make_model(LlamaConfig)(**inputs, prefix_length=PROMPT_LENGTH)
 
     def test_router_logits_in_the_config(self):
         # As experts have that train with `router_aux_loss_coef=0.0`

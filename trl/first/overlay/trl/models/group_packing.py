@@ -18,10 +18,13 @@ Prefix sharing: the completions of a prompt go through the model in one row behi
 Shapes: B rows, P prompt columns, C completion columns, G packed rows, N tokens of a packed row, H hidden size.
 """
 
+from contextlib import nullcontext
+
 import torch
 from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.modeling_outputs import BaseModelOutput
 
 
@@ -33,7 +36,7 @@ def pack_groups(
 
     Positions are columns, which are those of the rows by themselves. A token sees the prompt and, of the completions,
     its own. Scores between completions are computed and thrown away, so that less is gained with long completions of a
-    short prompt.
+    short prompt. The mask takes `G * N**2` bytes, and in each layer `sdpa` copies it to the dtype of the queries.
 
     Args:
         input_ids (`torch.Tensor` of shape `(B, P + C)`):
@@ -82,14 +85,15 @@ def pack_groups(
     # Completion of each token, -1 in the prompt and -2 in the padding
     completion = input_ids.new_full(shape, -2)
     completion[packed_row, place] = torch.where(column < prefix_length, -1, row)
-    sees = (completion[:, None, :] == -1) | (completion[:, :, None] == completion[:, None, :])
-    inputs = {"input_ids": packed_ids, "attention_mask": sees.tril()[:, None], "position_ids": position_ids}
+    # In place: a second mask of N tokens by N would double the peak
+    sees = (completion[:, :, None] == completion[:, None, :]).logical_or_(completion[:, None, :] == -1).tril_()
+    inputs = {"input_ids": packed_ids, "attention_mask": sees[:, None], "position_ids": position_ids}
     places = torch.cat([places[first, prefix_length - 1 : prefix_length], places[:, prefix_length:]], dim=1)
     return inputs, (group[:, None], places)
 
 
 def shared_forward(
-    backbone: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, prefix_length: int
+    backbone: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor, prefix_length: int, **kwargs
 ) -> BaseModelOutput:
     """
     Hidden states of completions, with each prompt computed once.
@@ -103,13 +107,15 @@ def shared_forward(
             1 for tokens, 0 for padding.
         prefix_length (`int`):
             Number of prompt columns, P.
+        **kwargs:
+            Further keyword arguments of the backbone.
 
     Returns:
         [`~transformers.modeling_outputs.BaseModelOutput`]: Hidden states of the last prompt token and the completion
         of each row, of shape `(B, C + 1, H)`.
     """
     inputs, places = pack_groups(input_ids, attention_mask, prefix_length)
-    hidden_states = backbone(**inputs, use_cache=False).last_hidden_state
+    hidden_states = backbone(**inputs, **kwargs).last_hidden_state
     # With the model split across devices (`device_map`), the backbone can end on another device
     row, place = (x.to(hidden_states.device) for x in places)
     return BaseModelOutput(hidden_states[row, place])
@@ -128,9 +134,7 @@ def check_prefix_sharing(model: PreTrainedModel) -> None:
     """
     if is_peft_model(model):
         if model.active_peft_config.is_prompt_learning:
-            raise ValueError(
-                "`prefix_sharing=True` does not support adapters that put learned tokens in front of each row."
-            )
+            raise ValueError("`prefix_sharing=True` does not support adapters that put learned tokens before rows.")
         model = model.get_base_model()
     refusal = f"`prefix_sharing=True` does not support {type(model).__name__}: "
     config = model.config.get_text_config()
@@ -149,20 +153,26 @@ def check_prefix_sharing(model: PreTrainedModel) -> None:
     # Adapters, whose output is zero before the first update, would hide theirs from the comparison below
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
         raise ValueError(f"{refusal}it has dropout. Set `disable_dropout=True`, or for adapters `lora_dropout=0.0`.")
-    if any(param.is_meta or param.numel() == 0 for param in model.parameters()):  # the weights are not on this process
+    if any(param.is_meta for param in model.parameters()):  # with FSDP, the first process has the weights and checks
         return
+    gather_ctx = nullcontext()
+    if is_deepspeed_zero3_enabled():
+        import deepspeed
+
+        gather_ctx = deepspeed.zero.GatheredParameters(list(model.parameters()))
     # Two rows of one prompt, with left and right padding, in training mode, where attention may have dropout
     device = model.get_input_embeddings().weight.device
     input_ids = torch.arange(18, device=device).view(2, 9) % config.vocab_size
     input_ids[1, :5] = input_ids[0, :5]
     attention_mask = torch.ones_like(input_ids)
     attention_mask[:, 0] = attention_mask[1, -1] = 0
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
     training = model.training
     try:
-        with torch.no_grad():
+        with gather_ctx, torch.no_grad():
             model.train()
-            shared = shared_forward(model.base_model, input_ids, attention_mask, prefix_length=5).last_hidden_state
-            whole = model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+            shared = shared_forward(model.base_model, prefix_length=5, **inputs).last_hidden_state
+            whole = model.base_model(**inputs)
     finally:
         model.train(training)
     is_token = attention_mask[:, 4:].bool().to(shared.device)
