@@ -34,6 +34,10 @@ def spanned(ratios):
     return " to ".join(dict.fromkeys(f"{end:.1f}" for end in (min(ratios), max(ratios)))) + " times faster"
 
 
+def at(ratios, *lengths):
+    return ratios.xs(lengths, level=("prompt_tokens", "completion_tokens")).to_numpy().flatten()
+
+
 def sentences():
     """(page, sentence)."""
     one, micro = (BENCH.loc[arm] for arm in list(IN_SHORT)[1:])
@@ -43,15 +47,13 @@ def sentences():
     yield "docs/worth.md", f"It needs {micro.above_bytes / one.above_bytes:.2f} of its memory, because of generation"
     ours, theirs = (arm.score + arm.train for arm in (micro, one))
     yield "docs/faq.md", f"these took {ours:.1f} s in place of the {theirs:.1f} s of TRL with one completion at a time"
-    square = TRAIN.xs((1000, 1000), level=("prompt_tokens", "completion_tokens"))
-    span = spanned(square.to_numpy().flatten())
+    span = spanned(at(TRAIN, 1000, 1000))
     yield "README.md", f"Training is {span} with prompts and completions of 1,000"
     yield "docs/worth.md", f"training is {span} at P = C = 1,000"
-    short = ((200, 1000), ("prompt_tokens", "completion_tokens"))
-    span = spanned(TRAIN.xs(*short).to_numpy().flatten()).replace(" times faster", "")
-    yield "README.md", f"{span} with prompts of 200 and completions of 1,000"
-    step = spanned(faster(WORTH, "step").xs(*short).to_numpy().flatten()).replace(" faster", " as fast")
-    yield "docs/faq.md", f"At P = 200, C = 1,000, training is {span} and a whole step {step}"
+    train, step = (spanned(at(faster(WORTH, phase), 200, 1000)) for phase in ("train", "step"))
+    train, step = train.removesuffix(" times faster"), step.replace("faster", "as fast")
+    yield "README.md", f"{train} with prompts of 200 and completions of 1,000"
+    yield "docs/faq.md", f"At P = 200, C = 1,000, training is {train} and a whole step {step}"
     least = math.floor(1000 * (TRAIN.min(axis=None) - 1)) / 10
     assert least >= 0, "say how much longer it took"
     yield "docs/worth.md", f"was faster by at least {least} %** at each of these lengths"
