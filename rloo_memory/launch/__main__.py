@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 from rloo_memory import cuda_check, host_allocator
 from rloo_memory.adapters import adapter_of
@@ -162,10 +161,7 @@ def build_trainer(launch, config, model, found: policy.Policy, quantization, row
     except Exception as error:  # weights that are cut, a package that is not here, modules that no layer has
         if is_out_of_memory(error):
             raise
-        said = " ".join(str(error).split()) if isinstance(error, ValueError) else one_line(error)
-        if "weights_only" in said:  # torch advises to run what the file says
-            said = "its weights are a pickle that holds more than tensors; use a model with safetensors"
-        raise ConfigError(f"cannot train {found.path!r}: {said}") from error
+        raise ConfigError(f"cannot train {found.path!r}: {said(error)}") from error
     if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not trainer.is_fsdp_enabled:
         raise ConfigError("without a GPU accelerate would train with DDP in place of FSDP; use ddp.yaml")
     if launch.offload_reference:
@@ -177,12 +173,16 @@ def build_trainer(launch, config, model, found: policy.Policy, quantization, row
 
 def train(trainer, memory, checkpoint: str | None) -> None:
     """Train and save; says what came out of it."""
+    from rloo_memory.launch.finite import Finite
+
     config, began = trainer.args, time.monotonic()
     if checkpoint and trainer.is_world_process_zero():
         print(f"begins  from {checkpoint}", flush=True)
     trainer.add_callback(memory)
+    trainer.add_callback(Finite(trainer, lambda: memory.phases.grad_norms))
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
+        save(trainer)
     except SystemExit as error:  # it would look like a training that came to its end
         raise ConfigError(f"a reward ended the program (SystemExit: {error}); let it return") from error
     except Exception as error:
@@ -191,23 +191,48 @@ def train(trainer, memory, checkpoint: str | None) -> None:
                 f"out of memory in phase {memory.failed()} of update {trainer.state.global_step + 1} (rloo-memory "
                 f"doctor {config.output_dir} says what filled it): {error}"
             ) from error
+        if isinstance(error, ConfigError):
+            raise
         if vllm_server.is_gone(config):
             raise ConfigError(gone(config, trainer.state.global_step + 1)) from error
+        if output.is_full(error):
+            raise ConfigError(
+                f"cannot write to {config.output_dir} in update {trainer.state.global_step}: {one_line(error)}; make "
+                f"room, or save less (save_total_limit, save_only_model), and {output.going_on(config.output_dir)}"
+            ) from error
+        if "probability tensor contains" in str(error):
+            raise ConfigError(
+                f"the model's logits are not finite in update {trainer.state.global_step + 1}, so nothing can be "
+                "sampled: look at its weights, and compute in a dtype with more range (bfloat16, float32)"
+            ) from error
         if memory.phases is None:  # the optimizer, the schedule, the checkpoint
-            raise ConfigError(one_line(error)) from error
+            raise ConfigError(
+                f"cannot go on from {checkpoint}: {said(error)}" if checkpoint else said(error)
+            ) from error
         raise
-    if config.save_strategy != "no":
-        if trainer.is_fsdp_enabled:  # checkpoints are shards; of shards alone, `save_model` would save nothing
-            trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-        trainer.save_model(config.output_dir)
     if trainer.is_world_process_zero():
         print_end(trainer, memory, time.monotonic() - began)
 
 
+def save(trainer) -> None:
+    if trainer.args.save_strategy != "no":
+        if trainer.is_fsdp_enabled:  # checkpoints are shards; of shards alone, `save_model` would save nothing
+            trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+        trainer.save_model(trainer.args.output_dir)
+
+
 def gone(config, update: int) -> str:
-    there = output.checkpoints(Path(config.output_dir))
-    resume = f"and go on from {there[0].name} with --resume_from_checkpoint true" if there else "and train again"
-    return f"the vLLM server at {vllm_server.url_of(config)} stopped answering in update {update}; start it {resume}"
+    server, resume = vllm_server.url_of(config), output.going_on(config.output_dir)
+    return f"the vLLM server at {server} stopped answering in update {update}; start it and {resume}"
+
+
+def said(error: Exception) -> str:
+    """An error of a library in one line."""
+    if "weights_only" in str(error):  # torch advises to run what the file says
+        return (
+            "a file of it is a pickle of more than tensors, which could run code; take one that is as it was written"
+        )
+    return " ".join(str(error).split()) if isinstance(error, ValueError) else one_line(error)
 
 
 if __name__ == "__main__":

@@ -91,6 +91,22 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.partition("-")[2]), reverse=True)
 
 
+def going_on(folder: str) -> str:
+    """What to do where a training in that folder was ended."""
+    there = checkpoints(Path(folder))
+    return f"go on from {there[0].name} with --resume_from_checkpoint true" if there else "train again"
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether what failed, or what it failed by, is a write that the disk has no room for."""
+    said = ("No space left", "StorageFull", "File too large", "FileTooLarge", "quota exceeded", "unexpected pos")
+    while error is not None:
+        if any(words in str(error) for words in said):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def finished(checkpoint: Path, config) -> str:
     """Why nothing is left to train, in a line; nothing if something is."""
     from transformers import TrainerState
