@@ -28,12 +28,16 @@ EXIT_TIME = 5  # what fitted into --minutes is done; the same command goes on fr
 
 def exit_code(program: str, run, args) -> int:
     """What `run(args)` returns; `EXIT_USAGE` with one line on stderr where it raises `ConfigError`; 128 + the signal's
-    number, also with one line, where Ctrl-C or a signal that raises `Stopped` ends it."""
+    number, also with one line, where Ctrl-C or a signal that raises `Stopped` ends it, and without where nobody reads
+    what it prints."""
     try:
         return run(args)
     except ConfigError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except BrokenPipeError:  # whoever read what is printed has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt as stop:
         print(f"{program}: stopped by {Stopped.number(stop).name}", file=sys.stderr)
         return 128 + Stopped.number(stop)

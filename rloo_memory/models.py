@@ -2,6 +2,8 @@
 documents themselves. Nothing is downloaded unless a `hub:` name asks for it."""
 
 import difflib
+import re
+from importlib.metadata import version
 from pathlib import Path
 
 from rloo_memory.adapters import adapter_of
@@ -58,8 +60,16 @@ def load_config(model: str):
     except Exception as error:  # a damaged config.json raises whatever its fields lead to
         if "custom code" in str(error):
             raise ConfigError(f"model {model!r} has code of its own, which only trainings run, if asked to") from error
-        remedy = "check its name and the network" if model.startswith("hub:") else "mend its config.json"
-        raise ConfigError(f"cannot load model {model!r}: {one_line(error)}; {remedy}") from error
+        raise not_loaded(model, error) from error
+
+
+def not_loaded(model: str, error: Exception) -> ConfigError:
+    """What to raise where transformers cannot read a model's files."""
+    if kind := re.search(r"model type `(.*?)` but", str(error)):
+        what = f"its model type {kind[1]!r} is none that transformers {version('transformers')} knows"
+        return ConfigError(f"cannot load model {model!r}: {what}; install a newer one if the type is right")
+    remedy = "check its name and the network" if model.startswith("hub:") else "mend its config.json"
+    return ConfigError(f"cannot load model {model!r}: {one_line(error)}; {remedy}")
 
 
 def one_line(error) -> str:

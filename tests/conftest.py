@@ -52,9 +52,14 @@ def policy():
 
 @pytest.fixture
 def no_model_loads(monkeypatch):
-    import transformers
+    from transformers import PreTrainedModel
 
-    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", lambda *a, **k: pytest.fail("a model loads"))
+    load = PreTrainedModel.from_pretrained.__func__
+
+    def only_shapes(cls, folder, **options):
+        return pytest.fail("a model loads") if folder else load(cls, folder, **options)
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(only_shapes))
 
 
 @pytest.fixture

@@ -131,6 +131,17 @@ def written(path):
     return yaml.safe_load(text), {name: yaml.safe_load(value) if value else None for name, value in named.items()}
 
 
+def test_it_writes_its_file_also_where_nobody_reads_what_it_prints(tmp_path, monkeypatch):
+    """As in `rloo-memory doctor ... | head -1`."""
+    faked(monkeypatch, made_up_peak)
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as gone:
+        monkeypatch.setattr(sys, "stdout", gone)
+        words = f"--model qwen3-0.6b --prompt 2000 --device-memory 9GiB --output {tmp_path / 'fits.yaml'}"
+        assert doctor.main(words.split()) == 0 and written(tmp_path / "fits.yaml")[0]["max_prompt_tokens"] == 2000
+
+
 BUDGETS = [70, 50, 30, 22, 14, 9, 6, 4.5, 3]
 
 
@@ -197,6 +208,7 @@ def test_sharing_is_written_for_its_speed_where_it_is_predicted_to_be_faster(
         (["RUN", "--profile", "balanced"], ["leave out --profile balanced"]),
         (["RUN", "--model", "qwen3-32b"], ["leave out --model qwen3-32b"]),
         (["ENGINE"], ["no prompt length", "--prompt N"]),
+        (["NESTED"], ["NESTED/memory.json is not a whole record (RecursionError: "]),
         (["--model", "qwen3-8b", "--prompt", "64", "--profile", "a.yaml", "--output", "a.yaml"], ["profile itself"]),
     ],
 )
@@ -205,6 +217,8 @@ def test_the_doctor_says_what_is_missing(arguments, parts, capsys, monkeypatch, 
     for name, record in {"RUN": RECORD, "ENGINE": RECORD | {"prompt_tokens": None}}.items():  # where vLLM generated
         (tmp_path / name).mkdir()
         folder_with(tmp_path / name, **record)
+    (tmp_path / "NESTED").mkdir()
+    (tmp_path / "NESTED" / "memory.json").write_text("[" * 10**5)
     (tmp_path / "a.yaml").write_text("beta: 0.0\n")
     assert doctor.main(arguments) == 2
     error = capsys.readouterr().err

@@ -83,7 +83,11 @@ def test_another_engines_generation_is_marked_and_its_prompts_are_counted(engine
         def generate():
             policy.generate_batch([[1, 2, 3], [1]], progress_bar=False)
 
+    other = tmp_path / "other.csv"
+    other.write_text("theirs")
+    (tmp_path / "memory_phases.csv").symlink_to(other)
     rows, record = train(MemoryCallback(trainer), trainer, generate)
+    assert other.read_text() == "theirs"
     assert rows[1:6] == [(1, phase) for phase in ("generate", "score", "train", "optimizer", "train")]
     assert record["prompt_tokens"] == 3
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -33,6 +34,7 @@ def nothing(completions, **kwargs): return [float("nan")] * len(completions)
 def greedy(completions, solution, **kwargs): return []
 """
 OF_ROWS = "balanced --dataset_name rows.jsonl --reward_funcs my_rewards:good"
+NO_ROWS = ("nothing.jsonl", "nothing.json", "nothing.csv", "header.csv", "nothing.parquet", "nobody")
 REFUSED = {
     "constraind": ["constraind", "did you mean constrained"],
     "--max_steps 2": ["name a profile first", "--help"],
@@ -65,8 +67,24 @@ REFUSED = {
     "balanced --reward_funcs my_rewards:greedy": ["'solution'", "log_metric, each by name", "def score("],
     "balanced --reward_funcs ../elsewhere/nothing.py:good": ["No module named 'nothing'", "/elsewhere and on PYTHON"],
     "balanced --reward_funcs my_exit:good": ["SystemExit: 0", "python -c 'import my_exit'"],
+    "balanced --weight_decay nan": ["weight_decay is nan: it must be a finite number"],
+    "balanced --model_init_kwargs x": ["model_init_kwargs is 'x': it must be a mapping"],
+    "balanced --dataset_name rows.jsonl.gz --reward_funcs letters": ["it ends in '.gz': unpack or convert it"],
+    **{f"balanced --dataset_name {name} --reward_funcs letters": [f"{name!r}: it has no rows"] for name in NO_ROWS},
+    "balanced --dataset_name numbers.jsonl --reward_funcs letters": ["row 1: the prompt is 5, and must be text or a"],
+    "balanced --model_name_or_path more": ["11 are not there, such as model.layers.2.", "take the config"],
+    "balanced --model_name_or_path fewer": ["11 are of layers that it has not, such as model.layers.1."],
+    "balanced --model_name_or_path wider": ["have another size, such as model.layers.0.mlp.down_proj.weight"],
+    "balanced --model_name_or_path strange": ["its model type 'strange' is none that transformers", "if the type is"],
     f"{OF_ROWS} --max_prompt_tokens 5": ["'rows.jsonl': row 2", "max_prompt_tokens 5"],
     f"{OF_ROWS} --steps_per_generation 6": ["2 in it, and 3 prompts are generated for at a time"],
+}
+
+CONFIGS = {
+    "more": {"num_hidden_layers": 3},
+    "fewer": {"num_hidden_layers": 1},
+    "wider": {"intermediate_size": 999},
+    "strange": {"model_type": "strange"},
 }
 
 
@@ -86,8 +104,12 @@ def here(policy, tmp_path, monkeypatch):
 def test_bad_input_is_one_line_with_its_name_before_a_model_loads(here, no_model_loads, refused, monkeypatch):
     monkeypatch.setattr(os, "execve", lambda *command: pytest.fail("a program that calls the launcher is replaced"))
     config = {"model_type": "other", "auto_map": {"AutoConfig": "configuration_other.Other"}}
-    for folder in ("other", "mixed"):
+    for folder in ("other", "mixed", "nobody"):
         Path(folder).mkdir()
+    of_model = json.loads(Path("model", "config.json").read_text()) | {"layer_types": None}
+    for folder, wrong in CONFIGS.items():
+        shutil.copytree("model", folder)
+        Path(folder, "config.json").write_text(json.dumps(of_model | wrong))
     for name, text in {"latin.jsonl": '{"prompt": "ä"}', "latin.csv": "prompt\nä"}.items():
         Path(name).write_text(text, "latin-1")
     for name, text in {
@@ -100,6 +122,10 @@ def test_bad_input_is_one_line_with_its_name_before_a_model_loads(here, no_model
         "mixed/a.jsonl": '{"prompt": "a", "answer": "b"}',
         "mixed/b.jsonl": '{"prompt": "a", "answer": 1}',
         "broken.yaml": "bata: 1\n",
+        "numbers.jsonl": '{"prompt": 5}',
+        "rows.jsonl.gz": "",
+        **dict.fromkeys(("nothing.jsonl", "nothing.json", "nothing.csv", "nothing.parquet"), ""),
+        "header.csv": "prompt,answer\n",
         "my_exit.py": "import sys\nsys.exit(0)",
         "taken": "a file",
         "other/config.json": json.dumps(config),
@@ -122,7 +148,7 @@ AFTER_LOADING = {
     "--reward_funcs my_rewards:few": "the reward 'my_rewards:few' returned [1.0]; TRL expects a list of 8 finite",
     "--reward_funcs my_rewards:nothing": "the reward 'my_rewards:nothing' returned [nan, ",
     "--reward_funcs my_rewards:leaves": "the reward 'my_rewards:leaves' ended the program",
-    "": "cannot train 'model': Error while deserializing header",  # of weights that are cut
+    "": "cannot load model 'model': model.safetensors: Error while deserializing header",  # of weights that are cut
 }
 
 
@@ -290,3 +316,29 @@ def test_a_training_without_any_reward_ends_in_its_first_rollout():
         with pytest.raises(ConfigError, match=line) if line else contextlib.nullcontext():
             for rollout in rollouts:
                 assert trainer._calculate_rewards() is rollout
+
+
+@pytest.mark.parametrize(
+    "fails, said",
+    [
+        (lambda loss: loss * math.nan, "the gradients are not finite in update 1, so no model is written: lower"),
+        (
+            lambda loss: os.write(os.open("/dev/full", os.O_WRONLY), b"a"),
+            "cannot write to out in update 1: [Errno 28]",
+        ),
+    ],
+)
+def test_gradients_that_are_not_finite_and_a_full_disk_end_a_training_in_one_line(
+    here, refused, monkeypatch, fails, said
+):
+    from trl import RLOOTrainer
+
+    compute_loss = RLOOTrainer.compute_loss
+    monkeypatch.setattr(RLOOTrainer, "compute_loss", lambda *args, **kwargs: fails(compute_loss(*args, **kwargs)))
+    refused(QUICK.split(), said, "and train again" if "written" in said else "make room")
+    assert not list(Path("out").glob("model*"))
+
+
+def test_torchs_advice_to_run_a_pickle_is_not_passed_on():
+    error = RuntimeError("Weights only load failed. Re-running `torch.load` with `weights_only` set to `False` will")
+    assert launch.said(error).startswith("a file of it is a pickle of more than tensors, which could run code")

@@ -26,7 +26,12 @@ def test_the_lock_is_what_the_project_needs_at_versions_that_serve_and_nothing_m
     rows = [row.split("==") for row in (ROOT / "requirements.lock").read_text().splitlines()[1:]]
     lock = {canonicalize_name(name): version for name, version in rows}
     groups = [group for name, group in PROJECT["dependency-groups"].items() if name not in NOT_LOCKED]
-    todo, needed = [*PROJECT["project"]["dependencies"], *(text for group in groups for text in group)], set()
+    todo = [
+        *PROJECT["project"]["dependencies"],
+        *PROJECT["build-system"]["requires"],
+        *(text for group in groups for text in group),
+    ]
+    needed = set()
     while todo:
         requirement = Requirement(todo.pop())
         name = canonicalize_name(requirement.name)
@@ -77,7 +82,9 @@ def test_the_wheel_holds_the_product_and_its_data_and_nothing_else(site):
     ours = {path.relative_to(ROOT) for path in (ROOT / "rloo_memory").rglob("*.*") if path.suffix != ".pyc"}
     assert {path for path in files if not path.parts[0].endswith(".dist-info")} == ours
     (points,) = site.glob("*.dist-info/entry_points.txt")
-    assert "rloo-memory = rloo_memory.__main__:main" in points.read_text()
+    left = {path.name for path in (site.parent / "clone").iterdir()}
+    assert left == {"rloo_memory", "pyproject.toml"}, "from which the next wheel would be made"
+    assert "rloo-memory=rloo_memory.__main__:main" in points.read_text()
 
 
 PLAN = "plan --model tiny-qwen3 --prompt 64 --arms stock,shared"

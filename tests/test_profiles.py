@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import re
 import subprocess
 import sys
@@ -30,7 +31,15 @@ PROFILES = {
     b"beta: 0.0\nrun_name: caf\xe9\n": "0xe9",
     b"learning_rate:\n": "learning_rate has no value",
     b"num_generations: 8.0\n": "num_generations: invalid int value: '8.0'",
-    b"save_strategy: no\n": "save_strategy: invalid choice: 'False'",
+    b"save_strategy: no\n": "save_strategy is False, which YAML reads for no, off, yes and on: put quotes",
+    b"lora_target_modules: [yes]\n": "put quotes around the word",
+    b"run_name: off\n": "put quotes around the word",
+    b"learning-rate: 1e-5\n": "unknown setting 'learning-rate'; write learning_rate",
+    b"beta: 0.1\nseed: 1\nbeta: 0.2\n": "beta is in it 2 times",
+    b"max_steps: 1:30\n": "1:30 is 90 in YAML",
+    b"run_name: 010\n": "010 is 8 in YAML",
+    b"max_steps: [1, 2]\n": "max_steps is [1, 2]: it must be one value",
+    b"weight_decay: -.inf\n": "weight_decay is -inf: it must be a finite number",
     b"num_generations: 1\n": "num_generations is 1: it must be at least 2",
 }
 
@@ -49,6 +58,18 @@ def test_what_yaml_reads_as_text_is_the_number_that_it_says(tmp_path):
     path.write_text("learning_rate: 1e-6\nper_device_train_batch_size: &k 8\nnum_generations: *k\nrun_name: 5\n")
     expected = {"learning_rate": 1e-6, "per_device_train_batch_size": 8, "num_generations": 8, "run_name": "5"}
     assert profiles.load_profile(str(path)) == expected
+
+
+def test_no_setting_is_nan_and_infinite_is_what_then_has_no_limit():
+    from rloo_memory.settings import trl_parser
+
+    settings = [field for config in trl_parser.TRAINERS.values() for field in dataclasses.fields(config)]
+    names = {field.name for field in settings if "float" in str(field.type)}
+    assert len(names) > 35 and trl_parser.UNLIMITED < names
+    for name in names:
+        assert f"{name} is nan: it must be a finite number" in trl_parser.out_of_range(name, [math.nan, 1.0])
+        assert ("is inf" in (trl_parser.out_of_range(name, math.inf) or "")) == (name not in trl_parser.UNLIMITED)
+    assert trl_parser.typed({"reward_clip_range": [-math.inf, 1.0]}) == {"reward_clip_range": [-math.inf, 1.0]}
 
 
 FSDP2 = "distributed_type: FSDP\nnum_processes: 4\nfsdp_config: {fsdp_version: 2}\n"

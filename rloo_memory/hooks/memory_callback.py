@@ -137,9 +137,10 @@ class MemoryCallback(transformers.TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         resumed = state.global_step > 0
-        if not resumed:  # those of an earlier training: not of this one until it has its own
-            for name in ("memory.json", "memory_snapshot.pickle"):
-                own_file(args, name).unlink(missing_ok=True)
+        for name in ("memory.json", "memory_phases.csv", "memory_snapshot.pickle"):
+            file = own_file(args, name)
+            if not resumed or file.is_symlink():  # of an earlier training, or another place's
+                file.unlink(missing_ok=True)
         self.phases = PhaseRecorder(own_file(args, "memory_phases.csv"), self.kind, go_on=resumed)
         if resumed and own_file(args, "memory.json").exists():
             before = json.loads(own_file(args, "memory.json").read_text())

@@ -11,14 +11,12 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 from rloo_memory import cuda_check, host_allocator
 from rloo_memory.adapters import adapter_of
 from rloo_memory.device import is_out_of_memory, level, settle, show_one_gpu
 from rloo_memory.errors import ConfigError, Stopped, exit_code, leave
 from rloo_memory.launch import (
-    checkpoints,
     command_line,
     dataset,
     gate,
@@ -163,10 +161,7 @@ def build_trainer(launch, config, model, found: policy.Policy, quantization, row
     except Exception as error:  # weights that are cut, a package that is not here, modules that no layer has
         if is_out_of_memory(error):
             raise
-        said = " ".join(str(error).split()) if isinstance(error, ValueError) else one_line(error)
-        if "weights_only" in said:  # torch advises to run what the file says
-            said = "its weights are a pickle that holds more than tensors; use a model with safetensors"
-        raise ConfigError(f"cannot train {found.path!r}: {said}") from error
+        raise ConfigError(f"cannot train {found.path!r}: {said(error)}") from error
     if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not trainer.is_fsdp_enabled:
         raise ConfigError("without a GPU accelerate would train with DDP in place of FSDP; use ddp.yaml")
     if launch.offload_reference:
@@ -179,35 +174,66 @@ def build_trainer(launch, config, model, found: policy.Policy, quantization, row
 
 def train(trainer, memory, checkpoint: str | None) -> None:
     """Train and save; says what came out of it."""
+    from rloo_memory.launch.finite import Finite
+
     config, began = trainer.args, time.monotonic()
     if checkpoint and trainer.is_world_process_zero():
         print(f"begins  from {checkpoint}", flush=True)
     trainer.add_callback(memory)
+    trainer.add_callback(Finite(trainer, lambda: memory.phases.grad_norms))
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
+        save(trainer)
     except Exception as error:
-        if is_out_of_memory(error):
-            raise MemoryError(
-                f"out of memory in phase {memory.failed()} of update {trainer.state.global_step + 1} (rloo-memory "
-                f"doctor {config.output_dir} says what filled it): {error}"
-            ) from error
-        if vllm_server.is_gone(config):
-            raise ConfigError(gone(config, trainer.state.global_step + 1)) from error
-        if memory.phases is None:  # the optimizer, the schedule, the checkpoint
-            raise ConfigError(one_line(error)) from error
-        raise
-    if config.save_strategy != "no":
-        if trainer.is_fsdp_enabled:  # checkpoints are shards; of shards alone, `save_model` would save nothing
-            trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-        trainer.save_model(config.output_dir)
+        if isinstance(error, ConfigError) or (ended := what_ended(error, trainer, memory, checkpoint)) is None:
+            raise
+        raise ended from error
     if trainer.is_world_process_zero():
         print_end(trainer, memory, time.monotonic() - began)
 
 
-def gone(config, update: int) -> str:
-    there = checkpoints.of_folder(Path(config.output_dir))
-    resume = f"and go on from {there[0].name} with --resume_from_checkpoint true" if there else "and train again"
-    return f"the vLLM server at {vllm_server.url_of(config)} stopped answering in update {update}; start it {resume}"
+def what_ended(error: Exception, trainer, memory, checkpoint: str | None) -> Exception | None:
+    """What failed a training, with a remedy; None if nothing is known of it."""
+    folder, update = trainer.args.output_dir, trainer.state.global_step + 1
+    if is_out_of_memory(error):
+        return MemoryError(
+            f"out of memory in phase {memory.failed()} of update {update} (rloo-memory doctor {folder} says what "
+            f"filled it): {error}"
+        )
+    words = None
+    if vllm_server.is_gone(trainer.args):
+        server = vllm_server.url_of(trainer.args)
+        words = f"the vLLM server at {server} stopped answering in update {update}; start it and "
+        words += output.going_on(folder)
+    elif output.is_full(error):
+        words = (
+            f"cannot write to {folder} in update {update}: {one_line(error)}; make room, or save less "
+            f"(save_total_limit, save_only_model), and {output.going_on(folder)}"
+        )
+    elif "probability tensor contains" in str(error):
+        words = (
+            f"the model's logits are not finite in update {update}, so nothing can be sampled: look at its weights, "
+            "and compute in a dtype with more range (bfloat16, float32)"
+        )
+    elif memory.phases is None:  # the optimizer, the schedule, the checkpoint
+        words = f"cannot go on from {checkpoint}: {said(error)}" if checkpoint else said(error)
+    return words and ConfigError(words)
+
+
+def save(trainer) -> None:
+    if trainer.args.save_strategy != "no":
+        if trainer.is_fsdp_enabled:  # checkpoints are shards; of shards alone, `save_model` would save nothing
+            trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+        trainer.save_model(trainer.args.output_dir)
+
+
+def said(error: Exception) -> str:
+    """An error of a library in one line."""
+    if "weights_only" in str(error):  # torch advises to run what the file says
+        return (
+            "a file of it is a pickle of more than tensors, which could run code; take one that is as it was written"
+        )
+    return " ".join(str(error).split()) if isinstance(error, ValueError) else one_line(error)
 
 
 if __name__ == "__main__":

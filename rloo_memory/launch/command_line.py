@@ -63,6 +63,11 @@ def parse(argv: list[str]):
         problems = [f"{', '.join(map(repr, rest))}: no setting; write --name value"]
     values = vars(launch) | vars(config) | vars(model)
     problems += [line for name, value in values.items() if (line := trl_parser.out_of_range(name, value))]
+    problems += [
+        f"{name} is {value!r}: it must be a mapping, such as '{{\"name\": 1}}'"
+        for name, value in values.items()
+        if name.endswith("_kwargs") and not isinstance(value, dict | None)
+    ]
     if problems := problems or wrong_here(launch, config, model):
         raise ConfigError("; ".join(problems))
     return launch, config, model

@@ -12,13 +12,17 @@ from pathlib import Path
 from rloo_memory import data
 from rloo_memory.errors import ConfigError, shown
 from rloo_memory.launch import prompt_images
-from rloo_memory.models import one_line
+from rloo_memory.models import one_line, typed_line
 from rloo_memory.settings.arguments import LaunchArguments
 
 KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 FORMATS = f"a {', '.join(KINDS)} file with a column `prompt`, a folder of such files, or hub:owner/name"
 CHAT = '[{"role": "user", "content": "..."}]'
 CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
+NO_ROWS = (  # as readers of each kind say it
+    "StopIteration", "No columns to parse", "size is 0 bytes", "BatchSize must be greater than 0", "to no data",
+    "contain any data files",
+)  # fmt: skip
 ROWS_COUNTED = 20_000  # for the summary; all of them where there is a limit to keep
 
 
@@ -53,6 +57,8 @@ def load(launch: LaunchArguments):
 
 def read(source: str, config: str | None, split: str):
     """The rows of a file, a folder or a dataset on the hub, which have a column `prompt`. Raises `ConfigError`."""
+    from datasets import Value
+
     path = Path(source)
     if source.startswith("hub:"):
         rows = loaded(source.removeprefix("hub:"), config, split=split)
@@ -61,9 +67,13 @@ def read(source: str, config: str | None, split: str):
     elif path.suffix in KINDS and path.is_file():
         rows = rows_of_file(source, split)
     else:
-        raise ConfigError(f"it is not here ({path.absolute()}); name {FORMATS}")
+        what = f"it ends in {path.suffix!r}: unpack or convert it" if path.is_file() else "it is not here"
+        raise ConfigError(f"{what} ({path.absolute()}); name {FORMATS}")
     if "prompt" not in rows.column_names:
         raise ConfigError(f"no column 'prompt'; it has {', '.join(rows.column_names)}: rename one of them")
+    kind = rows.features["prompt"]
+    if kind not in (Value("string"), Value("large_string")) and isinstance(getattr(kind, "feature", kind), Value):
+        raise ConfigError(f"row 1: the prompt is {rows[0]['prompt']!r}, and must be text or a chat, {CHAT}")
     return rows
 
 
@@ -82,6 +92,8 @@ def loaded(*source, **options):
                 f"the cache {config.HF_DATASETS_CACHE} cannot be written ({cause.strerror}); set HF_HOME to a folder "
                 "that can"
             ) from error
+        if any(words in typed_line(cause) for words in NO_ROWS):
+            raise ConfigError("it has no rows; write one a prompt") from error
         raise ConfigError(f"cannot be read: {one_line(cause)}") from error
 
 
@@ -106,8 +118,8 @@ def rows_of_folder(folder: Path, config: str | None, split: str):
 
 def rows_of_file(file: str, split: str):
     kind, options = KINDS[Path(file).suffix], {}
-    if kind == "csv":  # "NA" is a text like others
-        options = {"sep": separator_of(file), "keep_default_na": False}
+    if kind == "csv":  # "NA" and 5 are texts like others
+        options = {"sep": separator_of(file), "keep_default_na": False, "converters": {"prompt": str}}
     rows = loaded(kind, data_files=file, split=split, **options)
     if field := rows_inside(rows):
         rows = loaded(kind, data_files=file, split=split, field=field)

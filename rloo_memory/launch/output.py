@@ -108,6 +108,22 @@ def free_name(folder: Path) -> str:
     return next(name for number in itertools.count(2) if not os.path.exists(name := f"{named}-{number}"))
 
 
+def going_on(folder: str) -> str:
+    """What to do where a training in that folder was ended."""
+    there = checkpoints.of_folder(Path(folder))
+    return f"go on from {there[0].name} with --resume_from_checkpoint true" if there else "train again"
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether what failed, or what it failed by, is a write that the disk has no room for."""
+    said = ("No space left", "StorageFull", "File too large", "FileTooLarge", "quota exceeded", "unexpected pos")
+    while error is not None:
+        if any(words in str(error) for words in said):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def finished(checkpoint: Path, config) -> str:
     """Why nothing is left to train, in a line; nothing if something is."""
     state = checkpoints.state_of(checkpoint)

@@ -1,7 +1,9 @@
 """The model that a launched training is given, and its tokenizer or processor."""
 
 import hashlib
+import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from rloo_memory.adapters import adapter_of
 from rloo_memory.errors import ConfigError
 from rloo_memory.models import is_model, model_source, one_line
 from rloo_memory.plan.checkpoint import settings_in
+from rloo_memory.plan.options import quiet
 from rloo_memory.storage import new_folder
 
 
@@ -46,14 +49,79 @@ def load(name: str, config, with_images: bool = False) -> Policy:
     changed = {key: value for key, value in (config.model_init_kwargs or {}).items() if "dtype" not in key}
     try:
         hf_config = AutoConfig.from_pretrained(path, **changed | trusted)
-        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", **trusted)
     except Exception as error:  # a broken file raises whatever its parser raises
         if "custom code" in str(error):
             raise ConfigError(f"model {name!r} has code of its own; --trust_remote_code true runs it") from error
-        raise ConfigError(f"cannot load model {name!r}: {one_line(error)}") from error
+        raise models.not_loaded(name, error) from error
+    check_weights(name, Path(path), hf_config)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", **trusted)
+    except Exception as error:
+        raise ConfigError(f"cannot load the tokenizer of model {name!r}: {one_line(error)}") from error
     if not tokenizer("Say a.")["input_ids"]:
         raise ConfigError(f"model {name!r} has no tokenizer; put the files of one beside its weights")
     return Policy(path, hf_config, processor_of(name, path, hf_config, trusted) if with_images else tokenizer)
+
+
+def check_weights(name: str, folder: Path, hf_config) -> None:
+    """Raise `ConfigError` where the weights in a folder are not those of its config: what is missing would be random,
+    and layers beyond the config's would be left out. Nothing is read but the names and sizes of safetensors."""
+    import torch
+    import transformers
+
+    model_class = getattr(transformers, (hf_config.architectures or ["none"])[0], None)
+    if not model_class or settings_in(hf_config):  # a class of its own, or packed weights
+        return
+    sizes = sizes_in(name, folder)
+    if not sizes:
+        return
+    with quiet():  # of its table
+        model, found = model_class.from_pretrained(
+            None,
+            config=hf_config,
+            state_dict={key: torch.empty(size, device="meta", dtype=torch.bfloat16) for key, size in sizes.items()},
+            device_map="meta",
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    kinds = {without_numbers(key) for key in model.state_dict()}
+    more_layers = getattr(hf_config.get_text_config(), "num_nextn_predict_layers", None)  # which only inference uses
+    left_out = [key for key in found["unexpected_keys"] if not more_layers and without_numbers(key) in kinds]
+    wrong = [
+        f"{len(keys)} {what}, such as {min(keys)}"
+        for what, keys in (
+            ("are not there", found["missing_keys"]),
+            ("have another size", [key for key, *_ in found["mismatched_keys"]]),
+            ("are of layers that it has not", left_out),
+        )
+        if keys
+    ]
+    if wrong:
+        raise ConfigError(
+            f"the weights of model {name!r} are not those of its config.json: {'; '.join(wrong)}; take the config "
+            "that was saved with them"
+        )
+
+
+def sizes_in(name: str, folder: Path) -> dict[str, list[int]]:
+    """The sizes of weights in a folder's safetensors; nothing where it has none. Raises `ConfigError`."""
+    from safetensors import SafetensorError, safe_open
+
+    index, sizes = folder / "model.safetensors.index.json", {}
+    files = [folder / "model.safetensors"]
+    try:
+        if index.exists():
+            files = [folder / file for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        for file in files if all(file.exists() for file in files) else []:
+            with safe_open(file, framework="pt") as opened:
+                sizes |= {key: opened.get_slice(key).get_shape() for key in opened.keys()}
+    except (OSError, ValueError, LookupError, AttributeError, SafetensorError) as error:
+        raise ConfigError(f"cannot load model {name!r}: {file.name}: {one_line(error)}") from error
+    return sizes
+
+
+def without_numbers(key: str) -> str:
+    return re.sub(r"\d+", "#", key)
 
 
 def quantization_of(hf_config, model):

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import io
 import logging
 import os
 import re
@@ -27,6 +28,25 @@ LEAST_DEVICE = 2**28  # bytes: less is a forgotten unit
 UNPLANNED = ("deepspeed", "fsdp", "parallelism_config", "torch_compile", "tp_plan")
 
 
+class WhileRead(io.TextIOBase):
+    """Standard output that may lose its reader, such as `head`: the command goes on, and writes its files."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def write(self, text: str) -> None:
+        self.unless_gone(self.stream.write, text)
+
+    def flush(self) -> None:
+        self.unless_gone(self.stream.flush)
+
+    def unless_gone(self, do, *arguments) -> None:
+        try:
+            do(*arguments)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+
 @contextlib.contextmanager
 def quiet():
     """Warnings, log lines and progress bars of libraries stay away from what the user asked for."""
@@ -34,7 +54,7 @@ def quiet():
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stdout(WhileRead(sys.stdout)):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -35,7 +35,7 @@ def read_run(folder: Path) -> Run:
     if path.exists():
         try:
             return memory_record(json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             why = f"is not a whole record ({typed_line(error)})"
             raise ConfigError(f"{path} {why}; name another run, or describe it") from error
     raise ConfigError(f"{folder} holds no memory.json, which MemoryCallback writes; name another run, or describe it")

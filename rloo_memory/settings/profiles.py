@@ -1,6 +1,7 @@
 """Training profiles: YAML files in `rloo_memory/settings/profiles`, of TRL's settings and the launcher's."""
 
 import difflib
+import re
 from pathlib import Path
 
 import yaml
@@ -20,10 +21,32 @@ def profile_path(name: str) -> Path:
     return Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
 
 
+class Loader(yaml.SafeLoader):
+    """Refuses what YAML 1.1 reads as something else than is written."""
+
+    def construct_mapping(self, node, deep=False):
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(f"{twice[0]} is in it {names.count(twice[0])} times; leave one")
+        return super().construct_mapping(node, deep)
+
+    def number(self, node):
+        value = (self.construct_yaml_int if node.tag.endswith("int") else self.construct_yaml_float)(node)
+        if ":" in node.value or re.fullmatch(r"[-+]?0[0-7_]+", node.value):
+            raise ConfigError(f"{node.value} is {value} in YAML; write that, or quotes around a text")
+        return value
+
+
+for kind, read in {"int": Loader.number, "float": Loader.number, "timestamp": Loader.construct_yaml_str}.items():
+    Loader.add_constructor(f"tag:yaml.org,2002:{kind}", read)
+
+
 def read_yaml(path: Path) -> dict:
     """The `name: value` lines of a YAML file. Raises `ConfigError`."""
     try:
-        values = yaml.safe_load(path.read_text("utf-8-sig"))
+        values = yaml.load(path.read_text("utf-8-sig"), Loader)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {one_line(error)}; it must be YAML, in UTF-8") from error
     if not isinstance(values, dict):

@@ -5,6 +5,7 @@ To be imported where `rloo_memory.installed_trl.need_trl` has found it: this imp
 
 import difflib
 import functools
+import math
 import re
 from dataclasses import dataclass
 
@@ -69,6 +70,8 @@ class Parser(TrlParser):
 
     def value_of(self, name: str, value):
         """A value of a file, read as a command line's would be: YAML takes 1e-6 for text. Mappings are left to TRL."""
+        if (meant := name.replace("-", "_")) != name and meant in self.names:
+            raise ConfigError(f"unknown setting {name!r}; write {meant}")
         if name not in self.names:
             raise ConfigError(self.unknown(name))
         if value is None and self.get_default(name) is not None:
@@ -76,8 +79,18 @@ class Parser(TrlParser):
         parts = value if isinstance(value, list) else [value]
         if not parts or not all(isinstance(part, str | int | float) for part in parts):
             return value
+        action = self._option_string_actions[f"--{name}"]
+        if name == "reward_clip_range":  # two numbers, which TRL reads from a file alone
+            return value
+        if value is parts and not action.nargs:
+            raise ConfigError(f"{name} is {value}: it must be one value")
         words = [f"--{name}", *map(str, parts)] if value is parts else [f"--{name}={value}"]
-        read = getattr(self.parse_args(words), name)
+        truth = name != "resume_from_checkpoint" and any(isinstance(part, bool) for part in parts)
+        read = value if truth and action.choices else getattr(self.parse_args(words), name)
+        if truth and (action.choices or not isinstance(read, bool)):
+            raise ConfigError(
+                f"{name} is {value}, which YAML reads for no, off, yes and on: put quotes around the word"
+            )
         if problem := out_of_range(name, read):
             raise ConfigError(problem)
         # A truth for a setting of text, such as resume_from_checkpoint, and one word for a list of them mean the same
@@ -109,7 +122,11 @@ def typed(settings: dict) -> dict:
 
 
 def out_of_range(name: str, value) -> str | None:
-    """What is wrong with a number, by `RANGES`, or with a word, by `CHOICES`."""
+    """What is wrong with a number, which must be finite and in its one of `RANGES`, or with a word, by `CHOICES`."""
+    for part in value if isinstance(value, list | tuple) else [value]:
+        limitless = part == math.inf and name in UNLIMITED or part == -math.inf and name == "reward_clip_range"
+        if isinstance(part, float) and not math.isfinite(part) and not limitless:
+            return f"{name} is {part}: it must be a finite number"
     if value is not None and value not in CHOICES.get(name, (value,)):
         return f"{name} is {value!r}: choose one of {', '.join(CHOICES[name])}"
     return RANGES[name].wrong(name, value) if name in RANGES else None
@@ -124,6 +141,12 @@ RANGES = setups.RANGES | {
     **dict.fromkeys(("num_train_epochs", "repetition_penalty"), ABOVE_0),
     **dict.fromkeys(("lora_r", "max_prompt_tokens"), AT_LEAST_1),
 }
+# What clips, masks or waits: with inf, nothing is clipped or masked, and it waits for ever
+UNLIMITED = {
+    "max_grad_norm", "epsilon", "epsilon_high", "delta", "off_policy_mask_threshold", "entropy_coef_max",
+    "vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap", "vllm_server_timeout", "eval_delay",
+    "reward_clip_range",
+}  # fmt: skip
 # setting -> what it may be; TRL looks at loss_type only in the first update
 CHOICES = {
     "algorithm": tuple(TRAINERS),

@@ -1,0 +1,43 @@
+"""A training whose numbers are no longer finite ends with a line. TRL would train on, log a loss of 0, and save it."""
+
+import math
+
+import torch
+from transformers import TrainerCallback
+
+from rloo_memory.errors import ConfigError
+from rloo_memory.launch import output
+
+SKIPPED = 20  # updates in a row that loss scaling leaves out: from 65,536, as many halvings bring it below 1
+
+
+class Finite(TrainerCallback):
+    """Raises `ConfigError` in the first update with gradients that are not finite, as it leaves no weight whole; with
+    loss scaling, which leaves such updates out, in the last of `SKIPPED` ones. `grad_norms` are those of a
+    `rloo_memory.phases.PhaseRecorder`."""
+
+    def __init__(self, trainer, grad_norms):
+        self.trainer, self.grad_norms, self.skipped = trainer, grad_norms, 0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.trainer.accelerator.optimizer_step_was_skipped:
+            self.skipped += 1
+            wrong = self.skipped == SKIPPED
+        else:
+            self.skipped = 0
+            *_, norms = self.grad_norms().values()
+            wrong = not math.isfinite(norms[-1])
+        if wrong:
+            raise self.ended("gradients", args, state)
+
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        weights = [weight.detach() for weight in model.parameters() if weight.requires_grad]
+        if not math.isfinite(torch.nn.utils.get_total_norm(weights).item()):
+            raise self.ended("weights", args, state)
+
+    def ended(self, what: str, args, state) -> ConfigError:
+        return ConfigError(
+            f"the {what} are not finite in update {state.global_step}, so no model is written: lower learning_rate "
+            f"{args.learning_rate:g}, or compute in a dtype with more range (bfloat16, float32), and "
+            f"{output.going_on(args.output_dir)}"
+        )
