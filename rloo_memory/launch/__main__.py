@@ -176,7 +176,7 @@ def train(trainer, memory, checkpoint: str | None) -> None:
     """Train and save; says what came out of it."""
     from rloo_memory.launch.finite import Finite
 
-    config, began = trainer.args, time.monotonic()
+    began = time.monotonic()
     if checkpoint and trainer.is_world_process_zero():
         print(f"begins  from {checkpoint}", flush=True)
     trainer.add_callback(memory)
