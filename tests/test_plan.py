@@ -69,7 +69,7 @@ BAD_INPUT = [
     (["--model", "Qwen/Qwen3-9B"], ["Qwen3-9B", "did you mean", "hub:"]),
     (["--model", "./nofolder"], ["no folder ./nofolder", "config.json"]),
     (["--model", "BROKEN"], ["BROKEN"]),
-    (["--model", "qwen3-8b", "--profile", "own.yaml"], ["own.yaml: beta is nan: it must be 0 or more"]),
+    (["--model", "qwen3-8b", "--profile", "own.yaml"], ["own.yaml: beta is nan: it must be a finite number"]),
     (["--model", "qwen3-8b", "--k", "1000000"], ["--k is 1000000", "at most 4096"]),
     (["--model", "qwen3-8b", "--k", "4096", "--completion", "40000"], ["--k 4096", "134,217,728 tokens"]),
     (["--model", "LEARNED", "--completion", "2000"], ["--prompt 100", "--completion 2000", "2100", "1024"]),

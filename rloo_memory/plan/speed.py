@@ -43,6 +43,8 @@ def in_words(predictions: list[Prediction]) -> list[str]:
             )
             if shared.setup.as_run is not shared.setup:
                 lines.append("  Its prompts are so short that rows are scored and trained whole.")
+            if min(ratios(shared, whole, "train")) < 1:
+                lines.append("  Each of its passes reads all weights: more completions a micro-batch take fewer.")
             lines += bound_by_starts(shared, whole)
     return [*lines, f"  Each is {LIMIT}."] if lines else []
 
@@ -54,10 +56,11 @@ def gain(shared: Prediction, whole: list[Prediction], phase: str) -> str:
 
 def times(found: list[float]) -> str:
     """Ratios of the time before to the time after, the smaller first, in words: one below 1 is slower."""
-    slower = [f"{1 / ratio:.1f}" for ratio in reversed(found) if round(ratio, 1) < 1]
-    faster = [f"{round(ratio, 1)}" for ratio in found if round(ratio, 1) >= 1]
-    said = (("takes {} times as long", slower), ("is {} times faster", faster))
-    return " or ".join(words.format(" to ".join(dict.fromkeys(each))) for words, each in said if each)
+    if round(found[0], 1) >= 1:
+        words = "is {} times faster"
+    else:
+        found, words = [1 / ratio for ratio in reversed(found)], "takes {} times as long"
+    return words.format(" to ".join(dict.fromkeys(f"{ratio:.1f}" for ratio in found)))
 
 
 def is_faster(shared: Prediction, whole: list[Prediction]) -> bool:
