@@ -170,7 +170,7 @@ def row_of(record: dict, phases: pd.DataFrame) -> dict:
     row["peak_bytes"] = record[measure] if row["status"] == "ok" else None
     row["above_bytes"] = row["peak_bytes"] and row["peak_bytes"] - (record["start_bytes"] or 0)
     first, *later = record["step_seconds"] or [None]
-    row |= {"first_seconds": first, "step_seconds": median(later) if later else first}
+    row |= {"first_seconds": first if later else None, "step_seconds": median(later) if later else first}
     steps = phases[phases.step > 0]
     row["begin"] = steps.start.min()
     for phase, mine in steps[steps.step > min(1, steps.step.max() - 1)].groupby("phase"):

@@ -25,7 +25,7 @@ def idea(results: Results) -> Figure | None:
     k, prompt, completion = int(cells.k.iloc[0]), int(cells.fed.iloc[0]), int(cells.completion_tokens.iloc[0])
     tokens = (k * (prompt + completion), prompt + k * completion)
     took = [seconds(*row, 1) for row in cells[["step", "step_low", "step_high"]].to_numpy()]
-    small_print = ["Medians, seconds of the second step. " + results.describe()]
+    small_print = ["Medians. " + results.describe()]
     small_print += [NOTE] if MARK in "".join(took) else []
     handles = [
         Patch(color=PROMPT, label=f"prompt: {prompt:,} tokens"),

@@ -10,8 +10,8 @@ REFERENCES = ("stock", "stock-compact")  # what a user of TRL has today: as rele
 
 
 def summary(results: Results) -> str:
-    """Seconds of a step, the first one beside it, times faster than the first way, and peak above start, of the scale
-    `bench`."""
+    """Seconds of a step, of the first one beside later ones, times faster than the first way, and peak above start, of
+    the scale `bench`."""
     if BENCH not in set(results.own.scale):
         return ""
     cells, first, rows = results.cells.droplevel("k"), next(iter(IN_SHORT)), []
@@ -23,7 +23,10 @@ def summary(results: Results) -> str:
         ratio = times(clocked(cell), clocked(cells.loc[first])) if first in cells.index else float("nan")
         took, faster = [seconds(*clocked(cell, step), 1) for step in ("step", "first")], f"{ratio:.1f}"
         rows.append([or_failure(cell, name), *took, "" if pd.isna(ratio) else faster, f"{cell.above_bytes / GIB:.2f}"])
-    return markdown(["", "step, seconds", "the first one", "times faster", "peak above start, GiB"], rows)
+    header = ["", "step, seconds", "the first one", "times faster", "peak above start, GiB"]
+    if cells["first"].isna().all():
+        header, rows = header[:2] + header[3:], [row[:2] + row[3:] for row in rows]
+    return markdown(header, rows)
 
 
 def peak_texts(results: Results) -> pd.DataFrame:
@@ -98,7 +101,7 @@ def phases(results: Results) -> str:
     ratio = token_ratio(cells.fed.median(), cells.completion_tokens.median(), k)
     header = ["arm", "generate", "score (old and reference)", "train", "whole step", "peak above start, GiB"]
     brackets = f"; in brackets, how many times faster than `{known[0]}`, and which part of its peak" if known else ""
-    which = " of the second step" if cells.timed.any() else ""
+    which = " of the second step" if cells["first"].notna().any() else ""
     return f"At k = {k}{brackets}. The token ratio is {ratio:.2f}. Seconds{which}:\n\n" + markdown(header, rows)
 
 
