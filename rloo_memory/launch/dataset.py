@@ -181,7 +181,7 @@ def with_chats_read(rows):
             if not isinstance(chat, list):
                 raise ValueError(text)
             chats.append(chat)
-        except (ValueError, SyntaxError) as error:
+        except (ValueError, SyntaxError, RecursionError, MemoryError) as error:  # the last two of brackets in brackets
             raise ConfigError(f"row {row}: the prompt is no chat, as others are; write it as JSON: {CHAT}") from error
     return rows.add_column("the chats", chats).remove_columns("prompt").rename_column("the chats", "prompt")
 
