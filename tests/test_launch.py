@@ -71,7 +71,7 @@ REFUSED = {
     "balanced --model_init_kwargs x": ["model_init_kwargs is 'x': it must be a mapping"],
     "balanced --dataset_name rows.jsonl.gz --reward_funcs letters": ["it ends in '.gz': unpack or convert it"],
     **{f"balanced --dataset_name {name} --reward_funcs letters": [f"{name!r}: it has no rows"] for name in NO_ROWS},
-    "balanced --dataset_name numbers.jsonl --reward_funcs letters": ["row 1: the prompt is 5, and must be text or a"],
+    "balanced --dataset_name numbers.jsonl --reward_funcs letters": ["row 1: the prompt is 5; write text, or a chat"],
     "balanced --model_name_or_path more": ["11 are not there, such as model.layers.2.", "take the config"],
     "balanced --model_name_or_path fewer": ["11 are of layers that it has not, such as model.layers.1."],
     "balanced --model_name_or_path wider": ["have another size, such as model.layers.0.mlp.down_proj.weight"],

@@ -57,8 +57,6 @@ def load(launch: LaunchArguments):
 
 def read(source: str, config: str | None, split: str):
     """The rows of a file, a folder or a dataset on the hub, which have a column `prompt`. Raises `ConfigError`."""
-    from datasets import Value
-
     path = Path(source)
     if source.startswith("hub:"):
         rows = loaded(source.removeprefix("hub:"), config, split=split)
@@ -71,9 +69,6 @@ def read(source: str, config: str | None, split: str):
         raise ConfigError(f"{what} ({path.absolute()}); name {FORMATS}")
     if "prompt" not in rows.column_names:
         raise ConfigError(f"no column 'prompt'; it has {', '.join(rows.column_names)}: rename one of them")
-    kind = rows.features["prompt"]
-    if kind not in (Value("string"), Value("large_string")) and isinstance(getattr(kind, "feature", kind), Value):
-        raise ConfigError(f"row 1: the prompt is {rows[0]['prompt']!r}, and must be text or a chat, {CHAT}")
     return rows
 
 
