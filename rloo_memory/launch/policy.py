@@ -1,9 +1,11 @@
 """The model that a launched training is given, and its tokenizer or processor."""
 
+import contextlib
 import hashlib
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,7 +55,8 @@ def load(name: str, config, with_images: bool = False) -> Policy:
         if "custom code" in str(error):
             raise ConfigError(f"model {name!r} has code of its own; --trust_remote_code true runs it") from error
         raise models.not_loaded(name, error) from error
-    check_weights(name, Path(path), hf_config)
+    with without_zero3(config.deepspeed_plugin):
+        check_weights(name, Path(path), hf_config)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", **trusted)
     except Exception as error:
@@ -61,6 +64,19 @@ def load(name: str, config, with_images: bool = False) -> Policy:
     if not tokenizer("Say a.")["input_ids"]:
         raise ConfigError(f"model {name!r} has no tokenizer; put the files of one beside its weights")
     return Policy(path, hf_config, processor_of(name, path, hf_config, trusted) if with_images else tokenizer)
+
+
+@contextlib.contextmanager
+def without_zero3(plugin) -> Iterator[None]:
+    """As long as transformers knows of ZeRO-3, it loads all models in shards, and none without values."""
+    from transformers.integrations import deepspeed
+
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        if plugin:
+            deepspeed.set_hf_deepspeed_config(plugin.dschf)
 
 
 def check_weights(name: str, folder: Path, hf_config) -> None:
