@@ -75,3 +75,12 @@ def test_a_checkpoint_is_planned_with_the_bytes_that_it_has(planned, tmp_path):
     assert other.returncode == 2 and "already quantized, to 8 bits (fp8), not to 4" in other.stderr
     unpacked = planned(*common, "--lora", 8, "--device", "cpu", "--arms", "stock")
     assert unpacked.returncode == 0 and "unpacked to 16 bits" in unpacked.stdout
+
+
+def test_experts_are_told_from_convolutions():
+    """Which hybrids have, with weights of three dimensions, too."""
+    from rloo_memory.models import meta_model, shape_config
+    from rloo_memory.plan.checkpoint import expert_weights
+
+    found = {name: expert_weights(meta_model(shape_config(name))) for name in ("qwen3.5-8-layers", "gpt-oss-20b")}
+    assert not found["qwen3.5-8-layers"] and len(found["gpt-oss-20b"]) == 2 * 24

@@ -86,11 +86,19 @@ def quantized(hf_config, device: str = "cuda") -> Quantized | None:
     return found
 
 
+def expert_weights(model) -> list:
+    """Those of experts, one tensor a layer or two; a convolution's has three dimensions as well."""
+    from torch.nn import Conv1d
+
+    modules = (module for module in model.modules() if not isinstance(module, Conv1d))
+    return [weight for module in modules for weight in module.parameters(recurse=False) if weight.ndim == 3]
+
+
 def of_experts(setup, hf_config) -> str | None:
     """What is said of experts whose weights are no linear layers, with 4 or 8 bits; None where there are none."""
     if setup.weight_bits == 16 or quantized(hf_config, setup.device):
         return None
-    experts = sum(weight.numel() for weight in meta_model(hf_config).parameters() if weight.ndim == 3)
+    experts = sum(weight.numel() for weight in expert_weights(meta_model(hf_config)))
     size = experts * (4 if setup.dtype == "float32" else 2) / GIB
     why = "bitsandbytes quantizes linear layers only, and the experts of a layer are one tensor"
     return f"experts stay in {setup.dtype}, {size:.2f} GiB: {why}" if experts else None

@@ -1,5 +1,6 @@
 """What a prediction says beside its numbers."""
 
+from rloo_memory.models import meta_model
 from rloo_memory.plan import checkpoint, engine
 from rloo_memory.plan.setups import Setup, positions_of
 from rloo_memory.plan.simulation import recurrent
@@ -13,6 +14,7 @@ def remarks(setup: Setup, hf_config, calibration=None) -> list[str]:
         checkpoint.in_words(hf_config, setup.device),
         checkpoint.of_experts(setup, hf_config),
         of_length(setup, hf_config),
+        of_small_passes(setup, hf_config),
         of_half_precision(setup, hf_config),
         f"ZeRO-{setup.zero_stage}: by formulas that were compared with no training" if setup.zero_stage else None,
         engine.in_words(setup),
@@ -26,6 +28,13 @@ def of_length(setup: Setup, hf_config) -> str | None:
     if positions is None or length <= positions:
         return None
     return f"{length} tokens are more than the {positions} positions of the model's config: see to its rope_parameters"
+
+
+def of_small_passes(setup: Setup, hf_config) -> str | None:
+    """Of experts where prompts can be shared: the prediction counts what they compute and move, not how few rows."""
+    if setup.num_generations < 3 or not checkpoint.expert_weights(meta_model(hf_config)):
+        return None
+    return "experts get few tokens each in small passes, and take longer than predicted: prefer large micro-batches"
 
 
 def of_half_precision(setup: Setup, hf_config) -> str | None:

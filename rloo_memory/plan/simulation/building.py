@@ -7,7 +7,7 @@ from transformers.initialization import no_init_weights
 
 from rloo_memory.errors import ConfigError
 from rloo_memory.models import auto_class
-from rloo_memory.plan.checkpoint import quantized
+from rloo_memory.plan.checkpoint import expert_weights, quantized
 from rloo_memory.plan.simulation.replaced import QuantizedLinear
 
 
@@ -61,7 +61,7 @@ def quantize(model, setup, shapes) -> None:
     row. A checkpoint that is already quantized says itself what of it is, and how. Raises `ConfigError` for one with
     experts, whose weights are no linear layers."""
     head, already = model.get_output_embeddings(), quantized(model.config, setup.device)
-    if already and any(parameter.ndim == 3 for parameter in model.get_decoder().parameters()):
+    if already and expert_weights(model.get_decoder()):
         raise ConfigError(f"the planner has no formula for experts that are already quantized ({already.method})")
     in_decoder, bits = set(model.get_decoder().modules()), already.bits if already else setup.weight_bits
     nested = already.nested_scales if already else setup.nested_scales
