@@ -10,11 +10,13 @@ import device
 import torch
 
 
-def trained(example, **settings) -> float:
+def trained(example, offloading: bool = False) -> float:
     """MiB in use when a short training of the example's model has ended; model and trainer are gone then."""
     from datasets import Dataset
     from transformers import set_seed
 
+    from rloo_memory import share_prompts
+    from rloo_memory.launch.offload import offload_activations
     from trl import RLOOConfig, RLOOTrainer
 
     set_seed(0)
@@ -22,10 +24,11 @@ def trained(example, **settings) -> float:
     rows = Dataset.from_list([{"prompt": f"{example.CONTEXT}{x}:", "answer": x} for x in "abcd"])
     groups = dict(num_generations=4, per_device_train_batch_size=4, gradient_accumulation_steps=1)
     with tempfile.TemporaryDirectory() as folder:
-        config = RLOOConfig(
-            folder, max_steps=2, bf16=True, prefix_sharing=True, **groups, **example.SETTINGS, **settings
-        )
+        config = RLOOConfig(folder, max_steps=2, bf16=True, **groups, **example.SETTINGS)
         trainer = RLOOTrainer(model, example.reward, config, train_dataset=rows, processing_class=tokenizer)
+        share_prompts(trainer)
+        if offloading:
+            offload_activations(trainer)
         trainer.train()
     return torch.cuda.memory_allocated() / 2**20
 
@@ -39,7 +42,7 @@ def main() -> None:
     stays = torch.cuda.memory_allocated() / 2**20
     plain = trained(example) - stays
     gc.collect()
-    offloaded = trained(example, activation_offloading=True) - stays
+    offloaded = trained(example, offloading=True) - stays
     gc.collect()
     left = torch.cuda.memory_allocated() / 2**20 - stays
     found = {"without_offloading": plain, "mib_at_the_end_of_training": offloaded}
