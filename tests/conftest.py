@@ -51,15 +51,21 @@ def policy():
 
 
 @pytest.fixture
-def no_model_loads(monkeypatch):
+def forbid_loading():
+    """Has a monkeypatch fail where a model loads; one of sizes without values may."""
     from transformers import PreTrainedModel
 
     load = PreTrainedModel.from_pretrained.__func__
 
-    def only_shapes(cls, folder, **options):
+    def only_sizes(cls, folder, **options):
         return pytest.fail("a model loads") if folder else load(cls, folder, **options)
 
-    monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(only_shapes))
+    return lambda patch: patch.setattr(PreTrainedModel, "from_pretrained", classmethod(only_sizes))
+
+
+@pytest.fixture
+def no_model_loads(monkeypatch, forbid_loading):
+    forbid_loading(monkeypatch)
 
 
 @pytest.fixture

@@ -63,11 +63,9 @@ def test_what_python_asks_is_what_the_command_says(planner, tmp_path):
 
 @pytest.mark.slow
 def test_a_training_that_does_not_fit_is_refused_with_settings_that_do(
-    here, policy, planner, monkeypatch, capsys, refused
+    here, policy, planner, monkeypatch, capsys, refused, forbid_loading
 ):
     """With these settings it trains, and anyway it trains, too; the record has the prediction beside the peak."""
-    import transformers
-
     monkeypatch.setattr(gate, "available_bytes", lambda device: 10**12)
     launched, config, model = command_line.parse(TRAIN)
     settings = ask.settings_of(model) | ask.settings_of(launched) | ask.settings_of(config)
@@ -75,7 +73,7 @@ def test_a_training_that_does_not_fit_is_refused_with_settings_that_do(
     limit = int(0.9 * expected.peak.total)
     monkeypatch.setattr(gate, "available_bytes", lambda device: limit)
     with monkeypatch.context() as patch:
-        patch.setattr(transformers.PreTrainedModel, "from_pretrained", lambda *a, **k: pytest.fail("a model loads"))
+        forbid_loading(patch)
         said = f"launch: predicted peak {expected.peak.total / 2**30:.2f} GiB in phase {expected.peak.phase} exceeds"
         line = refused(TRAIN, said, "--anyway trains all the same")
     remedy = re.search(r"; (--.*) needs ([\d.]+) GiB \((trains the same .*)\);", line)
