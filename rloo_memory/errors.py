@@ -26,6 +26,11 @@ EXIT_USAGE = 2  # a setting that cannot work
 EXIT_TIME = 5  # what fitted into --minutes is done; the same command goes on from there
 
 
+def read_by_nobody(stream) -> None:
+    """What is written to it from now on is lost, where its reader has gone and each write would fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def exit_code(program: str, run, args) -> int:
     """What `run(args)` returns; `EXIT_USAGE` with one line on stderr where it raises `ConfigError`; 128 + the signal's
     number, also with one line, where Ctrl-C or a signal that raises `Stopped` ends it, and without where nobody reads
@@ -36,7 +41,7 @@ def exit_code(program: str, run, args) -> int:
         print(f"{program}: {error}", file=sys.stderr)
         return EXIT_USAGE
     except BrokenPipeError:  # whoever read what is printed has gone, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        read_by_nobody(sys.stdout)
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt as stop:
         print(f"{program}: stopped by {Stopped.number(stop).name}", file=sys.stderr)

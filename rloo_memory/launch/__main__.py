@@ -200,24 +200,22 @@ def what_ended(error: Exception, trainer, memory, checkpoint: str | None) -> Exc
             f"out of memory in phase {memory.failed()} of update {update} (rloo-memory doctor {folder} says what "
             f"filled it): {error}"
         )
-    words = None
     if vllm_server.is_gone(trainer.args):
-        server = vllm_server.url_of(trainer.args)
-        words = f"the vLLM server at {server} stopped answering in update {update}; start it and "
-        words += output.going_on(folder)
-    elif output.is_full(error):
-        words = (
+        server = f"the vLLM server at {vllm_server.url_of(trainer.args)}"
+        return ConfigError(f"{server} stopped answering in update {update}; start it and {output.going_on(folder)}")
+    if output.is_full(error):
+        return ConfigError(
             f"cannot write to {folder} in update {update}: {one_line(error)}; make room, or save less "
             f"(save_total_limit, save_only_model), and {output.going_on(folder)}"
         )
-    elif "probability tensor contains" in str(error):
-        words = (
+    if "probability tensor contains" in str(error):
+        return ConfigError(
             f"the model's logits are not finite in update {update}, so nothing can be sampled: look at its weights, "
             "and compute in a dtype with more range (bfloat16, float32)"
         )
-    elif memory.phases is None:  # the optimizer, the schedule, the checkpoint
-        words = f"cannot go on from {checkpoint}: {said(error)}" if checkpoint else said(error)
-    return words and ConfigError(words)
+    if memory.phases is None:  # the optimizer, the schedule, the checkpoint
+        return ConfigError(f"cannot go on from {checkpoint}: {said(error)}" if checkpoint else said(error))
+    return None
 
 
 def save(trainer) -> None:

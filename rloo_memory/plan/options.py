@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from rloo_memory.adapters import adapter_of
-from rloo_memory.errors import ConfigError
+from rloo_memory.errors import ConfigError, read_by_nobody
 from rloo_memory.models import is_model, named_config
 from rloo_memory.plan.accuracy.calibration import Calibration, load
 from rloo_memory.plan.accuracy.cards import size_as_sold
@@ -44,7 +44,7 @@ class WhileRead(io.TextIOBase):
         try:
             do(*arguments)
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            read_by_nobody(self.stream)
 
 
 @contextlib.contextmanager

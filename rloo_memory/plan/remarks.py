@@ -2,7 +2,7 @@
 
 from rloo_memory.models import meta_model
 from rloo_memory.plan import checkpoint, engine
-from rloo_memory.plan.setups import Setup, positions_of
+from rloo_memory.plan.setups import Setup, beyond_positions, positions_of
 from rloo_memory.plan.simulation import recurrent
 
 
@@ -24,9 +24,9 @@ def remarks(setup: Setup, hf_config, calibration=None) -> list[str]:
 
 def of_length(setup: Setup, hf_config) -> str | None:
     """Of more tokens than the model is made for, as with YaRN."""
-    length, positions = setup.prompt_tokens + setup.max_completion_length, positions_of(hf_config)
-    if positions is None or length <= positions:
+    if not beyond_positions(setup, hf_config):
         return None
+    length, positions = setup.prompt_tokens + setup.max_completion_length, positions_of(hf_config)
     return f"{length} tokens are more than the {positions} positions of the model's config: see to its rope_parameters"
 
 

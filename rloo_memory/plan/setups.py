@@ -329,11 +329,17 @@ def positions_of(hf_config) -> int | None:
     return found if isinstance(found, int) and found > 0 else None
 
 
+def beyond_positions(setup: Setup, hf_config) -> bool:
+    """Whether rows are longer than a model is made for."""
+    positions = positions_of(hf_config)
+    return positions is not None and setup.prompt_tokens + setup.max_completion_length > positions
+
+
 def too_long(setup: Setup, hf_config, called: dict[str, str]) -> str | None:
     """What to say of more tokens than the embedding of positions has; rotary ones go on behind those of the config."""
-    prompt, completion, positions = setup.prompt_tokens, setup.max_completion_length, positions_of(hf_config)
-    if positions is None or prompt + completion <= positions:
+    if not beyond_positions(setup, hf_config):
         return None
+    prompt, completion, positions = setup.prompt_tokens, setup.max_completion_length, positions_of(hf_config)
     embeddings = [module for module in meta_model(hf_config).modules() if type(module).__name__.endswith("Embedding")]
     if not any(0 <= getattr(module, "num_embeddings", 0) - positions <= 2 for module in embeddings):  # OPT has 2 more
         return None
