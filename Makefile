@@ -60,7 +60,7 @@ test-cuda:
 
 lint:
 	./setup_env.sh
-	.venv/bin/python -m ruff check . && .venv/bin/python -m ruff format --check -q .
+	.venv/bin/python -m ruff check . && .venv/bin/python -m ruff format --check -q . && .venv/bin/python -m mypy
 
 charts:
 	./visualize_results.sh results/reference-cpu-2-cores

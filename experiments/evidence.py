@@ -24,9 +24,9 @@ from rloo_memory.errors import choose, program
 COLUMNS = ("item", "minutes", "exit_code", *FACTS)
 MEASURED = ("0", str(EXIT_VERDICT))  # exit codes of what was measured to the end
 ITEMS = {  # modules of experiments, or scripts
-    "baseline": "./run_baseline-rloo.sh --repeats 3",
-    "improved": "./run_improve-rloo.sh --repeats 3",
-    "short": "suite --arms classic-baseline,classic-string --scale short --k 2 --repeats 3",
+    "baseline": "./run_baseline-rloo.sh",
+    "improved": "./run_improve-rloo.sh",
+    "short": "suite --arms classic-baseline,classic-string --scale short --k 2",
     "exact": "suite --arms classic-baseline,classic-lean --scale exact --k 2",
     "learn": "suite --arms classic-baseline,classic-lean --scale learn --k 4",
     "step": "./run_bench.sh",

@@ -9,8 +9,6 @@ import resource
 import sys
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from experiments.config import ROOT, RunConfig
@@ -131,16 +129,6 @@ def keep_freed_memory() -> None:
     the same pages twice. By default it gives blocks above 32 MiB back at once, and the way with the larger tensors
     takes longer: up to 1.5 times for whole rows of 3,100 tokens."""
     mallopt(mmap_threshold=2**30, trim_threshold=-1)  # -1 trims never
-
-
-@contextmanager
-def only_live_memory() -> Iterator[None]:
-    """`keep_only_live_memory` for a while. Then freed blocks are kept up to 32 MiB, where glibc's own raising ends."""
-    keep_only_live_memory()
-    try:
-        yield
-    finally:
-        mallopt(mmap_threshold=2**25, trim_threshold=2**26)
 
 
 def mallopt(mmap_threshold: int, trim_threshold: int | None = None) -> None:

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ class Call:
 
     names: list[str]
     num_positional: int
-    given: dict[str, object]
+    given: dict[str, Any]
 
     @classmethod
     def of(cls, names: list[str], args: tuple, kwargs: dict) -> "Call":

@@ -10,6 +10,7 @@ with shared_prompts(model, prompts) as shared:  # in parts, each with a backward
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -28,7 +29,7 @@ from rloo_memory.prefix_sharing.tree import Part, Prompts, Tree
 
 TOKENS_OF_LOGITS = 1024  # whose logits exist at a time
 
-Ids = torch.Tensor | Sequence[int]
+Ids: TypeAlias = torch.Tensor | Sequence[int]
 
 
 def log_probs(

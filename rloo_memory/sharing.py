@@ -10,6 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
@@ -89,10 +90,19 @@ class PromptSharing:
         vars(self.args).update(self.settings, shares_dropout=shares_dropout, **offloading)
         self.replaced: list[tuple[object, str, object, object]] = []  # owner, name, what it is, what it was
         self.passes: TrainerPasses | None = None
-        self.names = {name: parameters_of(trainer, name) for name in METHODS}
+        self.names = {name: parameters_of(trainer, name) or [] for name in METHODS}
         self.scored: Scored | None = None
         self.compared = False  # shared with whole rows
         self.rollout_compared = False  # the prompts of a group with one another
+
+    @property
+    def in_use(self) -> TrainerPasses:
+        """Raises RuntimeError where a reward function, say, has removed the sharing within a step."""
+        if self.passes is None:
+            raise RuntimeError(
+                "`prompt_sharing.remove()` was called within a step. Call it before or behind `train()`."
+            )
+        return self.passes
 
     def install(self) -> None:
         trainer = self.trainer
@@ -145,7 +155,7 @@ class PromptSharing:
     # -- what is called in place of a trainer's methods ---------------------------------------------------------------
 
     def train(self, original, *args, **kwargs):
-        self.trainer.accelerator.print(f"share_prompts: {self.passes.what_is_shared()}")
+        self.trainer.accelerator.print(f"share_prompts: {self.in_use.what_is_shared()}")
         try:
             return original(*args, **kwargs)
         finally:
@@ -155,24 +165,24 @@ class PromptSharing:
 
     def training_step(self, original, *args, **kwargs):
         trainer = self.trainer
-        with self.passes.micro_batch(trainer):
+        with self.in_use.micro_batch(trainer):
             loss = original(*args, **kwargs)
         if trainer._step % trainer.current_gradient_accumulation_steps == 0:
-            for name, value in self.passes.metrics().items():
+            for name, value in self.in_use.metrics().items():
                 trainer._metrics["train"][name].append(value)
         return loss
 
     def prepare_inputs(self, original, *args, **kwargs):
         # The completions of a prompt must stay in the same batch
-        with replaced(module_of(self.trainer), SHUFFLE, self.passes.shuffle):
+        with replaced(module_of(self.trainer), SHUFFLE, self.in_use.shuffle):
             return original(*args, **kwargs)
 
     def generate_and_score_completions(self, original, *args, **kwargs):
         self.rollout_compared = False
         rows = original(*args, **kwargs)
         # Where nothing was scored, or a subclass has put them in another order since
-        if not self.rollout_compared or self.passes.has_other_prompts(rows["prompt_ids"], rows["prompt_mask"]):
-            self.passes.compare_rows(
+        if not self.rollout_compared or self.in_use.has_other_prompts(rows["prompt_ids"], rows["prompt_mask"]):
+            self.in_use.compare_rows(
                 {
                     **rows,
                     "input_ids": torch.cat([rows["prompt_ids"], rows["completion_ids"]], dim=1),
@@ -186,13 +196,13 @@ class PromptSharing:
         """Once a rollout, before its rows are scored: old and reference log-probabilities are of the same rows."""
         if not self.rollout_compared:
             self.rollout_compared = True
-            self.passes.compare_rows(call.given)
+            self.in_use.compare_rows(call.given)
 
     def generate_single_turn(self, original, *args, **kwargs):
         model = self.trainer.accelerator.unwrap_model(self.trainer.model_wrapped)
         images = Call.of(self.names["_generate_single_turn"], args, kwargs).given.get("images")
         whole = model.generate
-        shared = self.passes.generate_of(model, self.trainer.processing_class, images)
+        shared = self.in_use.generate_of(model, self.trainer.processing_class, images)
 
         def generate(*args, **kwargs):
             with replaced(model, "generate", whole):
@@ -210,7 +220,7 @@ class PromptSharing:
             self.compared = True
         batch_size = call.given.get("batch_size")
         if batch_size is not None:
-            call = call.but(batch_size=self.passes.rows_to_score(batch_size))
+            call = call.but(batch_size=self.in_use.rows_to_score(batch_size))
         return self.in_passes(original, call)
 
     def in_passes(self, original, call: Call, first_row: int = 0):
@@ -228,7 +238,7 @@ class PromptSharing:
         if not any(call.given.get(name) is not None for name in OF_IMAGES):  # two rows are enough, if any has a token
             first, num_rows = int(is_token.any(1).int().argmax()), len(is_token)
             # Of one prompt if they can be, and two: each process must call the model equally often
-            size = self.passes.rows_per_prompt(num_rows)
+            size = self.in_use.rows_per_prompt(num_rows)
             first_row = min(first, first // size * size + max(0, size - 2), max(0, num_rows - 2))
             rows = slice(first_row, first_row + 2)
             call = call.but(**{name: x[rows] for name, x in call.given.items() if isinstance(x, torch.Tensor)})
@@ -240,7 +250,7 @@ class PromptSharing:
         if not is_token.any():
             return
         if not whole[is_token].isfinite().all():
-            self.passes.warn(
+            self.in_use.warn(
                 "TRL's own log-probabilities of the first batch are not all finite, so nothing could be compared. "
                 f"Look at the weights, at the dtype ({self.trainer.model.dtype}) and at the attention implementation."
             )
@@ -260,15 +270,15 @@ class PromptSharing:
 
     def forward(self, original, *args, model, **kwargs):
         rows = None if self.scored is None else self.scored.next_rows(kwargs.get("input_ids"))
-        if rows is None:
+        if self.scored is None or rows is None:
             return original(*args, **kwargs)
         try:
-            passes = self.passes.of_rows(rows, self.scored.call.given)
+            passes = self.in_use.of_rows(rows, self.scored.call.given)
             return forward_in_passes(model, original, passes, *args, **kwargs)
         except GoesWhole as reason:
-            self.passes.go_whole(reason)
+            self.in_use.go_whole(reason)
         num_tokens = kwargs["input_ids"].numel()
-        self.passes.count.add(num_tokens, num_tokens)
+        self.in_use.count.add(num_tokens, num_tokens)
         return original(*args, **kwargs)
 
     def checkpointing_enable(self, original, *args, **kwargs):
@@ -276,7 +286,7 @@ class PromptSharing:
 
     def reward(self, original, **inputs):
         """Of a reward model: its rows in passes of `tokens_per_forward` tokens."""
-        return SequenceClassifierOutput(logits=self.passes.reward_logits(original, inputs))
+        return SequenceClassifierOutput(logits=self.in_use.reward_logits(original, inputs))
 
 
 def rows_with_an_image(num_images: list[int] | None) -> int:
@@ -290,7 +300,9 @@ def rows_with_an_image(num_images: list[int] | None) -> int:
 def forward_in_passes(model, original: Callable, passes, *args, **kwargs):
     """What the forward `original` of `model` gives of completions, whose hidden states `passes` compute."""
     kwargs = {name: x for name, x in kwargs.items() if x is not None}
-    of_head = {name: kwargs.pop(name) for name in ("fused_lm_head", "logits_to_keep", "use_cache") if name in kwargs}
+    of_head: dict[str, Any] = {
+        name: kwargs.pop(name) for name in ("fused_lm_head", "logits_to_keep", "use_cache") if name in kwargs
+    }
     of_columns = {name: kwargs[name] for name in ("input_ids", "attention_mask", "labels") if name in kwargs}
     kwargs.pop("labels", None)
     experts = kwargs.pop(

@@ -22,7 +22,7 @@ def in_its_own_process(name: str, cell: Cell, ways, repeats, here: Place) -> int
     """What `measure` returns there, or the exit code that ended it: what one cell leaves in memory would count in the
     next."""
     context, work = multiprocessing.get_context("spawn"), (name, cell, ways, repeats, here)
-    process = context.Process(target=measured, args=work, daemon=True)
+    process = context.Process(target=measured, args=work)  # no daemon: it may start processes, and ends with us
     process.start()
     process.join()
     return process.exitcode

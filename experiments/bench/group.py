@@ -1,13 +1,17 @@
 """One prompt with k completions, and the phases of a training step on them: whole rows, or with the prompt shared."""
 
 import gc
+import multiprocessing
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
+from experiments.arms import ARMS
 from experiments.bench.samples import Cell
-from experiments.run_device import keep_freed_memory, only_live_memory
+from experiments.builds import use_fork
+from experiments.run_device import keep_freed_memory, keep_only_live_memory
 from rloo_memory.device import settle, status_bytes
 from rloo_memory.phases import HighWater
 
@@ -43,18 +47,23 @@ def timed(work: Callable[[], None]) -> float:
     return round(time.perf_counter() - start, 4)
 
 
-def peak_of(work: Callable[[], None], high_water: HighWater) -> int:
-    """Peak resident bytes of `work()` above the level before, the second time: the first makes gradients and what
-    libraries keep. Not for times: what makes resident memory mean "alive" takes time, and more of it the more often
-    tensors come and go. Call it before `keep_freed_memory`: free blocks within the heap would be used, and stay
-    resident."""
-    with only_live_memory():
+def peaks_of(make: Callable[[], "Group"], way: str, phases: tuple[str, ...]) -> dict[str, int]:
+    """Peak resident bytes of each phase above the level before it, the second time: the first makes gradients and what
+    libraries keep. In a process of its own: blocks that another way freed within the heap would be filled again, and
+    count for nothing, or stay, and count for much. Not for times: what makes resident memory mean "alive" takes time,
+    and more of it the more often tensors come and go."""
+    use_fork(ARMS["stock-compact"])  # as in the process that times
+    keep_only_live_memory()
+    group, high_water, found = make(), HighWater("cpu"), {}
+    for phase in phases:
+        work = partial(getattr(group, phase), way)
         work()
         settle()
         before = status_bytes("VmRSS")
         high_water.reset()
         work()
-        return high_water.read()[2] - before
+        found[f"{phase}_peak_bytes"] = high_water.read()[2] - before
+    return found
 
 
 @dataclass(frozen=True)
@@ -205,16 +214,16 @@ class Group:
 
 class Timed:
     """The phases of a group, timed way by way. With `peaks` also the resident bytes of each phase above the level
-    before it, measured once and before any time, and the relative difference of all parameters' gradients from those
-    of whole rows. A way that fails before its first sample fails in each."""
+    before it, measured once, and the relative difference of all parameters' gradients from those of whole rows. A way
+    that fails before its first sample fails in each. `make` gives the group, and can be sent to another process."""
 
-    def __init__(self, group: Group, ways: tuple[str, ...], phases: tuple[str, ...], peaks: bool):
-        self.group, self.phases, self.peaks, self.failed = group, phases, {}, {}
-        high_water = HighWater("cpu")
+    def __init__(self, make: Callable[[], Group], ways: tuple[str, ...], phases: tuple[str, ...], peaks: bool):
+        self.phases, self.peaks, self.failed = phases, {}, {}
 
-        def peaks_of(way: str) -> None:
+        def find_peaks(way: str) -> None:
             print(f"  {way}: peaks", flush=True)
-            self.peaks[way] = {f"{p}_peak_bytes": peak_of(partial(getattr(group, p), way), high_water) for p in phases}
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+                self.peaks[way] = process.submit(peaks_of, make, way, phases).result()
 
         def warm_up(way: str) -> None:
             group.train(way) if "train" in phases else group.generate(way, tokens=2)
@@ -227,8 +236,9 @@ class Timed:
                     self.failed[way] = error
 
         if peaks:
-            try_all(peaks_of, ways)
+            try_all(find_peaks, ways)
         keep_freed_memory()
+        self.group = group = make()
         try_all(warm_up, reversed(ways))  # `whole` is the first of all ways, and the last that leaves its gradient
         self.truth = group.gradient() if peaks and ways[0] not in self.failed else None
 

@@ -6,11 +6,12 @@ The lengths of a "spread" group are quantiles of a log-normal distribution, whos
 """
 
 from dataclasses import replace
+from functools import partial
 from math import exp
 from statistics import NormalDist, fmean
 
 from experiments.bench import random_models
-from experiments.bench.group import Group, Timed
+from experiments.bench.group import Timed
 from experiments.bench.samples import Cell
 from experiments.measuring import Place
 
@@ -30,8 +31,8 @@ class Lengths(Timed):
     def __init__(self, cell: Cell, ways: tuple[str, ...], here: Place):
         name, _, spread = cell.model.partition("/")
         lengths = lengths_of(cell.completion_tokens, cell.k, SPREADS[spread])
-        model, vocab_size, _ = random_models.build(replace(cell, model=name))
-        super().__init__(Group(model, vocab_size, cell, lengths=lengths), ways, ("score", "train"), peaks=False)
+        make = partial(random_models.group, replace(cell, model=name), lengths=lengths)
+        super().__init__(make, ways, ("score", "train"), peaks=False)
         # Tokens of whole rows, padded to the longest, for each one where the prompt is computed once
         whole, shared = cell.k * (cell.prompt_tokens + max(lengths)), cell.prompt_tokens + sum(lengths)
         self.facts = {"token_ratio": round(whole / shared, 3)}

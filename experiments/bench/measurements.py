@@ -29,9 +29,8 @@ class Measurement:
     device: str | None = "cpu"
 
 
-def start(cell: Cell, ways: tuple[str, ...], here: Place, group=Group, phases=PHASES, peaks=False, timed=Timed):
-    model, vocab_size, image = random_models.build(cell)
-    return timed(group(model, vocab_size, cell, image), ways, phases, peaks)
+def start(cell: Cell, ways: tuple[str, ...], here: Place, kind=Group, phases=PHASES, peaks=False, timed=Timed):
+    return timed(partial(random_models.group, cell, kind), ways, phases, peaks)
 
 
 class Worth(Timed):
@@ -62,8 +61,8 @@ MEASUREMENTS = {
     ),
     "rivals": Measurement(
         "scoring and training of one group, whole rows beside other ways to share the prompt",
-        partial(start, group=Rivals, phases=("score", "train"), peaks=True), RIVALS,
-        cells("bench", (3000, 100, 8), (1000, 200, 8), (16, 512, 2)), ("bench", "tiny"),
+        partial(start, kind=Rivals, phases=("score", "train"), peaks=True), RIVALS,
+        cells("bench", (3000, 100, 8), (16, 512, 2)), ("bench", "tiny"),
     ),
     "lengths": Measurement(
         "scoring and training of one group whose completions differ in length, and of one whose do not",
@@ -74,14 +73,14 @@ MEASUREMENTS = {
     "alike": Measurement(
         "trainings on four prompts that begin alike: each computed once, and what they begin with once",
         trainings.Alike, trainings.ALIKE_WAYS,
-        tuple(Cell(f"qwen3-8-layers/{n}", n + own, 100, 4) for n, own in ((2000, 200), (300, 100), (128, 64))),
+        tuple(Cell(f"qwen3-8-layers/{n}", n + own, 100, 4) for n, own in ((2000, 200), (300, 100))),
         trainings.ALIKE_MODELS, repeats_near=3, device=None,  # the optimizer takes as long in each way
     ),
     "families": Measurement(
-        "each phase on models with recurrent layers and on one that sees images",
-        partial(start, peaks=True), WHOLE_OR_SHARED,
-        cells("gated-deltanet", (3000, 100, 8)) + cells("images", (random_models.IMAGE_TOKENS + 200, 100, 8)),
-        ("gated-deltanet", "images", "tiny"),
+        "each phase on models of every kind: plain, windows, sinks, experts, recurrent layers, images",
+        partial(start, peaks=True), ("whole", "shared-micro-2"),
+        cells("bench windows sinks experts gated-deltanet images", (3000, 100, 8)),
+        ("bench", "windows", "sinks", "experts", "gated-deltanet", "images", "tiny"),
     ),
     "sampler": Measurement(
         "what sampling alone would have missed of a run's peak",

@@ -1,6 +1,6 @@
 """The models of the bench: random weights in shapes that two cores can take."""
 
-from experiments.bench.group import Image
+from experiments.bench.group import Group, Image
 from experiments.bench.samples import Cell
 from rloo_memory.errors import ConfigError
 from rloo_memory.models import shape_config
@@ -14,7 +14,16 @@ MODELS = {  # -> built-in shape, vocabulary, layers
     "bench": ("qwen3-8-layers", VOCABULARY, 8),  # that of the scale `bench`
     "wide": ("qwen3-0.6b", 10_852, 2),  # a fourteenth of the vocabulary
     "gated-deltanet": ("qwen3.5-8-layers", VOCABULARY, 8),
+    "windows": ("gemma-3-1b", VOCABULARY, 8),  # seven of 512 tokens
+    "sinks": ("gpt-oss-20b", VOCABULARY, 2),  # one with a window of 128; whole rows of 8 layers take five minutes
+    "experts": ("qwen3-30b-a3b", VOCABULARY, 4),
     "tiny": ("qwen3-8-layers", 512, 2),  # for a trial
+}
+NARROW = dict(hidden_size=256, intermediate_size=768, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+CHANGED = {  # published shapes that are made as narrow as ours
+    "windows": NARROW | dict(num_key_value_heads=1),
+    "sinks": NARROW | dict(intermediate_size=256, num_local_experts=8),
+    "experts": NARROW | dict(moe_intermediate_size=96, num_experts=32),
 }
 
 
@@ -23,7 +32,15 @@ def config_of(model: str):
     from rloo_memory.plan.scale_up.extrapolate import with_layers  # loads torch
 
     shape, vocab_size, layers = MODELS[model]
-    return with_layers(shape_config(shape, vocab_size), layers)
+    config = shape_config(shape, vocab_size)
+    config.update(CHANGED.get(model, {}))
+    return with_layers(config, layers)
+
+
+def group(cell: Cell, kind: type[Group] = Group, **more) -> Group:
+    """One prompt and its completions, with the model."""
+    model, vocab_size, image = build(cell)
+    return kind(model, vocab_size, cell, image, **more)
 
 
 def build(cell: Cell):
@@ -36,7 +53,20 @@ def build(cell: Cell):
         if cell.prompt_tokens < IMAGE_TOKENS + 40:
             raise ConfigError(f"a prompt of {cell.prompt_tokens} is too short for images: {IMAGE_TOKENS + 40} or more")
         return build_with_images(), VOCABULARY, IMAGE
-    return AutoModelForCausalLM.from_config(config_of(cell.model)), MODELS[cell.model][1], None
+    model = AutoModelForCausalLM.from_config(config_of(cell.model))
+    return with_adapters(model) if cell.model == "experts" else model, MODELS[cell.model][1], None
+
+
+def with_adapters(model):
+    """The model with LoRA of rank 8 on its attention and on each expert: these alone are trained, and none is 0."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    lora = LoraConfig(r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], target_parameters=experts)
+    lora.init_lora_weights = False
+    model = inject_adapter_in_model(lora, model)
+    model.enable_input_require_grads()  # as TRL does, for gradient checkpointing
+    return model
 
 
 def build_with_images():

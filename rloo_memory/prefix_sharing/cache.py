@@ -86,10 +86,10 @@ class _SharedPrefixLayer(CacheLayerMixin):
         self.order = torch.cat([(rows[:, None] * self.num_heads + heads).flatten() for rows in stacks])
         self.places = self.order.argsort()
         self.sizes = [rows.numel() * self.num_heads for rows in stacks]
-        self.own = None  # keys and values of shape (B * num_key_value_heads, 1, >= number of kept steps, D)
+        self.own: list[torch.Tensor] = []  # keys, values: (B * num_key_value_heads, 1, >= number of kept steps, D)
         self.num_steps = self.num_kept = 0
-        self.window = None  # number of tokens, itself included, that a token sees, once that is not all
-        self.is_merged = None  # whether attention to prefix and own keys is, see `SharedPrefixCache.attend`
+        self.window: int | None = None  # number of tokens, itself included, that a token sees, once that is not all
+        self.is_merged: bool | None = None  # whether attention to prefix and own keys is: `SharedPrefixCache.attend`
         self.is_initialized = True
 
     def lazy_initialization(self, key_states, value_states):
@@ -109,7 +109,7 @@ class _SharedPrefixLayer(CacheLayerMixin):
         return key_states, value_states
 
     def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        if self.own is None:
+        if not self.own:
             # Autocast may have computed the prefix in other dtypes than those it attends in
             self.prefixes = [(x.to(key.dtype), y.to(value.dtype)) for x, y in self.prefixes]
             for common in self.commons:
@@ -267,7 +267,7 @@ class SharedPrefixCache(Cache):
         self.offsets = torch.zeros(sum(map(len, groups)), 1, dtype=torch.long, device=groups[0].device)
         for prefix, rows in zip(prefixes, groups, strict=True):
             self.offsets[rows] = prefix.offset
-        stacks = {}
+        stacks: dict[tuple[tuple[int, ...], int], list[int]] = {}
         for group, (prefix, rows) in enumerate(zip(prefixes, groups, strict=True)):
             lengths = tuple(len(node.positions) for node in prefix.nodes)
             stacks.setdefault((lengths, len(rows)), []).append(group)
@@ -279,13 +279,13 @@ class SharedPrefixCache(Cache):
         for group, prefix in enumerate(prefixes):
             for node in prefix.nodes[:-1]:
                 self._groups_of_common.setdefault(node, []).append(group)
-        layers = []
+        layers: list[_SharedPrefixLayer | LinearAttentionLayer] = []
         # The layers behind the last that leaves something have no use for a cache
         for layer_idx in range(max(*self.sources, *prefixes[0].nodes[-1].layers()) + 1):
             source = self.sources.get(layer_idx, layer_idx)
             layers.append(self._layer(layer_idx, prefixes) if source == layer_idx else layers[source])
         super().__init__(layers=layers)
-        self._masks = {}
+        self._masks: dict[tuple[int, int, int], torch.Tensor] = {}
         self._windows: set[int | None] = set()  # of the causal masks that the model asked for
 
     def _layer(self, layer_idx: int, prefixes: list[Path]):
@@ -364,7 +364,7 @@ class SharedPrefixCache(Cache):
                 allowed = self._own_alone(num_rows, prefix_size, num_steps)
             elif attention_mask is not None:
                 allowed = attention_mask[rows, :, :, -prefix_size - num_steps :]
-            output = own.masked(module, group_query, *states, allowed, **kwargs)
+            output = own.masked(module, group_query, states[0], states[1], allowed, **kwargs)
             outputs.append(output.reshape(len(rows), 1, *output.shape[2:]))
         return torch.cat(outputs)[self.row_order]
 

@@ -4,6 +4,7 @@ import functools
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import NoReturn
 from weakref import WeakSet
 
 import torch
@@ -45,7 +46,7 @@ class _Route:
     def __init__(self, configs: list[PretrainedConfig]):
         self.configs = configs
         self.shares_starts = False  # also between prompts, of what they begin with
-        self.hooks = frozenset()  # the user's, with which the model was tried
+        self.hooks: frozenset[int] = frozenset()  # the user's, with which the model was tried
         self.handles: list[RemovableHandle] = []
         self.holders: WeakSet = WeakSet()  # trainers' passes, each of which needs it until it is removed
 
@@ -57,8 +58,8 @@ class _Route:
         # Of a multimodal model, those of the text part: towers keep theirs. Copies of layers can have copies of them
         text_config = model.config.get_text_config()
         configs = [getattr(module, "config", None) for module in model.modules()]
-        configs = {id(x): x for x in configs if isinstance(x, PretrainedConfig)}.values()
-        return cls([x for x in configs if type(x) is type(text_config) or x.get_text_config() is text_config])
+        distinct = {id(x): x for x in configs if isinstance(x, PretrainedConfig)}.values()
+        return cls([x for x in distinct if type(x) is type(text_config) or x.get_text_config() is text_config])
 
     def install(self, backbone: nn.Module, mixers: list[nn.Module]) -> None:
         self.hooks = hooks_of(backbone)
@@ -125,11 +126,11 @@ class CannotShare(ValueError):
         super().__init__(f"`prefix_sharing=True` does not support {name}: {reason}{remedy}")
 
 
-def _refuse(model: PreTrainedModel, reason: str, remedy: str = " Set `prefix_sharing=False`."):
+def _refuse(model: PreTrainedModel, reason: str, remedy: str = " Set `prefix_sharing=False`.") -> NoReturn:
     raise CannotShare(model, reason, remedy)
 
 
-def _check_adapter(model, refuse: Callable[[str], None]) -> None:
+def _check_adapter(model, refuse: Callable[..., NoReturn]) -> None:
     if model.active_peft_config.is_prompt_learning:
         refuse(f"{model.active_peft_config.peft_type} puts learned tokens in front of each sequence.")
     adapter = vars(model.active_peft_config)
@@ -142,7 +143,7 @@ def _check_adapter(model, refuse: Callable[[str], None]) -> None:
             refuse(f"the completions of a prompt would share the adapter's dropout. Set its `{name}` ({p}) to 0.", "")
 
 
-def _check_layers(model: PreTrainedModel, mixers: list[nn.Module], refuse: Callable[[str], None]) -> None:
+def _check_layers(model: PreTrainedModel, mixers: list[nn.Module], refuse: Callable[..., NoReturn]) -> None:
     text_config = model.config.get_text_config()
     implementation = text_config._attn_implementation
 
@@ -169,7 +170,7 @@ def _check_layers(model: PreTrainedModel, mixers: list[nn.Module], refuse: Calla
         )
 
 
-def _check_dropout(model: PreTrainedModel, shares_dropout: bool, refuse: Callable[[str], None]) -> None:
+def _check_dropout(model: PreTrainedModel, shares_dropout: bool, refuse: Callable[..., NoReturn]) -> None:
     for name, module in model.named_modules():
         # Attention that goes through the interface has a probability in place of a layer
         for attribute, p in ((attribute, getattr(module, attribute, None)) for attribute in _DROPOUTS):
@@ -186,7 +187,7 @@ def _check_dropout(model: PreTrainedModel, shares_dropout: bool, refuse: Callabl
                 )
 
 
-def _compare(model: PreTrainedModel, mixers: list[nn.Module], refuse: Callable[[str], None]) -> None:
+def _compare(model: PreTrainedModel, mixers: list[nn.Module], refuse: Callable[..., NoReturn]) -> None:
     """Try a shared prefix on a few tokens."""
     try:
         error = error_of_passes(model, SharedPrefixPasses(PROBE_PREFIX_LENGTH), training=True)

@@ -57,7 +57,7 @@ def prefill(
     starts = (input_ids.shape[1] - tree.prompts.lengths).tolist()
     paths: dict[Branch, Path] = {}
     for branch in tree.branches:
-        row, parent = branch.rows[0], paths.get(branch.parent)
+        row, parent = branch.rows[0], None if branch.parent is None else paths[branch.parent]
         columns = torch.arange(starts[row] + branch.start, starts[row] + branch.end, device=input_ids.device)
         inputs = {"input_ids": at_least_one(input_ids[row, columns])[None]}
         inputs |= multimodal.of_tokens(row, at_least_one(columns))
@@ -179,6 +179,7 @@ def generate_with_shared_prefix(
         **inputs,
     }
     _check(model, asked)
+    assert input_ids is not None
     if _changes_frequencies(model, asked):
         return model.generate(**asked)
     # As `generate` of a PEFT model does, past the forward of the PEFT model, which Accelerate wraps in autocast

@@ -56,7 +56,7 @@ class MultimodalInputs:
             )
         tokens = {name: x for name, x in inputs.items() if name in _OF_TOKENS}
         inputs = {name: x for name, x in inputs.items() if name in OF_IMAGES}
-        images = [{} for _ in range(num_rows)]
+        images: list[dict[str, torch.Tensor]] = [{} for _ in range(num_rows)]
         if not inputs:
             return cls(images, tokens)
         if num_images is None:
@@ -167,7 +167,7 @@ def count_tiles(
         inputs (`dict[str, torch.Tensor]`):
             Inputs of the model.
     """
-    if images is None or "pixel_values" not in inputs:
+    if images is None or num_images is None or "pixel_values" not in inputs:
         return None
     images = [sample for sample in images if sample]
     # The full processor drops the rows and columns of tiles

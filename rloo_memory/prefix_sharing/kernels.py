@@ -70,6 +70,7 @@ class Seen:
     @property
     def reach(self) -> int:
         """How many of the last keys before a run its first query sees, and how many queries see the last key."""
+        assert self.window is not None and self.distance is not None
         return max(0, self.window - 1 - self.distance)
 
     def tiles(self, num_keys: int) -> Iterator[Tile]:
@@ -213,15 +214,18 @@ class _CallOnCuda:
 
     @property
     def num_first(self) -> int:
+        assert self.seen is not None
         return min(self.seen.reach, max(self.seen.runs.lengths))
 
     @property
     def num_last(self) -> int:
+        assert self.seen is not None
         return min(self.seen.reach, self.num_keys)
 
     @functools.cached_property
     def places(self) -> torch.Tensor:
         """Place in the packed row of each query of the rows, behind the last one where a run is shorter."""
+        assert self.seen is not None
         starts = self.seen.runs.starts
         places = starts[:-1, None] + torch.arange(self.num_first, device=starts.device)
         return places.where(places < starts[1:, None], self.num_queries)
@@ -235,9 +239,7 @@ class _CallOnCuda:
 
     def of_keys(self, x: torch.Tensor) -> torch.Tensor:
         if self.in_rows:
-            return (
-                x[:, :, x.shape[2] - self.num_last :].transpose(1, 2).expand(len(self.seen.runs.lengths), -1, -1, -1)
-            )
+            return x[:, :, x.shape[2] - self.num_last :].transpose(1, 2).expand(len(self.places), -1, -1, -1)
         return self.of_queries(x)
 
     def to_queries(self, x: torch.Tensor, missing: float = 0.0) -> torch.Tensor:

@@ -8,6 +8,7 @@ Shape suffixes: B rows, P prompt columns, C completion columns, T tokens of a pa
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,9 +50,9 @@ def on_any_process(found: list[bool], device: torch.device) -> list[bool]:
     """Of each, whether it is so on any process."""
     if not has_several_processes():
         return found
-    found = torch.tensor(found, dtype=torch.int, device=device)
-    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
-    return found.bool().tolist()
+    flags = torch.tensor(found, dtype=torch.int, device=device)
+    torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
+    return flags.bool().tolist()
 
 
 def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -91,7 +92,8 @@ def split_by_tokens(lengths: list[int], budget: int, packed: bool) -> list[list[
     Rows of each pass, so that a pass has no more than `budget` tokens, or a single row. Longest rows first, which
     leaves little padding where rows are padded to the longest of a pass (`packed=False`).
     """
-    passes, room, width = [], 0, 0
+    passes: list[list[int]] = []
+    room = width = 0
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         size = lengths[row] if packed else width
         if not passes or size > room:
@@ -104,8 +106,8 @@ def split_by_tokens(lengths: list[int], budget: int, packed: bool) -> list[list[
 
 
 def same_number_everywhere(
-    passes: list[tuple[int, torch.Tensor]], device: torch.device
-) -> list[tuple[int, torch.Tensor]]:
+    passes: list[tuple[Any, torch.Tensor]], device: torch.device
+) -> list[tuple[Any, torch.Tensor]]:
     """Split passes until every process has as many: processes that shard the weights gather them together."""
     if not has_several_processes():
         return passes

@@ -98,7 +98,7 @@ class RecordPrefix:
     """
 
     def __init__(self, prefix: Node):
-        self.prefix = prefix
+        self.prefix: Node | None = prefix
         self.has_tokens = len(prefix.positions) > 0
         self.windows: set[int | None] = set()  # of the causal masks that an `eager` model asked for
         self.masks: dict[int | None, torch.Tensor] = {}  # those that layers needed, by window

@@ -85,7 +85,8 @@ def prompt_pass(
     else:
         position_ids = position_ids + (0 if parent is None else positions[0])
         node.offset = int(position_ids.max() - positions[-1])
-    context = record = RecordPrefix(node)
+    record = RecordPrefix(node)
+    context: RecordPrefix | ReadPrefix = record
     if parent is not None:
         places = torch.arange(len(positions), device=positions.device)
         row = torch.zeros_like(places)
@@ -127,7 +128,10 @@ class _Tokens:
         """All of them on a device, in one copy."""
         stacked = [torch.stack([x.row, x.column, x.position, x.of_pass, x.place]) for x in tokens]
         split = to_device(torch.cat(stacked, dim=1), device).split([x.shape[1] for x in stacked], dim=1)
-        return [_Tokens(x.lengths, *y, x.scored) for x, y in zip(tokens, split, strict=True)]
+        return [
+            _Tokens(x.lengths, row, column, position, of_pass, place, x.scored)
+            for x, (row, column, position, of_pass, place) in zip(tokens, split, strict=True)
+        ]
 
     @property
     def places(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,7 +197,7 @@ class _Forward:
         )
         if not torch.is_grad_enabled():
             self.tree.leave(self.rows.stop)  # in training, behind the backward
-        rows, columns = zip(*(x.places for x in tokens), strict=True)
+        rows, columns = map(list, zip(*(x.places for x in tokens), strict=True))
         columns = [x - (self.settings.prefix_length - 1) for x in columns]
         shape = (len(self.rows), self.input_ids.shape[1] - self.settings.prefix_length + 1)
         states = completion_states([x for x, _ in outputs], rows, columns, shape)
@@ -202,7 +206,9 @@ class _Forward:
 
     def _divide(self) -> list[tuple[Branch, torch.Tensor]]:
         """Rows of the batch that go through the model together, and the branch that they continue."""
-        settings, passes, rows_of = self.settings, [], {}
+        settings = self.settings
+        passes: list[tuple[Branch, torch.Tensor]] = []
+        rows_of: dict[Branch, list[int]] = {}
         for row, of_tree in enumerate(self.rows):
             rows_of.setdefault(self.tree.branch_of[of_tree], []).append(row)
         for branch, rows in rows_of.items():
@@ -282,7 +288,8 @@ class _Forward:
         for branch, number in times.items():
             router = self.nodes[branch].read_router(self.tree.gradient(branch, self.rows.start, is_alone=False))
             if router is not None:
-                sums.append([number * x for x in router])
+                chosen, probs, count = router
+                sums.append((number * chosen, number * probs, number * count))
         return load_balancing_loss(sums)
 
 

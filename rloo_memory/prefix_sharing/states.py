@@ -42,10 +42,11 @@ _CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
 def layers_by_kind(config: PretrainedConfig) -> tuple[set[int], set[int]]:
     """Indices of the layers that attend and of those that have a state. A layer can do both, or neither."""
     layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    return tuple(
+    attending, with_state = (
         {layer_idx for layer_idx, layer_type in enumerate(layer_types) if layer_type in types}
         for types in (_ATTENTION_TYPES, _STATE_TYPES)
     )
+    return attending, with_state
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class ReadStates:
     at the end of a single row, which is not padded, are written to `record`.
     """
 
-    prefix: "Path"
+    prefix: "Path | Node"
     rows: torch.Tensor  # (T,), row that each token belongs to
     columns: torch.Tensor  # (T,), its place there
     shape: tuple[int, int]  # N, L
@@ -115,7 +116,7 @@ class ReadStates:
     @classmethod
     def of(
         cls,
-        prefix: "Path",
+        prefix: "Path | Node",
         rows: torch.Tensor,
         columns: torch.Tensor,
         lengths: list[int],
@@ -192,6 +193,7 @@ def share_states(mixers: list[nn.Module]) -> list[RemovableHandle]:
     handles = []
     for mixer in mixers:
         name = _cache_argument(mixer)
+        assert name is not None  # see `find_mixers`
         enter, leave = functools.partial(_enter, name), functools.partial(_leave, name)
         handles.append(mixer.register_forward_pre_hook(enter, with_kwargs=True))
         handles.append(mixer.register_forward_hook(leave, with_kwargs=True))
@@ -211,6 +213,7 @@ def ignores_state(mixer: nn.Module, prefix: "Node", hidden_size: int) -> bool:
     # No random numbers, which training would miss
     hidden_states = torch.linspace(-1, 1, 2 * hidden_size, dtype=weight.dtype, device=weight.device).view(1, 2, -1)
     cache_argument = _cache_argument(mixer)
+    assert cache_argument is not None
     mixer(hidden_states, **{cache_argument: RecordStates(prefix, has_tokens=True)})
     columns = torch.arange(2, device=weight.device)
     read = ReadStates.of(prefix, torch.zeros_like(columns), columns, lengths=[2])

@@ -109,7 +109,7 @@ class TokenBudgetPasses:
         arguments = list(zip(inputs, masks, positions, tokens, strict=True))
         recompute = self.tokens_per_forward is not None
         outputs = run_passes(backbone, forward_rows, arguments, recompute, self.activation_offloading)
-        all_rows, all_columns = zip(*places, strict=True)
+        all_rows, all_columns = map(list, zip(*places, strict=True))
         shape = (len(input_ids), input_ids.shape[1] - self.prefix_length + 1)
         last_hidden_state = completion_states([states for states, _ in outputs], all_rows, all_columns, shape)
         aux_loss = load_balancing_loss([sums for _, sums in outputs]) if output_router_logits else None

@@ -82,6 +82,7 @@ class TrainerPasses:
         accelerator: Accelerator,
         model: PreTrainedModel,
         ref_model: PreTrainedModel | None = None,
+        *,
         takes_images: bool = False,
     ):
         self.args = args
@@ -204,7 +205,10 @@ class TrainerPasses:
 
     def _first_row(self, tree: Tree | None) -> int:
         """Which row of an update's tree is the first one of the micro-batch."""
-        return 0 if tree is None else len(tree.prompts) - len(self._rows)
+        if tree is None:
+            return 0
+        assert self._rows is not None  # within a micro-batch
+        return len(tree.prompts) - len(self._rows)
 
     def _tree(self, batch: _Batch, prompts: Prompts, rows_per_backward: int | None = None) -> Tree:
         backward = {"rows_per_backward": rows_per_backward, "in_one_backward": self._in_one_backward}
@@ -305,13 +309,12 @@ class TrainerPasses:
             if "inputs" in inputs:
                 inputs["input_ids"] = inputs.pop("inputs")
             of_images = {name: x for name, x in inputs.items() if name in OF_IMAGES}
-            counts = {
-                "group_size": self.rows_per_prompt(len(inputs.get("input_ids", ()))),
-                "num_images": num_images,
-                "num_tiles": count_tiles(processing_class, images, num_images, of_images),
-            }
+            group_size = self.rows_per_prompt(len(inputs.get("input_ids", ())))
+            num_tiles = count_tiles(processing_class, images, num_images, of_images)
             try:
-                return generate_with_shared_prefix(model, **inputs, **counts)
+                return generate_with_shared_prefix(
+                    model, **inputs, group_size=group_size, num_images=num_images, num_tiles=num_tiles
+                )
             except GoesWhole as reason:
                 if images is not None and has_several_processes():
                     raise
@@ -324,7 +327,8 @@ class TrainerPasses:
         """Shuffle a rollout. With `prefix_sharing`, the completions of a prompt stay together."""
         rows = torch.arange(len(next(x for x in batch.values() if x is not None)))
         batch = shuffle_groups({**batch, _ROWS: rows}, self.args.num_generations if self.args.prefix_sharing else 1)
-        order, rollout = batch.pop(_ROWS), self._batches.get(True)
+        order: torch.Tensor = batch.pop(_ROWS)
+        rollout = self._batches.get(True)
         if rollout is not None and len(rollout.prompts) == len(order):  # else a subclass has rows of its own
             self._batches[True] = replace(rollout, prompts=rollout.prompts[order])
         return batch

@@ -160,7 +160,7 @@ class Tree:
         others, unless `every_prompt` is to have a branch.
         """
         branches, alone = [], []
-        heads = [(head, 0, None) for head in _heads(prompts)]
+        heads: list[tuple[_Head, int, Branch | None]] = [(head, 0, None) for head in _heads(prompts)]
         while heads:
             head, start, parent = heads.pop()
             if not head.behind and len(head.rows) == 1 and not every_prompt and not prompts.is_whole[head.rows[0]]:
@@ -260,8 +260,9 @@ class Part(Tree):
         for branch in tree.branches:
             mine = set(branch.rows)
             places = [place for place, row in enumerate(rows) if row in mine]
+            parent = branch.parent and branches.get(branch.parent)
             if places:
-                branches[branch] = Branch(places, branch.start, branch.end, branches.get(branch.parent))
+                branches[branch] = Branch(places, branch.start, branch.end, parent)
         super().__init__(tree.prompts[torch.tensor(rows)], list(branches.values()), positions_from_zero=True)
         self.tree, self.of_tree = tree, {mine: branch for branch, mine in branches.items()}
         self.nodes = {mine: tree.nodes[branch] for branch, mine in branches.items() if branch in tree.nodes}
@@ -295,7 +296,7 @@ def common_length(prompts: Prompts, group_size: int) -> int:
 def _heads(prompts: Prompts) -> list[_Head]:
     """What lies at the root, and behind it. Prompts that are sorted have most in common with the next."""
     keys, number = torch.unique(prompts.keys, dim=0, return_inverse=True)
-    rows_of = [[] for _ in keys]
+    rows_of: list[list[int]] = [[] for _ in keys]
     for row, i in enumerate(number.tolist()):
         rows_of[i].append(row)
     alike_with_next = [*(keys[1:] == keys[:-1]).int().cumprod(1).sum(1).tolist(), 0]

@@ -357,6 +357,17 @@ def test_a_refusal_leaves_another_trainers_model_as_it_was(build, policy):
     first.train()
 
 
+def test_to_remove_it_within_a_step_is_told(build):
+    trainer = build(Fixed, 8)
+    share_prompts(trainer)
+    removes = [lambda prompts, **given: trainer.prompt_sharing.remove() or [0.0] * len(prompts)]
+    rewards, trainer.reward_funcs = trainer.reward_funcs, removes
+    with pytest.raises(RuntimeError, match="was called within a step"):
+        trainer.train()
+    trainer.reward_funcs = rewards
+    trainer.train()
+
+
 def test_a_shared_model_is_saved_exported_and_copied(build):
     trainer = build(Fixed, 8, gradient_checkpointing=False)
     share_prompts(trainer)
