@@ -8,7 +8,7 @@ import pytest
 from experiments.config import ROOT
 
 LINES = 420
-PROSE = [ROOT / "README.md", ROOT / "trl" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROSE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "trl" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 FOLDERS = ("rloo_memory", "experiments", "visualization", "tests", "trl/*/overlay/trl")

@@ -19,6 +19,7 @@ from experiments.builds import build
 from experiments.config import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+BESIDE = {"pyproject.toml", "README.md", "LICENSE"}  # what a wheel is made of beside the package
 NOT_LOCKED = {"deepspeed", "images", "vllm"}  # groups for environments of their own
 
 
@@ -63,11 +64,16 @@ def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("installed")
     ignored = shutil.ignore_patterns("*.pyc")
     shutil.copytree(ROOT / "rloo_memory", folder / "clone" / "rloo_memory", ignore=ignored)
-    shutil.copy(ROOT / "pyproject.toml", folder / "clone")
-    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation", "./clone"]
-    subprocess.run(pip, check=True, cwd=folder)
-    zipfile.ZipFile(next(folder.glob("*.whl"))).extractall(folder / "site")
+    for name in BESIDE:
+        shutil.copy(ROOT / name, folder / "clone")
+    zipfile.ZipFile(wheel(folder, "./clone")).extractall(folder / "site")
     return folder / "site"
+
+
+def wheel(folder, of):
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation", of]
+    subprocess.run(pip, check=True, cwd=folder)
+    return next(folder.glob("*.whl"))
 
 
 def run(site, folder, words, trl=""):
@@ -83,8 +89,16 @@ def test_the_wheel_holds_the_product_and_its_data_and_nothing_else(site):
     assert {path for path in files if not path.parts[0].endswith(".dist-info")} == ours
     (points,) = site.glob("*.dist-info/entry_points.txt")
     left = {path.name for path in (site.parent / "clone").iterdir()}
-    assert left == {"rloo_memory", "pyproject.toml"}, "from which the next wheel would be made"
+    assert left == {"rloo_memory", *BESIDE}, "from which the next wheel would be made"
     assert "rloo-memory=rloo_memory.__main__:main" in points.read_text()
+
+
+def test_the_sdist_gives_the_same_wheel(site, tmp_path):
+    build_sdist = "import flit_core.buildapi as flit, sys; print(flit.build_sdist(sys.argv[1]))"
+    command = [sys.executable, "-c", build_sdist, str(tmp_path)]
+    made = subprocess.run(command, cwd=site.parent / "clone", check=True, capture_output=True, text=True)
+    with zipfile.ZipFile(wheel(tmp_path, f"./{made.stdout.strip()}")) as files:
+        assert set(files.namelist()) == {str(path.relative_to(site)) for path in site.rglob("*") if path.is_file()}
 
 
 PLAN = "plan --model tiny-qwen3 --prompt 64 --arms stock,shared"

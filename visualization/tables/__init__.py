@@ -21,6 +21,7 @@ BENCH_TABLES = {
     "worth": of_bench.worth, "decoding": of_bench.decoding, "sampler": of_bench.sampler,
 }  # fmt: skip
 FOLDER_TABLES = BENCH_TABLES | {
+    "kinds": of_bench.kinds,
     "plan": of_plans.check, "levers": of_plans.levers, "profiles": of_plans.profiles, "gpu-peaks": of_plans.gpu_peaks,
     "exactness": of_checks.exactness, "upstream": of_checks.upstream, "emulated": of_checks.emulated,
     "launches": of_checks.launches,

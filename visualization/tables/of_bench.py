@@ -25,8 +25,12 @@ BESIDE = {
 ALIKE = {"stock": "whole rows", "shared-all-each": "each prompt once", "shared-all": "what they begin with once, too"}
 IN_SHORT = {"shared": "together", "shared-micro-2": "two a micro-batch"}
 FAMILIES = {
+    "bench": "plain attention (Qwen3)",
+    "windows": "windows of 512 tokens (Gemma 3)",
+    "sinks": "sinks, windows of 128 (gpt-oss, 2 layers)",
+    "experts": "32 experts with LoRA (Qwen3-MoE, 4 layers)",
     "gated-deltanet": "Gated DeltaNet (Qwen3.5)",
-    "images": "One image of 1,024 tokens (Qwen2.5-VL)",
+    "images": "one image of 1,024 tokens (Qwen2.5-VL)",
 }
 
 
@@ -85,8 +89,8 @@ def rivals(folder: Path) -> str:
             differs = f"{way['gradient_difference'][2]:.0e}" if theirs else ""
             table.append([shown, *row, f"{way['train_peak_bytes'][0] / MIB:.0f}", differs])
         about = f"Prompt {prompt:,}, completions {completion:,}, k = {k}: token ratio {ratio:.2f}, {how_often(rows)}:"
-        parts.append(f"{measured_on(rows, 'qwen3-8-layers')}\n\n{about}\n\n{markdown(header, table)}\n")
-    return "\n".join(parts)
+        parts.append(f"{about}\n\n{markdown(header, table)}\n")
+    return "\n".join([f"{measured_on(read_bench(folder, 'rivals'), 'qwen3-8-layers')}\n", *parts])
 
 
 def lengths(folder: Path) -> str:
@@ -141,12 +145,11 @@ def families(folder: Path) -> str:
     """For each family: median seconds and peak of each phase, images encoded, and difference of gradients."""
     rows = read_bench(folder, "families")
     table = []
-    for (family, prompt, completion, k), mine in rows.groupby(CELL, sort=False):
+    for (family, *_), mine in rows.groupby(CELL, sort=False):
         ways = ways_of(mine)
-        title = f"{FAMILIES.get(family, family)}, prompt {prompt:,}, completions {completion:,}, k = {k}"
         for name, way in ways.items():
             theirs = ways["whole"] if name != "whole" else {}
-            row = ["" if name != "whole" else title, NAMES.get(name, name)]
+            row = ["" if name != "whole" else FAMILIES.get(family, family), NAMES.get(name, name)]
             if not way:
                 table.append([*row, failure_of(mine, name)])
                 continue
@@ -156,8 +159,33 @@ def families(folder: Path) -> str:
             images = f"{way['images_encoded'][0]:.0f}" if "images_encoded" in way else ""
             table.append([*row, images, f"{way['gradient_difference'][2]:.0e}" if theirs else ""])
     header = ["", "", *PHASES, "images encoded", "gradient differs by"]
-    about = ("float32, 8 layers of width 256", how_often(rows), "peak resident above the start of the phase")
+    about = (lengths_of(rows), how_often(rows), "float32, width 256", "peak resident above the start of the phase")
     return f"{measured_on(rows, *about)}\n\n{markdown(header, table)}\n"
+
+
+def kinds(folder: Path) -> str:
+    """For each family: how many times faster its three phases together are with shared prompts, and the highest peak
+    of one."""
+    rows = read_bench(folder, "families")
+    table = []
+    for (family, *_), mine in rows.groupby(CELL, sort=False):
+        ways, title = ways_of(mine), FAMILIES.get(family, family)
+        if failed := [name for name, way in ways.items() if not way]:
+            table.append([title, failure_of(mine, failed[0])])
+            continue
+        took = [sum(way[f"{phase}_seconds"][0] for phase in PHASES) for way in ways.values()]
+        most = [max(way[f"{phase}_peak_bytes"][0] for phase in PHASES) / MIB for way in ways.values()]
+        table.append(
+            [title, *(f"{each:.1f}" for each in took), f"{took[0] / took[1]:.1f}", *map("{:,.0f}".format, most)]
+        )
+    header = ["", "TRL, s", "shared, s", "times faster", "TRL, MiB", "shared, MiB"]
+    return f"{measured_on(rows, lengths_of(rows), how_often(rows))}\n\n{markdown(header, table)}\n"
+
+
+def lengths_of(rows: pd.DataFrame) -> str:
+    """Of cells that all have the same."""
+    prompt, completion, k = rows[CELL[1:]].drop_duplicates().iloc[0]
+    return f"prompt {prompt:,}, completions {completion:,}, k = {k}"
 
 
 def faster(rows: pd.DataFrame, phase: str) -> pd.DataFrame:

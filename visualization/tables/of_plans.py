@@ -38,18 +38,29 @@ def machine_line(rows: pd.DataFrame) -> str:
     )
 
 
+def kind_of(case: str, shape: str) -> str:
+    """What a case of plan_check.csv is about."""
+    text = "text, LoRA" if "-lora" in case else "text"
+    kind = {"qwen3-8-layers": text}.get(shape, "images" if "-vl-" in shape or "gemma" in shape else "hybrids")
+    return f"{kind}: {'prompts shared' if case.startswith('shared') else 'whole rows'}"
+
+
 def check(folder: Path) -> str:
-    """Predictions beside measurements, from plan_check.csv."""
+    """How far predictions are from measurements, from plan_check.csv: by kind, lowest to highest."""
     rows = pd.read_csv(folder / "plan_check.csv")
     worst = rows.loc[rows.error.abs().idxmax()]
-    rows["text"] = [f"{row.measured_bytes / MIB:.0f} ({row.error:+.1%})" for row in rows.itertuples()]
-    table = rows.pivot(index="case", columns="phase", values="text").loc[rows.case.unique(), rows.phase.unique()]
-    table = table.rename(index="`{}`".format).reset_index()
+    kinds = rows.assign(kind=[kind_of(*each) for each in zip(rows["case"], rows["shape"], strict=True)])
+    table = []
+    for kind, mine in kinds.groupby("kind"):
+        errors = mine.groupby("phase", sort=False).error.agg(["min", "max"])
+        spans = [f"{low:+.1%} to {high:+.1%}" for low, high in errors.itertuples(index=False)]
+        table.append([kind, str(mine.case.nunique()), f"{span(mine.measured_bytes / MIB)}", *spans])
     prompts, completions = (span(rows[f"{what}_tokens"]) for what in ("prompt", "completion"))
+    header = ["", "cases", "peaks, MiB", *rows.phase.unique()]
     return (
-        f"{machine_line(rows)}\n\nMeasured peak of each phase, MiB, and how far the prediction is from it, with "
-        f"prompts of {prompts} tokens and completions of {completions}. The largest error is {worst.error:+.1%} "
-        f"({worst.case}, {worst.phase}):\n\n{markdown([*table], table.astype(str).to_numpy())}\n"
+        f"{machine_line(rows)}\n\nHow far each phase's prediction is from its measured peak, with prompts of "
+        f"{prompts} tokens and completions of {completions}. The largest error is {worst.error:+.1%} ({worst.case}, "
+        f"{worst.phase}). Each case is in `plan_check.csv`:\n\n{markdown(header, table)}\n"
     )
 
 
@@ -104,14 +115,16 @@ def within(rows: pd.DataFrame) -> str:
 
 
 def gpu_peaks(folder: Path) -> str:
-    """Held rows, those of one card, arm and metric together; then how many others there are."""
+    """Held rows, those of one metric and kind of training together; then how many others there are."""
     rows = read_peaks(folder)
     held, others, table = rows[rows.not_held == ""], rows[rows.not_held != ""], []
-    for (card, trained, arm, metric), mine in held.groupby(["card", "trained", "arm", "metric"], sort=False):
-        models = ", ".join(mine.model.str.rpartition("/")[2].unique())
+    kinds = held.trained.str.split().str[0].str.replace("all", "all weights")
+    for (metric, trained), mine in held.groupby(["metric", kinds], sort=False):
+        names = mine.card, mine.model.str.rpartition("/")[2]
+        cards, models = (", ".join(dict.fromkeys(each)) for each in names)
         spans = [span(mine.measured_gib, 1), span(mine.ratio, 3)]
-        table.append([card, models, trained, f"`{arm}`", WORDS.get(metric, metric), *spans])
-    header = ["card", "model", "trained", "arm", "what was measured", "GiB", "of the predicted"]
+        table.append([WORDS.get(metric, metric), trained, str(len(mine)), cards, models, *spans])
+    header = ["what was measured", "trained", "figures", "cards", "models", "GiB", "of the predicted"]
     not_held = f"{len(others)} figures are not held; each row of `results/published/gpu_peaks.csv` says why."
     about = f"*{within(rows)}. Commit {joined(rows.commit.str[:10])}.*"
     return "\n".join([about, "", markdown(header, table, 5), "", not_held]) + "\n"

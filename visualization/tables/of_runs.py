@@ -21,7 +21,7 @@ def summary(results: Results) -> str:
             continue
         cell = cells.loc[arm]
         ratio = times(clocked(cell), clocked(cells.loc[first])) if first in cells.index else float("nan")
-        took, faster = [seconds(*clocked(cell, step), 1) for step in ("step", "first")], f"{ratio:.1f}"
+        took, faster = [spread(*clocked(cell, step)) for step in ("step", "first")], f"{ratio:.1f}"
         rows.append([or_failure(cell, name), *took, "" if pd.isna(ratio) else faster, f"{cell.above_bytes / GIB:.2f}"])
     header = ["", "step, seconds", "the first one", "times faster", "peak above start, GiB"]
     if cells["first"].isna().all():
@@ -69,14 +69,16 @@ def phase_peaks(results: Results) -> str:
 
 
 def audit(results: Results) -> str:
-    """A row an arm and k: prompt tokens asked for and really fed, peak above start, and GiB per 1,000 tokens."""
+    """A row an arm: prompt tokens asked for and really fed, and GiB per 1,000 tokens at each k."""
     rows = []
-    for cell in results.cells.itertuples():
-        above, rate = cell.above_bytes / GIB, cell.above_bytes / GIB / cell.tokens * 1000
-        figures = [or_failure(cell, f"{above:.2f}"), "" if pd.isna(rate) else f"{rate:.3f}"]
-        rows.append([f"`{cell.arm}`", str(cell.k), whole(cell.asked), whole(cell.fed), *figures])
+    for arm, cells in results.cells.groupby(level="arm", sort=False):
+        rates = [
+            or_failure(cell, f"{cell.above_bytes / GIB / cell.tokens * 1000:.3f}") for cell in cells.itertuples()
+        ]
+        tokens = whole(cells.asked.max()), whole(cells.fed.mean())
+        rows.append([f"`{arm}`", ", ".join(map(str, cells.k)), *tokens, ", ".join(rates)])
     header = ["arm", "k", "prompt tokens requested", "prompt tokens fed (mean)"]
-    header += ["peak above start, GiB", "GiB per 1,000 tokens in the batch"]
+    header += ["GiB above start per 1,000 tokens in the batch"]
     return "Tokens asked for, tokens really fed, and the memory they took:\n\n" + markdown(header, rows)
 
 
@@ -136,6 +138,11 @@ def published(results: Results) -> str:
         f"{markdown(header, rows)}\n\nPublished figures were called GB and are GiB. Their start level is the last "
         f"sample before the first step, in the experiment's own file; {differ}."
     )
+
+
+def spread(median: float, low: float, high: float) -> str:
+    """The median of seconds, with the range of their repeats where it is more than a tenth."""
+    return seconds(median, low, high, 1) + (f" ({low:.1f} to {high:.1f})" if high - low > 0.1 * median else "")
 
 
 def clocked(cell: pd.Series, phase: str = "step") -> tuple[float, float, float]:
