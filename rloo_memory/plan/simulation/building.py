@@ -71,8 +71,8 @@ def quantize(model, setup, shapes) -> None:
         if already and already.keeps(own_name, module in in_decoder):
             continue
         shape = module.weight.shape
+        size = how.weight_bytes(*shape)
         with shapes.new():
-            size = how.weight_bytes(*shape)
             module.weight = torch.nn.Parameter(torch.empty(size, dtype=torch.uint8), requires_grad=False)
         if how.by_bitsandbytes and name.endswith(".base_layer"):
             adapted = model.get_submodule(name.removesuffix(".base_layer"))
