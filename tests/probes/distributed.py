@@ -47,6 +47,12 @@ PROMPTS = (
 )  # are what one of them has and the other has not.
 NEVER_END = (71, 81)  # first tokens of prompts all of whose completions are cut, and so masked
 LOGGED = ("loss", "kl", "entropy", "reward", "clip_ratio/region_mean")
+ALWAYS = dict(
+    use_cpu=True, seed=1, report_to="none", disable_tqdm=True, logging_steps=1, optim="sgd", learning_rate=0.03,
+    lr_scheduler_type="constant", max_grad_norm=0.0, shuffle_dataset=False, num_generations=COMPLETIONS,
+    temperature=0.8, beta=0.1, per_device_eval_batch_size=3, num_generations_eval=2,
+    max_completion_length=COMPLETION_TOKENS, mask_truncated_completions=True,
+)  # fmt: skip
 
 
 def build_model(folder):
@@ -152,30 +158,14 @@ def train(
         del os.environ[variable]  # set by an earlier run with FSDP or DeepSpeed
     arguments = config_class(
         output_dir=str(folder / "out"),
-        use_cpu=True,
-        seed=1,
-        report_to="none",
-        disable_tqdm=True,
         save_strategy="steps" if save else "no",
         save_steps=save or 500,
-        logging_steps=1,
-        optim="sgd",
-        learning_rate=0.03,
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
         max_steps=2 if generate else 3,
         num_iterations=accumulate,
         gradient_accumulation_steps=accumulate * 2 * COMPLETIONS // rows,
-        shuffle_dataset=False,
         per_device_train_batch_size=rows,
-        num_generations=COMPLETIONS,
-        temperature=0.8,
-        beta=0.1,
-        per_device_eval_batch_size=3,
-        num_generations_eval=2,
-        max_completion_length=COMPLETION_TOKENS,
-        mask_truncated_completions=True,
         model_init_kwargs={"dtype": getattr(torch, dtype)},
+        **ALWAYS,
         **({} if fsdp is None else {"fsdp": True, "fsdp_config": {"version": 2, **fsdp}}),
         **({} if zero3 is None else {"deepspeed": with_deepspeed.config(**zero3)}),
         **{"gradient_checkpointing": False, "bf16": False, **options},
