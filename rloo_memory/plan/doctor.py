@@ -60,7 +60,7 @@ class Search:
         and trains the same is taken where all fits, too."""
         current, used = self.start, []
         if self.with_sharing:
-            self.say(f"  {SHARING.name}: {gib(self.with_sharing)}, training {self.speed_of_sharing()}")
+            self.say(f"  {SHARING.name}: {gib(self.with_sharing)}, training {self.speed_of(self.with_sharing)}")
             if self.speeds_up():
                 current, used = self.with_sharing, [SHARING]
         exact_first = sorted(LEVERS, key=lambda lever: not lever.exact(self.start.setup))
@@ -102,11 +102,11 @@ class Search:
 
     def effect(self, lever: Lever) -> str:
         """What a change does to a training, in words, and of sharing how fast it is then."""
-        words = lever.effect(self.start.setup)
-        return f"{words}; training {self.speed_of_sharing()}" if lever is SHARING and self.with_sharing else words
+        words, shared = lever.effect(self.start.setup), self.with_sharing if lever is SHARING else None
+        return f"{words}; training {self.speed_of(shared)}" if shared else words
 
-    def speed_of_sharing(self) -> str:
-        return f"{speed.gain(self.with_sharing, [self.start], 'train')} ({speed.LIMIT})"
+    def speed_of(self, shared: Prediction) -> str:
+        return f"{speed.gain(shared, [self.start], 'train')} ({speed.LIMIT})"
 
     def without_unneeded(self, used: list[Lever], last: Prediction) -> tuple[list[Lever], Prediction]:
         """The same without the levers that later ones made unnecessary: those that train differently are left out
