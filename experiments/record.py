@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import os
 import statistics
 import sys
@@ -70,16 +71,20 @@ def fill_peaks(record: RunRecord, phases, folder: Path, sampler_lasted: bool) ->
     if known:
         record.peak_phase = max(known, key=lambda peak: getattr(peak, column)).phase
     times = [row["elapsed_s"] for row in samples]
-    gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
-    record.sampler = dict(
-        requested_interval_s=record.config["interval"],
-        achieved_interval_s=round(statistics.median(gaps), 6) if gaps else None,
-        longest_gap_s=round(max(gaps), 6) if gaps else None,
-        samples=len(samples),
-        peak_missed_bytes=None if main is None or seen is None else max(main - seen, 0),
-    )
+    record.sampler = dict(requested_interval_s=record.config["interval"], **regularity(times))
+    record.sampler["peak_missed_bytes"] = None if main is None or seen is None else max(main - seen, 0)
     if not sampler_lasted:
         record.sampler |= dict(lost_after_s=times[-1] if times else 0.0, peak_from=source)
+
+
+def regularity(times: list[float]) -> dict:
+    """How many samples there are, and the seconds between them."""
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    return dict(
+        achieved_interval_s=round(statistics.median(gaps), 6) if gaps else None,
+        longest_gap_s=round(max(gaps), 6) if gaps else None,
+        samples=len(times),
+    )
 
 
 def largest(values) -> int | None:

@@ -233,23 +233,16 @@ class PromptSharing:
     @torch.no_grad()
     def compare_with_whole_rows(self, original, call: Call) -> None:
         """Raise a `RuntimeError` where these rows have other log-probabilities than TRL gives them by themselves."""
-        call = call.but(**{name: False for name in ("compute_entropy", "compute_aux_loss") if name in call.given})
-        is_token, first_row = call.given["attention_mask"][:, -call.given["logits_to_keep"] :] != 0, 0
-        if not any(call.given.get(name) is not None for name in OF_IMAGES):  # two rows are enough, if any has a token
-            first, num_rows = int(is_token.any(1).int().argmax()), len(is_token)
-            # Of one prompt if they can be, and two: each process must call the model equally often
-            size = self.in_use.rows_per_prompt(num_rows)
-            first_row = min(first, first // size * size + max(0, size - 2), max(0, num_rows - 2))
-            rows = slice(first_row, first_row + 2)
-            call = call.but(**{name: x[rows] for name, x in call.given.items() if isinstance(x, torch.Tensor)})
-            is_token = is_token[rows]
+        call, first_row = self.rows_to_compare(call)
         with without_dropout(call.given["model"]):
             shared = self.in_passes(original, call.but(batch_size=None), first_row)[0]
             with small_tiles(call.given["input_ids"]):
                 whole = call.but(batch_size=rows_with_an_image(call.given.get("num_images"))).to(original)[0]
+        is_token = tokens_of(call)
         if not is_token.any():
             return
-        if not whole[is_token].isfinite().all():
+        shared, whole = shared[is_token], whole[is_token]
+        if not whole.isfinite().all():
             self.in_use.warn(
                 "TRL's own log-probabilities of the first batch are not all finite, so nothing could be compared. "
                 f"Look at the weights, at the dtype ({self.trainer.model.dtype}) and at the attention implementation."
@@ -257,14 +250,28 @@ class PromptSharing:
             return
         args, dtype = self.trainer.args, self.trainer.model.dtype
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else dtype
-        apart = (whole - shared)[is_token].abs().mean().item()
+        apart = (whole - shared).abs().mean().item()
         eps = max(torch.finfo(dtype).eps, 1e-12)  # rotary embeddings compute in float32, whatever the weights are
-        most = eps**0.5 * max(1.0, whole[is_token].abs().mean().item())  # half of the digits
+        most = eps**0.5 * max(1.0, whole.abs().mean().item())  # half of the digits
         if not apart <= most:
             raise RuntimeError(
                 f"Log-probabilities of the first batch with shared prompts are {apart:.2g} from those of whole rows, "
                 f"more than {most:.2g}. {type(self.trainer).__name__} does not fit `share_prompts`: leave it out."
             )
+
+    def rows_to_compare(self, call: Call) -> tuple[Call, int]:
+        """The call with two of its rows, of which one has a token if any has, and which row is the first of them; with
+        all rows where there are images."""
+        call = call.but(**{name: False for name in ("compute_entropy", "compute_aux_loss") if name in call.given})
+        if any(call.given.get(name) is not None for name in OF_IMAGES):
+            return call, 0
+        has_token = tokens_of(call).any(1)
+        first, num_rows = int(has_token.int().argmax()), len(has_token)
+        # Of one prompt if they can be, and two: each process must call the model equally often
+        size = self.in_use.rows_per_prompt(num_rows)
+        first_row = min(first, first // size * size + max(0, size - 2), max(0, num_rows - 2))
+        rows = slice(first_row, first_row + 2)
+        return call.but(**{name: x[rows] for name, x in call.given.items() if isinstance(x, torch.Tensor)}), first_row
 
     # -- what is called in place of models' forwards ------------------------------------------------------------------
 
@@ -287,6 +294,11 @@ class PromptSharing:
     def reward(self, original, **inputs):
         """Of a reward model: its rows in passes of `tokens_per_forward` tokens."""
         return SequenceClassifierOutput(logits=self.in_use.reward_logits(original, inputs))
+
+
+def tokens_of(call: Call) -> torch.Tensor:
+    """Which columns of completions have a token."""
+    return call.given["attention_mask"][:, -call.given["logits_to_keep"] :] != 0
 
 
 def rows_with_an_image(num_images: list[int] | None) -> int:

@@ -6,6 +6,7 @@ different length, one of them empty.
 """
 
 import copy
+import itertools
 
 import torch
 
@@ -153,25 +154,15 @@ def batch(family, image_token, seed=7, start=0):
     layout, tokens_of, types = FAMILIES[family]
     torch.manual_seed(seed)
     text = torch.randint(FIRST_TOKEN, LAST_TOKEN, (6 + start,)).tolist()
-    begin, text = text[: 2 + start], text[2 + start :]
-    prompts, images_of_prompt = [], []
-    for images in PROMPTS:
-        images_of_prompt.append(add_pixels(images))
-        ids = begin
-        for image in images_of_prompt[-1]:
-            ids = ids + [image_token] * tokens_of(image) + text[:2]
-        prompts.append(ids + text[2:])
+    begin, between, end = text[: 2 + start], text[2 + start : 4 + start], text[4 + start :]
+    images_of_prompt = [add_pixels(images) for images in PROMPTS]
+    prompts = []
+    for images in images_of_prompt:
+        with_text = ([image_token] * tokens_of(image) + between for image in images)
+        prompts.append([*begin, *itertools.chain.from_iterable(with_text), *end])
     prompt_columns = max(map(len, prompts))
-    num_rows = len(PROMPTS) * ROWS_PER_PROMPT
-    ids = torch.randint(FIRST_TOKEN, LAST_TOKEN, (num_rows, prompt_columns + COLUMNS))
-    mask = torch.ones_like(ids)
-    for row, length in enumerate(LENGTHS):
-        prompt = prompts[row // ROWS_PER_PROMPT]
-        padding = prompt_columns - len(prompt)
-        ids[row, :padding], mask[row, :padding] = 0, 0
-        ids[row, padding:prompt_columns] = torch.tensor(prompt)
-        mask[row, prompt_columns + length :] = 0
-    images_of_row = [images_of_prompt[row // ROWS_PER_PROMPT] for row in range(num_rows)]
+    ids, mask = in_rows(prompts, prompt_columns)
+    images_of_row = [images_of_prompt[row // ROWS_PER_PROMPT] for row in range(len(ids))]
     flat_images = [image for images in images_of_row for image in images]
     inputs = per_sample(images_of_row) if layout is None else layout(flat_images)
     if types:
@@ -181,6 +172,19 @@ def batch(family, image_token, seed=7, start=0):
         counts["num_tiles"] = [sum(map(tiles, images)) for images in images_of_row]
     inputs = {name: x.to(torch.get_default_dtype()) if x.is_floating_point() else x for name, x in inputs.items()}
     return dict(input_ids=ids, attention_mask=mask, **inputs), prompt_columns, counts
+
+
+def in_rows(prompts, columns):
+    """Ids and mask: prompts that end at that column, and behind it random completions of `LENGTHS`."""
+    ids = torch.randint(FIRST_TOKEN, LAST_TOKEN, (len(LENGTHS), columns + COLUMNS))
+    mask = torch.ones_like(ids)
+    for row, length in enumerate(LENGTHS):
+        prompt = prompts[row // ROWS_PER_PROMPT]
+        padding = columns - len(prompt)
+        ids[row, :padding], mask[row, :padding] = 0, 0
+        ids[row, padding:columns] = torch.tensor(prompt)
+        mask[row, columns + length :] = 0
+    return ids, mask
 
 
 def build_with_images(name, dtype):

@@ -12,8 +12,7 @@ from transformers import GenerationConfig
 from experiments.checks.family_check import error, forced_token, in_float64
 from experiments.checks.float64 import pure_float64
 from experiments.checks.model_families import WITH_IMAGES
-from rloo_memory.prefix_sharing import images as prefix_images
-from rloo_memory.prefix_sharing import tree
+from rloo_memory.prefix_sharing import fsdp2, tree
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
@@ -153,7 +152,7 @@ class TestRefusals:
             self.score(model, add_image)
 
     def test_a_prompt_without_an_image_where_layers_are_sharded(self, model):
-        with mock.patch.object(prefix_images, "FSDPModule", torch.nn.Linear):
+        with mock.patch.object(fsdp2, "FSDPModule", torch.nn.Linear):
             with pytest.raises(ValueError, match="prompt of row 3.*FSDP.*prefix_sharing=False"):
                 self.score(model)
 

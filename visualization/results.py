@@ -66,28 +66,30 @@ class Results:
     @cached_property
     def cells(self) -> pd.DataFrame:
         """A row a cell, medians over the runs that finished; seconds are those of runs made for them, if any."""
-        rows = []
-        for (scale, arm, k), mine in self.own.groupby(["scale", "arm", "k"]):
-            done = mine[mine.status == "ok"]
-            same = (self.runs.arm == arm) & (self.runs.k == k) & (self.runs.status == "ok")
-            timed = self.runs[same & (self.runs.scale == scale + TIMES)]
-            clocked = timed if len(timed) else done
-            row = {"scale": scale, "arm": arm, "k": k, "runs": len(mine), "ok": len(done), "timed": len(timed)}
-            row |= {status: (mine.status == status).sum() for status in FAILURES}
-            figures = {name: done[name] for name in ("peak_bytes", "above_bytes")}
-            figures |= {name: clocked[f"{name}_seconds"] for name in ("first", "step", "generate", "score", "train")}
-            for name, of in figures.items():
-                row |= {name: of.median(), f"{name}_low": of.min(), f"{name}_high": of.max()}
-            first = mine.bfill().iloc[0]  # what all repeats were asked to do
-            row |= {name: first[name] for name in ("asked", "fed", "completion_tokens", "batch", "budget_bytes")}
-            row["start_bytes"] = done.start_bytes.median()
-            row["tokens"] = (done.fed + done.completion_tokens).mul(done.batch).median()
-            failed = [(row[status], words) for status, words in FAILURES.items() if row[status]]
-            some = [f"{count} of {len(mine)} {words}" for count, words in failed]
-            row["failure"] = ", ".join(some) if len(done) else " + ".join(words for _, words in failed)
-            rows.append(row)
+        rows = [self.cell(*key, mine) for key, mine in self.own.groupby(["scale", "arm", "k"])]
         rows.sort(key=lambda row: (row["scale"], self.arms.index(row["arm"]), row["k"]))
         return pd.DataFrame(rows).set_index(["arm", "k"], drop=False)
+
+    def cell(self, scale: str, arm: str, k: int, mine: pd.DataFrame) -> dict:
+        """The figures of a cell, whose runs are `mine`."""
+        done = mine[mine.status == "ok"]
+        same = (self.runs.arm == arm) & (self.runs.k == k) & (self.runs.status == "ok")
+        timed = self.runs[same & (self.runs.scale == scale + TIMES)]
+        clocked = timed if len(timed) else done
+        row = {"scale": scale, "arm": arm, "k": k, "runs": len(mine), "ok": len(done), "timed": len(timed)}
+        row |= {status: (mine.status == status).sum() for status in FAILURES}
+        figures = {name: done[name] for name in ("peak_bytes", "above_bytes")}
+        figures |= {name: clocked[f"{name}_seconds"] for name in ("first", "step", "generate", "score", "train")}
+        for name, of in figures.items():
+            row |= {name: of.median(), f"{name}_low": of.min(), f"{name}_high": of.max()}
+        first = mine.bfill().iloc[0]  # what all repeats were asked to do
+        row |= {name: first[name] for name in ("asked", "fed", "completion_tokens", "batch", "budget_bytes")}
+        row["start_bytes"] = done.start_bytes.median()
+        row["tokens"] = (done.fed + done.completion_tokens).mul(done.batch).median()
+        failed = [(row[status], words) for status, words in FAILURES.items() if row[status]]
+        some = [f"{count} of {len(mine)} {words}" for count, words in failed]
+        row["failure"] = ", ".join(some) if len(done) else " + ".join(words for _, words in failed)
+        return row
 
     @cached_property
     def arms(self) -> list[str]:

@@ -3,7 +3,7 @@
 import gc
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -219,28 +219,27 @@ class Timed:
 
     def __init__(self, make: Callable[[], Group], ways: tuple[str, ...], phases: tuple[str, ...], peaks: bool):
         self.phases, self.peaks, self.failed = phases, {}, {}
-
-        def find_peaks(way: str) -> None:
-            print(f"  {way}: peaks", flush=True)
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-                self.peaks[way] = process.submit(peaks_of, make, way, phases).result()
-
-        def warm_up(way: str) -> None:
-            group.train(way) if "train" in phases else group.generate(way, tokens=2)
-
-        def try_all(work: Callable[[str], None], ways) -> None:
-            for way in ways:
-                try:
-                    work(way)
-                except Exception as error:
-                    self.failed[way] = error
-
         if peaks:
-            try_all(find_peaks, ways)
+            self.try_each(partial(self.find_peaks, make), ways)
         keep_freed_memory()
-        self.group = group = make()
-        try_all(warm_up, reversed(ways))  # `whole` is the first of all ways, and the last that leaves its gradient
-        self.truth = group.gradient() if peaks and ways[0] not in self.failed else None
+        self.group = make()
+        self.try_each(self.warm_up, reversed(ways))  # `whole` is the first, and the last that leaves its gradient
+        self.truth = self.group.gradient() if peaks and ways[0] not in self.failed else None
+
+    def try_each(self, work: Callable[[str], None], ways: Iterable[str]) -> None:
+        for way in ways:
+            try:
+                work(way)
+            except Exception as error:
+                self.failed[way] = error
+
+    def find_peaks(self, make: Callable[[], Group], way: str) -> None:
+        print(f"  {way}: peaks", flush=True)
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            self.peaks[way] = process.submit(peaks_of, make, way, self.phases).result()
+
+    def warm_up(self, way: str) -> None:
+        self.group.train(way) if "train" in self.phases else self.group.generate(way, tokens=2)
 
     def phases_of(self, way: str) -> tuple[str, ...]:
         return self.phases

@@ -14,7 +14,7 @@ import sys
 
 from experiments.measuring import EXIT_VERDICT, FACTS, Parser, place
 from experiments.record import write_csv
-from rloo_memory.errors import exit_code
+from rloo_memory.errors import program
 from rloo_memory.models import shape_config
 
 COLUMNS = (
@@ -105,29 +105,39 @@ def gradient(model):
     return flat
 
 
-def compare(device: str, precision: str):
-    """Yields one row a way. Errors are norms relative to the truth's, root mean squares over the batches."""
+def models_of(device: str, precision: str) -> tuple:
+    """The model that shares prompts, and one with its weights in float64."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from experiments.fused_head import add_fused_lm_head
     from rloo_memory.plan.scale_up.extrapolate import with_layers
     from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
-    from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 
-    shape, layers, vocab_size, *sizes = WORKLOADS[device, precision]
-    dtype, hf_config = getattr(torch, precision), shape_config(shape, vocab_size)
+    shape, layers, vocab_size, *_ = WORKLOADS[device, precision]
+    hf_config = shape_config(shape, vocab_size)
     hf_config = with_layers(hf_config, layers or hf_config.num_hidden_layers)
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype).train()
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=getattr(torch, precision)).train()
         exact = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float64).train()
     exact.load_state_dict(model.state_dict())
     exact.gradient_checkpointing_enable()
     model.gradient_checkpointing_enable()
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     enable_prefix_sharing(model)
-    autocast = torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16)
+    return model, exact
+
+
+def compare(device: str, precision: str):
+    """Yields one row a way. Errors are norms relative to the truth's, root mean squares over the batches."""
+    import torch
+
+    from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
+
+    _, _, vocab_size, *sizes = WORKLOADS[device, precision]
+    model, exact = models_of(device, precision)
+    autocast = torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16")
     together = SharedPrefixPasses(prefix_length=sizes[0])
     two = SharedPrefixPasses(prefix_length=sizes[0], tokens_per_forward=2 * (sizes[1] + 1))
     ways = {"stock": {}, "shared": {"passes": together}, "shared, two a pass": {"passes": two}}
@@ -159,7 +169,8 @@ def too_large(rows: list[dict[str, str]]) -> list[str]:
     return said
 
 
-def run(argv: list[str] | None) -> int:
+@program("exactness")
+def main(argv: list[str] | None) -> int:
     here = place(Parser("checks.exactness", __doc__).parse_args(argv))
     rows = []
     for precision in ("bfloat16", "float32"):
@@ -174,10 +185,6 @@ def run(argv: list[str] | None) -> int:
     if failed := too_large(rows):
         print(f"exactness: larger than it may be: {'; '.join(failed)}", file=sys.stderr)
     return EXIT_VERDICT if failed else 0
-
-
-def main(argv: list[str] | None = None) -> int:
-    return exit_code("exactness", run, argv)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from experiments.checks.family_check import (
 from experiments.checks.tiny_families import WINDOW, Family, families
 from experiments.measuring import need
 from experiments.run_options import Parser
-from rloo_memory.errors import ConfigError, choose, exit_code
+from rloo_memory.errors import ConfigError, choose, program
 
 SECONDS = 60  # for one family; most take less than one
 # Tried with images, by the names of their classes with images (tests/test_shared_images.py)
@@ -222,7 +222,8 @@ def load() -> None:
     transformers.logging.set_verbosity_error()
 
 
-def run(argv: list[str] | None) -> int:
+@program("model_families")
+def main(argv: list[str] | None) -> int:
     parser = Parser(prog="python -m experiments.checks.model_families", description=__doc__.split("\n")[0])
     parser.add_argument("--write", type=Path, metavar="FILE", help="the page, such as docs/models.md")
     parser.add_argument("--only", metavar="NAME,...", help="names of families or classes")
@@ -252,10 +253,6 @@ def run(argv: list[str] | None) -> int:
     if bad:
         print(f"model_families: not exact: {', '.join(bad)}", file=sys.stderr)
     return 1 if bad else 0
-
-
-def main(argv: list[str] | None = None) -> int:
-    return exit_code("model_families", run, argv)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import re
 import zipfile
 from pathlib import Path
 
+from rloo_memory.errors import ConfigError
+
 STATE = "trainer_state.json"  # what the trainer writes last into a checkpoint
 WEIGHTS = ("model.safetensors*", "adapter_model.*", "*/adapter_model.*", "pytorch_model.bin*")
 READ = re.compile(
@@ -19,32 +21,33 @@ def of_folder(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.partition("-")[2]), reverse=True)
 
 
-def state_of(checkpoint: Path):
+def whole(checkpoint: Path, config):
+    """The trainer's state in a checkpoint. Raises `ConfigError` with what is missing or damaged of all that `Trainer`
+    reads with these settings."""
     from transformers import TrainerState
 
-    return TrainerState.load_from_json(str(checkpoint / STATE))
-
-
-def wrong_with(checkpoint: Path, config) -> str:
-    """What is missing or damaged of all that `Trainer` reads with these settings; nothing if it is whole."""
     if not checkpoint.is_dir():
-        return "there is no such folder"
+        raise ConfigError("there is no such folder")
     try:
-        state = state_of(checkpoint)
-    except FileNotFoundError:
-        return f"{STATE} is missing"
-    except (OSError, ValueError, TypeError):
-        return f"{STATE} is damaged"
+        state = TrainerState.load_from_json(str(checkpoint / STATE))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{STATE} is missing") from error
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{STATE} is damaged") from error
     if not state.global_step:
-        return f"{STATE} has no global_step"
+        raise ConfigError(f"{STATE} has no global_step")
     weights, *states = needed(config)
     if not is_there(checkpoint, weights):
-        return f"none of {', '.join(weights)} is there"
+        raise ConfigError(f"none of {', '.join(weights)} is there")
     for names in states:
         if not config.save_only_model and not is_there(checkpoint, names):
-            return f"{' or '.join(names)} is missing (--save_only_model true goes on with the weights alone)"
-    read = (path for path in sorted(checkpoint.rglob("*")) if READ.fullmatch(path.name))
-    return next((f"{path.relative_to(checkpoint)} {problem}" for path in read if (problem := damage(path))), "")
+            raise ConfigError(
+                f"{' or '.join(names)} is missing (--save_only_model true goes on with the weights alone)"
+            )
+    for path in sorted(checkpoint.rglob("*")):
+        if READ.fullmatch(path.name) and (problem := damage(path)):
+            raise ConfigError(f"{path.relative_to(checkpoint)} {problem}")
+    return state
 
 
 def needed(config) -> list[tuple[str, ...]]:

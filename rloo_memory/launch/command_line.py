@@ -61,16 +61,22 @@ def parse(argv: list[str]):
     problems = [parser.unknown(word) for word in (*unknown, *rest) if word.startswith("--")]
     if rest and not problems:
         problems = [f"{', '.join(map(repr, rest))}: no setting; write --name value"]
-    values = vars(launch) | vars(config) | vars(model)
-    problems += [line for name, value in values.items() if (line := trl_parser.out_of_range(name, value))]
-    problems += [
+    problems += wrong_values(vars(launch) | vars(config) | vars(model))
+    if problems := problems or wrong_here(launch, config, model):
+        raise ConfigError("; ".join(problems))
+    return launch, config, model
+
+
+def wrong_values(values: dict) -> list[str]:
+    """A line for each number or word that a setting may not be, and for each text in place of a mapping."""
+    from rloo_memory.settings.trl_parser import out_of_range
+
+    texts = [
         f"{name} is {value!r}: it must be a mapping, such as '{{\"name\": 1}}'"
         for name, value in values.items()
         if name.endswith("_kwargs") and not isinstance(value, dict | None)
     ]
-    if problems := problems or wrong_here(launch, config, model):
-        raise ConfigError("; ".join(problems))
-    return launch, config, model
+    return [line for name, value in values.items() if (line := out_of_range(name, value))] + texts
 
 
 def wrong_here(launch, config, model) -> list[str]:

@@ -37,26 +37,37 @@ def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source:
     phases = ", ".join(f"{phase.phase} {phase.total / GIB:.2f}" for phase in expected.phases)
     free = f"{limit / GIB:.2f} that are free"
     say(f"predicted peak {peak.total / GIB:.2f} GiB of {free}, in phase {peak.phase} ({phases})")
-    for line in expected.remarks:
+    for line in (*expected.remarks, *doubts(expected, room)):
         say(line)
-    if measured_errors().may_exceed(peak.total, limit):
-        say(f"it may not fit: {measured_errors().in_words(peak.total)}")
-    elif not room.holds(expected.phases):
-        needed = f"{room.needed(expected.phases) / GIB:.2f} GiB"
-        say(f"it may not fit: with what the allocator wastes, torch may reserve {needed}")
     uncertain = expected.note and kernels_here()
     if peak.total > limit and uncertain:
         say(f"it may not fit; not refused, because {uncertain} can be here for that")
     elif peak.total > limit and not launch.anyway:
         say("looking for a change that makes it fit: a minute or some")
         remedy = ask.predict(settings, source, lengths.longest, limit=limit, **where).remedy
-        doctor = f"rloo-memory doctor --profile {profile} --model {source} --prompt {lengths.longest}"
-        doctor += "".join(f" --image {width}x{height}" for width, height in lengths.images)
-        doctor += f" --device-memory {free_here(config) / GIB:.1f}GiB"
-        doctor += " --device cpu" if config.device.type == "cpu" else ""
-        doctor += f" --calibration {calibration}" if calibration else ""
+        doctor = doctor_of(profile, source, lengths, config, calibration)
         raise ConfigError(refusal(peak, limit, remedy, settings, doctor))
     return {phase.phase: phase.uncorrected for phase in expected.phases}
+
+
+def doubts(expected: ask.Expected, room: Room) -> list[str]:
+    """What to say where it is not sure that a training fits whose tensors do."""
+    peak = expected.peak.total
+    if measured_errors().may_exceed(peak, room.size):
+        return [f"it may not fit: {measured_errors().in_words(peak)}"]
+    if not room.holds(expected.phases):
+        needed = f"{room.needed(expected.phases) / GIB:.2f} GiB"
+        return [f"it may not fit: with what the allocator wastes, torch may reserve {needed}"]
+    return []
+
+
+def doctor_of(profile: str, source: str, lengths: Lengths, config, calibration: str | None) -> str:
+    """The doctor's command for this training."""
+    command = f"rloo-memory doctor --profile {profile} --model {source} --prompt {lengths.longest}"
+    command += "".join(f" --image {width}x{height}" for width, height in lengths.images)
+    command += f" --device-memory {free_here(config) / GIB:.1f}GiB"
+    command += " --device cpu" if config.device.type == "cpu" else ""
+    return command + (f" --calibration {calibration}" if calibration else "")
 
 
 def room_here(config) -> Room:

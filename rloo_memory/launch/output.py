@@ -59,30 +59,39 @@ def decide(config, lock: contextlib.ExitStack) -> tuple[str | None, str]:
     if asked.lower() == "false":
         refuse_other_output(folder)
         return None, ""
-    if asked.lower() == "true":
-        checkpoint = newest_whole(folder, config)
-    elif problem := checkpoints.wrong_with(checkpoint := Path(asked), config):
-        there = ", ".join(path.name for path in checkpoints.of_folder(folder)) or "none"
-        raise ConfigError(f"resume_from_checkpoint {asked!r}: {problem}; name another: {folder} holds {there}")
+    checkpoint, state = newest_whole(folder, config) if asked.lower() == "true" else named(asked, folder, config)
     if not (checkpoint / "optimizer.pt").exists() and config.save_only_model:
         print(f"begins  with new moments and a new schedule: save_only_model, and {checkpoint} has no optimizer.pt")
     if checkpoint.parent.resolve() != folder.resolve():  # it may be a link to another disk
         refuse_other_output(folder)
-    return str(checkpoint), finished(checkpoint, config)
+    return str(checkpoint), finished(checkpoint, state, config)
 
 
-def newest_whole(folder: Path, config) -> Path:
-    """The checkpoint that `resume_from_checkpoint: true` means; which newer ones it passes over is said. Raises
-    `ConfigError` where none is whole."""
+def named(asked: str, folder: Path, config) -> tuple:
+    """The checkpoint that is asked for, and its state. Raises `ConfigError` where it is not whole."""
+    try:
+        return Path(asked), checkpoints.whole(Path(asked), config)
+    except ConfigError as problem:
+        there = ", ".join(path.name for path in checkpoints.of_folder(folder)) or "none"
+        raise ConfigError(
+            f"resume_from_checkpoint {asked!r}: {problem}; name another: {folder} holds {there}"
+        ) from problem
+
+
+def newest_whole(folder: Path, config) -> tuple:
+    """The checkpoint that `resume_from_checkpoint: true` means, and its state; which newer ones it passes over is
+    said. Raises `ConfigError` where none is whole."""
     passed = []
     for checkpoint in checkpoints.of_folder(folder):
-        problem = checkpoints.wrong_with(checkpoint, config)
-        if not problem and checkpoint.name != (name := f"checkpoint-{checkpoints.state_of(checkpoint).global_step}"):
-            problem = f"it is a {name} under another name"
-        if not problem:
-            print("".join(f"begins  not from {line}\n" for line in passed), end="")
-            return checkpoint
-        passed.append(f"{checkpoint}: {problem}")
+        try:
+            state = checkpoints.whole(checkpoint, config)
+            if checkpoint.name != (name := f"checkpoint-{state.global_step}"):
+                raise ConfigError(f"it is a {name} under another name")
+        except ConfigError as problem:
+            passed.append(f"{checkpoint}: {problem}")
+            continue
+        print("".join(f"begins  not from {line}\n" for line in passed), end="")
+        return checkpoint, state
     raise ConfigError(
         f"resume_from_checkpoint is true, and {folder} has no whole checkpoint ({'; '.join(passed) or 'none'}); train "
         f"from the start, without it and with --output_dir {free_name(folder)}"
@@ -124,9 +133,8 @@ def is_full(error: BaseException | None) -> bool:
     return False
 
 
-def finished(checkpoint: Path, config) -> str:
+def finished(checkpoint: Path, state, config) -> str:
     """Why nothing is left to train, in a line; nothing if something is."""
-    state = checkpoints.state_of(checkpoint)
     setting, reached = ("max_steps", state.global_step) if config.max_steps > 0 else ("num_train_epochs", state.epoch)
     limit = getattr(config, setting)
     if reached < limit:

@@ -13,6 +13,7 @@ prediction: --json PLAN.json, then python -m visualization.charts.plan PLAN.json
 """
 
 import argparse
+import functools
 import json
 import sys
 import time
@@ -22,6 +23,7 @@ from pathlib import Path
 from rloo_memory.errors import ConfigError, choose, exit_code
 from rloo_memory.installed_trl import versions_here
 from rloo_memory.plan import smallest, speed
+from rloo_memory.plan.accuracy.calibration import Calibration
 from rloo_memory.plan.accuracy.measured import measured_errors
 from rloo_memory.plan.accuracy.reserve import Room
 from rloo_memory.plan.images import PromptImages
@@ -122,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     longest = setup.max_completion_length
     if args.completion_mean is not None and not 1 <= args.completion_mean <= longest:
         raise ConfigError(f"--completion-mean {args.completion_mean}: between 1 and --completion, {longest}")
-    say = lambda line: print(line, file=sys.stderr, flush=True)  # noqa: E731
+    say = functools.partial(print, file=sys.stderr, flush=True)
     setups = {arm: setup.arm(arm) for arm in arms}
     predictions = predict_all(setups, hf_config, say, calibration)
     timed = timed_predictions(predictions, args.completion_mean, hf_config, say)
@@ -148,12 +150,8 @@ def run(args: argparse.Namespace) -> int:
         print(words)
     for words in smallest.in_words(predictions, hf_config, say) if args.cards else ():
         print(words)
-    if calibration:
-        run = read_run(args.calibration)
-        of_run = {"the calibration's run": from_settings(run.prompt_tokens, run.settings, run.hf_config, **run.where)}
-        (measured,) = predict_all(of_run, run.hf_config, say)
-        for words in speed.seconds_in_words(timed, measured, calibration.seconds):
-            print(words)
+    for words in seconds_beside(args.calibration, calibration, timed, say) if calibration else ():
+        print(words)
     for words in remarks(setup, hf_config, calibration):
         print(words)
     for arm in [prediction.arm for prediction in predictions] if args.largest else ():
@@ -166,6 +164,14 @@ def run(args: argparse.Namespace) -> int:
         print(f"{args.json}; a chart of it: python -m visualization.charts.plan {args.json} {chart}")
     print(f"{time.time() - start:.0f} s", file=sys.stderr)
     return 0
+
+
+def seconds_beside(folder: Path, calibration: Calibration, timed: list[Prediction], say) -> list[str]:
+    """Seconds of each way, from those that a calibration's run in this folder took."""
+    old = read_run(folder)
+    of_run = {"the calibration's run": from_settings(old.prompt_tokens, old.settings, old.hf_config, **old.where)}
+    (measured,) = predict_all(of_run, old.hf_config, say)
+    return speed.seconds_in_words(timed, measured, calibration.seconds)
 
 
 def result_of(model: str, room: Room | None, predictions: list[Prediction]) -> dict:

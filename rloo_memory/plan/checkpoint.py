@@ -2,7 +2,8 @@
 
 Bytes of a linear layer's weight are those of the tensors in such a checkpoint, which stay as they are on the device:
 
-* bitsandbytes: see `rloo_memory.plan.simulation.building.quantize` (arXiv 2305.14314).
+* bitsandbytes: with 4 bits a float32 for 64 weights, or nested one byte and a float32 for 256 of those (QLoRA, arXiv
+  2305.14314), with 8 bits a float32 a row.
 * GPTQ (gptqmodel, `BaseQuantLinear`): `qweight` of `bits` a weight; for each group of inputs a float16 scale and a
   zero of `bits` an output; an int32 an input (`g_idx`).
 * AWQ (gptqmodel, `AWQuantLinear`): the same without `g_idx`.
@@ -53,7 +54,12 @@ class Quantized:
         return not should_convert_module(name, list(self.kept or ()))
 
     def weight_bytes(self, outputs: int, inputs: int) -> int:
-        """Bytes of a weight of that shape. Not for bitsandbytes."""
+        """Bytes of a weight of that shape."""
+        if self.by_bitsandbytes and self.bits == 4:
+            scales = outputs * inputs // 64
+            return outputs * inputs // 2 + (scales + scales // 256 * 4 if self.nested_scales else scales * 4)
+        if self.by_bitsandbytes:
+            return outputs * inputs + outputs * 4
         rows, columns = (size or whole for size, whole in zip(self.block, (outputs, inputs), strict=True))
         scales = -(-outputs // rows) * -(-inputs // columns)
         if self.method == "fp8":

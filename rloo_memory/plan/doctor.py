@@ -10,9 +10,10 @@ your settings (those of the run, of --profile or of the options), changed by not
 """
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from rloo_memory.errors import ConfigError, exit_code
@@ -22,7 +23,7 @@ from rloo_memory.plan.accuracy.calibration import Calibration
 from rloo_memory.plan.accuracy.measured import measured_errors
 from rloo_memory.plan.accuracy.reserve import Room
 from rloo_memory.plan.levers import LEVERS, SHARING, Lever, applied, in_turn, settings_by_lever
-from rloo_memory.plan.options import asked, check_writable, parser_of, quiet, reserve_in_words
+from rloo_memory.plan.options import Asked, asked, check_writable, parser_of, quiet, reserve_in_words
 from rloo_memory.plan.peaks import Prediction
 from rloo_memory.plan.predict import predict_all
 from rloo_memory.plan.records import Run, read_run
@@ -35,14 +36,15 @@ from rloo_memory.sizes import GIB
 
 @dataclass
 class Search:
-    """Looks for the changes that make a training fit into a device. What was predicted is not predicted again;
-    `say` is told each step."""
+    """Looks for the changes that make a training, which is predicted as `start`, fit into a device. What was predicted
+    is not predicted again; `say` is told each step."""
 
+    start: Prediction
     hf_config: object
     room: Room
     say: Callable[[str], None]
-    known: dict[Setup, Prediction] = field(default_factory=dict)
-    calibration: Calibration | None = None
+    known: dict[Setup, Prediction]
+    calibration: Calibration | None
 
     def predict(self, label: str, setup: Setup) -> Prediction:
         """Raises `ConfigError` for a setup that the model does not support."""
@@ -53,68 +55,70 @@ class Search:
     def fits(self, prediction: Prediction) -> bool:
         return self.room.holds(prediction.phases)
 
-    def needed(self, start: Prediction) -> tuple[list[Lever], Prediction]:
+    def needed(self) -> tuple[list[Lever], Prediction]:
         """The levers that are needed, and what is predicted with them, fitting or not. Sharing that makes it faster
         and trains the same is taken where all fits, too."""
-        current, used = start, []
-        if shared := self.with_sharing(start):
-            self.say(f"  {SHARING.name}: {gib(shared)}, training {self.speed_of(shared, start)}")
-            if self.speeds_up(start):
-                current, used = shared, [SHARING]
-        exact_first = sorted(LEVERS, key=lambda lever: not lever.exact(start.setup))
+        current, used = self.start, []
+        if self.with_sharing:
+            self.say(f"  {SHARING.name}: {gib(self.with_sharing)}, training {self.speed_of(self.with_sharing)}")
+            if self.speeds_up():
+                current, used = self.with_sharing, [SHARING]
+        exact_first = sorted(LEVERS, key=lambda lever: not lever.exact(self.start.setup))
         for lever in exact_first * 2:  # what was of no use before another change can be of use after it
             # Halving can be done again; the others change nothing the second time
-            while not self.fits(current) and (trial := applied(lever, current.setup, self.hf_config)):
-                try:
-                    prediction = self.predict(lever.name, trial)
-                except ConfigError as error:
-                    self.say(f"  {lever.name}: {error}")
-                    break
-                saved = current.peak.total - prediction.peak.total
-                useless = saved < 0.01 * current.peak.total
-                self.say(f"  {lever.name}: {gib(prediction)}{', of no use here' if useless else ''}")
-                if useless:
-                    break
+            while not self.fits(current) and (prediction := self.saving(lever, current)):
                 current, used = prediction, [*used, lever]
-        return (used, current) if not self.fits(current) else self.without_unneeded(start, used, current)
+        return (used, current) if not self.fits(current) else self.without_unneeded(used, current)
 
-    def with_sharing(self, start: Prediction) -> Prediction | None:
+    def saving(self, lever: Lever, current: Prediction) -> Prediction | None:
+        """What is predicted with one lever more, and said; None where it changes nothing, or hardly saves anything."""
+        trial = applied(lever, current.setup, self.hf_config)
+        if trial is None:
+            return None
+        try:
+            prediction = self.predict(lever.name, trial)
+        except ConfigError as error:
+            self.say(f"  {lever.name}: {error}")
+            return None
+        useless = current.peak.total - prediction.peak.total < 0.01 * current.peak.total
+        self.say(f"  {lever.name}: {gib(prediction)}{', of no use here' if useless else ''}")
+        return None if useless else prediction
+
+    @functools.cached_property
+    def with_sharing(self) -> Prediction | None:
         """As `start`, but with prompts shared; None where they are already or cannot be, or where it then no longer
         fits."""
-        trial = applied(SHARING, start.setup, self.hf_config)
+        trial = applied(SHARING, self.start.setup, self.hf_config)
         try:
             shared = trial and self.predict(SHARING.name, trial)
         except ConfigError:
             return None
-        return None if shared and self.fits(start) and not self.fits(shared) else shared
+        return None if shared and self.fits(self.start) and not self.fits(shared) else shared
 
-    def speeds_up(self, start: Prediction) -> bool:
+    def speeds_up(self) -> bool:
         """Whether sharing is predicted to make it faster, and it trains the same."""
-        shared = self.with_sharing(start)
-        return shared is not None and SHARING.exact(start.setup) and speed.is_faster(shared, [start])
+        shared = self.with_sharing
+        return shared is not None and SHARING.exact(self.start.setup) and speed.is_faster(shared, [self.start])
 
-    def effect(self, lever: Lever, start: Prediction) -> str:
+    def effect(self, lever: Lever) -> str:
         """What a change does to a training, in words, and of sharing how fast it is then."""
-        words = lever.effect(start.setup)
-        shared = self.with_sharing(start) if lever is SHARING else None
-        return f"{words}; training {self.speed_of(shared, start)}" if shared else words
+        words, shared = lever.effect(self.start.setup), self.with_sharing if lever is SHARING else None
+        return f"{words}; training {self.speed_of(shared)}" if shared else words
 
-    def speed_of(self, shared: Prediction, start: Prediction) -> str:
-        return f"{speed.gain(shared, [start], 'train')} ({speed.LIMIT})"
+    def speed_of(self, shared: Prediction) -> str:
+        return f"{speed.gain(shared, [self.start], 'train')} ({speed.LIMIT})"
 
-    def without_unneeded(
-        self, start: Prediction, used: list[Lever], last: Prediction
-    ) -> tuple[list[Lever], Prediction]:
+    def without_unneeded(self, used: list[Lever], last: Prediction) -> tuple[list[Lever], Prediction]:
         """The same without the levers that later ones made unnecessary: those that train differently are left out
         first, of these the last one first. Sharing that makes it faster stays."""
-        for lever in sorted(reversed(used), key=lambda lever: lever.exact(start.setup)):
+        for lever in sorted(reversed(used), key=lambda lever: lever.exact(self.start.setup)):
             i = max(i for i, other in enumerate(used) if other is lever)
             rest = used[:i] + used[i + 1 :]
-            setup = in_turn(rest, start.setup)
+            setup = in_turn(rest, self.start.setup)
             if setup == last.setup:  # a later one replaced it
                 used = rest
                 continue
-            if lever is SHARING and self.speeds_up(start):
+            if lever is SHARING and self.speeds_up():
                 continue
             try:
                 check(setup, self.hf_config)
@@ -148,6 +152,46 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
+    question, old = read(args)
+    hf_config, settings, setup = question.hf_config, question.settings, question.setup
+    room, calibration = question.room, question.calibration
+    say = functools.partial(print, flush=True)
+    (now,), predictions = predict_all({"as it is": setup}, hf_config, say, calibration), {}
+    if not room.holds(now.phases):
+        trials = {lever.name: trial for lever in LEVERS if (trial := applied(lever, setup, hf_config))}
+        say(f"predicting {len(trials)} changes")
+        predictions = {p.arm: p for p in predict_all(trials, hf_config, say, calibration)}
+    search = Search(now, hf_config, room, say, {p.setup: p for p in (now, *predictions.values())}, calibration)
+    explain(now, old.peaks if old else {}, room, reserve_in_words(args.reserve, setup.device))
+    for words in remarks(setup, hf_config, calibration):
+        print(words)
+    if reasons := by_batch(settings, hf_config):
+        print(
+            f"{', '.join(reasons)}: an update depends on which completions share a micro-batch, in untouched TRL too, "
+            "so with other micro-batches it trains differently"
+        )
+    if predictions:
+        print_each_alone(predictions, search)
+
+    print(f"\nuntil it fits in {room.size / GIB:.2f} GiB:")
+    used, last = search.needed()
+    if search.fits(now):
+        print(f"  nothing is needed{'; prefix_sharing takes less time' if used else ''}")
+    if not search.fits(last):
+        missing = (room.needed(last.phases) - room.size) / GIB
+        print(
+            f"It does not fit: {gib(last)} with every lever, {last.peak.phase} phase. "
+            f"{missing:.2f} GiB are missing: a smaller model, a shorter prompt or more "
+            "devices are left. No settings are written."
+        )
+        return 1
+    write_settings(args.output, settings, old, used, last, search)
+    conclude(args, settings, setup, used, last, room)
+    return 0
+
+
+def read(args: argparse.Namespace) -> tuple[Asked, Run | None]:
+    """What is asked for, of a run if the options name one. Raises `ConfigError`."""
     old = profile = None
     if args.run and args.profile:
         raise ConfigError(f"{args.run} is a run with settings of its own: leave out --profile {args.profile}")
@@ -170,50 +214,19 @@ def run(args: argparse.Namespace) -> int:
     question = asked(args, profile, old)
     if question.room is None:
         raise ConfigError("no device memory: --device-memory, such as 24GiB")
-    hf_config, settings, setup = question.hf_config, question.settings, question.setup
-    room, calibration = question.room, question.calibration
+    return question, old
 
-    say = lambda line: print(line, flush=True)  # noqa: E731
-    (now,), predictions = predict_all({"as it is": setup}, hf_config, say, calibration), {}
-    if not room.holds(now.phases):
-        trials = {lever.name: trial for lever in LEVERS if (trial := applied(lever, setup, hf_config))}
-        say(f"predicting {len(trials)} changes")
-        predictions = {p.arm: p for p in predict_all(trials, hf_config, say, calibration)}
-    search = Search(hf_config, room, say, {p.setup: p for p in (now, *predictions.values())}, calibration)
-    explain(now, old.peaks if old else {}, room, reserve_in_words(args.reserve, setup.device))
-    for words in remarks(setup, hf_config, calibration):
-        print(words)
-    if reasons := by_batch(settings, hf_config):
-        print(
-            f"{', '.join(reasons)}: an update depends on which completions share a micro-batch, in untouched TRL too, "
-            "so with other micro-batches it trains differently"
-        )
 
-    if predictions:
-        print("\neach change alone, GiB:")
+def print_each_alone(predictions: dict[str, Prediction], search: Search) -> None:
+    """Predictions with one lever, by its name: the smallest peak first."""
+    print("\neach change alone, GiB:")
     levers = {lever.name: lever for lever in LEVERS}
     for name, prediction in sorted(predictions.items(), key=lambda pair: pair[1].peak.total):
-        saved = now.peak.total - prediction.peak.total
-        effect = search.effect(levers[name], now)
+        saved = search.start.peak.total - prediction.peak.total
+        effect = search.effect(levers[name])
         if host := prediction.most_on_host.host:
             effect += f"; {host / GIB:.2f} GiB wait on the host"
         print(f"  {prediction.peak.total / GIB:8.2f}  {-saved / GIB:+8.2f}  {name:31} {effect}")
-
-    print(f"\nuntil it fits in {room.size / GIB:.2f} GiB:")
-    used, last = search.needed(now)
-    if search.fits(now):
-        print(f"  nothing is needed{'; prefix_sharing takes less time' if used else ''}")
-    if not search.fits(last):
-        missing = (room.needed(last.phases) - room.size) / GIB
-        print(
-            f"It does not fit: {gib(last)} with every lever, {last.peak.phase} phase. "
-            f"{missing:.2f} GiB are missing: a smaller model, a shorter prompt or more "
-            "devices are left. No settings are written."
-        )
-        return 1
-    write_settings(args.output, settings, old, used, now, last, search)
-    conclude(args, settings, setup, used, last, room)
-    return 0
 
 
 def needs_learning_rate(settings: dict, last: Prediction) -> bool:
@@ -221,16 +234,16 @@ def needs_learning_rate(settings: dict, last: Prediction) -> bool:
 
 
 def write_settings(
-    path: Path, settings: dict, old: Run | None, used: list[Lever], now: Prediction, last: Prediction, search: Search
+    path: Path, settings: dict, old: Run | None, used: list[Lever], last: Prediction, search: Search
 ) -> None:
     """The user's settings with the changes of the levers, and the longest prompt that this is for."""
-    setup = now.setup
+    setup = search.start.setup
     lines = [
         f"Peak {gib(last)} predicted, {last.peak.phase} phase; limit {search.room.size / GIB:.2f} GiB.",
         f"max_prompt_tokens: {setup.prompt_tokens}: what was planned for; the launcher refuses longer prompts.",
     ]
     for lever, decided in settings_by_lever(used, setup).items():
-        lines.append(f"{lever.name}: {search.effect(lever, now)}")
+        lines.append(f"{lever.name}: {search.effect(lever)}")
         new = {name: value for name, value in decided.items() if settings.get(name) != value}
         lines += [f"  {name} is removed" if value is None else f"  {name}: {value}" for name, value in new.items()]
     if needs_learning_rate(settings, last):

@@ -26,21 +26,9 @@ class Lever:
         return f"{same}; {self.cost if isinstance(self.cost, str) else self.cost(setup)}"
 
 
-def cost_of_sharing(setup: Setup) -> str:
-    return f"token ratio {setup.token_ratio:.1f}"
-
-
 def cost_of_offloading(setup: Setup) -> str:
     again = setup.gradient_checkpointing and setup.tokens_per_forward is not None
     return "transfers, host memory" + (", in place of computing passes again" if again else "")
-
-
-def share_prompt(setup: Setup) -> Setup:
-    return setup if drops_out(setup) else setup.arm("shared")
-
-
-def share_without_dropout(setup: Setup) -> Setup:
-    return replace(setup, lora_dropout=0.0).arm("shared") if drops_out(setup) else setup
 
 
 def drops_out(setup: Setup) -> bool:
@@ -127,7 +115,10 @@ def always(setup: Setup) -> bool:
 
 ROUNDING, TRANSFERS = "gradients equal up to rounding", "the same numbers, moved"
 # In the order in which they are tried: what trains the same and costs little comes first
-SHARING = Lever("prefix_sharing", cost_of_sharing, share_prompt, ROUNDING, keeps_updates)
+SHARING = Lever(
+    "prefix_sharing", lambda s: f"token ratio {s.token_ratio:.1f}", lambda s: s if drops_out(s) else s.arm("shared"),
+    ROUNDING, keeps_updates,
+)  # fmt: skip
 LEVERS = (
     SHARING,
     Lever(
@@ -159,7 +150,10 @@ LEVERS = (
         lambda s: replace(s, vllm_enable_sleep_mode=True) if s.vllm_bytes else s, "the same numbers, loaded again",
         always,
     ),
-    Lever("prefix_sharing, lora_dropout: 0", "adapters train without dropout", share_without_dropout),
+    Lever(
+        "prefix_sharing, lora_dropout: 0", "adapters train without dropout",
+        lambda s: replace(s, lora_dropout=0.0).arm("shared") if drops_out(s) else s,
+    ),
     Lever(
         "optim: adamw_bnb_8bit", "moments rounded to 8 bits",
         lambda s: s if "8bit" in s.optim else replace(s, optim="adamw_bnb_8bit"),

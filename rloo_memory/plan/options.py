@@ -205,13 +205,7 @@ def setup_from(
     prompt = options.get("prompt_tokens", base.get("max_prompt_tokens"))
     if prompt is None:
         raise ConfigError("no prompt length: --prompt N, the tokens of the longest prompt")
-    wrong = wrong_numbers(options | {"prompt_tokens": prompt}, called)
-    if problem := AT_LEAST_1.wrong("--prompts", args.prompts):
-        wrong.append(problem)
-    loaded = base.get("model_init_kwargs")
-    if found := [name for name in UNPLANNED if base.get(name) or isinstance(loaded, dict) and loaded.get(name)]:
-        wrong.append(f"no formula for {', '.join(found)}: leave it out; devices are read from --accelerate FILE")
-    if wrong:
+    if wrong := wrong_options(args, options | {"prompt_tokens": prompt}, called, base):
         raise ConfigError("; ".join(wrong))
     if args.accelerate:
         where |= devices_from(args.accelerate, autocast=base.get("bf16") is not False or bool(base.get("fp16")))
@@ -219,7 +213,28 @@ def setup_from(
         where["images"] = tuple(map(read_image, args.images))
 
     before = from_settings(prompt, base, **where)
-    settings = with_changes(base, batches(args, before, profile is not None))
+    if args.reward_model:
+        where["reward_model"] = args.reward_model
+        if args.reward_model != "policy":
+            model_config(args.reward_model)
+    settings = with_options(args, options, base, before, profile is not None)
+    return settings, from_settings(prompt, settings, hf_config, **where), called
+
+
+def wrong_options(args: argparse.Namespace, values: dict, called: dict[str, str], base: dict) -> list[str]:
+    """A line for each number that is none, and one for the settings that no formula knows."""
+    wrong = wrong_numbers(values, called)
+    if problem := AT_LEAST_1.wrong("--prompts", args.prompts):
+        wrong.append(problem)
+    loaded = base.get("model_init_kwargs")
+    if found := [name for name in UNPLANNED if base.get(name) or isinstance(loaded, dict) and loaded.get(name)]:
+        wrong.append(f"no formula for {', '.join(found)}: leave it out; devices are read from --accelerate FILE")
+    return wrong
+
+
+def with_options(args: argparse.Namespace, options: dict, base: dict, before: Setup, of_profile: bool) -> dict:
+    """The settings `base`, which come to the setup `before`, with what the options ask for."""
+    settings = with_changes(base, batches(args, before, of_profile))
     settings |= {name: value for name, value in options.items() if name in SAME_NAME}
     if args.model:  # the first line of a file of settings, whatever the order of the profile
         settings = {"model_name_or_path": args.model} | settings | {"model_name_or_path": args.model}
@@ -228,20 +243,16 @@ def setup_from(
         settings |= {"use_peft": True, "lora_r": args.lora_rank, **first}
     elif args.lora_rank == 0:
         settings["use_peft"] = False
-    if profile is None:
+    if not of_profile:
         settings.setdefault("dtype", "bfloat16" if args.lora_rank else "float32")
         half = settings["dtype"] == "float16"  # of a GPU without bfloat16
         settings |= {"bf16": False, "fp16": True} if half else {}
-    if args.reward_model:
-        where["reward_model"] = args.reward_model
-        if args.reward_model != "policy":
-            model_config(args.reward_model)
-        if is_model(args.reward_model):  # a shape or the policy's is planned with, and nothing to load
-            settings["reward_model_name_or_path"] = args.reward_model
+    # A shape or the policy's is planned with, and nothing to load
+    if args.reward_model and is_model(args.reward_model):
+        settings["reward_model_name_or_path"] = args.reward_model
     if args.weight_bits not in (None, before.weight_bits):
         settings = with_changes(settings, WEIGHT_BITS[args.weight_bits])
-    settings |= settings_of_adapter(settings.get("model_name_or_path"), base, args.lora_rank)
-    return settings, from_settings(prompt, settings, hf_config, **where), called
+    return settings | settings_of_adapter(settings.get("model_name_or_path"), base, args.lora_rank)
 
 
 def settings_of_adapter(model: str | None, settings: dict, rank: int | None = None) -> dict:

@@ -42,7 +42,7 @@ def predict_all(setups: dict[str, Setup], hf_config, say, calibration=None) -> l
     """The same for several, by label, at the same time in processes of their own. What no trainer accepts or the model
     does not support is said and left out; raises `ConfigError` if nothing is left. `say` is told how far it is and
     about how long it takes."""
-    found, refused = {}, {}
+    refused = {}
     for label, setup in setups.items():
         try:
             check(setup, hf_config)
@@ -60,13 +60,20 @@ def predict_all(setups: dict[str, Setup], hf_config, say, calibration=None) -> l
     from rloo_memory.plan.scale_up import extrapolate
 
     tasks = {label: extrapolate.simulations(setup, hf_config) for label, setup in setups.items()}
-    number, start = sum(map(len, tasks.values())), time.monotonic()
+    number, start, found = sum(map(len, tasks.values())), time.monotonic(), {}
     with ProcessPoolExecutor(min(number, os.cpu_count() or 1), multiprocessing.get_context("fork")) as pool:
         # Those that take longest, of shared prompts, come last: they are begun first
         futures = {
             label: [pool.submit(extrapolate.simulate, *task) for task in reversed(tasks[label])]
             for label in reversed(tasks)
         }
+
+        def combined(label: str) -> Prediction:
+            results = [each.result() for each in reversed(futures[label])]
+            about = setups[label], hf_config, tasks[label], results
+            predicted = prediction(label, setups[label], extrapolate.combine(*about), calibration)
+            return replace(predicted, work=extrapolate.work_of(*about))
+
         waiting = {future: label for label, each in futures.items() for future in each}
         left = {label: len(each) for label, each in futures.items()}
         for finished, future in enumerate(as_completed(waiting), 1):
@@ -74,13 +81,9 @@ def predict_all(setups: dict[str, Setup], hf_config, say, calibration=None) -> l
             left[label] -= 1
             if left[label]:
                 continue
-            i = list(left.values()).count(0)
-            line = f"  {i} of {len(setups)}: {label}"
+            line = f"  {list(left.values()).count(0)} of {len(setups)}: {label}"
             try:
-                results = [each.result() for each in reversed(futures[label])]
-                peaks = extrapolate.combine(setups[label], hf_config, tasks[label], results)
-                work = extrapolate.work_of(setups[label], hf_config, tasks[label], results)
-                found[label] = replace(prediction(label, setups[label], peaks, calibration), work=work)
+                found[label] = combined(label)
             except ConfigError as error:
                 refused[label], line = error, f"{line}: {error}"
             remain = (time.monotonic() - start) * (number - finished) / finished
@@ -94,17 +97,7 @@ def largest_that_fits(arm: str, setup: Setup, hf_config, what: str, room, say=pr
     """The largest k, prompt or completion ("k", "prompt", "completion") that a `accuracy.reserve.Room` holds; 0
     if the smallest does not fit. Peaks grow along almost straight lines, so each guess is where the last two would
     meet the limit."""
-    shortest = PromptImages.of(setup.images, hf_config).tokens + 1 if setup.images else 16
-    name, least = LARGEST[what], {"k": 2, "prompt": shortest, "completion": 16}[what]
-    prompts = setup.generation_rows // setup.num_generations
-    length = setup.prompt_tokens + setup.max_completion_length
-    positions = max(length, positions_of(hf_config) or MOST_TOKENS // setup.generation_rows)
-    most = {
-        "k": max(2, min(MOST_K, MOST_TOKENS // (prompts * length))),
-        "prompt": positions - setup.max_completion_length,
-        "completion": positions - setup.prompt_tokens,
-    }[what]
-    least = min(least, most)
+    name, (least, most) = LARGEST[what], ends_of(what, setup, hf_config)
     known: dict[int, int] = {}
     limit = room.size
 
@@ -131,3 +124,17 @@ def largest_that_fits(arm: str, setup: Setup, hf_config, what: str, room, say=pr
         if guess in known:
             guess = (low + high) // 2
     return low
+
+
+def ends_of(what: str, setup: Setup, hf_config) -> tuple[int, int]:
+    """The least and the most that are looked at."""
+    shortest = PromptImages.of(setup.images, hf_config).tokens + 1 if setup.images else 16
+    prompts = setup.generation_rows // setup.num_generations
+    length = setup.prompt_tokens + setup.max_completion_length
+    positions = max(length, positions_of(hf_config) or MOST_TOKENS // setup.generation_rows)
+    least, most = {
+        "k": (2, max(2, min(MOST_K, MOST_TOKENS // (prompts * length)))),
+        "prompt": (shortest, positions - setup.max_completion_length),
+        "completion": (16, positions - setup.prompt_tokens),
+    }[what]
+    return min(least, most), most

@@ -239,6 +239,20 @@ def _merge(output: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_l
     return output.lerp(other, (other_lse - lse).sigmoid().to(output.dtype).unsqueeze(-1))
 
 
+def _in_one_run(prefix: torch.Tensor, own: torch.Tensor, shape: torch.Size, together: bool) -> torch.Tensor:
+    """
+    Keys or values of the prefixes of a stack, of rows of `shape` `(R, N)`, in front of what its rows generated: one
+    run for each prefix, `(R, num_key_value_heads, S + N * steps, D)`, or, if not `together`, one for each row.
+    """
+    num_groups, num_rows = shape
+    prefix = prefix.squeeze(1).unflatten(0, (num_groups, -1))  # (R, num_key_value_heads, S, D)
+    own = own.squeeze(1).unflatten(0, (*prefix.shape[:2], num_rows))  # (R, num_key_value_heads, N, steps, D)
+    if together:
+        return torch.cat([prefix, own.flatten(2, 3)], dim=2)
+    copies = prefix[:, None].expand(-1, num_rows, -1, -1, -1)
+    return torch.cat([copies, own.transpose(1, 2)], dim=3).flatten(0, 1)
+
+
 class _SharedPrefixAndStatesLayer(_SharedPrefixLayer, LinearAttentionAndFullAttentionLayer):
     """Cache layer of a layer that attends and has a state, which is each row's own."""
 
@@ -348,15 +362,7 @@ class SharedPrefixCache(Cache):
             num_groups, num_rows = rows.shape
             prefix_size, num_steps = prefix[0].shape[2], of_rows[0].shape[2]
             together = attention_mask is None and num_rows * num_steps <= prefix_size
-            states = []
-            for x, y in zip(prefix, of_rows, strict=True):
-                x = x.squeeze(1).unflatten(0, (num_groups, -1))  # (R, num_key_value_heads, S, D)
-                y = y.squeeze(1).unflatten(0, (*x.shape[:2], num_rows))  # (R, num_key_value_heads, N, steps, D)
-                if together:
-                    states.append(torch.cat([x, y.flatten(2, 3)], dim=2))
-                else:
-                    copies = x[:, None].expand(-1, num_rows, -1, -1, -1)
-                    states.append(torch.cat([copies, y.transpose(1, 2)], dim=3).flatten(0, 1))
+            key, value = (_in_one_run(x, y, rows.shape, together) for x, y in zip(prefix, of_rows, strict=True))
             rows = rows.flatten()
             group_query, allowed = query[rows], None  # (R * N, num_heads, 1, D)
             if together:
@@ -364,7 +370,7 @@ class SharedPrefixCache(Cache):
                 allowed = self._own_alone(num_rows, prefix_size, num_steps)
             elif attention_mask is not None:
                 allowed = attention_mask[rows, :, :, -prefix_size - num_steps :]
-            output = own.masked(module, group_query, states[0], states[1], allowed, **kwargs)
+            output = own.masked(module, group_query, key, value, allowed, **kwargs)
             outputs.append(output.reshape(len(rows), 1, *output.shape[2:]))
         return torch.cat(outputs)[self.row_order]
 

@@ -7,11 +7,17 @@ import torch
 from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 if Version(torch.__version__) >= Version("2.6.0"):
     from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 else:  # the FSDP2 API was public only from torch 2.6
     from torch.distributed._composable.fsdp import FSDPModule, register_fsdp_forward_method
+
+
+def is_sharded(backbone: nn.Module) -> bool:
+    """Whether processes gather weights together, in each pass: with FSDP2, and with DeepSpeed's ZeRO-3."""
+    return is_deepspeed_zero3_enabled() or any(isinstance(module, FSDPModule) for module in backbone.modules())
 
 
 def unshard_in_backward(backbone: nn.Module, layers: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -12,10 +12,9 @@ import torch
 from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from .cache import SharedPrefixCache
-from .fsdp2 import FSDPModule, base_model_forward
+from .fsdp2 import base_model_forward, is_sharded
 from .images import MultimodalInputs
 from .lm_head import causal_lm_of
 from .nodes import Path
@@ -82,8 +81,7 @@ def _tree_of(
     starts = positions.gather(1, (attention_mask != 0).int().argmax(1, keepdim=True))
     begin_alike = not (starts != starts[0]).any()  # columns are positions in some models
     prompts = prompts_of(backbone, input_ids.cpu(), attention_mask.cpu(), multimodal, begin_alike)
-    sharded = is_deepspeed_zero3_enabled() or any(isinstance(module, FSDPModule) for module in backbone.modules())
-    if not (sharded and has_several_processes()):
+    if not (is_sharded(backbone) and has_several_processes()):
         return Tree.of(prompts, every_prompt=True)
     # Processes that gather weights together have equally many branches, also where prompts of a group differ on one
     size = group_size or 1

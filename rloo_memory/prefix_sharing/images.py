@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from .fsdp2 import FSDPModule
+from .fsdp2 import is_sharded
 from .passes import GoesWhole
 
 OF_IMAGES = (
@@ -83,8 +82,7 @@ class MultimodalInputs:
                 f"`prefix_sharing=True` does not support images with {backbone.config.model_type}, whose config does "
                 "not name the token that stands for an image. Set `prefix_sharing=False`."
             )
-        sharded = is_deepspeed_zero3_enabled() or any(isinstance(module, FSDPModule) for module in backbone.modules())
-        if not all(self.images) and sharded:
+        if not all(self.images) and is_sharded(backbone):
             raise ValueError(
                 f"The prompt of row {self.images.index({})} of the batch has no image, but another has one. Processes "
                 "that shard the weights gather those of the vision tower together, so with `prefix_sharing=True` and "

@@ -72,21 +72,8 @@ class TokenBudgetPasses:
         passes = [(0, torch.tensor(rows)) for rows in self.divide(host_mask.sum(1).tolist())]
         if self.tokens_per_forward is not None:
             passes = same_number_everywhere(passes, device)
-        ids, masks, positions, tokens, places = [], [], [], [], []
-        for _, rows in passes:
-            # Positions are columns: the positions that a left-padded row has when it goes through the model by itself
-            columns = [host_mask[row].nonzero().squeeze(1) for row in rows]
-            position_ids = nn.utils.rnn.pad_sequence(columns, batch_first=True)
-            mask = nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in columns], batch_first=True)
-            # Row and token in the pass of what is read from it, and row and column where it goes
-            row, token = (mask.bool() & (position_ids >= self.prefix_length - 1)).nonzero(as_tuple=True)
-            column = position_ids[row, token] - self.prefix_length + 1
-            read_from, goes_to = to_device(torch.stack([row, token, rows[row], column]), device).split(2)
-            tokens.append(read_from)
-            places.append(goes_to)
-            positions.append(to_device(position_ids, device))
-            masks.append(to_device(mask, device))
-            ids.append(input_ids[to_device(rows, device)[:, None], positions[-1]])
+        each = [self._tokens_of(rows, input_ids, host_mask) for _, rows in passes]
+        ids, masks, positions, tokens, places = map(list, zip(*each, strict=True))
         if self.count is not None:
             self.count.add(sum(x.numel() for x in ids), input_ids.numel())
         inputs = pass_inputs(backbone, ids)
@@ -114,6 +101,22 @@ class TokenBudgetPasses:
         last_hidden_state = completion_states([states for states, _ in outputs], all_rows, all_columns, shape)
         aux_loss = load_balancing_loss([sums for _, sums in outputs]) if output_router_logits else None
         return PassesOutput(last_hidden_state, aux_loss)
+
+    def _tokens_of(self, rows: torch.Tensor, input_ids: torch.Tensor, host_mask: torch.Tensor) -> tuple:
+        """
+        Ids, mask and positions of the rows of a pass; row and token in the pass of what is read from it; row and
+        column where that goes.
+        """
+        device = input_ids.device
+        # Positions are columns: the positions that a left-padded row has when it goes through the model by itself
+        columns = [host_mask[row].nonzero().squeeze(1) for row in rows]
+        position_ids = nn.utils.rnn.pad_sequence(columns, batch_first=True)
+        mask = nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in columns], batch_first=True)
+        row, token = (mask.bool() & (position_ids >= self.prefix_length - 1)).nonzero(as_tuple=True)
+        column = position_ids[row, token] - self.prefix_length + 1
+        read_from, goes_to = to_device(torch.stack([row, token, rows[row], column]), device).split(2)
+        position_ids, mask = to_device(position_ids, device), to_device(mask, device)
+        return input_ids[to_device(rows, device)[:, None], position_ids], mask, position_ids, read_from, goes_to
 
     def divide(self, lengths: list[int]) -> list[list[int]]:
         """Rows of each pass, from the number of tokens of each row."""

@@ -45,6 +45,8 @@ class GRPOConfig(Sharing, trl.GRPOConfig):
 
 
 TRAINERS = {"rloo": RLOOConfig, "grpo": GRPOConfig}
+FROM_FILES_ALONE = ("reward_clip_range",)  # two numbers, which TRL reads from no command line
+TEXT_OR_TRUTH = ("resume_from_checkpoint",)
 
 
 class Parser(TrlParser):
@@ -70,32 +72,36 @@ class Parser(TrlParser):
 
     def value_of(self, name: str, value):
         """A value of a file, read as a command line's would be: YAML takes 1e-6 for text. Mappings are left to TRL."""
-        if (meant := name.replace("-", "_")) != name and meant in self.names:
-            raise ConfigError(f"unknown setting {name!r}; write {meant}")
-        if name not in self.names:
-            raise ConfigError(self.unknown(name))
+        self.check_name(name)
         if value is None and self.get_default(name) is not None:
             raise ConfigError(f"{name} has no value; write one or remove the line")
         parts = value if isinstance(value, list) else [value]
-        if not parts or not all(isinstance(part, str | int | float) for part in parts):
+        is_plain = parts and all(isinstance(part, str | int | float) for part in parts)
+        if not is_plain or name in FROM_FILES_ALONE or name in TEXT_OR_TRUTH and isinstance(value, bool):
             return value
         action = self._option_string_actions[f"--{name}"]
-        if name == "reward_clip_range":  # two numbers, which TRL reads from a file alone
-            return value
         if value is parts and not action.nargs:
             raise ConfigError(f"{name} is {value}: it must be one value")
-        words = [f"--{name}", *map(str, parts)] if value is parts else [f"--{name}={value}"]
-        truth = name != "resume_from_checkpoint" and any(isinstance(part, bool) for part in parts)
-        read = value if truth and action.choices else getattr(self.parse_args(words), name)
-        if truth and (action.choices or not isinstance(read, bool)):
+        has_truth = name not in TEXT_OR_TRUTH and any(isinstance(part, bool) for part in parts)
+        read = None if has_truth and action.choices else self.read(name, value)
+        if has_truth and not isinstance(read, bool):
             raise ConfigError(
                 f"{name} is {value}, which YAML reads for no, off, yes and on: put quotes around the word"
             )
         if problem := out_of_range(name, read):
             raise ConfigError(problem)
-        # A truth for a setting of text, such as resume_from_checkpoint, and one word for a list of them mean the same
-        as_it_is = isinstance(value, bool) and isinstance(read, str) or isinstance(value, str) and read == [value]
-        return value if as_it_is else read
+        return value if isinstance(value, str) and read == [value] else read  # one word is a list of it
+
+    def check_name(self, name: str) -> None:
+        if (meant := name.replace("-", "_")) != name and meant in self.names:
+            raise ConfigError(f"unknown setting {name!r}; write {meant}")
+        if name not in self.names:
+            raise ConfigError(self.unknown(name))
+
+    def read(self, name: str, value):
+        """What a command line that says so comes to."""
+        words = [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
+        return getattr(self.parse_args(words), name)
 
 
 @functools.cache

@@ -50,19 +50,9 @@ def test_a_run_that_is_out_of_memory_is_recorded_as_that(on_device, tmp_path):
 
 def test_cells_of_the_bench_are_measured_on_the_device(on_device, tmp_path):
     """Seconds mean nothing here; bytes are those that torch allocates."""
-    command = (
-        "-m",
-        "experiments.bench",
-        "cells-small",
-        "--device",
-        "cuda",
-        "--machine",
-        "here",
-        "--results",
-        tmp_path,
-    )
+    place = ("--device", "cuda", "--machine", "here", "--results", tmp_path)
     small = ("--models", "tiny-qwen3/ragged", "--cells", "32x4x2", "--ways", "stock,shared-2")
-    result = on_device(*command, *small, **INTERPRETED)
+    result = on_device("-m", "experiments.bench", "cells-small", *place, *small, **INTERPRETED)
     assert result.code == 0, result.out[-2000:] + result.err[-3000:]
     with (tmp_path / "here" / "bench.csv").open(newline="") as file:
         rows = {(row["way"], row["metric"]): row["median"] for row in csv.DictReader(file)}

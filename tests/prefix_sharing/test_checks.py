@@ -5,7 +5,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from datasets import load_dataset
 from peft import LilyConfig, LoHaConfig, LoraConfig, PromptTuningConfig, PveraConfig, get_peft_model
 from transformers import GenerationConfig
 
@@ -17,7 +16,7 @@ from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 from rloo_memory.prefix_sharing.token_budget import check_whole_rows
 from rloo_memory.prefix_sharing.trainer import TrainerPasses
 
-from .sharing_trainers import GRPOConfig, RLOOConfig
+from .sharing_trainers import SMALL, GRPOConfig, RLOOConfig, build_trainer
 from .test_passes import TRAINERS, load, make_inputs
 
 MODEL_ID = "tiny-Qwen2ForCausalLM-2.5"
@@ -160,21 +159,8 @@ class TestPrefixSharingChecks:
 
     @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
     def test_train_with_max_length(self, config_class, trainer_class):
-        dataset = load_dataset("zen", "standard_prompt_only", split="train")
-        training_args = config_class(
-            output_dir=self.tmp_dir,
-            per_device_train_batch_size=3,
-            num_generations=3,
-            max_steps=1,
-            prefix_sharing=True,
-            generation_kwargs={"max_new_tokens": None, "max_length": 32},
-            report_to="none",
-        )
-        trainer = trainer_class(
-            model=MODEL_ID,
-            reward_funcs=lambda completions, **kwargs: [float(len(set(completion))) for completion in completions],
-            args=training_args,
-            train_dataset=dataset,
-        )
+        options = {"generation_kwargs": {"max_new_tokens": None, "max_length": 32}, "max_completion_length": 256}
+        options |= {"per_device_train_batch_size": 3, "prefix_sharing": True}
+        trainer = build_trainer(trainer_class, config_class(output_dir=self.tmp_dir, **SMALL | options))
         trainer.train()
         assert trainer.state.log_history[-1]["train_loss"] is not None

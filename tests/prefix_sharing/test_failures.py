@@ -7,7 +7,6 @@ import weakref
 import image_rows
 import pytest
 import torch
-from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from experiments.checks.family_check import prepared
@@ -17,6 +16,7 @@ from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.nodes import Node
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 
+from .sharing_trainers import SMALL, build_trainer
 from .test_passes import TRAINERS, load, make_inputs
 
 pytestmark = pytest.mark.slow
@@ -138,21 +138,11 @@ class TestPrefixSharingFailures:
     )
     def test_the_next_training_is_one_of_a_new_process(self, config_class, trainer_class, fail_at, alive):
         def make_trainer(model):
-            args = config_class(
-                output_dir=self.tmp_dir,
-                per_device_train_batch_size=1,
-                gradient_accumulation_steps=3,
-                num_generations=3,
-                max_completion_length=8,
-                generation_kwargs={"min_new_tokens": 8},
-                learning_rate=0.1,
-                max_steps=1,
-                bf16=False,
-                prefix_sharing=True,
-                report_to="none",
-            )
-            dataset = Dataset.from_dict({"prompt": ["the sky is blue and", "the sea"] * 3})
-            return trainer_class(model, lambda completions, **kwargs: [0.0, 1.0, 0.0], args, dataset)
+            options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "learning_rate": 0.1}
+            options |= {"generation_kwargs": {"min_new_tokens": 8}, "bf16": False, "prefix_sharing": True}
+            args = config_class(output_dir=self.tmp_dir, **SMALL | options)
+            prompts = ["the sky is blue and", "the sea"] * 3
+            return build_trainer(trainer_class, args, prompts, model, lambda completions, **_: [0.0, 1.0, 0.0])
 
         fresh = make_trainer(MODEL_ID)
         fresh.train()
@@ -250,22 +240,9 @@ class TestPrefixSharingFailures:
                 return model(input_ids=ids).logits.mean()
 
         for own, count in ((OwnLoss, 1), (trainer_class, 0)):
-            args = config_class(
-                output_dir=self.tmp_dir,
-                per_device_train_batch_size=3,
-                num_generations=3,
-                max_completion_length=4,
-                max_steps=2,
-                bf16=False,
-                prefix_sharing=True,
-                report_to="none",
-            )
-            trainer = own(
-                MODEL_ID,
-                lambda completions, **kwargs: [0.0, 1.0, 0.0],
-                args,
-                Dataset.from_dict({"prompt": ["sky", "sea"]}),
-            )
+            options = {"per_device_train_batch_size": 3, "max_completion_length": 4, "max_steps": 2, "bf16": False}
+            args = config_class(output_dir=self.tmp_dir, prefix_sharing=True, **SMALL | options)
+            trainer = build_trainer(own, args, ["sky", "sea"], MODEL_ID, lambda completions, **_: [0.0, 1.0, 0.0])
             caplog.clear()
             trainer.train()
             assert sum("no effect" in record.message for record in caplog.records) == count

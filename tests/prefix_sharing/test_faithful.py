@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from datasets import load_dataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3Config
 from trl.trainer.utils import disable_dropout_in_model
 
 from experiments.checks.tiny_families import build, family
@@ -19,7 +18,7 @@ from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
 from rloo_memory.prefix_sharing.trainer import TrainerPasses
 
-from .sharing_trainers import GRPOConfig, RLOOConfig
+from .sharing_trainers import SMALL, GRPOConfig, RLOOConfig, build_trainer
 from .test_passes import TRAINERS, forward_whole_rows, load, make_inputs
 
 pytestmark = pytest.mark.slow
@@ -40,24 +39,10 @@ def num_hooks(model):
 
 class TestPrefixSharingFaithful:
     def make_trainer(self, config_class, trainer_class, model, peft_config=None, **kwargs):
-        kwargs = {"num_generations": 3, "per_device_train_batch_size": 3, "max_steps": 1, **kwargs}
-        args = config_class(
-            output_dir=self.tmp_dir, max_completion_length=8, bf16=False, use_cpu=True, report_to="none", **kwargs
-        )
-        return trainer_class(
-            model=model,
-            reward_funcs=lambda completions, **kwargs: [float(len(set(completion))) for completion in completions],
-            args=args,
-            train_dataset=load_dataset("zen", "standard_prompt_only", split="train"),
-            processing_class=self.tokenizer(),
-            peft_config=peft_config,
-        )
-
-    @staticmethod
-    def tokenizer():
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(MODEL_ID)
+        kwargs = {"per_device_train_batch_size": 3, "bf16": False, "use_cpu": True, **kwargs}
+        args = config_class(output_dir=self.tmp_dir, **SMALL | kwargs)
+        tokenizer = AutoTokenizer.from_pretrained(MODEL_ID)
+        return build_trainer(trainer_class, args, model=model, processing_class=tokenizer, peft_config=peft_config)
 
     @pytest.mark.parametrize("model_id", [MODEL_ID, NESTED_MODEL_ID])
     def test_model_is_as_it_came(self, model_id):

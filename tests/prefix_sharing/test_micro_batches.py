@@ -1,15 +1,13 @@
 import pytest
 import torch
-from datasets import load_dataset
 
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 from rloo_memory.prefix_sharing.tree import Prompts, Tree
 
-from .test_offloading import count_layer_forwards
+from .sharing_trainers import SMALL, build_trainer
+from .test_offloading import MODEL_ID, REWARD_MODEL_ID, count_layer_forwards
 from .test_passes import TRAINERS, forward_whole_rows, load, make_inputs
-
-MODEL_ID = "tiny-Qwen2ForCausalLM-2.5"
 
 
 def forward_micro_batches(model, inputs, prompt_length, in_one_backward=False, **kwargs):
@@ -50,24 +48,10 @@ class TestPrefixSharingMicroBatches:
 
     @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
     def test_train(self, config_class, trainer_class):
-        dataset = load_dataset("zen", "standard_prompt_only", split="train")
-        training_args = config_class(
-            output_dir=self.tmp_dir,
-            learning_rate=0.1,  # use higher lr because gradients are tiny and default lr can stall updates
-            per_device_train_batch_size=1,
-            gradient_accumulation_steps=3,
-            num_generations=3,  # reduce the number of generations to reduce memory usage
-            max_completion_length=8,  # reduce the completion length to reduce memory usage
-            prefix_sharing=True,
-            max_steps=1,
-            report_to="none",
-        )
-        trainer = trainer_class(
-            model=MODEL_ID,
-            reward_funcs="tiny-Qwen2ForSequenceClassification-2.5",
-            args=training_args,
-            train_dataset=dataset,
-        )
+        # A higher learning rate, as the gradients are tiny
+        options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "learning_rate": 0.1}
+        args = config_class(output_dir=self.tmp_dir, prefix_sharing=True, **SMALL | options)
+        trainer = build_trainer(trainer_class, args, reward_funcs=REWARD_MODEL_ID)
         previous_trainable_params = {n: param.clone() for n, param in trainer.model.named_parameters()}
         counts = count_layer_forwards(trainer.model)
         trainer.train()

@@ -4,7 +4,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from cpu_offloading import get_act_offloading_ctx_manager
-from datasets import load_dataset
 
 from experiments.checks.family_check import prepared
 from experiments.checks.tiny_families import build, family
@@ -14,11 +13,12 @@ from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
 
+from .sharing_trainers import SMALL, build_trainer
 from .test_passes import TRAINERS, forward_whole_rows, load, make_inputs
 
 pytestmark = pytest.mark.slow
 
-MODEL_ID = "tiny-Qwen2ForCausalLM-2.5"
+MODEL_ID, REWARD_MODEL_ID = "tiny-Qwen2ForCausalLM-2.5", "tiny-Qwen2ForSequenceClassification-2.5"
 
 
 def count_layer_forwards(model):
@@ -119,7 +119,6 @@ class TestPrefixSharingOffloading:
     )
     @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
     def test_train(self, config_class, trainer_class, kwargs, passes, prompts):
-        dataset = load_dataset("zen", "standard_prompt_only", split="train")
         managers = []
 
         def make(model):
@@ -127,23 +126,10 @@ class TestPrefixSharingOffloading:
             return managers[-1]
 
         for activation_offloading in (False, True):
-            training_args = config_class(
-                output_dir=self.tmp_dir,
-                per_device_train_batch_size=3,  # reduce the batch size to reduce memory usage
-                num_generations=3,  # reduce the number of generations to reduce memory usage
-                max_completion_length=8,  # reduce the completion length to reduce memory usage
-                max_steps=1,
-                activation_offloading=activation_offloading,
-                report_to="none",
-                **kwargs,
-            )
+            options = {"per_device_train_batch_size": 3, "activation_offloading": activation_offloading, **kwargs}
+            args = config_class(output_dir=self.tmp_dir, **SMALL | options)
             with patch("trl.models.get_act_offloading_ctx_manager", make):
-                trainer = trainer_class(
-                    model=MODEL_ID,
-                    reward_funcs="tiny-Qwen2ForSequenceClassification-2.5",
-                    args=training_args,
-                    train_dataset=dataset,
-                )
+                trainer = build_trainer(trainer_class, args, reward_funcs=REWARD_MODEL_ID)
             counts = count_layer_forwards(trainer.model)
             trainer.train()
             whole = 0 if activation_offloading else passes - 1

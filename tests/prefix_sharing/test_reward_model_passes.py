@@ -1,8 +1,7 @@
 import pytest
 import torch
-from datasets import load_dataset
 
-from .sharing_trainers import TRAINERS
+from .sharing_trainers import SMALL, TRAINERS, build_trainer
 
 pytestmark = pytest.mark.slow
 
@@ -19,15 +18,8 @@ class TestRewardModelPasses:
     )
     @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
     def test_rewards(self, config_class, trainer_class, kwargs, num_rows):
-        training_args = config_class(
-            output_dir=self.tmp_dir, per_device_train_batch_size=6, num_generations=3, report_to="none", **kwargs
-        )
-        trainer = trainer_class(
-            model="tiny-Qwen2ForCausalLM-2.5",
-            reward_funcs="tiny-Qwen2ForSequenceClassification-2.5",
-            args=training_args,
-            train_dataset=load_dataset("zen", "standard_prompt_only", split="train"),
-        )
+        args = config_class(output_dir=self.tmp_dir, per_device_train_batch_size=6, **SMALL | kwargs)
+        trainer = build_trainer(trainer_class, args, reward_funcs="tiny-Qwen2ForSequenceClassification-2.5")
         prompts, completions = ["The sky"] * 6, [" is" * n for n in range(6)]
         reward_model, tokenizer = trainer.reward_funcs[0], trainer.reward_processing_classes[0]
         texts = [p + c for p, c in zip(prompts, completions, strict=True)]

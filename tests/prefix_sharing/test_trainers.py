@@ -3,13 +3,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from datasets import Dataset
 from transformers import TrainerCallback
 
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.images import count_tiles
 
-from .sharing_trainers import GRPOConfig, GRPOTrainer, RLOOConfig
+from .sharing_trainers import SMALL, GRPOConfig, GRPOTrainer, RLOOConfig, build_trainer
 from .test_micro_batches import MODEL_ID, assert_same_gradients, forward_micro_batches
 from .test_passes import TRAINERS, forward_whole_rows, load, make_inputs
 
@@ -42,24 +41,11 @@ class Interrupt(TrainerCallback):
 
 class TestPrefixSharingTrainers:
     def make_trainer(self, trainer_class, config_class, **kwargs):
-        args = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "prefix_sharing": True, **kwargs}
-        training_args = config_class(
-            output_dir=self.tmp_dir,
-            learning_rate=0.1,
-            optim="sgd",  # Adam would turn rounding in gradients that are zero into steps
-            num_generations=3,
-            max_completion_length=8,
-            max_steps=1,
-            bf16=False,
-            report_to="none",
-            **args,
-        )
-        return trainer_class(
-            model=MODEL_ID,
-            reward_funcs=reward_by_row,
-            args=training_args,
-            train_dataset=Dataset.from_dict({"prompt": ["the sky is blue and", "the sea"] * 3}),
-        )
+        # Adam would turn rounding in gradients that are zero into steps
+        options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "prefix_sharing": True}
+        options |= {"learning_rate": 0.1, "optim": "sgd", "bf16": False, **kwargs}
+        args = config_class(output_dir=self.tmp_dir, **SMALL | options)
+        return build_trainer(trainer_class, args, ["the sky is blue and", "the sea"] * 3, reward_funcs=reward_by_row)
 
     def train(self, trainer):
         start = [param.clone() for param in trainer.model.parameters()]

@@ -3,7 +3,6 @@
 import kinds
 import pytest
 import torch
-from datasets import Dataset
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
@@ -18,7 +17,7 @@ from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 from rloo_memory.prefix_sharing.tree import MIN_SAVED_TOKENS, Prompts, Tree, common_length
 from trl import GRPOConfig, GRPOTrainer
 
-from .sharing_trainers import TRAINERS, RLOOConfig
+from .sharing_trainers import SMALL, TRAINERS, RLOOConfig, build_trainer
 
 MODELS = {
     "attention": family("qwen3"),
@@ -264,22 +263,9 @@ class TestTree:
         # Two prompts an update, which begin alike
         system = "You answer questions about numbers, and begin with what is asked. " * 12
         prompts = [system + question for question in ("What is one?", "What comes behind the two?", "Three", "And 4")]
-        trainer = trainer_class(
-            model=TEXT_MODEL_ID,
-            reward_funcs=lambda completions, **kwargs: [float(len(set(text))) for text in completions],
-            args=config_class(
-                output_dir=self.tmp_dir,
-                per_device_train_batch_size=rows,
-                gradient_accumulation_steps=8 // rows,
-                num_generations=4,
-                max_completion_length=8,
-                max_steps=2,
-                prefix_sharing=True,
-                gradient_checkpointing=False,
-                report_to="none",
-            ),
-            train_dataset=Dataset.from_dict({"prompt": prompts}),
-        )
+        options = {"num_generations": 4, "max_steps": 2, "prefix_sharing": True, "gradient_checkpointing": False}
+        options |= {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 8 // rows}
+        trainer = build_trainer(trainer_class, config_class(output_dir=self.tmp_dir, **SMALL | options), prompts)
         trainer.prompt_sharing.compared = True  # which scores whole rows
         counts = count_tokens(trainer.model)
         before = {name: param.clone() for name, param in trainer.model.named_parameters()}
@@ -308,25 +294,15 @@ class TestTree:
 
         trained = []
         for shared in (False, True):
-            args = GRPOConfig(
-                output_dir=self.tmp_dir,
-                per_device_train_batch_size=rows,
-                gradient_accumulation_steps=8 // rows,
-                num_generations=4,
-                max_completion_length=16,
-                max_steps=1,
-                learning_rate=0.1,
-                optim="sgd",
-                use_cpu=True,
-                bf16=False,
-                report_to="none",
-                model_init_kwargs={"dtype": "float32"},
-            )
-            trainer = GRPOTrainer(
+            options = {"num_generations": 4, "max_completion_length": 16, "learning_rate": 0.1, "optim": "sgd"}
+            options |= {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 8 // rows}
+            options |= {"use_cpu": True, "bf16": False, "model_init_kwargs": {"dtype": "float32"}}
+            trainer = build_trainer(
+                GRPOTrainer,
+                GRPOConfig(output_dir=self.tmp_dir, **SMALL | options),
+                list(tasks),
                 TEXT_MODEL_ID,
-                reward_funcs=lambda completion_ids, **kwargs: [ids[0] / 9 for ids in completion_ids],
-                args=args,
-                train_dataset=Dataset.from_dict({"prompt": list(tasks)}),
+                lambda completion_ids, **_: [ids[0] / 9 for ids in completion_ids],
                 processing_class=tokenizer,
                 rollout_func=rollout,
             )

@@ -47,6 +47,12 @@ PROMPTS = (
 )  # are what one of them has and the other has not.
 NEVER_END = (71, 81)  # first tokens of prompts all of whose completions are cut, and so masked
 LOGGED = ("loss", "kl", "entropy", "reward", "clip_ratio/region_mean")
+ALWAYS = dict(
+    use_cpu=True, seed=1, report_to="none", disable_tqdm=True, logging_steps=1, optim="sgd", learning_rate=0.03,
+    lr_scheduler_type="constant", max_grad_norm=0.0, shuffle_dataset=False, num_generations=COMPLETIONS,
+    temperature=0.8, beta=0.1, per_device_eval_batch_size=3, num_generations_eval=2,
+    max_completion_length=COMPLETION_TOKENS, mask_truncated_completions=True,
+)  # fmt: skip
 
 
 def build_model(folder):
@@ -82,6 +88,41 @@ def trained_parameters(model):
     return {name: whole(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
+def in_order(prompts, accumulate):
+    """Rank 0 takes the first half of what is generated at once."""
+    dataset = []
+    for start in range(0, len(prompts), accumulate):
+        steps = prompts[start : start + accumulate]
+        dataset += [prompt for rank in range(2) for step in steps for prompt in step[rank]]
+    return dataset
+
+
+def noted_completions(instance, generate, alone):
+    """The list of those that the trainer will get: generated or fixed. GRPO's are not `alone`."""
+    completions, generate_single_turn = [], instance._generate_single_turn
+
+    def single_turn(prompt_ids, *args, **kwargs):
+        if generate:
+            result = generate_single_turn(prompt_ids, *args, **kwargs)
+        else:
+            result = fixed_completions(prompt_ids) if alone else (fixed_completions(prompt_ids), None)
+        completions.append(result if alone else result[0])
+        return result
+
+    instance._generate_single_turn = single_turn
+    return completions
+
+
+def tokenize_differently(instance):
+    tokenize = instance._tokenize_prompts
+
+    def with_one_more_token(prompts):
+        prompt_ids, *others = tokenize(prompts)
+        return [[*ids, 30 + row % 2] for row, ids in enumerate(prompt_ids)], *others
+
+    instance._tokenize_prompts = with_one_more_token
+
+
 def train(
     folder,
     tokenizer,
@@ -112,38 +153,19 @@ def train(
     options = dict(options or {})
     names = () if native else ("prefix_sharing", "tokens_per_forward")
     sharing = {name: options.pop(name) for name in names if name in options}
-    dataset = []
-    for start in range(0, len(prompts), accumulate):  # rank 0 takes the first half of what is generated at once
-        steps = prompts[start : start + accumulate]
-        dataset += [prompt for rank in range(2) for step in steps for prompt in step[rank]]
+    dataset = in_order(prompts, accumulate)
     for variable in [name for name in os.environ if name.startswith(("FSDP_", "ACCELERATE_"))]:
         del os.environ[variable]  # set by an earlier run with FSDP or DeepSpeed
     arguments = config_class(
         output_dir=str(folder / "out"),
-        use_cpu=True,
-        seed=1,
-        report_to="none",
-        disable_tqdm=True,
         save_strategy="steps" if save else "no",
         save_steps=save or 500,
-        logging_steps=1,
-        optim="sgd",
-        learning_rate=0.03,
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
         max_steps=2 if generate else 3,
         num_iterations=accumulate,
         gradient_accumulation_steps=accumulate * 2 * COMPLETIONS // rows,
-        shuffle_dataset=False,
         per_device_train_batch_size=rows,
-        num_generations=COMPLETIONS,
-        temperature=0.8,
-        beta=0.1,
-        per_device_eval_batch_size=3,
-        num_generations_eval=2,
-        max_completion_length=COMPLETION_TOKENS,
-        mask_truncated_completions=True,
         model_init_kwargs={"dtype": getattr(torch, dtype)},
+        **ALWAYS,
         **({} if fsdp is None else {"fsdp": True, "fsdp_config": {"version": 2, **fsdp}}),
         **({} if zero3 is None else {"deepspeed": with_deepspeed.config(**zero3)}),
         **{"gradient_checkpointing": False, "bf16": False, **options},
@@ -159,26 +181,9 @@ def train(
     )
     if any(sharing.values()):
         share_prompts(instance, **sharing)
-    completions = []
-    generate_single_turn = instance._generate_single_turn
-
-    def single_turn(prompt_ids, *args, **kwargs):
-        if generate:
-            result = generate_single_turn(prompt_ids, *args, **kwargs)
-        else:
-            result = fixed_completions(prompt_ids) if trainer == "rloo" else (fixed_completions(prompt_ids), None)
-        completions.append(result if trainer == "rloo" else result[0])
-        return result
-
-    instance._generate_single_turn = single_turn
+    completions = noted_completions(instance, generate, alone=trainer == "rloo")
     if differ and instance.accelerator.process_index == 1:
-        tokenize = instance._tokenize_prompts
-
-        def tokenize_differently(prompts):
-            prompt_ids, *others = tokenize(prompts)
-            return [[*ids, 30 + row % 2] for row, ids in enumerate(prompt_ids)], *others
-
-        instance._tokenize_prompts = tokenize_differently
+        tokenize_differently(instance)
     before = trained_parameters(instance.model)
     instance.train(resume_from_checkpoint=str(folder / "out" / f"checkpoint-{resume}") if resume else None)
     if evaluate:

@@ -140,6 +140,16 @@ SCENARIOS = {
 }  # fmt: skip
 
 
+def config_of(experts, nested, states):
+    sizes = SHAPE | (dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24) if experts else {})
+    if states:
+        model_type, extra = STATES[states]
+        return CONFIG_MAPPING[model_type](**{**sizes, "num_hidden_layers": 3, **copy.deepcopy(extra)})
+    if experts:
+        return Qwen3MoeConfig(**sizes)
+    return nested_config(nested) if nested else Qwen3Config(**SHAPE)
+
+
 def nested_config(name):
     """Of a multimodal class. Its vocabulary ends with tokens that mean images, which are never sampled."""
     model_type, fields = ARCHITECTURES[f"{name}-nested"]
@@ -269,18 +279,10 @@ def train(
         options["processing_class"].chat_template = CHAT
         options["processing_class"].response_template = "so that TRL does not look for one"
     torch.manual_seed(0)
-    sizes = SHAPE | (dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24) if experts else {})
-    if states:
-        model_type, extra = STATES[states]
-        config = CONFIG_MAPPING[model_type](**{**sizes, "num_hidden_layers": 3, **copy.deepcopy(extra)})
-    elif experts:
-        config = Qwen3MoeConfig(**sizes)
-    elif nested:
-        config = nested_config(nested)
+    config = config_of(experts, nested, states)
+    if nested:
         never = list(range(len(TOKENIZER), config.text_config.vocab_size))
         options["generation_kwargs"] = {"suppress_tokens": never}
-    else:
-        config = Qwen3Config(**SHAPE)
     make_model = AutoModelForImageTextToText if nested else AutoModelForCausalLM
     model = make_model.from_config(config)
     save_policy(folder, model, ends)

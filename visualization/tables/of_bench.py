@@ -99,15 +99,16 @@ def lengths(folder: Path) -> str:
     rows = read_bench(folder, "lengths")
     table = []
     for (model, prompt, mean, k), mine in rows.groupby(CELL, sort=False):
-        ways = ways_of(mine)
-        if not ways["whole"]:  # which has the lengths, too
-            table.append([model.partition("/")[0], f"{prompt:,}", f"mean {mean:,}", str(k), failure_of(mine, "whole")])
+        ways, name = ways_of(mine), model.partition("/")[0]
+        whole = ways["whole"]
+        if not whole:  # which has the lengths, too
+            table.append([name, f"{prompt:,}", f"mean {mean:,}", str(k), failure_of(mine, "whole")])
             continue
-        shortest, longest = (f"{ways['whole'][f'{which}_tokens'][0]:,.0f}" for which in ("shortest", "longest"))
+        shortest, longest = (f"{whole[f'{which}_tokens'][0]:,.0f}" for which in ("shortest", "longest"))
         completions = f"{mean:,}" if shortest == longest else f"{shortest} to {longest}, mean {mean:,}"
-        row = [model.partition("/")[0], f"{prompt:,}", completions, str(k), f"{ways['whole']['token_ratio'][0]:.2f}"]
+        row = [name, f"{prompt:,}", completions, str(k), f"{whole['token_ratio'][0]:.2f}"]
         for way, (other, _) in BESIDE.items():
-            failed = [name for name in (way, other) if not ways[name]]
+            failed = [each for each in (way, other) if not ways[each]]
             for metric in ("score_seconds", "train_seconds"):
                 ratio = "" if failed else in_words(times(ways[way][metric], ways[other][metric]))
                 row.append(failure_of(mine, failed[0]) if failed else ratio)

@@ -8,6 +8,7 @@ inputs of five layers are on their way at a time.) Many passes of a shared promp
 """
 
 import copy
+import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -226,8 +227,8 @@ def same_allocations(few: list[str], more: list[str]) -> list[tuple[str, str]]:
     row of the same operation, nothing tells which ones are new. Otherwise only the event itself."""
 
     def alike(one: list[str], other: list[str]) -> int:
-        pairs = enumerate(zip(map(operation_of, one), map(operation_of, other)))  # noqa: B905
-        return next((i for i, (x, y) in pairs if x != y), min(len(one), len(other)))
+        pairs = zip(map(operation_of, one), map(operation_of, other), strict=False)
+        return len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
 
     before, after = alike(few, more), alike(few[::-1], more[::-1])
     shorter = min(len(few), len(more))

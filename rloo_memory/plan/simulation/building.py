@@ -7,7 +7,7 @@ from transformers.initialization import no_init_weights
 
 from rloo_memory.errors import ConfigError
 from rloo_memory.models import auto_class
-from rloo_memory.plan.checkpoint import expert_weights, quantized
+from rloo_memory.plan.checkpoint import Quantized, expert_weights, quantized
 from rloo_memory.plan.simulation.replaced import QuantizedLinear
 
 
@@ -56,36 +56,28 @@ def with_adapters(model, setup, shapes):
 
 
 def quantize(model, setup, shapes) -> None:
-    """4 or 8 bits a weight of every linear layer but the head, and bitsandbytes' scales: with 4 bits a float32 for 64
-    weights, or nested one byte and a float32 for 256 of those (QLoRA, arXiv 2305.14314), with 8 bits a float32 a
-    row. A checkpoint that is already quantized says itself what of it is, and how. Raises `ConfigError` for one with
+    """4 or 8 bits a weight of every linear layer but the head, and bitsandbytes' scales, as `plan.checkpoint` has
+    them. A checkpoint that is already quantized says itself what of it is, and how. Raises `ConfigError` for one with
     experts, whose weights are no linear layers."""
     head, already = model.get_output_embeddings(), quantized(model.config, setup.device)
     if already and expert_weights(model.get_decoder()):
         raise ConfigError(f"the planner has no formula for experts that are already quantized ({already.method})")
-    in_decoder, bits = set(model.get_decoder().modules()), already.bits if already else setup.weight_bits
-    nested = already.nested_scales if already else setup.nested_scales
+    how = already or Quantized("bitsandbytes", setup.weight_bits, nested_scales=setup.nested_scales)
+    in_decoder = set(model.get_decoder().modules())
     for name, module in model.named_modules():
         if not isinstance(module, torch.nn.Linear) or module is head or "lora_" in name:
             continue
         own_name = name.removeprefix("base_model.model.").removesuffix(".base_layer")  # PEFT's around it
         if already and already.keeps(own_name, module in in_decoder):
             continue
-        weight, shape = module.weight, module.weight.shape
-        if already and not already.by_bitsandbytes:
-            size = already.weight_bytes(*shape)
-        elif bits == 4:
-            scales = weight.numel() // 64
-            size = weight.numel() // 2 + (scales + scales // 256 * 4 if nested else scales * 4)
-        else:
-            size = weight.numel() + shape[0] * 4
+        shape = module.weight.shape
+        size = how.weight_bytes(*shape)
         with shapes.new():
             module.weight = torch.nn.Parameter(torch.empty(size, dtype=torch.uint8), requires_grad=False)
-        by_bitsandbytes = already is None or already.by_bitsandbytes
-        if by_bitsandbytes and name.endswith(".base_layer"):
+        if how.by_bitsandbytes and name.endswith(".base_layer"):
             adapted = model.get_submodule(name.removesuffix(".base_layer"))
-            adapted.forward = functools.partial(forward_on_bitsandbytes, adapted, bits)
-        holds_input = bits == 8 and by_bitsandbytes
+            adapted.forward = functools.partial(forward_on_bitsandbytes, adapted, how.bits)
+        holds_input = how.bits == 8 and how.by_bitsandbytes
         module.forward = lambda x, m=module, s=shape, h=holds_input: QuantizedLinear.apply(x, m.bias, s, h)
 
 

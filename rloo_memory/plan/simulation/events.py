@@ -6,6 +6,7 @@ import inspect
 import torch
 
 from rloo_memory.plan.simulation.building import decoder_layers
+from rloo_memory.prefix_sharing.routing import RecordPrefix
 
 REFERENCE = "reference's "  # events of its layers, or, with LoRA, of the policy's without the adapters
 TOWER = ("tower", "tower's backward")  # those within which the tower for images computes
@@ -72,6 +73,4 @@ def in_one_call(module, args, kwargs):
 
 def whose(kwargs: dict) -> str:
     """What a layer's keyword arguments say about what goes through it."""
-    from rloo_memory.prefix_sharing.routing import RecordPrefix
-
     return "prompt's " if isinstance(kwargs.get("shared_prefix"), RecordPrefix) else ""

@@ -1,12 +1,13 @@
 """The passes that the trainers hand to the model for a setup."""
 
 from rloo_memory.errors import ConfigError
+from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
+from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
+from rloo_memory.prefix_sharing.tree import Prompts, Tree
 
 
 def tree_of(setup, prompt_ids):
     """The `Tree` of a prompt whose completions are spread over micro-batches; `prompt_ids` has a row for each."""
-    from rloo_memory.prefix_sharing.tree import Prompts, Tree
-
     prompts = Prompts.of(prompt_ids, prompt_ids.new_ones(prompt_ids.shape))
     rows = setup.per_device_train_batch_size
     return Tree.of(prompts, rows_per_backward=rows, in_one_backward=setup.is_distributed)
@@ -15,9 +16,6 @@ def tree_of(setup, prompt_ids):
 def passes_of(setup, num_images: list[int] | None, tree=None, first_row: int = 0):
     """Of rows with so many images each, in which the groups follow one another, and that are those of `tree` from
     `first_row` on. Raises `ConfigError` for whole rows with images within a token budget, as the trainers do."""
-    from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
-    from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
-
     bounds = dict(
         prefix_length=setup.prompt_tokens,
         tokens_per_forward=setup.tokens_per_forward,

@@ -14,6 +14,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from rloo_memory.plan.simulation import heads
 from rloo_memory.plan.simulation.autocast import HALF, as_on_cuda
+from rloo_memory.prefix_sharing import cache, enabling, kernels, routing
+from rloo_memory.prefix_sharing.attention import flash_attention_takes
+from rloo_memory.prefix_sharing.images import MultimodalInputs
 
 
 class Attention(torch.autograd.Function):
@@ -100,10 +103,6 @@ class QuantizedLinear(torch.autograd.Function):
 def pretending(device: str, shapes, counted):
     """Attention and its masks, and on a "cuda" device dropout, without computing. `shapes` makes the tensors;
     `counted` wraps the backward of the fused LM head, which makes its sums itself."""
-    from rloo_memory.prefix_sharing import attention as prefix_attention
-    from rloo_memory.prefix_sharing import cache as prefix_cache
-    from rloo_memory.prefix_sharing import enabling, kernels, routing
-    from rloo_memory.prefix_sharing.images import MultimodalInputs
 
     # The values of masks do not matter, and take time and, of 20,000 tokens, gigabytes
     def without_values(function):
@@ -138,8 +137,8 @@ def pretending(device: str, shapes, counted):
         if device == "cuda":
             stack.enter_context(as_on_cuda())
             stack.enter_context(safe_softmax_in_steps())
-            for module in (routing, prefix_cache):
-                patch(module, "kernels_take", prefix_attention.flash_attention_takes)
+            for module in (routing, cache):
+                patch(module, "kernels_take", flash_attention_takes)
             patch(torch.nn.functional, "dropout", dropout)
             patch(heads, "add_product", shapes.work.product)
         yield

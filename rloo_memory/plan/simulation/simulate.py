@@ -35,6 +35,8 @@ from rloo_memory.plan.simulation.recurrent import operators_in_torch
 from rloo_memory.plan.simulation.replaced import pretending
 from rloo_memory.plan.simulation.shapes_only import ShapesOnly
 from rloo_memory.plan.simulation.work import Work
+from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
+from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
 
 PHASES = ("load", "generate", "score", "train", "optimizer")
 
@@ -153,14 +155,7 @@ class Simulation:
         if not self.images:
             self.freeze_what_text_does_not_reach()
         if setup.reward_model:
-            config = self.config if setup.reward_model == "policy" else named_config(setup.reward_model)
-            config = copy.deepcopy(config)
-            config.num_labels, config.pad_token_id = 1, 0  # TRL sets the tokenizer's padding token
-            config.use_cache = not self.setup.uses_passes  # the launcher switches it off, TRL does not
-            self.reward_model = build(setup, self.shapes, config, AutoModelForSequenceClassification).eval()
-            if quantized(config, setup.device):
-                quantize(self.reward_model, setup, self.shapes)
-            self.memory.watch(self.reward_model, "host" if setup.offload_reward else "reward model")
+            self.load_reward_model()
         if setup.weight_bits < 16:
             quantize(self.model, setup, self.shapes)
         self.memory.watch(self.model)
@@ -169,13 +164,21 @@ class Simulation:
         if setup.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
         if self.shares_prompts:
-            from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
-
             for model in filter(None, (self.model, self.reference)):
                 try:
                     enable_prefix_sharing(model)
                 except ValueError as error:
                     raise ConfigError(str(error)) from error
+
+    def load_reward_model(self) -> None:
+        setup = self.setup
+        config = copy.deepcopy(self.config if setup.reward_model == "policy" else named_config(setup.reward_model))
+        config.num_labels, config.pad_token_id = 1, 0  # TRL sets the tokenizer's padding token
+        config.use_cache = not setup.uses_passes  # the launcher switches it off, TRL does not
+        self.reward_model = build(setup, self.shapes, config, AutoModelForSequenceClassification).eval()
+        if quantized(config, setup.device):
+            quantize(self.reward_model, setup, self.shapes)
+        self.memory.watch(self.reward_model, "host" if setup.offload_reward else "reward model")
 
     def freeze_what_text_does_not_reach(self) -> None:
         """Without a gradient, the weights of towers have no optimizer state either."""
@@ -256,10 +259,7 @@ class Simulation:
     def generate_shared(self) -> None:
         """The same with shared prompts: each once, then the last token with a cache that has room for all that came
         before."""
-        from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
-
-        setup = self.setup
-        rows, k, prompt = setup.generation_rows, setup.num_generations, setup.prompt_tokens
+        rows, prompt = self.setup.generation_rows, self.setup.prompt_tokens
         input_ids, mask = self.groups_of(rows, prompt), torch.ones(rows, prompt, dtype=torch.long)
         with mock.patch.object(self.model, "generate", self.last_shared_token), self.generating():
             generate_with_shared_prefix(
@@ -267,7 +267,7 @@ class Simulation:
                 input_ids,
                 mask,
                 generation_config=GenerationConfig(max_new_tokens=self.setup.max_completion_length),
-                group_size=k,
+                group_size=self.setup.num_generations,
                 num_images=self.images.number_of_each(rows),
                 **self.images.inputs(input_ids),
             )
