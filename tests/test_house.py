@@ -8,7 +8,9 @@ import pytest
 from experiments.config import ROOT
 
 LINES = 420
-PROSE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "trl" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROSE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "trl/README.md")] + sorted(
+    (ROOT / "docs").glob("*.md")
+)
 
 
 FOLDERS = ("rloo_memory", "experiments", "visualization", "tests", "trl/*/overlay/trl")

@@ -118,7 +118,7 @@ def test_seconds_come_from_the_runs_that_are_there_for_them(bench):
     results = load(bench)
     text = tables.of_results("summary", results)
     assert "| TRL, one completion at a time | 21.0 | 30.0 | 2.0 | 1.00 |" in text and "3 for seconds" in text
-    assert "| prefix sharing, two completions at a time | 11.0 | 15.0 | 3.7 | 0.50 |" in text
+    assert "| prefix sharing, two completions at a time | 11.0 (10.0 to 12.0) | 15.0 | 3.7 | 0.50 |" in text
     text = tables.of_results("phases", results)
     assert "token ratio is 6.53" in text and "| 10.0 (1.0 x) | 11.0 (7.4 x) | 0.50 (1/8.0) |" in text
     shown = texts(idea(results))
@@ -129,7 +129,8 @@ def test_seconds_that_are_too_far_apart_are_marked_and_compared_with_nothing(ben
     folder = bench / "shared-accumulate_bench-time_k8_r0" / "run.json"
     folder.write_text(json.dumps(json.loads(folder.read_text()) | {"step_seconds": [15.0, 90.0]}))
     text = tables.of_results("summary", load(bench))
-    assert f"two completions at a time | 12.0{MARK} (11.0 to 90.0) | 15.0 |  | 0.50 |" in text and "busy machine" in text
+    assert f"two completions at a time | 12.0{MARK} (11.0 to 90.0) | 15.0 |  | 0.50 |" in text
+    assert "busy machine" in text
     assert f"12.0{MARK} seconds a step" in texts(idea(load(bench)))
 
 
@@ -139,13 +140,14 @@ def test_so_are_those_of_measurements_side_by_side(tmp_path):
     rows.to_csv(tmp_path / "bench.csv", index=False)
     for name in ("rivals", "families", "worth", "decoding"):
         text = tables.render(name, tmp_path)
-        assert MARK not in tables.render(name, REFERENCE) and text.count(MARK) > 2 and "nan" not in text, name
+        more = text.count(MARK) - tables.render(name, REFERENCE).count(MARK)
+        assert more > 2 and "nan" not in text, name
 
 
 @pytest.mark.parametrize("name, lost, said", [
     ("rivals", "shared", "| prefix sharing, all together | out of memory: 3/4 |  |  |  |"),
     ("families", "shared-micro-2", "|  | prefix sharing, two a micro-batch | out of memory: 3/4 |  |  |  |  |"),
-    ("kinds", "shared-micro-2", "| plain attention (Qwen3) | out of memory: 3/4 |  |  |  |  |"),
+    ("kinds", "shared-micro-2", "| windows of 512 tokens (Gemma 3) | out of memory: 3/4 |  |  |  |  |"),
     ("families", "whole", "| whole rows (stock) | out of memory: 3/4 |  |  |  |  |"),
     ("decoding", "shared", " | out of memory: 3/4 |  |"),
 ])  # fmt: skip

@@ -111,7 +111,7 @@ def in_words(value) -> str:
 def devices_here(config) -> dict:
     """Fields of `Setup` from how accelerate started this. Raises `ConfigError` for what the planner does not know."""
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        raise ConfigError("the planner has no formula for DeepSpeed")
+        raise ConfigError("under DeepSpeed the launcher predicts nothing; rloo-memory plan --accelerate FILE does")
     sharded = os.environ.get("ACCELERATE_USE_FSDP") == "true"
     if sharded and os.environ.get("FSDP_VERSION") != "2":
         raise ConfigError("the planner's formula is for FSDP2")

@@ -165,20 +165,22 @@ def families(folder: Path) -> str:
 
 
 def kinds(folder: Path) -> str:
-    """For each family: how many times faster its three phases together are with shared prompts, and the highest peak
-    of one."""
-    rows = read_bench(folder, "families")
+    """For each family but the plain one: how many times faster its three phases together are with shared prompts, and
+    the highest peak of one."""
+    rows = read_bench(folder, "families").query("model != 'bench'")
     table = []
     for (family, *_), mine in rows.groupby(CELL, sort=False):
         ways, title = ways_of(mine), FAMILIES.get(family, family)
         if failed := [name for name, way in ways.items() if not way]:
             table.append([title, failure_of(mine, failed[0])])
             continue
-        took = [sum(way[f"{phase}_seconds"][0] for phase in PHASES) for way in ways.values()]
-        most = [max(way[f"{phase}_peak_bytes"][0] for phase in PHASES) / MIB for way in ways.values()]
-        table.append(
-            [title, *(f"{each:.1f}" for each in took), f"{took[0] / took[1]:.1f}", *map("{:,.0f}".format, most)]
+        theirs, ours = (
+            [sum(way[f"{phase}_seconds"][end] for phase in PHASES) for end in range(3)] for way in ways.values()
         )
+        ratio = times(ours, theirs)
+        most = [max(way[f"{phase}_peak_bytes"][0] for phase in PHASES) / MIB for way in ways.values()]
+        row = [seconds(*theirs, 1), seconds(*ours, 1), "" if pd.isna(ratio) else f"{ratio:.1f}"]
+        table.append([title, *row, *map("{:,.0f}".format, most)])
     header = ["", "TRL, s", "shared, s", "times faster", "TRL, MiB", "shared, MiB"]
     return f"{measured_on(rows, lengths_of(rows), how_often(rows))}\n\n{markdown(header, table)}\n"
 

@@ -72,9 +72,7 @@ def audit(results: Results) -> str:
     """A row an arm: prompt tokens asked for and really fed, and GiB per 1,000 tokens at each k."""
     rows = []
     for arm, cells in results.cells.groupby(level="arm", sort=False):
-        rates = [
-            or_failure(cell, f"{cell.above_bytes / GIB / cell.tokens * 1000:.3f}") for cell in cells.itertuples()
-        ]
+        rates = [or_failure(cell, f"{cell.above_bytes / GIB / cell.tokens * 1000:.3f}") for cell in cells.itertuples()]
         tokens = whole(cells.asked.max()), whole(cells.fed.mean())
         rows.append([f"`{arm}`", ", ".join(map(str, cells.k)), *tokens, ", ".join(rates)])
     header = ["arm", "k", "prompt tokens requested", "prompt tokens fed (mean)"]
