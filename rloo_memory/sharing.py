@@ -276,11 +276,11 @@ class PromptSharing:
     # -- what is called in place of models' forwards ------------------------------------------------------------------
 
     def forward(self, original, *args, model, **kwargs):
-        rows = None if self.scored is None else self.scored.next_rows(kwargs.get("input_ids"))
-        if self.scored is None or rows is None:
+        scored = self.scored
+        if scored is None or (rows := scored.next_rows(kwargs.get("input_ids"))) is None:
             return original(*args, **kwargs)
         try:
-            passes = self.in_use.of_rows(rows, self.scored.call.given)
+            passes = self.in_use.of_rows(rows, scored.call.given)
             return forward_in_passes(model, original, passes, *args, **kwargs)
         except GoesWhole as reason:
             self.in_use.go_whole(reason)

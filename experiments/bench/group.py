@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
@@ -11,6 +12,7 @@ from functools import partial
 from experiments.arms import ARMS
 from experiments.bench.samples import Cell
 from experiments.builds import use_fork
+from experiments.processes import end_with
 from experiments.run_device import keep_freed_memory, keep_only_live_memory
 from rloo_memory.device import settle, status_bytes
 from rloo_memory.phases import HighWater
@@ -235,7 +237,7 @@ class Timed:
 
     def find_peaks(self, make: Callable[[], Group], way: str) -> None:
         print(f"  {way}: peaks", flush=True)
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with, (os.getpid(),)) as process:
             self.peaks[way] = process.submit(peaks_of, make, way, self.phases).result()
 
     def warm_up(self, way: str) -> None:

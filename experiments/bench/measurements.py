@@ -46,6 +46,7 @@ def cells(names: str, *sizes: tuple[int | None, ...]) -> tuple[Cell, ...]:
 
 
 DENSE = ("narrow", "wide", "tiny")
+KINDS = "bench windows sinks experts gated-deltanet images"
 WHOLE_OR_SHARED = ("whole", "shared", "shared-micro-2")
 MEASUREMENTS = {
     "worth": Measurement(
@@ -79,8 +80,7 @@ MEASUREMENTS = {
     "families": Measurement(
         "each phase on models of every kind: plain, windows, sinks, experts, recurrent layers, images",
         partial(start, peaks=True), ("whole", "shared-micro-2"),
-        cells("bench windows sinks experts gated-deltanet images", (3000, 100, 8)),
-        ("bench", "windows", "sinks", "experts", "gated-deltanet", "images", "tiny"),
+        cells(KINDS, (3000, 100, 8)), (*KINDS.split(), "tiny"),
     ),
     "sampler": Measurement(
         "what sampling alone would have missed of a run's peak",

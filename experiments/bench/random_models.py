@@ -4,6 +4,7 @@ from experiments.bench.group import Group, Image
 from experiments.bench.samples import Cell
 from rloo_memory.errors import ConfigError
 from rloo_memory.models import shape_config
+from rloo_memory.shapes import SHAPES
 
 IMAGE = Image(side=64, token=3)
 IMAGE_TOKENS = IMAGE.side**2 // 4
@@ -19,7 +20,8 @@ MODELS = {  # -> built-in shape, vocabulary, layers
     "experts": ("qwen3-30b-a3b", VOCABULARY, 4),
     "tiny": ("qwen3-8-layers", 512, 2),  # for a trial
 }
-NARROW = dict(hidden_size=256, intermediate_size=768, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+NARROW = {name: SHAPES["qwen3-8-layers"][name] for name in SIZES}
 CHANGED = {  # published shapes that are made as narrow as ours
     "windows": NARROW | dict(num_key_value_heads=1),
     "sinks": NARROW | dict(intermediate_size=256, num_local_experts=8),

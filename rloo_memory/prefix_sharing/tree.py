@@ -260,8 +260,8 @@ class Part(Tree):
         for branch in tree.branches:
             mine = set(branch.rows)
             places = [place for place, row in enumerate(rows) if row in mine]
-            parent = branch.parent and branches.get(branch.parent)
             if places:
+                parent = branch.parent and branches.get(branch.parent)
                 branches[branch] = Branch(places, branch.start, branch.end, parent)
         super().__init__(tree.prompts[torch.tensor(rows)], list(branches.values()), positions_from_zero=True)
         self.tree, self.of_tree = tree, {mine: branch for branch, mine in branches.items()}

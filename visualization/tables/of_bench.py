@@ -75,22 +75,23 @@ def failure_of(rows: pd.DataFrame, way: str) -> str:
 def rivals(folder: Path) -> str:
     """For each workload: seconds and how many times faster than whole rows, peak, and difference of gradients."""
     header = ["", "score, s", "train, s", "train peak above start, MiB", "gradient differs by"]
-    parts = []
-    for (_, prompt, completion, k), rows in read_bench(folder, "rivals").groupby(CELL, sort=False):
+    rows = read_bench(folder, "rivals")
+    parts = [f"{measured_on(rows, 'qwen3-8-layers')}\n"]
+    for (_, prompt, completion, k), mine in rows.groupby(CELL, sort=False):
         ratio = token_ratio(prompt, completion, k)
-        ways, table = ways_of(rows), []
+        ways, table = ways_of(mine), []
         for name, way in ways.items():
             shown = NAMES.get(name, f"`{name}`")
             if not way:
-                table.append([shown, failure_of(rows, name)])
+                table.append([shown, failure_of(mine, name)])
                 continue
             theirs = ways["whole"] if name != "whole" else {}
             row = [beside(way[metric], theirs.get(metric), 2) for metric in ("score_seconds", "train_seconds")]
             differs = f"{way['gradient_difference'][2]:.0e}" if theirs else ""
             table.append([shown, *row, f"{way['train_peak_bytes'][0] / MIB:.0f}", differs])
-        about = f"Prompt {prompt:,}, completions {completion:,}, k = {k}: token ratio {ratio:.2f}, {how_often(rows)}:"
+        about = f"Prompt {prompt:,}, completions {completion:,}, k = {k}: token ratio {ratio:.2f}, {how_often(mine)}:"
         parts.append(f"{about}\n\n{markdown(header, table)}\n")
-    return "\n".join([f"{measured_on(read_bench(folder, 'rivals'), 'qwen3-8-layers')}\n", *parts])
+    return "\n".join(parts)
 
 
 def lengths(folder: Path) -> str:

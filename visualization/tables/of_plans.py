@@ -54,7 +54,7 @@ def check(folder: Path) -> str:
     for kind, mine in kinds.groupby("kind"):
         errors = mine.groupby("phase", sort=False).error.agg(["min", "max"])
         spans = [f"{low:+.1%} to {high:+.1%}" for low, high in errors.itertuples(index=False)]
-        table.append([kind, str(mine.case.nunique()), f"{span(mine.measured_bytes / MIB)}", *spans])
+        table.append([kind, str(mine.case.nunique()), span(mine.measured_bytes / MIB), *spans])
     prompts, completions = (span(rows[f"{what}_tokens"]) for what in ("prompt", "completion"))
     header = ["", "cases", "peaks, MiB", *rows.phase.unique()]
     return (

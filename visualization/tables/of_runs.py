@@ -4,7 +4,7 @@ import pandas as pd
 
 from visualization.published_2025 import PUBLISHED, PUBLISHED_BUDGET, PUBLISHED_PROMPT
 from visualization.results import BASELINE, BENCH, GIB, IN_SHORT, LEAST, PHASES, Results, seconds, times
-from visualization.tables.text import markdown, signed, token_ratio, whole, with_range
+from visualization.tables.text import markdown, range_of, signed, token_ratio, whole, with_range
 
 REFERENCES = ("stock", "stock-compact")  # what a user of TRL has today: as released, with the LM head of a GPU
 
@@ -140,7 +140,7 @@ def published(results: Results) -> str:
 
 def spread(median: float, low: float, high: float) -> str:
     """The median of seconds, with the range of their repeats where it is more than a tenth."""
-    return seconds(median, low, high, 1) + (f" ({low:.1f} to {high:.1f})" if high - low > 0.1 * median else "")
+    return seconds(median, low, high, 1) + range_of(median, low, high, 1, 0.1)
 
 
 def clocked(cell: pd.Series, phase: str = "step") -> tuple[float, float, float]:

@@ -20,7 +20,12 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 
 
 def with_range(median: float, low: float, high: float) -> str:
     """The median, with its range where it is noisy."""
-    return f"{median:.2f}" + (f" ({low:.2f} to {high:.2f})" if median and (high - low) / median > NOISY else "")
+    return f"{median:.2f}" + range_of(median, low, high, 2, NOISY)
+
+
+def range_of(median: float, low: float, high: float, digits: int, noisy: float) -> str:
+    """What follows the median: its range in brackets, where that is more than a part `noisy` of it."""
+    return f" ({low:.{digits}f} to {high:.{digits}f})" if median and (high - low) / median > noisy else ""
 
 
 def signed(fraction: float, digits: int = 1) -> str:
