@@ -25,7 +25,7 @@ from rloo_memory.prefix_sharing.images import MultimodalInputs
 from rloo_memory.prefix_sharing.lm_head import causal_lm_of, logits_of
 from rloo_memory.prefix_sharing.probe import dropouts
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses, prompts_of
-from rloo_memory.prefix_sharing.tree import Part, Prompts, Tree
+from rloo_memory.prefix_sharing.tree import OpenTree, Prompts, Tree
 
 TOKENS_OF_LOGITS = 1024  # whose logits exist at a time
 
@@ -94,8 +94,8 @@ class shared_prompts:
         self.model, self.temperature = model, temperature
         self.prompt_ids = ids_of(prompts, "prompts", 1 if is_one(prompts) else len(prompts))
         self.width = max(map(len, self.prompt_ids))
-        self.tree = Tree.of(_Rows.of(model, self.prompt_ids, self.prompt_ids).prompts, every_prompt=True)
-        self.has_graph = False
+        prompts = _Rows.of(model, self.prompt_ids, self.prompt_ids).prompts
+        self.tree = OpenTree.of(prompts, every_prompt=True, positions_from_zero=True)
 
     def __enter__(self) -> "shared_prompts":
         return self
@@ -119,13 +119,10 @@ class shared_prompts:
                 f"`rows` must be {len(completions)} numbers from 0 to {len(self.prompt_ids) - 1}, one for each "
                 f"completion, and is {rows}."
             )
-        if torch.is_grad_enabled() and not self.has_graph:
-            self.tree.close()  # what was computed without gradients
-            self.has_graph = True
         batch = _Rows.of(
             self.model, [self.prompt_ids[row] for row in rows], ids_of(completions, "completions"), self.width
         )
-        return batch.score(SharedPrefixPasses(self.width, tree=Part(self.tree, rows)), self.temperature)
+        return batch.score(SharedPrefixPasses(self.width, tree=self.tree, rows=rows), self.temperature)
 
     def __exit__(self, kind, *_) -> None:
         if kind is None:

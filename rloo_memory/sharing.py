@@ -20,6 +20,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from rloo_memory.calls import Call, Replaced, Scored, put_back, replaced
 from rloo_memory.prefix_sharing.config import check_passes_config
+from rloo_memory.prefix_sharing.hooks import hooks_of
 from rloo_memory.prefix_sharing.images import OF_IMAGES
 from rloo_memory.prefix_sharing.lm_head import backbone_gives, causal_lm_of
 from rloo_memory.prefix_sharing.passes import GoesWhole
@@ -215,7 +216,7 @@ class PromptSharing:
         call = Call.of(self.names["_get_per_token_logps_and_entropies"], args, kwargs)
         if not torch.is_grad_enabled():
             self.compare_rows(call)
-        if not self.compared:
+        if not self.compared and self.can_compare(call.given["model"]):
             self.compare_with_whole_rows(original, call)
             self.compared = True
         batch_size = call.given.get("batch_size")
@@ -229,6 +230,13 @@ class PromptSharing:
             return call.to(original)
         finally:
             self.scored = None
+
+    def can_compare(self, model: nn.Module) -> bool:
+        """Whether it is the policy, without a hook of this step alone: that may expect all rows, and is watched."""
+        model, policy = (self.trainer.accelerator.unwrap_model(x) for x in (model, self.trainer.model))
+        backbone = causal_lm_of(policy).base_model
+        route = getattr(backbone, "_prefix_sharing", None)
+        return model is policy and (route is None or hooks_of(backbone) <= route.hooks)
 
     @torch.no_grad()
     def compare_with_whole_rows(self, original, call: Call) -> None:

@@ -50,11 +50,12 @@ class SharedPrefixAttention(torch.autograd.Function):
                 continue
             prefix_output, prefix_lse = kernels.forward(query, prefix_key, prefix_value, seen_of_part, scale)
             weight = torch.sigmoid(prefix_lse - lse)[..., None]
-            output = torch.lerp(output.to(lse.dtype), prefix_output.to(lse.dtype), weight).to(query.dtype)
+            output = torch.lerp(output.to(lse.dtype), prefix_output.to(lse.dtype), weight)  # rounded once, below
             lse = torch.logaddexp(lse, prefix_lse)
         if sink is not None:
             scores = sink.to(lse.dtype)[:, None]
-            output, lse = beside_sink(output, lse, scores), torch.logaddexp(lse, scores)
+            output, lse = beside_sink(output.to(lse.dtype), lse, scores), torch.logaddexp(lse, scores)
+        output = output.to(query.dtype)
         ctx.save_for_backward(output, lse, query, key, value, sink, *prefix)
         ctx.seen, ctx.scale = seen, scale
         return output
@@ -92,20 +93,6 @@ def _parts(prefix: Sequence[torch.Tensor], seen: Seen) -> Iterator[tuple[torch.T
     for key, value in zip(prefix[::2], prefix[1::2], strict=True):
         distance -= key.shape[2]
         yield key, value, None if seen.window is None else Seen(seen.runs, seen.window, distance)
-
-
-def attention_with_lse(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Attention and the log-sum-exp of its scores, without gradients.
-
-    Queries have shape `(B, H, Q, D)`, keys and values, of which [`kernels_take`] says that they can be attended to,
-    `(B, H / G, K, D)`, the output `(B, H, Q, D)` and the log-sum-exp `(B, H, Q)`. With `is_causal`, each query of a
-    single row attends to the keys up to its own place only.
-    """
-    seen = Seen(Runs.of([query.shape[2]], query.device)) if is_causal else None
-    return kernels.forward(query, key, value, seen, scale)
 
 
 def _compute_dtype(value: torch.Tensor) -> torch.dtype:

@@ -12,7 +12,8 @@ from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 from transformers.masking_utils import sdpa_mask
 
-from .attention import attention_with_lse, beside_sink, is_plain, kernels_take
+from .attention import beside_sink, is_plain, kernels_take
+from .kernels import forward as attention_with_lse
 from .nodes import Node, Path
 from .routing import Attention, layer_window
 from .states import fork_states
@@ -50,29 +51,17 @@ class _SharedPrefixLayer(CacheLayerMixin):
     of a key head) are queries of one row; what a row generated it reads alone. With what prefixes begin with, so are
     all queries of their rows. Groups of equally many rows behind prefixes of equal length are stacked, and attend to
     their prefixes in one call. Everything lies in the order in which the calls need it: stack, group, key head, row.
-
-    Args:
-        prefixes (`list[tuple[torch.Tensor, torch.Tensor]]`):
-            Keys and values of the prefixes of each stack, of shape `(R, num_key_value_heads, S, D)`.
-        stacks (`list[torch.Tensor]`):
-            Rows of the groups of each stack, of shape `(R, N)`.
-        groups_of_stack (`list[list[int]]`):
-            The groups of each stack.
-        prefix_length (`int`):
-            Number of columns of the prefixes, padding included.
-        commons (`list[_Common]`):
-            What prefixes continue, parents before children.
     """
 
     is_sliding = False  # for its length, it drops no key
 
     def __init__(
         self,
-        prefixes: list[tuple[torch.Tensor, torch.Tensor]],
-        stacks: list[torch.Tensor],
+        prefixes: list[tuple[torch.Tensor, torch.Tensor]],  # of each stack, (R, num_key_value_heads, S, D)
+        stacks: list[torch.Tensor],  # rows of the groups of each, (R, N)
         groups_of_stack: list[list[int]],
-        prefix_length: int,
-        commons: list[_Common],
+        prefix_length: int,  # number of columns, padding included
+        commons: list[_Common],  # what prefixes continue, parents before children
     ):
         super().__init__()
         self.prefix_length = prefix_length
@@ -168,22 +157,12 @@ class _SharedPrefixLayer(CacheLayerMixin):
 
     def attend(self, query: torch.Tensor, scale: float | None, sink: torch.Tensor | None = None) -> torch.Tensor:
         """
-        Attention of the last token of each row.
-
-        Args:
-            query (`torch.Tensor` of shape `(B, num_heads, 1, D)`):
-                Its queries.
-            scale (`float`, *optional*):
-                Factor of the scores.
-            sink (`torch.Tensor` of shape `(num_heads,)`, *optional*):
-                Score of each head's sink.
-
-        Returns:
-            `torch.Tensor` of shape `(B, 1, num_heads, D)`: Output.
+        Attention of the last token of each row, of shape `(B, 1, num_heads, D)`, from its queries `(B, num_heads, 1,
+        D)`, with the score of each head's sink, `(num_heads,)`.
         """
         head_size = query.shape[-1]
         queries = query.reshape(len(self.order), 1, -1, head_size).index_select(0, self.order)
-        output, lse = attention_with_lse(queries, *self.read_own(), is_causal=False, scale=scale)
+        output, lse = attention_with_lse(queries, *self.read_own(), None, scale)
         if self.window is None or self.window > self.num_steps:
             prefix_output, prefix_lse = self._attend_to_prefixes(queries, scale)
             output = _merge(output, lse, prefix_output, prefix_lse)
@@ -215,7 +194,7 @@ class _SharedPrefixLayer(CacheLayerMixin):
         query = query if common.rows is None else query.index_select(0, common.rows)
         queries = query.reshape(len(query), self.num_heads, -1, query.shape[-1]).transpose(0, 1)  # (heads, rows, ...)
         row_queries = queries.reshape(self.num_heads, 1, -1, query.shape[-1])
-        output, lse = attention_with_lse(row_queries, *common.states, is_causal=False, scale=scale)
+        output, lse = attention_with_lse(row_queries, *common.states, None, scale)
         output, lse = output.view(queries.shape).transpose(0, 1), lse.view(queries.shape[:-1]).transpose(0, 1)
         return output.flatten(0, 1).unsqueeze(1), lse.flatten(0, 1).unsqueeze(1)
 
@@ -228,7 +207,7 @@ class _SharedPrefixLayer(CacheLayerMixin):
                 continue
             # Rows, and query heads of a key head, are queries of one row
             row_queries = stack_queries.view(len(key), 1, -1, key.shape[3])
-            output, lse = attention_with_lse(row_queries, key, value, is_causal=False, scale=scale)
+            output, lse = attention_with_lse(row_queries, key, value, None, scale)
             outputs.append(output.reshape(stack_queries.shape))
             lses.append(lse.reshape(stack_queries.shape[:-1]))
         return (outputs[0], lses[0]) if len(outputs) == 1 else (torch.cat(outputs), torch.cat(lses))
@@ -263,16 +242,8 @@ class _SharedPrefixAndStatesLayer(_SharedPrefixLayer, LinearAttentionAndFullAtte
 
 class SharedPrefixCache(Cache):
     """
-    Cache for decoding several completions of a prompt, with the prompt's keys and values stored once. Made by
-    [`prefill`].
-
-    Args:
-        prefixes (`list[Path]`):
-            Prefix of each group, whose nodes give their keys and values up.
-        groups (`list[torch.Tensor]`):
-            Rows of each group.
-        prefix_length (`int`):
-            Number of columns of the prefixes, padding included.
+    Cache for decoding several completions of a prompt, with the prompt's keys and values stored once: of the prefix of
+    each group of rows, whose nodes give their keys and values up. `prefix_length` is in columns, padding included.
     """
 
     def __init__(self, prefixes: list[Path], groups: list[torch.Tensor], prefix_length: int):

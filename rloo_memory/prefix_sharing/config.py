@@ -16,15 +16,8 @@ def check_tokens_per_forward(tokens) -> None:
 
 def check_passes_config(config) -> None:
     """
-    Check the arguments of a config with `tokens_per_forward` or `prefix_sharing`.
-
-    Args:
-        config ([`RLOOConfig`] or [`GRPOConfig`]):
-            Arguments of the trainer.
-
-    Raises:
-        ImportError: If transformers is too old.
-        ValueError: If two arguments exclude each other.
+    Raise a `ValueError` if arguments of a trainer with `tokens_per_forward` or `prefix_sharing` exclude each other,
+    and an `ImportError` if transformers is too old.
     """
     check_tokens_per_forward(config.tokens_per_forward)
     option = "tokens_per_forward" if config.tokens_per_forward is not None else "prefix_sharing"

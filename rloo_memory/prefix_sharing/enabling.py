@@ -35,16 +35,10 @@ _DROPOUTS = ("p", "attention_dropout", "attn_dropout", "residual_dropout", "embe
 
 
 class _Route:
-    """
-    What of a model attends to a shared prefix.
-
-    Args:
-        configs (`list[PretrainedConfig]`):
-            Configs of the text part, see [`~prefix_sharing.routing.running`].
-    """
+    """What of a model attends to a shared prefix."""
 
     def __init__(self, configs: list[PretrainedConfig]):
-        self.configs = configs
+        self.configs = configs  # of the text part, see [`~prefix_sharing.routing.running`]
         self.shares_starts = False  # also between prompts, of what they begin with
         self.hooks: frozenset[int] = frozenset()  # the user's, with which the model was tried
         self.handles: list[RemovableHandle] = []
@@ -79,18 +73,8 @@ class _Route:
 def enable_prefix_sharing(model: PreTrainedModel, shares_dropout: bool = False, holder=None) -> None:
     """
     Let `model` attend to a shared prefix: a call with one goes to a function that can, any other to the attention that
-    the model was loaded with. What was enabled before is checked again. [`disable_prefix_sharing`] undoes it.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            Causal language model.
-        shares_dropout (`bool`, *optional*, defaults to `False`):
-            Whether the completions of a prompt may share the dropout of its tokens.
-        holder (*optional*):
-            Who needs it. It is undone when each holder has disabled it.
-
-    Raises:
-        ValueError: If the model or its attention implementation cannot share a prefix exactly.
+    the model was loaded with. What was enabled before is checked again. [`disable_prefix_sharing`] undoes it, once
+    each `holder` of it has called that. Raises a [`CannotShare`] if the model cannot share a prefix exactly.
     """
     if is_peft_model(model):
         _check_adapter(model, functools.partial(_refuse, model))
@@ -239,15 +223,7 @@ def shares_starts(model: PreTrainedModel) -> bool:
 
 
 def disable_prefix_sharing(model: PreTrainedModel, holder=None) -> None:
-    """
-    Take back what [`enable_prefix_sharing`] did, if it did.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            Causal language model.
-        holder (*optional*):
-            Who no longer needs it, while others may.
-    """
+    """Take back what [`enable_prefix_sharing`] did, if it did. Other holders than this one may still need it."""
     model = causal_lm_of(model)
     route = vars(model.base_model).get("_prefix_sharing")
     if route is None:

@@ -148,27 +148,10 @@ def generate_with_shared_prefix(
     **inputs,
 ) -> torch.Tensor:
     """
-    [`~transformers.GenerationMixin.generate`], computing and storing each distinct prompt once.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            Model prepared by [`enable_prefix_sharing`].
-        input_ids, attention_mask (`torch.Tensor` of shape `(B, P)`):
-            Left-padded prompts, and 1 for tokens, 0 for padding.
-        generation_config ([`~transformers.GenerationConfig`], *optional*):
-            Greedy decoding or sampling, one completion a row.
-        group_size (`int`, *optional*):
-            Number of consecutive rows with the same prompt, see [`SharedPrefixPasses`].
-        num_images, num_tiles (`list[int]`, *optional*):
-            Number of images of each row, and of tiles, for models whose pixel values are indexed by tile.
-        **inputs:
-            Images of the prompts, what the model takes for each token beside its id, and arguments of `generate`.
-
-    Returns:
-        `torch.Tensor` of shape `(B, P + C)`: Prompts followed by what was generated.
-
-    Raises:
-        GoesWhole: If rows are decoded in another way, or images cannot be shared.
+    [`~transformers.GenerationMixin.generate`], computing and storing each distinct prompt once: of left-padded prompts
+    `(B, P)`, of which `group_size` consecutive ones are the same. `inputs` are images, of so many a row, what a model
+    takes for each token beside its id, and arguments of `generate`. Raises a [`GoesWhole`] if rows are not decoded one
+    completion each, or images cannot be shared.
     """
     asked = {
         "input_ids": input_ids,

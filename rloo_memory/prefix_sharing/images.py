@@ -15,23 +15,15 @@ from .passes import GoesWhole
 OF_IMAGES = (
     "pixel_values", "pixel_attention_mask", "image_grid_thw", "image_position_ids", "image_sizes", "spatial_shapes"
 )  # fmt: skip
-_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
+OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
 
 
 @dataclass(frozen=True)
 class MultimodalInputs:
-    """
-    What a batch has beside token ids, divided among its rows.
+    """What a batch has beside token ids, divided among its rows."""
 
-    Args:
-        images (`list[dict[str, torch.Tensor]]`):
-            Inputs of the images of each row, nothing where it has no image.
-        tokens (`dict[str, torch.Tensor]`):
-            Inputs of each token, of as many columns as the token ids.
-    """
-
-    images: list[dict[str, torch.Tensor]]
-    tokens: dict[str, torch.Tensor]
+    images: list[dict[str, torch.Tensor]]  # of each row, nothing where it has no image
+    tokens: dict[str, torch.Tensor]  # of each token, of as many columns as the token ids
 
     @classmethod
     def of(
@@ -48,12 +40,12 @@ class MultimodalInputs:
         Raises:
             GoesWhole: If it is not known which row an input belongs to.
         """
-        if unknown := sorted(inputs.keys() - {*OF_IMAGES, *_OF_TOKENS}):
+        if unknown := sorted(inputs.keys() - {*OF_IMAGES, *OF_TOKENS}):
             raise GoesWhole(
                 f"`prefix_sharing=True` does not know which prompt each part of {unknown} belongs to. Remove these "
                 "inputs, or set `prefix_sharing=False`."
             )
-        tokens = {name: x for name, x in inputs.items() if name in _OF_TOKENS}
+        tokens = {name: x for name, x in inputs.items() if name in OF_TOKENS}
         inputs = {name: x for name, x in inputs.items() if name in OF_IMAGES}
         images: list[dict[str, torch.Tensor]] = [{} for _ in range(num_rows)]
         if not inputs:
@@ -153,17 +145,8 @@ def count_tiles(
     processing_class, images: list | None, num_images: list[int] | None, inputs: dict[str, torch.Tensor]
 ) -> list[int] | None:
     """
-    Number of tiles of each sample, for models whose pixel values are indexed by tile. `None` for others.
-
-    Args:
-        processing_class ([`~transformers.ProcessorMixin`]):
-            Processor that made `inputs` of the images.
-        images (`list[list]`, *optional*):
-            Images of each sample.
-        num_images (`list[int]`, *optional*):
-            Number of images of each sample.
-        inputs (`dict[str, torch.Tensor]`):
-            Inputs of the model.
+    Number of tiles of each sample, for models whose pixel values are indexed by tile, None for others. A processor
+    made the `inputs` of the model of the images of each.
     """
     if images is None or num_images is None or "pixel_values" not in inputs:
         return None

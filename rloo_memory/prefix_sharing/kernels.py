@@ -19,18 +19,10 @@ _MIN_TILE = 64
 
 @dataclass(frozen=True)
 class Runs:
-    """
-    Runs of tokens that lie one after another in a row, and attend causally, each to itself.
-
-    Args:
-        lengths (`list[int]`):
-            Number of tokens of each.
-        starts (`torch.Tensor` of shape `(len(lengths) + 1,)`):
-            Where each of them begins, and where the last one ends.
-    """
+    """Runs of tokens that lie one after another in a row, and attend causally, each to itself."""
 
     lengths: list[int]
-    starts: torch.Tensor
+    starts: torch.Tensor  # (len(lengths) + 1,), where each of them begins, and where the last one ends
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> "Runs":
@@ -50,21 +42,12 @@ class Tile:
 
 @dataclass(frozen=True)
 class Seen:
-    """
-    What the queries of a packed pass see of some keys.
+    """What the queries of a packed pass see of some keys."""
 
-    Args:
-        runs ([`Runs`]):
-            Runs that the queries are in.
-        window (`int`, *optional*):
-            Number of tokens that a query sees, itself included.
-        distance (`int`, *optional*):
-            If the keys are those of a part of a prefix that lies before each run, the number of tokens between the
-            two. Else they are those of the runs, and each attends causally to itself.
-    """
-
-    runs: Runs
-    window: int | None = None
+    runs: Runs  # that the queries are in
+    window: int | None = None  # number of tokens that a query sees, itself included
+    # If the keys are those of a part of a prefix that lies before each run, the number of tokens between the two. Else
+    # they are those of the runs, and each attends causally to itself
     distance: int | None = None
 
     @property

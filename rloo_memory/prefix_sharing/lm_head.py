@@ -48,4 +48,4 @@ def logits_of(model: nn.Module, states: torch.Tensor) -> torch.Tensor:
     ids = torch.zeros(flat.shape[:2], dtype=torch.long, device=flat.device)
     with backbone_gives(model, flat):
         logits = model(input_ids=ids, use_cache=False).logits
-    return logits.reshape(*states.shape[:-1], -1)
+    return logits.reshape(*states.shape[:-1], logits.shape[-1])  # also of no states

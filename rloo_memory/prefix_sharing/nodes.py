@@ -98,7 +98,8 @@ class Node:
         x = self.slots[slot]
         shape = (num_rows, *x.shape[1:]) if num_rows > 1 else x.shape
         # The gradients of several rows add up even in a read that is alone
-        if not x.requires_grad or (gradient is Gradient.ALONE and slot[1] in (KEY, VALUE)):
+        is_alone = gradient is Gradient.ALONE and slot[1] in (KEY, VALUE)
+        if is_alone or not (x.requires_grad and torch.is_grad_enabled()):
             return x.expand(shape)
         if gradient is Gradient.ENDS and x.numel() == 0:
             return x.detach().expand(shape)

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from .fsdp2 import is_sharded
+
 
 class GoesWhole(ValueError):
     """Rows cannot go through the model in passes. They can as they are, as long as no other process waits for it."""
@@ -23,18 +25,10 @@ class GoesWhole(ValueError):
 
 @dataclass
 class TokenCount:
-    """
-    Tokens of rows, padding included.
+    """Tokens of rows, padding included."""
 
-    Args:
-        in_passes (`int`):
-            Tokens that went through the model.
-        in_whole_rows (`int`):
-            Tokens that the same rows have, in the batches in which TRL calls the model.
-    """
-
-    in_passes: int = 0
-    in_whole_rows: int = 0
+    in_passes: int = 0  # that went through the model
+    in_whole_rows: int = 0  # that the same rows have, in the batches in which TRL calls the model
 
     def add(self, in_passes: int, in_whole_rows: int) -> None:
         self.in_passes += in_passes
@@ -62,18 +56,10 @@ def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class PassesOutput:
-    """
-    Output of a backbone whose rows went through it in passes.
+    """Output of a backbone whose rows went through it in passes."""
 
-    Args:
-        last_hidden_state (`torch.Tensor` of shape `(B, C + 1, H)`):
-            Hidden states from the last prompt token on. Zero where the token is padding.
-        aux_loss (`torch.Tensor`, *optional*):
-            MoE load-balancing loss over the tokens of all rows, prompts included, when router logits are requested.
-    """
-
-    last_hidden_state: torch.Tensor
-    aux_loss: torch.Tensor | None = None
+    last_hidden_state: torch.Tensor  # (B, C + 1, H), from the last prompt token on, zero where the token is padding
+    aux_loss: torch.Tensor | None = None  # load-balancing loss of experts over all tokens, prompts included, if asked
 
 
 def layers_alone_recompute(backbone: nn.Module) -> bool:
@@ -106,10 +92,10 @@ def split_by_tokens(lengths: list[int], budget: int, packed: bool) -> list[list[
 
 
 def same_number_everywhere(
-    passes: list[tuple[Any, torch.Tensor]], device: torch.device
+    passes: list[tuple[Any, torch.Tensor]], backbone: nn.Module, device: torch.device
 ) -> list[tuple[Any, torch.Tensor]]:
-    """Split passes until every process has as many: processes that shard the weights gather them together."""
-    if not has_several_processes():
+    """Split passes until every process has as many, if processes gather weights together in each."""
+    if not (has_several_processes() and is_sharded(backbone)):
         return passes
     number = torch.tensor(len(passes), device=device)
     torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX)
@@ -143,13 +129,8 @@ def run_passes(
 
 def check_mask(attention_mask: torch.Tensor) -> None:
     """
-    Args:
-        attention_mask (`torch.Tensor` of shape `(B, P + C)`):
-            1 for tokens, 0 for padding, on the host.
-
-    Raises:
-        GoesWhole: If the tokens of a row do not follow one another. Only these go through the model, but a token
-            behind a masked one is scored from what the model makes of the masked one.
+    Raise a [`GoesWhole`] if the tokens of a row do not follow one another in a mask on the host. Only these go through
+    the model, but a token behind a masked one is scored from what the model makes of the masked one.
     """
     starts = nn.functional.pad(attention_mask, (1, 0)).diff(dim=1) > 0
     rows = (starts.sum(1) > 1).nonzero().flatten().tolist()

@@ -22,7 +22,7 @@ from transformers.masking_utils import causal_mask_function, eager_mask, sliding
 from .attention import is_plain, kernels_take, shared_prefix_attention
 from .kernels import Runs
 from .nodes import Node, Path
-from .states import ReadStates, RecordStates
+from .states import States
 
 # Softmax attention of transformers, whatever names it is registered by: those of kernels of the hub, too
 _SOFTMAX_ATTENTION = (sdpa_attention_forward, flash_attention_forward, flex_attention_forward)
@@ -104,8 +104,8 @@ class RecordPrefix:
         self.masks: dict[int | None, torch.Tensor] = {}  # those that layers needed, by window
 
     @property
-    def states(self) -> RecordStates:
-        return RecordStates(self, self.has_tokens)
+    def states(self) -> States:
+        return States(record=self, has_tokens=self.has_tokens)
 
     def close(self) -> None:
         self.prefix = None
@@ -169,7 +169,7 @@ class ReadPrefix:
     window: int | None  # of layers that have one, in tokens, the attending one included
     runs: Runs  # of the completions
     blocks: list[int]  # number of tokens of completions that attend together
-    states: ReadStates  # what layers with a state start from
+    states: States  # what layers with a state start from
     record: RecordPrefix | None = None
     windows: set[int | None] = field(default_factory=set)  # of the causal masks that the model asked for
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # those that layers needed, by window
@@ -193,7 +193,7 @@ class ReadPrefix:
                 blocks.append(0)
             blocks[-1] += length
         runs = Runs.of(lengths, rows.device)
-        states = ReadStates.of(prefix, rows, columns, lengths, record)
+        states = States.behind(prefix, rows, columns, lengths, record)
         return cls(prefix, positions, rows, window, runs, blocks, states, record)
 
     def prefix_size(self, has_window: bool) -> int:

@@ -10,7 +10,7 @@ Shape suffixes: B rows, P prompt columns, C completion columns, T tokens of a pa
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -165,7 +165,7 @@ class _Forward:
         self.settings, self.backbone, self.input_ids, self.multimodal = settings, backbone, input_ids, multimodal
         self.tree, self.rows = tree, rows
         # Columns of the first token of each row, and behind the last
-        self.starts = (settings.prefix_length - tree.prompts.lengths[self.rows.start : self.rows.stop]).tolist()
+        self.starts = (settings.prefix_length - tree.prompts.lengths[list(rows)]).tolist()
         self.ends = (settings.prefix_length + host_mask[:, settings.prefix_length :].sum(1)).tolist()
         self.shift = position_shift(backbone.config, input_ids.shape[1])
         self.nodes = dict(tree.nodes)
@@ -185,7 +185,7 @@ class _Forward:
             self._run_branch(*each, **kwargs)
         tokens, window = tokens[len(branches) :], _window(self.backbone)
         contexts = [
-            ReadPrefix.of(self._path(branch, self.rows.start), x.position, x.of_pass, x.place, x.lengths, window)
+            ReadPrefix.of(self._path(branch, self.rows[0]), x.position, x.of_pass, x.place, x.lengths, window)
             for (branch, _), x in zip(passes, tokens, strict=True)
         ]
         outputs = run_passes(
@@ -196,7 +196,7 @@ class _Forward:
             activation_offloading=self.settings.activation_offloading,
         )
         if not torch.is_grad_enabled():
-            self.tree.leave(self.rows.stop)  # in training, behind the backward
+            self.tree.leave(self.rows[-1] + 1)  # in training, behind the backward
         rows, columns = map(list, zip(*(x.places for x in tokens), strict=True))
         columns = [x - (self.settings.prefix_length - 1) for x in columns]
         shape = (len(self.rows), self.input_ids.shape[1] - self.settings.prefix_length + 1)
@@ -219,10 +219,12 @@ class _Forward:
                 chunks = split_by_tokens(lengths, settings.tokens_per_forward, packed=True)
                 chunks = [torch.tensor([rows[i] for i in chunk]) for chunk in chunks]
             passes.extend((branch, chunk) for chunk in chunks)
-        return passes if settings.tokens_per_forward is None else same_number_everywhere(passes, self.input_ids.device)
+        if settings.tokens_per_forward is None:
+            return passes
+        return same_number_everywhere(passes, self.backbone, self.input_ids.device)
 
     def _first_row(self, branch: Branch) -> int:
-        return next(row - self.rows.start for row in branch.rows if row in self.rows)
+        return next(row for row, of_tree in enumerate(self.rows) if of_tree in branch.rows)
 
     def _shift_of(self, branch: Branch, row: int) -> int:
         """What positions in a row are ahead of columns: columns are those of the first row of all that begin alike."""
@@ -275,7 +277,7 @@ class _Forward:
         if kwargs and len(tokens.position) > 0:
             node.write_router(router_sums(self.backbone, outputs.router_logits))
         self.nodes[branch] = node
-        self.tree.keep(branch, node, self.rows.stop)
+        self.tree.keep(branch, node, self.rows[-1] + 1)
 
     def _path(self, branch: Branch, row: int) -> Path:
         """What a pass continues whose backward waits for this row of the tree."""
@@ -286,7 +288,7 @@ class _Forward:
         """With what the routers chose in passes. A prompt counts once for each of its rows."""
         times = Counter(branch for row in self.rows for branch in self.tree.branch_of[row].path)
         for branch, number in times.items():
-            router = self.nodes[branch].read_router(self.tree.gradient(branch, self.rows.start, is_alone=False))
+            router = self.nodes[branch].read_router(self.tree.gradient(branch, self.rows[0], is_alone=False))
             if router is not None:
                 chosen, probs, count = router
                 sums.append((number * chosen, number * probs, number * count))
@@ -302,38 +304,18 @@ class SharedPrefixPasses:
     `tokens_per_forward`, each pass but the last is checkpointed as a whole, so that activations of one pass are alive
     at a time. Without, the passes keep what the same completions keep in whole rows. So they do on the CPU with
     `activation_offloading` and gradient checkpointing.
-
-    Args:
-        prefix_length (`int`):
-            Number of prompt columns, P.
-        tokens_per_forward (`int`, *optional*):
-            Tokens of completions that go through the model together, with what its prompt has of its own in front of
-            each, the last token at least. A completion that is longer goes by itself. If `None`, there is no bound.
-        completions_per_forward (`int`, *optional*):
-            Completions that go through the model together without `tokens_per_forward`. If `None`, all that continue
-            the same node.
-        num_images (`list[int]`, *optional*):
-            Number of images of each row, if there are any.
-        num_tiles (`list[int]`, *optional*):
-            Number of tiles of each row, for models whose pixel values are indexed by tile.
-        activation_offloading (`bool`, *optional*, defaults to `False`):
-            Whether saved activations are offloaded to the CPU.
-        tree ([`Tree`], *optional*):
-            Of these and other rows. Where it is `None`, or these are not its rows, they share among themselves.
-        first_row (`int`, *optional*, defaults to `0`):
-            Which row of the tree the first one is.
-        count ([`TokenCount`], *optional*):
-            What counts the tokens.
     """
 
-    prefix_length: int
+    prefix_length: int  # number of prompt columns, P
+    # Tokens of completions that go through the model together, with what its prompt has of its own in front of each,
+    # the last token at least; a completion that is longer goes by itself. None: no bound
     tokens_per_forward: int | None = None
-    completions_per_forward: int | None = None
-    num_images: list[int] | None = None
-    num_tiles: list[int] | None = None
+    completions_per_forward: int | None = None  # where there is no bound. None: all that continue the same node
+    num_images: list[int] | None = None  # of each row
+    num_tiles: list[int] | None = None  # of each row, for models whose pixel values are indexed by tile
     activation_offloading: bool = False
-    tree: Tree | None = None
-    first_row: int = 0
+    tree: Tree | None = None  # of these and other rows. If it is None or not theirs, they share among themselves
+    rows: Sequence[int] | None = None  # which row of the tree each row is. None: all of them, in this order
     count: TokenCount | None = None
 
     def forward(
@@ -345,19 +327,9 @@ class SharedPrefixPasses:
         **multimodal_inputs: torch.Tensor,
     ) -> PassesOutput:
         """
-        Hidden states of completions.
-
-        Args:
-            backbone ([`~transformers.PreTrainedModel`]):
-                Model without its LM head, prepared by [`enable_prefix_sharing`].
-            input_ids (`torch.Tensor` of shape `(B, P + C)`):
-                Left-padded prompts followed by right-padded completions.
-            attention_mask (`torch.Tensor` of shape `(B, P + C)`):
-                1 for tokens, 0 for padding.
-            output_router_logits (`bool`, *optional*, defaults to `False`):
-                Whether to compute the load-balancing loss of a Mixture-of-Experts model, too.
-            **multimodal_inputs (`torch.Tensor`):
-                Images of the prompts, and what the model takes for each token beside its id.
+        Hidden states of completions. Ids and mask, 1 for tokens, have shape `(B, P + C)`: left-padded prompts followed
+        by right-padded completions. With `output_router_logits`, there is the load-balancing loss of experts, too. The
+        inputs beside these are images of the prompts, and what the model takes for each token beside its id.
         """
         # Passes are put together on the host, from one copy of the batch: whatever is read from a device waits for
         # all that it still has to compute
@@ -366,10 +338,9 @@ class SharedPrefixPasses:
         multimodal.check(backbone, host_ids, host_mask, self.prefix_length)
         check_mask(host_mask)
         prompt_ids, prompt_mask = (x[:, : self.prefix_length] for x in (host_ids, host_mask))
-        tree, first = self._tree_of(prompts_of(backbone, prompt_ids, prompt_mask, multimodal))
+        tree, rows = self._tree_of(prompts_of(backbone, prompt_ids, prompt_mask, multimodal))
         kwargs = {"output_router_logits": True} if output_router_logits else {}
         try:
-            rows = range(first, first + len(input_ids))
             route = getattr(backbone, "_prefix_sharing", None)  # None: taken back, and found out by what layers leave
             with watched(backbone, frozenset() if route is None else route.hooks):
                 return _Forward(self, backbone, input_ids, host_mask, multimodal, tree, rows).run(**kwargs)
@@ -378,9 +349,11 @@ class SharedPrefixPasses:
                 tree.close()
             raise
 
-    def _tree_of(self, prompts: Prompts) -> tuple[Tree, int]:
-        """The tree of these prompts, and which of its rows the first one is."""
-        if self.tree is not None and self.tree.has(prompts, self.first_row):
-            return self.tree, self.first_row
+    def _tree_of(self, prompts: Prompts) -> tuple[Tree, Sequence[int]]:
+        """The tree of these prompts, and which of its rows they are."""
+        all_rows = range(len(prompts))
+        rows = all_rows if self.rows is None else self.rows
+        if self.tree is not None and self.tree.has(prompts, rows):
+            return self.tree, rows
         # Processes that shard the weights must call the model equally often, and do not know each other's rows here
-        return (Tree.of_groups(prompts, group_size=1) if has_several_processes() else Tree.of(prompts)), 0
+        return (Tree.of_groups(prompts, group_size=1) if has_several_processes() else Tree.of(prompts)), all_rows

@@ -50,20 +50,42 @@ def layers_by_kind(config: PretrainedConfig) -> tuple[set[int], set[int]]:
 
 
 @dataclass(frozen=True)
-class RecordStates:
+class States:
     """
-    Takes the place of a mixer's cache in a prompt pass: the mixer starts from nothing, and its states are written to
-    `prefix`, if any of the tokens are the prompt's.
+    Takes the place of a mixer's cache in a pass: each row starts from the states of the prefix, or from nothing. Those
+    at the end of a single row, which is not padded, are written to `record`.
     """
 
-    prefix: "Node | RecordPrefix"
-    has_tokens: bool
+    prefix: "Path | Node | None" = None
+    record: "RecordPrefix | Node | None" = None
+    has_tokens: bool = True  # else what goes through is no part of a prompt, and its completions start from zero
+    rows: torch.Tensor | None = None  # (T,), row that each token belongs to. None: there is one row
+    columns: torch.Tensor | None = None  # (T,), its place there
+    shape: tuple[int, int] = (1, 0)  # N, L
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        return None
+    @classmethod
+    def behind(
+        cls,
+        prefix: "Path | Node",
+        rows: torch.Tensor,
+        columns: torch.Tensor,
+        lengths: list[int],
+        record: "RecordPrefix | None" = None,
+    ) -> "States":
+        # With a single token and a state, mixers take a path for decoding that writes in place
+        shape = (len(lengths), max(2, *lengths))
+        return cls(prefix, record, rows=rows, columns=columns, shape=shape)
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        return None
+    def _read(self, slot: tuple) -> torch.Tensor | None:
+        if self.prefix is None or slot not in self.prefix.slots:  # a short convolution has no recurrent state
+            return None
+        return self.prefix.read(slot, self.shape[0])
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self._read((layer_idx, "conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self._read((layer_idx, "recurrent", state_idx))
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
@@ -76,87 +98,33 @@ class RecordStates:
         conv_kernel_size: int | None = None,
         **kwargs,
     ) -> torch.Tensor:
-        size = conv_kernel_size or conv_states.shape[-1]
-        num_columns = conv_states.shape[-1] if self.has_tokens else 0
-        # A copy (1, D, K), because a slice would keep all of the prompt's columns
-        columns = nn.functional.pad(conv_states[..., :num_columns], (size - num_columns, 0))
-        self.prefix.write((layer_idx, "conv", state_idx), columns)
-        return conv_states
-
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs
-    ) -> torch.Tensor:
-        # What goes through when there is no prefix is not part of the prompt: its completions start from zero
-        size = recurrent_states.shape[-1]
-        kept = size if self.has_tokens else 0
-        state = nn.functional.pad(recurrent_states[..., :kept], (0, size - kept))
-        self.prefix.write((layer_idx, "recurrent", state_idx), state)
-        return recurrent_states
-
-    def to_rows(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return hidden_states
-
-    def pack(self, output: torch.Tensor) -> torch.Tensor:
-        return output
-
-
-@dataclass(frozen=True)
-class ReadStates:
-    """
-    Takes the place of a mixer's cache in a pass behind a prefix: each row starts from the states of the prefix. Those
-    at the end of a single row, which is not padded, are written to `record`.
-    """
-
-    prefix: "Path | Node"
-    rows: torch.Tensor  # (T,), row that each token belongs to
-    columns: torch.Tensor  # (T,), its place there
-    shape: tuple[int, int]  # N, L
-    record: "RecordPrefix | None" = None
-
-    @classmethod
-    def of(
-        cls,
-        prefix: "Path | Node",
-        rows: torch.Tensor,
-        columns: torch.Tensor,
-        lengths: list[int],
-        record: "RecordPrefix | None" = None,
-    ) -> "ReadStates":
-        # With a single token and a state, mixers take a path for decoding that writes in place
-        return cls(prefix, rows, columns, (len(lengths), max(2, *lengths)), record)
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
-        return self.prefix.read((layer_idx, "conv", state_idx), self.shape[0])
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        slot = (layer_idx, "recurrent", state_idx)  # a short convolution has none
-        return self.prefix.read(slot, self.shape[0]) if slot in self.prefix.slots else None
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        return False
-
-    def update_conv_state(
-        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs
-    ) -> torch.Tensor:
         before = self.get_conv_state(layer_idx, state_idx)
-        columns = torch.cat([before, conv_states], dim=-1)
+        columns = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
         if self.record is not None:
-            self.record.write((layer_idx, "conv", state_idx), columns[..., -before.shape[-1] :].clone())
+            size = (conv_kernel_size or conv_states.shape[-1]) if before is None else before.shape[-1]
+            kept = columns if self.has_tokens else columns[..., :0]
+            # The last columns, in a copy (1, D, K): a slice would keep all of them
+            self.record.write((layer_idx, "conv", state_idx), nn.functional.pad(kept, (size - kept.shape[-1], 0)))
         return columns
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs
     ) -> torch.Tensor:
         if self.record is not None:
-            self.record.write((layer_idx, "recurrent", state_idx), recurrent_states.clone())
+            size = recurrent_states.shape[-1]
+            kept = recurrent_states if self.has_tokens else recurrent_states[..., :0]
+            state = nn.functional.pad(kept, (0, size - kept.shape[-1]))  # a copy
+            self.record.write((layer_idx, "recurrent", state_idx), state)
         return recurrent_states
 
     def to_rows(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.rows is None:
+            return hidden_states
         rows = hidden_states.new_zeros(*self.shape, hidden_states.shape[-1])
         return rows.index_put((self.rows, self.columns), hidden_states[0])
 
     def pack(self, output: torch.Tensor) -> torch.Tensor:
-        return output[self.rows, self.columns][None]
+        return output if self.rows is None else output[self.rows, self.columns][None]
 
 
 def find_mixers(model: PreTrainedModel) -> list[nn.Module]:
@@ -185,7 +153,7 @@ def _enter(cache_argument: str, mixer: nn.Module, args: tuple, kwargs: dict) -> 
 
 def _leave(cache_argument: str, mixer: nn.Module, args: tuple, kwargs: dict, output: torch.Tensor) -> torch.Tensor:
     states = kwargs.get(cache_argument)
-    return states.pack(output) if isinstance(states, RecordStates | ReadStates) else output
+    return states.pack(output) if isinstance(states, States) else output
 
 
 def share_states(mixers: list[nn.Module]) -> list[RemovableHandle]:
@@ -214,9 +182,9 @@ def ignores_state(mixer: nn.Module, prefix: "Node", hidden_size: int) -> bool:
     hidden_states = torch.linspace(-1, 1, 2 * hidden_size, dtype=weight.dtype, device=weight.device).view(1, 2, -1)
     cache_argument = _cache_argument(mixer)
     assert cache_argument is not None
-    mixer(hidden_states, **{cache_argument: RecordStates(prefix, has_tokens=True)})
+    mixer(hidden_states, **{cache_argument: States(record=prefix)})
     columns = torch.arange(2, device=weight.device)
-    read = ReadStates.of(prefix, torch.zeros_like(columns), columns, lengths=[2])
+    read = States.behind(prefix, torch.zeros_like(columns), columns, lengths=[2])
     states = dict(prefix.slots)
     for kind in {slot[1] for slot in states}:
         outputs = []

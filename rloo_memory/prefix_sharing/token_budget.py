@@ -40,21 +40,10 @@ class TokenBudgetPasses:
     Rows of similar length go through the model together, each with its prompt, padded behind it to the longest one.
     Each pass but the last is checkpointed as a whole, so the activations of one pass are alive at a time. With
     `activation_offloading` and gradient checkpointing, the inputs of the layers of all passes wait on the CPU instead.
-
-    Args:
-        prefix_length (`int`):
-            Number of prompt columns, P.
-        tokens_per_forward (`int`, *optional*):
-            Tokens that go through the model together, padding included. A row that is longer goes by itself. If
-            `None`, all rows go together.
-        activation_offloading (`bool`, *optional*, defaults to `False`):
-            Whether saved activations are offloaded to the CPU.
-        count ([`TokenCount`], *optional*):
-            What counts the tokens.
     """
 
-    prefix_length: int
-    tokens_per_forward: int | None = None
+    prefix_length: int  # number of prompt columns, P
+    tokens_per_forward: int | None = None  # with padding; a row that is longer goes by itself. None: all together
     activation_offloading: bool = False
     count: TokenCount | None = None
 
@@ -71,7 +60,7 @@ class TokenBudgetPasses:
         check_mask(host_mask)
         passes = [(0, torch.tensor(rows)) for rows in self.divide(host_mask.sum(1).tolist())]
         if self.tokens_per_forward is not None:
-            passes = same_number_everywhere(passes, device)
+            passes = same_number_everywhere(passes, backbone, device)
         each = [self._tokens_of(rows, input_ids, host_mask) for _, rows in passes]
         ids, masks, positions, tokens, places = map(list, zip(*each, strict=True))
         if self.count is not None:
@@ -133,17 +122,8 @@ def saves_time(
     tree: Tree, lengths: torch.Tensor, rows_per_micro_batch: int, tokens_per_forward: int | None = None
 ) -> bool:
     """
-    Whether rows take less time with shared prompts than whole, as far as the number of tokens tells.
-
-    Args:
-        tree ([`Tree`]):
-            Of their prompts.
-        lengths (`torch.Tensor` of shape `(B,)`):
-            Number of tokens of each row, on the host.
-        rows_per_micro_batch (`int`):
-            Number of rows that are padded to one length.
-        tokens_per_forward (`int`, *optional*):
-            Tokens that go through the model together.
+    Whether rows of so many tokens each, `(B,)` on the host, take less time with the shared prompts of `tree` than
+    whole, as far as the number of tokens tells. The rows of a micro-batch are padded to one length.
     """
     whole = TokenBudgetPasses(tree.prompts.ids.shape[1], tokens_per_forward)
     of_whole_rows = sum(whole.count_tokens(rows.tolist()) for rows in lengths.split(rows_per_micro_batch))
@@ -152,16 +132,7 @@ def saves_time(
 
 
 def check_whole_rows(model: PreTrainedModel) -> None:
-    """
-    Check that rows go through `model` in passes with the same result as together.
-
-    Args:
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            Causal language model.
-
-    Raises:
-        ValueError: If they do not.
-    """
+    """Raise a `ValueError` if rows do not go through `model` in passes with the same result as together."""
     model = causal_lm_of(model)
 
     def refuse(reason: str):

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from .enabling import disable_prefix_sharing, enable_prefix_sharing, shares_starts
 from .generation import generate_with_shared_prefix
 from .hooks import has_parameter_hooks
-from .images import OF_IMAGES, MultimodalInputs, count_tiles
+from .images import OF_IMAGES, OF_TOKENS, MultimodalInputs, count_tiles
 from .lm_head import causal_lm_of
 from .passes import GoesWhole, TokenCount, has_several_processes, on_any_process
 from .probe import dropouts
@@ -58,22 +58,8 @@ class _Batch:
 
 class TrainerPasses:
     """
-    The passes of a trainer with `prefix_sharing`, `tokens_per_forward` or both.
-
-    Args:
-        args ([`RLOOConfig`] or [`GRPOConfig`]):
-            Arguments of the trainer.
-        accelerator ([`~accelerate.Accelerator`]):
-            Accelerator of the trainer.
-        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            Policy, which is prepared for the passes.
-        ref_model ([`~transformers.PreTrainedModel`], *optional*):
-            Reference model, which is prepared, too.
-        takes_images (`bool`, *optional*, defaults to `False`):
-            Whether prompts can have images.
-
-    Raises:
-        ValueError: If rows cannot go through the models in passes, or not on these processes.
+    The passes of a trainer with `prefix_sharing`, `tokens_per_forward` or both, for which its models are prepared.
+    Raises a `ValueError` if rows cannot go through them in passes, or not on these processes.
     """
 
     def __init__(
@@ -171,7 +157,7 @@ class TrainerPasses:
             num_images=None if num_images is None else num_images[rows],
             num_tiles=None if num_tiles is None else num_tiles[rows],
             tree=tree,
-            first_row=first,
+            rows=range(first, first + rows.stop - rows.start),
             **common,
         )
 
@@ -234,9 +220,9 @@ class TrainerPasses:
         self._batches[self.model.training] = batch
 
     def _compare(self, given: dict) -> _Batch:
-        images = {name: given[name] for name in OF_IMAGES if given.get(name) is not None}
+        inputs = {name: given[name] for name in (*OF_IMAGES, *OF_TOKENS) if given.get(name) is not None}
         num_rows = len(given["input_ids"])
-        multimodal = MultimodalInputs.of(images, num_rows, given.get("num_images"), given.get("num_tiles"))
+        multimodal = MultimodalInputs.of(inputs, num_rows, given.get("num_images"), given.get("num_tiles"))
         input_ids, attention_mask = given["input_ids"].cpu(), given["attention_mask"].cpu()
         prompt_ids, prompt_mask = (x[:, : -given["logits_to_keep"]] for x in (input_ids, attention_mask))
         begin_alike = all(shares_starts(model) for model in self._models)

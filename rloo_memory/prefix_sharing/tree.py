@@ -125,25 +125,15 @@ class _Head:
 
 
 class Tree:
-    """
-    The branches of all prompts, parents before children, and the nodes that rows read which are still to come.
-
-    Args:
-        rows_per_backward (`int`, *optional*):
-            Number of consecutive rows that have their backward together. If `None`, all.
-        in_one_backward (`bool`, *optional*, defaults to `False`):
-            Whether the backward of a node is part of that of the last rows that read it.
-        positions_from_zero (`bool`, *optional*, defaults to `False`):
-            Whether positions are those of each row by itself, and not those of columns of the batch.
-    """
+    """The branches of all prompts, parents before children, and the nodes that rows read which are still to come."""
 
     def __init__(
         self,
         prompts: Prompts,
         branches: list[Branch],
-        rows_per_backward: int | None = None,
-        in_one_backward: bool = False,
-        positions_from_zero: bool = False,
+        rows_per_backward: int | None = None,  # consecutive ones that have their backward together. None: all
+        in_one_backward: bool = False,  # the backward of a node is part of that of the last rows that read it
+        positions_from_zero: bool = False,  # those of each row by itself, and not those of columns of the batch
     ):
         self.prompts = prompts
         self.positions_from_zero = positions_from_zero
@@ -187,9 +177,9 @@ class Tree:
         """Forget all nodes, and what is kept for their backward."""
         self.nodes.clear()
 
-    def has(self, prompts: Prompts, first: int) -> bool:
-        """Whether these are the prompts of the rows from `first` on."""
-        return self.prompts[first : first + len(prompts)].are(prompts)
+    def has(self, prompts: Prompts, rows: Sequence[int]) -> bool:
+        """Whether these are the prompts of these rows."""
+        return max(rows) < len(self.prompts) and self.prompts[list(rows)].are(prompts)
 
     @property
     def num_tokens(self) -> int:
@@ -203,7 +193,7 @@ class Tree:
             return 0
         return self.prompts.ids.shape[1] - int(self.prompts.lengths[branch.path[0].rows[0]])
 
-    def new_branches(self, rows: range) -> list[Branch]:
+    def new_branches(self, rows: Sequence[int]) -> list[Branch]:
         """Branches of some rows which have not gone through the model with earlier ones, parents before children."""
         wanted = {branch for row in rows for branch in self.branch_of[row].path}
         return [branch for branch in self.branches if branch in wanted and branch not in self.nodes]
@@ -243,29 +233,21 @@ class Tree:
                 self.nodes.pop(branch).backward()
 
 
-class Part(Tree):
+class OpenTree(Tree):
     """
-    Some rows of prompts whose rows come in parts: each part has a backward of its own, and the prompts have theirs
-    behind all of them. The nodes stay in the tree of the prompts.
-
-    Args:
-        tree ([`Tree`]):
-            Of the prompts, with a branch for each.
-        rows (`list[int]`):
-            Which prompt each row has.
+    Of prompts whose rows come in parts, in any order: each part has a backward of its own, and the prompts have theirs
+    behind all of them.
     """
 
-    def __init__(self, tree: Tree, rows: list[int]):
-        branches: dict[Branch, Branch] = {}
-        for branch in tree.branches:
-            mine = set(branch.rows)
-            places = [place for place, row in enumerate(rows) if row in mine]
-            if places:
-                parent = branch.parent and branches.get(branch.parent)
-                branches[branch] = Branch(places, branch.start, branch.end, parent)
-        super().__init__(tree.prompts[torch.tensor(rows)], list(branches.values()), positions_from_zero=True)
-        self.tree, self.of_tree = tree, {mine: branch for branch, mine in branches.items()}
-        self.nodes = {mine: tree.nodes[branch] for branch, mine in branches.items() if branch in tree.nodes}
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.without_graph: list[Branch] = []
+
+    def new_branches(self, rows: Sequence[int]) -> list[Branch]:
+        if torch.is_grad_enabled():
+            while self.without_graph:
+                self.nodes.pop(self.without_graph.pop(), None)
+        return super().new_branches(rows)
 
     def outlives(self, branch: Branch) -> bool:
         return True
@@ -274,7 +256,9 @@ class Part(Tree):
         return Gradient.ENDS
 
     def keep(self, branch: Branch, node: Node, stop: int) -> None:
-        self.nodes[branch] = self.tree.nodes[self.of_tree[branch]] = node
+        self.nodes[branch] = node
+        if not torch.is_grad_enabled():
+            self.without_graph.append(branch)
 
     def leave(self, stop: int) -> None:
         """The nodes stay."""
