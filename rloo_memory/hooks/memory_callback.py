@@ -6,6 +6,7 @@ trainer.add_callback(MemoryCallback(trainer))
 
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -17,19 +18,19 @@ from rloo_memory.adapters import lora_settings
 from rloo_memory.device import device_name, machine_name, status_bytes
 from rloo_memory.phases import PhaseRecorder
 from rloo_memory.plan.setups import SAME_NAME
+from rloo_memory.plan.trl_settings import ALGORITHMS, config_class
 from rloo_memory.storage import write_json
 
 MB = 2**20
-# What makes a profile that trains the same, with the settings that decide memory (`SAME_NAME`)
-TRAINED_WITH = (
-    "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "max_steps",
-    "num_train_epochs", "seed", "top_p", "top_k", "loss_type", "scale_rewards", "epsilon",
-    "epsilon_high", "normalize_advantages", "mask_truncated_completions", "sync_ref_model",
-    "use_transformers_continuous_batching", "importance_sampling_level", "delta", "off_policy_mask_threshold",
-    "use_bias_correction_kl", "reward_weights", "reward_clip_range", "router_aux_loss_coef", "top_entropy_quantile",
-    "entropy_coef", "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta",
-    "entropy_target", "vllm_max_model_length", "vllm_server_base_url",
+# Of a config, by how their names begin: where a training runs, what it shows, evaluates and puts where. The rest makes
+# a profile that trains the same. `steps_per_generation` says the batch, `gradient_checkpointing` its newer names
+NOT_TRAINED_WITH = (
+    "output_dir", "resume_from_checkpoint", "logging_", "log_", "report_to", "run_name", "project", "trackio_",
+    "disable_tqdm", "debug", "include_", "hub_", "push_to_hub", "fsdp", "deepspeed", "accelerator_config", "ddp_",
+    "local_rank", "dataloader_pin_memory", "do_", "eval_", "per_device_eval_", "num_generations_eval", "load_best_",
+    "metric_for_best_", "greater_is_better", "generation_batch_size", "activation_checkpointing",
 )  # fmt: skip
+OF_A_LOADED_MODEL = ("dtype", "quantization_config", "device_map")  # of `model_init_kwargs`
 
 
 def size_of(weight) -> int:
@@ -37,22 +38,22 @@ def size_of(weight) -> int:
     return getattr(weight, "ds_numel", weight.numel())
 
 
-def values_of(args, names=SAME_NAME) -> dict:
-    """The arguments that decide memory. What the trainer does not have is left out, and what is of vLLM without it: a
-    profile that has these is refused then."""
-    left_out = () if getattr(args, "use_vllm", False) else "vllm_"
-    return {name: getattr(args, name) for name in names if hasattr(args, name) and not name.startswith(left_out)}
-
-
 def trained_settings(args, model) -> dict:
-    """The trainer's settings under the names of TRL's parser, as a profile would have them, adapters and quantization
-    as they are in the model. What the trainer does not have is left out."""
-    values = values_of(args, SAME_NAME + TRAINED_WITH)
-    settings = {name: getattr(value, "value", value) for name, value in values.items()}  # of an enum, its text
-    settings["algorithm"] = {"RLOOConfig": "rloo", "GRPOConfig": "grpo"}.get(type(args).__name__)
+    """The trainer's settings under the names of TRL's parser, as a profile would have them: those that decide memory,
+    and what else is not as TRL has it; adapters and quantization as they are in the model."""
+    trainer = config_class(args)
+    usual = {field.name: field.default for field in fields(trainer)} if trainer else {}
+    # A profile with vLLM's is refused without it
+    left_out = NOT_TRAINED_WITH if getattr(args, "use_vllm", False) else (*NOT_TRAINED_WITH, "vllm_")
+    settings = {"algorithm": ALGORITHMS[trainer.__name__]} if trainer else {}
+    for name in dict.fromkeys((*SAME_NAME, *usual)):
+        value = getattr(args, name, None)
+        value = getattr(value, "value", value)  # of an enum, its text
+        if name == "model_init_kwargs" and value:
+            value = {key: x for key, x in value.items() if key not in OF_A_LOADED_MODEL} or None
+        if not name.startswith(left_out) and (name in SAME_NAME or value != usual[name]):
+            settings[name] = value
     settings["dtype"] = str(model.dtype).removeprefix("torch.")
-    if getattr(args, "use_cpu", False):
-        settings["use_cpu"] = True
     for adapter in list(getattr(model, "peft_config", {}).values())[:1]:
         settings |= lora_settings(adapter)
         if getattr(args, "disable_dropout", False):
@@ -66,7 +67,16 @@ def trained_settings(args, model) -> dict:
         }
     elif getattr(model, "is_loaded_in_8bit", False):
         settings["load_in_8bit"] = True
-    return settings
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def in_json(value) -> bool:
+    """Whether JSON has words for it."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def own_file(args, name: str) -> Path:
@@ -95,31 +105,19 @@ class MemoryCallback(transformers.TrainerCallback):
         trainer: an RLOO or GRPO trainer.
         snapshot: "peak" or "oom": dump torch's memory snapshot to `output_dir/memory_snapshot.pickle` when a step
             reaches a new peak, or when memory runs out. For https://docs.pytorch.org/memory_viz. Needs CUDA.
-        settings: those that the trainer does not know, such as where the model and the data came from, for the record.
-        predicted: bytes that the planner predicts for each phase, to stand beside the measured ones;
-            `predicted_prompt_tokens` is the prompt length that it predicts them for.
-        images: width and height in pixels of each image of a prompt, as the processor scales them, for the record.
-        start_bytes: `rloo_memory.device.level` before the model was loaded.
+        of_launcher: for the record, what the launcher knows beside the trainer: `settings`, such as where the model
+            and the data came from; `predicted_peaks`, bytes by phase, and the `predicted_prompt_tokens` that they are
+            for; `images`, width and height in pixels of each image of a prompt, as the processor scales it;
+            `start_bytes`, `rloo_memory.device.level` before the model was loaded.
     """
 
-    def __init__(
-        self,
-        trainer,
-        snapshot: str | None = None,
-        settings: dict | None = None,
-        predicted: dict[str, int] | None = None,
-        predicted_prompt_tokens: int | None = None,
-        images: tuple[tuple[int, int], ...] = (),
-        start_bytes: int | None = None,
-    ):
+    def __init__(self, trainer, snapshot: str | None = None, of_launcher: dict | None = None):
         if snapshot not in (None, "peak", "oom"):
             raise ValueError(f"snapshot is {snapshot!r}; it must be 'peak', 'oom' or None")
         self.cuda = torch.cuda.is_available() and trainer.accelerator.device.type == "cuda"
         if snapshot and not self.cuda:
             raise ValueError(f"snapshot={snapshot!r} needs CUDA, training is on {trainer.accelerator.device}")
-        self.trainer, self.snapshot, self.settings, self.images = trainer, snapshot, settings or {}, images
-        self.predicted, self.predicted_prompt_tokens = predicted or {}, predicted_prompt_tokens
-        self.start_bytes = start_bytes
+        self.trainer, self.snapshot, self.of_launcher = trainer, snapshot, of_launcher or {}
         self.phases: PhaseRecorder | None = None
         self.seen = 0  # rows of `phases` that were logged
         self.highest = 0  # bytes, and the phase that it was in
@@ -224,9 +222,8 @@ class MemoryCallback(transformers.TrainerCallback):
         """memory.json: what the doctor needs to explain the highest peak so far, and what a calibration needs."""
         args, model = self.trainer.args, self.trainer.accelerator.unwrap_model(self.trainer.model)
         sharing = getattr(self.trainer, "prompt_sharing", None)  # of `rloo_memory.share_prompts`
-        shared = sharing.settings if sharing else {}
-        settings = trained_settings(args, model) | shared
-        bits = 4 if "load_in_4bit" in settings else 8 if "load_in_8bit" in settings else 16
+        more = (sharing.settings if sharing else {}) | self.of_launcher.get("settings", {})
+        settings = trained_settings(args, model) | {name: value for name, value in more.items() if value is not None}
         trained = sum(size_of(p) for p in model.parameters() if p.requires_grad)
         sharding = getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
         deepspeed = self.trainer.accelerator.state.deepspeed_plugin
@@ -239,9 +236,7 @@ class MemoryCallback(transformers.TrainerCallback):
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         if "trl" in sys.modules:
             versions["trl"] = sys.modules["trl"].__version__
-        levers = {  # `waits_on_host`: of `launch.offload.keep_on_host`
-            "offload_reference": hasattr(getattr(self.trainer, "ref_model", None), "waits_on_host"),
-            "offload_reward": any(hasattr(model, "waits_on_host") for model in reward_models),
+        devices = {
             "num_devices": args.world_size,
             "fully_sharded": sharding is not None,
             "zero_stage": zero.get("stage", 0),
@@ -258,23 +253,18 @@ class MemoryCallback(transformers.TrainerCallback):
                 "versions": versions,
                 "host_allocator": "+".join(host_allocator.mapped()) or "system",
                 "device_bytes": torch.cuda.mem_get_info()[1] if self.cuda else None,
-                "start_bytes": self.start_bytes,
                 "peaks": self.peaks,
-                "predicted_peaks": self.predicted,
-                "predicted_prompt_tokens": self.predicted_prompt_tokens,
                 "out_of_memory": self.out_of_memory,
                 "prompt_tokens": max(self.phases.prompt_tokens, default=None),
-                "images": self.images,
                 "completion_tokens": self.completion_tokens or None,
                 "trained_parameters": trained,
                 "parameters": sum(map(size_of, model.parameters())),
                 "model_config": model.config.to_dict(),
-                "dtype": settings["dtype"],
-                "lora_rank": max((config.r for config in getattr(model, "peft_config", {}).values()), default=0),
-                "weight_bits": bits,
                 "reward_model": reward_models[0].config.name_or_path if reward_models else None,
-                "arguments": values_of(args) | shared | levers,
-                "settings": settings | self.settings,
+                "devices": devices,
+                **self.of_launcher,
+                "settings": {name: value for name, value in settings.items() if in_json(value)},
+                "not_recorded": [name for name, value in settings.items() if not in_json(value)],
             },
         )
 

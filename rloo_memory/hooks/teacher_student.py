@@ -19,8 +19,6 @@ Departures from the authors' code:
     reward = TeacherStudentReward("Qwen/Qwen3-0.6B")
     trainer = RLOOTrainer(model, reward_funcs=reward, train_dataset=Dataset.from_list(examples()), args=args)
     reward.attach(trainer)  # for a run on a tiny model: examples/teacher_student.py --shared
-
-It needs torch, accelerate and transformers, and nothing else of this repository.
 """
 
 import json
@@ -29,8 +27,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
-from accelerate import cpu_offload_with_hook
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rloo_memory.prefix_sharing.lm_head import causal_lm_of, logits_of
 
 EXAMPLES = Path(__file__).with_name("teacher_student_examples.jsonl")
 TEACHER_PROMPT = "Explain step by step how to find the solution.\n\nQuestion: {question}\n\nSolution: {solution}"
@@ -88,10 +87,10 @@ class TeacherStudentReward:
             chat = [{"role": "user", "content": "{question}"}]
             self.head = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) + self.head
         self.__name__ = "teacher_student"  # TRL logs `rewards/teacher_student/mean`
-        self.student, self.tokenizer, self.offload = student, tokenizer, offload
+        self.student, self.tokenizer, self.offload, self.device = student, tokenizer, offload, student.device
         self.weights = (1, min_weight, -kl_weight, -kl_weight * max_weight)[: 4 if kl_weight else 2]  # of PARTS
         self.temperature, self.chunk_tokens, self.batch_size = temperature, chunk_tokens, batch_size
-        self.teacher = self.trainer = self._hook = None  # `attach` sets the first two; a teacher can also be set alone
+        self.teacher = self.trainer = None  # set by `attach`; a teacher can also be set alone
         self.teacher_tokenizer, self._unwrap, self._autocast = tokenizer, lambda model: model, nullcontext
         self.last: dict[str, list[float]] = {}
 
@@ -103,7 +102,7 @@ class TeacherStudentReward:
         if self.weights[2:] and (sharded or sees_more):
             reason = "is sharded by FSDP or ZeRO-3" if sharded else "may see images or tools"
             raise ValueError(f"teacher_student cannot compute the KL: the teacher {reason}; set kl_weight=0")
-        self.trainer, self.teacher = trainer, trainer.model
+        self.trainer, self.teacher, self.device = trainer, trainer.model, trainer.accelerator.device
         self.teacher_tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
         self._unwrap, self._autocast = trainer.accelerator.unwrap_model, trainer.accelerator.autocast
 
@@ -118,7 +117,7 @@ class TeacherStudentReward:
                 raise ValueError(f"teacher_student: the solution of the question {asked!r} is empty")
         found: list[tuple[float, ...]] = []
         teaching = self._ready(self._teacher(), self._autocast) if self.weights[2:] else nullcontext()
-        with self._ready(self._student()) as student, teaching as teacher:
+        with self._ready(self.student) as student, teaching as teacher:
             for start in range(0, len(completions), self.batch_size):
                 here = slice(start, start + self.batch_size)
                 if teacher:
@@ -173,15 +172,6 @@ class TeacherStudentReward:
             ids = ids[:-1]
         return ids
 
-    def _student(self):
-        """The student, on its device or, where it is offloaded, with a hook that brings it there."""
-        device = self.trainer.accelerator.device if self.trainer else None
-        if self.offload and self._hook is None:
-            self.student, self._hook = cpu_offload_with_hook(self.student, device)
-        elif not self.offload and device not in (None, self.student.device):
-            self.student.to(device)
-        return self.student
-
     def _teacher(self):
         if self.teacher is None:
             raise ValueError("teacher_student has no teacher; call attach(trainer), or set kl_weight=0")
@@ -196,30 +186,26 @@ class TeacherStudentReward:
 
     @contextmanager
     def _ready(self, model, autocast=nullcontext):
-        """Without dropout and checkpointing; afterwards as it was, an offloaded student back on the CPU."""
+        """Without dropout and checkpointing, on the device of calls; afterwards as it was, an offloaded student on the
+        CPU."""
         training = [module for module in model.modules() if module.training]
         model.eval()
         try:
+            if model is self.student and model.device != self.device:
+                model.to(self.device)
             yield _Model(model, self.temperature, autocast)
         finally:
             for module in training:
                 module.training = True
-            if model is self.student and self._hook is not None:
-                self._hook.offload()
+            if model is self.student and self.offload:
+                model.to("cpu")
 
 
 class _Model:
     """Hidden states of a causal language model and, for some of them at a time, log-probabilities."""
 
     def __init__(self, model, temperature: float, autocast=nullcontext):
-        self.causal = model.get_base_model() if hasattr(model, "get_base_model") else model  # of a PEFT model
-        self.temperature, self.autocast = temperature, autocast
-        with autocast():  # the model's own logits first: an offloaded model comes to its device with this
-            logits = model(input_ids=torch.arange(4, device=model.device)[None], use_cache=False).logits[0]
-        own = self.logits(self.hidden([list(range(4))])[0])
-        most = torch.finfo(own.dtype).eps ** 0.5 * logits.norm()
-        if own.shape != logits.shape or not (own - logits).norm() <= most:  # nor NaN
-            raise ValueError(f"teacher_student cannot score with {_name(model)}: its logits are not its LM head's")
+        self.causal, self.temperature, self.autocast = causal_lm_of(model), temperature, autocast
 
     def hidden(self, rows: list[list[int]]) -> torch.Tensor:
         """Last hidden states (rows, longest row, hidden size)."""
@@ -231,17 +217,9 @@ class _Model:
 
     def log_probs(self, hidden: torch.Tensor) -> torch.Tensor:
         """(tokens, hidden size) -> (tokens, vocabulary), in float32 or, for a float64 model, float64."""
-        logits = self.logits(hidden)
-        return (logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature).log_softmax(-1)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        config = self.causal.config.get_text_config()
         with self.autocast():
-            logits = self.causal.get_output_embeddings()(hidden)
-        logits = logits * (getattr(config, "logit_scale", None) or 1)  # Cohere
-        logits = logits / (getattr(config, "logits_scaling", None) or 1)  # Granite
-        cap = getattr(config, "final_logit_softcapping", None)  # Gemma
-        return torch.tanh(logits / cap) * cap if cap else logits
+            logits = logits_of(self.causal, hidden)
+        return (logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature).log_softmax(-1)
 
 
 def _before(hidden: torch.Tensor, spans: list[tuple[int, int]]) -> torch.Tensor:

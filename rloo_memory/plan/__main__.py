@@ -8,8 +8,7 @@ prefix sharing (shared); with --tokens-per-forward also whole rows within a toke
 planner has). --arms stock-1.9 is TRL 1.0 to 1.9, stock-1.13 is 1.10 to 1.13: they keep the logits of all completions,
 and so does stock-1.14.
 Sizes are what torch allocates on the device; the CUDA context and the allocator's fragmentation come on top
-(`--reserve`). --calibration RUN_DIR corrects each phase by what a run of the launcher measured. A chart of a
-prediction: --json PLAN.json, then python -m visualization.charts.plan PLAN.json OUT.png
+(`--reserve`). --calibration RUN_DIR corrects each phase by what a run of the launcher measured.
 """
 
 import argparse
@@ -27,7 +26,7 @@ from rloo_memory.plan.accuracy.calibration import Calibration
 from rloo_memory.plan.accuracy.measured import measured_errors
 from rloo_memory.plan.accuracy.reserve import Room
 from rloo_memory.plan.images import PromptImages
-from rloo_memory.plan.options import asked, check_writable, parser_of, quiet, reserve_in_words
+from rloo_memory.plan.options import asked, check_writable, parser_of, quiet
 from rloo_memory.plan.peaks import Prediction
 from rloo_memory.plan.predict import largest_that_fits, predict_all
 from rloo_memory.plan.records import read_run
@@ -141,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{tokens} of the prompt's tokens are its image{'s' if len(setup.images) > 1 else ''}")
     print(table(predictions, room))
     if room is not None:
-        taken = f"{args.device_memory} less {reserve_in_words(args.reserve, setup.device)}"
+        taken = f"{args.device_memory} less {room.taken}"
         if parameters > room.size:
             print(f"The weights alone exceed {taken} by {(parameters - room.size) / GIB:.2f} GiB.")
         print(f"fits: within {taken}; just: by less than the error, or than the allocator's part")
@@ -160,8 +159,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{arm}: largest {args.largest} {value or 'none'}")
     if args.json:
         args.json.write_text(json.dumps(result_of(model, room, predictions), indent=1) + "\n")
-        chart = args.json.with_suffix(".png")
-        print(f"{args.json}; a chart of it: python -m visualization.charts.plan {args.json} {chart}")
+        print(args.json)
     print(f"{time.time() - start:.0f} s", file=sys.stderr)
     return 0
 

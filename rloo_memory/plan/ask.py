@@ -29,7 +29,7 @@ from rloo_memory.plan.predict import predict_all
 from rloo_memory.plan.records import config_from
 from rloo_memory.plan.remarks import remarks
 from rloo_memory.plan.simulation.recurrent import note
-from rloo_memory.plan.trl_settings import changes, defaults, from_settings
+from rloo_memory.plan.trl_settings import ALGORITHMS, changes, config_class, defaults, from_settings
 
 # What a process that starts under `accelerate launch` or torchrun would take for a place in their group
 GROUP = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -130,11 +130,13 @@ def in_its_own_process(asked: dict) -> subprocess.CompletedProcess:
 
 
 def settings_of(config) -> dict:
-    """What is set in a trainer's config, or in a dictionary, as JSON can say it."""
+    """What is set in a trainer's config, or in a dictionary, as JSON can say it. What a user's own class adds to TRL's
+    is no setting of the trainer."""
     if dataclasses.is_dataclass(config):
-        algorithm = "grpo" if type(config).__name__.startswith("GRPO") else "rloo"
-        values = {field.name: getattr(config, field.name, None) for field in dataclasses.fields(config)}
-        config = {"algorithm": algorithm, **values}
+        trainer = config_class(config)
+        names = [field.name for field in dataclasses.fields(trainer or config)]
+        values = {name: getattr(config, name, None) for name in names}
+        config = values | ({"algorithm": ALGORITHMS[trainer.__name__]} if trainer else {})
     return plain(config)
 
 

@@ -3,10 +3,10 @@
     rloo-memory doctor RUN_DIR --device-memory 23.5GiB
     rloo-memory doctor --model Qwen/Qwen3-8B --prompt 3000 --completion 512 --k 8 --device-memory 23.5GiB
 
-RUN_DIR holds what `rloo_memory.hooks.memory_callback.MemoryCallback` or `experiments.train` wrote. First each change
-alone, in order of effect. Then the changes that are needed, those that train the same before those that do not,
-without those that later ones made unnecessary. They go into a YAML file for `rloo-memory launch`:
-your settings (those of the run, of --profile or of the options), changed by nothing else.
+RUN_DIR holds what `rloo_memory.hooks.memory_callback.MemoryCallback` wrote. First each change alone, in order of
+effect. Then the changes that are needed, those that train the same before those that do not, without those that later
+ones made unnecessary. They go into a YAML file for `rloo-memory launch`: your settings (those of the run, of --profile
+or of the options), changed by nothing else.
 """
 
 import argparse
@@ -22,15 +22,15 @@ from rloo_memory.plan import speed
 from rloo_memory.plan.accuracy.calibration import Calibration
 from rloo_memory.plan.accuracy.measured import measured_errors
 from rloo_memory.plan.accuracy.reserve import Room
-from rloo_memory.plan.levers import LEVERS, SHARING, Lever, applied, in_turn, settings_by_lever
-from rloo_memory.plan.options import Asked, asked, check_writable, parser_of, quiet, reserve_in_words
+from rloo_memory.plan.levers import LEVERS, SHARING, Lever, applied
+from rloo_memory.plan.options import Asked, asked, check_writable, parser_of, quiet
 from rloo_memory.plan.peaks import Prediction
 from rloo_memory.plan.predict import predict_all
 from rloo_memory.plan.records import Run, read_run
 from rloo_memory.plan.remarks import remarks
 from rloo_memory.plan.setups import Setup, check
 from rloo_memory.plan.trl_settings import by_batch, changes, with_changes
-from rloo_memory.settings.profiles import dump_profile, load_profile, profile_path
+from rloo_memory.settings.profiles import dump_profile, find_profile, load_profile
 from rloo_memory.sizes import GIB
 
 
@@ -114,7 +114,7 @@ class Search:
         for lever in sorted(reversed(used), key=lambda lever: lever.exact(self.start.setup)):
             i = max(i for i, other in enumerate(used) if other is lever)
             rest = used[:i] + used[i + 1 :]
-            setup = in_turn(rest, self.start.setup)
+            setup = functools.reduce(lambda setup, other: other.apply(setup), rest, self.start.setup)
             if setup == last.setup:  # a later one replaced it
                 used = rest
                 continue
@@ -162,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
         say(f"predicting {len(trials)} changes")
         predictions = {p.arm: p for p in predict_all(trials, hf_config, say, calibration)}
     search = Search(now, hf_config, room, say, {p.setup: p for p in (now, *predictions.values())}, calibration)
-    explain(now, old.peaks if old else {}, room, reserve_in_words(args.reserve, setup.device))
+    explain(now, old.peaks if old else {}, room)
     for words in remarks(setup, hf_config, calibration):
         print(words)
     if reasons := by_batch(settings, hf_config):
@@ -206,7 +206,7 @@ def read(args: argparse.Namespace) -> tuple[Asked, Run | None]:
             )
     elif args.profile:
         profile = load_profile(args.profile)
-        if args.output.resolve() == profile_path(args.profile).resolve():
+        if args.output.resolve() == find_profile(args.profile).resolve():
             raise ConfigError(f"--output {args.output} is the profile itself; name another file")
     elif not args.model:
         raise ConfigError("nothing to look at: name a run folder, or --model, --prompt and --device-memory")
@@ -238,21 +238,21 @@ def write_settings(
 ) -> None:
     """The user's settings with the changes of the levers, and the longest prompt that this is for."""
     setup = search.start.setup
+    changed = changes(setup, last.setup)
     lines = [
         f"Peak {gib(last)} predicted, {last.peak.phase} phase; limit {search.room.size / GIB:.2f} GiB.",
         f"max_prompt_tokens: {setup.prompt_tokens}: what was planned for; the launcher refuses longer prompts.",
     ]
-    for lever, decided in settings_by_lever(used, setup).items():
-        lines.append(f"{lever.name}: {search.effect(lever)}")
-        new = {name: value for name, value in decided.items() if settings.get(name) != value}
-        lines += [f"  {name} is removed" if value is None else f"  {name}: {value}" for name, value in new.items()]
+    lines += [f"{lever.name}: {search.effect(lever)}" for lever in dict.fromkeys(used)]
+    new = {name: value for name, value in changed.items() if settings.get(name) != value}
+    lines += [f"  {name} is removed" if value is None else f"  {name}: {value}" for name, value in new.items()]
     if needs_learning_rate(settings, last):
         lines.append(LEARNING_RATE)
     if old and old.missing:
         lines.append(f"The run did not record {', '.join(old.missing)}: add yours, else the defaults are taken.")
     if path.exists():
         print(f"{path} is replaced")
-    written = with_changes(settings, changes(setup, last.setup)) | {"max_prompt_tokens": setup.prompt_tokens}
+    written = with_changes(settings, changed) | {"max_prompt_tokens": setup.prompt_tokens}
     dump_profile(path, written, lines)
 
 
@@ -286,7 +286,7 @@ def conclude(
     print("  PYTORCH_ALLOC_CONF=expandable_segments:True keeps fragmentation low on CUDA; the launcher sets it")
 
 
-def explain(now: Prediction, measured: dict[str, int], room: Room, kept: str) -> None:
+def explain(now: Prediction, measured: dict[str, int], room: Room) -> None:
     """Which phase and which kind of tensor peaked."""
     phase = now.peak
     if measured:
@@ -300,7 +300,7 @@ def explain(now: Prediction, measured: dict[str, int], room: Room, kept: str) ->
     needed = room.needed(now.phases)
     wasted = f"{needed / GIB:.2f} GiB with what the allocator wastes, " if needed > now.peak.total else ""
     print(f"predicted peak {gib(now)}, {now.peak.phase} phase; {wasted}limit {room.size / GIB:.2f} GiB")
-    print(f"the limit: {room.device / GIB:.2f} GiB without {kept}")
+    print(f"the limit: {room.device / GIB:.2f} GiB less {room.taken}")
     print(f"{phase.phase}: {phase.parts()}")
     if phase.kinds.get("parameters", 0) > room.size:
         print(f"the weights alone exceed the limit by {(phase.kinds['parameters'] - room.size) / GIB:.2f} GiB")

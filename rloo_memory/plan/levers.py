@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from rloo_memory.errors import ConfigError
 from rloo_memory.plan.setups import Setup, check
-from rloo_memory.plan.trl_settings import changes
 
 
 @dataclass(frozen=True)
@@ -172,33 +171,12 @@ LEVERS = (
 
 
 def applied(lever: Lever, setup: Setup, hf_config) -> Setup | None:
-    """What the lever makes of `setup`; None where it changes nothing, or no trainer would accept it. Activations go to
-    the host on CUDA only."""
+    """What the lever makes of `setup`; None where it changes nothing, or no trainer would accept it."""
     trial = lever.apply(setup)
-    if trial == setup or trial.activation_offloading and trial.device == "cpu":
+    if trial == setup:
         return None
     try:
         check(trial, hf_config)
     except ConfigError:
         return None
     return trial
-
-
-def in_turn(levers: list[Lever], setup: Setup) -> Setup:
-    for lever in levers:
-        setup = lever.apply(setup)
-    return setup
-
-
-def settings_by_lever(levers: list[Lever], setup: Setup) -> dict[Lever, dict]:
-    """For each lever, the settings that it decides when all are applied in turn: those that no later one changed
-    again. None takes a setting away."""
-    owners, current = {}, setup
-    for lever in levers:
-        before, current = current, lever.apply(current)
-        owners |= dict.fromkeys(changes(before, current), lever)
-    final = changes(setup, current)
-    return {
-        lever: {name: final[name] for name, owner in owners.items() if owner is lever and name in final}
-        for lever in dict.fromkeys(levers)
-    }

@@ -35,14 +35,9 @@ class WhileRead(io.TextIOBase):
         self.stream = stream
 
     def write(self, text: str) -> None:
-        self.unless_gone(self.stream.write, text)
-
-    def flush(self) -> None:
-        self.unless_gone(self.stream.flush)
-
-    def unless_gone(self, do, *arguments) -> None:
         try:
-            do(*arguments)
+            self.stream.write(text)
+            self.stream.flush()
         except BrokenPipeError:
             read_by_nobody(self.stream)
 
@@ -96,26 +91,20 @@ def room_of(device_memory: str | int | None, reserve: str | None, device: str = 
     device has."""
     if device_memory is None:
         return None
-    size = read_bytes("--device-memory", device_memory)
-    usual = OUTSIDE if device == "cuda" else LIBRARIES
-    kept = usual if reserve is None else read_bytes("--reserve", reserve)
+    size, fragments = read_bytes("--device-memory", device_memory), 0.0
+    if reserve is not None:
+        kept, taken = read_bytes("--reserve", reserve), f"--reserve {reserve}"
+    elif device == "cpu":
+        kept, taken = LIBRARIES, f"{LIBRARIES / GIB:.1f} GiB for Python and its libraries"
+    else:
+        kept, fragments = OUTSIDE, FIXED
+        taken = f"{kept / GIB:.2f} GiB for CUDA's context and cuBLAS, {FIXED} of what comes and goes for the allocator"
     if size < LEAST_DEVICE:
         hint = size_hint(str(device_memory))
         raise ConfigError(f"--device-memory {device_memory} is {size:,} bytes, below the 256 MiB of any device{hint}")
     if kept >= size:
-        what = "libraries" if device == "cpu" else "CUDA's context"
-        taken = f"--reserve {reserve}" if reserve else f"the {usual / GIB:.2f} GiB for {what}"
-        raise ConfigError(f"{taken} leaves nothing of the device's {size / GIB:.2f} GiB; --reserve 100MiB takes less")
-    return Room(size - kept, FIXED if reserve is None and device == "cuda" else 0.0, size)
-
-
-def reserve_in_words(reserve: str | None, device: str) -> str:
-    """What is taken off a device's memory."""
-    if reserve is None and device == "cpu":
-        return f"{LIBRARIES / GIB:.1f} GiB for Python and its libraries"
-    if reserve is not None:
-        return f"{reserve} reserved"
-    return f"{OUTSIDE / GIB:.2f} GiB for CUDA's context and cuBLAS, {FIXED} of what comes and goes for the allocator"
+        raise ConfigError(f"--device-memory {device_memory} less {taken} leaves nothing; --reserve 100MiB takes less")
+    return Room(size - kept, fragments, size, taken)
 
 
 def read_bytes(option: str, text: str | int) -> int:

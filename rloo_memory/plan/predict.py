@@ -11,7 +11,7 @@ print(predict("shared", setup, named_config("Qwen/Qwen3-8B")).peak)
 import multiprocessing
 import os
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 from rloo_memory.errors import ConfigError
@@ -67,25 +67,15 @@ def predict_all(setups: dict[str, Setup], hf_config, say, calibration=None) -> l
             label: [pool.submit(extrapolate.simulate, *task) for task in reversed(tasks[label])]
             for label in reversed(tasks)
         }
-
-        def combined(label: str) -> Prediction:
-            results = [each.result() for each in reversed(futures[label])]
-            about = setups[label], hf_config, tasks[label], results
-            predicted = prediction(label, setups[label], extrapolate.combine(*about), calibration)
-            return replace(predicted, work=extrapolate.work_of(*about))
-
-        waiting = {future: label for label, each in futures.items() for future in each}
-        left = {label: len(each) for label, each in futures.items()}
-        for finished, future in enumerate(as_completed(waiting), 1):
-            label = waiting[future]
-            left[label] -= 1
-            if left[label]:
-                continue
-            line = f"  {list(left.values()).count(0)} of {len(setups)}: {label}"
+        for place, (label, each) in enumerate(futures.items(), 1):
+            line = f"  {place} of {len(setups)}: {label}"
             try:
-                found[label] = combined(label)
+                about = setups[label], hf_config, tasks[label], [future.result() for future in reversed(each)]
+                predicted = prediction(label, setups[label], extrapolate.combine(*about), calibration)
+                found[label] = replace(predicted, work=extrapolate.work_of(*about))
             except ConfigError as error:
                 refused[label], line = error, f"{line}: {error}"
+            finished = sum(future.done() for each in futures.values() for future in each)
             remain = (time.monotonic() - start) * (number - finished) / finished
             say(f"{line}; about {remain:.0f} s left" if remain >= 1 else line)
     if not found:

@@ -103,7 +103,6 @@ class Setup:
     optim: str = setting("adamw_torch_fused", ", ".join(OPTIMIZERS), written=True)
     temperature: float = setting(1.0, within=ABOVE_0, written=True)  # which divides the logits
     padded: bool = True  # completions differ in length, and TRL pads a rollout's rows to the longest: they need a mask
-    padded_prompts: bool = False  # prompts of a batch differ in length
     images: tuple[tuple[int, int], ...] = setting(  # width and height, as the model gets them
         (), "pixels of an image of each prompt, as the processor scales it; once for each image. --prompt counts its "
         "tokens, too", option="--image", of_trl=False, action="append", metavar="WIDTHxHEIGHT",
@@ -230,8 +229,8 @@ class Setup:
 
     @property
     def optimizer_on_host(self) -> bool:
-        """Paged state is in unified memory, which the driver moves to the host when the device is full."""
-        return self.optim.startswith("paged")
+        """Paged state is in unified memory, which the driver moves to the host when the GPU is full."""
+        return self.optim.startswith("paged") and self.device == "cuda"
 
     def arm(self, name: str) -> "Setup":
         """The same work done by one of `ARM_NAMES`: the micro-batch in one pass, of this TRL or an older one, row by
@@ -398,7 +397,11 @@ def check(setup: Setup, hf_config, called: dict[str, str] | None = None) -> None
         "fp16 needs a GPU; on a CPU set fp16: false, bf16: true": setup.fp16 and setup.device == "cpu",
         "fp16 does not train float16 weights: torch's GradScaler refuses their gradients; dtype must be float32":
             setup.fp16 and setup.dtype == "float16" and not setup.lora_rank and not setup.keeps_float32,
+        "activation_offloading takes activations from a GPU to the host; on a CPU set it to false":
+            setup.activation_offloading and setup.device == "cpu",
         f"ZeRO stage {setup.zero_stage} has no formula; 2 and 3 have one": setup.zero_stage not in (0, 2, 3),
+        f"{setup.weight_bits}-bit weights have no formula where FSDP2 shards them; plan 16 bits, or DDP":
+            setup.weight_bits < 16 and setup.fully_sharded,
         f"lora_dropout is {setup.lora_dropout}: completions that share a prompt would share its dropout; set 0.0":
             setup.prefix_sharing and setup.lora_rank and setup.lora_dropout,
         f"{setup.generation_rows} completions ({k_called} {k}) of {length} tokens in a rollout: the planner takes up "

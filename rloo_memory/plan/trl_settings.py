@@ -17,6 +17,14 @@ WEIGHT_BITS = {
     8: {"load_in_8bit": True, "load_in_4bit": None},
     16: {"load_in_8bit": None, "load_in_4bit": None},
 }
+# The settings of each trainer, by the name of their class
+ALGORITHMS = {"RLOOConfig": "rloo", "GRPOConfig": "grpo"}
+
+
+def config_class(config) -> type | None:
+    """TRL's or the launcher's class of a trainer's settings, also where a user's own is derived from it; None for
+    settings of another trainer."""
+    return next((cls for cls in type(config).__mro__ if cls.__name__ in ALGORITHMS), None)
 
 
 @functools.cache

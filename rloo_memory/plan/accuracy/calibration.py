@@ -47,7 +47,7 @@ def load(folder: Path | str, device: str) -> Calibration:
         f"is a run on {run['device_kind']}, and the prediction is for {device}": run["device_kind"] != device,
         "has no predictions; train with --predict_memory true": not run.get("predicted_peaks"),
         "ran out of memory, so its peaks are not whole": run.get("out_of_memory"),
-        "generated with vLLM, whose share no factor scales": run["arguments"].get("use_vllm"),
+        "generated with vLLM, whose share no factor scales": run["settings"].get("use_vllm"),
         "has no measured update after the first, from which on the optimizer has its state": len(updates) < 2,
     }
     for reason, applies in reasons.items():
@@ -55,7 +55,7 @@ def load(folder: Path | str, device: str) -> Calibration:
             raise ConfigError(f"calibration {folder} {reason}")
     lengths = (
         ("prompts", run["prompt_tokens"], run["predicted_prompt_tokens"]),
-        ("completions", run["completion_tokens"], run["arguments"]["max_completion_length"]),
+        ("completions", run["completion_tokens"], run["settings"]["max_completion_length"]),
     )
     for what, seen, planned in lengths:
         if (seen or 0) < 0.9 * planned:

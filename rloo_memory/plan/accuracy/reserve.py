@@ -27,11 +27,13 @@ FIXED, EXPANDABLE = 0.33, 0.25
 @dataclass(frozen=True)
 class Room:
     """What a device has for torch: `size` bytes, of which the allocator wastes `fragments` of what comes and goes, or
-    none where that is taken off the size already. `device`: bytes of the whole device, 0 where it is not known."""
+    none where that is taken off the size already. `device`: bytes of the whole device, 0 where it is not known, and
+    `taken` off it, in words."""
 
     size: int
     fragments: float = 0.0
     device: int = field(default=0, compare=False)
+    taken: str = field(default="", compare=False)
 
     def needed(self, phases: Iterable[PredictedPeak]) -> int:
         """Bytes that torch is expected to reserve for the highest phase."""

@@ -58,6 +58,8 @@ def spread(setup, weights: tuple | None, gradients: int, phase: str, kinds: dict
     """`kinds`, bytes of one device that does everything, as they are on each of `setup.num_devices`. `weights` as
     `weights_by_place` counts them, which only sharding needs; `gradients` are the bytes of all gradients."""
     kinds = dict(kinds)
+    if setup.device == "cpu":  # which is the host
+        setup = replace(setup, offload_parameters=False, offload_optimizer=False)
     if setup.zero_stage:
         return with_zero(setup, weights, gradients, phase, kinds)
     if setup.fully_sharded:

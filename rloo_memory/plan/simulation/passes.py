@@ -13,9 +13,9 @@ def tree_of(setup, prompt_ids):
     return Tree.of(prompts, rows_per_backward=rows, in_one_backward=setup.is_distributed)
 
 
-def passes_of(setup, num_images: list[int] | None, tree=None, first_row: int = 0):
-    """Of rows with so many images each, in which the groups follow one another, and that are those of `tree` from
-    `first_row` on. Raises `ConfigError` for whole rows with images within a token budget, as the trainers do."""
+def passes_of(setup, num_images: list[int] | None, tree=None, rows: range | None = None):
+    """Of rows with so many images each, in which the groups follow one another, and that are these of `tree`. Raises
+    `ConfigError` for whole rows with images within a token budget, as the trainers do."""
     bounds = dict(
         prefix_length=setup.prompt_tokens,
         tokens_per_forward=setup.tokens_per_forward,
@@ -27,7 +27,7 @@ def passes_of(setup, num_images: list[int] | None, tree=None, first_row: int = 0
             completions_per_forward=setup.rows_per_pass,
             num_images=num_images,
             tree=tree,
-            first_row=first_row,
+            rows=rows,
         )
     if num_images:
         raise ConfigError(

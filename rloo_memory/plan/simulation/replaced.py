@@ -100,31 +100,24 @@ class QuantizedLinear(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def pretending(device: str, shapes, counted):
-    """Attention and its masks, and on a "cuda" device dropout, without computing. `shapes` makes the tensors;
-    `counted` wraps the backward of the fused LM head, which makes its sums itself."""
-
+def pretending(device: str, shapes, head_backward):
+    """Attention and its masks, and on a "cuda" device dropout, without computing. `shapes` makes the tensors; the
+    backward of the fused LM head runs within `head_backward`, which decorates it."""
     # The values of masks do not matter, and take time and, of 20,000 tokens, gigabytes
-    def without_values(function):
-        def made(*args, **kwargs):
-            with shapes.new():
-                return function(*args, **kwargs)
-
-        return made
+    without_values = shapes.new()
 
     def allowed(context, mask_function, has_window=False):
         columns = context.prefix_size(has_window) + max(context.blocks)
         return torch.ones(1, 1, len(context.rows), columns, dtype=torch.bool)
 
     math = without_values(torch.ops.aten._scaled_dot_product_attention_math) if device == "cuda" else None
-    head_backward = without_values(counted(heads.FusedHead.backward))
 
     with contextlib.ExitStack() as stack:
         patch = lambda *args, **kwargs: stack.enter_context(mock.patch.object(*args, **kwargs))  # noqa: E731
         patch(torch.nn.functional, "scaled_dot_product_attention", functools.partial(attention, math, shapes.work))
         masks = {name: without_values(ALL_MASK_ATTENTION_FUNCTIONS[name]) for name in ("sdpa", "eager")}
         stack.enter_context(mock.patch.dict(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, masks))
-        patch(heads.FusedHead, "backward", staticmethod(head_backward))
+        patch(heads.FusedHead, "backward", staticmethod(without_values(head_backward(heads.FusedHead.backward))))
         patch(routing.ReadPrefix, "allowed", without_values(allowed))
         patch(routing, "_added", without_values(routing._added))
         # On CUDA the kernel knows of windows

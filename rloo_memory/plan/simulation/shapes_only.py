@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from rloo_memory.calls import replaced
-from rloo_memory.plan.simulation.live_bytes import as_without_mode
+from rloo_memory.plan.simulation.live_bytes import LiveBytes, as_without_mode
 from rloo_memory.plan.simulation.work import Work
 
 MAP_NORESERVE = 0x4000  # Linux; Python names it from 3.13 on
@@ -41,15 +41,15 @@ class ShapesOnly(TorchDispatchMode):
     What an operation gives is worked out once, on the meta device, for arguments of the same shapes. Views are made by
     torch, and operations in place do nothing. An operation whose shapes depend on values is an error.
 
-    `memory`, a `LiveBytes`, counts what operations give, and `work` what they compute: one mode for all, because two
-    take a fifth more time.
+    `memory` counts what operations give, and `work` what they compute: one mode for all, because two take a fifth more
+    time.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:  # torch's: its wrapper takes a tenth of the time
         return False
 
-    def __init__(self, memory=None, work: Work | None = None):
+    def __init__(self, memory: LiveBytes, work: Work):
         super().__init__()
         self.memory, self.work = memory, work
         self.creating = False
@@ -61,8 +61,7 @@ class ShapesOnly(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         func = as_without_mode(func, args)
         result = self.given(func, args, kwargs or {})
-        if self.memory is not None:
-            self.memory.count(func, result)
+        self.memory.count(func, result)
         return result
 
     def given(self, func, args: tuple, kwargs: dict):
@@ -80,8 +79,7 @@ class ShapesOnly(TorchDispatchMode):
             return func(*args, **kwargs)
         key = tuple(key)
         result = self.written_or_new(func, args, kwargs, key)
-        if self.work is not None:
-            self.work.operation(key, func, args, tensors, result)
+        self.work.operation(key, func, args, tensors, result)
         return result
 
     def written_or_new(self, func, args: tuple, kwargs: dict, key: tuple):

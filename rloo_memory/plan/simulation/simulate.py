@@ -10,7 +10,6 @@ with the cache at its largest. What cannot run so is in `rloo_memory.plan.simula
 
 import contextlib
 import copy
-import functools
 import warnings
 from collections import Counter
 from dataclasses import replace
@@ -41,25 +40,12 @@ from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
 PHASES = ("load", "generate", "score", "train", "optimizer")
 
 
-def counted(memory: LiveBytes, kind: str, function, before=None, after=None):
-    """`function`, with what it allocates counted as `kind`. `before` and `after` are called before and after it."""
-
-    def counted(*args, **kwargs):
-        if before:
-            before()
-        with memory.of_kind(kind):
-            result = function(*args, **kwargs)
-        if after:
-            after()
-        return result
-
-    return counted
-
-
 class Simulation:
     """The phases of one step of `setup`, once the optimizer has its state, with every layer of `hf_config`."""
 
     def __init__(self, setup, hf_config):
+        if setup.device == "cpu":  # which is the host: nothing waits elsewhere
+            setup = replace(setup, offload_reference=False, offload_reward=False)
         self.setup, self.config = setup, copy.deepcopy(hf_config)  # sharing is noted in a model's config
         self.memory, self.work = LiveBytes(), Work()
         self.shapes = ShapesOnly(self.memory, self.work)
@@ -77,9 +63,7 @@ class Simulation:
     def run(self, passes: bool = True) -> dict[tuple, dict[str, int]]:
         """The peaks between events: a phase, a layer's forward, its backward, what is behind the layers or the LM head
         begins. Without `passes`, only loading and generation."""
-        events = {"before": lambda: self.event("head's backward"), "after": lambda: self.event("head's end")}
-        marked = functools.partial(counted, self.memory, "logits", **events)
-        pretended = pretending(self.setup.device, self.shapes, marked)
+        pretended = pretending(self.setup.device, self.shapes, self.head_backward())
         with contextlib.ExitStack() as self.patches, pretended, self.shapes:
             with self.phase("load"), warnings.catch_warnings():
                 # Names that TRL and PEFT use; the new ones are not in transformers 5.17
@@ -137,6 +121,14 @@ class Simulation:
             number = self.allocations[operation]
             self.stretches[phase, f"{name}: {operation.name()} {number}", *rest] = dict(self.memory.live)
             self.allocations[operation] += 1
+
+    @contextlib.contextmanager
+    def head_backward(self):
+        """The backward of an LM head that makes its sums itself."""
+        self.event("head's backward")
+        with self.memory.of_kind("logits"):
+            yield
+        self.event("head's end")
 
     # -- the model and its optimizer ---------------------------------------------------------------------------------
 
@@ -245,13 +237,12 @@ class Simulation:
         """The prompts' forward, then the last token with the cache at its largest."""
         setup = self.setup
         rows, prompt, steps = setup.generation_rows, setup.prompt_tokens, setup.max_completion_length - 2
-        mask = self.causal_mask(rows, prompt) if setup.padded_prompts else None
         ids = self.rows_of(rows, prompt)
         images = self.images.of_whole_rows(self.backbone, ids)
         cache = DynamicCache(config=self.config)
-        with mock.patch.object(DynamicCache, "update", counted(self.memory, "KV cache", DynamicCache.update)):
-            self.decode(ids, attention_mask=mask, past_key_values=cache, logits_to_keep=1, **images)
-        del mask, images
+        with mock.patch.object(DynamicCache, "update", self.memory.of_kind("KV cache")(DynamicCache.update)):
+            self.decode(ids, past_key_values=cache, logits_to_keep=1, **images)
+        del images
         with self.memory.of_kind("KV cache"):
             grow(cache, steps, self.event)
         self.decode(self.ids(rows, 1), past_key_values=cache)
@@ -278,7 +269,7 @@ class Simulation:
         rows, prefix = setup.generation_rows, setup.prompt_tokens - 1
         steps = max(setup.max_completion_length - 2, 1)
         kind = type(attending(cache)[0][1])
-        with mock.patch.object(kind, "make_room", counted(self.memory, "KV cache", kind.make_room)):
+        with mock.patch.object(kind, "make_room", self.memory.of_kind("KV cache")(kind.make_room)):
             self.decode_shared(rows, prefix, 1, cache)  # has the cache take what it keeps
         with self.memory.of_kind("KV cache"):
             grow_shared(cache, prefix, steps, self.window, self.event)
@@ -399,7 +390,7 @@ class Simulation:
         last = setup.num_generations // rows - 1
         tree = tree_of(setup, self.groups_of(setup.num_generations, setup.prompt_tokens))
         for number in sorted({0, min(1, last), last}):
-            self.spread = {"tree": tree, "first_row": number * rows}
+            self.spread = {"tree": tree, "rows": range(number * rows, (number + 1) * rows)}
             self.work.times = groups * (last - 1 if 0 < number < last else 1)
             self.log_probs(self.model, self.backbone).sum().backward()
             tree.leave((number + 1) * rows)
