@@ -4,31 +4,23 @@
 #
 #   ./setup_env.sh                       set up (CUDA build of torch with an NVIDIA GPU, else the small CPU build)
 #   ./setup_env.sh --use-system-torch    keep the torch that the system's Python already has
-#   ./setup_env.sh --download DIR        fetch everything to DIR, for a machine without network  [--cpu | --cuda]
-#   ./setup_env.sh --offline DIR         set up from DIR, no network
+#   ./setup_env.sh --cpu                 or --cuda: that build of torch
 #   PYTHON=python3.12 ./setup_env.sh     choose the Python (3.11 or newer)
 #
 # Where a set-up fails, the old .venv is there again. What pip says is in .build/setup_env.log.
 set -euo pipefail
-started_in=$PWD
 cd "$(dirname "$0")"
 fail() { echo "setup_env: $1" >&2 && exit 2; }
 
-mode=online dir= system_torch=no quiet=no build=
-while [ $# -gt 0 ]; do
-  case "$1" in
+system_torch=no quiet=no build=
+for option in "$@"; do
+  case "$option" in
     --use-system-torch) system_torch=yes ;;
-    --download | --offline)
-      mode=${1#--}
-      [ $# -gt 1 ] || fail "$1 needs a folder"
-      dir=$(cd "$started_in" && realpath -m -- "$2")
-      shift ;;
-    --cpu | --cuda) build=${1#--} ;;
+    --cpu | --cuda) build=${option#--} ;;
     --quiet) quiet=yes ;;
-    -h | --help) sed -n '2,11p' "$0" | cut -c3- && exit ;;
-    *) fail "unknown option $1; see ./setup_env.sh --help" ;;
+    -h | --help) sed -n '2,10p' "$0" | cut -c3- && exit ;;
+    *) fail "unknown option $option; see ./setup_env.sh --help" ;;
   esac
-  shift
 done
 
 mkdir -p .build
@@ -42,10 +34,8 @@ restore() { # the old environment, unless the new one is whole
 if [ -e .venv.old ]; then restore; fi # a set-up was killed
 
 quietly() { "$@" >>"$log" 2>&1 </dev/null; }
-pip_failed() { # PART: one line with the remedy
-  local remedy="without network: ./setup_env.sh --download DIR where there is one, and --offline DIR here"
-  [ "$mode" != offline ] || remedy="./setup_env.sh --download $dir on a machine with network and $version fills it"
-  fail "pip failed on $1 ($(grep '^ERROR' "$log" | tail -n 1)), its output: $log; $remedy"
+pip_failed() { # PART
+  fail "pip failed on $1 ($(grep '^ERROR' "$log" | tail -n 1)), its output: $log"
 }
 fork_tool() { quietly .venv/bin/python trl/fork.py "$@" || fail "$(tail -n 1 "$log")"; }
 # An existing environment stays what it was made as: scripts that call this one need not know
@@ -56,7 +46,7 @@ install_project() { # rloo_memory, which stays in the clone
     pip_failed rloo-memory
   echo "$project" >.venv/.project
 }
-if [ "$mode" != download ] && grep -qsx "$lock" "$stamp" && { [ "$system_torch" = no ] || grep -q system-torch "$stamp"; }; then
+if grep -qsx "$lock" "$stamp" && { [ "$system_torch" = no ] || grep -q system-torch "$stamp"; }; then
   said="environment: up to date (.venv)"
   if [ "$(cat .venv/.project 2>/dev/null)" != "$project" ]; then
     : >"$log" && install_project
@@ -71,7 +61,6 @@ for python in ${PYTHON:-python3.12 python3.11 python3} ''; do
   if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then break; fi
 done
 [ -n "$python" ] || fail "no Python 3.11 or newer found; install one, or name it: PYTHON=/path/to/python ./setup_env.sh"
-version=$("$python" --version)
 torch=$(grep '^torch==' requirements.lock)
 others="the other $(grep -v '^torch==' requirements.lock | grep -c '^[^#]') packages"
 if [ -z "$build" ]; then
@@ -79,11 +68,11 @@ if [ -z "$build" ]; then
 fi
 
 # The CPU build is a tenth of the size. PyPI does not hold it; PyTorch's own index does
-get_torch() { # COMMAND...: run pip's install or download for torch
+get_torch() { # COMMAND...: run pip's install for torch
   local size="CPU build: 0.2 GB, one to three minutes" more=(--timeout 5 --retries 0 --extra-index-url)
   [ "$build" = cpu ] || size="CUDA build: several GB, five minutes or more"
   echo "  1 of 3: ${torch/==/ }, $size"
-  if [ "$build" = cpu ] && [ "$mode" != offline ]; then
+  if [ "$build" = cpu ]; then
     quietly "$@" "$torch+cpu" && return
     ! grep -q 'connection broken by' "$log" || pip_failed torch
     quietly "$@" "${more[@]}" https://download.pytorch.org/whl/cpu "$torch+cpu" && return
@@ -93,35 +82,17 @@ get_torch() { # COMMAND...: run pip's install or download for torch
 }
 
 : >"$log"
-if [ "$mode" = download ]; then
-  mkdir -p "$dir" || fail "cannot write to $dir; name another folder"
-  pip=("$python" -m pip download --disable-pip-version-check --progress-bar off --dest "$dir" --find-links "$dir")
-  echo "environment: downloading to $dir for $version"
-  get_torch "${pip[@]}"
-  echo "  2 of 3: $others: 0.2 GB, about a minute"
-  quietly "${pip[@]}" -r requirements.lock || pip_failed "$others"
-  echo "  3 of 3: TRL 0.21: seconds"
-  quietly "${pip[@]}" --no-deps trl==0.21.0 || pip_failed "TRL 0.21"
-  echo "done; on the other machine, with the same Python: ./setup_env.sh --offline $dir"
-  exit 0
-fi
-
-[ "$mode" = online ] || [ -d "$dir" ] || fail "no folder $dir; fill it with --download on a machine with network"
 command -v git >/dev/null || fail "git is missing, which applies the patches in trl/: install it (apt-get install git)"
 if [ "$system_torch" = yes ]; then
   torch_home=$("$python" -c 'import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))' 2>/dev/null) ||
     fail "--use-system-torch, but $python cannot import torch: install it there, or go without the option"
 fi
 
-echo "environment: setting up .venv with $version; pip's output goes to $log"
+echo "environment: setting up .venv with $("$python" --version); pip's output goes to $log"
 trap restore EXIT
 if [ -e .venv ]; then mv .venv .venv.old; fi
 quietly "$python" -m venv .venv || fail "no venv: on Debian and Ubuntu apt-get install python3-venv; its output: $log"
 pip=(.venv/bin/python -m pip install --disable-pip-version-check --progress-bar off)
-if [ "$mode" = offline ]; then
-  pip+=(--no-index --find-links "$dir")
-  export FORK_WHEELS=$dir
-fi
 if [ "$system_torch" = yes ]; then
   # A path file, because --system-site-packages does not reach the torch of a Python that is itself an environment
   echo "  1 of 3: torch is the system's, in $torch_home"

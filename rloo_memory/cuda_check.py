@@ -52,19 +52,13 @@ def no_kernels() -> str:
         return ""
     except RuntimeError as error:
         why, name = str(error).splitlines()[0], torch.cuda.get_device_name()
-        version, builds = capability(), ", ".join(torch.cuda.get_arch_list())
+        version, builds = torch.cuda.get_device_capability(), ", ".join(torch.cuda.get_arch_list())
         return (
             f"{name} (compute capability {version[0]}.{version[1]}) runs no kernel of torch {torch.__version__}, "
             f"which is built for {builds} ({why}); --device cpu or --use_cpu true, or a build of torch for it"
         )
     torch.cuda.empty_cache()
     return ""
-
-
-def capability() -> tuple[int, int]:
-    import torch
-
-    return torch.cuda.get_device_capability()
 
 
 def no_compiler() -> str:
@@ -84,14 +78,14 @@ def no_compiler() -> str:
 
 def no_bf16(remedy: str) -> str:
     """Why bfloat16 does not train on the current GPU; nothing where it does."""
-    if capability() >= BF16:
-        return ""
     import torch
 
-    version = ".".join(map(str, capability()))
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) >= BF16:
+        return ""
     return (
-        f"{torch.cuda.get_device_name()} has compute capability {version}; bfloat16, in which TRL's LM head trains "
-        f"from 8.0 (Ampere) on, was never tried below that; {remedy}"
+        f"{torch.cuda.get_device_name()} has compute capability {major}.{minor}; bfloat16, in which TRL's LM head "
+        f"trains from 8.0 (Ampere) on, was never tried below that; {remedy}"
     )
 
 

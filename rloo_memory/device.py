@@ -8,6 +8,8 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+from rloo_memory.errors import causes
+
 OOM_TEXTS = (
     "can't allocate memory", "cannot allocate memory", "out of memory", "bad_alloc", "memory allocation of",
     "can't start new thread",
@@ -58,15 +60,12 @@ def level(device_kind: str) -> int:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, here or in what led to this error: CUDA's own error, Python's, or the text of
     torch's CPU allocator or of CUDA's libraries."""
-    seen: list[BaseException] = []  # a chain can be a ring
-    while error is not None and error not in seen:
-        seen.append(error)
-        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-            return True
-        if isinstance(error, RuntimeError | OSError) and tells_of_memory(str(error)):
-            return True
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return False
+    return any(
+        isinstance(cause, MemoryError)
+        or type(cause).__name__ == "OutOfMemoryError"
+        or (isinstance(cause, RuntimeError | OSError) and tells_of_memory(str(cause)))
+        for cause in causes(error)
+    )
 
 
 def tells_of_memory(text: str) -> bool:

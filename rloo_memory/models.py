@@ -3,6 +3,7 @@ documents themselves. Nothing is downloaded unless a `hub:` name asks for it."""
 
 import difflib
 import re
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def shape_config(shape: str, vocab_size: int | None = None):
 
 def named_config(model: str):
     """The configuration of a built-in shape, also by its name on the hub, a local folder, or `hub:owner/name`; of an
-    adapter's folder, that of its model.
+    adapter's folder, that of its model. Where the hub does not answer, a shape of that name stands in, which is said.
 
     Raises `ConfigError` for anything else: nothing is downloaded unless `hub:` asks for it.
     """
@@ -40,36 +41,39 @@ def named_config(model: str):
         except ConfigError as error:
             raise adapter.missing() from error
     short = model.rsplit("/", 1)[-1].lower().removesuffix("-base").removesuffix("-it").replace("-instruct", "")
-    if short in SHAPES and not Path(model).exists():
+    if model.startswith("hub:") or Path(model).exists():
+        try:
+            return load_config(model)
+        except ConfigError as error:
+            if short not in SHAPES or not model.startswith("hub:") or not isinstance(error.__cause__, OSError):
+                raise
+            print(f"{error}; the built-in shape {short} stands in for it", file=sys.stderr)
+    if short in SHAPES:
         return shape_config(short)
-    if not model.startswith("hub:") and not Path(model).exists():
-        near = difflib.get_close_matches(short, SHAPES, n=1)
-        raise ConfigError(
-            f"unknown model {model!r}{f' (did you mean {near[0]}?)' if near else ''}: name a built-in shape "
-            f"({', '.join(SHAPES)}), a local folder, or hub:{model} to download its config"
-        )
-    return load_config(model)
+    near = difflib.get_close_matches(short, SHAPES, n=1)
+    raise ConfigError(
+        f"unknown model {model!r}{f' (did you mean {near[0]}?)' if near else ''}: name a built-in shape "
+        f"({', '.join(SHAPES)}), a local folder, or hub:{model} to download its config"
+    )
 
 
-def load_config(model: str):
-    """The configuration in a local folder or, with `hub:`, on the hub. Raises `ConfigError`."""
+def load_config(model: str, **options):
+    """The configuration in a local folder or, with `hub:`, on the hub; `options` are for `from_pretrained`. Raises
+    `ConfigError`."""
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(model_source(model), trust_remote_code=False)
+        return AutoConfig.from_pretrained(model_source(model), **{"trust_remote_code": False, **options})
     except Exception as error:  # a damaged config.json raises whatever its fields lead to
         if "custom code" in str(error):
-            raise ConfigError(f"model {model!r} has code of its own, which only trainings run, if asked to") from error
-        raise not_loaded(model, error) from error
-
-
-def not_loaded(model: str, error: Exception) -> ConfigError:
-    """What to raise where transformers cannot read a model's files."""
-    if kind := re.search(r"model type `(.*?)` but", str(error)):
-        what = f"its model type {kind[1]!r} is none that transformers {version('transformers')} knows"
-        return ConfigError(f"cannot load model {model!r}: {what}; install a newer one if the type is right")
-    remedy = "check its name and the network" if model.startswith("hub:") else "mend its config.json"
-    return ConfigError(f"cannot load model {model!r}: {one_line(error)}; {remedy}")
+            what = "it has code of its own; a training with --trust_remote_code true runs it"
+        elif kind := re.search(r"model type `(.*?)` but", str(error)):
+            what = f"its model type {kind[1]!r} is none that transformers {version('transformers')} knows"
+            what += "; install a newer one if the type is right"
+        else:
+            remedy = "check its name and the network" if model.startswith("hub:") else "mend its config.json"
+            what = f"{one_line(error)}; {remedy}"
+        raise ConfigError(f"cannot load model {model!r}: {what}") from error
 
 
 def one_line(error) -> str:

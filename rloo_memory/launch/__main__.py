@@ -76,7 +76,7 @@ def run(argv: list[str]) -> int:
     launch, config, model = command_line.parse(argv)
     quiet.after_import()
     rows = dataset.load(launch)
-    policy.check(model.model_name_or_path)
+    policy.check(model.model_name_or_path, model.model_revision)
     reward_funcs = rewards.rewards_of(launch, ["prompt"] if rows is None else rows.column_names)
     check_gpu(config, model)
     with output.taken(config) as (checkpoint, finished):
@@ -118,7 +118,7 @@ def train_in_folder(argv, launch, config, model, rows, reward_funcs: list, check
     source = named if named.startswith("hub:") or adapter_of(named) else found.path
     predicted = {}
     if launch.predict_memory:
-        asked = (command_line.split(argv)[0], launch, config, model, source, lengths)
+        asked = (command_line.split(argv)[0], launch, config, model, source, found.hf_config, lengths)
         predicted = output.decided_once(config, lambda: gate.peaks_that_fit(*asked))
     settle()
     start = level(config.device.type)
@@ -128,11 +128,13 @@ def train_in_folder(argv, launch, config, model, rows, reward_funcs: list, check
     memory = MemoryCallback(
         trainer,
         snapshot=launch.memory_snapshot,
-        settings={"model_name_or_path": named, **dataclasses.asdict(launch)},
-        predicted=predicted,
-        predicted_prompt_tokens=lengths.longest if predicted else None,
-        images=lengths.images,
-        start_bytes=start,
+        of_launcher={
+            "settings": {"model_name_or_path": named, **dataclasses.asdict(launch)},
+            "predicted_peaks": predicted,
+            "predicted_prompt_tokens": lengths.longest if predicted else None,
+            "images": lengths.images,
+            "start_bytes": start,
+        },
     )
     train(trainer, memory, checkpoint)
 
@@ -148,8 +150,11 @@ def build_trainer(launch, config, model, found: policy.Policy, quantization, row
         config.model_init_kwargs.setdefault("device_map", None)
     adapter = adapter_of(model.model_name_or_path)
     try:
+        trained = found.path
+        if adapter:
+            trained = policy.with_adapter(adapter.folder, found.path, config, quantization, model.lora_dropout)
         trainer = (RLOOTrainer if launch.algorithm == "rloo" else GRPOTrainer)(
-            model=policy.with_adapter(adapter.folder, found.path, config, quantization) if adapter else found.path,
+            model=trained,
             reward_funcs=reward_funcs,
             args=config,
             train_dataset=rows,

@@ -67,7 +67,7 @@ def print_end(trainer, memory, seconds: float) -> None:
     print(f"trained {state.global_step} updates in {seconds:.1f} s{reward}")
     if memory.highest:
         what = "allocated on the device" if memory.cuda else "resident, the whole process"
-        predicted = memory.predicted.get(memory.highest_phase)
+        predicted = memory.of_launcher["predicted_peaks"].get(memory.highest_phase)
         beside = f"; predicted for it {predicted / GIB:.2f}{'' if memory.cuda else ' of tensors'}" if predicted else ""
         print(f"peak    {memory.highest / GIB:.2f} GiB in phase {memory.highest_phase} ({what}){beside}")
     print(f"memory by phase: {folder}/memory_phases.csv, memory.json")

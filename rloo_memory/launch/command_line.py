@@ -64,6 +64,8 @@ def parse(argv: list[str]):
     problems += wrong_values(vars(launch) | vars(config) | vars(model))
     if problems := problems or wrong_here(launch, config, model):
         raise ConfigError("; ".join(problems))
+    if model.model_revision != "main":  # as TRL's scripts hand it on
+        config.model_init_kwargs = {"revision": model.model_revision, **(config.model_init_kwargs or {})}
     return launch, config, model
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from rloo_memory import data
 from rloo_memory.errors import ConfigError, shown
 from rloo_memory.launch import prompt_images
-from rloo_memory.models import one_line, typed_line
+from rloo_memory.models import one_line
 from rloo_memory.settings.arguments import LaunchArguments
 
 KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -87,7 +87,7 @@ def loaded(*source, **options):
                 f"the cache {config.HF_DATASETS_CACHE} cannot be written ({cause.strerror}); set HF_HOME to a folder "
                 "that can"
             ) from error
-        if any(words in typed_line(cause) for words in NO_ROWS):
+        if any(words in one_line(cause) for words in NO_ROWS):
             raise ConfigError("it has no rows; write one a prompt") from error
         raise ConfigError(f"cannot be read: {one_line(cause)}") from error
 
@@ -161,7 +161,13 @@ def builtin_prompts(tokenizer, tokens: int):
     """A training set of prompts of that many tokens from Python's documentation. Raises `ConfigError`."""
     from datasets import Dataset
 
-    return Dataset.from_dict({"prompt": data.build_prompts(data.load_documents(), tokenizer, tokens)})
+    try:
+        return Dataset.from_dict({"prompt": data.build_prompts(data.load_documents(), tokenizer, tokens)})
+    except ConfigError:
+        raise
+    except Exception as error:  # no template, or one that does not take these chats
+        remedy = "name a dataset of texts (--dataset_name), or a model with a chat template"
+        raise ConfigError(f"the built-in prompts cannot be made tokens: {one_line(error)}; {remedy}") from error
 
 
 def with_chats_read(rows):

@@ -19,17 +19,21 @@ def say(line: str) -> None:
     print(f"memory  {line}", flush=True)
 
 
-def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source: str, lengths: Lengths) -> dict:
+def peaks_that_fit(
+    profile: str, launch: LaunchArguments, config, model, source: str, hf_config, lengths: Lengths
+) -> dict:
     """The peak of each phase, bytes; nothing where it cannot be predicted, which is said. Raises `ConfigError` with
     the first remedy where the training does not fit and nobody said `anyway`."""
     say("predicting the peak of each phase (--predict_memory false leaves it out)")
     settings = ask.settings_of(model) | ask.settings_of(launch) | ask.settings_of(config)
     calibration, room = launch.calibration, room_here(config)
+    # Of another revision, or with values of the user's, the config is not the one that `source` stands for
+    planned = hf_config if config.model_init_kwargs else source
     if calibration:
         load(calibration, config.device.type)  # one that cannot be used is refused
     try:
         where = {"images": lengths.images, "calibration": calibration, **devices_here(config)}
-        expected = ask.predict(settings, source, lengths.longest, **where)
+        expected = ask.predict(settings, planned, lengths.longest, **where)
     except ConfigError as error:
         say(f"not predicted: {error}")
         return {}
@@ -44,7 +48,7 @@ def peaks_that_fit(profile: str, launch: LaunchArguments, config, model, source:
         say(f"it may not fit; not refused, because {uncertain} can be here for that")
     elif peak.total > limit and not launch.anyway:
         say("looking for a change that makes it fit: a minute or some")
-        remedy = ask.predict(settings, source, lengths.longest, limit=limit, **where).remedy
+        remedy = ask.predict(settings, planned, lengths.longest, limit=limit, **where).remedy
         doctor = doctor_of(profile, source, lengths, config, calibration)
         raise ConfigError(refusal(peak, limit, remedy, settings, doctor))
     return {phase.phase: phase.uncorrected for phase in expected.phases}

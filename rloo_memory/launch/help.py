@@ -5,7 +5,7 @@ import itertools
 import textwrap
 from pathlib import Path
 
-from rloo_memory.settings.arguments import LaunchArguments
+from rloo_memory.settings.arguments import LaunchArguments, TrainerAdditions
 
 PROFILES = Path(__file__).parents[1] / "settings" / "profiles"
 TEXT = """Train with a profile, in this process, no server.
@@ -51,7 +51,7 @@ def profile_lines() -> dict[str, str]:
 
 def text() -> str:
     settings = ""
-    for field in dataclasses.fields(LaunchArguments):
+    for field in (*dataclasses.fields(LaunchArguments), *dataclasses.fields(TrainerAdditions)):
         words = f"{field.metadata['help']} (default {field.default})"
         lines = textwrap.wrap(words, 92, break_on_hyphens=False)
         settings += f"  --{field.name:20} " + f"\n{'':25}".join(lines) + "\n"

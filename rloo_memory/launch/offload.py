@@ -9,7 +9,6 @@ def keep_on_host(trainer, model) -> None:
 
     model, device = trainer.accelerator.unwrap_model(model).cpu(), trainer.accelerator.device
     policy = trainer.accelerator.unwrap_model(trainer.model)
-    model.waits_on_host = True  # for the record
     if getattr(model, "is_quantized", False):  # weights with states of their own, which move with them
         from accelerate import cpu_offload_with_hook
 

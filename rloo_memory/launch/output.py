@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rloo_memory.errors import EXIT_USAGE, ConfigError, leave
+from rloo_memory.errors import EXIT_USAGE, ConfigError, causes, leave
 from rloo_memory.folder_lock import owned
 from rloo_memory.launch import checkpoints
 
@@ -123,14 +123,10 @@ def going_on(folder: str) -> str:
     return f"go on from {there[0].name} with --resume_from_checkpoint true" if there else "train again"
 
 
-def is_full(error: BaseException | None) -> bool:
+def is_full(error: BaseException) -> bool:
     """Whether what failed, or what it failed by, is a write that the disk has no room for."""
     said = ("No space left", "StorageFull", "File too large", "FileTooLarge", "quota exceeded", "unexpected pos")
-    while error is not None:
-        if any(words in str(error) for words in said):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(words in str(cause) for cause in causes(error) for words in said)
 
 
 def finished(checkpoint: Path, state, config) -> str:

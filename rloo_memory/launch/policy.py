@@ -27,11 +27,15 @@ class Policy:
     tokenizer: object
 
 
-def check(name: str | None) -> None:
-    """Raise `ConfigError` where no model is named, or one that is not here. Loads nothing."""
+def check(name: str | None, revision: str = "main") -> None:
+    """Raise `ConfigError` where no model is named, one that is not here, or another revision of one that is. Loads
+    nothing."""
     if not name:
         raise ConfigError("no model: set MODEL_PATH, or model_name_or_path in the profile")
-    if adapter := adapter_of(name):
+    adapter = adapter_of(name)
+    if revision != "main" and not (adapter.base if adapter else name).startswith("hub:"):
+        raise ConfigError(f"model_revision {revision!r} is for models of the hub, and {name!r} is none; leave it out")
+    if adapter:
         if not is_model(adapter.base):
             raise adapter.missing()
     elif not is_model(name) and not name.startswith("random:"):
@@ -42,28 +46,25 @@ def check(name: str | None) -> None:
 
 def load(name: str, config, with_images: bool = False) -> Policy:
     """Of an adapter's folder, its model. Only hub: downloads; code beside a model runs with `trust_remote_code`."""
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     if adapter := adapter_of(name):
         return load(adapter.base, config, with_images)
-    path = random_model(name.removeprefix("random:")) if name.startswith("random:") else model_source(name)
-    trusted = {"trust_remote_code": config.trust_remote_code}
-    changed = {key: value for key, value in (config.model_init_kwargs or {}).items() if "dtype" not in key}
-    try:
-        hf_config = AutoConfig.from_pretrained(path, **changed | trusted)
-    except Exception as error:  # a broken file raises whatever its parser raises
-        if "custom code" in str(error):
-            raise ConfigError(f"model {name!r} has code of its own; --trust_remote_code true runs it") from error
-        raise models.not_loaded(name, error) from error
+    if name.startswith("random:"):
+        name = random_model(name.removeprefix("random:"))
+    path, asked = model_source(name), config.model_init_kwargs or {}
+    changed = {key: value for key, value in asked.items() if "dtype" not in key}
+    options = {"trust_remote_code": config.trust_remote_code, "revision": asked.get("revision", "main")}
+    hf_config = models.load_config(name, **changed | options)
     with without_zero3(config.deepspeed_plugin):
         check_weights(name, Path(path), hf_config)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", **trusted)
+        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", **options)
     except Exception as error:
         raise ConfigError(f"cannot load the tokenizer of model {name!r}: {one_line(error)}") from error
     if not tokenizer("Say a.")["input_ids"]:
         raise ConfigError(f"model {name!r} has no tokenizer; put the files of one beside its weights")
-    return Policy(path, hf_config, processor_of(name, path, hf_config, trusted) if with_images else tokenizer)
+    return Policy(path, hf_config, processor_of(name, path, hf_config, options) if with_images else tokenizer)
 
 
 @contextlib.contextmanager
@@ -126,7 +127,7 @@ def sizes_in(name: str, folder: Path) -> dict[str, list[int]]:
     index, sizes = folder / "model.safetensors.index.json", {}
     files = [folder / "model.safetensors"]
     try:
-        if index.exists():
+        if index.exists() and not files[0].exists():  # as transformers prefers them
             files = [folder / file for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
         for file in files if all(file.exists() for file in files) else []:
             with safe_open(file, framework="pt") as opened:
@@ -142,34 +143,40 @@ def without_numbers(key: str) -> str:
 
 def quantization_of(hf_config, model):
     """How the weights are loaded: as the `trl.ModelConfig` asks, and unpacked where they are quantized by MXFP4, which
-    cannot be trained."""
+    cannot be trained. Raises `ConfigError` where these are to have 4 or 8 bits."""
     from transformers import Mxfp4Config
 
     from trl import get_quantization_config
 
     if (settings_in(hf_config) or {}).get("quant_method") == "mxfp4":
+        if model.load_in_4bit or model.load_in_8bit:
+            bits = "load_in_4bit" if model.load_in_4bit else "load_in_8bit"
+            raise ConfigError(f"{bits} is on, and the model's MXFP4 weights are unpacked to 16 bits; --{bits} false")
         return Mxfp4Config(dequantize=True)
     return get_quantization_config(model)
 
 
-def with_adapter(folder: str, path: str, config, quantization):
-    """The model in `path` as TRL loads it, with the adapter in `folder`, which is trained further."""
-    from peft import PeftModel
+def with_adapter(folder: str, path: str, config, quantization, dropout: float):
+    """The model in `path` as TRL loads it, with the adapter in `folder`, which is trained further with `dropout`."""
+    from peft import PeftConfig, PeftModel
     from trl.trainer.utils import create_model_from_path
 
     asked = {"trust_remote_code": config.trust_remote_code, **config.model_init_kwargs}
     config.model_init_kwargs = None  # TRL loads nothing more: with adapters, it needs no second model
     if quantization is not None:
         asked["quantization_config"] = quantization
-    return PeftModel.from_pretrained(create_model_from_path(path, **asked), folder, is_trainable=True)
+    of_adapter = PeftConfig.from_pretrained(folder)
+    of_adapter.lora_dropout = dropout
+    model = create_model_from_path(path, **asked)
+    return PeftModel.from_pretrained(model, folder, is_trainable=True, config=of_adapter)
 
 
-def processor_of(name: str, path: str, hf_config, trusted: dict):
+def processor_of(name: str, path: str, hf_config, options: dict):
     """What makes tokens and pixel values of chats with images. Raises `ConfigError` for a model that takes none."""
     from transformers import AutoProcessor
 
     try:
-        processor = AutoProcessor.from_pretrained(path, padding_side="left", **trusted)
+        processor = AutoProcessor.from_pretrained(path, padding_side="left", **options)
     except Exception as error:  # without torchvision a class that is a stand-in, a list that names it, or none
         said = one_line(error).partition(". ")[0]  # the rest names web pages
         raise ConfigError(
@@ -188,9 +195,9 @@ def random_model(shape: str) -> str:
     under a name that says everything that decides what is in it. Raises `ConfigError`."""
     import torch
     import transformers
-    from transformers import AutoModelForCausalLM
 
     hf_config = models.named_config(shape)
+    text = hf_config.get_text_config()  # of a multimodal model, the one inside
     documents = data.load_documents()
     versions = (torch.__version__, transformers.__version__, hf_config.to_json_string())
     digest = hashlib.sha256("\0".join((*versions, *documents)).encode()).hexdigest()[:12]
@@ -198,10 +205,10 @@ def random_model(shape: str) -> str:
     folder = cache / "rloo-memory" / "models" / f"random-{Path(shape).name.lower()}-{digest}"
     if folder.exists():
         return str(folder)
-    tokenizer = models.build_tokenizer(documents, hf_config.vocab_size)
-    hf_config.pad_token_id, hf_config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    tokenizer = models.build_tokenizer(documents, text.vocab_size)
+    text.pad_token_id, text.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
     with new_folder(folder) as staging:
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16).save_pretrained(staging)
+        models.auto_class(hf_config).from_config(hf_config, dtype=torch.bfloat16).save_pretrained(staging)
         tokenizer.save_pretrained(staging)
     return str(folder)

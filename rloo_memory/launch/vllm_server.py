@@ -24,12 +24,13 @@ def answers(url: str, seconds: float = 5) -> bool:
 
 
 def check(config, model: str, tokenizer) -> None:
-    """Wait for the server as long as TRL would, and compare its tokens with the model's. Raises `ConfigError` where it
-    does not come, or has another vocabulary."""
+    """Wait for the server as long as TRL would, and compare its tokens with the model's, by its tokenizer or its
+    processor. Raises `ConfigError` where it does not come, or has another vocabulary."""
     url = url_of(config)
     if url is None or config.process_index > 0:
         return
-    start = f"trl vllm-serve --model {model}"
+    revision = (config.model_init_kwargs or {}).get("revision")
+    start = f"trl vllm-serve --model {model}" + (f" --revision {revision}" if revision else "")
     until = time.monotonic() + config.vllm_server_timeout
     if not answers(url):
         print(f"vllm    waiting for {url}, up to {config.vllm_server_timeout:g} seconds", flush=True)
@@ -41,6 +42,7 @@ def check(config, model: str, tokenizer) -> None:
             )
         time.sleep(1)
     served, tokens = what_it_serves(url)
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     if tokens is not None and tokens != tokenizer(PROBE)["input_ids"]:
         raise ConfigError(
             f"the vLLM server at {url} serves {served!r}, whose tokens are not those of {model!r}; start it with the "

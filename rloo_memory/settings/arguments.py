@@ -48,3 +48,12 @@ class LaunchArguments:
     def __post_init__(self):
         if isinstance(self.reward_funcs, str):  # one, in a file
             self.reward_funcs = [self.reward_funcs]
+
+
+@dataclass
+class TrainerAdditions:
+    """What the launcher's trainers have beside TRL's settings."""
+
+    prefix_sharing: bool = setting(False, "each prompt is computed once for all its completions")
+    tokens_per_forward: int | None = setting(None, "how many tokens go through the model together")
+    activation_offloading: bool = setting(False, "what the backward needs waits on the host; needs a GPU")

@@ -17,10 +17,6 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
-def profile_path(name: str) -> Path:
-    return Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
-
-
 class Loader(yaml.SafeLoader):
     """Refuses what YAML 1.1 reads as something else than is written."""
 
@@ -68,7 +64,7 @@ def load_profile(name: str) -> dict:
 
 def find_profile(name: str) -> Path:
     """Where the profile is. Raises `ConfigError` with the nearest name."""
-    path = profile_path(name)
+    path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
     if path.exists():
         return path
     if path == Path(name):

@@ -17,17 +17,12 @@ from rloo_memory.errors import ConfigError
 from rloo_memory.plan import setups
 from rloo_memory.plan.setups import ABOVE_0, AT_LEAST_1, NOT_NEGATIVE, SHARE, Range
 from rloo_memory.prefix_sharing.config import check_passes_config
-from rloo_memory.settings.arguments import LaunchArguments, setting
+from rloo_memory.settings.arguments import LaunchArguments, TrainerAdditions
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 
 
-# TRL has none of these, the launcher has
 @dataclass
-class Sharing:
-    prefix_sharing: bool = setting(False, "Whether to compute each prompt once for all its completions.")
-    tokens_per_forward: int | None = setting(None, "Number of tokens that go through the model together.")
-    activation_offloading: bool = setting(False, "Whether to keep what the backward needs on the host.")
-
+class Sharing(TrainerAdditions):
     def __post_init__(self):
         super().__post_init__()
         if self.prefix_sharing or self.tokens_per_forward is not None:
