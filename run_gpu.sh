@@ -13,9 +13,8 @@ cells='bench cells-gpu --models' small=qwen3-0.6b large=qwen3-8b-lora
 seed='suite --scale seed --arms' arms=shared,classic-baseline,classic-string,classic-lean,stock,stock-accumulate
 near=stock,stock-cudnn,shared-2,shared-8192 far=stock,stock-accumulate,shared-2,shared-micro-2
 # Name, minutes that must be left, minutes after which it has failed (guesses for an H200), command. All but the first
-# two keep what they measured when they are ended
+# keep what they measured when they are ended
 items_cuda="
-device             1   5 checks.device_facts
 exactness          4  20 checks.exactness
 cells-first        2  30 $cells $small/sampled --cells 3000x100x8
 cells-8b           3  30 $cells $large/sampled --cells 3000x100x8 --repeats 2
@@ -28,14 +27,11 @@ planner            1  40 checks.planner_check
 published-k2-k4    1  60 $seed $arms --k 2,4
 published-exact    1  20 $seed classic-string-exact --k 2,4,8
 cells-8000         4  60 $cells $small/sampled,$large/sampled --cells 8000x512x8 --ways $far --repeats 1
-sampler            1  20 bench sampler --models seed
 published-repeats  1 120 $seed $arms,classic-string-exact --k 2,4,8 --repeats 3
 published-many     1  60 $seed classic-string,classic-string-exact,classic-lean,shared --k 16,32,64"
 items_cpu="
-device            1   2 checks.device_facts
 cells-small       1   5 bench cells-small --ways stock,shared-2
 published-k2      1   5 suite --scale test --arms shared,classic-lean --k 2
-sampler           1   5 bench sampler --models test --repeats 1
 planner           1   5 checks.planner_check --cases shared-k8"
 needed=(torch transformers accelerate peft datasets pandas pyarrow xxhash psutil pynvml)
 
@@ -105,6 +101,7 @@ folder=$("$python" -m experiments.suite --arms shared --k 2 --device "$device" -
 commit=$("$python" -c 'from experiments import commit; print(commit.source_commit())')
 states=$folder/on_gpu item='' worst=0
 mkdir -p "$states"
+timeout 60 "$python" -m torch.utils.collect_env > "$states/device.txt" 2>&1 || true
 
 pack() { # raw samples stay behind where they are too much for one file to carry
   local new=$out.$BASHPID

@@ -12,12 +12,13 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 
 from experiments.checks import age
 from experiments.commit import is_same_code
 from experiments.config import ROOT
 from experiments.measuring import EXIT_VERDICT, FACTS, Parser, place
-from experiments.processes import stoppable
+from experiments.processes import end_with, stoppable
 from experiments.record import read_csv, write_csv
 from rloo_memory.errors import choose, program
 
@@ -30,7 +31,7 @@ ITEMS = {  # modules of experiments, or scripts
     "exact": "suite --arms classic-baseline,classic-lean --scale exact --k 2",
     "learn": "suite --arms classic-baseline,classic-lean --scale learn --k 4",
     "step": "./run_bench.sh",
-    **{name: f"bench {name}" for name in ("worth", "lengths", "alike", "decoding", "rivals", "families", "sampler")},
+    **{name: f"bench {name}" for name in ("worth", "lengths", "alike", "decoding", "rivals", "families")},
     "planner": "checks.planner_check",
     "speed": "checks.speed_check --machine {machine}",
     "published": "checks.published_peaks",
@@ -62,14 +63,13 @@ def main(argv: list[str] | None) -> int:
         known = [float(table[each]["minutes"]) for each in todo[number:] if each in table]
         print(f"{name}: {number + 1} of {len(todo)}, {sum(known):.0f} minutes left where it is known", flush=True)
         words = ITEMS[name].format(trl=args.trl, machine=here.folder.name).split()
-        is_script = words[0].startswith("./")
-        command = words if is_script else [sys.executable, "-m", f"experiments.{words[0]}", *words[1:]]
+        if not words[0].startswith("./"):
+            words = [sys.executable, "-m", f"experiments.{words[0]}", *words[1:]]
         if name not in PLACELESS:
-            command += ["--machine", here.folder.name, "--results", str(here.folder.parent)]
+            words += ["--machine", here.folder.name, "--results", str(here.folder.parent)]
         began, before = time.monotonic(), table.get(name)
-        # A program ends with us; a script's programs end with the script
-        ends_with = {} if is_script else {"SCRIPT_PID": str(os.getpid())}
-        code = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)} | ends_with).returncode
+        environment, dies = os.environ | {"PYTHONPATH": str(ROOT)}, partial(end_with, os.getpid())
+        code = subprocess.run(words, cwd=ROOT, env=environment, preexec_fn=dies).returncode
         minutes = (time.monotonic() - began) / 60
         if before is not None and before["commit"] == commit and before["exit_code"] not in MEASURED:
             minutes += float(before["minutes"])  # it was stopped then

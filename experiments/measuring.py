@@ -64,6 +64,5 @@ def need(*packages: str) -> None:
     """Raises `ConfigError` that names all of `packages` that are not installed."""
     if missing := [name for name in packages if find_spec(name) is None]:
         raise ConfigError(
-            f"not installed for {sys.executable}: {', '.join(missing)}; run ./setup_env.sh (without a network: "
-            "./setup_env.sh --offline DIR) and use .venv/bin/python"
+            f"not installed for {sys.executable}: {', '.join(missing)}; run ./setup_env.sh and use .venv/bin/python"
         )

@@ -2,9 +2,11 @@
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 
 from rloo_memory.errors import Stopped
 
@@ -42,6 +44,13 @@ def end_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # it ended before that
         raise Stopped(signal.SIGTERM)
+
+
+def in_its_own_process(function: Callable, *args):
+    """What `function(*args)` returns or raises in a new process, which ends with this one. What it leaves in memory
+    ends with it. Raises `BrokenProcessPool` where something ends it."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with, (os.getpid(),)) as process:
+        return process.submit(function, *args).result()
 
 
 def end_with_script() -> None:

@@ -1,1 +1,1 @@
-"""Charts and tables from results files. Reads files only: imports neither torch nor trl nor experiments."""
+"""Charts and tables from results files. Imports neither torch nor trl, and of experiments what declares the files."""

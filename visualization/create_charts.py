@@ -1,11 +1,6 @@
-"""Draw every chart that the results allow, as PNG and SVG.
+"""Draw every chart that the results allow, as PNG and SVG."""
 
-python -m visualization.create_charts RESULTS_MACHINE_DIR [--out DIR] [--scale S]
-"""
-
-import argparse
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -17,7 +12,7 @@ from visualization.charts.idea import idea
 from visualization.charts.peak_by_k import peak_by_k
 from visualization.charts.peak_comparison import peak_comparison
 from visualization.charts.timelines import timeline_peak_preserving, timeline_ultra_smooth
-from visualization.results import BENCH, LEARN, Results, load
+from visualization.results import BENCH, LEARN, Results
 
 CHARTS = (timeline_peak_preserving, timeline_ultra_smooth, audit, idea)
 
@@ -31,32 +26,13 @@ def figures(results: Results) -> Iterator[tuple[str, Figure]]:
             yield draw.__name__, figure
 
 
-def draw_all(results: Results, out: Path, scale: str | None = None) -> list[Path]:
-    """Draw the charts of the scale, or of each that has charts, and the training curves where there are any: the first
-    one's into `out`, any other's into a folder of its name there. Returns the files."""
+def draw_all(results: Results, out: Path) -> list[Path]:
+    """Draw the charts of each scale that has charts, and the training curves where there are any: the first scale's
+    into `out`, any other's into a folder of its name there. Returns the files."""
     written = []
-    for number, name in enumerate([scale] if scale else results.charted()):
+    for number, name in enumerate(results.charted()):
         for chart, figure in figures(results.of(name)):
             written += style.save(figure, out / name if number else out, chart)
     if curves := convergence(results.of(LEARN)):
         written += style.save(curves, out, "convergence")
     return written
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Draw the charts and print the files written."""
-    parser = argparse.ArgumentParser(prog="python -m visualization.create_charts", description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path, help="results/<machine>")
-    parser.add_argument("--out", type=Path, help="folder to write to (default: charts in the results folder)")
-    parser.add_argument("--scale", help="draw only this scale (default: what everybody runs, and bench)")
-    args = parser.parse_args(argv)
-    results = load(args.results)
-    if args.scale and args.scale not in results.scales():
-        found = ", ".join(results.scales())
-        sys.exit(f"error: {args.results}: has no runs at scale {args.scale}; it has {found}")
-    for path in draw_all(results, args.out or args.results / "charts", args.scale):
-        print(path)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,8 @@
 """The runs of results/<machine> as pandas frames: a row a run, a row a phase, and a row a cell (scale, arm, k)."""
 
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from experiments import arms
-from experiments.run_record import APART, PHASE_COLUMNS, stored_runs
+from experiments.run_record import APART, FINISHED, PHASE_COLUMNS, stored_runs
 
 GIB, MIB = 2**30, 2**20
 LEARN = "learn"  # the scale of the convergence runs: another workload
@@ -34,6 +35,7 @@ MEASURES = {
     "peak_resident_bytes": "process resident memory",
     "peak_device_used_bytes": "device memory used",
 }
+TRACE = ["run_id", "scale", "arm", "k", "repeat", "step", "reward", "loss", "kl"]
 FAILURES = {"oom": "out of memory", "error": "error", "killed": "killed"}
 LEAST = GIB // 10  # of peak above start, bytes: below it, percentages are noise
 MARK = "\N{DOUBLE DAGGER}"
@@ -48,13 +50,17 @@ class Results:
     runs: pd.DataFrame
     phases: pd.DataFrame
     trace: pd.DataFrame  # step, reward, loss, kl of each update of runs that finished
+    left_out: pd.DataFrame  # runs whose settings are not those of the newest one of their cell
 
     def of(self, scale: str) -> "Results":
         """One scale, with the runs that are there for its seconds."""
-        return replace(self, runs=self.runs[self.runs.scale.isin([scale, scale + TIMES])])
+        return self.where(lambda runs: runs.scale.isin([scale, scale + TIMES]))
 
     def only(self, arms: Iterable[str], k: int) -> "Results":
-        return replace(self, runs=self.runs[self.runs.arm.isin(list(arms)) & (self.runs.k == k)])
+        return self.where(lambda runs: runs.arm.isin(list(arms)) & (runs.k == k))
+
+    def where(self, keep: Callable[[pd.DataFrame], pd.Series]) -> "Results":
+        return replace(self, runs=self.runs[keep(self.runs)], left_out=self.left_out[keep(self.left_out)])
 
     @cached_property
     def own(self) -> pd.DataFrame:
@@ -82,7 +88,7 @@ class Results:
         figures |= {name: clocked[f"{name}_seconds"] for name in ("first", "step", "generate", "score", "train")}
         for name, of in figures.items():
             row |= {name: of.median(), f"{name}_low": of.min(), f"{name}_high": of.max()}
-        first = mine.bfill().iloc[0]  # what all repeats were asked to do
+        first = mine.bfill().iloc[0]  # what all repeats were asked to do, as `load` saw to
         row |= {name: first[name] for name in ("asked", "fed", "completion_tokens", "batch", "budget_bytes")}
         row["start_bytes"] = done.start_bytes.median()
         row["tokens"] = (done.fed + done.completion_tokens).mul(done.batch).median()
@@ -124,10 +130,12 @@ class Results:
 
     def footnotes(self) -> list[str]:
         """A line for each kind of run that is not what it seems."""
-        killed = self.own[self.own.status == "killed"].run_id
-        lost = self.own[self.own.sampler_lost & (self.own.status == "ok")].run_id
-        lines = [f"killed before it could report: {', '.join(killed)}"] if len(killed) else []
-        return lines + ([f"samples end before the run does: {', '.join(lost)}"] if len(lost) else [])
+        told = {
+            "killed before it could report": self.own[self.own.status == "killed"],
+            "samples end before the run does": self.own[self.own.sampler_lost & (self.own.status == "ok")],
+            "left out, as their settings are not those of the newest run": self.left_out,
+        }
+        return [f"{what}: {', '.join(runs.run_id)}" for what, runs in told.items() if len(runs)]
 
     def scales(self) -> list[str]:
         """All, first what everybody runs, `learn` last."""
@@ -157,8 +165,17 @@ def load(folder: Path) -> Results:
         phases.append(its.assign(run_id=run.run_id, bytes=level))
         if row["status"] == "ok":
             trace += [row | step for step in run.record["trace"]]
-    known = pd.DataFrame(trace, columns=["run_id", "scale", "arm", "k", "repeat", "step", "reward", "loss", "kl"])
-    return Results(folder, pd.DataFrame(rows), pd.concat(phases, ignore_index=True), known)
+    runs, known = pd.DataFrame(rows), pd.DataFrame(trace, columns=TRACE)
+    other = differs_from_newest(runs)
+    known = known[~known.run_id.isin(runs.run_id[other])]
+    return Results(folder, runs[~other], pd.concat(phases, ignore_index=True), known, runs[other])
+
+
+def differs_from_newest(runs: pd.DataFrame) -> pd.Series:
+    """Whether a run was asked for other than the newest one of its cell, if possible of those that finished."""
+    ordered = runs.assign(done=runs.status.isin(FINISHED)).sort_values(["done", "started_at"], kind="stable")
+    newest = ordered.groupby(["scale", "arm", "k"]).settings.transform("last")
+    return runs.settings != newest.reindex(runs.index)
 
 
 def row_of(record: dict, phases: pd.DataFrame) -> dict:
@@ -167,6 +184,8 @@ def row_of(record: dict, phases: pd.DataFrame) -> dict:
     if unusual := re.search(r"_c(\d+)_r\d+$", record["run_id"]):  # not the arm's usual number: never the same cell
         row["arm"] += f"-c{unusual[1]}"
     row["status"] = "killed" if record["status"] == "running" else record["status"]
+    asked = {name: value for name, value in record["config"].items() if name not in ("repeat", "seed")}
+    row["settings"] = json.dumps(asked, sort_keys=True)
     measure = "peak_device_used_bytes" if record["device_kind"] == "cuda" else "peak_resident_bytes"
     row |= {"measure": measure, "asked": record["prompt_tokens_requested"], "fed": record["prompt_tokens_fed_mean"]}
     row["peak_bytes"] = record[measure] if row["status"] == "ok" else None

@@ -43,7 +43,7 @@ _OTHERS = (
 PHASE_GREYS = {"generate": "#d9d9d9", "score": "#a6a6a6", "train": "#666666", "optimizer": "#000000"}
 START_COLOUR = "#b8b8b8"
 BEHIND_TEXT = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.8}
-K_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+K_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "h", "8")
 
 
 def _look(arm: str) -> tuple:

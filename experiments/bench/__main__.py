@@ -15,16 +15,17 @@ Measurements:
 import argparse
 import re
 import sys
-from dataclasses import replace
+from concurrent.futures.process import BrokenProcessPool
 
-from experiments.bench.alternating import NO_ANSWER, in_its_own_process
+from experiments.bench import alternating
 from experiments.bench.measurements import MEASUREMENTS, Measurement
 from experiments.bench.samples import OUT_OF_MEMORY, Cell, Samples
 from experiments.commit import is_same_code
 from experiments.config import check_limit
 from experiments.measuring import EXIT_VERDICT, Parser, place, words
+from experiments.processes import in_its_own_process
 from experiments.run_options import whole
-from rloo_memory.errors import EXIT_USAGE, ConfigError, choose, program
+from rloo_memory.errors import ConfigError, choose, program
 
 
 @program("bench")
@@ -52,12 +53,11 @@ def main(argv: list[str] | None) -> int:
         print(f"{number} of {len(cells)}: {cell}", flush=True)
         if args.fresh or not is_same_code(commit, commit):
             samples.forget(cell)
-        while samples.missing(cell, ways, *repeats):
-            code = in_its_own_process(name, cell, ways, repeats, here)
-            if code == EXIT_USAGE:  # it has said why
-                return code
-            if code not in (0, NO_ANSWER):
-                print(f"bench: {cell}: ended with exit code {code}; the same command goes on", file=sys.stderr)
+        while samples.missing(cell, ways, *repeats):  # another process, where the device answers one no more
+            try:
+                in_its_own_process(alternating.measure, name, cell, ways, repeats, here)
+            except BrokenProcessPool:
+                print(f"bench: {cell}: its process was ended; the same command goes on", file=sys.stderr)
                 return 1
         failures = {each["failure"] for each in samples.taken(cell).values()} - {""}
         wrong = [failure for failure in failures if not failure.startswith(OUT_OF_MEMORY)]
@@ -75,10 +75,6 @@ def chosen(measurement: Measurement, models: str | None, cells: str | None) -> t
     names = dict.fromkeys(cell.model for cell in measurement.cells)
     if models is not None:
         names = words("model", models, measurement.models)
-    if measurement.cells[0].prompt_tokens is None:
-        if cells is not None:
-            raise ConfigError(f"--cells {cells[:40]!r}: this measurement has no lengths; leave the option out")
-        return tuple(replace(measurement.cells[0], model=name) for name in names)
     if cells is not None:
         return tuple(Cell(name, *size_of(text)) for text in dict.fromkeys(cells.split(",")) for name in names)
     own = [cell for cell in measurement.cells if cell.model in names]

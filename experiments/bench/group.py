@@ -1,18 +1,15 @@
 """One prompt with k completions, and the phases of a training step on them: whole rows, or with the prompt shared."""
 
 import gc
-import multiprocessing
-import os
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
 from experiments.arms import ARMS
 from experiments.bench.samples import Cell
 from experiments.builds import use_fork
-from experiments.processes import end_with
+from experiments.processes import in_its_own_process
 from experiments.run_device import keep_freed_memory, keep_only_live_memory
 from rloo_memory.device import settle, status_bytes
 from rloo_memory.phases import HighWater
@@ -158,7 +155,7 @@ class Group:
                 tokens_per_forward=pass_rows and pass_rows * (self.completion + 1),
                 num_images=self.num_images and self.num_images[rows],
                 tree=tree,
-                first_row=rows.start or 0,
+                rows=range(rows.start or 0, (rows.start or 0) + len(labels)),
             )
         elif pass_rows:
             passes = TokenBudgetPasses(self.prompt, tokens_per_forward=pass_rows * labels.shape[1])
@@ -237,8 +234,7 @@ class Timed:
 
     def find_peaks(self, make: Callable[[], Group], way: str) -> None:
         print(f"  {way}: peaks", flush=True)
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with, (os.getpid(),)) as process:
-            self.peaks[way] = process.submit(peaks_of, make, way, self.phases).result()
+        self.peaks[way] = in_its_own_process(peaks_of, make, way, self.phases)
 
     def warm_up(self, way: str) -> None:
         self.group.train(way) if "train" in self.phases else self.group.generate(way, tokens=2)

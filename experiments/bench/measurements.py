@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 
-from experiments.bench import random_models, sampling, trainings
+from experiments.bench import random_models, trainings
 from experiments.bench.group import PHASES, WAYS, Group, Timed
 from experiments.bench.lengths import Lengths
 from experiments.bench.rivals import RIVALS, Rivals
@@ -16,7 +16,7 @@ from experiments.measuring import Place
 @dataclass(frozen=True)
 class Measurement:
     """`start(cell, ways, place)` gives an object whose `sample(way)` is one repeat of one way: numbers by metric. The
-    last word of a metric is its unit: seconds, ms, bytes. What it raises is the outcome of that way. `models` are the
+    last word of a metric is its unit: seconds, bytes. What it raises is the outcome of that way. `models` are the
     names that a cell's model may have, `device` where alone it can run. No name of a way has a comma in it."""
 
     about: str
@@ -40,7 +40,7 @@ class Worth(Timed):
         return PHASES if WAYS[way].pass_rows is None else PHASES[1:]
 
 
-def cells(names: str, *sizes: tuple[int | None, ...]) -> tuple[Cell, ...]:
+def cells(names: str, *sizes: tuple[int, int, int]) -> tuple[Cell, ...]:
     """Each of the sizes (prompt, completion, k) with each of the models, which have spaces between."""
     return tuple(Cell(name, *size) for size, name in product(sizes, names.split()))
 
@@ -81,11 +81,6 @@ MEASUREMENTS = {
         "each phase on models of every kind: plain, windows, sinks, experts, recurrent layers, images",
         partial(start, peaks=True), ("whole", "shared-micro-2"),
         cells(KINDS, (3000, 100, 8)), (*KINDS.split(), "tiny"),
-    ),
-    "sampler": Measurement(
-        "what sampling alone would have missed of a run's peak",
-        sampling.Sampled, tuple(sampling.INTERVALS), cells("cpu", (None, None, 4)), ("seed", "cpu", "test"),
-        device=None,
     ),
     "cells-gpu": Measurement(
         "trainings of real shapes, their seconds and peaks; run_gpu.sh lists which",

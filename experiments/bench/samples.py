@@ -19,7 +19,7 @@ COLUMNS = (
     "measurement", "model", "prompt_tokens", "completion_tokens", "k", "way", "metric", "unit", "median", "low",
     "high", "repeats", "failure", *FACTS,
 )  # fmt: skip
-UNITS = {"seconds": "s", "ms": "ms", "bytes": "bytes"}  # by the last word of a metric
+UNITS = {"seconds": "s", "bytes": "bytes"}  # by the last word of a metric
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,12 @@ class Cell:
     """What is measured in several ways: a model, and tokens of its prompt and of each of its k completions."""
 
     model: str
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    k: int | None = None
+    prompt_tokens: int
+    completion_tokens: int
+    k: int
 
     def __str__(self) -> str:
-        sizes = ("prompt", self.prompt_tokens), ("completion", self.completion_tokens), ("k", self.k)
-        return ", ".join([self.model, *(f"{name} {number:,}" for name, number in sizes if number is not None)])
+        return f"{self.model}, prompt {self.prompt_tokens:,}, completion {self.completion_tokens:,}, k {self.k}"
 
 
 class Samples:
@@ -87,7 +86,7 @@ class Samples:
         about = self.about | asdict(cell)
         rows = [about | {"way": way} | row for way, samples in by_way.items() for row in summary(samples)]
         of_cell = {"measurement": self.about["measurement"]}
-        of_cell |= {name: "" if value is None else str(value) for name, value in asdict(cell).items()}
+        of_cell |= {name: str(value) for name, value in asdict(cell).items()}
         table = read_csv(self.folder / TABLE)
         before = [row for row in table if row.items() >= of_cell.items()]
         now = counts(rows)

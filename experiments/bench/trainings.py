@@ -144,7 +144,8 @@ class Trained:
 
 
 class Alike(Trained):
-    """Trainings on prompts that begin alike. On a CPU, each way trains once more before, with its tensors counted."""
+    """Trainings on prompts that begin alike. On a CPU, each way trains once more before its first sample, with its
+    tensors counted."""
 
     steps = 1
 
@@ -157,7 +158,6 @@ class Alike(Trained):
         self.tokens, self.peaks = self.tokens_of_forward(), {}
         if self.device == "cpu":
             keep_freed_memory()
-            self.peaks = {way: self.peaks_of(way) for way in ways}
 
     def tokens_of_forward(self) -> dict[str, int]:
         """By way: tokens that go through the model when an update's rows do once."""
@@ -174,6 +174,8 @@ class Alike(Trained):
         return {metric: value for metric, value in values.items() if metric.endswith("_bytes")}
 
     def sample(self, way: str, memory=None) -> dict[str, float]:
+        if self.device == "cpu" and way not in self.peaks:
+            self.peaks[way] = self.peaks_of(way)
         return super().sample(way, memory) | self.peaks.get(way, {}) | {"forward_tokens": self.tokens[way]}
 
 

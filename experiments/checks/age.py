@@ -3,10 +3,10 @@
     python -m experiments.checks.age
 
 Reads results/<machine>/runs.jsonl and every CSV with a column `commit`. What is on top is measured anew first:
-`make evidence` does all of it.
+`make evidence` does all of it. "?" stands for a commit that git does not know here, as in a shallow clone.
 """
 
-import re
+import math
 import subprocess
 import sys
 from collections import Counter
@@ -17,7 +17,7 @@ from experiments.config import ROOT
 from experiments.record import read_csv
 from experiments.run_options import Parser
 from experiments.run_record import kept_runs
-from rloo_memory.errors import ConfigError, program
+from rloo_memory.errors import program
 
 
 def tables(results: Path) -> Counter[tuple[str, str]]:
@@ -34,20 +34,9 @@ def tables(results: Path) -> Counter[tuple[str, str]]:
     return found
 
 
-def git(*command: str) -> str:
-    """Raises `ConfigError` with git's last line where it fails."""
-    try:
-        said = subprocess.run(["git", "-C", str(ROOT), *command], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        why = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
-        raise ConfigError(
-            f"git {command[0]}: {why}; a shallow clone knows no earlier commits: git fetch --unshallow"
-        ) from error
-    return said.stdout.strip()
-
-
-def is_commit(text: str) -> bool:
-    return re.fullmatch("[0-9a-f]{7,40}", text) is not None
+def changes_since(commit: str) -> str:
+    command = ["git", "-C", str(ROOT), "rev-list", "--count", f"{commit}..HEAD", "--", *PATHS]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "?"
 
 
 @program("age")
@@ -55,15 +44,11 @@ def main(argv: list[str] | None) -> int:
     parser = Parser(prog="python -m experiments.checks.age", description=__doc__.split("\n")[0])
     parser.parse_args(argv)
     found = tables(ROOT / "results")
-    commits = {commit for _, commit in found if is_commit(commit)}
-    for table, commit in sorted(found):
-        if commit not in commits:  # changed files, or what no program here writes
-            print(f"   ? changes since  {commit!r}, which is no commit  {table} ({found.pop((table, commit))} rows)")
-    since = {commit: int(git("rev-list", "--count", f"{commit}..HEAD", "--", *PATHS)) for commit in commits}
-    days = {commit: git("log", "-1", "--format=%cs", commit) for commit in commits}
-    for (table, commit), rows in sorted(found.items(), key=lambda item: -since[item[0][1]]):
-        print(f"{since[commit]:4} changes since  {days[commit]}  {commit}  {table} ({rows} rows)")
-    print(f"measured by {', '.join(sorted(commits))}; changes are later commits that touch {', '.join(SOURCES)}")
+    since = {commit: changes_since(commit) for _, commit in found}
+    rows = [(since[commit], commit, f"{table} ({number} rows)") for (table, commit), number in found.items()]
+    for row in sorted(rows, key=lambda row: -math.inf if row[0] == "?" else -int(row[0])):
+        print("{:>4} changes since  {}  {}".format(*row))
+    print(f"changes are later commits that touch {', '.join(SOURCES)}")
     return 0
 
 

@@ -3,6 +3,7 @@
 Whole rows are TRL's own pass of the same model, before prefix sharing is enabled.
 """
 
+import math
 import re
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -30,12 +31,12 @@ class Result:
     generation: str = ""  # "same", or what differs
 
 
-def check(family: Family, attention: str | None = None) -> Result:
-    """Try prefix sharing on a family, with the named implementation of attention."""
+def check(family: Family) -> Result:
+    """Try prefix sharing on a family."""
     try:
         if kind := other_kind(family):
             return Result(OTHER, kind)
-        model = build(family, attention).train()
+        model = build(family).train()
     except Exception as error:
         package = re.search(r"requires the (\w+) library|No module named '(\w+)'", str(error))
         return Result(
@@ -136,7 +137,7 @@ def compare(model) -> Result:
     except Exception as error:
         return Result(FAILS, said(error))
     tokens, gradient = (max(values) for values in zip(*errors, strict=True))
-    verdict = SHARED if max(tokens, gradient) <= TOLERANCE else WRONG  # not a number is WRONG
+    verdict = SHARED if max(tokens, gradient) <= TOLERANCE else WRONG
     return Result(verdict, "", tokens, gradient, compare_generation(model, whole_rows))
 
 
@@ -207,7 +208,7 @@ def ways_of_whole_rows(model, settings: dict) -> dict:
     return {"two at a time": run(model, passes=two, **settings), "not shared": run(model, **settings)}
 
 
-def run_micro_batches(model, inputs: dict | None = None):
+def run_micro_batches(model, inputs: dict | None = None, in_one_backward: bool = False):
     """What `run` gives, of one completion a micro-batch and without the router's loss."""
     import torch
 
@@ -217,13 +218,14 @@ def run_micro_batches(model, inputs: dict | None = None):
     model.zero_grad()
     inputs = batch() if inputs is None else inputs
     prompts = Prompts.of(*(inputs[name][:, :PROMPT] for name in ("input_ids", "attention_mask")))
-    tree, tokens = Tree.of(prompts, rows_per_backward=1), []
+    tree, tokens = Tree.of(prompts, rows_per_backward=1, in_one_backward=in_one_backward), []
     for row in range(len(LENGTHS)):
-        passes = SharedPrefixPasses(PROMPT, tree=tree, first_row=row)
+        passes = SharedPrefixPasses(PROMPT, tree=tree, rows=[row])
         own, loss = scored(model, inputs, PROMPT, slice(row, row + 1), passes=passes)
         loss.backward()
         tree.leave(row + 1)
         tokens.append(own)
+    assert not tree.nodes
     return torch.cat(tokens, dim=1), gradient_of(model)
 
 
@@ -285,9 +287,9 @@ def gradient_of(model):
 
 
 def error(got, truth) -> float:
-    """Relative."""
+    """Relative. What is not a number is infinitely wrong: `max` may pass over it."""
     got, truth = got.double().cpu(), truth.double().cpu()
-    return ((got - truth).norm() / truth.norm()).item()
+    return ((got - truth).norm() / truth.norm()).nan_to_num(nan=math.inf).item()
 
 
 def error_of(got, truth) -> list[float]:

@@ -10,9 +10,9 @@ and its log-probabilities, gradients or greedy decoding are not those of whole r
 import math
 import multiprocessing
 import os
+import signal
 import sys
 import textwrap
-import time
 from collections import Counter
 from datetime import date
 from importlib.metadata import version
@@ -36,6 +36,7 @@ from experiments.checks.family_check import (
 )
 from experiments.checks.tiny_families import WINDOW, Family, families
 from experiments.measuring import need
+from experiments.processes import end_with
 from experiments.run_options import Parser
 from rloo_memory.errors import ConfigError, choose, program
 
@@ -96,41 +97,36 @@ to later tokens it is a trial: the last token of a sequence changes the hidden s
 """
 
 
-def check_all(tried: list[Family], workers: int, attention: str | None = None):
+def check_all(tried: list[Family], workers: int):
     """Yields each family with its result, as they come. Each has a process of its own, and a limit on its time."""
     fork, waiting, running = multiprocessing.get_context("fork"), list(tried), {}
     while waiting or running:
         while waiting and len(running) < workers:
             answer, sent = fork.Pipe(duplex=False)
             family = waiting.pop(0)
-            process = fork.Process(target=check_here, args=(family, attention, sent))
+            process = fork.Process(target=check_here, args=(family, sent))
             process.start()
             sent.close()
-            running[answer] = family, process, time.monotonic() + SECONDS
-        for answer in wait(list(running), timeout=1):
-            family, process, limit = running.pop(answer)
+            running[answer] = family, process
+        for answer in wait(list(running)):
+            family, process = running.pop(answer)
             try:
                 yield family, answer.recv()
             except EOFError:
                 process.join()
-                late = time.monotonic() > limit
+                late = process.exitcode == -signal.SIGALRM
                 ended = f"not done after {SECONDS} seconds" if late else f"the process ended with {process.exitcode}"
                 yield family, Result(FAILS, ended)
-        for _, process, limit in running.values():
-            if time.monotonic() > limit:
-                process.kill()
 
 
-def check_here(family: Family, attention: str | None, sent) -> None:
+def check_here(family: Family, sent) -> None:
     """In a forked process, whose output nobody reads."""
+    end_with(multiprocessing.parent_process().pid)
+    signal.alarm(SECONDS)
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
     os.dup2(silence, 2)
-    if attention is not None:
-        from experiments.checks import flash_stand_in
-
-        flash_stand_in.install(flash_stand_in.ForGood)
-    sent.send(family_check.check(family, attention))
+    sent.send(family_check.check(family))
 
 
 def is_bad(result: Result) -> bool:
@@ -227,23 +223,18 @@ def main(argv: list[str] | None) -> int:
     parser = Parser(prog="python -m experiments.checks.model_families", description=__doc__.split("\n")[0])
     parser.add_argument("--write", type=Path, metavar="FILE", help="the page, such as docs/models.md")
     parser.add_argument("--only", metavar="NAME,...", help="names of families or classes")
-    parser.add_argument("--attention", help="a flash kernel of the hub, or flex_attention; PyTorch stands in for it")
     args = parser.parse_args(argv)
-    if args.write and (args.only or args.attention):
-        raise ConfigError("--write makes the page of all families as they come; leave out --only and --attention")
+    if args.write and args.only:
+        raise ConfigError("--write makes the page of all families; leave out --only")
     need("torch", "transformers", "accelerate", "datasets")
     tried = families()
     if args.only:
         names = {name for family in tried for name in (*family.names, family.class_name)}
         wanted = {choose("family", name, sorted(names)) for name in args.only.split(",")}
         tried = [family for family in tried if not wanted.isdisjoint({*family.names, family.class_name})]
-    if args.attention:
-        from experiments.checks import flash_stand_in
-
-        choose("implementation", args.attention, [*flash_stand_in.KERNELS, "flex_attention"])
     load()
     results = []
-    for family, result in check_all(tried, min(len(os.sched_getaffinity(0)), 8), args.attention):
+    for family, result in check_all(tried, min(len(os.sched_getaffinity(0)), 8)):
         results.append((family, result))
         print(" | ".join(filter(None, cells(family, result))), flush=True)
     if args.write:

@@ -9,10 +9,8 @@ results/<machine>/plan_check.csv, case by case; cases that this commit has measu
 """
 
 import copy
-import multiprocessing
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +18,7 @@ from pathlib import Path
 from experiments.checks.setup_trainer import build_trainer, text_dataset, train
 from experiments.commit import is_same_code
 from experiments.measuring import FACTS, Parser, need, place, words
+from experiments.processes import in_its_own_process
 from experiments.record import read_csv, write_csv
 from rloo_memory import data, models
 from rloo_memory.errors import program
@@ -173,7 +172,7 @@ def main(argv: list[str] | None) -> int:
     print(f"{'case, GiB predicted / measured':32}" + "".join(f"{phase:>22}" for phase in PHASES))
     for name in chosen:
         if name not in there:
-            found = check(name, here.device)
+            found = in_its_own_process(check_here, name, here.device)
             rows = [row for row in rows if row["case"] != name] + [row | here.facts for row in found]
             rows.sort(key=lambda row: order.index(row["case"]) if row["case"] in order else len(order))
             write_csv(path, COLUMNS, rows)
@@ -183,12 +182,6 @@ def main(argv: list[str] | None) -> int:
     worst = max(abs(float(row["error"])) for row in rows if row["case"] in chosen)
     print(f"largest error {worst:.1%}; {path}")
     return 0
-
-
-def check(name: str, device: str) -> list[dict]:
-    """`check_here` in a new process."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return process.submit(check_here, name, device).result()
 
 
 def check_here(name: str, device: str) -> list[dict]:

@@ -22,9 +22,17 @@ from rloo_memory.plan.speed import PHASES, ratios
 TABLE = ROOT / "results" / "plans" / "speed_check.csv"
 
 
+class OfCompletions(Setup):
+    """As the bench scores them, and TRL on a GPU: TRL on a CPU takes the tokens of prompts, too."""
+
+    @property
+    def positions_to_score(self) -> int:
+        return self.max_completion_length
+
+
 def setups_of(prompt: int, completion: int, k: int) -> dict[str, Setup]:
     """By the bench's names."""
-    whole = Setup(
+    whole = OfCompletions(
         prompt, completion, k, k, dtype="float32", bf16=False, beta=0, padded=False, device="cpu", optim="adamw_torch"
     )
     shared = replace(whole, prefix_sharing=True)
@@ -58,10 +66,15 @@ def rows_of(measured: pandas.DataFrame) -> list[dict]:
     return rows
 
 
+def table_of(machine: str) -> pandas.DataFrame:
+    bench = pandas.read_csv(ROOT / "results" / machine / "bench.csv")
+    rows = rows_of(bench[bench.measurement == "worth"])
+    return pandas.DataFrame(rows).sort_values(["model", "phase"], ignore_index=True).round(3)
+
+
 def run(args: argparse.Namespace) -> int:
-    bench = pandas.read_csv(ROOT / "results" / args.machine / "bench.csv")
-    table = pandas.DataFrame(rows_of(bench[bench.measurement == "worth"])).sort_values(["model", "phase"])
-    table.round(3).to_csv(TABLE, index=False)
+    table = table_of(args.machine)
+    table.to_csv(TABLE, index=False)
     print(table.round(2).to_string())
     return 0
 

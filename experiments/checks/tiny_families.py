@@ -243,16 +243,15 @@ def tiny_layers(values: dict, changed: dict) -> dict:
     return {**changed, **shortened, **dict.fromkeys(depths, count)}
 
 
-def build(family: Family, attention: str | None = None):
-    """The model in float32, with weights large enough that attention matters, and that implementation of it."""
+def build(family: Family):
+    """The model in float32, with weights large enough that attention matters."""
     import torch
     import transformers
     from transformers import CONFIG_MAPPING
 
     torch.manual_seed(0)
-    named = {} if attention is None else {"attn_implementation": attention}
     config = tiny_config(CONFIG_MAPPING[family.config_type], **family.more)
-    model = getattr(transformers, family.class_name)._from_config(config, **named)
+    model = getattr(transformers, family.class_name)._from_config(config)
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):  # the decay of a state: at initialization, hardly anything of a prompt is left
             parameter.data.fill_(-2)

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -24,6 +25,7 @@ from experiments.builds import build
 from experiments.checks.tiny_families import tiny_config
 from experiments.config import ROOT
 from experiments.measuring import EXIT_VERDICT, FACTS, Parser, Place, need, place
+from experiments.processes import end_with
 from experiments.record import write_csv
 from rloo_memory.errors import ConfigError, program
 from rloo_memory.models import build_tokenizer
@@ -102,7 +104,8 @@ def outcomes(folder: Path, tree: Path, *options: str) -> dict[str, tuple[str, st
     command = [sys.executable, *words, f"--junitxml={report}", *options, *tests]
     paths = os.pathsep.join(map(str, (tree, folder, ROOT)))
     environment = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    dies = partial(end_with, os.getpid())
+    done = subprocess.run(command, cwd=folder, env=environment, preexec_fn=dies, capture_output=True, text=True)
     if done.returncode not in (0, 1) or "error during collection" in done.stdout:  # else all passed, or some failed
         said = " ".join((done.stdout + done.stderr).split())[-300:]
         raise ConfigError(f"pytest ended with exit code {done.returncode} with the TRL in {tree}: {said}")

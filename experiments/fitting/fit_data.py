@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from experiments.commit import is_same_code, source_commit
 from experiments.config import ROOT
+from experiments.processes import end_with
 from rloo_memory.errors import ConfigError, exit_code
 from rloo_memory.installed_trl import versions_here
 from rloo_memory.plan.accuracy import reserve
@@ -104,7 +105,11 @@ def in_processes(function: Callable, tasks: list, processes: int) -> Iterator:
     import torch
     import trl.trainer.rloo_trainer  # noqa: F401  once, not in each process
 
-    with ProcessPoolExecutor(processes, get_context("fork"), torch.set_num_threads, (1,)) as pool:
+    def begin(parent: int) -> None:
+        end_with(parent)
+        torch.set_num_threads(1)
+
+    with ProcessPoolExecutor(processes, get_context("fork"), begin, (os.getpid(),)) as pool:
         yield from tqdm(pool.map(function, tasks), total=len(tasks))
 
 

@@ -1,5 +1,7 @@
 """The audit: tokens really fed against the peak, ours beside the published points."""
 
+from itertools import cycle
+
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -32,7 +34,7 @@ def audit(results: Results) -> Figure | None:
     failed = style.without_peak(table)
     note = f"no peak, so no point: {failed}" if failed else ""
     arms = in_order([*points.arm, *POINTS_2025.arm])
-    markers = dict(zip(sorted({*points.k, *POINTS_2025.k}), style.K_MARKERS, strict=False))
+    markers = dict(zip(sorted({*points.k, *POINTS_2025.k}), cycle(style.K_MARKERS), strict=False))
     dot = {"linestyle": "", "marker": "o", "markersize": 8}
     handles = [Line2D([], [], color=style.colour(arm), label=arm, **dot) for arm in arms]
     empty = {"markerfacecolor": "white", "color": "black", "linestyle": "", "markersize": 7}

@@ -3,6 +3,7 @@
 python -m visualization.charts.published_gpus results/published OUT.png
 """
 
+from itertools import cycle
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -29,7 +30,7 @@ def chart(folder: Path) -> Figure:
     axes = figure.subplots()
     axes.axhspan(0.985, 1.015, color="#e8f1e8", zorder=0)
     axes.axhline(1, color="black", linewidth=0.8)
-    for colour, (card, mine) in zip(COLOURS * 2, rows.groupby("card", sort=False), strict=False):
+    for colour, (card, mine) in zip(cycle(COLOURS), rows.groupby("card", sort=False), strict=False):
         for metric, points in mine.groupby("metric", sort=False):
             axes.plot(
                 points.predicted_bytes / GIB, points.ratio, MARKERS[metric], color=colour, markersize=6, alpha=0.75,

@@ -37,7 +37,7 @@ function yaml(choice) {
 }
 
 function commands(choice) {
-  const own = choice.cards === 8 ? FSDP2 : `.build/fsdp2_${choice.cards}.yaml`;
+  const own = choice.cards === 8 ? FSDP2 : `fsdp2_${choice.cards}.yaml`;
   const data = `--model_name_or_path hub:${choice.model} --dataset_name prompts.jsonl --reward_funcs my_rewards:score`;
   const plan = `rloo-memory plan --profile fit.yaml --prompt ${choice.prompt} --device-memory ${choice.card}GiB`;
   if (choice.cards === 1) return `${plan}\nrloo-memory launch fit.yaml ${data}\n`;

@@ -18,10 +18,10 @@ RUN_TABLES = {
 }  # fmt: skip
 BENCH_TABLES = {
     "rivals": of_bench.rivals, "lengths": of_bench.lengths, "alike": of_bench.alike, "families": of_bench.families,
-    "worth": of_bench.worth, "decoding": of_bench.decoding, "sampler": of_bench.sampler,
+    "worth": of_bench.worth, "decoding": of_bench.decoding,
 }  # fmt: skip
 FOLDER_TABLES = BENCH_TABLES | {
-    "kinds": of_bench.kinds,
+    "kinds": of_bench.kinds, "sampler": of_runs.sampler,
     "plan": of_plans.check, "levers": of_plans.levers, "profiles": of_plans.profiles, "gpu-peaks": of_plans.gpu_peaks,
     "exactness": of_checks.exactness, "upstream": of_checks.upstream, "emulated": of_checks.emulated,
     "launches": of_checks.launches,

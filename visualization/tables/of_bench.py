@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from visualization.results import MARK, MIB, apart, load, seconds, span, times
+from visualization.results import MARK, MIB, apart, seconds, times
 from visualization.tables.text import how_often, markdown, measured_on, token_ratio
 
 CELL = ["model", "prompt_tokens", "completion_tokens", "k"]
@@ -41,7 +41,7 @@ def read_bench(folder: Path, measurement: str) -> pd.DataFrame:
     if rows.empty:
         remedy = f"run python -m experiments.bench {measurement}"
         raise SystemExit(f"error: {folder / 'bench.csv'}: has nothing of {measurement}; {remedy}")
-    return rows.astype(dict.fromkeys(CELL[1:], "Int64"))
+    return rows.astype(dict.fromkeys(CELL[1:], int))
 
 
 def measured(folder: Path) -> set[str]:
@@ -63,13 +63,19 @@ def beside(ours: tuple, theirs: tuple | None, digits: int, unit: str = "") -> st
     return seconds(*ours, digits) + unit + ("" if pd.isna(ratio) else f" ({ratio:.{digits}f} x)")
 
 
-def in_words(ratio: float) -> str:
-    """A ratio of medians; NaN where repeats are too far apart."""
+def in_words(ratio: float, rows: pd.DataFrame, *ways: str) -> str:
+    """A ratio of medians of these ways of one cell, whose rows these are. Where there is none: why a way failed,
+    nothing where one was not measured, a mark where repeats are too far apart."""
+    done = set(rows.way[rows.metric != ""])
+    if lost := [way for way in ways if way not in done]:
+        return failure_of(rows, lost[0])
     return MARK if pd.isna(ratio) else f"{ratio:.2f} x"
 
 
 def failure_of(rows: pd.DataFrame, way: str) -> str:
-    return rows[rows.way == way].failure.iloc[0].replace("|", "/")[:100]
+    """Of a cell's way without samples; "" of one that was not measured."""
+    said = rows[rows.way == way].failure
+    return "" if said.empty else said.iloc[0].replace("|", "/")[:100]
 
 
 def rivals(folder: Path) -> str:
@@ -85,7 +91,7 @@ def rivals(folder: Path) -> str:
             if not way:
                 table.append([shown, failure_of(mine, name)])
                 continue
-            theirs = ways["whole"] if name != "whole" else {}
+            theirs = ways.get("whole", {}) if name != "whole" else {}
             row = [beside(way[metric], theirs.get(metric), 2) for metric in ("score_seconds", "train_seconds")]
             differs = f"{way['gradient_difference'][2]:.0e}" if theirs else ""
             table.append([shown, *row, f"{way['train_peak_bytes'][0] / MIB:.0f}", differs])
@@ -101,7 +107,7 @@ def lengths(folder: Path) -> str:
     table = []
     for (model, prompt, mean, k), mine in rows.groupby(CELL, sort=False):
         ways, name = ways_of(mine), model.partition("/")[0]
-        whole = ways["whole"]
+        whole = ways.get("whole")
         if not whole:  # which has the lengths, too
             table.append([name, f"{prompt:,}", f"mean {mean:,}", str(k), failure_of(mine, "whole")])
             continue
@@ -109,10 +115,10 @@ def lengths(folder: Path) -> str:
         completions = f"{mean:,}" if shortest == longest else f"{shortest} to {longest}, mean {mean:,}"
         row = [name, f"{prompt:,}", completions, str(k), f"{whole['token_ratio'][0]:.2f}"]
         for way, (other, _) in BESIDE.items():
-            failed = [each for each in (way, other) if not ways[each]]
             for metric in ("score_seconds", "train_seconds"):
-                ratio = "" if failed else in_words(times(ways[way][metric], ways[other][metric]))
-                row.append(failure_of(mine, failed[0]) if failed else ratio)
+                ours, theirs = (ways.get(each, {}).get(metric) for each in (way, other))
+                ratio = times(ours, theirs) if ours and theirs else float("nan")
+                row.append(in_words(ratio, mine, way, other))
         table.append(row)
     header = ["model", "prompt", "completions", "k", "token ratio"]
     header += [f"{phase}, {words}" for _, words in BESIDE.values() for phase in ("score", "train")]
@@ -125,14 +131,14 @@ def alike(folder: Path) -> str:
     table = []
     for (model, prompt, completion, _), mine in rows.groupby(CELL, sort=False):
         ways, common = ways_of(mine), int(model.partition("/")[2])
-        for name, way in ways.items():
-            title = f"{common:,} + {prompt - common:,}, completions {completion:,}" if name == "stock" else ""
+        for place, (name, way) in enumerate(ways.items()):
+            title = "" if place else f"{common:,} + {prompt - common:,}, completions {completion:,}"
             row = [title, ALIKE[name]]
             if not way:
                 table.append([*row, failure_of(mine, name)])
                 continue
             row.append(f"{way['forward_tokens'][0]:,.0f}")
-            theirs = ways["shared-all-each"] if name == "shared-all" else {}
+            theirs = ways.get("shared-all-each", {}) if name == "shared-all" else {}
             metrics = [f"{phase}_seconds" for phase in ("step", *PHASES)]
             row += [beside(way[metric], theirs.get(metric), 2) for metric in metrics]
             table.append([*row, " / ".join(f"{way[f'{phase}_allocated_bytes'][0] / MIB:,.0f}" for phase in PHASES)])
@@ -150,7 +156,7 @@ def families(folder: Path) -> str:
     for (family, *_), mine in rows.groupby(CELL, sort=False):
         ways = ways_of(mine)
         for name, way in ways.items():
-            theirs = ways["whole"] if name != "whole" else {}
+            theirs = ways.get("whole", {}) if name != "whole" else {}
             row = ["" if name != "whole" else FAMILIES.get(family, family), NAMES.get(name, name)]
             if not way:
                 table.append([*row, failure_of(mine, name)])
@@ -171,15 +177,14 @@ def kinds(folder: Path) -> str:
     rows = read_bench(folder, "families").query("model != 'bench'")
     table = []
     for (family, *_), mine in rows.groupby(CELL, sort=False):
-        ways, title = ways_of(mine), FAMILIES.get(family, family)
-        if failed := [name for name, way in ways.items() if not way]:
-            table.append([title, failure_of(mine, failed[0])])
+        found, title = ways_of(mine), FAMILIES.get(family, family)
+        ways = [found.get(name) for name in ("whole", "shared-micro-2")]
+        if not all(ways):
+            table.append([title, failure_of(mine, "shared-micro-2" if ways[0] else "whole")])
             continue
-        theirs, ours = (
-            [sum(way[f"{phase}_seconds"][end] for phase in PHASES) for end in range(3)] for way in ways.values()
-        )
+        theirs, ours = ([sum(way[f"{phase}_seconds"][end] for phase in PHASES) for end in range(3)] for way in ways)
         ratio = times(ours, theirs)
-        most = [max(way[f"{phase}_peak_bytes"][0] for phase in PHASES) / MIB for way in ways.values()]
+        most = [max(way[f"{phase}_peak_bytes"][0] for phase in PHASES) / MIB for way in ways]
         row = [seconds(*theirs, 1), seconds(*ours, 1), "" if pd.isna(ratio) else f"{ratio:.1f}"]
         table.append([title, *row, *map("{:,.0f}".format, most)])
     header = ["", "TRL, s", "shared, s", "times faster", "TRL, MiB", "shared, MiB"]
@@ -193,32 +198,32 @@ def lengths_of(rows: pd.DataFrame) -> str:
 
 
 def faster(rows: pd.DataFrame, phase: str) -> pd.DataFrame:
-    """How many times faster each way is than whole rows in a phase or in a `step`, by model, prompt and completion
-    tokens. NaN where repeats are too far apart."""
+    """How many times faster each way is than whole rows in a phase or in a `step`, by cell."""
     took = sum(seconds_of(rows, each) for each in PHASES) if phase == "step" else seconds_of(rows, phase)
-    return took["whole"].to_numpy()[:, None] / took[list(IN_SHORT)]
+    took = took.reindex(columns=["whole", *IN_SHORT])
+    return took[list(IN_SHORT)].rdiv(took["whole"], axis="index")
 
 
 def seconds_of(rows: pd.DataFrame, phase: str) -> pd.DataFrame:
-    """Medians by model, prompt and completion tokens, a column a way. All that share the prompt generate alike."""
-    mine = rows[rows.metric == f"{phase}_seconds"]
-    answers = mine.assign(answer=mine["median"].mask(apart(mine.low, mine.high)))
-    took = answers.set_index([*CELL[:3], "way"]).answer.unstack("way")
-    return took.assign(**dict.fromkeys(IN_SHORT, took["shared"])) if phase == "generate" else took
+    """Medians by cell, a column a way. All that share the prompt generate alike. NaN where a way failed or was not
+    measured, and where repeats are too far apart."""
+    mine = (rows.metric == f"{phase}_seconds") & ~apart(rows.low, rows.high)
+    took = rows["median"].where(mine).groupby([rows[name] for name in (*CELL, "way")]).max().unstack("way")
+    return took.assign(**dict.fromkeys(IN_SHORT, took.get("shared", float("nan")))) if phase == "generate" else took
 
 
 def worth(folder: Path) -> str:
-    """For each model and length: the token ratio, and how many times faster training and whole step are."""
-    rows = read_bench(folder, "worth")
-    found, k = [faster(rows, phase) for phase in ("train", "step")], rows.k.iloc[0]
-    table = [
-        [cell[0], f"{cell[1]:,}", f"{cell[2]:,}", f"{token_ratio(*cell[1:], k):.2f}"]
-        + [in_words(ratio) for ratios in found for ratio in ratios.loc[cell]]
-        for cell in found[0].index
-    ]
-    header = ["model", "prompt", "completion", "token ratio"]
+    """For each model, length and k: the token ratio, and how many times faster training and whole step are."""
+    rows, table = read_bench(folder, "worth"), []
+    train, step = (faster(rows, phase) for phase in ("train", "step"))
+    for cell, mine in rows.groupby(CELL):
+        row = [cell[0], *(f"{size:,}" for size in cell[1:]), f"{token_ratio(*cell[1:]):.2f}"]
+        row += [in_words(train.loc[cell, way], mine, "whole", way) for way in IN_SHORT]
+        row += [in_words(step.loc[cell, way], mine, "whole", way, "shared") for way in IN_SHORT]
+        table.append(row)
+    header = ["model", "prompt", "completion", "k", "token ratio"]
     header += [f"{what}, {way}" for what in ("training", "step") for way in IN_SHORT.values()]
-    return f"{measured_on(rows, 'float32', f'k = {k}', how_often(rows))}\n\n{markdown(header, table)}\n"
+    return f"{measured_on(rows, 'float32', how_often(rows))}\n\n{markdown(header, table)}\n"
 
 
 def decoding(folder: Path) -> str:
@@ -226,27 +231,9 @@ def decoding(folder: Path) -> str:
     rows = read_bench(folder, "decoding")
     table = []
     for (model, *sizes), mine in rows.groupby(CELL):
-        ways = {name: way.get("generate_seconds") for name, way in ways_of(mine).items()}
-        took = [seconds(*ways[name], 2) if ways[name] else failure_of(mine, name) for name in ("whole", "shared")]
-        took.append(in_words(times(ways["shared"], ways["whole"])) if all(ways.values()) else "")
+        ways = {name: ways_of(mine).get(name, {}).get("generate_seconds") for name in ("whole", "shared")}
+        took = [seconds(*found, 2) if found else failure_of(mine, name) for name, found in ways.items()]
+        took.append(in_words(times(ways["shared"], ways["whole"]), mine) if all(ways.values()) else "")
         table.append([model, *(f"{size:,}" for size in sizes), *took])
     header = ["model", "prompt", "completion", "k", "a cache a row, s", "prompt shared, s", "times faster"]
     return f"{measured_on(rows, 'float32', how_often(rows))}\n\n{markdown(header, table)}\n"
-
-
-def sampler(folder: Path) -> str:
-    """What samples alone would have missed of a peak."""
-    rows = read_bench(folder, "sampler")
-    table = []
-    for asked, way in ways_of(rows).items():
-        units = {"achieved_interval_ms": 1, "longest_gap_ms": 1, "missed_bytes": MIB}
-        spans = [span([end / unit for end in way[metric][1:]], 1) for metric, unit in units.items()]
-        table.append([asked, *spans, f"{way['peak_bytes'][0] / MIB:.0f}"])
-    header = ["asked for", "achieved, ms", "longest gap, ms", "missed of the peak, MiB", "peak, MiB"]
-    intro = f"`shared`, scale {rows.model.iloc[0]}, k = {rows.k.iloc[0]}; lowest to highest of all repeats:"
-    most = load(folder).runs.groupby("arm").peak_missed_bytes.max().dropna().sort_values(ascending=False) / MIB
-    words = ", ".join(f"`{arm}` {missed:.0f}" for arm, missed in most.items() if missed >= 1)
-    missed = (
-        f"The most that samples every 50 ms missed in runs of this machine, MiB: {words}; of the others less than 1."
-    )
-    return f"{measured_on(rows)}\n\n{intro}\n\n{markdown(header, table)}\n\n{missed}\n"

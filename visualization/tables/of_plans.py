@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 
 from visualization.results import GIB, MIB, joined, span
-from visualization.tables.text import markdown
+from visualization.tables.text import markdown, measured_on
 
 PLANNED = ("stock", "stock-accumulate", "shared")
 WORDS = {"out of memory": "card's memory, and it ran out"}
@@ -31,11 +31,7 @@ LEVERS = (
 
 
 def machine_line(rows: pd.DataFrame) -> str:
-    first, (devices, shapes) = rows.iloc[0], (rows.device_name.unique(), rows["shape"].unique())
-    return (
-        f"*{first.device_kind.upper()}: {' and '.join(devices)} · torch {first.torch_version} · commit "
-        f"{joined(rows.commit.str[:10])} · {', '.join(shapes)}, vocabulary {first.vocab_size:,}*"
-    )
+    return measured_on(rows, f"{', '.join(rows['shape'].unique())}, vocabulary {rows.vocab_size.iloc[0]:,}")
 
 
 def kind_of(case: str, shape: str) -> str:

@@ -1,10 +1,12 @@
-"""Tables of the runs of one scale."""
+"""Tables of the runs of one scale, and what samples missed of all of them."""
+
+from pathlib import Path
 
 import pandas as pd
 
 from visualization.published_2025 import PUBLISHED, PUBLISHED_BUDGET, PUBLISHED_PROMPT
-from visualization.results import BASELINE, BENCH, GIB, IN_SHORT, LEAST, PHASES, Results, seconds, times
-from visualization.tables.text import markdown, range_of, signed, token_ratio, whole, with_range
+from visualization.results import BASELINE, BENCH, GIB, IN_SHORT, LEAST, MIB, PHASES, Results, load, seconds, times
+from visualization.tables.text import markdown, measured_on, range_of, signed, token_ratio, whole, with_range
 
 REFERENCES = ("stock", "stock-compact")  # what a user of TRL has today: as released, with the LM head of a GPU
 
@@ -136,6 +138,15 @@ def published(results: Results) -> str:
         f"{markdown(header, rows)}\n\nPublished figures were called GB and are GiB. Their start level is the last "
         f"sample before the first step, in the experiment's own file; {differ}."
     )
+
+
+def sampler(folder: Path) -> str:
+    """What samples alone would have missed of the peaks of a machine's runs."""
+    runs = load(folder).runs
+    most = runs.groupby("arm").peak_missed_bytes.max().dropna().sort_values(ascending=False) / MIB
+    words = ", ".join(f"`{arm}` {missed:.0f}" for arm, missed in most.items() if missed >= 1)
+    intro = "The most that samples every 50 ms missed in runs of this machine, MiB"
+    return f"{measured_on(runs)}\n\n{intro}: {words}; of the others less than 1.\n"
 
 
 def spread(median: float, low: float, high: float) -> str:

@@ -40,9 +40,8 @@ def whole(value: float) -> str:
 
 def measured_on(rows: pd.DataFrame, *about: str) -> str:
     """The line above a table: what rows of one machine were measured on, with every commit, and what else there is."""
-    row = rows.iloc[0]
-    device = f"{DEVICE_WORDS[row.device_kind]}: {row.device_name}"
-    versions = [f"torch {row.torch_version}", f"transformers {row.transformers_version}"]
+    device = f"{DEVICE_WORDS.get(joined(rows.device_kind), 'device')}: {joined(rows.device_name)}"
+    versions = [f"{name} {joined(rows[f'{name}_version'])}" for name in ("torch", "transformers")]
     return f"*{' · '.join([device, *versions, f'commit {joined(rows.commit.str[:10])}', *about])}*"
 
 
