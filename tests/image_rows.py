@@ -11,8 +11,11 @@ import itertools
 import torch
 
 from experiments.checks import family_check
-from experiments.checks.family_check import gradient_of, prepared
+from experiments.checks.family_check import error_of, gradient_of, prepared
+from experiments.checks.float64 import pure_float64
 from experiments.checks.tiny_families import FIRST_TOKEN, LAST_TOKEN, build, family
+from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
+from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 
 ROWS_PER_PROMPT = 3
 # Images of each prompt: height and width, in blocks of 8 x 8 pixels. The last two have the same text.
@@ -194,3 +197,24 @@ def build_with_images(name, dtype):
 def run(model, inputs, prompt, **shared):
     """(log-probabilities and entropies, gradient of all parameters, gradient of the tower)"""
     return *family_check.run(model, inputs, prompt, **shared), gradient_of(tower(model))
+
+
+def errors_beside_float64(name, ways, seeds=(7,), device="cpu"):
+    """Of bfloat16 weights: {"whole rows" or way: [errors of what `run` gives] of each batch}, beside the same rounded
+    weights in float64 on the host. `ways` are settings of passes by name."""
+    model, exact = build_with_images(name, torch.bfloat16), build_with_images(name, torch.bfloat16).double()
+    batches = [batch(name, model.config.image_token_id, seed) for seed in seeds]
+    with pure_float64():
+        truths = [run(exact, inputs, prompt) for inputs, prompt, _ in batches]
+    model.to(device)
+
+    def errors(settings=None):
+        found = []
+        for (inputs, prompt, counts), truth in zip(batches, truths, strict=True):
+            passes = None if settings is None else SharedPrefixPasses(prompt, **settings, **counts)
+            found.append(error_of(run(model, inputs, prompt, passes=passes), truth))
+        return found
+
+    whole = errors()
+    enable_prefix_sharing(model)
+    return {"whole rows": whole, **{way: errors(settings) for way, settings in ways.items()}}

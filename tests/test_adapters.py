@@ -64,8 +64,18 @@ def test_an_adapter_whose_model_is_not_here_is_named_with_it(tmp_path):
             function(str(tmp_path))
 
 
+def test_dropout_is_that_of_the_settings(adapter, policy):
+    config = SimpleNamespace(trust_remote_code=False, model_init_kwargs={})
+    model = launch_policy.with_adapter(adapter, policy, config, None, 0.5)
+    assert 0.5 in [getattr(module, "p", None) for module in model.modules()]
+
+
 def test_weights_of_mxfp4_are_unpacked_to_be_trained():
     from transformers import AutoConfig
 
+    from trl import ModelConfig
+
     packed = AutoConfig.for_model("qwen3", quantization_config={"quant_method": "mxfp4"})
-    assert launch_policy.quantization_of(packed, SimpleNamespace()).dequantize
+    assert launch_policy.quantization_of(packed, ModelConfig()).dequantize
+    with pytest.raises(ConfigError, match="load_in_4bit is on, .*MXFP4"):
+        launch_policy.quantization_of(packed, ModelConfig(load_in_4bit=True))

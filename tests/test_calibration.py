@@ -10,7 +10,7 @@ from rloo_memory.plan.accuracy.calibration import load
 START, PREDICTED = 500, {"generate": 100, "train": 200, "optimizer": 150}
 RECORD = {
     "device_kind": "cpu", "start_bytes": START, "predicted_peaks": PREDICTED, "predicted_prompt_tokens": 1000,
-    "prompt_tokens": 990, "completion_tokens": 64, "arguments": {"max_completion_length": 64},
+    "prompt_tokens": 990, "completion_tokens": 64, "settings": {"max_completion_length": 64},
 }  # fmt: skip
 OF_TINY = ["--model", "tiny-qwen3", "--prompt", 64, "--completion", 8, "--device", "cpu"]
 

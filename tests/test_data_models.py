@@ -32,6 +32,17 @@ def test_a_document_without_room_is_refused(tokenizer):
         data.build_prompts(["A short text."], tokenizer, 16)
 
 
+def test_a_model_of_the_hub_is_read_and_a_shape_of_its_name_stands_in_with_a_line(monkeypatch, capsys):
+    from transformers import AutoConfig
+
+    assert models.named_config("hub:acme/Qwen3-8B").hidden_size == 4096  # tests have no network
+    assert "the built-in shape qwen3-8b stands in for it" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="cannot load model 'hub:acme/unheard-of'"):
+        models.named_config("hub:acme/unheard-of")
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name, **options: name)
+    assert models.named_config("hub:acme/Qwen3-8B") == "acme/Qwen3-8B" and not capsys.readouterr().err
+
+
 def test_the_published_workload_has_the_published_number_of_parameters():
     config = cfg.resolve("stock", 2, "seed", "cpu")
     model = models.meta_model(models.shape_config(config.shape, config.vocab_size))

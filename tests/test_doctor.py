@@ -71,22 +71,20 @@ def test_what_the_doctor_writes_trains_and_what_was_recorded_corrects_the_plan(p
 RECORD = {
     "device_kind": "cuda", "device_bytes": 24 * 2**30, "peaks": {"train": 30 * 2**30}, "prompt_tokens": 2000,
     "model_config": {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 500},
-    "dtype": "bfloat16", "lora_rank": 8, "weight_bits": 16, "reward_model": None,
-    "arguments": {
+    "reward_model": None, "not_recorded": ["generation_kwargs"],
+    "devices": {"num_devices": 1, "fully_sharded": False, "offload_parameters": False},
+    "settings": {
+        "dtype": "bfloat16", "use_peft": True, "lora_r": 8, "lora_target_modules": "all-linear",
         "max_completion_length": 512, "num_generations": 4, "per_device_train_batch_size": 4,
-        "steps_per_generation": 2, "gradient_accumulation_steps": 2, "prefix_sharing": False,
-        "tokens_per_forward": None, "bf16": True, "gradient_checkpointing": True,
-        "activation_offloading": False, "beta": 0.0, "optim": "adamw_torch", "temperature": 0.7, "use_vllm": False,
-        "offload_reference": False, "offload_reward": False, "num_devices": 1, "fully_sharded": False,
-        "offload_parameters": False,
+        "steps_per_generation": 2, "gradient_accumulation_steps": 2, "prefix_sharing": False, "bf16": True,
+        "gradient_checkpointing": True, "beta": 0.0, "optim": "adamw_torch", "temperature": 0.7,
     },
 }  # fmt: skip
 
 
 def test_a_run_with_deepspeed_is_read_as_such():
     devices = {"zero_stage": 3, "offload_optimizer": True, "num_devices": 2}
-    run = records.memory_record(RECORD | {"arguments": RECORD["arguments"] | devices})
-    assert run.where.items() >= devices.items() and not devices.keys() & run.settings.keys()
+    assert records.memory_record(RECORD | {"devices": devices}).where == devices | {"device": "cuda"}
 
 
 def folder_with(tmp_path, **changed):
@@ -180,7 +178,7 @@ def test_the_settings_are_the_users_own_with_the_levers_changes_and_the_comments
         if before is None:
             before = result
             assert not named and "nothing is needed" in shown and expected.items() <= result.items()
-            assert source != "run" or "did not record algorithm" in output.read_text()
+            assert source != "run" or "did not record algorithm, dataset_name, generation" in output.read_text()
         assert named == {name: result.get(name) for name in before | result if before.get(name) != result.get(name)}
         levers_seen |= set(re.findall("^# (.*?): trains", output.read_text(), re.MULTILINE))
         assert ("Trains the same" in shown) == ("trains differently" not in output.read_text() and bool(named))
@@ -208,15 +206,16 @@ def test_sharing_is_written_for_its_speed_where_it_is_predicted_to_be_faster(
         (["RUN", "--profile", "balanced"], ["leave out --profile balanced"]),
         (["RUN", "--model", "qwen3-32b"], ["leave out --model qwen3-32b"]),
         (["ENGINE"], ["no prompt length", "--prompt N"]),
+        (["OLD"], ["OLD/memory.json is of an older version"]),
         (["NESTED"], ["NESTED/memory.json is not a whole record (RecursionError: "]),
         (["--model", "qwen3-8b", "--prompt", "64", "--profile", "a.yaml", "--output", "a.yaml"], ["profile itself"]),
     ],
 )
 def test_the_doctor_says_what_is_missing(arguments, parts, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    for name, record in {"RUN": RECORD, "ENGINE": RECORD | {"prompt_tokens": None}}.items():  # where vLLM generated
+    for name, changed in {"RUN": {}, "ENGINE": {"prompt_tokens": None}, "OLD": {"arguments": {}}}.items():
         (tmp_path / name).mkdir()
-        folder_with(tmp_path / name, **record)
+        folder_with(tmp_path / name, **changed)
     (tmp_path / "NESTED").mkdir()
     (tmp_path / "NESTED" / "memory.json").write_text("[" * 10**5)
     (tmp_path / "a.yaml").write_text("beta: 0.0\n")

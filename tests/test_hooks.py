@@ -2,6 +2,7 @@
 
 import json
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +27,7 @@ def test_the_memory_callback_works_with_a_trainer_without_rewards(policy, tmp_pa
     trainer.train()
     record = json.loads((tmp_path / "memory.json").read_text())
     assert set(record["peaks"]) == {"train", "optimizer"} and min(record["peaks"].values()) > 100 * 2**20
-    assert record["reward_model"] is None and record["arguments"]["offload_reference"] is False
+    assert record["reward_model"] is None and record["settings"]["gradient_checkpointing"]
 
 
 def stub_trainer(folder, policy, **facts):
@@ -86,35 +87,44 @@ def test_another_engines_generation_is_marked_and_its_prompts_are_counted(engine
     other = tmp_path / "other.csv"
     other.write_text("theirs")
     (tmp_path / "memory_phases.csv").symlink_to(other)
-    rows, record = train(MemoryCallback(trainer), trainer, generate)
-    assert other.read_text() == "theirs"
+    unsaid = {"settings": {"generation_kwargs": {"in no file": object()}}}
+    rows, record = train(MemoryCallback(trainer, of_launcher=unsaid), trainer, generate)
+    assert record["not_recorded"] == ["generation_kwargs"] and other.read_text() == "theirs"
     assert rows[1:6] == [(1, phase) for phase in ("generate", "score", "train", "optimizer", "train")]
     assert record["prompt_tokens"] == 3
 
 
 def test_the_record_has_the_settings_that_were_trained_with(policy, tmp_path):
-    """Adapters as they are in the model; and a profile made of the record is one that the launcher takes."""
+    """Adapters as they are in the model; a profile made of the record trains with the same, whatever was set, but for
+    what a user's own class adds to TRL's."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from rloo_memory.launch import command_line
     from rloo_memory.settings import profiles
+    from rloo_memory.settings.trl_parser import GRPOConfig
+
+    @dataclass
+    class Own(GRPOConfig):
+        more: object = object()
 
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(policy), dtype=torch.bfloat16)
     adapters = LoraConfig(r=4, lora_alpha=12, lora_dropout=0.0, target_modules=["q_proj", "down_proj"])
     model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
-    from rloo_memory.settings.trl_parser import GRPOConfig
-
-    arguments = GRPOConfig(
+    arguments = Own(
         str(tmp_path), num_generations=4, per_device_train_batch_size=4, prefix_sharing=True, tokens_per_forward=64,
-        learning_rate=3e-4, beta=0.02, use_cpu=True, bf16=False, report_to="none",
+        learning_rate=3e-4, beta=0.02, use_cpu=True, bf16=False, adam_beta2=0.95, min_p=0.1, shuffle_dataset=False,
+        generation_kwargs={"no_repeat_ngram_size": 3}, lr_scheduler_type="cosine_with_restarts",
+        lr_scheduler_kwargs={"num_cycles": 2}, chat_template_kwargs={"enable_thinking": False}, sync_ref_model=True,
+        ref_model_sync_steps=7, model_init_kwargs={"dtype": torch.bfloat16, "revision": "main"},
     )  # fmt: skip
     settings = trained_settings(arguments, model)
-    expected = {
-        "algorithm": "grpo", "learning_rate": 3e-4, "beta": 0.02, "dtype": "bfloat16", "bf16": False,
-        "num_generations": 4, "prefix_sharing": True, "tokens_per_forward": 64, "optim": "adamw_torch_fused",
-        "use_peft": True, "lora_r": 4, "lora_alpha": 12, "lora_dropout": 0.0,
-        "lora_target_modules": ["down_proj", "q_proj"], "lr_scheduler_type": "linear",
-    }  # fmt: skip
-    assert settings.items() >= expected.items()
-    profiles.dump_profile(tmp_path / "again.yaml", json.loads(json.dumps(settings)), [])
-    assert profiles.load_profile(str(tmp_path / "again.yaml")).items() >= expected.items()
+    path = tmp_path / "again.yaml"
+    profiles.dump_profile(path, json.loads(json.dumps(settings)), [])
+    launched, again, of_model = command_line.parse([str(path)])
+    theirs = again.to_dict() | {"output_dir": str(tmp_path)}
+    expected = arguments.to_dict() | {"model_init_kwargs": {"revision": "main"}}
+    assert theirs == {name: expected[name] for name in theirs} and launched.algorithm == "grpo"
+    adapted = (of_model.use_peft, of_model.lora_r, of_model.lora_alpha, of_model.lora_dropout, of_model.dtype)
+    assert adapted == (True, 4, 12, 0.0, "bfloat16") and of_model.lora_target_modules == ["down_proj", "q_proj"]
+    assert len(settings) < 60, "what is as TRL has it is not named"

@@ -46,6 +46,11 @@ def test_links_paths_and_commands_in_prose_lead_somewhere(page):
     assert {path.name for path in FILES}.issuperset(re.findall(r"`(\w+\.py)`", text))
 
 
+def test_what_is_installed_names_no_program_that_is_not():
+    installed = "\n".join(path.read_text() for path in FILES if path.is_relative_to(ROOT / "rloo_memory"))
+    assert not re.findall(r"-m (?:experiments|visualization)\S*", installed)
+
+
 def test_commands_name_modules_that_can_be_started():
     texts = [path.read_text() for path in (*PROSE, ROOT / "Makefile", *ROOT.glob("*.sh"), *FILES)]
     asked = re.findall(r"-m ((?:rloo_memory|experiments|visualization)(?:\.\w++)*+)(?!\.?\{)", "\n".join(texts))

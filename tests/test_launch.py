@@ -14,12 +14,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from experiments.checks.tiny_families import tiny_config
 from rloo_memory.errors import ConfigError
 from rloo_memory.host_allocator import LIBRARIES
 from rloo_memory.launch import __main__ as launch
-from rloo_memory.launch import dataset, help, rewards
+from rloo_memory.launch import dataset, gate, help, policy, rewards
 from rloo_memory.models import load_config
-from rloo_memory.settings.arguments import LaunchArguments
+from rloo_memory.settings.arguments import LaunchArguments, TrainerAdditions
+from rloo_memory.shapes import SHAPES
 from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,6 +47,8 @@ REFUSED = {
     "balanced --algorithm grpo --loss_type best": ["loss_type is 'best'", "dapo"],
     "balanced --model_name_or_path Qwen/Qwen3-8B": ["'Qwen/Qwen3-8B' is not a folder here; name one, hub:owner"],
     "balanced --model_name_or_path other": ["--trust_remote_code true runs it"],
+    "balanced --model_revision v1": ["model_revision 'v1' is for models of the hub, and 'model' is none"],
+    "balanced --model_name_or_path plain": ["the built-in prompts cannot be made tokens", "a dataset of texts ("],
     "balanced --calibration gone": ["launch: calibration gone: [Errno 2] No such file or directory: "],
     "constrained --use_cpu": ["activation_offloading", "no GPU", "--activation_offloading false"],
     "balanced --offload_reference true": ["offload_reference", "no reference (beta is 0"],
@@ -110,6 +114,10 @@ def test_bad_input_is_one_line_with_its_name_before_a_model_loads(here, no_model
     for folder, wrong in CONFIGS.items():
         shutil.copytree("model", folder)
         Path(folder, "config.json").write_text(json.dumps(of_model | wrong))
+    # Beside a single file, nobody reads an index
+    Path("wider", "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    shutil.copytree("model", "plain")
+    Path("plain", "chat_template.jinja").unlink()
     for name, text in {"latin.jsonl": '{"prompt": "ä"}', "latin.csv": "prompt\nä"}.items():
         Path(name).write_text(text, "latin-1")
     for name, text in {
@@ -134,7 +142,7 @@ def test_bad_input_is_one_line_with_its_name_before_a_model_loads(here, no_model
         Path(name).write_text(text)
     for words, parts in REFUSED.items():
         refused(words.split(), *parts)
-    with pytest.raises(ConfigError, match="'other' has code of its own"):  # as plan and doctor read it
+    with pytest.raises(ConfigError, match="'other': it has code of its own"):  # as plan and doctor read it
         load_config("other")
     assert not Path("ran").exists()
 
@@ -212,7 +220,8 @@ def test_the_help_needs_nothing_installed_and_lists_everything(tmp_path):
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     command = [clone / "launch_single_gpu.sh", "--help"]
     said = subprocess.run(command, cwd=tmp_path, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
-    assert all(name in said for name in (*help.profile_lines(), *LaunchArguments.__dataclass_fields__))
+    settings = (*LaunchArguments.__dataclass_fields__, *TrainerAdditions.__dataclass_fields__)
+    assert all(name in said for name in (*help.profile_lines(), *(f"  --{name} " for name in settings)))
 
 
 @pytest.mark.slow
@@ -337,6 +346,43 @@ def test_gradients_that_are_not_finite_and_a_full_disk_end_a_training_in_one_lin
     monkeypatch.setattr(RLOOTrainer, "compute_loss", lambda *args, **kwargs: fails(compute_loss(*args, **kwargs)))
     refused(QUICK.split(), said, "and train again" if "written" in said else "make room")
     assert not list(Path("out").glob("model*"))
+
+
+def test_the_revision_that_is_asked_for_is_planned_and_trained(here, monkeypatch):
+    """Of main, the hub's cache has a config of another depth and nothing else."""
+    from huggingface_hub import constants
+
+    repository, commits = here / "hub" / "models--acme--tiny", {"main": "1" * 40, "v1": "2" * 40}
+    (repository / "refs").mkdir(parents=True)
+    for name, commit in commits.items():
+        (repository / "refs" / name).write_text(commit)
+    shutil.copytree("model", repository / "snapshots" / commits["v1"])
+    (repository / "snapshots" / commits["main"]).mkdir()
+    config = json.loads(Path("model", "config.json").read_text()) | {"num_hidden_layers": 7, "layer_types": None}
+    (repository / "snapshots" / commits["main"] / "config.json").write_text(json.dumps(config))
+    seen = []
+
+    def predict(settings, model, *rest, **where):
+        seen.append(model)
+        raise ConfigError("it need not be simulated")
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(here / "hub"))
+    monkeypatch.setattr(gate.ask, "predict", predict)
+    monkeypatch.setattr(launch, "train", lambda trainer, *rest: seen.append(trainer.model.config))
+    words = "--predict_memory true --model_name_or_path hub:acme/tiny --model_revision v1"
+    assert launch.main([*QUICK.split(), *words.split()]) == 0
+    assert [config.num_hidden_layers for config in seen] == [2, 2]
+
+
+def test_a_random_model_can_be_multimodal(tmp_path, monkeypatch):
+    from transformers import Qwen2_5_VLConfig
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setitem(SHAPES, "tiny", tiny_config(Qwen2_5_VLConfig, text_config={"vocab_size": 300}).to_dict())
+    config = SimpleNamespace(trust_remote_code=False, model_init_kwargs=None, deepspeed_plugin=None)
+    found = policy.load("random:tiny", config)
+    assert found.hf_config.architectures == ["Qwen2_5_VLForConditionalGeneration"] and len(found.tokenizer) == 300
+    assert found.hf_config.text_config.eos_token_id == found.tokenizer.eos_token_id
 
 
 def test_torchs_advice_to_run_a_pickle_is_not_passed_on():

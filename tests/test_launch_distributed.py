@@ -43,7 +43,7 @@ def check(setups, model, folder):
         devices["zero_stage"] = 3 if "zero3" in config else 0
         for suffix in ("", ".1"):  # each process has its own record
             record = json.loads((out / f"memory{suffix}.json").read_text())
-            assert record["arguments"].items() >= devices.items()
+            assert record["devices"].items() >= devices.items()
             assert record["parameters"] == record["trained_parameters"] == total  # all, not a share
     for config, _ in setups[1:]:
         for name, expected in weights["ddp"].items():

@@ -12,7 +12,7 @@ from small_profile import small_profile
 from tiny_gemma3 import SIDE
 
 from rloo_memory.launch import __main__ as launch
-from rloo_memory.launch import prompt_images
+from rloo_memory.launch import prompt_images, vllm_server
 from rloo_memory.plan import doctor
 from rloo_memory.plan.options import asked as asked_by
 from rloo_memory.plan.records import read_run
@@ -99,6 +99,20 @@ def test_what_cannot_be_trained_on_is_one_line_before_the_model_loads(
     write("rows.parquet", [chat("a")] * 2, image=[png(16, 16)] * 2)
     monkeypatch.setenv("MODEL_PATH", policy)
     refused(WORDS, "the prompts have images, and model ", "(of type qwen3) takes none")
+
+
+def test_a_vllm_server_is_compared_with_the_tokenizer_of_a_processor(model, monkeypatch, capsys):
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(model)
+    config = SimpleNamespace(use_vllm=True, vllm_mode="server", vllm_server_base_url="http://here", process_index=0,
+                             vllm_server_timeout=0, model_init_kwargs=None)  # fmt: skip
+    monkeypatch.setattr(vllm_server, "answers", lambda url: True)
+    monkeypatch.setattr(
+        vllm_server, "what_it_serves", lambda url: ("it", processor.tokenizer(vllm_server.PROBE)["input_ids"])
+    )
+    vllm_server.check(config, model, processor)
+    assert "http://here serves it" in capsys.readouterr().out
 
 
 def test_sizes_are_those_of_the_grid_where_a_processor_keeps_the_shape():

@@ -101,6 +101,14 @@ def test_a_shard_that_is_cut_or_gone_is_named(tmp_path):
     assert "names one.safetensors" in checkpoints.damage(tmp_path / "model.safetensors.index.json")
 
 
+def test_a_full_disk_is_found_among_causes_that_go_round():
+    first, second = OSError("it failed"), ValueError("and then this")
+    first.__context__, second.__context__ = second, first
+    assert not output.is_full(second)
+    first.args = ("No space left on device",)
+    assert output.is_full(second)
+
+
 def test_results_may_go_where_the_user_stands(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in (".", "./", str(tmp_path), "..", "new/"):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from experiments import evidence, measuring
@@ -19,6 +20,7 @@ from experiments.bench.trainings import Trained
 from experiments.config import ROOT
 from experiments.measuring import Place
 from experiments.record import read_csv
+from tests.waiting import until
 
 COMMIT = "0123456789ab"
 CELL, OTHER = Cell("wide", 3000, 100, 8), Cell("wide", 200, 100, 8)
@@ -28,7 +30,7 @@ CELL, OTHER = Cell("wide", 3000, 100, 8), Cell("wide", 200, 100, 8)
 def measure(monkeypatch, tmp_path, capsys):
     """Runs the bench in this process, as if its code were committed; returns (exit code, stderr)."""
     monkeypatch.setattr(measuring, "source_commit", lambda: COMMIT)
-    monkeypatch.setattr(bench, "in_its_own_process", alternating.measure)
+    monkeypatch.setattr(bench, "in_its_own_process", lambda function, *args: function(*args))
     monkeypatch.setattr(alternating, "use_fork", lambda arm: None)
 
     def run(*options):
@@ -178,14 +180,53 @@ def test_every_phase_is_measured_and_nothing_of_a_trainer_stays(tmp_path, monkey
     assert alive[3] == alive[4], "nothing of a trainer that ran out of memory stays for the next one"
 
 
+def test_a_way_whose_peaks_cannot_be_counted_keeps_no_other_one_from_being_measured(tmp_path, monkeypatch):
+    def sample(self, way, memory=None):
+        if way == "stock":
+            raise MemoryError
+        return {"step_seconds": 1.0, "train_allocated_bytes": 7 if memory else 0}
+
+    monkeypatch.setattr(Trained, "sample", sample)
+    monkeypatch.setattr(trainings, "keep_freed_memory", lambda: None)
+    subject = trainings.Alike(Cell("tiny-qwen3/128", 200, 8, 4), trainings.ALIKE_WAYS, Place("cpu", tmp_path, {}))
+    with pytest.raises(MemoryError):
+        subject.sample("stock")
+    assert subject.sample("shared-all")["train_allocated_bytes"] == 7
+
+
+# What starts the code STAYS, or the script of it
+STARTS = {
+    "a process of its own": "from experiments.processes import in_its_own_process as run; run(exec, STAYS)",
+    "a model family": "from experiments.checks import model_families as models; models.family_check.check = exec; "
+                      "list(models.check_all([STAYS], 1))",
+    "evidence": "from experiments import evidence; evidence.ITEMS = {'x': SCRIPT}; "
+                "evidence.main(['--device', 'cpu', '--machine', 'x', '--results', RESULTS])",
+    "sums for the page": "from experiments.fitting.fit_data import in_processes; list(in_processes(exec, [STAYS], 1))",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", STARTS)
+def test_what_a_program_starts_ends_with_it_when_it_is_killed(case, tmp_path):
+    number, script = tmp_path / "number", tmp_path / "script"
+    stays = f"import os, time; open({str(number)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    script.write_text(f"#!{sys.executable}\n{stays}")
+    script.chmod(0o755)
+    known = {"STAYS": stays, "SCRIPT": f"./{os.path.relpath(script, ROOT)}", "RESULTS": str(tmp_path)}
+    names = "".join(f"{name} = {value!r}\n" for name, value in known.items())
+    process = subprocess.Popen([sys.executable, "-c", names + STARTS[case]], cwd=ROOT)
+    started = psutil.Process(int(until(lambda: number.exists() and number.read_text(), process)))
+    process.kill()
+    process.wait()
+    until(lambda: not started.is_running() or started.status() == psutil.STATUS_ZOMBIE)
+
+
 def test_evidence_measures_what_is_left_and_keeps_its_minutes(tmp_path, monkeypatch, capsys):
     codes, ran = iter([0, 1, 4]), []
     monkeypatch.setattr(measuring, "source_commit", lambda: COMMIT)
     monkeypatch.setattr(evidence, "ITEMS", {"short": "suite --k 2", "step": "./run_bench.sh", "upstream": "{trl}"})
     monkeypatch.setattr(evidence.age, "main", lambda argv: None)
 
-    def run(command, cwd, env):
-        assert ("SCRIPT_PID" in env) == (command[0] == sys.executable), "a script's programs would end at once"
+    def run(command, **kwargs):
         ran.append(command)
         return SimpleNamespace(returncode=next(codes))
 

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from rloo_memory.device import status_bytes
 from rloo_memory.errors import ConfigError
 from rloo_memory.models import named_config
 from rloo_memory.phases import HighWater
+from rloo_memory.plan import ask
 from rloo_memory.plan.__main__ import fits
 from rloo_memory.plan.accuracy.measured import measured_errors
 from rloo_memory.plan.accuracy.reserve import Room
@@ -35,6 +36,18 @@ def test_every_phase_is_predicted_within_ten_percent_of_a_real_training(tmp_path
     wrong = [row for row in rows if abs(float(row["error"])) > 0.1]
     assert not wrong, "\n".join(f"{row['case']} {row['phase']}: {row['error']}" for row in wrong)
     assert len({row["measured_bytes"] for row in rows}) == 8, "the cases and phases do not differ: an empty test"
+
+
+def test_a_class_of_settings_that_is_derived_from_trls_is_asked_for_as_trls():
+    """What it adds is no setting of a trainer."""
+    from trl import GRPOConfig
+
+    @dataclass
+    class Own(GRPOConfig):
+        more: int = 1
+
+    asked = ask.settings_of(Own(use_cpu=True, num_generations=4, delta=2.0))
+    assert asked["algorithm"] == "grpo" and asked["delta"] == 2.0 and "more" not in asked
 
 
 def test_what_is_said_of_errors_and_of_time_is_what_the_committed_results_say():
@@ -81,6 +94,11 @@ BAD_INPUT = [
     (["--model", "qwen3-8b", "--json", "/no/such/folder/plan.json"], ["/no/such/folder/plan.json", "cannot write"]),
     (["--model", "qwen3-8b", "--k", "0", "--beta", "nan"], ["--k is 0", "--beta is nan"]),
     (["--model", "qwen3-8b", "--device-memory", "24"], ["did you mean 24GiB?"]),
+    (["--model", "qwen2.5-vl-8-layers", "--image", "280"], ["--image '280'", "like 1280x720"]),
+    (["--model", "qwen2.5-vl-8-layers", "--image", "4x280"], ["4x280", "8 to 16,384"]),
+    (["--model", "gemma-3-8-layers", *["--image", "99x99"] * 2], ["--prompt 100", "its 2 images", "at least 132"]),
+    (["--model", "qwen3-8-layers", "--image", "280x224"], ["qwen3", "takes no images", "multimodal"]),
+    (["--model", "GEMMA4", "--image", "280x224"], ["knows images of qwen2_vl", "not of gemma4"]),
 ]
 
 
@@ -91,6 +109,8 @@ def test_bad_input_is_one_line_with_value_and_remedy(arguments, parts, planned, 
     Path("BROKEN", "config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": -1}')
     Path("LEARNED").mkdir()
     Path("LEARNED", "config.json").write_text('{"model_type": "gpt2"}')
+    Path("GEMMA4").mkdir()
+    Path("GEMMA4", "config.json").write_text('{"model_type": "gemma4", "vision_config": null}')
     Path("own.yaml").write_text("beta: .nan")
     result = planned("--prompt", "100", *arguments)
     assert result.returncode == 2 and result.stderr.startswith("plan: ") and result.stderr.count("\n") == 1, result

@@ -1,11 +1,15 @@
 """What several devices, and the wrappers that spread a training over them, leave on each."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from rloo_memory.errors import ConfigError
 from rloo_memory.models import meta_model, named_config
 from rloo_memory.plan.accuracy.cards import cards
+from rloo_memory.plan.scale_up.extrapolate import phase_peaks
+from rloo_memory.plan.setups import Setup, check
 from rloo_memory.settings import profiles
 
 OPTIONS = ("--model", "qwen3-8-layers", "--prompt", 64, "--completion", 16, "--k", 4, "--beta", 0, "--arms", "stock")
@@ -58,6 +62,16 @@ def test_zero_takes_what_deepspeeds_own_estimators_say(spread, name, stage, of_a
     assert f"ZeRO-{stage}: by formulas" in said and "float32 shards" in said
     whole, gathered = 2 * weights(), kinds["generate"].get("parameters", 0)
     assert gathered == pytest.approx(whole if stage == 2 or "offload" in name else whole * 9 / 8, rel=0.01)
+
+
+def test_on_a_cpu_nothing_waits_on_the_host():
+    """Which is the device there."""
+    config, model = named_config("tiny-qwen3"), {"reward_model": "policy", "device": "cpu", "zero_stage": 3}
+    here = Setup(64, 16, num_generations=4, per_device_train_batch_size=4, optim="adamw_bnb_8bit", **model)
+    away = dict.fromkeys(("offload_reference", "offload_reward", "offload_parameters", "offload_optimizer"), True)
+    assert phase_peaks(replace(here, optim="paged_adamw_8bit", **away), config) == phase_peaks(here, config)
+    with pytest.raises(ConfigError, match="activation_offloading takes activations from a GPU"):
+        check(replace(here, activation_offloading=True), config)
 
 
 def test_the_smallest_cards_hold_it_and_smaller_ones_do_not(planned):

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from experiments.checks.tiny_families import tiny_config
 from rloo_memory import models
 from rloo_memory.shapes import SHAPES
 
@@ -13,11 +14,7 @@ def plan_of_tiny(planned, model_type, folder, *arguments, **fields):
     """The planner's result for a tiny model of that type."""
     from transformers import CONFIG_MAPPING
 
-    sizes = dict(
-        vocab_size=500, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    CONFIG_MAPPING[model_type](**sizes | fields).save_pretrained(folder)
+    tiny_config(CONFIG_MAPPING[model_type], **fields).save_pretrained(folder)
     return planned("--model", folder, "--prompt", 200, "--completion", 32, "--k", 4, *arguments)
 
 
@@ -25,18 +22,10 @@ def planned_arms(result):
     return [line.split()[0] for line in result.stdout.split("\n\n")[0].splitlines()[2:]]
 
 
-@pytest.mark.parametrize(
-    "model_type, fields",
-    [
-        ("gemma2", {}),  # soft-capped attention has no fused kernel
-        ("deepseek_v3", dict(  # latent attention caches other states than it attends to
-            kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, first_k_dense_replace=1,
-            n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2,
-        )),
-    ],
-)  # fmt: skip
-def test_models_with_another_kind_of_attention_are_planned(planned, model_type, fields, tmp_path):
-    result = plan_of_tiny(planned, model_type, tmp_path, **fields)
+# Soft-capped attention has no fused kernel; latent attention caches other states than it attends to
+@pytest.mark.parametrize("model_type", ["gemma2", "deepseek_v3"])
+def test_models_with_another_kind_of_attention_are_planned(planned, model_type, tmp_path):
+    result = plan_of_tiny(planned, model_type, tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
     assert planned_arms(result) == ["stock", "stock-accumulate", "shared"]
 
@@ -57,9 +46,8 @@ def test_layers_with_a_state_are_planned_and_what_is_not_sure_is_said(planned, s
 def test_scores_of_any_size_are_planned(planned, tmp_path):
     """Attention with sinks holds all scores: here 100 TiB in one tensor."""
     positions = dict(max_position_embeddings=2**20, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
-    experts = dict(num_local_experts=2, num_experts_per_tok=1, head_dim=16)
     options = ("--prompt", 900_000, "--completion", 100_000, "--k", 8, "--lora", 4, "--arms", "stock")
-    result = plan_of_tiny(planned, "gpt_oss", tmp_path, *options, **experts, **positions)
+    result = plan_of_tiny(planned, "gpt_oss", tmp_path, *options, **positions)
     assert result.returncode == 0, result.stderr[-3000:]
     peak = float(result.stdout.split("\n\n")[0].splitlines()[-1].split()[4].rstrip("*"))
     assert peak > 8 * 4 * 10**12 * 2 / 2**30  # rows, heads, queries x keys, bytes
@@ -77,17 +65,18 @@ def test_kernels_that_are_installed_stay_out_of_a_prediction(planned, monkeypatc
     assert planned(*options).stdout == expected != ""
 
 
-@pytest.mark.parametrize("model_type, reason, fields", [
-    ("stablelm", "does not go through `transformers.AttentionInterface`", {}),
-    ("mamba2", "whose state cannot be shared", dict(  # which has no attention, and no positions
-        num_heads=8, head_dim=16, state_size=16, n_groups=1, max_position_embeddings=None, num_attention_heads=None,
-    )),
-])  # fmt: skip
-def test_a_model_whose_prompts_cannot_be_shared_is_planned_without(planned, tmp_path, model_type, reason, fields):
-    result = plan_of_tiny(planned, model_type, tmp_path, **fields)
+@pytest.mark.parametrize(
+    "model_type, reason",
+    [
+        ("stablelm", "does not go through `transformers.AttentionInterface`"),
+        ("mamba2", "whose state cannot be shared"),  # which has no attention, and no positions
+    ],
+)
+def test_a_model_whose_prompts_cannot_be_shared_is_planned_without(planned, tmp_path, model_type, reason):
+    result = plan_of_tiny(planned, model_type, tmp_path)
     assert result.returncode == 0 and reason in result.stderr, result.stderr[-3000:]
     assert planned_arms(result) == ["stock", "stock-accumulate"]
-    alone = plan_of_tiny(planned, model_type, tmp_path, "--arms", "shared", **fields)
+    alone = plan_of_tiny(planned, model_type, tmp_path, "--arms", "shared")
     assert alone.returncode == 2 and reason in alone.stderr.splitlines()[-1]
 
 

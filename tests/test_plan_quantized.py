@@ -73,6 +73,9 @@ def test_a_checkpoint_is_planned_with_the_bytes_that_it_has(planned, tmp_path):
             assert refused.returncode == 2 and "cannot be trained themselves" in refused.stderr, refused.stderr
     other = planned(*common, "--lora", 8, "--bits", 4)
     assert other.returncode == 2 and "already quantized, to 8 bits (fp8), not to 4" in other.stderr
+    sharded = planned(*common, "--lora", 8, "--accelerate", "fsdp2.yaml")
+    assert sharded.returncode == 2 and "8-bit weights have no formula where FSDP2 shards them" in sharded.stderr
+    assert planned(*common, "--lora", 8, "--arms", "stock", "--cards").stdout.count(" cannot") == 3  # 2, 4 and 8 cards
     unpacked = planned(*common, "--lora", 8, "--device", "cpu", "--arms", "stock")
     assert unpacked.returncode == 0 and "unpacked to 16 bits" in unpacked.stdout
 

@@ -1,7 +1,6 @@
 """The teacher-student reward beside the same from full logits, in float64, and trainings with it."""
 
 import copy
-import inspect
 import re
 from types import SimpleNamespace
 
@@ -117,6 +116,12 @@ def test_texts_are_taken_as_well_as_chats(tokenizer):
     assert ask(reward, tokenizer, completions=EXPLANATIONS, prompts=texts) == ask(reward, tokenizer)
 
 
+def test_the_kl_of_empty_explanations_is_0(tokenizer):
+    reward = make(build(), tokenizer, build(seed=1))
+    ask(reward, tokenizer, explanations=[""] * 3)
+    assert reward.last["mean_kl"] == reward.last["max_kl"] == [0.0] * 3
+
+
 def test_a_smaller_chunk_takes_less_memory(tokenizer):
     """By the log-probabilities of the explanation's other tokens, at the least."""
     from rloo_memory.plan.simulation.live_bytes import LiveBytes
@@ -156,15 +161,11 @@ def test_what_cannot_give_a_reward_is_refused(tokenizer):
         ask(make(student, tokenizer, build(vocab_size=310)), tokenizer)
     with pytest.raises(ValueError, match="no teacher.*attach"):
         ask(make(student, tokenizer, kl_weight=3), tokenizer)
-    forward = student.forward
-    student.forward = lambda *args, **kwargs: SimpleNamespace(logits=2 * forward(*args, **kwargs).logits)
-    with pytest.raises(ValueError, match="GPT2LMHeadModel.*LM head"):
-        ask(make(student, tokenizer), tokenizer)
 
 
 @pytest.mark.parametrize("fact", [dict(is_fsdp_enabled=True), dict(tools=[print])])
 def test_a_teacher_that_cannot_be_asked_is_refused(fact, tokenizer):
-    accelerator = SimpleNamespace(state=SimpleNamespace(), unwrap_model=None, autocast=None)
+    accelerator = SimpleNamespace(state=SimpleNamespace(), unwrap_model=None, autocast=None, device="cpu")
     trainer = dict(accelerator=accelerator, is_fsdp_enabled=False, processing_class=tokenizer, model=None)
     with pytest.raises(ValueError, match="kl_weight=0"):
         make(build(), tokenizer, build(seed=1)).attach(SimpleNamespace(**trainer | fact))
@@ -173,9 +174,7 @@ def test_a_teacher_that_cannot_be_asked_is_refused(fact, tokenizer):
 
 def test_the_example_trains_with_both_trainers_and_sharing_changes_nothing(capsys):
     from examples import teacher_student
-    from rloo_memory.hooks import teacher_student as reward
 
-    assert "rloo_memory" not in inspect.getsource(reward), "it needs nothing else of this repository"
     runs = {}
     for name, arguments in (("stock", ()), ("rloo", ("--shared",)), ("grpo", ("--algorithm", "grpo", "--shared"))):
         assert teacher_student.main(["--steps", "2", *arguments]) == 0

@@ -11,6 +11,7 @@ import pytest
 from experiments.config import ROOT
 from experiments.run_record import RunRecord
 from visualization import combine_memory_data, create_charts, tables
+from visualization.charts.audit import audit
 from visualization.charts.idea import idea
 from visualization.charts.peak_comparison import peak_comparison
 from visualization.charts.timelines import peak_preserving, timeline_peak_preserving, timeline_ultra_smooth
@@ -104,6 +105,23 @@ def test_a_killed_run_is_an_error_and_its_half_written_line_is_ignored(machine):
     assert "| `stock` | killed | not run |" in tables.of_results("peak", results)
 
 
+def test_a_cell_has_no_runs_of_other_settings_than_the_newest_one_that_finished(tmp_path):
+    write_run(tmp_path, repeat=0, fed=512, config={"steps": 1, "seed": 42}, started_at="2026-02-01")
+    write_run(tmp_path, repeat=1, config={"steps": 2, "seed": 43, "repeat": 1}, started_at="2026-01-01")
+    write_run(tmp_path, repeat=2, status="error", config={"steps": 3}, started_at="2026-03-01")
+    results = load(tmp_path).of("cpu")
+    cell = results.cells.loc["classic-baseline", 2]
+    assert (cell.runs, cell.fed) == (1, 512)
+    others = "classic-baseline_cpu_k2_r1, classic-baseline_cpu_k2_r2"
+    assert results.footnotes() == [f"left out, as their settings are not those of the newest run: {others}"]
+
+
+def test_any_number_of_k_is_drawn(machine):
+    for k in range(6, 32, 2):
+        write_run(machine, k=k)
+    assert "k = 30" in texts(audit(load(machine)))
+
+
 def test_the_peak_preserving_timeline_reaches_the_recorded_peak_and_the_smooth_one_says_that_it_does_not(machine):
     results = load(machine)
     for _, run in results.runs[results.runs.status == "ok"].iterrows():
@@ -144,12 +162,40 @@ def test_so_are_those_of_measurements_side_by_side(tmp_path):
         assert more > 2 and "nan" not in text, name
 
 
+@pytest.mark.parametrize("name, ways, said", [
+    ("worth", "whole,shared", " x |  |\n"),
+    ("worth", "whole", "| 6.53 |  |  |  |  |\n"),
+    ("worth", "whole,shared-micro-2", " x |  |  |\n"),
+    ("lengths", "whole,shared", " x |  |  |  |  |\n"),
+    ("alike", "shared-all", "| 2,000 + 200, completions 100 | what they begin with once, too | 4,351 | "),
+    ("decoding", "whole", " |  |  |\n"),
+    ("kinds", "whole", "| windows of 512 tokens (Gemma 3) |  |  |  |  |  |\n"),
+])  # fmt: skip
+def test_a_way_that_was_not_measured_is_an_empty_cell(tmp_path, name, ways, said):
+    rows = pd.read_csv(REFERENCE / "bench.csv")
+    rows[rows.way.isin(ways.split(","))].to_csv(tmp_path / "bench.csv", index=False)
+    text = tables.render(name, tmp_path)
+    assert said in text and text.count(MARK) <= tables.render(name, REFERENCE).count(MARK)
+
+
+def test_cells_with_another_k_are_rows_of_their_own_and_each_device_is_named(tmp_path):
+    rows = pd.read_csv(REFERENCE / "bench.csv")
+    more = rows[rows.measurement == "worth"].assign(k=4, device_name="Another")
+    pd.concat([rows, more]).to_csv(tmp_path / "bench.csv", index=False)
+    text = tables.render("worth", tmp_path)
+    assert "| narrow | 3,000 | 100 | 4 | 3.65 | " in text and "| narrow | 3,000 | 100 | 8 | 6.53 | " in text
+    assert "CPU: Another, " in text
+
+
 @pytest.mark.parametrize("name, lost, said", [
     ("rivals", "shared", "| prefix sharing, all together | out of memory: 3/4 |  |  |  |"),
     ("families", "shared-micro-2", "|  | prefix sharing, two a micro-batch | out of memory: 3/4 |  |  |  |  |"),
     ("kinds", "shared-micro-2", "| windows of 512 tokens (Gemma 3) | out of memory: 3/4 |  |  |  |  |"),
     ("families", "whole", "| whole rows (stock) | out of memory: 3/4 |  |  |  |  |"),
     ("decoding", "shared", " | out of memory: 3/4 |  |"),
+    ("worth", "shared-micro-2", " x | out of memory: 3/4 |\n"),
+    ("worth", "whole", "| 6.53 | out of memory: 3/4 | out of memory: 3/4 | out of memory: 3/4 | out of memory: 3/4 |"),
+    ("lengths", "whole-2", " x | out of memory: 3/4 | out of memory: 3/4 |\n"),
 ])  # fmt: skip
 def test_a_way_that_failed_says_why_in_its_row(tmp_path, name, lost, said):
     rows = pd.read_csv(REFERENCE / "bench.csv")
@@ -193,31 +239,31 @@ def test_charts_need_no_samples(machine, tmp_path):
     """Which are not committed."""
     for folder in machine.glob("*_r0"):
         (folder / "memory.csv").unlink()
-    create_charts.main([str(machine), "--out", str(tmp_path)])
+    create_charts.draw_all(load(machine), tmp_path)
     files = {path.name for path in tmp_path.iterdir()}
     assert {"peak_comparison.png", "audit.svg"} <= files and not any("timeline" in name for name in files)
 
 
-@pytest.mark.parametrize("command, arguments, told", [
-    (create_charts.main, ["none"], "none: holds no runs"),
-    (create_charts.main, [str(REFERENCE), "--scale", "seed"], "has no runs at scale seed; it has cpu"),
-    (write_tables, ["none", "--check"], "give results/<machine>, or a page"),
+@pytest.mark.parametrize("table, told", [
+    ("peak none", "none: holds no runs"),
+    (f"peak {REFERENCE} seed", "has no runs at scale seed; it has cpu"),
+    (f"peaks {REFERENCE}", "no table is named peaks"),
 ])  # fmt: skip
-def test_commands_refuse_bad_arguments(command, arguments, told, capsys):
-    with pytest.raises(SystemExit) as ended:
-        command(arguments)
-    assert told in f"{ended.value.code}{capsys.readouterr().err}"
+def test_what_a_page_asks_for_in_vain_is_said(table, told, tmp_path):
+    (tmp_path / "page.md").write_text(f"<!-- table:{table} -->\n<!-- /table -->\n")
+    with pytest.raises(SystemExit, match=told):
+        write_tables([str(tmp_path / "page.md")])
 
 
-def test_a_stale_table_fails_the_check_and_is_written(machine, tmp_path, capsys):
+def test_a_stale_table_is_named_and_written(machine, tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- table:peak results/here cpu -->\nold\n<!-- /table -->\nafter\n")
-    assert write_tables([str(page), "--check"]) == 1 and "table peak results/here cpu" in capsys.readouterr().out
-    assert write_tables([str(page), "--write"]) == 0 and write_tables([str(page), "--check"]) == 0
+    write_tables([str(page)])
+    assert capsys.readouterr().out == f"{page}: peak results/here cpu\n" and tables.fill(page)[1] == []
     assert "before\n" in page.read_text() and "| `classic-lean` |" in page.read_text()
     page.write_text("<!-- table:peak results/here -->\nno end\n")
     with pytest.raises(SystemExit, match="0 complete table places for 1 opening markers"):
-        write_tables([str(page), "--check"])
+        write_tables([str(page)])
 
 
 PAGES = [path for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")] if "\n<!-- table:" in path.read_text()]

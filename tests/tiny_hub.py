@@ -7,14 +7,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
-    Cohere2Config,
-    Gemma3Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
-    Qwen3MoeConfig,
 )
 
 SHAPE = dict(
@@ -22,27 +18,8 @@ SHAPE = dict(
     num_key_value_heads=2, pad_token_id=0, eos_token_id=1, bos_token_id=2,
 )  # fmt: skip
 MODELS = {
-    "tiny-Cohere2ForCausalLM": Cohere2Config(**SHAPE, sliding_window=6),
-    "tiny-Gemma3ForConditionalGeneration": Gemma3Config(
-        text_config=dict(SHAPE, head_dim=4, sliding_window=6),
-        vision_config=dict(
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            image_size=16,
-            patch_size=4,
-        ),
-        image_token_index=297,
-        boi_token_index=298,
-        eoi_token_index=299,
-        mm_tokens_per_image=4,
-    ),
     "tiny-Qwen2ForCausalLM-2.5": Qwen2Config(**SHAPE),
     "tiny-Qwen3ForCausalLM": Qwen3Config(**SHAPE, head_dim=8),
-    "tiny-Qwen3MoeForCausalLM": Qwen3MoeConfig(
-        **SHAPE, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
-    ),
     "tiny-Qwen2ForSequenceClassification-2.5": Qwen2Config(**SHAPE, num_labels=1),
 }
 # The parts of TRL's tests/testing_utils.py that tests of patches use
@@ -89,8 +66,7 @@ def make(hub: Path) -> None:
     with torch.random.fork_rng():
         for name, config in MODELS.items():
             torch.manual_seed(0)
-            kinds = {"Sequence": AutoModelForSequenceClassification, "Conditional": AutoModelForImageTextToText}
-            kind = next((kind for word, kind in kinds.items() if word in name), AutoModelForCausalLM)
+            kind = AutoModelForSequenceClassification if "Sequence" in name else AutoModelForCausalLM
             kind.from_config(config).save_pretrained(hub / name)
             build_tokenizer().save_pretrained(hub / name)
     data = hub / "zen" / "standard_prompt_only"

@@ -6,7 +6,7 @@ arguments; it writes the values, which are computed in float64."""
 import torch
 from emulate import host, put
 
-from experiments.checks import flash_kernels
+from tests import flash_kernels
 
 aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ FAMILIES = "llama,qwen3,gemma3_text,gpt_oss,deepseek_v3,qwen3_moe,qwen3_5_text,b
 def test_prompts_with_images_are_as_near_to_float64_as_whole_rows(probe):
     """Of each way to hand over images: patches and grids, pixels of one size, padded patches with their places."""
     families = ["qwen2_5_vl", "gemma3", "gemma4"]
-    found = probe("images", ",".join(families), **INTERPRETED)
+    found = probe("families", ",".join(families), "images", **INTERPRETED)
     assert [row["family"] for row in found] == families
     for row in found:
         assert not row["unsupported"], row

@@ -1,5 +1,24 @@
+"""A hub of tiny models, a tiny Llama, and trainers of TRL as released whose completions do not depend on rounding."""
+
+import logging
+
 import pytest
 import tiny_hub
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl.trainer import grpo_trainer
+
+import trl
+from experiments.checks import tiny_families
+from experiments.checks.family_check import prepared
+from rloo_memory import share_prompts
+from rloo_memory.prefix_sharing.trainer import shuffle_groups
+
+K, WORDS = 4, 120
+PAD, BOS, EOS = "<pad>", "<s>", "</s>"
+PROMPTS = [" ".join(f"w{3 + 7 * i % 90}" for i in range(n)) for n in (31, 22)]
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +39,100 @@ def here(request, monkeypatch, tmp_path, hub):
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)
     if request.instance is not None:
         request.instance.tmp_dir = str(tmp_path)
+
+
+def llama():
+    """With plain attention in all layers, in the default dtype, as `family_check` compares it."""
+    return prepared(tiny_families.build(tiny_families.family("llama")), torch.get_default_dtype())
+
+
+class Fixed(trl.GRPOTrainer):
+    """Completions that do not depend on rounding."""
+
+    def _generate_single_turn(self, prompt_ids, images, *args, **kwargs):
+        random = torch.Generator().manual_seed(self.state.global_step)
+        lengths = [(3, 9, 1, 6)[row % 4] for row in range(len(prompt_ids))]
+        return [torch.randint(4, WORDS, (length,), generator=random).tolist() for length in lengths], None
+
+
+def build_tokenizer():
+    words = {word: i for i, word in enumerate([PAD, BOS, EOS, *(f"w{i}" for i in range(3, WORDS))])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, padding_side="left")
+
+
+@pytest.fixture
+def policy(tmp_path):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "policy")
+    return str(tmp_path / "policy")
+
+
+@pytest.fixture
+def build(policy, tmp_path, monkeypatch):
+    """A trainer whose rollouts keep the completions of a prompt together, as sharing does."""
+    monkeypatch.setattr(grpo_trainer, "shuffle_sequence_dict", lambda batch: shuffle_groups(batch, K))
+
+    def make(trainer_class, batch_size, model=policy, peft_config=None, **options):
+        if model is policy:
+            options = {"model_init_kwargs": {"dtype": torch.float64}, **options}
+        args = trl.GRPOConfig(
+            output_dir=str(tmp_path), per_device_train_batch_size=batch_size, num_generations=K,
+            gradient_accumulation_steps=8 // batch_size, max_completion_length=16, max_steps=2, learning_rate=1e-2,
+            report_to="none", use_cpu=True, bf16=False, save_strategy="no", disable_tqdm=True, optim="sgd",
+            max_grad_norm=0.0, shuffle_dataset=False, logging_steps=1,
+            **{"beta": 0.04, **options},
+        )  # fmt: skip
+        torch.manual_seed(0)
+        return trainer_class(
+            model=model,
+            reward_funcs=lambda completion_ids, **_: [sum(ids) * 7919 % 13 / 13 for ids in completion_ids],
+            args=args,
+            train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+            processing_class=build_tokenizer(),
+            peft_config=peft_config,
+        )
+
+    return make
+
+
+def weights_of(trainer):
+    return torch.cat([param.detach().flatten() for param in trainer.model.parameters()])
+
+
+@pytest.fixture
+def train(build):
+    """Trains the policy. Returns its weights, tokens of its first layer, and what was logged."""
+
+    def run(trainer_class, batch_size, share=None, prepare=lambda trainer: None, **options):
+        trainer, tokens = build(trainer_class, batch_size, **options), []
+        prepare(trainer)
+        if share is not None:
+            share_prompts(trainer, **share)
+
+        def count(module, args):
+            tokens.append(args[0][..., 0].numel())
+
+        layers = [module for name, module in trainer.model.named_modules() if name.endswith("layers.0.mlp")]
+        layers[0].register_forward_pre_hook(count)
+        trainer.train()
+        return weights_of(trainer), sum(tokens), trainer.state.log_history
+
+    return run
+
+
+@pytest.fixture
+def told():
+    """Warnings of the package."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("rloo_memory.prefix_sharing.trainer")
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)

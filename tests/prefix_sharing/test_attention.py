@@ -3,6 +3,7 @@ from contextlib import contextmanager
 from functools import partial
 from unittest.mock import patch
 
+import flash_kernels
 import pytest
 import torch
 from torch import nn
@@ -10,20 +11,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 from transformers.models.gemma2 import modeling_gemma2 as gemma2
 
-from experiments.checks import flash_kernels
+from experiments.checks.family_check import COMPLETION, PROMPT, batch
 from experiments.checks.tiny_families import build, family
 from rloo_memory.prefix_sharing import kernels, routing
-from rloo_memory.prefix_sharing.attention import attention_with_lse, shared_prefix_attention
+from rloo_memory.prefix_sharing.attention import shared_prefix_attention
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
-from rloo_memory.prefix_sharing.kernels import Runs
+from rloo_memory.prefix_sharing.kernels import Runs, Seen
 from rloo_memory.prefix_sharing.nodes import Node, Path
 from rloo_memory.prefix_sharing.routing import Attention, ReadPrefix
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
-from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
 
-from .test_passes import load, make_batch
+from .conftest import llama
 
-MODEL_ID = "tiny-Qwen2ForCausalLM-2.5"
 # Heads, key heads, head size, head size of values, prefix tokens, tokens of each completion
 SHAPES = {
     "ragged": (4, 2, 8, 8, 7, [3, 1, 5]),
@@ -35,7 +34,7 @@ SHAPES = {
 }
 
 
-def make_tensors(shape, dtype, device="cpu"):
+def make_tensors(shape, dtype):
     num_heads, num_key_heads, size, value_size, num_prefix_tokens, lengths = SHAPES[shape]
     generator = torch.Generator().manual_seed(0)
     num_tokens = sum(lengths)
@@ -47,7 +46,7 @@ def make_tensors(shape, dtype, device="cpu"):
     shapes += [(num_key_heads, num_prefix_tokens, size), (num_key_heads, num_prefix_tokens, value_size)]
     # As models make them: the heads of a token next to each other
     tensors = (torch.randn(n, h, d, generator=generator, dtype=torch.float64).transpose(0, 1) for h, n, d in shapes)
-    return [x[None].to(device, dtype).requires_grad_() for x in tensors]
+    return [x[None].to(dtype).requires_grad_() for x in tensors]
 
 
 def whole_sequences(query, key, value, prefix_key, prefix_value, lengths, scale, sink=None, window=None):
@@ -189,17 +188,8 @@ class TestSharedPrefixAttention:
     @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
     @pytest.mark.parametrize("shape", SHAPES)
     def test_rounding(self, shape, dtype, tolerance):
-        self.check_rounding(shape, dtype, tolerance, "cpu")
-
-    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-    @pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 2e-3), (torch.bfloat16, 1e-2)])
-    @pytest.mark.parametrize("shape", SHAPES)
-    def test_rounding_on_cuda(self, shape, dtype, tolerance):
-        self.check_rounding(shape, dtype, tolerance, "cuda")
-
-    def check_rounding(self, shape, dtype, tolerance, device):
-        tensors, lengths = make_tensors(shape, dtype, device), SHAPES[shape][-1]
-        got = outputs_and_gradients(attend, tensors, Runs.of(lengths, device))
+        tensors, lengths = make_tensors(shape, dtype), SHAPES[shape][-1]
+        got = outputs_and_gradients(attend, tensors, Runs.of(lengths, "cpu"))
         exact = [x.detach().double().requires_grad_() for x in tensors]
         expected = outputs_and_gradients(whole_sequences, exact, lengths)
         assert {x.dtype for x in got} == {dtype}
@@ -223,9 +213,9 @@ class TestSharedPrefixAttention:
             grad.sum().backward()
 
     @pytest.mark.parametrize("is_causal, num_rows", [(True, 1), (False, 1), (False, 3)])
-    def test_attention_with_lse(self, is_causal, num_rows, calls):
+    def test_kernel_with_the_log_sum_exp(self, is_causal, num_rows, calls):
         query, key, value = (torch.randn(num_rows, h, 5, 8, dtype=torch.float64) for h in (4, 2, 2))
-        output, lse = attention_with_lse(query, key, value, is_causal, scale=None)
+        output, lse = kernels.forward(query, key, value, Seen(Runs.of([5], "cpu")) if is_causal else None, None)
         expected = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=True)
         scores = query @ key.repeat_interleave(2, 1).transpose(-1, -2) / 8**0.5
         if is_causal:
@@ -308,13 +298,12 @@ class TestMasks:
 
     @pytest.mark.parametrize("gradient_checkpointing", [False, True])
     def test_plain_causal_layers_attend_without_a_mask(self, gradient_checkpointing):
-        model = load(MODEL_ID).train()
+        model = llama()
         enable_prefix_sharing(model)
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        input_ids, attention_mask, prompt_length = make_batch()
         with Operators() as operators, layers_without_a_mask() as layers:
-            outputs = SharedPrefixPasses(prompt_length, 2).forward(model.model, input_ids, attention_mask)
+            outputs = SharedPrefixPasses(PROMPT, 2).forward(model.model, **batch())
             outputs.last_hidden_state.sum().backward()
         assert layers == set(range(model.config.num_hidden_layers))
         attention = operators.named("scaled_dot_product")
@@ -326,30 +315,26 @@ class TestMasks:
 
     @pytest.mark.parametrize("in_passes", [False, True])
     def test_gradients_of_the_prompt_are_added_in_float32_where_they_are_added(self, in_passes):
-        model = load(MODEL_ID).bfloat16().train()
+        model = llama().bfloat16()
         enable_prefix_sharing(model)
-        input_ids, attention_mask, prompt_length = make_batch()
-        attention_mask[:] = 1
-        completion_length = input_ids.shape[1] - prompt_length
-        passes = SharedPrefixPasses(prompt_length, 2 * (completion_length + 1) if in_passes else None)
-        outputs = passes.forward(model.model, input_ids, attention_mask)
+        input_ids = batch()["input_ids"]
+        passes = SharedPrefixPasses(PROMPT, 2 * (COMPLETION + 1) if in_passes else None)
+        outputs = passes.forward(model.model, input_ids, torch.ones_like(input_ids))
         with Operators() as operators:
             outputs.last_hidden_state.sum().backward()
         config = model.config
-        head_size = config.hidden_size // config.num_attention_heads
-        shape = (1, config.num_key_value_heads, prompt_length - 1, head_size)
+        shape = (1, config.num_key_value_heads, PROMPT - 1, config.head_dim)
         added = [x for x in operators.results if x.shape == shape and x.dtype == torch.float32]
         num_passes = 2 if in_passes else 0
         # A key and a value of each layer and prompt, copied by each pass, and added
         assert len(added) == 2 * config.num_hidden_layers * 2 * max(0, 2 * num_passes - 1)
 
-    @pytest.mark.parametrize("window", [6, 12, 18])
+    @pytest.mark.parametrize("window", [6, PROMPT, PROMPT + COMPLETION])
     def test_layers_with_a_window_copy_no_prefix(self, window):
         model = build(family("gemma3_text", sliding_window=window))
         enable_prefix_sharing(model)
-        input_ids, attention_mask, prompt_length = make_batch()
         with layers_without_a_mask() as layers:
-            SharedPrefixPasses(prompt_length).forward(model.model, input_ids, attention_mask)
+            SharedPrefixPasses(PROMPT).forward(model.model, **batch())
         assert layers == set(range(model.config.num_hidden_layers))
 
     def test_what_a_window_costs_does_not_grow_with_prefix_and_completion(self):
@@ -362,16 +347,3 @@ class TestMasks:
             calls = [args for _, args, _ in operators.named("flash")]
             scores.append(sum(args[0].shape[2] * args[1].shape[2] for args in calls))
         assert scores[0] == scores[1] < scores[2] < 2.2 * scores[0]
-
-    def test_whole_rows_of_equal_length_have_no_mask(self):
-        model = load(MODEL_ID)
-        input_ids, attention_mask, prompt_length = make_batch()
-        attention_mask[:] = 1
-        attention_mask[3:, :5] = 0
-        attention_mask[:3, -5:] = 0
-        passes = TokenBudgetPasses(prefix_length=prompt_length, tokens_per_forward=3 * 13)
-        with Operators() as operators:
-            passes.forward(model.model, input_ids, attention_mask)
-        attention = operators.named("scaled_dot_product")
-        assert len(attention) == 2 * model.config.num_hidden_layers
-        assert all(kwargs.get("attn_mask") is None for _, _, kwargs in attention)

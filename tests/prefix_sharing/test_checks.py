@@ -1,13 +1,16 @@
+import importlib.metadata
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from peft import LilyConfig, LoHaConfig, LoraConfig, PromptTuningConfig, PveraConfig, get_peft_model
 from transformers import GenerationConfig
 
+from experiments.checks.family_check import PROMPT, batch, error_of
 from experiments.checks.tiny_families import build, family
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
@@ -16,10 +19,9 @@ from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 from rloo_memory.prefix_sharing.token_budget import check_whole_rows
 from rloo_memory.prefix_sharing.trainer import TrainerPasses
 
-from .sharing_trainers import SMALL, GRPOConfig, RLOOConfig, build_trainer
-from .test_passes import TRAINERS, load, make_inputs
+from .conftest import llama
+from .sharing_trainers import RLOOConfig
 
-MODEL_ID = "tiny-Qwen2ForCausalLM-2.5"
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}
 # (model type, what is special about it, words of the refusal)
 REFUSED = [
@@ -34,6 +36,43 @@ REFUSED = [
     ("mixtral", {"router_jitter_noise": 0.1}, ["MixtralForCausalLM", "differ", "noise"]),
     ("llama", DYNAMIC, ["dynamic", "prefix_sharing=False"]),
 ]
+
+# What is refused in settings with either option, and with shared prompts
+OPTIONS = [{"prefix_sharing": True}, {"tokens_per_forward": 64}]
+OF_EITHER = [
+    # PyTorch takes the reentrant one if it is not told
+    ({"gradient_checkpointing_kwargs": {}}, "use_reentrant"),
+    ({"gradient_checkpointing_kwargs": {"preserve_rng_state": False}}, "use_reentrant"),
+    ({"gradient_checkpointing_kwargs": {"use_reentrant": None}}, "use_reentrant"),
+    ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+    ({"torch_compile": True}, "torch_compile"),
+    ({"pad_to_multiple_of": 8}, "pad_to_multiple_of"),
+]
+HALF = {"per_device_train_batch_size": 2}  # of the completions of a prompt
+OF_SHARED = [
+    (
+        {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 4},
+        r"per_device_train_batch_size \(3\) must be a multiple or a divisor of num_generations \(4\)",
+    ),
+    ({**HALF, "steps_per_generation": 2}, r"times gradient_accumulation_steps \(1\) must be a multiple"),
+    ({**HALF, "gradient_accumulation_steps": 2, "ddp_static_graph": True}, "ddp_static_graph=True"),
+]
+ACCEPTED = [
+    {"gradient_checkpointing": False, "gradient_checkpointing_kwargs": {}},
+    {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    {"gradient_checkpointing_kwargs": {"use_reentrant": False, "determinism_check": "none"}},
+    {"ddp_static_graph": True, "accelerator_config": {"split_batches": True}},
+]
+
+
+def config_of(**settings):
+    """RLOO's, whose check is GRPO's, too."""
+    whole = {"num_generations": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    return RLOOConfig("out", use_cpu=True, bf16=False, **whole | settings)
+
+
+def prompts():
+    return {name: x[:, :PROMPT] for name, x in batch().items()}
 
 
 class TestPrefixSharingChecks:
@@ -55,7 +94,7 @@ class TestPrefixSharingChecks:
     )
     def test_adapters_that_are_refused(self, config, word):
         with pytest.raises(ValueError, match=word):
-            enable_prefix_sharing(get_peft_model(load(MODEL_ID), config))
+            enable_prefix_sharing(get_peft_model(llama(), config))
 
     def test_whole_rows_that_are_refused(self):
         with pytest.raises(ValueError, match="OPTForCausalLM.* differ.*per_device_train_batch_size"):
@@ -64,40 +103,62 @@ class TestPrefixSharingChecks:
             check_whole_rows(build(family("llama", **DYNAMIC)))
         check_whole_rows(build(family("stablelm")))  # rows that share nothing can
 
-    @pytest.mark.parametrize("config_class", [RLOOConfig, GRPOConfig])
-    @pytest.mark.parametrize("option", [{"prefix_sharing": True}, {"tokens_per_forward": 16}])
-    def test_fsdp1_is_refused(self, config_class, option):
-        accelerator = SimpleNamespace(
-            distributed_type=DistributedType.FSDP,
-            is_fsdp2=False,
-            device=torch.device("cpu"),
-            num_processes=2,
-            state=SimpleNamespace(deepspeed_plugin=None),
-        )
-        with pytest.raises(ValueError, match="FSDP1.* FSDP2.* DeepSpeed"):
-            TrainerPasses(config_class(self.tmp_dir, **option), accelerator, load(MODEL_ID))
-
-    @pytest.mark.parametrize("config_class", [RLOOConfig, GRPOConfig])
-    def test_images_in_whole_rows_are_refused(self, config_class):
-        args = config_class(self.tmp_dir, tokens_per_forward=9)
-        with pytest.raises(ValueError, match="tokens_per_forward=9.* only with `prefix_sharing=True`"):
-            TrainerPasses(args, Accelerator(cpu=True), None, takes_images=True)
-
-    @pytest.mark.parametrize("config_class", [RLOOConfig, GRPOConfig])
-    @pytest.mark.parametrize("option", [{"prefix_sharing": True}, {"tokens_per_forward": 64}])
+    @pytest.mark.parametrize("option", OPTIONS, ids=str)
     @pytest.mark.parametrize(
-        "kwargs, match",
+        "kind, plugin, said",
         [
-            # PyTorch takes the reentrant one if it is not told
-            ({"gradient_checkpointing_kwargs": {}}, "use_reentrant"),
-            ({"gradient_checkpointing_kwargs": {"preserve_rng_state": False}}, "use_reentrant"),
-            ({"gradient_checkpointing_kwargs": {"use_reentrant": None}}, "use_reentrant"),
-            ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+            (DistributedType.FSDP, None, "FSDP1.* FSDP2.* DeepSpeed"),
+            (DistributedType.DEEPSPEED, SimpleNamespace(zero_stage=3), "deepspeed>=0.19.3`, found 0.19.2"),
         ],
     )
-    def test_invalid_config(self, config_class, option, kwargs, match):
-        with pytest.raises(ValueError, match=match):
-            config_class(output_dir=self.tmp_dir, num_generations=4, per_device_train_batch_size=4, **option, **kwargs)
+    def test_launches_that_are_refused(self, kind, plugin, said, option, monkeypatch):
+        version = importlib.metadata.version
+        monkeypatch.setattr(
+            importlib.metadata, "version", lambda name: "0.19.2" if name == "deepspeed" else version(name)
+        )
+        accelerator = SimpleNamespace(
+            distributed_type=kind,
+            is_fsdp2=False,
+            device="cpu",
+            num_processes=2,
+            state=SimpleNamespace(deepspeed_plugin=plugin),
+        )
+        model = get_peft_model(llama(), LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+        with pytest.raises(ValueError, match=said):
+            TrainerPasses(config_of(**option), accelerator, model)
+
+    def test_images_in_whole_rows_are_refused(self):
+        with pytest.raises(ValueError, match="tokens_per_forward=9.* only with `prefix_sharing=True`"):
+            TrainerPasses(config_of(tokens_per_forward=9), Accelerator(cpu=True), None, takes_images=True)
+
+    @pytest.mark.parametrize("option", OPTIONS, ids=str)
+    @pytest.mark.parametrize("settings, said", OF_EITHER, ids=str)
+    def test_settings_that_are_refused_with_either(self, settings, said, option):
+        with pytest.raises(ValueError, match=f"`{next(iter(option))}.*{said}"):
+            config_of(**option, **settings)
+
+    @pytest.mark.parametrize("settings, said", OF_SHARED, ids=str)
+    def test_settings_that_are_refused_with_shared_prompts(self, settings, said):
+        with pytest.raises(ValueError, match=f"`prefix_sharing=True`.*{said}"):
+            config_of(prefix_sharing=True, **settings)
+
+    def test_settings_of_two_processes_that_are_refused(self, monkeypatch):
+        monkeypatch.setattr(RLOOConfig, "world_size", 2)
+        with pytest.raises(ValueError, match="split_batches=True` with 2 processes"):
+            config_of(prefix_sharing=True, accelerator_config={"split_batches": True})
+        with pytest.raises(ValueError, match=r"times steps_per_generation \(1\) must be a multiple"):
+            config_of(prefix_sharing=True, **HALF, gradient_accumulation_steps=2, steps_per_generation=1)
+
+    def test_settings_that_are_accepted(self):
+        for settings in ACCEPTED:
+            config_of(prefix_sharing=True, **settings)
+
+    @pytest.mark.parametrize("option, version", [*zip(OPTIONS, ("5.12.1", "5.2.0"), strict=True)])
+    def test_version(self, option, version, monkeypatch):
+        monkeypatch.setattr(transformers, "__version__", version)
+        config_of()
+        with pytest.raises(ImportError, match=rf"`{next(iter(option))}` requires .* but {version} is installed"):
+            config_of(**option)
 
     def test_no_number_is_no_agreement(self):
         class NoNumbers(SharedPrefixPasses):
@@ -105,27 +166,15 @@ class TestPrefixSharingChecks:
                 outputs = super().forward(*args, **kwargs)
                 return replace(outputs, last_hidden_state=outputs.last_hidden_state * torch.nan)
 
-        model = load(MODEL_ID)
+        model = llama()
         enable_prefix_sharing(model)
         assert error_of_passes(model, SharedPrefixPasses(PROBE_PREFIX_LENGTH)) == 0
         assert error_of_passes(model, NoNumbers(PROBE_PREFIX_LENGTH)) != 0
-
-    @pytest.mark.parametrize("config_class", [RLOOConfig, GRPOConfig])
-    @pytest.mark.parametrize(
-        "kwargs", [{}, {"use_reentrant": False}, {"use_reentrant": False, "determinism_check": "none"}]
-    )
-    def test_valid_checkpointing(self, config_class, kwargs):
-        config_class(
-            output_dir=self.tmp_dir,
-            num_generations=4,
-            per_device_train_batch_size=4,
-            prefix_sharing=True,
-            gradient_checkpointing=bool(kwargs),
-            gradient_checkpointing_kwargs=kwargs,
-        )
+        one = torch.ones(2)
+        assert max(error_of((one, one * torch.nan), (one, one))) > 1
 
     def test_noise_is_refused_and_leaves_no_trace(self):
-        model = get_peft_model(load(MODEL_ID), PveraConfig(target_modules=["q_proj"], r=4)).train()
+        model = get_peft_model(llama(), PveraConfig(target_modules=["q_proj"], r=4)).train()
         params = {name: param.detach().clone() for name, param in model.named_parameters()}
         rng_state = torch.get_rng_state()
 
@@ -140,27 +189,15 @@ class TestPrefixSharingChecks:
         "name, value", [("num_beams", 2), ("guidance_scale", 1.5), ("cache_implementation", "static")]
     )
     def test_generation_config_of_the_model(self, name, value):
-        model = load(MODEL_ID).eval()
+        model = llama().eval()
         enable_prefix_sharing(model)
         setattr(model.generation_config, name, value)
-        inputs, prompt_length = make_inputs()
-        prompts = {name: inputs[name][:, :prompt_length] for name in ("input_ids", "attention_mask")}
         with pytest.raises(ValueError, match=f"{name}={value!r}"):
-            generate_with_shared_prefix(model, **prompts, generation_config=GenerationConfig(max_new_tokens=2))
+            generate_with_shared_prefix(model, **prompts(), generation_config=GenerationConfig(max_new_tokens=2))
 
     def test_cache_of_older_checkpoints(self):
-        model = load(MODEL_ID).eval()
+        model = llama().eval()
         enable_prefix_sharing(model)
         model.generation_config.cache_implementation = "hybrid"
-        inputs, prompt_length = make_inputs()
-        prompts = {name: inputs[name][:, :prompt_length] for name in ("input_ids", "attention_mask")}
-        config = GenerationConfig(max_new_tokens=2, min_new_tokens=2)
-        assert generate_with_shared_prefix(model, **prompts, generation_config=config).shape[1] == prompt_length + 2
-
-    @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
-    def test_train_with_max_length(self, config_class, trainer_class):
-        options = {"generation_kwargs": {"max_new_tokens": None, "max_length": 32}, "max_completion_length": 256}
-        options |= {"per_device_train_batch_size": 3, "prefix_sharing": True}
-        trainer = build_trainer(trainer_class, config_class(output_dir=self.tmp_dir, **SMALL | options))
-        trainer.train()
-        assert trainer.state.log_history[-1]["train_loss"] is not None
+        config = GenerationConfig(max_length=PROMPT + 2, min_new_tokens=2)  # in place of `max_new_tokens`
+        assert generate_with_shared_prefix(model, **prompts(), generation_config=config).shape[1] == PROMPT + 2

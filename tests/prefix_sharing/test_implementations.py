@@ -2,13 +2,13 @@
 
 from itertools import product
 
+import flash_stand_in
 import pytest
 import torch
 from datasets import Dataset
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from experiments.checks import flash_stand_in
 from experiments.checks.float64 import pure_float64
 from rloo_memory.prefix_sharing import routing
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing

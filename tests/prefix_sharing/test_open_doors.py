@@ -1,41 +1,17 @@
 """Trainers and models as people have them: what is shared trains as untouched TRL does, and what is not says why."""
 
-import gc
 import io
-import logging
-import weakref
 from dataclasses import replace
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LogitsProcessorList,
-    PreTrainedTokenizerFast,
-    TopKLogitsWarper,
-)
-from trl.trainer import grpo_trainer
+from transformers import LlamaForCausalLM, LogitsProcessorList, TopKLogitsWarper
 
 import trl
 from rloo_memory import log_probs, share_prompts
-from rloo_memory.prefix_sharing.trainer import shuffle_groups
 
-K, WORDS = 4, 120
-PAD, BOS, EOS = "<pad>", "<s>", "</s>"
-PROMPTS = [" ".join(f"w{3 + 7 * i % 90}" for i in range(n)) for n in (31, 22)]
-
-
-class Fixed(trl.GRPOTrainer):
-    """Completions that do not depend on rounding."""
-
-    def _generate_single_turn(self, prompt_ids, images, *args, **kwargs):
-        random = torch.Generator().manual_seed(self.state.global_step)
-        lengths = [(3, 9, 1, 6)[row % 4] for row in range(len(prompt_ids))]
-        return [torch.randint(4, WORDS, (length,), generator=random).tolist() for length in lengths], None
+from .conftest import WORDS, Fixed
 
 
 def scored_rows(inputs):
@@ -117,6 +93,14 @@ class RowHook(Fixed):
             handle.remove()
 
 
+class FirstOfAll(RowHook):
+    """The same, and nothing is scored before the first loss."""
+
+    def __init__(self, args, **kwargs):
+        args.beta = 0.0
+        super().__init__(args=args, **kwargs)
+
+
 class Clamped(Fixed):
     """A parameter's gradient is clamped behind each micro-batch."""
 
@@ -135,87 +119,13 @@ class ScaledLoss(Fixed):
         return loss / (torch.cat([x.flatten() for x in grads if x is not None]).norm() + 1e-3) / 4
 
 
-def build_tokenizer():
-    words = {word: i for i, word in enumerate([PAD, BOS, EOS, *(f"w{i}" for i in range(3, WORDS))])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token=PAD))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, padding_side="left")
+class Around(Fixed):
+    """Computes log-probabilities without the model's own forward."""
 
-
-@pytest.fixture
-def policy(tmp_path):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "policy")
-    return str(tmp_path / "policy")
-
-
-@pytest.fixture
-def build(policy, tmp_path, monkeypatch):
-    """A trainer whose rollouts keep the completions of a prompt together, as sharing does."""
-    monkeypatch.setattr(grpo_trainer, "shuffle_sequence_dict", lambda batch: shuffle_groups(batch, K))
-
-    def make(trainer_class, batch_size, model=policy, peft_config=None, **options):
-        if model is policy:
-            options = {"model_init_kwargs": {"dtype": torch.float64}, **options}
-        args = trl.GRPOConfig(
-            output_dir=str(tmp_path), per_device_train_batch_size=batch_size, num_generations=K,
-            gradient_accumulation_steps=8 // batch_size, max_completion_length=16, max_steps=2, learning_rate=1e-2,
-            report_to="none", use_cpu=True, bf16=False, save_strategy="no", disable_tqdm=True, optim="sgd",
-            max_grad_norm=0.0, shuffle_dataset=False, logging_steps=1,
-            **{"beta": 0.04, **options},
-        )  # fmt: skip
-        torch.manual_seed(0)
-        return trainer_class(
-            model=model,
-            reward_funcs=lambda completion_ids, **_: [sum(ids) * 7919 % 13 / 13 for ids in completion_ids],
-            args=args,
-            train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-            processing_class=build_tokenizer(),
-            peft_config=peft_config,
-        )
-
-    return make
-
-
-def weights_of(trainer):
-    return torch.cat([param.detach().flatten() for param in trainer.model.parameters()])
-
-
-@pytest.fixture
-def train(build):
-    """Trains the policy. Returns its weights, tokens of its first layer, and what was logged."""
-
-    def run(trainer_class, batch_size, share=None, prepare=lambda trainer: None, **options):
-        trainer, tokens = build(trainer_class, batch_size, **options), []
-        prepare(trainer)
-        if share is not None:
-            share_prompts(trainer, **share)
-
-        def count(module, args):
-            tokens.append(args[0][..., 0].numel())
-
-        layers = [module for name, module in trainer.model.named_modules() if name.endswith("layers.0.mlp")]
-        layers[0].register_forward_pre_hook(count)
-        trainer.train()
-        return weights_of(trainer), sum(tokens), trainer.state.log_history
-
-    return run
-
-
-@pytest.fixture
-def told(monkeypatch):
-    """Warnings of the package."""
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("rloo_memory.prefix_sharing.trainer")
-    logger.addHandler(handler)
-    yield lines
-    logger.removeHandler(handler)
+    def _get_per_token_logps_and_entropies(self, model, ids, mask, n, *args, **kwargs):
+        states = model.base_model(input_ids=ids, attention_mask=mask).last_hidden_state
+        logps = model.lm_head(states[:, -n - 1 : -1]).log_softmax(-1).gather(-1, ids[:, -n:, None])[..., 0]
+        return logps, torch.zeros_like(logps), None
 
 
 # Trainer, rows of a micro-batch, what is said where something goes whole
@@ -227,10 +137,12 @@ PATTERNS = [
     ),
     (Beams, 8, "with `num_beams=2`, it does not decode one completion a row"),
     (GapsInMasks, 8, "The attention mask of row 1 of the batch is 0 between tokens"),
-    *((RowHook, rows, "The hook `RowHook._compute_loss.<locals>.add` changes what") for rows in (8, 2)),
+    *((cls, 8, "The hook `RowHook._compute_loss.<locals>.add` changes what") for cls in (RowHook, FirstOfAll)),
+    (RowHook, 2, "The hook `RowHook._compute_loss.<locals>.add` changes what"),
     (Clamped, 8, None),
     (Clamped, 2, "prompts are shared within micro-batches only"),
     (ScaledLoss, 8, None),
+    (Around, 2, "The loss is computed without `_get_per_token_logps_and_entropies`"),
 ]
 
 
@@ -322,52 +234,6 @@ def test_gradients_with_shared_dropout_have_the_mean_of_each_rows_own(policy):
     assert apart(of_shared, of_rows) < 2 < 5 < apart(of_rows, gradients(whole, 2))
 
 
-def test_several_trainers_share_one_model_in_any_order(build, policy):
-    """As a cell of a notebook that runs twice. A trainer that is given up is not kept alive."""
-    weights = {}
-    for shared in (False, True):
-        model = LlamaForCausalLM.from_pretrained(policy).double()
-        first, second = (build(Fixed, 8, model=model, beta=0.0) for _ in range(2))
-        for trainer in (first, second) if shared else ():
-            share_prompts(trainer)
-        first.train()
-        if shared:
-            first.prompt_sharing.remove()
-        second.train()
-        weights[shared] = weights_of(second)
-        if shared:
-            forward, gone = type(model).forward, weakref.ref(first)
-            del first, trainer
-            gc.collect()
-            assert gone() is None
-            second.prompt_sharing.remove()
-            assert vars(model).get("forward") is None or model.forward.__func__ is not forward
-            assert not hasattr(model.base_model, "_prefix_sharing")
-    assert (weights[True] - weights[False]).norm() <= 1e-9 * weights[False].norm()
-
-
-def test_a_refusal_leaves_another_trainers_model_as_it_was(build, policy):
-    model = LlamaForCausalLM.from_pretrained(policy)
-    first, second = (build(Fixed, 8, model=model, beta=0.0) for _ in range(2))
-    share_prompts(first)
-    model.model.layers[0].self_attn.attention_dropout = 0.1
-    with pytest.raises(ValueError, match="attention_dropout"):
-        share_prompts(second)
-    model.model.layers[0].self_attn.attention_dropout = 0.0
-    first.train()
-
-
-def test_to_remove_it_within_a_step_is_told(build):
-    trainer = build(Fixed, 8)
-    share_prompts(trainer)
-    removes = [lambda prompts, **given: trainer.prompt_sharing.remove() or [0.0] * len(prompts)]
-    rewards, trainer.reward_funcs = trainer.reward_funcs, removes
-    with pytest.raises(RuntimeError, match="was called within a step"):
-        trainer.train()
-    trainer.reward_funcs = rewards
-    trainer.train()
-
-
 def test_a_shared_model_is_saved_exported_and_copied(build):
     trainer = build(Fixed, 8, gradient_checkpointing=False)
     share_prompts(trainer)
@@ -386,17 +252,3 @@ def test_numbers_that_are_not_finite_are_trls_own(build, told):
     share_prompts(trainer)
     trainer.train()
     assert len(told) == 1 and "TRL's own log-probabilities of the first batch are not all finite" in told[0]
-
-
-@pytest.mark.parametrize(
-    "settings, said",
-    [
-        ({"tokens_per_forward": float("nan")}, r"tokens_per_forward \(nan\) must be a whole number"),
-        ({"tokens_per_forward": 1.5}, r"tokens_per_forward \(1.5\) must be a whole number"),
-        ({"tokens_per_forward": True}, r"tokens_per_forward \(True\) must be a whole number"),
-        ({"prefix_sharing": False}, "would change nothing"),
-    ],
-)
-def test_settings_that_mean_nothing_are_refused(settings, said, build):
-    with pytest.raises(ValueError, match=said):
-        share_prompts(build(Fixed, 8), **settings)

@@ -6,32 +6,26 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, LlamaConfig
-from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 from experiments.checks.float64 import pure_float64
+from experiments.checks.tiny_families import VOCAB, build, family
 from experiments.config import ROOT
 from rloo_memory import log_probs, logits_of, shared_prompts
-from rloo_memory.prefix_sharing import tree
+from rloo_memory.prefix_sharing import passes, tree
 
-SHAPE = dict(
-    vocab_size=120, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-    num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
-CONFIGS = {
-    "llama": LlamaConfig(**SHAPE),
-    "windows and caps": Gemma2Config(**SHAPE, head_dim=8, sliding_window=8, final_logit_softcapping=5.0),
-    "scaled logits": GraniteConfig(**SHAPE, logits_scaling=3.0),
-    "hybrid": Qwen3_5TextConfig(
-        **SHAPE, head_dim=8, layer_types=["linear_attention", "full_attention"] * 2, linear_key_head_dim=8,
-        linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
-    ),
-}  # fmt: skip
+from .conftest import llama
+
+FAMILIES = {
+    "llama": family("llama"),
+    "windows and caps": family("gemma2", final_logit_softcapping=5.0),
+    "scaled logits": family("granite", logits_scaling=3.0),
+    "hybrid": family("qwen3_5_text"),
+}
 RANDOM = torch.Generator().manual_seed(0)
 
 
 def ids(number):
-    return torch.randint(4, 120, (number,), generator=RANDOM)
+    return torch.randint(4, VOCAB, (number,), generator=RANDOM)
 
 
 BEGIN = ids(30)
@@ -41,12 +35,9 @@ COMPLETIONS = [ids(number) for number in (5, 3, 9, 1, 4, 2, 6)]
 WEIGHTS = torch.randn(len(ROWS), 9, generator=RANDOM, dtype=torch.float64)
 
 
-@pytest.fixture(params=[*CONFIGS, "lora", "checkpointing"])
+@pytest.fixture(params=[*FAMILIES, "lora", "checkpointing"])
 def model(request):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS.get(request.param, CONFIGS["llama"]), dtype=torch.float64)
-    for param in model.parameters():  # no logits that are all alike
-        param.data.mul_(3 if param.dim() > 1 else 1)
+    model = build(FAMILIES.get(request.param, FAMILIES["llama"])).double()
     if request.param == "lora":
         model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).double()
     if request.param == "checkpointing":
@@ -86,24 +77,27 @@ def test_log_probs_and_gradients_are_those_of_whole_rows(model, saved, tokens_pe
         assert_same(values, expected)
         assert_same(gradient(model), expected_gradient)
         with shared_prompts(model, PROMPTS, temperature=0.7) as shared:
-            with torch.no_grad():
-                assert_same(shared.log_probs(COMPLETIONS[:2]), expected[:2, :5])
-            for part in ([0, 2], [4, 1, 3], [5], [6]):
-                values = shared.log_probs([COMPLETIONS[i] for i in part], [ROWS[i] for i in part])
+            for part in ([0], [4, 1, 3], [2, 5], [6]):
+                arguments = [COMPLETIONS[i] for i in part], [ROWS[i] for i in part]
+                with torch.no_grad():  # as of an old policy, of prompts that had gradients and of others
+                    before = shared.log_probs(*arguments)
+                values = shared.log_probs(*arguments)
                 assert_same(values, expected[part][:, : values.shape[1]])
+                assert_same(before, values)
                 (values * WEIGHTS[part][:, : values.shape[1]]).sum().backward()
         assert_same(gradient(model), expected_gradient)
+
+
+def test_a_budget_asks_no_other_process(monkeypatch):
+    """Processes have prompts of their own, so they do not call the model equally often."""
+    monkeypatch.setattr(passes, "has_several_processes", lambda: True)
+    assert log_probs(llama(), PROMPTS[0], COMPLETIONS, tokens_per_forward=6).isfinite().all()
 
 
 def test_logits_of_states_are_the_models(model):
     with pure_float64(), torch.no_grad():
         output = model(input_ids=PROMPTS[:1][0][None], output_hidden_states=True, use_cache=False)
         assert torch.equal(logits_of(model, output.hidden_states[-1]), output.logits)
-
-
-def llama():
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(CONFIGS["llama"])
 
 
 def test_what_is_held_for_a_backward_does_not_grow_with_the_completions():
@@ -162,7 +156,7 @@ def test_examples_questions_and_answers_go_through_the_model_once():
     [
         (([PROMPTS[0]], COMPLETIONS), r"`prompts` has 1 texts, and there are 7 completions"),
         ((PROMPTS[0], [[]]), r"`completions\[0\]` must be token ids, of shape \(at least 1,\), and has \(0,\)"),
-        ((PROMPTS[0], [[5, 120]]), "A token id is 120, and the model has embeddings of 120 tokens"),
+        ((PROMPTS[0], [[5, 128]]), "A token id is 128, and the model has embeddings of 128 tokens"),
         ((PROMPTS[0], [[5]], 0), r"tokens_per_forward \(0\) must be a whole number of at least 1"),
     ],
 )

@@ -4,15 +4,14 @@ import torch
 from rloo_memory.prefix_sharing.enabling import CannotShare, enable_prefix_sharing
 from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
 
-from .test_micro_batches import MODEL_ID
-from .test_passes import load
+from .conftest import llama
 
 pytestmark = pytest.mark.slow
 
 
 class TestPrefixSharingProcesses:
     def test_a_process_alone_waits_for_no_other(self, monkeypatch):
-        model = load(MODEL_ID)
+        model = llama()
         ids = torch.randint(10, 100, (4, 12))
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
@@ -29,7 +28,7 @@ class TestPrefixSharingProcesses:
             raise RuntimeError(message)
 
         monkeypatch.setattr("rloo_memory.prefix_sharing.enabling.error_of_passes", fails)
-        model = load(MODEL_ID)
+        model = llama()
         with pytest.raises(error) as caught:
             enable_prefix_sharing(model)
         assert isinstance(caught.value, CannotShare) == (error is ValueError)

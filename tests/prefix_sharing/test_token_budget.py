@@ -1,30 +1,27 @@
 import pytest
 import torch
 
+from experiments.checks.family_check import COMPLETION, PROMPT, TOLERANCE, error_of, in_float64, run
 from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
 from rloo_memory.prefix_sharing.trainer import saves_time
 from rloo_memory.prefix_sharing.tree import Prompts, Tree
 
-from .test_passes import load, make_inputs
-
-MODEL_ID = "tiny-Qwen2ForCausalLM-2.5"
+from .conftest import llama
 
 
 class TestTokenBudget:
-    @pytest.mark.parametrize("tokens_per_forward", [None, 40])
+    @pytest.mark.parametrize("tokens_per_forward", [None, 2 * (PROMPT + COMPLETION)])
     def test_no_mask_is_needed(self, tokens_per_forward):
         # Rows are padded behind their tokens, which do not see it
-        model, masks = load(MODEL_ID), []
-        attention = model.model.layers[0].self_attn
-        attention.register_forward_pre_hook(
-            lambda module, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
-        )
-        inputs, prompt_length = make_inputs()
-        expected = model(**inputs).log_probs[:, prompt_length - 1 :]
-        masks.clear()
-        outputs = model(**inputs, passes=TokenBudgetPasses(prompt_length, tokens_per_forward))
+        with in_float64():
+            model, masks = llama(), []
+            truth = run(model)
+            model.model.layers[0].self_attn.register_forward_pre_hook(
+                lambda module, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+            )
+            found = run(model, passes=TokenBudgetPasses(PROMPT, tokens_per_forward))
         assert masks == [None] * len(masks) and len(masks) > 0
-        torch.testing.assert_close(outputs.log_probs, expected, rtol=1e-5, atol=1e-5)
+        assert max(error_of(found, truth)) <= TOLERANCE
 
     # Tokens of whole rows, padding included, and with shared prompts
     @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ class TestTree:
             backward = {"rows_per_backward": rows, "in_one_backward": in_one_backward}
             whole = build(prompts_of(input_ids, attention_mask), **backward)
             for chunk in chunks:
-                passes = SharedPrefixPasses(PROMPT_LENGTH, tree=whole, first_row=chunk.start)
+                passes = SharedPrefixPasses(PROMPT_LENGTH, tree=whole, rows=range(12)[chunk])
                 ids, mask = input_ids[chunk], attention_mask[chunk]
                 output = passes.forward(model.base_model, ids, mask, output_router_logits=experts)
                 loss_of(output.last_hidden_state, output.aux_loss, mask).backward()
@@ -216,7 +216,7 @@ class TestTree:
             counts = count_tokens(model)
             for first in range(0, 12, 4):
                 rows = slice(first, first + 4)
-                passes = SharedPrefixPasses(PROMPT_LENGTH, 20, tree=whole, first_row=first)
+                passes = SharedPrefixPasses(PROMPT_LENGTH, 20, tree=whole, rows=range(12)[rows])
                 states = passes.forward(model.base_model, input_ids[rows], attention_mask[rows]).last_hidden_state
                 has_token = attention_mask[rows, PROMPT_LENGTH - 1 :].bool()
                 torch.testing.assert_close(
@@ -233,7 +233,7 @@ class TestTree:
         rows = input_ids[1:3], attention_mask[1:3]
         states = SharedPrefixPasses(PROMPT_LENGTH).forward(model.base_model, *rows).last_hidden_state
         for first, kept in ((0, 4), (5, 0), (11, 0)):
-            passes = SharedPrefixPasses(PROMPT_LENGTH, tree=whole, first_row=first)
+            passes = SharedPrefixPasses(PROMPT_LENGTH, tree=whole, rows=[first, first + 1])
             torch.testing.assert_close(passes.forward(model.base_model, *rows).last_hidden_state, states)
             assert len(whole.nodes) == kept
             whole.close()

@@ -123,7 +123,7 @@ SCENARIOS = {
     ),
     "rloo smolvlm, some without": dict(family="smolvlm", text_too=True, batch=8),
     "rloo mistral3": dict(family="mistral3", batch=8, beta=0.0),
-    "grpo gemma3": dict(trainer="grpo", family="gemma3", beta=0.05, evaluate=True, alike=True),
+    "grpo gemma3": dict(trainer="grpo", family="gemma3", batch=8, beta=0.05, evaluate=True, alike=True),
     "grpo llava": dict(trainer="grpo", family="llava", gradient_checkpointing=False, tower_trained=False),
     "grpo qwen2.5-vl": dict(trainer="grpo", family="qwen2.5-vl", beta=0.05, batch=8, tokens_per_forward=9),
     "grpo internvl": dict(trainer="grpo", family="internvl", steps_per_generation=2),

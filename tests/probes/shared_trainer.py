@@ -23,6 +23,7 @@ from architectures import ARCHITECTURES, STATES
 from cpu_offloading import get_act_offloading_ctx_manager
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from tools import lookup, parsed
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -185,23 +186,6 @@ CHAT = (
     "{% if message.tool_calls %} {{ message.tool_calls[0].function }}{% endif %} {% endfor %}"
     "{% if add_generation_prompt %}assistant {% endif %}"
 )
-
-
-def lookup(word: str) -> str:
-    """
-    Looks a word up.
-
-    Args:
-        word: What to look up.
-    """
-    return f"river {word} green"
-
-
-def parsed(tokenizer, ids, *args, **kwargs) -> dict:
-    """In place of TRL's: every other completion calls the tool."""
-    text = tokenizer.decode(ids, skip_special_tokens=True)
-    call = {"type": "function", "function": {"name": "lookup", "arguments": {"word": text[:4]}}}
-    return {"role": "assistant", "content": text} | ({"tool_calls": [call]} if sum(ids) % 2 else {})
 
 
 def build_trainer(trainer, folder, model, train_dataset, reward_funcs=reward, processing_class=None,

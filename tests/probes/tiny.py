@@ -77,16 +77,3 @@ def build_trainer(name, folder, reward_funcs=reward, peft_config=None, model=Non
     )
     add_to(trainer)
     return trainer
-
-
-def build_batch():
-    """Two prompts with three completions each: left padding, completions of no token to five. (ids, mask, columns)"""
-    columns, width = 8, 5
-    torch.manual_seed(7)
-    ids = torch.randint(3, VOCABULARY, (6, columns + width))
-    ids[:3, :columns], ids[3:, :columns] = ids[0, :columns], ids[3, :columns]
-    mask = torch.ones_like(ids)
-    mask[3:, :3] = 0
-    for row, length in enumerate((5, 2, 1, 4, 0, 3)):
-        mask[row, columns + length :] = 0
-    return ids, mask, columns

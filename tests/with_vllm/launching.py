@@ -35,7 +35,7 @@ def launch(model: Path, folder: Path, *settings: str) -> tuple[int, str]:
 def check_trained(code: int, said: str, folder: Path) -> None:
     assert code == 0, said[-3000:]
     record = json.loads((folder / "memory.json").read_text())
-    assert {"generate", "score", "train", "optimizer"} <= set(record["peaks"]) and record["arguments"]["use_vllm"]
+    assert {"generate", "score", "train", "optimizer"} <= set(record["peaks"]) and record["settings"]["use_vllm"]
     log = json.loads((folder / "checkpoint-2" / "trainer_state.json").read_text())["log_history"]
     # the second rollout is one of new weights
     assert log[1]["sampling/sampling_logp_difference/max"] < 1e-4 and log[0]["grad_norm"] > 0

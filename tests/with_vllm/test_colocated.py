@@ -3,7 +3,8 @@
 import pytest
 import vllm_on_cpu
 from comparison import faults
-from training import CASES, calls_of, train
+from tools import parsed
+from training import CASES, train
 
 COLOCATED = [
     "rloo", "grpo", "rloo, LoRA", "grpo, LoRA", "rloo, parts of groups", "grpo, parts of groups", "rloo, beta",
@@ -49,7 +50,7 @@ def test_sharing_trains_the_same_on_turns_with_tools(qwen3, trl, monkeypatch):
     said = []
 
     def parse(*args, **more):
-        said.append(calls_of(*args, **more))
+        said.append(parsed(*args, **more))
         return said[-1]
 
     monkeypatch.setattr(module, "parse_response", parse)

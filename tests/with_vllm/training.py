@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 import vllm_on_cpu
+from tools import lookup
 
 STEPS = 3
 GENERATIONS = 4
@@ -100,26 +101,6 @@ def reward(completion_ids, **kwargs) -> list[float]:
     return [sum(7 * token % 13 for token in ids) / (13 * len(ids)) for ids in completion_ids]
 
 
-def depth_of_lake(name: str) -> int:
-    """
-    Looks up how deep a lake is.
-
-    Args:
-        name: of the lake
-
-    Returns:
-        Metres.
-    """
-    return 80 + len(name)
-
-
-def calls_of(tokenizer, ids, prefix=None, tools=None) -> dict:
-    """In place of TRL's `parse_response`: a model without training calls no tool. A third of its answers does."""
-    call = {"type": "function", "function": {"name": depth_of_lake.__name__, "arguments": {"name": "Thun"}}}
-    calls = {} if sum(ids) % 3 else {"tool_calls": [call]}
-    return {"role": "assistant", "content": tokenizer.decode(ids), **calls}
-
-
 def rows(case: Case):
     """Eight prompts of different lengths, or of different images."""
     from datasets import Dataset
@@ -165,7 +146,7 @@ def trainer_of(case: Case, sharing: bool, model: Path, more: dict):
         eval_dataset=dataset.select(range(4)) if "eval_strategy" in settings else None,
         processing_class=processor,
         peft_config=lora if case.lora else None,
-        **({"tools": [depth_of_lake]} if case.tools else {}),
+        **({"tools": [lookup]} if case.tools else {}),
     )
     if sharing:
         share_prompts(trainer, **case.shared)

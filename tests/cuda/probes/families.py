@@ -1,14 +1,16 @@
 """Prefix sharing beside whole rows on the emulated device, families one after another.
 
-    families.py NAME,... bf16|autocast|float32
+    families.py NAME,... bf16|autocast|float32|images
 
 Prints a line of JSON a family: {"family", "whole": [tokens, gradient], "ways": {way: [tokens, gradient]},
 "generation", "unsupported"}. Errors are relative and beside float64 on the host; that of generation is beside whole
-rows.
+rows. With images in the prompts, weights are bfloat16, the gradient of the tower is a third error, and nothing is
+generated.
 """
 
 import json
 import sys
+from pathlib import Path
 
 import emulate
 import torch
@@ -16,20 +18,31 @@ import torch
 from experiments.checks.family_check import errors_beside_float64
 from experiments.checks.tiny_families import family
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import image_rows  # noqa: E402
+
 PRECISIONS = {
     "bf16": (torch.bfloat16, None),
     "autocast": (torch.float32, torch.bfloat16),
     "float32": (torch.float32, None),
 }
+WAYS_WITH_IMAGES = {
+    "together": {},
+    "two a pass": {"completions_per_forward": 2},
+    "some tokens a pass": {"tokens_per_forward": 9},
+}
 
 
 def errors_of(name: str, setting: str) -> dict:
-    found = errors_beside_float64(family(name), *PRECISIONS[setting], device="cuda")
+    if setting == "images":
+        found = {"errors": image_rows.errors_beside_float64(name, WAYS_WITH_IMAGES, device="cuda")}
+    else:
+        found = errors_beside_float64(family(name), *PRECISIONS[setting], device="cuda")
     errors = {way: of_batch for way, (of_batch,) in found["errors"].items()}
     return {
         "whole": errors.pop("whole rows"),
         "ways": errors,
-        "generation": found["decoded beside whole rows"],
+        "generation": found.get("decoded beside whole rows"),
         "unsupported": emulate.current.unsupported,
     }
 

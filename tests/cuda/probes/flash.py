@@ -19,8 +19,8 @@ def empty(batch, heads, tokens, size, dtype):
 
 
 def check(size, heads, key_heads, dtype, prompt, lengths, window) -> None:
-    from rloo_memory.prefix_sharing.attention import attention_with_lse, kernels_take, shared_prefix_attention
-    from rloo_memory.prefix_sharing.kernels import Runs
+    from rloo_memory.prefix_sharing.attention import kernels_take, shared_prefix_attention
+    from rloo_memory.prefix_sharing.kernels import Runs, forward
 
     tokens = sum(lengths)
     query, key, value = (empty(1, n, tokens, size, dtype) for n in (heads, key_heads, key_heads))
@@ -34,7 +34,7 @@ def check(size, heads, key_heads, dtype, prompt, lengths, window) -> None:
         assert grad.shape == x.shape and grad.dtype == x.dtype
     decoded = (torch.empty(8, n, t, size, device="cuda", dtype=dtype) for n, t in ((heads, 1), (key_heads, 50)))
     query, key = decoded
-    out, lse = attention_with_lse(query, key, torch.empty_like(key), is_causal=False, scale=None)
+    out, lse = forward(query, key, torch.empty_like(key), None, None)
     assert out.shape == (8, heads, 1, size) and lse.shape == (8, heads, 1)
 
 

@@ -44,7 +44,8 @@ def update(model, inputs, rows: int, sharing: bool) -> None:
     prompt_ids, mask = (inputs[name][:, :PROMPT].cpu() for name in ("input_ids", "attention_mask"))
     tree = Tree.of(Prompts.of(prompt_ids, mask), rows_per_backward=rows)
     for first in range(0, K, rows):
-        settings = {"passes": SharedPrefixPasses(PROMPT, tree=tree, first_row=first)} if sharing else {}
+        passes = SharedPrefixPasses(PROMPT, tree=tree, rows=range(first, first + rows))
+        settings = {"passes": passes} if sharing else {}
         part = {name: x[first : first + rows] for name, x in inputs.items()}
         model(**part, fused_lm_head=True, **settings).log_probs.sum().backward()
         tree.leave(first + rows)
