@@ -23,8 +23,8 @@ from .nodes import Gradient, Node
 from .passes import GoesWhole
 
 # Tokens that a node has to save: its length, for each that continues it but one. On a CPU, a node took as long as 600
-# tokens of an update or a scoring, and as 800 of a generation (between the shapes of "Prompts that begin alike" in
-# docs/worth.md: with 384 saved tokens they took 0.83 times as fast, with 900 from 1.03 to 1.18)
+# tokens of an update or a scoring, and as 800 of a generation. With 900 saved tokens, phases are 1.00 to 1.14 times as
+# fast ("Prompts that begin alike" in docs/worth.md); with 384 they were 0.83 times as fast
 MIN_SAVED_TOKENS = 768
 
 # What prompts have behind a node, beside their last token, which goes with the completions: with a single token and a
