@@ -6,6 +6,7 @@ from experiments import config as cfg
 from experiments.workload import run_models
 from rloo_memory import data, models
 from rloo_memory.errors import ConfigError
+from rloo_memory.plan import ask
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,11 @@ def test_a_model_of_the_hub_is_read_and_a_shape_of_its_name_stands_in_with_a_lin
         models.named_config("hub:acme/unheard-of")
     monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name, **options: name)
     assert models.named_config("hub:acme/Qwen3-8B") == "acme/Qwen3-8B" and not capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_who_asks_from_python_is_told_that_a_shape_stands_in():
+    assert "the built-in shape tiny-qwen3 stands in" in ask.predict({}, "hub:acme/tiny-qwen3", 16).remarks[0]
 
 
 def test_the_published_workload_has_the_published_number_of_parameters():
