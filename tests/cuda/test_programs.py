@@ -63,18 +63,18 @@ def test_cells_of_the_bench_are_measured_on_the_device(on_device, tmp_path):
 
 
 def test_the_program_for_a_gpu_begins_in_a_bare_copy(tmp_path):
-    """`run_gpu.sh` where there are the project's files alone: its first item, which times copies and products
-    without making them."""
+    """`run_gpu.sh` where there are the project's files alone, with no time for an item: it says what the device is."""
     copy = tmp_path / "copy"
     copy.mkdir()
     files = subprocess.run(["git", "ls-files", "-z"], cwd=device.ROOT, capture_output=True, check=True).stdout
     archive = ["tar", "-c", "--null", "-T", "-"]
     packed = subprocess.run(archive, cwd=device.ROOT, input=files, capture_output=True, check=True).stdout
     subprocess.run(["tar", "-x"], cwd=copy, input=packed, check=True)
-    settings = {"PYTHON": sys.executable, "MINUTES": 20, "OUT": tmp_path / "gpu.tar.gz", **INTERPRETED}
-    environment = device.environment("ints", copy_limit=2**20, **settings)
-    command = ["./run_gpu.sh", "device", "--results", tmp_path / "results"]
+    settings = {"PYTHON": sys.executable, "MINUTES": 1, "OUT": tmp_path / "gpu.tar.gz", **INTERPRETED}
+    environment = device.environment(**settings)
+    command = ["./run_gpu.sh", "exactness", "--results", tmp_path / "results"]
     result = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+    assert "exactness: not begun" in result.stdout
     (machine,) = (tmp_path / "results").iterdir()
-    assert (tmp_path / "gpu.tar.gz").exists() and list(machine.glob("device.*"))
+    assert (tmp_path / "gpu.tar.gz").exists() and "PyTorch version" in (machine / "on_gpu" / "device.txt").read_text()
