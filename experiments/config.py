@@ -27,8 +27,8 @@ CUT = dict(vocab_size=151_936 // 8, prompt_tokens=3000, completion_tokens=100, b
 # beyond float32's rounding. `learn` is there to compare training curves, in float64 because Adam turns the rounding
 # noise of a gradient that should be zero into steps, and one sampled token that differs makes two runs part. `bench`
 # is large enough that a step's time is the model's, and `bench-time` is the same with malloc as it is: making resident
-# memory mean "alive" takes time, and not the same share for every arm. Its second step is
-# without what happens once.
+# memory mean "alive" takes time, and not the same share for every arm. Its second step is without
+# what happens once.
 SCALES = {
     "seed": CUT | dict(vocab_size=151_936, budget_bytes=32 * GIB, steps=10, precision="bf16"),
     "cpu": CUT | dict(steps=1),

@@ -224,6 +224,7 @@ class MemoryCallback(transformers.TrainerCallback):
         sharing = getattr(self.trainer, "prompt_sharing", None)  # of `rloo_memory.share_prompts`
         more = (sharing.settings if sharing else {}) | self.of_launcher.get("settings", {})
         settings = trained_settings(args, model) | {name: value for name, value in more.items() if value is not None}
+        recorded = {name: value for name, value in settings.items() if in_json(value)}
         trained = sum(size_of(p) for p in model.parameters() if p.requires_grad)
         sharding = getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
         deepspeed = self.trainer.accelerator.state.deepspeed_plugin
@@ -263,8 +264,8 @@ class MemoryCallback(transformers.TrainerCallback):
                 "reward_model": reward_models[0].config.name_or_path if reward_models else None,
                 "devices": devices,
                 **self.of_launcher,
-                "settings": {name: value for name, value in settings.items() if in_json(value)},
-                "not_recorded": [name for name, value in settings.items() if not in_json(value)],
+                "settings": recorded,
+                "not_recorded": [name for name in settings if name not in recorded],
             },
         )
 

@@ -14,11 +14,11 @@ from torch import nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from .cache import SharedPrefixCache
-from .fsdp2 import base_model_forward, is_sharded
+from .fsdp2 import base_model_forward
 from .images import MultimodalInputs
 from .lm_head import causal_lm_of
 from .nodes import Path
-from .passes import GoesWhole, exceeds_longrope, has_several_processes, on_any_process
+from .passes import GoesWhole, exceeds_longrope, gather_together, on_any_process
 from .routing import running
 from .shared_passes import at_least_one, prompt_pass, prompts_of
 from .tree import Branch, Tree, common_length
@@ -81,7 +81,7 @@ def _tree_of(
     starts = positions.gather(1, (attention_mask != 0).int().argmax(1, keepdim=True))
     begin_alike = not (starts != starts[0]).any()  # columns are positions in some models
     prompts = prompts_of(backbone, input_ids.cpu(), attention_mask.cpu(), multimodal, begin_alike)
-    if not (is_sharded(backbone) and has_several_processes()):
+    if not gather_together(backbone):
         return Tree.of(prompts, every_prompt=True)
     # Processes that gather weights together have equally many branches, also where prompts of a group differ on one
     size = group_size or 1

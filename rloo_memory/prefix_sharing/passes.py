@@ -40,6 +40,11 @@ def has_several_processes() -> bool:
     return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
+def gather_together(backbone: nn.Module) -> bool:
+    """Whether processes gather weights together in each pass, and so must call the model equally often."""
+    return has_several_processes() and is_sharded(backbone)
+
+
 def on_any_process(found: list[bool], device: torch.device) -> list[bool]:
     """Of each, whether it is so on any process."""
     if not has_several_processes():
@@ -95,7 +100,7 @@ def same_number_everywhere(
     passes: list[tuple[Any, torch.Tensor]], backbone: nn.Module, device: torch.device
 ) -> list[tuple[Any, torch.Tensor]]:
     """Split passes until every process has as many, if processes gather weights together in each."""
-    if not (has_several_processes() and is_sharded(backbone)):
+    if not gather_together(backbone):
         return passes
     number = torch.tensor(len(passes), device=device)
     torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MAX)
