@@ -150,6 +150,6 @@ def test_training_runs_are_the_same_and_encode_each_prompts_images_once(probe, t
         assert max(training["grad_norms"]) > 1e-3, (name, training)
     # Behind what all prompts begin with, but where tokens of an image see those behind them
     assert {name for name, training in result.items() if training["starts"]} == {
-        "rloo": {"rloo qwen3-vl, some without", "rloo qwen3-vl, one of 4 a micro-batch"},
+        "rloo": {"rloo qwen3_vl, some without", "rloo qwen3_vl, one of 4 a micro-batch"},
         "grpo": {"grpo internvl, two of 4 a micro-batch"},
     }[trainer]

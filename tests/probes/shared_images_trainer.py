@@ -18,12 +18,11 @@ import tempfile
 
 import shared_trainer
 import torch
-from architectures import ARCHITECTURES
 from datasets import Dataset
 from image_rows import Encoded, tower
 from peft import LoraConfig
-from shared_trainer import SHAPE, TOKENIZER
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, ProcessorMixin
+from shared_trainer import TOKENIZER
+from transformers import AutoModelForImageTextToText, ProcessorMixin
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
@@ -82,8 +81,8 @@ PROCESSORS = {
     "llava": (lambda tokenizer, template: LlavaProcessor(
         CLIPImageProcessorPil(size=SIZE, crop_size=SIZE), tokenizer, chat_template=template, patch_size=4,
         vision_feature_select_strategy="default", num_additional_image_tokens=1), "<image>"),
-    "qwen2.5-vl": (lambda *parts: QwenProcessor(qwen_images(), *parts), "<start><image><end>"),
-    "qwen3-vl": (lambda *parts: QwenProcessor(qwen_images(), *parts), "<start><image><end>"),
+    "qwen2_5_vl": (lambda *parts: QwenProcessor(qwen_images(), *parts), "<start><image><end>"),
+    "qwen3_vl": (lambda *parts: QwenProcessor(qwen_images(), *parts), "<start><image><end>"),
     "internvl": (lambda tokenizer, template: InternVL(
         GotOcr2ImageProcessorPil(size=SIZE, crop_to_patches=True, min_patches=1, max_patches=3), tokenizer, template),
         "<image>"),
@@ -116,16 +115,16 @@ SCENARIOS = {
     "rloo gemma3": dict(family="gemma3", tokens_per_forward=2 * 7),
     "rloo gemma3, text alone": dict(family="gemma3", text_alone=True),
     "rloo llava": dict(family="llava", evaluate=True),
-    "rloo qwen2.5-vl, lora": dict(family="qwen2.5-vl", lora=True, tokens_per_forward=2 * 7),
-    "rloo qwen3-vl, some without": dict(family="qwen3-vl", text_too=True, batch=8, tokens_per_forward=1, alike=True),
-    "rloo qwen3-vl, one of 4 a micro-batch": dict(
-        family="qwen3-vl", text_too=True, batch=1, gradient_accumulation_steps=8, alike=True
+    "rloo qwen2_5_vl, lora": dict(family="qwen2_5_vl", lora=True, tokens_per_forward=2 * 7),
+    "rloo qwen3_vl, some without": dict(family="qwen3_vl", text_too=True, batch=8, tokens_per_forward=1, alike=True),
+    "rloo qwen3_vl, one of 4 a micro-batch": dict(
+        family="qwen3_vl", text_too=True, batch=1, gradient_accumulation_steps=8, alike=True
     ),
     "rloo smolvlm, some without": dict(family="smolvlm", text_too=True, batch=8),
     "rloo mistral3": dict(family="mistral3", batch=8, beta=0.0),
     "grpo gemma3": dict(trainer="grpo", family="gemma3", batch=8, beta=0.05, evaluate=True, alike=True),
     "grpo llava": dict(trainer="grpo", family="llava", gradient_checkpointing=False, tower_trained=False),
-    "grpo qwen2.5-vl": dict(trainer="grpo", family="qwen2.5-vl", beta=0.05, batch=8, tokens_per_forward=9),
+    "grpo qwen2_5_vl": dict(trainer="grpo", family="qwen2_5_vl", beta=0.05, batch=8, tokens_per_forward=9),
     "grpo internvl": dict(trainer="grpo", family="internvl", steps_per_generation=2),
     "grpo internvl, two of 4 a micro-batch": dict(
         trainer="grpo",
@@ -140,14 +139,14 @@ SCENARIOS = {
 
 
 def build_model(family, processor):
-    model_type, fields = copy.deepcopy(ARCHITECTURES[f"{family}-nested"])
     tokenizer = processor.tokenizer
     token_of = dict(image_token_id="image", image_token_index="image", boi_token_index="boi", eoi_token_index="eoi",
                     vision_start_token_id="start", vision_end_token_id="end", video_token_id="video")  # fmt: skip
-    fields |= {name: tokenizer.convert_tokens_to_ids(f"<{token}>") for name, token in token_of.items()}
-    fields["text_config"] |= dict(vocab_size=len(tokenizer), eos_token_id=SHAPE["eos_token_id"], num_hidden_layers=2)
+    config = shared_trainer.multimodal_config(
+        family, lambda name: tokenizer.convert_tokens_to_ids(f"<{token_of[name]}>"), len(tokenizer)
+    )
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[model_type](**fields))
+    model = AutoModelForImageTextToText.from_config(config)
     for parameter in model.parameters():
         if parameter.dim() > 1 and not parameter.any():  # Gemma 3's projector: no image would matter
             torch.nn.init.normal_(parameter, std=0.1)

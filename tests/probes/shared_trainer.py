@@ -10,6 +10,7 @@ With --released DIR the trainers are those of the TRL in DIR.
 import contextlib
 import copy
 import functools
+import itertools
 import json
 import logging
 import math
@@ -19,9 +20,9 @@ from unittest import mock
 
 import released  # noqa: F401
 import torch
-from architectures import ARCHITECTURES, STATES
 from cpu_offloading import get_act_offloading_ctx_manager
 from datasets import Dataset
+from image_rows import CONFIGS
 from peft import LoraConfig, get_peft_model
 from tools import lookup, parsed
 from transformers import (
@@ -34,6 +35,7 @@ from transformers import (
 from trl.trainer import grpo_trainer, rloo_trainer
 
 from experiments.checks.float64 import pure_float64
+from experiments.checks.tiny_families import PLAIN_TOKENS, TOKEN, tiny_config
 from rloo_memory import models
 from rloo_memory.launch.additions import add_to
 from rloo_memory.prefix_sharing import tree
@@ -52,10 +54,12 @@ COMMON = " ".join(WORDS * 13) + " "  # in front of all, where they begin alike
 tree.MIN_SAVED_TOKENS = 100
 SHORT = ["e", "a", "e", "r", "t"]  # a token or two: rows go whole
 TOKENIZER = models.build_tokenizer([" ".join(WORDS)] * 4, 300)
-SHAPE = dict(
-    vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=8, max_position_embeddings=256, pad_token_id=0, eos_token_id=3,
+OF_TOKENIZER = dict(vocab_size=300, pad_token_id=0, eos_token_id=3)
+SHAPE = OF_TOKENIZER | dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=8, max_position_embeddings=256,
 )  # fmt: skip
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
 
 
 def reward(completions, **kwargs):
@@ -84,9 +88,9 @@ SCENARIOS = {
     "rloo lora": dict(lora="config", tokens=2 * 7),
     "rloo lora, trained before": dict(lora="model"),
     "rloo gemma4 class": dict(nested="gemma4", learning_rate=1e-3),
-    "rloo qwen3.5 class": dict(nested="qwen3.5", tokens=2 * 7),
+    "rloo qwen3_5 class": dict(nested="qwen3_5", tokens=2 * 7),
     "rloo lfm2, no checkpointing": dict(states="lfm2", gradient_checkpointing=False, tokens=3 * 7),
-    "rloo kimi-linear, one-token completions": dict(states="kimi-linear", experts=True, max_completion_length=1),
+    "rloo kimi_linear, one-token completions": dict(states="kimi_linear", experts=True, max_completion_length=1),
     "rloo bamba, lora": dict(states="bamba", lora="config", tokens=2 * 7),
     "rloo one of 4 a micro-batch": dict(batch=1, gradient_accumulation_steps=4),
     "rloo two of 4 a micro-batch, two prompts an update": dict(batch=2, gradient_accumulation_steps=4),
@@ -95,7 +99,7 @@ SCENARIOS = {
     "rloo two of 4 a micro-batch, no checkpointing": dict(PARTS, gradient_checkpointing=False),
     "rloo two of 4 a micro-batch, lora": dict(PARTS, lora="config"),
     "rloo two of 4 a micro-batch, experts": dict(PARTS, experts=True),
-    "rloo two of 4 a micro-batch, qwen3.5 class": dict(PARTS, nested="qwen3.5"),
+    "rloo two of 4 a micro-batch, qwen3_5 class": dict(PARTS, nested="qwen3_5"),
     "rloo two of 4 a micro-batch, offloaded": dict(PARTS, activation_offloading=True),
     **{f"{trainer} alike, {name}": dict(trainer=trainer, alike=True, **options) for trainer, name, options in [
         ("rloo", "one prompt an update", dict()),
@@ -104,7 +108,7 @@ SCENARIOS = {
         ("rloo", "two of 4 a micro-batch, experts", dict(batch=2, gradient_accumulation_steps=4, experts=True)),
         ("rloo", "one of 4 a micro-batch, iterations", dict(batch=1, gradient_accumulation_steps=8, num_iterations=2)),
         ("rloo", "offloaded", dict(PARTS, gradient_accumulation_steps=4, activation_offloading=True)),
-        ("rloo", "qwen3.5 class", dict(batch=2, gradient_accumulation_steps=4, nested="qwen3.5")),
+        ("rloo", "qwen3_5 class", dict(batch=2, gradient_accumulation_steps=4, nested="qwen3_5")),
         ("grpo", "two prompts a batch", dict(batch=8, beta=0.05, gradient_checkpointing=False)),
         ("grpo", "two of 4 a micro-batch, lora", dict(batch=2, gradient_accumulation_steps=4, lora="config")),
         ("grpo", "updates across rollouts", dict(gradient_accumulation_steps=3, steps_per_generation=2)),
@@ -123,10 +127,10 @@ SCENARIOS = {
                                                             batch=8, tokens=40, whole=True),
     "grpo lora beta": dict(trainer="grpo", lora="config", beta=0.05),
     "grpo experts": dict(trainer="grpo", experts=True),
-    "grpo falcon-h1": dict(trainer="grpo", states="falcon-h1", beta=0.05, tokens=2 * 7),
-    "grpo olmo-hybrid": dict(trainer="grpo", states="olmo-hybrid", num_iterations=2, gradient_accumulation_steps=2),
-    "grpo qwen3-next, lora": dict(trainer="grpo", states="qwen3-next", experts=True, lora="config", tokens=3 * 7),
-    "grpo qwen3.5-moe": dict(trainer="grpo", states="qwen3.5-moe", experts=True, batch=8),
+    "grpo falcon_h1": dict(trainer="grpo", states="falcon_h1", beta=0.05, tokens=2 * 7),
+    "grpo olmo_hybrid": dict(trainer="grpo", states="olmo_hybrid", num_iterations=2, gradient_accumulation_steps=2),
+    "grpo qwen3_next, lora": dict(trainer="grpo", states="qwen3_next", experts=True, lora="config", tokens=3 * 7),
+    "grpo qwen3_5_moe_text": dict(trainer="grpo", states="qwen3_5_moe_text", experts=True, batch=8),
     "grpo tools": dict(trainer="grpo", tools=True, batch=8, tokens=2 * 31),
     "grpo tools, two of 4 a micro-batch": dict(PARTS, trainer="grpo", tools=True),
     "grpo sequence level": dict(trainer="grpo", importance_sampling_level="sequence", num_iterations=2,
@@ -142,24 +146,25 @@ SCENARIOS = {
 
 
 def config_of(experts, nested, states):
-    sizes = SHAPE | (dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24) if experts else {})
+    if nested:
+        ids = itertools.count(len(TOKENIZER))  # which are never sampled
+        return multimodal_config(nested, lambda name: next(ids), len(TOKENIZER) + 10)
     if states:
-        model_type, extra = STATES[states]
-        return CONFIG_MAPPING[model_type](**{**sizes, "num_hidden_layers": 3, **copy.deepcopy(extra)})
-    if experts:
-        return Qwen3MoeConfig(**sizes)
-    return nested_config(nested) if nested else Qwen3Config(**SHAPE)
+        return tiny_config(CONFIG_MAPPING[states], **OF_TOKENIZER)
+    return Qwen3MoeConfig(**SHAPE, **EXPERTS) if experts else Qwen3Config(**SHAPE)
 
 
-def nested_config(name):
-    """Of a multimodal class. Its vocabulary ends with tokens that mean images, which are never sampled."""
-    model_type, fields = ARCHITECTURES[f"{name}-nested"]
-    config = copy.deepcopy(fields)
-    special = {name: len(TOKENIZER) + i for i, name in enumerate(config) if name.endswith(("token_id", "token_index"))}
-    config["text_config"] |= {"vocab_size": max(special.values()) + 1, "eos_token_id": SHAPE["eos_token_id"]}
-    if "vocab_size_per_layer_input" in config["text_config"]:
-        config["text_config"]["vocab_size_per_layer_input"] = config["text_config"]["vocab_size"]
-    return CONFIG_MAPPING[model_type](**{**config, **special})
+def multimodal_config(model_type, id_of, vocab_size):
+    """`id_of(name)` is the id of the token that the config has by this name: one that means an image, or where it
+    begins or ends."""
+    config_class, fields = CONFIG_MAPPING[model_type], copy.deepcopy(CONFIGS[model_type])
+    usual = config_class()
+    names = (name for name in vars(usual) if TOKEN.search(name) and name.strip("_") not in PLAIN_TOKENS)
+    tokens = {name: id_of(name) for name in names if isinstance(getattr(usual, name), int)}
+    text = {
+        name: vocab_size for name in ("vocab_size", "vocab_size_per_layer_input") if hasattr(usual.text_config, name)
+    }
+    return tiny_config(config_class, text_config={**OF_TOKENIZER, **text}, **fields, **tokens)
 
 
 @contextlib.contextmanager
