@@ -10,6 +10,7 @@ with shared_prompts(model, prompts) as shared:  # in parts, each with a backward
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TypeAlias
 
 import torch
@@ -48,7 +49,7 @@ def log_probs(
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             Causal language model. The first call tries it on a few tokens.
         prompts (`torch.Tensor` of shape `(P,)`, or a sequence of N of them):
-            Token ids of the prompt of all completions, or of each. Lists of numbers will do as well.
+            Token ids of the prompt of all completions, or of each. Lists and arrays of numbers will do as well.
         completions (sequence of N `torch.Tensor` of shape `(C_i,)`):
             Token ids.
         tokens_per_forward (`int`, *optional*):
@@ -148,7 +149,7 @@ def prepare(model: PreTrainedModel, shares_dropout: bool) -> None:
 
 def is_one(ids) -> bool:
     """Whether these are the ids of one text, and not those of several."""
-    return ids.ndim == 1 if isinstance(ids, torch.Tensor) else len(ids) > 0 and isinstance(ids[0], int)
+    return ids.ndim == 1 if isinstance(ids, torch.Tensor) else len(ids) > 0 and isinstance(ids[0], Integral)
 
 
 def ids_of(given, name: str, number: int | None = None) -> list[torch.Tensor]:

@@ -91,7 +91,7 @@ def test_log_probs_and_gradients_are_those_of_whole_rows(model, saved, tokens_pe
 def test_a_budget_asks_no_other_process(monkeypatch):
     """Processes have prompts of their own, so they do not call the model equally often."""
     monkeypatch.setattr(passes, "has_several_processes", lambda: True)
-    assert log_probs(llama(), PROMPTS[0], COMPLETIONS, tokens_per_forward=6).isfinite().all()
+    assert log_probs(llama(), PROMPTS[0].numpy(), COMPLETIONS, tokens_per_forward=6).isfinite().all()
 
 
 def test_logits_of_states_are_the_models(model):
