@@ -48,7 +48,7 @@ def log_probs(
         model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             Causal language model. The first call tries it on a few tokens.
         prompts (`torch.Tensor` of shape `(P,)`, or a sequence of N of them):
-            Token ids of the prompt of all completions, or of each. Lists of numbers will do as well.
+            Token ids of the prompt of all completions, or of each. Lists of numbers and arrays will do as well.
         completions (sequence of N `torch.Tensor` of shape `(C_i,)`):
             Token ids.
         tokens_per_forward (`int`, *optional*):
@@ -148,7 +148,7 @@ def prepare(model: PreTrainedModel, shares_dropout: bool) -> None:
 
 def is_one(ids) -> bool:
     """Whether these are the ids of one text, and not those of several."""
-    return ids.ndim == 1 if isinstance(ids, torch.Tensor) else len(ids) > 0 and isinstance(ids[0], int)
+    return len(ids) > 0 and torch.as_tensor(ids[0]).ndim == 0
 
 
 def ids_of(given, name: str, number: int | None = None) -> list[torch.Tensor]:
@@ -176,9 +176,10 @@ class _Rows:
     def of(cls, model, prompts: list[torch.Tensor], completions: list[torch.Tensor], width: int = 0) -> "_Rows":
         if not completions:
             raise ValueError("`completions` is empty.")
-        size, most = model.get_input_embeddings().weight.shape[0], max(int(x.max()) for x in (*prompts, *completions))
-        if most >= size:
-            raise ValueError(f"A token id is {most}, and the model has embeddings of {size} tokens.")
+        size = model.get_input_embeddings().weight.shape[0]
+        ends = [end for x in (*prompts, *completions) for end in x.aminmax()]
+        if wrong := [int(token) for token in ends if not 0 <= token < size]:
+            raise ValueError(f"A token id is {wrong[0]}, and the model has embeddings of {size} tokens.")
         width = max(width, *map(len, prompts))
         parts = [
             torch.stack([torch.nn.functional.pad(x, (width - len(x), 0), value=-1) for x in prompts]),

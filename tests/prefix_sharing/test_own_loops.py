@@ -88,6 +88,14 @@ def test_log_probs_and_gradients_are_those_of_whole_rows(model, saved, tokens_pe
         assert_same(gradient(model), expected_gradient)
 
 
+def test_a_prompt_may_be_an_array_or_a_list_of_its_numbers():
+    model, expected = llama(), log_probs(llama(), PROMPTS[0], COMPLETIONS)
+    for prompt in (PROMPTS[0].numpy(), list(PROMPTS[0].numpy()), PROMPTS[0].tolist()):
+        assert torch.equal(log_probs(model, prompt, COMPLETIONS), expected)
+        with shared_prompts(model, prompt) as shared:
+            assert torch.allclose(shared.log_probs(COMPLETIONS), expected)
+
+
 def test_a_budget_asks_no_other_process(monkeypatch):
     """Processes have prompts of their own, so they do not call the model equally often."""
     monkeypatch.setattr(passes, "has_several_processes", lambda: True)
@@ -157,6 +165,7 @@ def test_examples_questions_and_answers_go_through_the_model_once():
         (([PROMPTS[0]], COMPLETIONS), r"`prompts` has 1 texts, and there are 7 completions"),
         ((PROMPTS[0], [[]]), r"`completions\[0\]` must be token ids, of shape \(at least 1,\), and has \(0,\)"),
         ((PROMPTS[0], [[5, 128]]), "A token id is 128, and the model has embeddings of 128 tokens"),
+        ((PROMPTS[0], [[5, -100]]), "A token id is -100, and the model has embeddings of 128 tokens"),
         ((PROMPTS[0], [[5]], 0), r"tokens_per_forward \(0\) must be a whole number of at least 1"),
     ],
 )
