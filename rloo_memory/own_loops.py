@@ -8,6 +8,7 @@ with shared_prompts(model, prompts) as shared:  # in parts, each with a backward
 # here the prompts have had theirs: gradients are complete
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -23,6 +24,7 @@ from rloo_memory.prefix_sharing.enabling import CannotShare, enable_prefix_shari
 from rloo_memory.prefix_sharing.fsdp2 import FSDPModule
 from rloo_memory.prefix_sharing.images import MultimodalInputs
 from rloo_memory.prefix_sharing.lm_head import causal_lm_of, logits_of
+from rloo_memory.prefix_sharing.passes import position_shift
 from rloo_memory.prefix_sharing.probe import dropouts
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses, prompts_of
 from rloo_memory.prefix_sharing.tree import OpenTree, Prompts, Tree
@@ -95,7 +97,8 @@ class shared_prompts:
         self.prompt_ids = ids_of(prompts, "prompts", 1 if is_one(prompts) else len(prompts))
         self.width = max(map(len, self.prompt_ids))
         prompts = _Rows.of(model, self.prompt_ids, self.prompt_ids).prompts
-        self.tree = OpenTree.of(prompts, every_prompt=True, positions_from_zero=True)
+        # With `longrope`, parts whose rows are long have other keys of the prompts
+        self.trees = defaultdict(lambda: OpenTree.of(prompts, every_prompt=True, positions_from_zero=True))
 
     def __enter__(self) -> "shared_prompts":
         return self
@@ -122,12 +125,16 @@ class shared_prompts:
         batch = _Rows.of(
             self.model, [self.prompt_ids[row] for row in rows], ids_of(completions, "completions"), self.width
         )
-        return batch.score(SharedPrefixPasses(self.width, tree=self.tree, rows=rows), self.temperature)
+        tree = self.trees[position_shift(self.model.config, batch.ids.shape[1])]
+        return batch.score(SharedPrefixPasses(self.width, tree=tree, rows=rows), self.temperature)
 
     def __exit__(self, kind, *_) -> None:
-        if kind is None:
-            self.tree.backward()
-        self.tree.close()
+        try:
+            for tree in self.trees.values():
+                if kind is None:
+                    tree.backward()
+        finally:
+            self.trees.clear()
 
 
 def prepare(model: PreTrainedModel, shares_dropout: bool) -> None:

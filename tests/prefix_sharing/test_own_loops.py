@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from kinds import kind
 from peft import LoraConfig, get_peft_model
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -29,6 +30,7 @@ def ids(number):
 
 
 BEGIN = ids(30)
+LONG = ids(60)
 PROMPTS = [torch.cat([BEGIN, ids(12)]), torch.cat([BEGIN, ids(7)]), ids(1)]
 ROWS = [0, 0, 1, 0, 2, 1, 2]
 COMPLETIONS = [ids(number) for number in (5, 3, 9, 1, 4, 2, 6)]
@@ -94,6 +96,20 @@ def test_a_prompt_may_be_an_array_or_a_list_of_its_numbers():
         assert torch.equal(log_probs(model, prompt, COMPLETIONS), expected)
         with shared_prompts(model, prompt) as shared:
             assert torch.allclose(shared.log_probs(COMPLETIONS), expected)
+
+
+def test_parts_of_several_lengths_have_the_frequencies_of_theirs():
+    """With `longrope`, the rows of a part are long or not, and long ones of other lengths than others."""
+    with pure_float64():
+        model, completions = build(kind("phi3 longrope")).double(), [ids(number) for number in (5, 30, 40)]
+        for completion in completions:
+            logits = model(input_ids=torch.cat([LONG, completion])[None], use_cache=False).logits[0, len(LONG) - 1 : -1]
+            logits.log_softmax(-1).gather(1, completion[:, None]).sum().backward()
+        expected = gradient(model)
+        with shared_prompts(model, LONG) as shared:
+            for completion in completions:
+                shared.log_probs([completion]).sum().backward()
+        assert_same(gradient(model), expected)
 
 
 def test_a_budget_asks_no_other_process(monkeypatch):
