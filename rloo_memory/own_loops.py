@@ -99,8 +99,10 @@ class shared_prompts:
         prompts = _Rows.of(model, self.prompt_ids, self.prompt_ids).prompts
         # With `longrope`, parts whose rows are long have other keys of the prompts
         self.trees = defaultdict(lambda: OpenTree.of(prompts, every_prompt=True, positions_from_zero=True))
+        self.is_open = False
 
     def __enter__(self) -> "shared_prompts":
+        self.is_open = True
         return self
 
     def log_probs(self, completions: Sequence[Ids], rows: Sequence[int] | None = None) -> torch.Tensor:
@@ -116,6 +118,10 @@ class shared_prompts:
         Returns:
             `torch.Tensor` of shape `(N, C)`: Log-probabilities, in float32 at least, 0 behind the end of a completion.
         """
+        if not self.is_open:
+            raise RuntimeError(
+                "`log_probs` is for the `with` block of `shared_prompts`, where prompts have their backward."
+            )
         rows = [0] * len(completions) if rows is None else [int(row) for row in rows]
         if len(rows) != len(completions) or not all(0 <= row < len(self.prompt_ids) for row in rows):
             raise ValueError(
@@ -135,6 +141,7 @@ class shared_prompts:
                     tree.backward()
         finally:
             self.trees.clear()
+            self.is_open = False
 
 
 def prepare(model: PreTrainedModel, shares_dropout: bool) -> None:

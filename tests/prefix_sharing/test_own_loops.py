@@ -103,7 +103,9 @@ def test_parts_of_several_lengths_have_the_frequencies_of_theirs():
     with pure_float64():
         model, completions = build(kind("phi3 longrope")).double(), [ids(number) for number in (5, 30, 40)]
         for completion in completions:
-            logits = model(input_ids=torch.cat([LONG, completion])[None], use_cache=False).logits[0, len(LONG) - 1 : -1]
+            logits = model(input_ids=torch.cat([LONG, completion])[None], use_cache=False).logits[
+                0, len(LONG) - 1 : -1
+            ]
             logits.log_softmax(-1).gather(1, completion[:, None]).sum().backward()
         expected = gradient(model)
         with shared_prompts(model, LONG) as shared:
@@ -201,8 +203,13 @@ def test_models_that_cannot_share_and_gradients_that_are_not_whole_are_refused()
     with shared_prompts(model, PROMPTS[0]) as shared:
         with pytest.raises(ValueError, match="`rows` must be 1 numbers from 0 to 0"):
             shared.log_probs([[5]], rows=[1])
-        with pytest.raises(RuntimeError, match="ask for them behind `shared_prompts`"):
+        with pytest.raises(RuntimeError, match="ask `log_probs` in place of `shared_prompts`"):
             torch.autograd.grad(shared.log_probs([[5, 6]]).sum(), list(model.parameters()), allow_unused=True)
+        values = shared.log_probs([[5, 6]])
+    with pytest.raises(RuntimeError, match="comes behind that of its prompts"):
+        values.sum().backward()
+    with pytest.raises(RuntimeError, match="is for the `with` block of `shared_prompts`"):
+        shared.log_probs([[5, 6]])
 
 
 PAGE = ROOT / "docs" / "own_loops.md"
