@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from rloo_memory.prefix_sharing.config import check_tokens_per_forward
-from rloo_memory.prefix_sharing.enabling import CannotShare, enable_prefix_sharing
+from rloo_memory.prefix_sharing.enabling import CannotShare, check_adapter, enable_prefix_sharing
 from rloo_memory.prefix_sharing.fsdp2 import FSDPModule
 from rloo_memory.prefix_sharing.images import MultimodalInputs
 from rloo_memory.prefix_sharing.lm_head import causal_lm_of, logits_of
@@ -99,10 +99,10 @@ class shared_prompts:
         prompts = _Rows.of(model, self.prompt_ids, self.prompt_ids).prompts
         # With `longrope`, parts whose rows are long have other keys of the prompts
         self.trees = defaultdict(lambda: OpenTree.of(prompts, every_prompt=True, positions_from_zero=True))
-        self.is_open = False
+        self.state: list | None = None  # of the model inside of the block
 
     def __enter__(self) -> "shared_prompts":
-        self.is_open = True
+        self.state = state_of(self.model)
         return self
 
     def log_probs(self, completions: Sequence[Ids], rows: Sequence[int] | None = None) -> torch.Tensor:
@@ -118,10 +118,7 @@ class shared_prompts:
         Returns:
             `torch.Tensor` of shape `(N, C)`: Log-probabilities, in float32 at least, 0 behind the end of a completion.
         """
-        if not self.is_open:
-            raise RuntimeError(
-                "`log_probs` is for the `with` block of `shared_prompts`, where prompts have their backward."
-            )
+        self._check()
         rows = [0] * len(completions) if rows is None else [int(row) for row in rows]
         if len(rows) != len(completions) or not all(0 <= row < len(self.prompt_ids) for row in rows):
             raise ValueError(
@@ -134,14 +131,35 @@ class shared_prompts:
         tree = self.trees[position_shift(self.model.config, batch.ids.shape[1])]
         return batch.score(SharedPrefixPasses(self.width, tree=tree, rows=rows), self.temperature)
 
+    def _check(self) -> None:
+        if self.state is None:
+            raise RuntimeError(
+                "`log_probs` is for the `with` block of `shared_prompts`, where prompts have their backward."
+            )
+        if state_of(self.model) != self.state:
+            raise RuntimeError(
+                "In the `with` block of `shared_prompts`, weights, adapters or dropout are no longer those with which "
+                "it began, and prompts went through the model once. Update weights behind the block, and open another "
+                "for the log-probabilities of a reference."
+            )
+
     def __exit__(self, kind, *_) -> None:
         try:
-            for tree in self.trees.values():
-                if kind is None:
+            if kind is None:
+                self._check()
+                for tree in self.trees.values():
                     tree.backward()
         finally:
             self.trees.clear()
-            self.is_open = False
+            self.state = None
+
+
+def state_of(model: PreTrainedModel) -> list:
+    """What of a model a loop may change, and hidden states depend on: weights, PEFT's adapters, whether it drops."""
+    versions = [0 if param.is_inference() else param._version for param in model.parameters()]
+    names = ("_active_adapter", "_disable_adapters", "merged_adapters")
+    attributes = (vars(module).get(name) for module in model.modules() for name in names)
+    return [*versions, *map(repr, attributes), *(module.training for module in dropouts(model))]
 
 
 def prepare(model: PreTrainedModel, shares_dropout: bool) -> None:
@@ -153,11 +171,12 @@ def prepare(model: PreTrainedModel, shares_dropout: bool) -> None:
         )
     causal_lm = causal_lm_of(model)
     drops = model.training and not shares_dropout and dropouts(model)
-    if drops or vars(causal_lm.base_model).get("_prefix_sharing") is None:
-        try:
+    try:
+        check_adapter(model)  # which may be newer than the model's trial
+        if drops or vars(causal_lm.base_model).get("_prefix_sharing") is None:
             enable_prefix_sharing(model, shares_dropout)
-        except CannotShare as refusal:
-            raise ValueError(refusal.reason) from None
+    except CannotShare as refusal:
+        raise ValueError(refusal.reason) from None
 
 
 def is_one(ids) -> bool:

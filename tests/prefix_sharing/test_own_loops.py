@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from kinds import kind
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch.autograd.graph import saved_tensors_hooks
 
 from experiments.checks.float64 import pure_float64
@@ -210,6 +210,31 @@ def test_models_that_cannot_share_and_gradients_that_are_not_whole_are_refused()
         values.sum().backward()
     with pytest.raises(RuntimeError, match="is for the `with` block of `shared_prompts`"):
         shared.log_probs([[5, 6]])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_model_that_changes_inside_of_the_block_is_refused(checkpointing):
+    model = get_peft_model(llama(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with shared_prompts(model, PROMPTS[0]) as shared:
+        shared.log_probs([[5, 6]]).sum().backward()
+        with pytest.raises(RuntimeError, match="no longer those with which it began"), model.disable_adapter():
+            shared.log_probs([[5, 6]])
+    with (
+        pytest.raises(RuntimeError, match="no longer those with which it began"),
+        shared_prompts(model, PROMPTS[0]) as shared,
+    ):
+        shared.log_probs([[5, 6]]).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_an_adapter_is_looked_at_that_is_newer_than_the_trial():
+    model = llama()
+    log_probs(model, PROMPTS[0], COMPLETIONS)
+    model = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(ValueError, match="PROMPT_TUNING puts learned tokens in front of each sequence"):
+        log_probs(model, PROMPTS[0], COMPLETIONS)
 
 
 PAGE = ROOT / "docs" / "own_loops.md"
