@@ -229,6 +229,15 @@ def test_a_model_that_changes_inside_of_the_block_is_refused(checkpointing):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
+def test_reentrant_checkpointing_is_refused_where_there_are_gradients():
+    model = llama()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    with torch.no_grad():
+        assert log_probs(model, PROMPTS[0], COMPLETIONS).isfinite().all()
+    with pytest.raises(ValueError, match="Reentrant gradient checkpointing would cut the gradient"):
+        log_probs(model, PROMPTS[0], COMPLETIONS)
+
+
 def test_an_adapter_is_looked_at_that_is_newer_than_the_trial():
     model = llama()
     log_probs(model, PROMPTS[0], COMPLETIONS)
