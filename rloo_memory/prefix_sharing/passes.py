@@ -158,6 +158,8 @@ def pass_inputs(backbone: nn.Module, ids: list[torch.Tensor]) -> list[dict[str, 
         return [{"input_ids": x} for x in ids]
     all_ids = torch.cat([x.flatten() for x in ids])
     embeds = {"inputs_embeds": embedding(all_ids)}
+    if backbone.config.model_type == "falcon_h1":  # it scales what it looks up itself, and takes the rest as it is
+        embeds["inputs_embeds"] = embeds["inputs_embeds"] * backbone.embedding_multiplier
     # Gemma 3n and Gemma 4 look tokens up once more for each layer
     if getattr(backbone.config.get_text_config(), "hidden_size_per_layer_input", None):
         embeds["per_layer_inputs"] = backbone.get_decoder().get_per_layer_inputs(all_ids)

@@ -21,6 +21,7 @@ FAMILIES = {
     "windows and caps": family("gemma2", final_logit_softcapping=5.0),
     "scaled logits": family("granite", logits_scaling=3.0),
     "hybrid": family("qwen3_5_text"),
+    "scaled embeddings": family("falcon_h1", embedding_multiplier=2.0),
 }
 RANDOM = torch.Generator().manual_seed(0)
 
