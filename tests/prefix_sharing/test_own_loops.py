@@ -115,6 +115,11 @@ def test_parts_of_several_lengths_have_the_frequencies_of_theirs():
         assert_same(gradient(model), expected)
 
 
+def test_the_first_call_may_be_in_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert log_probs(llama(), PROMPTS[0], COMPLETIONS).isfinite().all()
+
+
 def test_a_budget_asks_no_other_process(monkeypatch):
     """Processes have prompts of their own, so they do not call the model equally often."""
     monkeypatch.setattr(passes, "has_several_processes", lambda: True)
