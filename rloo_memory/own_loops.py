@@ -8,9 +8,9 @@ with shared_prompts(model, prompts) as shared:  # in parts, each with a backward
 # here the prompts have had theirs: gradients are complete
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import TypeAlias
 
 import torch
@@ -20,10 +20,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from rloo_memory.prefix_sharing.config import check_tokens_per_forward
-from rloo_memory.prefix_sharing.enabling import CannotShare, enable_prefix_sharing
+from rloo_memory.prefix_sharing.enabling import CannotShare, check_adapter, enable_prefix_sharing
 from rloo_memory.prefix_sharing.fsdp2 import FSDPModule
 from rloo_memory.prefix_sharing.images import MultimodalInputs
 from rloo_memory.prefix_sharing.lm_head import causal_lm_of, logits_of
+from rloo_memory.prefix_sharing.passes import position_shift
 from rloo_memory.prefix_sharing.probe import dropouts
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses, prompts_of
 from rloo_memory.prefix_sharing.tree import OpenTree, Prompts, Tree
@@ -96,9 +97,12 @@ class shared_prompts:
         self.prompt_ids = ids_of(prompts, "prompts", 1 if is_one(prompts) else len(prompts))
         self.width = max(map(len, self.prompt_ids))
         prompts = _Rows.of(model, self.prompt_ids, self.prompt_ids).prompts
-        self.tree = OpenTree.of(prompts, every_prompt=True, positions_from_zero=True)
+        # With `longrope`, parts whose rows are long have other keys of the prompts
+        self.trees = defaultdict(lambda: OpenTree.of(prompts, every_prompt=True, positions_from_zero=True))
+        self.state: list | None = None  # of the model inside of the block
 
     def __enter__(self) -> "shared_prompts":
+        self.state = state_of(self.model)
         return self
 
     def log_probs(self, completions: Sequence[Ids], rows: Sequence[int] | None = None) -> torch.Tensor:
@@ -114,6 +118,7 @@ class shared_prompts:
         Returns:
             `torch.Tensor` of shape `(N, C)`: Log-probabilities, in float32 at least, 0 behind the end of a completion.
         """
+        self._check()
         rows = [0] * len(completions) if rows is None else [int(row) for row in rows]
         if len(rows) != len(completions) or not all(0 <= row < len(self.prompt_ids) for row in rows):
             raise ValueError(
@@ -123,12 +128,38 @@ class shared_prompts:
         batch = _Rows.of(
             self.model, [self.prompt_ids[row] for row in rows], ids_of(completions, "completions"), self.width
         )
-        return batch.score(SharedPrefixPasses(self.width, tree=self.tree, rows=rows), self.temperature)
+        tree = self.trees[position_shift(self.model.config, batch.ids.shape[1])]
+        return batch.score(SharedPrefixPasses(self.width, tree=tree, rows=rows), self.temperature)
+
+    def _check(self) -> None:
+        if self.state is None:
+            raise RuntimeError(
+                "`log_probs` is for the `with` block of `shared_prompts`, where prompts have their backward."
+            )
+        if state_of(self.model) != self.state:
+            raise RuntimeError(
+                "In the `with` block of `shared_prompts`, weights, adapters or dropout are no longer those with which "
+                "it began, and prompts went through the model once. Update weights behind the block, and open another "
+                "for the log-probabilities of a reference."
+            )
 
     def __exit__(self, kind, *_) -> None:
-        if kind is None:
-            self.tree.backward()
-        self.tree.close()
+        try:
+            if kind is None:
+                self._check()
+                for tree in self.trees.values():
+                    tree.backward()
+        finally:
+            self.trees.clear()
+            self.state = None
+
+
+def state_of(model: PreTrainedModel) -> list:
+    """What of a model a loop may change, and hidden states depend on: weights, PEFT's adapters, whether it drops."""
+    versions = [0 if param.is_inference() else param._version for param in model.parameters()]
+    names = ("_active_adapter", "_disable_adapters", "merged_adapters")
+    attributes = (vars(module).get(name) for module in model.modules() for name in names)
+    return [*versions, *map(repr, attributes), *(module.training for module in dropouts(model))]
 
 
 def prepare(model: PreTrainedModel, shares_dropout: bool) -> None:
@@ -140,16 +171,26 @@ def prepare(model: PreTrainedModel, shares_dropout: bool) -> None:
         )
     causal_lm = causal_lm_of(model)
     drops = model.training and not shares_dropout and dropouts(model)
-    if drops or vars(causal_lm.base_model).get("_prefix_sharing") is None:
-        try:
+    try:
+        check_adapter(model)  # which may be newer than the model's trial
+        if drops or vars(causal_lm.base_model).get("_prefix_sharing") is None:
             enable_prefix_sharing(model, shares_dropout)
-        except CannotShare as refusal:
-            raise ValueError(refusal.reason) from None
+    except CannotShare as refusal:
+        raise ValueError(refusal.reason) from None
+
+
+def has_reentrant_checkpointing(model: PreTrainedModel) -> bool:
+    functions = [
+        getattr(module, "_gradient_checkpointing_func", None)
+        for module in model.modules()
+        if getattr(module, "gradient_checkpointing", False)
+    ]
+    return any(getattr(function, "keywords", {}).get("use_reentrant") for function in functions)
 
 
 def is_one(ids) -> bool:
     """Whether these are the ids of one text, and not those of several."""
-    return ids.ndim == 1 if isinstance(ids, torch.Tensor) else len(ids) > 0 and isinstance(ids[0], Integral)
+    return len(ids) > 0 and torch.as_tensor(ids[0]).ndim == 0
 
 
 def ids_of(given, name: str, number: int | None = None) -> list[torch.Tensor]:
@@ -177,9 +218,10 @@ class _Rows:
     def of(cls, model, prompts: list[torch.Tensor], completions: list[torch.Tensor], width: int = 0) -> "_Rows":
         if not completions:
             raise ValueError("`completions` is empty.")
-        size, most = model.get_input_embeddings().weight.shape[0], max(int(x.max()) for x in (*prompts, *completions))
-        if most >= size:
-            raise ValueError(f"A token id is {most}, and the model has embeddings of {size} tokens.")
+        size = model.get_input_embeddings().weight.shape[0]
+        ends = [end for x in (*prompts, *completions) for end in x.aminmax()]
+        if wrong := [int(token) for token in ends if not 0 <= token < size]:
+            raise ValueError(f"A token id is {wrong[0]}, and the model has embeddings of {size} tokens.")
         width = max(width, *map(len, prompts))
         parts = [
             torch.stack([torch.nn.functional.pad(x, (width - len(x), 0), value=-1) for x in prompts]),
@@ -198,6 +240,11 @@ class _Rows:
         return prompts_of(self.causal_lm.base_model, ids, mask, MultimodalInputs.of({}, len(ids)))
 
     def score(self, passes: SharedPrefixPasses, temperature: float) -> torch.Tensor:
+        if self.model.training and torch.is_grad_enabled() and has_reentrant_checkpointing(self.model):
+            raise ValueError(
+                "Reentrant gradient checkpointing would cut the gradient of what is computed once. Enable it with "
+                "`gradient_checkpointing_kwargs={'use_reentrant': False}`."
+            )
         states = passes.forward(self.causal_lm.base_model, self.ids, self.mask).last_hidden_state[:, :-1]
         places = self.mask[:, self.width :].nonzero(as_tuple=True)
         targets = self.ids[:, self.width :][places]

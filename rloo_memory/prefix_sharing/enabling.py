@@ -76,9 +76,8 @@ def enable_prefix_sharing(model: PreTrainedModel, shares_dropout: bool = False, 
     the model was loaded with. What was enabled before is checked again. [`disable_prefix_sharing`] undoes it, once
     each `holder` of it has called that. Raises a [`CannotShare`] if the model cannot share a prefix exactly.
     """
-    if is_peft_model(model):
-        _check_adapter(model, functools.partial(_refuse, model))
-        model = model.get_base_model()
+    check_adapter(model)
+    model = causal_lm_of(model)
     before = vars(model.base_model).get("_prefix_sharing")
     disable_prefix_sharing(model)
     mixers, refuse = find_mixers(model), functools.partial(_refuse, model)
@@ -114,7 +113,11 @@ def _refuse(model: PreTrainedModel, reason: str, remedy: str = " Set `prefix_sha
     raise CannotShare(model, reason, remedy)
 
 
-def _check_adapter(model, refuse: Callable[..., NoReturn]) -> None:
+def check_adapter(model) -> None:
+    """Raise a [`CannotShare`] if a PEFT model's adapter depends on more than single tokens."""
+    if not is_peft_model(model):
+        return
+    refuse = functools.partial(_refuse, model)
     if model.active_peft_config.is_prompt_learning:
         refuse(f"{model.active_peft_config.peft_type} puts learned tokens in front of each sequence.")
     adapter = vars(model.active_peft_config)

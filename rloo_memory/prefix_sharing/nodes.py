@@ -71,7 +71,7 @@ class Node:
         self.sources: dict[int, int] = {}
         self._keys: dict[int, torch.Tensor] = {}  # as layers computed them
         self._experts: tuple[torch.Tensor, int] | None = None
-        self._ends: dict[tuple, torch.Tensor] = {}  # leaves, in which the gradients of reads that end here add up
+        self.ends: dict[tuple, torch.Tensor] = {}  # leaves, in which the gradients of reads that end here add up
         self._joins: dict[tuple, torch.Tensor] = {}  # anchors of reads that go on
 
     def write(self, slot: tuple, x: torch.Tensor) -> None:
@@ -113,12 +113,12 @@ class Node:
         return self._experts[0], self.read((None, ROUTER), gradient=gradient), self._experts[1]
 
     def _end(self, slot: tuple) -> torch.Tensor:
-        if slot not in self._ends:
-            self._ends[slot] = _without_storage(self.slots[slot]).requires_grad_()
-        return self._ends[slot]
+        if slot not in self.ends:
+            self.ends[slot] = _without_storage(self.slots[slot]).requires_grad_()
+        return self.ends[slot]
 
     def _join(self, slot: tuple) -> torch.Tensor:
-        ends = self._ends  # not the node, which would hold itself
+        ends = self.ends  # not the node, which would hold itself
 
         def add_what_ended_here(grad: torch.Tensor) -> torch.Tensor:
             leaf = ends.get(slot)
@@ -132,15 +132,11 @@ class Node:
             self._joins[slot].register_hook(add_what_ended_here)
         return self._joins[slot]
 
-    @property
-    def ends(self) -> list[torch.Tensor]:
-        """Leaves in which the gradients of keys add up whose reads end here: each pass behind it reads them."""
-        return [leaf for slot, leaf in self._ends.items() if slot[1] == KEY]
-
     def backward(self) -> None:
-        """Backward from the gradients that ended here, if no read has taken them on through it."""
-        slots = [slot for slot, leaf in self._ends.items() if leaf.grad is not None]
-        gradients = [self._ends.pop(slot).grad.to(self.slots[slot].dtype) for slot in slots]
+        """Backward from the gradients that ended here, if no read has taken them on through it. None ends here now."""
+        slots = [slot for slot, leaf in self.ends.items() if leaf.grad is not None]
+        gradients = [self.ends.pop(slot).grad.to(self.slots[slot].dtype) for slot in slots]
+        self.ends.clear()
         if slots:
             torch.autograd.backward([self.slots[slot] for slot in slots], gradients)
 
@@ -219,24 +215,32 @@ class Path:
 
 
 def watch_backward(states: torch.Tensor, prefixes: list[Path]) -> None:
-    """Have a backward from `states` fail that does not reach the prompts whose own backward is still to come."""
+    """Have a backward from `states` fail that does not reach the prompts while their own backward is still to come."""
     nodes = {
         node
         for prefix in prefixes
         for node, at in zip(prefix.nodes, prefix.gradients, strict=True)
         if at is Gradient.ENDS
     }
-    leaf = next((leaf for node in nodes for leaf in node.ends), None)
-    if leaf is None or not states.requires_grad:
+    # Each pass behind a node reads its keys. A graph must not hold the node, which has one of its own
+    watched = next(((node.ends, slot) for node in nodes for slot in node.ends if slot[1] == KEY), None)
+    if watched is None or not states.requires_grad:
         return
+    ends, slot = watched
+    leaf = ends[slot]
 
     def check(grad: torch.Tensor) -> None:
+        if ends.get(slot) is not leaf:
+            raise RuntimeError(
+                "A backward comes behind that of its prompts, and would lack their part. In a loop, call it in the "
+                "`with` block of `shared_prompts`."
+            )
         if not torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node):
             raise RuntimeError(
                 "Gradients were asked for (`torch.autograd.grad`, or a backward with `inputs`) in the middle of an "
                 "update, where they lack the part of prompts whose backward is still to come. In a trainer, set "
-                "`per_device_train_batch_size` to a multiple of `num_generations`; in a loop, ask for them behind "
-                "`shared_prompts`."
+                "`per_device_train_batch_size` to a multiple of `num_generations`; in a loop, ask `log_probs` in "
+                "place of `shared_prompts`."
             )
 
     states.register_hook(check)

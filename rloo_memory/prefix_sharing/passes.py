@@ -158,6 +158,8 @@ def pass_inputs(backbone: nn.Module, ids: list[torch.Tensor]) -> list[dict[str, 
         return [{"input_ids": x} for x in ids]
     all_ids = torch.cat([x.flatten() for x in ids])
     embeds = {"inputs_embeds": embedding(all_ids)}
+    if backbone.config.model_type == "falcon_h1":  # it scales what it looks up itself, and takes the rest as it is
+        embeds["inputs_embeds"] = embeds["inputs_embeds"] * backbone.embedding_multiplier
     # Gemma 3n and Gemma 4 look tokens up once more for each layer
     if getattr(backbone.config.get_text_config(), "hidden_size_per_layer_input", None):
         embeds["per_layer_inputs"] = backbone.get_decoder().get_per_layer_inputs(all_ids)
@@ -203,14 +205,15 @@ def exceeds_longrope(config: PretrainedConfig, length: int) -> bool:
     Whether rows of `length` tokens are too long for the frequencies of the first training. `longrope` has others for
     them (Phi-3, Phi-4-mini).
     """
-    longropes = [x for x in rope_parameters(config) if x.get("rope_type") == "longrope"]
-    return any(length > x["original_max_position_embeddings"] for x in longropes)
+    return position_shift(config, length) > 0
 
 
 def position_shift(config: PretrainedConfig, length: int) -> int:
     """
     What is added to the positions of every pass, so that even the shortest is taken for as long as rows of `length`
     tokens are: `longrope` chooses its frequencies by the largest position. Only differences of positions matter
-    otherwise.
+    otherwise, also between rows of several lengths, which may continue the same prompt.
     """
-    return length if exceeds_longrope(config, length) else 0
+    longropes = [x for x in rope_parameters(config) if x.get("rope_type") == "longrope"]
+    trained = [x["original_max_position_embeddings"] for x in longropes]
+    return max((x for x in trained if length > x), default=0)

@@ -32,6 +32,7 @@ def _probing(model: PreTrainedModel, training: bool) -> Iterator[None]:
     try:
         with (
             without_dropout(model),
+            torch.autocast(device.type, enabled=False),  # of who calls: it would round what is compared in float32
             torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type),
         ):
             for param in zeros:

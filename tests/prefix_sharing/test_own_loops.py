@@ -4,7 +4,8 @@ import re
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from kinds import kind
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch.autograd.graph import saved_tensors_hooks
 
 from experiments.checks.float64 import pure_float64
@@ -20,6 +21,7 @@ FAMILIES = {
     "windows and caps": family("gemma2", final_logit_softcapping=5.0),
     "scaled logits": family("granite", logits_scaling=3.0),
     "hybrid": family("qwen3_5_text"),
+    "scaled embeddings": family("falcon_h1", embedding_multiplier=2.0),
 }
 RANDOM = torch.Generator().manual_seed(0)
 
@@ -29,6 +31,7 @@ def ids(number):
 
 
 BEGIN = ids(30)
+LONG = ids(60)
 PROMPTS = [torch.cat([BEGIN, ids(12)]), torch.cat([BEGIN, ids(7)]), ids(1)]
 ROWS = [0, 0, 1, 0, 2, 1, 2]
 COMPLETIONS = [ids(number) for number in (5, 3, 9, 1, 4, 2, 6)]
@@ -86,6 +89,35 @@ def test_log_probs_and_gradients_are_those_of_whole_rows(model, saved, tokens_pe
                 assert_same(before, values)
                 (values * WEIGHTS[part][:, : values.shape[1]]).sum().backward()
         assert_same(gradient(model), expected_gradient)
+
+
+def test_a_prompt_may_be_an_array_or_a_list_of_its_numbers():
+    model, expected = llama(), log_probs(llama(), PROMPTS[0], COMPLETIONS)
+    for prompt in (PROMPTS[0].numpy(), list(PROMPTS[0].numpy()), PROMPTS[0].tolist()):
+        assert torch.equal(log_probs(model, prompt, COMPLETIONS), expected)
+        with shared_prompts(model, prompt) as shared:
+            assert torch.allclose(shared.log_probs(COMPLETIONS), expected)
+
+
+def test_parts_of_several_lengths_have_the_frequencies_of_theirs():
+    """With `longrope`, the rows of a part are long or not, and long ones of other lengths than others."""
+    with pure_float64():
+        model, completions = build(kind("phi3 longrope")).double(), [ids(number) for number in (5, 30, 40)]
+        for completion in completions:
+            logits = model(input_ids=torch.cat([LONG, completion])[None], use_cache=False).logits[
+                0, len(LONG) - 1 : -1
+            ]
+            logits.log_softmax(-1).gather(1, completion[:, None]).sum().backward()
+        expected = gradient(model)
+        with shared_prompts(model, LONG) as shared:
+            for completion in completions:
+                shared.log_probs([completion]).sum().backward()
+        assert_same(gradient(model), expected)
+
+
+def test_the_first_call_may_be_in_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert log_probs(llama(), PROMPTS[0], COMPLETIONS).isfinite().all()
 
 
 def test_a_budget_asks_no_other_process(monkeypatch):
@@ -157,6 +189,7 @@ def test_examples_questions_and_answers_go_through_the_model_once():
         (([PROMPTS[0]], COMPLETIONS), r"`prompts` has 1 texts, and there are 7 completions"),
         ((PROMPTS[0], [[]]), r"`completions\[0\]` must be token ids, of shape \(at least 1,\), and has \(0,\)"),
         ((PROMPTS[0], [[5, 128]]), "A token id is 128, and the model has embeddings of 128 tokens"),
+        ((PROMPTS[0], [[5, -100]]), "A token id is -100, and the model has embeddings of 128 tokens"),
         ((PROMPTS[0], [[5]], 0), r"tokens_per_forward \(0\) must be a whole number of at least 1"),
     ],
 )
@@ -176,8 +209,47 @@ def test_models_that_cannot_share_and_gradients_that_are_not_whole_are_refused()
     with shared_prompts(model, PROMPTS[0]) as shared:
         with pytest.raises(ValueError, match="`rows` must be 1 numbers from 0 to 0"):
             shared.log_probs([[5]], rows=[1])
-        with pytest.raises(RuntimeError, match="ask for them behind `shared_prompts`"):
+        with pytest.raises(RuntimeError, match="ask `log_probs` in place of `shared_prompts`"):
             torch.autograd.grad(shared.log_probs([[5, 6]]).sum(), list(model.parameters()), allow_unused=True)
+        values = shared.log_probs([[5, 6]])
+    with pytest.raises(RuntimeError, match="comes behind that of its prompts"):
+        values.sum().backward()
+    with pytest.raises(RuntimeError, match="is for the `with` block of `shared_prompts`"):
+        shared.log_probs([[5, 6]])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_model_that_changes_inside_of_the_block_is_refused(checkpointing):
+    model = get_peft_model(llama(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with shared_prompts(model, PROMPTS[0]) as shared:
+        shared.log_probs([[5, 6]]).sum().backward()
+        with pytest.raises(RuntimeError, match="no longer those with which it began"), model.disable_adapter():
+            shared.log_probs([[5, 6]])
+    with (
+        pytest.raises(RuntimeError, match="no longer those with which it began"),
+        shared_prompts(model, PROMPTS[0]) as shared,
+    ):
+        shared.log_probs([[5, 6]]).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_reentrant_checkpointing_is_refused_where_there_are_gradients():
+    model = llama()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    with torch.no_grad():
+        assert log_probs(model, PROMPTS[0], COMPLETIONS).isfinite().all()
+    with pytest.raises(ValueError, match="Reentrant gradient checkpointing would cut the gradient"):
+        log_probs(model, PROMPTS[0], COMPLETIONS)
+
+
+def test_an_adapter_is_looked_at_that_is_newer_than_the_trial():
+    model = llama()
+    log_probs(model, PROMPTS[0], COMPLETIONS)
+    model = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(ValueError, match="PROMPT_TUNING puts learned tokens in front of each sequence"):
+        log_probs(model, PROMPTS[0], COMPLETIONS)
 
 
 PAGE = ROOT / "docs" / "own_loops.md"
