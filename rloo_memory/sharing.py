@@ -162,6 +162,7 @@ class PromptSharing:
         finally:
             # What an interruption leaves of a prompt's micro-batches is no part of the next training
             if self.passes is not None and self.passes.close(self.trainer._step):
+                self.passes.warn("Training ended amid the completions of a prompt. Another begins with a new rollout.")
                 self.trainer._step, self.trainer._buffered_inputs = 0, None
 
     def training_step(self, original, *args, **kwargs):
