@@ -378,7 +378,9 @@ class TrainerPasses:
         self._place = 0
 
     def remove(self) -> None:
-        """Take back what was done to the models."""
+        """Take back what was done to the models. In the middle of an update, prompts have their backward."""
+        if self._trained is not None:
+            self._trained.backward()
         for model in self._models:
             disable_prefix_sharing(model, holder=self)
 
