@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from rloo_memory.prefix_sharing.config import check_tokens_per_forward
 from rloo_memory.prefix_sharing.enabling import CannotShare, enable_prefix_sharing
 from rloo_memory.prefix_sharing.fsdp2 import FSDPModule
+from rloo_memory.prefix_sharing.hooks import state_of
 from rloo_memory.prefix_sharing.images import MultimodalInputs
 from rloo_memory.prefix_sharing.lm_head import causal_lm_of, logits_of
 from rloo_memory.prefix_sharing.probe import dropouts
@@ -95,7 +96,7 @@ class shared_prompts:
         self.prompt_ids = ids_of(prompts, "prompts", 1 if is_one(prompts) else len(prompts))
         self.width = max(map(len, self.prompt_ids))
         prompts = _Rows.of(model, self.prompt_ids, self.prompt_ids).prompts
-        self.tree = OpenTree.of(prompts, every_prompt=True, positions_from_zero=True)
+        self.tree, self.state = OpenTree.of(prompts, every_prompt=True, positions_from_zero=True), state_of(model)
 
     def __enter__(self) -> "shared_prompts":
         return self
@@ -122,7 +123,10 @@ class shared_prompts:
         batch = _Rows.of(
             self.model, [self.prompt_ids[row] for row in rows], ids_of(completions, "completions"), self.width
         )
-        return batch.score(SharedPrefixPasses(self.width, tree=self.tree, rows=rows), self.temperature)
+        tree = self.tree
+        if state_of(self.model) != self.state:  # a reference, say: its rows share among themselves
+            tree, rows = Tree.of(batch.prompts, positions_from_zero=True), None
+        return batch.score(SharedPrefixPasses(self.width, tree=tree, rows=rows), self.temperature)
 
     def __exit__(self, kind, *_) -> None:
         if kind is None:

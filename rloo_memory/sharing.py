@@ -289,7 +289,7 @@ class PromptSharing:
         if scored is None or (rows := scored.next_rows(kwargs.get("input_ids"))) is None:
             return original(*args, **kwargs)
         try:
-            passes = self.in_use.of_rows(rows, scored.call.given)
+            passes = self.in_use.of_rows(model, rows, scored.call.given)
             return forward_in_passes(model, original, passes, *args, **kwargs)
         except GoesWhole as reason:
             self.in_use.go_whole(reason)

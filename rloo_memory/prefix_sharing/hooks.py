@@ -46,6 +46,13 @@ def has_parameter_hooks(model: nn.Module) -> bool:
     return any(_is_own(hook) for pair in hooks for kind in pair if kind for hook in kind.values())
 
 
+def state_of(model: nn.Module) -> list[tuple]:
+    """Which adapters are switched on in a model, and what of it is trained. A node is of the model in one state."""
+    names = ("disable_adapters", "active_adapter")
+    adapters = [tuple(getattr(module, name, None) for name in names) for module in model.modules()]
+    return [*adapters, tuple(param.requires_grad for param in model.parameters())]
+
+
 def _tensors(values) -> list[torch.Tensor]:
     if isinstance(values, torch.Tensor):
         return [values]

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from .enabling import disable_prefix_sharing, enable_prefix_sharing, shares_starts
 from .generation import generate_with_shared_prefix
-from .hooks import has_parameter_hooks
+from .hooks import has_parameter_hooks, state_of
 from .images import OF_IMAGES, OF_TOKENS, MultimodalInputs, count_tiles
 from .lm_head import causal_lm_of
 from .passes import GoesWhole, TokenCount, has_several_processes, on_any_process
@@ -79,6 +79,7 @@ class TrainerPasses:
         self._scored: Tree | None = None  # of all rows of the last one
         self._trained: Tree | None = None  # of those of an update
         self._rows: range | None = None  # of the rollout, from this micro-batch to the end of its update
+        self._state: list[tuple] = []  # of the model in this micro-batch
         self._place = 0  # of the micro-batch in its update
         self._has_passes = True  # whether the loss of the last training step came from passes
         self.count = TokenCount()  # of what was scored and trained since it was last read
@@ -134,10 +135,11 @@ class TrainerPasses:
         is_shared = self.model.training and not self._goes_whole
         return self.args.num_generations if self._splits_groups and is_shared else batch_size
 
-    def of_rows(self, rows: slice, given: dict) -> SharedPrefixPasses | TokenBudgetPasses:
+    def of_rows(self, model: PreTrainedModel, rows: slice, given: dict) -> SharedPrefixPasses | TokenBudgetPasses:
         """
-        Passes of consecutive rows of a batch. `given` is what TRL scores it with: `input_ids` of shape `(B, P + C)`
-        with `logits_to_keep` completion columns, and, of images, `num_images` and `num_tiles` of each row.
+        Passes of consecutive rows of a batch through one of the models. `given` is what TRL scores it with:
+        `input_ids` of shape `(B, P + C)` with `logits_to_keep` completion columns, and, of images, `num_images` and
+        `num_tiles` of each row.
         """
         self._has_passes |= torch.is_grad_enabled()
         bounds = (given["input_ids"].size(1) - given["logits_to_keep"], self.args.tokens_per_forward)
@@ -147,7 +149,7 @@ class TrainerPasses:
             return TokenBudgetPasses(*bounds, **common)
         tree, first = self._scored, rows.start
         if torch.is_grad_enabled():
-            tree = self._tree_to_train()
+            tree = self._tree_to_train(model)
             first += self._first_row(tree)
         elif first == 0 and tree is not None:
             tree.close()  # each model that scores begins with the first row
@@ -174,9 +176,12 @@ class TrainerPasses:
             self._said.add(kind)
             logger.warning(text)
 
-    def _tree_to_train(self) -> Tree | None:
-        """That of the update, None for rows that are no part of a training step."""
+    def _tree_to_train(self, model: PreTrainedModel) -> Tree | None:
+        """That of the update, None for rows that are no part of a training step, or score another model than it
+        trains: a reference, or the policy without its adapter."""
         if self._rows is None or self._batch is None:
+            return None
+        if model is not causal_lm_of(self.model) or state_of(self.model) != self._state:
             return None
         if self._trained is None:
             if len(self._rows) > self.args.per_device_train_batch_size and has_parameter_hooks(self.model):
@@ -337,6 +342,13 @@ class TrainerPasses:
         place among those of its prompt and of its update.
         """
         updates, steps = trainer.accelerator.sync_gradients, self.args.steps_per_generation
+        before, self._state = self._state, state_of(self.model)
+        if self._trained is not None and self._trained.nodes and self._state != before:
+            raise RuntimeError(
+                "Other adapters or parameters are trained than in the micro-batch before, and prompts of the update "
+                "still have a backward to come. Switch or freeze them between updates (`on_step_end`), or set "
+                "`per_device_train_batch_size` to a multiple of `num_generations`."
+            )
         had_passes, self._has_passes = self._has_passes, False
         size, step = self.args.per_device_train_batch_size, trainer._step % steps
         left = trainer.current_gradient_accumulation_steps - self._place

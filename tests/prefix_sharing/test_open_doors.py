@@ -1,12 +1,13 @@
 """Trainers and models as people have them: what is shared trains as untouched TRL does, and what is not says why."""
 
 import io
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaForCausalLM, LogitsProcessorList, TopKLogitsWarper
+from transformers import LlamaForCausalLM, LogitsProcessorList, TopKLogitsWarper, TrainerCallback
 
 import trl
 from rloo_memory import log_probs, share_prompts
@@ -119,6 +120,18 @@ class ScaledLoss(Fixed):
         return loss / (torch.cat([x.flatten() for x in grads if x is not None]).norm() + 1e-3) / 4
 
 
+class ReferenceInLoss(Fixed):
+    """Scores the reference in the loss, without `no_grad`: another model, or the same one without its adapter."""
+
+    def _compute_loss(self, model, inputs):
+        rows = scored_rows(inputs)
+        with nullcontext() if self.ref_model else model.disable_adapter():
+            before = self._get_per_token_logps_and_entropies(self.ref_model or model, *rows)[0].detach()
+        logps = self._get_per_token_logps_and_entropies(model, *rows)[0]
+        moved = ((logps - before).square() * inputs["completion_mask"]).mean()
+        return super()._compute_loss(model, inputs) + moved
+
+
 class Around(Fixed):
     """Computes log-probabilities without the model's own forward."""
 
@@ -142,6 +155,7 @@ PATTERNS = [
     (Clamped, 8, None),
     (Clamped, 2, "prompts are shared within micro-batches only"),
     (ScaledLoss, 8, None),
+    (ReferenceInLoss, 2, None),
     (Around, 2, "The loss is computed without `_get_per_token_logps_and_entropies`"),
 ]
 
@@ -188,6 +202,22 @@ def test_layers_that_are_compiled_train_as_without(train):
 
 
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.3)
+
+
+def test_an_update_reads_what_the_same_adapter_left(train):
+    options = {"peft_config": replace(LORA, lora_dropout=0.0, init_lora_weights=False)}
+    expected, whole_tokens, _ = train(ReferenceInLoss, 2, **options)
+    weights, tokens, _ = train(ReferenceInLoss, 2, share={}, **options)
+    assert (weights - expected).norm() <= 1e-9 * expected.norm() and tokens < 0.5 * whole_tokens
+
+    def switched(trainer):
+        trainer.model.add_adapter("other", options["peft_config"])
+        switches = TrainerCallback()
+        switches.on_substep_end = lambda *args, model, **kwargs: model.set_adapter("other")
+        trainer.add_callback(switches)
+
+    with pytest.raises(RuntimeError, match="Other adapters .* than in the micro-batch before.* between updates"):
+        train(Fixed, 2, share={}, prepare=switched, **options)
 
 
 def test_dropout_is_refused_with_what_helps_and_shared_where_it_may_be(train):

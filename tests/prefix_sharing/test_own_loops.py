@@ -88,6 +88,16 @@ def test_log_probs_and_gradients_are_those_of_whole_rows(model, saved, tokens_pe
         assert_same(gradient(model), expected_gradient)
 
 
+def test_the_model_without_its_adapter_does_not_read_what_the_adapter_left():
+    model = get_peft_model(llama(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    with torch.no_grad(), shared_prompts(model, PROMPTS[0]) as shared:
+        policy = shared.log_probs(COMPLETIONS)
+        with model.disable_adapter():
+            reference, expected = shared.log_probs(COMPLETIONS), log_probs(model, PROMPTS[0], COMPLETIONS)
+        assert torch.equal(shared.log_probs(COMPLETIONS), policy)
+    assert torch.equal(reference, expected) and not torch.equal(policy, expected)
+
+
 def test_a_budget_asks_no_other_process(monkeypatch):
     """Processes have prompts of their own, so they do not call the model equally often."""
     monkeypatch.setattr(passes, "has_several_processes", lambda: True)
