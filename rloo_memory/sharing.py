@@ -300,8 +300,10 @@ class PromptSharing:
     def checkpointing_enable(self, original, *args, **kwargs):
         return checkpointing_enable(original, *args, **kwargs)
 
-    def reward(self, original, **inputs):
-        """Of a reward model: its rows in passes of `tokens_per_forward` tokens."""
+    def reward(self, original, *args, **inputs):
+        """Of a reward model: its rows in passes of `tokens_per_forward` tokens, if it is called as TRL does."""
+        if "input_ids" not in inputs or not all(isinstance(x, torch.Tensor) for x in inputs.values()):
+            return original(*args, **inputs)
         return SequenceClassifierOutput(logits=self.in_use.reward_logits(original, inputs))
 
 
