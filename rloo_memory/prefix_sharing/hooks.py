@@ -5,11 +5,14 @@ it does so.
 """
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
+
+from rloo_memory.calls import replaced
 
 from .passes import GoesWhole
 
@@ -36,6 +39,16 @@ def _own_hooks(model: nn.Module) -> Iterator[tuple[dict[int, Callable], int]]:
 def hooks_of(model: nn.Module) -> frozenset[int]:
     """Numbers of the user's hooks, each of which no other hook has."""
     return frozenset(number for _, number in _own_hooks(model))
+
+
+@contextmanager
+def without_own_hooks(module: nn.Module) -> Iterator[None]:
+    """In here, a module runs none of the user's hooks, which have seen in passes what it gives."""
+    with ExitStack() as stack:
+        for name in _DICTS:
+            others = OrderedDict((number, x) for number, x in getattr(module, name).items() if not _is_own(x))
+            stack.enter_context(replaced(module, name, others))
+        yield
 
 
 def has_parameter_hooks(model: nn.Module) -> bool:

@@ -102,6 +102,19 @@ class FirstOfAll(RowHook):
         super().__init__(args=args, **kwargs)
 
 
+class BackboneHook(Fixed):
+    """Scales what the backbone gives, from before prompts are shared."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+
+        def scale(module, args, output):
+            output.last_hidden_state = output.last_hidden_state * 1.5
+            return output
+
+        self.model.base_model.register_forward_hook(scale)
+
+
 class Clamped(Fixed):
     """A parameter's gradient is clamped behind each micro-batch."""
 
@@ -156,6 +169,7 @@ PATTERNS = [
     (Clamped, 2, "prompts are shared within micro-batches only"),
     (ScaledLoss, 8, None),
     (ReferenceInLoss, 2, None),
+    (BackboneHook, 2, None),
     (Around, 2, "The loss is computed without `_get_per_token_logps_and_entropies`"),
 ]
 
