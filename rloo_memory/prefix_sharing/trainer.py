@@ -15,7 +15,7 @@ from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedModel
 
-from .enabling import disable_prefix_sharing, enable_prefix_sharing, shares_starts
+from .enabling import check_dropout, disable_prefix_sharing, enable_prefix_sharing, shares_starts
 from .generation import generate_with_shared_prefix
 from .hooks import has_parameter_hooks, state_of
 from .images import OF_IMAGES, OF_TOKENS, MultimodalInputs, count_tiles
@@ -217,6 +217,8 @@ class TrainerPasses:
         """
         if not self.args.prefix_sharing:
             return
+        if self.model.training:  # that of an adapter that is new, say
+            check_dropout(self.model, self.args.shares_dropout)
         try:
             batch = self._compare(given)
         except GoesWhole as reason:

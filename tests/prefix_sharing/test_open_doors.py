@@ -244,6 +244,14 @@ def test_dropout_is_refused_with_what_helps_and_shared_where_it_may_be(train):
     assert tokens < 0.5 * whole_tokens and (other - expected).norm() > 1e-6 * expected.norm()
 
 
+def test_dropout_that_comes_later_is_refused(build):
+    trainer = build(Fixed, 8, peft_config=LORA, disable_dropout=True)
+    share_prompts(trainer)
+    trainer.model.add_adapter("other", LORA)
+    with pytest.raises(ValueError, match=r"\): set `disable_dropout=True`.*lora_dropout.other` is 0.3"):
+        trainer.train()
+
+
 @pytest.mark.slow
 def test_gradients_with_shared_dropout_have_the_mean_of_each_rows_own(policy):
     """60 draws each. Without dropout the gradient is another one, which this test tells apart."""
