@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from rloo_memory.prefix_sharing.config import check_tokens_per_forward
 from rloo_memory.prefix_sharing.enabling import CannotShare, check_adapter, enable_prefix_sharing
 from rloo_memory.prefix_sharing.fsdp2 import FSDPModule
+from rloo_memory.prefix_sharing.hooks import state_of, versions_of
 from rloo_memory.prefix_sharing.images import MultimodalInputs
 from rloo_memory.prefix_sharing.lm_head import causal_lm_of, logits_of
 from rloo_memory.prefix_sharing.passes import position_shift
@@ -68,8 +69,9 @@ def log_probs(
         ValueError: If the model cannot share prompts exactly, or an argument is not as it must be.
     """
     check_tokens_per_forward(tokens_per_forward)
-    prepare(model, shares_dropout)
-    rows = _Rows.of(model, ids_of(prompts, "prompts", len(completions)), ids_of(completions, "completions"))
+    prepare(model, temperature, shares_dropout)
+    completion_ids = ids_of(completions, "completions")
+    rows = _Rows.of(model, ids_of(prompts, "prompts", len(completion_ids)), completion_ids)
     tree = Tree.of(rows.prompts, positions_from_zero=True)
     return rows.score(SharedPrefixPasses(rows.width, tokens_per_forward=tokens_per_forward, tree=tree), temperature)
 
@@ -92,22 +94,27 @@ class shared_prompts:
     """
 
     def __init__(self, model, prompts: Ids | Sequence[Ids], temperature: float = 1.0, shares_dropout: bool = False):
-        prepare(model, shares_dropout)
+        prepare(model, temperature, shares_dropout)
         self.model, self.temperature = model, temperature
-        self.prompt_ids = ids_of(prompts, "prompts", 1 if is_one(prompts) else len(prompts))
+        self.prompt_ids = ids_of(prompts, "prompts")
         self.width = max(map(len, self.prompt_ids))
         prompts = _Rows.of(model, self.prompt_ids, self.prompt_ids).prompts
-        # With `longrope`, parts whose rows are long have other keys of the prompts
+        # With other adapters, and with `longrope` in long rows, a prompt has other keys
         self.trees = defaultdict(lambda: OpenTree.of(prompts, every_prompt=True, positions_from_zero=True))
-        self.state: list | None = None  # of the model inside of the block
+        self.state: tuple | None = None  # of the model where the block began
+        self.versions: list[int] = []  # of its weights
 
     def __enter__(self) -> "shared_prompts":
-        self.state = state_of(self.model)
+        self.state, self.versions = self._state(), versions_of(self.model)
         return self
+
+    def _state(self) -> tuple:
+        return state_of(self.model), *(module.training for module in dropouts(self.model))
 
     def log_probs(self, completions: Sequence[Ids], rows: Sequence[int] | None = None) -> torch.Tensor:
         """
-        Log-probability of each token of some completions.
+        Log-probability of each token of some completions. Those of a reference, with other adapters or none, are
+        scored without gradients.
 
         Args:
             completions (sequence of N `torch.Tensor` of shape `(C_i,)`):
@@ -118,7 +125,7 @@ class shared_prompts:
         Returns:
             `torch.Tensor` of shape `(N, C)`: Log-probabilities, in float32 at least, 0 behind the end of a completion.
         """
-        self._check()
+        self._check(torch.is_grad_enabled())
         rows = [0] * len(completions) if rows is None else [int(row) for row in rows]
         if len(rows) != len(completions) or not all(0 <= row < len(self.prompt_ids) for row in rows):
             raise ValueError(
@@ -128,25 +135,25 @@ class shared_prompts:
         batch = _Rows.of(
             self.model, [self.prompt_ids[row] for row in rows], ids_of(completions, "completions"), self.width
         )
-        tree = self.trees[position_shift(self.model.config, batch.ids.shape[1])]
+        tree = self.trees[self._state(), position_shift(self.model.config, batch.ids.shape[1])]
         return batch.score(SharedPrefixPasses(self.width, tree=tree, rows=rows), self.temperature)
 
-    def _check(self) -> None:
+    def _check(self, with_gradients: bool) -> None:
         if self.state is None:
             raise RuntimeError(
                 "`log_probs` is for the `with` block of `shared_prompts`, where prompts have their backward."
             )
-        if state_of(self.model) != self.state:
+        if versions_of(self.model) != self.versions or with_gradients and self._state() != self.state:
             raise RuntimeError(
-                "In the `with` block of `shared_prompts`, weights, adapters or dropout are no longer those with which "
-                "it began, and prompts went through the model once. Update weights behind the block, and open another "
-                "for the log-probabilities of a reference."
+                "Weights, adapters, dropout or what is trained are no longer as they were where the block of "
+                "`shared_prompts` began, and prompts went through the model once. Change them behind the block. "
+                "Inside, a reference is scored without gradients (`torch.no_grad`)."
             )
 
     def __exit__(self, kind, *_) -> None:
         try:
             if kind is None:
-                self._check()
+                self._check(with_gradients=True)
                 for tree in self.trees.values():
                     tree.backward()
         finally:
@@ -154,16 +161,10 @@ class shared_prompts:
             self.state = None
 
 
-def state_of(model: PreTrainedModel) -> list:
-    """What of a model a loop may change, and hidden states depend on: weights, PEFT's adapters, whether it drops."""
-    versions = [0 if param.is_inference() else param._version for param in model.parameters()]
-    names = ("_active_adapter", "_disable_adapters", "merged_adapters")
-    attributes = (vars(module).get(name) for module in model.modules() for name in names)
-    return [*versions, *map(repr, attributes), *(module.training for module in dropouts(model))]
-
-
-def prepare(model: PreTrainedModel, shares_dropout: bool) -> None:
+def prepare(model: PreTrainedModel, temperature: float, shares_dropout: bool) -> None:
     """Try a model if it was not, and raise a `ValueError` if it cannot share prompts."""
+    if not temperature > 0:
+        raise ValueError(f"`temperature` is {temperature}, and logits are divided by it: it must be above 0.")
     if isinstance(model, DistributedDataParallel) or any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError(
             f"{type(model).__name__} needs as many calls on every process, and here they depend on its prompts. With "
@@ -194,8 +195,10 @@ def is_one(ids) -> bool:
 
 
 def ids_of(given, name: str, number: int | None = None) -> list[torch.Tensor]:
-    """One-dimensional tensors of token ids on the host. The ids of one text stand for `number` of them."""
-    texts = [given] * number if number is not None and is_one(given) else list(given)
+    """One-dimensional tensors of token ids on the host. Where texts are `number`, the ids of one stand for all."""
+    texts = [given] * (number or 1) if is_one(given) else list(given)
+    if not texts:
+        raise ValueError(f"`{name}` is empty.")
     if number is not None and len(texts) != number:
         raise ValueError(f"`{name}` has {len(texts)} texts, and there are {number} completions.")
     texts = [torch.as_tensor(text).cpu() for text in texts]
@@ -216,8 +219,6 @@ class _Rows:
 
     @classmethod
     def of(cls, model, prompts: list[torch.Tensor], completions: list[torch.Tensor], width: int = 0) -> "_Rows":
-        if not completions:
-            raise ValueError("`completions` is empty.")
         size = model.get_input_embeddings().weight.shape[0]
         ends = [end for x in (*prompts, *completions) for end in x.aminmax()]
         if wrong := [int(token) for token in ends if not 0 <= token < size]:

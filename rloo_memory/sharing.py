@@ -162,6 +162,7 @@ class PromptSharing:
         finally:
             # What an interruption leaves of a prompt's micro-batches is no part of the next training
             if self.passes is not None and self.passes.close(self.trainer._step):
+                self.passes.warn("Training ended amid the completions of a prompt. Another begins with a new rollout.")
                 self.trainer._step, self.trainer._buffered_inputs = 0, None
 
     def training_step(self, original, *args, **kwargs):
@@ -288,7 +289,7 @@ class PromptSharing:
         if scored is None or (rows := scored.next_rows(kwargs.get("input_ids"))) is None:
             return original(*args, **kwargs)
         try:
-            passes = self.in_use.of_rows(rows, scored.call.given)
+            passes = self.in_use.of_rows(model, rows, scored.call.given)
             return forward_in_passes(model, original, passes, *args, **kwargs)
         except GoesWhole as reason:
             self.in_use.go_whole(reason)
@@ -299,8 +300,10 @@ class PromptSharing:
     def checkpointing_enable(self, original, *args, **kwargs):
         return checkpointing_enable(original, *args, **kwargs)
 
-    def reward(self, original, **inputs):
-        """Of a reward model: its rows in passes of `tokens_per_forward` tokens."""
+    def reward(self, original, *args, **inputs):
+        """Of a reward model: its rows in passes of `tokens_per_forward` tokens, if it is called as TRL does."""
+        if "input_ids" not in inputs or not all(isinstance(x, torch.Tensor) for x in inputs.values()):
+            return original(*args, **inputs)
         return SequenceClassifierOutput(logits=self.in_use.reward_logits(original, inputs))
 
 

@@ -83,7 +83,7 @@ def enable_prefix_sharing(model: PreTrainedModel, shares_dropout: bool = False, 
     mixers, refuse = find_mixers(model), functools.partial(_refuse, model)
     try:
         _check_layers(model, mixers, refuse)
-        _check_dropout(model, shares_dropout, refuse)
+        check_dropout(model, shares_dropout)
         route = _Route.of(model)
         route.install(model.base_model, mixers)
         model.base_model._prefix_sharing = route
@@ -157,7 +157,9 @@ def _check_layers(model: PreTrainedModel, mixers: list[nn.Module], refuse: Calla
         )
 
 
-def _check_dropout(model: PreTrainedModel, shares_dropout: bool, refuse: Callable[..., NoReturn]) -> None:
+def check_dropout(model: PreTrainedModel, shares_dropout: bool) -> None:
+    """Raise a [`CannotShare`] if completions would share dropout, and may not."""
+    refuse = functools.partial(_refuse, causal_lm_of(model))
     for name, module in model.named_modules():
         # Attention that goes through the interface has a probability in place of a layer
         for attribute, p in ((attribute, getattr(module, attribute, None)) for attribute in _DROPOUTS):

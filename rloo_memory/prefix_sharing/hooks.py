@@ -5,11 +5,14 @@ it does so.
 """
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
+
+from rloo_memory.calls import replaced
 
 from .passes import GoesWhole
 
@@ -38,12 +41,34 @@ def hooks_of(model: nn.Module) -> frozenset[int]:
     return frozenset(number for _, number in _own_hooks(model))
 
 
+@contextmanager
+def without_own_hooks(module: nn.Module) -> Iterator[None]:
+    """In here, a module runs none of the user's hooks, which have seen in passes what it gives."""
+    with ExitStack() as stack:
+        for name in _DICTS:
+            others = OrderedDict((number, x) for number, x in getattr(module, name).items() if not _is_own(x))
+            stack.enter_context(replaced(module, name, others))
+        yield
+
+
 def has_parameter_hooks(model: nn.Module) -> bool:
     """Whether a hook of the user's own gets the gradient of a parameter, or runs once it has it."""
     hooks = (
         (param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)) for param in model.parameters()
     )
     return any(_is_own(hook) for pair in hooks for kind in pair if kind for hook in kind.values())
+
+
+def state_of(model: nn.Module) -> tuple:
+    """Which of PEFT's adapters are switched on or merged, and what is trained: what a prompt left is of one state."""
+    names = ("_active_adapter", "_disable_adapters", "merged_adapters")
+    adapters = (repr(vars(module)[name]) for module in model.modules() for name in names if name in vars(module))
+    return *adapters, *(param.requires_grad for param in model.parameters())
+
+
+def versions_of(model: nn.Module) -> list[int]:
+    """Of its weights: each changes where something writes into a weight."""
+    return [0 if param.is_inference() else param._version for param in model.parameters()]
 
 
 def _tensors(values) -> list[torch.Tensor]:

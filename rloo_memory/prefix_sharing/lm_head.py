@@ -1,6 +1,7 @@
 """The LM head of a model, behind hidden states that its backbone has computed already."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from accelerate.utils import is_peft_model
@@ -9,6 +10,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from rloo_memory.calls import replaced
+
+from .hooks import without_own_hooks
 
 
 class _Output(BaseModelOutputWithPast):
@@ -20,9 +23,13 @@ class _Output(BaseModelOutputWithPast):
         return None
 
 
-def backbone_gives(model: nn.Module, states: torch.Tensor) -> AbstractContextManager:
+@contextmanager
+def backbone_gives(model: nn.Module, states: torch.Tensor) -> Iterator[None]:
     """Have the backbone of a causal language model give these states, whatever it is called with."""
-    return replaced(model.base_model, "forward", lambda *args, **kwargs: _Output(last_hidden_state=states))
+    backbone = model.base_model
+    forward = replaced(backbone, "forward", lambda *args, **kwargs: _Output(last_hidden_state=states))
+    with forward, without_own_hooks(backbone):
+        yield
 
 
 def causal_lm_of(model: PreTrainedModel) -> PreTrainedModel:

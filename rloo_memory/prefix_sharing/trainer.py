@@ -15,9 +15,9 @@ from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedModel
 
-from .enabling import disable_prefix_sharing, enable_prefix_sharing, shares_starts
+from .enabling import check_dropout, disable_prefix_sharing, enable_prefix_sharing, shares_starts
 from .generation import generate_with_shared_prefix
-from .hooks import has_parameter_hooks
+from .hooks import has_parameter_hooks, state_of, versions_of
 from .images import OF_IMAGES, OF_TOKENS, MultimodalInputs, count_tiles
 from .lm_head import causal_lm_of
 from .passes import GoesWhole, TokenCount, has_several_processes, on_any_process
@@ -79,6 +79,8 @@ class TrainerPasses:
         self._scored: Tree | None = None  # of all rows of the last one
         self._trained: Tree | None = None  # of those of an update
         self._rows: range | None = None  # of the rollout, from this micro-batch to the end of its update
+        self._state: tuple = ()  # of the model in this micro-batch
+        self._versions: list[int] = []  # of its weights behind the last one
         self._place = 0  # of the micro-batch in its update
         self._has_passes = True  # whether the loss of the last training step came from passes
         self.count = TokenCount()  # of what was scored and trained since it was last read
@@ -134,10 +136,11 @@ class TrainerPasses:
         is_shared = self.model.training and not self._goes_whole
         return self.args.num_generations if self._splits_groups and is_shared else batch_size
 
-    def of_rows(self, rows: slice, given: dict) -> SharedPrefixPasses | TokenBudgetPasses:
+    def of_rows(self, model: PreTrainedModel, rows: slice, given: dict) -> SharedPrefixPasses | TokenBudgetPasses:
         """
-        Passes of consecutive rows of a batch. `given` is what TRL scores it with: `input_ids` of shape `(B, P + C)`
-        with `logits_to_keep` completion columns, and, of images, `num_images` and `num_tiles` of each row.
+        Passes of consecutive rows of a batch through one of the models. `given` is what TRL scores it with:
+        `input_ids` of shape `(B, P + C)` with `logits_to_keep` completion columns, and, of images, `num_images` and
+        `num_tiles` of each row.
         """
         self._has_passes |= torch.is_grad_enabled()
         bounds = (given["input_ids"].size(1) - given["logits_to_keep"], self.args.tokens_per_forward)
@@ -147,7 +150,7 @@ class TrainerPasses:
             return TokenBudgetPasses(*bounds, **common)
         tree, first = self._scored, rows.start
         if torch.is_grad_enabled():
-            tree = self._tree_to_train()
+            tree = self._tree_to_train(model)
             first += self._first_row(tree)
         elif first == 0 and tree is not None:
             tree.close()  # each model that scores begins with the first row
@@ -174,9 +177,12 @@ class TrainerPasses:
             self._said.add(kind)
             logger.warning(text)
 
-    def _tree_to_train(self) -> Tree | None:
-        """That of the update, None for rows that are no part of a training step."""
+    def _tree_to_train(self, model: PreTrainedModel) -> Tree | None:
+        """That of the update, None for rows that are no part of a training step, or score another model than it
+        trains: a reference, or the policy without its adapter."""
         if self._rows is None or self._batch is None:
+            return None
+        if model is not causal_lm_of(self.model) or state_of(self.model) != self._state:
             return None
         if self._trained is None:
             if len(self._rows) > self.args.per_device_train_batch_size and has_parameter_hooks(self.model):
@@ -212,6 +218,8 @@ class TrainerPasses:
         """
         if not self.args.prefix_sharing:
             return
+        if self.model.training:  # that of an adapter that is new, say
+            check_dropout(self.model, self.args.shares_dropout)
         try:
             batch = self._compare(given)
         except GoesWhole as reason:
@@ -337,6 +345,14 @@ class TrainerPasses:
         place among those of its prompt and of its update.
         """
         updates, steps = trainer.accelerator.sync_gradients, self.args.steps_per_generation
+        before, self._state = self._state, state_of(self.model)
+        waits = self._trained is not None and self._trained.nodes
+        if waits and (self._state, versions_of(self.model)) != (before, self._versions):
+            raise RuntimeError(
+                "Weights, adapters or what is trained are not as they were in the micro-batch before, and prompts of "
+                "the update still have a backward to come. Change them between updates (`on_step_end`), or set "
+                "`per_device_train_batch_size` to a multiple of `num_generations`."
+            )
         had_passes, self._has_passes = self._has_passes, False
         size, step = self.args.per_device_train_batch_size, trainer._step % steps
         left = trainer.current_gradient_accumulation_steps - self._place
@@ -369,6 +385,7 @@ class TrainerPasses:
                 tree.leave(len(tree.prompts))
                 self._trained = None
         self._rows, self._place = None, 0 if updates else self._place + 1
+        self._versions = versions_of(self.model)
 
     def _forget(self) -> None:
         """Forget what is kept for the next micro-batch."""
@@ -378,7 +395,9 @@ class TrainerPasses:
         self._place = 0
 
     def remove(self) -> None:
-        """Take back what was done to the models."""
+        """Take back what was done to the models. In the middle of an update, prompts have their backward."""
+        if self._trained is not None:
+            self._trained.backward()
         for model in self._models:
             disable_prefix_sharing(model, holder=self)
 

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from datasets import Dataset
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, TrainerCallback
 
 from experiments.config import ROOT
 from rloo_memory import share_prompts
@@ -108,6 +108,21 @@ def test_a_refusal_leaves_another_trainers_model_as_it_was(build, policy):
     assert not {"training_step", "prompt_sharing"} & vars(second).keys()
     model.model.layers[0].self_attn.attention_dropout = 0.0
     first.train()
+
+
+def test_what_is_removed_within_an_update_leaves_its_gradients(train):
+    def renewed(trainer):
+        def renew(*args, **kwargs):
+            trainer.prompt_sharing.remove()
+            share_prompts(trainer)
+
+        callback = TrainerCallback()
+        callback.on_substep_end = renew
+        trainer.add_callback(callback)
+
+    expected, *_ = train(Fixed, 2)
+    weights, *_ = train(Fixed, 2, share={}, prepare=renewed)
+    assert (weights - expected).norm() <= 1e-9 * expected.norm()
 
 
 def test_to_remove_it_within_a_step_is_told(build):

@@ -1,12 +1,13 @@
 """Trainers and models as people have them: what is shared trains as untouched TRL does, and what is not says why."""
 
 import io
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaForCausalLM, LogitsProcessorList, TopKLogitsWarper
+from transformers import LlamaForCausalLM, LogitsProcessorList, TopKLogitsWarper, TrainerCallback
 
 import trl
 from rloo_memory import log_probs, share_prompts
@@ -101,6 +102,19 @@ class FirstOfAll(RowHook):
         super().__init__(args=args, **kwargs)
 
 
+class BackboneHook(Fixed):
+    """Scales what the backbone gives, from before prompts are shared."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+
+        def scale(module, args, output):
+            output.last_hidden_state = output.last_hidden_state * 1.5
+            return output
+
+        self.model.base_model.register_forward_hook(scale)
+
+
 class Clamped(Fixed):
     """A parameter's gradient is clamped behind each micro-batch."""
 
@@ -117,6 +131,18 @@ class ScaledLoss(Fixed):
         loss = super()._compute_loss(model, inputs)
         grads = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True, allow_unused=True)
         return loss / (torch.cat([x.flatten() for x in grads if x is not None]).norm() + 1e-3) / 4
+
+
+class ReferenceInLoss(Fixed):
+    """Scores the reference in the loss, without `no_grad`: another model, or the same one without its adapter."""
+
+    def _compute_loss(self, model, inputs):
+        rows = scored_rows(inputs)
+        with nullcontext() if self.ref_model else model.disable_adapter():
+            before = self._get_per_token_logps_and_entropies(self.ref_model or model, *rows)[0].detach()
+        logps = self._get_per_token_logps_and_entropies(model, *rows)[0]
+        moved = ((logps - before).square() * inputs["completion_mask"]).mean()
+        return super()._compute_loss(model, inputs) + moved
 
 
 class Around(Fixed):
@@ -142,6 +168,8 @@ PATTERNS = [
     (Clamped, 8, None),
     (Clamped, 2, "prompts are shared within micro-batches only"),
     (ScaledLoss, 8, None),
+    (ReferenceInLoss, 2, None),
+    (BackboneHook, 2, None),
     (Around, 2, "The loss is computed without `_get_per_token_logps_and_entropies`"),
 ]
 
@@ -190,6 +218,30 @@ def test_layers_that_are_compiled_train_as_without(train):
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.3)
 
 
+def test_an_update_reads_what_the_same_adapter_left(train):
+    options = {"peft_config": replace(LORA, lora_dropout=0.0, init_lora_weights=False)}
+    expected, whole_tokens, _ = train(ReferenceInLoss, 2, **options)
+    weights, tokens, _ = train(ReferenceInLoss, 2, share={}, **options)
+    assert (weights - expected).norm() <= 1e-9 * expected.norm() and tokens < 0.5 * whole_tokens
+
+    def changed(change):
+        def prepare(trainer):
+            trainer.model.add_adapter("other", options["peft_config"])
+            callback = TrainerCallback()
+            callback.on_substep_end = lambda *args, model, **kwargs: change(model)
+            trainer.add_callback(callback)
+
+        return prepare
+
+    def perturb(model):
+        with torch.no_grad():
+            next(param for param in model.parameters() if param.requires_grad).add_(1e-3)
+
+    for change in (lambda model: model.set_adapter("other"), perturb):
+        with pytest.raises(RuntimeError, match="not as they were in the micro-batch before.* between updates"):
+            train(Fixed, 2, share={}, prepare=changed(change), **options)
+
+
 def test_dropout_is_refused_with_what_helps_and_shared_where_it_may_be(train):
     with pytest.raises(ValueError, match=r"\): set `disable_dropout=True`"):
         train(Fixed, 8, share={}, peft_config=LORA)
@@ -198,6 +250,14 @@ def test_dropout_is_refused_with_what_helps_and_shared_where_it_may_be(train):
     assert (weights - expected).norm() <= 1e-9 * expected.norm() and tokens < 0.5 * whole_tokens
     other, tokens, _ = train(Fixed, 8, share={"shares_dropout": True}, peft_config=LORA)
     assert tokens < 0.5 * whole_tokens and (other - expected).norm() > 1e-6 * expected.norm()
+
+
+def test_dropout_that_comes_later_is_refused(build):
+    trainer = build(Fixed, 8, peft_config=LORA, disable_dropout=True)
+    share_prompts(trainer)
+    trainer.model.add_adapter("other", LORA)
+    with pytest.raises(ValueError, match=r"\): set `disable_dropout=True`.*lora_dropout.other` is 0.3"):
+        trainer.train()
 
 
 @pytest.mark.slow

@@ -120,6 +120,26 @@ def test_the_first_call_may_be_in_autocast():
         assert log_probs(llama(), PROMPTS[0], COMPLETIONS).isfinite().all()
 
 
+def test_a_reference_and_a_policy_without_dropout_have_prompts_of_their_own():
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.3)
+    model = get_peft_model(llama(), config).train()
+
+    def expected():
+        return log_probs(model, PROMPTS[0], COMPLETIONS, shares_dropout=True)
+
+    with shared_prompts(model, PROMPTS[0], shares_dropout=True) as shared:
+        dropped = shared.log_probs(COMPLETIONS)
+        with torch.no_grad():
+            with model.disable_adapter():
+                assert torch.equal(shared.log_probs(COMPLETIONS), expected())
+            model.eval()
+            policy = shared.log_probs(COMPLETIONS)
+            assert torch.equal(policy, expected())
+            model.train()
+        dropped.sum().backward()
+    assert (dropped - policy).norm() > 1e-3
+
+
 def test_a_budget_asks_no_other_process(monkeypatch):
     """Processes have prompts of their own, so they do not call the model equally often."""
     monkeypatch.setattr(passes, "has_several_processes", lambda: True)
@@ -191,6 +211,8 @@ def test_examples_questions_and_answers_go_through_the_model_once():
         ((PROMPTS[0], [[5, 128]]), "A token id is 128, and the model has embeddings of 128 tokens"),
         ((PROMPTS[0], [[5, -100]]), "A token id is -100, and the model has embeddings of 128 tokens"),
         ((PROMPTS[0], [[5]], 0), r"tokens_per_forward \(0\) must be a whole number of at least 1"),
+        ((PROMPTS[0], [[5]], None, 0.0), "`temperature` is 0.0, and logits are divided by it"),
+        (([], []), "`completions` is empty"),
     ],
 )
 def test_arguments_are_refused_by_their_names(arguments, said):
@@ -225,23 +247,11 @@ def test_a_model_that_changes_inside_of_the_block_is_refused(checkpointing):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     with shared_prompts(model, PROMPTS[0]) as shared:
         shared.log_probs([[5, 6]]).sum().backward()
-        with pytest.raises(RuntimeError, match="no longer those with which it began"), model.disable_adapter():
+        with pytest.raises(RuntimeError, match="no longer as they were"), model.disable_adapter():
             shared.log_probs([[5, 6]])
-    with (
-        pytest.raises(RuntimeError, match="no longer those with which it began"),
-        shared_prompts(model, PROMPTS[0]) as shared,
-    ):
+    with pytest.raises(RuntimeError, match="no longer as they were"), shared_prompts(model, PROMPTS[0]) as shared:
         shared.log_probs([[5, 6]]).sum().backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-
-
-def test_reentrant_checkpointing_is_refused_where_there_are_gradients():
-    model = llama()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-    with torch.no_grad():
-        assert log_probs(model, PROMPTS[0], COMPLETIONS).isfinite().all()
-    with pytest.raises(ValueError, match="Reentrant gradient checkpointing would cut the gradient"):
-        log_probs(model, PROMPTS[0], COMPLETIONS)
 
 
 def test_an_adapter_is_looked_at_that_is_newer_than_the_trial():

@@ -34,3 +34,6 @@ class TestRewardModelPasses:
         torch.testing.assert_close(rewards, expected.float())
         assert [len(output.last_hidden_state) for output in outputs] == num_rows
         assert all(output.past_key_values is None for output in outputs)
+        # Not as TRL calls it
+        with torch.no_grad():
+            assert reward_model(inputs["input_ids"], output_hidden_states=True).hidden_states

@@ -51,13 +51,13 @@ class TestPrefixSharingTrainers:
         torch.testing.assert_close(params, expected, rtol=1e-4, atol=1e-5)
 
     @pytest.mark.parametrize("config_class, trainer_class", TRAINERS)
-    def test_training_after_an_interruption(self, config_class, trainer_class):
+    def test_training_after_an_interruption(self, config_class, trainer_class, told):
         expected = self.train(self.make_trainer(trainer_class, config_class))
         trainer = self.make_trainer(trainer_class, config_class)
         trainer.add_callback(Interrupt)
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
-        assert trainer.passes._trained is None
+        assert trainer.passes._trained is None and "begins with a new rollout" in told[0]
         trainer.remove_callback(Interrupt)
         torch.testing.assert_close(self.train(trainer), expected, rtol=1e-4, atol=1e-5)
 
