@@ -15,7 +15,7 @@ from trl.scripts.rloo import RLOOScriptArguments
 import trl
 from rloo_memory.errors import ConfigError
 from rloo_memory.plan import setups
-from rloo_memory.plan.setups import ABOVE_0, AT_LEAST_1, NOT_NEGATIVE, SHARE, Range
+from rloo_memory.plan.ranges import ABOVE_0, AT_LEAST_1, NOT_NEGATIVE, SHARE, Range
 from rloo_memory.prefix_sharing.config import check_passes_config
 from rloo_memory.settings.arguments import LaunchArguments, TrainerAdditions
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser

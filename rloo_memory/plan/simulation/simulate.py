@@ -344,7 +344,8 @@ class Simulation:
     def score(self) -> None:
         """The policy, the reference, the reward model. An offloaded reference leaves when the policy trains."""
         self.work.times = self.setup.rows_per_update / self.setup.rows_to_score / self.setup.num_iterations
-        self.log_probs(self.model, self.backbone)
+        if self.setup.scores_policy:
+            self.log_probs(self.model, self.backbone)
         self.event("reference")
         self.scores = REFERENCE
         with self.on_device(self.reference, "reference", self.setup.offload_reference):
