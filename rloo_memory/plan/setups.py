@@ -18,7 +18,7 @@ OLDER = {"stock-1.9": "full_logits_in_place", "stock-1.13": "full_logits", "stoc
 ARM_NAMES = (*OLDER, "stock", "stock-accumulate", "stock-tokens", "shared")
 LARGEST = {"k": "num_generations", "prompt": "prompt_tokens", "completion": "max_completion_length"}
 # Bytes of state a trained weight, by `optim`; None runs torch's own AdamW. 8 bits: one byte for each of two moments
-# and a float32 for 256 of them (bitsandbytes, arXiv 2110.02861). Adafactor: a row and a column of each matrix.
+# and a float32 for 256 of them (bitsandbytes, arXiv 2110.02861). Adafactor runs, too: little of it stays.
 _8_BIT = 2 * (1 + 4 / 256)
 OPTIMIZERS = {
     "adamw_torch": None, "adamw_torch_fused": None, "adamw_8bit": _8_BIT, "adamw_bnb_8bit": _8_BIT,
