@@ -5,6 +5,7 @@ import json
 import pandas
 import pytest
 
+from rloo_memory.errors import ConfigError
 from rloo_memory.plan.accuracy.calibration import load
 
 START, PREDICTED = 500, {"generate": 100, "train": 200, "optimizer": 150}
@@ -40,3 +41,10 @@ def test_a_factor_is_measured_over_predicted_from_the_second_update_on(tmp_path,
 def test_a_run_that_says_nothing_is_refused_in_one_line(planned, tmp_path, changed, reason):
     result = planned(*OF_TINY, "--calibration", run_folder(tmp_path, **changed))
     assert result.returncode == 2 and result.stderr.startswith(f"plan: calibration {tmp_path} {reason}")
+
+
+@pytest.mark.parametrize("name, text", [("memory.json", '{"arguments": {}}'), ("memory_phases.csv", "")])
+def test_a_folder_that_is_cut_or_of_an_older_version_is_refused(tmp_path, name, text):
+    run_folder(tmp_path).joinpath(name).write_text(text)
+    with pytest.raises(ConfigError, match="no whole record .*; name an output folder of rloo-memory launch$"):
+        load(tmp_path, "cpu")

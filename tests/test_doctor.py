@@ -190,11 +190,12 @@ def test_sharing_is_written_for_its_speed_where_it_is_predicted_to_be_faster(
     work, says, monkeypatch, capsys, tmp_path
 ):
     faked(monkeypatch, made_up_peak, work)
-    words = f"--model qwen3-0.6b --prompt 2000 --device-memory 400GiB --output {tmp_path / 'fits.yaml'}"
-    assert doctor.main(words.split()) == 0
+    words, path = "--model qwen3-0.6b --prompt 2000 --device-memory 400GiB --output", tmp_path / "fits here.yaml"
+    assert doctor.main([*words.split(), str(path)]) == 0
     said = capsys.readouterr().out
+    assert f" launch '{path}' --dataset_name" in said, "as a shell takes it"
     assert f"training {says}" in said and ("takes less time" in said) == ("faster" in says)
-    assert written(tmp_path / "fits.yaml")[0].get("prefix_sharing", False) == ("faster" in says)
+    assert written(path)[0].get("prefix_sharing", False) == ("faster" in says)
 
 
 @pytest.mark.parametrize(

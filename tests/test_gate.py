@@ -2,16 +2,20 @@
 
 import json
 import re
+import shlex
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from small_profile import small_profile
 
 from rloo_memory import device, models
 from rloo_memory.errors import ConfigError
 from rloo_memory.launch import __main__ as launch
 from rloo_memory.launch import command_line, gate
+from rloo_memory.launch.dataset import Lengths
 from rloo_memory.plan import __main__ as plan
 from rloo_memory.plan import ask
 
@@ -86,6 +90,13 @@ def test_a_training_that_does_not_fit_is_refused_with_settings_that_do(
         fits = max(record["predicted_peaks"].values()) <= limit
         assert fits == (words != ["--anyway"]), words
         assert re.search(r"\npeak .*; predicted for it [\d.]+ of tensors\n", out), out
+
+
+def test_the_doctors_command_is_one_that_a_shell_takes():
+    config = SimpleNamespace(device=torch.device("cpu"))
+    command = gate.doctor_of("my fits.yaml", "my model", Lengths(9, 9, ((8, 6),)), config, "my run")
+    assert shlex.split(command)[2:8] == ["--profile", "my fits.yaml", "--model", "my model", "--prompt", "9"]
+    assert command.endswith(" --device cpu --calibration 'my run'")
 
 
 @pytest.mark.slow

@@ -71,6 +71,8 @@ REFUSED = {
     "balanced --reward_funcs my_rewards:greedy": ["'solution'", "log_metric, each by name", "def score("],
     "balanced --reward_funcs ../elsewhere/nothing.py:good": ["No module named 'nothing'", "/elsewhere and on PYTHON"],
     "balanced --reward_funcs my_exit:good": ["SystemExit: 0", "python -c 'import my_exit'"],
+    "balanced --top_k -3": ["top_k is -3: it must be 0, which takes all, or more"],
+    "balanced --ref_model_sync_steps 0": ["ref_model_sync_steps is 0: it must be at least 1"],
     "balanced --weight_decay nan": ["weight_decay is nan: it must be a finite number"],
     "balanced --model_init_kwargs x": ["model_init_kwargs is 'x': it must be a mapping"],
     "balanced --dataset_name rows.jsonl.gz --reward_funcs letters": ["it ends in '.gz': unpack or convert it"],

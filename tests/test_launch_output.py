@@ -117,6 +117,7 @@ def test_results_may_go_where_the_user_stands(tmp_path, monkeypatch):
     assert output.free_name(Path(".")) == f"{tmp_path}-2"
     Path("file").touch()
     assert output.free_name(Path("file/below")) == "below-2"
+    assert output.free_name(Path("my runs")) == "'my runs-2'", "as a shell takes it"
 
 
 @pytest.mark.slow

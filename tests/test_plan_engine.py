@@ -35,6 +35,15 @@ def test_adamw_that_is_not_fused_takes_a_copy_of_all_trained_weights_on_cuda():
     assert each["train"].total == fused["train"].total
 
 
+def test_adafactor_makes_the_update_of_a_matrix_beside_it():
+    """In float32, with what is taken from the weights; of 16-bit ones it makes both and the gradient, too."""
+    setup = Setup(64, max_completion_length=32, num_generations=4, per_device_train_batch_size=4, beta=0.0)
+    largest = 4 * 20_000 * small().hidden_size
+    for dtype, copies in (("float32", 2), ("bfloat16", 4)):
+        peak = peaks_of(replace(setup, optim="adafactor", dtype=dtype))["optimizer"]
+        assert peak.kinds["activations"] == pytest.approx(copies * largest, rel=0.01), dtype
+
+
 @pytest.mark.parametrize("bits", [16, 4])
 def test_float16_is_planned_in_float16(bits):
     """Under bfloat16, sums of both are float32; that is what it takes only where both are asked for."""

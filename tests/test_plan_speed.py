@@ -11,7 +11,8 @@ from rloo_memory.models import named_config
 from rloo_memory.plan.predict import predict_all
 from rloo_memory.plan.setups import Setup
 from rloo_memory.plan.simulation.work import attention_flops, cost
-from rloo_memory.plan.speed import times
+from rloo_memory.plan.speed import in_words, times
+from rloo_memory.plan.trl_settings import from_settings
 
 
 @pytest.mark.slow
@@ -49,6 +50,18 @@ def test_the_operations_of_an_update_are_those_that_a_model_needs():
     # What is computed again stops in front of a layer's last matrix, and the LM head computes its logits once more
     last = 2 * rows * length * hidden * config.intermediate_size
     assert flops["train"] == layers * (4 * matrices - last + 2 * scores + scores * 5 // 2) + 4 * head
+
+
+@pytest.mark.parametrize("changed, scores", [
+    ({}, False), ({"steps_per_generation": 2, "num_iterations": 2}, True), ({"algorithm": "rloo"}, True),
+])  # fmt: skip
+def test_grpos_policy_scores_only_what_is_older_than_itself_when_it_trains(changed, scores):
+    config, settings = named_config("tiny-qwen3"), dict(algorithm="grpo", beta=0.0, num_generations=2, bf16=False)
+    settings |= dict(per_device_train_batch_size=2, gradient_accumulation_steps=2, max_completion_length=8) | changed
+    setup = from_settings(64, settings, config, device="cpu")
+    predictions = predict_all({arm: setup.arm(arm) for arm in ("stock", "shared")}, config, lambda line: None)
+    assert {"score" in each.work for each in predictions} == {scores}
+    assert ("scoring is" in in_words(predictions)[0]) == scores
 
 
 @pytest.mark.parametrize("found, words", [

@@ -8,6 +8,7 @@ settings, formats and outputs.
 
 import dataclasses
 import os
+import shlex
 import signal
 import sys
 import time
@@ -202,8 +203,8 @@ def what_ended(error: Exception, trainer, memory, checkpoint: str | None) -> Exc
     folder, update = trainer.args.output_dir, trainer.state.global_step + 1
     if is_out_of_memory(error):
         return MemoryError(
-            f"out of memory in phase {memory.failed()} of update {update} (rloo-memory doctor {folder} says what "
-            f"filled it): {error}"
+            f"out of memory in phase {memory.failed()} of update {update} (rloo-memory doctor {shlex.quote(folder)} "
+            f"says what filled it): {error}"
         )
     if vllm_server.is_gone(trainer.args):
         server = f"the vLLM server at {vllm_server.url_of(trainer.args)}"

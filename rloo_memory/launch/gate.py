@@ -1,6 +1,7 @@
 """Before anything loads: the predicted peak of each phase, and a refusal if it is more than the device has."""
 
 import os
+import shlex
 
 from rloo_memory.device import available_bytes
 from rloo_memory.errors import ConfigError
@@ -67,11 +68,12 @@ def doubts(expected: ask.Expected, room: Room) -> list[str]:
 
 def doctor_of(profile: str, source: str, lengths: Lengths, config, calibration: str | None) -> str:
     """The doctor's command for this training."""
-    command = f"rloo-memory doctor --profile {profile} --model {source} --prompt {lengths.longest}"
-    command += "".join(f" --image {width}x{height}" for width, height in lengths.images)
-    command += f" --device-memory {free_here(config) / GIB:.1f}GiB"
-    command += " --device cpu" if config.device.type == "cpu" else ""
-    return command + (f" --calibration {calibration}" if calibration else "")
+    words = ["rloo-memory", "doctor", "--profile", profile, "--model", source, "--prompt", str(lengths.longest)]
+    for width, height in lengths.images:
+        words += ["--image", f"{width}x{height}"]
+    words += ["--device-memory", f"{free_here(config) / GIB:.1f}GiB"]
+    words += ["--device", "cpu"] if config.device.type == "cpu" else []
+    return shlex.join(words + (["--calibration", calibration] if calibration else []))
 
 
 def room_here(config) -> Room:

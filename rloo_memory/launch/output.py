@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -111,10 +112,10 @@ def refuse_other_output(folder: Path) -> None:
 
 
 def free_name(folder: Path) -> str:
-    """Of a folder that is not there yet, beside this one if that can be."""
+    """Of a folder that is not there yet, beside this one if that can be; as a shell takes it."""
     beside = folder if os.access(f"{folder.parent}/.", os.W_OK) else Path(folder.name)
     named = beside if beside.name.strip(".") else beside.resolve()
-    return next(name for number in itertools.count(2) if not os.path.exists(name := f"{named}-{number}"))
+    return shlex.quote(next(n for i in itertools.count(2) if not os.path.exists(n := f"{named}-{i}")))
 
 
 def going_on(folder: str) -> str:

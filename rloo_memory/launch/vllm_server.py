@@ -1,5 +1,6 @@
 """The vLLM server that generates: looked at before a model loads, and named where it is what ended a training."""
 
+import shlex
 import time
 
 from rloo_memory.errors import ConfigError
@@ -30,7 +31,7 @@ def check(config, model: str, tokenizer) -> None:
     if url is None or config.process_index > 0:
         return
     revision = (config.model_init_kwargs or {}).get("revision")
-    start = f"trl vllm-serve --model {model}" + (f" --revision {revision}" if revision else "")
+    start = f"trl vllm-serve --model {shlex.quote(model)}" + (f" --revision {revision}" if revision else "")
     until = time.monotonic() + config.vllm_server_timeout
     if not answers(url):
         print(f"vllm    waiting for {url}, up to {config.vllm_server_timeout:g} seconds", flush=True)

@@ -11,6 +11,7 @@ or of the options), changed by nothing else.
 
 import argparse
 import functools
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -272,9 +273,10 @@ def conclude(
     own += "" if rewarded else " --reward_funcs MODULE:FUNCTION"
     command = "rloo-memory launch"
     if setup.is_distributed:
-        command = f"accelerate launch --config_file {args.accelerate or 'ACCELERATE.yaml'} -m rloo_memory.launch"
+        devices = shlex.quote(str(args.accelerate or "ACCELERATE.yaml"))
+        command = f"accelerate launch --config_file {devices} -m rloo_memory.launch"
     model = "" if is_model(settings.get("model_name_or_path") or "") else "MODEL_PATH=/path/to/model "
-    print(f"  {model}{command} {path}{own}")
+    print(f"  {model}{command} {shlex.quote(str(path))}{own}")
     if needs_learning_rate(settings, last):
         print(f"  {LEARNING_RATE}")
     rows, k = last.setup.per_device_train_batch_size, last.setup.num_generations

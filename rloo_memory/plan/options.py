@@ -17,8 +17,9 @@ from rloo_memory.models import is_model, named_config
 from rloo_memory.plan.accuracy.calibration import Calibration, load
 from rloo_memory.plan.accuracy.cards import size_as_sold
 from rloo_memory.plan.accuracy.reserve import FIXED, LIBRARIES, OUTSIDE, Room
+from rloo_memory.plan.ranges import AT_LEAST_1
 from rloo_memory.plan.records import Run
-from rloo_memory.plan.setups import AT_LEAST_1, OPTIONS, SAME_NAME, Setup, check, wrong_numbers
+from rloo_memory.plan.setups import OPTIONS, SAME_NAME, Setup, check, wrong_numbers
 from rloo_memory.plan.trl_settings import WEIGHT_BITS, changes, from_settings, with_changes
 from rloo_memory.settings.profiles import devices_from
 from rloo_memory.sizes import GIB, parse_bytes, size_hint

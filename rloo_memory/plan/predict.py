@@ -19,7 +19,8 @@ from rloo_memory.installed_trl import need_trl
 from rloo_memory.plan.engine import with_engine
 from rloo_memory.plan.images import PromptImages
 from rloo_memory.plan.peaks import PredictedPeak, Prediction
-from rloo_memory.plan.setups import LARGEST, MOST_K, MOST_TOKENS, Setup, check, positions_of
+from rloo_memory.plan.ranges import MOST_K
+from rloo_memory.plan.setups import LARGEST, MOST_TOKENS, Setup, check, positions_of
 from rloo_memory.sizes import GIB
 
 

@@ -1,7 +1,6 @@
 """What decides a training's memory, under TRL's own names, and which of it cannot work."""
 
 import math
-from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields, replace
 
 from rloo_memory.errors import ConfigError, choose
@@ -9,6 +8,7 @@ from rloo_memory.installed_trl import lm_head_here, wrong_on_cpu
 from rloo_memory.models import meta_model
 from rloo_memory.plan.checkpoint import quantized
 from rloo_memory.plan.images import wrong_images
+from rloo_memory.plan.ranges import ABOVE_0, AT_LEAST_1, DROPOUT, GROUP, NOT_NEGATIVE, RANK, SHARE, Range
 from rloo_memory.sizes import GIB
 
 # Arms with TRL's LM heads of other days, and which one (`rloo_memory.plan.simulation.heads`)
@@ -18,7 +18,7 @@ OLDER = {"stock-1.9": "full_logits_in_place", "stock-1.13": "full_logits", "stoc
 ARM_NAMES = (*OLDER, "stock", "stock-accumulate", "stock-tokens", "shared")
 LARGEST = {"k": "num_generations", "prompt": "prompt_tokens", "completion": "max_completion_length"}
 # Bytes of state a trained weight, by `optim`; None runs torch's own AdamW. 8 bits: one byte for each of two moments
-# and a float32 for 256 of them (bitsandbytes, arXiv 2110.02861). Adafactor: a row and a column of each matrix.
+# and a float32 for 256 of them (bitsandbytes, arXiv 2110.02861). Adafactor runs, too: little of it stays.
 _8_BIT = 2 * (1 + 4 / 256)
 OPTIMIZERS = {
     "adamw_torch": None, "adamw_torch_fused": None, "adamw_8bit": _8_BIT, "adamw_bnb_8bit": _8_BIT,
@@ -26,35 +26,6 @@ OPTIMIZERS = {
 }  # fmt: skip
 ROUNDED_AWAY = "most updates of TRL's learning rate, 1e-6, round to nothing; float32 keeps them"
 MOST_TOKENS = 2**27  # of a rollout: their ids are real numbers, also where all else has no values
-MOST_K = 4096  # completions of a prompt
-
-
-@dataclass(frozen=True)
-class Range:
-    """The numbers that a setting may be, as a test and in words."""
-
-    inside: Callable[[float], bool]
-    words: str
-    whole: bool = True
-
-    def wrong(self, called: str, value) -> str | None:
-        """What is wrong with the value of a setting that the user calls so. None, which leaves it out, is fine."""
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int if self.whole else int | float):
-            return f"{called} is {value!r}: it must be a {'whole ' if self.whole else ''}number"
-        if value > 2**40:
-            return f"{called} is {str(value)[:20]}: no training has as much"
-        return None if self.inside(value) else f"{called} is {value}: it must be {self.words}"
-
-
-AT_LEAST_1 = Range(lambda x: x >= 1, "at least 1")
-GROUP = Range(lambda x: 2 <= x <= MOST_K, f"at least 2, as the others are the baseline, and at most {MOST_K}")
-RANK = Range(lambda x: x >= 0, "0, which trains every weight, or more")
-NOT_NEGATIVE = Range(lambda x: x >= 0, "0 or more", whole=False)
-ABOVE_0 = Range(lambda x: x > 0, "above 0", whole=False)
-SHARE = Range(lambda x: 0 < x <= 1, "above 0, at most 1", whole=False)
-DROPOUT = Range(lambda x: 0 <= x < 1, "from 0 to below 1", whole=False)
 
 
 def setting(default, about=None, within: Range | None = None, option=None, *, of_trl=True, written=False, **keywords):
@@ -126,6 +97,7 @@ class Setup:
     num_iterations: int = setting(1, within=AT_LEAST_1)
     scaled_by_rollout: bool = False  # the loss, by what was generated together: GRPO, normalize_advantages
     scaled_by_batch: bool = False  # the loss, by what shares a micro-batch: `trl_settings.by_batch`
+    rescores_older: bool = False  # GRPO: the policy scores a rollout only if it changes before all is trained on
 
     def __post_init__(self):
         if self.dtype is None:  # in bfloat16 an update of 1e-6 is below half of a weight's last digit
@@ -170,6 +142,12 @@ class Setup:
     def rows_to_score(self) -> int:
         """Rows that are scored together."""
         return self.num_generations if self.splits_groups else self.per_device_train_batch_size
+
+    @property
+    def scores_policy(self) -> bool:
+        """Whether the policy's own log-probabilities are computed before it trains."""
+        aligned = self.gradient_accumulation_steps % (self.steps_per_generation * self.num_iterations) == 0
+        return not (self.rescores_older and aligned)
 
     @property
     def positions_to_score(self) -> int:

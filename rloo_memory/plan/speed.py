@@ -35,7 +35,7 @@ def in_words(predictions: list[Prediction]) -> list[str]:
     for shared in predictions if whole else ():
         if shared.setup.prefix_sharing:
             low, high = balances(shared.setup)
-            gains = [f"{word} {gain(shared, whole, phase)}" for phase, word in PHASES.items()]
+            gains = [f"{word} {gain(shared, whole, phase)}" for phase, word in PHASES.items() if phase in shared.work]
             kind = "CPUs" if shared.setup.device == "cpu" else "GPUs"
             lines.append(
                 f"{shared.arm}, beside TRL's faster way: {', '.join(gains)} (by what is computed and moved, on {kind} "
@@ -73,7 +73,8 @@ def ratios(shared: Prediction, whole: list[Prediction], *phases: str) -> list[fl
     found = []
     for balance in balances(shared.setup):
         speed = Speed(balance * BANDWIDTH, BANDWIDTH)
-        taken = [sum(seconds(each.work[phase], speed) for phase in phases) for each in (shared, *whole)]
+        done = [phase for phase in phases if phase in shared.work]  # GRPO may score nothing
+        taken = [sum(seconds(each.work[phase], speed) for phase in done) for each in (shared, *whole)]
         found.append(min(taken[1:]) / taken[0])
     return sorted(found)
 
@@ -105,7 +106,7 @@ def seconds_in_words(predictions: list[Prediction], run: Prediction, measured: d
         taken = [
             f"{word} {measured[phase] * seconds(each.work[phase], speed) / seconds(run.work[phase], speed):.1f} s"
             for phase, word in PHASES.items()
-            if measured.get(phase)
+            if measured.get(phase) and phase in each.work.keys() & run.work.keys()
         ]
         if taken:
             lines.append(f"{each.arm}: {', '.join(taken)} an update")

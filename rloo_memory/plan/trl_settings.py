@@ -78,6 +78,8 @@ def from_settings(prompt_tokens: int, settings: dict, hf_config=None, **where) -
             "nested_scales": bool(given["use_bnb_nested_quant"]),
             "reward_model": reward if isinstance(reward, str) and is_model(reward) else None,
             "scaled_by_rollout": algorithm == "grpo" or bool(given.get("normalize_advantages")),
+            "rescores_older": algorithm == "grpo"
+            and not (given["use_vllm"] and given["vllm_importance_sampling_correction"]),
             "scaled_by_batch": bool(by_batch(given) or by_batch(settings, hf_config)),
             **where,
         }

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rloo_memory.errors import ConfigError
+from rloo_memory.models import typed_line
 from rloo_memory.plan.peaks import CORRECTION, PredictedPeak
 
 
@@ -39,9 +40,16 @@ def load(folder: Path | str, device: str) -> Calibration:
 
     try:
         run = json.loads(Path(folder, "memory.json").read_text())
-        rows = pandas.read_csv(Path(folder, "memory_phases.csv"))
-    except OSError as error:
-        raise ConfigError(f"calibration {folder}: {error}; name an output folder of rloo-memory launch") from error
+        return from_record(folder, run, pandas.read_csv(Path(folder, "memory_phases.csv")), device)
+    except ConfigError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:  # cut, or of an older version
+        why = error if isinstance(error, OSError) else f"no whole record ({typed_line(error)})"
+        raise ConfigError(f"calibration {folder}: {why}; name an output folder of rloo-memory launch") from error
+
+
+def from_record(folder: Path | str, run: dict, rows, device: str) -> Calibration:
+    """From memory.json and the table of phases."""
     updates = rows.index[rows.phase == "optimizer"]
     reasons = {
         f"is a run on {run['device_kind']}, and the prediction is for {device}": run["device_kind"] != device,

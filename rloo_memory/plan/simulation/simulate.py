@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from transformers import AutoModelForSequenceClassification, DynamicCache, GenerationConfig
+from transformers import Adafactor, AutoModelForSequenceClassification, DynamicCache, GenerationConfig
 
 from rloo_memory.errors import ConfigError
 from rloo_memory.models import named_config
@@ -188,7 +188,7 @@ class Simulation:
         kind = "host" if self.setup.optimizer_on_host else "optimizer state"
         bytes_per_weight = self.setup.optimizer_bytes_per_weight
         with self.memory.of_kind(kind):
-            if bytes_per_weight is not None:  # not torch's own: it steps in place
+            if bytes_per_weight is not None and self.setup.optim != "adafactor":  # they step in place
                 weights = sum(parameter.numel() for parameter in trained)
                 whole = weights_not_in_8_bits(self.model) if "8bit" in self.setup.optim else 0
                 with self.shapes.new():
@@ -196,10 +196,13 @@ class Simulation:
                     self.optimizer = SimpleNamespace(state=torch.empty(size, dtype=torch.uint8), step=lambda: None)
                 self.memory.rename(self.optimizer.state, kind)
                 return
-            fused = self.setup.optim == "adamw_torch_fused"
-            # torch's choice where nothing is asked for (`_default_to_fused_or_foreach`)
-            foreach = not fused and self.setup.device == "cuda"
-            self.optimizer = torch.optim.AdamW(trained, fused=fused, foreach=foreach)
+            if self.setup.optim == "adafactor":  # as Trainer has it; it makes the update of a matrix beside it
+                self.optimizer = Adafactor(trained, lr=1e-6, scale_parameter=False, relative_step=False)
+            else:
+                fused = self.setup.optim == "adamw_torch_fused"
+                # torch's choice where nothing is asked for (`_default_to_fused_or_foreach`)
+                foreach = not fused and self.setup.device == "cuda"
+                self.optimizer = torch.optim.AdamW(trained, fused=fused, foreach=foreach)
             self.make_gradients()
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -344,7 +347,8 @@ class Simulation:
     def score(self) -> None:
         """The policy, the reference, the reward model. An offloaded reference leaves when the policy trains."""
         self.work.times = self.setup.rows_per_update / self.setup.rows_to_score / self.setup.num_iterations
-        self.log_probs(self.model, self.backbone)
+        if self.setup.scores_policy:
+            self.log_probs(self.model, self.backbone)
         self.event("reference")
         self.scores = REFERENCE
         with self.on_device(self.reference, "reference", self.setup.offload_reference):
