@@ -17,9 +17,10 @@ from functools import partial
 from experiments.checks import age
 from experiments.commit import is_same_code
 from experiments.config import ROOT
-from experiments.measuring import EXIT_VERDICT, FACTS, Parser, place
+from experiments.measuring import EXIT_VERDICT, FACTS, place
 from experiments.processes import end_with, stoppable
 from experiments.record import read_csv, write_csv
+from experiments.run_options import Parser
 from rloo_memory.errors import choose, program
 
 COLUMNS = ("item", "minutes", "exit_code", *FACTS)

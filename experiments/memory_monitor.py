@@ -102,7 +102,7 @@ def start_monitor(output: Path, interval: float, device: str) -> subprocess.Pope
 
 @program("memory_monitor")
 def main(argv: list[str] | None) -> int:
-    parser = Parser(prog="python -m experiments.memory_monitor", description=__doc__.split("\n")[0])
+    parser = Parser("memory_monitor", __doc__, place=False)
     parser.add_argument("--pid", type=int, required=True, help="the process to watch")
     parser.add_argument("--output", type=Path, required=True, help="the CSV file to write, in a folder that exists")
     parser.add_argument("--interval", type=float, default=0.05, help="seconds; default 0.05")

@@ -23,7 +23,7 @@ from experiments.config import ROOT, RunConfig
 from experiments.processes import end_with_script, stoppable
 from experiments.record import export, make_writable, new_record, write_record
 from experiments.run_device import machine_folder, pick_device
-from experiments.run_options import Parser, add_place, add_settings, as_words, settings, whole
+from experiments.run_options import Parser, add_settings, as_words, settings, whole
 from experiments.run_record import FINISHED, RunRecord, main_peak, read_record
 from rloo_memory.device import tells_of_memory
 from rloo_memory.errors import EXIT_TIME, EXIT_USAGE, ConfigError, Stopped, program
@@ -37,12 +37,11 @@ LISTED = ("arm", "k", "repeat", "seed")  # settings that each run of a plan has 
 @program("suite")
 def main(argv: list[str] | None) -> int:
     end_with_script()
-    parser = Parser(prog="python -m experiments.suite", description=__doc__.split("\n")[0])
+    parser = Parser("suite", __doc__)
     parser.add_argument("--arms", required=True, help=f"comma-separated, of: {', '.join(ARMS)}")
     parser.add_argument("--k", default="2,4,8", help="comma-separated completions per prompt")
     parser.add_argument("--repeats", type=whole, default=1)
-    add_place(parser)
-    parser.add_argument("--fresh", action="store_true", help="repeat runs that are already finished")
+    parser.add_fresh()
     parser.add_argument("--timeout", type=float, default=3600, help="seconds after which one run is stopped")
     parser.add_argument(
         "--minutes", type=float, default=math.inf, help="begin nothing after that; the same command goes on later"

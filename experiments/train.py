@@ -27,7 +27,7 @@ from experiments.config import ROOT, RunConfig
 from experiments.memory_monitor import start_monitor
 from experiments.processes import end_with_script, ignore_signals, stoppable
 from experiments.record import export, fill_peaks, new_record, outcome, write_record
-from experiments.run_options import Parser, add_place, add_settings, settings
+from experiments.run_options import Parser, add_settings, settings
 from experiments.run_record import RunRecord
 from rloo_memory import cuda_check
 from rloo_memory.device import is_out_of_memory, level, settle
@@ -45,9 +45,8 @@ def main(argv: list[str] | None) -> int:
     """The whole run: ask, check, own the folder, measure, record. Raises `ConfigError` before it has begun."""
     started_at = now()
     end_with_script()
-    parser = Parser(prog="python -m experiments.train", description=__doc__.split("\n")[0])
+    parser = Parser("train", __doc__)
     add_settings(parser)
-    add_place(parser)
     args = parser.parse_args(argv)
     if args.arm is None or args.k is None:
         raise ConfigError("--arm and --k are needed, such as --arm classic-lean --k 4; see --help")

@@ -123,7 +123,7 @@ def test_a_setting_that_cannot_work_gets_one_clear_line(case, tmp_path, capsys):
 
 
 def test_the_options_that_a_suite_hands_over_are_the_run_that_it_planned():
-    parser = Parser()
+    parser = Parser("train", "", place=False)
     add_settings(parser)
     for config in (
         cfg.resolve("shared", 4, "learn", "cpu", repeat=3, budget_bytes=2**30, completions_per_forward=4),

@@ -22,9 +22,9 @@ from experiments.bench.measurements import MEASUREMENTS, Measurement
 from experiments.bench.samples import OUT_OF_MEMORY, Cell, Samples
 from experiments.commit import is_same_code
 from experiments.config import check_limit
-from experiments.measuring import EXIT_VERDICT, Parser, place, words
+from experiments.measuring import EXIT_VERDICT, place, words
 from experiments.processes import in_its_own_process
-from experiments.run_options import whole
+from experiments.run_options import Parser, whole
 from rloo_memory.errors import ConfigError, choose, program
 
 

@@ -12,8 +12,9 @@ results/<machine>/exactness.csv either way.
 import re
 import sys
 
-from experiments.measuring import EXIT_VERDICT, FACTS, Parser, place
+from experiments.measuring import EXIT_VERDICT, FACTS, place
 from experiments.record import write_csv
+from experiments.run_options import Parser
 from rloo_memory.errors import program
 from rloo_memory.models import shape_config
 

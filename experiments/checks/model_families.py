@@ -220,7 +220,7 @@ def load() -> None:
 
 @program("model_families")
 def main(argv: list[str] | None) -> int:
-    parser = Parser(prog="python -m experiments.checks.model_families", description=__doc__.split("\n")[0])
+    parser = Parser("checks.model_families", __doc__, place=False)
     parser.add_argument("--write", type=Path, metavar="FILE", help="the page, such as docs/models.md")
     parser.add_argument("--only", metavar="NAME,...", help="names of families or classes")
     args = parser.parse_args(argv)

@@ -17,9 +17,10 @@ from pathlib import Path
 
 from experiments.checks.setup_trainer import build_trainer, text_dataset, train
 from experiments.commit import is_same_code
-from experiments.measuring import FACTS, Parser, need, place, words
+from experiments.measuring import FACTS, need, place, words
 from experiments.processes import in_its_own_process
 from experiments.record import read_csv, write_csv
+from experiments.run_options import Parser
 from rloo_memory import data, models
 from rloo_memory.errors import program
 from rloo_memory.phases import PhaseRecorder

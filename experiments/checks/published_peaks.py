@@ -88,7 +88,7 @@ def compared(row: dict[str, str], known: dict) -> dict:
 
 @program("published")
 def main(argv: list[str] | None) -> int:
-    Parser(prog="python -m experiments.checks.published_peaks", description=__doc__.split("\n")[0]).parse_args(argv)
+    Parser("checks.published_peaks", __doc__, place=False).parse_args(argv)
     rows, done, known, commit = read_csv(FOLDER / "gpu_peaks.csv"), [], {}, {"commit": source_commit()}
     with quiet():
         for row in rows:

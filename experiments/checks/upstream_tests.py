@@ -24,9 +24,10 @@ from experiments.arms import ARMS
 from experiments.builds import build
 from experiments.checks.tiny_families import tiny_config
 from experiments.config import ROOT
-from experiments.measuring import EXIT_VERDICT, FACTS, Parser, Place, need, place
+from experiments.measuring import EXIT_VERDICT, FACTS, Place, need, place
 from experiments.processes import end_with
 from experiments.record import write_csv
+from experiments.run_options import Parser
 from rloo_memory.errors import ConfigError, program
 from rloo_memory.models import build_tokenizer
 

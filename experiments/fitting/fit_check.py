@@ -7,7 +7,6 @@ phase is more than 3 % apart: then the planner has changed, and `make fit-data` 
 apart goes to docs/fit.json.
 """
 
-import argparse
 import functools
 import json
 import random
@@ -15,9 +14,18 @@ import sys
 from dataclasses import replace
 
 from experiments.config import ROOT
-from experiments.fitting.fit_data import MODELS, ON_ONE_CARD, PAGE, PAGE_ARMS, TRAINED, in_processes, main, on_cards
+from experiments.fitting.fit_data import (
+    MODELS,
+    ON_ONE_CARD,
+    PAGE,
+    PAGE_ARMS,
+    TRAINED,
+    in_processes,
+    on_cards,
+    processes,
+)
 from experiments.record import write_csv
-from rloo_memory.errors import ConfigError
+from rloo_memory.errors import ConfigError, program
 from rloo_memory.plan.options import quiet
 
 TABLE = ROOT / "results" / "plans" / "fit_check.csv"
@@ -115,9 +123,10 @@ def peak_over_planned(row: dict) -> float:
     return page / planned
 
 
-def run(args: argparse.Namespace) -> int:
-    data = json.loads(PAGE.read_text())
-    rows = list(in_processes(functools.partial(row_of, data=data), choices(data), args.processes))
+@program("fit_check")
+def main(argv: list[str] | None) -> int:
+    number, data = processes("fitting.fit_check", __doc__, argv), json.loads(PAGE.read_text())
+    rows = list(in_processes(functools.partial(row_of, data=data), choices(data), number))
     write_csv(TABLE, COLUMNS, rows)
     data["compared"] = compared(rows)
     PAGE.write_text(json.dumps(data, separators=(",", ":")) + "\n")
@@ -130,4 +139,4 @@ def run(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main("fit_check", __doc__, run))
+    sys.exit(main())
