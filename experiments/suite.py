@@ -16,6 +16,8 @@ import sys
 import time
 from pathlib import Path
 
+import pandas
+
 from experiments import config as cfg
 from experiments.arms import ARMS
 from experiments.commit import is_same_code, source_commit
@@ -187,16 +189,10 @@ def figure(record: dict) -> str:
 
 def table(figures: dict[RunConfig, str]) -> list[str]:
     """Peak above the start level, GiB, one row an arm, one column a k, repeats separated by a slash."""
-    ks = sorted({config.k for config in figures})
-    rows = [["peak above start, GiB", *(f"k={k}" for k in ks)]]
-    for arm in dict.fromkeys(config.arm for config in figures):
-        cells = [[text for c, text in figures.items() if (c.arm, c.k) == (arm, k)] for k in ks]
-        rows.append([arm, *(texts[0] if set(texts) == {"not begun"} else "/".join(texts) for texts in cells)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        f"{row[0]:{widths[0]}}" + "".join(f"  {text:>{w}}" for text, w in zip(row[1:], widths[1:], strict=True))
-        for row in rows
-    ]
+    cells = pandas.Series(figures.values(), [[config.arm for config in figures], [config.k for config in figures]])
+    texts = cells.groupby(level=(0, 1)).agg(lambda each: each.iloc[0] if {*each} == {"not begun"} else "/".join(each))
+    table = texts.unstack().reindex(cells.index.unique(0)).rename(columns=lambda k: f"k={k}")
+    return table.rename_axis(columns="peak above start, GiB").to_string().splitlines()
 
 
 def say(text: str) -> None:
