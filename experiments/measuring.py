@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from experiments.commit import source_commit
-from experiments.processes import end_with_script
 from experiments.record import make_writable
 from experiments.run_device import machine_folder, pick_device
 from rloo_memory.errors import ConfigError, choose
@@ -38,7 +37,6 @@ class Place:
 
 def place(args: argparse.Namespace, *also_needed: str) -> Place:
     """Raises `ConfigError` for a missing package or device, and for a folder that is none or cannot be written."""
-    end_with_script()
     need("torch", "transformers", "accelerate", "datasets", *also_needed)
     device, device_name = pick_device(args.device)
     folder = machine_folder(args, device, device_name)

@@ -8,6 +8,7 @@ Exit codes: 0 every run finished or was already there (out of memory is a finish
 
 import argparse
 import contextlib
+import functools
 import math
 import os
 import signal
@@ -22,7 +23,7 @@ from experiments import config as cfg
 from experiments.arms import ARMS
 from experiments.commit import is_same_code, source_commit
 from experiments.config import ROOT, RunConfig
-from experiments.processes import end_with_script, stoppable
+from experiments.processes import end_with, stoppable
 from experiments.record import export, make_writable, new_record, write_record
 from experiments.run_device import machine_folder, pick_device
 from experiments.run_options import Parser, add_settings, as_words, settings, whole
@@ -38,7 +39,8 @@ LISTED = ("arm", "k", "repeat", "seed")  # settings that each run of a plan has 
 @stoppable()
 @program("suite")
 def main(argv: list[str] | None) -> int:
-    end_with_script()
+    if script := os.environ.pop("SCRIPT_PID", None):  # of the script that started it
+        end_with(int(script))
     parser = Parser("suite", __doc__)
     parser.add_argument("--arms", required=True, help=f"comma-separated, of: {', '.join(ARMS)}")
     parser.add_argument("--k", default="2,4,8", help="comma-separated completions per prompt")
@@ -131,7 +133,8 @@ def run_one(config: RunConfig, machine: Path, timeout: float | None = None) -> d
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     process = subprocess.Popen(
         [*command, f"--machine={machine.name}"],
-        env={**os.environ, "PYTHONPATH": path, "SCRIPT_PID": str(os.getpid())},
+        env={**os.environ, "PYTHONPATH": path},
+        preexec_fn=functools.partial(end_with, os.getpid()),
         stdin=subprocess.DEVNULL,
     )
     late = ""

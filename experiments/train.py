@@ -25,7 +25,7 @@ from experiments.builds import use_fork
 from experiments.commit import source_commit
 from experiments.config import ROOT, RunConfig
 from experiments.memory_monitor import start_monitor
-from experiments.processes import end_with_script, ignore_signals, stoppable
+from experiments.processes import ignore_signals, stoppable
 from experiments.record import export, fill_peaks, new_record, outcome, write_record
 from experiments.run_options import Parser, add_settings, settings
 from experiments.run_record import RunRecord
@@ -44,7 +44,6 @@ EXIT_OK, EXIT_ERROR, EXIT_OOM = 0, 1, 3
 def main(argv: list[str] | None) -> int:
     """The whole run: ask, check, own the folder, measure, record. Raises `ConfigError` before it has begun."""
     started_at = now()
-    end_with_script()
     parser = Parser("train", __doc__)
     add_settings(parser)
     args = parser.parse_args(argv)
