@@ -15,6 +15,8 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+import pandas
+
 from experiments.checks.setup_trainer import build_trainer, text_dataset, train
 from experiments.commit import is_same_code
 from experiments.measuring import FACTS, need, place, words
@@ -142,13 +144,10 @@ def measure(setup: Setup, folder: Path, processor, dataset) -> tuple[dict[str, i
         trainer.reward_funcs[0].config.use_cache = not setup.uses_passes  # as untouched TRL leaves it
     phases = PhaseRecorder(folder / "phases.csv", setup.device)
     train(trainer, phases, None if setup.device == "cuda" else LiveBytes())
-    peaks = dict.fromkeys(PHASES, 0)
-    last = max(peak.step for peak in phases.peaks)  # rollouts, of which there may be several an update
-    for peak in phases.peaks:
-        if peak.step == last and peak.phase in peaks:
-            peaks[peak.phase] = max(peaks[peak.phase], peak.peak_allocated_bytes)
-    reserved = [peak.peak_reserved_bytes for peak in phases.peaks if peak.peak_reserved_bytes is not None]
-    return peaks, max(reserved, default=None)
+    found = pandas.DataFrame(phases.peaks)
+    last = found[found.step == found.step.max()]  # rollouts, of which there may be several an update
+    reserved = None if setup.device == "cpu" else int(found.peak_reserved_bytes.max())
+    return last.groupby("phase").peak_allocated_bytes.max().to_dict(), reserved
 
 
 @program("planner_check")
