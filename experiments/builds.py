@@ -42,7 +42,7 @@ def use_fork(arm: Arm) -> list[str]:
         raise ConfigError(
             f"`import trl` gives {trl.__file__}, not {wanted}; start a fresh Python process for each arm"
         )
-    return [patch["name"] for patch in facts["patches"]]
+    return list(facts["patches"])
 
 
 @program("builds")

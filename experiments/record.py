@@ -18,7 +18,7 @@ def new_record(config: RunConfig, commit: str, **known) -> RunRecord:
     names = ("run_id", "arm", "scale", "k", "repeat", "completion_tokens", "batch", "budget_bytes")
     same = {name: getattr(config, name) for name in names}
     model = f"{config.shape}, vocabulary {config.vocab_size}, random weights"
-    told = dict(config=config.as_dict(), commit=commit, model=model, prompt_tokens_requested=config.prompt_tokens)
+    told = dict(config=vars(config), commit=commit, model=model, prompt_tokens_requested=config.prompt_tokens)
     return RunRecord(**same | told | known)
 
 

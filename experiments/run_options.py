@@ -65,5 +65,5 @@ def add_settings(parser: argparse.ArgumentParser, leave_out: tuple[str, ...] = (
 
 def as_words(config: RunConfig) -> list[str]:
     """The options that ask for this very run."""
-    values = {option_name(name): value for name, value in config.as_dict().items()}
+    values = {option_name(name): value for name, value in vars(config).items()}
     return [f"{name}={value}" for name, value in values.items() if value is not None]

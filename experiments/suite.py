@@ -87,8 +87,9 @@ def run_plan(plan: list[RunConfig], machine: Path, fresh: bool, timeout: float, 
     figures = dict.fromkeys(plan, "not begun")
     for config in plan:
         record = None if fresh else read_record(machine / config.run_id)
-        if record and is_same(record, config, commit):
-            figures[config] = figure(record)
+        if record and record["status"] in FINISHED and record["config"] == vars(config):
+            if is_same_code(record["commit"], commit):
+                figures[config] = figure(record)
     missing = [config for config in plan if figures[config] == "not begun"]
     say(f"{len(plan)} run(s), {len(plan) - len(missing)} already there")
     try:
@@ -175,12 +176,6 @@ def settle_record(config: RunConfig, folder: Path, process: subprocess.Popen, la
         say(f"  {'OUT OF MEMORY' if record['status'] == 'oom' else 'FAILED'}: {record['error']}")
         write_record(RunRecord(**record), folder)
     return record
-
-
-def is_same(record: dict, config: RunConfig, commit: str) -> bool:
-    """Whether the finished run was this configuration on this very code. Changed, uncommitted code never is."""
-    same_settings = record["config"] == config.as_dict()
-    return record["status"] in FINISHED and same_settings and is_same_code(record["commit"], commit)
 
 
 def figure(record: dict) -> str:

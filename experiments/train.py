@@ -144,7 +144,14 @@ def measure(folder: Path, config: RunConfig, record: RunRecord, terminal) -> Non
             sampler.kill()
             sampler.wait()
             if logs:
-                fill_training(record, logs, phases, ended)
+                record.step_seconds = [round(seconds, 4) for seconds in phases.step_seconds(ended)]
+                record.trace = logs.trace()
+                if fed := phases.prompt_tokens:
+                    record.prompt_tokens_fed_min, record.prompt_tokens_fed_max = min(fed), max(fed)
+                    record.prompt_tokens_fed_mean = statistics.fmean(fed)
+                # CUDA loads a module when it is first called
+                outside = run_device.outside_pool(config.device)
+                phases.outside_pool_bytes = max(phases.outside_pool_bytes, outside)
             fill_peaks(record, phases, folder, lasted)
         if not lasted and record.peak_phase is None:
             raise RuntimeError("the sampler was lost, and without it this kernel cannot tell the peak; run again")
@@ -189,17 +196,6 @@ def set_up(folder: Path, config: RunConfig, record: RunRecord, phases: PhaseReco
     record.start_bytes = level(config.device)
     phases.outside_pool_bytes = run_device.outside_pool(config.device)
     return trainer, logs
-
-
-def fill_training(record: RunRecord, logs, phases: PhaseRecorder, ended: float) -> None:
-    """What was fed, how long each step took, and what the trainer logged, as far as it came."""
-    record.step_seconds = [round(seconds, 4) for seconds in phases.step_seconds(ended)]
-    record.trace = logs.trace()
-    if fed := phases.prompt_tokens:
-        record.prompt_tokens_fed_min, record.prompt_tokens_fed_max = min(fed), max(fed)
-        record.prompt_tokens_fed_mean = statistics.fmean(fed)
-    # CUDA loads a module when it is first called
-    phases.outside_pool_bytes = max(phases.outside_pool_bytes, run_device.outside_pool(record.device_kind))
 
 
 def now() -> str:

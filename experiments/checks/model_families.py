@@ -129,10 +129,6 @@ def check_here(family: Family, sent) -> None:
     sent.send(family_check.check(family))
 
 
-def is_bad(result: Result) -> bool:
-    return result.verdict in (WRONG, FAILS) or result.generation.startswith(("FAILS", "DIFFERS"))
-
-
 def cells(family: Family, result: Result) -> tuple[str, ...]:
     """A row of the page. All but the errors is the same on each machine."""
     text = f"{result.verdict}: {result.reason}" if result.reason else result.verdict
@@ -240,7 +236,11 @@ def main(argv: list[str] | None) -> int:
     if args.write:
         args.write.write_text(page(results))
     print(counts(results))
-    bad = sorted(family.class_name for family, result in results if is_bad(result))
+    bad = sorted(
+        family.class_name
+        for family, result in results
+        if result.verdict in (WRONG, FAILS) or result.generation.startswith(("FAILS", "DIFFERS"))
+    )
     if bad:
         print(f"model_families: not exact: {', '.join(bad)}", file=sys.stderr)
     return 1 if bad else 0
