@@ -1,5 +1,6 @@
 """Makes a run's record, run.json, and has runs.jsonl of all runs written."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pandas
 
 from experiments.config import RunConfig
-from experiments.run_record import PHASE_COLUMNS, SAMPLE_COLUMNS, RunRecord, main_peak, read_rows, write_runs
+from experiments.run_record import PHASE_COLUMNS, RUNS, SAMPLE_COLUMNS, RunRecord, main_peak, read_rows, stored_runs
 from rloo_memory.errors import ConfigError
 from rloo_memory.sizes import GIB
 from rloo_memory.storage import replace_text, write_json
@@ -107,9 +108,14 @@ def make_writable(folder: Path) -> None:
 def export(machine: Path) -> int:
     """Write runs.jsonl from the run folders as they are now, with a line on stderr for each run that is left out. Runs
     that have no folder here stay in it as they are. Returns how many are in the file."""
-    runs = write_runs(machine)
-    for run in runs:
+    lines = []
+    for run in stored_runs(machine):
         if run.damage:
             where = run.folder / "run.json"
             print(f"{where} {run.damage}; it is left out: delete that folder and run it again", file=sys.stderr)
-    return sum(run.record is not None for run in runs)
+            continue
+        phases = [[row.get(name) for name in PHASE_COLUMNS] for row in run.phases]
+        lines.append(json.dumps({"record": run.record, "phases": phases}) + "\n")
+    if lines:
+        replace_text(machine / RUNS, "".join(lines))
+    return len(lines)

@@ -17,7 +17,7 @@ class Parser(argparse.ArgumentParser):
         how = dict(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
         super().__init__(prog=f"python -m experiments.{module}", **how)
         if place:
-            self.add_argument("--device", default="auto", help="auto (the default), cpu, cuda, cuda:N")
+            self.add_argument("--device", default="auto", help="auto (the default), cpu or cuda")
             self.add_argument("--results", type=Path, help="a folder for each machine is in it; default: this clone's")
             self.add_argument("--machine", help="folder name below --results; default: from the device's name")
 

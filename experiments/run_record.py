@@ -9,7 +9,6 @@ from pathlib import Path
 
 from rloo_memory.errors import ConfigError
 from rloo_memory.phases import PHASE_COLUMNS
-from rloo_memory.storage import replace_text
 
 SAMPLE_COLUMNS = (
     "timestamp", "elapsed_s", "device_used_bytes", "device_total_bytes", "device_utilization_percent",
@@ -143,17 +142,3 @@ def stored_runs(machine: Path) -> list[StoredRun]:
         if run.finished or run.run_id not in found or not found[run.run_id].finished:
             found[run.run_id] = run
     return [found[run_id] for run_id in sorted(found)]
-
-
-def write_runs(machine: Path) -> list[StoredRun]:
-    """Write runs.jsonl, a line a run, where there is any. Returns the runs, and the damaged ones, which are not in
-    it."""
-    runs = stored_runs(machine)
-    lines = []
-    for run in runs:
-        if run.record:
-            phases = [[row.get(name) for name in PHASE_COLUMNS] for row in run.phases]
-            lines.append(json.dumps({"record": run.record, "phases": phases}) + "\n")
-    if lines:
-        replace_text(machine / RUNS, "".join(lines))
-    return runs

@@ -12,8 +12,9 @@ import pytest
 
 from experiments.config import ROOT
 from experiments.fitting import fit_check, fit_data
-from experiments.fitting.fit_data import PAGE_ARMS, TRAINED, on_cards
+from experiments.fitting.fit_data import PAGE_ARMS, TRAINED
 from experiments.record import read_csv
+from rloo_memory.plan.smallest import on_cards
 from rloo_memory.sizes import GIB
 from visualization.fit import make_page
 

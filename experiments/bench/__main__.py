@@ -45,7 +45,7 @@ def main(argv: list[str] | None) -> int:
     if args.repeats is not None:
         check_limit("repeats", args.repeats, 1, 100)
         repeats = args.repeats, args.repeats
-    if (only := measurement.device) and args.device.partition(":")[0] not in ("auto", only):
+    if (only := measurement.device) and args.device not in ("auto", only):
         raise ConfigError(f"--device {args.device}: {name} is measured on {only} alone")
     args.device = only if only and args.device == "auto" else args.device
     here, failed = place(args, "peft"), False

@@ -17,18 +17,10 @@ from dataclasses import replace
 import pandas
 
 from experiments.config import ROOT
-from experiments.fitting.fit_data import (
-    MODELS,
-    ON_ONE_CARD,
-    PAGE,
-    PAGE_ARMS,
-    TRAINED,
-    in_processes,
-    on_cards,
-    processes,
-)
+from experiments.fitting.fit_data import MODELS, ON_ONE_CARD, PAGE, PAGE_ARMS, TRAINED, in_processes, processes
 from rloo_memory.errors import ConfigError, program
 from rloo_memory.plan.options import quiet
+from rloo_memory.plan.smallest import on_cards
 
 TABLE = ROOT / "results" / "plans" / "fit_check.csv"
 MOST_APART = 0.03

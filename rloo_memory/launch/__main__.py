@@ -16,20 +16,10 @@ from rloo_memory import cuda_check, host_allocator
 from rloo_memory.adapters import adapter_of
 from rloo_memory.device import is_out_of_memory, level, settle, show_one_gpu
 from rloo_memory.errors import ConfigError, Stopped, exit_code, leave
-from rloo_memory.launch import (
-    command_line,
-    dataset,
-    gate,
-    help,
-    output,
-    policy,
-    prompt_images,
-    quiet,
-    rewards,
-    vllm_server,
-)
+from rloo_memory.launch import command_line, dataset, gate, output, policy, prompt_images, quiet, rewards, vllm_server
 from rloo_memory.launch.additions import add_to
 from rloo_memory.launch.announce import print_end, print_start
+from rloo_memory.launch.help import text as help_text
 from rloo_memory.launch.offload import keep_on_host
 from rloo_memory.models import one_line
 
@@ -37,7 +27,7 @@ from rloo_memory.models import one_line
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
-        print(help.text(), end="")
+        print(help_text(), end="")
         return 0
     # Several are ended by the program that started them, which waits for none that is in a collective
     if not one_of_several():
