@@ -151,7 +151,7 @@ class Results:
 def load(folder: Path) -> Results:
     """Of run folders and of runs.jsonl, which has them without their samples."""
     try:
-        found = [run for run in stored_runs(folder) if run.record]
+        found = stored_runs(folder)
     except ValueError as error:  # a line says what is wrong
         raise SystemExit(f"error: {error}") from error
     if not found:
