@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pandas
@@ -106,14 +105,10 @@ def make_writable(folder: Path) -> None:
 
 
 def export(machine: Path) -> int:
-    """Write runs.jsonl from the run folders as they are now, with a line on stderr for each run that is left out. Runs
-    that have no folder here stay in it as they are. Returns how many are in the file."""
+    """Write runs.jsonl from the run folders as they are now. Runs that have no folder here stay in it as they are.
+    Returns how many are in the file."""
     lines = []
     for run in stored_runs(machine):
-        if run.damage:
-            where = run.folder / "run.json"
-            print(f"{where} {run.damage}; it is left out: delete that folder and run it again", file=sys.stderr)
-            continue
         phases = [[row.get(name) for name in PHASE_COLUMNS] for row in run.phases]
         lines.append(json.dumps({"record": run.record, "phases": phases}) + "\n")
     if lines:
