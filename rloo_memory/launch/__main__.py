@@ -195,8 +195,8 @@ def what_ended(error: Exception, trainer, memory, checkpoint: str | None) -> Exc
             f"out of memory in phase {memory.failed()} of update {update} (rloo-memory doctor {folder} says what "
             f"filled it): {error}"
         )
-    if vllm_server.is_gone(trainer.args):
-        server = f"the vLLM server at {vllm_server.url_of(trainer.args)}"
+    if (url := vllm_server.url_of(trainer.args)) and not vllm_server.answers(url):
+        server = f"the vLLM server at {url}"
         return ConfigError(f"{server} stopped answering in update {update}; start it and {output.going_on(folder)}")
     if output.is_full(error):
         return ConfigError(
