@@ -51,7 +51,7 @@ def main(argv: list[str] | None) -> int:
     parser.add_argument("items", nargs="*", metavar="ITEM", help=f"these alone, of: {', '.join(ITEMS)}")
     args = parser.parse_args(argv)
     asked = [choose("item", name, ITEMS) for name in args.items] or list(ITEMS)
-    here = place(args, "peft")
+    here = place(args)
     path, commit = here.folder / "evidence.csv", here.facts["commit"]
     table = {row["item"]: row for row in read_csv(path)}
 

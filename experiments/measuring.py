@@ -35,9 +35,8 @@ class Place:
     facts: dict[str, str]
 
 
-def place(args: argparse.Namespace, *also_needed: str) -> Place:
-    """Raises `ConfigError` for a missing package or device, and for a folder that is none or cannot be written."""
-    need("torch", "transformers", "accelerate", "datasets", *also_needed)
+def place(args: argparse.Namespace) -> Place:
+    """Raises `ConfigError` for a missing device, and for a folder that is none or cannot be written."""
     device, device_name = pick_device(args.device)
     folder = machine_folder(args, device, device_name)
     make_writable(folder)

@@ -71,7 +71,6 @@ def fill_peaks(record: RunRecord, phases, folder: Path, sampler_lasted: bool) ->
     record.sampler = dict(
         requested_interval_s=record.config["interval"],
         achieved_interval_s=round(gaps.median(), 6) if len(gaps) else None,
-        longest_gap_s=round(gaps.max(), 6) if len(gaps) else None,
         samples=len(samples),
         peak_missed_bytes=None if main is None or seen is None else max(main - seen, 0),
     )

@@ -48,7 +48,7 @@ def main(argv: list[str] | None) -> int:
     if (only := measurement.device) and args.device not in ("auto", only):
         raise ConfigError(f"--device {args.device}: {name} is measured on {only} alone")
     args.device = only if only and args.device == "auto" else args.device
-    here, failed = place(args, "peft"), False
+    here, failed = place(args), False
     samples, commit = Samples(here.folder, name, here.facts), here.facts["commit"]
     for number, cell in enumerate(cells, start=1):
         print(f"{number} of {len(cells)}: {cell}", flush=True)

@@ -22,7 +22,6 @@ from pathlib import Path
 from experiments.checks import family_check
 from experiments.checks.family_check import Result
 from experiments.checks.tiny_families import WINDOW, Family, families
-from experiments.measuring import need
 from experiments.processes import end_with
 from experiments.run_options import Parser
 from rloo_memory.errors import ConfigError, choose, program
@@ -209,7 +208,6 @@ def main(argv: list[str] | None) -> int:
     args = parser.parse_args(argv)
     if args.write and args.only:
         raise ConfigError("--write makes the page of all families; leave out --only")
-    need("torch", "transformers", "accelerate", "datasets")
     tried = families()
     if args.only:
         names = {name for family in tried for name in (*family.names, family.class_name)}

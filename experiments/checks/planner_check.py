@@ -156,7 +156,7 @@ def main(argv: list[str] | None) -> int:
     parser.add_argument("--cases", help="some of the cases, by name; default: all")
     parser.add_fresh()
     args = parser.parse_args(argv)
-    here = place(args, "peft")
+    here = place(args)
     chosen = known = cases(here.device)
     if args.cases is not None:
         chosen = {name: known[name] for name in words("case", args.cases, known)}

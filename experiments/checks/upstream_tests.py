@@ -156,7 +156,7 @@ def main(argv: list[str] | None) -> int:
             f"{args.clone} has no tests/{missing[0]}; name a clone of https://github.com/huggingface/trl"
         )
     need("pytest", "xdist")
-    here = place(args, "peft")
+    here = place(args)
     rows = compared(args.clone, here)
     path = here.folder / "upstream_tests.csv"
     write_csv(path, COLUMNS, rows)
