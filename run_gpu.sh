@@ -43,9 +43,8 @@ pack_program() {
   [ -z "$(git status --porcelain)" ] || fail "something is not committed, and its figures would be of no commit"
   ./setup_env.sh --quiet
   rm -rf .gpu && mkdir -p .gpu
-  .venv/bin/python -c 'from experiments import arms, builds, commit
-for arm in arms.ARMS.values(): builds.build(arm)
-print(commit.source_commit())' > .gpu/commit
+  .venv/bin/python -m experiments.builds
+  .venv/bin/python -c 'from experiments import commit; print(commit.source_commit())' > .gpu/commit
   cp -r .build/fork .gpu/fork
   pinned=$(grep -E "^(${PACKAGES:-datasets|dill|multiprocess|peft|transformers})==" requirements.lock)
   # shellcheck disable=SC2086 # one word a package

@@ -37,7 +37,6 @@ quietly() { "$@" >>"$log" 2>&1 </dev/null; }
 pip_failed() { # PART
   fail "pip failed on $1 ($(grep '^ERROR' "$log" | tail -n 1)), its output: $log"
 }
-fork_tool() { quietly .venv/bin/python trl/fork.py "$@" || fail "$(tail -n 1 "$log")"; }
 # An existing environment stays what it was made as: scripts that call this one need not know
 lock=$(cksum <requirements.lock)
 project=$(cksum <pyproject.toml)
@@ -105,12 +104,8 @@ echo "  2 of 3: $others: 0.2 GB, about a minute"
 grep -v '^torch==' requirements.lock >.venv/requirements.txt
 quietly "${pip[@]}" -r .venv/requirements.txt || pip_failed "$others"
 echo "  3 of 3: the trainers compared here, built from TRL's releases: seconds"
-for patch in $(grep -v '^#' trl/classic/series); do # the arms' TRL, so that a run needs no network
-  fork_tool build classic ".build/fork/${patch%.patch}" --patches "$patch"
-done
-fork_tool build current .build/fork/0002-compact-lm-head --patches 0002-compact-lm-head.patch
-for line in classic current; do fork_tool build "$line" ".build/fork/$line-untouched" --no-patches; done
 install_project
+PYTHONPATH=. quietly .venv/bin/python -m experiments.builds || fail "$(tail -n 1 "$log")" # so that a run needs no network
 printf '%s\n' "$lock" "$build" ${torch_home:+system-torch} >"$stamp"
 echo "environment: ready"
 [ "$build" = cpu ] || .venv/bin/python -m rloo_memory.cuda_check || true # says what keeps trainings from the GPU

@@ -1,4 +1,4 @@
-"""Find, build and load an arm's TRL."""
+"""Find, build and load an arm's TRL. `python -m experiments.builds` builds those of all arms."""
 
 import functools
 import json
@@ -6,9 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from experiments.arms import Arm
+from experiments.arms import ARMS, Arm
 from experiments.config import ROOT
-from rloo_memory.errors import ConfigError
+from rloo_memory.errors import ConfigError, program
 
 
 def build(arm: Arm) -> Path:
@@ -42,4 +42,15 @@ def use_fork(arm: Arm) -> list[str]:
         raise ConfigError(
             f"`import trl` gives {trl.__file__}, not {wanted}; start a fresh Python process for each arm"
         )
-    return [patch["name"] for patch in facts["patches"]]
+    return list(facts["patches"])
+
+
+@program("builds")
+def main(argv: list[str] | None) -> int:
+    for arm in ARMS.values():
+        build(arm)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,7 @@
 """What can be run: arms, scales, and the one frozen configuration that describes a run completely."""
 
 import os
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from experiments.arms import ARMS
@@ -85,9 +85,6 @@ class RunConfig:
         usual = ARMS[self.arm].completions_per_forward(self.batch)
         passes = "" if self.completions_per_forward == usual else f"_c{self.completions_per_forward}"
         return f"{self.arm}_{self.scale}_k{self.k}{passes}_r{self.repeat}"
-
-    def as_dict(self) -> dict:
-        return asdict(self)
 
 
 def resolve(arm: str, k: int, scale: str | None, device: str, repeat: int = 0, **overrides) -> RunConfig:

@@ -17,9 +17,10 @@ from functools import partial
 from experiments.checks import age
 from experiments.commit import is_same_code
 from experiments.config import ROOT
-from experiments.measuring import EXIT_VERDICT, FACTS, Parser, place
+from experiments.measuring import EXIT_VERDICT, FACTS, place
 from experiments.processes import end_with, stoppable
 from experiments.record import read_csv, write_csv
+from experiments.run_options import Parser
 from rloo_memory.errors import choose, program
 
 COLUMNS = ("item", "minutes", "exit_code", *FACTS)
@@ -50,7 +51,7 @@ def main(argv: list[str] | None) -> int:
     parser.add_argument("items", nargs="*", metavar="ITEM", help=f"these alone, of: {', '.join(ITEMS)}")
     args = parser.parse_args(argv)
     asked = [choose("item", name, ITEMS) for name in args.items] or list(ITEMS)
-    here = place(args, "peft")
+    here = place(args)
     path, commit = here.folder / "evidence.csv", here.facts["commit"]
     table = {row["item"]: row for row in read_csv(path)}
 

@@ -1,4 +1,4 @@
-"""What every measurement and check needs: its options, where it runs, and how it ends."""
+"""What every measurement and check needs: where it runs, and how it ends."""
 
 import argparse
 import sys
@@ -8,27 +8,13 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from experiments import run_options
 from experiments.commit import source_commit
-from experiments.processes import end_with_script
 from experiments.record import make_writable
 from experiments.run_device import machine_folder, pick_device
 from rloo_memory.errors import ConfigError, choose
 
 EXIT_VERDICT = 4  # measured to the end, and what was measured is not as it should be
 FACTS = ("device_kind", "device_name", "torch_version", "transformers_version", "commit")  # columns of every table
-
-
-class Parser(run_options.Parser):
-    """The options of all measurements and checks. Raises `ConfigError` for what it refuses."""
-
-    def __init__(self, module: str, doc: str):
-        super().__init__(prog=f"python -m experiments.{module}", description=doc)
-        self.formatter_class = argparse.RawDescriptionHelpFormatter
-        run_options.add_place(self)
-
-    def add_fresh(self) -> None:
-        self.add_argument("--fresh", action="store_true", help="repeat what this commit has measured here already")
 
 
 def words(kind: str, text: str, choices: Collection[str]) -> list[str]:
@@ -49,10 +35,8 @@ class Place:
     facts: dict[str, str]
 
 
-def place(args: argparse.Namespace, *also_needed: str) -> Place:
-    """Raises `ConfigError` for a missing package or device, and for a folder that is none or cannot be written."""
-    end_with_script()
-    need("torch", "transformers", "accelerate", "datasets", *also_needed)
+def place(args: argparse.Namespace) -> Place:
+    """Raises `ConfigError` for a missing device, and for a folder that is none or cannot be written."""
     device, device_name = pick_device(args.device)
     folder = machine_folder(args, device, device_name)
     make_writable(folder)

@@ -24,7 +24,7 @@ import pynvml
 
 from experiments.run_options import Parser
 from experiments.run_record import SAMPLE_COLUMNS
-from rloo_memory.errors import ConfigError, program
+from rloo_memory.errors import program
 from rloo_memory.nvml import Device, by_uuid, nvml_devices, visible_devices
 
 PROCESS_PERIOD = 0.5
@@ -102,21 +102,15 @@ def start_monitor(output: Path, interval: float, device: str) -> subprocess.Pope
 
 @program("memory_monitor")
 def main(argv: list[str] | None) -> int:
-    parser = Parser(prog="python -m experiments.memory_monitor", description=__doc__.split("\n")[0])
+    parser = Parser("memory_monitor", __doc__, place=False)
     parser.add_argument("--pid", type=int, required=True, help="the process to watch")
     parser.add_argument("--output", type=Path, required=True, help="the CSV file to write, in a folder that exists")
     parser.add_argument("--interval", type=float, default=0.05, help="seconds; default 0.05")
     parser.add_argument("--device", default="auto", help="auto, none, or the start of a UUID")
     args = parser.parse_args(argv)
-    try:
-        process = psutil.Process(args.pid)
-        output = args.output.open("w", newline="", buffering=1)
-    except psutil.NoSuchProcess:
-        raise ConfigError(f"--pid {args.pid}: there is no such process") from None
-    except OSError as error:
-        raise ConfigError(f"--output {args.output} cannot be written: {error.strerror}") from None
-    with output, contextlib.suppress(psutil.NoSuchProcess):  # it has ended
-        sample(process, output, args.interval, find_device(args.device))
+    with args.output.open("w", newline="", buffering=1) as output:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+            sample(psutil.Process(args.pid), output, args.interval, find_device(args.device))
     return 0
 
 

@@ -40,7 +40,8 @@ def ignore_signals() -> None:
 
 
 def end_with(parent: int) -> None:
-    """Let the kernel send this process SIGTERM when process `parent`, which started it, ends for whatever reason."""
+    """Let the kernel send this process SIGTERM when process `parent`, which started it, ends for whatever reason: one
+    that is killed hands no signal on."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # it ended before that
         raise Stopped(signal.SIGTERM)
@@ -51,10 +52,3 @@ def in_its_own_process(function: Callable, *args):
     ends with it. Raises `BrokenProcessPool` where something ends it."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with, (os.getpid(),)) as process:
         return process.submit(function, *args).result()
-
-
-def end_with_script() -> None:
-    """End when the script or program does that started this process and says so in SCRIPT_PID: one that is killed
-    hands no signal on."""
-    if script := os.environ.pop("SCRIPT_PID", None):
-        end_with(int(script))

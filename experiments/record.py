@@ -1,15 +1,13 @@
 """Makes a run's record, run.json, and has runs.jsonl of all runs written."""
 
-import csv
-import io
-import itertools
+import json
 import os
-import statistics
-import sys
 from pathlib import Path
 
+import pandas
+
 from experiments.config import RunConfig
-from experiments.run_record import RunRecord, main_peak, read_rows, write_runs
+from experiments.run_record import PHASE_COLUMNS, RUNS, SAMPLE_COLUMNS, RunRecord, main_peak, read_rows, stored_runs
 from rloo_memory.errors import ConfigError
 from rloo_memory.sizes import GIB
 from rloo_memory.storage import replace_text, write_json
@@ -20,7 +18,7 @@ def new_record(config: RunConfig, commit: str, **known) -> RunRecord:
     names = ("run_id", "arm", "scale", "k", "repeat", "completion_tokens", "batch", "budget_bytes")
     same = {name: getattr(config, name) for name in names}
     model = f"{config.shape}, vocabulary {config.vocab_size}, random weights"
-    told = dict(config=config.as_dict(), commit=commit, model=model, prompt_tokens_requested=config.prompt_tokens)
+    told = dict(config=vars(config), commit=commit, model=model, prompt_tokens_requested=config.prompt_tokens)
     return RunRecord(**same | told | known)
 
 
@@ -45,15 +43,15 @@ def outcome(record: dict) -> str:
 def fill_peaks(record: RunRecord, phases, folder: Path, sampler_lasted: bool) -> None:
     """Peaks after loading: the larger of what was sampled (memory.csv in `folder`) and what torch or the kernel
     counted (a `PhaseRecorder`)."""
-    samples = list(read_rows(folder / "memory.csv"))
-    steps = [peak for peak in phases.peaks if peak.phase != "load"]
-    after = [row for row in samples if steps and row["timestamp"] >= steps[0].start]
+    samples = pandas.DataFrame(read_rows(folder / "memory.csv"), columns=SAMPLE_COLUMNS, dtype=float)
+    peaks = pandas.DataFrame(phases.peaks, columns=PHASE_COLUMNS).query("phase != 'load'")
+    after = samples[samples.timestamp >= peaks.start.min()]
 
     def sampled(column: str) -> int | None:
-        return largest(None if row[column] is None else int(row[column]) for row in after)
+        return largest(after[column])
 
     def counted(column: str) -> int | None:
-        return largest(getattr(peak, column) for peak in steps)
+        return largest(peaks[column])
 
     record.peak_allocated_bytes = counted("peak_allocated_bytes")
     record.peak_reserved_bytes = counted("peak_reserved_bytes")
@@ -61,51 +59,38 @@ def fill_peaks(record: RunRecord, phases, folder: Path, sampler_lasted: bool) ->
     record.peak_process_device_bytes = sampled("process_device_bytes")
     column, source = "peak_resident_bytes", "the kernel's high-water mark"
     seen, main = sampled("resident_bytes"), record.peak_resident_bytes
-    if record.device_kind == "cuda" and steps:
+    if record.device_kind == "cuda" and len(peaks):
         # NVML has no peak counter: torch's pool at its peak, plus what the device held besides the pool at the start
         with_pool = record.peak_reserved_bytes + phases.outside_pool_bytes
         seen = sampled("device_used_bytes")
         record.peak_device_used_bytes = main = largest((seen, counted("device_used_bytes"), with_pool))
         column, source = "peak_allocated_bytes", "torch's counters"
-    known = [peak for peak in steps if getattr(peak, column) is not None]  # some containers forbid to reset the mark
-    if known:
-        record.peak_phase = max(known, key=lambda peak: getattr(peak, column)).phase
-    times = [row["elapsed_s"] for row in samples]
-    record.sampler = dict(requested_interval_s=record.config["interval"], **regularity(times))
-    record.sampler["peak_missed_bytes"] = None if main is None or seen is None else max(main - seen, 0)
-    if not sampler_lasted:
-        record.sampler |= dict(lost_after_s=times[-1] if times else 0.0, peak_from=source)
-
-
-def regularity(times: list[float]) -> dict:
-    """How many samples there are, and the seconds between them."""
-    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    return dict(
-        achieved_interval_s=round(statistics.median(gaps), 6) if gaps else None,
-        longest_gap_s=round(max(gaps), 6) if gaps else None,
-        samples=len(times),
+    if counted(column) is not None:  # some containers forbid to reset the mark
+        record.peak_phase = peaks.phase[peaks[column].astype(float).idxmax()]
+    times, gaps = samples.elapsed_s, samples.elapsed_s.diff().dropna()
+    record.sampler = dict(
+        requested_interval_s=record.config["interval"],
+        achieved_interval_s=round(gaps.median(), 6) if len(gaps) else None,
+        samples=len(samples),
+        peak_missed_bytes=None if main is None or seen is None else max(main - seen, 0),
     )
+    if not sampler_lasted:
+        record.sampler |= dict(lost_after_s=max(times, default=0.0), peak_from=source)
 
 
 def largest(values) -> int | None:
-    return max((value for value in values if value is not None), default=None)
+    """None of none."""
+    return max((int(value) for value in values if pandas.notna(value)), default=None)
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
     """The rows that `write_csv` wrote, as text; none where there is no such file."""
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    return pandas.read_csv(path, dtype=str, keep_default_na=False).to_dict("records") if path.exists() else []
 
 
 def write_csv(path: Path, columns: tuple[str, ...], rows: list[dict]) -> None:
     """Write through a temporary file, as `write_json` does; what is not in `columns` is left out."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    replace_text(path, text.getvalue())
+    replace_text(path, pandas.DataFrame(rows, columns=list(columns), dtype=object).to_csv(index=False))
 
 
 def make_writable(folder: Path) -> None:
@@ -119,11 +104,12 @@ def make_writable(folder: Path) -> None:
 
 
 def export(machine: Path) -> int:
-    """Write runs.jsonl from the run folders as they are now, with a line on stderr for each run that is left out. Runs
-    that have no folder here stay in it as they are. Returns how many are in the file."""
-    runs = write_runs(machine)
-    for run in runs:
-        if run.damage:
-            where = run.folder / "run.json"
-            print(f"{where} {run.damage}; it is left out: delete that folder and run it again", file=sys.stderr)
-    return sum(run.record is not None for run in runs)
+    """Write runs.jsonl from the run folders as they are now. Runs that have no folder here stay in it as they are.
+    Returns how many are in the file."""
+    lines = []
+    for run in stored_runs(machine):
+        phases = [[row.get(name) for name in PHASE_COLUMNS] for row in run.phases]
+        lines.append(json.dumps({"record": run.record, "phases": phases}) + "\n")
+    if lines:
+        replace_text(machine / RUNS, "".join(lines))
+    return len(lines)

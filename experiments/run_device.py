@@ -12,26 +12,17 @@ from argparse import Namespace
 from pathlib import Path
 
 from experiments.config import ROOT, RunConfig
-from rloo_memory.device import cpu_name, level, machine_name, status_bytes
+from rloo_memory.device import cpu_name, level, machine_name, show_one_gpu, status_bytes
 from rloo_memory.errors import ConfigError, choose, shown
 
 
 def pick_device(wanted: str) -> tuple[str, str]:
-    """("cpu" or "cuda", name). Raises `ConfigError` for a device that is not there.
-
-    Of several GPUs only the chosen one stays visible: with more, the trainers would spread over all of them.
-    """
-    kind, _, index = wanted.partition(":")
-    choose("device", kind, ("auto", "cpu", "cuda"))
-    if kind == "cpu":
+    """("cpu" or "cuda", name). Raises `ConfigError` for a device that is not there. Of several GPUs only the first
+    stays visible, as in the launcher."""
+    choose("device", wanted, ("auto", "cpu", "cuda"))
+    if wanted == "cpu":
         return "cpu", cpu_name()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible not in ("", "-1"):
-        entries = visible.split(",") if visible else None
-        if not (index or "0").isdigit() or (entries and int(index or 0) >= len(entries)):
-            shown = f"CUDA_VISIBLE_DEVICES={visible} shows {len(entries)}" if entries else "write it like cuda:0"
-            raise ConfigError(f"device {wanted!r} does not exist; {shown}")
-        os.environ["CUDA_VISIBLE_DEVICES"] = entries[int(index or 0)] if entries else index or "0"
+    show_one_gpu()
     import torch
 
     with warnings.catch_warnings(record=True) as said:
@@ -39,9 +30,7 @@ def pick_device(wanted: str) -> tuple[str, str]:
         usable = torch.cuda.is_available()
     if usable:
         return "cuda", torch.cuda.get_device_properties(0).name
-    if visible is None:
-        del os.environ["CUDA_VISIBLE_DEVICES"]
-    if kind == "cuda":
+    if wanted == "cuda":
         why = "".join(f" ({str(warning.message).splitlines()[0]})" for warning in said[:1])
         raise ConfigError(
             f"device {wanted!r} is not usable here{why}; use --device cpu, or check nvidia-smi and torch"

@@ -1,4 +1,4 @@
-"""The command lines of train, suite and their like."""
+"""The command lines of these programs."""
 
 import argparse
 from dataclasses import fields
@@ -10,7 +10,19 @@ from rloo_memory.sizes import parse_bytes, size_hint
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a bad option as `ConfigError`, where argparse would print its usage as well and exit."""
+    """Of a module of experiments, whose docstring is its help; with `place`, the options that say where to run and
+    where to keep it. Reports a bad option as `ConfigError`, where argparse would print its usage as well and exit."""
+
+    def __init__(self, module: str, doc: str, place: bool = True):
+        how = dict(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        super().__init__(prog=f"python -m experiments.{module}", **how)
+        if place:
+            self.add_argument("--device", default="auto", help="auto (the default), cpu or cuda")
+            self.add_argument("--results", type=Path, help="a folder for each machine is in it; default: this clone's")
+            self.add_argument("--machine", help="folder name below --results; default: from the device's name")
+
+    def add_fresh(self) -> None:
+        self.add_argument("--fresh", action="store_true", help="repeat what this commit has measured here already")
 
     def error(self, message: str):
         raise ConfigError(f"{message}; see {self.prog} --help")
@@ -35,13 +47,6 @@ def size(text: str) -> int:
     return found
 
 
-def add_place(parser: argparse.ArgumentParser) -> None:
-    """Where a run or a measurement is made, and where it is kept."""
-    parser.add_argument("--device", default="auto", help="auto (the default), cpu, cuda, cuda:N")
-    parser.add_argument("--results", type=Path, help="holds one folder a machine; default: results of this clone")
-    parser.add_argument("--machine", help="folder name below --results; default: from the device's name")
-
-
 def settings(leave_out: tuple[str, ...] = ()) -> list[str]:
     """The fields of `RunConfig` that are options, but those that a program asks for in its own way."""
     return [declared.name for declared in fields(RunConfig) if declared.name not in (*leave_out, "device")]
@@ -60,5 +65,5 @@ def add_settings(parser: argparse.ArgumentParser, leave_out: tuple[str, ...] = (
 
 def as_words(config: RunConfig) -> list[str]:
     """The options that ask for this very run."""
-    values = {option_name(name): value for name, value in config.as_dict().items()}
+    values = {option_name(name): value for name, value in vars(config).items()}
     return [f"{name}={value}" for name, value in values.items() if value is not None]

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from rloo_memory.errors import ConfigError
 from rloo_memory.phases import PHASE_COLUMNS
-from rloo_memory.storage import replace_text
 
 SAMPLE_COLUMNS = (
     "timestamp", "elapsed_s", "device_used_bytes", "device_total_bytes", "device_utilization_percent",
@@ -69,18 +68,17 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run of a machine's folder. `record` is a `RunRecord` as a dictionary, None where `damage` says why; `phases`
-    are the rows of phases.csv, by its columns; `folder` is where its samples lie, if they are on this machine."""
+    """A run of a machine's folder. `record` is a `RunRecord` as a dictionary; `phases` are the rows of phases.csv, by
+    its columns; `folder` is where its samples lie, if they are on this machine."""
 
     run_id: str
-    record: dict | None
+    record: dict
     phases: tuple[dict, ...] = ()
-    damage: str | None = None
     folder: Path | None = None
 
     @property
     def finished(self) -> bool:
-        return self.record is not None and self.record["status"] in FINISHED
+        return self.record["status"] in FINISHED
 
 
 def main_peak(record: dict) -> tuple[int, int]:
@@ -90,23 +88,15 @@ def main_peak(record: dict) -> tuple[int, int]:
 
 
 def read_record(folder: Path) -> dict | None:
-    """The record in a run's folder, None where there is none that can be used."""
-    return stored_in(folder).record
+    """The record in a run's folder, None where there is none."""
+    path = folder / "run.json"
+    return record_of(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
 def record_of(values: dict) -> dict:
     """All fields of a record, from those that were written."""
     names = {declared.name for declared in fields(RunRecord)}
     return vars(RunRecord(**{name: value for name, value in values.items() if name in names}))
-
-
-def stored_in(folder: Path) -> StoredRun:
-    """The run in a folder."""
-    try:
-        record = record_of(json.loads((folder / "run.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        return StoredRun(folder.name, None, damage=f"is no record ({error})", folder=folder)
-    return StoredRun(folder.name, record, tuple(read_rows(folder / "phases.csv")), folder=folder)
 
 
 def read_rows(path: Path) -> Iterator[dict]:
@@ -138,22 +128,8 @@ def stored_runs(machine: Path) -> list[StoredRun]:
     """Every run of results/<machine>, by run id: those of runs.jsonl, and in their place those with a folder here,
     but nothing unfinished in the place of what is finished."""
     found = kept_runs(machine)
-    for path in machine.glob("*/run.json"):
-        run = stored_in(path.parent)
+    for folder in (path.parent for path in machine.glob("*/run.json")):
+        run = StoredRun(folder.name, read_record(folder), tuple(read_rows(folder / "phases.csv")), folder)
         if run.finished or run.run_id not in found or not found[run.run_id].finished:
             found[run.run_id] = run
     return [found[run_id] for run_id in sorted(found)]
-
-
-def write_runs(machine: Path) -> list[StoredRun]:
-    """Write runs.jsonl, a line a run, where there is any. Returns the runs, and the damaged ones, which are not in
-    it."""
-    runs = stored_runs(machine)
-    lines = []
-    for run in runs:
-        if run.record:
-            phases = [[row.get(name) for name in PHASE_COLUMNS] for row in run.phases]
-            lines.append(json.dumps({"record": run.record, "phases": phases}) + "\n")
-    if lines:
-        replace_text(machine / RUNS, "".join(lines))
-    return runs

@@ -8,6 +8,7 @@ Exit codes: 0 every run finished or was already there (out of memory is a finish
 
 import argparse
 import contextlib
+import functools
 import math
 import os
 import signal
@@ -16,14 +17,16 @@ import sys
 import time
 from pathlib import Path
 
+import pandas
+
 from experiments import config as cfg
 from experiments.arms import ARMS
 from experiments.commit import is_same_code, source_commit
 from experiments.config import ROOT, RunConfig
-from experiments.processes import end_with_script, stoppable
+from experiments.processes import end_with, stoppable
 from experiments.record import export, make_writable, new_record, write_record
 from experiments.run_device import machine_folder, pick_device
-from experiments.run_options import Parser, add_place, add_settings, as_words, settings, whole
+from experiments.run_options import Parser, add_settings, as_words, settings, whole
 from experiments.run_record import FINISHED, RunRecord, main_peak, read_record
 from rloo_memory.device import tells_of_memory
 from rloo_memory.errors import EXIT_TIME, EXIT_USAGE, ConfigError, Stopped, program
@@ -36,13 +39,13 @@ LISTED = ("arm", "k", "repeat", "seed")  # settings that each run of a plan has 
 @stoppable()
 @program("suite")
 def main(argv: list[str] | None) -> int:
-    end_with_script()
-    parser = Parser(prog="python -m experiments.suite", description=__doc__.split("\n")[0])
+    if script := os.environ.pop("SCRIPT_PID", None):  # of the script that started it
+        end_with(int(script))
+    parser = Parser("suite", __doc__)
     parser.add_argument("--arms", required=True, help=f"comma-separated, of: {', '.join(ARMS)}")
     parser.add_argument("--k", default="2,4,8", help="comma-separated completions per prompt")
     parser.add_argument("--repeats", type=whole, default=1)
-    add_place(parser)
-    parser.add_argument("--fresh", action="store_true", help="repeat runs that are already finished")
+    parser.add_fresh()
     parser.add_argument("--timeout", type=float, default=3600, help="seconds after which one run is stopped")
     parser.add_argument(
         "--minutes", type=float, default=math.inf, help="begin nothing after that; the same command goes on later"
@@ -84,8 +87,9 @@ def run_plan(plan: list[RunConfig], machine: Path, fresh: bool, timeout: float, 
     figures = dict.fromkeys(plan, "not begun")
     for config in plan:
         record = None if fresh else read_record(machine / config.run_id)
-        if record and is_same(record, config, commit):
-            figures[config] = figure(record)
+        if record and record["status"] in FINISHED and record["config"] == vars(config):
+            if is_same_code(record["commit"], commit):
+                figures[config] = figure(record)
     missing = [config for config in plan if figures[config] == "not begun"]
     say(f"{len(plan)} run(s), {len(plan) - len(missing)} already there")
     try:
@@ -130,7 +134,8 @@ def run_one(config: RunConfig, machine: Path, timeout: float | None = None) -> d
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     process = subprocess.Popen(
         [*command, f"--machine={machine.name}"],
-        env={**os.environ, "PYTHONPATH": path, "SCRIPT_PID": str(os.getpid())},
+        env={**os.environ, "PYTHONPATH": path},
+        preexec_fn=functools.partial(end_with, os.getpid()),
         stdin=subprocess.DEVNULL,
     )
     late = ""
@@ -173,12 +178,6 @@ def settle_record(config: RunConfig, folder: Path, process: subprocess.Popen, la
     return record
 
 
-def is_same(record: dict, config: RunConfig, commit: str) -> bool:
-    """Whether the finished run was this configuration on this very code. Changed, uncommitted code never is."""
-    same_settings = record["config"] == config.as_dict()
-    return record["status"] in FINISHED and same_settings and is_same_code(record["commit"], commit)
-
-
 def figure(record: dict) -> str:
     """What the table says of a run: its peak above the start level in GiB, or a word."""
     if record["status"] != "ok":
@@ -188,16 +187,10 @@ def figure(record: dict) -> str:
 
 def table(figures: dict[RunConfig, str]) -> list[str]:
     """Peak above the start level, GiB, one row an arm, one column a k, repeats separated by a slash."""
-    ks = sorted({config.k for config in figures})
-    rows = [["peak above start, GiB", *(f"k={k}" for k in ks)]]
-    for arm in dict.fromkeys(config.arm for config in figures):
-        cells = [[text for c, text in figures.items() if (c.arm, c.k) == (arm, k)] for k in ks]
-        rows.append([arm, *(texts[0] if set(texts) == {"not begun"} else "/".join(texts) for texts in cells)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        f"{row[0]:{widths[0]}}" + "".join(f"  {text:>{w}}" for text, w in zip(row[1:], widths[1:], strict=True))
-        for row in rows
-    ]
+    cells = pandas.Series(figures.values(), [[config.arm for config in figures], [config.k for config in figures]])
+    texts = cells.groupby(level=(0, 1)).agg(lambda each: each.iloc[0] if {*each} == {"not begun"} else "/".join(each))
+    table = texts.unstack().reindex(cells.index.unique(0)).rename(columns=lambda k: f"k={k}")
+    return table.rename_axis(columns="peak above start, GiB").to_string().splitlines()
 
 
 def say(text: str) -> None:

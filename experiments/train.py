@@ -25,9 +25,9 @@ from experiments.builds import use_fork
 from experiments.commit import source_commit
 from experiments.config import ROOT, RunConfig
 from experiments.memory_monitor import start_monitor
-from experiments.processes import end_with_script, ignore_signals, stoppable
+from experiments.processes import ignore_signals, stoppable
 from experiments.record import export, fill_peaks, new_record, outcome, write_record
-from experiments.run_options import Parser, add_place, add_settings, settings
+from experiments.run_options import Parser, add_settings, settings
 from experiments.run_record import RunRecord
 from rloo_memory import cuda_check
 from rloo_memory.device import is_out_of_memory, level, settle
@@ -44,10 +44,8 @@ EXIT_OK, EXIT_ERROR, EXIT_OOM = 0, 1, 3
 def main(argv: list[str] | None) -> int:
     """The whole run: ask, check, own the folder, measure, record. Raises `ConfigError` before it has begun."""
     started_at = now()
-    end_with_script()
-    parser = Parser(prog="python -m experiments.train", description=__doc__.split("\n")[0])
+    parser = Parser("train", __doc__)
     add_settings(parser)
-    add_place(parser)
     args = parser.parse_args(argv)
     if args.arm is None or args.k is None:
         raise ConfigError("--arm and --k are needed, such as --arm classic-lean --k 4; see --help")
@@ -146,7 +144,14 @@ def measure(folder: Path, config: RunConfig, record: RunRecord, terminal) -> Non
             sampler.kill()
             sampler.wait()
             if logs:
-                fill_training(record, logs, phases, ended)
+                record.step_seconds = [round(seconds, 4) for seconds in phases.step_seconds(ended)]
+                record.trace = logs.trace()
+                if fed := phases.prompt_tokens:
+                    record.prompt_tokens_fed_min, record.prompt_tokens_fed_max = min(fed), max(fed)
+                    record.prompt_tokens_fed_mean = statistics.fmean(fed)
+                # CUDA loads a module when it is first called
+                outside = run_device.outside_pool(config.device)
+                phases.outside_pool_bytes = max(phases.outside_pool_bytes, outside)
             fill_peaks(record, phases, folder, lasted)
         if not lasted and record.peak_phase is None:
             raise RuntimeError("the sampler was lost, and without it this kernel cannot tell the peak; run again")
@@ -191,17 +196,6 @@ def set_up(folder: Path, config: RunConfig, record: RunRecord, phases: PhaseReco
     record.start_bytes = level(config.device)
     phases.outside_pool_bytes = run_device.outside_pool(config.device)
     return trainer, logs
-
-
-def fill_training(record: RunRecord, logs, phases: PhaseRecorder, ended: float) -> None:
-    """What was fed, how long each step took, and what the trainer logged, as far as it came."""
-    record.step_seconds = [round(seconds, 4) for seconds in phases.step_seconds(ended)]
-    record.trace = logs.trace()
-    if fed := phases.prompt_tokens:
-        record.prompt_tokens_fed_min, record.prompt_tokens_fed_max = min(fed), max(fed)
-        record.prompt_tokens_fed_mean = statistics.fmean(fed)
-    # CUDA loads a module when it is first called
-    phases.outside_pool_bytes = max(phases.outside_pool_bytes, run_device.outside_pool(record.device_kind))
 
 
 def now() -> str:

@@ -207,14 +207,13 @@ def test_sharing_is_written_for_its_speed_where_it_is_predicted_to_be_faster(
         (["RUN", "--profile", "balanced"], ["leave out --profile balanced"]),
         (["RUN", "--model", "qwen3-32b"], ["leave out --model qwen3-32b"]),
         (["ENGINE"], ["no prompt length", "--prompt N"]),
-        (["OLD"], ["OLD/memory.json is of an older version"]),
         (["NESTED"], ["NESTED/memory.json is not a whole record (RecursionError: "]),
         (["--model", "qwen3-8b", "--prompt", "64", "--profile", "a.yaml", "--output", "a.yaml"], ["profile itself"]),
     ],
 )
 def test_the_doctor_says_what_is_missing(arguments, parts, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    for name, changed in {"RUN": {}, "ENGINE": {"prompt_tokens": None}, "OLD": {"arguments": {}}}.items():
+    for name, changed in {"RUN": {}, "ENGINE": {"prompt_tokens": None}}.items():
         (tmp_path / name).mkdir()
         folder_with(tmp_path / name, **changed)
     (tmp_path / "NESTED").mkdir()

@@ -29,7 +29,7 @@ def write(folder, files):
 def set_up(tmp_path):
     """Runs `setup_env.sh` in a copy that is set up; returns its exit code and the lines it said."""
     lock = "numpy==1.0\ntorch==2.0\n"
-    write(tmp_path, {"trl/classic/series": "1.patch", "pyproject.toml": "", "requirements.lock": lock, "stub": STUB})
+    write(tmp_path, {"pyproject.toml": "", "requirements.lock": lock, "stub": STUB})
     shutil.copy(ROOT / "setup_env.sh", tmp_path)
 
     def run(*words, **environment):

@@ -1,22 +1,18 @@
 """One run: its record, its exit code, what may happen to it, and its one-line answer to what cannot work."""
 
-import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from experiments import config as cfg
-from experiments import run_device
 from experiments import train as train_module
 from experiments.config import ROOT
 from experiments.record import read_csv
 from experiments.run_options import Parser, add_settings, as_words
 from experiments.run_record import read_record, stored_runs
 from rloo_memory.device import is_out_of_memory
-from rloo_memory.errors import ConfigError
 from tests.waiting import until
 
 OPTIONS = ["--k", "2", "--scale", "test", "--device", "cpu", "--threads", "1", "--machine", "here"]
@@ -123,7 +119,7 @@ def test_a_setting_that_cannot_work_gets_one_clear_line(case, tmp_path, capsys):
 
 
 def test_the_options_that_a_suite_hands_over_are_the_run_that_it_planned():
-    parser = Parser()
+    parser = Parser("train", "", place=False)
     add_settings(parser)
     for config in (
         cfg.resolve("shared", 4, "learn", "cpu", repeat=3, budget_bytes=2**30, completions_per_forward=4),
@@ -156,20 +152,3 @@ def test_bf16_is_mixed_precision_in_both_lines(train):
         single, mixed = train(arm, 2)[1]["trace"], train(arm, 2, "--precision", "bf16")[1]["trace"]
         # float32 twice gives 1e-7 at most; how far bf16 goes depends on the tokens it samples
         assert abs(single[0]["grad_norm"] / mixed[0]["grad_norm"] - 1) > 1e-5, arm
-
-
-@pytest.mark.parametrize("visible, wanted, left", [(None, "cuda:1", "1"), ("4,GPU-abc", "cuda:1", "GPU-abc")])
-def test_only_the_chosen_gpu_stays_visible(monkeypatch, visible, wanted, left):
-    import torch
-
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "x")
-    if visible is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    properties = SimpleNamespace(name="NVIDIA Test")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    assert run_device.pick_device(wanted) == ("cuda", "NVIDIA Test")
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == left
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    with pytest.raises(ConfigError, match="cuda:9"):
-        run_device.pick_device("cuda:9")

@@ -137,12 +137,11 @@ def unpack(line: Line, patches: list[Patch], tree: Path) -> list[str]:
 def build(line: Line, dest: Path, patches: tuple[str, ...] | None) -> str:
     """Build `line` with `patches` into `dest`, and say what was done. On a ForkError `dest` is as it was."""
     chosen = select(line, patches)
-    # `format` is to be raised when the same inputs should build something else
-    record = {"format": 1, "line": line.name, "version": line.version, "wheel_sha256": line.sha256}
-    record["patches"] = [{"name": each.name, "sha256": digest(line.folder / each.name)} for each in chosen]
     claims = sorted(path for patch in chosen for path in patch.claims)
-    record["overlay"] = [{"path": path, "sha256": digest(line.folder / "overlay" / path)} for path in claims]
-    record["fingerprint"] = sha256(json.dumps(record).encode()).hexdigest()
+    # All that decides what is built; `format` is to be raised when the same should build something else
+    record = {"format": 2, "line": line.name, "version": line.version, "wheel_sha256": line.sha256}
+    record["patches"] = {patch.name: digest(line.folder / patch.name) for patch in chosen}
+    record["overlay"] = {path: digest(line.folder / "overlay" / path) for path in claims}
     what = f"{dest}: trl {line.version}, {', '.join(patch.name for patch in chosen) or 'no patches'}"
     dest.parent.mkdir(parents=True, exist_ok=True)
     with open(__file__, "a") as lock:  # several runs at once ask for the same build
@@ -150,7 +149,7 @@ def build(line: Line, dest: Path, patches: tuple[str, ...] | None) -> str:
         if dest.exists() and any(dest.iterdir()):
             if not (dest / "FORK.json").is_file():
                 raise ForkError(f"{dest} exists and is no build of this tool: name another place, or remove it")
-            if json.loads((dest / "FORK.json").read_text())["fingerprint"] == record["fingerprint"]:
+            if json.loads((dest / "FORK.json").read_text()) == record:
                 return f"{what}: up to date"
         with tempfile.TemporaryDirectory(dir=dest.parent, prefix=".fork-") as temp:
             tree = Path(temp, "new")

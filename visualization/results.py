@@ -151,7 +151,7 @@ class Results:
 def load(folder: Path) -> Results:
     """Of run folders and of runs.jsonl, which has them without their samples."""
     try:
-        found = [run for run in stored_runs(folder) if run.record]
+        found = stored_runs(folder)
     except ValueError as error:  # a line says what is wrong
         raise SystemExit(f"error: {error}") from error
     if not found:
@@ -166,16 +166,12 @@ def load(folder: Path) -> Results:
         if row["status"] == "ok":
             trace += [row | step for step in run.record["trace"]]
     runs, known = pd.DataFrame(rows), pd.DataFrame(trace, columns=TRACE)
-    other = differs_from_newest(runs)
-    known = known[~known.run_id.isin(runs.run_id[other])]
-    return Results(folder, runs[~other], pd.concat(phases, ignore_index=True), known, runs[other])
-
-
-def differs_from_newest(runs: pd.DataFrame) -> pd.Series:
-    """Whether a run was asked for other than the newest one of its cell, if possible of those that finished."""
+    # Asked for other than the newest one of its cell, if possible of those that finished
     ordered = runs.assign(done=runs.status.isin(FINISHED)).sort_values(["done", "started_at"], kind="stable")
     newest = ordered.groupby(["scale", "arm", "k"]).settings.transform("last")
-    return runs.settings != newest.reindex(runs.index)
+    other = runs.settings != newest.reindex(runs.index)
+    known = known[~known.run_id.isin(runs.run_id[other])]
+    return Results(folder, runs[~other], pd.concat(phases, ignore_index=True), known, runs[other])
 
 
 def row_of(record: dict, phases: pd.DataFrame) -> dict:

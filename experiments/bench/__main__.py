@@ -12,7 +12,6 @@ some way failed, 1 a cell's process was ended.
 Measurements:
 """
 
-import argparse
 import re
 import sys
 from concurrent.futures.process import BrokenProcessPool
@@ -22,9 +21,9 @@ from experiments.bench.measurements import MEASUREMENTS, Measurement
 from experiments.bench.samples import OUT_OF_MEMORY, Cell, Samples
 from experiments.commit import is_same_code
 from experiments.config import check_limit
-from experiments.measuring import EXIT_VERDICT, Parser, place, words
+from experiments.measuring import EXIT_VERDICT, place, words
 from experiments.processes import in_its_own_process
-from experiments.run_options import whole
+from experiments.run_options import Parser, whole
 from rloo_memory.errors import ConfigError, choose, program
 
 
@@ -46,8 +45,10 @@ def main(argv: list[str] | None) -> int:
     if args.repeats is not None:
         check_limit("repeats", args.repeats, 1, 100)
         repeats = args.repeats, args.repeats
-    args.device = on(measurement, name, args)
-    here, failed = place(args, "peft"), False
+    if (only := measurement.device) and args.device not in ("auto", only):
+        raise ConfigError(f"--device {args.device}: {name} is measured on {only} alone")
+    args.device = only if only and args.device == "auto" else args.device
+    here, failed = place(args), False
     samples, commit = Samples(here.folder, name, here.facts), here.facts["commit"]
     for number, cell in enumerate(cells, start=1):
         print(f"{number} of {len(cells)}: {cell}", flush=True)
@@ -99,14 +100,6 @@ def chosen_ways(measurement: Measurement, ways: str | None) -> tuple[str, ...]:
     if measurement.ways[0] == "whole" and "whole" not in asked:
         raise ConfigError(f"--ways {ways}: the others are compared with `whole`; name it, too")
     return tuple(way for way in measurement.ways if way in asked)
-
-
-def on(measurement: Measurement, name: str, args: argparse.Namespace) -> str:
-    """The device to measure on. Raises `ConfigError` where the measurement has no meaning there."""
-    only = measurement.device
-    if only and args.device not in ("auto", only) and not args.device.startswith(f"{only}:"):
-        raise ConfigError(f"--device {args.device}: {name} is measured on {only} alone")
-    return only if only and args.device == "auto" else args.device
 
 
 if __name__ == "__main__":

@@ -106,10 +106,11 @@ class Group:
                 "image_grid_thw": torch.tensor([[1, image.side, image.side]] * self.k),
             }
             self.num_images = [1] * self.k
-            model.base_model.visual.register_forward_pre_hook(self.count_images)
 
-    def count_images(self, tower, args) -> None:
-        self.encoded += len(args[0]) // self.image.side**2
+            def count(tower, args) -> None:
+                self.encoded += len(args[0]) // patches
+
+            model.base_model.visual.register_forward_pre_hook(count)
 
     def inputs(self, rows: slice = slice(None), columns: int | None = None) -> dict:
         ids = self.ids[rows, :columns]
@@ -222,7 +223,8 @@ class Timed:
             self.try_each(partial(self.find_peaks, make), ways)
         keep_freed_memory()
         self.group = make()
-        self.try_each(self.warm_up, reversed(ways))  # `whole` is the first, and the last that leaves its gradient
+        warm_up = self.group.train if "train" in phases else partial(self.group.generate, tokens=2)
+        self.try_each(warm_up, reversed(ways))  # `whole` is the first, and the last that leaves its gradient
         self.truth = self.group.gradient() if peaks and ways[0] not in self.failed else None
 
     def try_each(self, work: Callable[[str], None], ways: Iterable[str]) -> None:
@@ -235,9 +237,6 @@ class Timed:
     def find_peaks(self, make: Callable[[], Group], way: str) -> None:
         print(f"  {way}: peaks", flush=True)
         self.peaks[way] = in_its_own_process(peaks_of, make, way, self.phases)
-
-    def warm_up(self, way: str) -> None:
-        self.group.train(way) if "train" in self.phases else self.group.generate(way, tokens=2)
 
     def phases_of(self, way: str) -> tuple[str, ...]:
         return self.phases

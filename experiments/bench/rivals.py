@@ -43,7 +43,9 @@ class Rivals(Group):
         The package passes padding masks to the attention, which FlashAttention takes and `sdpa` does not. So `sdpa`
         gets causal masks here; nothing is padded. Raises ImportError where it is not installed in this version.
         """
-        need_grouper()
+        found = next((package.version for package in distributions(name="prefix-grouper")), "not installed")
+        if found != PREFIX_GROUPER:
+            raise ImportError(f"prefix-grouper is {found}: pip install prefix-grouper=={PREFIX_GROUPER}")
         from prefix_grouper import PrefixGrouper
         from transformers import AttentionInterface
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -81,10 +83,3 @@ class Rivals(Group):
         rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
         log_probs, *_ = ChunkedLogProbFunction.apply(rows, weight, None, targets, 1.0, CPU_TILE, *settings)
         return log_probs.view(labels.shape)
-
-
-def need_grouper() -> None:
-    """Raises ImportError where the package is missing or of another version."""
-    found = next((package.version for package in distributions(name="prefix-grouper")), "not installed")
-    if found != PREFIX_GROUPER:
-        raise ImportError(f"prefix-grouper is {found}: pip install prefix-grouper=={PREFIX_GROUPER}")

@@ -6,7 +6,8 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
-from statistics import median
+
+import pandas
 
 from experiments.measuring import FACTS
 from experiments.record import read_csv, write_csv
@@ -107,15 +108,11 @@ def counts(rows) -> dict[str, int]:
 
 def near(taken: dict[tuple[str, int], dict], ways: tuple[str, ...]) -> tuple[str, ...]:
     """The ways of which some seconds have a median within `NEAR` times another way's."""
-    seconds = defaultdict(lambda: defaultdict(list))
-    for (way, _), sample in taken.items():
-        for metric, value in sample["values"].items():
-            if way in ways and metric.endswith("_seconds"):
-                seconds[metric][way].append(value)
-    found = set()
-    for of_metric in seconds.values():
-        for a, b in combinations(of_metric, 2):
-            less, more = sorted((median(of_metric[a]), median(of_metric[b])))
+    values = pandas.DataFrame([{"way": way} | sample["values"] for (way, _), sample in taken.items() if way in ways])
+    seconds, found = values.groupby("way").median().filter(like="_seconds"), set()
+    for of_metric in (seconds[metric].dropna() for metric in seconds):
+        for a, b in combinations(of_metric.index, 2):
+            less, more = sorted((of_metric[a], of_metric[b]))
             found |= {a, b} if more <= NEAR * less else set()
     return tuple(way for way in ways if way in found)
 
@@ -124,20 +121,17 @@ def summary(samples: list[dict]) -> list[dict]:
     """One row a metric of one way's samples. Where some failed, the rows of the others say why as well; where all
     did, one row without a metric does."""
     failure = next((sample["failure"] for sample in samples if sample["failure"]), "")
-    values = defaultdict(list)
-    for sample in samples:
-        for metric, value in sample["values"].items():
-            values[metric].append(value)
-    if not values:
+    values = pandas.DataFrame([sample["values"] for sample in samples])
+    if values.empty:
         return [{"failure": failure, "repeats": len(samples)}]
     return [
         {
             "metric": metric,
             "unit": UNITS.get(metric.rpartition("_")[2], ""),
-            "median": f"{median(found):.10g}",
-            "low": f"{min(found):.10g}",
-            "high": f"{max(found):.10g}",
-            "repeats": len(found),
+            "median": f"{found.median():.10g}",
+            "low": f"{found.min():.10g}",
+            "high": f"{found.max():.10g}",
+            "repeats": found.count(),
             "failure": failure,
         }
         for metric, found in values.items()

@@ -17,6 +17,8 @@ from pathlib import Path
 from statistics import median
 from unittest import mock
 
+import pandas
+
 from experiments.bench.samples import Cell
 from experiments.checks.setup_trainer import build_trainer, text_dataset, train
 from experiments.measuring import Place
@@ -127,17 +129,16 @@ class Trained:
 
     def of_step(self, peaks: list, step: int, outside: int) -> dict[str, float]:
         """Seconds and peaks of each phase in one step. What follows the optimizer (logs) belongs to none."""
-        mine = [peak for peak in peaks if peak.step == step]
-        mine = mine[: [peak.phase for peak in mine].index("optimizer") + 1]
+        mine = pandas.DataFrame(peaks).query("step == @step")
+        by_phase = mine[: list(mine.phase).index("optimizer") + 1].groupby("phase")
         values = {"step_seconds": 0.0}
         for phase in PHASES if self.is_sampled else PHASES[1:]:
-            of_phase = [peak for peak in mine if peak.phase == phase]
-            values[f"{phase}_seconds"] = round(sum(peak.end - peak.start for peak in of_phase), 5)
+            of_phase = by_phase.get_group(phase)
+            values[f"{phase}_seconds"] = round((of_phase.end - of_phase.start).sum(), 5)
             values["step_seconds"] += values[f"{phase}_seconds"]
             for size in ("allocated", "reserved", "resident"):
-                found = [value for peak in of_phase if (value := getattr(peak, f"peak_{size}_bytes")) is not None]
-                if found:
-                    values[f"{phase}_{size}_bytes"] = max(found)
+                if of_phase[f"peak_{size}_bytes"].notna().any():
+                    values[f"{phase}_{size}_bytes"] = int(of_phase[f"peak_{size}_bytes"].max())
             if f"{phase}_reserved_bytes" in values:
                 values[f"{phase}_device_bytes"] = values[f"{phase}_reserved_bytes"] + outside
         return values
@@ -155,27 +156,22 @@ class Alike(Trained):
         system = data.build_prompts(documents, self.tokenizer, common)[-1][0]["content"]
         own = data.build_prompts(documents, self.tokenizer, cell.prompt_tokens - common)
         self.prompts = [[{"role": "system", "content": system}, *prompt] for prompt in own[:PROMPTS]]
-        self.tokens, self.peaks = self.tokens_of_forward(), {}
+        ids = [data.render(self.tokenizer, prompt) for prompt in self.prompts]
+        common = len(os.path.commonprefix(ids))
+        prompts, completions = sum(map(len, ids)), PROMPTS * cell.k * cell.completion_tokens
+        counts = cell.k * prompts, prompts, prompts - (PROMPTS - 1) * common
+        # By way: tokens that go through the model when an update's rows do once
+        self.tokens = {way: count + completions for way, count in zip(ALIKE_WAYS, counts, strict=True)}
+        self.peaks = {}
         if self.device == "cpu":
             keep_freed_memory()
 
-    def tokens_of_forward(self) -> dict[str, int]:
-        """By way: tokens that go through the model when an update's rows do once."""
-        ids = [data.render(self.tokenizer, prompt) for prompt in self.prompts]
-        common = len(os.path.commonprefix(ids))
-        prompts, completions = sum(map(len, ids)), PROMPTS * self.cell.k * self.cell.completion_tokens
-        counts = self.cell.k * prompts, prompts, prompts - (PROMPTS - 1) * common
-        return {way: count + completions for way, count in zip(ALIKE_WAYS, counts, strict=True)}
-
-    def peaks_of(self, way: str) -> dict[str, float]:
+    def sample(self, way: str, memory=None) -> dict[str, float]:
         from rloo_memory.plan.simulation.live_bytes import LiveBytes
 
-        values = super().sample(way, LiveBytes())
-        return {metric: value for metric, value in values.items() if metric.endswith("_bytes")}
-
-    def sample(self, way: str, memory=None) -> dict[str, float]:
         if self.device == "cpu" and way not in self.peaks:
-            self.peaks[way] = self.peaks_of(way)
+            counted = super().sample(way, LiveBytes())
+            self.peaks[way] = {metric: value for metric, value in counted.items() if metric.endswith("_bytes")}
         return super().sample(way, memory) | self.peaks.get(way, {}) | {"forward_tokens": self.tokens[way]}
 
 

@@ -41,8 +41,7 @@ def changes_since(commit: str) -> str:
 
 @program("age")
 def main(argv: list[str] | None) -> int:
-    parser = Parser(prog="python -m experiments.checks.age", description=__doc__.split("\n")[0])
-    parser.parse_args(argv)
+    Parser("checks.age", __doc__, place=False).parse_args(argv)
     found = tables(ROOT / "results")
     since = {commit: changes_since(commit) for _, commit in found}
     rows = [(since[commit], commit, f"{table} ({number} rows)") for (table, commit), number in found.items()]

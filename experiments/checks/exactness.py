@@ -2,7 +2,7 @@
 
     python -m experiments.checks.exactness [--device cuda]
 
-The truth is the same weights in float64, row by row, without the fused LM head. Stock's own error stands beside that
+The truth is the same weights in float64, row by row. Stock's own error stands beside that
 of prefix sharing, in float32 and with bfloat16 weights under autocast, and the attention kernels that ran are named.
 Exit code 4 if an error is larger than it may be: 1e-5 in float32, stock's too (norms, softmax and the head round
 there), and in bfloat16 that of stock and a tenth, because sums are in another order. The rows stay in
@@ -12,8 +12,10 @@ results/<machine>/exactness.csv either way.
 import re
 import sys
 
-from experiments.measuring import EXIT_VERDICT, FACTS, Parser, place
+from experiments.checks.family_check import gradient_of, in_float64, run, scored
+from experiments.measuring import EXIT_VERDICT, FACTS, place
 from experiments.record import write_csv
+from experiments.run_options import Parser
 from rloo_memory.errors import program
 from rloo_memory.models import shape_config
 
@@ -36,73 +38,46 @@ KERNEL = re.compile(r"\w*(?:flash_fwd|fmha|cudnn\w*sdpa|attention)\w*")
 FLOAT32_BOUND, BFLOAT16_MARGIN = 1e-5, 1.1
 
 
-class Batch:
-    """One prompt with k completions of different lengths, and the loss that all ways compute."""
-
-    def __init__(self, seed: int, device: str, vocab_size: int, prompt: int, completion: int, k: int):
-        import torch
-
-        generator = torch.Generator().manual_seed(seed)
-        ids = torch.randint(4, vocab_size, (k, prompt + completion), generator=generator)
-        ids[:, :prompt] = ids[0, :prompt]
-        lengths = torch.linspace(completion // 2, completion, k).long()
-        mask = (torch.arange(prompt + completion) < prompt + lengths[:, None]).long()
-        self.ids, self.mask, self.prompt = ids.to(device), mask.to(device), prompt
-        self.labels = self.ids.masked_fill(self.mask == 0, -100)
-        self.labels[:, :prompt] = -100
-        self.weights = torch.linspace(-1, 1, k * completion, device=device).view(k, completion)
-        self.weights = self.weights * self.mask[:, prompt:]
-
-    def truth(self, model):
-        """(log-probabilities, gradient), float64, row by row."""
-        import torch
-
-        rows = []
-        for ids, weights in zip(self.ids, self.weights, strict=True):
-            hidden = model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0, self.prompt - 1 : -1]
-            log_probs = model.get_output_embeddings()(hidden).log_softmax(-1)
-            log_probs = log_probs.gather(-1, ids[self.prompt :, None])[:, 0] * (weights != 0)
-            (log_probs * weights).sum().backward()
-            rows.append(log_probs.detach())
-        return torch.stack(rows), gradient(model)
-
-    def forward(self, model, autocast, **settings):
-        """Log-probabilities with TRL's fused LM head."""
-        with autocast:
-            output = model(
-                input_ids=self.ids, attention_mask=self.mask, labels=self.labels, fused_lm_head=True, **settings
-            )
-        return output.log_probs[:, -self.weights.shape[1] :] * (self.weights != 0)
-
-    def run(self, model, autocast, **settings):
-        """The same as `truth`, with that."""
-        log_probs = self.forward(model, autocast, **settings)
-        (log_probs * self.weights).sum().backward()
-        return log_probs.detach(), gradient(model)
-
-    def attention(self, device: str, model, autocast, **settings) -> str:
-        """Names of what attends in a forward: with a backward, reading the events would take longer than measuring."""
-        import torch
-        from torch.profiler import ProfilerActivity, profile
-
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
-        with torch.no_grad(), profile(activities=activities) as profiler:
-            self.forward(model, autocast, **settings)
-        names = set()
-        for event in profiler.events():
-            if event.device_type.name == "CPU":
-                names |= {found[1] for found in [OPERATION.fullmatch(event.name)] if found}
-            else:
-                names |= {f"[{found[0]}]" for found in [KERNEL.search(event.name)] if found}
-        return " ".join(sorted(names)) or "none"
-
-
-def gradient(model):
+def batch(seed: int, vocab_size: int, prompt: int, completion: int, k: int) -> dict:
+    """One prompt with k completions of different lengths."""
     import torch
 
-    flat = torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(4, vocab_size, (k, prompt + completion), generator=generator)
+    ids[:, :prompt] = ids[0, :prompt]
+    lengths = torch.linspace(completion // 2, completion, k).long()
+    return {"input_ids": ids, "attention_mask": (torch.arange(prompt + completion) < prompt + lengths[:, None]).long()}
+
+
+def truth(model, inputs: dict, prompt: int):
+    """What `family_check.run` gives, of a model in float64, row by row."""
+    import torch
+
+    tokens = []
+    for row in range(len(inputs["input_ids"])):
+        own, loss = scored(model, inputs, prompt, slice(row, row + 1))
+        loss.backward()
+        tokens.append(own)
+    gradient = gradient_of(model)
     model.zero_grad()
-    return flat
+    return torch.cat(tokens, dim=1), gradient
+
+
+def attention_of(device: str, model, inputs: dict, prompt: int, **settings) -> str:
+    """Names of what attends in a forward: with a backward, reading the events would take longer than measuring."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    with torch.no_grad(), profile(activities=activities) as profiler:
+        scored(model, inputs, prompt, **settings)
+    names = set()
+    for event in profiler.events():
+        if event.device_type.name == "CPU":
+            names |= {found[1] for found in [OPERATION.fullmatch(event.name)] if found}
+        else:
+            names |= {f"[{found[0]}]" for found in [KERNEL.search(event.name)] if found}
+    return " ".join(sorted(names)) or "none"
 
 
 def models_of(device: str, precision: str) -> tuple:
@@ -118,13 +93,14 @@ def models_of(device: str, precision: str) -> tuple:
     hf_config = shape_config(shape, vocab_size)
     hf_config = with_layers(hf_config, layers or hf_config.num_hidden_layers)
     torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(hf_config, dtype=getattr(torch, precision)).train()
-        exact = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float64).train()
+    models = []
+    for dtype in (getattr(torch, precision), torch.float64):
+        with torch.device(device):
+            models.append(AutoModelForCausalLM.from_config(hf_config, dtype=dtype).train())
+        models[-1].gradient_checkpointing_enable()
+        add_fused_lm_head(models[-1], outputs=("log_probs", "entropy"))
+    model, exact = models
     exact.load_state_dict(model.state_dict())
-    exact.gradient_checkpointing_enable()
-    model.gradient_checkpointing_enable()
-    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     enable_prefix_sharing(model)
     return model, exact
 
@@ -135,22 +111,25 @@ def compare(device: str, precision: str):
 
     from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 
-    _, _, vocab_size, *sizes = WORKLOADS[device, precision]
+    _, _, vocab_size, prompt, completion, k = WORKLOADS[device, precision]
     model, exact = models_of(device, precision)
     autocast = torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16")
-    together = SharedPrefixPasses(prefix_length=sizes[0])
-    two = SharedPrefixPasses(prefix_length=sizes[0], tokens_per_forward=2 * (sizes[1] + 1))
+    together = SharedPrefixPasses(prefix_length=prompt)
+    two = SharedPrefixPasses(prefix_length=prompt, tokens_per_forward=2 * (completion + 1))
     ways = {"stock": {}, "shared": {"passes": together}, "shared, two a pass": {"passes": two}}
     squares, attention = {way: [0.0, 0.0] for way in ways}, {}
     for seed in range(BATCHES):
-        batch = Batch(seed, device, vocab_size, *sizes)
-        truth = batch.truth(exact)
+        inputs = batch(seed, vocab_size, prompt, completion, k)
+        with in_float64():
+            true = truth(exact, inputs, prompt)
         for way, settings in ways.items():
-            if seed == 0:
-                attention[way] = batch.attention(device, model, autocast, **settings)
-            got = batch.run(model, autocast, **settings)
-            for i in range(2):
-                squares[way][i] += ((got[i].double() - truth[i]).norm() / truth[i].norm()).item() ** 2
+            with autocast:
+                if seed == 0:
+                    attention[way] = attention_of(device, model, inputs, prompt, **settings)
+                got = run(model, inputs, prompt, **settings)
+            # Of the tokens, log-probabilities alone: the first of two
+            for i, (ours, theirs) in enumerate(((got[0][0], true[0][0]), (got[1], true[1]))):
+                squares[way][i] += ((ours.double() - theirs).norm() / theirs.norm()).item() ** 2
     for way, sums in squares.items():
         log_probs, grads = (f"{(total / BATCHES) ** 0.5:.3e}" for total in sums)
         yield {"way": way, "log_prob_error": log_probs, "gradient_error": grads, "attention": attention[way]}

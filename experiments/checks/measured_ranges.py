@@ -12,7 +12,8 @@ from pathlib import Path
 import pandas as pd
 
 from experiments.config import ROOT
-from rloo_memory.errors import ConfigError, exit_code
+from experiments.run_options import Parser
+from rloo_memory.errors import ConfigError, program
 from rloo_memory.plan.accuracy.measured import FILE, MeasuredErrors
 from rloo_memory.storage import write_json
 
@@ -28,11 +29,13 @@ def errors_of(results: Path) -> MeasuredErrors:
     return MeasuredErrors(ratios.min(), ratios.max(), len(ratios), len(trainings), " and a ".join(devices))
 
 
-def write(results: Path) -> int:
-    write_json(FILE, {"errors": asdict(errors_of(results))})
+@program("measured_ranges")
+def main(argv: list[str] | None) -> int:
+    Parser("checks.measured_ranges", __doc__, place=False).parse_args(argv)
+    write_json(FILE, {"errors": asdict(errors_of(ROOT / "results"))})
     print(FILE)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code("measured_ranges", write, ROOT / "results"))
+    sys.exit(main())

@@ -20,22 +20,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from experiments.checks import family_check
-from experiments.checks.family_check import (
-    COMPLETION,
-    FAILS,
-    LEFT_PADDING,
-    NEW_TOKENS,
-    OTHER,
-    PROMPT,
-    REFUSED,
-    SHARED,
-    TOLERANCE,
-    UNTRIED,
-    WRONG,
-    Result,
-)
+from experiments.checks.family_check import Result
 from experiments.checks.tiny_families import WINDOW, Family, families
-from experiments.measuring import need
 from experiments.processes import end_with
 from experiments.run_options import Parser
 from rloo_memory.errors import ConfigError, choose, program
@@ -116,7 +102,7 @@ def check_all(tried: list[Family], workers: int):
                 process.join()
                 late = process.exitcode == -signal.SIGALRM
                 ended = f"not done after {SECONDS} seconds" if late else f"the process ended with {process.exitcode}"
-                yield family, Result(FAILS, ended)
+                yield family, Result(family_check.FAILS, ended)
 
 
 def check_here(family: Family, sent) -> None:
@@ -129,16 +115,12 @@ def check_here(family: Family, sent) -> None:
     sent.send(family_check.check(family))
 
 
-def is_bad(result: Result) -> bool:
-    return result.verdict in (WRONG, FAILS) or result.generation.startswith(("FAILS", "DIFFERS"))
-
-
 def cells(family: Family, result: Result) -> tuple[str, ...]:
     """A row of the page. All but the errors is the same on each machine."""
     text = f"{result.verdict}: {result.reason}" if result.reason else result.verdict
     errors = tuple(bound(error) for error in (result.tokens, result.gradient))
     tried = "ForConditionalGeneration" in family.class_name and not set(WITH_IMAGES).isdisjoint(family.names)
-    images = "exact" if tried and result.verdict == SHARED else ""
+    images = "exact" if tried and result.verdict == family_check.SHARED else ""
     return (", ".join(family.names), f"`{family.class_name}`", text, *errors, result.generation, images)
 
 
@@ -151,7 +133,7 @@ def bound(error: float | None) -> str:
 
 def page(results: list[tuple[Family, Result]]) -> str:
     """docs/models.md."""
-    shared = [(family, result) for family, result in results if result.verdict == SHARED]
+    shared = [(family, result) for family, result in results if result.verdict == family_check.SHARED]
     uncached = [family.class_name for family, result in shared if result.generation != "same"]
     pictured = [family.class_name for family, result in shared if cells(family, result)[-1]]
     versions = ", ".join(f"{name} {version(name).split('+')[0]}" for name in ("transformers", "torch", "trl"))
@@ -159,17 +141,17 @@ def page(results: list[tuple[Family, Result]]) -> str:
         counts=counts(results),
         made=f"{date.today():%Y-%m-%d} with {versions}",
         window=WINDOW,
-        prompts=f"{PROMPT} and {PROMPT - LEFT_PADDING}",
-        completion=COMPLETION,
-        steps=NEW_TOKENS,
-        tolerance=f"{TOLERANCE:.0e}",
+        prompts=f"{family_check.PROMPT} and {family_check.PROMPT - family_check.LEFT_PADDING}",
+        completion=family_check.COMPLETION,
+        steps=family_check.NEW_TOKENS,
+        tolerance=f"{family_check.TOLERANCE:.0e}",
         worst=bound(max(error for _, result in shared for error in (result.tokens, result.gradient))),
         shared=listed([family.class_name for family, _ in shared]),
         uncached=listed(uncached),
         images=listed(pictured),
-        refused=by_reason(results, REFUSED),
-        untried=by_reason(results, UNTRIED),
-        others=by_reason(results, OTHER),
+        refused=by_reason(results, family_check.REFUSED),
+        untried=by_reason(results, family_check.UNTRIED),
+        others=by_reason(results, family_check.OTHER),
     )
     return "\n".join(wrapped(line) for line in text.splitlines()) + "\n"
 
@@ -184,7 +166,7 @@ def by_reason(results: list[tuple[Family, Result]], verdict: str) -> str:
     found: dict[str, list[str]] = {}
     for family, result in results:
         if result.verdict == verdict:
-            names = family.names if verdict == OTHER else [family.class_name]
+            names = family.names if verdict == family_check.OTHER else [family.class_name]
             found.setdefault(result.reason.split(" (")[0], []).extend(names)
     return "\n".join(f"* {reason}: {listed(names)}" for reason, names in sorted(found.items()))
 
@@ -197,12 +179,12 @@ def counts(results: list[tuple[Family, Result]]) -> str:
     """How many classes have which verdict; what must not be is named only where it is."""
     found = Counter(verdict for _, verdict in {(family.class_name, result.verdict) for family, result in results})
     said = {
-        SHARED: "share prompts exactly",
-        REFUSED: "are refused",
-        WRONG: "are shared **wrong**",
-        FAILS: "**fail** when shared",
-        UNTRIED: "could not be tried",
-        OTHER: "are none that RLOO and GRPO train on text",
+        family_check.SHARED: "share prompts exactly",
+        family_check.REFUSED: "are refused",
+        family_check.WRONG: "are shared **wrong**",
+        family_check.FAILS: "**fail** when shared",
+        family_check.UNTRIED: "could not be tried",
+        family_check.OTHER: "are none that RLOO and GRPO train on text",
     }
     return ", ".join(f"{found[verdict]} {text}" for verdict, text in said.items() if found[verdict])
 
@@ -220,13 +202,12 @@ def load() -> None:
 
 @program("model_families")
 def main(argv: list[str] | None) -> int:
-    parser = Parser(prog="python -m experiments.checks.model_families", description=__doc__.split("\n")[0])
+    parser = Parser("checks.model_families", __doc__, place=False)
     parser.add_argument("--write", type=Path, metavar="FILE", help="the page, such as docs/models.md")
     parser.add_argument("--only", metavar="NAME,...", help="names of families or classes")
     args = parser.parse_args(argv)
     if args.write and args.only:
         raise ConfigError("--write makes the page of all families; leave out --only")
-    need("torch", "transformers", "accelerate", "datasets")
     tried = families()
     if args.only:
         names = {name for family in tried for name in (*family.names, family.class_name)}
@@ -240,7 +221,12 @@ def main(argv: list[str] | None) -> int:
     if args.write:
         args.write.write_text(page(results))
     print(counts(results))
-    bad = sorted(family.class_name for family, result in results if is_bad(result))
+    bad = sorted(
+        family.class_name
+        for family, result in results
+        if result.verdict in (family_check.WRONG, family_check.FAILS)
+        or result.generation.startswith(("FAILS", "DIFFERS"))
+    )
     if bad:
         print(f"model_families: not exact: {', '.join(bad)}", file=sys.stderr)
     return 1 if bad else 0

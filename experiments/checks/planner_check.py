@@ -15,11 +15,14 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+import pandas
+
 from experiments.checks.setup_trainer import build_trainer, text_dataset, train
 from experiments.commit import is_same_code
-from experiments.measuring import FACTS, Parser, need, place, words
+from experiments.measuring import FACTS, need, place, words
 from experiments.processes import in_its_own_process
 from experiments.record import read_csv, write_csv
+from experiments.run_options import Parser
 from rloo_memory import data, models
 from rloo_memory.errors import program
 from rloo_memory.phases import PhaseRecorder
@@ -141,13 +144,10 @@ def measure(setup: Setup, folder: Path, processor, dataset) -> tuple[dict[str, i
         trainer.reward_funcs[0].config.use_cache = not setup.uses_passes  # as untouched TRL leaves it
     phases = PhaseRecorder(folder / "phases.csv", setup.device)
     train(trainer, phases, None if setup.device == "cuda" else LiveBytes())
-    peaks = dict.fromkeys(PHASES, 0)
-    last = max(peak.step for peak in phases.peaks)  # rollouts, of which there may be several an update
-    for peak in phases.peaks:
-        if peak.step == last and peak.phase in peaks:
-            peaks[peak.phase] = max(peaks[peak.phase], peak.peak_allocated_bytes)
-    reserved = [peak.peak_reserved_bytes for peak in phases.peaks if peak.peak_reserved_bytes is not None]
-    return peaks, max(reserved, default=None)
+    found = pandas.DataFrame(phases.peaks)
+    last = found[found.step == found.step.max()]  # rollouts, of which there may be several an update
+    reserved = None if setup.device == "cpu" else int(found.peak_reserved_bytes.max())
+    return last.groupby("phase").peak_allocated_bytes.max().to_dict(), reserved
 
 
 @program("planner_check")
@@ -156,7 +156,7 @@ def main(argv: list[str] | None) -> int:
     parser.add_argument("--cases", help="some of the cases, by name; default: all")
     parser.add_fresh()
     args = parser.parse_args(argv)
-    here = place(args, "peft")
+    here = place(args)
     chosen = known = cases(here.device)
     if args.cases is not None:
         chosen = {name: known[name] for name in words("case", args.cases, known)}

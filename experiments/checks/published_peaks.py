@@ -10,9 +10,9 @@ what ran. Exit code 4: a row is outside of its bounds. It takes some four minute
 """
 
 import json
+import math
 import sys
 from collections import Counter
-from dataclasses import dataclass
 
 from experiments.commit import source_commit
 from experiments.config import ROOT
@@ -32,27 +32,17 @@ FOLDER = ROOT / "results" / "published"
 ADDED = ("predicted_bytes", "ratio", "low", "high", "holds", "commit")
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """The least and the most that measured over predicted may be; None: no bound."""
-
-    low: float | None
-    high: float | None
-
-    def hold(self, ratio: float) -> bool:
-        return (self.low is None or ratio >= self.low) and (self.high is None or ratio <= self.high)
-
-
-def bounds_of(metric: str, setup: Setup) -> Bounds | None:
-    """None for what the planner does not predict: a device's use, with the pool and other programs. Of small quantized
-    weights, more of the peak comes and goes, which the pool grows with."""
+def bounds_of(metric: str, setup: Setup) -> tuple[float, float] | None:
+    """The least and the most that measured over predicted may be; None for what the planner does not predict: a
+    device's use, with the pool and other programs. Of small quantized weights, more of the peak comes and goes, which
+    the pool grows with."""
     off, pool = 0.06 if setup.fully_sharded else 0.015, 1.5 if setup.weight_bits < 16 else 1.25
     return {
-        "allocated": Bounds(1 - off, 1 + off),
-        "after a step": Bounds(0.999, 1.001),  # weights, gradients, moments: bookkeeping
-        "reserved": Bounds(1 - off if setup.fully_sharded else 1.0, pool),
-        "allocated or reserved": Bounds(1 - off, pool),  # where a source does not say which
-        "out of memory": Bounds(None, 1.0),  # the card's memory over what is predicted
+        "allocated": (1 - off, 1 + off),
+        "after a step": (0.999, 1.001),  # weights, gradients, moments: bookkeeping
+        "reserved": (1 - off if setup.fully_sharded else 1.0, pool),
+        "allocated or reserved": (1 - off, pool),  # where a source does not say which
+        "out of memory": (-math.inf, 1.0),  # the card's memory over what is predicted
     }.get(metric)
 
 
@@ -80,15 +70,17 @@ def compared(row: dict[str, str], known: dict) -> dict:
     size, bounds = predicted_for(row, setup, known), bounds_of(row["metric"], setup)
     measured = float(row["measured_gib"]) - float(row["besides_gib"] or 0)
     ratio = measured * GIB / size
-    held = bounds if bounds and not row["not_held"] else Bounds(None, None)
-    holds = "" if row["not_held"] or bounds is None else "yes" if bounds.hold(ratio) else "no"
-    values = (size, f"{ratio:.4f}", held.low, held.high, holds)
+    holds = low = high = ""
+    if bounds and not row["not_held"]:
+        low, high = bounds
+        holds, low = "yes" if low <= ratio <= high else "no", "" if low == -math.inf else low
+    values = (size, f"{ratio:.4f}", low, high, holds)
     return row | dict(zip(ADDED[:-1], values, strict=True))
 
 
 @program("published")
 def main(argv: list[str] | None) -> int:
-    Parser(prog="python -m experiments.checks.published_peaks", description=__doc__.split("\n")[0]).parse_args(argv)
+    Parser("checks.published_peaks", __doc__, place=False).parse_args(argv)
     rows, done, known, commit = read_csv(FOLDER / "gpu_peaks.csv"), [], {}, {"commit": source_commit()}
     with quiet():
         for row in rows:

@@ -5,7 +5,6 @@
 The measured ones are of the bench's measurement `worth`.
 """
 
-import argparse
 import sys
 from dataclasses import replace
 from itertools import product
@@ -14,7 +13,8 @@ import pandas
 
 from experiments.bench.random_models import config_of
 from experiments.config import ROOT
-from rloo_memory.errors import exit_code
+from experiments.run_options import Parser
+from rloo_memory.errors import program
 from rloo_memory.plan.predict import predict_all
 from rloo_memory.plan.setups import Setup
 from rloo_memory.plan.speed import PHASES, ratios
@@ -72,14 +72,15 @@ def table_of(machine: str) -> pandas.DataFrame:
     return pandas.DataFrame(rows).sort_values(["model", "phase"], ignore_index=True).round(3)
 
 
-def run(args: argparse.Namespace) -> int:
-    table = table_of(args.machine)
+@program("speed_check")
+def main(argv: list[str] | None) -> int:
+    parser = Parser("checks.speed_check", __doc__, place=False)
+    parser.add_argument("--machine", default="reference-cpu-2-cores", help="folder of results/ with the bench's CSV")
+    table = table_of(parser.parse_args(argv).machine)
     table.to_csv(TABLE, index=False)
     print(table.round(2).to_string())
     return 0
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--machine", default="reference-cpu-2-cores", help="folder of results/ with the bench's CSV")
-    sys.exit(exit_code("speed_check", run, parser.parse_args()))
+    sys.exit(main())

@@ -24,9 +24,10 @@ from experiments.arms import ARMS
 from experiments.builds import build
 from experiments.checks.tiny_families import tiny_config
 from experiments.config import ROOT
-from experiments.measuring import EXIT_VERDICT, FACTS, Parser, Place, need, place
+from experiments.measuring import EXIT_VERDICT, FACTS, Place, need, place
 from experiments.processes import end_with
 from experiments.record import write_csv
+from experiments.run_options import Parser
 from rloo_memory.errors import ConfigError, program
 from rloo_memory.models import build_tokenizer
 
@@ -155,7 +156,7 @@ def main(argv: list[str] | None) -> int:
             f"{args.clone} has no tests/{missing[0]}; name a clone of https://github.com/huggingface/trl"
         )
     need("pytest", "xdist")
-    here = place(args, "peft")
+    here = place(args)
     rows = compared(args.clone, here)
     path = here.folder / "upstream_tests.csv"
     write_csv(path, COLUMNS, rows)

@@ -7,18 +7,20 @@ phase is more than 3 % apart: then the planner has changed, and `make fit-data` 
 apart goes to docs/fit.json.
 """
 
-import argparse
 import functools
 import json
+import operator
 import random
 import sys
 from dataclasses import replace
 
+import pandas
+
 from experiments.config import ROOT
-from experiments.fitting.fit_data import MODELS, ON_ONE_CARD, PAGE, PAGE_ARMS, TRAINED, in_processes, main, on_cards
-from experiments.record import write_csv
-from rloo_memory.errors import ConfigError
+from experiments.fitting.fit_data import MODELS, ON_ONE_CARD, PAGE, PAGE_ARMS, TRAINED, in_processes, processes
+from rloo_memory.errors import ConfigError, program
 from rloo_memory.plan.options import quiet
+from rloo_memory.plan.smallest import on_cards
 
 TABLE = ROOT / "results" / "plans" / "fit_check.csv"
 MOST_APART = 0.03
@@ -46,8 +48,7 @@ def choices(data: dict, number: int = 200) -> list[dict]:
     return found
 
 
-def lengths_of(choice: dict) -> tuple[int, int, int]:
-    return choice["prompt_tokens"], choice["completion_tokens"], choice["k"]
+LENGTHS = operator.itemgetter("prompt_tokens", "completion_tokens", "k")
 
 
 def setup_of(choice: dict):
@@ -55,7 +56,7 @@ def setup_of(choice: dict):
     from experiments.fitting.sums import setup_at
 
     setup = replace(on_cards(TRAINED[choice["trained"]][1], choice["cards"]), beta=0.05 * choice["reference"])
-    return setup_at(setup, choice["arm"], lengths_of(choice))
+    return setup_at(setup, choice["arm"], LENGTHS(choice))
 
 
 def page_peaks(data: dict, choice: dict) -> dict[str, int]:
@@ -65,7 +66,7 @@ def page_peaks(data: dict, choice: dict) -> dict[str, int]:
     from rloo_memory.plan.scale_up.sharding import spread, weights_by_place
 
     model = next(each for each in data["models"] if each["name"] == choice["model"])
-    at = dict(enumerate(values(data["terms"], model["window"], [lengths_of(choice)])[0]))
+    at = dict(enumerate(values(data["terms"], model["window"], [LENGTHS(choice)])[0]))
     setup, weights = setup_of(choice), weights_by_place(named_config(choice["model"]))
 
     def total(stretch: dict[str, dict[str, float]], phase: str) -> int:
@@ -91,43 +92,42 @@ def row_of(choice: dict, data: dict) -> dict:
     return row
 
 
-def page_over_planned(row: dict) -> list[float]:
-    return [int(row[f"{phase}_page_bytes"]) / int(row[f"{phase}_planned_bytes"]) for phase in PHASES]
+def page_over_planned(rows: pandas.DataFrame) -> pandas.DataFrame:
+    """A row a choice, a column a phase, and that of the highest one."""
+    page, planned = (rows[[f"{phase}_{whose}_bytes" for phase in PHASES]] for whose in ("page", "planned"))
+    ratios = page / planned.to_numpy()
+    return ratios.assign(peak=page.max(axis=1) / planned.max(axis=1))
 
 
-def apart(row: dict) -> float:
+def apart(rows: pandas.DataFrame) -> pandas.Series:
     """The largest relative difference of a phase."""
-    return max(abs(ratio - 1) for ratio in page_over_planned(row))
+    return (page_over_planned(rows).drop(columns="peak") - 1).abs().max(axis=1)
 
 
-def compared(rows: list[dict]) -> dict:
+def compared(rows: pandas.DataFrame) -> dict:
     """How far the page is from the planner at these choices, and how far below it, both relative. The page does not
     know of prompts so short that trainers take rows whole: those peaks by themselves."""
-    whole = [peak_over_planned(row) for row in rows if int(row["goes_whole"])]
-    rows = [row for row in rows if not int(row["goes_whole"])]
-    below = max(1 - ratio for row in rows for ratio in page_over_planned(row))
-    of_whole = {"whole_choices": len(whole), "whole_low": min(whole), "whole_high": max(whole)}
-    return {"choices": len(rows), "apart": max(map(apart, rows)), "below": max(0, below), **of_whole}
+    whole, shared = page_over_planned(rows[rows.goes_whole == 1]).peak, rows[rows.goes_whole == 0]
+    below = 1 - page_over_planned(shared).drop(columns="peak").min(axis=None)
+    of_whole = {"whole_choices": len(whole), "whole_low": whole.min(), "whole_high": whole.max()}
+    return {"choices": len(shared), "apart": apart(shared).max(), "below": max(0, below), **of_whole}
 
 
-def peak_over_planned(row: dict) -> float:
-    page, planned = (max(int(row[f"{phase}_{of}_bytes"]) for phase in PHASES) for of in ("page", "planned"))
-    return page / planned
-
-
-def run(args: argparse.Namespace) -> int:
-    data = json.loads(PAGE.read_text())
-    rows = list(in_processes(functools.partial(row_of, data=data), choices(data), args.processes))
-    write_csv(TABLE, COLUMNS, rows)
+@program("fit_check")
+def main(argv: list[str] | None) -> int:
+    number, data = processes("fitting.fit_check", __doc__, argv), json.loads(PAGE.read_text())
+    rows = pandas.DataFrame(in_processes(functools.partial(row_of, data=data), choices(data), number))
+    rows.to_csv(TABLE, columns=COLUMNS, index=False)
     data["compared"] = compared(rows)
     PAGE.write_text(json.dumps(data, separators=(",", ":")) + "\n")
-    worst = max((row for row in rows if not row["goes_whole"]), key=apart)
-    said = f"{apart(worst):.3%} apart at most, at { {name: worst[name] for name in CHOICE} }"
-    if apart(worst) > MOST_APART:
+    shared = rows[rows.goes_whole == 0]
+    worst = shared.loc[apart(shared).idxmax()]
+    said = f"{data['compared']['apart']:.3%} apart at most, at {worst[list(CHOICE)].to_dict()}"
+    if data["compared"]["apart"] > MOST_APART:
         raise ConfigError(f"{said}, more than {MOST_APART:.0%}: the page is stale; run make fit-data")
     print(f"{len(rows)} choices: {said}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main("fit_check", __doc__, run))
+    sys.exit(main())

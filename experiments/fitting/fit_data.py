@@ -6,7 +6,6 @@ A part is one arm of one model. Finished parts are kept in .build/fit, so the sa
 where it was interrupted. Nothing is written if a part is further from its simulations than `MOST_ERROR`.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -21,7 +20,8 @@ from tqdm import tqdm
 from experiments.commit import is_same_code, source_commit
 from experiments.config import ROOT
 from experiments.processes import end_with
-from rloo_memory.errors import ConfigError, exit_code
+from experiments.run_options import Parser, whole
+from rloo_memory.errors import ConfigError, program
 from rloo_memory.installed_trl import versions_here
 from rloo_memory.plan.accuracy import reserve
 from rloo_memory.plan.options import quiet
@@ -191,31 +191,28 @@ def page_data() -> dict:
     }
 
 
-def run(args: argparse.Namespace) -> int:
+def processes(module: str, doc: str, argv: list[str] | None) -> int:
+    """How many a command line asks for."""
+    parser = Parser(module, doc, place=False)
+    parser.add_argument("--processes", type=whole, default=os.cpu_count() or 1)
+    return parser.parse_args(argv).processes
+
+
+@program("fit_data")
+def main(argv: list[str] | None) -> int:
+    number = processes("fitting.fit_data", __doc__, argv)
     if not is_same_code(PARTS.name, PARTS.name):
         shutil.rmtree(PARTS, ignore_errors=True)
     parts = [part for model in MODELS for part in parts_of(model)]
     missing = [part for part in parts if not part.path.exists()]
     print(f"{len(parts) - len(missing)} of {len(parts)} parts are there", flush=True)
-    list(in_processes(make, missing, args.processes))
+    list(in_processes(make, missing, number))
     far = [f"{part.path.name}: {error:.1%}" for part in parts if (error := part.read()["error"]) > MOST_ERROR]
     if far:
         raise ConfigError(f"not written: further than {MOST_ERROR:.0%} from their simulations are {'; '.join(far)}")
     PAGE.write_text(json.dumps(page_data(), separators=(",", ":")) + "\n")
     print(f"{PAGE.relative_to(ROOT)}: {len(MODELS)} models, {PAGE.stat().st_size / 1e6:.1f} MB")
     return 0
-
-
-def main(
-    program: str = "fit_data", description: str = __doc__, run: Callable = run, argv: list[str] | None = None
-) -> int:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m experiments.fitting.{program}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    return exit_code(program, run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -115,6 +115,7 @@ class MemoryCallback(transformers.TrainerCallback):
         if snapshot not in (None, "peak", "oom"):
             raise ValueError(f"snapshot is {snapshot!r}; it must be 'peak', 'oom' or None")
         self.cuda = torch.cuda.is_available() and trainer.accelerator.device.type == "cuda"
+        self.kind = "cuda" if self.cuda else "cpu"
         if snapshot and not self.cuda:
             raise ValueError(f"snapshot={snapshot!r} needs CUDA, training is on {trainer.accelerator.device}")
         self.trainer, self.snapshot, self.of_launcher = trainer, snapshot, of_launcher or {}
@@ -127,10 +128,6 @@ class MemoryCallback(transformers.TrainerCallback):
         self.lengths = None  # longest completion and prompt when memory.json was last written
         self.out_of_memory: str | None = None  # the phase that memory ran out in
         self.static = 0  # weights, gradients and optimizer state, seen before the optimizer's step
-
-    @property
-    def kind(self) -> str:
-        return "cuda" if self.cuda else "cpu"
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)

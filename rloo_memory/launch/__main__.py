@@ -17,20 +17,10 @@ from rloo_memory import cuda_check, host_allocator
 from rloo_memory.adapters import adapter_of
 from rloo_memory.device import is_out_of_memory, level, settle, show_one_gpu
 from rloo_memory.errors import ConfigError, Stopped, exit_code, leave
-from rloo_memory.launch import (
-    command_line,
-    dataset,
-    gate,
-    help,
-    output,
-    policy,
-    prompt_images,
-    quiet,
-    rewards,
-    vllm_server,
-)
+from rloo_memory.launch import command_line, dataset, gate, output, policy, prompt_images, quiet, rewards, vllm_server
 from rloo_memory.launch.additions import add_to
 from rloo_memory.launch.announce import print_end, print_start
+from rloo_memory.launch.help import text as help_text
 from rloo_memory.launch.offload import keep_on_host
 from rloo_memory.models import one_line
 
@@ -38,7 +28,7 @@ from rloo_memory.models import one_line
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
-        print(help.text(), end="")
+        print(help_text(), end="")
         return 0
     # Several are ended by the program that started them, which waits for none that is in a collective
     if not one_of_several():
@@ -206,8 +196,8 @@ def what_ended(error: Exception, trainer, memory, checkpoint: str | None) -> Exc
             f"out of memory in phase {memory.failed()} of update {update} (rloo-memory doctor {shlex.quote(folder)} "
             f"says what filled it): {error}"
         )
-    if vllm_server.is_gone(trainer.args):
-        server = f"the vLLM server at {vllm_server.url_of(trainer.args)}"
+    if (url := vllm_server.url_of(trainer.args)) and not vllm_server.answers(url):
+        server = f"the vLLM server at {url}"
         return ConfigError(f"{server} stopped answering in update {update}; start it and {output.going_on(folder)}")
     if output.is_full(error):
         return ConfigError(

@@ -18,11 +18,6 @@ def add_to(trainer) -> None:
         model.gradient_checkpointing_enable = functools.partial(checkpointing_enable, whole)
     if args.activation_offloading:
         offload_activations(trainer)
-    keep_no_cache(trainer.reward_funcs)
-
-
-def keep_no_cache(reward_funcs: list) -> None:
-    """Each row goes through a reward model once, so keys and values would be kept for nothing."""
-    for reward_func in reward_funcs:
-        if hasattr(reward_func, "config"):
+    for reward_func in trainer.reward_funcs:
+        if hasattr(reward_func, "config"):  # a model, through which each row goes once: keys and values are of no use
             reward_func.config.get_text_config().use_cache = False

@@ -10,7 +10,7 @@ from rloo_memory.plan import ask
 from rloo_memory.plan.accuracy.calibration import load
 from rloo_memory.plan.accuracy.measured import measured_errors
 from rloo_memory.plan.accuracy.reserve import EXPANDABLE, FIXED, OUTSIDE, Room
-from rloo_memory.plan.peaks import PredictedPeak
+from rloo_memory.plan.peaks import CORRECTION, PredictedPeak
 from rloo_memory.plan.simulation.recurrent import kernels_here
 from rloo_memory.settings.arguments import LaunchArguments
 from rloo_memory.sizes import GIB
@@ -52,7 +52,7 @@ def peaks_that_fit(
         remedy = ask.predict(settings, planned, lengths.longest, limit=limit, **where).remedy
         doctor = doctor_of(profile, source, lengths, config, calibration)
         raise ConfigError(refusal(peak, limit, remedy, settings, doctor))
-    return {phase.phase: phase.uncorrected for phase in expected.phases}
+    return {phase.phase: phase.total - phase.kinds.get(CORRECTION, 0) for phase in expected.phases}
 
 
 def doubts(expected: ask.Expected, room: Room) -> list[str]:

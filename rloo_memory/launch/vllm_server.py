@@ -62,9 +62,3 @@ def what_it_serves(url: str) -> tuple[str, list[int] | None]:
         return served, said.json()["tokens"] if said.ok else None
     except (requests.exceptions.RequestException, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"what answers at {url} is no vLLM server ({type(error).__name__})") from error
-
-
-def is_gone(config) -> bool:
-    """Whether there was a server and it no longer answers."""
-    url = url_of(config)
-    return url is not None and not answers(url)

@@ -19,7 +19,7 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from rloo_memory.errors import ConfigError, choose, exit_code
+from rloo_memory.errors import ConfigError, choose, program
 from rloo_memory.installed_trl import versions_here
 from rloo_memory.plan import smallest, speed
 from rloo_memory.plan.accuracy.calibration import Calibration
@@ -77,12 +77,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
-    with quiet():
-        return exit_code("plan", run, args)
-
-
 def chosen_arms(names: str | None, setup: Setup) -> list[str]:
     """The arms to compare, each once. Raises `ConfigError`."""
     if names is None:
@@ -108,8 +102,10 @@ def timed_predictions(predictions: list[Prediction], completion_mean: int | None
     return [packed.get(p.arm, p) for p in predictions]
 
 
-def run(args: argparse.Namespace) -> int:
-    start = time.time()
+@program("plan")
+@quiet()
+def main(argv: list[str] | None) -> int:
+    args, start = parse_args(argv), time.time()
     if args.largest and args.device_memory is None:
         raise ConfigError("--largest needs --device-memory")
     if args.json:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rloo_memory.errors import ConfigError, exit_code
+from rloo_memory.errors import ConfigError, program
 from rloo_memory.models import is_model
 from rloo_memory.plan import speed
 from rloo_memory.plan.accuracy.calibration import Calibration
@@ -146,13 +146,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 LEARNING_RATE = "learning_rate is not set: TRL's 1e-6 is for all weights, adapters take more, such as 1e-5"
 
 
-def main(argv: list[str] | None = None) -> int:
+@program("doctor")
+@quiet()
+def main(argv: list[str] | None) -> int:
     args = parse_args(argv)
-    with quiet():
-        return exit_code("doctor", run, args)
-
-
-def run(args: argparse.Namespace) -> int:
     question, old = read(args)
     hf_config, settings, setup = question.hf_config, question.settings, question.setup
     room, calibration = question.room, question.calibration

@@ -170,13 +170,16 @@ LEVERS = (
 )  # fmt: skip
 
 
+def is_accepted(setup: Setup, hf_config) -> bool:
+    """Whether `check` has nothing against it."""
+    try:
+        check(setup, hf_config)
+    except ConfigError:
+        return False
+    return True
+
+
 def applied(lever: Lever, setup: Setup, hf_config) -> Setup | None:
     """What the lever makes of `setup`; None where it changes nothing, or no trainer would accept it."""
     trial = lever.apply(setup)
-    if trial == setup:
-        return None
-    try:
-        check(trial, hf_config)
-    except ConfigError:
-        return None
-    return trial
+    return trial if trial != setup and is_accepted(trial, hf_config) else None

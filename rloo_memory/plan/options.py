@@ -195,7 +195,12 @@ def setup_from(
     prompt = options.get("prompt_tokens", base.get("max_prompt_tokens"))
     if prompt is None:
         raise ConfigError("no prompt length: --prompt N, the tokens of the longest prompt")
-    if wrong := wrong_options(args, options | {"prompt_tokens": prompt}, called, base):
+    wrong, loaded = wrong_numbers(options | {"prompt_tokens": prompt}, called), base.get("model_init_kwargs")
+    if problem := AT_LEAST_1.wrong("--prompts", args.prompts):
+        wrong.append(problem)
+    if found := [name for name in UNPLANNED if base.get(name) or isinstance(loaded, dict) and loaded.get(name)]:
+        wrong.append(f"no formula for {', '.join(found)}: leave it out; devices are read from --accelerate FILE")
+    if wrong:
         raise ConfigError("; ".join(wrong))
     if args.accelerate:
         where |= devices_from(args.accelerate, autocast=base.get("bf16") is not False or bool(base.get("fp16")))
@@ -209,17 +214,6 @@ def setup_from(
             model_config(args.reward_model)
     settings = with_options(args, options, base, before, profile is not None)
     return settings, from_settings(prompt, settings, hf_config, **where), called
-
-
-def wrong_options(args: argparse.Namespace, values: dict, called: dict[str, str], base: dict) -> list[str]:
-    """A line for each number that is none, and one for the settings that no formula knows."""
-    wrong = wrong_numbers(values, called)
-    if problem := AT_LEAST_1.wrong("--prompts", args.prompts):
-        wrong.append(problem)
-    loaded = base.get("model_init_kwargs")
-    if found := [name for name in UNPLANNED if base.get(name) or isinstance(loaded, dict) and loaded.get(name)]:
-        wrong.append(f"no formula for {', '.join(found)}: leave it out; devices are read from --accelerate FILE")
-    return wrong
 
 
 def with_options(args: argparse.Namespace, options: dict, base: dict, before: Setup, of_profile: bool) -> dict:

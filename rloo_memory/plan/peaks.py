@@ -19,10 +19,6 @@ class PredictedPeak:
     kinds: dict[str, int]
     host: int
 
-    @property
-    def uncorrected(self) -> int:
-        return self.total - self.kinds.get(CORRECTION, 0)
-
     def parts(self) -> str:
         """The kinds that are more than half a percent of the peak, largest first, in GiB."""
         kinds = sorted(self.kinds.items(), key=lambda item: -item[1])

@@ -35,13 +35,10 @@ def read_run(folder: Path) -> Run:
             f"{folder} holds no memory.json, which MemoryCallback writes; name another run, or describe it"
         )
     try:
-        record = json.loads(path.read_text())
-        if "arguments" not in record:
-            return memory_record(record)
+        return memory_record(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         why = f"is not a whole record ({typed_line(error)})"
         raise ConfigError(f"{path} {why}; name another run, or describe it") from error
-    raise ConfigError(f"{path} is of an older version of this package; name a newer run, or describe it")
 
 
 def config_from(values: dict):

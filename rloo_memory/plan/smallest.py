@@ -4,10 +4,11 @@ from dataclasses import replace
 
 from rloo_memory.errors import ConfigError
 from rloo_memory.plan.accuracy.cards import cards
+from rloo_memory.plan.levers import is_accepted
 from rloo_memory.plan.options import room_of
 from rloo_memory.plan.peaks import Prediction
 from rloo_memory.plan.predict import predict_all
-from rloo_memory.plan.setups import Setup, check
+from rloo_memory.plan.setups import Setup
 from rloo_memory.sizes import GIB
 
 NUMBERS = (1, 2, 4, 8)
@@ -30,7 +31,7 @@ def on_cards(setup: Setup, number: int) -> Setup:
 def in_words(predictions: list[Prediction], hf_config, say) -> list[str]:
     """A table: for each way and number of cards, the smallest that holds it with what its allocator wastes."""
     setups = {f"{p.arm} on {n}": on_cards(p.setup, n) for p in predictions for n in NUMBERS[1:]}
-    setups = {label: setup for label, setup in setups.items() if is_right(setup, hf_config)}
+    setups = {label: setup for label, setup in setups.items() if is_accepted(setup, hf_config)}
     found = {f"{p.arm} on 1": p for p in predictions}
     found |= {p.arm: p for p in predict_all(setups, hf_config, say)}
     lines = [f"{'smallest card, GiB':18}{'1 card':>24}" + "".join(f"{f'{n} with FSDP2':>24}" for n in NUMBERS[1:])]
@@ -38,14 +39,6 @@ def in_words(predictions: list[Prediction], hf_config, say) -> list[str]:
         cells = [smallest(found.get(f"{p.arm} on {n}")) for n in NUMBERS]
         lines.append(f"{p.arm:18}" + "".join(f"{cell:>24}" for cell in cells))
     return lines
-
-
-def is_right(setup: Setup, hf_config) -> bool:
-    try:
-        check(setup, hf_config)
-    except ConfigError:
-        return False
-    return True
 
 
 def smallest(prediction: Prediction | None) -> str:

@@ -67,7 +67,10 @@ class Parser(TrlParser):
 
     def value_of(self, name: str, value):
         """A value of a file, read as a command line's would be: YAML takes 1e-6 for text. Mappings are left to TRL."""
-        self.check_name(name)
+        if (meant := name.replace("-", "_")) != name and meant in self.names:
+            raise ConfigError(f"unknown setting {name!r}; write {meant}")
+        if name not in self.names:
+            raise ConfigError(self.unknown(name))
         if value is None and self.get_default(name) is not None:
             raise ConfigError(f"{name} has no value; write one or remove the line")
         parts = value if isinstance(value, list) else [value]
@@ -86,12 +89,6 @@ class Parser(TrlParser):
         if problem := out_of_range(name, read):
             raise ConfigError(problem)
         return value if isinstance(value, str) and read == [value] else read  # one word is a list of it
-
-    def check_name(self, name: str) -> None:
-        if (meant := name.replace("-", "_")) != name and meant in self.names:
-            raise ConfigError(f"unknown setting {name!r}; write {meant}")
-        if name not in self.names:
-            raise ConfigError(self.unknown(name))
 
     def read(self, name: str, value):
         """What a command line that says so comes to."""

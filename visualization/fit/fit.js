@@ -1,9 +1,6 @@
 // The page: reads the choice from the form or the address, and shows what sums.js finds.
 
 const WAYS = { "stock": "TRL as it is", "stock-accumulate": "One completion at a time", "shared": "Prefix sharing" };
-// [GiB, who has it]: what PyTorch sees of a card, or "nominal", as it is sold, where nobody has said; it has a little less
-const CARDS = DATA.cards.map(({ names, sold, seen }) => [seen ?? sold, `${names} (${seen ? `${sold} GB` : "nominal"})`]);
-const CARD = { least: 8, most: 192 };
 const NAMES = ["model", "trained", "prompt", "completion", "k", "card", "cards", "reference"]; // in the address
 const KINDS = ["parameters", "reference", "gradients", "optimizer state", "KV cache", "activations", "logits", "other"];
 const MEASURED = DATA.measured_over_predicted;
@@ -201,51 +198,11 @@ function showSettings(choice, found) {
   by("command").textContent = commands(choice);
 }
 
-function showWhatIsAlwaysSo() {
-  const measured = `${MEASURED.peaks} measured peaks on a ${MEASURED.devices} were ${MEASURED.low.toFixed(2)} to ` +
-    `${MEASURED.high.toFixed(2)} of the predicted ones`;
-  const { peaks, apart } = DATA.published;
-  const published = `${peaks} peaks of GPUs that others published, of TRL and torchtune as they are, within ` +
-    `${Math.ceil(1000 * apart) / 10} % of the predicted ones.`;
-  by("how-sure").append(element("strong", {}, "These are predictions."), ` ${measured}, ${published}`);
-  by("errors").textContent = `${measured}. A peak stands for that range. Those ${published} No GPU has run this project: ` +
-    "TRL’s fused LM head (1.15 and newer) was compared with two published figures, 2 % above the predicted ones, prefix " +
-    "sharing with none.";
-  if (DATA.compared) {
-    const [apart, below] = ["apart", "below"].map((name) => Math.max(0.01, 100 * DATA.compared[name]).toFixed(2));
-    by("compared").textContent = `At ${DATA.compared.choices} random choices this page was at most ${apart} % from the ` +
-      `planner, and at most ${below} % below it, in any phase. At ${DATA.compared.whole_choices} with prompts so short ` +
-      `that trainers take rows whole, its peak was ${DATA.compared.whole_low.toFixed(2)} to ` +
-      `${DATA.compared.whole_high.toFixed(2)} of the planner’s. `;
-  }
-  by("reserve").textContent = `${gib(DATA.reserve_bytes)} of a card are kept free for CUDA’s context and cuBLAS. The allocator is ` +
-    `expected to waste ${DATA.fragments} of what comes and goes: of all but weights, gradients and optimizer state. Both ` +
-    "are from published figures of GPUs. “Does not fit”: the peak alone is above the line. “Just fits”: it is below, but " +
-    "not with the allocator’s part, or not at the high end of its range. The largest k, prompt and completion have room " +
-    "for the allocator’s part.";
-  const { least, most } = DATA;
-  by("ends").textContent = `k of ${most.k}, prompts of ${count(most.prompt)} tokens, completions of ` +
-    `${count(most.completion)}, and the model’s positions`;
-  by("versions").textContent = DATA.versions;
-  for (const name of ["prompt", "completion", "k"])
-    Object.assign(by(name), { min: least[name], max: most[name], step: name === "k" ? DATA.together : 1 });
-  Object.assign(by("card"), { min: CARD.least, max: CARD.most, step: "any" });
-  for (const owner of new Set([...MODELS.keys()].map((name) => name.split("/")[0]))) {
-    const mine = DATA.models.filter(({ name }) => name.startsWith(`${owner}/`));
-    by("model").append(element("optgroup", { label: owner }, ...mine.map(({ name, weights }) =>
-      element("option", { value: name }, `${name.split("/")[1]} (${(weights / 1e9).toFixed(1)} billion weights)`))));
-  }
-  by("trained").append(...Object.entries(DATA.trained).map(([name, { called }]) =>
-    element("option", { value: name }, called)));
-  by("named").append(
-    ...CARDS.map(([size, who]) => element("option", { value: size }, `${who}: ${size} GiB`)),
-    element("option", { value: "" }, "another: its memory is beside"));
-}
-
 // -- what happens --------------------------------------------------------------------------------------------------
 
 function nameCard() {
-  by("named").value = CARDS.some(([size]) => String(size) === by("card").value) ? by("card").value : "";
+  const known = [...by("named").options].some(({ value }) => value === by("card").value);
+  by("named").value = known ? by("card").value : "";
 }
 
 const escaped = (text) => encodeURIComponent(text).replaceAll("%2F", "/");
@@ -287,5 +244,4 @@ by("choice").addEventListener("submit", (event) => event.preventDefault());
 for (const button of document.querySelectorAll("button[data-copies]"))
   button.addEventListener("click", () => copy(button));
 addEventListener("hashchange", read);
-showWhatIsAlwaysSo();
 read();

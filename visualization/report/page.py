@@ -35,7 +35,7 @@ def report(results: Results, charts: Sequence[Path]) -> str:
         about=results.of(scale).describe(),
         answers=answers(results),
         short=in_html(short + "\n" + tables.of_results("peak", results, scale)),
-        pictures=[(CHARTS[path.stem], embedded(path)) for path in pictures],
+        pictures=[(CHARTS[path.stem], base64.b64encode(path.read_bytes()).decode()) for path in pictures],
         tables=in_html(tables.page(results)),
         runs=every_run(results),
         failures=failures(results),
@@ -46,10 +46,6 @@ def in_html(text: str) -> str:
     html = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
     html = html.replace('<td style="text-align:right">out of memory</td>', '<td class="failed">out of memory</td>')
     return html.replace("<table>", '<div class="wide"><table>').replace("</table>", "</table></div>")
-
-
-def embedded(path: Path) -> str:
-    return f"data:image/svg+xml;base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
 def every_run(results: Results) -> str:

@@ -20,13 +20,13 @@ class Calibration:
     seconds: dict[str, float]
 
     def corrected(self, peaks: list[PredictedPeak]) -> list[PredictedPeak]:
-        return [self.corrected_peak(peak) for peak in peaks]
-
-    def corrected_peak(self, peak: PredictedPeak) -> PredictedPeak:
-        if peak.phase not in self.factors:
-            return peak
-        total = round(peak.total * self.factors[peak.phase])
-        return replace(peak, total=total, kinds=peak.kinds | {CORRECTION: total - peak.total})
+        corrected = []
+        for peak in peaks:
+            if peak.phase in self.factors:
+                total = round(peak.total * self.factors[peak.phase])
+                peak = replace(peak, total=total, kinds=peak.kinds | {CORRECTION: total - peak.total})
+            corrected.append(peak)
+        return corrected
 
     def in_words(self) -> str:
         factors = ", ".join(f"{phase} x {factor:.2f}" for phase, factor in self.factors.items())

@@ -12,6 +12,7 @@ import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from rloo_memory.errors import ConfigError
 from rloo_memory.models import meta_model
@@ -51,19 +52,15 @@ def layers_that_tell(setup, hf_config) -> int:
     return max(7 if setup.activation_offloading else 3, first + 2)
 
 
-@dataclass(frozen=True)
-class Simulated:
-    """What `Simulation.run` gives, and the `Work` of its phases."""
-
-    stretches: dict[tuple, dict[str, int]]
-    work: dict[str, Counter]
+# What `Simulation.run` gives, and the `Work` of its phases
+Simulated: TypeAlias = tuple[dict[tuple, dict[str, int]], dict[str, Counter]]
 
 
 def simulate(setup, hf_config, passes: bool) -> Simulated:
     """Raises `ConfigError` where prefix sharing refuses the model, or anything fails."""
     try:
         simulation = Simulation(setup, hf_config)
-        return Simulated(simulation.run(passes), simulation.work.counted)
+        return simulation.run(passes), simulation.work.counted
     except ConfigError:
         raise
     except Exception as error:  # most often a model whose code looks at values, or takes another mask than most
@@ -94,7 +91,7 @@ def stretches_of(setup, hf_config, tasks: list[tuple], results: list[Simulated])
     """The bytes by kind at the peak of each (phase, event, layer, role), with all layers and all passes, from the
     results of these `tasks`, the `simulations` of a setup."""
     few, more = passes_that_tell(setup)
-    each = [result.stretches for result in results]
+    each = [stretches for stretches, _ in results]
     if rounds := Rounds.of_tasks(tasks, hf_config):
         each = [rounds.all_layers(*pair) for pair in zip(each[::2], each[1::2], strict=True)]
     stretches, *others = [highest(result) for result in each]
@@ -109,7 +106,7 @@ def stretches_of(setup, hf_config, tasks: list[tuple], results: list[Simulated])
 def work_of(setup, hf_config, tasks: list[tuple], results: list[Simulated]) -> dict[str, Counter]:
     """The work of an update, its scoring and its training, with all layers and all passes, likewise."""
     few, more = passes_that_tell(setup)
-    each = [result.work for result in results]
+    each = [work for _, work in results]
     if rounds := Rounds.of_tasks(tasks, hf_config):
         x = (rounds.layers - rounds.few) / (rounds.more - rounds.few)
         each = [work_along_line(*pair, x) for pair in zip(each[::2], each[1::2], strict=True)]

@@ -20,12 +20,6 @@ def offloaded(model, memory: LiveBytes):
     leaving: dict[int, tuple[tuple, torch.Tensor]] = {}  # view of a storage, and the tensor, by index in `saved`
     last: dict[tuple, int] = {}  # of these and what was saved again: index by view
 
-    def let_go_before(number):
-        for old in [each for each in leaving if each <= number - 5]:
-            view, _ = leaving.pop(old)
-            if last[view] == old:
-                del last[view]
-
     def pack(tensor):
         storage, number = tensor.untyped_storage()._cdata, len(saved)
         view = storage, tensor.storage_offset(), tensor.dtype
@@ -35,7 +29,10 @@ def offloaded(model, memory: LiveBytes):
         if again or storage in weights or tensor.numel() * tensor.element_size() < 1024:
             saved.append((tensor, False))
             return number
-        let_go_before(number)
+        for old in [each for each in leaving if each <= number - 5]:
+            left, _ = leaving.pop(old)
+            if last[left] == old:
+                del last[left]
         last[view], leaving[number] = number, (view, tensor)
         with memory.of_kind("host"):
             saved.append((tensor.clone(), True))

@@ -15,11 +15,6 @@ STATE_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # of `la
 KERNELS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
 
 
-def has_states(hf_config) -> bool:
-    """Whether layers of the model keep a state of a sequence."""
-    return bool(STATE_TYPES.intersection(getattr(hf_config.get_text_config(), "layer_types", None) or ()))
-
-
 def kernels_here() -> str:
     """The packages with kernels that are installed, in words; empty if there are none."""
     return ", ".join(name for package, name in KERNELS.items() if find_spec(package) is not None)
@@ -28,7 +23,8 @@ def kernels_here() -> str:
 def note(hf_config, device: str) -> str | None:
     """What a prediction for "cuda" or "cpu" says of layers with a state; None where there are none, and for a CPU, for
     which there are no kernels."""
-    if device == "cpu" or not has_states(hf_config):
+    layers = getattr(hf_config.get_text_config(), "layer_types", None) or ()
+    if device == "cpu" or STATE_TYPES.isdisjoint(layers):
         return None
     return (
         "layers with a state are predicted as transformers' own code in PyTorch computes them; with the kernels of "

@@ -58,14 +58,6 @@ class SafeSoftmax(torch.autograd.Function):
         return torch._softmax_backward_data(product, probs, ctx.dim, ctx.dtype), None, None
 
 
-@contextlib.contextmanager
-def safe_softmax_in_steps():
-    """Within it, `_safe_softmax` is `SafeSoftmax`."""
-    with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl("_safe_softmax", lambda x, dim, dtype=None: SafeSoftmax.apply(x, dim, dtype), "AutogradCPU")
-        yield
-
-
 def attention(math, work, query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False, **kwargs):
     """In place of `torch.nn.functional.scaled_dot_product_attention`. On CUDA, only FlashAttention takes fewer
     heads of keys than of queries, in half precision. What is left is `math`, which holds all scores."""
@@ -129,7 +121,8 @@ def pretending(device: str, shapes, head_backward):
         patch(MultimodalInputs, "with_same_images", lambda self, rows: [rows])  # tokens alone tell prompts apart
         if device == "cuda":
             stack.enter_context(as_on_cuda())
-            stack.enter_context(safe_softmax_in_steps())
+            library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
+            library.impl("_safe_softmax", lambda x, dim, dtype=None: SafeSoftmax.apply(x, dim, dtype), "AutogradCPU")
             for module in (routing, cache):
                 patch(module, "kernels_take", flash_attention_takes)
             patch(torch.nn.functional, "dropout", dropout)
