@@ -1,5 +1,6 @@
 import contextlib
 import functools
+import gc
 import io
 import json
 import multiprocessing
@@ -38,6 +39,11 @@ def pytest_collection_modifyitems(items, config):
     slow = any(item.get_closest_marker("slow") for item in items) and "not slow" not in config.option.markexpr
     if slow:  # they try the whole of it
         items[:] = [item for item in items if not item.get_closest_marker("sample")]
+
+
+def pytest_collection_finish(session):
+    """Each training collects garbage several times, and would look through all that was imported."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -44,8 +44,7 @@ def test_a_model_of_the_hub_is_read_and_a_shape_of_its_name_stands_in_with_a_lin
     assert models.named_config("hub:acme/Qwen3-8B") == "acme/Qwen3-8B" and not capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_who_asks_from_python_is_told_that_a_shape_stands_in():
+def test_who_asks_from_python_is_told_that_a_shape_stands_in(planner):
     assert "the built-in shape tiny-qwen3 stands in" in ask.predict({}, "hub:acme/tiny-qwen3", 16).remarks[0]
 
 

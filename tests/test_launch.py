@@ -228,19 +228,17 @@ def test_the_help_needs_nothing_installed_and_lists_everything(tmp_path):
 
 @pytest.mark.slow
 def test_another_malloc_is_put_in_place_and_one_that_is_not_loaded_is_refused(tmp_path):
-    """With a dataset that does not exist, so that nothing is trained: the allocator comes first."""
-    words = ["balanced", "--dataset_name", "no_such.csv", "--host_allocator", "jemalloc"]
-    command, environment = [sys.executable, "-m", "rloo_memory.launch", *words], {"LD_LIBRARY_PATH": str(tmp_path)}
-
-    def launched():
-        return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
-
+    """Before TRL is imported."""
+    command = [sys.executable, "-m", "rloo_memory.launch", "balanced", "--host_allocator", "jemalloc"]
+    started = dict(env=os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}, text=True)
     (library := tmp_path / LIBRARIES["jemalloc"]).write_text("not a library")
-    result = launched()
+    result = subprocess.run(command, **started, capture_output=True)
     assert result.returncode == 2 and "launch: host_allocator 'jemalloc' is not loaded" in result.stderr
     subprocess.run(["cc", "-shared", "-x", "c", "-", "-o", library], input="int stand_in;", text=True, check=True)
-    result = launched()
-    assert result.stdout == f"host allocator: {library}\n" and "'no_such.csv': it is not here" in result.stderr
+    with subprocess.Popen(command, **started, stdout=subprocess.PIPE) as process:
+        said = process.stdout.readline()
+        process.kill()
+    assert said == f"host allocator: {library}\n"
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ def test_on_a_cpu_nothing_waits_on_the_host():
 
 
 def test_the_smallest_cards_hold_it_and_smaller_ones_do_not(planned):
-    options = ("--model", "Qwen/Qwen3-4B", "--lora", 8, "--prompt", 3000, "--completion", 256, "--k", 8)
+    options = ("--model", "Qwen/Qwen3-4B", "--lora", 8, "--prompt", 3000, "--completion", 256, "--k", 4)
     both = planned(*options, "--arms", "stock,shared", "--cards").stdout
     found = [line.split("  ") for line in both.splitlines()]
     found = {words[0]: [float(x.split()[0]) for x in words[1:] if x] for words in found[-2:]}

@@ -4,18 +4,13 @@ import json
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config, Qwen3Config
+
+from rloo_memory.models import build_tokenizer
 
 SHAPE = dict(
     vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, pad_token_id=0, eos_token_id=1, bos_token_id=2,
+    num_key_value_heads=2, pad_token_id=0, eos_token_id=3,
 )  # fmt: skip
 MODELS = {
     "tiny-Qwen2ForCausalLM-2.5": Qwen2Config(**SHAPE),
@@ -47,28 +42,15 @@ WORDS = "The sky is blue and the sea is green because of".split()
 PROMPTS = "---\nconfigs:\n- config_name: standard_prompt_only\n  data_files: standard_prompt_only/*.jsonl\n---\n"
 
 
-def build_tokenizer():
-    """Byte-level BPE, as Qwen has it: transformers makes that class of tokenizer for these models."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = ["<|pad|>", "<|end|>", "<|start|>"]
-    trainer = trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet, special_tokens=special)
-    tokenizer.train_from_iterator(["the sky is blue and the sea is green"] * 4, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|end|>", padding_side="left"
-    )
-
-
 def make(hub: Path) -> None:
     """Run from there, `from_pretrained` and `load_dataset` find them."""
+    tokenizer = build_tokenizer(["the sky is blue and the sea is green"] * 4, 290)
     with torch.random.fork_rng():
         for name, config in MODELS.items():
             torch.manual_seed(0)
             kind = AutoModelForSequenceClassification if "Sequence" in name else AutoModelForCausalLM
             kind.from_config(config).save_pretrained(hub / name)
-            build_tokenizer().save_pretrained(hub / name)
+            tokenizer.save_pretrained(hub / name)
     data = hub / "zen" / "standard_prompt_only"
     data.mkdir(parents=True)
     rows = [{"prompt": " ".join(WORDS[row % 3 : row % 3 + 3 + row % 5])} for row in range(17)]

@@ -6,8 +6,7 @@ import pytest
 import tiny_hub
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 from trl.trainer import grpo_trainer
 
 import trl
@@ -15,9 +14,9 @@ from experiments.checks import tiny_families
 from experiments.checks.family_check import prepared
 from rloo_memory import share_prompts
 from rloo_memory.prefix_sharing.trainer import shuffle_groups
+from tests.probes.tiny import build_tokenizer
 
 K, WORDS = 4, 120
-PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 PROMPTS = [" ".join(f"w{3 + 7 * i % 90}" for i in range(n)) for n in (31, 22)]
 
 
@@ -55,19 +54,12 @@ class Fixed(trl.GRPOTrainer):
         return [torch.randint(4, WORDS, (length,), generator=random).tolist() for length in lengths], None
 
 
-def build_tokenizer():
-    words = {word: i for i, word in enumerate([PAD, BOS, EOS, *(f"w{i}" for i in range(3, WORDS))])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token=PAD))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, padding_side="left")
-
-
 @pytest.fixture
 def policy(tmp_path):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        num_key_value_heads=2, pad_token_id=0, eos_token_id=1, bos_token_id=2,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(tmp_path / "policy")
     return str(tmp_path / "policy")
@@ -94,7 +86,7 @@ def build(policy, tmp_path, monkeypatch):
             reward_funcs=lambda completion_ids, **_: [sum(ids) * 7919 % 13 / 13 for ids in completion_ids],
             args=args,
             train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-            processing_class=build_tokenizer(),
+            processing_class=build_tokenizer(WORDS),
             peft_config=peft_config,
         )
 

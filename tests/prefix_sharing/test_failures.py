@@ -80,10 +80,9 @@ def alive(monkeypatch):
 
 
 class TestPrefixSharingFailures:
-    @pytest.mark.parametrize("stage", ["prompt", "completions", "recomputation", "backward", "no backward"])
     @pytest.mark.parametrize("gradient_checkpointing", [False, True])
     @pytest.mark.parametrize("name", ["text", "windows", "states", "images"])
-    def test_nothing_stays(self, name, gradient_checkpointing, stage, alive):
+    def test_nothing_stays(self, name, gradient_checkpointing, alive):
         error = KeyboardInterrupt  # behind which not even the hooks run that are always called
         model, inputs, prompt, passes = make(name)
         if gradient_checkpointing:
@@ -96,20 +95,21 @@ class TestPrefixSharingFailures:
         counter.handle.remove()
         expected = run(model, inputs, prompt, passes=passes)
 
-        fail_at = {"prompt": 1, "completions": num_prompts + 1, "recomputation": num_calls + 1}.get(stage, 0)
-        for _ in range(2):
-            failing = FailAtCall(last_projection(model), fail_at, error)
-            if stage == "backward":
-                failing = FailInBackward(model.get_input_embeddings().weight, error)
-            try:
-                (scored if stage == "no backward" else run)(model, inputs, prompt, passes=passes)
-            except error:
-                pass
-            assert stage == "no backward" or failing.number <= 0, "nothing failed: the test would be empty"
-            failing.handle.remove()
-        assert alive() == 0
-        assert all(map(torch.equal, run(model, inputs, prompt), whole))
-        assert all(map(torch.equal, run(model, inputs, prompt, passes=passes), expected))
+        fail_at = {"prompt": 1, "completions": num_prompts + 1, "recomputation": num_calls + 1}
+        for stage in (*fail_at, "backward", "no backward"):
+            for _ in range(2):
+                failing = FailAtCall(last_projection(model), fail_at.get(stage, 0), error)
+                if stage == "backward":
+                    failing = FailInBackward(model.get_input_embeddings().weight, error)
+                try:
+                    (scored if stage == "no backward" else run)(model, inputs, prompt, passes=passes)
+                except error:
+                    pass
+                assert stage == "no backward" or failing.number <= 0, "nothing failed: the test would be empty"
+                failing.handle.remove()
+            assert alive() == 0, stage
+            assert all(map(torch.equal, run(model, inputs, prompt), whole)), stage
+            assert all(map(torch.equal, run(model, inputs, prompt, passes=passes), expected)), stage
 
     # The calls of the last attention: 8 in generation, 2 in scoring, then each micro-batch's
     @pytest.mark.parametrize(

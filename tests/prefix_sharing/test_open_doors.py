@@ -156,11 +156,8 @@ class Around(Fixed):
 
 # Trainer, rows of a micro-batch, what is said where something goes whole
 PATTERNS = [
-    *(
-        (cls, rows, None)
-        for rows in (8, 2)
-        for cls in (HandsOn, OtherNames, ByPosition, ScoredTwice, OwnGenerate, Sorted)
-    ),
+    *((cls, rows, None) for rows in (8, 2) for cls in (OtherNames, ByPosition, ScoredTwice, Sorted)),
+    *((cls, 8, None) for cls in (HandsOn, OwnGenerate)),
     (Beams, 8, "with `num_beams=2`, it does not decode one completion a row"),
     (GapsInMasks, 8, "The attention mask of row 1 of the batch is 0 between tokens"),
     *((cls, 8, "The hook `RowHook._compute_loss.<locals>.add` changes what") for cls in (RowHook, FirstOfAll)),

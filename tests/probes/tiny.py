@@ -10,8 +10,9 @@ VOCABULARY, ENDS = 100, (3, 40)  # every token id from the first to the second e
 PROMPTS = [" ".join(f"w{50 + (7 * row + word) % 50}" for word in range(1 + 5 * row % 12)) for row in range(12)]
 
 
-def build_tokenizer():
-    words = {"[PAD]": 0, "[EOS]": 1, **{f"w{i}": i for i in range(2, VOCABULARY)}}
+def build_tokenizer(vocabulary=VOCABULARY):
+    """A word is a token: `w7` has the id 7."""
+    words = {"[PAD]": 0, "[EOS]": 1, **{f"w{i}": i for i in range(2, vocabulary)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="[PAD]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
