@@ -100,7 +100,9 @@ class shared_prompts:
         self.width = max(map(len, self.prompt_ids))
         prompts = _Rows.of(model, self.prompt_ids, self.prompt_ids).prompts
         # With other adapters, and with `longrope` in long rows, a prompt has other keys
-        self.trees = defaultdict(lambda: OpenTree.of(prompts, every_prompt=True, positions_from_zero=True))
+        self.trees: defaultdict[tuple, Tree] = defaultdict(
+            lambda: OpenTree.of(prompts, every_prompt=True, positions_from_zero=True)
+        )
         self.state: tuple | None = None  # of the model where the block began
         self.versions: list[int] = []  # of its weights
 

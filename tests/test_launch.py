@@ -226,6 +226,12 @@ def test_the_help_needs_nothing_installed_and_lists_everything(tmp_path):
     assert all(name in said for name in (*help.profile_lines(), *(f"  --{name} " for name in settings)))
 
 
+def test_another_malloc_and_the_environment_come_before_what_reads_them():
+    """A launcher that starts again would import torch twice."""
+    code = "import sys, rloo_memory.launch.__main__; sys.exit(len({'torch', 'datasets'} & {*sys.modules}))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
 @pytest.mark.slow
 def test_another_malloc_is_put_in_place_and_one_that_is_not_loaded_is_refused(tmp_path):
     """Before TRL is imported."""

@@ -18,7 +18,6 @@ from rloo_memory.adapters import adapter_of
 from rloo_memory.device import is_out_of_memory, level, settle, show_one_gpu
 from rloo_memory.errors import ConfigError, Stopped, exit_code, leave
 from rloo_memory.launch import command_line, dataset, gate, output, policy, prompt_images, quiet, rewards, vllm_server
-from rloo_memory.launch.additions import add_to
 from rloo_memory.launch.announce import print_end, print_start
 from rloo_memory.launch.help import text as help_text
 from rloo_memory.launch.offload import keep_on_host
@@ -132,6 +131,7 @@ def train_in_folder(argv, launch, config, model, rows, reward_funcs: list, check
 
 def build_trainer(launch, config, model, found: policy.Policy, quantization, rows, reward_funcs: list):
     """The trainer, with the models that wait on the host. Raises `ConfigError` for what TRL or `add_to` refuses."""
+    from rloo_memory.launch.additions import add_to
     from trl import GRPOTrainer, RLOOTrainer, get_peft_config
 
     config.model_init_kwargs = {"dtype": model.dtype, **(config.model_init_kwargs or {})}
