@@ -22,6 +22,6 @@ def test_trainings_are_the_same(probe):
 @pytest.mark.slow
 @pytest.mark.parametrize("version", OTHERS)
 def test_trainings_are_the_same_on_each_release(probe, version):
-    runs = ("rloo two of 4 a micro-batch, lora", "rloo qwen3.5")  # test_prefix_sharing.py has all on the installed one
+    runs = ("rloo two of 4 a micro-batch, lora", "rloo qwen3_5")  # test_prefix_sharing.py has all on the installed one
     check(probe("shared_trainer", *runs, "--released", release(version)), len(runs))
     check(probe("shared_images_trainer", *OF_IMAGES, "--released", release(version)), len(OF_IMAGES))
