@@ -127,7 +127,7 @@ class shared_prompts:
         Returns:
             `torch.Tensor` of shape `(N, C)`: Log-probabilities, in float32 at least, 0 behind the end of a completion.
         """
-        self._check(torch.is_grad_enabled())
+        state = self._check(torch.is_grad_enabled())
         rows = [0] * len(completions) if rows is None else [int(row) for row in rows]
         if len(rows) != len(completions) or not all(0 <= row < len(self.prompt_ids) for row in rows):
             raise ValueError(
@@ -137,20 +137,23 @@ class shared_prompts:
         batch = _Rows.of(
             self.model, [self.prompt_ids[row] for row in rows], ids_of(completions, "completions"), self.width
         )
-        tree = self.trees[self._state(), position_shift(self.model.config, batch.ids.shape[1])]
+        tree = self.trees[state, position_shift(self.model.config, batch.ids.shape[1])]
         return batch.score(SharedPrefixPasses(self.width, tree=tree, rows=rows), self.temperature)
 
-    def _check(self, with_gradients: bool) -> None:
+    def _check(self, with_gradients: bool) -> tuple:
+        """The state of the model, which is that of the block where there are gradients."""
         if self.state is None:
             raise RuntimeError(
                 "`log_probs` is for the `with` block of `shared_prompts`, where prompts have their backward."
             )
-        if versions_of(self.model) != self.versions or with_gradients and self._state() != self.state:
+        state = self._state()
+        if versions_of(self.model) != self.versions or with_gradients and state != self.state:
             raise RuntimeError(
                 "Weights, adapters, dropout or what is trained are no longer as they were where the block of "
                 "`shared_prompts` began, and prompts went through the model once. Change them behind the block. "
                 "Inside, a reference is scored without gradients (`torch.no_grad`)."
             )
+        return state
 
     def __exit__(self, kind, *_) -> None:
         try:

@@ -12,7 +12,7 @@ results/<machine>/exactness.csv either way.
 import re
 import sys
 
-from experiments.checks.family_check import gradient_of, in_float64, run, scored
+from experiments.checks.family_check import error, gradient_of, in_float64, run, scored
 from experiments.measuring import EXIT_VERDICT, FACTS, place
 from experiments.record import write_csv
 from experiments.run_options import Parser
@@ -129,7 +129,7 @@ def compare(device: str, precision: str):
                 got = run(model, inputs, prompt, **settings)
             # Of the tokens, log-probabilities alone: the first of two
             for i, (ours, theirs) in enumerate(((got[0][0], true[0][0]), (got[1], true[1]))):
-                squares[way][i] += ((ours.double() - theirs).norm() / theirs.norm()).item() ** 2
+                squares[way][i] += error(ours, theirs) ** 2
     for way, sums in squares.items():
         log_probs, grads = (f"{(total / BATCHES) ** 0.5:.3e}" for total in sums)
         yield {"way": way, "log_prob_error": log_probs, "gradient_error": grads, "attention": attention[way]}

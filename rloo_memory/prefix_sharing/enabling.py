@@ -124,9 +124,9 @@ def check_adapter(model) -> None:
     if adapter.get("alora_invocation_tokens") is not None:
         refuse("aLoRA looks for its tokens in whole sequences.")
     # Dropout that has layers is asked for there: `disable_dropout` may have switched it off
-    parts_of_names = {part for name, _ in model.named_modules() for part in name.split(".")}
-    for name, p in adapter.items():
-        if "dropout" in name and isinstance(p, float) and p > 0 and name not in parts_of_names:
+    active = {name: p for name, p in adapter.items() if "dropout" in name and isinstance(p, float) and p > 0}
+    for name, p in active.items():
+        if not any(name in path.split(".") for path, _ in model.named_modules()):
             refuse(f"the completions of a prompt would share the adapter's dropout. Set its `{name}` ({p}) to 0.", "")
 
 

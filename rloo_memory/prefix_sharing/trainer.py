@@ -385,7 +385,8 @@ class TrainerPasses:
                 tree.leave(len(tree.prompts))
                 self._trained = None
         self._rows, self._place = None, 0 if updates else self._place + 1
-        self._versions = versions_of(self.model)
+        if self._trained is not None:
+            self._versions = versions_of(self.model)
 
     def _forget(self) -> None:
         """Forget what is kept for the next micro-batch."""
