@@ -4,9 +4,9 @@
     python -m experiments.checks.upstream_tests TRL
 
 Models, tokenizers and prompts that the tests take from the Hugging Face Hub are made here, tiny and random, so nothing
-is downloaded. A test that fails untouched says nothing about sharing: it needs a GPU, a processor for images, or
-another release. Writes results/<machine>/upstream_tests.csv, a row a test. Exit code 4 if a test that passes untouched
-fails with shared prompts in another way than by a refusal.
+is downloaded. A test that fails untouched needs a GPU, a processor for images, or another release: it says nothing
+about sharing, and is not run with it. Writes results/<machine>/upstream_tests.csv, a row a test. Exit code 4 if a test
+that passes untouched fails with shared prompts in another way than by a refusal.
 """
 
 import json
@@ -96,12 +96,12 @@ def make_prompts(folder: Path) -> None:
     (folder / "README.md").write_text(f"{page}---\n")
 
 
-def outcomes(folder: Path, tree: Path, *options: str) -> dict[str, tuple[str, str]]:
-    """(passed, failed or skipped; why) of each test, by name, with the TRL in `tree`. Raises `ConfigError`."""
+def outcomes(folder: Path, tree: Path, tests: list[str], *options: str) -> dict[str, tuple[str, str]]:
+    """(passed, failed or skipped; why) of each of pytest's `tests`, by name, with the TRL in `tree`. Raises
+    `ConfigError`."""
     report = folder / "report.xml"
     print("with", tree, *options, flush=True)
     words = "-P -m pytest -q -p no:cacheprovider -p other_release -W ignore -n 2 --dist worksteal".split()
-    tests = [f"tests/{file}" for file in FILES]
     command = [sys.executable, *words, f"--junitxml={report}", *options, *tests]
     paths = os.pathsep.join(map(str, (tree, folder, ROOT)))
     environment = os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -119,6 +119,13 @@ def outcomes(folder: Path, tree: Path, *options: str) -> dict[str, tuple[str, st
     return found
 
 
+def as_argument(test: str) -> str:
+    """`test_file.Class.test[a.b]`, as reports call a test, for pytest."""
+    path, bracket, case = test.partition("[")
+    file, *names = path.split(".")
+    return f"tests/{file}.py::{'::'.join(names)}{bracket}{case}"
+
+
 def compared(clone: Path, here: Place) -> list[dict]:
     """A row a test."""
     commit = subprocess.run(["git", "-C", clone, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True)
@@ -131,10 +138,12 @@ def compared(clone: Path, here: Place) -> list[dict]:
         (folder / "other_release.py").write_text(OTHER_RELEASE)
         (folder / "called.py").write_text(CALLED)
         released = build(ARMS["stock"])
-        untouched, called = outcomes(folder, released), outcomes(folder, released, "-p", "called")
+        untouched = outcomes(folder, released, [f"tests/{file}" for file in FILES])
+        passing = [as_argument(test) for test, (outcome, _) in untouched.items() if outcome == "passed"]
+        called = outcomes(folder, released, passing, "-p", "called")
     rows = []
     for test, (outcome, why) in untouched.items():
-        with_sharing, why_not = called.get(test, ("missing", ""))
+        with_sharing, why_not = called.get(test, ("missing" if outcome == "passed" else "", ""))
         row = {"test": test, "untouched": outcome, "called": with_sharing, "tests_commit": commit.stdout.strip()}
         rows.append(row | {"reason": (why_not if outcome == "passed" else why)[:200], **here.facts})
     return rows

@@ -21,6 +21,7 @@ from .nodes import Path
 from .passes import GoesWhole, exceeds_longrope, gather_together, on_any_process
 from .routing import running
 from .shared_passes import at_least_one, prompt_pass, prompts_of
+from .states import cache_argument
 from .tree import Branch, Tree, common_length
 
 # Options of decoding one completion a row, with a cache, and their values for that. What older checkpoints call
@@ -34,7 +35,7 @@ _OPTIONS = {
     "dola_layers": (None,),
     "prompt_lookup_num_tokens": (None,),
 }
-_OTHER_WAYS = ("assistant_model", "custom_generate", "negative_prompt_ids", "past_key_values", "position_ids")
+_OTHER_WAYS = ("assistant_model", "cache", "custom_generate", "negative_prompt_ids", "past_key_values", "position_ids")
 _ARGUMENTS = inspect.signature(GenerationMixin.generate).parameters.keys() | vars(GenerationConfig()).keys()
 
 
@@ -178,6 +179,6 @@ def generate_with_shared_prefix(
             attention_mask=attention_mask,
             position_ids=positions + cache.offsets,
             generation_config=generation_config,
-            past_key_values=cache,
+            **{cache_argument(base_model): cache},
             **options,
         )

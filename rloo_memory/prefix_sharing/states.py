@@ -35,7 +35,7 @@ _ATTENTION_TYPES = {"full_attention", "sliding_attention", "hybrid"}
 _STATE_TYPES = {"linear_attention", "conv", "hybrid"}
 SUPPORTED_LAYER_TYPES = _ATTENTION_TYPES | _STATE_TYPES | {"moe", "mlp"}
 
-# Names that mixers have for their cache
+# Names that models, since transformers 5.24 all by the first, and mixers have for their cache
 _CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
 
 
@@ -132,27 +132,28 @@ def find_mixers(model: PreTrainedModel) -> list[nn.Module]:
     return [
         module
         for module in model.modules()
-        if any(isinstance(child, nn.Conv1d) for child in module.children()) and _cache_argument(module) is not None
+        if any(isinstance(child, nn.Conv1d) for child in module.children()) and cache_argument(module)
     ]
 
 
-def _cache_argument(module: nn.Module) -> str | None:
+def cache_argument(module: nn.Module) -> str:
+    """The name that a module has for its cache. Empty: it takes none."""
     parameters = inspect.signature(module.forward).parameters
-    return next((name for name in _CACHE_ARGUMENTS if name in parameters), None)
+    return next((name for name in _CACHE_ARGUMENTS if name in parameters), "")
 
 
-def _enter(cache_argument: str, mixer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def _enter(name: str, mixer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     # Not for the kernels, to which mixers pass on what they do not know
     context = kwargs.pop("shared_prefix", None)
     if context is not None:
         hidden_states = args[0] if args else kwargs.pop("hidden_states")
         args = (context.states.to_rows(hidden_states), *args[1:])
-        kwargs[cache_argument] = context.states
+        kwargs[name] = context.states
     return args, kwargs
 
 
-def _leave(cache_argument: str, mixer: nn.Module, args: tuple, kwargs: dict, output: torch.Tensor) -> torch.Tensor:
-    states = kwargs.get(cache_argument)
+def _leave(name: str, mixer: nn.Module, args: tuple, kwargs: dict, output: torch.Tensor) -> torch.Tensor:
+    states = kwargs.get(name)
     return states.pack(output) if isinstance(states, States) else output
 
 
@@ -160,8 +161,7 @@ def share_states(mixers: list[nn.Module]) -> list[RemovableHandle]:
     """Have mixers start from the states of a shared prefix where they are called with one, and leave them there."""
     handles = []
     for mixer in mixers:
-        name = _cache_argument(mixer)
-        assert name is not None  # see `find_mixers`
+        name = cache_argument(mixer)
         enter, leave = functools.partial(_enter, name), functools.partial(_leave, name)
         handles.append(mixer.register_forward_pre_hook(enter, with_kwargs=True))
         handles.append(mixer.register_forward_hook(leave, with_kwargs=True))
@@ -180,9 +180,8 @@ def ignores_state(mixer: nn.Module, prefix: "Node", hidden_size: int) -> bool:
         return False
     # No random numbers, which training would miss
     hidden_states = torch.linspace(-1, 1, 2 * hidden_size, dtype=weight.dtype, device=weight.device).view(1, 2, -1)
-    cache_argument = _cache_argument(mixer)
-    assert cache_argument is not None
-    mixer(hidden_states, **{cache_argument: States(record=prefix)})
+    name = cache_argument(mixer)
+    mixer(hidden_states, **{name: States(record=prefix)})
     columns = torch.arange(2, device=weight.device)
     read = States.behind(prefix, torch.zeros_like(columns), columns, lengths=[2])
     states = dict(prefix.slots)
@@ -191,7 +190,7 @@ def ignores_state(mixer: nn.Module, prefix: "Node", hidden_size: int) -> bool:
         for fill in (0.0, 1e4):
             for slot, state in states.items():
                 prefix.slots[slot] = torch.full_like(state, fill) if slot[1] == kind else state
-            outputs.append(mixer(hidden_states, **{cache_argument: read}))
+            outputs.append(mixer(hidden_states, **{name: read}))
         if torch.equal(*outputs):
             return True
     return False

@@ -8,7 +8,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from peft import LilyConfig, LoHaConfig, LoraConfig, PromptTuningConfig, PveraConfig, get_peft_model
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 
 from experiments.checks.family_check import PROMPT, batch, error_of
 from experiments.checks.tiny_families import build, family
@@ -194,6 +194,13 @@ class TestPrefixSharingChecks:
         setattr(model.generation_config, name, value)
         with pytest.raises(ValueError, match=f"{name}={value!r}"):
             generate_with_shared_prefix(model, **prompts(), generation_config=GenerationConfig(max_new_tokens=2))
+
+    @pytest.mark.parametrize("name", ["cache", "past_key_values"])  # since transformers 5.24, and before
+    def test_a_cache_of_the_callers_own(self, name):
+        model = llama().eval()
+        enable_prefix_sharing(model)
+        with pytest.raises(ValueError, match=f"with `{name}`, it does not begin with the prompts"):
+            generate_with_shared_prefix(model, **prompts(), max_new_tokens=2, **{name: DynamicCache()})
 
     def test_cache_of_older_checkpoints(self):
         model = llama().eval()

@@ -11,6 +11,7 @@ from experiments.checks.tiny_families import build, family
 from rloo_memory.prefix_sharing import cache as prefix_cache
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
+from rloo_memory.prefix_sharing.states import cache_argument
 
 from .test_attention import Operators
 
@@ -121,7 +122,7 @@ class TestDecoding:
         """`look` at the cache after each decoding step of shared prompts."""
 
         def hook(module, args, kwargs, output):
-            cache = kwargs.get("past_key_values", kwargs.get("cache"))  # its name in transformers 5.24
+            cache = kwargs.get(cache_argument(model))
             if cache is not None:  # a decoding step, not a prompt
                 look(cache)
 

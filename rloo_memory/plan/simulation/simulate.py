@@ -36,6 +36,8 @@ from rloo_memory.plan.simulation.shapes_only import ShapesOnly
 from rloo_memory.plan.simulation.work import Work
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
+from rloo_memory.prefix_sharing.lm_head import causal_lm_of
+from rloo_memory.prefix_sharing.states import cache_argument
 
 PHASES = ("load", "generate", "score", "train", "optimizer")
 
@@ -244,11 +246,11 @@ class Simulation:
         images = self.images.of_whole_rows(self.backbone, ids)
         cache = DynamicCache(config=self.config)
         with mock.patch.object(DynamicCache, "update", self.memory.of_kind("KV cache")(DynamicCache.update)):
-            self.decode(ids, past_key_values=cache, logits_to_keep=1, **images)
+            self.decode(ids, cache, logits_to_keep=1, **images)
         del images
         with self.memory.of_kind("KV cache"):
             grow(cache, steps, self.event)
-        self.decode(self.ids(rows, 1), past_key_values=cache)
+        self.decode(self.ids(rows, 1), cache)
 
     def generate_shared(self) -> None:
         """The same with shared prompts: each once, then the last token with a cache that has room for all that came
@@ -266,9 +268,9 @@ class Simulation:
                 **self.images.inputs(input_ids),
             )
 
-    def last_shared_token(self, past_key_values, **kwargs) -> None:
+    def last_shared_token(self, **kwargs) -> None:
         """In place of transformers' `generate`, which is called with a cache of shared prompts."""
-        setup, cache = self.setup, past_key_values
+        setup, cache = self.setup, kwargs[self.cache_name]
         rows, prefix = setup.generation_rows, setup.prompt_tokens - 1
         steps = max(setup.max_completion_length - 2, 1)
         kind = type(attending(cache)[0][1])
@@ -282,9 +284,9 @@ class Simulation:
     def decode_shared(self, rows: int, prefix: int, step: int, cache) -> None:
         self.decode(
             self.ids(rows, 1),
+            cache,
             attention_mask=torch.ones(rows, prefix + step, dtype=torch.long),
             position_ids=torch.full((rows, 1), prefix + step - 1),
-            past_key_values=cache,
         )
 
     def window(self, layer_idx: int) -> int | None:
@@ -297,10 +299,14 @@ class Simulation:
         """PEFT's `generate` calls the model inside, past the forward that accelerate wraps in autocast."""
         return contextlib.nullcontext() if self.setup.lora_rank else self.autocast()
 
-    def decode(self, input_ids: torch.Tensor, **kwargs) -> None:
+    @property
+    def cache_name(self) -> str:
+        return cache_argument(causal_lm_of(self.model))
+
+    def decode(self, input_ids: torch.Tensor, cache, **kwargs) -> None:
         """One forward of `generate` and its sampling: the last logits in float32, the temperature, softmax."""
         with self.generating():
-            logits = self.model(input_ids=input_ids, use_cache=True, **kwargs).logits
+            logits = self.model(input_ids=input_ids, use_cache=True, **{self.cache_name: cache}, **kwargs).logits
         with self.memory.of_kind("logits"):
             last = logits[:, -1, :].to(torch.float32, copy=True)
             scores = last / self.setup.temperature
