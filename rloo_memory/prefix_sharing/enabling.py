@@ -139,6 +139,8 @@ def _check_layers(model: PreTrainedModel, mixers: list[nn.Module], refuse: Calla
     layer_types = set(getattr(text_config, "layer_types", None) or ["full_attention"])
     attending, with_state = layers_by_kind(text_config)
     if layer_types - SUPPORTED_LAYER_TYPES or not attending or {mixer.layer_idx for mixer in mixers} != with_state:
+        if with_state:
+            _check_version(refuse)
         with_state_types = sorted(layer_types - {"full_attention", "sliding_attention"})
         refuse(f"it has layers of type {with_state_types}, whose state cannot be shared.")
     # transformers does not say so of models with a state. The comparison below finds attention that does not.
@@ -154,6 +156,14 @@ def _check_layers(model: PreTrainedModel, mixers: list[nn.Module], refuse: Calla
         refuse(
             "its rotary embedding (dynamic) depends on the length of the whole sequence, and on earlier ones, so the "
             "prompt alone does not have the keys of the full sequence."
+        )
+
+
+def _check_version(refuse: Callable[..., NoReturn]) -> None:
+    if Version(transformers.__version__) < Version(_VERSION_OF_STATES):
+        refuse(
+            f"layers with a state, and Gemma 4, need transformers {_VERSION_OF_STATES} or higher, but "
+            f"{transformers.__version__} is installed. Upgrade it."
         )
 
 
@@ -184,12 +194,8 @@ def _compare(model: PreTrainedModel, mixers: list[nn.Module], refuse: Callable[.
         if isinstance(exception, WholeRowsError | torch.OutOfMemoryError) or "CUDA error" in str(exception):
             raise  # the fault of the model, or of the device, and not of the shared prompt
         text_config = model.config.get_text_config()
-        by_version = mixers or getattr(text_config, "hidden_size_per_layer_input", None)
-        if by_version and Version(transformers.__version__) < Version(_VERSION_OF_STATES):
-            refuse(
-                f"layers with a state, and Gemma 4, need transformers {_VERSION_OF_STATES} or higher, but "
-                f"{transformers.__version__} is installed. Upgrade it."
-            )
+        if mixers or getattr(text_config, "hidden_size_per_layer_input", None):
+            _check_version(refuse)
         refuse(f"a shared prompt fails in it ({type(exception).__name__}: {exception}).")
     if error != 0:  # not a number, too
         refuse(

@@ -198,12 +198,15 @@ class TestPrefixSharingFailures:
             enable_prefix_sharing(model)
         assert "prefix_sharing=False" not in str(error.value)
 
-    def test_version_that_states_need(self, monkeypatch):
+    @pytest.mark.parametrize("finds_mixers", [True, False])  # older ones hide the names of their arguments
+    def test_version_that_states_need(self, finds_mixers, monkeypatch):
         def fail(*args, **kwargs):
             raise AttributeError("'States' object has no attribute 'has_previous_state'")
 
         model = build(family("bamba"))
         monkeypatch.setattr(enabling, "error_of_passes", fail)
+        if not finds_mixers:
+            monkeypatch.setattr(enabling, "find_mixers", lambda model: [])
         monkeypatch.setattr(enabling.transformers, "__version__", "5.20.0")
         with pytest.raises(ValueError, match="need transformers 5.22.0 or higher, but 5.20.0 is installed"):
             enable_prefix_sharing(model)
