@@ -11,6 +11,7 @@ with shared_prompts(model, prompts) as shared:  # in parts, each with a backward
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import RLock
 from typing import TypeAlias
 
 import torch
@@ -33,6 +34,8 @@ from rloo_memory.prefix_sharing.tree import OpenTree, Prompts, Tree
 TOKENS_OF_LOGITS = 1024  # whose logits exist at a time
 
 Ids: TypeAlias = torch.Tensor | Sequence[int]
+
+_lock = RLock()
 
 
 def log_probs(
@@ -111,7 +114,7 @@ class shared_prompts:
         return self
 
     def _state(self) -> tuple:
-        return state_of(self.model), *(module.training for module in dropouts(self.model))
+        return state_of(self.model), self.model.training, *(module.training for module in dropouts(self.model))
 
     def log_probs(self, completions: Sequence[Ids], rows: Sequence[int] | None = None) -> torch.Tensor:
         """
@@ -176,11 +179,14 @@ def prepare(model: PreTrainedModel, temperature: float, shares_dropout: bool) ->
             "DDP, pass `model.module` and reduce gradients behind the backward; with FSDP, use `share_prompts`."
         )
     causal_lm = causal_lm_of(model)
-    drops = model.training and not shares_dropout and dropouts(model)
+    in_training = any(module.training for module in model.modules())
+    drops = not shares_dropout and any(module.training for module in dropouts(model))
     try:
-        check_adapter(model)  # which may be newer than the model's trial
-        if drops or vars(causal_lm.base_model).get("_prefix_sharing") is None:
-            enable_prefix_sharing(model, shares_dropout)
+        with _lock:  # while a model is tried, another thread would read the weights of the trial
+            check_adapter(model)  # which may be newer than the model's trial
+            route = vars(causal_lm.base_model).get("_prefix_sharing")
+            if drops or route is None or in_training and not route.in_training:
+                enable_prefix_sharing(model, shares_dropout=not drops, in_training=in_training)
     except CannotShare as refusal:
         raise ValueError(refusal.reason) from None
 
@@ -196,7 +202,7 @@ def has_reentrant_checkpointing(model: PreTrainedModel) -> bool:
 
 def is_one(ids) -> bool:
     """Whether these are the ids of one text, and not those of several."""
-    return len(ids) > 0 and torch.as_tensor(ids[0]).ndim == 0
+    return len(ids) > 0 and torch.as_tensor(ids[0], device="cpu").ndim == 0
 
 
 def ids_of(given, name: str, number: int | None = None) -> list[torch.Tensor]:
@@ -206,7 +212,7 @@ def ids_of(given, name: str, number: int | None = None) -> list[torch.Tensor]:
         raise ValueError(f"`{name}` is empty.")
     if number is not None and len(texts) != number:
         raise ValueError(f"`{name}` has {len(texts)} texts, and there are {number} completions.")
-    texts = [torch.as_tensor(text).cpu() for text in texts]
+    texts = [torch.as_tensor(text, device="cpu") for text in texts]
     for i, text in enumerate(texts):
         if text.ndim != 1 or len(text) == 0 or text.is_floating_point():
             raise ValueError(f"`{name}[{i}]` must be token ids, of shape (at least 1,), and has {tuple(text.shape)}.")

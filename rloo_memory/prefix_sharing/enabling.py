@@ -39,6 +39,7 @@ class _Route:
 
     def __init__(self, configs: list[PretrainedConfig]):
         self.configs = configs  # of the text part, see [`~prefix_sharing.routing.running`]
+        self.in_training = True  # what it is tried for
         self.shares_starts = False  # also between prompts, of what they begin with
         self.hooks: frozenset[int] = frozenset()  # the user's, with which the model was tried
         self.handles: list[RemovableHandle] = []
@@ -70,11 +71,14 @@ class _Route:
             unmark(module)
 
 
-def enable_prefix_sharing(model: PreTrainedModel, shares_dropout: bool = False, holder=None) -> None:
+def enable_prefix_sharing(
+    model: PreTrainedModel, shares_dropout: bool = False, holder=None, in_training: bool = True
+) -> None:
     """
     Let `model` attend to a shared prefix: a call with one goes to a function that can, any other to the attention that
     the model was loaded with. What was enabled before is checked again. [`disable_prefix_sharing`] undoes it, once
-    each `holder` of it has called that. Raises a [`CannotShare`] if the model cannot share a prefix exactly.
+    each `holder` of it has called that. Raises a [`CannotShare`] if the model cannot share a prefix exactly, be it for
+    noise that there is `in_training` only.
     """
     check_adapter(model)
     model = causal_lm_of(model)
@@ -83,11 +87,13 @@ def enable_prefix_sharing(model: PreTrainedModel, shares_dropout: bool = False, 
     mixers, refuse = find_mixers(model), functools.partial(_refuse, model)
     try:
         _check_layers(model, mixers, refuse)
-        check_dropout(model, shares_dropout)
+        if in_training:
+            check_dropout(model, shares_dropout)
         route = _Route.of(model)
+        route.in_training = in_training
         route.install(model.base_model, mixers)
         model.base_model._prefix_sharing = route
-        _compare(model, mixers, refuse)
+        _compare(model, mixers, refuse, in_training)
         route.shares_starts = _shares_starts(model)
     except BaseException:
         disable_prefix_sharing(model)
@@ -123,6 +129,8 @@ def check_adapter(model) -> None:
     adapter = vars(model.active_peft_config)
     if adapter.get("alora_invocation_tokens") is not None:
         refuse("aLoRA looks for its tokens in whole sequences.")
+    if model.active_peft_config.peft_type == "XLORA":
+        refuse("X-LoRA scales its adapters by what the model makes of whole sequences.")
     # Dropout that has layers is asked for there: `disable_dropout` may have switched it off
     active = {name: p for name, p in adapter.items() if "dropout" in name and isinstance(p, float) and p > 0}
     for name, p in active.items():
@@ -186,10 +194,12 @@ def check_dropout(model: PreTrainedModel, shares_dropout: bool) -> None:
                 )
 
 
-def _compare(model: PreTrainedModel, mixers: list[nn.Module], refuse: Callable[..., NoReturn]) -> None:
+def _compare(
+    model: PreTrainedModel, mixers: list[nn.Module], refuse: Callable[..., NoReturn], in_training: bool
+) -> None:
     """Try a shared prefix on a few tokens."""
     try:
-        error = error_of_passes(model, SharedPrefixPasses(PROBE_PREFIX_LENGTH), training=True)
+        error = error_of_passes(model, SharedPrefixPasses(PROBE_PREFIX_LENGTH), in_training)
     except Exception as exception:
         if isinstance(exception, WholeRowsError | torch.OutOfMemoryError) or "CUDA error" in str(exception):
             raise  # the fault of the model, or of the device, and not of the shared prompt
@@ -198,10 +208,8 @@ def _compare(model: PreTrainedModel, mixers: list[nn.Module], refuse: Callable[.
             _check_version(refuse)
         refuse(f"a shared prompt fails in it ({type(exception).__name__}: {exception}).")
     if error != 0:  # not a number, too
-        refuse(
-            f"hidden states behind a shared prompt differ from those of whole sequences by {error:.1%} (in training, "
-            "where noise counts, too)."
-        )
+        when = " (in training, where noise counts, too)" if in_training else ""
+        refuse(f"hidden states behind a shared prompt differ from those of whole sequences by {error:.1%}{when}.")
     hidden_size = model.config.get_text_config().hidden_size
     for mixer in {type(mixer): mixer for mixer in mixers}.values():
         if ignores_state(mixer, Node(torch.arange(2)), hidden_size):

@@ -60,15 +60,22 @@ def has_parameter_hooks(model: nn.Module) -> bool:
 
 
 def state_of(model: nn.Module) -> tuple:
-    """Which of PEFT's adapters are switched on or merged, and what is trained: what a prompt left is of one state."""
-    names = ("_active_adapter", "_disable_adapters", "merged_adapters")
+    """
+    Which of PEFT's adapters are switched on or merged, and how they are scaled, and what is trained: what a prompt
+    left is of one state.
+    """
+    names = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
     adapters = (repr(vars(module)[name]) for module in model.modules() for name in names if name in vars(module))
     return *adapters, *(param.requires_grad for param in model.parameters())
 
 
 def versions_of(model: nn.Module) -> list[int]:
     """Of its weights: each changes where something writes into a weight."""
-    return [0 if param.is_inference() else param._version for param in model.parameters()]
+    # PEFT puts the weights that an adapter adds to by name (`target_parameters`) in their places anew in each forward
+    weights = (module.get_param() for module in model.modules() if hasattr(module, "get_param"))
+    put = {id(param) for param in weights if not param.requires_grad}
+    unwritten = (id(param) in put or param.is_inference() for param in model.parameters())
+    return [0 if skip else param._version for skip, param in zip(unwritten, model.parameters(), strict=True)]
 
 
 def _tensors(values) -> list[torch.Tensor]:

@@ -26,7 +26,7 @@ class Runs:
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> "Runs":
-        starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        starts = torch.tensor([0, *lengths], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
         return cls(lengths, to_device(starts, device))
 
 
@@ -78,9 +78,9 @@ class Seen:
         """What is added to the scores of a tile, `(Q, K)`."""
         if tile.distance is None:
             return None
-        queries, keys = (torch.arange(x.stop - x.start) for x in (tile.queries, tile.keys))
+        queries, keys = (torch.arange(x.stop - x.start, device="cpu") for x in (tile.queries, tile.keys))
         back = queries[:, None] + tile.distance + (self.distance or 0) - keys
-        return torch.zeros(back.shape, dtype=dtype).masked_fill((back < 0) | (back >= self.window), -torch.inf)
+        return torch.zeros_like(back, dtype=dtype).masked_fill((back < 0) | (back >= self.window), -torch.inf)
 
 
 def _fold(x: torch.Tensor, num_groups: int) -> torch.Tensor:

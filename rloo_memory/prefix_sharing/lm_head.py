@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import RLock, get_ident
 
 import torch
 from accelerate.utils import is_peft_model
@@ -12,6 +13,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from rloo_memory.calls import replaced
 
 from .hooks import without_own_hooks
+
+# One thread at a time replaces a forward: another would put back what it has found there
+_lock = RLock()
 
 
 class _Output(BaseModelOutputWithPast):
@@ -25,11 +29,16 @@ class _Output(BaseModelOutputWithPast):
 
 @contextmanager
 def backbone_gives(model: nn.Module, states: torch.Tensor) -> Iterator[None]:
-    """Have the backbone of a causal language model give these states, whatever it is called with."""
-    backbone = model.base_model
-    forward = replaced(backbone, "forward", lambda *args, **kwargs: _Output(last_hidden_state=states))
-    with forward, without_own_hooks(backbone):
-        yield
+    """Have the backbone of a causal language model give these states, whatever this thread calls it with."""
+    backbone, thread = model.base_model, get_ident()
+    with _lock:
+        own = backbone.forward
+
+        def forward(*args, **kwargs):
+            return _Output(last_hidden_state=states) if get_ident() == thread else own(*args, **kwargs)
+
+        with replaced(backbone, "forward", forward), without_own_hooks(backbone):
+            yield
 
 
 def causal_lm_of(model: PreTrainedModel) -> PreTrainedModel:

@@ -216,14 +216,16 @@ class Path:
 
 def watch_backward(states: torch.Tensor, prefixes: list[Path]) -> None:
     """Have a backward from `states` fail that does not reach the prompts while their own backward is still to come."""
-    nodes = {
-        node
+    # Each pass behind a node reads its keys and values, and the states of the last. What is trained decides which of
+    # them have a gradient. A graph must not hold the node, which has one of its own
+    ending = (
+        (node.ends, slot)
         for prefix in prefixes
         for node, at in zip(prefix.nodes, prefix.gradients, strict=True)
-        if at is Gradient.ENDS
-    }
-    # Each pass behind a node reads its keys. A graph must not hold the node, which has one of its own
-    watched = next(((node.ends, slot) for node in nodes for slot in node.ends if slot[1] == KEY), None)
+        for slot in node.ends
+        if at is Gradient.ENDS and (slot[1] in (KEY, VALUE) or len(slot) == 3 and node is prefix.nodes[-1])
+    )
+    watched = next(ending, None)
     if watched is None or not states.requires_grad:
         return
     ends, slot = watched

@@ -22,12 +22,12 @@ _PROBE_STD = 1.0
 @contextmanager
 def _probing(model: PreTrainedModel, training: bool) -> Iterator[None]:
     """
-    Put a model into training or evaluation mode, without traces of what happens then. In training mode, the trainable
-    parameters that start at zero, as those of adapters do, have values that show what depends on them.
+    Put a model into training or evaluation mode, without traces of what happens then. The trainable parameters that
+    start at zero, as those of adapters do, have values that show what depends on them.
     """
     device = model.get_input_embeddings().weight.device
     modes = {module: module.training for module in model.modules()}
-    zeros = [param.data for param in model.parameters() if training and param.requires_grad and not param.any()]
+    zeros = [param.data for param in model.parameters() if param.requires_grad and not param.any()]
     model.train(training)
     try:
         with (

@@ -117,10 +117,11 @@ class _Tokens:
     def of(cls, rows: list[int], starts: list[int], ends: list[int], shifts: list[int]) -> "_Tokens":
         """Those of each row from one column to another, at positions that are a shift ahead of columns."""
         lengths = [end - start for start, end in zip(starts, ends, strict=True)]
-        repeats = torch.tensor(lengths)
-        row, start, shift = (torch.tensor(x).repeat_interleave(repeats) for x in (rows, starts, shifts))
-        of_pass = torch.arange(len(rows)).repeat_interleave(repeats)
-        place = torch.cat([torch.arange(length) for length in lengths])
+        with torch.device("cpu"):  # whatever the default is
+            repeats = torch.tensor(lengths)
+            row, start, shift = (torch.tensor(x).repeat_interleave(repeats) for x in (rows, starts, shifts))
+            of_pass = torch.arange(len(rows)).repeat_interleave(repeats)
+            place = torch.cat([torch.arange(length) for length in lengths])
         return cls(lengths, row, start + place, start + place + shift, of_pass, place)
 
     @staticmethod
@@ -213,11 +214,11 @@ class _Forward:
             rows_of.setdefault(self.tree.branch_of[of_tree], []).append(row)
         for branch, rows in rows_of.items():
             if settings.tokens_per_forward is None:
-                chunks = torch.tensor(rows).split(settings.completions_per_forward or len(rows))
+                chunks = torch.tensor(rows, device="cpu").split(settings.completions_per_forward or len(rows))
             else:
-                lengths = self._tokens_behind(branch, torch.tensor(rows)).lengths
+                lengths = self._tokens_behind(branch, torch.tensor(rows, device="cpu")).lengths
                 chunks = split_by_tokens(lengths, settings.tokens_per_forward, packed=True)
-                chunks = [torch.tensor([rows[i] for i in chunk]) for chunk in chunks]
+                chunks = [torch.tensor([rows[i] for i in chunk], device="cpu") for chunk in chunks]
             passes.extend((branch, chunk) for chunk in chunks)
         if settings.tokens_per_forward is None:
             return passes

@@ -157,10 +157,20 @@ def _leave(name: str, mixer: nn.Module, args: tuple, kwargs: dict, output: torch
     return states.pack(output) if isinstance(states, States) else output
 
 
+def _drop_hooks(mixer: nn.Module) -> None:
+    """A copy of a mixer has copies of the hooks below, which would pack its rows twice."""
+    before = mixer._forward_pre_hooks, mixer._forward_pre_hooks_with_kwargs
+    behind = mixer._forward_hooks, mixer._forward_hooks_with_kwargs
+    for hooks, with_kwargs in (before, behind):
+        for number in [number for number, hook in hooks.items() if getattr(hook, "func", None) in (_enter, _leave)]:
+            del hooks[number], with_kwargs[number]
+
+
 def share_states(mixers: list[nn.Module]) -> list[RemovableHandle]:
     """Have mixers start from the states of a shared prefix where they are called with one, and leave them there."""
     handles = []
     for mixer in mixers:
+        _drop_hooks(mixer)
         name = cache_argument(mixer)
         enter, leave = functools.partial(_enter, name), functools.partial(_leave, name)
         handles.append(mixer.register_forward_pre_hook(enter, with_kwargs=True))

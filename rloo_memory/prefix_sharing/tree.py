@@ -53,7 +53,7 @@ class Prompts:
         image_token_id: int | None = None,
     ) -> "Prompts":
         """Of left-padded prompts of shape `(B, P)`, on the host. Raises a [`GoesWhole`] if one has no token."""
-        lengths, place = (prompt_mask != 0).sum(1), torch.arange(prompt_ids.shape[1])
+        lengths, place = (prompt_mask != 0).sum(1), torch.arange(prompt_ids.shape[1], device="cpu")
         if (empty := (lengths == 0).nonzero().flatten()).numel():
             raise GoesWhole(
                 f"The prompt of row {empty[0]} of the batch is empty, and a completion needs a token to follow. "
@@ -62,7 +62,8 @@ class Prompts:
         column = len(place) - lengths[:, None] + place
         ids = prompt_ids.gather(1, column.clamp(max=len(place) - 1)).masked_fill(column >= len(place), -1)
         keys = ids.masked_fill(place >= lengths[:, None] - 1, -1)
-        has_images = torch.tensor([bool(x) for x in multimodal.images] if multimodal else [False] * len(ids))
+        has_images = [bool(x) for x in multimodal.images] if multimodal else [False] * len(ids)
+        has_images = torch.tensor(has_images, device="cpu")
         is_whole = has_images if shares_starts else torch.ones_like(has_images)
         if is_whole.any():
             text = torch.zeros_like(lengths)  # tokens before the first image
