@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from rloo_memory.prefix_sharing.config import check_tokens_per_forward
 from rloo_memory.prefix_sharing.enabling import CannotShare, check_adapter, enable_prefix_sharing
 from rloo_memory.prefix_sharing.fsdp2 import FSDPModule
-from rloo_memory.prefix_sharing.hooks import state_of, versions_of
+from rloo_memory.prefix_sharing.hooks import has_parameter_hooks, state_of, versions_of
 from rloo_memory.prefix_sharing.images import MultimodalInputs
 from rloo_memory.prefix_sharing.lm_head import causal_lm_of, logits_of
 from rloo_memory.prefix_sharing.passes import position_shift
@@ -131,6 +131,11 @@ class shared_prompts:
             `torch.Tensor` of shape `(N, C)`: Log-probabilities, in float32 at least, 0 behind the end of a completion.
         """
         state = self._check(torch.is_grad_enabled())
+        if torch.is_grad_enabled() and has_parameter_hooks(self.model):
+            raise RuntimeError(
+                "A hook takes the gradient of a parameter behind each part, and there it lacks that of prompts. Ask "
+                "`log_probs` in place of `shared_prompts`, or remove the hook."
+            )
         rows = [0] * len(completions) if rows is None else [int(row) for row in rows]
         if len(rows) != len(completions) or not all(0 <= row < len(self.prompt_ids) for row in rows):
             raise ValueError(

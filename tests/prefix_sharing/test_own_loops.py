@@ -301,6 +301,19 @@ def test_gradients_that_are_not_whole_are_refused_whatever_is_trained(of, traine
         values.sum().backward()
 
 
+def test_a_hook_that_takes_gradients_of_parameters_gets_them_whole_or_none():
+    model = llama()
+    handle = model.model.norm.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    with shared_prompts(model, PROMPTS[0]) as shared:
+        with pytest.raises(RuntimeError, match="A hook takes the gradient of a parameter behind each part"):
+            shared.log_probs(COMPLETIONS)
+        with torch.no_grad():
+            expected = shared.log_probs(COMPLETIONS)
+        assert torch.allclose(log_probs(model, PROMPTS[0], COMPLETIONS), expected)
+        handle.remove()
+        shared.log_probs(COMPLETIONS).sum().backward()
+
+
 def test_an_adapter_that_is_scaled_otherwise_has_prompts_of_its_own():
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     model = get_peft_model(llama(), config)
