@@ -244,7 +244,10 @@ class _Rows:
             torch.stack([torch.nn.functional.pad(x, (width - len(x), 0), value=-1) for x in prompts]),
             pad_sequence(completions, batch_first=True, padding_value=-1),
         ]
-        ids = torch.cat(parts, dim=1).to(model.device)
+        # Where weights are offloaded, their own device is none that anything is computed on
+        hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
+        device = getattr(hook, "execution_device", None)
+        ids = torch.cat(parts, dim=1).to(model.device if device is None else device)
         return cls(model, ids.clamp(min=0), (ids >= 0).long(), width)
 
     @property

@@ -22,7 +22,7 @@ from transformers.masking_utils import causal_mask_function, eager_mask, sliding
 from .attention import is_plain, kernels_take, shared_prefix_attention
 from .kernels import Runs
 from .nodes import Node, Path
-from .states import States
+from .states import States, check_graph
 
 # Softmax attention of transformers, whatever names it is registered by: those of kernels of the hub, too
 _SOFTMAX_ATTENTION = (sdpa_attention_forward, flash_attention_forward, flex_attention_forward)
@@ -100,6 +100,7 @@ class RecordPrefix:
     def __init__(self, prefix: Node):
         self.prefix: Node | None = prefix
         self.has_tokens = len(prefix.positions) > 0
+        self.without_graph: set[int] = set()  # layers that ran so
         self.windows: set[int | None] = set()  # of the causal masks that an `eager` model asked for
         self.masks: dict[int | None, torch.Tensor] = {}  # those that layers needed, by window
 
@@ -171,6 +172,7 @@ class ReadPrefix:
     blocks: list[int]  # number of tokens of completions that attend together
     states: States  # what layers with a state start from
     record: RecordPrefix | None = None
+    without_graph: set[int] = field(default_factory=set)  # layers that ran so
     windows: set[int | None] = field(default_factory=set)  # of the causal masks that the model asked for
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # those that layers needed, by window
 
@@ -352,6 +354,8 @@ def _attend(own: Attention, module: nn.Module, shared_prefix, *args, **kwargs):
             f"{type(module).__name__} was called in a pass of its model without the prefix of the pass. Set "
             "`prefix_sharing=False`."
         )
+    if isinstance(context, ReadPrefix | RecordPrefix):
+        check_graph(context.without_graph, module.layer_idx)
     if own.attend is sdpa_attention_forward:
         kwargs.pop("s_aux", None)  # it does not read sinks
     return context.attend(own, module, *args, **kwargs)

@@ -142,10 +142,25 @@ def cache_argument(module: nn.Module) -> str:
     return next((name for name in _CACHE_ARGUMENTS if name in parameters), "")
 
 
+def check_graph(without_graph: set[int], layer_idx: int) -> None:
+    """
+    Raise if a layer runs with a graph which ran without one in the same pass: so does reentrant checkpointing, whoever
+    asks for it, and what a prompt has left without a graph gets no gradient.
+    """
+    if not torch.is_grad_enabled():
+        without_graph.add(layer_idx)
+    elif layer_idx in without_graph:
+        raise RuntimeError(
+            f"Layer {layer_idx} is in reentrant gradient checkpointing, which cuts the gradient of what is computed "
+            "once for several completions. Checkpoint it with `use_reentrant=False`."
+        )
+
+
 def _enter(name: str, mixer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     # Not for the kernels, to which mixers pass on what they do not know
     context = kwargs.pop("shared_prefix", None)
     if context is not None:
+        check_graph(context.without_graph, mixer.layer_idx)
         hidden_states = args[0] if args else kwargs.pop("hidden_states")
         args = (context.states.to_rows(hidden_states), *args[1:])
         kwargs[name] = context.states

@@ -1,15 +1,11 @@
 """Log-probabilities for one's own loop, their gradients, and the programs of docs/own_loops.md."""
 
-import copy
 import re
-import sys
-import threading
 
 import pytest
 import torch
 from kinds import kind
-from peft import LoraConfig, PromptTuningConfig, XLoraConfig, get_peft_model
-from peft.helpers import rescale_adapter_scale
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch.autograd.graph import saved_tensors_hooks
 
 from experiments.checks.float64 import pure_float64
@@ -264,138 +260,6 @@ def test_an_adapter_is_looked_at_that_is_newer_than_the_trial():
     model = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     with pytest.raises(ValueError, match="PROMPT_TUNING puts learned tokens in front of each sequence"):
         log_probs(model, PROMPTS[0], COMPLETIONS)
-
-
-def test_x_lora_is_refused(tmp_path):
-    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    get_peft_model(llama(), config).save_pretrained(tmp_path)
-    model = llama()
-    model.config.use_cache = False
-    config = XLoraConfig("CAUSAL_LM", hidden_size=32, adapters={"0": str(tmp_path)}, xlora_dropout_p=0.0)
-    with pytest.raises(ValueError, match="X-LoRA scales its adapters by what the model makes of whole sequences"):
-        log_probs(get_peft_model(model, config), PROMPTS[0], COMPLETIONS)
-
-
-@pytest.mark.parametrize(
-    "of, trained",
-    [
-        (FAMILIES["llama"], "layers.2.self_attn.v_proj"),
-        (
-            family("lfm2", layer_types=["full_attention", "full_attention", "conv"], num_hidden_layers=3),
-            "layers.2.conv",
-        ),
-    ],
-    ids=["values", "states"],
-)
-def test_gradients_that_are_not_whole_are_refused_whatever_is_trained(of, trained):
-    """Of a last layer's values, or states, alone."""
-    model = build(of)
-    for path, param in model.named_parameters():
-        param.requires_grad_(trained in path)
-    with shared_prompts(model, PROMPTS[0]) as shared:
-        values = shared.log_probs([[5, 6]])
-        with pytest.raises(RuntimeError, match="ask `log_probs` in place of `shared_prompts`"):
-            params = [param for param in model.parameters() if param.requires_grad]
-            torch.autograd.grad(shared.log_probs([[5, 6]]).sum(), params, allow_unused=True)
-    with pytest.raises(RuntimeError, match="comes behind that of its prompts"):
-        values.sum().backward()
-
-
-def test_a_hook_that_takes_gradients_of_parameters_gets_them_whole_or_none():
-    model = llama()
-    handle = model.model.norm.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
-    with shared_prompts(model, PROMPTS[0]) as shared:
-        with pytest.raises(RuntimeError, match="A hook takes the gradient of a parameter behind each part"):
-            shared.log_probs(COMPLETIONS)
-        with torch.no_grad():
-            expected = shared.log_probs(COMPLETIONS)
-        assert torch.allclose(log_probs(model, PROMPTS[0], COMPLETIONS), expected)
-        handle.remove()
-        shared.log_probs(COMPLETIONS).sum().backward()
-
-
-def test_an_adapter_that_is_scaled_otherwise_has_prompts_of_its_own():
-    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    model = get_peft_model(llama(), config)
-    with torch.no_grad(), shared_prompts(model, PROMPTS[0]) as shared:
-        before = shared.log_probs(COMPLETIONS)
-        with rescale_adapter_scale(model, 0.3):
-            assert torch.equal(shared.log_probs(COMPLETIONS), log_probs(model, PROMPTS[0], COMPLETIONS))
-        assert torch.equal(shared.log_probs(COMPLETIONS), before)
-
-
-def test_adapters_on_experts_change_no_weight():
-    """PEFT puts those weights in their places anew in each forward."""
-    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    model = build(family("qwen3_moe"))
-    model.set_experts_implementation("eager")
-    config = LoraConfig(r=4, target_modules=[], target_parameters=names, init_lora_weights=False)
-    model = get_peft_model(model, config).double()
-    with pure_float64():
-        (whole_rows(model) * WEIGHTS).sum().backward()
-        expected = gradient(model)
-        with shared_prompts(model, PROMPTS, temperature=0.7) as shared:
-            for row, completion in enumerate(COMPLETIONS):
-                values = shared.log_probs([completion], [ROWS[row]])
-                (values * WEIGHTS[row, : len(completion)]).sum().backward()
-        assert_same(gradient(model), expected)
-
-
-def test_dropout_matters_where_it_is_active():
-    """GPT-2 has 0.1 of it everywhere, also in attention, and is loaded in evaluation mode."""
-    model = build(family("gpt2", attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1)).double().eval()
-    with pure_float64():
-        expected = whole_rows(model)
-        values = log_probs(model, [PROMPTS[row] for row in ROWS], COMPLETIONS, temperature=0.7)
-        assert_same(values, expected)
-    with pytest.raises(ValueError, match=r"would share its dropout \(that of `transformer.drop` is 0.1\)"):
-        log_probs(model.train(), PROMPTS[0], COMPLETIONS)
-    model = build(family("llama", attention_dropout=0.1)).eval()
-    assert log_probs(model, PROMPTS[0], COMPLETIONS).isfinite().all()
-    with pytest.raises(ValueError, match=r"load it with `attention_dropout=0.0`"):
-        log_probs(model.train(), PROMPTS[0], COMPLETIONS)
-
-
-def test_a_copy_of_a_hybrid_shares_as_it_does():
-    """As a reference is made of a policy that has trained already."""
-    model = build(FAMILIES["hybrid"])
-    expected = log_probs(model, PROMPTS[0], COMPLETIONS)
-    for _ in range(2):
-        model = copy.deepcopy(model)
-        assert torch.equal(log_probs(model, PROMPTS[0], COMPLETIONS), expected)
-
-
-def test_tensors_of_the_host_are_there_whatever_the_default_device_is():
-    model, expected = build(FAMILIES["windows and caps"]), log_probs(build(FAMILIES["windows and caps"]), LONG, [LONG])
-    with torch.device("meta"):
-        assert torch.equal(log_probs(model, LONG, [LONG]), expected)
-
-
-@torch.no_grad()
-def test_threads_can_score_with_one_model():
-    model = build(FAMILIES["llama"])
-    states = model.model(input_ids=LONG[None]).last_hidden_state
-    expected, errors = log_probs(build(FAMILIES["llama"]), PROMPTS[0], COMPLETIONS), []
-
-    @torch.no_grad()
-    def score():
-        try:
-            for _ in range(20):
-                torch.testing.assert_close(log_probs(model, PROMPTS[0], COMPLETIONS), expected)
-                torch.testing.assert_close(model.model(input_ids=LONG[None]).last_hidden_state, states)
-        except Exception as error:
-            errors.append(error)
-
-    threads, interval = [threading.Thread(target=score) for _ in range(3)], sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert not errors and "forward" not in vars(model.model)
 
 
 PAGE = ROOT / "docs" / "own_loops.md"
