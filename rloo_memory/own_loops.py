@@ -102,7 +102,7 @@ class shared_prompts:
         self.prompt_ids = ids_of(prompts, "prompts")
         self.width = max(map(len, self.prompt_ids))
         prompts = _Rows.of(model, self.prompt_ids, self.prompt_ids).prompts
-        # With other adapters, and with `longrope` in long rows, a prompt has other keys
+        # With other adapters, in other precision, and with `longrope` in long rows, a prompt has other keys
         self.trees: defaultdict[tuple, Tree] = defaultdict(
             lambda: OpenTree.of(prompts, every_prompt=True, positions_from_zero=True)
         )
@@ -145,7 +145,9 @@ class shared_prompts:
         batch = _Rows.of(
             self.model, [self.prompt_ids[row] for row in rows], ids_of(completions, "completions"), self.width
         )
-        tree = self.trees[state, position_shift(self.model.config, batch.ids.shape[1])]
+        device = batch.ids.device.type
+        precision = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        tree = self.trees[state, precision, position_shift(self.model.config, batch.ids.shape[1])]
         return batch.score(SharedPrefixPasses(self.width, tree=tree, rows=rows), self.temperature)
 
     def _check(self, with_gradients: bool) -> tuple:

@@ -87,6 +87,16 @@ def test_an_adapter_that_is_scaled_otherwise_has_prompts_of_its_own():
         assert torch.equal(shared.log_probs(COMPLETIONS), before)
 
 
+def test_parts_in_another_precision_have_prompts_of_their_own():
+    model, states = llama(), []
+    for first in (True, False):  # in autocast
+        with torch.no_grad(), shared_prompts(model, PROMPTS[0]) as shared:
+            for enabled in (first, not first):
+                with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                    states.append(shared.log_probs(COMPLETIONS))
+    assert torch.equal(states[0], states[3]) and torch.equal(states[1], states[2])
+
+
 def test_adapters_on_experts_change_no_weight():
     """PEFT puts those weights in their places anew in each forward."""
     names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
