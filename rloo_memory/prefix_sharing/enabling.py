@@ -19,7 +19,7 @@ from .hooks import hooks_of
 from .lm_head import causal_lm_of
 from .nodes import Node
 from .passes import PassesOutput, rope_parameters
-from .probe import PROBE_COMMON_LENGTH, PROBE_PREFIX_LENGTH, WholeRowsError, error_of_passes
+from .probe import PROBE_COMMON_LENGTH, PROBE_PREFIX_LENGTH, WholeRowsError, counts_positions, error_of_passes
 from .routing import is_softmax_attention, mark, unmark
 from .shared_passes import SharedPrefixPasses
 from .states import SUPPORTED_LAYER_TYPES, find_mixers, ignores_state, layers_by_kind, share_states
@@ -219,7 +219,7 @@ def _compare(
 def _shares_starts(model: PreTrainedModel) -> bool:
     """
     Whether prompts can go on behind what they begin with, wherever their padding ends: not where a model adds learned
-    vectors for the columns.
+    vectors for the columns, or scales by them.
     """
 
     def forward(backbone: nn.Module, *rows: torch.Tensor) -> PassesOutput:
@@ -228,7 +228,8 @@ def _shares_starts(model: PreTrainedModel) -> bool:
         return SharedPrefixPasses(PROBE_PREFIX_LENGTH, tree=tree).forward(backbone, *rows)
 
     try:
-        return error_of_passes(model, SimpleNamespace(forward=forward), prompts_alike=False) == 0
+        error = error_of_passes(model, SimpleNamespace(forward=forward), prompts_alike=False)
+        return error == 0 and not counts_positions(model)
     except torch.OutOfMemoryError:
         raise
     except Exception as exception:

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -17,6 +18,9 @@ PROBE_ROWS, PROBE_LENGTH, PROBE_PREFIX_LENGTH = 2, 9, 6
 # Of prompts that are not alike, of which one has padding: how many tokens both begin with
 PROBE_COMMON_LENGTH = 2
 _PROBE_STD = 1.0
+
+# A position that no row has: whatever grows with positions is far from what it is on a few tokens
+_FAR = 1 << 20
 
 
 @contextmanager
@@ -171,6 +175,35 @@ def error_of_passes(model: PreTrainedModel, passes, training: bool = False, prom
         # Layers with a state compute in float32 whatever the weights are
         dtype = max(model.dtype, torch.float32, key=lambda dtype: torch.finfo(dtype).eps)
         return _beyond_rounding(_compare(model, passes, prompts_alike), dtype)
+
+
+def counts_positions(model: PreTrainedModel) -> bool:
+    """
+    Whether more of a model than its rotary embeddings, of which differences matter, depends on positions: queries may
+    be scaled by them (Ministral 3 and Mistral 4 behind thousands of tokens, Beam).
+    """
+    rotary = [module for module in model.base_model.modules() if "Rotary" in type(module).__name__]
+
+    def bring_back(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        def near(x):
+            return x - _FAR if isinstance(x, torch.Tensor) and not x.is_floating_point() else x
+
+        return tuple(map(near, args)), {name: near(x) for name, x in kwargs.items()}
+
+    def forward(backbone: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> SimpleNamespace:
+        positions = torch.arange(_FAR, _FAR + input_ids.shape[1], device=input_ids.device)[None]
+        handles = [module.register_forward_pre_hook(bring_back, with_kwargs=True) for module in rotary]
+        try:
+            states = backbone(
+                input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False
+            ).last_hidden_state
+        finally:
+            for handle in handles:
+                handle.remove()
+        return SimpleNamespace(last_hidden_state=states[:, PROBE_PREFIX_LENGTH - 1 :])
+
+    # Models without such modules look up what they have for each position, and have nothing for these
+    return bool(rotary) and error_of_passes(model, SimpleNamespace(forward=forward)) != 0
 
 
 def _compare(model: PreTrainedModel, passes, prompts_alike: bool) -> float:
