@@ -83,7 +83,7 @@ class TrainerPasses:
         self._versions: list[int] = []  # of its weights behind the last one
         self._place = 0  # of the micro-batch in its update
         self._has_passes = True  # whether the loss of the last training step came from passes
-        self.count = TokenCount()  # of what was scored and trained since it was last read
+        self._count = TokenCount()  # of what was scored and trained since it was last read
         self._said: set[str] = set()
         option = "prefix_sharing=True" if args.prefix_sharing else f"tokens_per_forward={args.tokens_per_forward}"
         if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
@@ -124,6 +124,11 @@ class TrainerPasses:
     @property
     def _goes_whole(self) -> bool:
         return self._batch is not None and self._batch.goes_whole
+
+    @property
+    def count(self) -> TokenCount:
+        """What is scored now adds to it. An evaluation is no part of the step that follows."""
+        return self._count if self.model.training else TokenCount()
 
     def rows_per_prompt(self, num_rows: int) -> int:
         """Number of consecutive rows that are sure to have the same prompt, the same on every process."""
@@ -278,7 +283,7 @@ class TrainerPasses:
         Of what was scored and trained since the last call: tokens that went through the model, padding included, those
         of the same rows by themselves, and how many times as many these are.
         """
-        count, self.count = self.count, TokenCount()
+        count, self._count = self._count, TokenCount()
         return {
             "prefix_sharing/num_tokens": count.in_passes,
             "prefix_sharing/num_tokens_whole_rows": count.in_whole_rows,

@@ -190,6 +190,10 @@ def test_a_gradient_that_lacks_a_prompts_part_is_not_given(train):
         train(ScaledLoss, 2, share={})
 
 
+def evaluates(trainer):
+    trainer.eval_dataset, trainer.args.eval_strategy, trainer.args.eval_steps = trainer.train_dataset, "steps", 1
+
+
 def test_the_log_counts_the_tokens_of_the_model(train, capsys):
     _, tokens, logs = train(Fixed, 2, share={}, beta=0.0, gradient_checkpointing=False)
     assert "each prompt is computed once for its 4 completions where they are generated" in capsys.readouterr().out
@@ -197,6 +201,11 @@ def test_the_log_counts_the_tokens_of_the_model(train, capsys):
     assert len(logged) == 2 and all(log["prefix_sharing/token_ratio"] > 2 for log in logged)
     compared = 2 * (31 + 9) + (30 + 2 * 10)  # two whole rows of the first batch, and the same in passes
     assert tokens - compared <= sum(log["prefix_sharing/num_tokens"] for log in logged) <= tokens
+    # Not of an evaluation between two steps
+    evaluated = train(Fixed, 2, share={}, beta=0.0, prepare=evaluates)[2]
+    assert sum("eval_loss" in log for log in evaluated) == 2
+    trained = [log["prefix_sharing/num_tokens"] for log in evaluated if "loss" in log]
+    assert trained == [log["prefix_sharing/num_tokens"] for log in logged]
 
 
 @pytest.mark.slow
