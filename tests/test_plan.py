@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -14,9 +15,9 @@ from experiments.config import ROOT
 from experiments.record import read_csv
 from rloo_memory.device import status_bytes
 from rloo_memory.errors import ConfigError
-from rloo_memory.models import named_config
+from rloo_memory.models import named_config, shape_config
 from rloo_memory.phases import HighWater
-from rloo_memory.plan import ask
+from rloo_memory.plan import ask, predict
 from rloo_memory.plan.__main__ import fits
 from rloo_memory.plan.accuracy.measured import measured_errors
 from rloo_memory.plan.accuracy.reserve import Room
@@ -76,6 +77,21 @@ def test_the_longest_prompt_that_fits_is_longer_with_shared_prompts(planned):
     found = [line for line in result.stdout.splitlines() if ": largest prompt" in line]
     largest = {line.split(":")[0]: int(line.split()[-1]) for line in found}
     assert 1000 <= largest["stock"] < largest["shared"]
+
+
+def test_the_largest_k_is_found_in_few_steps_where_odd_ones_take_less(monkeypatch):
+    tried = []
+
+    def needed(setup):
+        tried.append(setup.num_generations)
+        return 600 + setup.num_generations * (22 - 3 * (setup.num_generations % 2))
+
+    monkeypatch.setattr(predict, "predict", lambda arm, setup, *_: SimpleNamespace(phases=setup))
+    setup, room = Setup(prompt_tokens=300, max_completion_length=64), SimpleNamespace(size=30_000, needed=needed)
+    config = shape_config("tiny-qwen3")
+    largest = predict.largest_that_fits("stock", setup, config, "k", room, say=lambda line: None)
+    assert needed(setup.with_k(largest)) <= room.size and largest > 1300
+    assert len(tried) < 25, tried
 
 
 BAD_INPUT = [

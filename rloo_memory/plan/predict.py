@@ -102,17 +102,18 @@ def largest_that_fits(arm: str, setup: Setup, hf_config, what: str, room, say=pr
     low, high = least, most + 1  # `low` fits, `high` does not
     if peak(least) > limit:
         return 0
-    guess = min(max(getattr(setup, name), least + 1), most)
+    guess, width = min(max(getattr(setup, name), least + 1), most), high - low
     while high - low > max(1, low // 100):  # to one percent
         if peak(guess) <= limit:
             low = guess
         else:
             high = guess
+        width, before = high - low, width
         below, above = sorted(known, key=lambda value: abs(known[value] - limit))[:2]
         slope = (known[above] - known[below]) / (above - below)
         meets = int(below + (limit - known[below]) / slope) if slope > 0 else 2 * low
         guess = min(max(meets, low + 1, low + (high - low) // 50), high - 1, 4 * low)
-        if guess in known:
+        if guess in known or high in known and width > before / 2:  # an odd k can take less than the even one below it
             guess = (low + high) // 2
     return low
 
