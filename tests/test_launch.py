@@ -73,6 +73,14 @@ REFUSED = {
     "balanced --reward_funcs my_exit:good": ["SystemExit: 0", "python -c 'import my_exit'"],
     "balanced --top_k -3": ["top_k is -3: it must be 0, which takes all, or more"],
     "balanced --ref_model_sync_steps 0": ["ref_model_sync_steps is 0: it must be at least 1"],
+    "balanced --seed -1": ["seed is -1: it must be from 0 to 4294967295"],
+    "balanced --report_to nothing": ["report_to nothing: none of those that are installed here (", "--report_to none"],
+    "balanced --eval_strategy epoch": ["eval_strategy: the launcher has no evaluation dataset; leave it out"],
+    "balanced --save_strategy best": ["save_strategy best: the launcher has no evaluation dataset"],
+    "balanced --use_peft --lora_target_modules x_proj": ["adapters: Target modules x_proj not found in the base"],
+    "balanced --use_peft --lora_modules_to_save score": ["lora_modules_to_save score: the model has no module of"],
+    f"{OF_ROWS} --dataset_name own.jsonl": ["'own.jsonl' has the column 'completions'", "rename the column"],
+    "balanced --output_dir /proc/new": ["cannot write to /proc/new", "choose --output_dir new-2"],
     "balanced --weight_decay nan": ["weight_decay is nan: it must be a finite number"],
     "balanced --model_init_kwargs x": ["model_init_kwargs is 'x': it must be a mapping"],
     "balanced --dataset_name rows.jsonl.gz --reward_funcs letters": ["it ends in '.gz': unpack or convert it"],
@@ -124,6 +132,7 @@ def test_bad_input_is_one_line_with_its_name_before_a_model_loads(here, no_model
         Path(name).write_text(text, "latin-1")
     for name, text in {
         "other.jsonl": '{"text": "a", "answer": "b"}',
+        "own.jsonl": '{"prompt": "a", "completions": "b"}',
         "half.csv": 'prompt\n"[{""role"": ""user"", ""content"": ""a""}]"\nSay a.\n',
         "empty.jsonl": '{"prompt": "a"}\n{"prompt": ""}',
         "kinds.jsonl": '{"prompt": "a"}\n{"prompt": [{"role": "user", "content": "a"}]}',

@@ -101,6 +101,7 @@ def train_in_folder(argv, launch, config, model, rows, reward_funcs: list, check
             rows = dataset.builtin_prompts(found.tokenizer, launch.prompt_tokens)
     vllm_server.check(config, found.path, found.tokenizer)
     quantization = policy.quantization_of(found.hf_config, model)
+    policy.check_modules(model, config, found.hf_config)
     with dataset.naming_the_dataset(launch.dataset_name):
         dataset.check_enough(rows, config)
         options = config.chat_template_kwargs or {}

@@ -83,8 +83,14 @@ def wrong_values(values: dict) -> list[str]:
 
 def wrong_here(launch, config, model) -> list[str]:
     """What settings ask for and a trainer or this machine does not have, where TRL would not say it in a line."""
+    from transformers.integrations import get_available_reporting_integrations
+
     no_reference = config.beta == 0 or model.use_peft
     sharded = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    evaluating = [name for name in ("eval_strategy", "eval_on_start", "load_best_model_at_end") if asks(config, name)]
+    evaluating += ["save_strategy best"] if config.save_strategy == "best" else []
+    reports = get_available_reporting_integrations()
+    missing = {*config.report_to} - {*reports, "azure_ml", "flyte"}  # of which it does not say that they are here
     reasons = {
         "activation_offloading moves activations from a GPU to the host, and there is no GPU here; "
         "--activation_offloading false": vars(config).get("activation_offloading") and no_gpu(),
@@ -96,9 +102,16 @@ def wrong_here(launch, config, model) -> list[str]:
             launch.offload_reward and not launch.reward_model_name_or_path,
         "offload_reference and offload_reward move whole models, and FSDP shards them: use fsdp2_offload.yaml instead":
             sharded and (launch.offload_reference or launch.offload_reward),
+        f"{', '.join(evaluating)}: the launcher has no evaluation dataset; leave it out": evaluating,
+        f"report_to {', '.join(sorted(missing))}: none of those that are installed here ({', '.join(reports)}); "
+        "install it, or --report_to none": missing,
         wrong_on_cpu(): config.use_cpu,
     }  # fmt: skip
     return [problem for problem, applies in reasons.items() if problem and applies]
+
+
+def asks(config, name: str) -> bool:
+    return getattr(config, name) not in (False, "no")
 
 
 def no_gpu() -> bool:

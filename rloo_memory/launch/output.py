@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import shlex
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -113,7 +114,11 @@ def refuse_other_output(folder: Path) -> None:
 
 def free_name(folder: Path) -> str:
     """Of a folder that is not there yet, beside this one if that can be; as a shell takes it."""
-    beside = folder if os.access(f"{folder.parent}/.", os.W_OK) else Path(folder.name)
+    try:
+        with tempfile.TemporaryDirectory(dir=folder.parent):  # root may write to /proc, and yet not
+            beside = folder
+    except OSError:
+        beside = Path(folder.name)
     named = beside if beside.name.strip(".") else beside.resolve()
     return shlex.quote(next(n for i in itertools.count(2) if not os.path.exists(n := f"{named}-{i}")))
 

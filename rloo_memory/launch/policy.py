@@ -120,6 +120,29 @@ def check_weights(name: str, folder: Path, hf_config) -> None:
         )
 
 
+def check_modules(model, config, hf_config) -> None:
+    """Raise `ConfigError` where the modules that adapters are asked for are none of the model's. Loads no weights."""
+    import transformers
+    from peft import get_peft_model
+
+    from trl import get_peft_config
+
+    if not model.use_peft or adapter_of(model.model_name_or_path):
+        return
+    if not hasattr(transformers, (hf_config.architectures or ["none"])[0]):  # a class of its own
+        return
+    with without_zero3(config.deepspeed_plugin):
+        policy = models.meta_model(hf_config)
+    names = [name for name, _ in policy.named_modules()]
+    for saved in model.lora_modules_to_save or ():  # PEFT leaves out what it does not find
+        if not any(name.endswith(saved) for name in names):
+            raise ConfigError(f"lora_modules_to_save {saved}: the model has no module of that name")
+    try:
+        get_peft_model(policy, get_peft_config(model))
+    except ValueError as error:
+        raise ConfigError(f"adapters: {one_line(error)}") from error
+
+
 def sizes_in(name: str, folder: Path) -> dict[str, list[int]]:
     """The sizes of weights in a folder's safetensors; nothing where it has none. Raises `ConfigError`."""
     from safetensors import SafetensorError, safe_open

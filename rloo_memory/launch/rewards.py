@@ -36,6 +36,11 @@ def rewards_of(launch: LaunchArguments, columns: list[str]) -> list:
         )
     if model and not is_model(model):
         raise ConfigError(f"reward model {model!r} is not a folder here; hub:{model} downloads it")
+    if names_of(launch) and (own := [column for column in columns if column in REWARD_ARGUMENTS]):
+        raise ConfigError(
+            f"dataset {launch.dataset_name!r} has the column {own[0]!r}, and a reward gets TRL's own {own[0]} under "
+            "that name; rename the column"
+        )
     functions = [function_of(name, columns) for name in names_of(launch)]
     return [model_source(model), *functions] if model else functions
 

@@ -15,7 +15,7 @@ from trl.scripts.rloo import RLOOScriptArguments
 import trl
 from rloo_memory.errors import ConfigError
 from rloo_memory.plan import setups
-from rloo_memory.plan.ranges import ABOVE_0, AT_LEAST_1, NOT_NEGATIVE, SHARE, Range
+from rloo_memory.plan.ranges import ABOVE_0, AT_LEAST_1, DROPOUT, NOT_NEGATIVE, SHARE, Range
 from rloo_memory.prefix_sharing.config import check_passes_config
 from rloo_memory.settings.arguments import LaunchArguments, TrainerAdditions
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser
@@ -135,10 +135,13 @@ RANGES = setups.RANGES | {
     "max_steps": Range(lambda x: x == -1 or x >= 1, "at least 1, or -1 for num_train_epochs"),
     "min_p": Range(lambda x: 0 <= x <= 1, "from 0 to 1", whole=False),
     "top_k": Range(lambda x: x >= 0, "0, which takes all, or more"),
-    "learning_rate": NOT_NEGATIVE,
+    "seed": Range(lambda x: 0 <= x < 2**32, "from 0 to 4294967295"),
     "top_p": SHARE,
-    **dict.fromkeys(("num_train_epochs", "repetition_penalty"), ABOVE_0),
-    **dict.fromkeys(("lora_r", "max_prompt_tokens", "ref_model_sync_steps"), AT_LEAST_1),
+    **dict.fromkeys(("learning_rate", "weight_decay", "adam_epsilon"), NOT_NEGATIVE),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), DROPOUT),
+    **dict.fromkeys(("num_train_epochs", "repetition_penalty", "lora_alpha"), ABOVE_0),
+    **dict.fromkeys(("lora_r", "max_prompt_tokens", "ref_model_sync_steps", "save_total_limit"), AT_LEAST_1),
+    "dataloader_num_workers": Range(lambda x: x >= 0, "0 or more"),
 }
 # What clips, masks or waits: with inf, nothing is clipped or masked, and it waits for ever
 UNLIMITED = {
