@@ -26,7 +26,7 @@ from rloo_memory.prefix_sharing.fsdp2 import FSDPModule
 from rloo_memory.prefix_sharing.hooks import has_parameter_hooks, state_of, versions_of
 from rloo_memory.prefix_sharing.images import MultimodalInputs
 from rloo_memory.prefix_sharing.lm_head import causal_lm_of, logits_of
-from rloo_memory.prefix_sharing.passes import position_shift
+from rloo_memory.prefix_sharing.passes import check_checkpointing, position_shift
 from rloo_memory.prefix_sharing.probe import dropouts
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses, prompts_of
 from rloo_memory.prefix_sharing.tree import OpenTree, Prompts, Tree
@@ -198,15 +198,6 @@ def prepare(model: PreTrainedModel, temperature: float, shares_dropout: bool) ->
         raise ValueError(refusal.reason) from None
 
 
-def has_reentrant_checkpointing(model: PreTrainedModel) -> bool:
-    functions = [
-        getattr(module, "_gradient_checkpointing_func", None)
-        for module in model.modules()
-        if getattr(module, "gradient_checkpointing", False)
-    ]
-    return any(getattr(function, "keywords", {}).get("use_reentrant") for function in functions)
-
-
 def is_one(ids) -> bool:
     """Whether these are the ids of one text, and not those of several."""
     return len(ids) > 0 and torch.as_tensor(ids[0], device="cpu").ndim == 0
@@ -262,11 +253,7 @@ class _Rows:
         return prompts_of(self.causal_lm.base_model, ids, mask, MultimodalInputs.of({}, len(ids)))
 
     def score(self, passes: SharedPrefixPasses, temperature: float) -> torch.Tensor:
-        if self.model.training and torch.is_grad_enabled() and has_reentrant_checkpointing(self.model):
-            raise ValueError(
-                "Reentrant gradient checkpointing would cut the gradient of what is computed once. Enable it with "
-                "`gradient_checkpointing_kwargs={'use_reentrant': False}`."
-            )
+        check_checkpointing(self.model)
         states = passes.forward(self.causal_lm.base_model, self.ids, self.mask).last_hidden_state[:, :-1]
         places = self.mask[:, self.width :].nonzero(as_tuple=True)
         targets = self.ids[:, self.width :][places]

@@ -190,6 +190,16 @@ def test_a_gradient_that_lacks_a_prompts_part_is_not_given(train):
         train(ScaledLoss, 2, share={})
 
 
+def test_reentrant_checkpointing_that_comes_later_is_refused(train):
+    class Reentrant(Fixed):
+        def compute_loss(self, model, *args, **kwargs):
+            model.gradient_checkpointing_enable({"use_reentrant": True})
+            return super().compute_loss(model, *args, **kwargs)
+
+    with pytest.raises(ValueError, match="Reentrant gradient checkpointing would cut the gradient"):
+        train(Reentrant, 2, share={})
+
+
 def evaluates(trainer):
     trainer.eval_dataset, trainer.args.eval_strategy, trainer.args.eval_steps = trainer.train_dataset, "steps", 1
 
