@@ -26,7 +26,7 @@ from rloo_memory.prefix_sharing.fsdp2 import FSDPModule
 from rloo_memory.prefix_sharing.hooks import has_parameter_hooks, state_of, versions_of
 from rloo_memory.prefix_sharing.images import MultimodalInputs
 from rloo_memory.prefix_sharing.lm_head import causal_lm_of, logits_of
-from rloo_memory.prefix_sharing.passes import check_checkpointing, position_shift
+from rloo_memory.prefix_sharing.passes import position_shift
 from rloo_memory.prefix_sharing.probe import dropouts
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses, prompts_of
 from rloo_memory.prefix_sharing.tree import OpenTree, Prompts, Tree
@@ -253,7 +253,6 @@ class _Rows:
         return prompts_of(self.causal_lm.base_model, ids, mask, MultimodalInputs.of({}, len(ids)))
 
     def score(self, passes: SharedPrefixPasses, temperature: float) -> torch.Tensor:
-        check_checkpointing(self.model)
         states = passes.forward(self.causal_lm.base_model, self.ids, self.mask).last_hidden_state[:, :-1]
         places = self.mask[:, self.width :].nonzero(as_tuple=True)
         targets = self.ids[:, self.width :][places]

@@ -132,22 +132,6 @@ def run_passes(
     return outputs
 
 
-def check_checkpointing(model: nn.Module) -> None:
-    """Raise a `ValueError` where a backward through passes of a model would lack a part. It may be set up anywhere."""
-    if not (model.training and torch.is_grad_enabled()):
-        return
-    functions = [
-        getattr(module, "_gradient_checkpointing_func", None)
-        for module in model.modules()
-        if getattr(module, "gradient_checkpointing", False)
-    ]
-    if any(getattr(function, "keywords", {}).get("use_reentrant") for function in functions):
-        raise ValueError(
-            "Reentrant gradient checkpointing would cut the gradient of what is computed once. Enable it with "
-            "`gradient_checkpointing_kwargs={'use_reentrant': False}`."
-        )
-
-
 def check_mask(attention_mask: torch.Tensor) -> None:
     """
     Raise a [`GoesWhole`] if the tokens of a row do not follow one another in a mask on the host. Only these go through

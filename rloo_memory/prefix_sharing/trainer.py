@@ -20,7 +20,7 @@ from .generation import generate_with_shared_prefix
 from .hooks import has_parameter_hooks, state_of, versions_of
 from .images import OF_IMAGES, OF_TOKENS, MultimodalInputs, count_tiles
 from .lm_head import causal_lm_of
-from .passes import GoesWhole, TokenCount, check_checkpointing, has_several_processes, on_any_process
+from .passes import GoesWhole, TokenCount, has_several_processes, on_any_process
 from .probe import dropouts
 from .shared_passes import SharedPrefixPasses, prompts_of
 from .token_budget import TokenBudgetPasses, check_whole_rows, saves_time, takes_whole_rows
@@ -147,7 +147,6 @@ class TrainerPasses:
         `input_ids` of shape `(B, P + C)` with `logits_to_keep` completion columns, and, of images, `num_images` and
         `num_tiles` of each row.
         """
-        check_checkpointing(model)  # a callback may have set it up
         self._has_passes |= torch.is_grad_enabled()
         bounds = (given["input_ids"].size(1) - given["logits_to_keep"], self.args.tokens_per_forward)
         num_images, num_tiles = given.get("num_images"), given.get("num_tiles")
