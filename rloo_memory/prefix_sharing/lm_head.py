@@ -35,7 +35,10 @@ def backbone_gives(model: nn.Module, states: torch.Tensor) -> Iterator[None]:
         own = backbone.forward
 
         def forward(*args, **kwargs):
-            return _Output(last_hidden_state=states) if get_ident() == thread else own(*args, **kwargs)
+            # A graph of a compiled model cannot ask for its thread
+            if torch.compiler.is_compiling() or get_ident() == thread:
+                return _Output(last_hidden_state=states)
+            return own(*args, **kwargs)
 
         with replaced(backbone, "forward", forward), without_own_hooks(backbone):
             yield

@@ -164,6 +164,13 @@ def test_tensors_of_the_host_are_there_whatever_the_default_device_is():
         assert torch.equal(log_probs(model, LONG, [LONG]), expected)
 
 
+def test_logits_are_those_of_a_model_that_is_compiled_in_one_graph():
+    model = llama()
+    expected = log_probs(model, PROMPTS[0], COMPLETIONS)
+    model.compile(backend="eager", fullgraph=True)
+    assert torch.equal(log_probs(model, PROMPTS[0], COMPLETIONS), expected)
+
+
 @torch.no_grad()
 def test_threads_can_score_with_one_model():
     model = build(FAMILIES["llama"])
