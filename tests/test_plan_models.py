@@ -2,11 +2,17 @@
 
 import functools
 import json
+from dataclasses import replace
 
 import pytest
 
+from experiments.checks.planner_check import measure
+from experiments.checks.setup_trainer import text_dataset
 from experiments.checks.tiny_families import tiny_config
-from rloo_memory import models
+from experiments.workload.run_models import save_models
+from rloo_memory import data, models
+from rloo_memory.plan.predict import predict
+from rloo_memory.plan.setups import Setup
 from rloo_memory.shapes import SHAPES
 
 
@@ -51,6 +57,23 @@ def test_scores_of_any_size_are_planned(planned, tmp_path):
     assert result.returncode == 0, result.stderr[-3000:]
     peak = float(result.stdout.split("\n\n")[0].splitlines()[-1].split()[4].rstrip("*"))
     assert peak > 8 * 4 * 10**12 * 2 / 2**30  # rows, heads, queries x keys, bytes
+
+
+@pytest.mark.slow
+def test_what_a_cpu_holds_of_latent_attention_is_planned_as_measured(tmp_path):
+    """Values are smaller than keys, and no kernel of a CPU takes them, so all scores are held."""
+    from transformers import CONFIG_MAPPING
+
+    setup = Setup(prompt_tokens=480, max_completion_length=16, device="cpu", padded=False, beta=0.0).with_k(4)
+    setup = replace(setup, dtype="float32", bf16=False)
+    config = tiny_config(CONFIG_MAPPING["deepseek_v3"], vocab_size=1000, architectures=["DeepseekV3ForCausalLM"])
+    documents = data.load_documents()
+    tokenizer = models.build_tokenizer(documents, 1000)
+    save_models(tmp_path, config, tokenizer, reward=False)
+    prompts = text_dataset(data.build_prompts(documents, tokenizer, setup.prompt_tokens))
+    measured, _ = measure(setup, tmp_path, tokenizer, prompts)
+    predicted = {peak.phase: peak.total for peak in predict("stock", setup, config).phases}
+    assert {phase: predicted[phase] for phase in measured} == pytest.approx(measured, rel=0.03)
 
 
 def test_kernels_that_are_installed_stay_out_of_a_prediction(planned, monkeypatch):

@@ -58,14 +58,18 @@ class SafeSoftmax(torch.autograd.Function):
         return torch._softmax_backward_data(product, probs, ctx.dim, ctx.dtype), None, None
 
 
-def attention(math, work, query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False, **kwargs):
+def attention(
+    math, on_cuda, work, query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False, **kwargs
+):
     """In place of `torch.nn.functional.scaled_dot_product_attention`. On CUDA, only FlashAttention takes fewer
-    heads of keys than of queries, in half precision. What is left is `math`, which holds all scores."""
+    heads of keys than of queries, in half precision. A CPU's kernel takes values of the keys' size alone (not those of
+    multi-head latent attention). What is left is `math`, which holds all scores."""
     if torch.is_autocast_enabled("cpu"):  # attention is on autocast's list
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (x.to(dtype) for x in (query, key, value))
-    if math is not None and enable_gqa and query.shape[1] != key.shape[1] and query.dtype not in HALF:
-        return math(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=True)[0]
+    has_fewer = enable_gqa and query.shape[1] != key.shape[1] and query.dtype not in HALF
+    if has_fewer if on_cuda else key.shape[-1] != value.shape[-1]:
+        return math(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
     return Attention.apply(query, key, value, attn_mask, is_causal, work)
 
 
@@ -102,11 +106,12 @@ def pretending(device: str, shapes, head_backward):
         columns = context.prefix_size(has_window) + max(context.blocks)
         return torch.ones(1, 1, len(context.rows), columns, dtype=torch.bool)
 
-    math = without_values(torch.ops.aten._scaled_dot_product_attention_math) if device == "cuda" else None
+    math = without_values(torch.ops.aten._scaled_dot_product_attention_math)
+    attend = functools.partial(attention, math, device == "cuda", shapes.work)
 
     with contextlib.ExitStack() as stack:
         patch = lambda *args, **kwargs: stack.enter_context(mock.patch.object(*args, **kwargs))  # noqa: E731
-        patch(torch.nn.functional, "scaled_dot_product_attention", functools.partial(attention, math, shapes.work))
+        patch(torch.nn.functional, "scaled_dot_product_attention", attend)
         masks = {name: without_values(ALL_MASK_ATTENTION_FUNCTIONS[name]) for name in ("sdpa", "eager")}
         stack.enter_context(mock.patch.dict(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, masks))
         patch(heads.FusedHead, "backward", staticmethod(without_values(head_backward(heads.FusedHead.backward))))
