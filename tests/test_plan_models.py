@@ -2,7 +2,6 @@
 
 import functools
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -64,8 +63,8 @@ def test_what_a_cpu_holds_of_latent_attention_is_planned_as_measured(tmp_path):
     """Values are smaller than keys, and no kernel of a CPU takes them, so all scores are held."""
     from transformers import CONFIG_MAPPING
 
-    setup = Setup(prompt_tokens=480, max_completion_length=16, device="cpu", padded=False, beta=0.0).with_k(4)
-    setup = replace(setup, dtype="float32", bf16=False)
+    sizes = {"prompt_tokens": 480, "max_completion_length": 16}
+    setup = Setup(**sizes, device="cpu", padded=False, beta=0.0, dtype="float32", bf16=False).with_k(4)
     config = tiny_config(CONFIG_MAPPING["deepseek_v3"], vocab_size=1000, architectures=["DeepseekV3ForCausalLM"])
     documents = data.load_documents()
     tokenizer = models.build_tokenizer(documents, 1000)

@@ -87,7 +87,8 @@ def wrong_here(launch, config, model) -> list[str]:
 
     no_reference = config.beta == 0 or model.use_peft
     sharded = os.environ.get("ACCELERATE_USE_FSDP") == "true"
-    evaluating = [name for name in ("eval_strategy", "eval_on_start", "load_best_model_at_end") if asks(config, name)]
+    settings = ("eval_strategy", "eval_on_start", "load_best_model_at_end")
+    evaluating = [name for name in settings if getattr(config, name) not in (False, "no")]
     evaluating += ["save_strategy best"] if config.save_strategy == "best" else []
     reports = get_available_reporting_integrations()
     missing = {*config.report_to} - {*reports, "azure_ml", "flyte"}  # of which it does not say that they are here
@@ -108,10 +109,6 @@ def wrong_here(launch, config, model) -> list[str]:
         wrong_on_cpu(): config.use_cpu,
     }  # fmt: skip
     return [problem for problem, applies in reasons.items() if problem and applies]
-
-
-def asks(config, name: str) -> bool:
-    return getattr(config, name) not in (False, "no")
 
 
 def no_gpu() -> bool:

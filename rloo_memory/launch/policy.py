@@ -80,13 +80,19 @@ def without_zero3(plugin) -> Iterator[None]:
             deepspeed.set_hf_deepspeed_config(plugin.dschf)
 
 
+def class_of(hf_config) -> type | None:
+    """The model's class, None where it is not one of transformers."""
+    import transformers
+
+    return getattr(transformers, (hf_config.architectures or ["none"])[0], None)
+
+
 def check_weights(name: str, folder: Path, hf_config) -> None:
     """Raise `ConfigError` where the weights in a folder are not those of its config: what is missing would be random,
     and layers beyond the config's would be left out. Nothing is read but the names and sizes of safetensors."""
     import torch
-    import transformers
 
-    model_class = getattr(transformers, (hf_config.architectures or ["none"])[0], None)
+    model_class = class_of(hf_config)
     if not model_class or settings_in(hf_config):  # a class of its own, or packed weights
         return
     sizes = sizes_in(name, folder)
@@ -122,14 +128,11 @@ def check_weights(name: str, folder: Path, hf_config) -> None:
 
 def check_modules(model, config, hf_config) -> None:
     """Raise `ConfigError` where the modules that adapters are asked for are none of the model's. Loads no weights."""
-    import transformers
     from peft import get_peft_model
 
     from trl import get_peft_config
 
-    if not model.use_peft or adapter_of(model.model_name_or_path):
-        return
-    if not hasattr(transformers, (hf_config.architectures or ["none"])[0]):  # a class of its own
+    if not model.use_peft or adapter_of(model.model_name_or_path) or not class_of(hf_config):
         return
     with without_zero3(config.deepspeed_plugin):
         policy = models.meta_model(hf_config)
