@@ -35,10 +35,11 @@ class Call:
 
 @dataclass
 class Scored:
-    """Rows of a batch whose log-probabilities are asked for, from one on, with which models are called in parts."""
+    """Rows whose log-probabilities are asked for, with which models are called in parts: those of a batch in its
+    order, or some `alone`, which share among themselves."""
 
     call: Call
-    first_row: int = 0
+    alone: bool = False
     place: int = 0  # behind the rows with which a model was called
 
     def next_rows(self, input_ids: torch.Tensor | None) -> slice | None:
@@ -51,7 +52,7 @@ class Scored:
         if rows.data_ptr() != input_ids.data_ptr() and not torch.equal(rows, input_ids):
             return None
         self.place = start + len(input_ids)
-        return slice(self.first_row + start, self.first_row + self.place)
+        return slice(start, self.place)
 
 
 @contextmanager

@@ -111,7 +111,9 @@ class PromptSharing:
         if is_peft_model(trainer.model) and deepspeed is not None and deepspeed.zero_stage == 3:
             # There TRL takes the reentrant checkpointing, for DeepSpeed before 0.19.3, which `TrainerPasses` refuses
             kwargs = {**(trainer.args.gradient_checkpointing_kwargs or {}), "use_reentrant": False}
-            self.put(trainer.args, "gradient_checkpointing_kwargs", kwargs)
+            for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):  # since 5.24
+                if hasattr(trainer.args, name):
+                    self.put(trainer.args, name, kwargs)
             self.args.gradient_checkpointing_kwargs = kwargs
         check_passes_config(self.args)
         if trainer.args.use_liger_kernel:  # as `train` does, but before the model is tried
@@ -225,8 +227,8 @@ class PromptSharing:
             call = call.but(batch_size=self.in_use.rows_to_score(batch_size))
         return self.in_passes(original, call)
 
-    def in_passes(self, original, call: Call, first_row: int = 0):
-        self.scored = Scored(call, first_row)
+    def in_passes(self, original, call: Call, alone: bool = False):
+        self.scored = Scored(call, alone)
         try:
             return call.to(original)
         finally:
@@ -242,9 +244,9 @@ class PromptSharing:
     @torch.no_grad()
     def compare_with_whole_rows(self, original, call: Call) -> None:
         """Raise a `RuntimeError` where these rows have other log-probabilities than TRL gives them by themselves."""
-        call, first_row = self.rows_to_compare(call)
+        call = self.rows_to_compare(call)
         with without_dropout(call.given["model"]):
-            shared = self.in_passes(original, call.but(batch_size=None), first_row)[0]
+            shared = self.in_passes(original, call.but(batch_size=None), alone=True)[0]
             with small_tiles(call.given["input_ids"]):
                 whole = call.but(batch_size=rows_with_an_image(call.given.get("num_images"))).to(original)[0]
         is_token = tokens_of(call)
@@ -268,19 +270,18 @@ class PromptSharing:
                 f"more than {most:.2g}. {type(self.trainer).__name__} does not fit `share_prompts`: leave it out."
             )
 
-    def rows_to_compare(self, call: Call) -> tuple[Call, int]:
-        """The call with two of its rows, of which one has a token if any has, and which row is the first of them; with
-        all rows where there are images."""
+    def rows_to_compare(self, call: Call) -> Call:
+        """The call with two of its rows, of which one has a token if any has; with all rows where there are images."""
         call = call.but(**{name: False for name in ("compute_entropy", "compute_aux_loss") if name in call.given})
         if any(call.given.get(name) is not None for name in OF_IMAGES):
-            return call, 0
+            return call
         has_token = tokens_of(call).any(1)
         first, num_rows = int(has_token.int().argmax()), len(has_token)
         # Of one prompt if they can be, and two: each process must call the model equally often
         size = self.in_use.rows_per_prompt(num_rows)
         first_row = min(first, first // size * size + max(0, size - 2), max(0, num_rows - 2))
         rows = slice(first_row, first_row + 2)
-        return call.but(**{name: x[rows] for name, x in call.given.items() if isinstance(x, torch.Tensor)}), first_row
+        return call.but(**{name: x[rows] for name, x in call.given.items() if isinstance(x, torch.Tensor)})
 
     # -- what is called in place of models' forwards ------------------------------------------------------------------
 
@@ -289,7 +290,7 @@ class PromptSharing:
         if scored is None or (rows := scored.next_rows(kwargs.get("input_ids"))) is None:
             return original(*args, **kwargs)
         try:
-            passes = self.in_use.of_rows(model, rows, scored.call.given)
+            passes = self.in_use.of_rows(model, rows, scored.call.given, scored.alone)
             return forward_in_passes(model, original, passes, *args, **kwargs)
         except GoesWhole as reason:
             self.in_use.go_whole(reason)

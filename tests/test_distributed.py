@@ -32,6 +32,7 @@ def alike(number):
 
 
 ALIKE = [[[alike(i), alike(i + 1)] for i in (4 * step, 4 * step + 2)] for step in range(4)]
+EQUAL_FIRST = [[["w11 w12 w13"] * 2, ["w3", "w91 w92 w93 w94 w95 w4"]]] + ALIKE[:2]
 SHORT = [[["w5", "w7 w8"], ["w21", f"w3{step}"]] for step in range(4)]  # rows go through the model whole
 
 # Untouched runs, and what each is compared with: gradient checkpointing, settings of sharing, other sharding
@@ -59,6 +60,11 @@ RUNS = {
         [(True, SHARED, {})],
     ),
     "fsdp-lora-split": (dict(trainer="grpo", rows=1, fsdp=RESHARD, lora=True), [(True, SHARED, PARTS)]),
+    # The first update's prompts are equal on one process
+    "fsdp-equal": (
+        dict(trainer="grpo", fsdp=RESHARD, dtype="float32", prompts=EQUAL_FIRST, options={"seed": 3}),
+        [(True, SHARED, {})],
+    ),
     # Prompts that differ within a group, on one process
     "fsdp-differ-split": (dict(trainer="rloo", rows=1, fsdp=RESHARD, differ=True), [(True, SHARED, {})]),
     "fsdp-differ-generate": (
@@ -110,7 +116,7 @@ ZERO3_RUNS = {
     "zero3-alike": (dict(trainer="rloo", rows=1, prompts=ALIKE, **ZERO3), [(True, SHARED, {})]),
     "zero3-lora-split": (
         dict(trainer="grpo", rows=1, lora=True, options={"gradient_checkpointing": True}, **ZERO3),
-        [(True, SHARED, {})],
+        [(True, {**SHARED, "gradient_checkpointing_kwargs": {"preserve_rng_state": True}}, {})],
     ),
     "zero3-generate": (dict(trainer="grpo", generate=True, options=GREEDY, **ZERO3), [(True, SHARED, {})]),
     "zero3-generate-sharded": (
@@ -213,3 +219,10 @@ def test_zero3_never_gathers_more_than_some_layers(probe):
     all stay until its backward is done."""
     for name, part in probe("zero3_gathered").items():
         assert part < 0.35, name
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not here: make test-deepspeed")
+def test_models_that_zero3_divides_are_tried_as_others(probe):
+    found = probe("zero3_trial")
+    assert "differ from those of whole sequences" in found.pop("sees rows")
+    assert found == {"Qwen3": True, "Qwen3, bfloat16": True, "Bamba": True, "GPT-2": False}

@@ -19,7 +19,14 @@ from .hooks import hooks_of
 from .lm_head import causal_lm_of
 from .nodes import Node
 from .passes import PassesOutput, rope_parameters
-from .probe import PROBE_COMMON_LENGTH, PROBE_PREFIX_LENGTH, WholeRowsError, counts_positions, error_of_passes
+from .probe import (
+    PROBE_COMMON_LENGTH,
+    PROBE_PREFIX_LENGTH,
+    WholeRowsError,
+    counts_positions,
+    error_of_passes,
+    gathered,
+)
 from .routing import is_softmax_attention, mark, unmark
 from .shared_passes import SharedPrefixPasses
 from .states import SUPPORTED_LAYER_TYPES, find_mixers, ignores_state, layers_by_kind, share_states
@@ -212,7 +219,9 @@ def _compare(
         refuse(f"hidden states behind a shared prompt differ from those of whole sequences by {error:.1%}{when}.")
     hidden_size = model.config.get_text_config().hidden_size
     for mixer in {type(mixer): mixer for mixer in mixers}.values():
-        if ignores_state(mixer, Node(torch.arange(2)), hidden_size):
+        with gathered(mixer.parameters()):
+            ignores = ignores_state(mixer, Node(torch.arange(2)), hidden_size)
+        if ignores:
             refuse(f"{type(mixer).__name__} does not start from the state of a prompt.")
 
 

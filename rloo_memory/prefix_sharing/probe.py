@@ -1,8 +1,8 @@
 """Passes: whether a model computes the same in them as in whole rows, tried on a few tokens."""
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 # Two rows of nine tokens are the fewest that have all there is to get wrong: a prompt of more than one token that both
 # share, left padding before it, completions of more than one token, and right padding behind one of them
@@ -74,29 +75,32 @@ class WholeRowsError(ValueError):
 _HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
-def _tensors_of_layers(backbone: nn.Module) -> Iterator[tuple[nn.Module, list[tuple[dict, str]]]]:
+def _layers(backbone: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
     """
-    Modules, and the weights and buffers that are needed while they run: a layer with all that is in it, and what lies
-    outside of layers by itself. Embeddings are left out, which are large, and exact in any dtype.
+    Modules, and those whose weights and buffers are needed while they run: a layer with all that is in it, and what
+    lies outside of layers by itself.
     """
     layers = {layer for stack in backbone.modules() if isinstance(stack, nn.ModuleList) for layer in stack}
     inside = {module for layer in layers for module in layer.modules() if module is not layer}
     for module in set(backbone.modules()) - inside:
-        parts = module.modules() if module in layers else [module]
-        places = [
-            (tensors, name)
-            for part in parts
-            if not isinstance(part, nn.Embedding)
-            for tensors in (part._parameters, part._buffers)
-            for name, x in tensors.items()
-            if x is not None and x.dtype in _HALF_PRECISION
-        ]
-        yield module, places
+        yield module, list(module.modules()) if module in layers else [module]
+
+
+def gathered(weights: Iterable[nn.Parameter]) -> AbstractContextManager:
+    """What ZeRO-3 keeps on other processes is here within; all of them need to come by."""
+    if not is_deepspeed_zero3_enabled():
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(list(weights))
 
 
 @contextmanager
 def _in_float32(model: PreTrainedModel) -> Iterator[None]:
-    """Have a model in half precision compute in float32, layer by layer: there is no room for a copy of the model."""
+    """
+    Have a model in half precision compute in float32, layer by layer: there is no room for a copy of the model.
+    Embeddings are left out, which are large, and exact in any dtype.
+    """
     handles, before = [], {}
 
     def enter(places, module, args):
@@ -116,7 +120,15 @@ def _in_float32(model: PreTrainedModel) -> Iterator[None]:
         return output.float()
 
     try:
-        for module, places in _tensors_of_layers(model.base_model):
+        for module, parts in _layers(model.base_model):
+            places = [
+                (tensors, name)
+                for part in parts
+                if not isinstance(part, nn.Embedding)
+                for tensors in (part._parameters, part._buffers)
+                for name, x in tensors.items()
+                if x is not None and x.dtype in _HALF_PRECISION
+            ]
             if isinstance(module, nn.Embedding):
                 handles.append(module.register_forward_hook(widen))
             elif places:
@@ -128,6 +140,31 @@ def _in_float32(model: PreTrainedModel) -> Iterator[None]:
             handle.remove()
         for x, data in before.values():
             x.data = data
+
+
+@contextmanager
+def _gathering(model: PreTrainedModel) -> Iterator[None]:
+    """Have the weights of each layer here while it runs, as they are only in training where ZeRO-3 divides them."""
+    handles, here = [], {}
+
+    def enter(parts, module, args):
+        here[module] = gathered(weight for part in parts for weight in part.parameters(recurse=False))
+        here[module].__enter__()
+
+    def leave(module, args, output):
+        here.pop(module).__exit__(None, None, None)
+
+    try:
+        for module, parts in _layers(model.base_model) if is_deepspeed_zero3_enabled() else ():
+            # Before anything else looks at them, and until all others have
+            handles.append(module.register_forward_pre_hook(functools.partial(enter, parts), prepend=True))
+            handles.append(module.register_forward_hook(leave))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for weights in here.values():
+            weights.__exit__(None, None, None)
 
 
 @contextmanager
@@ -149,12 +186,12 @@ def error_of_passes(model: PreTrainedModel, passes, training: bool = False, prom
     Relative error of hidden states computed in passes, with a `prefix_length` of `PROBE_PREFIX_LENGTH`, beside those
     of whole rows: the median over the tokens of a row, of the worse row, whose prompts are the same, or, if not
     `prompts_alike`, begin with `PROBE_COMMON_LENGTH` tokens alike and differ in their padding. 0 if rounding explains
-    it, or if the weights are on other processes. In training mode, noise that passes cannot have alike is an error. A
+    it, or if FSDP2 has divided the weights. In training mode, noise that passes cannot have alike is an error. A
     model in half precision computes in float32: what its own dtype rounds away hides errors that add up in training.
     If its attention is that of other kernels than PyTorch's, eager attention computes in their place, and then they do
     in the model's dtype.
     """
-    if any(param.is_meta or param.numel() == 0 or isinstance(param, DTensor) for param in model.parameters()):
+    if any(param.is_meta or isinstance(param, DTensor) for param in model.parameters()):
         return 0.0
     dtypes = {param.dtype for param in model.parameters()}
     # No backward follows. What it would need, float32 weights of all layers for one, is not kept.
@@ -163,7 +200,7 @@ def error_of_passes(model: PreTrainedModel, passes, training: bool = False, prom
         if dtypes <= {*_HALF_PRECISION, torch.float32}:
             try:
                 takes_float32 = model.config.get_text_config()._attn_implementation in ("sdpa", "eager")
-                with _in_float32(model), nullcontext() if takes_float32 else _in_eager(model):
+                with _in_float32(model), _gathering(model), nullcontext() if takes_float32 else _in_eager(model):
                     error = _beyond_rounding(_compare(model, passes, prompts_alike), torch.float32)
                 if takes_float32 or error != 0:
                     return error
@@ -174,7 +211,8 @@ def error_of_passes(model: PreTrainedModel, passes, training: bool = False, prom
                     raise
         # Layers with a state compute in float32 whatever the weights are
         dtype = max(model.dtype, torch.float32, key=lambda dtype: torch.finfo(dtype).eps)
-        return _beyond_rounding(_compare(model, passes, prompts_alike), dtype)
+        with _gathering(model):
+            return _beyond_rounding(_compare(model, passes, prompts_alike), dtype)
 
 
 def counts_positions(model: PreTrainedModel) -> bool:
@@ -208,7 +246,8 @@ def counts_positions(model: PreTrainedModel) -> bool:
 
 def _compare(model: PreTrainedModel, passes, prompts_alike: bool) -> float:
     weight = model.get_input_embeddings().weight
-    input_ids = torch.arange(PROBE_ROWS * PROBE_LENGTH, device=weight.device) % weight.shape[0]
+    vocab_size = getattr(weight, "ds_shape", weight.shape)[0]  # ZeRO-3 leaves nothing of it here
+    input_ids = torch.arange(PROBE_ROWS * PROBE_LENGTH, device=weight.device) % vocab_size
     input_ids = input_ids.view(PROBE_ROWS, PROBE_LENGTH)
     attention_mask = torch.ones_like(input_ids)
     attention_mask[0, 0] = 0  # left padding of the prompt

@@ -317,6 +317,7 @@ class SharedPrefixPasses:
     activation_offloading: bool = False
     tree: Tree | None = None  # of these and other rows. If it is None or not theirs, they share among themselves
     rows: Sequence[int] | None = None  # which row of the tree each row is. None: all of them, in this order
+    group_size: int = 1  # without a tree, consecutive rows that share on each of several processes
     count: TokenCount | None = None
 
     def forward(
@@ -357,4 +358,5 @@ class SharedPrefixPasses:
         if self.tree is not None and self.tree.has(prompts, rows):
             return self.tree, rows
         # Processes that shard the weights must call the model equally often, and do not know each other's rows here
-        return (Tree.of_groups(prompts, group_size=1) if has_several_processes() else Tree.of(prompts)), all_rows
+        tree = Tree.of_groups(prompts, self.group_size) if has_several_processes() else Tree.of(prompts)
+        return tree, all_rows

@@ -141,11 +141,13 @@ class TrainerPasses:
         is_shared = self.model.training and not self._goes_whole
         return self.args.num_generations if self._splits_groups and is_shared else batch_size
 
-    def of_rows(self, model: PreTrainedModel, rows: slice, given: dict) -> SharedPrefixPasses | TokenBudgetPasses:
+    def of_rows(
+        self, model: PreTrainedModel, rows: slice, given: dict, alone: bool = False
+    ) -> SharedPrefixPasses | TokenBudgetPasses:
         """
-        Passes of consecutive rows of a batch through one of the models. `given` is what TRL scores it with:
-        `input_ids` of shape `(B, P + C)` with `logits_to_keep` completion columns, and, of images, `num_images` and
-        `num_tiles` of each row.
+        Passes of consecutive rows of a batch through one of the models, or of rows that share among themselves
+        `alone`. `given` is what TRL scores them with: `input_ids` of shape `(B, P + C)` with `logits_to_keep`
+        completion columns, and, of images, `num_images` and `num_tiles` of each row.
         """
         self._has_passes |= torch.is_grad_enabled()
         bounds = (given["input_ids"].size(1) - given["logits_to_keep"], self.args.tokens_per_forward)
@@ -153,7 +155,7 @@ class TrainerPasses:
         common = {"activation_offloading": self.args.activation_offloading, "count": self.count}
         if not self.args.prefix_sharing or self._goes_whole:
             return TokenBudgetPasses(*bounds, **common)
-        tree, first = self._scored, rows.start
+        tree, first = None if alone else self._scored, rows.start
         if torch.is_grad_enabled():
             tree = self._tree_to_train(model)
             first += self._first_row(tree)
@@ -166,6 +168,7 @@ class TrainerPasses:
             num_tiles=None if num_tiles is None else num_tiles[rows],
             tree=tree,
             rows=range(first, first + rows.stop - rows.start),
+            group_size=self._batch.group_size if alone and self._batch is not None else 1,
             **common,
         )
 

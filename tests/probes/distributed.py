@@ -165,10 +165,9 @@ def train(
         gradient_accumulation_steps=accumulate * 2 * COMPLETIONS // rows,
         per_device_train_batch_size=rows,
         model_init_kwargs={"dtype": getattr(torch, dtype)},
-        **ALWAYS,
         **({} if fsdp is None else {"fsdp": True, "fsdp_config": {"version": 2, **fsdp}}),
         **({} if zero3 is None else {"deepspeed": with_deepspeed.config(**zero3)}),
-        **{"gradient_checkpointing": False, "bf16": False, **options},
+        **{**ALWAYS, "gradient_checkpointing": False, "bf16": False, **options},
     )
     instance = trainer_class(
         model=str(folder / "model"),
