@@ -5,7 +5,8 @@
 On CUDA the measure is torch's own peak of allocated bytes, on a CPU `LiveBytes`, which counts the same there. Two
 updates are trained and the peaks of the second one compared, when the optimizer has its state. Each case
 is a process of its own: what one leaves on the device would count in the next. Writes one row a case and phase to
-results/<machine>/plan_check.csv, case by case; cases that this commit has measured there are not repeated.
+results/<machine>/plan_check.csv, case by case; cases that this commit has measured there are not repeated. Beside
+each stands what CUDA is predicted to take, where TRL's LM head has no logits of prompts, as it has on a CPU.
 """
 
 import copy
@@ -31,8 +32,8 @@ from rloo_memory.plan.setups import Setup
 from rloo_memory.sizes import GIB
 
 COLUMNS = (
-    "case", "phase", "predicted_bytes", "measured_bytes", "error", "shape", "vocab_size", "prompt_tokens",
-    "completion_tokens", "k", "reserved_bytes", *FACTS,
+    "case", "phase", "predicted_bytes", "measured_bytes", "error", "predicted_on_cuda_bytes", "shape", "vocab_size",
+    "prompt_tokens", "completion_tokens", "k", "reserved_bytes", *FACTS,
 )  # fmt: skip
 PHASES = ("generate", "score", "train", "optimizer")
 # (shape, vocabulary, prompt, completion): large enough that tensors, not bookkeeping, are what is counted
@@ -199,7 +200,10 @@ def check_here(name: str, device: str) -> list[dict]:
     hf_config.tie_word_embeddings |= name.endswith("tied")
     with tempfile.TemporaryDirectory() as folder:
         save_models(Path(folder), hf_config, tokenizer, reward=setup.reward_model is not None)
-        predicted = {peak.phase: peak.total for peak in predict(name, setup, hf_config).phases}
+        predicted, on_cuda = (
+            {peak.phase: peak.total for peak in predict(name, each, hf_config).phases}
+            for each in (setup, replace(setup, device="cuda"))
+        )
         measured, reserved = measure(setup, Path(folder), processor, dataset)
     about = {"case": name, "shape": shape_of(name, device), "vocab_size": vocab_size, "reserved_bytes": reserved}
     about |= {"prompt_tokens": setup.prompt_tokens, "completion_tokens": setup.max_completion_length}
@@ -210,6 +214,7 @@ def check_here(name: str, device: str) -> list[dict]:
             "predicted_bytes": predicted[phase],
             "measured_bytes": measured[phase],
             "error": round(predicted[phase] / measured[phase] - 1, 4),
+            "predicted_on_cuda_bytes": on_cuda[phase],
             "k": setup.num_generations,
         }
         for phase in PHASES

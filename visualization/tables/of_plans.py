@@ -15,7 +15,6 @@ LEVERS = (
     ("prefix sharing", "stock-k8", "shared-k8"),
     ("the same, LoRA", "stock-k8-lora", "shared-k8-lora"),
     ("the same, no checkpointing", "stock-k8-plain", "shared-k8-plain"),
-    ("two completions a pass, not eight", "shared-k8-together", "shared-k8"),
     ("accumulation, row by row", "stock-k8", "accumulate-k8"),
     ("token budget of two rows", "stock-k8", "tokens-k8"),
     ("the same, LoRA", "stock-k8-lora", "tokens-k8-lora"),
@@ -61,17 +60,20 @@ def check(folder: Path) -> str:
 
 
 def levers(folder: Path) -> str:
-    """Measured peak without and with each lever, from plan_check.csv."""
+    """Measured peak without and with each lever, and what it is predicted to change on CUDA, from plan_check.csv."""
     rows = pd.read_csv(folder / "plan_check.csv")
-    peaks = rows.loc[rows.groupby("case").measured_bytes.idxmax()].set_index("case")
     table = []
     for lever, *cases in LEVERS:
-        before, after = (peaks.loc[case] for case in cases)
-        change = f"{after.measured_bytes / before.measured_bytes - 1:+.0%}".replace("-", "\N{MINUS SIGN}")
-        sizes = [f"{peak.measured_bytes / MIB:.0f} ({peak.phase})" for peak in (before, after)]
-        table.append([lever, "`{}`, `{}`".format(*cases), *sizes, change])
+        sizes, changes = [], []
+        for column in ("measured_bytes", "predicted_on_cuda_bytes"):
+            peaks = rows.loc[rows.groupby("case")[column].idxmax()].set_index("case").loc[cases]
+            before, after = peaks[column]
+            changes.append(f"{after / before - 1:+.0%}".replace("-", "\N{MINUS SIGN}"))
+            sizes += [f"{size / MIB:.0f} ({phase})" for size, phase in zip(peaks[column], peaks.phase, strict=True)]
+        table.append([lever, "`{}`, `{}`".format(*cases), *sizes[:2], *changes])
     used = rows[rows.case.isin({case for _, *cases in LEVERS for case in cases})]
-    return machine_line(used) + "\n\n" + markdown(["lever", "case", "peak, MiB", "with it", ""], table, texts=2) + "\n"
+    header = ["lever", "case", "peak, MiB", "with it", "", "CUDA, predicted"]
+    return machine_line(used) + "\n\n" + markdown(header, table, texts=2) + "\n"
 
 
 def profiles(folder: Path) -> str:
