@@ -208,12 +208,21 @@ def test_sharing_is_written_for_its_speed_where_it_is_predicted_to_be_faster(
         (["RUN", "--model", "qwen3-32b"], ["leave out --model qwen3-32b"]),
         (["ENGINE"], ["no prompt length", "--prompt N"]),
         (["NESTED"], ["NESTED/memory.json is not a whole record (RecursionError: "]),
+        (["IMAGES"], ["IMAGES/memory.json is not a whole record (TypeError: 'x' is no whole number)"]),
+        (["FIELD"], ["FIELD/memory.json is not a whole record (TypeError: ", "'gpus'"]),
+        (["LAYERS"], ["LAYERS/memory.json is not a whole record (", "num_hidden_layers"]),
+        (["NONE"], ["num_devices is 0"]),
         (["--model", "qwen3-8b", "--prompt", "64", "--profile", "a.yaml", "--output", "a.yaml"], ["profile itself"]),
     ],
 )
 def test_the_doctor_says_what_is_missing(arguments, parts, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    for name, changed in {"RUN": {}, "ENGINE": {"prompt_tokens": None}}.items():
+    runs = {
+        "RUN": {}, "ENGINE": {"prompt_tokens": None}, "IMAGES": {"images": "x"}, "FIELD": {"devices": {"gpus": 2}},
+        "LAYERS": {"model_config": {"model_type": "qwen3", "num_hidden_layers": "x"}},
+        "NONE": {"devices": {"num_devices": 0}},
+    }  # fmt: skip
+    for name, changed in runs.items():
         (tmp_path / name).mkdir()
         folder_with(tmp_path / name, **changed)
     (tmp_path / "NESTED").mkdir()

@@ -75,11 +75,13 @@ def test_the_newest_whole_checkpoint_is_taken_and_copies_are_none(here, capsys):
     first.symlink_to(Path("elsewhere").absolute())
     assert begins(resume_from_checkpoint="true") == str(last)
     assert "not from trainer_output/checkpoint-9: it is a checkpoint-1 under another name" in capsys.readouterr().out
+    asked = SimpleNamespace(**SETTINGS, output_dir="trainer_output")
     for name in ("trainer_state.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
         whole = (last / name).read_bytes()
         for damaged in (whole[: len(whole) // 2], b"", None):
             (last / name).unlink() if damaged is None else (last / name).write_bytes(damaged)
             assert begins(resume_from_checkpoint="true") == str(first)
+            assert output.going_on(asked).startswith("go on from checkpoint-1 ")
             said = capsys.readouterr().out.splitlines()[1]
             assert said.startswith(f"begins  not from {last}: ") and name.partition(".")[0] in said, said
         with pytest.raises(ConfigError, match=f"{last}': .*{name.partition('.')[0]}"):

@@ -191,19 +191,20 @@ def train(trainer, memory, checkpoint: str | None) -> None:
 
 def what_ended(error: Exception, trainer, memory, checkpoint: str | None) -> Exception | None:
     """What failed a training, with a remedy; None if nothing is known of it."""
-    folder, update = trainer.args.output_dir, trainer.state.global_step + 1
+    config, update = trainer.args, trainer.state.global_step + 1
+    folder = config.output_dir
     if is_out_of_memory(error):
         return MemoryError(
             f"out of memory in phase {memory.failed()} of update {update} (rloo-memory doctor {shlex.quote(folder)} "
             f"says what filled it): {error}"
         )
-    if (url := vllm_server.url_of(trainer.args)) and not vllm_server.answers(url):
+    if (url := vllm_server.url_of(config)) and not vllm_server.answers(url):
         server = f"the vLLM server at {url}"
-        return ConfigError(f"{server} stopped answering in update {update}; start it and {output.going_on(folder)}")
+        return ConfigError(f"{server} stopped answering in update {update}; start it and {output.going_on(config)}")
     if output.is_full(error):
         return ConfigError(
             f"cannot write to {folder} in update {update}: {one_line(error)}; make room, or save less "
-            f"(save_total_limit, save_only_model), and {output.going_on(folder)}"
+            f"(save_total_limit, save_only_model), and {output.going_on(config)}"
         )
     if "probability tensor contains" in str(error):
         return ConfigError(

@@ -39,5 +39,5 @@ class Finite(TrainerCallback):
         return ConfigError(
             f"the {what} are not finite in update {state.global_step}, so no model is written: lower learning_rate "
             f"{args.learning_rate:g}, or compute in a dtype with more range (bfloat16, float32), and "
-            f"{output.going_on(args.output_dir)}"
+            f"{output.going_on(args)}"
         )

@@ -123,10 +123,14 @@ def free_name(folder: Path) -> str:
     return shlex.quote(next(n for i in itertools.count(2) if not os.path.exists(n := f"{named}-{i}")))
 
 
-def going_on(folder: str) -> str:
-    """What to do where a training in that folder was ended."""
-    there = checkpoints.of_folder(Path(folder))
-    return f"go on from {there[0].name} with --resume_from_checkpoint true" if there else "train again"
+def going_on(config) -> str:
+    """What to do where a training was ended, maybe while it wrote its newest checkpoint."""
+    try:
+        with contextlib.redirect_stdout(None):
+            checkpoint, _ = newest_whole(Path(config.output_dir), config)
+    except ConfigError:
+        return "train again"
+    return f"go on from {checkpoint.name} with --resume_from_checkpoint true"
 
 
 def is_full(error: BaseException) -> bool:

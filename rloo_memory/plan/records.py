@@ -2,10 +2,12 @@
 
 import json
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from rloo_memory.errors import ConfigError
 from rloo_memory.models import is_model, typed_line
+from rloo_memory.plan.setups import Setup
 
 # Settings that decide a training, and that memory.json has of some trainers, or of the launcher alone
 WANTED = ("algorithm", "dataset_name")
@@ -36,7 +38,7 @@ def read_run(folder: Path) -> Run:
         )
     try:
         return memory_record(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except Exception as error:  # a model's damaged config raises whatever its values lead to
         why = f"is not a whole record ({typed_line(error)})"
         raise ConfigError(f"{path} {why}; name another run, or describe it") from error
 
@@ -54,6 +56,10 @@ def memory_record(record: dict) -> Run:
     """memory.json, which `rloo_memory.hooks.memory_callback.MemoryCallback` writes."""
     hf_config = config_from(record["model_config"])
     settings, where = record["settings"], record["devices"] | {"device": record["device_kind"]}
+    numbers = [*record["peaks"].values(), *record["devices"].values(), *chain(*record.get("images", ()))]
+    if wrong := [number for number in numbers if not isinstance(number, int)]:
+        raise TypeError(f"{wrong[0]!r} is no whole number")
+    Setup(0, **where)  # knows its own fields
     if reward := record["reward_model"]:
         where["reward_model"] = reward
         if is_model(reward):

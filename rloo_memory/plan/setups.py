@@ -87,7 +87,7 @@ class Setup:
     # "cpu" has no Triton
     device: str = setting("cuda", "default cuda, or the run's", of_trl=False, choices=("cuda", "cpu"))
     device_memory: int = 0  # bytes of the device, of which vLLM takes a share; 0: not known
-    num_devices: int = 1
+    num_devices: int = setting(1, within=AT_LEAST_1, of_trl=False)
     fully_sharded: bool = False  # FSDP2 with reshard_after_forward; otherwise DDP, or DeepSpeed
     zero_stage: int = 0  # DeepSpeed's ZeRO: 2 or 3
     offload_parameters: bool = False  # shards of weights on the host: all of FSDP2's, the 16-bit ones of ZeRO-3

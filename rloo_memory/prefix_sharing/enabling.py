@@ -216,7 +216,8 @@ def _compare(
         refuse(f"a shared prompt fails in it ({type(exception).__name__}: {exception}).")
     if error != 0:  # not a number, too
         when = " (in training, where noise counts, too)" if in_training else ""
-        refuse(f"hidden states behind a shared prompt differ from those of whole sequences by {error:.1%}{when}.")
+        by = f"{100 * error:.3g}%{when}"
+        refuse(f"hidden states behind a shared prompt differ from those of whole sequences by {by}.")
     hidden_size = model.config.get_text_config().hidden_size
     for mixer in {type(mixer): mixer for mixer in mixers}.values():
         with gathered(mixer.parameters()):

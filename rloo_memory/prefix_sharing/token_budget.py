@@ -146,7 +146,7 @@ def check_whole_rows(model: PreTrainedModel) -> None:
     for tokens_per_forward in (1, None):  # by themselves, and padded to one length
         error = error_of_passes(model, TokenBudgetPasses(PROBE_PREFIX_LENGTH, tokens_per_forward))
         if error != 0:  # not a number, too
-            refuse(f"hidden states of rows in passes differ by {error:.1%} from those of the same rows together")
+            refuse(f"hidden states of rows in passes differ from those of the rows together by {100 * error:.3g}%")
 
 
 def takes_whole_rows(model: PreTrainedModel) -> bool:

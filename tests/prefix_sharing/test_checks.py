@@ -103,6 +103,11 @@ class TestPrefixSharingChecks:
             check_whole_rows(build(family("llama", **DYNAMIC)))
         check_whole_rows(build(family("stablelm")))  # rows that share nothing can
 
+    def test_a_small_difference_is_said_in_its_digits(self, monkeypatch):
+        monkeypatch.setattr("rloo_memory.prefix_sharing.enabling.error_of_passes", lambda *args: 4e-4)
+        with pytest.raises(ValueError, match=r"differ .* by 0\.04%"):
+            enable_prefix_sharing(llama())
+
     @pytest.mark.parametrize("option", OPTIONS, ids=str)
     @pytest.mark.parametrize(
         "kind, plugin, said",
