@@ -106,13 +106,13 @@ def auto_class(hf_config):
     return AutoModelForCausalLM if hf_config.get_text_config() is hf_config else AutoModelForImageTextToText
 
 
-def meta_model(hf_config):
-    """The language model of a configuration on the meta device: shapes, no memory."""
+def meta_model(hf_config, **options):
+    """The language model of a configuration on the meta device: shapes, no memory. `options` are for `from_config`."""
     import torch
     from transformers.initialization import no_init_weights
 
     with torch.device("meta"), no_init_weights():
-        model = auto_class(hf_config).from_config(hf_config)
+        model = auto_class(hf_config).from_config(hf_config, **options)
         model.tie_weights()  # left out with the initialization
     return model
 

@@ -80,6 +80,8 @@ REFUSED = {
     "balanced --use_peft --lora_target_modules x_proj": ["adapters: Target modules x_proj not found in the base"],
     "balanced --use_peft --lora_modules_to_save score": ["lora_modules_to_save score: the model has no module of"],
     f"{OF_ROWS} --dataset_name own.jsonl": ["'own.jsonl' has the column 'completions'", "rename the column"],
+    "balanced --load_in_4bit": ["load_in_4bit is on, and such weights cannot be trained", "LoRA: --use_peft true"],
+    "balanced --attn_implementation eagre": ["attn_implementation 'eagre': ", "sdpa"],
     "balanced --output_dir /proc/new": ["cannot write to /proc/new", "choose --output_dir new-2"],
     "balanced --weight_decay nan": ["weight_decay is nan: it must be a finite number"],
     "balanced --model_init_kwargs x": ["model_init_kwargs is 'x': it must be a mapping"],
@@ -160,7 +162,6 @@ def test_bad_input_is_one_line_with_its_name_before_a_model_loads(here, no_model
 
 AFTER_LOADING = {
     "--use_peft --lora_dropout 0.1": "or for adapters `lora_dropout=0.0`",
-    "--load_in_4bit": "cannot train 'model': ",
     "--reward_funcs my_rewards:few": "the reward 'my_rewards:few' returned [1.0]; TRL expects a list of 8 finite",
     "--reward_funcs my_rewards:nothing": "the reward 'my_rewards:nothing' returned [nan, ",
     "--reward_funcs my_rewards:leaves": "the reward 'my_rewards:leaves' ended the program",

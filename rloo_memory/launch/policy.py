@@ -1,6 +1,7 @@
 """The model that a launched training is given, and its tokenizer or processor."""
 
 import contextlib
+import copy
 import hashlib
 import json
 import os
@@ -127,15 +128,22 @@ def check_weights(name: str, folder: Path, hf_config) -> None:
 
 
 def check_modules(model, config, hf_config) -> None:
-    """Raise `ConfigError` where the modules that adapters are asked for are none of the model's. Loads no weights."""
+    """Raise `ConfigError` where the model has not the attention or the modules for adapters that are asked for. Loads
+    no weights."""
     from peft import get_peft_model
 
     from trl import get_peft_config
 
-    if not model.use_peft or adapter_of(model.model_name_or_path) or not class_of(hf_config):
+    asked, adapts = model.attn_implementation, model.use_peft and not adapter_of(model.model_name_or_path)
+    if not (asked or adapts) or not class_of(hf_config):
         return
     with without_zero3(config.deepspeed_plugin):
-        policy = models.meta_model(hf_config)
+        try:
+            policy = models.meta_model(copy.deepcopy(hf_config), attn_implementation=asked)  # which is written into it
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"attn_implementation {asked!r}: {one_line(error)}") from error
+    if not adapts:
+        return
     names = [name for name, _ in policy.named_modules()]
     for saved in model.lora_modules_to_save or ():  # PEFT leaves out what it does not find
         if not any(name.endswith(saved) for name in names):
