@@ -23,6 +23,7 @@ from rloo_memory.plan.accuracy.measured import measured_errors
 from rloo_memory.plan.accuracy.reserve import Room
 from rloo_memory.plan.peaks import PredictedPeak, Prediction
 from rloo_memory.plan.setups import Setup, check
+from rloo_memory.plan.trl_settings import from_settings
 from rloo_memory.sizes import GIB
 
 
@@ -47,7 +48,10 @@ def test_a_class_of_settings_that_is_derived_from_trls_is_asked_for_as_trls():
     class Own(GRPOConfig):
         more: int = 1
 
-    asked = ask.settings_of(Own(use_cpu=True, num_generations=4, delta=2.0))
+    eager = {"attn_implementation": "eager"}
+    asked = ask.settings_of(Own(use_cpu=True, num_generations=4, delta=2.0, model_init_kwargs=eager))
+    assert asked["attn_implementation"] == "eager"
+    assert from_settings(10, {"model_init_kwargs": eager}).attn_implementation == "eager"
     assert asked["algorithm"] == "grpo" and asked["delta"] == 2.0 and "more" not in asked
 
 

@@ -59,15 +59,25 @@ def test_scores_of_any_size_are_planned(planned, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_a_cpu_holds_of_latent_attention_is_planned_as_measured(tmp_path):
-    """Values are smaller than keys, and no kernel of a CPU takes them, so all scores are held."""
+@pytest.mark.parametrize(
+    "model_type, architecture, vocab, prompt, k, asked",
+    [
+        # Values are smaller than keys, and no kernel of a CPU takes them, so all scores are held
+        ("deepseek_v3", "DeepseekV3ForCausalLM", 1000, 480, 4, {}),
+        ("llama", "LlamaForCausalLM", 1000, 480, 4, {"attn_implementation": "eager"}),
+        ("llama", "LlamaForCausalLM", 8000, 40, 32, {"top_p": 0.9, "top_k": 40, "temperature": 0.9}),
+    ],
+)
+def test_scores_and_sampling_on_a_cpu_are_planned_as_measured(
+    tmp_path, model_type, architecture, vocab, prompt, k, asked
+):
     from transformers import CONFIG_MAPPING
 
-    sizes = {"prompt_tokens": 480, "max_completion_length": 16}
-    setup = Setup(**sizes, device="cpu", padded=False, beta=0.0, dtype="float32", bf16=False).with_k(4)
-    config = tiny_config(CONFIG_MAPPING["deepseek_v3"], vocab_size=1000, architectures=["DeepseekV3ForCausalLM"])
+    sizes = {"prompt_tokens": prompt, "max_completion_length": 16} | asked
+    setup = Setup(**sizes, device="cpu", padded=False, beta=0.0, dtype="float32", bf16=False).with_k(k)
+    config = tiny_config(CONFIG_MAPPING[model_type], vocab_size=vocab, architectures=[architecture])
     documents = data.load_documents()
-    tokenizer = models.build_tokenizer(documents, 1000)
+    tokenizer = models.build_tokenizer(documents, vocab)
     save_models(tmp_path, config, tokenizer, reward=False)
     prompts = text_dataset(data.build_prompts(documents, tokenizer, setup.prompt_tokens))
     measured, _ = measure(setup, tmp_path, tokenizer, prompts)

@@ -10,7 +10,7 @@ from rloo_memory.plan.setups import Setup
 SAME = (  # in a setup as in TRL's arguments
     "bf16", "optim", "beta", "per_device_train_batch_size", "num_generations", "gradient_accumulation_steps",
     "steps_per_generation", "temperature", "max_completion_length", "gradient_checkpointing", "activation_offloading",
-    "prefix_sharing", "tokens_per_forward",
+    "prefix_sharing", "tokens_per_forward", "top_k", "top_p", "min_p",
 )  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def build_trainer(setup: Setup, folder: Path, processor, dataset, model: str | N
         use_cpu=setup.device == "cpu",
         max_steps=steps,
         generation_kwargs={"min_new_tokens": setup.max_completion_length},
-        model_init_kwargs={"dtype": getattr(torch, setup.dtype)},
+        model_init_kwargs={"dtype": getattr(torch, setup.dtype), "attn_implementation": setup.attn_implementation},
         **{name: getattr(setup, name) for name in SAME},
         **QUIET,
     )

@@ -105,6 +105,7 @@ def predict(
         elif trl_version() < (1, 16):
             where.setdefault("reference_dtype", "float32")
         asked["settings"]["dtype"] = str(model.dtype).removeprefix("torch.")
+        asked["settings"]["attn_implementation"] = getattr(model.config, "_attn_implementation", None)
     result = in_its_own_process(asked)
     said = result.stderr.strip().splitlines()
     if result.returncode == EXIT_USAGE and said:
@@ -142,12 +143,14 @@ def settings_of(config) -> dict:
 
 
 def plain(settings: dict) -> dict:
-    """The settings that are set to something that JSON has a word for; of a loader's arguments, the dtype."""
+    """The settings that are set to something that JSON has a word for; of a loader's arguments, the dtype and the
+    attention."""
     found = {}
     for name, value in settings.items():
         value = value.value if isinstance(value, enum.Enum) else value
-        if name == "model_init_kwargs" and isinstance(value, dict) and value.get("dtype") is not None:
-            found["dtype"] = str(value["dtype"]).removeprefix("torch.")
+        if name == "model_init_kwargs" and isinstance(value, dict):
+            of_loader = {key: value[key] for key in ("dtype", "attn_implementation") if value.get(key) is not None}
+            found |= {key: str(of).removeprefix("torch.") for key, of in of_loader.items()}
         elif isinstance(value, str | int | float | list | tuple) and name != "model_init_kwargs":
             found[name] = value
     return found

@@ -73,6 +73,10 @@ class Setup:
     nested_scales: bool = True  # of 4-bit weights: their scales are quantized, too
     optim: str = setting("adamw_torch_fused", ", ".join(OPTIMIZERS), written=True)
     temperature: float = setting(1.0, within=ABOVE_0, written=True)  # which divides the logits
+    top_k: int = setting(0, within=Range(lambda x: x >= 0, "0, which takes all, or more"))
+    top_p: float = setting(1.0, within=SHARE)  # for which logits are sorted
+    min_p: float | None = setting(None, within=Range(lambda x: 0 <= x <= 1, "from 0 to 1", whole=False))
+    attn_implementation: str | None = setting(None)  # "eager" holds all scores, others what FlashAttention does
     padded: bool = True  # completions differ in length, and TRL pads a rollout's rows to the longest: they need a mask
     images: tuple[tuple[int, int], ...] = setting(  # width and height, as the model gets them
         (), "pixels of an image of each prompt, as the processor scales it; once for each image. --prompt counts its "

@@ -54,8 +54,9 @@ def from_settings(prompt_tokens: int, settings: dict, hf_config=None, **where) -
     if given["disable_dropout"]:  # that of adapters, too
         values["lora_dropout"] = 0.0
     init = given.get("model_init_kwargs")
-    if isinstance(init, dict) and isinstance(init.get("dtype"), str):  # the launcher prefers it
-        values["dtype"] = init["dtype"]
+    for name in ("dtype", "attn_implementation"):
+        if isinstance(init, dict) and isinstance(init.get(name), str):  # the launcher prefers it
+            values[name] = init[name]
     if values["dtype"] == "auto" and hf_config:
         own = getattr(hf_config.get_text_config(), "dtype", None)
         values["dtype"] = str(own or "float32").removeprefix("torch.")

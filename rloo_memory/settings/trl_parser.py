@@ -15,7 +15,7 @@ from trl.scripts.rloo import RLOOScriptArguments
 import trl
 from rloo_memory.errors import ConfigError
 from rloo_memory.plan import setups
-from rloo_memory.plan.ranges import ABOVE_0, AT_LEAST_1, DROPOUT, NOT_NEGATIVE, SHARE, Range
+from rloo_memory.plan.ranges import ABOVE_0, AT_LEAST_1, DROPOUT, NOT_NEGATIVE, Range
 from rloo_memory.prefix_sharing.config import check_passes_config
 from rloo_memory.settings.arguments import LaunchArguments, TrainerAdditions
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser
@@ -133,10 +133,7 @@ def out_of_range(name: str, value) -> str | None:
 # Where what TRL does with another number is nonsense or a late error
 RANGES = setups.RANGES | {
     "max_steps": Range(lambda x: x == -1 or x >= 1, "at least 1, or -1 for num_train_epochs"),
-    "min_p": Range(lambda x: 0 <= x <= 1, "from 0 to 1", whole=False),
-    "top_k": Range(lambda x: x >= 0, "0, which takes all, or more"),
     "seed": Range(lambda x: 0 <= x < 2**32, "from 0 to 4294967295"),
-    "top_p": SHARE,
     **dict.fromkeys(("learning_rate", "weight_decay", "adam_epsilon"), NOT_NEGATIVE),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), DROPOUT),
     **dict.fromkeys(("num_train_epochs", "repetition_penalty", "lora_alpha"), ABOVE_0),

@@ -18,8 +18,9 @@ def decoder_layers(model) -> torch.nn.ModuleList:
 
 def build(setup, shapes, hf_config, kind=None):
     """A model of that kind (a transformers auto class; None: the one that is trained), in `setup.dtype`."""
+    eager = {"attn_implementation": "eager"} if setup.attn_implementation == "eager" else {}
     with shapes.new(), no_init_weights():
-        model = (kind or auto_class(hf_config)).from_config(hf_config, dtype=getattr(torch, setup.dtype))
+        model = (kind or auto_class(hf_config)).from_config(hf_config, dtype=getattr(torch, setup.dtype), **eager)
         model.tie_weights()  # left out with the initialization
     return model
 

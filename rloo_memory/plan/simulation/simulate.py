@@ -32,6 +32,7 @@ from rloo_memory.plan.simulation.offloaded import offloaded
 from rloo_memory.plan.simulation.passes import passes_of, tree_of
 from rloo_memory.plan.simulation.recurrent import operators_in_torch
 from rloo_memory.plan.simulation.replaced import pretending
+from rloo_memory.plan.simulation.sampling import sample
 from rloo_memory.plan.simulation.shapes_only import ShapesOnly
 from rloo_memory.plan.simulation.work import Work
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
@@ -304,13 +305,11 @@ class Simulation:
         return cache_argument(causal_lm_of(self.model))
 
     def decode(self, input_ids: torch.Tensor, cache, **kwargs) -> None:
-        """One forward of `generate` and its sampling: the last logits in float32, the temperature, softmax."""
+        """One forward of `generate` and its sampling."""
         with self.generating():
             logits = self.model(input_ids=input_ids, use_cache=True, **{self.cache_name: cache}, **kwargs).logits
         with self.memory.of_kind("logits"):
-            last = logits[:, -1, :].to(torch.float32, copy=True)
-            scores = last / self.setup.temperature
-            torch.nn.functional.softmax(scores, dim=-1)
+            sample(logits, self.setup)
 
     # -- scoring and training ----------------------------------------------------------------------------------------
 
