@@ -124,10 +124,13 @@ def devices_here(config) -> dict:
     import torch
 
     on_gpu = config.device.type == "cuda"  # vLLM's share is one of all that is there
+    # Where the settings have no mixed precision, accelerate's file decides
+    mixed = "no" if config.bf16 or config.fp16 else os.environ.get("ACCELERATE_MIXED_PRECISION")
     return {
         "device": config.device.type,
         "device_memory": torch.cuda.get_device_properties(config.device).total_memory if on_gpu else 0,
         "num_devices": config.world_size,
+        **({mixed: True} if mixed in ("bf16", "fp16") else {}),
         "fully_sharded": sharded,
         "offload_parameters": sharded and os.environ.get("FSDP_OFFLOAD_PARAMS", "").lower() == "true",
     }
