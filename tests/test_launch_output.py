@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import two_processes
 from small_profile import small_profile
 
@@ -13,6 +14,7 @@ from rloo_memory.errors import ConfigError
 from rloo_memory.folder_lock import owned
 from rloo_memory.launch import __main__ as launch
 from rloo_memory.launch import announce, checkpoints, output
+from rloo_memory.launch.finite import Finite
 
 # With prefix sharing, two completions of a group of four at a time
 PROFILE = small_profile(
@@ -93,14 +95,23 @@ def test_the_newest_whole_checkpoint_is_taken_and_copies_are_none(here, capsys):
 
 
 def test_a_shard_that_is_cut_or_gone_is_named(tmp_path):
-    import torch
-
     torch.distributed.checkpoint.save({"a": torch.ones(9)}, checkpoint_id=tmp_path, no_dist=True)
     assert not checkpoints.damage(tmp_path / ".metadata")
     (tmp_path / "__0_0.distcp").write_bytes(b"")
     assert checkpoints.damage(tmp_path / ".metadata") == "names __0_0.distcp, which is not whole"
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "one.safetensors"}}')
     assert "names one.safetensors" in checkpoints.damage(tmp_path / "model.safetensors.index.json")
+
+
+def test_the_learning_rate_that_is_asked_for_goes_before_that_of_a_checkpoint(capsys):
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 10)
+    schedule.step()
+    finite = Finite(SimpleNamespace(is_world_process_zero=lambda: True), None)
+    finite.on_train_begin(SimpleNamespace(learning_rate=0.2), None, None, optimizer, schedule)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.18) and "0.2 in place of the" in capsys.readouterr().out
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.16)
 
 
 def test_a_full_disk_is_found_among_causes_that_go_round():
@@ -141,8 +152,6 @@ def test_a_training_goes_on_from_the_newest_whole_checkpoint_to_the_same_model(h
 @pytest.mark.parametrize("dtype, rate", [("bfloat16", 1e-6), ("float32", 1e-6), ("bfloat16", 1e-2)])
 def test_that_updates_round_to_nothing_is_said_exactly_where_adam_moves_few_weights(dtype, rate):
     """The share that the line gives is that of weights which one step of Adam leaves as they are."""
-    import torch
-
     torch.manual_seed(0)
     model = torch.nn.Linear(200, 200, bias=False).to(getattr(torch, dtype))  # up to 0.07
     args = SimpleNamespace(learning_rate=rate, optim="adamw_torch", bf16=True)
