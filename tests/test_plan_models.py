@@ -68,9 +68,7 @@ def test_scores_of_any_size_are_planned(planned, tmp_path):
         ("llama", "LlamaForCausalLM", 8000, 40, 32, {"top_p": 0.9, "top_k": 40, "temperature": 0.9}),
     ],
 )
-def test_scores_and_sampling_on_a_cpu_are_planned_as_measured(
-    tmp_path, model_type, architecture, vocab, prompt, k, asked
-):
+def test_scores_and_sampling_are_planned_as_measured(tmp_path, model_type, architecture, vocab, prompt, k, asked):
     from transformers import CONFIG_MAPPING
 
     sizes = {"prompt_tokens": prompt, "max_completion_length": 16} | asked

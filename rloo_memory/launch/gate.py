@@ -124,8 +124,7 @@ def devices_here(config) -> dict:
     import torch
 
     on_gpu = config.device.type == "cuda"  # vLLM's share is one of all that is there
-    # Where the settings have no mixed precision, accelerate's file decides
-    mixed = "no" if config.bf16 or config.fp16 else os.environ.get("ACCELERATE_MIXED_PRECISION")
+    mixed = "no" if config.bf16 or config.fp16 else os.environ.get("ACCELERATE_MIXED_PRECISION")  # of its file
     return {
         "device": config.device.type,
         "device_memory": torch.cuda.get_device_properties(config.device).total_memory if on_gpu else 0,

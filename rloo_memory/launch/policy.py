@@ -137,21 +137,18 @@ def check_modules(model, config, hf_config) -> None:
     asked, adapts = model.attn_implementation, model.use_peft and not adapter_of(model.model_name_or_path)
     if not (asked or adapts) or not class_of(hf_config):
         return
-    with without_zero3(config.deepspeed_plugin):
-        try:
+    what = f"attn_implementation {asked!r}"
+    try:
+        with without_zero3(config.deepspeed_plugin):
             policy = models.meta_model(copy.deepcopy(hf_config), attn_implementation=asked)  # which is written into it
-        except (ValueError, ImportError) as error:
-            raise ConfigError(f"attn_implementation {asked!r}: {one_line(error)}") from error
-    if not adapts:
-        return
-    names = [name for name, _ in policy.named_modules()]
-    for saved in model.lora_modules_to_save or ():  # PEFT leaves out what it does not find
+        what, names = "adapters", [name for name, _ in policy.named_modules()]
+        if adapts:
+            get_peft_model(policy, get_peft_config(model))
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"{what}: {one_line(error)}") from error
+    for saved in (model.lora_modules_to_save or ()) if adapts else ():  # PEFT leaves out what it does not find
         if not any(name.endswith(saved) for name in names):
             raise ConfigError(f"lora_modules_to_save {saved}: the model has no module of that name")
-    try:
-        get_peft_model(policy, get_peft_config(model))
-    except ValueError as error:
-        raise ConfigError(f"adapters: {one_line(error)}") from error
 
 
 def sizes_in(name: str, folder: Path) -> dict[str, list[int]]:

@@ -26,10 +26,7 @@ def with_engine(setup: Setup, peaks: list) -> list:
 def in_words(setup: Setup) -> str | None:
     """What of vLLM or continuous batching is predicted; None where `generate` generates."""
     if setup.use_transformers_continuous_batching and not setup.use_vllm:
-        return (
-            "use_transformers_continuous_batching: its cache takes 0.6 to 0.9 of the memory that is then free "
-            "(max_memory_percent), and planned is that of plain generation"
-        )
+        return "continuous batching: its cache, most of the memory that is free (max_memory_percent), is not counted"
     if not setup.use_vllm:
         return None
     if setup.vllm_mode == "server":

@@ -7,7 +7,6 @@ setup gives the settings that changed, and nothing else.
 import functools
 from dataclasses import fields, replace
 
-from rloo_memory.errors import ConfigError
 from rloo_memory.models import is_model
 from rloo_memory.plan.checkpoint import quantized
 from rloo_memory.plan.setups import SAME_NAME, Setup
@@ -67,11 +66,7 @@ def from_settings(prompt_tokens: int, settings: dict, hf_config=None, **where) -
     if given["steps_per_generation"] is None:  # as TRL's configs
         rows = given["per_device_train_batch_size"] * where.get("num_devices", 1)
         batch = given.get("generation_batch_size")
-        if batch and batch % rows:
-            raise ConfigError(
-                f"generation_batch_size {batch} is no multiple of {rows}, the completions of a micro-batch"
-            )
-        values["steps_per_generation"] = batch // rows if batch else given["gradient_accumulation_steps"]
+        values["steps_per_generation"] = max(1, batch // rows) if batch else given["gradient_accumulation_steps"]
     modules = given["lora_target_modules"]
     modules = tuple(map(str, modules)) if isinstance(modules, (list, tuple)) else modules
     reward = given.get("reward_model_name_or_path")

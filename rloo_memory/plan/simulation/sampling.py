@@ -7,13 +7,10 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 def sample(logits: torch.Tensor, setup) -> None:
     """Choose from the last of `logits`, in float32. What is there of the token before stays until there is another:
     its probabilities, and its scores where these are no logits."""
-    asked = {
-        TemperatureLogitsWarper: float(setup.temperature) if setup.temperature != 1 else None,
-        TopKLogitsWarper: setup.top_k or None,
-        TopPLogitsWarper: setup.top_p if setup.top_p < 1 else None,
-        MinPLogitsWarper: setup.min_p,
-    }
-    warpers = [warper(value) for warper, value in asked.items() if value is not None]
+    warpers: list = [TemperatureLogitsWarper(float(setup.temperature))] if setup.temperature != 1 else []
+    warpers += [TopKLogitsWarper(setup.top_k)] if setup.top_k else []
+    warpers += [TopPLogitsWarper(setup.top_p)] if setup.top_p < 1 else []
+    warpers += [MinPLogitsWarper(setup.min_p)] if setup.min_p is not None else []
     scores = last = logits[:, -1, :].to(torch.float32, copy=True)
     before = [torch.empty_like(last) for _ in range(2 if warpers else 1)]
     for warper in warpers:
