@@ -210,16 +210,14 @@ def test_sharing_is_written_for_its_speed_where_it_is_predicted_to_be_faster(
         (["NESTED"], ["NESTED/memory.json is not a whole record (RecursionError: "]),
         (["IMAGES"], ["IMAGES/memory.json is not a whole record (TypeError: 'x' is no whole number)"]),
         (["FIELD"], ["FIELD/memory.json is not a whole record (TypeError: ", "'gpus'"]),
-        (["LAYERS"], ["LAYERS/memory.json is not a whole record (", "num_hidden_layers"]),
+        (["MODEL"], ["MODEL/memory.json is not a whole record (", "vocab_size"]),
         (["--model", "qwen3-8b", "--prompt", "64", "--profile", "a.yaml", "--output", "a.yaml"], ["profile itself"]),
     ],
 )
 def test_the_doctor_says_what_is_missing(arguments, parts, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    runs = {
-        "RUN": {}, "ENGINE": {"prompt_tokens": None}, "IMAGES": {"images": "x"}, "FIELD": {"devices": {"gpus": 2}},
-        "LAYERS": {"model_config": {"model_type": "qwen3", "num_hidden_layers": "x"}},
-    }  # fmt: skip
+    runs = {"RUN": {}, "ENGINE": {"prompt_tokens": None}, "IMAGES": {"images": "x"}}
+    runs |= {"FIELD": {"devices": {"gpus": 2}}, "MODEL": {"model_config": {"model_type": "qwen3", "vocab_size": "x"}}}
     for name, changed in runs.items():
         (tmp_path / name).mkdir()
         folder_with(tmp_path / name, **changed)

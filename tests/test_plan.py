@@ -50,8 +50,9 @@ def test_a_class_of_settings_that_is_derived_from_trls_is_asked_for_as_trls():
 
     eager = {"attn_implementation": "eager"}
     asked = ask.settings_of(Own(use_cpu=True, num_generations=4, delta=2.0, model_init_kwargs=eager))
-    assert asked["attn_implementation"] == "eager"
-    assert from_settings(10, {"model_init_kwargs": eager}).attn_implementation == "eager"
+    assert (
+        asked["attn_implementation"] == from_settings(10, {"model_init_kwargs": eager}).attn_implementation == "eager"
+    )
     assert asked["algorithm"] == "grpo" and asked["delta"] == 2.0 and "more" not in asked
 
 

@@ -63,7 +63,7 @@ def test_float16_is_planned_in_float16(bits):
 
 
 def test_of_continuous_batching_it_is_said_what_is_not_planned():
-    (said,) = remarks(from_settings(64, {"use_transformers_paged": True}), small())  # its older name
+    (said,) = remarks(from_settings(64, {"use_transformers_continuous_batching": True}), small())
     assert "max_memory_percent" in said
 
 

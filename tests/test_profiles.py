@@ -88,6 +88,7 @@ def test_an_accelerate_file_is_planned_with_its_devices_or_refused_by_name(tmp_p
         (FSDP2.replace("_version", "_auto_wrap_policy: NO_WRAP, fsdp_version"), "NO_WRAP"),
         (FSDP2.replace("_version", "_activation_checkpointing: true, fsdp_version"), "set gradient_checkpointing"),
         ("dynamo_config: {dynamo_backend: INDUCTOR}\n", "INDUCTOR"),
+        ("parallelism_config: [1]\n", "parallelism_config is [1]: it must be `name: value` lines"),
     ):
         path.write_text(text)
         assert str(path) in (line := refusal(profiles.devices_from, path)) and said in line, line
@@ -97,6 +98,8 @@ def test_an_accelerate_file_is_planned_with_its_devices_or_refused_by_name(tmp_p
     path.write_text("mixed_precision: bf16\nuse_cpu: true\ndynamo_config: {dynamo_backend: NO}\n")
     of_file = {"bf16": True, "device": "cpu"}
     assert of_file.items() <= profiles.devices_from(path, autocast=False).items()
+    path.write_text(FSDP2.replace("version: 2", "version: '2', fsdp_offload_params: 'true'"))
+    assert profiles.devices_from(path)["offload_parameters"]
     path.write_text("distributed_type: NO\n")  # which YAML reads as false
     assert profiles.devices_from(path)["num_devices"] == 1
     for name in ("ddp", "fsdp2", "fsdp2_offload", "zero3", "zero3_offload"):

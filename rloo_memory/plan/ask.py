@@ -149,8 +149,9 @@ def plain(settings: dict) -> dict:
     for name, value in settings.items():
         value = value.value if isinstance(value, enum.Enum) else value
         if name == "model_init_kwargs" and isinstance(value, dict):
-            of_loader = {key: value[key] for key in ("dtype", "attn_implementation") if value.get(key) is not None}
-            found |= {key: str(of).removeprefix("torch.") for key, of in of_loader.items()}
+            found |= {
+                x: str(value[x]).removeprefix("torch.") for x in ("dtype", "attn_implementation") if value.get(x)
+            }
         elif isinstance(value, str | int | float | list | tuple) and name != "model_init_kwargs":
             found[name] = value
     return found

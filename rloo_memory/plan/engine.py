@@ -25,10 +25,9 @@ def with_engine(setup: Setup, peaks: list) -> list:
 
 def in_words(setup: Setup) -> str | None:
     """What of vLLM or continuous batching is predicted; None where `generate` generates."""
-    if setup.use_transformers_continuous_batching and not setup.use_vllm:
-        return "continuous batching: its cache, most of the memory that is free (max_memory_percent), is not counted"
     if not setup.use_vllm:
-        return None
+        said = "continuous batching: its cache, most of the memory that is free (max_memory_percent), is not counted"
+        return said if setup.use_transformers_continuous_batching else None
     if setup.vllm_mode == "server":
         return "use_vllm: a server generates, on devices of its own, and nothing of it is counted here"
     share = f"{setup.vllm_gpu_memory_utilization:g} of the device"

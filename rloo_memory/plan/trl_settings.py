@@ -60,7 +60,6 @@ def from_settings(prompt_tokens: int, settings: dict, hf_config=None, **where) -
     if values["dtype"] == "auto" and hf_config:
         own = getattr(hf_config.get_text_config(), "dtype", None)
         values["dtype"] = str(own or "float32").removeprefix("torch.")
-    values["use_transformers_continuous_batching"] |= bool(given.get("use_transformers_paged"))  # its older name
     if given["bf16"] is None:  # as TRL's configs
         values["bf16"] = not given["fp16"]
     if given["steps_per_generation"] is None:  # as TRL's configs

@@ -11,6 +11,7 @@ from rloo_memory.installed_trl import need_trl
 from rloo_memory.models import one_line
 
 FOLDER = Path(__file__).with_name("profiles")
+IN_QUOTES = {"true": True, "false": False, "1": 1, "2": 2, "3": 3}  # accelerate hands all values on as text
 
 
 def names() -> list[str]:
@@ -81,6 +82,10 @@ def devices_from(path: Path, autocast: bool = True) -> dict:
     if not path.exists() and (FOLDER.with_name("accelerate") / path.name).exists():
         path = FOLDER.with_name("accelerate") / path.name
     config = read_yaml(path)
+    for name in [name for name, values in config.items() if name.endswith("_config") and values]:
+        if not isinstance(config[name], dict):
+            raise ConfigError(f"{path}: {name} is {config[name]!r}: it must be `name: value` lines")
+        config[name] = {key: IN_QUOTES.get(str(value).lower(), value) for key, value in config[name].items()}
     kind, processes = config.get("distributed_type") or "NO", config.get("num_processes", 1)  # YAML reads NO as false
     fsdp, precision = config.get("fsdp_config") or {}, str(config.get("mixed_precision") or "no").lower()
     if kind not in ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED"):
