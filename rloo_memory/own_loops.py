@@ -10,11 +10,14 @@ with shared_prompts(model, prompts) as shared:  # in parts, each with a backward
 
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from threading import RLock
 from typing import TypeAlias
 
 import torch
+from accelerate.utils.modeling import get_mixed_precision_context_manager
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
@@ -27,7 +30,7 @@ from rloo_memory.prefix_sharing.hooks import has_parameter_hooks, state_of, vers
 from rloo_memory.prefix_sharing.images import MultimodalInputs
 from rloo_memory.prefix_sharing.lm_head import causal_lm_of, logits_of
 from rloo_memory.prefix_sharing.passes import position_shift
-from rloo_memory.prefix_sharing.probe import dropouts
+from rloo_memory.prefix_sharing.probe import dropouts, without_dropout
 from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses, prompts_of
 from rloo_memory.prefix_sharing.tree import OpenTree, Prompts, Tree
 
@@ -114,7 +117,7 @@ class shared_prompts:
         return self
 
     def _state(self) -> tuple:
-        return state_of(self.model), self.model.training, *(module.training for module in dropouts(self.model))
+        return weights_of(self.model), self.model.training, *(module.training for module in dropouts(self.model))
 
     def log_probs(self, completions: Sequence[Ids], rows: Sequence[int] | None = None) -> torch.Tensor:
         """
@@ -180,13 +183,18 @@ def prepare(model: PreTrainedModel, temperature: float, shares_dropout: bool) ->
     """Try a model if it was not, and raise a `ValueError` if it cannot share prompts."""
     if not temperature > 0:
         raise ValueError(f"`temperature` is {temperature}, and logits are divided by it: it must be above 0.")
-    if isinstance(model, DistributedDataParallel) or any(isinstance(module, FSDPModule) for module in model.modules()):
+    modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+    if isinstance(model, DistributedDataParallel) or any(isinstance(module, FSDPModule) for module in modules):
         raise ValueError(
             f"{type(model).__name__} needs as many calls on every process, and here they depend on its prompts. With "
             "DDP, pass `model.module` and reduce gradients behind the backward; with FSDP, use `share_prompts`."
         )
-    causal_lm = causal_lm_of(model)
-    in_training = any(module.training for module in model.modules())
+    if not modules or not hasattr(causal_lm_of(model), "base_model"):
+        raise ValueError(
+            f"`model` is of type {type(model).__name__}, and must be a causal language model of transformers or PEFT. "
+            "Of a wrapper, pass the one inside."
+        )
+    causal_lm, in_training = causal_lm_of(model), any(module.training for module in modules)
     drops = not shares_dropout and any(module.training for module in dropouts(model))
     try:
         with _lock:  # while a model is tried, another thread would read the weights of the trial
@@ -194,8 +202,48 @@ def prepare(model: PreTrainedModel, temperature: float, shares_dropout: bool) ->
             route = vars(causal_lm.base_model).get("_prefix_sharing")
             if drops or route is None or in_training and not route.in_training:
                 enable_prefix_sharing(model, shares_dropout=not drops, in_training=in_training)
+            if not getattr(causal_lm, "_makes_logits_of_states", False):
+                check_head(model)
     except CannotShare as refusal:
         raise ValueError(refusal.reason) from None
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel) -> None:
+    """Raise a `ValueError` if logits are made of more than the last hidden state and the id of each token."""
+    causal_lm, states = causal_lm_of(model), []
+    ids, why = torch.arange(8, device=device_of(model))[None], "."
+    handle = causal_lm.base_model.register_forward_hook(lambda *given: states.append(given[2].last_hidden_state))
+    try:
+        with without_dropout(model):
+            logits = causal_lm(input_ids=ids, use_cache=False).logits
+            apart = (logits_of(causal_lm, states[0].flip(1), ids.flip(1)).flip(1) - logits).abs()
+        most = torch.finfo(causal_lm.dtype).eps ** 0.5 * logits.abs().nanmedian()
+        causal_lm._makes_logits_of_states = bool(apart.where(logits.isfinite(), 0).max() <= most)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        why = f" ({type(error).__name__}: {error}). Load it with `AutoModelForCausalLM`."
+    finally:
+        handle.remove()
+    if not getattr(causal_lm, "_makes_logits_of_states", False):
+        name = type(causal_lm).__name__
+        raise ValueError(f"{name} does not make the logits of a token of its last hidden state and its id alone{why}")
+
+
+def device_of(model: PreTrainedModel) -> torch.device:
+    """Where weights are offloaded, their own device is none that anything is computed on."""
+    hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
+    device = getattr(hook, "execution_device", None)
+    return model.device if device is None else device
+
+
+def weights_of(model: PreTrainedModel) -> tuple:
+    """Adapters, what is trained, and single values of it: `.data` and `functional_call` leave no other trace."""
+    here = [x for x in model.parameters() if not (x.is_meta or x.numel() == 0 or isinstance(x, DTensor))]
+    trained = [x for x in here if x.requires_grad]
+    values = [x.detach()[(0,) * x.ndim].item() for x in trained[:: 1 + len(trained) // 32]]
+    return state_of(model), repr(values)
 
 
 def is_one(ids) -> bool:
@@ -205,12 +253,15 @@ def is_one(ids) -> bool:
 
 def ids_of(given, name: str, number: int | None = None) -> list[torch.Tensor]:
     """One-dimensional tensors of token ids on the host. Where texts are `number`, the ids of one stand for all."""
-    texts = [given] * (number or 1) if is_one(given) else list(given)
+    try:
+        texts = [given] * (number or 1) if is_one(given) else list(given)
+        texts = [torch.as_tensor(text, device="cpu") for text in texts]
+    except (KeyError, TypeError, ValueError, RuntimeError):
+        raise ValueError(f"`{name}` must be token ids, as a tokenizer's `input_ids`, not {given!r:.80}.") from None
     if not texts:
         raise ValueError(f"`{name}` is empty.")
     if number is not None and len(texts) != number:
         raise ValueError(f"`{name}` has {len(texts)} texts, and there are {number} completions.")
-    texts = [torch.as_tensor(text, device="cpu") for text in texts]
     for i, text in enumerate(texts):
         if text.ndim != 1 or len(text) == 0 or text.is_floating_point():
             raise ValueError(f"`{name}[{i}]` must be token ids, of shape (at least 1,), and has {tuple(text.shape)}.")
@@ -237,10 +288,7 @@ class _Rows:
             torch.stack([torch.nn.functional.pad(x, (width - len(x), 0), value=-1) for x in prompts]),
             pad_sequence(completions, batch_first=True, padding_value=-1),
         ]
-        # Where weights are offloaded, their own device is none that anything is computed on
-        hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
-        device = getattr(hook, "execution_device", None)
-        ids = torch.cat(parts, dim=1).to(model.device if device is None else device)
+        ids = torch.cat(parts, dim=1).to(device_of(model))
         return cls(model, ids.clamp(min=0), (ids >= 0).long(), width)
 
     @property
@@ -253,16 +301,29 @@ class _Rows:
         return prompts_of(self.causal_lm.base_model, ids, mask, MultimodalInputs.of({}, len(ids)))
 
     def score(self, passes: SharedPrefixPasses, temperature: float) -> torch.Tensor:
-        states = passes.forward(self.causal_lm.base_model, self.ids, self.mask).last_hidden_state[:, :-1]
-        places = self.mask[:, self.width :].nonzero(as_tuple=True)
-        targets = self.ids[:, self.width :][places]
-        chunks = zip(states[places].split(TOKENS_OF_LOGITS), targets.split(TOKENS_OF_LOGITS), strict=True)
-
-        def of(states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            logits = logits_of(self.causal_lm, states) / temperature
+        def of(states: torch.Tensor, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            logits = logits_of(self.causal_lm, states, ids) / temperature
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
             return wide.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
 
-        # Logits are computed again in the backward, so those of one chunk exist at a time
-        values = torch.cat([checkpoint(of, *chunk, use_reentrant=False) for chunk in chunks])
+        places = self.mask[:, self.width :].nonzero(as_tuple=True)
+        tokens = self.ids[:, self.width - 1 : -1][places], self.ids[:, self.width :][places]
+        # The autocast in which accelerate has put the forward of a model that it has prepared
+        is_prepared = hasattr(self.model, "_original_forward")
+        with get_mixed_precision_context_manager(True) if is_prepared else nullcontext():
+            states = passes.forward(self.causal_lm.base_model, self.ids, self.mask).last_hidden_state[:, :-1]
+            chunks = zip(*(x.split(TOKENS_OF_LOGITS) for x in (states[places], *tokens)), strict=True)
+            # Logits are computed again in the backward, so those of one chunk exist at a time
+            values = torch.cat([checkpoint(of, *chunk, use_reentrant=False) for chunk in chunks])
+        before = weights_of(self.model)
+
+        def check(grad: torch.Tensor) -> None:
+            if weights_of(self.model) != before:
+                raise RuntimeError(
+                    "Weights, adapters or what is trained have changed since the forward of these log-probabilities, "
+                    "whose backward computes logits again. Call it before."
+                )
+
+        if values.requires_grad:
+            values.register_hook(check)
         return values.new_zeros(states.shape[:2]).index_put(places, values)

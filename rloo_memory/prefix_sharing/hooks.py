@@ -8,6 +8,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from threading import get_ident
 
 import torch
 from torch import nn
@@ -41,12 +42,23 @@ def hooks_of(model: nn.Module) -> frozenset[int]:
     return frozenset(number for _, number in _own_hooks(model))
 
 
+def is_here(thread: int) -> bool:
+    """Whether this is that thread. The graph of a compiled model cannot ask."""
+    return torch.compiler.is_compiling() or get_ident() == thread
+
+
 @contextmanager
-def without_own_hooks(module: nn.Module) -> Iterator[None]:
-    """In here, a module runs none of the user's hooks, which have seen in passes what it gives."""
+def without_own_hooks(module: nn.Module, thread: int) -> Iterator[None]:
+    """In here, a module runs none of the user's hooks, which have seen in passes what it gives. Other threads do."""
+
+    def elsewhere(hook: Callable) -> Callable:
+        return functools.wraps(hook)(lambda *given: None if is_here(thread) else hook(*given))
+
     with ExitStack() as stack:
         for name in _DICTS:
-            others = OrderedDict((number, x) for number, x in getattr(module, name).items() if not _is_own(x))
+            hooks = [(number, x, _is_own(x)) for number, x in getattr(module, name).items()]
+            kept = [each for each in hooks if "forward" in name or not each[2]]
+            others = OrderedDict((number, elsewhere(x) if is_own else x) for number, x, is_own in kept)
             stack.enter_context(replaced(module, name, others))
         yield
 

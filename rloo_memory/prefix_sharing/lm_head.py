@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from rloo_memory.calls import replaced
 
-from .hooks import without_own_hooks
+from .hooks import is_here, without_own_hooks
 
 # One thread at a time replaces a forward: another would put back what it has found there
 _lock = RLock()
@@ -35,21 +35,22 @@ def backbone_gives(model: nn.Module, states: torch.Tensor) -> Iterator[None]:
         own = backbone.forward
 
         def forward(*args, **kwargs):
-            # A graph of a compiled model cannot ask for its thread
-            if torch.compiler.is_compiling() or get_ident() == thread:
+            if is_here(thread):
                 return _Output(last_hidden_state=states)
             return own(*args, **kwargs)
 
-        with replaced(backbone, "forward", forward), without_own_hooks(backbone):
+        with replaced(backbone, "forward", forward), without_own_hooks(backbone, thread):
             yield
 
 
 def causal_lm_of(model: PreTrainedModel) -> PreTrainedModel:
     """The causal language model, of a PEFT model the one inside."""
-    return model.get_base_model() if is_peft_model(model) else model
+    if is_peft_model(model):
+        return model.get_base_model()
+    return model.base_model.model if type(model).__name__ == "PeftMixedModel" else model  # which has no such method
 
 
-def logits_of(model: nn.Module, states: torch.Tensor) -> torch.Tensor:
+def logits_of(model: nn.Module, states: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
     """
     Logits as the model's own forward makes them of hidden states, with what it has of caps, scales and multipliers.
 
@@ -58,13 +59,15 @@ def logits_of(model: nn.Module, states: torch.Tensor) -> torch.Tensor:
             Causal language model.
         states (`torch.Tensor` of shape `(..., H)`):
             Last hidden states.
+        ids (`torch.Tensor` of shape `(...)`, *optional*):
+            Ids of the tokens that have these states, for a forward of one's own that makes logits of them, too.
 
     Returns:
         `torch.Tensor` of shape `(..., V)`: Logits.
     """
     model = causal_lm_of(model)
     flat = states.reshape(1, -1, states.shape[-1])
-    ids = torch.zeros(flat.shape[:2], dtype=torch.long, device=flat.device)
+    no_ids = torch.zeros(flat.shape[:2], dtype=torch.long, device=flat.device)
     with backbone_gives(model, flat):
-        logits = model(input_ids=ids, use_cache=False).logits
+        logits = model(input_ids=no_ids if ids is None else ids.reshape(1, -1), use_cache=False).logits
     return logits.reshape(*states.shape[:-1], logits.shape[-1])  # also of no states

@@ -1,19 +1,21 @@
 """Models as people have them in a loop of their own: scored by threads, copied, offloaded, checkpointed, adapted."""
 
 import copy
+import functools
 import sys
 import threading
 
 import pytest
 import torch
-from accelerate import cpu_offload
+from accelerate import Accelerator, cpu_offload
 from peft import LoraConfig, XLoraConfig, get_peft_model
 from peft.helpers import rescale_adapter_scale
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from experiments.checks.float64 import pure_float64
 from experiments.checks.tiny_families import build, family
-from rloo_memory import log_probs, shared_prompts
+from rloo_memory import log_probs, logits_of, shared_prompts
 
 from .conftest import llama
 from .test_own_loops import (
@@ -27,6 +29,66 @@ from .test_own_loops import (
     gradient,
     whole_rows,
 )
+
+
+class OwnLogits(LlamaForCausalLM):
+    """Scales logits by token ids, or by positions."""
+
+    def forward(self, input_ids=None, by_position=False, **kwargs):
+        output = super().forward(input_ids=input_ids, **kwargs)
+        scales = torch.arange(input_ids.shape[1]) if by_position else input_ids[0]
+        output.logits = output.logits * (1 + 0.01 * scales[:, None])
+        return output
+
+
+def test_logits_may_be_made_of_the_token_too_and_of_nothing_else():
+    model = OwnLogits(llama().config).double()
+    with pure_float64(), torch.no_grad():
+        values = log_probs(model, [PROMPTS[row] for row in ROWS], COMPLETIONS, temperature=0.7)
+        assert_same(values, whole_rows(model))
+    by_position = OwnLogits(model.config)
+    by_position.forward = functools.partial(by_position.forward, by_position=True)
+    for other in (by_position, model.model, LlamaForSequenceClassification(model.config)):
+        with pytest.raises(ValueError, match="does not make the logits of a token of its last hidden state"):
+            log_probs(other, PROMPTS[0], COMPLETIONS)
+    for other in (torch.nn.Sequential(model), "Qwen/Qwen3-0.6B"):
+        with pytest.raises(ValueError, match="must be a causal language model of transformers or PEFT"):
+            log_probs(other, PROMPTS[0], COMPLETIONS)
+
+
+def test_adapters_of_several_kinds_share():
+    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    model = get_peft_model(llama(), config, mixed=True)
+    inside = log_probs(model.base_model.model, PROMPTS[0], COMPLETIONS)
+    assert torch.equal(log_probs(model, PROMPTS[0], COMPLETIONS), inside)
+
+
+def test_a_model_that_accelerate_prepared_computes_in_its_precision():
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    with accelerator.autocast():
+        expected = log_probs(llama(), PROMPTS[0], COMPLETIONS)
+    values = log_probs(accelerator.prepare(llama()), PROMPTS[0], COMPLETIONS)
+    accelerator.state._reset_state(True)
+    assert torch.equal(values, expected)
+
+
+def test_weights_that_data_swaps_for_a_while_have_prompts_of_their_own():
+    """As an average of weights, in place of the trained ones."""
+    model = llama()
+    with torch.no_grad(), shared_prompts(model, PROMPTS[0]) as shared:
+        for factor in (1.0, 2.0, 0.5):
+            for param in model.parameters():
+                param.data.mul_(factor)
+            torch.testing.assert_close(shared.log_probs(COMPLETIONS), log_probs(model, PROMPTS[0], COMPLETIONS))
+
+
+def test_a_backward_with_other_weights_is_refused():
+    """Logits are computed again in it: the gradient was 2 % off."""
+    model = llama()
+    values = log_probs(model, PROMPTS[0], COMPLETIONS)
+    model.lm_head.weight.data.mul_(1.1)
+    with pytest.raises(RuntimeError, match="whose backward computes logits again"):
+        values.sum().backward()
 
 
 def test_x_lora_is_refused(tmp_path):
@@ -196,3 +258,18 @@ def test_threads_can_score_with_one_model():
     finally:
         sys.setswitchinterval(interval)
     assert not errors and "forward" not in vars(model.model)
+
+
+@torch.no_grad()
+def test_hooks_of_the_backbone_run_while_another_thread_is_in_the_head():
+    model, seen = llama(), []
+    model.model.register_forward_hook(lambda *given: seen.append(given))
+
+    def score_whole_rows(module, args):
+        thread = threading.Thread(target=lambda: model.model(input_ids=LONG[None]))
+        thread.start()
+        thread.join()
+
+    model.lm_head.register_forward_pre_hook(score_whole_rows)
+    logits_of(model, torch.zeros(2, 32))
+    assert len(seen) == 1
