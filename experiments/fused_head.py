@@ -14,6 +14,6 @@ def add_fused_lm_head(model, *args, **kwargs) -> None:
 
     @functools.wraps(whole)
     def forward(*args, passes=None, **kwargs):
-        return whole(*args, **kwargs) if passes is None else forward_in_passes(model, whole, passes, *args, **kwargs)
+        return whole(*args, **kwargs) if passes is None else forward_in_passes(model, whole, passes, **kwargs)
 
     model.forward = forward

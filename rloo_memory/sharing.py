@@ -36,6 +36,7 @@ METHODS = {
     "_generate_single_turn": ("prompt_ids", "images"),
     "_get_per_token_logps_and_entropies": ("model", "input_ids", "attention_mask", "logits_to_keep"),
 }
+DEFAULTS = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
 CPU_TILE = 512  # words of the vocabulary
 SHUFFLE = "shuffle_sequence_dict"  # by which the module of a trainer shuffles the rows of a rollout
 
@@ -286,15 +287,18 @@ class PromptSharing:
     # -- what is called in place of models' forwards ------------------------------------------------------------------
 
     def forward(self, original, *args, model, **kwargs):
-        scored = self.scored
-        if scored is None or (rows := scored.next_rows(kwargs.get("input_ids"))) is None:
+        scored, names = self.scored, inspect.signature(original).parameters if args else ()
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        if scored is None or (rows := scored.next_rows(named.get("input_ids"))) is None:
             return original(*args, **kwargs)
         try:
             passes = self.in_use.of_rows(model, rows, scored.call.given, scored.alone)
-            return forward_in_passes(model, original, passes, *args, **kwargs)
+            if getattr(named.get("attention_mask"), "shape", None) != named["input_ids"].shape:
+                raise GoesWhole("The model is called without an attention mask that has the shape of `input_ids`.")
+            return forward_in_passes(model, original, passes, **named)
         except GoesWhole as reason:
             self.in_use.go_whole(reason)
-        num_tokens = kwargs["input_ids"].numel()
+        num_tokens = named["input_ids"].numel()
         self.in_use.count.add(num_tokens, num_tokens)
         return original(*args, **kwargs)
 
@@ -321,9 +325,9 @@ def rows_with_an_image(num_images: list[int] | None) -> int:
     return next(size for size in sizes if all(any(num_images[start : start + size]) for start in starts[::size]))
 
 
-def forward_in_passes(model, original: Callable, passes, *args, **kwargs):
+def forward_in_passes(model, original: Callable, passes, **kwargs):
     """What the forward `original` of `model` gives of completions, whose hidden states `passes` compute."""
-    kwargs = {name: x for name, x in kwargs.items() if x is not None}
+    kwargs = {name: x for name, x in kwargs.items() if x is not None and x is not DEFAULTS.get(name)}
     of_head: dict[str, Any] = {
         name: kwargs.pop(name) for name in ("fused_lm_head", "logits_to_keep", "use_cache") if name in kwargs
     }
@@ -334,7 +338,7 @@ def forward_in_passes(model, original: Callable, passes, *args, **kwargs):
     )
     if experts:
         kwargs["output_router_logits"], of_head["output_router_logits"] = True, False
-    states = passes.forward(model.base_model, *args, **kwargs)
+    states = passes.forward(model.base_model, **kwargs)
     # From the last prompt token on, the LM head scores what a backbone gives that has run already
     of_columns = {name: x[:, passes.prefix_length - 1 :] for name, x in of_columns.items()}
     with backbone_gives(model, states.last_hidden_state), small_tiles(states.last_hidden_state):

@@ -373,9 +373,9 @@ class TrainerPasses:
             raise
         if had_passes and not self._has_passes:
             logger.warning(
-                "The loss is computed without `_get_per_token_logps_and_entropies` of TRL's trainer, so "
-                "`prefix_sharing` and `tokens_per_forward` have no effect on it. A subclass that has its own should "
-                "call that of `super()`."
+                "The loss is computed without `_get_per_token_logps_and_entropies` of TRL's trainer, or of other rows "
+                "than it was called with, so `prefix_sharing` and `tokens_per_forward` have no effect on it. One that "
+                "a subclass has should hand its rows to that of `super()`."
             )
 
     def _leave(self, updates: bool) -> None:

@@ -145,23 +145,39 @@ class ReferenceInLoss(Fixed):
         return super()._compute_loss(model, inputs) + moved
 
 
-class Around(Fixed):
-    """Computes log-probabilities without the model's own forward."""
+class OwnLogps(Fixed):
+    """Takes log-probabilities of logits, for which it calls the model by position."""
+
+    def logits(self, model, ids, mask):
+        return model(ids, mask, return_dict=True, output_hidden_states=False).logits
 
     def _get_per_token_logps_and_entropies(self, model, ids, mask, n, *args, **kwargs):
-        states = model.base_model(input_ids=ids, attention_mask=mask).last_hidden_state
-        logps = model.lm_head(states[:, -n - 1 : -1]).log_softmax(-1).gather(-1, ids[:, -n:, None])[..., 0]
+        logits = self.logits(model, ids, mask)[:, -n - 1 : -1]
+        logps = logits.log_softmax(-1).gather(-1, ids[:, -n:, None])[..., 0]
         return logps, torch.zeros_like(logps), None
+
+
+class WithoutMask(OwnLogps):
+    def logits(self, model, ids, mask):
+        return model(input_ids=ids).logits
+
+
+class Around(OwnLogps):
+    """Computes log-probabilities without the model's own forward."""
+
+    def logits(self, model, ids, mask):
+        return model.lm_head(model.base_model(input_ids=ids, attention_mask=mask).last_hidden_state)
 
 
 # Trainer, rows of a micro-batch, what is said where something goes whole
 PATTERNS = [
-    *((cls, rows, None) for rows in (8, 2) for cls in (OtherNames, ByPosition, ScoredTwice, Sorted)),
+    *((cls, rows, None) for rows in (8, 2) for cls in (OtherNames, ByPosition, ScoredTwice, Sorted, OwnLogps)),
     *((cls, 8, None) for cls in (HandsOn, OwnGenerate)),
     (Beams, 8, "with `num_beams=2`, it does not decode one completion a row"),
     (GapsInMasks, 8, "The attention mask of row 1 of the batch is 0 between tokens"),
     *((cls, 8, "The hook `RowHook._compute_loss.<locals>.add` changes what") for cls in (RowHook, FirstOfAll)),
     (RowHook, 2, "The hook `RowHook._compute_loss.<locals>.add` changes what"),
+    (WithoutMask, 8, "The model is called without an attention mask that has the shape of `input_ids`"),
     (Clamped, 8, None),
     (Clamped, 2, "prompts are shared within micro-batches only"),
     (ScaledLoss, 8, None),
