@@ -17,7 +17,6 @@ from typing import TypeAlias
 
 import torch
 from accelerate.utils.modeling import get_mixed_precision_context_manager
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
@@ -26,7 +25,7 @@ from transformers import PreTrainedModel
 from rloo_memory.prefix_sharing.config import check_tokens_per_forward
 from rloo_memory.prefix_sharing.enabling import CannotShare, check_adapter, enable_prefix_sharing
 from rloo_memory.prefix_sharing.fsdp2 import FSDPModule
-from rloo_memory.prefix_sharing.hooks import has_parameter_hooks, state_of, versions_of
+from rloo_memory.prefix_sharing.hooks import has_parameter_hooks, versions_of, weights_of
 from rloo_memory.prefix_sharing.images import MultimodalInputs
 from rloo_memory.prefix_sharing.lm_head import causal_lm_of, logits_of
 from rloo_memory.prefix_sharing.passes import position_shift
@@ -236,14 +235,6 @@ def device_of(model: PreTrainedModel) -> torch.device:
     hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
     device = getattr(hook, "execution_device", None)
     return model.device if device is None else device
-
-
-def weights_of(model: PreTrainedModel) -> tuple:
-    """Adapters, what is trained, and single values of it: `.data` and `functional_call` leave no other trace."""
-    here = [x for x in model.parameters() if not (x.is_meta or x.numel() == 0 or isinstance(x, DTensor))]
-    trained = [x for x in here if x.requires_grad]
-    values = [x.detach()[(0,) * x.ndim].item() for x in trained[:: 1 + len(trained) // 32]]
-    return state_of(model), repr(values)
 
 
 def is_one(ids) -> bool:

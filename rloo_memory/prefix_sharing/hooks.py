@@ -12,6 +12,7 @@ from threading import get_ident
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from rloo_memory.calls import replaced
 
@@ -88,6 +89,20 @@ def versions_of(model: nn.Module) -> list[int]:
     put = {id(param) for param in weights if not param.requires_grad}
     unwritten = (id(param) in put or param.is_inference() for param in model.parameters())
     return [0 if skip else param._version for skip, param in zip(unwritten, model.parameters(), strict=True)]
+
+
+def weights_of(model: nn.Module) -> tuple:
+    """Adapters, what is trained, and single values of it: `.data` and `functional_call` leave no other trace."""
+    here = [x for x in model.parameters() if not (x.is_meta or x.numel() == 0 or isinstance(x, DTensor))]
+    trained = [x for x in here if x.requires_grad]
+    values = [x.detach()[(0,) * x.ndim].item() for x in trained[:: 1 + len(trained) // 32]]
+    return state_of(model), repr(values)
+
+
+def traces_of(model: nn.Module) -> tuple:
+    """What shows that something other than a backward has changed weights or their gradients."""
+    grads = [(id(param.grad), getattr(param.grad, "_version", 0)) for param in model.parameters()]
+    return versions_of(model), weights_of(model), grads
 
 
 def _tensors(values) -> list[torch.Tensor]:

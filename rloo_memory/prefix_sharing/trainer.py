@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from .enabling import check_dropout, disable_prefix_sharing, enable_prefix_sharing, shares_starts
 from .generation import generate_with_shared_prefix
-from .hooks import has_parameter_hooks, state_of, versions_of
+from .hooks import has_parameter_hooks, state_of, traces_of
 from .images import OF_IMAGES, OF_TOKENS, MultimodalInputs, count_tiles
 from .lm_head import causal_lm_of
 from .passes import GoesWhole, TokenCount, has_several_processes, on_any_process
@@ -80,7 +80,7 @@ class TrainerPasses:
         self._trained: Tree | None = None  # of those of an update
         self._rows: range | None = None  # of the rollout, from this micro-batch to the end of its update
         self._state: tuple = ()  # of the model in this micro-batch
-        self._versions: list[int] = []  # of its weights behind the last one
+        self._traces: tuple = ()  # of changes of its weights and gradients, behind the last one
         self._place = 0  # of the micro-batch in its update
         self._has_passes = True  # whether the loss of the last training step came from passes
         self._count = TokenCount()  # of what was scored and trained since it was last read
@@ -355,11 +355,11 @@ class TrainerPasses:
         updates, steps = trainer.accelerator.sync_gradients, self.args.steps_per_generation
         before, self._state = self._state, state_of(self.model)
         waits = self._trained is not None and self._trained.nodes
-        if waits and (self._state, versions_of(self.model)) != (before, self._versions):
+        if waits and (self._state, traces_of(self.model)) != (before, self._traces):
             raise RuntimeError(
-                "Weights, adapters or what is trained are not as they were in the micro-batch before, and prompts of "
-                "the update still have a backward to come. Change them between updates (`on_step_end`), or set "
-                "`per_device_train_batch_size` to a multiple of `num_generations`."
+                "Weights, gradients, adapters or what is trained are not as they were in the micro-batch before, and "
+                "prompts of the update still have a backward to come. Change them between updates (`on_step_end`), or "
+                "set `per_device_train_batch_size` to a multiple of `num_generations`."
             )
         had_passes, self._has_passes = self._has_passes, False
         size, step = self.args.per_device_train_batch_size, trainer._step % steps
@@ -394,7 +394,7 @@ class TrainerPasses:
                 self._trained = None
         self._rows, self._place = None, 0 if updates else self._place + 1
         if self._trained is not None:
-            self._versions = versions_of(self.model)
+            self._traces = traces_of(self.model)
 
     def _forget(self) -> None:
         """Forget what is kept for the next micro-batch."""

@@ -269,7 +269,11 @@ def test_an_update_reads_what_the_same_adapter_left(train):
         with torch.no_grad():
             next(param for param in model.parameters() if param.requires_grad).add_(1e-3)
 
-    for change in (lambda model: model.set_adapter("other"), perturb):
+    def swap(model):
+        for param in model.parameters():
+            param.data.mul_(1.01)
+
+    for change in (lambda model: model.set_adapter("other"), perturb, swap, torch.nn.Module.zero_grad):
         with pytest.raises(RuntimeError, match="not as they were in the micro-batch before.* between updates"):
             train(Fixed, 2, share={}, prepare=changed(change), **options)
 
