@@ -109,14 +109,14 @@ class shared_prompts:
             lambda: OpenTree.of(prompts, every_prompt=True, positions_from_zero=True)
         )
         self.state: tuple | None = None  # of the model where the block began
-        self.versions: list[int] = []  # of its weights
 
     def __enter__(self) -> "shared_prompts":
-        self.state, self.versions = self._state(), versions_of(self.model)
+        self.state = self._state()
         return self
 
     def _state(self) -> tuple:
-        return weights_of(self.model), self.model.training, *(module.training for module in dropouts(self.model))
+        in_training = tuple(module.training for module in (self.model, *dropouts(self.model)))
+        return tuple(versions_of(self.model)), weights_of(self.model), in_training
 
     def log_probs(self, completions: Sequence[Ids], rows: Sequence[int] | None = None) -> torch.Tensor:
         """
@@ -159,7 +159,7 @@ class shared_prompts:
                 "`log_probs` is for the `with` block of `shared_prompts`, where prompts have their backward."
             )
         state = self._state()
-        if versions_of(self.model) != self.versions or with_gradients and state != self.state:
+        if with_gradients and state != self.state:
             raise RuntimeError(
                 "Weights, adapters, dropout or what is trained are no longer as they were where the block of "
                 "`shared_prompts` began, and prompts went through the model once. Change them behind the block. "
@@ -210,13 +210,13 @@ def prepare(model: PreTrainedModel, temperature: float, shares_dropout: bool) ->
 @torch.no_grad()
 def check_head(model: PreTrainedModel) -> None:
     """Raise a `ValueError` if logits are made of more than the last hidden state and the id of each token."""
-    causal_lm, states = causal_lm_of(model), []
-    ids, why = torch.arange(8, device=device_of(model))[None], "."
+    causal_lm, states, why = causal_lm_of(model), [], "."
+    ids = _Rows.of(model, [torch.arange(4, device="cpu")], [torch.arange(4, 8, device="cpu")]).ids
     handle = causal_lm.base_model.register_forward_hook(lambda *given: states.append(given[2].last_hidden_state))
     try:
         with without_dropout(model):
-            logits = causal_lm(input_ids=ids, use_cache=False).logits
-            apart = (logits_of(causal_lm, states[0].flip(1), ids.flip(1)).flip(1) - logits).abs()
+            logits = model(input_ids=ids, use_cache=False).logits
+            apart = (logits_of(model, states[0].flip(1), ids.flip(1)).flip(1) - logits).abs()
         most = torch.finfo(causal_lm.dtype).eps ** 0.5 * logits.abs().nanmedian()
         causal_lm._makes_logits_of_states = bool(apart.where(logits.isfinite(), 0).max() <= most)
     except torch.OutOfMemoryError:
@@ -228,13 +228,6 @@ def check_head(model: PreTrainedModel) -> None:
     if not getattr(causal_lm, "_makes_logits_of_states", False):
         name = type(causal_lm).__name__
         raise ValueError(f"{name} does not make the logits of a token of its last hidden state and its id alone{why}")
-
-
-def device_of(model: PreTrainedModel) -> torch.device:
-    """Where weights are offloaded, their own device is none that anything is computed on."""
-    hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
-    device = getattr(hook, "execution_device", None)
-    return model.device if device is None else device
 
 
 def is_one(ids) -> bool:
@@ -279,7 +272,10 @@ class _Rows:
             torch.stack([torch.nn.functional.pad(x, (width - len(x), 0), value=-1) for x in prompts]),
             pad_sequence(completions, batch_first=True, padding_value=-1),
         ]
-        ids = torch.cat(parts, dim=1).to(device_of(model))
+        # Where weights are offloaded, their own device is none that anything is computed on
+        hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
+        device = getattr(hook, "execution_device", None)
+        ids = torch.cat(parts, dim=1).to(model.device if device is None else device)
         return cls(model, ids.clamp(min=0), (ids >= 0).long(), width)
 
     @property
@@ -293,7 +289,7 @@ class _Rows:
 
     def score(self, passes: SharedPrefixPasses, temperature: float) -> torch.Tensor:
         def of(states: torch.Tensor, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            logits = logits_of(self.causal_lm, states, ids) / temperature
+            logits = logits_of(self.model, states, ids) / temperature
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
             return wide.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
 

@@ -65,9 +65,8 @@ def logits_of(model: nn.Module, states: torch.Tensor, ids: torch.Tensor | None =
     Returns:
         `torch.Tensor` of shape `(..., V)`: Logits.
     """
-    model = causal_lm_of(model)
     flat = states.reshape(1, -1, states.shape[-1])
     no_ids = torch.zeros(flat.shape[:2], dtype=torch.long, device=flat.device)
-    with backbone_gives(model, flat):
+    with backbone_gives(causal_lm_of(model), flat):
         logits = model(input_ids=no_ids if ids is None else ids.reshape(1, -1), use_cache=False).logits
     return logits.reshape(*states.shape[:-1], logits.shape[-1])  # also of no states

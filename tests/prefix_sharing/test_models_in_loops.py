@@ -1,9 +1,10 @@
 """Models as people have them in a loop of their own: scored by threads, copied, offloaded, checkpointed, adapted."""
 
 import copy
-import functools
 import sys
 import threading
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -47,20 +48,11 @@ def test_logits_may_be_made_of_the_token_too_and_of_nothing_else():
         values = log_probs(model, [PROMPTS[row] for row in ROWS], COMPLETIONS, temperature=0.7)
         assert_same(values, whole_rows(model))
     by_position = OwnLogits(model.config)
-    by_position.forward = functools.partial(by_position.forward, by_position=True)
-    for other in (by_position, model.model, LlamaForSequenceClassification(model.config)):
-        with pytest.raises(ValueError, match="does not make the logits of a token of its last hidden state"):
+    by_position.forward = partial(by_position.forward, by_position=True)
+    reward_model, wrapper = LlamaForSequenceClassification(model.config), torch.nn.Sequential(model)
+    for other in (by_position, model.model, reward_model, wrapper, "Qwen/Qwen3-0.6B"):
+        with pytest.raises(ValueError, match="does not make the logits of a token|must be a causal language model"):
             log_probs(other, PROMPTS[0], COMPLETIONS)
-    for other in (torch.nn.Sequential(model), "Qwen/Qwen3-0.6B"):
-        with pytest.raises(ValueError, match="must be a causal language model of transformers or PEFT"):
-            log_probs(other, PROMPTS[0], COMPLETIONS)
-
-
-def test_adapters_of_several_kinds_share():
-    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
-    model = get_peft_model(llama(), config, mixed=True)
-    inside = log_probs(model.base_model.model, PROMPTS[0], COMPLETIONS)
-    assert torch.equal(log_probs(model, PROMPTS[0], COMPLETIONS), inside)
 
 
 def test_a_model_that_accelerate_prepared_computes_in_its_precision():
@@ -70,16 +62,6 @@ def test_a_model_that_accelerate_prepared_computes_in_its_precision():
     values = log_probs(accelerator.prepare(llama()), PROMPTS[0], COMPLETIONS)
     accelerator.state._reset_state(True)
     assert torch.equal(values, expected)
-
-
-def test_weights_that_data_swaps_for_a_while_have_prompts_of_their_own():
-    """As an average of weights, in place of the trained ones."""
-    model = llama()
-    with torch.no_grad(), shared_prompts(model, PROMPTS[0]) as shared:
-        for factor in (1.0, 2.0, 0.5):
-            for param in model.parameters():
-                param.data.mul_(factor)
-            torch.testing.assert_close(shared.log_probs(COMPLETIONS), log_probs(model, PROMPTS[0], COMPLETIONS))
 
 
 def test_a_backward_with_other_weights_is_refused():
@@ -139,24 +121,32 @@ def test_a_hook_that_takes_gradients_of_parameters_gets_them_whole_or_none():
         shared.log_probs(COMPLETIONS).sum().backward()
 
 
-def test_an_adapter_that_is_scaled_otherwise_has_prompts_of_its_own():
+@contextmanager
+def doubled(model):
+    """As averages of weights are put into the place of the trained ones for a while."""
+    for factor in (2.0, 0.5):
+        for param in model.parameters():
+            param.data.mul_(factor)
+        if factor > 1:
+            yield
+
+
+def in_bfloat16(model):
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "changed, mixed",
+    [(partial(rescale_adapter_scale, multiplier=0.3), False), (in_bfloat16, False), (doubled, True)],
+)
+def test_a_model_that_is_changed_for_a_while_has_prompts_of_its_own(changed, mixed):
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    model = get_peft_model(llama(), config)
+    model = get_peft_model(llama(), config, mixed=mixed)
     with torch.no_grad(), shared_prompts(model, PROMPTS[0]) as shared:
         before = shared.log_probs(COMPLETIONS)
-        with rescale_adapter_scale(model, 0.3):
+        with changed(model):
             assert torch.equal(shared.log_probs(COMPLETIONS), log_probs(model, PROMPTS[0], COMPLETIONS))
         assert torch.equal(shared.log_probs(COMPLETIONS), before)
-
-
-def test_parts_in_another_precision_have_prompts_of_their_own():
-    model, states = llama(), []
-    for first in (True, False):  # in autocast
-        with torch.no_grad(), shared_prompts(model, PROMPTS[0]) as shared:
-            for enabled in (first, not first):
-                with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-                    states.append(shared.log_probs(COMPLETIONS))
-    assert torch.equal(states[0], states[3]) and torch.equal(states[1], states[2])
 
 
 def test_adapters_on_experts_change_no_weight():
@@ -263,13 +253,8 @@ def test_threads_can_score_with_one_model():
 @torch.no_grad()
 def test_hooks_of_the_backbone_run_while_another_thread_is_in_the_head():
     model, seen = llama(), []
+    other = threading.Thread(target=lambda: model.model(input_ids=LONG[None]))
     model.model.register_forward_hook(lambda *given: seen.append(given))
-
-    def score_whole_rows(module, args):
-        thread = threading.Thread(target=lambda: model.model(input_ids=LONG[None]))
-        thread.start()
-        thread.join()
-
-    model.lm_head.register_forward_pre_hook(score_whole_rows)
+    model.lm_head.register_forward_pre_hook(lambda *given: other.start() or other.join())
     logits_of(model, torch.zeros(2, 32))
     assert len(seen) == 1

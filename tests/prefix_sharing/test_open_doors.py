@@ -148,25 +148,22 @@ class ReferenceInLoss(Fixed):
 class OwnLogps(Fixed):
     """Takes log-probabilities of logits, for which it calls the model by position."""
 
-    def logits(self, model, ids, mask):
-        return model(ids, mask, return_dict=True, output_hidden_states=False).logits
+    call = staticmethod(lambda model, *rows: model(*rows, return_dict=True, output_hidden_states=False).logits)
 
     def _get_per_token_logps_and_entropies(self, model, ids, mask, n, *args, **kwargs):
-        logits = self.logits(model, ids, mask)[:, -n - 1 : -1]
+        logits = self.call(model, ids, mask)[:, -n - 1 : -1]
         logps = logits.log_softmax(-1).gather(-1, ids[:, -n:, None])[..., 0]
         return logps, torch.zeros_like(logps), None
 
 
 class WithoutMask(OwnLogps):
-    def logits(self, model, ids, mask):
-        return model(input_ids=ids).logits
+    call = staticmethod(lambda model, ids, mask: model(input_ids=ids).logits)
 
 
 class Around(OwnLogps):
-    """Computes log-probabilities without the model's own forward."""
+    """Does without the model's own forward."""
 
-    def logits(self, model, ids, mask):
-        return model.lm_head(model.base_model(input_ids=ids, attention_mask=mask).last_hidden_state)
+    call = staticmethod(lambda model, *rows: model.lm_head(model.base_model(*rows).last_hidden_state))
 
 
 # Trainer, rows of a micro-batch, what is said where something goes whole
