@@ -19,17 +19,9 @@ from experiments.checks.tiny_families import build, family
 from rloo_memory import log_probs, logits_of, shared_prompts
 
 from .conftest import llama
-from .test_own_loops import (
-    COMPLETIONS,
-    FAMILIES,
-    LONG,
-    PROMPTS,
-    ROWS,
-    WEIGHTS,
-    assert_same,
-    gradient,
-    whole_rows,
-)
+from .test_own_loops import COMPLETIONS, FAMILIES, LONG, PROMPTS, ROWS, WEIGHTS, assert_same, gradient, whole_rows
+
+LAST_IS_CONV = family("lfm2", layer_types=["full_attention", "full_attention", "conv"], num_hidden_layers=3)
 
 
 class OwnLogits(LlamaForCausalLM):
@@ -84,15 +76,7 @@ def test_x_lora_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "of, trained",
-    [
-        (FAMILIES["llama"], "layers.2.self_attn.v_proj"),
-        (
-            family("lfm2", layer_types=["full_attention", "full_attention", "conv"], num_hidden_layers=3),
-            "layers.2.conv",
-        ),
-    ],
-    ids=["values", "states"],
+    "of, trained", [(FAMILIES["llama"], "layers.2.self_attn.v_proj"), (LAST_IS_CONV, "layers.2.conv")]
 )
 def test_gradients_that_are_not_whole_are_refused_whatever_is_trained(of, trained):
     """Of a last layer's values, or states, alone."""
@@ -131,13 +115,10 @@ def doubled(model):
             yield
 
 
-def in_bfloat16(model):
-    return torch.autocast("cpu", torch.bfloat16)
-
-
+@pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize(
-    "changed, mixed",
-    [(partial(rescale_adapter_scale, multiplier=0.3), False), (in_bfloat16, False), (doubled, True)],
+    "changed",
+    [partial(rescale_adapter_scale, multiplier=0.3), lambda _: torch.autocast("cpu", torch.bfloat16), doubled],
 )
 def test_a_model_that_is_changed_for_a_while_has_prompts_of_its_own(changed, mixed):
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)

@@ -6,15 +6,7 @@ import pytest
 import torch
 from cpu_offloading import get_act_offloading_ctx_manager
 
-from experiments.checks.family_check import (
-    COMPLETION,
-    PROMPT,
-    TOLERANCE,
-    error_of,
-    in_float64,
-    prepared,
-    run,
-)
+from experiments.checks.family_check import COMPLETION, PROMPT, TOLERANCE, error_of, in_float64, prepared, run
 from experiments.checks.tiny_families import build, family
 from rloo_memory.plan.simulation.live_bytes import LiveBytes
 from rloo_memory.plan.simulation.offloaded import offloaded

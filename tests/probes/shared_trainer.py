@@ -25,13 +25,7 @@ from datasets import Dataset
 from image_rows import CONFIGS
 from peft import LoraConfig, get_peft_model
 from tools import lookup, parsed
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3Config, Qwen3MoeConfig
 from trl.trainer import grpo_trainer, rloo_trainer
 
 from experiments.checks.float64 import pure_float64
