@@ -16,6 +16,7 @@ from threading import RLock
 from typing import TypeAlias
 
 import torch
+from accelerate.state import is_initialized
 from accelerate.utils.modeling import get_mixed_precision_context_manager
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
@@ -247,7 +248,7 @@ def ids_of(given, name: str, number: int | None = None) -> list[torch.Tensor]:
     if number is not None and len(texts) != number:
         raise ValueError(f"`{name}` has {len(texts)} texts, and there are {number} completions.")
     for i, text in enumerate(texts):
-        if text.ndim != 1 or len(text) == 0 or text.is_floating_point():
+        if text.ndim != 1 or len(text) > 0 and text.is_floating_point() or len(text) == 0 and name == "prompts":
             raise ValueError(f"`{name}[{i}]` must be token ids, of shape (at least 1,), and has {tuple(text.shape)}.")
     return [text.long() for text in texts]
 
@@ -264,9 +265,9 @@ class _Rows:
     @classmethod
     def of(cls, model, prompts: list[torch.Tensor], completions: list[torch.Tensor], width: int = 0) -> "_Rows":
         size = model.get_input_embeddings().weight.shape[0]
-        ends = [end for x in (*prompts, *completions) for end in x.aminmax()]
-        if wrong := [int(token) for token in ends if not 0 <= token < size]:
-            raise ValueError(f"A token id is {wrong[0]}, and the model has embeddings of {size} tokens.")
+        tokens = torch.cat([*prompts, *completions])
+        if len(wrong := tokens[(tokens < 0) | (tokens >= size)]) > 0:
+            raise ValueError(f"A token id is {int(wrong[0])}, and the model has embeddings of {size} tokens.")
         width = max(width, *map(len, prompts))
         parts = [
             torch.stack([torch.nn.functional.pad(x, (width - len(x), 0), value=-1) for x in prompts]),
@@ -296,7 +297,7 @@ class _Rows:
         places = self.mask[:, self.width :].nonzero(as_tuple=True)
         tokens = self.ids[:, self.width - 1 : -1][places], self.ids[:, self.width :][places]
         # The autocast in which accelerate has put the forward of a model that it has prepared
-        is_prepared = hasattr(self.model, "_original_forward")
+        is_prepared = is_initialized() and hasattr(self.model, "_original_forward")
         with get_mixed_precision_context_manager(True) if is_prepared else nullcontext():
             states = passes.forward(self.causal_lm.base_model, self.ids, self.mask).last_hidden_state[:, :-1]
             chunks = zip(*(x.split(TOKENS_OF_LOGITS) for x in (states[places], *tokens)), strict=True)

@@ -33,8 +33,8 @@ def ids(number):
 BEGIN = ids(30)
 LONG = ids(60)
 PROMPTS = [torch.cat([BEGIN, ids(12)]), torch.cat([BEGIN, ids(7)]), ids(1)]
-ROWS = [0, 0, 1, 0, 2, 1, 2]
-COMPLETIONS = [ids(number) for number in (5, 3, 9, 1, 4, 2, 6)]
+ROWS = [0, 0, 1, 0, 2, 1, 2, 1]
+COMPLETIONS = [ids(number) for number in (5, 3, 9, 1, 4, 2, 6, 0)]
 WEIGHTS = torch.randn(len(ROWS), 9, generator=RANDOM, dtype=torch.float64)
 
 
@@ -80,7 +80,7 @@ def test_log_probs_and_gradients_are_those_of_whole_rows(model, saved, tokens_pe
         assert_same(values, expected)
         assert_same(gradient(model), expected_gradient)
         with shared_prompts(model, PROMPTS, temperature=0.7) as shared:
-            for part in ([0], [4, 1, 3], [2, 5], [6]):
+            for part in ([0], [4, 1, 3], [2, 5, 7], [6]):
                 arguments = [COMPLETIONS[i] for i in part], [ROWS[i] for i in part]
                 with torch.no_grad():  # as of an old policy, of prompts that had gradients and of others
                     before = shared.log_probs(*arguments)
@@ -206,8 +206,8 @@ def test_examples_questions_and_answers_go_through_the_model_once():
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (([PROMPTS[0]], COMPLETIONS), r"`prompts` has 1 texts, and there are 7 completions"),
-        ((PROMPTS[0], [[]]), r"`completions\[0\]` must be token ids, of shape \(at least 1,\), and has \(0,\)"),
+        (([PROMPTS[0]], COMPLETIONS), r"`prompts` has 1 texts, and there are 8 completions"),
+        (([[]] * 8, COMPLETIONS), r"`prompts\[0\]` must be token ids, of shape \(at least 1,\), and has \(0,\)"),
         ((PROMPTS[0], [[5, 128]]), "A token id is 128, and the model has embeddings of 128 tokens"),
         ((PROMPTS[0], [[5, -100]]), "A token id is -100, and the model has embeddings of 128 tokens"),
         ((PROMPTS[0], [[5]], 0), r"tokens_per_forward \(0\) must be a whole number of at least 1"),
