@@ -227,8 +227,7 @@ def check_head(model: PreTrainedModel) -> None:
     finally:
         handle.remove()
     if not getattr(causal_lm, "_makes_logits_of_states", False):
-        name = type(causal_lm).__name__
-        raise ValueError(f"{name} does not make the logits of a token of its last hidden state and its id alone{why}")
+        raise ValueError(f"{type(causal_lm).__name__} does not make logits of a token's last state and id alone{why}")
 
 
 def is_one(ids) -> bool:

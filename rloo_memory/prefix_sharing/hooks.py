@@ -93,8 +93,8 @@ def versions_of(model: nn.Module) -> list[int]:
 
 def weights_of(model: nn.Module) -> tuple:
     """Adapters, what is trained, and single values of it: `.data` and `functional_call` leave no other trace."""
-    here = [x for x in model.parameters() if not (x.is_meta or x.numel() == 0 or isinstance(x, DTensor))]
-    trained = [x for x in here if x.requires_grad]
+    here = (x for x in model.parameters() if not (x.is_meta or isinstance(x, DTensor)))
+    trained = [x for x in here if x.requires_grad and x.numel() > 0]
     values = [x.detach()[(0,) * x.ndim].item() for x in trained[:: 1 + len(trained) // 32]]
     return state_of(model), repr(values)
 

@@ -30,7 +30,7 @@ class OwnLogits(LlamaForCausalLM):
     def forward(self, input_ids=None, by_position=False, **kwargs):
         output = super().forward(input_ids=input_ids, **kwargs)
         scales = torch.arange(input_ids.shape[1]) if by_position else input_ids[0]
-        output.logits = output.logits * (1 + 0.01 * scales[:, None])
+        output.logits *= 1 + 0.01 * scales[:, None]
         return output
 
 
@@ -43,7 +43,9 @@ def test_logits_may_be_made_of_the_token_too_and_of_nothing_else():
     by_position.forward = partial(by_position.forward, by_position=True)
     reward_model, wrapper = LlamaForSequenceClassification(model.config), torch.nn.Sequential(model)
     for other in (by_position, model.model, reward_model, wrapper, "Qwen/Qwen3-0.6B"):
-        with pytest.raises(ValueError, match="does not make the logits of a token|must be a causal language model"):
+        with pytest.raises(
+            ValueError, match="does not make logits of a token's last state|must be a causal language model"
+        ):
             log_probs(other, PROMPTS[0], COMPLETIONS)
 
 

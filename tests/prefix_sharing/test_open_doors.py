@@ -267,8 +267,7 @@ def test_an_update_reads_what_the_same_adapter_left(train):
             next(param for param in model.parameters() if param.requires_grad).add_(1e-3)
 
     def swap(model):
-        for param in model.parameters():
-            param.data.mul_(1.01)
+        torch._foreach_mul_([param.data for param in model.parameters()], 1.01)
 
     for change in (lambda model: model.set_adapter("other"), perturb, swap, torch.nn.Module.zero_grad):
         with pytest.raises(RuntimeError, match="not as they were in the micro-batch before.* between updates"):
