@@ -238,10 +238,7 @@ def layers_without_a_mask():
         layers.add(attending[-1])
         return attend_without(*args)
 
-    with (
-        patch.object(ReadPrefix, "attend", enter),
-        patch.object(routing, "shared_prefix_attention", without),
-    ):
+    with patch.object(ReadPrefix, "attend", enter), patch.object(routing, "shared_prefix_attention", without):
         yield layers
 
 
