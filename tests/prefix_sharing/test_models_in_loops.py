@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from accelerate import Accelerator, cpu_offload
+from accelerate.state import AcceleratorState
 from peft import LoraConfig, XLoraConfig, get_peft_model
 from peft.helpers import rescale_adapter_scale
 from torch.utils.checkpoint import checkpoint
@@ -50,6 +51,7 @@ def test_logits_may_be_made_of_the_token_too_and_of_nothing_else():
 
 
 def test_a_model_that_accelerate_prepared_computes_in_its_precision():
+    AcceleratorState._reset_state(True)  # of tests before this one
     accelerator = Accelerator(mixed_precision="bf16", cpu=True)
     with accelerator.autocast():
         expected = log_probs(llama(), PROMPTS[0], COMPLETIONS)
