@@ -5,8 +5,8 @@
 Reads results/published/gpu_peaks.csv: one figure a row, with its source and the settings of the training in TRL's
 names; configs of models that are no built-in shape are in results/published/models. Writes
 results/published/predicted.csv: the same rows with the predicted bytes, the ratio, the bounds for it, and whether it
-stays within. A row that says why it is not held (`not_held`) is predicted all the same, where the planner has
-what ran. Exit code 4: a row is outside of its bounds. It takes some four minutes.
+stays within. A row that says why it is not held (`not_held`) is predicted all the same, where the planner takes
+it. Exit code 4: a row is outside of its bounds. It takes some four minutes.
 """
 
 import json
@@ -19,7 +19,7 @@ from experiments.config import ROOT
 from experiments.measuring import EXIT_VERDICT
 from experiments.record import read_csv, write_csv
 from experiments.run_options import Parser
-from rloo_memory.errors import program
+from rloo_memory.errors import ConfigError, program
 from rloo_memory.plan.accuracy.reserve import CONTEXT
 from rloo_memory.plan.options import model_config, quiet
 from rloo_memory.plan.peaks import Prediction
@@ -67,7 +67,12 @@ def predicted_for(row: dict[str, str], setup: Setup, known: dict) -> int:
 def compared(row: dict[str, str], known: dict) -> dict:
     """The row with the columns of `ADDED` but the commit."""
     setup = setup_of(row)
-    size, bounds = predicted_for(row, setup, known), bounds_of(row["metric"], setup)
+    try:
+        size, bounds = predicted_for(row, setup, known), bounds_of(row["metric"], setup)
+    except ConfigError:
+        if not row["not_held"]:
+            raise
+        return row | dict.fromkeys(ADDED[:-1], "")
     measured = float(row["measured_gib"]) - float(row["besides_gib"] or 0)
     ratio = measured * GIB / size
     holds = low = high = ""
@@ -86,7 +91,7 @@ def main(argv: list[str] | None) -> int:
         for row in rows:
             done.append(last := compared(row, known) | commit)
             about = f"{row['card']}: {row['model']}, {row['metric']}"
-            print(f"{last['ratio']}  {last['holds'] or '-':3}  {about}", flush=True)
+            print(f"{last['ratio']:6}  {last['holds'] or '-':3}  {about}", flush=True)
     write_csv(FOLDER / "predicted.csv", (*rows[0], *ADDED), done)
     held = Counter(row["holds"] for row in done)
     print(f"{len(done)} rows, {held['yes']} hold, {held['no']} do not")

@@ -94,7 +94,9 @@ def profiles(folder: Path) -> str:
 
 def read_peaks(folder: Path) -> pd.DataFrame:
     """One row a published figure."""
-    return pd.read_csv(folder / "predicted.csv", keep_default_na=False)
+    return pd.read_csv(
+        folder / "predicted.csv", keep_default_na=False, na_values={"ratio": [""], "predicted_bytes": [""]}
+    )
 
 
 def allocated(rows: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
