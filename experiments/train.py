@@ -62,12 +62,7 @@ def main(argv: list[str] | None) -> int:
     with owned(folder):
         prepare(config)
         record = new_record(
-            config,
-            source_commit(),
-            pid=os.getpid(),
-            started_at=started_at,
-            device_kind=kind,
-            device_name=device_name,
+            config, source_commit(), pid=os.getpid(), started_at=started_at, device_kind=kind, device_name=device_name
         )
         for stale in folder.iterdir():
             if not stale.name.startswith("."):

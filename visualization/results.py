@@ -31,10 +31,7 @@ IN_SHORT = {
 RIVALS = {"classic-lean": ["classic-baseline"], "shared-accumulate": ["stock-compact-accumulate", "stock-compact"]}
 BASELINE = "classic-baseline"  # what percentages of peaks refer to
 DEVICE_WORDS = {"cuda": "GPU", "cpu": "CPU"}
-MEASURES = {
-    "peak_resident_bytes": "process resident memory",
-    "peak_device_used_bytes": "device memory used",
-}
+MEASURES = {"peak_resident_bytes": "process resident memory", "peak_device_used_bytes": "device memory used"}
 TRACE = ["run_id", "scale", "arm", "k", "repeat", "step", "reward", "loss", "kl"]
 FAILURES = {"oom": "out of memory", "error": "error", "killed": "killed"}
 LEAST = GIB // 10  # of peak above start, bytes: below it, percentages are noise

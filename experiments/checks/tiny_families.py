@@ -95,10 +95,7 @@ MORE: dict[str, dict] = {  # {model type of a config: what else it needs; a nest
         "swa_v_head_dim": 8,
     },
     "emu3": {"vocabulary_map": {"<image>": 100}},
-    "ernie4_5_vl_moe_text": {
-        "moe_intermediate_size": [48, 48],
-        "rope_parameters": rope(mrope_section=[1, 1, 2]),
-    },
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [48, 48], "rope_parameters": rope(mrope_section=[1, 1, 2])},
     "glm4v_moe_text": {"rope_parameters": rope(mrope_section=[1, 1, 0], partial_rotary_factor=0.5)},
     "glm5_next_text": {"index_kpool": 2, "head_dim": 0},
     "granite4_vision": {
@@ -165,10 +162,7 @@ def mappings() -> tuple[dict[str, str], dict[str, str]]:
     """Class names by model type: causal classes, and those that take images."""
     from transformers.models.auto import modeling_auto
 
-    return (
-        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    )
+    return modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 
 def config_type_of(name: str, class_name: str) -> str:

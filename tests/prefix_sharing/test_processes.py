@@ -20,8 +20,7 @@ class TestPrefixSharingProcesses:
         assert output.last_hidden_state.shape[:2] == (4, 9)
 
     @pytest.mark.parametrize(
-        "message, error",
-        [("CUDA error: no kernel image is available", RuntimeError), ("other shapes", ValueError)],
+        "message, error", [("CUDA error: no kernel image is available", RuntimeError), ("other shapes", ValueError)]
     )
     def test_a_fault_of_the_device_is_not_the_models(self, message, error, monkeypatch):
         def fails(*args, **kwargs):

@@ -34,10 +34,7 @@ def with_adapters(model, setup, shapes):
     modules = setup.lora_target_modules
     modules = list(modules) if isinstance(modules, tuple) else modules
     config = LoraConfig(
-        r=setup.lora_rank,
-        target_modules=modules,
-        lora_dropout=setup.lora_dropout,
-        task_type="CAUSAL_LM",
+        r=setup.lora_rank, target_modules=modules, lora_dropout=setup.lora_dropout, task_type="CAUSAL_LM"
     )
     with shapes.new(), no_init_weights():
         try:

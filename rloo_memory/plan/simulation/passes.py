@@ -23,11 +23,7 @@ def passes_of(setup, num_images: list[int] | None, tree=None, rows: range | None
     )
     if setup.prefix_sharing:
         return SharedPrefixPasses(
-            **bounds,
-            completions_per_forward=setup.rows_per_pass,
-            num_images=num_images,
-            tree=tree,
-            rows=rows,
+            **bounds, completions_per_forward=setup.rows_per_pass, num_images=num_images, tree=tree, rows=rows
         )
     if num_images:
         raise ConfigError(
