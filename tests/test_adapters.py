@@ -6,12 +6,14 @@ from types import SimpleNamespace
 import pytest
 from safetensors.torch import load_file
 from small_profile import small_profile
+from transformers import AutoConfig
 
 from rloo_memory.adapters import adapter_of
 from rloo_memory.errors import ConfigError
 from rloo_memory.launch import __main__ as launch
 from rloo_memory.launch import policy as launch_policy
 from rloo_memory.plan.options import model_config, settings_of_adapter
+from trl import ModelConfig
 
 PROFILE = small_profile(
     2, 4, prefix_sharing=True, max_steps=1, predict_memory=False, save_strategy="steps", use_peft=True, lora_r=3,
@@ -71,10 +73,6 @@ def test_dropout_is_that_of_the_settings(adapter, policy):
 
 
 def test_weights_of_mxfp4_are_unpacked_to_be_trained():
-    from transformers import AutoConfig
-
-    from trl import ModelConfig
-
     packed = AutoConfig.for_model("qwen3", quantization_config={"quant_method": "mxfp4"})
     assert launch_policy.quantization_of(packed, ModelConfig()).dequantize
     with pytest.raises(ConfigError, match="load_in_4bit is on, .*MXFP4"):

@@ -1,6 +1,7 @@
 """Prompts and models: real text, stated lengths, published shapes."""
 
 import pytest
+from transformers import AutoConfig
 
 from experiments import config as cfg
 from experiments.workload import run_models
@@ -34,8 +35,6 @@ def test_a_document_without_room_is_refused(tokenizer):
 
 
 def test_a_model_of_the_hub_is_read_and_a_shape_of_its_name_stands_in_with_a_line(monkeypatch, capsys):
-    from transformers import AutoConfig
-
     assert models.named_config("hub:acme/Qwen3-8B").hidden_size == 4096  # tests have no network
     assert "the built-in shape qwen3-8b stands in for it" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="cannot load model 'hub:acme/unheard-of'"):

@@ -14,7 +14,10 @@ from experiments.config import ROOT
 from experiments.fitting import fit_check, fit_data
 from experiments.fitting.fit_data import PAGE_ARMS, TRAINED
 from experiments.record import read_csv
+from rloo_memory.plan import __main__ as plan
+from rloo_memory.plan.options import setup_from
 from rloo_memory.plan.smallest import on_cards
+from rloo_memory.settings.profiles import load_profile
 from rloo_memory.sizes import GIB
 from visualization.fit import make_page
 
@@ -165,10 +168,6 @@ def test_what_is_shown_is_what_is_computed_with_its_error(opened):
 
 
 def test_its_settings_are_what_planner_and_launcher_take(opened, tmp_path, monkeypatch):
-    from rloo_memory.plan import __main__ as plan
-    from rloo_memory.plan.options import setup_from
-    from rloo_memory.settings.profiles import load_profile
-
     page = opened()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rloo_memory").symlink_to(ROOT / "rloo_memory")

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig
 from small_profile import small_profile
 
 from rloo_memory import device, models
@@ -18,6 +19,7 @@ from rloo_memory.launch import command_line, gate
 from rloo_memory.launch.dataset import Lengths
 from rloo_memory.plan import __main__ as plan
 from rloo_memory.plan import ask
+from trl import RLOOConfig
 
 MIB = 2**20
 TRAIN = ["profile.yaml"]
@@ -45,10 +47,6 @@ def test_the_reference_beside_an_object_is_planned_in_the_dtype_that_it_is_loade
 
 def test_what_python_asks_is_what_the_command_says(planner, tmp_path):
     """For a model's config, with adapters from a LoraConfig."""
-    from peft import LoraConfig
-
-    from trl import RLOOConfig
-
     args = RLOOConfig(
         output_dir=str(tmp_path), use_cpu=True, bf16=True, num_generations=4, per_device_train_batch_size=4,
         gradient_accumulation_steps=1, max_completion_length=16, optim="adamw_torch", beta=0.05, temperature=1.0,

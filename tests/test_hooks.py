@@ -8,17 +8,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from experiments.record import read_csv
 from rloo_memory.hooks.memory_callback import MemoryCallback, trained_settings
+from rloo_memory.launch import command_line
+from rloo_memory.settings import profiles
+from rloo_memory.settings.trl_parser import GRPOConfig
+from trl import SFTConfig, SFTTrainer
 
 
 @pytest.mark.slow
 def test_the_memory_callback_works_with_a_trainer_without_rewards(policy, tmp_path):
-    from datasets import Dataset
-
-    from trl import SFTConfig, SFTTrainer
-
     arguments = SFTConfig(
         str(tmp_path), max_steps=2, use_cpu=True, bf16=False, report_to="none", save_strategy="no", disable_tqdm=True
     )
@@ -97,12 +100,6 @@ def test_another_engines_generation_is_marked_and_its_prompts_are_counted(engine
 def test_the_record_has_the_settings_that_were_trained_with(policy, tmp_path):
     """Adapters as they are in the model; a profile made of the record trains with the same, whatever was set, but for
     what a user's own class adds to TRL's."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from rloo_memory.launch import command_line
-    from rloo_memory.settings import profiles
-    from rloo_memory.settings.trl_parser import GRPOConfig
 
     @dataclass
     class Own(GRPOConfig):

@@ -12,7 +12,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pandas
 import pytest
+import torch
+from huggingface_hub import constants
+from transformers import Qwen2_5_VLConfig
 
 from experiments.checks.tiny_families import tiny_config
 from rloo_memory.errors import ConfigError
@@ -23,6 +27,7 @@ from rloo_memory.models import load_config
 from rloo_memory.settings.arguments import LaunchArguments, TrainerAdditions
 from rloo_memory.shapes import SHAPES
 from tests.waiting import until
+from trl import RLOOTrainer
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = b'{"prompt": "Say a.", "answer": "a"}\n{"prompt": "Say the long word b.", "answer": "b"}\n'
@@ -180,8 +185,6 @@ def test_what_only_loading_shows_is_one_line_too(here, capsys):
 
 
 def test_datasets_of_every_kind_are_read(tmp_path, monkeypatch):
-    import pandas
-
     monkeypatch.chdir(tmp_path)
     frame = pandas.DataFrame([json.loads(line) for line in ROWS.splitlines()])
     Path("folder").mkdir()
@@ -287,8 +290,6 @@ def test_it_works_where_the_user_stands_and_a_signal_ends_it_in_one_line(policy,
 
 def test_memory_that_runs_out_is_said_in_one_line_and_recorded(here, monkeypatch, capsys):
     """The first update fails: the doctor can still read what is known."""
-    from trl import RLOOTrainer
-
     compute_loss = RLOOTrainer.compute_loss
 
     def out_of_memory(*args, **kwargs):
@@ -323,8 +324,6 @@ def test_what_a_reward_returns_is_checked_also_where_it_is_awaited(later):
 
 def test_a_training_without_any_reward_ends_in_its_first_rollout():
     """Later one may be without. A reward model has a number for each completion."""
-    import torch
-
     nothing, some, returned = torch.full((2, 1), torch.nan), torch.tensor([[1.0], [torch.nan]]), []
     trainer = SimpleNamespace(reward_func_names=["score"], reward_funcs=[rewards.imported])
     trainer._calculate_rewards = lambda *inputs: returned.pop()
@@ -353,8 +352,6 @@ def test_a_training_without_any_reward_ends_in_its_first_rollout():
 def test_gradients_that_are_not_finite_and_a_full_disk_end_a_training_in_one_line(
     here, refused, monkeypatch, fails, said
 ):
-    from trl import RLOOTrainer
-
     compute_loss = RLOOTrainer.compute_loss
     monkeypatch.setattr(RLOOTrainer, "compute_loss", lambda *args, **kwargs: fails(compute_loss(*args, **kwargs)))
     refused(QUICK.split(), said, "and train again" if "written" in said else "make room")
@@ -363,8 +360,6 @@ def test_gradients_that_are_not_finite_and_a_full_disk_end_a_training_in_one_lin
 
 def test_the_revision_that_is_asked_for_is_planned_and_trained(here, monkeypatch):
     """Of main, the hub's cache has a config of another depth and nothing else."""
-    from huggingface_hub import constants
-
     repository, commits = here / "hub" / "models--acme--tiny", {"main": "1" * 40, "v1": "2" * 40}
     (repository / "refs").mkdir(parents=True)
     for name, commit in commits.items():
@@ -388,8 +383,6 @@ def test_the_revision_that_is_asked_for_is_planned_and_trained(here, monkeypatch
 
 
 def test_a_random_model_can_be_multimodal(tmp_path, monkeypatch):
-    from transformers import Qwen2_5_VLConfig
-
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setitem(SHAPES, "tiny", tiny_config(Qwen2_5_VLConfig, text_config={"vocab_size": 300}).to_dict())
     config = SimpleNamespace(trust_remote_code=False, model_init_kwargs=None, deepspeed_plugin=None)

@@ -6,10 +6,14 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import pandas
 import pytest
 import tiny_gemma3
+from PIL import Image
 from small_profile import small_profile
 from tiny_gemma3 import SIDE
+from transformers import AutoProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from rloo_memory.launch import __main__ as launch
 from rloo_memory.launch import prompt_images, vllm_server
@@ -53,16 +57,12 @@ def chat(text):
 
 
 def png(width, height) -> bytes:
-    from PIL import Image
-
     file = io.BytesIO()
     Image.effect_noise((width, height), 64).save(file, "png")
     return file.getvalue()
 
 
 def write(path, prompts, **columns):
-    import pandas
-
     pandas.DataFrame({"prompt": prompts, **columns}).to_parquet(path)
 
 
@@ -102,8 +102,6 @@ def test_what_cannot_be_trained_on_is_one_line_before_the_model_loads(
 
 
 def test_a_vllm_server_is_compared_with_the_tokenizer_of_a_processor(model, monkeypatch, capsys):
-    from transformers import AutoProcessor
-
     processor = AutoProcessor.from_pretrained(model)
     config = SimpleNamespace(use_vllm=True, vllm_mode="server", vllm_server_base_url="http://here", process_index=0,
                              vllm_server_timeout=0, model_init_kwargs=None)  # fmt: skip
@@ -116,9 +114,6 @@ def test_a_vllm_server_is_compared_with_the_tokenizer_of_a_processor(model, monk
 
 
 def test_sizes_are_those_of_the_grid_where_a_processor_keeps_the_shape():
-    from PIL import Image
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
     images = Qwen2VLImageProcessorPil(patch_size=4, size=dict(shortest_edge=64, longest_edge=1024))
     given = [Image.open(io.BytesIO(png(*size))) for size in ((30, 20), (16, 64))]
     scaled = prompt_images.sizes(images(given), given, SimpleNamespace(image_processor=images))

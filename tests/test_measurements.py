@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
+from transformers import PreTrainedModel
 
 from experiments import evidence, measuring
 from experiments.bench import __main__ as bench
@@ -154,9 +156,6 @@ def test_a_real_measurement_ends_in_its_table(tmp_path):
 
 
 def test_every_phase_is_measured_and_nothing_of_a_trainer_stays(tmp_path, monkeypatch):
-    import torch
-    from transformers import PreTrainedModel
-
     subject, alive = Trained(Cell("tiny-qwen3/sampled", 48, 8, 4), (), Place("cpu", tmp_path, {})), []
 
     def or_out_of_memory(completions, **kwargs):

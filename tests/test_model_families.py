@@ -3,6 +3,10 @@
 import re
 
 import pytest
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from experiments.checks import model_families
 from experiments.checks.family_check import REFUSED, SHARED, UNTRIED
@@ -18,11 +22,6 @@ HEADING = {SHARED: "Shared", REFUSED: "Refused", UNTRIED: "Not tried"}
 
 
 def test_each_name_of_both_mappings_is_on_the_page():
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    )
-
     named = set().union(*SECTIONS.values())
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES):
         assert not {(name, model) for name, model in mapping.items() if not {name, model} & named}

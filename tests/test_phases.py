@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from experiments.run_device import read_weights
 from rloo_memory.device import status_bytes
 from rloo_memory.phases import PhaseRecorder
 
@@ -66,9 +68,6 @@ def test_a_prompt_computed_before_generate_belongs_to_generation(recorder, lora)
 
 def test_weights_are_resident_before_the_start_level(tmp_path):
     """Of a checkpoint of 32 MiB, whose file is mapped."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from experiments.run_device import read_weights
 
     def resident() -> int:
         """MiB of the mapped file."""

@@ -22,9 +22,12 @@ from rloo_memory.plan.__main__ import fits
 from rloo_memory.plan.accuracy.measured import measured_errors
 from rloo_memory.plan.accuracy.reserve import Room
 from rloo_memory.plan.peaks import PredictedPeak, Prediction
+from rloo_memory.plan.scale_up import extrapolate
 from rloo_memory.plan.setups import Setup, check
 from rloo_memory.plan.trl_settings import from_settings
+from rloo_memory.settings.trl_parser import out_of_range
 from rloo_memory.sizes import GIB
+from trl import GRPOConfig
 
 
 @pytest.mark.slow
@@ -42,7 +45,6 @@ def test_every_phase_is_predicted_within_ten_percent_of_a_real_training(tmp_path
 
 def test_a_class_of_settings_that_is_derived_from_trls_is_asked_for_as_trls():
     """What it adds is no setting of a trainer."""
-    from trl import GRPOConfig
 
     @dataclass
     class Own(GRPOConfig):
@@ -142,8 +144,6 @@ def test_bad_input_is_one_line_with_value_and_remedy(arguments, parts, planned, 
     ("temperature", 0.0), ("vllm_gpu_memory_utilization", 0.0), ("num_generations", 5000), ("lora_dropout", 1.0),
 ])  # fmt: skip
 def test_a_number_has_one_range_for_planner_and_launcher(name, value):
-    from rloo_memory.settings.trl_parser import out_of_range
-
     with pytest.raises(ConfigError) as caught:
         check(Setup(100, **{name: value}), named_config("tiny-qwen3"))
     assert str(caught.value) == out_of_range(name, value)
@@ -196,8 +196,6 @@ def test_the_simulation_calls_the_models_as_a_real_training_does(probe):
 
 def test_planning_takes_no_memory_for_the_masks_of_long_prompts():
     """Of 60,000 tokens, a mask with a number for each query and key takes 7 GB."""
-    from rloo_memory.plan.scale_up import extrapolate
-
     config = extrapolate.with_layers(named_config("openai/gpt-oss-20b"), 2)
     setup = Setup(60_000, 5000, num_generations=4, per_device_train_batch_size=4, lora_rank=8).arm("shared")
     if not (high_water := HighWater("cpu")).can_reset:

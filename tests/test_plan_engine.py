@@ -10,6 +10,7 @@ from experiments.record import read_csv
 from rloo_memory.errors import ConfigError
 from rloo_memory.models import named_config
 from rloo_memory.plan.remarks import remarks
+from rloo_memory.plan.scale_up.extrapolate import phase_peaks
 from rloo_memory.plan.setups import Setup, check
 from rloo_memory.plan.trl_settings import from_settings
 from rloo_memory.sizes import GIB
@@ -22,8 +23,6 @@ def small():
 
 
 def peaks_of(setup):
-    from rloo_memory.plan.scale_up.extrapolate import phase_peaks
-
     return {peak.phase: peak for peak in phase_peaks(setup, small())}
 
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from rloo_memory import models
 from rloo_memory.plan.scale_up import extrapolate
@@ -14,8 +15,6 @@ pytestmark = pytest.mark.slow
 
 def setups():
     """By name: a setup, and the config of the model that it trains."""
-    from transformers import CONFIG_MAPPING
-
     eight_layers = models.shape_config("qwen3-8-layers", 4000)
     deep = models.shape_config("qwen3-8-layers", 4000)
     deep.num_hidden_layers, deep.layer_types = 16, ["full_attention"] * 16

@@ -6,6 +6,13 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
+
+from rloo_memory.plan.simulation import heads
+from rloo_memory.plan.simulation.heads import WORDS, FusedHead
+from rloo_memory.plan.simulation.live_bytes import LiveBytes
+from rloo_memory.plan.simulation.shapes_only import ShapesOnly
+from rloo_memory.plan.simulation.work import Work
 
 TOKENS = {"less than a tile": 300, "three tiles": 9000}
 
@@ -21,8 +28,6 @@ class NoKernel:
 def as_on_cuda():
     from trl.kernels import chunked_logprob
 
-    from rloo_memory.plan.simulation import heads
-
     instead = {
         "_use_triton": lambda device: True, "triton": SimpleNamespace(cdiv=lambda a, b: 1),
         "_forward_kernel": NoKernel(), "_backward_kernel": NoKernel(), "_addmm_fp32": lambda *args: None,
@@ -34,12 +39,6 @@ def as_on_cuda():
 
 def peaks(head, tokens: int, weights: str, trained: bool, bias: bool, autocast: bool) -> list[int]:
     """Bytes of a forward and of its backward at their peaks, and of what is kept between them."""
-    import torch
-
-    from rloo_memory.plan.simulation.live_bytes import LiveBytes
-    from rloo_memory.plan.simulation.shapes_only import ShapesOnly
-    from rloo_memory.plan.simulation.work import Work
-
     memory, dtype = LiveBytes(), getattr(torch, weights)
     shapes = ShapesOnly(memory, Work())
     with shapes, shapes.new():
@@ -62,8 +61,6 @@ def test_the_fused_head_allocates_what_trls_does(device, tokens):
     """On a CPU but for what is a few bytes a token, which is beside the float32 copies of a tile."""
     kernels = pytest.importorskip("trl.kernels.chunked_logprob")
     import trl.trainer.utils  # noqa: F401  its backward does, which makes tensors
-
-    from rloo_memory.plan.simulation.heads import WORDS, FusedHead
 
     outputs = None, 1.0, ("log_probs", "entropy")
     ours = lambda *given: FusedHead.apply(*given, WORDS, device == "cpu")  # noqa: E731

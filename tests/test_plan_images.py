@@ -4,8 +4,10 @@ import copy
 import json
 
 import pytest
+from trl.data_utils import prepare_multimodal_messages
 
-from rloo_memory import models
+from experiments.workload import pictures
+from rloo_memory import data, models
 from rloo_memory.plan.images import PromptImages
 
 OPTIONS = ("--completion", 16, "--k", 4, "--prompt", 200)
@@ -14,11 +16,6 @@ OPTIONS = ("--completion", 16, "--k", 4, "--prompt", 200)
 @pytest.mark.parametrize("shape", ["qwen2.5-vl-8-layers", "qwen3-vl-8-layers", "gemma-3-8-layers"])
 @pytest.mark.parametrize("sizes", [((280, 224),), ((100, 90), (203, 57)), ((57, 200),)])
 def test_images_have_the_tokens_and_the_pixels_that_a_processor_gives_them(shape, sizes):
-    from trl.data_utils import prepare_multimodal_messages
-
-    from experiments.workload import pictures
-    from rloo_memory import data
-
     tokenizer = models.build_tokenizer(data.load_documents(), 600)
     hf_config = pictures.with_token_ids(models.shape_config(shape), pictures.with_image_tokens(tokenizer))
     row = pictures.dataset_of(sizes, 1, rows=1)[0]

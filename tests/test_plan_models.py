@@ -4,6 +4,8 @@ import functools
 import json
 
 import pytest
+from transformers import CONFIG_MAPPING
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from experiments.checks.planner_check import measure
 from experiments.checks.setup_trainer import text_dataset
@@ -17,8 +19,6 @@ from rloo_memory.shapes import SHAPES
 
 def plan_of_tiny(planned, model_type, folder, *arguments, **fields):
     """The planner's result for a tiny model of that type."""
-    from transformers import CONFIG_MAPPING
-
     tiny_config(CONFIG_MAPPING[model_type], **fields).save_pretrained(folder)
     return planned("--model", folder, "--prompt", 200, "--completion", 32, "--k", 4, *arguments)
 
@@ -69,8 +69,6 @@ def test_scores_of_any_size_are_planned(planned, tmp_path):
     ],
 )
 def test_scores_and_sampling_are_planned_as_measured(tmp_path, model_type, architecture, vocab, prompt, k, asked):
-    from transformers import CONFIG_MAPPING
-
     sizes = {"prompt_tokens": prompt, "max_completion_length": 16} | asked
     setup = Setup(**sizes, device="cpu", padded=False, beta=0.0, dtype="float32", bf16=False).with_k(k)
     config = tiny_config(CONFIG_MAPPING[model_type], vocab_size=vocab, architectures=[architecture])
@@ -85,8 +83,6 @@ def test_scores_and_sampling_are_planned_as_measured(tmp_path, model_type, archi
 
 def test_kernels_that_are_installed_stay_out_of_a_prediction(planned, monkeypatch):
     """Kernels take no tensors without values: transformers' own code is planned in their place."""
-    from transformers.models.qwen3_5 import modeling_qwen3_5
-
     own = modeling_qwen3_5.torch_chunk_gated_delta_rule.__wrapped__
     kernel = functools.wraps(own)(lambda *args, **kwargs: pytest.fail("the kernel ran"))
     options = ("--model", "qwen3.5-8-layers", "--prompt", 32, "--completion", 8, "--k", 4, "--arms", "stock")

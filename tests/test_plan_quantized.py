@@ -4,9 +4,12 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from transformers import Qwen3Config
+from transformers.integrations.finegrained_fp8 import FP8Linear
 
 from rloo_memory.errors import ConfigError
-from rloo_memory.plan.checkpoint import Quantized, quantized
+from rloo_memory.models import meta_model, shape_config
+from rloo_memory.plan.checkpoint import Quantized, expert_weights, quantized
 
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True}
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -21,8 +24,6 @@ def asked(**settings):
 
 
 def test_the_bytes_of_a_weight_are_those_of_its_tensors():
-    from transformers.integrations.finegrained_fp8 import FP8Linear
-
     layer = FP8Linear(700, 1000, block_size=(128, 128), activation_scheme="dynamic", has_bias=False)
     size = sum(x.numel() * x.element_size() for x in layer.parameters())
     assert asked(quant_method="fp8", weight_block_size=[128, 128]).weight_bytes(1000, 700) == size
@@ -44,8 +45,6 @@ def test_kinds_without_a_formula_are_named_and_what_is_unpacked_has_its_16_bits(
 
 
 def test_a_checkpoint_is_planned_with_the_bytes_that_it_has(planned, tmp_path):
-    from transformers import Qwen3Config
-
     nested = 0.5 + 1 / 64 + 4 / 64 / 256
     cases = {
         "bits": (None, ["--bits", "4"], nested * LAYER),
@@ -82,8 +81,5 @@ def test_a_checkpoint_is_planned_with_the_bytes_that_it_has(planned, tmp_path):
 
 def test_experts_are_told_from_convolutions():
     """Which hybrids have, with weights of three dimensions, too."""
-    from rloo_memory.models import meta_model, shape_config
-    from rloo_memory.plan.checkpoint import expert_weights
-
     found = {name: expert_weights(meta_model(shape_config(name))) for name in ("qwen3.5-8-layers", "gpt-oss-20b")}
     assert not found["qwen3.5-8-layers"] and len(found["gpt-oss-20b"]) == 2 * 24

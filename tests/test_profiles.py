@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 from small_profile import small_profile
+from trl.scripts.rloo import RLOOScriptArguments, make_parser
 
 from rloo_memory.errors import ConfigError
 from rloo_memory.launch import __main__ as launch
 from rloo_memory.launch import command_line
-from rloo_memory.settings import profiles
+from rloo_memory.settings import profiles, trl_parser
 from rloo_memory.settings.arguments import LaunchArguments
+from rloo_memory.settings.trl_parser import Sharing
 
 
 def refusal(function, *arguments) -> str:
@@ -61,8 +63,6 @@ def test_what_yaml_reads_as_text_is_the_number_that_it_says(tmp_path):
 
 
 def test_no_setting_is_nan_and_infinite_is_what_then_has_no_limit():
-    from rloo_memory.settings import trl_parser
-
     settings = [field for config in trl_parser.TRAINERS.values() for field in dataclasses.fields(config)]
     names = {field.name for field in settings if "float" in str(field.type)}
     assert len(names) > 35 and trl_parser.UNLIMITED < names
@@ -116,10 +116,6 @@ WORDS = """--use_cpu true --max-steps=3 --beta 1e-2 --no_gradient_checkpointing
 
 def test_trls_own_script_makes_the_same_of_every_profile_and_of_a_command_line(tmp_path, monkeypatch):
     """But for the three settings that TRL has not."""
-    from trl.scripts.rloo import RLOOScriptArguments, make_parser
-
-    from rloo_memory.settings.trl_parser import Sharing
-
     ours = {field.name for field in dataclasses.fields(Sharing)}
 
     monkeypatch.delenv("MODEL_PATH", raising=False)

@@ -1,8 +1,11 @@
 """The arm `shared`: `share_prompts` on TRL as released, measured like `stock`."""
 
+from transformers import AutoTokenizer
+
 from experiments import config as cfg
 from experiments.arms import ARMS
 from experiments.record import read_csv
+from experiments.workload import trainers
 
 
 def test_a_run_records_its_patches_its_passes_and_its_phases(train):
@@ -16,10 +19,6 @@ def test_a_run_records_its_patches_its_passes_and_its_phases(train):
 
 
 def test_a_run_in_micro_batches_takes_two_completions_at_a_time(policy, tmp_path):
-    from transformers import AutoTokenizer
-
-    from experiments.workload import trainers
-
     config, tokenizer = cfg.resolve("shared-accumulate", 4, "test", "cpu"), AutoTokenizer.from_pretrained(policy)
     reward = policy.replace("policy", "reward")
     trainer, _ = trainers.build_current(config, tmp_path, policy, reward, tokenizer, ["a b c"])

@@ -5,6 +5,14 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from examples import teacher_student
+from rloo_memory.hooks.teacher_student import TeacherStudentReward
+from rloo_memory.models import build_tokenizer
+from rloo_memory.plan.simulation.live_bytes import LiveBytes
 
 QUESTIONS = ["What is 2 + 3?", "Which day follows Monday? Name {one}.", "What does len('abc') give?"]
 SOLUTIONS = ["5", "Tuesday, of course", "3"]
@@ -21,16 +29,11 @@ ARCHITECTURES = {
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    from rloo_memory.models import build_tokenizer
-
     return build_tokenizer(QUESTIONS + SOLUTIONS + EXPLANATIONS, 300)
 
 
 def build(name="gpt2", seed=0, vocab_size=300):
     """A model with distributions that are far from uniform, in float64."""
-    import torch
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
     torch.manual_seed(seed)
     shape = dict(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
@@ -57,8 +60,6 @@ def ask(reward, tokenizer, explanations=EXPLANATIONS, **options):
 
 
 def make(student, tokenizer, teacher=None, **options):
-    from rloo_memory.hooks.teacher_student import TeacherStudentReward
-
     reward = TeacherStudentReward(student, tokenizer, **({} if teacher else {"kl_weight": 0}) | options)
     reward.teacher = teacher
     return reward
@@ -66,7 +67,6 @@ def make(student, tokenizer, teacher=None, **options):
 
 def full_logits(student, teacher, tokenizer, temperature):
     """The parts from all logits of whole sequences, one row at a time."""
-    import torch
 
     def log_probs(model, ids):
         return (model(torch.tensor([ids])).logits[0].double() / temperature).log_softmax(-1)
@@ -124,8 +124,6 @@ def test_the_kl_of_empty_explanations_is_0(tokenizer):
 
 def test_a_smaller_chunk_takes_less_memory(tokenizer):
     """By the log-probabilities of the explanation's other tokens, at the least."""
-    from rloo_memory.plan.simulation.live_bytes import LiveBytes
-
     peaks, models = {}, [build("qwen3", seed, vocab_size=9000) for seed in (0, 1)]
     for chunk in (5, 256):
         with LiveBytes() as memory:
@@ -143,8 +141,6 @@ def test_models_are_left_as_they_were_also_where_the_student_is_offloaded(tokeni
 
 
 def test_a_teacher_with_adapters_counts_with_them(tokenizer):
-    from peft import LoraConfig, get_peft_model
-
     student, config = build("qwen3"), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     teacher = get_peft_model(build("qwen3", seed=1), config)
     with_adapters = ask(make(student, tokenizer, teacher), tokenizer)
@@ -173,8 +169,6 @@ def test_a_teacher_that_cannot_be_asked_is_refused(fact, tokenizer):
 
 
 def test_the_example_trains_with_both_trainers_and_sharing_changes_nothing(capsys):
-    from examples import teacher_student
-
     runs = {}
     for name, arguments in (("stock", ()), ("rloo", ("--shared",)), ("grpo", ("--algorithm", "grpo", "--shared"))):
         assert teacher_student.main(["--steps", "2", *arguments]) == 0

@@ -7,7 +7,7 @@ import pytest
 
 from rloo_memory.errors import ConfigError
 from rloo_memory.models import named_config
-from rloo_memory.plan import engine
+from rloo_memory.plan import doctor, engine
 from rloo_memory.plan.accuracy.reserve import Room
 from rloo_memory.plan.predict import predict
 from rloo_memory.plan.setups import Setup, check
@@ -65,8 +65,6 @@ def test_a_share_below_the_weights_is_refused_with_the_least_one():
 
 
 def test_the_planner_and_the_doctor_say_so(planned, capsys, tmp_path):
-    from rloo_memory.plan import doctor
-
     said = "vLLM's share, 0.5 of the device, 4.00 GiB, is in it throughout"
     (tmp_path / "profile.yaml").write_text("use_vllm: true\nbeta: 0.0\nvllm_gpu_memory_utilization: 0.5\n")
     words = f"--model tiny-qwen3 --profile {tmp_path}/profile.yaml --prompt 64 --completion 16 --device-memory 8GiB"

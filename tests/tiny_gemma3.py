@@ -2,17 +2,17 @@
 
 from pathlib import Path
 
+import torch
+from transformers import AutoModelForImageTextToText, Gemma3Config, PreTrainedTokenizerFast
+
+from experiments.workload import pictures
+from rloo_memory import models
+
 IMAGE_TOKENS, SIDE = 4, 16  # of each image: its tokens, and the pixels of a side that its processor scales it to
 
 
 def save(folder: Path, text: dict | None = None, tower: dict | None = None, tokens: tuple[str, ...] = ()) -> None:
     """`text` and `tower` are fields of the configs in place of those here, `tokens` more of the tokenizer."""
-    import torch
-    from transformers import AutoModelForImageTextToText, Gemma3Config, PreTrainedTokenizerFast
-
-    from experiments.workload import pictures
-    from rloo_memory import models
-
     images = {name: pictures.TOKENS[name] for name in ("image_token", "boi_token", "eoi_token")}
     plain = models.build_tokenizer(["What is in the picture? Say a word. user system assistant"] * 4, 300)
     tokenizer = PreTrainedTokenizerFast(

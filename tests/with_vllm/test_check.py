@@ -5,6 +5,8 @@ from comparison import faults
 from training import CASES, train
 from transformers import TrainerCallback
 
+from rloo_memory.prefix_sharing.routing import ReadPrefix
+
 
 @pytest.fixture(scope="module")
 def off(qwen3, trl):
@@ -20,8 +22,6 @@ def test_an_engine_that_gets_no_weights(off, qwen3, trl):
 
 
 def test_completions_one_position_too_far(off, qwen3, trl, monkeypatch):
-    from rloo_memory.prefix_sharing.routing import ReadPrefix
-
     of = ReadPrefix.of.__func__
     further = classmethod(lambda cls, prefix, positions, *rest: of(cls, prefix, positions + 1, *rest))
 

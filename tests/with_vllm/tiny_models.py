@@ -2,16 +2,17 @@
 
 from pathlib import Path
 
+import tiny_gemma3
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from rloo_memory import data, models
+
 VOCABULARY = 1024
 
 
 def save_text(folder: Path, kind: str = "qwen3", **more) -> Path:
     """A text model of that type of transformers, `more` fields of its config beside those of all."""
-    import torch
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
-    from rloo_memory import data, models
-
     tokenizer = models.build_tokenizer([data.load_documents()[0][:20_000]], VOCABULARY)
     shape = dict(
         vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
@@ -28,8 +29,6 @@ def save_text(folder: Path, kind: str = "qwen3", **more) -> Path:
 
 def save_gemma3(folder: Path) -> Path:
     """One that takes images."""
-    import tiny_gemma3
-
     text = dict(
         hidden_size=128, intermediate_size=256, num_attention_heads=2, num_key_value_heads=1, head_dim=64,
         query_pre_attn_scalar=64, initializer_range=0.1, vocab_size=4096,  # few samples are the token of images
