@@ -81,10 +81,11 @@ def test_x_lora_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "of, trained", [(FAMILIES["llama"], "layers.2.self_attn.v_proj"), (LAST_IS_CONV, "layers.2.conv")]
+    "of, trained",
+    [(FAMILIES["llama"], ""), (FAMILIES["llama"], "layers.2.self_attn.v_proj"), (LAST_IS_CONV, "layers.2.conv")],
 )
 def test_gradients_that_are_not_whole_are_refused_whatever_is_trained(of, trained):
-    """Of a last layer's values, or states, alone."""
+    """Of all, and of a last layer's values, or states, alone."""
     model = build(of)
     for path, param in model.named_parameters():
         param.requires_grad_(trained in path)
