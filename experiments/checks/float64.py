@@ -1,6 +1,6 @@
 """A model in float64 throughout: norms, softmax, masks and TRL's LM head compute in float32 whatever the model is."""
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 
 class PlainLogProb:
@@ -24,17 +24,15 @@ def pure_float64():
     import torch
     from trl.trainer import utils
 
+    from rloo_memory.calls import replaced
+
     names = [
         (torch, "float32", torch.float64),
         (torch, "float", torch.float64),
         (torch.Tensor, "float", torch.Tensor.double),
         (utils, "_ChunkedLogProbFunction", PlainLogProb),
     ]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in names]
-    for owner, name, value in names:
-        setattr(owner, name, value)
-    try:
+    with ExitStack() as until_then:
+        for name in names:
+            until_then.enter_context(replaced(*name))
         yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)

@@ -9,11 +9,13 @@ from datasets import Dataset
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from experiments.checks.family_check import error
 from experiments.checks.float64 import pure_float64
 from rloo_memory.prefix_sharing import routing
 from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix
 
+from .conftest import weights_of
 from .sharing_trainers import TRAINERS
 
 TOKENIZER = "tiny-Qwen2ForCausalLM-2.5"
@@ -82,14 +84,6 @@ def load(model_type, implementation):
     return {"attn_implementation": implementation, "dtype": "auto", **experts}
 
 
-def weights(model):
-    return torch.cat([param.detach().double().flatten() for param in model.parameters()])
-
-
-def error(got, expected):
-    return ((got - expected).norm() / expected.norm()).item()
-
-
 def trained(algorithm, folder, model_type, implementation, rows, sharing):
     """What two updates with completions of one token to nine change of the weights."""
     config_class, trainer_class = TRAINERS[algorithm == "GRPO"]
@@ -116,9 +110,9 @@ def trained(algorithm, folder, model_type, implementation, rows, sharing):
         train_dataset=Dataset.from_dict({"prompt": ["the sky is blue and the sea is deep", "the sea"] * 2}),
         processing_class=AutoTokenizer.from_pretrained(folder),
     )
-    start = weights(trainer.model)
+    start = weights_of(trainer).double()
     trainer.train()
-    return weights(trainer.model) - start
+    return weights_of(trainer).double() - start
 
 
 class TestImplementations:
