@@ -12,12 +12,20 @@ results/<machine>/exactness.csv either way.
 import re
 import sys
 
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM
+
 from experiments.checks.family_check import error, gradient_of, in_float64, run, scored
+from experiments.fused_head import add_fused_lm_head
 from experiments.measuring import EXIT_VERDICT, FACTS, place
 from experiments.record import write_csv
 from experiments.run_options import Parser
 from rloo_memory.errors import program
 from rloo_memory.models import shape_config
+from rloo_memory.plan.scale_up.extrapolate import with_layers
+from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
+from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
 
 COLUMNS = (
     "precision", "way", "log_prob_error", "gradient_error", "attention", "shape", "prompt_tokens",
@@ -40,8 +48,6 @@ FLOAT32_BOUND, BFLOAT16_MARGIN = 1e-5, 1.1
 
 def batch(seed: int, vocab_size: int, prompt: int, completion: int, k: int) -> dict:
     """One prompt with k completions of different lengths."""
-    import torch
-
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(4, vocab_size, (k, prompt + completion), generator=generator)
     ids[:, :prompt] = ids[0, :prompt]
@@ -51,8 +57,6 @@ def batch(seed: int, vocab_size: int, prompt: int, completion: int, k: int) -> d
 
 def truth(model, inputs: dict, prompt: int):
     """What `family_check.run` gives, of a model in float64, row by row."""
-    import torch
-
     tokens = []
     for row in range(len(inputs["input_ids"])):
         own, loss = scored(model, inputs, prompt, slice(row, row + 1))
@@ -65,9 +69,6 @@ def truth(model, inputs: dict, prompt: int):
 
 def attention_of(device: str, model, inputs: dict, prompt: int, **settings) -> str:
     """Names of what attends in a forward: with a backward, reading the events would take longer than measuring."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     with torch.no_grad(), profile(activities=activities) as profiler:
         scored(model, inputs, prompt, **settings)
@@ -82,13 +83,6 @@ def attention_of(device: str, model, inputs: dict, prompt: int, **settings) -> s
 
 def models_of(device: str, precision: str) -> tuple:
     """The model that shares prompts, and one with its weights in float64."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from experiments.fused_head import add_fused_lm_head
-    from rloo_memory.plan.scale_up.extrapolate import with_layers
-    from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
-
     shape, layers, vocab_size, *_ = WORKLOADS[device, precision]
     hf_config = shape_config(shape, vocab_size)
     hf_config = with_layers(hf_config, layers or hf_config.num_hidden_layers)
@@ -107,10 +101,6 @@ def models_of(device: str, precision: str) -> tuple:
 
 def compare(device: str, precision: str):
     """Yields one row a way. Errors are norms relative to the truth's, root mean squares over the batches."""
-    import torch
-
-    from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
-
     _, _, vocab_size, prompt, completion, k = WORKLOADS[device, precision]
     model, exact = models_of(device, precision)
     autocast = torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16")

@@ -8,6 +8,8 @@ import re
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
+import torch
+
 from experiments.checks.float64 import pure_float64
 from experiments.checks.tiny_families import FIRST_TOKEN, LAST_TOKEN, WINDOW, Family, build
 
@@ -54,8 +56,6 @@ def check(family: Family) -> Result:
 @contextmanager
 def in_float64():
     """What is made in here is in float64, too."""
-    import torch
-
     torch.set_default_dtype(torch.float64)
     try:
         with pure_float64():
@@ -76,8 +76,6 @@ def prepared(model, dtype):
 def errors_beside_float64(family: Family, dtype, autocast=None, device: str = "cpu", seeds=(7,)) -> dict:
     """Errors of whole rows and of the ways to share, of tokens and gradient in each batch, and of decoded logits,
     beside those of the same weights in float64 on the host."""
-    import torch
-
     from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 
     model = prepared(build(family), dtype)
@@ -112,8 +110,6 @@ def errors_beside_float64(family: Family, dtype, autocast=None, device: str = "c
 
 def compare(model) -> Result:
     """Prefix sharing on a model, and TRL's own pass."""
-    import torch
-
     from rloo_memory.prefix_sharing.enabling import enable_prefix_sharing
 
     try:
@@ -210,8 +206,6 @@ def ways_of_whole_rows(model, settings: dict) -> dict:
 
 def run_micro_batches(model, inputs: dict | None = None, in_one_backward: bool = False):
     """What `run` gives, of one completion a micro-batch and without the router's loss."""
-    import torch
-
     from rloo_memory.prefix_sharing.shared_passes import SharedPrefixPasses
     from rloo_memory.prefix_sharing.tree import Prompts, Tree
 
@@ -231,8 +225,6 @@ def run_micro_batches(model, inputs: dict | None = None, in_one_backward: bool =
 
 def batch(seed: int = 7) -> dict:
     """Two prompts, one behind padding, with three completions each, one of which has no token."""
-    import torch
-
     torch.manual_seed(seed)
     ids = torch.randint(FIRST_TOKEN, LAST_TOKEN + 1, (6, PROMPT + COMPLETION))
     ids[:3, :PROMPT], ids[3:, :PROMPT] = ids[0, :PROMPT], ids[3, :PROMPT]
@@ -245,8 +237,6 @@ def batch(seed: int = 7) -> dict:
 
 def sees_later_tokens(model) -> bool:
     """Whether the last token of a sequence changes the hidden states before it."""
-    import torch
-
     ids = batch()["input_ids"][:1]
     other = ids.clone()
     other[0, -1] = FIRST_TOKEN if ids[0, -1] != FIRST_TOKEN else LAST_TOKEN
@@ -266,8 +256,6 @@ def run(model, inputs: dict | None = None, prompt: int = PROMPT, **settings):
 
 def scored(model, inputs: dict, prompt: int, rows: slice = slice(None), **settings):
     """(log-probabilities and entropies, their weighted sum with the router's loss) of some rows of the inputs."""
-    import torch
-
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     labels = ids.masked_fill(mask == 0, -100)
     labels[:, :prompt] = -100
@@ -281,8 +269,6 @@ def scored(model, inputs: dict, prompt: int, rows: slice = slice(None), **settin
 
 
 def gradient_of(model):
-    import torch
-
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
 
 
@@ -300,7 +286,6 @@ def error_of(got, truth) -> list[float]:
 def generate(model, shared: bool = False, use_cache: bool = True, forced: bool = False):
     """Logits of the steps of decoding behind both prompts, or why it fails: greedily, or of tokens that are `forced`,
     and differ between rows."""
-    import torch
     from transformers import GenerationConfig
 
     from rloo_memory.prefix_sharing.generation import generate_with_shared_prefix

@@ -2,14 +2,16 @@
 
 from contextlib import ExitStack, contextmanager
 
+import torch
+
+from rloo_memory.calls import replaced
+
 
 class PlainLogProb:
     """The LM head's outputs in the dtype of its inputs: TRL sums in float32, too coarse to compare in float64."""
 
     @staticmethod
     def apply(hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs):
-        import torch
-
         logits = torch.nn.functional.linear(hidden, weight, bias) * logit_scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
@@ -21,10 +23,7 @@ class PlainLogProb:
 @contextmanager
 def pure_float64():
     """In here, what asks torch for float32 gets float64."""
-    import torch
     from trl.trainer import utils
-
-    from rloo_memory.calls import replaced
 
     names = [
         (torch, "float32", torch.float64),
