@@ -18,21 +18,23 @@ import pandas
 
 from experiments.config import ROOT
 from experiments.fitting.fit_data import MODELS, ON_ONE_CARD, PAGE, PAGE_ARMS, TRAINED, in_processes, processes
+from experiments.fitting.sums import drawn, setup_at, values
 from rloo_memory.errors import ConfigError, program
+from rloo_memory.models import named_config
 from rloo_memory.plan.options import quiet
+from rloo_memory.plan.scale_up import extrapolate
+from rloo_memory.plan.scale_up.sharding import spread, weights_by_place
+from rloo_memory.plan.simulation.simulate import PHASES
 from rloo_memory.plan.smallest import on_cards
 
 TABLE = ROOT / "results" / "plans" / "fit_check.csv"
 MOST_APART = 0.03
 CHOICE = ("model", "trained", "arm", "prompt_tokens", "completion_tokens", "k", "cards", "reference")
-PHASES = ("load", "generate", "score", "train", "optimizer")
 COLUMNS = (*CHOICE, "goes_whole", *(f"{phase}_{whose}_bytes" for phase in PHASES for whose in ("planned", "page")))
 
 
 def choices(data: dict, number: int = 200) -> list[dict]:
     """Of all that the page offers."""
-    from experiments.fitting.sums import drawn
-
     rng = random.Random(7)
     positions = {model["name"]: model["positions"] for model in data["models"]}
     found = []
@@ -53,18 +55,12 @@ LENGTHS = operator.itemgetter("prompt_tokens", "completion_tokens", "k")
 
 def setup_of(choice: dict):
     """The `Setup` that a choice of the page stands for, in its arm."""
-    from experiments.fitting.sums import setup_at
-
     setup = replace(on_cards(TRAINED[choice["trained"]][1], choice["cards"]), beta=0.05 * choice["reference"])
     return setup_at(setup, choice["arm"], LENGTHS(choice))
 
 
 def page_peaks(data: dict, choice: dict) -> dict[str, int]:
     """Bytes of each phase by the page's sums, as `visualization/fit/sums.js` adds them up."""
-    from experiments.fitting.sums import values
-    from rloo_memory.models import named_config
-    from rloo_memory.plan.scale_up.sharding import spread, weights_by_place
-
     model = next(each for each in data["models"] if each["name"] == choice["model"])
     at = dict(enumerate(values(data["terms"], model["window"], [LENGTHS(choice)])[0]))
     setup, weights = setup_of(choice), weights_by_place(named_config(choice["model"]))
@@ -80,9 +76,6 @@ def page_peaks(data: dict, choice: dict) -> dict[str, int]:
 
 
 def row_of(choice: dict, data: dict) -> dict:
-    from rloo_memory.models import named_config
-    from rloo_memory.plan.scale_up import extrapolate
-
     setup = setup_of(choice)
     with quiet():
         planned = extrapolate.phase_peaks(setup, named_config(choice["model"]))

@@ -19,13 +19,17 @@ from tqdm import tqdm
 
 from experiments.commit import is_same_code, source_commit
 from experiments.config import ROOT
+from experiments.fitting import sums
 from experiments.processes import end_with
 from experiments.run_options import Parser, whole
 from rloo_memory.errors import ConfigError, program
 from rloo_memory.installed_trl import versions_here
+from rloo_memory.models import meta_model, named_config
 from rloo_memory.plan.accuracy import reserve
 from rloo_memory.plan.options import quiet
+from rloo_memory.plan.scale_up.sharding import SHARDED, spread, weights_by_place, widened
 from rloo_memory.plan.setups import Setup
+from rloo_memory.plan.simulation.simulate import PHASES
 from rloo_memory.plan.smallest import on_cards
 
 PARTS, PAGE = ROOT / ".build" / "fit" / source_commit(), ROOT / "docs" / "fit.json"
@@ -89,9 +93,6 @@ def window_of(hf_config) -> int | None:
 
 def make(part: Part) -> None:
     """Writes the file of a part."""
-    from experiments.fitting import sums
-    from rloo_memory.models import named_config
-
     with quiet():
         hf_config = named_config(part.model)
         setup = on_cards(TRAINED[part.trained][1], 1 + part.several)
@@ -116,10 +117,6 @@ def in_processes(function: Callable, tasks: list, processes: int) -> Iterator:
 def facts_of(name: str) -> dict:
     """What the file holds of a model, but for its sums. `gathered`: bytes by kind that FSDP2 gathers in a phase, on
     any number of cards."""
-    from rloo_memory.models import meta_model, named_config
-    from rloo_memory.plan.scale_up.sharding import spread, weights_by_place
-    from rloo_memory.plan.simulation.simulate import PHASES
-
     hf_config = named_config(name)
     text_config, weights = hf_config.get_text_config(), weights_by_place(hf_config)
 
@@ -162,9 +159,6 @@ def sums_in_file(model: str, several: bool, terms: tuple[str, ...]) -> dict:
 def page_data() -> dict:
     """What the file holds: bytes by kind and by number of a term of stretches, by model, what is trained, arm and
     phase. Those of "several" cards before they are divided; "widened": times as large as simulated a shard is."""
-    from experiments.fitting import sums
-    from rloo_memory.plan.scale_up.sharding import SHARDED, widened
-
     terms = sums.all_terms()
     return {
         "versions": versions_here(),
