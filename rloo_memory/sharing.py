@@ -23,7 +23,7 @@ from rloo_memory.prefix_sharing.config import check_passes_config
 from rloo_memory.prefix_sharing.hooks import hooks_of
 from rloo_memory.prefix_sharing.images import OF_IMAGES
 from rloo_memory.prefix_sharing.lm_head import backbone_gives, causal_lm_of
-from rloo_memory.prefix_sharing.passes import GoesWhole
+from rloo_memory.prefix_sharing.passes import GoesWhole, on_any_that_gathers
 from rloo_memory.prefix_sharing.probe import without_dropout
 from rloo_memory.prefix_sharing.trainer import TrainerPasses
 
@@ -289,7 +289,9 @@ class PromptSharing:
     def forward(self, original, *args, model, **kwargs):
         scored, names = self.scored, inspect.signature(original).parameters if args else ()
         named = {**dict(zip(names, args, strict=False)), **kwargs}
-        if scored is None or (rows := scored.next_rows(named.get("input_ids"))) is None:
+        rows = None if scored is None else scored.next_rows(named.get("input_ids"))
+        # Rows of a subclass's own can be those of TRL on one process alone
+        if scored is None or on_any_that_gathers(rows is None, model, self.in_use.device) or rows is None:
             return original(*args, **kwargs)
         try:
             passes = self.in_use.of_rows(model, rows, scored.call.given, scored.alone)

@@ -54,6 +54,11 @@ def on_any_process(found: list[bool], device: torch.device) -> list[bool]:
     return flags.bool().tolist()
 
 
+def on_any_that_gathers(found: bool, backbone: nn.Module, device: torch.device) -> bool:
+    """Whether it is so on any of the processes that must call the model equally often; without these, here."""
+    return on_any_process([found], device)[0] if gather_together(backbone) else found
+
+
 def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy of a tensor of the host. On CUDA the host does not wait for it, so it has to lie in pinned memory."""
     return x.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else x.to(device)

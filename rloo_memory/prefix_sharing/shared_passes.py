@@ -29,6 +29,7 @@ from .passes import (
     completion_states,
     has_several_processes,
     load_balancing_loss,
+    on_any_that_gathers,
     pass_inputs,
     position_shift,
     router_sums,
@@ -340,7 +341,8 @@ class SharedPrefixPasses:
         multimodal.check(backbone, host_ids, host_mask, self.prefix_length)
         check_mask(host_mask)
         prompt_ids, prompt_mask = (x[:, : self.prefix_length] for x in (host_ids, host_mask))
-        tree, rows = self._tree_of(prompts_of(backbone, prompt_ids, prompt_mask, multimodal))
+        prompts = prompts_of(backbone, prompt_ids, prompt_mask, multimodal)
+        tree, rows = self._tree_of(prompts, backbone, input_ids.device)
         kwargs = {"output_router_logits": True} if output_router_logits else {}
         try:
             route = getattr(backbone, "_prefix_sharing", None)  # None: taken back, and found out by what layers leave
@@ -351,11 +353,13 @@ class SharedPrefixPasses:
                 tree.close()
             raise
 
-    def _tree_of(self, prompts: Prompts) -> tuple[Tree, Sequence[int]]:
+    def _tree_of(self, prompts: Prompts, backbone: nn.Module, device: torch.device) -> tuple[Tree, Sequence[int]]:
         """The tree of these prompts, and which of its rows they are."""
         all_rows = range(len(prompts))
         rows = all_rows if self.rows is None else self.rows
-        if self.tree is not None and self.tree.has(prompts, rows):
+        # A subclass may have put the rows of one process alone in another order
+        is_other = self.tree is None or not self.tree.has(prompts, rows)
+        if not on_any_that_gathers(is_other, backbone, device) and self.tree is not None:
             return self.tree, rows
         # Processes that shard the weights must call the model equally often, and do not know each other's rows here
         tree = Tree.of_groups(prompts, self.group_size) if has_several_processes() else Tree.of(prompts)

@@ -294,8 +294,10 @@ class TrainerPasses:
         }
 
     def has_other_prompts(self, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor) -> bool:
-        """Whether rows of a rollout with these left-padded prompts are not those that were compared, in that order."""
-        return self._batch is not None and not self._batch.prompts.are(Prompts.of(prompt_ids.cpu(), prompt_mask.cpu()))
+        """Whether rows of a rollout with these left-padded prompts are not, on each process, as they were compared."""
+        batch = self._batch
+        is_other = batch is not None and not batch.prompts.are(Prompts.of(prompt_ids.cpu(), prompt_mask.cpu()))
+        return on_any_process([is_other], self.device)[0]
 
     def generate_of(
         self, model: PreTrainedModel, processing_class, images: list[list | None] | None
