@@ -18,7 +18,7 @@ from .fsdp2 import base_model_forward
 from .images import MultimodalInputs
 from .lm_head import causal_lm_of
 from .nodes import Path
-from .passes import GoesWhole, exceeds_longrope, gather_together, on_any_process
+from .passes import GoesWhole, exceeds_longrope, gather_together, on_any_process, on_any_that_gathers
 from .routing import running
 from .shared_passes import at_least_one, prompt_pass, prompts_of
 from .states import cache_argument
@@ -162,7 +162,7 @@ def generate_with_shared_prefix(
     }
     _check(model, asked)
     assert input_ids is not None
-    if _changes_frequencies(model, asked):
+    if on_any_that_gathers(_changes_frequencies(model, asked), model, input_ids.device):
         return model.generate(**asked)
     # As `generate` of a PEFT model does, past the forward of the PEFT model, which Accelerate wraps in autocast
     forward = base_model_forward(model) if is_peft_model(model) else model
