@@ -20,7 +20,7 @@ from .generation import generate_with_shared_prefix
 from .hooks import has_parameter_hooks, state_of, traces_of
 from .images import OF_IMAGES, OF_TOKENS, MultimodalInputs, count_tiles
 from .lm_head import causal_lm_of
-from .passes import GoesWhole, TokenCount, has_several_processes, on_any_process
+from .passes import GoesWhole, TokenCount, has_several_processes, on_any_process, same_number_everywhere
 from .probe import dropouts
 from .shared_passes import SharedPrefixPasses, prompts_of
 from .token_budget import TokenBudgetPasses, check_whole_rows, saves_time, takes_whole_rows
@@ -342,11 +342,9 @@ class TrainerPasses:
         batch_size = num_rows = len(inputs["input_ids"])
         if self.args.tokens_per_forward is not None:
             batch_size = max(1, self.args.tokens_per_forward // inputs["input_ids"].size(1))
-        batches = [
-            {name: x[start : start + batch_size] for name, x in inputs.items()}
-            for start in range(0, num_rows, batch_size)
-        ]
-        return torch.cat([reward_model(**batch).logits for batch in batches])
+        passes = [(None, rows) for rows in torch.arange(num_rows, device=self.device).split(batch_size)]
+        passes = same_number_everywhere(passes, self.model, self.device)  # ZeRO-3 divides reward models, too
+        return torch.cat([reward_model(**{name: x[rows] for name, x in inputs.items()}).logits for _, rows in passes])
 
     @contextmanager
     def micro_batch(self, trainer) -> Iterator[None]:
