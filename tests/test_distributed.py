@@ -33,6 +33,10 @@ def alike(number):
 
 ALIKE = [[[alike(i), alike(i + 1)] for i in (4 * step, 4 * step + 2)] for step in range(4)]
 EQUAL_FIRST = [[["w11 w12 w13"] * 2, ["w3", "w91 w92 w93 w94 w95 w4"]]] + ALIKE[:2]
+SORTED = [[["w5 w7 w8", "w6 w9 w2"], [f"w21 w22 w3{step}", "w4"]] for step in range(4)]  # on one process, by length
+# 7 and 3 tokens, and 6 new ones: the first generation crosses the length of the first training on one process
+ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 1.0}
+LONGROPE = {"model": {"rope_parameters": {**ROPE, "original_max_position_embeddings": 10}}}
 SHORT = [[["w5", "w7 w8"], ["w21", f"w3{step}"]] for step in range(4)]  # rows go through the model whole
 
 # Untouched runs, and what each is compared with: gradient checkpointing, settings of sharing, other sharding
@@ -63,6 +67,12 @@ RUNS = {
     # The first update's prompts are equal on one process
     "fsdp-equal": (
         dict(trainer="grpo", fsdp=RESHARD, dtype="float32", prompts=EQUAL_FIRST, options={"seed": 3}),
+        [(True, SHARED, {})],
+    ),
+    "fsdp-sorted": (dict(trainer="grpo", fsdp=RESHARD, prompts=SORTED, sort="rows"), [(True, SHARED, {})]),
+    "fsdp-sorts": (dict(trainer="rloo", fsdp=RESHARD, prompts=SORTED, sort="scores"), [(True, SHARED, {})]),
+    "fsdp-longrope-generate": (
+        dict(trainer="grpo", generate=True, options={**GREEDY, **LONGROPE}, fsdp=RESHARD),
         [(True, SHARED, {})],
     ),
     # Prompts that differ within a group, on one process
@@ -111,6 +121,10 @@ ZERO3_RUNS = {
     "zero3-lora": (
         dict(trainer="rloo", lora=True, options={"gradient_checkpointing": True}, **ZERO3),
         [(True, TWO, {}), (False, SHARED, {}), (True, {**WHOLE, "tokens_per_forward": 16}, {})],
+    ),
+    "zero3-reward": (
+        dict(trainer="rloo", reward_model=True, **ZERO3),
+        [(True, {**SHARED, "tokens_per_forward": 24}, {})],
     ),
     "zero3-split": (dict(trainer="rloo", rows=1, **ZERO3), [(False, SHARED, {}), (True, SHARED, {})]),
     "zero3-alike": (dict(trainer="rloo", rows=1, prompts=ALIKE, **ZERO3), [(True, SHARED, {})]),

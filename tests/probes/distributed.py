@@ -123,6 +123,28 @@ def tokenize_differently(instance):
     instance._tokenize_prompts = with_one_more_token
 
 
+def sorting(trainer_class, scores):
+    """Sorts rows by the lengths of their prompts, in each rollout and loss; the other way around as it `scores`."""
+
+    def by_length(rows):
+        order = rows["prompt_mask"].sum(1).argsort(stable=True)
+        return {name: x[order] if isinstance(x, torch.Tensor) and x.dim() else x for name, x in rows.items()}
+
+    class Sorting(trainer_class):
+        def _generate_and_score_completions(self, inputs):
+            return by_length(super()._generate_and_score_completions(inputs))
+
+        def _compute_loss(self, model, inputs):
+            return super()._compute_loss(model, by_length(inputs))
+
+        def _get_per_token_logps_and_entropies(self, model, ids, mask, keep, *args, **kwargs):
+            order = (mask[:, :-keep].sum(1) * -scores).argsort(stable=True)
+            scored = super()._get_per_token_logps_and_entropies(model, ids[order], mask[order], keep, *args, **kwargs)
+            return tuple(x if x is None else x[order.argsort()] for x in scored)
+
+    return Sorting
+
+
 def train(
     folder,
     tokenizer,
@@ -142,6 +164,8 @@ def train(
     prompts=PROMPTS,
     options=None,
     native=False,
+    sort=None,
+    reward_model=False,
 ):
     """One training, with micro-batches of some `rows`: of two groups, of one, or of a part of one. Unless told to
     `generate`, completions are fixed, so that both arms train on the same ones. With `differ`, the prompts of a group
@@ -150,6 +174,8 @@ def train(
     With `save` it leaves a checkpoint after that update, with `resume` it goes on from that of an earlier run. With
     `native` the trainers have a `prefix_sharing` of their own, that of trl/first."""
     trainer_class, config_class = TRAINERS[trainer]
+    trainer_class = trainer_class if sort is None else sorting(trainer_class, scores=sort == "scores")
+    torch.manual_seed(0)  # for the head of the reward model
     options = dict(options or {})
     names = () if native else ("prefix_sharing", "tokens_per_forward")
     sharing = {name: options.pop(name) for name in names if name in options}
@@ -164,14 +190,15 @@ def train(
         num_iterations=accumulate,
         gradient_accumulation_steps=accumulate * 2 * COMPLETIONS // rows,
         per_device_train_batch_size=rows,
-        model_init_kwargs={"dtype": getattr(torch, dtype)},
+        model_init_kwargs={"dtype": getattr(torch, dtype), **options.pop("model", {})},
         **({} if fsdp is None else {"fsdp": True, "fsdp_config": {"version": 2, **fsdp}}),
         **({} if zero3 is None else {"deepspeed": with_deepspeed.config(**zero3)}),
         **{**ALWAYS, "gradient_checkpointing": False, "bf16": False, **options},
     )
     instance = trainer_class(
         model=str(folder / "model"),
-        reward_funcs=reward,
+        reward_funcs=[reward, str(folder / "model")] if reward_model else reward,
+        reward_processing_classes=[None, tokenizer] if reward_model else None,
         args=arguments,
         processing_class=tokenizer,
         train_dataset=Dataset.from_dict({"prompt": dataset}),
