@@ -109,6 +109,8 @@ def test_the_learning_rate_that_is_asked_for_goes_before_that_of_a_checkpoint(ca
     finite = Finite(SimpleNamespace(is_world_process_zero=lambda: True), None)
     finite.on_train_begin(SimpleNamespace(learning_rate=0.2), None, None, optimizer, schedule)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.18) and "0.2 in place of the" in capsys.readouterr().out
+    schedule.step()  # goes on from there
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.18)
 
 
 def test_a_full_disk_is_found_among_causes_that_go_round():

@@ -134,6 +134,10 @@ def test_a_model_that_is_changed_for_a_while_has_prompts_of_its_own(changed, mix
         with changed(model):
             assert torch.equal(shared.log_probs(COMPLETIONS), log_probs(model, PROMPTS[0], COMPLETIONS))
         assert torch.equal(shared.log_probs(COMPLETIONS), before)
+    with torch.no_grad(), shared_prompts(model, PROMPTS[0]) as shared:
+        with changed(model):  # first
+            shared.log_probs(COMPLETIONS)
+        assert torch.equal(shared.log_probs(COMPLETIONS), before)
 
 
 def test_adapters_on_experts_change_no_weight():
