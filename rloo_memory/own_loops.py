@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from threading import RLock
 from typing import TypeAlias
 
@@ -230,6 +231,15 @@ def check_head(model: PreTrainedModel) -> None:
         raise ValueError(f"{type(causal_lm).__name__} does not make logits of a token's last state and id alone{why}")
 
 
+def check_weights(model: PreTrainedModel, before: tuple, grad: torch.Tensor) -> None:
+    """Raise a `RuntimeError` in a backward whose forward had other weights."""
+    if weights_of(model) != before:
+        raise RuntimeError(
+            "Weights, adapters or what is trained have changed since the forward of these log-probabilities, whose "
+            "backward computes logits again. Call it before."
+        )
+
+
 def is_one(ids) -> bool:
     """Whether these are the ids of one text, and not those of several."""
     return len(ids) > 0 and torch.as_tensor(ids[0], device="cpu").ndim == 0
@@ -302,15 +312,6 @@ class _Rows:
             chunks = zip(*(x.split(TOKENS_OF_LOGITS) for x in (states[places], *tokens)), strict=True)
             # Logits are computed again in the backward, so those of one chunk exist at a time
             values = torch.cat([checkpoint(of, *chunk, use_reentrant=False) for chunk in chunks])
-        before = weights_of(self.model)
-
-        def check(grad: torch.Tensor) -> None:
-            if weights_of(self.model) != before:
-                raise RuntimeError(
-                    "Weights, adapters or what is trained have changed since the forward of these log-probabilities, "
-                    "whose backward computes logits again. Call it before."
-                )
-
         if values.requires_grad:
-            values.register_hook(check)
+            values.register_hook(partial(check_weights, self.model, weights_of(self.model)))
         return values.new_zeros(states.shape[:2]).index_put(places, values)

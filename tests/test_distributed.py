@@ -15,6 +15,8 @@ from fork_tool import LINES, fork, obtain
 ROOT = Path(__file__).resolve().parent.parent
 PROBE = ROOT / "tests" / "probes" / "distributed.py"
 pytestmark = pytest.mark.slow
+NO_DEEPSPEED = "deepspeed is not here: make test-deepspeed"
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason=NO_DEEPSPEED)
 RESHARD, KEEP = {"reshard_after_forward": True}, {"fsdp": {"reshard_after_forward": False}}
 PARTS = {"fsdp": {"transformer_layer_cls_to_wrap": ["Qwen3Attention", "Qwen3MLP"]}}  # shards within a layer
 # Every third token ends a completion, so the processes generate for different numbers of steps
@@ -217,17 +219,17 @@ def test_two_processes_train_with_the_first_series_as_without(tmp_path):
     check_native(NATIVE_RUNS, tmp_path)
 
 
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not here: make test-deepspeed")
+@needs_deepspeed
 def test_two_processes_train_with_zero3_and_prefix_sharing_as_without(tmp_path):
     check(ZERO3_RUNS, tmp_path)
 
 
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not here: make test-deepspeed")
+@needs_deepspeed
 def test_two_processes_train_with_zero3_and_the_first_series_as_without(tmp_path):
     check_native(NATIVE_ZERO3_RUNS, tmp_path)
 
 
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not here: make test-deepspeed")
+@needs_deepspeed
 def test_zero3_never_gathers_more_than_some_layers(probe):
     """Of eight layers of equal size; with gradient checkpointing. Frozen weights that a recomputed pass gathered would
     all stay until its backward is done."""
@@ -235,7 +237,7 @@ def test_zero3_never_gathers_more_than_some_layers(probe):
         assert part < 0.35, name
 
 
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not here: make test-deepspeed")
+@needs_deepspeed
 def test_models_that_zero3_divides_are_tried_as_others(probe):
     found = probe("zero3_trial")
     assert "differ from those of whole sequences" in found.pop("sees rows")

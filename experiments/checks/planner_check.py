@@ -185,6 +185,10 @@ def main(argv: list[str] | None) -> int:
     return 0
 
 
+def predicted_peaks(name: str, setup: Setup, hf_config) -> dict[str, int]:
+    return {peak.phase: peak.total for peak in predict(name, setup, hf_config).phases}
+
+
 def check_here(name: str, device: str) -> list[dict]:
     """One case on a small model with random weights: a row a phase, bytes."""
     from experiments.workload.run_models import save_models
@@ -200,10 +204,8 @@ def check_here(name: str, device: str) -> list[dict]:
     hf_config.tie_word_embeddings |= name.endswith("tied")
     with tempfile.TemporaryDirectory() as folder:
         save_models(Path(folder), hf_config, tokenizer, reward=setup.reward_model is not None)
-        predicted, on_cuda = (
-            {peak.phase: peak.total for peak in predict(name, each, hf_config).phases}
-            for each in (setup, replace(setup, device="cuda"))
-        )
+        predicted = predicted_peaks(name, setup, hf_config)
+        on_cuda = predicted if device == "cuda" else predicted_peaks(name, replace(setup, device="cuda"), hf_config)
         measured, reserved = measure(setup, Path(folder), processor, dataset)
     about = {"case": name, "shape": shape_of(name, device), "vocab_size": vocab_size, "reserved_bytes": reserved}
     about |= {"prompt_tokens": setup.prompt_tokens, "completion_tokens": setup.max_completion_length}

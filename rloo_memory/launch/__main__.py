@@ -191,7 +191,8 @@ def train(trainer, memory, checkpoint: str | None) -> None:
 
 def what_ended(error: Exception, trainer, memory, checkpoint: str | None) -> Exception | None:
     """What failed a training, with a remedy; None if nothing is known of it."""
-    folder, update = (config := trainer.args).output_dir, trainer.state.global_step + 1
+    config, update = trainer.args, trainer.state.global_step + 1
+    folder = config.output_dir
     if is_out_of_memory(error):
         return MemoryError(
             f"out of memory in phase {memory.failed()} of update {update} (rloo-memory doctor {shlex.quote(folder)} "

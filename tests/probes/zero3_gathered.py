@@ -3,21 +3,14 @@ weights, for each case by name."""
 
 import json
 import logging
-import os
-import socket
 import tempfile
 
-with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    port = free.getsockname()[1]
-os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-os.environ["DS_ACCELERATOR"] = "cpu"
-
-import tiny  # noqa: E402
-import with_deepspeed  # noqa: E402
-from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload  # noqa: E402
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus  # noqa: E402
-from peft import LoraConfig  # noqa: E402
+import one_process  # noqa: F401
+import tiny
+import with_deepspeed
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from peft import LoraConfig
 
 LAYERS = 8
 SHARED = {"prefix_sharing": True}

@@ -3,24 +3,17 @@ that, or why no prompt is shared."""
 
 import json
 import logging
-import os
-import socket
 import tempfile
 
-with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    port = free.getsockname()[1]
-os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-os.environ["DS_ACCELERATOR"] = "cpu"
+import one_process  # noqa: F401
+import tiny
+import torch
+import torch.distributed as dist
+import with_deepspeed
+from transformers import AutoModelForCausalLM, BambaConfig, GPT2Config, Qwen3ForCausalLM
+from transformers.integrations import HfDeepSpeedConfig
 
-import tiny  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-import with_deepspeed  # noqa: E402
-from transformers import AutoModelForCausalLM, BambaConfig, GPT2Config, Qwen3ForCausalLM  # noqa: E402
-from transformers.integrations import HfDeepSpeedConfig  # noqa: E402
-
-from rloo_memory.prefix_sharing.enabling import CannotShare, enable_prefix_sharing, shares_starts  # noqa: E402
+from rloo_memory.prefix_sharing.enabling import CannotShare, enable_prefix_sharing, shares_starts
 
 ONE = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
 

@@ -62,15 +62,16 @@ def check(folder: Path) -> str:
 def levers(folder: Path) -> str:
     """Measured peak without and with each lever, and what it is predicted to change on CUDA, from plan_check.csv."""
     rows = pd.read_csv(folder / "plan_check.csv")
+    measured, on_cuda = (
+        rows.loc[rows.groupby("case")[column].idxmax()].set_index("case").rename(columns={column: "peak"})
+        for column in ("measured_bytes", "predicted_on_cuda_bytes")
+    )
     table = []
     for lever, *cases in LEVERS:
-        sizes, changes = [], []
-        for column in ("measured_bytes", "predicted_on_cuda_bytes"):
-            peaks = rows.loc[rows.groupby("case")[column].idxmax()].set_index("case").loc[cases]
-            before, after = peaks[column]
-            changes.append(f"{after / before - 1:+.0%}".replace("-", "\N{MINUS SIGN}"))
-            sizes += [f"{size / MIB:.0f} ({phase})" for size, phase in zip(peaks[column], peaks.phase, strict=True)]
-        table.append([lever, "`{}`, `{}`".format(*cases), *sizes[:2], *changes])
+        sizes = [f"{peak / MIB:.0f} ({phase})" for peak, phase in measured.loc[cases, ["peak", "phase"]].values]
+        pairs = (of.loc[cases, "peak"] for of in (measured, on_cuda))
+        changes = [f"{after / before - 1:+.0%}".replace("-", "\N{MINUS SIGN}") for before, after in pairs]
+        table.append([lever, "`{}`, `{}`".format(*cases), *sizes, *changes])
     used = rows[rows.case.isin({case for _, *cases in LEVERS for case in cases})]
     header = ["lever", "case", "peak, MiB", "with it", "", "CUDA, predicted"]
     return machine_line(used) + "\n\n" + markdown(header, table, texts=2) + "\n"
