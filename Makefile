@@ -15,7 +15,7 @@ bench: ## time and memory of today's trainer with and without prefix sharing (ha
 	./run_bench.sh
 
 # MACHINE=reference-cpu-2-cores: the folder that the pages show. TRL=DIR: a clone of TRL, whose own tests are run
-evidence: ## measure all that README.md and docs show (4 hours; goes on where it was stopped)
+evidence: ## measure all that README.md and docs show (two and a half hours; goes on where it was stopped)
 	./setup_env.sh
 	.venv/bin/python -m pip install -q --no-deps "prefix-grouper==$$(.venv/bin/python -c 'from experiments.bench import rivals; print(rivals.PREFIX_GROUPER)')"
 	.venv/bin/python -m experiments.evidence $(if $(MACHINE),--machine $(MACHINE)) $(if $(TRL),--trl $(TRL))

@@ -52,13 +52,14 @@ MEASUREMENTS = {
     "worth": Measurement(
         "seconds of each phase over prompts and completions of many lengths",
         partial(start, timed=Worth), WHOLE_OR_SHARED,
-        cells("narrow wide", (3000, 100, 8), (200, 100, 8)) + cells("narrow", (200, 1000, 8), (1000, 1000, 8)), DENSE,
+        cells("wide", (3000, 100, 8)) + cells("narrow wide", (200, 100, 8))
+        + cells("narrow", (200, 1000, 8), (1000, 1000, 8)), DENSE,
     ),
     "decoding": Measurement(
         "seconds of generation: rows with a cache of their own, and one cache that holds the prompt once",
         partial(start, phases=("generate",)), ("whole", "shared"),
         cells("narrow wide", (20, 100, 8), (100, 100, 2), (100, 100, 8))
-        + cells("wide", (100, 64, 32), (100, 1024, 8), (2000, 256, 8), (2000, 64, 32), (8000, 64, 8)), DENSE,
+        + cells("wide", (100, 64, 32), (100, 512, 8), (2000, 256, 8)), DENSE,
     ),
     "rivals": Measurement(
         "scoring and training of one group, whole rows beside other ways to share the prompt",
