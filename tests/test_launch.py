@@ -88,6 +88,7 @@ REFUSED = {
     "balanced --load_in_4bit": ["load_in_4bit is on, and such weights cannot be trained", "LoRA: --use_peft true"],
     "balanced --attn_implementation eagre": ["attn_implementation 'eagre': ", "sdpa"],
     "balanced --output_dir /proc/new": ["cannot write to /proc/new", "choose --output_dir new-2"],
+    "balanced --predict_memory false --calibration run": ["calibration corrects a prediction, and predict_memory is"],
     "balanced --weight_decay nan": ["weight_decay is nan: it must be a finite number"],
     "balanced --model_init_kwargs x": ["model_init_kwargs is 'x': it must be a mapping"],
     "balanced --dataset_name rows.jsonl.gz --reward_funcs letters": ["it ends in '.gz': unpack or convert it"],

@@ -8,13 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import two_processes
+from accelerate.scheduler import AcceleratedScheduler
 from small_profile import small_profile
+from transformers import TrainerState
 
 from rloo_memory.errors import ConfigError
 from rloo_memory.folder_lock import owned
 from rloo_memory.launch import __main__ as launch
 from rloo_memory.launch import announce, checkpoints, output
-from rloo_memory.launch.finite import Finite
+from rloo_memory.launch.learning_rate import LearningRate
 
 # With prefix sharing, two completions of a group of four at a time
 PROFILE = small_profile(
@@ -103,11 +105,12 @@ def test_a_shard_that_is_cut_or_gone_is_named(tmp_path):
     assert "names one.safetensors" in checkpoints.damage(tmp_path / "model.safetensors.index.json")
 
 
-def test_the_learning_rate_that_is_asked_for_goes_before_that_of_a_checkpoint(capsys):
+@pytest.mark.parametrize("wrapped", [False, True], ids=["", "deepspeed"])
+def test_the_learning_rate_that_is_asked_for_goes_before_that_of_a_checkpoint(wrapped, capsys):
     optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9)
-    finite = Finite(SimpleNamespace(is_world_process_zero=lambda: True), None)
-    finite.on_train_begin(SimpleNamespace(learning_rate=0.2), None, None, optimizer, schedule)
+    given = AcceleratedScheduler(schedule, [optimizer]) if wrapped else schedule
+    LearningRate().on_train_begin(SimpleNamespace(learning_rate=0.2), TrainerState(), None, optimizer, given)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.18) and "0.2 in place of the" in capsys.readouterr().out
     schedule.step()  # goes on from there
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.18)

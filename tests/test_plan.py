@@ -50,11 +50,12 @@ def test_a_class_of_settings_that_is_derived_from_trls_is_asked_for_as_trls():
     class Own(GRPOConfig):
         more: int = 1
 
-    eager = {"attn_implementation": "eager"}
-    asked = ask.settings_of(Own(use_cpu=True, num_generations=4, delta=2.0, model_init_kwargs=eager))
-    assert (
-        asked["attn_implementation"] == from_settings(10, {"model_init_kwargs": eager}).attn_implementation == "eager"
-    )
+    of_generation = {"top_p": 0.5, "top_k": None}
+    kwargs = {"model_init_kwargs": {"attn_implementation": "eager"}, "generation_kwargs": of_generation}
+    config = Own(use_cpu=True, num_generations=4, delta=2.0, top_p=0.9, top_k=7, **kwargs)
+    asked = ask.settings_of(config)
+    for setup in from_settings(10, asked), from_settings(10, {**kwargs, "top_p": 0.9, "top_k": 7}):
+        assert (setup.attn_implementation, setup.top_p, setup.top_k) == ("eager", 0.5, 7)
     assert asked["algorithm"] == "grpo" and asked["delta"] == 2.0 and "more" not in asked
 
 

@@ -61,9 +61,17 @@ def test_float16_is_planned_in_float16(bits):
         check(replace(setups["fp16"], bf16=True), small())
 
 
-def test_of_continuous_batching_it_is_said_what_is_not_planned():
-    (said,) = remarks(from_settings(64, {"use_transformers_continuous_batching": True}), small())
-    assert "max_memory_percent" in said
+@pytest.mark.parametrize(
+    "option, words",
+    [
+        ("use_transformers_continuous_batching", "max_memory_percent"),
+        ("use_transformers_paged", "max_memory_percent"),
+        ("use_liger_kernel", "predicted with PyTorch's layers"),
+    ],
+)
+def test_it_is_said_what_is_not_planned(option, words):
+    (said,) = remarks(from_settings(64, {option: True}), small())
+    assert words in said
 
 
 def test_more_tokens_than_the_config_has_positions_are_planned_and_said():

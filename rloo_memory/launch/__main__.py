@@ -172,12 +172,14 @@ def build_trainer(launch, config, model, found: policy.Policy, quantization, row
 def train(trainer, memory, checkpoint: str | None) -> None:
     """Train and save; says what came out of it."""
     from rloo_memory.launch.finite import Finite
+    from rloo_memory.launch.learning_rate import LearningRate
 
     began = time.monotonic()
     if checkpoint and trainer.is_world_process_zero():
         print(f"begins  from {checkpoint}", flush=True)
     trainer.add_callback(memory)
     trainer.add_callback(Finite(trainer, lambda: memory.phases.grad_norms))
+    trainer.add_callback(LearningRate())
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
         save(trainer)

@@ -101,6 +101,8 @@ def wrong_here(launch, config, model) -> list[str]:
             launch.offload_reference and no_reference,
         f"load_in_{4 if model.load_in_4bit else 8}bit is on, and such weights cannot be trained themselves; add LoRA: "
         "--use_peft true": (model.load_in_4bit or model.load_in_8bit) and not model.use_peft,
+        "calibration corrects a prediction, and predict_memory is false; leave out one of them":
+            launch.calibration and not launch.predict_memory,
         "offload_reward is on, but there is no reward_model_name_or_path; a function has no weights; remove it":
             launch.offload_reward and not launch.reward_model_name_or_path,
         "offload_reference and offload_reward move whole models, and FSDP shards them: use fsdp2_offload.yaml instead":

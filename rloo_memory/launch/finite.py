@@ -19,18 +19,6 @@ class Finite(TrainerCallback):
     def __init__(self, trainer, grad_norms):
         self.trainer, self.grad_norms, self.skipped = trainer, grad_norms, 0
 
-    def on_train_begin(self, args, state, control, optimizer=None, lr_scheduler=None, **kwargs):
-        """A checkpoint brings its own learning rate, and `ended` advises to lower it."""
-        (old, *_), new = getattr(lr_scheduler, "base_lrs", [0]), args.learning_rate
-        if old in (0, new):
-            return
-        lr_scheduler.base_lrs = [new for _ in lr_scheduler.base_lrs]
-        for group in optimizer.param_groups:
-            group["lr"] *= new / old
-        lr_scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]  # which is logged
-        if self.trainer.is_world_process_zero():
-            print(f"begins  with learning_rate {new:g} in place of the checkpoint's {old:g}", flush=True)
-
     def on_step_end(self, args, state, control, **kwargs):
         if self.trainer.accelerator.optimizer_step_was_skipped:
             self.skipped += 1

@@ -17,6 +17,7 @@ def remarks(setup: Setup, hf_config, calibration=None) -> list[str]:
         of_small_passes(setup, hf_config),
         of_half_precision(setup, hf_config),
         f"ZeRO-{setup.zero_stage}: by formulas that were compared with no training" if setup.zero_stage else None,
+        "use_liger_kernel: predicted with PyTorch's layers, not with Liger's" if setup.use_liger_kernel else None,
         engine.in_words(setup),
     )
     return [words for words in said if words]

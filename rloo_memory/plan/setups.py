@@ -83,6 +83,7 @@ class Setup:
         "tokens, too", option="--image", of_trl=False, action="append", metavar="WIDTHxHEIGHT",
     )  # fmt: skip
     lm_head: str | None = None  # one of `rloo_memory.plan.simulation.heads.HEADS`; None: that of the installed TRL
+    use_liger_kernel: bool = setting(False)  # its layers, of which nothing is predicted
     use_transformers_continuous_batching: bool = setting(False)
     use_vllm: bool = setting(False)  # it generates, not transformers
     vllm_mode: str = setting("colocate")  # on the trainer's device; "server": elsewhere

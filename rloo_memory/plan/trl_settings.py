@@ -17,6 +17,8 @@ WEIGHT_BITS = {
     8: {"load_in_8bit": True, "load_in_4bit": None},
     16: {"load_in_8bit": None, "load_in_4bit": None},
 }
+# What arguments of a loader and of generation hold of what the planner knows; they win over settings of these names
+IN_KWARGS = {"model_init_kwargs": ("dtype", "attn_implementation"), "generation_kwargs": ("top_k", "top_p", "min_p")}
 # The settings of each trainer, by the name of their class
 ALGORITHMS = {"RLOOConfig": "rloo", "GRPOConfig": "grpo"}
 
@@ -53,10 +55,9 @@ def from_settings(prompt_tokens: int, settings: dict, hf_config=None, **where) -
     values = {name: given[name] for name in SAME_NAME}
     if given["disable_dropout"]:  # that of adapters, too
         values["lora_dropout"] = 0.0
-    init = given.get("model_init_kwargs")
-    for name in ("dtype", "attn_implementation"):
-        if isinstance(init, dict) and isinstance(init.get(name), str):  # the launcher prefers it
-            values[name] = init[name]
+    values |= in_kwargs(given)
+    if given.get("use_transformers_paged"):  # its older name
+        values["use_transformers_continuous_batching"] = True
     if values["dtype"] == "auto" and hf_config:
         own = getattr(hf_config.get_text_config(), "dtype", None)
         values["dtype"] = str(own or "float32").removeprefix("torch.")
@@ -87,6 +88,16 @@ def from_settings(prompt_tokens: int, settings: dict, hf_config=None, **where) -
     )
     found = quantized(hf_config, setup.device) if hf_config and setup.weight_bits == 16 else None
     return replace(setup, weight_bits=found.bits, nested_scales=found.nested_scales) if found else setup
+
+
+def in_kwargs(settings: dict) -> dict:
+    """The values of `IN_KWARGS` that settings have, with words for torch's dtypes."""
+    found = {}
+    for name, known in IN_KWARGS.items():
+        kwargs = settings.get(name)
+        if isinstance(kwargs, dict):
+            found |= {each: kwargs[each] for each in known if kwargs.get(each) is not None}
+    return {name: x if isinstance(x, int | float) else str(x).removeprefix("torch.") for name, x in found.items()}
 
 
 def by_batch(settings: dict, hf_config=None) -> list[str]:
