@@ -14,6 +14,7 @@ import sys
 import time
 from functools import partial
 
+from experiments.bench import rivals
 from experiments.checks import age
 from experiments.commit import is_same_code
 from experiments.config import ROOT
@@ -21,7 +22,7 @@ from experiments.measuring import EXIT_VERDICT, FACTS, place
 from experiments.processes import end_with, stoppable
 from experiments.record import read_csv, write_csv
 from experiments.run_options import Parser
-from rloo_memory.errors import choose, program
+from rloo_memory.errors import ConfigError, choose, program
 
 COLUMNS = ("item", "minutes", "exit_code", *FACTS)
 MEASURED = ("0", str(EXIT_VERDICT))  # exit codes of what was measured to the end
@@ -60,6 +61,8 @@ def main(argv: list[str] | None) -> int:
         return row is not None and is_same_code(row["commit"], commit) and row["exit_code"] in MEASURED
 
     todo = [name for name in asked if not is_done(name) and (args.trl or name != "upstream")]
+    if "rivals" in todo and (problem := rivals.lacking()):
+        raise ConfigError(problem)
     for number, name in enumerate(todo):
         known = [float(table[each]["minutes"]) for each in todo[number:] if each in table]
         print(f"{name}: {number + 1} of {len(todo)}, {sum(known):.0f} minutes left where it is known", flush=True)

@@ -238,3 +238,6 @@ def test_evidence_measures_what_is_left_and_keeps_its_minutes(tmp_path, monkeypa
     rows = read_csv(tmp_path / "x" / "evidence.csv")
     assert [(row["item"], row["exit_code"]) for row in rows] == [("short", "0"), ("step", "4")]
     assert evidence.main([*place, "nothing"]) == 2 and "unknown item" in capsys.readouterr().err
+    monkeypatch.setattr(evidence, "ITEMS", {"rivals": "bench rivals"})
+    monkeypatch.setattr(evidence.rivals, "PREFIX_GROUPER", "9")
+    assert evidence.main(place) == 2 and "pip install prefix-grouper==9" in capsys.readouterr().err

@@ -49,9 +49,9 @@ def timed(work: Callable[[], None]) -> float:
 def peaks_of(make: Callable[[], "Group"], way: str, phases: tuple[str, ...]) -> dict[str, int]:
     """Peak resident bytes of each phase above the level before it, when there are gradients and what libraries keep:
     one prompt and two tokens make these. Beside all of the phase, they made 1.6 % of a peak more or less (of recurrent
-    layers 6 %), and two fifths less of the time. In a process of its own: blocks that another way freed within the heap would be filled
-    again, and count for nothing, or stay, and count for much. Not for times: what makes resident memory mean "alive"
-    takes time, and more of it the more often tensors come and go."""
+    layers 6 %), and two fifths less of the time. In a process of its own: blocks that another way freed within the
+    heap would be filled again, and count for nothing, or stay, and count for much. Not for times: what makes resident
+    memory mean "alive" takes time, and more of it the more often tensors come and go."""
     use_fork(ARMS["stock-compact"])  # as in the process that times
     keep_only_live_memory()
     group, high_water, found = make(), HighWater("cpu"), {}

@@ -12,6 +12,14 @@ GROUPER = f"prefix-grouper {PREFIX_GROUPER}"
 RIVALS = ("whole", GROUPER, "one-row", "shared", "shared-2")
 
 
+def lacking() -> str | None:
+    """What is not as it must be of the package that is compared."""
+    found = next((package.version for package in distributions(name="prefix-grouper")), "not installed")
+    if found == PREFIX_GROUPER:
+        return None
+    return f"prefix-grouper is {found}: pip install prefix-grouper=={PREFIX_GROUPER}"
+
+
 @cache
 def first_series():
     """The module of the series `first`, beside whatever `trl` is loaded."""
@@ -43,9 +51,8 @@ class Rivals(Group):
         The package passes padding masks to the attention, which FlashAttention takes and `sdpa` does not. So `sdpa`
         gets causal masks here; nothing is padded. Raises ImportError where it is not installed in this version.
         """
-        found = next((package.version for package in distributions(name="prefix-grouper")), "not installed")
-        if found != PREFIX_GROUPER:
-            raise ImportError(f"prefix-grouper is {found}: pip install prefix-grouper=={PREFIX_GROUPER}")
+        if problem := lacking():
+            raise ImportError(problem)
         from prefix_grouper import PrefixGrouper
         from transformers import AttentionInterface
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
