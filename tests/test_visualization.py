@@ -183,7 +183,7 @@ def test_cells_with_another_k_are_rows_of_their_own_and_each_device_is_named(tmp
     more = rows[rows.measurement == "worth"].assign(k=4, device_name="Another")
     pd.concat([rows, more]).to_csv(tmp_path / "bench.csv", index=False)
     text = tables.render("worth", tmp_path)
-    assert "| narrow | 3,000 | 100 | 4 | 3.65 | " in text and "| narrow | 3,000 | 100 | 8 | 6.53 | " in text
+    assert "| wide | 3,000 | 100 | 4 | 3.65 | " in text and "| wide | 3,000 | 100 | 8 | 6.53 | " in text
     assert "CPU: Another, " in text
 
 
