@@ -29,15 +29,7 @@ from rloo_memory.plan.predict import predict_all
 from rloo_memory.plan.records import config_from
 from rloo_memory.plan.remarks import remarks
 from rloo_memory.plan.simulation.recurrent import note
-from rloo_memory.plan.trl_settings import (
-    ALGORITHMS,
-    IN_KWARGS,
-    changes,
-    config_class,
-    defaults,
-    from_settings,
-    in_kwargs,
-)
+from rloo_memory.plan.trl_settings import ALGORITHMS, changes, config_class, defaults, from_settings, in_kwargs
 
 # What a process that starts under `accelerate launch` or torchrun would take for a place in their group
 GROUP = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -154,7 +146,7 @@ def plain(settings: dict) -> dict:
     """The settings that are set to something that JSON has a word for, and what the planner knows of arguments."""
     values = {name: x.value if isinstance(x, enum.Enum) else x for name, x in settings.items()}
     found = {name: x for name, x in values.items() if isinstance(x, str | int | float | list | tuple)}
-    return {name: x for name, x in found.items() if name not in IN_KWARGS} | in_kwargs(settings)
+    return found | in_kwargs(settings)
 
 
 def model_in_text(model) -> str | dict:
