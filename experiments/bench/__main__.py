@@ -5,9 +5,9 @@
 Ways whose seconds are less than 10 % apart are repeated more often than others, unless --repeats says how often.
 Writes results/<machine>/bench.csv, a row a cell, way and metric: median, lowest and highest of the repeats. A way
 that fails or runs out of memory is a row that says so. Each sample is kept as soon as it is taken, in
-bench_samples.jsonl, and the same command goes on where it was stopped; samples of other code are not taken up. Fewer
-ways or repeats than bench.csv has of a cell do not replace what it has. Exit codes: 0 all is measured, 4 all is and
-some way failed, 1 a cell's process was ended.
+bench_samples.jsonl, and the same command goes on where it was stopped; samples of other code are not taken up, and what
+failed is tried again. Fewer ways or repeats than bench.csv has of a cell do not replace what it has. Exit codes: 0 all
+is measured, 1 some way failed or a cell's process was ended. Being out of memory is an outcome, no failure.
 
 Measurements:
 """
@@ -18,10 +18,10 @@ from concurrent.futures.process import BrokenProcessPool
 
 from experiments.bench import alternating
 from experiments.bench.measurements import MEASUREMENTS, Measurement
-from experiments.bench.samples import OUT_OF_MEMORY, Cell, Samples
+from experiments.bench.samples import Cell, Samples, has_failed
 from experiments.commit import is_same_code
 from experiments.config import check_limit
-from experiments.measuring import EXIT_VERDICT, place, words
+from experiments.measuring import place, words
 from experiments.processes import in_its_own_process
 from experiments.run_options import Parser, whole
 from rloo_memory.errors import ConfigError, choose, program
@@ -52,23 +52,21 @@ def main(argv: list[str] | None) -> int:
     samples, commit = Samples(here.folder, name, here.facts), here.facts["commit"]
     for number, cell in enumerate(cells, start=1):
         print(f"{number} of {len(cells)}: {cell}", flush=True)
-        if args.fresh or not is_same_code(commit, commit):
-            samples.forget(cell)
+        samples.forget(cell, only_failed=not args.fresh and is_same_code(commit, commit))
         while samples.missing(cell, ways, *repeats):  # another process, where the device answers one no more
             try:
                 in_its_own_process(alternating.measure, name, cell, ways, repeats, here)
             except BrokenProcessPool:
                 print(f"bench: {cell}: its process was ended; the same command goes on", file=sys.stderr)
                 return 1
-        failures = {each["failure"] for each in samples.taken(cell).values()} - {""}
-        wrong = [failure for failure in failures if not failure.startswith(OUT_OF_MEMORY)]
+        wrong = any(has_failed(sample) for sample in samples.taken(cell).values())
         complete = not wrong and not samples.missing(cell, measurement.ways, *listed)
         if more := samples.publish(cell, complete):
             said = f"keeps its rows of {cell}: it has more of {', '.join(more)}; measure as much, or delete these rows"
             print(f"bench: {here.folder / 'bench.csv'} {said}", file=sys.stderr)
-        failed = failed or bool(wrong)
+        failed = failed or wrong
     print(here.folder / "bench.csv")
-    return EXIT_VERDICT if failed else 0
+    return 1 if failed else 0
 
 
 def chosen(measurement: Measurement, models: str | None, cells: str | None) -> tuple[Cell, ...]:

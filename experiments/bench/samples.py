@@ -63,10 +63,12 @@ class Samples:
         with (self.folder / SAMPLES).open("a", encoding="utf-8") as file:
             file.write("\n" + json.dumps(sample))  # behind a line that a kill has cut off, too
 
-    def forget(self, cell: Cell) -> None:
-        """Measure all of the cell anew."""
+    def forget(self, cell: Cell, only_failed: bool) -> None:
+        """Measure all of the cell anew, or what failed of it."""
         wanted = self.about | asdict(cell)
-        kept = [each for each in self.kept() if not each.items() >= wanted.items()]
+        kept = [
+            each for each in self.kept() if not each.items() >= wanted.items() or only_failed and not has_failed(each)
+        ]
         replace_text(self.folder / SAMPLES, "".join("\n" + json.dumps(each) for each in kept))
 
     def kept(self) -> list[dict]:
@@ -97,11 +99,16 @@ class Samples:
         return more
 
 
+def has_failed(sample: dict) -> bool:
+    """Otherwise than by being out of memory, which is an outcome. Of a row of bench.csv, too."""
+    return bool(sample["failure"]) and not sample["failure"].startswith(OUT_OF_MEMORY)
+
+
 def counts(rows) -> dict[str, int]:
-    """way -> how often it was measured; one that failed otherwise than by being out of memory was not."""
+    """way -> how often it was measured without failing."""
     found = {}
     for row in rows:
-        if not row["failure"] or row["failure"].startswith(OUT_OF_MEMORY):
+        if not has_failed(row):
             found[row["way"]] = max(found.get(row["way"], 0), int(row["repeats"]))
     return found
 
