@@ -5,9 +5,9 @@
 Ways whose seconds are less than 10 % apart are repeated more often than others, unless --repeats says how often.
 Writes results/<machine>/bench.csv, a row a cell, way and metric: median, lowest and highest of the repeats. A way
 that fails or runs out of memory is a row that says so. Each sample is kept as soon as it is taken, in
-bench_samples.jsonl, and the same command goes on where it was stopped; samples of other code are not taken up, and what
-failed is tried again. Fewer ways or repeats than bench.csv has of a cell do not replace what it has. Exit codes: 0 all
-is measured, 1 some way failed or a cell's process was ended. Being out of memory is an outcome, no failure.
+bench_samples.jsonl, and the same command goes on where it was stopped; what failed is tried again, and samples of
+other code are not taken up. Fewer ways or repeats than bench.csv has of a cell do not replace what it has. Exit codes:
+0 all is measured, 1 some way failed or a cell's process was ended. Being out of memory is an outcome, no failure.
 
 Measurements:
 """
