@@ -12,6 +12,7 @@ import transformers
 from accelerate.utils import is_peft_model
 from packaging.version import Version
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -229,8 +230,10 @@ def _compare(
 def _shares_starts(model: PreTrainedModel) -> bool:
     """
     Whether prompts can go on behind what they begin with, wherever their padding ends: not where a model adds learned
-    vectors for the columns, or scales by them.
+    vectors for the columns, or scales by them. Nor where it cannot be tried, because FSDP2 has divided its weights.
     """
+    if any(isinstance(param, DTensor) for param in model.parameters()):
+        return False
 
     def forward(backbone: nn.Module, *rows: torch.Tensor) -> PassesOutput:
         prompts = Prompts.of(*(x[:, :PROBE_PREFIX_LENGTH].cpu() for x in rows))

@@ -272,7 +272,7 @@ class TrainerPasses:
         where = "generated, scored and trained" if engine is None else f"scored and trained ({engine} generates)"
         starts = "what different prompts begin with, too"
         if not all(shares_starts(model) for model in self._models):
-            starts = "but not what different prompts begin with, whose positions this model counts from the padding"
+            starts = "but not what different prompts begin with (positions count padding, or FSDP2 came before)"
         elif self.num_processes > 1:
             starts = "and what all prompts of a batch begin with"
         return (

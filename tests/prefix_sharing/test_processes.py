@@ -1,7 +1,9 @@
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from rloo_memory.prefix_sharing.enabling import CannotShare, enable_prefix_sharing
+from rloo_memory.prefix_sharing.enabling import CannotShare, enable_prefix_sharing, shares_starts
 from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
 
 from .conftest import llama
@@ -18,6 +20,17 @@ class TestPrefixSharingProcesses:
         monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: pytest.fail("waited"))
         output = TokenBudgetPasses(4, tokens_per_forward=24).forward(model.base_model, ids, torch.ones_like(ids))
         assert output.last_hidden_state.shape[:2] == (4, 9)
+
+    def test_only_equal_prompts_are_shared_where_weights_are_divided_and_nothing_can_be_tried(self):
+        distributed, model = torch.distributed, llama()
+        enable_prefix_sharing(model)
+        assert shares_starts(model)
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        try:
+            enable_prefix_sharing(fully_shard(model, mesh=init_device_mesh("cpu", (1,))))
+        finally:
+            distributed.destroy_process_group()
+        assert not shares_starts(model)
 
     @pytest.mark.parametrize(
         "message, error", [("CUDA error: no kernel image is available", RuntimeError), ("other shapes", ValueError)]
