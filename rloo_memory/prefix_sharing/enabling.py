@@ -12,7 +12,6 @@ import transformers
 from accelerate.utils import is_peft_model
 from packaging.version import Version
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -27,6 +26,7 @@ from .probe import (
     counts_positions,
     error_of_passes,
     gathered,
+    is_divided,
 )
 from .routing import is_softmax_attention, mark, unmark
 from .shared_passes import SharedPrefixPasses
@@ -230,9 +230,9 @@ def _compare(
 def _shares_starts(model: PreTrainedModel) -> bool:
     """
     Whether prompts can go on behind what they begin with, wherever their padding ends: not where a model adds learned
-    vectors for the columns, or scales by them. Nor where it cannot be tried, because FSDP2 has divided its weights.
+    vectors for the columns, or scales by them. Nor where it cannot be tried.
     """
-    if any(isinstance(param, DTensor) for param in model.parameters()):
+    if is_divided(model):
         return False
 
     def forward(backbone: nn.Module, *rows: torch.Tensor) -> PassesOutput:

@@ -181,6 +181,11 @@ def _in_eager(model: PreTrainedModel) -> Iterator[None]:
             config._attn_implementation_internal = own
 
 
+def is_divided(model: nn.Module) -> bool:
+    """Whether FSDP2 has divided its weights, so that it cannot be tried."""
+    return any(isinstance(param, DTensor) for param in model.parameters())
+
+
 def error_of_passes(model: PreTrainedModel, passes, training: bool = False, prompts_alike: bool = True) -> float:
     """
     Relative error of hidden states computed in passes, with a `prefix_length` of `PROBE_PREFIX_LENGTH`, beside those
@@ -191,7 +196,7 @@ def error_of_passes(model: PreTrainedModel, passes, training: bool = False, prom
     If its attention is that of other kernels than PyTorch's, eager attention computes in their place, and then they do
     in the model's dtype.
     """
-    if any(param.is_meta or isinstance(param, DTensor) for param in model.parameters()):
+    if is_divided(model) or any(param.is_meta for param in model.parameters()):
         return 0.0
     dtypes = {param.dtype for param in model.parameters()}
     # No backward follows. What it would need, float32 weights of all layers for one, is not kept.

@@ -26,7 +26,7 @@ from .passes import (
     split_by_tokens,
     to_device,
 )
-from .probe import PROBE_PREFIX_LENGTH, error_of_passes
+from .probe import PROBE_PREFIX_LENGTH, error_of_passes, is_divided
 from .tree import Tree
 
 # Tokens of whole rows, padding included, for each token with shared prompts, from which on sharing takes less time.
@@ -150,7 +150,9 @@ def check_whole_rows(model: PreTrainedModel) -> None:
 
 
 def takes_whole_rows(model: PreTrainedModel) -> bool:
-    """Whether [`check_whole_rows`] finds nothing."""
+    """Whether [`check_whole_rows`] finds nothing, where it can try."""
+    if is_divided(model):
+        return False
     try:
         check_whole_rows(model)
     except torch.OutOfMemoryError:

@@ -4,7 +4,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from rloo_memory.prefix_sharing.enabling import CannotShare, enable_prefix_sharing, shares_starts
-from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses
+from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses, takes_whole_rows
 
 from .conftest import llama
 
@@ -21,16 +21,16 @@ class TestPrefixSharingProcesses:
         output = TokenBudgetPasses(4, tokens_per_forward=24).forward(model.base_model, ids, torch.ones_like(ids))
         assert output.last_hidden_state.shape[:2] == (4, 9)
 
-    def test_only_equal_prompts_are_shared_where_weights_are_divided_and_nothing_can_be_tried(self):
+    def test_where_weights_are_divided_equal_prompts_are_shared_and_nothing_that_was_not_tried(self):
         distributed, model = torch.distributed, llama()
         enable_prefix_sharing(model)
-        assert shares_starts(model)
+        assert shares_starts(model) and takes_whole_rows(model)
         distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
         try:
             enable_prefix_sharing(fully_shard(model, mesh=init_device_mesh("cpu", (1,))))
         finally:
             distributed.destroy_process_group()
-        assert not shares_starts(model)
+        assert not shares_starts(model) and not takes_whole_rows(model)
 
     @pytest.mark.parametrize(
         "message, error", [("CUDA error: no kernel image is available", RuntimeError), ("other shapes", ValueError)]
