@@ -52,7 +52,7 @@ def main(argv: list[str] | None) -> int:
     samples, commit = Samples(here.folder, name, here.facts), here.facts["commit"]
     for number, cell in enumerate(cells, start=1):
         print(f"{number} of {len(cells)}: {cell}", flush=True)
-        samples.forget(cell, only_failed=not args.fresh and is_same_code(commit, commit))
+        samples.forget(cell, all_of_it=args.fresh or not is_same_code(commit, commit))
         while samples.missing(cell, ways, *repeats):  # another process, where the device answers one no more
             try:
                 in_its_own_process(alternating.measure, name, cell, ways, repeats, here)

@@ -63,12 +63,14 @@ class Samples:
         with (self.folder / SAMPLES).open("a", encoding="utf-8") as file:
             file.write("\n" + json.dumps(sample))  # behind a line that a kill has cut off, too
 
-    def forget(self, cell: Cell, only_failed: bool) -> None:
+    def forget(self, cell: Cell, all_of_it: bool) -> None:
         """Measure all of the cell anew, or what failed of it."""
         wanted = self.about | asdict(cell)
-        kept = [
-            each for each in self.kept() if not each.items() >= wanted.items() or only_failed and not has_failed(each)
-        ]
+
+        def goes(sample: dict) -> bool:
+            return sample.items() >= wanted.items() and (all_of_it or has_failed(sample))
+
+        kept = [each for each in self.kept() if not goes(each)]
         replace_text(self.folder / SAMPLES, "".join("\n" + json.dumps(each) for each in kept))
 
     def kept(self) -> list[dict]:
