@@ -3,6 +3,8 @@
 import importlib.metadata
 
 import transformers
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, is_peft_model
 from packaging.version import Version
 
 
@@ -101,4 +103,29 @@ def _check_groups(config) -> None:
             f"With `prefix_sharing=True` and per_device_train_batch_size ({batch_size}) below num_generations "
             f"({config.num_generations}), gradients are accumulated, which DDP does not do with "
             "`ddp_static_graph=True`. Disable it."
+        )
+
+
+def check_processes(config, accelerator: Accelerator, model, takes_images: bool) -> None:
+    """Raise a `ValueError` if rows cannot go through `model` in passes on these processes, or not with images."""
+    option = "prefix_sharing=True" if config.prefix_sharing else f"tokens_per_forward={config.tokens_per_forward}"
+    if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise ValueError(
+            f"`{option}` runs the layers several times in a forward, which is not tested with FSDP1. Use FSDP2 or "
+            "DeepSpeed."
+        )
+    # Passes need the non-reentrant checkpointing, which frozen weights take from DeepSpeed 0.19.3 on
+    deepspeed = accelerator.state.deepspeed_plugin
+    is_zero3 = deepspeed is not None and deepspeed.zero_stage == 3
+    if is_zero3 and is_peft_model(model) and config.gradient_checkpointing:
+        version = importlib.metadata.version("deepspeed")
+        if Version(version) < Version("0.19.3"):
+            raise ValueError(
+                f"`{option}` with PEFT, DeepSpeed ZeRO-3 and gradient checkpointing needs `deepspeed>=0.19.3`, "
+                f"found {version}. Upgrade DeepSpeed, or set `gradient_checkpointing=False`."
+            )
+    if takes_images and not config.prefix_sharing:
+        raise ValueError(
+            f"`{option}` divides rows of text and supports images only with `prefix_sharing=True`. Lower "
+            "`per_device_train_batch_size` instead."
         )

@@ -23,10 +23,10 @@ from .probe import (
     PROBE_COMMON_LENGTH,
     PROBE_PREFIX_LENGTH,
     WholeRowsError,
+    can_be_tried,
     counts_positions,
     error_of_passes,
     gathered,
-    is_divided,
 )
 from .routing import is_softmax_attention, mark, unmark
 from .shared_passes import SharedPrefixPasses
@@ -48,7 +48,8 @@ class _Route:
     def __init__(self, configs: list[PretrainedConfig]):
         self.configs = configs  # of the text part, see [`~prefix_sharing.routing.running`]
         self.in_training = True  # what it is tried for
-        self.shares_starts = False  # also between prompts, of what they begin with
+        # Also between prompts, of what they begin with; None where it could not be tried
+        self.shares_starts: bool | None = False
         self.hooks: frozenset[int] = frozenset()  # the user's, with which the model was tried
         self.handles: list[RemovableHandle] = []
         self.holders: WeakSet = WeakSet()  # trainers' passes, each of which needs it until it is removed
@@ -205,9 +206,11 @@ def check_dropout(model: PreTrainedModel, shares_dropout: bool) -> None:
 def _compare(
     model: PreTrainedModel, mixers: list[nn.Module], refuse: Callable[..., NoReturn], in_training: bool
 ) -> None:
-    """Try a shared prefix on a few tokens."""
+    """Try a shared prefix on a few tokens, with weights that are here."""
+    error = 0.0
     try:
-        error = error_of_passes(model, SharedPrefixPasses(PROBE_PREFIX_LENGTH), in_training)
+        if can_be_tried(model):
+            error = error_of_passes(model, SharedPrefixPasses(PROBE_PREFIX_LENGTH), in_training)
     except Exception as exception:
         if isinstance(exception, WholeRowsError | torch.OutOfMemoryError) or "CUDA error" in str(exception):
             raise  # the fault of the model, or of the device, and not of the shared prompt
@@ -227,13 +230,13 @@ def _compare(
             refuse(f"{type(mixer).__name__} does not start from the state of a prompt.")
 
 
-def _shares_starts(model: PreTrainedModel) -> bool:
+def _shares_starts(model: PreTrainedModel) -> bool | None:
     """
     Whether prompts can go on behind what they begin with, wherever their padding ends: not where a model adds learned
-    vectors for the columns, or scales by them. Nor where it cannot be tried.
+    vectors for the columns, or scales by them. None where it cannot be tried.
     """
-    if is_divided(model):
-        return False
+    if not can_be_tried(model):
+        return None
 
     def forward(backbone: nn.Module, *rows: torch.Tensor) -> PassesOutput:
         prompts = Prompts.of(*(x[:, :PROBE_PREFIX_LENGTH].cpu() for x in rows))
@@ -250,9 +253,15 @@ def _shares_starts(model: PreTrainedModel) -> bool:
         return False
 
 
-def shares_starts(model: PreTrainedModel) -> bool:
-    """Whether a model that [`enable_prefix_sharing`] has prepared shares what different prompts begin with, too."""
+def shares_starts(model: PreTrainedModel) -> bool | None:
+    """Whether a model that [`enable_prefix_sharing`] has prepared shares what different prompts begin with, too; None
+    if it could not be tried, and then it does not, until it is told by [`share_starts`]."""
     return causal_lm_of(model).base_model._prefix_sharing.shares_starts
+
+
+def share_starts(model: PreTrainedModel, shares: bool) -> None:
+    """Let it share what different prompts begin with, or not."""
+    causal_lm_of(model).base_model._prefix_sharing.shares_starts = shares
 
 
 def disable_prefix_sharing(model: PreTrainedModel, holder=None) -> None:

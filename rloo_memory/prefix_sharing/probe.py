@@ -181,9 +181,9 @@ def _in_eager(model: PreTrainedModel) -> Iterator[None]:
             config._attn_implementation_internal = own
 
 
-def is_divided(model: nn.Module) -> bool:
-    """Whether FSDP2 has divided its weights, so that it cannot be tried."""
-    return any(isinstance(param, DTensor) for param in model.parameters())
+def can_be_tried(model: nn.Module) -> bool:
+    """Whether all weights are here: FSDP2 may have divided them, and other processes, or disks, may have them."""
+    return not any(param.is_meta or isinstance(param, DTensor) for param in model.parameters())
 
 
 def error_of_passes(model: PreTrainedModel, passes, training: bool = False, prompts_alike: bool = True) -> float:
@@ -191,13 +191,11 @@ def error_of_passes(model: PreTrainedModel, passes, training: bool = False, prom
     Relative error of hidden states computed in passes, with a `prefix_length` of `PROBE_PREFIX_LENGTH`, beside those
     of whole rows: the median over the tokens of a row, of the worse row, whose prompts are the same, or, if not
     `prompts_alike`, begin with `PROBE_COMMON_LENGTH` tokens alike and differ in their padding. 0 if rounding explains
-    it, or if FSDP2 has divided the weights. In training mode, noise that passes cannot have alike is an error. A
+    it. In training mode, noise that passes cannot have alike is an error. A
     model in half precision computes in float32: what its own dtype rounds away hides errors that add up in training.
     If its attention is that of other kernels than PyTorch's, eager attention computes in their place, and then they do
     in the model's dtype.
     """
-    if is_divided(model) or any(param.is_meta for param in model.parameters()):
-        return 0.0
     dtypes = {param.dtype for param in model.parameters()}
     # No backward follows. What it would need, float32 weights of all layers for one, is not kept.
     with _probing(model, training), saved_tensors_hooks(lambda x: None, lambda x: x):

@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
+
+from .probe import can_be_tried
 
 if TYPE_CHECKING:
     from .nodes import Node, Path
@@ -202,7 +203,7 @@ def ignores_state(mixer: nn.Module, prefix: "Node", hidden_size: int) -> bool:
     is one of two tokens, without states.
     """
     weight = next(child.weight for child in mixer.children() if isinstance(child, nn.Conv1d))  # never quantized
-    if any(param.is_meta or isinstance(param, DTensor) for param in mixer.parameters()):  # the weights are not here
+    if not can_be_tried(mixer):
         return False
     # No random numbers, which training would miss
     hidden_states = torch.linspace(-1, 1, 2 * hidden_size, dtype=weight.dtype, device=weight.device).view(1, 2, -1)

@@ -26,7 +26,7 @@ from .passes import (
     split_by_tokens,
     to_device,
 )
-from .probe import PROBE_PREFIX_LENGTH, error_of_passes, is_divided
+from .probe import PROBE_PREFIX_LENGTH, can_be_tried, error_of_passes
 from .tree import Tree
 
 # Tokens of whole rows, padding included, for each token with shared prompts, from which on sharing takes less time.
@@ -132,7 +132,8 @@ def saves_time(
 
 
 def check_whole_rows(model: PreTrainedModel) -> None:
-    """Raise a `ValueError` if rows do not go through `model` in passes with the same result as together."""
+    """Raise a `ValueError` if rows do not go through `model` in passes with the same result as together. It is tried
+    where its weights are here."""
     model = causal_lm_of(model)
 
     def refuse(reason: str):
@@ -143,16 +144,16 @@ def check_whole_rows(model: PreTrainedModel) -> None:
 
     if any("dynamic" in x.get("rope_type", "") for x in rope_parameters(model.config)):
         refuse("its rotary embedding (dynamic) depends on the longest row that goes with a row")
-    for tokens_per_forward in (1, None):  # by themselves, and padded to one length
+    for tokens_per_forward in (1, None) if can_be_tried(model) else ():  # by themselves, and padded to one length
         error = error_of_passes(model, TokenBudgetPasses(PROBE_PREFIX_LENGTH, tokens_per_forward))
         if error != 0:  # not a number, too
             refuse(f"hidden states of rows in passes differ from those of the rows together by {100 * error:.3g}%")
 
 
-def takes_whole_rows(model: PreTrainedModel) -> bool:
-    """Whether [`check_whole_rows`] finds nothing, where it can try."""
-    if is_divided(model):
-        return False
+def takes_whole_rows(model: PreTrainedModel) -> bool | None:
+    """Whether [`check_whole_rows`] finds nothing; None where it cannot try."""
+    if not can_be_tried(model):
+        return None
     try:
         check_whole_rows(model)
     except torch.OutOfMemoryError:

@@ -1,6 +1,5 @@
 """The passes of RLOO and GRPO: how the rows of a batch go through the model."""
 
-import importlib.metadata
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -10,12 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from accelerate.utils import DistributedType, is_peft_model
-from packaging.version import Version
+from accelerate.utils import DistributedType
 from torch import nn
 from transformers import PreTrainedModel
 
-from .enabling import check_dropout, disable_prefix_sharing, enable_prefix_sharing, shares_starts
+from .config import check_processes
+from .enabling import check_dropout, disable_prefix_sharing, enable_prefix_sharing, share_starts, shares_starts
 from .generation import generate_with_shared_prefix
 from .hooks import has_parameter_hooks, state_of, traces_of
 from .images import OF_IMAGES, OF_TOKENS, MultimodalInputs, count_tiles
@@ -85,37 +84,34 @@ class TrainerPasses:
         self._has_passes = True  # whether the loss of the last training step came from passes
         self._count = TokenCount()  # of what was scored and trained since it was last read
         self._said: set[str] = set()
-        option = "prefix_sharing=True" if args.prefix_sharing else f"tokens_per_forward={args.tokens_per_forward}"
-        if accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2:
-            raise ValueError(
-                f"`{option}` runs the layers several times in a forward, which is not tested with FSDP1. Use FSDP2 or "
-                "DeepSpeed."
-            )
-        # Passes need the non-reentrant checkpointing, which frozen weights take from DeepSpeed 0.19.3 on
-        deepspeed = accelerator.state.deepspeed_plugin
-        is_zero3 = deepspeed is not None and deepspeed.zero_stage == 3
-        if is_zero3 and is_peft_model(model) and args.gradient_checkpointing:
-            version = importlib.metadata.version("deepspeed")
-            if Version(version) < Version("0.19.3"):
-                raise ValueError(
-                    f"`{option}` with PEFT, DeepSpeed ZeRO-3 and gradient checkpointing needs `deepspeed>=0.19.3`, "
-                    f"found {version}. Upgrade DeepSpeed, or set `gradient_checkpointing=False`."
-                )
-        if takes_images and not args.prefix_sharing:
-            raise ValueError(
-                f"`{option}` divides rows of text and supports images only with `prefix_sharing=True`. Lower "
-                "`per_device_train_batch_size` instead."
-            )
+        check_processes(args, accelerator, model, takes_images)
         self._models = [model] if ref_model is None else [model, ref_model]
         for each in self._models:
             if args.prefix_sharing:
                 enable_prefix_sharing(each, args.shares_dropout, holder=self)
             else:
                 check_whole_rows(each)
-        self._may_go_whole = args.prefix_sharing and not takes_images and all(map(takes_whole_rows, self._models))
+        self._shares_starts = self._may_go_whole = False
+        if args.prefix_sharing:
+            self._shares_starts = self._is_so(shares_starts)
+            self._may_go_whole = not takes_images and self._is_so(takes_whole_rows)
+            for each in self._models:
+                share_starts(each, self._shares_starts)
         self._in_one_backward = accelerator.distributed_type != DistributedType.NO
         # The completions of a prompt can be spread over several micro-batches
         self._splits_groups = args.prefix_sharing and args.per_device_train_batch_size < args.num_generations
+
+    def _is_so(self, found_in: Callable[[PreTrainedModel], bool | None]) -> bool:
+        """
+        What is found in all models, on all processes, that can be tried: with FSDP2, TRL divides the reference before,
+        and only the main process may have the weights of the policy. Nothing is so in a kind that nobody could try.
+        """
+        for kind in dict.fromkeys(type(model.config) for model in self._models):  # FSDP2 changes a model's class
+            answers = {found_in(model) for model in self._models if type(model.config) is kind}
+            is_so, is_not = on_any_process([True in answers, False in answers], self.device)
+            if is_not or not is_so:
+                return False
+        return True
 
     @property
     def _batch(self) -> _Batch | None:
@@ -241,9 +237,8 @@ class TrainerPasses:
         multimodal = MultimodalInputs.of(inputs, num_rows, given.get("num_images"), given.get("num_tiles"))
         input_ids, attention_mask = given["input_ids"].cpu(), given["attention_mask"].cpu()
         prompt_ids, prompt_mask = (x[:, : -given["logits_to_keep"]] for x in (input_ids, attention_mask))
-        begin_alike = all(shares_starts(model) for model in self._models)
         backbone = causal_lm_of(self.model).base_model
-        prompts = prompts_of(backbone, prompt_ids, prompt_mask, multimodal, begin_alike)
+        prompts = prompts_of(backbone, prompt_ids, prompt_mask, multimodal, self._shares_starts)
         group_size = self.rows_per_prompt(len(prompts))
         length = common_length(prompts, group_size)
         found = [prompts.differ_whole(group_size), length == 0]
@@ -271,7 +266,7 @@ class TrainerPasses:
         )
         where = "generated, scored and trained" if engine is None else f"scored and trained ({engine} generates)"
         starts = "what different prompts begin with, too"
-        if not all(shares_starts(model) for model in self._models):
+        if not self._shares_starts:
             starts = "but not what different prompts begin with (positions count padding, or FSDP2 came before)"
         elif self.num_processes > 1:
             starts = "and what all prompts of a batch begin with"

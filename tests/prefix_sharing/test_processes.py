@@ -1,14 +1,36 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from experiments.checks.tiny_families import build, family
 from rloo_memory.prefix_sharing.enabling import CannotShare, enable_prefix_sharing, shares_starts
 from rloo_memory.prefix_sharing.token_budget import TokenBudgetPasses, takes_whole_rows
+from rloo_memory.prefix_sharing.trainer import TrainerPasses
 
 from .conftest import llama
 
 pytestmark = pytest.mark.slow
+
+
+SHARED = SimpleNamespace(
+    prefix_sharing=True, tokens_per_forward=None, shares_dropout=False, gradient_checkpointing=False, use_vllm=False,
+    use_transformers_continuous_batching=False, num_generations=2, per_device_train_batch_size=2,
+)  # fmt: skip
+ONE_PROCESS = SimpleNamespace(
+    distributed_type=DistributedType.NO, device="cpu", num_processes=1, state=SimpleNamespace(deepspeed_plugin=None)
+)
+
+
+@pytest.fixture
+def divided():
+    """What divides the weights of a model, as FSDP2 does, between this process and no other."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    torch.distributed.destroy_process_group()
 
 
 class TestPrefixSharingProcesses:
@@ -21,16 +43,20 @@ class TestPrefixSharingProcesses:
         output = TokenBudgetPasses(4, tokens_per_forward=24).forward(model.base_model, ids, torch.ones_like(ids))
         assert output.last_hidden_state.shape[:2] == (4, 9)
 
-    def test_where_weights_are_divided_equal_prompts_are_shared_and_nothing_that_was_not_tried(self):
-        distributed, model = torch.distributed, llama()
-        enable_prefix_sharing(model)
-        assert shares_starts(model) and takes_whole_rows(model)
-        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-        try:
-            enable_prefix_sharing(fully_shard(model, mesh=init_device_mesh("cpu", (1,))))
-        finally:
-            distributed.destroy_process_group()
-        assert not shares_starts(model) and not takes_whole_rows(model)
+    @pytest.mark.parametrize(
+        "policy, reference, is_shared",
+        [("llama", "llama", True), ("gpt2", "gpt2", False), ("llama", "mistral", False), (None, "llama", False)],
+    )
+    def test_a_reference_whose_weights_are_divided_shares_what_the_policy_was_tried_with(
+        self, policy, reference, is_shared, divided
+    ):
+        """TRL divides it before. Of a kind that was not tried, only equal prompts are shared."""
+        reference = divided(build(family(reference)))
+        policy = divided(llama()) if policy is None else build(family(policy))
+        passes = TrainerPasses(SHARED, ONE_PROCESS, policy, reference)
+        assert ("what different prompts begin with, too" in passes.what_is_shared()) == is_shared
+        assert shares_starts(policy) == shares_starts(reference) == is_shared
+        assert takes_whole_rows(reference) is None
 
     @pytest.mark.parametrize(
         "message, error", [("CUDA error: no kernel image is available", RuntimeError), ("other shapes", ValueError)]

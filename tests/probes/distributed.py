@@ -46,6 +46,7 @@ PROMPTS = (
     (["w11 w12 w13", "w11 w12 w13"], ["w3", "w91 w92 w93 w94 w95 w4"]),
 )  # are what one of them has and the other has not.
 NEVER_END = (71, 81)  # first tokens of prompts all of whose completions are cut, and so masked
+RATIO = "prefix_sharing/token_ratio"
 LOGGED = ("loss", "kl", "entropy", "reward", "clip_ratio/region_mean")
 ALWAYS = dict(
     use_cpu=True, seed=1, report_to="none", disable_tqdm=True, logging_steps=1, optim="sgd", learning_rate=0.03,
@@ -220,7 +221,13 @@ def train(
     both = [None, None]
     dist.all_gather_object(both, completions)
     after = trained_parameters(instance.model)
-    return {"logs": [log for log in logs if log], "before": before, "after": after, "completions": both}
+    return {
+        "logs": [log for log in logs if log],
+        "before": before,
+        "after": after,
+        "completions": both,
+        "token_ratios": [log[RATIO] for log in instance.state.log_history if RATIO in log],
+    }
 
 
 def main():
